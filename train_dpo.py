@@ -39,7 +39,9 @@ def main(argv: list[str]) -> int:
     try:
         config = parse_config(argv)
         if not claim(config):
-            say(f"{config.train.output_dir}: already done; remove the folder, or choose another output_dir, to run again")
+            say(
+                f"{config.train.output_dir}: already done; remove the folder, or choose another output_dir, to run again"
+            )
             return 0
         train(config)
         return 0
@@ -137,7 +139,9 @@ def prepare(pairs: Pairs, split: str, tokenizer, config: Config):
     if cut := counts.pop("prompt_cut"):
         say(f"{split}: {cut:,} prompts are longer than max_prompt_length {args.max_prompt_length} and keep their end")
     if trimmed := counts.pop("prompt_trimmed"):
-        say(f"{split}: {trimmed:,} prompts are no token prefix of prompt+response; their last tokens count as response")
+        say(
+            f"{split}: {trimmed:,} prompts are no token prefix of prompt+response; their last tokens count as response"
+        )
     pairs.dropped.update(counts)
     if not len(tokens):
         raise UserError(f"max_length {args.max_length}: no {split} pair fits; raise it or set max_prompt_length")

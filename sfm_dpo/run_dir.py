@@ -71,7 +71,9 @@ def claim(config: Config) -> bool:
     if not set(entries) - {STATUS} and (status is None or status["state"] == "failed"):
         return True  # empty, or all it holds is the mistake of an earlier start
     if not (run / RESOLVED_CONFIG).is_file():
-        raise UserError(f"output_dir {run}: holds files of something else ({', '.join(sorted(entries)[:3])}); choose another")
+        raise UserError(
+            f"output_dir {run}: holds files of something else ({', '.join(sorted(entries)[:3])}); choose another"
+        )
     before, now = yaml.safe_load((run / RESOLVED_CONFIG).read_text()), as_dict(config)
     differing = [k for k in now if k not in MAY_DIFFER and before.get(k) != now[k]]
     if differing:
@@ -97,7 +99,9 @@ def environment() -> dict[str, Any]:
     """Git commit, versions, hardware, Slurm ids and the command line, without secrets."""
     import torch
 
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    gpus = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
     return {
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain")),
