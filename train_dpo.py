@@ -11,19 +11,12 @@ after it. Exit codes: 0 done, 1 crashed, 2 wrong configuration or data (docs/des
 
 import os
 import sys
-import warnings
-
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # else a warning with every forked worker
-warnings.filterwarnings("ignore", category=FutureWarning)  # deprecations are for developers, not for a job's log
-
-from dotenv import find_dotenv, load_dotenv
-
-load_dotenv(find_dotenv(usecwd=True))  # before the libraries below read HF_HOME and the tokens
 
 from transformers import AutoConfig, PrinterCallback, ProgressCallback
 from trl import get_peft_config, get_quantization_config
 from trl.trainer.utils import global_then_local_main_first
 
+import sfm_dpo  # noqa: F401  # first, because it reads .env  # isort: split
 from sfm_dpo.checkpoint import newest_checkpoint
 from sfm_dpo.config import Config, UserError, parse_config
 from sfm_dpo.data import Pairs, load_pairs
@@ -39,9 +32,7 @@ def main(argv: list[str]) -> int:
     try:
         config = parse_config(argv)
         if not claim(config):
-            say(
-                f"{config.train.output_dir}: already done; remove the folder, or choose another output_dir, to run again"
-            )
+            say(f"{config.train.output_dir}: already done; to run again remove it or choose another output_dir")
             return 0
         train(config)
         return 0

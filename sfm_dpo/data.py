@@ -8,7 +8,6 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -249,7 +248,7 @@ def _text_pair(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str
     if chosen == rejected:
         return "chosen_equals_rejected"
     if prompt is None:
-        shared = os.path.commonprefix([chosen, rejected])
+        shared = os.path.commonprefix([chosen, rejected])  # noqa: RUF071 (of characters, indeed)
         # Cut at the last white space, so that the two responses start on whole words.
         prompt = re.sub(r"\S*$", "", shared).rstrip(" ")
         if not prompt:
