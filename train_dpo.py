@@ -9,6 +9,9 @@ Any field of TRL's DPOConfig, of its ModelConfig and of sfm_dpo/config.py can be
 after it. Exit codes: 0 done, 1 crashed, 2 wrong configuration or data (docs/design.md has the others).
 """
 
+import sfm_dpo  # noqa: F401  (first: it reads .env)
+
+# isort: split
 import os
 import sys
 
@@ -16,7 +19,6 @@ from transformers import AutoConfig, PrinterCallback, ProgressCallback
 from trl import get_peft_config, get_quantization_config
 from trl.trainer.utils import global_then_local_main_first
 
-import sfm_dpo  # noqa: F401  # first, because it reads .env  # isort: split
 from sfm_dpo.checkpoint import newest_checkpoint
 from sfm_dpo.config import Config, UserError, parse_config
 from sfm_dpo.data import Pairs, load_pairs
