@@ -1,0 +1,350 @@
+"""What was asked? TRL's dataclasses with OLMo 3's defaults, one YAML recipe, command-line overrides.
+
+Precedence: defaults < recipe (`--config`) < command line. Recipe and command line take the same path
+through argparse, so a wrong type is found in either.
+"""
+
+import ast
+import dataclasses
+import difflib
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, TrlParser
+
+# Losses whose log-ratios are means over response tokens; the others in TRL use sums.
+LENGTH_NORMALIZED_LOSSES = {"sigmoid_norm", "ipo"}
+LOSS_TYPES = (
+    "sigmoid sigmoid_norm hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down "
+    "discopop sft"
+).split()
+
+
+class UserError(Exception):
+    """A mistake of the user's: reported in one line, without a traceback.
+
+    Args:
+        message: names the field, the value and the remedy.
+        exit_code: 2 wrong configuration or data (default), 3 preflight refused, 4 the guard stopped the run.
+    """
+
+    def __init__(self, message: str, exit_code: int = 2):
+        super().__init__(" ".join(str(message).split()))
+        self.exit_code = exit_code
+
+
+@dataclass
+class TrainConfig(DPOConfig):
+    """TRL's DPOConfig, with OLMo 3's DPO hyperparameters as defaults (Olmo 3 report, Table 48) and our few fields."""
+
+    output_dir: str = field(default="outputs/dpo", metadata={"help": "The run's folder."})
+
+    # The objective: open-instruct's `dpo_norm` with beta 5.
+    loss_type: list[str] = field(
+        default_factory=lambda: ["sigmoid_norm"], metadata={"help": "TRL loss types: " + ", ".join(LOSS_TYPES)}
+    )
+    beta: float = field(default=5.0, metadata={"help": "Inverse temperature of the implicit reward."})
+    learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate of AdamW."})
+    lr_scheduler_type: str = field(default="linear", metadata={"help": "Learning rate schedule."})
+    warmup_steps: float = field(default=0.1, metadata={"help": "Warmup: a share of all steps if below 1."})
+    num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the training pairs."})
+    save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints kept; at least 2."})
+    # Rank 0 tokenises while the others wait; the process group's default of 30 minutes is too short for that.
+    ddp_timeout: int = field(default=14400, metadata={"help": "Seconds a collective may wait."})
+
+    # Batch
+    global_batch_size: int = field(
+        default=128,
+        metadata={"help": "Pairs per optimizer step over all processes; gradient accumulation follows from it."},
+    )
+
+    # Data
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Hub id, or a local .json/.jsonl/.parquet file or folder."}
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration name of a Hub dataset."})
+    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
+    max_samples: int | None = field(
+        default=None, metadata={"help": "Use this many pairs, drawn with `seed` from the usable ones."}
+    )
+    eval_fraction: float = field(
+        default=0.0, metadata={"help": "Share of the pairs held out for evaluation, drawn with `seed`."}
+    )
+    max_prompt_length: int | None = field(
+        default=None, metadata={"help": "A longer prompt keeps its last tokens. TRL has dropped this field."}
+    )
+    max_dropped_fraction: float = field(
+        default=0.05, metadata={"help": "Stop if a larger share of the rows cannot be used."}
+    )
+
+    # Safety
+    allow_unnormalized_beta: bool = field(
+        default=False, metadata={"help": "Allow beta >= 1 with a loss on summed log-probs."}
+    )
+
+
+DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)
+
+
+@dataclass
+class Config:
+    """A whole run: `train` (TRL's DPOConfig and ours), `model` (TRL's ModelConfig), `data` (a mixture, or empty)."""
+
+    train: TrainConfig
+    model: ModelConfig
+    data: DatasetMixtureConfig
+    notes: list[str] = field(default_factory=list)  # decisions worth a line in the log
+
+
+class _Parser(TrlParser):
+    def error(self, message: str):  # argparse would print several hundred lines of usage
+        raise UserError(f"{message} (see --help)")
+
+
+def parse_config(argv: list[str], world_size: int | None = None) -> Config:
+    """Reads `--config RECIPE` and the overrides after it, and validates them. Loads no model and no data.
+
+    Args:
+        argv: command line without the program's name.
+        world_size: number of processes; by default what the launcher says in WORLD_SIZE.
+
+    Raises:
+        UserError: unknown field, wrong type or value, or a combination that cannot be meant.
+    """
+    world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))
+    parser = _Parser(DATACLASSES, allow_abbrev=False, prog="train_dpo.py")
+    parser.add_argument("--config", help="YAML recipe; its keys are the fields below")
+    known = {action.dest for action in parser._actions}
+    recipe, cli = _split_config(argv)
+    values = _read_recipe(recipe) if recipe else {}
+    os.environ.update({key: str(value) for key, value in (values.pop("env", None) or {}).items()})
+    for key in values:
+        if key not in known:
+            raise UserError(f"{recipe}: unknown field {key!r}{_nearest(key, known)}")
+    for arg in cli:
+        name = arg[2:].split("=")[0].replace("-", "_")
+        if arg.startswith("--") and name not in known and name.removeprefix("no_") not in known:
+            raise UserError(f"unknown option {arg.split('=')[0]}{_nearest(name, known, '--')}")
+    if "datasets" in values:  # a list of mappings has no spelling on the command line
+        parser.set_defaults(datasets=_check_mixture(values.pop("datasets"), recipe))
+
+    argv = [arg for key, value in values.items() for arg in _as_args(key, value, parser, recipe)] + cli
+    namespace, extra = parser.parse_known_args(argv)
+    if extra:
+        raise UserError(f"argument {extra[0]!r} belongs to no option")
+    _validate(namespace, world_size)
+    steps = namespace.global_batch_size // (namespace.per_device_train_batch_size * world_size)
+    if namespace.gradient_accumulation_steps not in (1, steps):
+        raise UserError(
+            f"gradient_accumulation_steps {namespace.gradient_accumulation_steps}: global_batch_size "
+            f"{namespace.global_batch_size} on {world_size} process(es) makes it {steps}; remove the field"
+        )
+    namespace.gradient_accumulation_steps = steps
+    namespace.report_to, tracking = resolve_report_to(namespace.report_to)
+    try:
+        return Config(*(cls(**_pick(cls, namespace)) for cls in DATACLASSES), notes=[tracking])
+    except (ValueError, TypeError, AttributeError, ImportError) as error:
+        raise UserError(str(error)) from error
+
+
+def resolve_report_to(report_to: Any) -> tuple[list[str], str]:
+    """Trackers that can work here, and a line that says so. W&B needs a key or WANDB_MODE=offline.
+
+    A batch job must neither crash nor wait at a login prompt for want of a key.
+    """
+    trackers = [report_to] if isinstance(report_to, str) else list(report_to or [])
+    trackers = [tracker for tracker in trackers if tracker != "none"]
+    usable = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") in ("offline", "disabled")
+    if "wandb" in trackers and not usable:
+        trackers.remove("wandb")
+        return trackers, "W&B off: neither WANDB_API_KEY nor WANDB_MODE=offline is set"
+    return trackers, f"tracking: {', '.join(trackers) or 'none'}"
+
+
+def accumulation_choices(global_batch_size: int, per_device: int, world_size: int) -> str:
+    """Combinations near the asked one that divide, for an error message."""
+    per_rank = [n for n in range(1, global_batch_size + 1) if global_batch_size % (n * world_size) == 0]
+    unit = per_device * world_size
+    sizes = sorted({max(unit, global_batch_size // unit * unit), math.ceil(global_batch_size / unit) * unit})
+    worlds = [n for n in range(1, 129) if global_batch_size % (per_device * n) == 0]
+    choices = []
+    if per_rank:
+        choices.append(f"per_device_train_batch_size {', '.join(map(str, per_rank[:8]))}")
+    choices.append(f"global_batch_size {' or '.join(map(str, sizes))}")
+    if worlds:
+        choices.append(f"{', '.join(map(str, worlds[:8]))} process(es)")
+    return "; ".join(choices)
+
+
+def as_dict(config: Config) -> dict[str, Any]:
+    """The resolved configuration as plain YAML types, without secrets; `--config` reads it back."""
+    plain: dict[str, Any] = {}
+    for part in (config.train, config.model, config.data):
+        for f in dataclasses.fields(part):
+            if f.init and "token" not in f.name.split("_"):  # hub_token, push_to_hub_token
+                plain[f.name] = _plain(getattr(part, f.name))
+    return plain
+
+
+def _split_config(argv: list[str]) -> tuple[str | None, list[str]]:
+    """Takes `--config R` and `--config=R` out of argv; the last one wins, as with every option."""
+    recipe, rest, args = None, [], iter(argv)
+    for arg in args:
+        if arg == "--config":
+            recipe = next(args, None)
+            if recipe is None:
+                raise UserError("--config needs the path of a recipe, for instance recipes/think.yaml")
+        elif arg.startswith("--config="):
+            recipe = arg.split("=", 1)[1]
+        else:
+            rest.append(arg)
+    return recipe, rest
+
+
+def _read_recipe(path: str) -> dict[str, Any]:
+    if not Path(path).is_file():
+        near = sorted(str(p) for p in Path("recipes").glob("*.yaml"))
+        raise UserError(f"--config {path}: no such file" + (f"; recipes here: {', '.join(near)}" if near else ""))
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds no fields; a recipe is a YAML mapping such as 'beta: 5'")
+    return values
+
+
+def _as_args(key: str, value: Any, parser: _Parser, recipe: str | None) -> list[str]:
+    """A recipe's field in command-line spelling, so that argparse checks its type."""
+    action = next(action for action in parser._actions if action.dest == key)
+    if value is None:
+        if action.default is not None:
+            parser.set_defaults(**{key: None})
+        return []
+    if isinstance(value, dict):
+        return [f"--{key}", json.dumps(value)]
+    if isinstance(value, list):
+        if action.nargs is None:
+            raise UserError(f"{recipe}: {key} is a list, {value}; it takes one value")
+        return [f"--{key}", *map(str, value)] if value else []
+    if isinstance(value, bool) and "bool" not in getattr(action.type, "__name__", ""):
+        if value is False and key.endswith("_strategy"):  # YAML reads `no` as false
+            return [f"--{key}", "no"]
+        raise UserError(f"{recipe}: {key} is {value} (YAML reads on, off, yes and no as booleans); put it in quotes")
+    return [f"--{key}", str(value)]
+
+
+def _nearest(name: str, known: set[str], prefix: str = "") -> str:
+    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {prefix}{match[0]}?" if match else ""
+
+
+def _check_mixture(datasets: Any, recipe: str | None) -> list[dict]:
+    if not isinstance(datasets, list) or not all(isinstance(d, dict) and d.get("path") for d in datasets):
+        raise UserError(f"{recipe}: datasets must be a list of mappings, each with a path")
+    fields = {f.name for f in dataclasses.fields(DatasetMixtureConfig(datasets=[{"path": "x"}]).datasets[0])}
+    for entry in datasets:
+        for key in entry:
+            if key not in fields:
+                raise UserError(f"{recipe}: unknown field {key!r} in datasets{_nearest(key, fields)}")
+    fractions = [entry.get("fraction") for entry in datasets]
+    if any(f is not None for f in fractions) and not all(isinstance(f, int | float) and f > 0 for f in fractions):
+        raise UserError(f"{recipe}: datasets: fraction {fractions} must be above 0 in all entries or in none")
+    return datasets
+
+
+def _pick(cls, namespace) -> dict[str, Any]:
+    return {f.name: getattr(namespace, f.name) for f in dataclasses.fields(cls) if f.init}
+
+
+def _require(ok: bool, name: str, value: Any, remedy: str) -> None:
+    if not ok:
+        raise UserError(f"{name} {value}: {remedy}")
+
+
+def _validate(ns, world_size: int) -> None:
+    """Combinations and ranges that argparse cannot see. Order: what the user is likeliest to have meant first."""
+    for name in ("max_length", "max_prompt_length", "max_samples", "global_batch_size", "per_device_train_batch_size"):
+        value = getattr(ns, name)
+        _require(value is None or value >= 1, name, value, "must be at least 1")
+    _require(ns.max_length is None or ns.max_length >= 2, "max_length", ns.max_length, "must be at least 2")
+    if ns.max_prompt_length is not None and ns.max_length is not None:
+        remedy = f"must be below max_length {ns.max_length}, or no token is left for the response"
+        _require(ns.max_prompt_length < ns.max_length, "max_prompt_length", ns.max_prompt_length, remedy)
+    _require(0 <= ns.eval_fraction < 1, "eval_fraction", ns.eval_fraction, "must be at least 0 and below 1")
+    _require(0 <= ns.max_dropped_fraction <= 1, "max_dropped_fraction", ns.max_dropped_fraction, "must be in 0..1")
+    _require(ns.beta > 0, "beta", ns.beta, "must be above 0")
+    _require(ns.learning_rate > 0, "learning_rate", ns.learning_rate, "must be above 0")
+    _require(ns.num_train_epochs > 0 or ns.max_steps > 0, "num_train_epochs", ns.num_train_epochs, "must be above 0")
+    limit = ns.save_total_limit
+    remedy = "keep at least 2: with 1, a kill while saving can leave no complete checkpoint"
+    _require(limit is None or limit >= 2, "save_total_limit", limit, remedy)
+    if ns.eval_strategy != "no" and not ns.eval_fraction:
+        raise UserError(f"eval_strategy {ns.eval_strategy}: nothing is held out; set eval_fraction, for instance 0.02")
+    _require(ns.truncation_mode == "keep_start", "truncation_mode", ns.truncation_mode, "only keep_start works")
+    if not ns.model_name_or_path:
+        raise UserError("model_name_or_path is missing: give a Hub id or a folder")
+    if not ns.dataset_name and not ns.datasets:
+        raise UserError("dataset_name is missing: give a Hub id, a .json/.jsonl/.parquet file or a folder")
+    if ns.dataset_name and ns.datasets:
+        raise UserError("dataset_name and datasets are both set: keep one of them")
+
+    for loss in ns.loss_type:
+        if loss not in LOSS_TYPES:
+            raise UserError(f"loss_type {loss!r} is unknown{_nearest(loss, set(LOSS_TYPES))}")
+    summed = [loss for loss in ns.loss_type if loss not in LENGTH_NORMALIZED_LOSSES and loss != "sft"]
+    if ns.beta >= 1 and summed and not ns.allow_unnormalized_beta:
+        raise UserError(
+            f"beta {ns.beta:g} with loss_type {summed[0]}: this loss uses sums over tokens, so it is stiffer than "
+            "OLMo's length-normalised one by the length of the response; use loss_type sigmoid_norm, or beta 0.1, or "
+            "say allow_unnormalized_beta: true if it is meant"
+        )
+
+    unit = ns.per_device_train_batch_size * world_size
+    if ns.global_batch_size % unit:
+        raise UserError(
+            f"global_batch_size {ns.global_batch_size} is not a multiple of per_device_train_batch_size "
+            f"{ns.per_device_train_batch_size} x {world_size} process(es); these work: "
+            + accumulation_choices(ns.global_batch_size, ns.per_device_train_batch_size, world_size)
+        )
+    _validate_precision(ns)
+
+
+def _validate_precision(ns) -> None:
+    import torch
+
+    on_gpu = torch.cuda.is_available() and not ns.use_cpu
+    if ns.bf16 is None and not ns.fp16:
+        ns.bf16 = on_gpu  # TRL's default is true everywhere
+    if ns.bf16 and not on_gpu:
+        raise UserError("bf16 true: no GPU is visible; on CPU say --bf16 false (bf16 is some 20 times slower there)")
+    sharded = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" or os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    if ns.dtype is None:
+        # DeepSpeed makes fp32 master weights from a bf16 model: loading in bf16 halves the host memory.
+        ns.dtype = "bfloat16" if ns.bf16 and os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" else "float32"
+    elif ns.dtype in ("bfloat16", "float16") and not sharded and not ns.use_peft:
+        raise UserError(
+            f"dtype {ns.dtype} without DeepSpeed or FSDP: there are no fp32 master weights, so updates at lr "
+            f"{ns.learning_rate:g} round to zero; remove dtype (bf16: true still computes in bf16)"
+        )
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if hasattr(value, "to_dict"):  # AcceleratorConfig
+        return _plain(value.to_dict())
+    if hasattr(value, "value"):  # transformers' enums
+        return value.value
+    if isinstance(value, str | int | float | bool) or value is None:
+        return value
+    return ast.literal_eval(repr(value)) if isinstance(value, bytes) else str(value)

@@ -1,0 +1,307 @@
+"""Which pairs? Load, normalise, validate, mix, split; count what was dropped and why.
+
+A usable row becomes {"prompt", "chosen", "rejected", "source"}. For conversations the first three are message
+lists ({"role", "content", ...}), `prompt` being the shared beginning; for plain text they are strings.
+"""
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, Features, Json, Value, concatenate_datasets, load_dataset
+from datasets.exceptions import DatasetNotFoundError
+from huggingface_hub.errors import HfHubHTTPError
+from trl.data_utils import common_prefix_length
+
+from sfm_dpo.config import Config, TrainConfig, UserError
+
+LOCAL_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
+# Why a row cannot be used; the order is that of the table.
+DROP_REASONS = {
+    "malformed": "malformed: neither text nor a list of messages",
+    "last_turn_not_assistant": "last turn is not the assistant's",
+    "prompts_differ": "prompts of the two sides differ",
+    "empty_response": "empty response",
+    "chosen_equals_rejected": "chosen equals rejected",
+    "prompt_too_long": "prompt leaves no room for a response within max_length",
+}
+_PAIR = Features(
+    {"prompt": Json(), "chosen": Json(), "rejected": Json(), "source": Value("string"), "dropped": Value("string")}
+)
+
+
+@dataclass
+class Pairs:
+    """Usable pairs and the account of the rest.
+
+    `train` and `eval` hold the columns prompt, chosen, rejected, source; `eval` is None if nothing is held out.
+    `rows` counts the rows read, `dropped` the unusable ones by reason (keys of DROP_REASONS).
+    """
+
+    train: Dataset
+    eval: Dataset | None
+    sources: list[str]
+    rows: int
+    dropped: Counter = field(default_factory=Counter)
+
+    def check_dropped(self, limit: float) -> None:
+        """Raises UserError if more than `limit` (a share of all rows) was dropped."""
+        total = self.dropped.total()
+        if total > limit * self.rows:
+            worst = ", ".join(f"{n} x {DROP_REASONS[reason]}" for reason, n in self.dropped.most_common(3))
+            raise UserError(
+                f"{total} of {self.rows} rows cannot be used ({worst}): more than max_dropped_fraction {limit:g}; "
+                "mend the data, or raise max_dropped_fraction if it is meant"
+            )
+
+    def table(self) -> str:
+        """The account as text, one line a reason."""
+        lines = [("source", ", ".join(self.sources)), ("rows", f"{self.rows:,}")]
+        lines += [(f"dropped: {text}", f"{self.dropped[key]:,}") for key, text in DROP_REASONS.items()]
+        lines = [line for line in lines if line[1] != "0"]
+        lines.append(("pairs to train on", f"{len(self.train):,}"))
+        if self.eval is not None:
+            lines.append(("pairs held out", f"{len(self.eval):,}"))
+        width = max(len(name) for name, _ in lines)
+        return "\n".join(f"  {name:<{width}}  {value}" for name, value in lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "sources": self.sources,
+            "rows": self.rows,
+            "dropped": {reason: n for reason, n in self.dropped.items() if n},
+            "train": len(self.train),
+            "eval": 0 if self.eval is None else len(self.eval),
+            "train_fingerprint": self.train._fingerprint,
+        }
+
+
+def load_pairs(config: Config) -> Pairs:
+    """Loads `dataset_name` or the mixture `datasets`, drops what cannot be used, samples and splits.
+
+    Raises:
+        UserError: data not found, unreadable, without chosen/rejected, empty, or too much of it unusable.
+    """
+    args = config.train
+    entries = config.data.datasets or [None]
+    parts, sources, rows, dropped = [], [], 0, Counter()
+    for entry in entries:
+        if entry is None:
+            source, raw = args.dataset_name, load_rows(args.dataset_name, args.dataset_config, args.dataset_train_split)
+        else:
+            source = entry.path
+            raw = load_rows(entry.path, entry.name, entry.split, data_dir=entry.data_dir, data_files=entry.data_files)
+        part, part_dropped = normalize(raw, source, args.dataset_num_proc)
+        rows, dropped = rows + len(raw), dropped + part_dropped
+        parts.append(part)
+        sources.append(source)
+
+    pairs = Pairs(_mix(parts, [entry and entry.fraction for entry in entries]), None, sources, rows, dropped)
+    pairs.check_dropped(args.max_dropped_fraction)
+    if not len(pairs.train):
+        raise UserError(f"dataset_name {', '.join(sources)}: no usable pair is left")
+    return _sample_and_split(pairs, args)
+
+
+def load_rows(
+    path: str, name: str | None = None, split: str = "train", data_dir: str | None = None, data_files: Any = None
+) -> Dataset:
+    """Rows as they are: from a Hub id, or a local .json/.jsonl/.parquet file or folder of such files."""
+    local = Path(path).expanduser()
+    if local.exists():
+        rows = _load_local(local)
+    elif local.suffix in LOCAL_FORMATS or path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise UserError(f"dataset_name {path}: no such file or folder")
+    else:
+        rows = _load_hub(path, name, split, data_dir, data_files)
+    missing = {"chosen", "rejected"} - set(rows.column_names)
+    if missing:
+        raise UserError(
+            f"dataset_name {path}: no column {' or '.join(sorted(missing))}; it has {', '.join(rows.column_names)}"
+        )
+    return rows
+
+
+def _load_local(path: Path) -> Dataset:
+    files = sorted(p for p in path.rglob("*") if p.suffix in LOCAL_FORMATS) if path.is_dir() else [path]
+    formats = {LOCAL_FORMATS.get(p.suffix) for p in files}
+    if len(formats) != 1 or None in formats:
+        found = "no such file" if not files else f"files of {len(formats)} formats" if len(formats) > 1 else path.suffix
+        raise UserError(f"dataset_name {path}: needs .json, .jsonl or .parquet files of one format; found {found}")
+    for file in files:
+        if not os.access(file, os.R_OK):
+            raise UserError(f"dataset_name {file}: cannot be read; check its permissions")
+        if file.stat().st_size == 0 or (file.stat().st_size < 64 and not file.read_bytes().strip()):
+            raise UserError(f"dataset_name {file}: the file is empty")
+    try:
+        return load_dataset(formats.pop(), data_files=[str(file) for file in files], split="train")
+    except Exception as error:  # datasets wraps whatever the reader raised
+        for file in files:
+            _point_at_bad_line(file)
+        raise UserError(f"dataset_name {path}: cannot be read: {error.__cause__ or error}") from error
+
+
+def _point_at_bad_line(file: Path) -> None:
+    """pyarrow counts rows within a block; a user needs the line of the file."""
+    if file.suffix != ".jsonl":
+        return
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"dataset_name {file}: line {number} is not valid JSON: {error.msg}") from error
+            if not isinstance(row, dict):
+                raise UserError(f"dataset_name {file}: line {number} is not a JSON object")
+
+
+def _load_hub(path: str, name: str | None, split: str, data_dir: str | None, data_files: Any) -> Dataset:
+    try:
+        return load_dataset(path, name, split=split, data_dir=data_dir, data_files=data_files)
+    except DatasetNotFoundError as error:
+        raise UserError(
+            f"dataset_name {path}: neither a local file nor found on the Hub (a gated or private one needs HF_TOKEN)"
+        ) from error
+    except (ConnectionError, HfHubHTTPError, OSError) as error:
+        raise UserError(
+            f"dataset_name {path}: the Hub cannot be reached and no copy is in the cache; run scripts/prefetch.py "
+            "where there is a network, or give a local file"
+        ) from error
+    except ValueError as error:  # unknown split or configuration; the message lists the known ones
+        raise UserError(f"dataset_name {path}: {error}") from error
+
+
+def normalize(rows: Dataset, source: str, num_proc: int | None = None) -> tuple[Dataset, Counter]:
+    """Usable pairs of `rows` in the form of this module's docstring, and the count of the others by reason."""
+    pairs = rows.map(
+        _normalize_batch,
+        batched=True,
+        fn_kwargs={"source": source},
+        remove_columns=rows.column_names,
+        features=_PAIR,
+        num_proc=num_proc,
+        desc=f"Reading {source}",
+    )
+    reasons = pairs.data.column("dropped").to_pylist()
+    dropped = Counter(reason for reason in reasons if reason)
+    if dropped:
+        pairs = pairs.select([i for i, reason in enumerate(reasons) if not reason])
+    return pairs.remove_columns("dropped"), dropped
+
+
+def _normalize_batch(batch: dict[str, list], source: str) -> dict[str, list]:
+    prompts = batch.get("prompt") or [None] * len(batch["chosen"])
+    out: dict[str, list] = {name: [] for name in _PAIR}
+    for prompt, chosen, rejected in zip(prompts, batch["chosen"], batch["rejected"], strict=True):
+        pair = normalize_pair(prompt, chosen, rejected)
+        reason = pair if isinstance(pair, str) else ""
+        for name, value in zip(("prompt", "chosen", "rejected"), ([], [], []) if reason else pair, strict=True):
+            out[name].append(value)
+        out["source"].append(source)
+        out["dropped"].append(reason)
+    return out
+
+
+def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | str:
+    """One pair as (prompt, chosen, rejected), or the reason (a key of DROP_REASONS) why it cannot be used.
+
+    Three shapes, as found in published sets: `prompt` text and message lists that hold the response alone
+    (Dolci-Think); no `prompt` and whole conversations whose shared beginning is the prompt (Dolci-Instruct);
+    plain strings.
+    """
+    if isinstance(chosen, str) and isinstance(rejected, str) and (prompt is None or isinstance(prompt, str)):
+        return _text_pair(prompt, chosen, rejected)
+    sides = [_messages(side, "assistant") for side in (chosen, rejected)]
+    lead = _messages(prompt, "user") if prompt else []
+    if None in (*sides, lead) or not all(sides):
+        return "malformed" if None in (*sides, lead) else "empty_response"
+    chosen, rejected = sides
+    if chosen[-1]["role"] != "assistant" or rejected[-1]["role"] != "assistant":
+        return "last_turn_not_assistant"
+    if chosen == rejected:
+        return "chosen_equals_rejected"
+    shared = common_prefix_length(chosen, rejected)  # in messages
+    prompt = chosen[:shared]
+    chosen, rejected = chosen[shared:], rejected[shared:]
+    if not prompt or (lead and prompt[0]["role"] == "assistant"):
+        prompt = lead + prompt  # the message lists hold responses alone
+    if any(message["role"] not in ("assistant", "tool", "environment") for message in chosen + rejected):
+        return "prompts_differ"
+    if not chosen or not rejected or _is_empty(chosen[-1]) or _is_empty(rejected[-1]):
+        return "empty_response"
+    return (prompt, chosen, rejected) if prompt else "malformed"
+
+
+def _text_pair(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str, str] | str:
+    if chosen == rejected:
+        return "chosen_equals_rejected"
+    if prompt is None:
+        shared = os.path.commonprefix([chosen, rejected])
+        # Cut at the last white space, so that the two responses start on whole words.
+        prompt = re.sub(r"\S*$", "", shared).rstrip(" ")
+        if not prompt:
+            return "prompts_differ"
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    if not chosen.strip() or not rejected.strip():
+        return "empty_response"
+    return prompt, chosen, rejected
+
+
+def _messages(value: Any, role: str) -> list[dict] | None:
+    """A message list with text content and without keys that are None; None if it cannot be read as one."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list):
+        return None
+    messages = []
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return None
+        content = message.get("content")
+        if isinstance(content, list):  # parts, as in OpenAI's format
+            if not all(isinstance(part, str) or (isinstance(part, dict) and "text" in part) for part in content):
+                return None
+            content = "".join(part if isinstance(part, str) else part["text"] or "" for part in content)
+        if content is not None and not isinstance(content, str):
+            return None
+        extras = {k: v for k, v in message.items() if v is not None and k not in ("role", "content")}
+        messages.append({"role": message["role"], "content": content or "", **extras})
+    return messages
+
+
+def _is_empty(message: dict) -> bool:
+    return not message["content"].strip() and len(message) == 2  # a tool call has a third key
+
+
+def _mix(parts: list[Dataset], fractions: list[float | None]) -> Dataset:
+    """Concatenates; with fractions, the first rows of each so that nothing is repeated (as TRL's `get_dataset`)."""
+    if fractions[0] is not None:
+        weights = [f / sum(fractions) for f in fractions]
+        total = min(len(part) / weight for part, weight in zip(parts, weights, strict=True))
+        parts = [part.select(range(round(w * total))) for part, w in zip(parts, weights, strict=True)]
+    return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
+
+
+def _sample_and_split(pairs: Pairs, args: TrainConfig) -> Pairs:
+    if args.max_samples is not None and args.max_samples < len(pairs.train):
+        pairs.train = pairs.train.shuffle(seed=args.seed).select(range(args.max_samples))
+    if args.eval_fraction:
+        held_out = round(len(pairs.train) * args.eval_fraction)
+        if not 1 <= held_out < len(pairs.train):
+            raise UserError(
+                f"eval_fraction {args.eval_fraction:g} of {len(pairs.train)} pairs holds out {held_out}: "
+                "at least 1 pair is needed on either side"
+            )
+        split = pairs.train.train_test_split(test_size=held_out, seed=args.seed)
+        pairs.train, pairs.eval = split["train"], split["test"]
+    return pairs
+
+

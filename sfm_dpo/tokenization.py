@@ -1,0 +1,177 @@
+"""Which tokens? Chat template to prompt_ids, chosen_ids and rejected_ids: batched, parallel, cached on disk.
+
+The ids are those of TRL's own preparation (`DPOTrainer._prepare_dataset`), which tokenises one row at a time and
+whose cache key covers every training argument.
+"""
+
+import inspect
+import sys
+from collections import Counter
+from typing import Any
+
+import datasets
+import numpy as np
+import transformers
+from datasets import Dataset, Features, List, Value
+from datasets.fingerprint import Hasher
+from jinja2.exceptions import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from trl.data_utils import common_prefix_length
+
+from sfm_dpo.config import Config, UserError
+
+_IDS = List(Value("int32"))
+_COUNT = Value("int32")
+_TOKENS = Features(
+    {
+        "prompt_ids": _IDS,
+        "chosen_ids": _IDS,
+        "rejected_ids": _IDS,
+        "prompt_length": _COUNT,
+        "chosen_length": _COUNT,
+        "rejected_length": _COUNT,
+        "prompt_cut": _COUNT,  # tokens taken from the prompt's start by max_prompt_length
+        "prompt_trimmed": _COUNT,  # tokens taken from the prompt's end because prompt+response diverges from it
+        "dropped": Value("string"),
+    }
+)
+
+
+def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """The tokenizer in the model's own folder or repository, with a pad token.
+
+    Raises:
+        UserError: no such model, or a folder without a tokenizer.
+    """
+    name, args = config.model.model_name_or_path, config.train
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=config.model.model_revision, trust_remote_code=args.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model_name_or_path {name}: no tokenizer can be loaded: {_first_line(error)}") from error
+    if tokenizer.eos_token is None:
+        raise UserError(f"model_name_or_path {name}: its tokenizer has no EOS token; set eos_token in its config")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def tokenize_pairs(
+    pairs: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None,
+    max_prompt_length: int | None = None,
+    num_proc: int | None = None,
+) -> tuple[Dataset, Counter]:
+    """Token ids and lengths of `pairs` (see data.py), and counts of what happened to them.
+
+    A second call with the same pairs, tokenizer and max_prompt_length reads the cache; `max_length` truncates in
+    TRL's collator and here only drops the pairs whose prompt fills it.
+
+    Returns:
+        The dataset (columns of _TOKENS but `dropped`; ids are lists of int) and a Counter over the keys
+        "malformed", "empty_response", "prompt_too_long" (dropped), "prompt_cut" and "prompt_trimmed" (kept).
+    """
+    tokens = pairs.map(
+        _tokenize_batch,
+        batched=True,
+        fn_kwargs={"tokenizer": tokenizer, "max_prompt_length": max_prompt_length},
+        remove_columns=pairs.column_names,
+        features=_TOKENS,
+        num_proc=num_proc,
+        # datasets hashes a tokenizer's state, which changes when it is used, and not the code of this module.
+        new_fingerprint=Hasher.hash(
+            (
+                pairs._fingerprint,
+                tokenizer_key(tokenizer),
+                max_prompt_length,
+                inspect.getsource(sys.modules[__name__]),
+                transformers.__version__,
+                datasets.__version__,
+            )
+        ),
+        desc="Tokenizing",
+    )
+    columns = tokens.select_columns([name for name in _TOKENS if not name.endswith("_ids")]).with_format("numpy")[:]
+    reasons = np.asarray(columns["dropped"], dtype=object)
+    empty = (columns["chosen_length"] == 0) | (columns["rejected_length"] == 0)
+    reasons[(reasons == "") & empty] = "empty_response"
+    if max_length is not None:
+        reasons[(reasons == "") & (columns["prompt_length"] >= max_length)] = "prompt_too_long"
+    keep = reasons == ""
+    counts = Counter(reasons[~keep].tolist())
+    for name in ("prompt_cut", "prompt_trimmed"):
+        counts[name] = int((columns[name][keep] > 0).sum())
+    if not keep.all():
+        tokens = tokens.select(np.flatnonzero(keep))
+    return tokens.remove_columns("dropped"), counts
+
+
+def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of what decides the ids: vocabulary, merges, normaliser, special tokens, chat template."""
+    backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
+    return Hasher.hash((backend, tokenizer.chat_template, sorted(map(str, tokenizer.special_tokens_map.items()))))
+
+
+def _tokenize_batch(
+    batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, max_prompt_length: int | None
+) -> dict[str, list]:
+    ids, reasons = _encode(batch, tokenizer)
+    out: dict[str, list] = {name: [] for name in _TOKENS}
+    for prompt, prompt_chosen, prompt_rejected, reason in zip(*ids, reasons, strict=True):
+        # As in TRL: the responses start where the prompt stops being a prefix of prompt+response.
+        length = min(common_prefix_length(prompt, prompt_chosen), common_prefix_length(prompt, prompt_rejected))
+        cut = max(0, length - max_prompt_length) if max_prompt_length is not None else 0
+        row = {
+            "prompt_ids": prompt[cut:length],
+            "chosen_ids": prompt_chosen[length:],
+            "rejected_ids": prompt_rejected[length:],
+            "prompt_cut": cut,
+            "prompt_trimmed": len(prompt) - length,
+            "dropped": reason,
+        }
+        row |= {f"{name}_length": len(row[f"{name}_ids"]) for name in ("prompt", "chosen", "rejected")}
+        for name, value in row.items():
+            out[name].append(value)
+    return out
+
+
+def _encode(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[list, list, list], list[str]]:
+    """Ids of prompt, prompt+chosen and prompt+rejected of each row, and the rows' drop reasons."""
+    rows = list(zip(batch["prompt"], batch["chosen"], batch["rejected"], strict=True))
+    texts: list[tuple[str, str, str]] = []
+    reasons = [""] * len(rows)
+    is_text = [isinstance(prompt, str) for prompt, _, _ in rows]
+    for i, (prompt, chosen, rejected) in enumerate(rows):
+        if is_text[i]:
+            chosen, rejected = (s if s.endswith(tokenizer.eos_token) else s + tokenizer.eos_token for s in rows[i][1:])
+            texts.append((prompt, prompt + chosen, prompt + rejected))
+            continue
+        try:
+            texts.append(
+                (
+                    tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True),
+                    tokenizer.apply_chat_template(prompt + chosen, tokenize=False),
+                    tokenizer.apply_chat_template(prompt + rejected, tokenize=False),
+                )
+            )
+        except (TemplateError, TypeError) as error:  # a template that refuses the roles, or their order
+            if tokenizer.chat_template is None:
+                raise UserError("tokenizer: it has no chat template, but the data are conversations") from error
+            texts.append(("", "", ""))
+            reasons[i] = "malformed"
+    encoded: list[Any] = [None] * len(rows)
+    # Plain text gets the tokenizer's special tokens, a rendered chat template holds its own.
+    for special in (True, False):
+        index = [i for i, text in enumerate(is_text) if text is special]
+        if index:
+            flat = [text for i in index for text in texts[i]]
+            ids = tokenizer(flat, add_special_tokens=special, return_attention_mask=False)["input_ids"]
+            for n, i in enumerate(index):
+                encoded[i] = ids[3 * n : 3 * n + 3]
+    return tuple(map(list, zip(*encoded, strict=True))), reasons  # type: ignore[return-value]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

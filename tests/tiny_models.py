@@ -1,0 +1,94 @@
+"""Tiny random models and a tokenizer for tests: real transformers classes, no hub, no files, made in milliseconds."""
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GPTNeoXConfig,
+    LlamaConfig,
+    Olmo3Config,
+    OlmoeConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.auto import AutoModelForCausalLM
+
+PAD, EOS, IM_START, IM_END = "<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+VOCAB_SIZE = 260  # 256 bytes and the four special tokens
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+ARCHITECTURES = ("gpt_neox", "olmo3", "llama", "olmoe")
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level tokenizer (one token a byte, so nothing is ever unknown) with a ChatML template, pad and eos."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in (PAD, EOS, IM_START, IM_END)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=IM_END)
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def tiny_config(architecture: str, **overrides) -> PreTrainedConfig:
+    """Config of one of `ARCHITECTURES`: hidden 64, 3 layers, 4 heads, vocabulary 260.
+
+    OLMo 3 has windows of 8 tokens on two of its layers and a YaRN-scaled full-attention layer; Llama has 2 key/value
+    heads; OLMoE has 4 experts."""
+    shape = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.2,  # large enough that attention is far from uniform: a leak shows in the log-probs
+        "pad_token_id": 256,
+        "bos_token_id": None,
+        "eos_token_id": 259,
+        "tie_word_embeddings": False,
+    }
+    yarn = {"rope_type": "yarn", "rope_theta": 500000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+    specific = {
+        "gpt_neox": (GPTNeoXConfig, {}),
+        "olmo3": (
+            Olmo3Config,
+            {
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "rope_parameters": {
+                    "full_attention": yarn,
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+                },
+            },
+        ),
+        "llama": (LlamaConfig, {"num_key_value_heads": 2}),
+        "olmoe": (
+            OlmoeConfig,
+            {"num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1},
+        ),
+    }
+    config_class, extra = specific[architecture]
+    return config_class(**{**shape, **extra, **overrides})
+
+
+def tiny_model(
+    architecture: str,
+    *,
+    seed: int = 0,
+    attn_implementation: str = "sdpa",
+    dtype: torch.dtype = torch.float32,
+    **overrides,
+) -> PreTrainedModel:
+    """Causal language model of one of `ARCHITECTURES`, random weights from `seed`; `overrides` change its config."""
+    torch.manual_seed(seed)
+    config = tiny_config(architecture, **overrides)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
