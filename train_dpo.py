@@ -1,0 +1,151 @@
+#!/usr/bin/env python
+"""Trains a language model with DPO, from a recipe to a documented model.
+
+CPU, one process:   python train_dpo.py --config recipes/demo.yaml
+4 GPUs, ZeRO-2:     accelerate launch --config_file accelerate_config.yaml train_dpo.py --config recipes/think.yaml
+Slurm:              sbatch scripts/dpo_train.sh --learning_rate 5e-7
+
+Any field of TRL's DPOConfig, of its ModelConfig and of sfm_dpo/config.py can be given in the recipe and overridden
+after it. Exit codes: 0 done, 1 crashed, 2 wrong configuration or data (docs/design.md has the others).
+"""
+
+import sfm_dpo  # noqa: F401  (first: it reads .env)
+
+# isort: split
+import os
+import sys
+
+from transformers import AutoConfig, PrinterCallback, ProgressCallback
+from trl import get_peft_config, get_quantization_config
+from trl.trainer.utils import global_then_local_main_first
+
+from sfm_dpo.checkpoint import newest_checkpoint
+from sfm_dpo.config import Config, UserError, parse_config
+from sfm_dpo.data import Pairs, load_pairs
+from sfm_dpo.progress import ProgressLine
+from sfm_dpo.run_dir import claim, describe, is_main_process, write_status
+from sfm_dpo.tokenization import load_tokenizer, tokenize_pairs
+from sfm_dpo.trainer import SFMDPOTrainer
+
+
+def main(argv: list[str]) -> int:
+    """Runs and returns the exit code; every end but a kill is written to status.json."""
+    config = None
+    try:
+        config = parse_config(argv)
+        if not claim(config):
+            say(f"{config.train.output_dir}: already done; to run again remove it or choose another output_dir")
+            return 0
+        train(config)
+        return 0
+    except UserError as error:
+        if is_main_process():
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        if config is not None and "output_dir" not in str(error):
+            os.makedirs(config.train.output_dir, exist_ok=True)
+            write_status(config.train.output_dir, "failed", error.exit_code, str(error))
+        return error.exit_code
+    except BaseException as error:
+        if config is not None and os.path.isdir(config.train.output_dir):
+            write_status(config.train.output_dir, "failed", 1, f"{type(error).__name__}: {error}")
+        raise
+
+
+def train(config: Config) -> None:
+    args = config.train
+    for note in config.notes:
+        say(note)
+
+    # The model's own configuration first: a wrong path costs a second, not a download.
+    load_model_config(config)
+    tokenizer = load_tokenizer(config)
+
+    with global_then_local_main_first():  # rank 0 fills the cache, the others read it
+        pairs = load_pairs(config)
+        train_set = prepare(pairs, "train", tokenizer, config)
+        eval_set = prepare(pairs, "eval", tokenizer, config) if pairs.eval is not None else None
+    pairs.check_dropped(args.max_dropped_fraction)
+    say(f"data\n{pairs.table()}")
+    if is_main_process():
+        describe(config, pairs.as_dict())
+        write_status(args.output_dir, "running", step=0)
+
+    args.eval_on_start = eval_set is not None  # held-out figures before as well as after
+    args.model_init_kwargs = {
+        "revision": config.model.model_revision,
+        "dtype": config.model.dtype,
+        "attn_implementation": config.model.attn_implementation,
+        **(args.model_init_kwargs or {}),
+    }
+    trainer = SFMDPOTrainer(
+        model=config.model.model_name_or_path,
+        args=args,
+        train_dataset=train_set,
+        eval_dataset=eval_set,
+        processing_class=tokenizer,
+        quantization_config=get_quantization_config(config.model),
+        peft_config=get_peft_config(config.model),
+        callbacks=[ProgressLine()],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    say(
+        f"training {args.output_dir}: {len(train_set):,} pairs, global batch {args.global_batch_size} = "
+        f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps} accumulation x {args.world_size} "
+        f"process(es), loss {'+'.join(args.loss_type)}, beta {args.beta:g}, lr {args.learning_rate:g}"
+    )
+
+    checkpoint = args.resume_from_checkpoint or newest_checkpoint(args.output_dir)
+    if checkpoint:
+        say(f"going on from {checkpoint}")
+    trainer.train(resume_from_checkpoint=checkpoint)
+    if eval_set is not None and "eval_loss" not in trainer.state.log_history[-2]:  # -1 is the closing summary
+        trainer.evaluate()
+
+    trainer.save_model()
+    trainer.save_state()
+    trainer.create_model_card()
+    write_status(args.output_dir, "done", 0, step=trainer.state.global_step)
+    say(f"done: the model is in {args.output_dir}")
+    trainer.end()
+
+
+def load_model_config(config: Config) -> AutoConfig:
+    """The model's config.json, or one line that says what is wrong with the path."""
+    name = config.model.model_name_or_path
+    try:
+        return AutoConfig.from_pretrained(
+            name, revision=config.model.model_revision, trust_remote_code=config.train.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"model_name_or_path {name}: neither a folder with a model nor one that the Hub gives: {error}"
+        ) from error
+
+
+def prepare(pairs: Pairs, split: str, tokenizer, config: Config):
+    """Token ids of a split; what was dropped on the way is added to the account of `pairs`."""
+    args = config.train
+    tokens, counts = tokenize_pairs(
+        getattr(pairs, split), tokenizer, args.max_length, args.max_prompt_length, args.dataset_num_proc
+    )
+    if cut := counts.pop("prompt_cut"):
+        say(f"{split}: {cut:,} prompts are longer than max_prompt_length {args.max_prompt_length} and keep their end")
+    if trimmed := counts.pop("prompt_trimmed"):
+        say(
+            f"{split}: {trimmed:,} prompts are no token prefix of prompt+response; their last tokens count as response"
+        )
+    pairs.dropped.update(counts)
+    if not len(tokens):
+        raise UserError(f"max_length {args.max_length}: no {split} pair fits; raise it or set max_prompt_length")
+    setattr(pairs, split, tokens)
+    return tokens
+
+
+def say(text: str) -> None:
+    if is_main_process():
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
