@@ -3,7 +3,7 @@
     python data/make_demo_pairs.py              rewrites data/demo_pairs.jsonl (same bytes every time)
 
 Each line has the shape of allenai/Dolci-Think-DPO-7B: `prompt` is a string, `chosen` and `rejected` are message
-lists (user, assistant). The questions and their answers are written by hand below. The rambling answers are put
+lists that hold the response. The questions and their answers are written by hand below. The rambling answers are put
 together from the phrases below by a seeded generator: an opening, some digressions, hedges and repetitions in varying
 order and number, and an ending; two in three hold the right answer somewhere, the others never get to it.
 """
@@ -225,12 +225,11 @@ def make_pairs(seed: int = SEED) -> list[dict]:
     rows = []
     for topic, question, answer in QUESTIONS:
         rejected = rambling_answer(rng, topic, answer)
-        user = {"role": "user", "content": question}
         rows.append(
             {
                 "prompt": question,
-                "chosen": [user, {"role": "assistant", "content": answer}],
-                "rejected": [user, {"role": "assistant", "content": rejected}],
+                "chosen": [{"role": "assistant", "content": answer}],
+                "rejected": [{"role": "assistant", "content": rejected}],
             }
         )
     rng.shuffle(rows)
