@@ -39,7 +39,9 @@ QUIET = {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",  # DeepSpeed, which accelerate imports, warns when it finds no GPU
     "HF_HUB_OFFLINE": "1",  # all files are local
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # also those of transformers, each over in a second
+    # Progress bars of things that are over in seconds; the training prints its own lines.
+    "TQDM_DISABLE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # also those of transformers
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }
 
@@ -99,14 +101,14 @@ def prepare_model() -> None:
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
     quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
     # save_pretrained refuses a model that came from a quantised file: copy its weights into a plain one.
-    config = quantized.config.to_dict()
-    config.pop("quantization_config")
-    model = AutoModelForCausalLM.from_config(type(quantized.config).from_dict(config), dtype=torch.float32)
+    keep = {
+        k: v for k, v in quantized.config.to_dict().items() if k not in ("quantization_config", "_model_name_or_path")
+    }
+    model = AutoModelForCausalLM.from_config(type(quantized.config).from_dict(keep), dtype=torch.float32)
     model.load_state_dict(quantized.state_dict())
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
-    model.config._name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
     tokenizer.model_max_length = model.config.max_position_embeddings
 
     partial = MODEL.with_name(".demo-model.partial")  # MODEL appears whole or not at all
