@@ -37,11 +37,11 @@ def inputs(lengths, heads=4, kv_heads=4, head_dim=16, device="cpu", dtype=torch.
     return tensors, boundary_mask(cu_seqlens, max(lengths))
 
 
-def check_against_written_out(device, dtype, tolerance, kv_heads, window, head_dim=16):
-    qkv, mask = inputs(LENGTHS, kv_heads=kv_heads, head_dim=head_dim, device=device, dtype=dtype)
+def check_against_written_out(device, dtype, tolerance, kv_heads, window, head_dim=16, lengths=LENGTHS):
+    qkv, mask = inputs(lengths, kv_heads=kv_heads, head_dim=head_dim, device=device, dtype=dtype)
     module = SimpleNamespace(num_key_value_groups=4 // kv_heads, is_causal=True)
     output, weights = packed_attention_forward(module, *qkv, mask, scaling=head_dim**-0.5, sliding_window=window)
-    expected = written_out(*qkv, LENGTHS, window)
+    expected = written_out(*qkv, lengths, window)
     assert weights is None and output.dtype == dtype and output.shape == expected.shape
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(device)
     grads = torch.autograd.grad((output * weight.to(dtype)).sum(), qkv)
@@ -54,6 +54,11 @@ def check_against_written_out(device, dtype, tolerance, kv_heads, window, head_d
 @pytest.mark.parametrize("window", [None, 1, 8, 12, 100])
 def test_equals_attention_written_out(kv_heads, window):
     check_against_written_out("cpu", torch.float32, 1e-5, kv_heads, window)
+
+
+@pytest.mark.parametrize("window", [1, 100, 128, 129, 200, 299])
+def test_windows_over_several_blocks_of_queries(window):
+    check_against_written_out("cpu", torch.float32, 1e-5, 2, window, lengths=[300, 7, 128, 129, 256])
 
 
 @pytest.mark.gpu
