@@ -153,3 +153,27 @@ def test_the_kernel_is_named():
     assert "not float32" in describe_kernel(torch.device("cuda"), torch.float32, 128)
     assert "not 80 and" not in describe_kernel(torch.device("cuda"), torch.bfloat16, 80)
     assert "not 60 and 60" in describe_kernel(torch.device("cuda"), torch.bfloat16, 60)
+
+
+@pytest.mark.parametrize("architecture", ["olmo3", "llama"])
+def test_the_varlen_branch_compiles_once_for_every_shape(architecture, monkeypatch):
+    """The branch taken on CUDA, on the meta device (shapes without a GPU): checkpointed layers compiled one by one as
+    whole graphs, forward and backward, are not compiled again for another total, count or longest of the sequences."""
+    monkeypatch.setattr("sfm_dpo.attention._why_not_varlen", lambda *_: None)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # unknown for the meta device
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    register()
+    model = tiny_model(architecture, attn_implementation=PACKED, dtype=torch.bfloat16).to("meta").train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in model.base_model.layers:
+        layer.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    graphs = []
+    for total, sequences, longest in ((40, 4, 20), (41, 4, 21), (100, 7, 90), (64, 4, 9), (16, 2, 8)):
+        ids = torch.empty(1, total, dtype=torch.long, device="meta")
+        mask = boundary_mask(torch.empty(sequences + 1, dtype=torch.int32, device="meta"), longest)
+        hidden = model.base_model(ids, mask, position_ids=ids).last_hidden_state
+        hidden.sum().backward()
+        assert hidden.shape == (1, total, 64)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0 and graphs[-1] == graphs[0]
