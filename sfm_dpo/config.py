@@ -295,8 +295,8 @@ def _pick(cls, namespace) -> dict[str, Any]:
 
 
 _AT_LEAST_1 = (
-    "max_length max_prompt_length max_samples global_batch_size per_device_train_batch_size per_device_eval_batch_size "
-    "dataset_num_proc lora_r"
+    "max_length max_prompt_length max_samples global_batch_size per_device_train_batch_size "
+    "per_device_eval_batch_size dataset_num_proc lora_r"
 ).split()
 
 
