@@ -281,7 +281,7 @@ def _check_mixture(datasets: Any, recipe: str | None) -> list[dict]:
                 raise UserError(f"{recipe}: unknown field {key!r} in datasets{_nearest(key, fields)}")
     for entry in datasets:
         for key in ("path", "name", "split"):
-            if not isinstance(entry.get(key, ""), str):
+            if entry.get(key) is not None and not isinstance(entry[key], str):
                 raise UserError(f"{recipe}: datasets: {key} is {entry[key]!r}, which is no text; put it in quotes")
     fractions = [entry.get("fraction") for entry in datasets]
     numbers = [f for f in fractions if isinstance(f, int | float) and not isinstance(f, bool) and f > 0]
@@ -348,6 +348,7 @@ def _validate(ns, world_size: int) -> None:
     if ns.dataset_name and ns.datasets:
         raise UserError("dataset_name and datasets are both set: keep one of them")
 
+    _require(bool(ns.loss_type), "loss_type", ns.loss_type, "is empty; name at least one loss")
     for loss in ns.loss_type:
         if loss not in LOSS_TYPES:
             near = _nearest(loss, set(LOSS_TYPES)) or f"; the known ones are {', '.join(LOSS_TYPES)}"
