@@ -121,7 +121,7 @@ def load_rows(
 ) -> Dataset:
     """Rows as they are: from a Hub id, or a local .json/.jsonl/.parquet file or folder of such files."""
     local = Path(path).expanduser()
-    if local.exists():
+    if os.path.exists(local):  # not Path.exists, which raises in a folder that may not be entered
         rows = _load_local(local)
     elif local.suffix in LOCAL_FORMATS or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise UserError(f"dataset_name {path}: no such file or folder")
@@ -138,6 +138,8 @@ def load_rows(
 def _load_local(path: Path) -> Dataset:
     files = [path]
     if path.is_dir():
+        if not os.access(path, os.R_OK | os.X_OK):
+            raise UserError(f"dataset_name {path}: cannot be read; check its permissions")
         visible = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
         files = sorted(p for p in visible if p.suffix in LOCAL_FORMATS and p.is_file())
     formats = {LOCAL_FORMATS.get(p.suffix) for p in files}
@@ -278,7 +280,7 @@ def _text_pair(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str
     if prompt is None:
         shared = os.path.commonprefix([chosen, rejected])  # noqa: RUF071 (of characters, indeed)
         # Cut at the last white space, so that the two responses start on whole words.
-        prompt = re.sub(r"\S*$", "", shared).rstrip(" ")
+        prompt = re.sub(r"\S*\Z", "", shared).rstrip(" ")
         if not prompt:
             return "prompts_differ"
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
