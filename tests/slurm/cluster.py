@@ -129,7 +129,9 @@ def _write_config(root: Path) -> None:
     (root / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={root}/gpu[0-3]\n")
     # Job ids decide the runs' rendezvous ports: clusters of two test runs must not count alike.
     first_job = 1 + int.from_bytes(os.urandom(2), "big")
-    config = SLURM_CONF.format(root=root, host=socket.gethostname().split(".")[0], ports=_ports(3), first_job=first_job)
+    config = SLURM_CONF.format(
+        root=root, host=socket.gethostname().split(".")[0], ports=_ports(3), first_job=first_job
+    )
     (root / "slurm.conf").write_text(config)
 
 
@@ -149,7 +151,9 @@ def _clean_environment() -> dict[str, str]:
 
 def _daemon(stack: ExitStack, cluster: Cluster, command: list[str], user: list[str] | None = None) -> None:
     """Starts a daemon in the foreground; it dies with the test process, also if that is killed."""
-    output = stack.enter_context((cluster.root / f"{'-'.join(command[:1] + command[-1:]).replace('/', '_')}.out").open("w"))
+    output = stack.enter_context(
+        (cluster.root / f"{'-'.join(command[:1] + command[-1:]).replace('/', '_')}.out").open("w")
+    )
     process = subprocess.Popen(
         ["setpriv", *(user or []), "--pdeathsig=TERM", *command], env=cluster.env, stdout=output, stderr=output
     )
