@@ -63,7 +63,7 @@ def _run_packed(fused_forward, gap, *, input_ids, attention_mask, labels, num_it
     cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     boundaries = boundary_mask(cu_seqlens, int(lengths.max()))
     # What each position predicts: shifted in the grid, where no sequence's last position can reach the next sequence
-    next_labels = F.pad(labels.masked_fill(attention_mask == 0, -100)[:, 1:], (0, 1), value=-100)
+    next_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
 
     output = fused_forward(
         input_ids.flatten()[real][None],
