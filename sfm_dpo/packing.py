@@ -36,10 +36,8 @@ def enable_padding_free(model: PreTrainedModel) -> None:
     register()
     model.set_attn_implementation(PACKED)
     fused_forward = model.forward
-    backbone_arguments = list(inspect.signature(type(model.base_model).forward).parameters)  # self, input_ids, ...
-    gap = (
-        backbone_arguments.index("attention_mask") - 2
-    )  # what stands between input_ids and the mask (GPT-2: the cache)
+    # How many arguments stand between input_ids and attention_mask: none but in GPT-2, whose cache does
+    gap = list(inspect.signature(type(model.base_model).forward).parameters).index("attention_mask") - 2
 
     # An attribute of the instance, like TRL's own: DeepSpeed, DDP, FSDP and PEFT all call it through the module. The
     # signature stays the model's own, against which `generate` validates its arguments.
