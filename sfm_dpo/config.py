@@ -374,7 +374,11 @@ def _validate(ns, world_size: int) -> None:
 def _validate_precision(ns) -> None:
     import torch
 
-    on_gpu = torch.cuda.is_available() and not ns.use_cpu
+    if not torch.cuda.is_available():
+        # accelerate's launcher drops `use_cpu` of a DeepSpeed config file, and without it accelerate finds no backend:
+        # each CPU process would believe that it is alone.
+        ns.use_cpu = True
+    on_gpu = not ns.use_cpu
     if ns.bf16 is None and not ns.fp16:
         ns.bf16 = on_gpu  # TRL's default is true everywhere
     _require(not ns.fp16 or on_gpu, "fp16", True, "no GPU is visible; on CPU leave it out")
