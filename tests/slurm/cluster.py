@@ -1,7 +1,7 @@
 """A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd, all state in one temporary folder.
 
-Nothing of the system's own Slurm is read or touched. Each node claims 32 CPUs, 600 GB and 4 GPUs (empty files), so that
-the batch scripts' headers are submitted as they are.
+Nothing of the system's own Slurm is read or touched. Each node claims 32 CPUs, 600 GB and 4 GPUs (empty files), so
+that the batch scripts' headers are submitted as they are.
 """
 
 import os
@@ -129,7 +129,9 @@ def _write_config(root: Path) -> None:
     (root / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={root}/gpu[0-3]\n")
     # Job ids decide the runs' rendezvous ports: clusters of two test runs must not count alike.
     first_job = 1 + int.from_bytes(os.urandom(2), "big")
-    config = SLURM_CONF.format(root=root, host=socket.gethostname().split(".")[0], ports=_ports(3), first_job=first_job)
+    config = SLURM_CONF.format(
+        root=root, host=socket.gethostname().split(".")[0], ports=_ports(3), first_job=first_job
+    )
     (root / "slurm.conf").write_text(config)
 
 
@@ -149,7 +151,9 @@ def _clean_environment() -> dict[str, str]:
 
 def _daemon(stack: ExitStack, cluster: Cluster, command: list[str], user: list[str] | None = None) -> None:
     """Starts a daemon in the foreground; it dies with the test process, also if that is killed."""
-    output = stack.enter_context((cluster.root / f"{'-'.join(command[:1] + command[-1:]).replace('/', '_')}.out").open("w"))
+    output = stack.enter_context(
+        (cluster.root / f"{'-'.join(command[:1] + command[-1:]).replace('/', '_')}.out").open("w")
+    )
     process = subprocess.Popen(
         ["setpriv", *(user or []), "--pdeathsig=TERM", *command], env=cluster.env, stdout=output, stderr=output
     )
@@ -180,7 +184,7 @@ def _until(condition, cluster: Cluster, what: str, timeout: float) -> None:
 
 
 def _kill_jobs(cluster: Cluster) -> None:
-    """Whatever still runs with this cluster's slurm.conf in its environment: slurmstepd, batch scripts, their children."""
+    """Ends whatever still has this cluster's slurm.conf in its environment: slurmstepd, batch scripts, children."""
     mark = f"SLURM_CONF={cluster.root}/".encode()
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:
