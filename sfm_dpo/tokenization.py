@@ -108,6 +108,15 @@ def tokenize_pairs(
     return tokens.remove_columns("dropped"), counts
 
 
+def pair_tokens(tokens: Dataset, max_length: int | None) -> np.ndarray:
+    """What each pair costs: [N] tokens of chosen and rejected sequence together, after truncation to `max_length`."""
+    columns = tokens.select_columns(["prompt_length", "chosen_length", "rejected_length"]).with_format("numpy")[:]
+    chosen, rejected = (columns["prompt_length"] + columns[f"{side}_length"] for side in ("chosen", "rejected"))
+    if max_length is not None:
+        chosen, rejected = np.minimum(chosen, max_length), np.minimum(rejected, max_length)
+    return chosen + rejected
+
+
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of what decides the ids: vocabulary, merges, normaliser, special tokens, chat template."""
     backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
