@@ -14,6 +14,7 @@ import sfm_dpo  # noqa: F401  (first: it reads .env)
 # isort: split
 import os
 import sys
+from pathlib import Path
 
 from transformers import AutoConfig, PrinterCallback, ProgressCallback
 from trl import get_peft_config, get_quantization_config
@@ -23,7 +24,8 @@ from sfm_dpo.checkpoint import newest_checkpoint
 from sfm_dpo.config import Config, UserError, parse_config
 from sfm_dpo.data import Pairs, load_pairs
 from sfm_dpo.progress import ProgressLine
-from sfm_dpo.run_dir import claim, describe, is_main_process, write_status
+from sfm_dpo.report import summary, write_report
+from sfm_dpo.run_dir import RESOLVED_CONFIG, claim, describe, is_main_process, write_status
 from sfm_dpo.tokenization import load_tokenizer, tokenize_pairs
 from sfm_dpo.trainer import SFMDPOTrainer
 
@@ -48,6 +50,7 @@ def main(argv: list[str]) -> int:
     except BaseException as error:
         if config is not None and os.path.isdir(config.train.output_dir):
             write_status(config.train.output_dir, "failed", 1, f"{type(error).__name__}: {error}")
+            report(config)
         raise
 
 
@@ -106,7 +109,7 @@ def train(config: Config) -> None:
     trainer.save_state()
     trainer.create_model_card()
     write_status(args.output_dir, "done", 0, step=trainer.state.global_step)
-    say(f"done: the model is in {args.output_dir}")
+    report(config)
     trainer.end()
 
 
@@ -140,6 +143,14 @@ def prepare(pairs: Pairs, split: str, tokenizer, config: Config):
         raise UserError(f"max_length {args.max_length}: no {split} pair fits; raise it or set max_prompt_length")
     setattr(pairs, split, tokens)
     return tokens
+
+
+def report(config: Config) -> None:
+    """report.html and the closing lines; also of a run that failed, once it had begun."""
+    run = Path(config.train.output_dir)
+    if is_main_process() and (run / RESOLVED_CONFIG).is_file():
+        write_report(run)
+        say(summary(run))
 
 
 def say(text: str) -> None:

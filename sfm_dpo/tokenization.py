@@ -71,7 +71,8 @@ def tokenize_pairs(
 
     Returns:
         The dataset (columns of _TOKENS but `dropped`; ids are lists of int) and a Counter over the keys
-        "malformed", "empty_response", "prompt_too_long" (dropped), "prompt_cut" and "prompt_trimmed" (kept).
+        "malformed", "chosen_equals_rejected", "empty_response", "prompt_too_long" (dropped), "prompt_cut" and
+        "prompt_trimmed" (kept).
     """
     tokens = pairs.map(
         _tokenize_batch,
@@ -138,7 +139,8 @@ def _tokenize_batch(
             "rejected_ids": prompt_rejected[length:],
             "prompt_cut": cut,
             "prompt_trimmed": len(prompt) - length,
-            "dropped": reason,
+            # A template may leave out what made the two sides differ, or strip white space.
+            "dropped": reason or ("chosen_equals_rejected" if prompt_chosen == prompt_rejected else ""),
         }
         row |= {f"{name}_length": len(row[f"{name}_ids"]) for name in ("prompt", "chosen", "rejected")}
         for name, value in row.items():

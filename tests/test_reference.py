@@ -13,10 +13,10 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.numpy import load_file
-from tiny_models import tiny_model, tiny_tokenizer
 
 import train_dpo
 from sfm_dpo import reference
+from tests.tiny_models import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
 
@@ -87,11 +87,8 @@ def test_damaged_shards_are_noticed(tmp_path, damage):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    tiny_model("llama").save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
-    return path
+def model(tiny_folder) -> Path:
+    return tiny_folder("llama")
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_models import tiny_model, tiny_tokenizer
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from trl.trainer.utils import add_fused_lm_head
 
@@ -14,13 +13,13 @@ import train_dpo
 from sfm_dpo.config import parse_config
 from sfm_dpo.tokenization import load_tokenizer, pair_tokens
 from sfm_dpo.trainer import SFMDPOTrainer, _gather_unequal
+from tests.tiny_models import tiny_model
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory, tiny_folder) -> Path:
     path = tmp_path_factory.mktemp("sampling")
-    tiny_model("llama").save_pretrained(path / "model")
-    tiny_tokenizer().save_pretrained(path / "model")
+    (path / "model").symlink_to(tiny_folder("llama"))
     rng = np.random.default_rng(0)
     with (path / "pairs.jsonl").open("w") as file:
         for i in range(37):

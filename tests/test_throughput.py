@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tiny_models import tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from sfm_dpo.throughput import ForwardFlops, Meter, peak_flops
+from tests.tiny_models import tiny_model
 
 
 @pytest.mark.parametrize("architecture", ["gpt_neox", "llama", "olmo3"])
