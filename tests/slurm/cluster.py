@@ -47,6 +47,7 @@ MpiDefault=none
 GresTypes=gpu
 ReturnToService=2
 KillWait=10
+SchedulerParameters=sched_interval=2,bf_interval=2
 FirstJobId={first_job}
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=32 RealMemory=600000 Gres=gpu:4
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=32 RealMemory=600000 Gres=gpu:4

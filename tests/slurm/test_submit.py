@@ -49,7 +49,7 @@ def overrides(**fields) -> list[str]:
         "max_prompt_length": 48,
         "global_batch_size": 4,
         "per_device_train_batch_size": 1,
-        "learning_rate": 1e-3,
+        "learning_rate": 1e-4,
         "dataset_num_proc": 1,
         "bf16": "false",
         "report_to": "none",
@@ -112,6 +112,15 @@ def test_two_nodes_train_as_one(cluster, project, jobs):
     for metric in ("loss", "logps/chosen", "logps/rejected", "grad_norm"):
         assert [e[metric] for e in one] == pytest.approx([e[metric] for e in two], rel=1e-4), metric
     assert one[-1]["loss"] < 0.69
+
+
+def test_finished_run_is_not_trained_again(cluster, project, jobs):
+    cluster.wait(jobs["think"], 240)
+    before = (project / "outputs/dpo/model.safetensors").stat().st_mtime_ns
+    job = cluster.sbatch("scripts/dpo_train.sh", *overrides(), cwd=project, **CPU)
+    assert cluster.wait(job, 60)["JobState"] == "COMPLETED"
+    assert "outputs/dpo: already done" in log_of(project, job).splitlines()[-1]
+    assert (project / "outputs/dpo/model.safetensors").stat().st_mtime_ns == before
 
 
 @pytest.mark.parametrize(
@@ -216,11 +225,13 @@ def test_signal_stops_the_run_and_requeues_it_at_most_max_requeues_times(cluster
 
 
 def test_killed_run_is_not_taken_for_a_good_one_nor_requeued(cluster, stand_in):
-    command = ["scripts/dpo_train.sh", *overrides(output_dir="outputs/killed")]
+    command = ["scripts/dpo_train.sh", *overrides(output_dir="outputs/killed", hub_token="hf_canary")]
     job = cluster.sbatch(*command, cwd=stand_in, **CPU, NUM_PROCESSES="1", KILLED="1")
     record = cluster.wait(job, 120)
     assert (record["JobState"], record["ExitCode"], record["Restarts"]) == ("FAILED", "1:0", "0")
-    assert "ended: state died, exit code 1, step 3" in log_of(stand_in, job).splitlines()[-1]
+    log = log_of(stand_in, job)
+    assert "ended: state died, exit code 1, step 3" in log.splitlines()[-1]
+    assert "--hub_token" in log and "hf_canary" not in log
 
 
 def wait_for(condition, timeout: float) -> None:
