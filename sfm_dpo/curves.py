@@ -115,7 +115,7 @@ def _draw(name, title, metrics, unit, log, config, restarts) -> Figure | None:
     handles, _ = axes.get_legend_handles_labels()
     if len(handles) > 1:
         figure.legend(
-            loc="outside lower left", ncols=3, frameon=False, fontsize=8, handlelength=1.6, columnspacing=1.2
+            loc="outside lower left", ncols=4, frameon=False, fontsize=8, handlelength=1.4, columnspacing=1
         )
     return figure
 

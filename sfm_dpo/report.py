@@ -97,14 +97,16 @@ def summary(run: Path) -> str:
         lines.append(("message", status["message"]))
     rows = {row["metric"]: row for row in held_out(facts)}
     if accuracy := rows.get("rewards/accuracies"):
-        lines.append(("held out", f"reward accuracy {accuracy['before']} -> {accuracy['after']}"))
+        pairs = f"{facts['data'].get('eval', 0):,} held-out pairs"
+        lines.append(("held out", f"reward accuracy {accuracy['before']} -> {accuracy['after']}, {pairs}"))
     losses = [f"training {first:.3f} -> {last:.3f}" for first, last in [first_and_last(facts["log"], "loss")] if first]
     if "loss" in rows:
         losses.append(f"held out {rows['loss']['before']} -> {rows['loss']['after']}")
     if losses:
         lines.append(("loss", ", ".join(losses)))
     if answers := compare_answers(facts["samples"]):
-        lines += [(name, f"{before} -> {after}") for name, before, after in answers["drift"][:1]]
+        name, before, after = answers["drift"][0]
+        lines.append(("answers", f"{name} {before} -> {after}"))
     if any(run.glob("*.safetensors")):
         lines.append(("model", str(run)))
     elif facts["checkpoints"]:
@@ -202,7 +204,7 @@ def _with_interval(metric: str, step: int, value: float, pairs: int) -> str:
     if metric == "rewards/accuracies" and step == 0:
         return f"{value:.2f} (all ties)"
     low, high = wilson(value, pairs)
-    return f"{value:.2f} (95% interval {low:.2f} to {high:.2f}, {pairs:,} pairs)"
+    return f"{value:.2f} (95% interval {low:.2f} to {high:.2f})"
 
 
 def compare_answers(samples: list[dict[str, Any]]) -> dict[str, Any] | None:
