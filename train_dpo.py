@@ -9,16 +9,12 @@ Any field of TRL's DPOConfig, of its ModelConfig and of sfm_dpo/config.py can be
 after it. Exit codes: 0 done, 1 crashed, 2 wrong configuration or data (docs/design.md has the others).
 """
 
+import sfm_dpo  # noqa: F401  (first: it reads .env)
+
+# isort: split
 import os
 import sys
-import warnings
-
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # else a warning with every forked worker
-warnings.filterwarnings("ignore", category=FutureWarning)  # deprecations are for developers, not for a job's log
-
-from dotenv import find_dotenv, load_dotenv
-
-load_dotenv(find_dotenv(usecwd=True))  # before the libraries below read HF_HOME and the tokens
+from pathlib import Path
 
 from transformers import AutoConfig, PrinterCallback, ProgressCallback
 from trl import get_peft_config, get_quantization_config
@@ -28,7 +24,8 @@ from sfm_dpo.checkpoint import newest_checkpoint
 from sfm_dpo.config import Config, UserError, parse_config
 from sfm_dpo.data import Pairs, load_pairs
 from sfm_dpo.progress import ProgressLine
-from sfm_dpo.run_dir import claim, describe, is_main_process, write_status
+from sfm_dpo.report import summary, write_report
+from sfm_dpo.run_dir import RESOLVED_CONFIG, claim, describe, is_main_process, write_status
 from sfm_dpo.tokenization import load_tokenizer, tokenize_pairs
 from sfm_dpo.trainer import SFMDPOTrainer
 
@@ -39,9 +36,7 @@ def main(argv: list[str]) -> int:
     try:
         config = parse_config(argv)
         if not claim(config):
-            say(
-                f"{config.train.output_dir}: already done; remove the folder, or choose another output_dir, to run again"
-            )
+            say(f"{config.train.output_dir}: already done; to run again remove it or choose another output_dir")
             return 0
         train(config)
         return 0
@@ -55,6 +50,7 @@ def main(argv: list[str]) -> int:
     except BaseException as error:
         if config is not None and os.path.isdir(config.train.output_dir):
             write_status(config.train.output_dir, "failed", 1, f"{type(error).__name__}: {error}")
+            report(config)
         raise
 
 
@@ -102,6 +98,9 @@ def train(config: Config) -> None:
         f"process(es), loss {'+'.join(args.loss_type)}, beta {args.beta:g}, lr {args.learning_rate:g}"
     )
 
+    if args.padding_free:
+        say(f"padding-free, attention by {trainer.attention_kernel()}")
+
     checkpoint = args.resume_from_checkpoint or newest_checkpoint(args.output_dir)
     if checkpoint:
         say(f"going on from {checkpoint}")
@@ -113,7 +112,7 @@ def train(config: Config) -> None:
     trainer.save_state()
     trainer.create_model_card()
     write_status(args.output_dir, "done", 0, step=trainer.state.global_step)
-    say(f"done: the model is in {args.output_dir}")
+    report(config)
     trainer.end()
 
 
@@ -147,6 +146,14 @@ def prepare(pairs: Pairs, split: str, tokenizer, config: Config):
         raise UserError(f"max_length {args.max_length}: no {split} pair fits; raise it or set max_prompt_length")
     setattr(pairs, split, tokens)
     return tokens
+
+
+def report(config: Config) -> None:
+    """report.html and the closing lines; also of a run that failed, once it had begun."""
+    run = Path(config.train.output_dir)
+    if is_main_process() and (run / RESOLVED_CONFIG).is_file():
+        write_report(run)
+        say(summary(run))
 
 
 def say(text: str) -> None:

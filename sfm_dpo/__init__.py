@@ -1,1 +1,12 @@
-"""DPO post-training: TRL's own flags, made to work together under DeepSpeed ZeRO-2."""
+"""DPO post-training: TRL's own flags, made to work together under DeepSpeed ZeRO-2.
+
+Importing the package reads .env, so commands import it before the libraries that look at HF_HOME and the tokens.
+"""
+
+import os
+import warnings
+
+from dotenv import find_dotenv, load_dotenv
+
+load_dotenv(find_dotenv(usecwd=True))
+warnings.filterwarnings("ignore", category=FutureWarning)  # deprecations are for developers, not for a job's log

@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 PACKED = "packed"
+_BLOCK = 128  # queries in one call where a window cuts
 
 # What transformers' models ask of an attention function beside scale and window (keywords over all of
 # transformers/models). None of it is in varlen_attn's kernel, and nothing a model asks for may be left out in silence.
@@ -126,20 +127,29 @@ def _sdpa_by_sequence(
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """`[1, H, T, D]` to `[1, T, H, D]`; without a mask wherever a window does not cut, so that SDPA can be fast.
+    """`[1, H, T, D]` to `[1, T, H, D]`.
 
-    On CUDA (fp32 only: parity checks) reading the lengths is a device sync in each layer.
+    Where a window cuts, blocks of queries with the keys they can see: one masked call would compute every score
+    (measured on the CPU: 1.9 times the time at 1,024 tokens with a window of 512). On CUDA (fp32, for parity checks)
+    reading the lengths is a device sync in each layer.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     lengths = cu_seqlens.diff().tolist()
-    longest = max(lengths)
-    window = None
-    if sliding_window is not None and longest > sliding_window:
-        window = torch.ones(longest, longest, dtype=torch.bool, device=query.device).tril().triu(1 - sliding_window)
+    if sliding_window is not None:
+        # Row i, column i + d: the key d - (sliding_window - 1) tokens from query i. Slices of it mask every block.
+        band = torch.ones(_BLOCK, sliding_window + _BLOCK - 1, dtype=torch.bool, device=query.device)
+        band = band.triu().tril(sliding_window - 1)
     outputs = []
     for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True):
         n = q.shape[2]
-        mask = window[:n, :n] if window is not None and n > sliding_window else None
-        outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling))
+        if sliding_window is None or n <= sliding_window:
+            outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling))
+            continue
+        for start in range(0, n, _BLOCK):
+            stop, origin = min(start + _BLOCK, n), start - sliding_window + 1
+            first = max(0, origin)
+            mask = band[: stop - start, first - origin : stop - origin]
+            block = q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop]
+            outputs.append(F.scaled_dot_product_attention(*block, attn_mask=mask, scale=scaling))
     return torch.cat([output.transpose(1, 2) for output in outputs], dim=1)

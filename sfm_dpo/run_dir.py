@@ -68,7 +68,7 @@ def claim(config: Config) -> bool:
         raise UserError(f"output_dir {run}: is a file; choose another output_dir")
     entries = [p.name for p in run.iterdir() if not p.name.startswith(".")] if run.exists() else []
     status = read_status(run)
-    if not set(entries) - {STATUS} and (status is None or status["state"] == "failed"):
+    if not set(entries) - {STATUS, "STOP"} and (status is None or status["state"] == "failed"):
         return True  # empty, or all it holds is the mistake of an earlier start
     if not (run / RESOLVED_CONFIG).is_file():
         raise UserError(

@@ -71,7 +71,8 @@ def tokenize_pairs(
 
     Returns:
         The dataset (columns of _TOKENS but `dropped`; ids are lists of int) and a Counter over the keys
-        "malformed", "empty_response", "prompt_too_long" (dropped), "prompt_cut" and "prompt_trimmed" (kept).
+        "malformed", "chosen_equals_rejected", "empty_response", "prompt_too_long" (dropped), "prompt_cut" and
+        "prompt_trimmed" (kept).
     """
     tokens = pairs.map(
         _tokenize_batch,
@@ -108,6 +109,15 @@ def tokenize_pairs(
     return tokens.remove_columns("dropped"), counts
 
 
+def pair_tokens(tokens: Dataset, max_length: int | None) -> np.ndarray:
+    """What each pair costs: [N] tokens of chosen and rejected sequence together, after truncation to `max_length`."""
+    columns = tokens.select_columns(["prompt_length", "chosen_length", "rejected_length"]).with_format("numpy")[:]
+    chosen, rejected = (columns["prompt_length"] + columns[f"{side}_length"] for side in ("chosen", "rejected"))
+    if max_length is not None:
+        chosen, rejected = np.minimum(chosen, max_length), np.minimum(rejected, max_length)
+    return chosen + rejected
+
+
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of what decides the ids: vocabulary, merges, normaliser, special tokens, chat template."""
     backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
@@ -129,7 +139,8 @@ def _tokenize_batch(
             "rejected_ids": prompt_rejected[length:],
             "prompt_cut": cut,
             "prompt_trimmed": len(prompt) - length,
-            "dropped": reason,
+            # A template may leave out what made the two sides differ, or strip white space.
+            "dropped": reason or ("chosen_equals_rejected" if prompt_chosen == prompt_rejected else ""),
         }
         row |= {f"{name}_length": len(row[f"{name}_ids"]) for name in ("prompt", "chosen", "rejected")}
         for name, value in row.items():

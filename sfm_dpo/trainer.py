@@ -1,25 +1,172 @@
-"""One step: TRL's DPOTrainer with tokenised pairs in, and rewards on the scale of the loss out."""
+"""One step: TRL's DPOTrainer with tokenised pairs in, packed forward, cached reference, balanced batches."""
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from datasets import Dataset
+from accelerate.utils import broadcast_object_list, is_peft_model
+from datasets import Dataset, concatenate_datasets
+from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 from trl import DPOTrainer
 
-from sfm_dpo.config import LENGTH_NORMALIZED_LOSSES
+from sfm_dpo import reference
+from sfm_dpo.attention import describe_kernel
+from sfm_dpo.config import LENGTH_NORMALIZED_LOSSES, TrainConfig, UserError
 from sfm_dpo.hub import write_model_card
+from sfm_dpo.packing import enable_padding_free
+from sfm_dpo.throughput import ForwardFlops, Meter, MeterCallback
+from sfm_dpo.tokenization import pair_tokens
+
+# How far the mean |margin| / 2 of the first batch may be from 0, its value at policy = reference (then the loss is
+# ln 2). 16-bit log-probs move with the shape of the batch.
+STEP_0_TOLERANCE = {False: 1e-3, True: 5e-2}
 
 
 class SFMDPOTrainer(DPOTrainer):
-    """TRL's DPOTrainer on the columns prompt_ids, chosen_ids and rejected_ids (see tokenization.py)."""
+    """TRL's DPOTrainer on the columns of tokenization.py. Arguments as there; `args` is our TrainConfig."""
 
-    def _prepare_dataset(self, dataset: Dataset, *args: Any, **kwargs: Any) -> Dataset:
-        return dataset  # TRL 1.16 would tokenise again: it does not notice that the ids are there
+    def __init__(self, *, args: TrainConfig, **kwargs: Any):
+        self._wants_packing, args.padding_free = args.padding_free, False  # TRL 1.16 would warn that it pads
+        self._packed = False
+        self._rebalance: BatchRebalanceSampler | None = None
+        self._step_0_checked = False
+        self._reference_folder: Path | None = None
+        super().__init__(args=args, **kwargs)
+        args.padding_free = self._wants_packing
+        self._pack()
+        self.meter = Meter(ForwardFlops.of(self._bare_model()), reference_in_step=not self.precompute_ref_logps)
+        self.add_callback(MeterCallback(self.meter))
+
+    def _bare_model(self):
+        return self.model.get_base_model() if is_peft_model(self.model) else self.model
+
+    def _pack(self) -> None:
+        """Makes policy and reference compute real tokens only, once TRL has given them their fused LM head."""
+        if not self._wants_packing or self._packed:
+            return
+        try:
+            enable_padding_free(self._bare_model())
+            if self.ref_model is not None:
+                enable_padding_free(self.accelerator.unwrap_model(self.ref_model))
+        except ValueError as error:  # a model in which sequences of one row would see each other
+            raise UserError(str(error)) from error
+        self._packed = True
+
+    def attention_kernel(self) -> str:
+        """What computes packed attention, for the log; it takes the place of `attn_implementation`."""
+        config = self._bare_model().config.get_text_config()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
+        return describe_kernel(self.accelerator.device, dtype, head_dim)
+
+    # ---- data
+
+    def _prepare_dataset(self, dataset: Dataset, processing_class: Any, args: TrainConfig, name: str) -> Dataset:
+        """Adds what a pair costs. TRL 1.16 would tokenise again: it does not notice that the ids are there."""
+        if args.length_column_name in dataset.column_names:
+            return dataset
+        return dataset.add_column(args.length_column_name, pair_tokens(dataset, args.max_length))
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Keeps the length column, which transformers' samplers read after unused columns are dropped."""
+        super()._set_signature_columns_if_needed()
+        if self.args.length_column_name not in self._signature_columns:
+            self._signature_columns.append(self.args.length_column_name)
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None):
+        """transformers' sampler, with the run's seed: the two that look at lengths ignore it (5.23)."""
+        sampler = super()._get_train_sampler(train_dataset)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        if isinstance(sampler, BatchRebalanceSampler):
+            sampler.seed, self._rebalance = seed, sampler
+        elif isinstance(sampler, LengthGroupedSampler):
+            sampler.generator = torch.Generator().manual_seed(seed)
+        return sampler
+
+    def _global_batch_pairs(self) -> int:
+        """Pairs in the current optimizer step, over all ranks."""
+        sampler = self._rebalance
+        if sampler.has_tail and (self.state.global_step + 1) % sampler.num_global_batches == 0:
+            return max(sampler.remainder, sampler.dp_size * sampler.grad_accum)
+        return sampler.effective_batch_size
+
+    # ---- reference
+
+    def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
+        """`dataset` with ref_chosen_logps and ref_rejected_logps, from the cache of reference.py.
+
+        TRL calls this at the end of its __init__, so the weights are those of the base model also when the run
+        resumes from a checkpoint, which is loaded later.
+        """
+        if self.is_fsdp_enabled or (self.is_deepspeed_enabled and self.args.deepspeed_plugin.zero_stage == 3):
+            raise UserError("precompute_ref_log_probs true: needs whole weights on each rank; use ZeRO-2")
+        self._pack()
+        model = self.ref_model or self.model
+        if self.is_deepspeed_enabled and self.args.bf16:
+            model.to(torch.bfloat16)  # what DeepSpeed's engine will do to the policy
+        model.to(self.accelerator.device)  # Trainer leaves that to DeepSpeed, which comes later
+        model.eval()
+        config = self._bare_model().config
+        folder = reference.cache_folder(
+            dataset,
+            weights=self._precompute_model_hash,
+            dtype=next(model.parameters()).dtype,
+            autocast=self.accelerator.mixed_precision,
+            attention=config._attn_implementation,
+            packed=self._packed,
+            max_length=self.args.max_length,
+            truncation_mode=self.args.truncation_mode,
+            ld_alpha=self.ld_alpha,
+        )
+        lengths = pair_tokens(dataset, self.args.max_length)
+        shards = reference.shard_indices(lengths)
+        paths = [folder / f"{number:06}.safetensors" for number in range(len(shards))]
+        missing = [[n for n, path in enumerate(paths) if reference.read_shard(path, shards[n]) is None]]
+        broadcast_object_list(missing, from_process=0)  # ranks must not disagree while one of them writes
+        todo, rank, ranks = missing[0], self.accelerator.process_index, self.accelerator.num_processes
+        if self.accelerator.is_main_process:
+            state = f"{len(shards) - len(todo)} of {len(shards)} shards in {folder}"
+            print(f"reference log-probs of the {name} pairs: {state}", flush=True)
+        mine = todo[rank::ranks]
+        progress = reference.Progress(f"reference, {name}", sum(int(lengths[shards[n]].sum()) for n in mine))
+
+        def forward(rows: np.ndarray) -> torch.Tensor:
+            batch = self._prepare_inputs(self.data_collator([dataset[int(i)] for i in rows]))
+            with torch.inference_mode():
+                return torch.stack(self.compute_ref_log_probs(model, batch), dim=1)
+
+        budget = batch_size * int(lengths.max(initial=1))  # as many tokens as `batch_size` of the longest pairs
+        report = progress if rank == 0 else lambda tokens: None
+        reference.compute_shards(folder, shards, mine, lengths, budget, forward, report)
+        self.accelerator.wait_for_everyone()
+
+        logps = np.empty((len(dataset), 2), dtype=np.float32)
+        for number, rows in enumerate(shards):
+            shard = reference.read_shard(paths[number], rows)
+            if shard is None:
+                raise UserError(
+                    f"reference cache {paths[number]} is not there on {self.accelerator.device} of rank {rank}: "
+                    "HF_HOME must be a folder that all nodes share"
+                )
+            logps[rows] = shard
+        self._reference_folder = folder
+        columns = Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})
+        return concatenate_datasets([dataset, columns], axis=1)
+
+    # ---- loss
 
     def _compute_loss(self, model, inputs: dict[str, torch.Tensor], return_outputs: bool):
-        """TRL's loss. The reference's log-probs are put into the batch first, so that metrics can use them too."""
-        given = self.precompute_ref_logps
-        if not given:
+        """TRL's loss, weighted where micro-batches hold unequal numbers of pairs.
+
+        The reference's log-probs are put into the batch first, so that metrics can use them too.
+        """
+        inputs = {name: value for name, value in inputs.items() if name != self.args.length_column_name}
+        training = self.model.training
+        if training:
+            self.meter.add(inputs["attention_mask"], inputs["completion_mask"], self._packed)
+        cached, gather = self.precompute_ref_logps, self.accelerator.gather
+        if not cached:
             chosen, rejected = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
             inputs = inputs | {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
         log_probs = []
@@ -30,16 +177,24 @@ class SFMDPOTrainer(DPOTrainer):
                 log_probs.append(outputs.log_probs.detach())
             return outputs
 
+        unequal = training and self._rebalance is not None
         self.precompute_ref_logps = True
+        if unequal:
+            self.accelerator.gather = lambda tensor: _gather_unequal(gather, tensor, self.accelerator.num_processes)
         try:
             result = super()._compute_loss(recording, inputs, return_outputs)
+            if self.ld_alpha is None:  # with it the log-probs are weighted sums, and TRL's metrics stand
+                self._record_rewards(log_probs[0], inputs, model)
         finally:
-            self.precompute_ref_logps = given
-        if self.ld_alpha is None:  # with ld_alpha the log-probs are weighted sums; TRL's metrics stand
-            self._record_rewards(log_probs[0], inputs)
+            self.precompute_ref_logps = cached
+            self.accelerator.__dict__.pop("gather", None)
+        if unequal and not return_outputs:
+            # Trainer and the all-reduce average over micro-batches as if each held the same number of pairs
+            micro_batches = self._rebalance.dp_size * self._rebalance.grad_accum
+            result = result * (len(inputs["ref_chosen_logps"]) * micro_batches / self._global_batch_pairs())
         return result
 
-    def _record_rewards(self, log_probs: torch.Tensor, inputs: dict[str, torch.Tensor]) -> None:
+    def _record_rewards(self, log_probs: torch.Tensor, inputs: dict[str, torch.Tensor], model) -> None:
         """Replaces TRL's rewards/*, which are sums over tokens also where the loss uses means (TRL 1.16).
 
         Args:
@@ -47,11 +202,14 @@ class SFMDPOTrainer(DPOTrainer):
             inputs: TRL's batch with `completion_mask` [2B, L] and the reference's sums [B] each.
         """
         logps = log_probs.sum(dim=1)
-        reference = torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]]).to(logps.device)
+        reference_logps = torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]]).to(logps.device)
         lengths = inputs["completion_mask"].sum(dim=1).clamp(min=1)
         scale = lengths if self.loss_types[0] in LENGTH_NORMALIZED_LOSSES else torch.ones_like(lengths)
-        chosen, rejected = (self.beta * (logps - reference) / scale).chunk(2)
+        chosen, rejected = (self.beta * (logps - reference_logps) / scale).chunk(2)
         prefer_chosen, prefer_rejected = (logps / scale).chunk(2)
+        mode = "train" if self.model.training else "eval"
+        if mode == "train" and not self._step_0_checked:
+            self._check_step_0(chosen - rejected, inputs, model)
         metrics = {
             "rewards/chosen": chosen,
             "rewards/rejected": rejected,
@@ -60,13 +218,52 @@ class SFMDPOTrainer(DPOTrainer):
             "rewards/accuracies": _share_above(chosen, rejected),
             "logps/accuracies": _share_above(prefer_chosen, prefer_rejected),
         }
-        gathered = self.accelerator.gather(torch.stack(list(metrics.values()), dim=1).float()).mean(dim=0).tolist()
-        recorded = self._metrics["train" if self.model.training else "eval"]
-        for name, value in zip(metrics, gathered, strict=True):
-            if name in ("rewards/average", "logps/accuracies"):
-                recorded[name].append(value)
-            else:
-                recorded[name][-1] = value  # TRL has just appended its own
+        pairs = self.accelerator.gather(torch.stack(list(metrics.values()), dim=1).float())  # [pairs of all ranks, 6]
+        weight = 1.0
+        if mode == "train" and self._rebalance is not None:
+            weight = len(pairs) * self._rebalance.grad_accum / self._global_batch_pairs()
+        for name, value in zip(metrics, (pairs.mean(dim=0) * weight).tolist(), strict=True):
+            if name not in ("rewards/average", "logps/accuracies"):
+                self._metrics[mode][name].pop()  # what TRL has just recorded
+            self._metrics[mode][name].append(value)
+
+    def _check_step_0(self, margins: torch.Tensor, inputs: dict[str, torch.Tensor], model) -> None:
+        """At policy = reference the loss is ln 2. If it is not, training would optimise something else.
+
+        Raises:
+            UserError: naming the likeliest of the causes: dropout, a stale cache, other weights.
+        """
+        self._step_0_checked = True
+        tolerance = STEP_0_TOLERANCE[self.args.bf16 or self.args.fp16]
+        error = margins.abs().mean().item() / 2
+        if self.state.global_step or error <= tolerance:
+            return
+
+        def off(a, b) -> bool:
+            scale = inputs["completion_mask"].sum(dim=1).clamp(min=1)
+            scale = scale if self.loss_types[0] in LENGTH_NORMALIZED_LOSSES else torch.ones_like(scale)
+            difference = self.beta * (torch.cat(list(a)) - torch.cat(list(b))) / scale
+            return difference.abs().mean().item() > tolerance
+
+        once, again = (self.compute_ref_log_probs(model, inputs) for _ in range(2))
+        given = inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]
+        if off(once, again):
+            cause = "two forwards of one batch differ: dropout is on; set disable_dropout: true"
+        elif self.precompute_ref_logps and self._reference_folder is not None:
+            cause = f"the cached reference does not fit these weights; remove {self._reference_folder}"
+        else:
+            cause = "policy and reference are different models" if off(once, given) else "the forward is unstable"
+        raise UserError(f"step 0: the loss is off ln 2 by {error:.3g}, more than {tolerance:g}: {cause}")
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs and self.model.training:
+            counts = torch.tensor(list(self.meter.counts.values()), dtype=torch.float64, device="cpu")
+            device = self.accelerator.device
+            counts = counts.float() if device.type == "mps" else counts
+            totals = self.accelerator.gather(counts[None].to(device)).sum(dim=0).tolist()
+            ranks = self.accelerator.num_processes
+            logs |= self.meter.metrics(dict(zip(self.meter.counts, totals, strict=True)), ranks)
+        super().log(logs, start_time)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Ours instead of TRL's, which knows neither the loss nor the data. TRL calls it with every checkpoint."""
@@ -77,3 +274,13 @@ class SFMDPOTrainer(DPOTrainer):
 def _share_above(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """1 where a > b, 0 where a < b; a tie counts one half, so that policy = reference scores chance, not 0."""
     return (a > b).float() + 0.5 * (a == b).float()
+
+
+def _gather_unequal(gather, tensor: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Accelerator.gather for tensors whose first size differs between ranks, which it does not support."""
+    if ranks == 1 or tensor.dim() == 0:
+        return gather(tensor)
+    sizes = gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
+    padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    return torch.cat([part[:size] for part, size in zip(gather(padded).chunk(ranks), sizes, strict=True)])

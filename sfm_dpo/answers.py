@@ -1,0 +1,55 @@
+"""What does it say? Greedy answers to prompts, and two models' answers side by side."""
+
+import shutil
+import textwrap
+from typing import NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+class Answer(NamedTuple):
+    """`tokens` counts the answer's tokens without EOS; `cut` says that the limit ended it."""
+
+    text: str
+    tokens: int
+    cut: bool
+
+
+def generate_answers(
+    model_path: str, prompts: list[list[dict]], max_new_tokens: int = 128, device: str = "cpu"
+) -> list[Answer]:
+    """Greedy answers of the model in `model_path`, all prompts in one batch.
+
+    Args:
+        model_path: folder or Hub id with model, tokenizer and chat template.
+        prompts: conversations (lists of {"role", "content"}) that end with the user's turn.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model_path, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(model_path).to(device).eval()
+    batch = tokenizer.apply_chat_template(
+        prompts, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
+    ).to(device)
+    with torch.inference_mode():
+        rows = model.generate(**batch, max_new_tokens=max_new_tokens, do_sample=False)
+    answers = []
+    for row in rows[:, batch["input_ids"].shape[1] :].tolist():
+        cut = tokenizer.eos_token_id not in row
+        ids = row if cut else row[: row.index(tokenizer.eos_token_id)]
+        answers.append(Answer(tokenizer.decode(ids, skip_special_tokens=True).strip(), len(ids), cut))
+    return answers
+
+
+def side_by_side(left: str, right: str, width: int | None = None, max_lines: int = 12) -> str:
+    """Two texts in word-wrapped columns; lines beyond `max_lines` are left out, marked by an ellipsis."""
+    width = width or min(shutil.get_terminal_size().columns, 120)
+    column = (width - 4) // 2
+    columns = [_wrap(text, column, max_lines) for text in (left, right)]
+    height = max(map(len, columns))
+    lines = zip(*(lines + [""] * (height - len(lines)) for lines in columns), strict=True)
+    return "\n".join(f"  {a:<{column}}  {b}".rstrip() for a, b in lines)
+
+
+def _wrap(text: str, width: int, max_lines: int) -> list[str]:
+    lines = [part for line in text.splitlines() if line.strip() for part in textwrap.wrap(line, width)]
+    return lines if len(lines) <= max_lines else [*lines[: max_lines - 1], "..."]

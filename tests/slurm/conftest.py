@@ -1,0 +1,28 @@
+"""The local Slurm cluster, one for all tests here. REQUIRE_SLURM=1 (CI) makes its absence a failure."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # cluster.py
+sys.path.insert(0, str(Path(__file__).parent.parent))  # tiny_models.py
+
+from cluster import Cluster, local_cluster, missing
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.slurm)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Cluster:
+    if reason := missing():
+        if os.environ.get("REQUIRE_SLURM") == "1":
+            pytest.fail(f"REQUIRE_SLURM=1, but {reason}")
+        pytest.skip(f"no local Slurm: {reason}")
+    with local_cluster() as running:
+        yield running
