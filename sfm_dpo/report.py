@@ -97,8 +97,8 @@ def summary(run: Path) -> str:
         lines.append(("message", status["message"]))
     rows = {row["metric"]: row for row in held_out(facts)}
     if accuracy := rows.get("rewards/accuracies"):
-        pairs = f"{facts['data'].get('eval', 0):,} held-out pairs"
-        lines.append(("held out", f"reward accuracy {accuracy['before']} -> {accuracy['after']}, {pairs}"))
+        pairs = f"{facts['data'].get('eval', 0):,} pairs, 95% interval in brackets"
+        lines.append(("held out", f"reward accuracy {accuracy['before']} -> {accuracy['after']}; {pairs}"))
     losses = [f"training {first:.3f} -> {last:.3f}" for first, last in [first_and_last(facts["log"], "loss")] if first]
     if "loss" in rows:
         losses.append(f"held out {rows['loss']['before']} -> {rows['loss']['after']}")
@@ -193,18 +193,24 @@ def held_out(facts: dict[str, Any]) -> list[dict[str, str]]:
         key = f"eval_{metric}"
         values = [(entry["step"], number(entry[key])) for entry in evals if key in entry]
         if values:
-            before, after = (_with_interval(metric, step, value, pairs) for step, value in (values[0], values[-1]))
-            rows.append({"metric": metric, "text": text, "before": before, "after": after})
+            (step, before), (_, after) = values[0], values[-1]
+            tied = metric == "rewards/accuracies" and step == 0  # policy = reference: no answer has gained
+            rows.append(
+                {
+                    "metric": metric,
+                    "text": text,
+                    "before": "0.50, all ties" if tied else _figure(metric, before, pairs),
+                    "after": _figure(metric, after, pairs),
+                }
+            )
     return rows
 
 
-def _with_interval(metric: str, step: int, value: float, pairs: int) -> str:
+def _figure(metric: str, value: float, pairs: int) -> str:
     if not metric.endswith("accuracies") or not math.isfinite(value) or not pairs:
         return f"{value:.3f}"
-    if metric == "rewards/accuracies" and step == 0:
-        return f"{value:.2f} (all ties)"
     low, high = wilson(value, pairs)
-    return f"{value:.2f} (95% interval {low:.2f} to {high:.2f})"
+    return f"{value:.2f} ({low:.2f} to {high:.2f})"
 
 
 def compare_answers(samples: list[dict[str, Any]]) -> dict[str, Any] | None:
