@@ -123,7 +123,7 @@ def sentences(facts: dict[str, Any]) -> list[str]:
     state = status.get("state")
     said = [STATES[state][1] if state in STATES else f"status.json gives no known state ({state})."]
     if status.get("message"):
-        said.append(f"Its message: {status['message']}")
+        said.append(f"Message: {status['message']}")
     if config:
         what = f"{config.get('model_name_or_path')}, trained with DPO ({' + '.join(config.get('loss_type') or ['?'])}"
         what += f", beta {config.get('beta')}, learning rate {config.get('learning_rate')}"
@@ -156,9 +156,8 @@ def sentences(facts: dict[str, Any]) -> list[str]:
 def _held_out_sentences(facts: dict[str, Any], train_loss: float | None) -> list[str]:
     evals, pairs = evaluations(facts["log"]), facts["data"].get("eval", 0)
     if not evals or not pairs or evals[-1]["step"] == 0:
-        return (
-            ["Nothing was held out: training figures alone cannot tell learning from memorising."] if not pairs else []
-        )
+        nothing = "Nothing was held out: training figures alone cannot tell learning from memorising."
+        return [] if pairs else [nothing]
     share = evals[-1].get("eval_rewards/accuracies", math.nan)
     low, high = wilson(share, pairs)
     said = []
@@ -170,7 +169,7 @@ def _held_out_sentences(facts: dict[str, Any], train_loss: float | None) -> list
             f"Of {pairs:,} held-out pairs it gets {share:.0%} right (95% interval {low:.0%} to {high:.0%}): {verdict}."
         )
     before, after = evals[0].get("eval_loss", math.nan), evals[-1].get("eval_loss", math.nan)
-    if train_loss is not None and after > before > train_loss:
+    if train_loss is not None and after > before + 0.01 and train_loss < before - 0.05:  # beyond the noise of both
         said.append(
             f"Held-out loss rose from {before:.3f} to {after:.3f} while training loss fell to {train_loss:.3f}: it "
             "memorised its pairs. Fewer epochs, a lower learning rate or more pairs help."
