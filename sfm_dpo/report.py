@@ -80,7 +80,7 @@ def write_report(run: Path) -> Path:
         drop_reasons=DROP_REASONS,
         changed=changed_fields(facts["config"]),
         config_text=yaml.safe_dump(facts["config"], sort_keys=False, allow_unicode=True),
-        command=shlex.join(map(str, facts["environment"].get("command", []))),
+        command=shell_command(facts["environment"].get("command", [])),
     )
     write_atomically(run / REPORT, page)
     return run / REPORT
@@ -247,6 +247,12 @@ def changed_fields(config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
             defaults[f.name] = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
     changed = [key for key, value in config.items() if value != defaults.get(key) and key not in _DERIVED]
     return [(key, config[key], defaults.get(key)) for key in changed]
+
+
+def shell_command(command: list[str]) -> str:
+    """The command line as one types it, an option a line."""
+    words = [shlex.quote(str(word)) for word in command]
+    return "".join(f" \\\n  {word}" if word.startswith("--") else f" {word}" for word in words).strip()
 
 
 def duration(seconds: float) -> str:
