@@ -1,8 +1,8 @@
 """How are the layers compiled? Each decoder layer in place, with dynamic shapes, once for all batches.
 
-Left to transformers, accelerate 1.15 would compile the whole model at once, whose packed forward reads lengths from the
-device; its regional compilation runs nothing of what it compiled outside DeepSpeed, because it copies the model and the
-forward that TRL's fused LM head puts on the instance stays that of the original.
+Left to transformers, accelerate 1.15 would compile the model as a whole, whose packed forward reads lengths from the
+device; its regional compilation has no effect outside DeepSpeed, because it compiles a copy of the model, and the
+forward that TRL's fused LM head puts on the instance stays the original's.
 """
 
 import torch
