@@ -37,6 +37,7 @@ class SFMDPOTrainer(DPOTrainer):
         self._patched = False
         self._rebalance: BatchRebalanceSampler | None = None
         self._step_0_checked = False
+        self._eval_batches: list[tuple[int, tuple[str, ...]]] = []  # pairs in each, names of the metrics over pairs
         self._reference_folder: Path | None = None
         self.train_tokens = reference.token_hash(kwargs["train_dataset"])
         super().__init__(args=args, **kwargs)
@@ -263,7 +264,8 @@ class SFMDPOTrainer(DPOTrainer):
             "rewards/accuracies": _share_above(chosen, rejected),
             "logps/accuracies": _share_above(prefer_chosen, prefer_rejected),
         }
-        pairs = self.accelerator.gather(torch.stack(list(metrics.values()), dim=1).float())  # [pairs of all ranks, 6]
+        gather = self.accelerator.gather if mode == "train" else self.accelerator.gather_for_metrics
+        pairs = gather(torch.stack(list(metrics.values()), dim=1).float())  # [pairs of all ranks, 6]
         weight = 1.0
         if mode == "train" and self._rebalance is not None:
             weight = len(pairs) * self._rebalance.grad_accum / self._global_batch_pairs()
@@ -271,6 +273,8 @@ class SFMDPOTrainer(DPOTrainer):
             if name not in ("rewards/average", "logps/accuracies"):
                 self._metrics[mode][name].pop()  # what TRL has just recorded
             self._metrics[mode][name].append(value)
+        if mode == "eval":
+            self._eval_batches.append((len(pairs), tuple(metrics)))
 
     def _check_step_0(self, margins: torch.Tensor, inputs: dict[str, torch.Tensor], model) -> None:
         """At policy = reference the loss is ln 2. If it is not, training would optimise something else.
@@ -315,6 +319,12 @@ class SFMDPOTrainer(DPOTrainer):
             totals = self.accelerator.gather(counts[None].to(device)).sum(dim=0).tolist()
             ranks = self.accelerator.num_processes
             logs |= self.meter.metrics(dict(zip(self.meter.counts, totals, strict=True)), ranks)
+        if not self.model.training and self._eval_batches:
+            # TRL would take the mean over batches, in which the pairs of a smaller last one count for more
+            sizes = np.array([size for size, _ in self._eval_batches])
+            for name in self._eval_batches[0][1]:
+                self._metrics["eval"][name] = [float(np.average(self._metrics["eval"][name], weights=sizes))]
+            self._eval_batches.clear()
         super().log(logs, start_time)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
