@@ -98,6 +98,9 @@ def train(config: Config) -> None:
         f"process(es), loss {'+'.join(args.loss_type)}, beta {args.beta:g}, lr {args.learning_rate:g}"
     )
 
+    if args.padding_free:
+        say(f"padding-free, attention by {trainer.attention_kernel()}")
+
     checkpoint = args.resume_from_checkpoint or newest_checkpoint(args.output_dir)
     if checkpoint:
         say(f"going on from {checkpoint}")

@@ -9,5 +9,4 @@ import warnings
 from dotenv import find_dotenv, load_dotenv
 
 load_dotenv(find_dotenv(usecwd=True))
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # unset, it warns at every forked worker
 warnings.filterwarnings("ignore", category=FutureWarning)  # deprecations are for developers, not for a job's log

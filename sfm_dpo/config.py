@@ -111,12 +111,13 @@ class _Parser(TrlParser):
         raise UserError(f"{message} (see --help)")
 
 
-def parse_config(argv: list[str], world_size: int | None = None) -> Config:
+def parse_config(argv: list[str], world_size: int | None = None, training: bool = True) -> Config:
     """Reads `--config RECIPE` and the overrides after it, and validates them. Loads no model and no data.
 
     Args:
         argv: command line without the program's name.
         world_size: number of processes; by default what the launcher says in WORLD_SIZE.
+        training: False for a command that looks at a recipe where its GPUs are not, on a login or CPU node.
 
     Raises:
         UserError: unknown field, wrong type or value, or a combination that cannot be meant.
@@ -142,6 +143,10 @@ def parse_config(argv: list[str], world_size: int | None = None) -> Config:
     namespace, extra = parser.parse_known_args(argv)
     if extra:
         raise UserError(f"argument {extra[0]!r} belongs to no option")
+    if not training:
+        world_size = 1
+        namespace.per_device_train_batch_size = namespace.global_batch_size
+        namespace.use_cpu, namespace.bf16, namespace.fp16, namespace.dtype = True, False, False, None
     _validate(namespace, world_size)
     steps = namespace.global_batch_size // (namespace.per_device_train_batch_size * world_size)
     if namespace.gradient_accumulation_steps not in (1, steps):

@@ -11,6 +11,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSa
 from trl import DPOTrainer
 
 from sfm_dpo import reference
+from sfm_dpo.attention import describe_kernel
 from sfm_dpo.config import LENGTH_NORMALIZED_LOSSES, TrainConfig, UserError
 from sfm_dpo.hub import write_model_card
 from sfm_dpo.packing import enable_padding_free
@@ -51,6 +52,13 @@ class SFMDPOTrainer(DPOTrainer):
         except ValueError as error:  # a model in which sequences of one row would see each other
             raise UserError(str(error)) from error
         self._packed = True
+
+    def attention_kernel(self) -> str:
+        """What computes packed attention, for the log; it takes the place of `attn_implementation`."""
+        config = self._bare_model().config.get_text_config()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
+        return describe_kernel(self.accelerator.device, dtype, head_dim)
 
     # ---- data
 
