@@ -159,7 +159,13 @@ def test_as_a_command_with_a_recipe_spaces_and_secrets(tiny_folder, write_rows, 
     data = write_rows("two words ü/pairs.jsonl", prompt_rows())
     run, recipe = tmp_path / "my run", tmp_path / "my recipe.yaml"
     fields = {"model_name_or_path": str(tiny_folder("gpt_neox")), "dataset_name": str(data), "output_dir": str(run)}
-    fields |= {"use_cpu": True, "global_batch_size": 8, "learning_rate": 1e-4, "hub_token": "hf_canary_recipe"}
+    fields |= {
+        "use_cpu": True,
+        "global_batch_size": 8,
+        "logging_steps": 1,
+        "learning_rate": 1e-4,
+        "hub_token": "hf_canary_recipe",
+    }
     recipe.write_text(yaml.safe_dump(fields))
     args = ["--config", str(recipe), "--per_device_train_batch_size", "4", "--hub_token=hf_canary_cli"]
     secrets = {"HF_TOKEN": "hf_canary_env", "WANDB_API_KEY": "wandb_canary"}
