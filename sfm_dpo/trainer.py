@@ -1,5 +1,6 @@
 """One step: TRL's DPOTrainer with tokenised pairs in, packed forward, cached reference, balanced batches."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from trl import DPOTrainer
 
 from sfm_dpo import reference
 from sfm_dpo.attention import describe_kernel
+from sfm_dpo.checkpoint import StopRequested, mark_complete, newest_checkpoint, rotate, stop_requested
 from sfm_dpo.config import LENGTH_NORMALIZED_LOSSES, TrainConfig, UserError
 from sfm_dpo.hub import write_model_card
 from sfm_dpo.packing import enable_padding_free
@@ -32,6 +34,7 @@ class SFMDPOTrainer(DPOTrainer):
         self._rebalance: BatchRebalanceSampler | None = None
         self._step_0_checked = False
         self._reference_folder: Path | None = None
+        self.train_tokens = reference.token_hash(kwargs["train_dataset"])
         super().__init__(args=args, **kwargs)
         args.padding_free = self._wants_packing
         self._pack()
@@ -151,8 +154,12 @@ class SFMDPOTrainer(DPOTrainer):
 
         budget = batch_size * int(lengths.max(initial=1))  # as many tokens as `batch_size` of the longest pairs
         report = progress if rank == 0 else lambda tokens: None
-        reference.compute_shards(folder, shards, mine, lengths, budget, forward, report)
-        self.accelerator.wait_for_everyone()
+        done = reference.compute_shards(
+            folder, shards, mine, lengths, budget, forward, report, lambda: stop_requested(self.args.output_dir)
+        )
+        finished = self.accelerator.gather(torch.tensor([done], device=self.accelerator.device)).all().item()
+        if not finished:
+            raise StopRequested(f"stopped on request during the reference pass; its shards are kept in {folder}")
 
         logps = np.empty((len(dataset), 2), dtype=np.float32)
         for number, rows in enumerate(shards):
@@ -166,6 +173,31 @@ class SFMDPOTrainer(DPOTrainer):
         self._reference_folder = folder
         columns = Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})
         return concatenate_datasets([dataset, columns], axis=1)
+
+    # ---- checkpoints
+
+    def resume_facts(self) -> dict[str, Any]:
+        """What a run that goes on from a checkpoint must agree with."""
+        return {"world_size": self.accelerator.num_processes, "train_tokens": self.train_tokens}
+
+    def _save_checkpoint(self, model, trial) -> None:
+        """transformers', then the mark that it is complete, then the rotation that transformers would do before."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        try:
+            super()._save_checkpoint(model, trial)
+        except Exception as error:  # torch, safetensors and the OS each have their own for a full disk
+            if shutil.disk_usage(self.args.output_dir).free > 64 * 2**20 and "No space left" not in str(error):
+                raise
+            newest = newest_checkpoint(self.args.output_dir)[0]
+            raise UserError(f"disk full while writing {checkpoint}; the run can go on from {newest}", 1) from error
+        finally:
+            self.args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()
+        if self.is_world_process_zero():
+            mark_complete(checkpoint, {"step": self.state.global_step, **self.resume_facts()})
+            rotate(self.args.output_dir, limit)
+        self.accelerator.wait_for_everyone()
 
     # ---- loss
 
@@ -267,6 +299,13 @@ class SFMDPOTrainer(DPOTrainer):
         else:
             cause = "policy and reference are different models" if off(once, given) else "the forward is unstable"
         raise UserError(f"step 0: the loss is off ln 2 by {error:.3g}, more than {tolerance:g}: {cause}")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Called when a run goes on; TRL would count its tokens from 0 again."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self._total_train_tokens = next(
+            (int(entry["num_tokens"]) for entry in reversed(self.state.log_history) if "num_tokens" in entry), 0
+        )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self.model.training:
