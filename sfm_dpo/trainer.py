@@ -76,6 +76,19 @@ class SFMDPOTrainer(DPOTrainer):
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
         return describe_kernel(self.accelerator.device, dtype, head_dim)
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Loads every weight of a checkpoint, or raises.
+
+        Trainer's own (transformers 5.23) reads the names in the file as they are, but `save_pretrained` may write
+        others (GPT-NeoX's lm_head becomes embed_out, OLMoE's experts are split), and it only warns of what it did not
+        find: the head of the base model would train on. ZeRO and FSDP have checkpoints of their own.
+        """
+        if self.is_fsdp_enabled or is_peft_model(self.model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            saved = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
+            self.model.load_state_dict(saved.state_dict())
+
     # ---- data
 
     def _prepare_dataset(self, dataset: Dataset, processing_class: Any, args: TrainConfig, name: str) -> Dataset:
