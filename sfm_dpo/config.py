@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, TrlParser
 
 # Losses whose log-ratios are means over response tokens; the others in TRL use sums.
@@ -54,6 +55,9 @@ class TrainConfig(DPOConfig):
     warmup_steps: float = field(default=0.1, metadata={"help": "Warmup: a share of all steps if below 1."})
     num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the training pairs."})
     save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints kept; at least 2."})
+    report_to: list[str] = field(
+        default_factory=lambda: ["none"], metadata={"help": "Trackers: wandb, trackio, tensorboard, ..., or none."}
+    )
     # Rank 0 tokenises while the others wait; the process group's default of 30 minutes is too short for that.
     ddp_timeout: int = field(default=14400, metadata={"help": "Seconds a collective may wait."})
 
@@ -86,9 +90,13 @@ class TrainConfig(DPOConfig):
     allow_unnormalized_beta: bool = field(
         default=False, metadata={"help": "Allow beta >= 1 with a loss on summed log-probs."}
     )
+    ignore_resume_mismatch: bool = field(
+        default=False, metadata={"help": "Go on from a checkpoint that other data or another world size wrote."}
+    )
 
 
 DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)
+_OPTIONAL = {f.name for cls in DATACLASSES for f in dataclasses.fields(cls) if "None" in str(f.type)}
 
 
 @dataclass
@@ -106,12 +114,13 @@ class _Parser(TrlParser):
         raise UserError(f"{message} (see --help)")
 
 
-def parse_config(argv: list[str], world_size: int | None = None) -> Config:
+def parse_config(argv: list[str], world_size: int | None = None, training: bool = True) -> Config:
     """Reads `--config RECIPE` and the overrides after it, and validates them. Loads no model and no data.
 
     Args:
         argv: command line without the program's name.
         world_size: number of processes; by default what the launcher says in WORLD_SIZE.
+        training: False for a command that looks at a recipe where its GPUs are not, on a login or CPU node.
 
     Raises:
         UserError: unknown field, wrong type or value, or a combination that cannot be meant.
@@ -119,16 +128,16 @@ def parse_config(argv: list[str], world_size: int | None = None) -> Config:
     world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))
     parser = _Parser(DATACLASSES, allow_abbrev=False, prog="train_dpo.py")
     parser.add_argument("--config", help="YAML recipe; its keys are the fields below")
-    known = {action.dest for action in parser._actions}
+    known = {action.dest for action in parser._actions} - {"help", "config"}
     recipe, cli = _split_config(argv)
     values = _read_recipe(recipe) if recipe else {}
-    os.environ.update({key: str(value) for key, value in (values.pop("env", None) or {}).items()})
+    _set_env(values.pop("env", None) or {}, recipe)
     for key in values:
         if key not in known:
             raise UserError(f"{recipe}: unknown field {key!r}{_nearest(key, known)}")
     for arg in cli:
         name = arg[2:].split("=")[0].replace("-", "_")
-        if arg.startswith("--") and name not in known and name.removeprefix("no_") not in known:
+        if arg.startswith("--") and not {name, name.removeprefix("no_")} & (known | {"help"}):
             raise UserError(f"unknown option {arg.split('=')[0]}{_nearest(name, known, '--')}")
     if "datasets" in values:  # a list of mappings has no spelling on the command line
         parser.set_defaults(datasets=_check_mixture(values.pop("datasets"), recipe))
@@ -137,6 +146,10 @@ def parse_config(argv: list[str], world_size: int | None = None) -> Config:
     namespace, extra = parser.parse_known_args(argv)
     if extra:
         raise UserError(f"argument {extra[0]!r} belongs to no option")
+    if not training:
+        world_size = 1
+        namespace.per_device_train_batch_size = namespace.global_batch_size
+        namespace.use_cpu, namespace.bf16, namespace.fp16, namespace.dtype = True, False, False, None
     _validate(namespace, world_size)
     steps = namespace.global_batch_size // (namespace.per_device_train_batch_size * world_size)
     if namespace.gradient_accumulation_steps not in (1, steps):
@@ -147,18 +160,28 @@ def parse_config(argv: list[str], world_size: int | None = None) -> Config:
     namespace.gradient_accumulation_steps = steps
     namespace.report_to, tracking = resolve_report_to(namespace.report_to)
     try:
-        return Config(*(cls(**_pick(cls, namespace)) for cls in DATACLASSES), notes=[tracking])
+        config = Config(*(cls(**_pick(cls, namespace)) for cls in DATACLASSES), notes=[tracking])
+    except json.JSONDecodeError as error:  # transformers reads the fields that are mappings, and does not say which
+        raise UserError(f"a field that takes a JSON mapping holds {error.doc!r}: {error.msg}") from error
     except (ValueError, TypeError, AttributeError, ImportError) as error:
         raise UserError(str(error)) from error
+    kwargs = config.train.model_init_kwargs
+    _require(
+        kwargs is None or isinstance(kwargs, dict), "model_init_kwargs", kwargs, "must be a mapping such as {a: 1}"
+    )
+    return config
 
 
-def resolve_report_to(report_to: Any) -> tuple[list[str], str]:
+def resolve_report_to(report_to: list[str]) -> tuple[list[str], str]:
     """Trackers that can work here, and a line that says so. W&B needs a key or WANDB_MODE=offline.
 
     A batch job must neither crash nor wait at a login prompt for want of a key.
     """
-    trackers = [report_to] if isinstance(report_to, str) else list(report_to or [])
-    trackers = [tracker for tracker in trackers if tracker != "none"]
+    trackers = [tracker for tracker in report_to if tracker != "none"]
+    for tracker in trackers:
+        if tracker not in INTEGRATION_TO_CALLBACK:  # also `all`, which would bring W&B and its login prompt
+            names = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+            raise UserError(f"report_to {tracker}: name one or several of {names}, or none")
     usable = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") in ("offline", "disabled")
     if "wandb" in trackers and not usable:
         trackers.remove("wandb")
@@ -219,28 +242,40 @@ def _read_recipe(path: str) -> dict[str, Any]:
     return values
 
 
+def _set_env(env: Any, recipe: str | None) -> None:
+    """A recipe's `env` section, as in TRL."""
+    if not isinstance(env, dict):
+        raise UserError(f"{recipe}: env is {env!r}; it takes a mapping such as 'env: {{WANDB_PROJECT: x}}'")
+    for name, value in env.items():
+        if str(name).startswith("HF_"):  # huggingface_hub and datasets read theirs when they are imported
+            raise UserError(f"{recipe}: env: {name} would come too late; set it in the environment or in .env")
+        os.environ[str(name)] = str(value)
+
+
 def _as_args(key: str, value: Any, parser: _Parser, recipe: str | None) -> list[str]:
     """A recipe's field in command-line spelling, so that argparse checks its type."""
     action = next(action for action in parser._actions if action.dest == key)
-    if value is None:
-        if action.default is not None:
-            parser.set_defaults(**{key: None})
+    if value is None or value == []:  # neither has a spelling on the command line
+        optional = action.default is None or key in _OPTIONAL
+        if not (optional if value is None else action.nargs in ("+", "*")):
+            raise UserError(f"{recipe}: {key} is empty; give it a value, or remove the line for the default")
+        parser.set_defaults(**{key: value})
         return []
     if isinstance(value, dict):
-        return [f"--{key}", json.dumps(value)]
+        return [f"--{key}={json.dumps(value)}"]
     if isinstance(value, list):
-        if action.nargs is None:
+        if action.nargs not in ("+", "*"):
             raise UserError(f"{recipe}: {key} is a list, {value}; it takes one value")
-        return [f"--{key}", *map(str, value)] if value else []
+        return [f"--{key}", *map(str, value)]
     if isinstance(value, bool) and "bool" not in getattr(action.type, "__name__", ""):
         if value is False and key.endswith("_strategy"):  # YAML reads `no` as false
-            return [f"--{key}", "no"]
+            return [f"--{key}=no"]
         raise UserError(f"{recipe}: {key} is {value} (YAML reads on, off, yes and no as booleans); put it in quotes")
-    return [f"--{key}", str(value)]
+    return [f"--{key}={value}"]  # with = also a value that begins with a dash
 
 
-def _nearest(name: str, known: set[str], prefix: str = "") -> str:
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+def _nearest(name: Any, known: set[str], prefix: str = "") -> str:
+    match = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     return f"; did you mean {prefix}{match[0]}?" if match else ""
 
 
@@ -252,14 +287,25 @@ def _check_mixture(datasets: Any, recipe: str | None) -> list[dict]:
         for key in entry:
             if key not in fields:
                 raise UserError(f"{recipe}: unknown field {key!r} in datasets{_nearest(key, fields)}")
+    for entry in datasets:
+        for key in ("path", "name", "split"):
+            if entry.get(key) is not None and not isinstance(entry[key], str):
+                raise UserError(f"{recipe}: datasets: {key} is {entry[key]!r}, which is no text; put it in quotes")
     fractions = [entry.get("fraction") for entry in datasets]
-    if any(f is not None for f in fractions) and not all(isinstance(f, int | float) and f > 0 for f in fractions):
+    numbers = [f for f in fractions if isinstance(f, int | float) and not isinstance(f, bool) and f > 0]
+    if any(f is not None for f in fractions) and len(numbers) < len(fractions):
         raise UserError(f"{recipe}: datasets: fraction {fractions} must be above 0 in all entries or in none")
     return datasets
 
 
 def _pick(cls, namespace) -> dict[str, Any]:
     return {f.name: getattr(namespace, f.name) for f in dataclasses.fields(cls) if f.init}
+
+
+_AT_LEAST_1 = (
+    "max_length max_prompt_length max_samples global_batch_size per_device_train_batch_size "
+    "per_device_eval_batch_size dataset_num_proc lora_r"
+).split()
 
 
 def _require(ok: bool, name: str, value: Any, remedy: str) -> None:
@@ -269,9 +315,15 @@ def _require(ok: bool, name: str, value: Any, remedy: str) -> None:
 
 def _validate(ns, world_size: int) -> None:
     """Combinations and ranges that argparse cannot see. Order: what the user is likeliest to have meant first."""
-    for name in ("max_length", "max_prompt_length", "max_samples", "global_batch_size", "per_device_train_batch_size"):
+    for name, value in vars(ns).items():
+        _require(not isinstance(value, float) or math.isfinite(value), name, value, "must be a finite number")
+    for name in _AT_LEAST_1:
         value = getattr(ns, name)
         _require(value is None or value >= 1, name, value, "must be at least 1")
+    for name in ("save_steps", "logging_steps"):
+        _require(getattr(ns, name) > 0, name, getattr(ns, name), "must be above 0 (below 1: a share of all steps)")
+    for name in ("weight_decay", "seed"):
+        _require(getattr(ns, name) >= 0, name, getattr(ns, name), "must be at least 0")
     _require(ns.max_length is None or ns.max_length >= 2, "max_length", ns.max_length, "must be at least 2")
     if ns.max_prompt_length is not None and ns.max_length is not None:
         remedy = f"must be below max_length {ns.max_length}, or no token is left for the response"
@@ -287,6 +339,16 @@ def _validate(ns, world_size: int) -> None:
     if ns.eval_strategy != "no" and not ns.eval_fraction:
         raise UserError(f"eval_strategy {ns.eval_strategy}: nothing is held out; set eval_fraction, for instance 0.02")
     _require(ns.truncation_mode == "keep_start", "truncation_mode", ns.truncation_mode, "only keep_start works")
+    _require(not ns.auto_find_batch_size, "auto_find_batch_size", True, "would change the global batch; remove it")
+    _require(not ns.streaming, "streaming", True, "pairs are checked before training, so they cannot be streamed")
+    remedy = "set eval_fraction instead, which is seeded"
+    _require(ns.test_split_size is None, "test_split_size", ns.test_split_size, remedy)
+    remedy = "no such checkpoint; remove it to go on from the newest one in output_dir"
+    checkpoint = ns.resume_from_checkpoint
+    _require(checkpoint is None or Path(checkpoint).is_dir(), "resume_from_checkpoint", checkpoint, remedy)
+    known = "reverse_kl forward_kl js_divergence alpha_divergence".split()
+    remedy = f"must be one of {', '.join(known)}"
+    _require(ns.f_divergence_type in known, "f_divergence_type", ns.f_divergence_type, remedy)
     if not ns.model_name_or_path:
         raise UserError("model_name_or_path is missing: give a Hub id or a folder")
     if not ns.dataset_name and not ns.datasets:
@@ -294,9 +356,11 @@ def _validate(ns, world_size: int) -> None:
     if ns.dataset_name and ns.datasets:
         raise UserError("dataset_name and datasets are both set: keep one of them")
 
+    _require(bool(ns.loss_type), "loss_type", ns.loss_type, "is empty; name at least one loss")
     for loss in ns.loss_type:
         if loss not in LOSS_TYPES:
-            raise UserError(f"loss_type {loss!r} is unknown{_nearest(loss, set(LOSS_TYPES))}")
+            near = _nearest(loss, set(LOSS_TYPES)) or f"; the known ones are {', '.join(LOSS_TYPES)}"
+            raise UserError(f"loss_type {loss!r} is unknown{near}")
     summed = [loss for loss in ns.loss_type if loss not in LENGTH_NORMALIZED_LOSSES and loss != "sft"]
     if ns.beta >= 1 and summed and not ns.allow_unnormalized_beta:
         raise UserError(
@@ -318,9 +382,14 @@ def _validate(ns, world_size: int) -> None:
 def _validate_precision(ns) -> None:
     import torch
 
-    on_gpu = torch.cuda.is_available() and not ns.use_cpu
+    if not torch.cuda.is_available():
+        # accelerate's launcher drops `use_cpu` of a DeepSpeed config file, and without it accelerate finds no backend:
+        # each CPU process would believe that it is alone.
+        ns.use_cpu = True
+    on_gpu = not ns.use_cpu
     if ns.bf16 is None and not ns.fp16:
         ns.bf16 = on_gpu  # TRL's default is true everywhere
+    _require(not ns.fp16 or on_gpu, "fp16", True, "no GPU is visible; on CPU leave it out")
     if ns.bf16 and not on_gpu:
         raise UserError("bf16 true: no GPU is visible; on CPU say --bf16 false (bf16 is some 20 times slower there)")
     sharded = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" or os.environ.get("ACCELERATE_USE_FSDP") == "true"

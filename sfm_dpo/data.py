@@ -52,8 +52,10 @@ class Pairs:
     def check_dropped(self, limit: float) -> None:
         """Raises UserError if more than `limit` (a share of all rows) was dropped."""
         total = self.dropped.total()
+        worst = ", ".join(f"{n} x {DROP_REASONS[reason]}" for reason, n in self.dropped.most_common(3))
+        if total == self.rows:
+            raise UserError(f"dataset_name {', '.join(self.sources)}: none of its {total} rows can be used ({worst})")
         if total > limit * self.rows:
-            worst = ", ".join(f"{n} x {DROP_REASONS[reason]}" for reason, n in self.dropped.most_common(3))
             raise UserError(
                 f"{total} of {self.rows} rows cannot be used ({worst}): more than max_dropped_fraction {limit:g}; "
                 "mend the data, or raise max_dropped_fraction if it is meant"
@@ -99,7 +101,10 @@ def load_pairs(config: Config) -> Pairs:
         else:
             source = entry.path
             raw = load_rows(entry.path, entry.name, entry.split, data_dir=entry.data_dir, data_files=entry.data_files)
-        part, part_dropped = normalize(raw, source, args.dataset_num_proc)
+        try:
+            part, part_dropped = normalize(raw, source, args.dataset_num_proc)
+        except UnicodeDecodeError as error:  # pyarrow reads the bytes of a JSON file as they are
+            raise UserError(f"dataset_name {source}: is not UTF-8: {error}") from error
         rows, dropped = rows + len(raw), dropped + part_dropped
         parts.append(part)
         sources.append(source)
@@ -107,7 +112,7 @@ def load_pairs(config: Config) -> Pairs:
     pairs = Pairs(_mix(parts, [entry and entry.fraction for entry in entries]), None, sources, rows, dropped)
     pairs.check_dropped(args.max_dropped_fraction)
     if not len(pairs.train):
-        raise UserError(f"dataset_name {', '.join(sources)}: no usable pair is left")
+        raise UserError(f"datasets: the fractions leave no pair of {', '.join(sources)}")
     return _sample_and_split(pairs, args)
 
 
@@ -116,7 +121,7 @@ def load_rows(
 ) -> Dataset:
     """Rows as they are: from a Hub id, or a local .json/.jsonl/.parquet file or folder of such files."""
     local = Path(path).expanduser()
-    if local.exists():
+    if os.path.exists(local):  # not Path.exists, which raises in a folder that may not be entered
         rows = _load_local(local)
     elif local.suffix in LOCAL_FORMATS or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise UserError(f"dataset_name {path}: no such file or folder")
@@ -131,30 +136,46 @@ def load_rows(
 
 
 def _load_local(path: Path) -> Dataset:
-    files = sorted(p for p in path.rglob("*") if p.suffix in LOCAL_FORMATS) if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        if not os.access(path, os.R_OK | os.X_OK):
+            raise UserError(f"dataset_name {path}: cannot be read; check its permissions")
+        visible = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
+        files = sorted(p for p in visible if p.suffix in LOCAL_FORMATS and p.is_file())
     formats = {LOCAL_FORMATS.get(p.suffix) for p in files}
     if len(formats) != 1 or None in formats:
-        found = (
-            "no such file" if not files else f"files of {len(formats)} formats" if len(formats) > 1 else path.suffix
-        )
+        found = "none" if not files else f"files of {len(formats)} formats" if len(formats) > 1 else path.suffix
         raise UserError(f"dataset_name {path}: needs .json, .jsonl or .parquet files of one format; found {found}")
     for file in files:
         if not os.access(file, os.R_OK):
             raise UserError(f"dataset_name {file}: cannot be read; check its permissions")
         if file.stat().st_size == 0 or (file.stat().st_size < 64 and not file.read_bytes().strip()):
             raise UserError(f"dataset_name {file}: the file is empty")
+        if LOCAL_FORMATS[file.suffix] == "json":
+            with file.open(encoding="utf-8-sig", errors="replace") as text:
+                if not text.read(4096).lstrip().startswith(("{", "[")):  # pyarrow 26 dies of a lone null
+                    raise UserError(f"dataset_name {file}: line 1 is not a JSON object")
     try:
         return load_dataset(formats.pop(), data_files=[str(file) for file in files], split="train")
     except Exception as error:  # datasets wraps whatever the reader raised
         for file in files:
             _point_at_bad_line(file)
+        if "corresponds to no data" in str(error):
+            raise UserError(f"dataset_name {path}: holds no rows") from error
         raise UserError(f"dataset_name {path}: cannot be read: {error.__cause__ or error}") from error
 
 
 def _point_at_bad_line(file: Path) -> None:
     """pyarrow counts rows within a block; a user needs the line of the file."""
-    if file.suffix != ".jsonl":
+    if LOCAL_FORMATS[file.suffix] != "json":
         return
+    with file.open(encoding="utf-8", errors="replace") as text:
+        if text.read(4096).lstrip().startswith("["):  # one array, not a row a line
+            try:
+                json.loads(file.read_text(encoding="utf-8", errors="replace"))
+            except json.JSONDecodeError as error:
+                raise UserError(f"dataset_name {file}: line {error.lineno} is not valid JSON: {error.msg}") from error
+            return
     with file.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -235,13 +256,22 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
     shared = common_prefix_length(chosen, rejected)  # in messages
     prompt = chosen[:shared]
     chosen, rejected = chosen[shared:], rejected[shared:]
-    if not prompt or (lead and prompt[0]["role"] == "assistant"):
-        prompt = lead + prompt  # the message lists hold responses alone
+    prompt = _join(lead, prompt)
     if any(message["role"] not in ("assistant", "tool", "environment") for message in chosen + rejected):
         return "prompts_differ"
     if not chosen or not rejected or _is_empty(chosen[-1]) or _is_empty(rejected[-1]):
         return "empty_response"
     return (prompt, chosen, rejected) if prompt else "malformed"
+
+
+def _join(lead: list[dict], shared: list[dict]) -> list[dict]:
+    """The prompt column followed by the beginning that both sides share, without saying twice what is in both."""
+    for overlap in range(min(len(lead), len(shared)), 0, -1):
+        if lead[-overlap:] == shared[:overlap]:
+            return lead + shared[overlap:]
+    if shared and shared[0]["role"] in ("system", "user") and all(message["role"] == "user" for message in lead):
+        return shared  # whole conversations, and a prompt column that repeats their question in another spelling
+    return lead + shared
 
 
 def _text_pair(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str, str] | str:
@@ -250,7 +280,7 @@ def _text_pair(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str
     if prompt is None:
         shared = os.path.commonprefix([chosen, rejected])  # noqa: RUF071 (of characters, indeed)
         # Cut at the last white space, so that the two responses start on whole words.
-        prompt = re.sub(r"\S*$", "", shared).rstrip(" ")
+        prompt = re.sub(r"\S*\Z", "", shared).rstrip(" ")
         if not prompt:
             return "prompts_differ"
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
@@ -282,7 +312,8 @@ def _messages(value: Any, role: str) -> list[dict] | None:
 
 
 def _is_empty(message: dict) -> bool:
-    return not message["content"].strip() and len(message) == 2  # a tool call has a third key
+    calls = ("tool_calls", "function_calls", "function_call")  # a response may be a call and no text
+    return not message["content"].strip() and not any(message.get(key) for key in calls)
 
 
 def _mix(parts: list[Dataset], fractions: list[float | None]) -> Dataset:

@@ -5,6 +5,7 @@ whose cache key covers every training argument.
 """
 
 import inspect
+import json
 import sys
 from collections import Counter
 from typing import Any
@@ -71,7 +72,8 @@ def tokenize_pairs(
 
     Returns:
         The dataset (columns of _TOKENS but `dropped`; ids are lists of int) and a Counter over the keys
-        "malformed", "empty_response", "prompt_too_long" (dropped), "prompt_cut" and "prompt_trimmed" (kept).
+        "malformed", "chosen_equals_rejected", "empty_response", "prompt_too_long" (dropped), "prompt_cut" and
+        "prompt_trimmed" (kept).
     """
     tokens = pairs.map(
         _tokenize_batch,
@@ -119,7 +121,11 @@ def pair_tokens(tokens: Dataset, max_length: int | None) -> np.ndarray:
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of what decides the ids: vocabulary, merges, normaliser, special tokens, chat template."""
-    backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
+    if tokenizer.is_fast:
+        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        backend |= {"padding": None, "truncation": None}  # left behind by the last call with padding
+    else:
+        backend = tokenizer.get_vocab()
     return Hasher.hash((backend, tokenizer.chat_template, sorted(map(str, tokenizer.special_tokens_map.items()))))
 
 
@@ -138,7 +144,8 @@ def _tokenize_batch(
             "rejected_ids": prompt_rejected[length:],
             "prompt_cut": cut,
             "prompt_trimmed": len(prompt) - length,
-            "dropped": reason,
+            # A template may leave out what made the two sides differ, or strip white space.
+            "dropped": reason or ("chosen_equals_rejected" if prompt_chosen == prompt_rejected else ""),
         }
         row |= {f"{name}_length": len(row[f"{name}_ids"]) for name in ("prompt", "chosen", "rejected")}
         for name, value in row.items():
@@ -157,6 +164,11 @@ def _encode(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> tuple
             chosen, rejected = (s if s.endswith(tokenizer.eos_token) else s + tokenizer.eos_token for s in rows[i][1:])
             texts.append((prompt, prompt + chosen, prompt + rejected))
             continue
+        if tokenizer.chat_template is None:
+            raise UserError(
+                f"model_name_or_path {tokenizer.name_or_path}: its tokenizer has no chat template, but the data are "
+                "conversations; take a model with one, or put a chat_template.jinja into its folder"
+            )
         try:
             texts.append(
                 (
@@ -165,9 +177,7 @@ def _encode(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> tuple
                     tokenizer.apply_chat_template(prompt + rejected, tokenize=False),
                 )
             )
-        except (TemplateError, TypeError) as error:  # a template that refuses the roles, or their order
-            if tokenizer.chat_template is None:
-                raise UserError("tokenizer: it has no chat template, but the data are conversations") from error
+        except (TemplateError, TypeError):  # a template that refuses the roles, or their order
             texts.append(("", "", ""))
             reasons[i] = "malformed"
     encoded: list[Any] = [None] * len(rows)

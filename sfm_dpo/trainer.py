@@ -1,5 +1,6 @@
 """One step: TRL's DPOTrainer with tokenised pairs in, packed forward, cached reference, balanced batches."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSa
 from trl import DPOTrainer
 
 from sfm_dpo import reference
+from sfm_dpo.attention import describe_kernel
+from sfm_dpo.checkpoint import StopRequested, mark_complete, newest_checkpoint, rotate, stop_requested
+from sfm_dpo.compile import compile_layers
 from sfm_dpo.config import LENGTH_NORMALIZED_LOSSES, TrainConfig, UserError
 from sfm_dpo.hub import write_model_card
 from sfm_dpo.packing import enable_padding_free
@@ -20,37 +24,56 @@ from sfm_dpo.tokenization import pair_tokens
 # How far the mean |margin| / 2 of the first batch may be from 0, its value at policy = reference (then the loss is
 # ln 2). 16-bit log-probs move with the shape of the batch.
 STEP_0_TOLERANCE = {False: 1e-3, True: 5e-2}
+COMPILE_FIELDS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 
 
 class SFMDPOTrainer(DPOTrainer):
     """TRL's DPOTrainer on the columns of tokenization.py. Arguments as there; `args` is our TrainConfig."""
 
     def __init__(self, *, args: TrainConfig, **kwargs: Any):
-        self._wants_packing, args.padding_free = args.padding_free, False  # TRL 1.16 would warn that it pads
-        self._packed = False
+        self._packed, args.padding_free = args.padding_free, False  # TRL 1.16 would warn that it pads
+        self._compilation = {name: getattr(args, name) for name in COMPILE_FIELDS}  # see compile.py
+        args.torch_compile, args.torch_compile_backend, args.torch_compile_mode = False, None, None
+        self._patched = False
         self._rebalance: BatchRebalanceSampler | None = None
         self._step_0_checked = False
         self._reference_folder: Path | None = None
+        self.train_tokens = reference.token_hash(kwargs["train_dataset"])
         super().__init__(args=args, **kwargs)
-        args.padding_free = self._wants_packing
-        self._pack()
+        args.padding_free = self._packed
+        vars(args).update(self._compilation)
+        self._patch_models()
         self.meter = Meter(ForwardFlops.of(self._bare_model()), reference_in_step=not self.precompute_ref_logps)
         self.add_callback(MeterCallback(self.meter))
 
     def _bare_model(self):
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
-    def _pack(self) -> None:
-        """Makes policy and reference compute real tokens only, once TRL has given them their fused LM head."""
-        if not self._wants_packing or self._packed:
+    def _patch_models(self) -> None:
+        """Packs and compiles policy and reference, as asked, once TRL has given them their fused LM head."""
+        if self._patched:
             return
-        try:
-            enable_padding_free(self._bare_model())
-            if self.ref_model is not None:
-                enable_padding_free(self.accelerator.unwrap_model(self.ref_model))
-        except ValueError as error:  # a model in which sequences of one row would see each other
-            raise UserError(str(error)) from error
-        self._packed = True
+        for model in (self._bare_model(), self.ref_model):
+            if model is None:
+                continue
+            model = self.accelerator.unwrap_model(model)
+            try:
+                if self._packed:
+                    enable_padding_free(model)
+            except ValueError as error:  # a model in which sequences of one row would see each other
+                raise UserError(str(error)) from error
+            if self._compilation["torch_compile"]:
+                compile_layers(
+                    model, self._compilation["torch_compile_backend"], self._compilation["torch_compile_mode"]
+                )
+        self._patched = True
+
+    def attention_kernel(self) -> str:
+        """What computes packed attention, for the log; it takes the place of `attn_implementation`."""
+        config = self._bare_model().config.get_text_config()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
+        return describe_kernel(self.accelerator.device, dtype, head_dim)
 
     # ---- data
 
@@ -93,7 +116,7 @@ class SFMDPOTrainer(DPOTrainer):
         """
         if self.is_fsdp_enabled or (self.is_deepspeed_enabled and self.args.deepspeed_plugin.zero_stage == 3):
             raise UserError("precompute_ref_log_probs true: needs whole weights on each rank; use ZeRO-2")
-        self._pack()
+        self._patch_models()
         model = self.ref_model or self.model
         if self.is_deepspeed_enabled and self.args.bf16:
             model.to(torch.bfloat16)  # what DeepSpeed's engine will do to the policy
@@ -107,6 +130,7 @@ class SFMDPOTrainer(DPOTrainer):
             autocast=self.accelerator.mixed_precision,
             attention=config._attn_implementation,
             packed=self._packed,
+            compilation=self._compilation,
             max_length=self.args.max_length,
             truncation_mode=self.args.truncation_mode,
             ld_alpha=self.ld_alpha,
@@ -130,8 +154,12 @@ class SFMDPOTrainer(DPOTrainer):
 
         budget = batch_size * int(lengths.max(initial=1))  # as many tokens as `batch_size` of the longest pairs
         report = progress if rank == 0 else lambda tokens: None
-        reference.compute_shards(folder, shards, mine, lengths, budget, forward, report)
-        self.accelerator.wait_for_everyone()
+        done = reference.compute_shards(
+            folder, shards, mine, lengths, budget, forward, report, lambda: stop_requested(self.args.output_dir)
+        )
+        finished = self.accelerator.gather(torch.tensor([done], device=self.accelerator.device)).all().item()
+        if not finished:
+            raise StopRequested(f"stopped on request during the reference pass; its shards are kept in {folder}")
 
         logps = np.empty((len(dataset), 2), dtype=np.float32)
         for number, rows in enumerate(shards):
@@ -145,6 +173,31 @@ class SFMDPOTrainer(DPOTrainer):
         self._reference_folder = folder
         columns = Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})
         return concatenate_datasets([dataset, columns], axis=1)
+
+    # ---- checkpoints
+
+    def resume_facts(self) -> dict[str, Any]:
+        """What a run that goes on from a checkpoint must agree with."""
+        return {"world_size": self.accelerator.num_processes, "train_tokens": self.train_tokens}
+
+    def _save_checkpoint(self, model, trial) -> None:
+        """transformers', then the mark that it is complete, then the rotation that transformers would do before."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        try:
+            super()._save_checkpoint(model, trial)
+        except Exception as error:  # torch, safetensors and the OS each have their own for a full disk
+            if shutil.disk_usage(self.args.output_dir).free > 64 * 2**20 and "No space left" not in str(error):
+                raise
+            newest = newest_checkpoint(self.args.output_dir)[0]
+            raise UserError(f"disk full while writing {checkpoint}; the run can go on from {newest}", 1) from error
+        finally:
+            self.args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()
+        if self.is_world_process_zero():
+            mark_complete(checkpoint, {"step": self.state.global_step, **self.resume_facts()})
+            rotate(self.args.output_dir, limit)
+        self.accelerator.wait_for_everyone()
 
     # ---- loss
 
@@ -246,6 +299,13 @@ class SFMDPOTrainer(DPOTrainer):
         else:
             cause = "policy and reference are different models" if off(once, given) else "the forward is unstable"
         raise UserError(f"step 0: the loss is off ln 2 by {error:.3g}, more than {tolerance:g}: {cause}")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Called when a run goes on; TRL would count its tokens from 0 again."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self._total_train_tokens = next(
+            (int(entry["num_tokens"]) for entry in reversed(self.state.log_history) if "num_tokens" in entry), 0
+        )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self.model.training:

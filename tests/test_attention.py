@@ -37,11 +37,11 @@ def inputs(lengths, heads=4, kv_heads=4, head_dim=16, device="cpu", dtype=torch.
     return tensors, boundary_mask(cu_seqlens, max(lengths))
 
 
-def check_against_written_out(device, dtype, tolerance, kv_heads, window, head_dim=16):
-    qkv, mask = inputs(LENGTHS, kv_heads=kv_heads, head_dim=head_dim, device=device, dtype=dtype)
+def check_against_written_out(device, dtype, tolerance, kv_heads, window, head_dim=16, lengths=LENGTHS):
+    qkv, mask = inputs(lengths, kv_heads=kv_heads, head_dim=head_dim, device=device, dtype=dtype)
     module = SimpleNamespace(num_key_value_groups=4 // kv_heads, is_causal=True)
     output, weights = packed_attention_forward(module, *qkv, mask, scaling=head_dim**-0.5, sliding_window=window)
-    expected = written_out(*qkv, LENGTHS, window)
+    expected = written_out(*qkv, lengths, window)
     assert weights is None and output.dtype == dtype and output.shape == expected.shape
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(device)
     grads = torch.autograd.grad((output * weight.to(dtype)).sum(), qkv)
@@ -54,6 +54,11 @@ def check_against_written_out(device, dtype, tolerance, kv_heads, window, head_d
 @pytest.mark.parametrize("window", [None, 1, 8, 12, 100])
 def test_equals_attention_written_out(kv_heads, window):
     check_against_written_out("cpu", torch.float32, 1e-5, kv_heads, window)
+
+
+@pytest.mark.parametrize("window", [1, 100, 128, 129, 200, 299])
+def test_windows_over_several_blocks_of_queries(window):
+    check_against_written_out("cpu", torch.float32, 1e-5, 2, window, lengths=[300, 7, 128, 129, 256])
 
 
 @pytest.mark.gpu
@@ -148,3 +153,27 @@ def test_the_kernel_is_named():
     assert "not float32" in describe_kernel(torch.device("cuda"), torch.float32, 128)
     assert "not 80 and" not in describe_kernel(torch.device("cuda"), torch.bfloat16, 80)
     assert "not 60 and 60" in describe_kernel(torch.device("cuda"), torch.bfloat16, 60)
+
+
+@pytest.mark.parametrize("architecture", ["olmo3", "llama"])
+def test_the_varlen_branch_compiles_once_for_every_shape(architecture, monkeypatch):
+    """The branch taken on CUDA, on the meta device (shapes without a GPU): checkpointed layers compiled one by one as
+    whole graphs, forward and backward, are not compiled again for another total, count or longest of the sequences."""
+    monkeypatch.setattr("sfm_dpo.attention._why_not_varlen", lambda *_: None)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # unknown for the meta device
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    register()
+    model = tiny_model(architecture, attn_implementation=PACKED, dtype=torch.bfloat16).to("meta").train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in model.base_model.layers:
+        layer.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    graphs = []
+    for total, sequences, longest in ((40, 4, 20), (41, 4, 21), (100, 7, 90), (64, 4, 9), (16, 2, 8)):
+        ids = torch.empty(1, total, dtype=torch.long, device="meta")
+        mask = boundary_mask(torch.empty(sequences + 1, dtype=torch.int32, device="meta"), longest)
+        hidden = model.base_model(ids, mask, position_ids=ids).last_hidden_state
+        hidden.sum().backward()
+        assert hidden.shape == (1, total, 64)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0 and graphs[-1] == graphs[0]

@@ -1,0 +1,57 @@
+"""Shared by all tests: no hub, no tracker, caches in a temporary folder of their own, tiny models as folders."""
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+# Before anything imports huggingface_hub or datasets, which read these once.
+_CACHE = tempfile.mkdtemp(prefix="sfm-tests-")
+os.environ |= {"HF_HOME": _CACHE, "HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+for _name in ("HF_TOKEN", "HF_DATASETS_CACHE", "HF_HUB_CACHE", "WANDB_API_KEY", "WANDB_MODE"):
+    os.environ.pop(_name, None)
+
+
+def pytest_unconfigure():
+    shutil.rmtree(_CACHE, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """A function: architecture of tests/tiny_models.py -> folder with such a model and its tokenizer, made once."""
+    from tests.tiny_models import tiny_model, tiny_tokenizer
+
+    root = tmp_path_factory.mktemp("models")
+
+    def make(architecture: str) -> Path:
+        folder = root / architecture
+        if not folder.exists():
+            tiny_model(architecture).save_pretrained(folder)
+            tiny_tokenizer().save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def write_rows(tmp_path):
+    """A function: (name, rows) -> path of a .jsonl, .json or .parquet file in tmp_path that holds them."""
+
+    def write(name: str, rows: list[dict]) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".parquet":
+            from datasets import Dataset
+
+            Dataset.from_list(rows).to_parquet(path)
+        elif path.suffix == ".json":
+            path.write_text(json.dumps(rows), encoding="utf-8")
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return path
+
+    return write

@@ -1,0 +1,195 @@
+"""A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd, all state in one temporary folder.
+
+Nothing of the system's own Slurm is read or touched. Each node claims 32 CPUs, 600 GB and 4 GPUs (empty files), so
+that the batch scripts' headers are submitted as they are.
+"""
+
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "setpriv")
+NODES = ("n1", "n2")
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "DEADLINE"}
+PATH = f"{os.environ['PATH']}:/usr/local/sbin:/usr/sbin:/sbin"  # Debian's daemons are in sbin
+
+# cred_expire also is how long a requeued job waits before it starts again (120 s by default).
+SLURM_CONF = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={root}/munge/socket,cred_expire=5
+StateSaveLocation={root}/state
+SlurmctldPidFile={root}/slurmctld.pid
+SlurmctldLogFile={root}/slurmctld.log
+SlurmdSpoolDir={root}/spool-%n
+SlurmdPidFile={root}/slurmd-%n.pid
+SlurmdLogFile={root}/slurmd-%n.log
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+MpiDefault=none
+GresTypes=gpu
+ReturnToService=2
+KillWait=10
+SchedulerParameters=sched_interval=2,bf_interval=2
+FirstJobId={first_job}
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=32 RealMemory=600000 Gres=gpu:4
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=32 RealMemory=600000 Gres=gpu:4
+PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+"""
+
+
+def missing() -> str:
+    """What this machine lacks for a cluster, in words; empty if nothing."""
+    if os.geteuid() != 0:
+        return "slurmd needs root"
+    absent = [name for name in PROGRAMS if shutil.which(name, path=PATH) is None]
+    return f"not installed: {', '.join(absent)} (Debian: apt-get install slurm-wlm munge)" if absent else ""
+
+
+@dataclass
+class Cluster:
+    root: Path
+    env: dict[str, str]
+
+    def run(self, *command: str, cwd: Path | None = None, **env: str) -> str:
+        """Runs a Slurm client; returns its stdout. Raises with its stderr if it fails."""
+        done = subprocess.run(command, cwd=cwd, env=self.env | env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
+        return done.stdout.strip()
+
+    def sbatch(self, *args: str, cwd: Path, **env: str) -> str:
+        """Submits from the folder `cwd`; returns the job id."""
+        return self.run("sbatch", "--parsable", *args, cwd=cwd, **env)
+
+    def show(self, job: str) -> dict[str, str]:
+        """The job's record: JobState, ExitCode, Restarts, StdOut, ..."""
+        record = self.run("scontrol", "--oneliner", "show", "job", job)
+        return dict(field.split("=", 1) for field in record.split() if "=" in field)
+
+    def wait(self, job: str, timeout: float) -> dict[str, str]:
+        """Waits until the job has ended and returns its record; TimeoutError after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while (record := self.show(job))["JobState"] not in ENDED:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"job {job} is {record['JobState']} ({record['Reason']}) after {timeout} s")
+            time.sleep(0.5)
+        return record
+
+
+@contextmanager
+def local_cluster() -> Iterator[Cluster]:
+    """Starts the cluster and stops every process of it afterwards, whatever happens in between."""
+    # Not pytest's tmp_path: munged refuses a socket that other users cannot reach.
+    root = Path(tempfile.mkdtemp(prefix="slurm-test-"))
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, root, ignore_errors=True)
+        root.chmod(0o755)
+        _write_config(root)
+        cluster = Cluster(root, _clean_environment() | {"SLURM_CONF": str(root / "slurm.conf"), "PATH": PATH})
+        stack.callback(_kill_jobs, cluster)
+        munge = root / "munge"
+        files = [f"--{name}-file={munge}/{name}" for name in ("key", "pid", "log", "seed")]
+        user = ["--reuid=munge", "--regid=munge", "--clear-groups"]
+        _daemon(stack, cluster, ["munged", "--foreground", f"--socket={munge}/socket", *files], user)
+        _until(lambda: (munge / "socket").exists(), cluster, "munged", 20)
+        _daemon(stack, cluster, ["slurmctld", "-D", "-c"])
+        for node in NODES:
+            _daemon(stack, cluster, ["slurmd", "-D", "-N", node])
+        _until(lambda: _idle_nodes(cluster) == len(NODES), cluster, "the nodes", 60)
+        yield cluster
+
+
+def _write_config(root: Path) -> None:
+    for name in ("state", "munge"):
+        (root / name).mkdir()
+    owner = pwd.getpwnam("munge")
+    key = root / "munge" / "key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o400)
+    for path in (key, key.parent):
+        os.chown(path, owner.pw_uid, owner.pw_gid)
+    for i in range(4):
+        (root / f"gpu{i}").touch()
+    (root / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={root}/gpu[0-3]\n")
+    # Job ids decide the runs' rendezvous ports: clusters of two test runs must not count alike.
+    first_job = 1 + int.from_bytes(os.urandom(2), "big")
+    config = SLURM_CONF.format(
+        root=root, host=socket.gethostname().split(".")[0], ports=_ports(3), first_job=first_job
+    )
+    (root / "slurm.conf").write_text(config)
+
+
+def _ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [sock.getsockname()[1] for sock in sockets]
+
+
+def _clean_environment() -> dict[str, str]:
+    """Without variables of a Slurm job or launcher in which the tests themselves may run."""
+    foreign = ("SLURM", "SBATCH", "SRUN", "ACCELERATE_", "LAUNCH", "NUM_GPUS", "NUM_PROCESSES", "MAX_REQUEUES")
+    return {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
+
+
+def _daemon(stack: ExitStack, cluster: Cluster, command: list[str], user: list[str] | None = None) -> None:
+    """Starts a daemon in the foreground; it dies with the test process, also if that is killed."""
+    output = stack.enter_context(
+        (cluster.root / f"{'-'.join(command[:1] + command[-1:]).replace('/', '_')}.out").open("w")
+    )
+    process = subprocess.Popen(
+        ["setpriv", *(user or []), "--pdeathsig=TERM", *command], env=cluster.env, stdout=output, stderr=output
+    )
+
+    def stop():
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    stack.callback(stop)
+
+
+def _idle_nodes(cluster: Cluster) -> int:
+    states = subprocess.run(["sinfo", "-h", "-N", "-o", "%T"], env=cluster.env, capture_output=True, text=True)
+    return states.stdout.split().count("idle")
+
+
+def _until(condition, cluster: Cluster, what: str, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            logs = "\n".join(f"{p.name}: {p.read_text()[-2000:]}" for p in cluster.root.rglob("*.[lo][ou][gt]"))
+            raise TimeoutError(f"{what} not ready after {timeout} s\n{logs}")
+        time.sleep(0.2)
+
+
+def _kill_jobs(cluster: Cluster) -> None:
+    """Ends whatever still has this cluster's slurm.conf in its environment: slurmstepd, batch scripts, children."""
+    mark = f"SLURM_CONF={cluster.root}/".encode()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark in environ.read_bytes():
+                os.kill(int(environ.parent.name), signal.SIGKILL)
+        except (OSError, ProcessLookupError):  # ended meanwhile
+            continue

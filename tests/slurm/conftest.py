@@ -1,0 +1,24 @@
+"""The local Slurm cluster, one for all tests here. REQUIRE_SLURM=1 (CI) makes its absence a failure."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster, local_cluster, missing
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.slurm)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Cluster:
+    if reason := missing():
+        if os.environ.get("REQUIRE_SLURM") == "1":
+            pytest.fail(f"REQUIRE_SLURM=1, but {reason}")
+        pytest.skip(f"no local Slurm: {reason}")
+    with local_cluster() as running:
+        yield running

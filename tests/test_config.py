@@ -1,0 +1,359 @@
+"""What was asked? Precedence, YAML's traps, wrong input, and a dump that reads back."""
+
+import json
+import os
+
+import pytest
+import yaml
+
+from sfm_dpo.config import UserError, as_dict, parse_config, resolve_report_to
+
+NEEDED = {"model_name_or_path": "org/model", "dataset_name": "pairs.jsonl", "use_cpu": True}
+
+
+@pytest.fixture
+def parse(tmp_path):
+    """A function: (recipe's fields or text, command line after it) -> Config."""
+
+    def run(recipe=None, *cli: str, world_size: int = 1):
+        path = tmp_path / "recipe.yaml"
+        if isinstance(recipe, str):
+            path.write_text(yaml.safe_dump(NEEDED) + recipe, encoding="utf-8")
+        else:
+            path.write_text(yaml.safe_dump({k: v for k, v in (NEEDED | (recipe or {})).items() if v != "absent"}))
+        return parse_config(["--config", str(path), *cli], world_size=world_size)
+
+    return run
+
+
+def refused(parse, recipe=None, *cli: str, **kwargs) -> str:
+    """The message of the UserError, which must be one line."""
+    with pytest.raises(UserError) as caught:
+        parse(recipe, *cli, **kwargs)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert caught.value.exit_code == 2
+    return message
+
+
+# ---- precedence and spelling
+
+
+def test_defaults_are_olmo3s_objective(parse):
+    train = parse().train
+    assert (train.loss_type, train.beta, train.learning_rate) == (["sigmoid_norm"], 5.0, 1e-6)
+    assert (train.lr_scheduler_type, train.warmup_steps, train.num_train_epochs) == ("linear", 0.1, 1.0)
+    assert (train.global_batch_size, train.weight_decay, train.gradient_checkpointing) == (128, 0.0, True)
+
+
+def test_command_line_beats_recipe_beats_defaults(parse):
+    assert parse().train.seed == 42
+    assert parse({"seed": 7}).train.seed == 7
+    assert parse({"seed": 7}, "--seed", "9").train.seed == 9
+    assert parse({"seed": 7}, "--seed=9").train.seed == 9
+    # a field emptied in the recipe, a flag, a list
+    assert parse({"max_length": None}).train.max_length is None
+    assert parse({"max_length": None}, "--max_length", "64").train.max_length == 64
+    assert parse({"use_peft": True}, "--use_peft", "false").model.use_peft is False
+    assert parse({"gradient_checkpointing": True}, "--no_gradient_checkpointing").train.gradient_checkpointing is False
+    weighted = parse({"loss_type": "sigmoid_norm"}, "--loss_type", "sigmoid_norm", "sft", "--loss_weights", "1", "0.2")
+    assert (weighted.train.loss_type, weighted.train.loss_weights) == (["sigmoid_norm", "sft"], [1.0, 0.2])
+
+
+def test_recipe_can_be_given_with_an_equals_sign_and_the_last_one_wins(tmp_path):
+    for name, seed in (("a", 1), ("b", 2)):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(NEEDED | {"seed": seed}))
+    assert parse_config([f"--config={tmp_path}/a.yaml"]).train.seed == 1
+    assert parse_config(["--config", f"{tmp_path}/a.yaml", f"--config={tmp_path}/b.yaml"]).train.seed == 2
+
+
+def test_values_keep_spaces_accents_and_leading_dashes(parse):
+    for name in ("two words.jsonl", "ü ñ 日本.jsonl", "-dash.jsonl", "a=b.jsonl", "it's.jsonl"):
+        assert parse({"dataset_name": name}).train.dataset_name == name
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "value"),
+    [
+        ("learning_rate", "1e-6", 1e-6),  # YAML 1.1 reads this as text
+        ("learning_rate", "'5e-7'", 5e-7),
+        ("beta", "5", 5.0),
+        ("max_length", "'512'", 512),
+        ("eval_strategy", "no", "no"),  # YAML reads no as false
+        ("save_strategy", "off", "no"),
+        ("gradient_checkpointing", "off", False),
+        ("gradient_checkpointing", "yes", True),
+        ("loss_type", "sigmoid_norm", ["sigmoid_norm"]),
+        ("model_init_kwargs", "{a: [1, two], b: {c: false}}", {"a": [1, "two"], "b": {"c": False}}),
+        ("gradient_checkpointing_kwargs", "{use_reentrant: true}", {"use_reentrant": True}),
+    ],
+)
+def test_yaml_values_arrive_as_meant(parse, field, text, value):
+    assert getattr(parse(f"{field}: {text}\n").train, field) == value
+
+
+def test_env_section_reaches_the_environment(parse, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "before")
+    parse("env: {WANDB_PROJECT: after, WANDB_TAGS: 3}\n")
+    assert (os.environ["WANDB_PROJECT"], os.environ.pop("WANDB_TAGS")) == ("after", "3")
+
+
+# ---- wrong input
+
+
+@pytest.mark.parametrize(
+    ("cli", "parts"),
+    [
+        (["--learning_rat", "1"], ["--learning_rat", "did you mean --learning_rate"]),  # no abbreviations
+        (["--learning_rat=1"], ["--learning_rat;", "did you mean --learning_rate"]),
+        (["--warmup_ratio", "0.1"], ["--warmup_ratio", "--warmup_steps"]),
+        (["--zzzzqqq", "1"], ["--zzzzqqq"]),
+        (["--learning_rate", "fast"], ["learning_rate", "'fast'"]),
+        (["--max_length", "1.5"], ["max_length", "'1.5'"]),
+        (["--gradient_checkpointing", "maybe"], ["gradient_checkpointing", "maybe"]),
+        (["--eval_strategy", "sometimes"], ["eval_strategy", "'sometimes'", "'epoch'"]),
+        (["--beta", "5", "6"], ["'6'"]),
+        (["--beta"], ["beta", "expected one argument"]),
+        (["--config"], ["--config", "recipes/"]),
+        (["--config", "nowhere.yaml"], ["nowhere.yaml", "no such file"]),
+        (["--model_init_kwargs", "{a: 1}"], ["{a: 1}", "JSON"]),
+    ],
+)
+def test_wrong_command_line(parse, cli, parts):
+    message = refused(parse, None, *cli)
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    ("recipe", "parts"),
+    [
+        ("learning_rat: 1.0e-6\n", ["learning_rat", "did you mean learning_rate"]),
+        ("learning-rate: 1.0e-6\n", ["'learning-rate'", "did you mean learning_rate"]),
+        ("3: x\n", ["unknown field 3"]),
+        ("config: other.yaml\n", ["unknown field 'config'"]),
+        ("learning_rate: fast\n", ["learning_rate", "'fast'"]),
+        ("learning_rate: [1, 2]\n", ["learning_rate", "list"]),
+        ("learning_rate: {a: 1}\n", ["learning_rate"]),
+        ("learning_rate: true\n", ["learning_rate", "True"]),
+        ("learning_rate:\n", ["learning_rate", "empty"]),
+        ("global_batch_size: null\n", ["global_batch_size", "empty"]),
+        ("loss_type: []\n", ["loss_type", "empty"]),
+        ("max_length: true\n", ["max_length", "True"]),
+        ("max_length: 1e3\n", ["max_length", "'1e3'"]),
+        ("lr_scheduler_type: no\n", ["lr_scheduler_type", "quotes"]),
+        ("output_dir: on\n", ["output_dir", "quotes"]),
+        ("gradient_checkpointing: sometimes\n", ["gradient_checkpointing", "sometimes"]),
+        ("model_init_kwargs: 3\n", ["model_init_kwargs", "3"]),
+        ("env: x\n", ["env", "mapping"]),
+        ("env: {HF_HOME: /x}\n", ["HF_HOME", ".env"]),
+        ("a: [b\n", ["not valid YAML"]),
+        ("beta: 5\n  gamma: 3\n", ["not valid YAML"]),
+    ],
+)
+def test_wrong_recipe(parse, recipe, parts):
+    message = refused(parse, recipe)
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize("text", ["", "- a\n- b\n", "5\n", "# nothing\n"])
+def test_recipe_without_fields(tmp_path, text):
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(UserError, match="holds no fields"):
+        parse_config(["--config", str(tmp_path / "r.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        ({"max_length": 0}, ["max_length 0"]),
+        ({"max_length": 1}, ["max_length 1"]),
+        ({"max_length": 100, "max_prompt_length": 100}, ["max_prompt_length 100", "max_length 100"]),
+        ({"max_samples": 0}, ["max_samples 0"]),
+        ({"global_batch_size": 0}, ["global_batch_size 0"]),
+        ({"per_device_train_batch_size": -2}, ["per_device_train_batch_size -2"]),
+        ({"per_device_eval_batch_size": 0}, ["per_device_eval_batch_size 0"]),
+        ({"dataset_num_proc": 0}, ["dataset_num_proc 0"]),
+        ({"save_steps": 0}, ["save_steps 0"]),
+        ({"seed": -1}, ["seed -1"]),
+        ({"eval_fraction": 1.0}, ["eval_fraction 1"]),
+        ({"eval_fraction": -0.5}, ["eval_fraction -0.5"]),
+        ({"max_dropped_fraction": 2}, ["max_dropped_fraction 2"]),
+        ({"beta": 0}, ["beta 0"]),
+        ({"beta": float("nan")}, ["beta nan"]),
+        ({"beta": float("inf")}, ["beta inf"]),
+        ({"learning_rate": -1.0}, ["learning_rate -1"]),
+        ({"num_train_epochs": 0}, ["num_train_epochs 0"]),
+        ({"warmup_steps": -1}, ["warmup_steps"]),
+        ({"save_total_limit": 1}, ["save_total_limit 1", "2"]),
+        ({"eval_strategy": "steps"}, ["eval_strategy steps", "eval_fraction"]),
+        ({"truncation_mode": "keep_end"}, ["truncation_mode keep_end"]),
+        ({"model_name_or_path": "absent"}, ["model_name_or_path"]),
+        ({"dataset_name": "absent"}, ["dataset_name"]),
+        ({"loss_type": "sigmoid_nrm"}, ["sigmoid_nrm", "did you mean sigmoid_norm"]),
+        ({"loss_type": "zzz"}, ["zzz", "sigmoid_norm", "hinge"]),
+        ({"loss_type": ["sigmoid_norm", "sft"], "loss_weights": [1.0]}, ["loss_weights"]),
+        ({"lr_scheduler_type": "lineal"}, ["lineal", "linear"]),
+        ({"f_divergence_type": "kl"}, ["f_divergence_type kl", "reverse_kl"]),
+        ({"report_to": "wanbd"}, ["report_to wanbd", "wandb"]),
+        ({"report_to": "all"}, ["report_to all"]),
+        ({"streaming": True}, ["streaming"]),
+        ({"test_split_size": 0.1}, ["test_split_size", "eval_fraction"]),
+        ({"auto_find_batch_size": True}, ["auto_find_batch_size"]),
+        ({"resume_from_checkpoint": "no/such"}, ["resume_from_checkpoint no/such"]),
+        ({"gradient_accumulation_steps": 3}, ["gradient_accumulation_steps 3", "makes it 16"]),
+        ({"datasets": [{"path": "a"}]}, ["dataset_name", "datasets"]),
+    ],
+)
+def test_values_that_cannot_be_meant(parse, fields, parts):
+    message = refused(parse, fields)
+    assert all(part in message for part in parts), message
+
+
+# ---- loss and beta
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "hinge", "apo_zero", ["sigmoid_norm", "sigmoid"]])
+def test_olmos_beta_with_a_loss_on_sums_is_refused_and_says_why(parse, loss):
+    message = refused(parse, {"loss_type": loss, "beta": 5})
+    assert "beta 5" in message and "sums" in message and "allow_unnormalized_beta" in message
+    assert parse({"loss_type": loss, "beta": 5, "allow_unnormalized_beta": True}).train.beta == 5
+    assert parse({"loss_type": loss, "beta": 0.1}).train.beta == 0.1
+
+
+def test_normalised_losses_take_beta_5(parse):
+    for loss in ("sigmoid_norm", "ipo", ["sigmoid_norm", "sft"]):
+        assert parse({"loss_type": loss, "beta": 5}).train.beta == 5
+
+
+# ---- the global batch
+
+
+@pytest.mark.parametrize(("world_size", "steps"), [(1, 32), (2, 16), (4, 8), (32, 1)])
+def test_accumulation_follows_from_the_number_of_processes(parse, world_size, steps):
+    config = parse({"global_batch_size": 128, "per_device_train_batch_size": 4}, world_size=world_size)
+    assert config.train.gradient_accumulation_steps == steps
+
+
+@pytest.mark.parametrize(
+    ("total", "per_device", "world_size"), [(128, 4, 3), (10, 4, 2), (2, 4, 1), (7, 7, 2), (100, 8, 4)]
+)
+def test_every_combination_that_an_indivisible_batch_offers_works(parse, total, per_device, world_size):
+    fields = {"global_batch_size": total, "per_device_train_batch_size": per_device}
+    message = refused(parse, fields, world_size=world_size)
+    offers = message.split("these work: ")[1].split("; ")
+    assert len(offers) >= 1
+    for offer in offers:
+        if offer.startswith("per_device_train_batch_size"):
+            for n in offer.removeprefix("per_device_train_batch_size ").split(", "):
+                assert parse(fields | {"per_device_train_batch_size": int(n)}, world_size=world_size)
+        elif offer.startswith("global_batch_size"):
+            for n in offer.removeprefix("global_batch_size ").split(" or "):
+                assert parse(fields | {"global_batch_size": int(n)}, world_size=world_size)
+        else:
+            for n in offer.removesuffix(" process(es)").split(", "):
+                assert parse(fields, world_size=int(n))
+
+
+# ---- precision
+
+
+def test_precision_without_a_gpu(parse):
+    config = parse()
+    assert (config.train.bf16, config.model.dtype) == (False, "float32")
+    assert "bf16 true" in refused(parse, {"bf16": True})
+    assert "fp16" in refused(parse, {"fp16": True})
+    assert "fp32 master weights" in refused(parse, {"dtype": "bfloat16"})
+    assert parse({"dtype": "bfloat16", "use_peft": True}).model.dtype == "bfloat16"
+
+
+def test_deepspeed_may_load_16_bit_weights(parse, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    assert parse({"dtype": "bfloat16"}).model.dtype == "bfloat16"
+
+
+# ---- trackers
+
+
+def test_wandb_is_off_without_a_key_and_said_so(monkeypatch):
+    assert resolve_report_to(["wandb"]) == ([], "W&B off: neither WANDB_API_KEY nor WANDB_MODE=offline is set")
+    assert resolve_report_to(["none"]) == ([], "tracking: none")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert resolve_report_to(["wandb", "tensorboard"]) == (["wandb", "tensorboard"], "tracking: wandb, tensorboard")
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert resolve_report_to(["wandb"])[0] == []
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    assert resolve_report_to(["wandb"])[0] == ["wandb"]
+
+
+def test_several_trackers_from_recipe_and_command_line(parse, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert parse({"report_to": ["wandb", "tensorboard"]}).train.report_to == ["wandb", "tensorboard"]
+    assert parse({"report_to": "none"}, "--report_to", "wandb", "tensorboard").train.report_to == [
+        "wandb",
+        "tensorboard",
+    ]
+
+
+# ---- mixtures
+
+
+def test_mixture(parse):
+    entries = [{"path": "a.jsonl", "fraction": 0.3}, {"path": "org/b", "split": "test", "fraction": 0.7}]
+    config = parse({"dataset_name": "absent", "datasets": entries})
+    assert [(d.path, d.split, d.fraction) for d in config.data.datasets] == [
+        ("a.jsonl", "train", 0.3),
+        ("org/b", "test", 0.7),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("datasets", "part"),
+    [
+        ("x", "list of mappings"),
+        ({"path": "a"}, "list of mappings"),
+        ([{"name": "a"}], "path"),
+        ([{"path": 3}], "path is 3"),
+        ([{"path": "a", "fractoin": 1}], "did you mean fraction"),
+        ([{"path": "a", "fraction": 0.5}, {"path": "b"}], "fraction"),
+        ([{"path": "a", "fraction": -1}], "fraction"),
+        ([{"path": "a", "fraction": True}], "fraction"),
+        ([], "dataset_name is missing"),
+    ],
+)
+def test_wrong_mixture(parse, datasets, part):
+    assert part in refused(parse, {"dataset_name": "absent", "datasets": datasets})
+
+
+# ---- the dump
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"report_to": ["wandb", "tensorboard"], "eval_fraction": 0.1, "eval_strategy": "epoch", "save_strategy": "no"},
+        {
+            "loss_type": ["sigmoid_norm", "sft"],
+            "loss_weights": [1.0, 0.5],
+            "max_length": None,
+            "save_total_limit": None,
+        },
+        {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"], "model_init_kwargs": {"a": {"b": [1, None]}}},
+        {"lora_target_modules": "all-linear", "accelerator_config": {"split_batches": False}, "warmup_steps": 100},
+        {"dataset_name": "absent", "datasets": [{"path": "a", "fraction": 1}, {"path": "b", "fraction": 2}]},
+        {"gradient_checkpointing": False, "max_steps": 3, "save_steps": 0.25, "run_name": "ü: 'x' #y", "seed": 0},
+    ],
+)
+def test_what_a_run_writes_down_reads_back_equal(parse, tmp_path, monkeypatch, fields):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    dump = as_dict(parse(fields))
+    assert json.loads(json.dumps(dump)) == dump  # plain types only
+    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(dump, sort_keys=False))
+    assert as_dict(parse_config(["--config", str(tmp_path / "resolved.yaml")])) == dump
+
+
+def test_the_dump_holds_no_token(parse):
+    config = parse({"hub_token": "hf_canary_recipe"}, "--hub_token", "hf_canary_cli")
+    assert config.train.hub_token == "hf_canary_cli"
+    text = yaml.safe_dump(as_dict(config))
+    assert "canary" not in text and "hub_token" not in text
