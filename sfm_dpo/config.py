@@ -90,6 +90,9 @@ class TrainConfig(DPOConfig):
     allow_unnormalized_beta: bool = field(
         default=False, metadata={"help": "Allow beta >= 1 with a loss on summed log-probs."}
     )
+    ignore_resume_mismatch: bool = field(
+        default=False, metadata={"help": "Go on from a checkpoint that other data or another world size wrote."}
+    )
 
 
 DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)

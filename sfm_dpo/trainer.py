@@ -1,5 +1,6 @@
 """One step: TRL's DPOTrainer with tokenised pairs in, packed forward, cached reference, balanced batches."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from trl import DPOTrainer
 
 from sfm_dpo import reference
 from sfm_dpo.attention import describe_kernel
+from sfm_dpo.checkpoint import StopRequested, mark_complete, newest_checkpoint, rotate, stop_requested
 from sfm_dpo.compile import compile_layers
 from sfm_dpo.config import LENGTH_NORMALIZED_LOSSES, TrainConfig, UserError
 from sfm_dpo.hub import write_model_card
@@ -35,7 +37,9 @@ class SFMDPOTrainer(DPOTrainer):
         self._patched = False
         self._rebalance: BatchRebalanceSampler | None = None
         self._step_0_checked = False
+        self._eval_batches: list[tuple[int, tuple[str, ...]]] = []  # pairs in each, names of the metrics over pairs
         self._reference_folder: Path | None = None
+        self.train_tokens = reference.token_hash(kwargs["train_dataset"])
         super().__init__(args=args, **kwargs)
         args.padding_free = self._packed
         vars(args).update(self._compilation)
@@ -71,6 +75,19 @@ class SFMDPOTrainer(DPOTrainer):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
         return describe_kernel(self.accelerator.device, dtype, head_dim)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Loads every weight of a checkpoint, or raises.
+
+        Trainer's own (transformers 5.23) reads the names in the file as they are, but `save_pretrained` may write
+        others (GPT-NeoX's lm_head becomes embed_out, OLMoE's experts are split), and it only warns of what it did not
+        find: the head of the base model would train on. ZeRO and FSDP have checkpoints of their own.
+        """
+        if self.is_fsdp_enabled or is_peft_model(self.model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            saved = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
+            self.model.load_state_dict(saved.state_dict())
 
     # ---- data
 
@@ -151,8 +168,12 @@ class SFMDPOTrainer(DPOTrainer):
 
         budget = batch_size * int(lengths.max(initial=1))  # as many tokens as `batch_size` of the longest pairs
         report = progress if rank == 0 else lambda tokens: None
-        reference.compute_shards(folder, shards, mine, lengths, budget, forward, report)
-        self.accelerator.wait_for_everyone()
+        done = reference.compute_shards(
+            folder, shards, mine, lengths, budget, forward, report, lambda: stop_requested(self.args.output_dir)
+        )
+        finished = self.accelerator.gather(torch.tensor([done], device=self.accelerator.device)).all().item()
+        if not finished:
+            raise StopRequested(f"stopped on request during the reference pass; its shards are kept in {folder}")
 
         logps = np.empty((len(dataset), 2), dtype=np.float32)
         for number, rows in enumerate(shards):
@@ -166,6 +187,31 @@ class SFMDPOTrainer(DPOTrainer):
         self._reference_folder = folder
         columns = Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})
         return concatenate_datasets([dataset, columns], axis=1)
+
+    # ---- checkpoints
+
+    def resume_facts(self) -> dict[str, Any]:
+        """What a run that goes on from a checkpoint must agree with."""
+        return {"world_size": self.accelerator.num_processes, "train_tokens": self.train_tokens}
+
+    def _save_checkpoint(self, model, trial) -> None:
+        """transformers', then the mark that it is complete, then the rotation that transformers would do before."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        try:
+            super()._save_checkpoint(model, trial)
+        except Exception as error:  # torch, safetensors and the OS each have their own for a full disk
+            if shutil.disk_usage(self.args.output_dir).free > 64 * 2**20 and "No space left" not in str(error):
+                raise
+            newest = newest_checkpoint(self.args.output_dir)[0]
+            raise UserError(f"disk full while writing {checkpoint}; the run can go on from {newest}", 1) from error
+        finally:
+            self.args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()
+        if self.is_world_process_zero():
+            mark_complete(checkpoint, {"step": self.state.global_step, **self.resume_facts()})
+            rotate(self.args.output_dir, limit)
+        self.accelerator.wait_for_everyone()
 
     # ---- loss
 
@@ -231,7 +277,8 @@ class SFMDPOTrainer(DPOTrainer):
             "rewards/accuracies": _share_above(chosen, rejected),
             "logps/accuracies": _share_above(prefer_chosen, prefer_rejected),
         }
-        pairs = self.accelerator.gather(torch.stack(list(metrics.values()), dim=1).float())  # [pairs of all ranks, 6]
+        gather = self.accelerator.gather if mode == "train" else self.accelerator.gather_for_metrics
+        pairs = gather(torch.stack(list(metrics.values()), dim=1).float())  # [pairs of all ranks, 6]
         weight = 1.0
         if mode == "train" and self._rebalance is not None:
             weight = len(pairs) * self._rebalance.grad_accum / self._global_batch_pairs()
@@ -239,6 +286,8 @@ class SFMDPOTrainer(DPOTrainer):
             if name not in ("rewards/average", "logps/accuracies"):
                 self._metrics[mode][name].pop()  # what TRL has just recorded
             self._metrics[mode][name].append(value)
+        if mode == "eval":
+            self._eval_batches.append((len(pairs), tuple(metrics)))
 
     def _check_step_0(self, margins: torch.Tensor, inputs: dict[str, torch.Tensor], model) -> None:
         """At policy = reference the loss is ln 2. If it is not, training would optimise something else.
@@ -268,6 +317,13 @@ class SFMDPOTrainer(DPOTrainer):
             cause = "policy and reference are different models" if off(once, given) else "the forward is unstable"
         raise UserError(f"step 0: the loss is off ln 2 by {error:.3g}, more than {tolerance:g}: {cause}")
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Called when a run goes on; TRL would count its tokens from 0 again."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self._total_train_tokens = next(
+            (int(entry["num_tokens"]) for entry in reversed(self.state.log_history) if "num_tokens" in entry), 0
+        )
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self.model.training:
             counts = torch.tensor(list(self.meter.counts.values()), dtype=torch.float64, device="cpu")
@@ -276,6 +332,12 @@ class SFMDPOTrainer(DPOTrainer):
             totals = self.accelerator.gather(counts[None].to(device)).sum(dim=0).tolist()
             ranks = self.accelerator.num_processes
             logs |= self.meter.metrics(dict(zip(self.meter.counts, totals, strict=True)), ranks)
+        if not self.model.training and self._eval_batches:
+            # TRL would take the mean over batches, in which the pairs of a smaller last one count for more
+            sizes = np.array([size for size, _ in self._eval_batches])
+            for name in self._eval_batches[0][1]:
+                self._metrics["eval"][name] = [float(np.average(self._metrics["eval"][name], weights=sizes))]
+            self._eval_batches.clear()
         super().log(logs, start_time)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
