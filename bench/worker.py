@@ -29,8 +29,9 @@ from sfm_dpo.trainer import SFMDPOTrainer
 
 # Tokens at these quantiles, linear in log(tokens) between. Think: median and p95 of prompt, chosen and rejected are
 # those of allenai/Dolci-Think-DPO-7B; the others are fitted, with the correlation, to its totals (prompt + longer
-# response): median 2,138 (here 2,220), p90 9,194 (9,600), p95 15,433 (15,300), within 4,096 75.1% (73.7%), within 8,192
-# 87.7% (87.3%). Instruct is fitted to the totals of allenai/Dolci-Instruct-DPO: median 682, p95 3,521.
+# response): median 2,138 (here 2,210), p90 9,194 (9,698), p95 15,433 (15,546), within 4,096 75.1% (73.7%), within
+# 8,192 87.7% (87.1%). Instruct is fitted to the totals of allenai/Dolci-Instruct-DPO: median 682 (661), p95 3,521
+# (3,597), within 4,096 96.2% (96.2%).
 QUANTILES = (0, 0.25, 0.5, 0.75, 0.87, 0.95, 0.99, 1)
 PROMPT = (10, 34, 114, 333, 545, 793, 1700, 6000)
 LENGTHS = {
