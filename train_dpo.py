@@ -156,13 +156,16 @@ def load_model_config(config: Config) -> AutoConfig:
     """The model's config.json, or one line that says what is wrong with the path."""
     name = config.model.model_name_or_path
     try:
-        return AutoConfig.from_pretrained(
+        found = AutoConfig.from_pretrained(
             name, revision=config.model.model_revision, trust_remote_code=config.train.trust_remote_code
         )
     except (OSError, ValueError) as error:
         raise UserError(
             f"model_name_or_path {name}: neither a folder with a model nor one that the Hub gives: {error}"
         ) from error
+    if os.path.isdir(name) and not any(file.endswith((".safetensors", ".bin")) for file in os.listdir(name)):
+        raise UserError(f"model_name_or_path {name}: there are no weights (*.safetensors) in this folder")
+    return found
 
 
 def prepare(pairs: Pairs, split: str, tokenizer, config: Config):
