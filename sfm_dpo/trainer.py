@@ -14,6 +14,7 @@ from trl import DPOTrainer
 from sfm_dpo import reference
 from sfm_dpo.attention import describe_kernel
 from sfm_dpo.checkpoint import StopRequested, mark_complete, newest_checkpoint, rotate, stop_requested
+from sfm_dpo.compile import compile_layers
 from sfm_dpo.config import LENGTH_NORMALIZED_LOSSES, TrainConfig, UserError
 from sfm_dpo.hub import write_model_card
 from sfm_dpo.packing import enable_padding_free
@@ -23,38 +24,50 @@ from sfm_dpo.tokenization import pair_tokens
 # How far the mean |margin| / 2 of the first batch may be from 0, its value at policy = reference (then the loss is
 # ln 2). 16-bit log-probs move with the shape of the batch.
 STEP_0_TOLERANCE = {False: 1e-3, True: 5e-2}
+COMPILE_FIELDS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 
 
 class SFMDPOTrainer(DPOTrainer):
     """TRL's DPOTrainer on the columns of tokenization.py. Arguments as there; `args` is our TrainConfig."""
 
     def __init__(self, *, args: TrainConfig, **kwargs: Any):
-        self._wants_packing, args.padding_free = args.padding_free, False  # TRL 1.16 would warn that it pads
-        self._packed = False
+        self._packed, args.padding_free = args.padding_free, False  # TRL 1.16 would warn that it pads
+        self._compilation = {name: getattr(args, name) for name in COMPILE_FIELDS}  # see compile.py
+        args.torch_compile, args.torch_compile_backend, args.torch_compile_mode = False, None, None
+        self._patched = False
         self._rebalance: BatchRebalanceSampler | None = None
         self._step_0_checked = False
+        self._eval_batches: list[tuple[int, tuple[str, ...]]] = []  # pairs in each, names of the metrics over pairs
         self._reference_folder: Path | None = None
         self.train_tokens = reference.token_hash(kwargs["train_dataset"])
         super().__init__(args=args, **kwargs)
-        args.padding_free = self._wants_packing
-        self._pack()
+        args.padding_free = self._packed
+        vars(args).update(self._compilation)
+        self._patch_models()
         self.meter = Meter(ForwardFlops.of(self._bare_model()), reference_in_step=not self.precompute_ref_logps)
         self.add_callback(MeterCallback(self.meter))
 
     def _bare_model(self):
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
-    def _pack(self) -> None:
-        """Makes policy and reference compute real tokens only, once TRL has given them their fused LM head."""
-        if not self._wants_packing or self._packed:
+    def _patch_models(self) -> None:
+        """Packs and compiles policy and reference, as asked, once TRL has given them their fused LM head."""
+        if self._patched:
             return
-        try:
-            enable_padding_free(self._bare_model())
-            if self.ref_model is not None:
-                enable_padding_free(self.accelerator.unwrap_model(self.ref_model))
-        except ValueError as error:  # a model in which sequences of one row would see each other
-            raise UserError(str(error)) from error
-        self._packed = True
+        for model in (self._bare_model(), self.ref_model):
+            if model is None:
+                continue
+            model = self.accelerator.unwrap_model(model)
+            try:
+                if self._packed:
+                    enable_padding_free(model)
+            except ValueError as error:  # a model in which sequences of one row would see each other
+                raise UserError(str(error)) from error
+            if self._compilation["torch_compile"]:
+                compile_layers(
+                    model, self._compilation["torch_compile_backend"], self._compilation["torch_compile_mode"]
+                )
+        self._patched = True
 
     def attention_kernel(self) -> str:
         """What computes packed attention, for the log; it takes the place of `attn_implementation`."""
@@ -117,7 +130,7 @@ class SFMDPOTrainer(DPOTrainer):
         """
         if self.is_fsdp_enabled or (self.is_deepspeed_enabled and self.args.deepspeed_plugin.zero_stage == 3):
             raise UserError("precompute_ref_log_probs true: needs whole weights on each rank; use ZeRO-2")
-        self._pack()
+        self._patch_models()
         model = self.ref_model or self.model
         if self.is_deepspeed_enabled and self.args.bf16:
             model.to(torch.bfloat16)  # what DeepSpeed's engine will do to the policy
@@ -131,6 +144,7 @@ class SFMDPOTrainer(DPOTrainer):
             autocast=self.accelerator.mixed_precision,
             attention=config._attn_implementation,
             packed=self._packed,
+            compilation=self._compilation,
             max_length=self.args.max_length,
             truncation_mode=self.args.truncation_mode,
             ld_alpha=self.ld_alpha,
@@ -263,7 +277,8 @@ class SFMDPOTrainer(DPOTrainer):
             "rewards/accuracies": _share_above(chosen, rejected),
             "logps/accuracies": _share_above(prefer_chosen, prefer_rejected),
         }
-        pairs = self.accelerator.gather(torch.stack(list(metrics.values()), dim=1).float())  # [pairs of all ranks, 6]
+        gather = self.accelerator.gather if mode == "train" else self.accelerator.gather_for_metrics
+        pairs = gather(torch.stack(list(metrics.values()), dim=1).float())  # [pairs of all ranks, 6]
         weight = 1.0
         if mode == "train" and self._rebalance is not None:
             weight = len(pairs) * self._rebalance.grad_accum / self._global_batch_pairs()
@@ -271,6 +286,8 @@ class SFMDPOTrainer(DPOTrainer):
             if name not in ("rewards/average", "logps/accuracies"):
                 self._metrics[mode][name].pop()  # what TRL has just recorded
             self._metrics[mode][name].append(value)
+        if mode == "eval":
+            self._eval_batches.append((len(pairs), tuple(metrics)))
 
     def _check_step_0(self, margins: torch.Tensor, inputs: dict[str, torch.Tensor], model) -> None:
         """At policy = reference the loss is ln 2. If it is not, training would optimise something else.
@@ -315,6 +332,12 @@ class SFMDPOTrainer(DPOTrainer):
             totals = self.accelerator.gather(counts[None].to(device)).sum(dim=0).tolist()
             ranks = self.accelerator.num_processes
             logs |= self.meter.metrics(dict(zip(self.meter.counts, totals, strict=True)), ranks)
+        if not self.model.training and self._eval_batches:
+            # TRL would take the mean over batches, in which the pairs of a smaller last one count for more
+            sizes = np.array([size for size, _ in self._eval_batches])
+            for name in self._eval_batches[0][1]:
+                self._metrics["eval"][name] = [float(np.average(self._metrics["eval"][name], weights=sizes))]
+            self._eval_batches.clear()
         super().log(logs, start_time)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
