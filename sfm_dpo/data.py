@@ -229,7 +229,8 @@ def _normalize_batch(batch: dict[str, list], source: str) -> dict[str, list]:
         pair = normalize_pair(prompt, chosen, rejected)
         reason = pair if isinstance(pair, str) else ""
         for name, value in zip(("prompt", "chosen", "rejected"), ([], [], []) if reason else pair, strict=True):
-            out[name].append(value)
+            # datasets 5.2 would take text that happens to be JSON, such as 42 or {}, for its content
+            out[name].append(json.dumps(value) if isinstance(value, str) else value)
         out["source"].append(source)
         out["dropped"].append(reason)
     return out
