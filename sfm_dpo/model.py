@@ -1,5 +1,6 @@
 """Which model? Its configuration, before any weight is read, and how it is loaded."""
 
+import os
 from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
@@ -11,17 +12,20 @@ def load_model_config(config: Config) -> PretrainedConfig:
     """The model's config.json.
 
     Raises:
-        UserError: neither a folder with a model nor one that the Hub gives.
+        UserError: neither a folder with a model nor one that the Hub gives, or a folder without weights.
     """
     name = config.model.model_name_or_path
     try:
-        return AutoConfig.from_pretrained(
+        found = AutoConfig.from_pretrained(
             name, revision=config.model.model_revision, trust_remote_code=config.train.trust_remote_code
         )
     except (OSError, ValueError) as error:
         raise UserError(
             f"model_name_or_path {name}: neither a folder with a model nor one that the Hub gives: {error}"
         ) from error
+    if os.path.isdir(name) and not any(file.endswith((".safetensors", ".bin")) for file in os.listdir(name)):
+        raise UserError(f"model_name_or_path {name}: there are no weights (*.safetensors) in this folder")
+    return found
 
 
 def model_init_kwargs(config: Config) -> dict[str, Any]:

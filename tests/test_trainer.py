@@ -11,9 +11,10 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from sfm_dpo.config import UserError, parse_config
+from sfm_dpo.rewards import share_above
 from sfm_dpo.run_dir import describe
 from sfm_dpo.tokenization import load_tokenizer, tokenize_pairs
-from sfm_dpo.trainer import SFMDPOTrainer, _share_above
+from sfm_dpo.trainer import SFMDPOTrainer
 
 
 def pairs(n: int = 8) -> Dataset:
@@ -198,7 +199,7 @@ def test_the_loss_of_one_pair_follows_from_its_margin(tiny_folder, tmp_path):
 
 
 def test_policy_equal_to_reference_scores_chance(tiny_folder, tmp_path):
-    assert _share_above(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 2.0, 2.0])).tolist() == [0.0, 0.5, 1.0]
+    assert share_above(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 2.0, 2.0])).tolist() == [0.0, 0.5, 1.0]
     loss, metrics, _ = one_batch(make_trainer(tiny_folder("gpt_neox"), tmp_path))
     assert loss == pytest.approx(math.log(2), abs=1e-6)
     assert (metrics["rewards/margins"], metrics["rewards/accuracies"]) == (0.0, 0.5)
