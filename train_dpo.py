@@ -18,7 +18,6 @@ from pathlib import Path
 
 from transformers import PrinterCallback, ProgressCallback
 from trl import get_peft_config, get_quantization_config
-from trl.trainer.utils import global_then_local_main_first
 
 from sfm_dpo.checkpoint import (
     StopCallback,
@@ -35,7 +34,7 @@ from sfm_dpo.data import Pairs, load_pairs
 from sfm_dpo.model import load_model_config, model_init_kwargs
 from sfm_dpo.progress import ProgressLine
 from sfm_dpo.report import summary, write_report
-from sfm_dpo.run_dir import RESOLVED_CONFIG, claim, describe, is_main_process, write_status
+from sfm_dpo.run_dir import RESOLVED_CONFIG, claim, describe, is_main_process, main_process_first, write_status
 from sfm_dpo.tokenization import load_tokenizer, tokenize_pairs
 from sfm_dpo.trainer import SFMDPOTrainer
 
@@ -76,11 +75,7 @@ def train(config: Config) -> int:
     load_model_config(config)
     tokenizer = load_tokenizer(config)
 
-    with global_then_local_main_first():  # rank 0 fills the cache, the others read it
-        pairs = load_pairs(config)
-        train_set = prepare(pairs, "train", tokenizer, config)
-        eval_set = prepare(pairs, "eval", tokenizer, config) if pairs.eval is not None else None
-    pairs.check_dropped(args.max_dropped_fraction)
+    pairs, train_set, eval_set = main_process_first(lambda: load_data(config, tokenizer))
     say(f"data\n{pairs.table()}")
     if is_main_process():
         describe(config, pairs.as_dict())
@@ -147,6 +142,15 @@ def stopped(config: Config, message: str) -> int:
     report(config)
     say(f"{message}; the same command goes on from {checkpoint or 'the beginning'}")
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else 75
+
+
+def load_data(config: Config, tokenizer):
+    """The account of the pairs, and the token ids of the train and eval split (or None)."""
+    pairs = load_pairs(config)
+    train_set = prepare(pairs, "train", tokenizer, config)
+    eval_set = prepare(pairs, "eval", tokenizer, config) if pairs.eval is not None else None
+    pairs.check_dropped(config.train.max_dropped_fraction)
+    return pairs, train_set, eval_set
 
 
 def prepare(pairs: Pairs, split: str, tokenizer, config: Config):
