@@ -16,7 +16,7 @@ import os
 import sys
 from pathlib import Path
 
-from transformers import AutoConfig, PrinterCallback, ProgressCallback
+from transformers import PrinterCallback, ProgressCallback
 from trl import get_peft_config, get_quantization_config
 from trl.trainer.utils import global_then_local_main_first
 
@@ -32,6 +32,7 @@ from sfm_dpo.checkpoint import (
 )
 from sfm_dpo.config import Config, UserError, parse_config
 from sfm_dpo.data import Pairs, load_pairs
+from sfm_dpo.model import load_model_config, model_init_kwargs
 from sfm_dpo.progress import ProgressLine
 from sfm_dpo.report import summary, write_report
 from sfm_dpo.run_dir import RESOLVED_CONFIG, claim, describe, is_main_process, write_status
@@ -57,6 +58,7 @@ def main(argv: list[str]) -> int:
         if config is not None and "output_dir" not in str(error):
             os.makedirs(config.train.output_dir, exist_ok=True)
             write_status(config.train.output_dir, "failed", error.exit_code, str(error))
+            report(config)
         return error.exit_code
     except BaseException as error:
         if config is not None and os.path.isdir(config.train.output_dir):
@@ -92,12 +94,7 @@ def train(config: Config) -> int:
         say(line)
 
     args.eval_on_start = eval_set is not None and checkpoint is None  # held-out figures before as well as after
-    args.model_init_kwargs = {
-        "revision": config.model.model_revision,
-        "dtype": config.model.dtype,
-        "attn_implementation": config.model.attn_implementation,
-        **(args.model_init_kwargs or {}),
-    }
+    args.model_init_kwargs = model_init_kwargs(config)
     stop = StopCallback()
     trainer = SFMDPOTrainer(
         model=config.model.model_name_or_path,
@@ -152,19 +149,6 @@ def stopped(config: Config, message: str) -> int:
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else 75
 
 
-def load_model_config(config: Config) -> AutoConfig:
-    """The model's config.json, or one line that says what is wrong with the path."""
-    name = config.model.model_name_or_path
-    try:
-        return AutoConfig.from_pretrained(
-            name, revision=config.model.model_revision, trust_remote_code=config.train.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"model_name_or_path {name}: neither a folder with a model nor one that the Hub gives: {error}"
-        ) from error
-
-
 def prepare(pairs: Pairs, split: str, tokenizer, config: Config):
     """Token ids of a split; what was dropped on the way is added to the account of `pairs`."""
     args = config.train
@@ -188,7 +172,10 @@ def report(config: Config) -> None:
     """report.html and the closing lines; also of a run that failed, once it had begun."""
     run = Path(config.train.output_dir)
     if is_main_process() and (run / RESOLVED_CONFIG).is_file():
-        write_report(run)
+        try:
+            write_report(run)
+        except OSError as error:  # a full disk must not make a failure of a trained model
+            say(f"report not written: {error}; later: python -m sfm_dpo.report {run}")
         say(summary(run))
 
 

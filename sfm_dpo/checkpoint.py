@@ -33,10 +33,10 @@ def checkpoints(run: str | Path) -> list[Path]:
 def why_incomplete(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint; None if it is complete."""
     try:
-        files = json.loads((checkpoint / COMPLETE).read_text())["files"]
-    except (OSError, ValueError, KeyError, TypeError):
+        files = json.loads((checkpoint / COMPLETE).read_text())["files"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "was not written to the end"
-    for name, size in files.items():
+    for name, size in files:
         path = checkpoint / name
         if not path.is_file():
             return f"lacks {name}"
