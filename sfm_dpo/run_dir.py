@@ -56,7 +56,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def claim(config: Config) -> bool:
-    """Decides what an existing output_dir means; writes nothing.
+    """Decides what an existing output_dir means; makes the folder, and writes nothing into it.
 
     Empty or absent: a new run. The same configuration, unfinished: the run goes on. Finished: False, nothing to do.
 
@@ -64,9 +64,15 @@ def claim(config: Config) -> bool:
         UserError: the folder holds something else, which is never overwritten.
     """
     run = Path(config.train.output_dir)
-    if run.exists() and not run.is_dir():
+    if os.path.isfile(run):
         raise UserError(f"output_dir {run}: is a file; choose another output_dir")
-    entries = [p.name for p in run.iterdir() if not p.name.startswith(".")] if run.exists() else []
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output_dir {run}: cannot be written: {error.strerror}; choose another output_dir") from error
+    if not os.access(run, os.W_OK | os.X_OK):
+        raise UserError(f"output_dir {run}: cannot be written; check its permissions, or choose another output_dir")
+    entries = [p.name for p in run.iterdir() if not p.name.startswith(".")]
     status = read_status(run)
     if not set(entries) - {STATUS, "STOP"} and (status is None or status["state"] == "failed"):
         return True  # empty, or all it holds is the mistake of an earlier start

@@ -5,6 +5,7 @@ whose cache key covers every training argument.
 """
 
 import inspect
+import json
 import sys
 from collections import Counter
 from typing import Any
@@ -120,7 +121,11 @@ def pair_tokens(tokens: Dataset, max_length: int | None) -> np.ndarray:
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of what decides the ids: vocabulary, merges, normaliser, special tokens, chat template."""
-    backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
+    if tokenizer.is_fast:
+        backend = json.loads(tokenizer.backend_tokenizer.to_str())
+        backend |= {"padding": None, "truncation": None}  # left behind by the last call with padding
+    else:
+        backend = tokenizer.get_vocab()
     return Hasher.hash((backend, tokenizer.chat_template, sorted(map(str, tokenizer.special_tokens_map.items()))))
 
 
@@ -159,6 +164,11 @@ def _encode(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> tuple
             chosen, rejected = (s if s.endswith(tokenizer.eos_token) else s + tokenizer.eos_token for s in rows[i][1:])
             texts.append((prompt, prompt + chosen, prompt + rejected))
             continue
+        if tokenizer.chat_template is None:
+            raise UserError(
+                f"model_name_or_path {tokenizer.name_or_path}: its tokenizer has no chat template, but the data are "
+                "conversations; take a model with one, or put a chat_template.jinja into its folder"
+            )
         try:
             texts.append(
                 (
@@ -167,9 +177,7 @@ def _encode(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> tuple
                     tokenizer.apply_chat_template(prompt + rejected, tokenize=False),
                 )
             )
-        except (TemplateError, TypeError) as error:  # a template that refuses the roles, or their order
-            if tokenizer.chat_template is None:
-                raise UserError("tokenizer: it has no chat template, but the data are conversations") from error
+        except (TemplateError, TypeError):  # a template that refuses the roles, or their order
             texts.append(("", "", ""))
             reasons[i] = "malformed"
     encoded: list[Any] = [None] * len(rows)

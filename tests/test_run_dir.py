@@ -1,0 +1,153 @@
+"""What is in the run's folder? Who may use it, status.json in one piece, and no secrets in what is written down."""
+
+import json
+import os
+import sys
+import threading
+
+import pytest
+import yaml
+
+from sfm_dpo.config import UserError, as_dict, parse_config
+from sfm_dpo.run_dir import (
+    ENVIRONMENT,
+    RESOLVED_CONFIG,
+    STATUS,
+    claim,
+    describe,
+    environment,
+    read_status,
+    write_atomically,
+    write_status,
+)
+
+
+def config(output_dir, *cli):
+    needed = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--use_cpu", "--output_dir", str(output_dir)]
+    return parse_config([*needed, *cli])
+
+
+def started(run, *cli, state="running"):
+    """A run's folder as the first minutes leave it."""
+    describe(config(run, *cli), {"sources": ["d.jsonl"]})
+    write_status(run, state)
+
+
+def test_a_new_or_empty_folder_is_free(tmp_path):
+    assert claim(config(tmp_path / "new" / "deep"))
+    (tmp_path / "empty").mkdir()
+    assert claim(config(tmp_path / "empty"))
+    (tmp_path / "empty" / ".nfs001").touch()
+    assert claim(config(tmp_path / "empty"))
+
+
+def test_a_folder_that_holds_an_earlier_mistake_alone_is_free(tmp_path):
+    write_status(tmp_path, "failed", 2, "no such file")
+    assert claim(config(tmp_path, "--seed", "1"))
+
+
+@pytest.mark.parametrize("state", ["running", "failed", "stopped", "refused", "collapsed"])
+def test_the_same_run_goes_on(tmp_path, state):
+    started(tmp_path, state=state)
+    assert claim(config(tmp_path))
+    # what touches neither objective nor data may change
+    assert claim(config(tmp_path, "--save_steps", "7", "--logging_steps", "3", "--dataset_num_proc", "2"))
+
+
+def test_a_finished_run_is_left_alone(tmp_path):
+    started(tmp_path, state="done")
+    assert claim(config(tmp_path)) is False
+
+
+@pytest.mark.parametrize("change", ["learning_rate", "seed", "beta", "max_length"])
+@pytest.mark.parametrize("state", ["running", "done"])
+def test_another_runs_folder_is_refused_and_the_difference_named(tmp_path, change, state):
+    started(tmp_path, state=state)
+    before = as_dict(config(tmp_path))[change]
+    value = before * 2
+    with pytest.raises(UserError) as caught:
+        claim(config(tmp_path, f"--{change}", str(value)))
+    message = str(caught.value)
+    assert f"{change} is {before} there, {value} here" in message
+    assert str(tmp_path) in message
+
+
+def test_foreign_files_are_never_overwritten(tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(UserError, match=r"holds files of something else \(thesis\.tex\)"):
+        claim(config(tmp_path))
+    write_status(tmp_path, "failed", 2)
+    with pytest.raises(UserError, match="something else"):
+        claim(config(tmp_path))
+
+
+def test_output_dir_that_cannot_be_a_folder(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="is a file"):
+        claim(config(tmp_path / "file"))
+    for impossible in (tmp_path / "file" / "run", "/proc/run"):
+        with pytest.raises(UserError, match="cannot be written"):
+            claim(config(impossible))
+
+
+def test_status_holds_the_contract(tmp_path):
+    assert read_status(tmp_path) is None
+    write_status(tmp_path, "stopped", 75, "on request", step=30, checkpoint="checkpoint-30")
+    status = read_status(tmp_path)
+    assert status | {"pid": 0, "job": None} == {
+        "state": "stopped",
+        "exit_code": 75,
+        "message": "on request",
+        "step": 30,
+        "checkpoint": "checkpoint-30",
+        "job": None,
+        "pid": 0,
+    }
+
+
+def test_only_rank_0_writes(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    write_status(tmp_path, "done", 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_never_sees_half_a_status(tmp_path):
+    path, done, seen = tmp_path / STATUS, threading.Event(), set()
+    write_atomically(path, json.dumps({"n": -1}))
+
+    def read():
+        while not done.is_set():
+            seen.add(json.loads(path.read_text())["n"])
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for n in range(300):
+            write_atomically(path, json.dumps({"n": n, "filler": "x" * 50_000}))
+    finally:
+        done.set()
+        reader.join()
+    assert len(seen) > 1
+    assert [p.name for p in tmp_path.iterdir()] == [STATUS]
+
+
+def test_no_secret_is_written_down(tmp_path, monkeypatch):
+    secrets = ["hf_canary1", "hf_canary2", "hf_canary3", "wandb_canary"]
+    monkeypatch.setenv("HF_TOKEN", secrets[2])
+    monkeypatch.setenv("WANDB_API_KEY", secrets[3])
+    monkeypatch.setattr(
+        sys, "argv", ["train_dpo.py", "--hub_token", secrets[0], f"--hub-token={secrets[1]}", "--seed", "1"]
+    )
+    describe(config(tmp_path, "--hub_token", secrets[0]), {"sources": ["d.jsonl"]})
+    written = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert not [secret for secret in secrets if secret in written]
+    command = json.loads((tmp_path / ENVIRONMENT).read_text())["command"]
+    assert command[1:] == ["train_dpo.py", "--hub_token", "***", "--hub-token=***", "--seed", "1"]
+    assert yaml.safe_load((tmp_path / RESOLVED_CONFIG).read_text())["seed"] == 42
+
+
+def test_environment_says_where_it_ran(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    env = environment()
+    assert env["slurm"]["SLURM_JOB_ID"] == "4711"
+    assert env["versions"]["trl"] and env["versions"]["torch"] and env["cpus"] == os.cpu_count()

@@ -1,0 +1,277 @@
+"""Which tokens? TRL's own ids on every shape, a prompt that keeps its end, and a cache that knows what matters."""
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from datasets import Dataset
+from trl import DPOTrainer
+
+from sfm_dpo import tokenization
+from sfm_dpo.config import UserError, parse_config
+from sfm_dpo.data import load_pairs
+from sfm_dpo.tokenization import load_tokenizer, tokenize_pairs, tokenizer_key
+from tests.tiny_models import CHAT_TEMPLATE, EOS, tiny_tokenizer
+
+IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+
+# Begins with a system message of its own where there is none, as OLMo's and Qwen's templates do.
+DEFAULT_SYSTEM = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}" + CHAT_TEMPLATE
+)
+# The generation prompt opens a thought, which prompt+response of a conversation without thoughts does not.
+THINK = CHAT_TEMPLATE.replace("assistant\n' }}{% endif %}", "assistant\n<think>' }}{% endif %}")
+# EOS after the assistant's turns only.
+EOS_AFTER_ASSISTANT = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+NO_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHAT_TEMPLATE
+)
+
+
+def turn(role, text):
+    return {"role": role, "content": text}
+
+
+def conversation(i: int) -> dict:
+    """Prompts with and without system message, with one to three turns; responses with accents and white space."""
+    lead = [turn("system", f"Answer {i}.")] if i % 2 else []
+    for n in range(i % 3):
+        lead += [turn("user", f"question {n}"), turn("assistant", f"answer {n}")]
+    return {
+        "prompt": [*lead, turn("user", f"Wie heißt die Stadt {i}? 😀")],
+        "chosen": [turn("assistant", f" Köln{i}\n\n")],
+        "rejected": [turn("assistant", "no" * (1 + i))],
+        "source": "test",
+    }
+
+
+def text_pair(i: int) -> dict:
+    end = EOS if i % 2 else ""
+    return {"prompt": f"Q{i}: ", "chosen": f"ja {i}{end}", "rejected": "nein 😀" * (1 + i), "source": "test"}
+
+
+def pairs_of(make, n=12) -> Dataset:
+    return Dataset.from_list([make(i) for i in range(n)])
+
+
+def tokenizer_with(template: str = CHAT_TEMPLATE, bos: bool = False):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    if bos:  # as Llama's: a BOS before everything that is tokenized with special tokens
+        from tokenizers import processors
+
+        bos_id = tokenizer.convert_tokens_to_ids(EOS)
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{EOS} $A", special_tokens=[(EOS, bos_id)]
+        )
+    return tokenizer
+
+
+def trl_ids(pairs: Dataset, tokenizer, max_length=None) -> list[tuple]:
+    """What TRL's trainer would train on. Its method needs of the trainer the tokenizer alone."""
+    trainer = SimpleNamespace(_tokenizer=tokenizer)
+    args = SimpleNamespace(dataset_num_proc=None, max_length=max_length, truncation_mode="keep_start")
+    prepared = DPOTrainer._prepare_dataset(trainer, pairs.remove_columns("source"), tokenizer, args, "train")
+    return [tuple(row[name] for name in IDS) for row in prepared]
+
+
+def our_ids(pairs: Dataset, tokenizer, max_length=None, **kwargs) -> list[tuple]:
+    tokens, _ = tokenize_pairs(pairs, tokenizer, max_length, **kwargs)
+    return [tuple(row[name] for name in IDS) for row in tokens]
+
+
+# ---- TRL's ids
+
+
+@pytest.mark.parametrize("make", [conversation, text_pair])
+@pytest.mark.parametrize("bos", [False, True])
+def test_ids_are_trls(make, bos):
+    tokenizer = tokenizer_with(bos=bos)
+    ids = our_ids(pairs_of(make), tokenizer)
+    assert ids == trl_ids(pairs_of(make), tokenizer) and len(ids) == 12
+    prompt, chosen, _ = ids[3]
+    assert "".join(tokenizer.batch_decode([prompt, chosen])).count("Köln3" if make is conversation else "ja 3") == 1
+
+
+@pytest.mark.parametrize("template", [DEFAULT_SYSTEM, THINK, EOS_AFTER_ASSISTANT])
+def test_ids_are_trls_under_other_templates(template):
+    tokenizer = tokenizer_with(template)
+    assert our_ids(pairs_of(conversation), tokenizer) == trl_ids(pairs_of(conversation), tokenizer)
+
+
+def test_pairs_that_trl_drops_for_their_length_are_dropped_and_counted():
+    pairs, tokenizer = pairs_of(conversation), tokenizer_with()
+    expected = trl_ids(pairs, tokenizer, max_length=100)
+    tokens, counts = tokenize_pairs(pairs, tokenizer, max_length=100)
+    assert [tuple(row[name] for name in IDS) for row in tokens] == expected
+    assert 0 < len(expected) < 12 and counts["prompt_too_long"] == 12 - len(expected)
+    assert len(tokenize_pairs(pairs, tokenizer, max_length=None)[0]) == 12
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data")
+@pytest.mark.parametrize("name", ["pairs_prompt.jsonl", "pairs_chat.jsonl"])
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, DEFAULT_SYSTEM])
+def test_ids_are_trls_on_real_pairs(name, template):
+    config = parse_config(["--model_name_or_path", "x", "--use_cpu", "--dataset_name", str(SHARED / name)])
+    pairs, tokenizer = load_pairs(config).train, tokenizer_with(template)
+    assert our_ids(pairs, tokenizer, max_length=2048) == trl_ids(pairs, tokenizer, max_length=2048)
+
+
+# ---- what happens to the prompt
+
+
+def test_lengths_are_those_of_the_ids():
+    tokens, _ = tokenize_pairs(pairs_of(conversation), tokenizer_with(), None, max_prompt_length=30)
+    for row in tokens:
+        for name in ("prompt", "chosen", "rejected"):
+            assert row[f"{name}_length"] == len(row[f"{name}_ids"])
+
+
+def test_a_long_prompt_keeps_its_end_and_its_responses():
+    pairs, tokenizer = pairs_of(conversation), tokenizer_with()
+    whole = our_ids(pairs, tokenizer)
+    tokens, counts = tokenize_pairs(pairs, tokenizer, None, max_prompt_length=60)
+    long = 0
+    for row, (prompt, chosen, rejected) in zip(tokens, whole, strict=True):
+        assert row["prompt_ids"] == prompt[-60:]
+        assert (row["chosen_ids"], row["rejected_ids"]) == (chosen, rejected)
+        assert row["prompt_cut"] == max(0, len(prompt) - 60)
+        long += len(prompt) > 60
+    assert 0 < long == counts["prompt_cut"]
+    assert tokenizer.decode(tokens[5]["prompt_ids"]).endswith("<|im_start|>assistant\n")
+
+
+def test_max_prompt_length_saves_pairs_from_max_length():
+    pairs, tokenizer = pairs_of(conversation), tokenizer_with()
+    assert tokenize_pairs(pairs, tokenizer, 61)[1]["prompt_too_long"] > 0
+    assert tokenize_pairs(pairs, tokenizer, 61, max_prompt_length=60)[1]["prompt_too_long"] == 0
+
+
+def test_prompts_that_are_no_prefix_are_counted():
+    pairs = pairs_of(conversation)
+    _, counts = tokenize_pairs(pairs, tokenizer_with(THINK), None)
+    assert counts["prompt_trimmed"] == 12
+    tokens, _ = tokenize_pairs(pairs, tokenizer_with(THINK), None)
+    assert set(tokens["prompt_trimmed"]) == {len("<think>")}
+    assert tokenize_pairs(pairs, tokenizer_with(), None)[1]["prompt_trimmed"] == 0
+
+
+def test_a_template_that_refuses_a_role_drops_the_row_and_counts_it():
+    tokens, counts = tokenize_pairs(pairs_of(conversation), tokenizer_with(NO_SYSTEM), None)
+    assert (len(tokens), counts["malformed"]) == (6, 6)
+
+
+def test_sides_that_the_template_makes_equal_are_dropped_and_counted():
+    trimming = CHAT_TEMPLATE.replace("message['content']", "message['content'] | trim")
+    row = {"prompt": [turn("user", "q")], "chosen": [turn("assistant", "a ")], "rejected": [turn("assistant", "a")]}
+    pairs = Dataset.from_list([row | {"source": "t"}])
+    assert tokenize_pairs(pairs, tokenizer_with(trimming), None)[1]["chosen_equals_rejected"] == 1
+    assert len(tokenize_pairs(pairs, tokenizer_with(), None)[0]) == 1
+
+
+def test_conversations_without_a_chat_template_are_an_error_and_plain_text_is_not():
+    tokenizer = tokenizer_with()
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        tokenize_pairs(pairs_of(conversation), tokenizer, None)
+    assert len(tokenize_pairs(pairs_of(text_pair), tokenizer, None)[0]) == 12
+
+
+# ---- the cache
+
+
+@pytest.fixture
+def stored(write_rows):
+    """Pairs as load_pairs gives them: on disk, so that a second call in another process finds the same cache."""
+    rows = [{k: v for k, v in conversation(i).items() if k != "source"} for i in range(40)]
+    path = write_rows("pairs.jsonl", rows)
+
+    def load():
+        return load_pairs(parse_config(["--model_name_or_path", "x", "--use_cpu", "--dataset_name", str(path)])).train
+
+    return load
+
+
+def cache_files(dataset: Dataset) -> set[str]:
+    return {file["filename"] for file in dataset.cache_files}
+
+
+def tokens_without_work(pairs, tokenizer, monkeypatch, **kwargs) -> Dataset:
+    """Fails if a single pair is tokenized."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("tokenized again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenization, "_encode", refuse)
+        return tokenize_pairs(pairs, tokenizer, **kwargs)[0]
+
+
+def test_the_second_start_reads_the_cache(stored, monkeypatch):
+    first, _ = tokenize_pairs(stored(), tokenizer_with(), None, max_prompt_length=50)
+    assert cache_files(first)
+    again = tokens_without_work(stored(), tokenizer_with(), monkeypatch, max_length=None, max_prompt_length=50)
+    assert again.to_dict() == first.to_dict()
+    # a tokenizer that has been used, another max_length, other worker counts: nothing of it changes an id
+    used = tokenizer_with()
+    used(["some text"], padding=True)
+    tokens_without_work(stored(), used, monkeypatch, max_length=100, max_prompt_length=50)
+    for workers in (1, 2):
+        tokens_without_work(
+            stored(), tokenizer_with(), monkeypatch, max_length=None, max_prompt_length=50, num_proc=workers
+        )
+
+
+@pytest.mark.parametrize("change", ["template", "vocabulary", "max_prompt_length", "pairs", "eos"])
+def test_what_changes_the_ids_changes_the_key(stored, monkeypatch, change):
+    pairs, tokenizer, limit = stored(), tokenizer_with(), 50
+    tokenize_pairs(pairs, tokenizer, None, max_prompt_length=limit)
+    other = copy.deepcopy(tokenizer)
+    if change == "template":
+        other.chat_template = DEFAULT_SYSTEM
+    elif change == "vocabulary":
+        other.add_tokens(["Stadt"])
+    elif change == "eos":
+        other.eos_token = EOS
+    elif change == "max_prompt_length":
+        limit = 49
+    else:
+        pairs = pairs.select(range(39))
+    if change in ("template", "vocabulary", "eos"):
+        assert tokenizer_key(other) != tokenizer_key(tokenizer)
+    with pytest.raises(AssertionError, match="tokenized again"):
+        tokens_without_work(pairs, other, monkeypatch, max_length=None, max_prompt_length=limit)
+
+
+def test_one_and_two_workers_give_equal_ids(stored):
+    one, _ = tokenize_pairs(stored(), tokenizer_with(), None, max_prompt_length=33)
+    two, _ = tokenize_pairs(stored(), tokenizer_with(), None, max_prompt_length=33, num_proc=2)
+    assert one.to_dict() == two.to_dict()
+
+
+# ---- loading
+
+
+def test_load_tokenizer(tiny_folder, tmp_path):
+    def load(folder):
+        return load_tokenizer(parse_config(["--model_name_or_path", str(folder), "--dataset_name", "x", "--use_cpu"]))
+
+    assert load(tiny_folder("llama")).pad_token == "<|pad|>"
+    no_pad = tiny_tokenizer()
+    no_pad.pad_token = None
+    no_pad.save_pretrained(tmp_path / "no_pad")
+    assert load(tmp_path / "no_pad").pad_token == no_pad.eos_token
+    no_eos = tiny_tokenizer()
+    no_eos.eos_token = None
+    no_eos.save_pretrained(tmp_path / "no_eos")
+    with pytest.raises(UserError, match="no EOS token"):
+        load(tmp_path / "no_eos")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no tokenizer can be loaded"):
+        load(tmp_path / "empty")
