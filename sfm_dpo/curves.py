@@ -37,7 +37,7 @@ _PERF_UNITS = {
     "perf/mfu": "share of the peak",
     "perf/peak_memory_gib": "GiB",
 }
-_STYLE = {
+STYLE = {
     "font.size": 9,
     "font.family": "DejaVu Sans",
     "text.color": INK,
@@ -69,13 +69,13 @@ def draw_curves(
         title = key.removeprefix("perf/").replace("_", " ").replace("mfu", "MFU")
         panels[key.replace("/", "_")] = (title[:1].upper() + title[1:], {key: title}, _PERF_UNITS.get(key, title))
     drawn = []
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         for name, (title, metrics, unit) in panels.items():
             figure = _draw(name, title, metrics, unit, log, config, restarts)
             if figure is not None:
                 folder.mkdir(exist_ok=True)
                 figure.savefig(folder / f"{name}.png", dpi=160, facecolor="white")
-                drawn.append((title, _svg(figure, name)))
+                drawn.append((title, to_svg(figure, name)))
     return drawn
 
 
@@ -153,7 +153,7 @@ def _running_mean(values: list[float], window: int) -> list[float]:
     return means
 
 
-def _svg(figure: Figure, name: str) -> str:
+def to_svg(figure: Figure, name: str) -> str:
     """The figure as an SVG element for a page: transparent, in the page's text colour, ids unique to the panel."""
     text = io.StringIO()
     figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})

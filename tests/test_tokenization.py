@@ -141,7 +141,6 @@ def test_a_long_prompt_keeps_its_end_and_its_responses():
     for row, (prompt, chosen, rejected) in zip(tokens, whole, strict=True):
         assert row["prompt_ids"] == prompt[-60:]
         assert (row["chosen_ids"], row["rejected_ids"]) == (chosen, rejected)
-        assert row["prompt_cut"] == max(0, len(prompt) - 60)
         long += len(prompt) > 60
     assert 0 < long == counts["prompt_cut"]
     assert tokenizer.decode(tokens[5]["prompt_ids"]).endswith("<|im_start|>assistant\n")
