@@ -150,7 +150,7 @@ def findings(
 
 
 def example(tokens: Dataset, lengths: Lengths, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The pair of median length, decoded, with the tokens on either side of the boundary between prompt and response."""
+    """The pair of median length, decoded, with the tokens on either side of where the response begins."""
     row = int(np.argsort(lengths.total, kind="stable")[(len(lengths) - 1) // 2])
     pair = tokens[row]
     out: dict[str, Any] = {"row": row}

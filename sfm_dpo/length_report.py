@@ -1,5 +1,6 @@
 """How does the analysis of a data set look? analysis.py's dict as text, picture and page."""
 
+import math
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
@@ -32,25 +34,27 @@ def percentile_table(result: dict[str, Any]) -> list[list[str]]:
 
 
 def coverage_table(result: dict[str, Any]) -> list[list[str]]:
-    rows = ["max_length,untouched,tokens kept,cut alike,dropped,tokens/epoch,FLOPs/epoch,step time,memory,".split(",")]
+    rows = ["max_length,untouched,tokens kept,cut alike,dropped,tokens,FLOPs,step time,memory".split(",")]
     for row in result["candidates"]:
-        flops = "-" if row["flops"] is None else f"{row['flops']:.2e}"
-        mark = "<- recommended" if row["max_length"] == result["recommendation"]["max_length"] else ""
         rows.append(
             [
-                f"{row['max_length']:,}",
+                _marked(row, result),
                 f"{row['untouched']:.1%}",
                 f"{row['tokens_kept']:.1%}",
                 f"{row['no_signal']:,}",
                 f"{row['dropped']:,}",
                 f"{row['tokens'] / 1e6:,.2f} M",
-                flops,
+                "-" if row["flops"] is None else f"{row['flops']:.2e}",
                 f"x {row['relative_time']:.2f}",
                 f"x {row['relative_memory']:.2f}",
-                mark,
             ]
         )
     return rows
+
+
+def _marked(row: dict[str, Any], result: dict[str, Any]) -> str:
+    best = row["max_length"] == result["recommendation"]["max_length"]
+    return f"{'* ' if best else ''}{row['max_length']:,}"
 
 
 def padding_table(result: dict[str, Any]) -> list[list[str]]:
@@ -58,21 +62,21 @@ def padding_table(result: dict[str, Any]) -> list[list[str]]:
     rows = [["max_length", *(f"{name} {size}" for name in kinds.values() for size in BATCH_SIZES), "padding_free"]]
     for row in result["candidates"]:
         shares = [row["padding"][str(size)][kind] for kind in kinds for size in BATCH_SIZES]
-        rows.append([f"{row['max_length']:,}", *(f"{share:.0%}" for share in shares), "0%"])
+        rows.append([_marked(row, result), *(f"{share:.0%}" for share in shares), "0%"])
     return rows
 
 
 NOTES = {
     "coverage": (
-        "untouched: pairs of which no token is cut. tokens kept: of all response tokens. cut alike: pairs whose responses "
-        "are cut to the same tokens. dropped: pairs whose prompt fills max_length. tokens/epoch: real tokens, both "
-        "sequences. FLOPs/epoch: useful ones (sfm_dpo/throughput.py), 3 forwards for training and 1 for the reference. "
-        "step time and memory: relative to the recommendation, padding-free; memory is that of the activations of the "
-        f"longest {MEMORY_BATCH} pairs."
+        "*: recommended. untouched: pairs of which no token is cut. tokens kept: of all response tokens. cut alike: "
+        "pairs whose responses are cut to the same tokens. dropped: pairs whose prompt fills max_length. tokens: "
+        "real ones of both sequences, an epoch. FLOPs: useful ones (sfm_dpo/throughput.py), 3 forwards for training and 1 "
+        "for the reference. step time and memory: relative to the recommendation, padding-free; memory is that of the "
+        f"activations of the longest {MEMORY_BATCH} pairs."
     ),
     "padding": (
-        "Share of the computed tokens that is padding, by pairs per device. padded: TRL's batches in random order (exact "
-        "mean). grouped: train_sampling_strategy group_by_length (one seeded order)."
+        "Share of the computed tokens that is padding, by pairs per device. padded: TRL's batches in random order "
+        "(exact mean). grouped: train_sampling_strategy group_by_length (one seeded order)."
     ),
 }
 
@@ -83,7 +87,8 @@ def yaml_lines(result: dict[str, Any]) -> str:
     return (
         f"max_length: {best['max_length']}  # leaves {best['untouched']:.1%} of the pairs whole, keeps "
         f"{best['tokens_kept']:.1%} of the response tokens\n"
-        f"max_prompt_length: {best['max_prompt_length']}  # a longer prompt keeps its end: {best['prompts_cut']:,} pairs"
+        f"max_prompt_length: {best['max_prompt_length']}  # a longer prompt keeps its end: "
+        f"{best['prompts_cut']:,} pairs"
     )
 
 
@@ -149,59 +154,59 @@ def _wrap(line: str) -> str:
 # ---- picture and page
 
 
-def draw(result: dict[str, Any]) -> Figure:
-    """Distributions of prompt, chosen and rejected; share of pairs within max_length, with the recommendation."""
+def _draw_lengths(axes: Axes, result: dict[str, Any]) -> None:
+    curves = result["curves"]
+    centres = np.sqrt(np.multiply(curves["edges"][:-1], curves["edges"][1:]))
+    for color, (name, counts) in zip((COLORS[2], COLORS[0], COLORS[1]), curves["pairs"].items(), strict=True):
+        density = np.array(counts) / np.diff(np.log2(curves["edges"])) / result["pairs"]
+        axes.plot(centres, density, color=color, label=name)
+        axes.fill_between(centres, density, color=color, alpha=0.15, linewidth=0)
+    axes.set_title("How long they are", loc="left", fontsize=10, fontweight="bold")
+    axes.set_ylabel("share of pairs per doubling of length")
+    axes.set_xlabel("tokens")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=8)
+    _log2_axis(axes, curves["edges"][0], curves["edges"][-1])
+
+
+def _draw_coverage(axes: Axes, result: dict[str, Any]) -> None:
     best, curves = result["recommendation"], result["curves"]
-    with rc_context(STYLE):
-        figure = Figure(figsize=(9.2, 3.5), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        centres = np.sqrt(np.multiply(curves["edges"][:-1], curves["edges"][1:]))
-        for color, (name, counts) in zip((COLORS[2], COLORS[0], COLORS[1]), curves["pairs"].items(), strict=True):
-            density = np.array(counts) / np.diff(np.log2(curves["edges"])) / result["pairs"]
-            left.plot(centres, density, color=color, label=name)
-            left.fill_between(centres, density, color=color, alpha=0.15, linewidth=0)
-        left.set_title("How long they are", loc="left", fontsize=10, fontweight="bold")
-        left.set_ylabel("share of pairs per doubling of length")
-        left.set_ylim(bottom=0)
-        left.legend(frameon=False, fontsize=8)
-        right.plot(curves["length"], curves["coverage"], color=COLORS[0])
-        right.axhline(best["min_coverage"], color=INK, linewidth=0.7, linestyle=":")
-        right.axvline(best["max_length"], color=COLORS[1], linewidth=1.1, linestyle="--")
-        totals = {row["max_length"]: row["untouched"] for row in result["candidates"]}
-        right.plot(list(totals), list(totals.values()), "o", color=COLORS[0], markersize=3.5)
-        for length, share in totals.items():
-            if share < 0.9985 or length == best["max_length"]:
-                right.annotate(
-                    f"{share:.1%}", (length, share), (5, -9), textcoords="offset points", fontsize=7.5, color=INK
-                )
-        right.set_title(
-            f"Pairs whole within max_length: {best['untouched']:.1%} at {best['max_length']:,} (recommended)",
-            loc="left",
-            fontsize=10,
-            fontweight="bold",
-        )
-        right.set_ylim(0, 1.04)
-        right.set_ylabel("share of pairs")
-        right.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        for axes in (left, right):
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_minor_locator(NullLocator())
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-            axes.grid(axis="y", linewidth=0.4, alpha=0.25, color=INK)
-        ends = (min(curves["length"][0], min(totals)), max(*totals, curves["length"][-1]) * 1.5)
-        right.set_xlim(ends)
-        for axes, low, high in ((left, curves["edges"][0], curves["edges"][-1]), (right, *ends)):
-            powers = range(int(np.ceil(np.log2(low))), int(np.log2(high)) + 1)
-            axes.set_xticks([2.0**p for p in powers][:: 1 + len(powers) // 8], minor=False)
-        left.set_xlabel("tokens")
-        right.set_xlabel("max_length: prompt + longer response, tokens")
-    return figure
+    shares = {row["max_length"]: row["untouched"] for row in result["candidates"]}
+    axes.plot(curves["length"], curves["coverage"], color=COLORS[0])
+    axes.plot(list(shares), list(shares.values()), "o", color=COLORS[0], markersize=3.5)
+    axes.axhline(best["min_coverage"], color=INK, linewidth=0.7, linestyle=":")
+    axes.axvline(best["max_length"], color=COLORS[1], linewidth=1.1, linestyle="--")
+    label = f"max_length {best['max_length']:,}: recommended"
+    axes.text(best["max_length"] * 0.94, 0.03, label, rotation=90, ha="right", fontsize=8, color=COLORS[1])
+    for length, share in shares.items():
+        if length == best["max_length"] or (length & (length - 1) == 0 and share < 0.995):  # an octave apart: legible
+            axes.annotate(f"{share:.1%}", (length, share), (5, -10), textcoords="offset points", fontsize=7.5)
+    axes.set_title("Pairs that stay whole", loc="left", fontsize=10, fontweight="bold")
+    axes.set_ylabel("share of pairs")
+    axes.set_xlabel("max_length: prompt + longer response, tokens")
+    axes.set_ylim(0, 1.04)
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    _log2_axis(axes, min(curves["length"][0], *shares), 1.5 * max(*shares, curves["length"][-1]))
+
+
+def _log2_axis(axes: Axes, low: float, high: float) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(low, high)
+    powers = range(math.ceil(math.log2(low)), int(math.log2(high)) + 1)
+    axes.set_xticks([2.0**power for power in powers[:: 1 + len(powers) // 8]], minor=False)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    axes.grid(axis="y", linewidth=0.4, alpha=0.25, color=INK)
 
 
 def write_plot(result: dict[str, Any], path: Path) -> None:
-    """The picture on white, legible in a README; the format follows the name's ending."""
+    """Both panels side by side on white, legible in a README; the format follows the name's ending."""
     with rc_context(STYLE):
-        draw(result).savefig(path, dpi=160, facecolor="white")
+        figure = Figure(figsize=(9.2, 3.5), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        _draw_lengths(left, result)
+        _draw_coverage(right, result)
+        figure.savefig(path, dpi=160, facecolor="white")
 
 
 def write_page(result: dict[str, Any], path: Path) -> None:
@@ -209,13 +214,17 @@ def write_page(result: dict[str, Any], path: Path) -> None:
     template = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     ).get_template("lengths.html.jinja")
+    panels = []
     with rc_context(STYLE):
-        picture = to_svg(draw(result), "lengths")
+        for name, draw in (("lengths", _draw_lengths), ("coverage", _draw_coverage)):
+            figure = Figure(figsize=(4.8, 3.3), layout="constrained")
+            draw(figure.add_subplot(), result)
+            panels.append(to_svg(figure, name))
     page = template.render(
         result,
         heading=heading(result),
         drops=drops(result),
-        picture=picture,
+        panels=panels,
         tables=[
             ("Tokens", percentile_table(result), "In brackets: 95% interval." if result["sampled"] else ""),
             ("What each max_length keeps and costs", coverage_table(result), NOTES["coverage"]),

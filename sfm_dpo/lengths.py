@@ -295,9 +295,9 @@ def _percentiles(values: np.ndarray, sampled: bool) -> dict[str, Any]:
     return out
 
 
-def _curves(lengths: Lengths, points: int = 160, bins: int = 48) -> dict[str, Any]:
+def _curves(lengths: Lengths, points: int = 160) -> dict[str, Any]:
     """Histograms over bins of equal width in log(tokens), and the share of totals up to a length."""
-    end = int(lengths.total.max())
+    end, bins = int(lengths.total.max()), min(48, 8 + int(len(lengths) ** 0.5 / 4))  # few pairs, wide bins
     edges = np.unique(np.geomspace(max(1, int(lengths.prompt.min())), end + 1, bins + 1).round()).astype(int)
     at = np.unique(np.geomspace(max(1, int(lengths.total.min())), end, points).round()).astype(int)
     names = ("prompt", "chosen", "rejected")
