@@ -18,6 +18,7 @@ fail() {
 
 run_dpo() {
     [[ -n ${SLURM_JOB_ID:-} ]] || fail "no Slurm job: run 'sbatch scripts/...', or without Slurm 'accelerate launch'"
+    trap 'fail "asked to stop before training began: --time must exceed the lead of --signal=B:USR1@600"' USR1
     cd "$SLURM_SUBMIT_DIR"
     use_environment
     choose_launch

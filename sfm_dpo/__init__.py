@@ -3,11 +3,9 @@
 Importing the package reads .env, so commands import it before the libraries that look at HF_HOME and the tokens.
 """
 
-import os
 import warnings
 
 from dotenv import find_dotenv, load_dotenv
 
 load_dotenv(find_dotenv(usecwd=True))
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # unset, it warns at every forked worker
 warnings.filterwarnings("ignore", category=FutureWarning)  # deprecations are for developers, not for a job's log

@@ -70,7 +70,7 @@ NOTES = {
     "coverage": (
         "*: recommended. untouched: pairs of which no token is cut. tokens kept: of all response tokens. cut alike: "
         "pairs whose responses are cut to the same tokens. dropped: pairs whose prompt fills max_length. tokens: "
-        "real ones of both sequences, an epoch. FLOPs: useful ones (sfm_dpo/throughput.py), 3 forwards for training and 1 "
+        "real ones of both sequences, an epoch. FLOPs: useful ones (sfm_dpo/throughput.py), 3 forwards to train and 1 "
         "for the reference. step time and memory: relative to the recommendation, padding-free; memory is that of the "
         f"activations of the longest {MEMORY_BATCH} pairs."
     ),

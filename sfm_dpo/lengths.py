@@ -4,7 +4,9 @@ Lengths are tokens as training counts them. A pair's total is prompt + longer re
 (docs/lengths.md), from which length_report.py makes text, picture and page; all but the reading is pure arithmetic.
 """
 
+import inspect
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 from datasets import Dataset
+from datasets.fingerprint import Hasher
 
 from sfm_dpo.padding import grouped_padding, stock_padding
 
@@ -54,6 +57,7 @@ def measure(tokens: Dataset, num_proc: int | None = None) -> tuple[Lengths, np.n
             batch_size=100,
             remove_columns=[name for name in tokens.column_names if name.endswith("_ids")],
             num_proc=num_proc,
+            new_fingerprint=_key(tokens),
             desc="Measuring",
         )
         .with_format("numpy")[:]
@@ -87,7 +91,12 @@ def _measure_batch(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def turns(pairs: Dataset, num_proc: int | None = None) -> np.ndarray:
     """[N] user messages in the prompt of each pair (data.py); plain text is one."""
     counted = pairs.select_columns(["prompt"]).map(
-        _turns_batch, batched=True, remove_columns=["prompt"], num_proc=num_proc, desc="Counting turns"
+        _turns_batch,
+        batched=True,
+        remove_columns=["prompt"],
+        num_proc=num_proc,
+        new_fingerprint=_key(pairs),
+        desc="Counting turns",
     )
     return counted.with_format("numpy")["turns"][:]
 
@@ -99,6 +108,11 @@ def _turns_batch(batch: dict[str, list]) -> dict[str, list[int]]:
             for prompt in batch["prompt"]
         ]
     }
+
+
+def _key(dataset: Dataset) -> str:
+    """datasets knows an imported function by its name: its cache would outlive a change of this module."""
+    return Hasher.hash((dataset._fingerprint, inspect.getsource(sys.modules[__name__])))
 
 
 # ---- arithmetic

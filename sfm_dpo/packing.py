@@ -36,19 +36,21 @@ def enable_padding_free(model: PreTrainedModel) -> None:
     register()
     model.set_attn_implementation(PACKED)
     fused_forward = model.forward
+    # How many arguments stand between input_ids and attention_mask: none but in GPT-2, whose cache does
+    gap = list(inspect.signature(type(model.base_model).forward).parameters).index("attention_mask") - 2
 
     # An attribute of the instance, like TRL's own: DeepSpeed, DDP, FSDP and PEFT all call it through the module. The
     # signature stays the model's own, against which `generate` validates its arguments.
     @functools.wraps(type(model).forward)
     def packed_forward(self, *args, fused_lm_head=False, **kwargs):
         if fused_lm_head and kwargs.get("attention_mask") is not None:
-            return _run_packed(fused_forward, *args, **kwargs)
+            return _run_packed(fused_forward, gap, *args, **kwargs)
         return fused_forward(*args, fused_lm_head=fused_lm_head, **kwargs)
 
     model.forward = types.MethodType(packed_forward, model)
 
 
-def _run_packed(fused_forward, *, input_ids, attention_mask, labels, num_items_in_batch=None, **kwargs):
+def _run_packed(fused_forward, gap, *, input_ids, attention_mask, labels, num_items_in_batch=None, **kwargs):
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor):
             raise ValueError(f"padding_free: true cannot pack the model input '{name}'; set padding_free: false")
@@ -59,12 +61,13 @@ def _run_packed(fused_forward, *, input_ids, attention_mask, labels, num_items_i
     cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     boundaries = boundary_mask(cu_seqlens, int(lengths.max()))
     # What each position predicts: shifted in the grid, where no sequence's last position can reach the next sequence
-    next_labels = F.pad(labels.masked_fill(attention_mask == 0, -100)[:, 1:], (0, 1), value=-100)
+    next_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
 
     output = fused_forward(
         input_ids.flatten()[real][None],
         # By position: TRL also looks for a keyword `attention_mask`, to leave padding out of the routers' balancing
         # loss, and there is none left
+        *[None] * gap,
         boundaries,
         position_ids=(attention_mask.cumsum(dim=1) - 1).flatten()[real][None],
         shift_labels=next_labels.flatten()[real][None],

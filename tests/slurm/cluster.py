@@ -1,7 +1,7 @@
 """A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd, all state in one temporary folder.
 
-Nothing of the system's own Slurm is read or touched. Each node claims 32 CPUs, 600 GB and 4 GPUs (empty files), so that
-the batch scripts' headers are submitted as they are.
+Nothing of the system's own Slurm is read or touched. Each node claims 32 CPUs, 600 GB and 4 GPUs (empty files), so
+that the batch scripts' headers are submitted as they are.
 """
 
 import os
@@ -47,6 +47,7 @@ MpiDefault=none
 GresTypes=gpu
 ReturnToService=2
 KillWait=10
+SchedulerParameters=sched_interval=2,bf_interval=2
 FirstJobId={first_job}
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=32 RealMemory=600000 Gres=gpu:4
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=32 RealMemory=600000 Gres=gpu:4
@@ -184,7 +185,7 @@ def _until(condition, cluster: Cluster, what: str, timeout: float) -> None:
 
 
 def _kill_jobs(cluster: Cluster) -> None:
-    """Whatever still runs with this cluster's slurm.conf in its environment: slurmstepd, batch scripts, their children."""
+    """Ends whatever still has this cluster's slurm.conf in its environment: slurmstepd, batch scripts, children."""
     mark = f"SLURM_CONF={cluster.root}/".encode()
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:

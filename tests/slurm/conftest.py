@@ -1,15 +1,11 @@
 """The local Slurm cluster, one for all tests here. REQUIRE_SLURM=1 (CI) makes its absence a failure."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))  # cluster.py
-sys.path.insert(0, str(Path(__file__).parent.parent))  # tiny_models.py
-
-from cluster import Cluster, local_cluster, missing
+from tests.slurm.cluster import Cluster, local_cluster, missing
 
 
 def pytest_collection_modifyitems(items):

@@ -1,0 +1,241 @@
+"""The batch scripts, submitted with real sbatch to the local Slurm: a tiny model on CPU instead of 7B on 4 GPUs."""
+
+import json
+import re
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+SOURCE = Path(__file__).parent.parent.parent
+CPU = {"LAUNCH": "cpu", "VENV": sys.prefix, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory) -> Path:
+    """A copy of the project in a folder with a space in its name, with a tiny model and a preference file."""
+    project = tmp_path_factory.mktemp("slurm") / "my project"
+    for folder in ("scripts", "recipes", "configs", "sfm_dpo"):
+        shutil.copytree(SOURCE / folder, project / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("train_dpo.py", "accelerate_config.yaml", "ds_config.json"):
+        shutil.copy(SOURCE / file, project)
+    for folder in ("logs", "outputs"):
+        (project / folder).mkdir()
+    tiny_model("llama", num_hidden_layers=1).save_pretrained(project / "tiny model")
+    tiny_tokenizer().save_pretrained(project / "tiny model")
+    rows = [
+        {
+            "prompt": f"What is {a} and {b}?",
+            "chosen": [{"role": "assistant", "content": f"{a + b}."}],
+            "rejected": [{"role": "assistant", "content": f"Well, that depends on {a}, and on {b} as well."}],
+        }
+        for a in range(4)
+        for b in range(4)
+    ]
+    (project / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return project
+
+
+def overrides(**fields) -> list[str]:
+    """The recipe's fields that a tiny run on CPU has to change: 16 pairs in 4 steps, which must move the model."""
+    small = {
+        "model_name_or_path": "tiny model",
+        "dataset_name": "pairs.jsonl",
+        "max_length": 96,
+        "max_prompt_length": 48,
+        "global_batch_size": 4,
+        "per_device_train_batch_size": 1,
+        "learning_rate": 1e-4,
+        "dataset_num_proc": 1,
+        "bf16": "false",
+        "report_to": "none",
+    }
+    return [arg for key, value in (small | fields).items() for arg in (f"--{key}", str(value))]
+
+
+def log_of(project: Path, job: str, name: str = "dpo-train") -> str:
+    return (project / f"logs/{name}-{job}.out").read_text()
+
+
+@pytest.fixture(scope="module")
+def jobs(cluster, project) -> dict[str, str]:
+    """Both scripts as a user submits them, think on one node and instruct on two; together they fill two cores."""
+    return {
+        "think": cluster.sbatch("scripts/dpo_train.sh", *overrides(), cwd=project, **CPU),
+        "instruct": cluster.sbatch(
+            "--nodes=2",
+            "scripts/dpo_instruct_train.sh",
+            *overrides(output_dir="outputs/two nodes"),
+            cwd=project,
+            **CPU,
+            NUM_PROCESSES="1",
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    ("which", "name", "output"),
+    [("think", "dpo-train", "outputs/dpo"), ("instruct", "dpo-instruct-train", "outputs/two nodes")],
+)
+def test_job_trains_and_saves(cluster, project, jobs, which, name, output):
+    record = cluster.wait(jobs[which], 240)
+    log = log_of(project, jobs[which], name)
+    assert record["JobState"] == "COMPLETED", log[-3000:]
+    assert record["JobName"] == name
+
+    run = project / output
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["exit_code"], status["step"]) == ("done", 0, 4)
+    assert status["job"] == jobs[which]
+    for file in ("model.safetensors", "tokenizer.json", "resolved_config.yaml", "environment.json"):
+        assert (run / file).is_file(), sorted(p.name for p in run.iterdir())
+    assert json.loads((run / "environment.json").read_text())["world_size"] == 2
+    history = json.loads((run / "trainer_state.json").read_text())["log_history"]
+    assert history[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
+
+    assert f"job {jobs[which]} (restart 0) on n" in log
+    assert re.search(rf"ended: state done, exit code 0, step 4, {output}\n$", log), log[-3000:]
+
+
+def test_two_nodes_train_as_one(cluster, project, jobs):
+    """Two nodes with one process and one node with two are the same run. Nodes that train alone see other pairs."""
+    for job in jobs.values():
+        cluster.wait(job, 240)
+    one, two = (
+        json.loads((project / run / "trainer_state.json").read_text())["log_history"][:4]
+        for run in ("outputs/dpo", "outputs/two nodes")
+    )
+    for metric in ("loss", "logps/chosen", "logps/rejected", "grad_norm"):
+        assert [e[metric] for e in one] == pytest.approx([e[metric] for e in two], rel=1e-4), metric
+    assert one[-1]["loss"] < 0.69
+
+
+def test_finished_run_is_not_trained_again(cluster, project, jobs):
+    cluster.wait(jobs["think"], 240)
+    before = (project / "outputs/dpo/model.safetensors").stat().st_mtime_ns
+    job = cluster.sbatch("scripts/dpo_train.sh", *overrides(), cwd=project, **CPU)
+    assert cluster.wait(job, 60)["JobState"] == "COMPLETED"
+    assert "outputs/dpo: already done" in log_of(project, job).splitlines()[-1]
+    assert (project / "outputs/dpo/model.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("script", "name", "recipe"),
+    [("dpo_train.sh", "dpo-train", "think"), ("dpo_instruct_train.sh", "dpo-instruct-train", "instruct")],
+)
+def test_header(cluster, project, script, name, recipe):
+    """What Slurm made of the header, not what the header says."""
+    job = cluster.sbatch("--hold", f"scripts/{script}", cwd=project)
+    record = cluster.show(job)
+    cluster.run("scancel", job)
+    expected = {
+        "JobName": name,
+        "NumNodes": "1-1",
+        "TresPerNode": "gres:gpu:4",
+        "CPUs/Task": "32",
+        "MinMemoryNode": "500G",
+        "TimeLimit": "1-00:00:00",
+        "Requeue": "1",
+    }
+    assert {key: record[key] for key in expected} == expected
+    assert cluster.run("scontrol", "show", "job", job).count(f"{project}/logs/{name}-{job}.out") == 2  # out and err
+    text = (project / "scripts" / script).read_text()
+    assert f"run_dpo recipes/{recipe}.yaml" in text
+    assert "#SBATCH --open-mode=append" in text  # Slurm does not show it
+
+
+@pytest.mark.parametrize(
+    ("options", "env", "arguments", "message"),
+    [
+        ([], CPU, ["--lerning_rate", "1"], "error: unknown option --lerning_rate; did you mean --learning_rate?"),
+        ([], CPU, ["--config", "recipes/thinking.yaml"], "error: --config recipes/thinking.yaml: no such file"),
+        ([], CPU | {"LAUNCH": "zero9"}, [], "error: LAUNCH=zero9: no configs/accelerate/zero9.yaml; choose one of: "),
+        (["--gpus-per-node=0"], {"VENV": sys.prefix}, [], "error: processes per node is ''"),
+        ([], CPU | {"VENV": "nowhere"}, [], "error: VENV=nowhere: no accelerate in its bin folder"),
+        ([], CPU, ["--dataset_name", "missing.jsonl"], "missing.jsonl"),  # found by train_dpo.py, after the launch
+    ],
+    ids=["field", "recipe", "launch", "gpus", "venv", "data"],
+)
+def test_mistake_ends_the_job_with_code_2_and_one_line(cluster, project, options, env, arguments, message):
+    command = [*options, "scripts/dpo_train.sh", *overrides(output_dir="outputs/mistake"), *arguments]
+    job = cluster.sbatch(*command, cwd=project, **env)
+    record = cluster.wait(job, 120)
+    log = log_of(project, job)
+    assert (record["JobState"], record["ExitCode"]) == ("FAILED", "2:0"), log[-3000:]
+    assert message in log.strip().splitlines()[-1]
+    if "missing" not in message:  # the launcher was not even started
+        assert "Traceback" not in log
+
+
+def test_submitted_from_another_folder(cluster, project, tmp_path):
+    (tmp_path / "logs").mkdir()
+    job = cluster.sbatch(str(project / "scripts/dpo_train.sh"), cwd=tmp_path)
+    assert cluster.wait(job, 60)["ExitCode"] == "2:0"
+    expected = f"error: {tmp_path} is not the project folder; cd there and run: sbatch scripts/dpo_train.sh\n"
+    assert log_of(tmp_path, job) == expected
+
+
+STAND_IN = """
+import os, pathlib, signal, sys, time
+from sfm_dpo.config import parse_config
+from sfm_dpo.run_dir import describe, write_status
+
+config = parse_config(sys.argv[1:])
+run = pathlib.Path(config.train.output_dir)
+describe(config, {})
+write_status(run, "running", step=3)
+if os.environ.get("KILLED"):
+    os.kill(os.getpid(), signal.SIGKILL)
+if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":  # the first start waits for the batch script's signal
+    while not (run / "STOP").exists():
+        time.sleep(0.1)
+    (run / "STOP").unlink()
+write_status(run, "stopped", 75, "stopped on request", step=3)
+"""
+
+
+@pytest.fixture(scope="module")
+def stand_in(project, tmp_path_factory) -> Path:
+    """The project with a train_dpo.py that only ends in the ways that the batch script has to tell apart."""
+    folder = tmp_path_factory.mktemp("stand-in") / "project"
+    shutil.copytree(project, folder, ignore=shutil.ignore_patterns("outputs", "logs"))
+    (folder / "train_dpo.py").write_text(STAND_IN)
+    (folder / "logs").mkdir()
+    (folder / "outputs").mkdir()
+    return folder
+
+
+def test_signal_stops_the_run_and_requeues_it_at_most_max_requeues_times(cluster, stand_in):
+    command = ["scripts/dpo_train.sh", *overrides(output_dir="outputs/stops")]
+    job = cluster.sbatch(*command, cwd=stand_in, **CPU, NUM_PROCESSES="1", MAX_REQUEUES="1")
+    wait_for(lambda: (stand_in / "outputs/stops/status.json").exists(), 60)
+    cluster.run("scancel", "--signal=USR1", "--batch", job)
+    record = cluster.wait(job, 120)
+    log = log_of(stand_in, job)
+    assert (record["JobState"], record["ExitCode"], record["Restarts"]) == ("FAILED", "75:0", "1"), log
+    assert "asked to stop: outputs/stops/STOP" in log
+    assert "stopped and requeued (restart 1 of at most 1)" in log
+    assert f"job {job} (restart 1)" in log
+    assert "stopped, not requeued: restarted 1 times, MAX_REQUEUES=1" in log
+    assert log.endswith("ended: state stopped, exit code 75, step 3, outputs/stops: stopped on request\n")
+
+
+def test_killed_run_is_not_taken_for_a_good_one_nor_requeued(cluster, stand_in):
+    command = ["scripts/dpo_train.sh", *overrides(output_dir="outputs/killed", hub_token="hf_canary")]
+    job = cluster.sbatch(*command, cwd=stand_in, **CPU, NUM_PROCESSES="1", KILLED="1")
+    record = cluster.wait(job, 120)
+    assert (record["JobState"], record["ExitCode"], record["Restarts"]) == ("FAILED", "1:0", "0")
+    log = log_of(stand_in, job)
+    assert "ended: state died, exit code 1, step 3" in log.splitlines()[-1]
+    assert "--hub_token" in log and "hf_canary" not in log
+
+
+def wait_for(condition, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.2)
