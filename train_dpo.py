@@ -6,7 +6,8 @@ CPU, one process:   python train_dpo.py --config recipes/demo.yaml
 Slurm:              sbatch scripts/dpo_train.sh --learning_rate 5e-7
 
 Any field of TRL's DPOConfig, of its ModelConfig and of sfm_dpo/config.py can be given in the recipe and overridden
-after it. Exit codes: 0 done, 1 crashed, 2 wrong configuration or data (docs/design.md has the others).
+after it. Exit codes: 0 done, 1 crashed, 2 wrong configuration or data, 3 refused by the preflight, 4 stopped by the
+guard (docs/health.md).
 """
 
 import sfm_dpo  # noqa: F401  (first: it reads .env)
@@ -23,6 +24,8 @@ from trl.trainer.utils import global_then_local_main_first
 from sfm_dpo.checkpoint import newest_checkpoint
 from sfm_dpo.config import Config, UserError, parse_config
 from sfm_dpo.data import Pairs, load_pairs
+from sfm_dpo.guard import add_guard
+from sfm_dpo.preflight import check_vocabulary, preflight_phase
 from sfm_dpo.progress import ProgressLine
 from sfm_dpo.report import summary, write_report
 from sfm_dpo.run_dir import RESOLVED_CONFIG, claim, describe, is_main_process, write_status
@@ -43,9 +46,12 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         if is_main_process():
             print(f"error: {error}", file=sys.stderr, flush=True)
-        if config is not None and "output_dir" not in str(error):
+        if config is not None and (error.exit_code != 2 or "output_dir" not in str(error)):
             os.makedirs(config.train.output_dir, exist_ok=True)
-            write_status(config.train.output_dir, "failed", error.exit_code, str(error))
+            state = {3: "refused", 4: "collapsed"}.get(error.exit_code, "failed")
+            write_status(config.train.output_dir, state, error.exit_code, str(error), **error.status)
+            if state != "failed":
+                report(config)
         return error.exit_code
     except BaseException as error:
         if config is not None and os.path.isdir(config.train.output_dir):
@@ -60,7 +66,7 @@ def train(config: Config) -> None:
         say(note)
 
     # The model's own configuration first: a wrong path costs a second, not a download.
-    load_model_config(config)
+    model_config = load_model_config(config)
     tokenizer = load_tokenizer(config)
 
     with global_then_local_main_first():  # rank 0 fills the cache, the others read it
@@ -68,18 +74,14 @@ def train(config: Config) -> None:
         train_set = prepare(pairs, "train", tokenizer, config)
         eval_set = prepare(pairs, "eval", tokenizer, config) if pairs.eval is not None else None
     pairs.check_dropped(args.max_dropped_fraction)
+    check_vocabulary(train_set, tokenizer, model_config.get_text_config().vocab_size)
     say(f"data\n{pairs.table()}")
     if is_main_process():
         describe(config, pairs.as_dict())
         write_status(args.output_dir, "running", step=0)
 
     args.eval_on_start = eval_set is not None  # held-out figures before as well as after
-    args.model_init_kwargs = {
-        "revision": config.model.model_revision,
-        "dtype": config.model.dtype,
-        "attn_implementation": config.model.attn_implementation,
-        **(args.model_init_kwargs or {}),
-    }
+    args.model_init_kwargs = model_init_kwargs(config)
     trainer = SFMDPOTrainer(
         model=config.model.model_name_or_path,
         args=args,
@@ -102,9 +104,15 @@ def train(config: Config) -> None:
         say(f"padding-free, attention by {trainer.attention_kernel()}")
 
     checkpoint = args.resume_from_checkpoint or newest_checkpoint(args.output_dir)
+    if not checkpoint:  # otherwise a run that passed it goes on
+        preflight_phase(trainer, config)
+    guard = add_guard(trainer)
     if checkpoint:
         say(f"going on from {checkpoint}")
     trainer.train(resume_from_checkpoint=checkpoint)
+    if guard and guard.stopped:
+        trainer.save_state()
+        guard.raise_if_stopped()
     if eval_set is not None and "eval_loss" not in trainer.state.log_history[-2]:  # -1 is the closing summary
         trainer.evaluate()
 
@@ -127,6 +135,15 @@ def load_model_config(config: Config) -> AutoConfig:
         raise UserError(
             f"model_name_or_path {name}: neither a folder with a model nor one that the Hub gives: {error}"
         ) from error
+
+
+def model_init_kwargs(config: Config) -> dict:
+    return {
+        "revision": config.model.model_revision,
+        "dtype": config.model.dtype,
+        "attn_implementation": config.model.attn_implementation,
+        **(config.train.model_init_kwargs or {}),
+    }
 
 
 def prepare(pairs: Pairs, split: str, tokenizer, config: Config):

@@ -33,6 +33,7 @@ _TOKENS = Features(
         "rejected_length": _COUNT,
         "prompt_cut": _COUNT,  # tokens taken from the prompt's start by max_prompt_length
         "prompt_trimmed": _COUNT,  # tokens taken from the prompt's end because prompt+response diverges from it
+        "source": Value("string"),
         "dropped": Value("string"),
     }
 )
@@ -134,7 +135,8 @@ def _tokenize_batch(
 ) -> dict[str, list]:
     ids, reasons = _encode(batch, tokenizer)
     out: dict[str, list] = {name: [] for name in _TOKENS}
-    for prompt, prompt_chosen, prompt_rejected, reason in zip(*ids, reasons, strict=True):
+    sources = batch["source"] if "source" in batch else [None] * len(reasons)
+    for prompt, prompt_chosen, prompt_rejected, reason, source in zip(*ids, reasons, sources, strict=True):
         # As in TRL: the responses start where the prompt stops being a prefix of prompt+response.
         length = min(common_prefix_length(prompt, prompt_chosen), common_prefix_length(prompt, prompt_rejected))
         cut = max(0, length - max_prompt_length) if max_prompt_length is not None else 0
@@ -144,6 +146,7 @@ def _tokenize_batch(
             "rejected_ids": prompt_rejected[length:],
             "prompt_cut": cut,
             "prompt_trimmed": len(prompt) - length,
+            "source": source,
             # A template may leave out what made the two sides differ, or strip white space.
             "dropped": reason or ("chosen_equals_rejected" if prompt_chosen == prompt_rejected else ""),
         }
