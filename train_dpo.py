@@ -17,14 +17,24 @@ import os
 import sys
 from pathlib import Path
 
-from transformers import AutoConfig, PrinterCallback, ProgressCallback
+from transformers import PrinterCallback, ProgressCallback
 from trl import get_peft_config, get_quantization_config
 from trl.trainer.utils import global_then_local_main_first
 
-from sfm_dpo.checkpoint import newest_checkpoint
+from sfm_dpo.checkpoint import (
+    StopCallback,
+    StopRequested,
+    check_disk,
+    check_resume,
+    checkpoint_bytes,
+    clear_old_stop,
+    clear_stop,
+    newest_checkpoint,
+)
 from sfm_dpo.config import Config, UserError, parse_config
 from sfm_dpo.data import Pairs, load_pairs
 from sfm_dpo.guard import add_guard
+from sfm_dpo.model import load_model_config, model_init_kwargs
 from sfm_dpo.preflight import check_vocabulary, preflight_phase
 from sfm_dpo.progress import ProgressLine
 from sfm_dpo.report import summary, write_report
@@ -41,8 +51,10 @@ def main(argv: list[str]) -> int:
         if not claim(config):
             say(f"{config.train.output_dir}: already done; to run again remove it or choose another output_dir")
             return 0
-        train(config)
-        return 0
+        return train(config)
+    except StopRequested as stop:
+        clear_stop(config.train.output_dir)
+        return stopped(config, str(stop))
     except UserError as error:
         if is_main_process():
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -50,8 +62,7 @@ def main(argv: list[str]) -> int:
             os.makedirs(config.train.output_dir, exist_ok=True)
             state = {3: "refused", 4: "collapsed"}.get(error.exit_code, "failed")
             write_status(config.train.output_dir, state, error.exit_code, str(error), **error.status)
-            if state != "failed":
-                report(config)
+            report(config)
         return error.exit_code
     except BaseException as error:
         if config is not None and os.path.isdir(config.train.output_dir):
@@ -60,7 +71,7 @@ def main(argv: list[str]) -> int:
         raise
 
 
-def train(config: Config) -> None:
+def train(config: Config) -> int:
     args = config.train
     for note in config.notes:
         say(note)
@@ -80,8 +91,16 @@ def train(config: Config) -> None:
         describe(config, pairs.as_dict())
         write_status(args.output_dir, "running", step=0)
 
-    args.eval_on_start = eval_set is not None  # held-out figures before as well as after
+    if clear_old_stop(args.output_dir):
+        say(f"{args.output_dir}/STOP was left over from earlier: removed")
+    checkpoint, skipped = newest_checkpoint(args.output_dir)
+    checkpoint = Path(args.resume_from_checkpoint) if args.resume_from_checkpoint else checkpoint
+    for line in skipped:
+        say(line)
+
+    args.eval_on_start = eval_set is not None and checkpoint is None  # held-out figures before as well as after
     args.model_init_kwargs = model_init_kwargs(config)
+    stop = StopCallback()
     trainer = SFMDPOTrainer(
         model=config.model.model_name_or_path,
         args=args,
@@ -90,60 +109,55 @@ def train(config: Config) -> None:
         processing_class=tokenizer,
         quantization_config=get_quantization_config(config.model),
         peft_config=get_peft_config(config.model),
-        callbacks=[ProgressLine()],
+        callbacks=[ProgressLine(), stop],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
+    size = checkpoint_bytes(trainer.model, trainer.is_deepspeed_enabled and args.bf16)
+    check_disk(args.output_dir, size, args.save_total_limit, args.save_strategy != "no")
     say(
         f"training {args.output_dir}: {len(train_set):,} pairs, global batch {args.global_batch_size} = "
         f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps} accumulation x {args.world_size} "
         f"process(es), loss {'+'.join(args.loss_type)}, beta {args.beta:g}, lr {args.learning_rate:g}"
     )
-
     if args.padding_free:
         say(f"padding-free, attention by {trainer.attention_kernel()}")
-
-    checkpoint = args.resume_from_checkpoint or newest_checkpoint(args.output_dir)
-    if not checkpoint:  # otherwise a run that passed it goes on
+    if checkpoint:
+        check_resume(checkpoint, trainer.resume_facts(), args.ignore_resume_mismatch)
+        say(f"going on from {checkpoint}")
+    else:
         preflight_phase(trainer, config)
     guard = add_guard(trainer)
-    if checkpoint:
-        say(f"going on from {checkpoint}")
-    trainer.train(resume_from_checkpoint=checkpoint)
+
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if guard and guard.stopped:
         trainer.save_state()
         guard.raise_if_stopped()
+    if stop.stopped:
+        clear_stop(args.output_dir)
+        trainer.save_state()
+        return stopped(config, f"stopped on request at step {trainer.state.global_step} of {trainer.state.max_steps}")
     if eval_set is not None and "eval_loss" not in trainer.state.log_history[-2]:  # -1 is the closing summary
         trainer.evaluate()
 
     trainer.save_model()
     trainer.save_state()
     trainer.create_model_card()
+    clear_stop(args.output_dir)  # it came too late
     write_status(args.output_dir, "done", 0, step=trainer.state.global_step)
     report(config)
     trainer.end()
+    return 0
 
 
-def load_model_config(config: Config) -> AutoConfig:
-    """The model's config.json, or one line that says what is wrong with the path."""
-    name = config.model.model_name_or_path
-    try:
-        return AutoConfig.from_pretrained(
-            name, revision=config.model.model_revision, trust_remote_code=config.train.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"model_name_or_path {name}: neither a folder with a model nor one that the Hub gives: {error}"
-        ) from error
-
-
-def model_init_kwargs(config: Config) -> dict:
-    return {
-        "revision": config.model.model_revision,
-        "dtype": config.model.dtype,
-        "attn_implementation": config.model.attn_implementation,
-        **(config.train.model_init_kwargs or {}),
-    }
+def stopped(config: Config, message: str) -> int:
+    """Says that the run can go on. A launcher would make a crash of 75, so there the ranks leave with 0."""
+    checkpoint, _ = newest_checkpoint(config.train.output_dir)
+    step = int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else 0
+    write_status(config.train.output_dir, "stopped", 75, message, step=step, checkpoint=checkpoint and str(checkpoint))
+    report(config)
+    say(f"{message}; the same command goes on from {checkpoint or 'the beginning'}")
+    return 0 if "TORCHELASTIC_RUN_ID" in os.environ else 75
 
 
 def prepare(pairs: Pairs, split: str, tokenizer, config: Config):
@@ -169,7 +183,10 @@ def report(config: Config) -> None:
     """report.html and the closing lines; also of a run that failed, once it had begun."""
     run = Path(config.train.output_dir)
     if is_main_process() and (run / RESOLVED_CONFIG).is_file():
-        write_report(run)
+        try:
+            write_report(run)
+        except OSError as error:  # a full disk must not make a failure of a trained model
+            say(f"report not written: {error}; later: python -m sfm_dpo.report {run}")
         say(summary(run))
 
 

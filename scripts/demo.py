@@ -75,7 +75,7 @@ def demo(argv: list[str]) -> int:
         if code := train(argv):
             print(f"demo: the training ended with exit code {code}; its output is above and in {LOG}", file=sys.stderr)
             return code
-        compare(run, config.model.model_name_or_path, load_pairs(config).eval["prompt"])
+        compare(run, config.model.model_name_or_path, list(load_pairs(config).eval["prompt"]))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -132,7 +132,7 @@ def train(argv: list[str]) -> int:
     command = ["train_dpo.py", *argv]
     print(f"run: python {' '.join(command)}\n", flush=True)
     LOG.parent.mkdir(exist_ok=True)
-    # Its own session, so that Ctrl-C reaches it once, from here.
+    # Its own session: Ctrl-C reaches it as a plain end from here, without a traceback.
     process = subprocess.Popen(
         [sys.executable, "-u", *command],
         stdout=subprocess.PIPE,
@@ -147,8 +147,8 @@ def train(argv: list[str]) -> int:
                 print(line, end="", flush=True)
                 log.write(line)
         except BaseException:
-            process.send_signal(signal.SIGINT)
-            log.write(process.communicate()[0])  # a traceback belongs in the log
+            process.terminate()
+            log.write(process.communicate()[0])
             raise
     return process.wait()
 

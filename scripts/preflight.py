@@ -24,6 +24,7 @@ import numpy as np
 import train_dpo
 from sfm_dpo.config import UserError, parse_config
 from sfm_dpo.data import load_pairs
+from sfm_dpo.model import load_model_config, model_init_kwargs
 from sfm_dpo.preflight import as_text, check_vocabulary, run_preflight
 from sfm_dpo.tokenization import load_tokenizer
 from sfm_dpo.trainer import SFMDPOTrainer
@@ -51,7 +52,7 @@ def main(argv: list[str]) -> int:
 def preflight(argv: list[str]) -> dict:
     config = parse_config(argv, world_size=1)
     args = config.train
-    model_config = train_dpo.load_model_config(config)
+    model_config = load_model_config(config)
     tokenizer = load_tokenizer(config)
     pairs = load_pairs(config)
     tokens = train_dpo.prepare(pairs, "train", tokenizer, config)
@@ -64,7 +65,7 @@ def preflight(argv: list[str]) -> dict:
     args.precompute_ref_log_probs = True  # otherwise TRL loads the model twice
     if args.bf16:
         config.model.dtype = "bfloat16"  # nothing is trained: no master weights
-    args.model_init_kwargs = train_dpo.model_init_kwargs(config)
+    args.model_init_kwargs = model_init_kwargs(config)
     trainer = SFMDPOTrainer(
         model=config.model.model_name_or_path, args=args, train_dataset=tokens, processing_class=tokenizer
     )

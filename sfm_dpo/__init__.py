@@ -3,7 +3,6 @@
 Importing the package reads .env, so commands import it before the libraries that look at HF_HOME and the tokens.
 """
 
-import os
 import warnings
 
 from dotenv import find_dotenv, load_dotenv

@@ -98,7 +98,8 @@ def packed_attention_forward(
 
     cu_seqlens, max_length = attention_mask[0, 0, 0], attention_mask.shape[2]
     if _why_not_varlen(query.device, query.dtype, query.shape[-1], value.shape[-1]) is not None:
-        return _sdpa_by_sequence(query, key, value, cu_seqlens, scaling, sliding_window), None
+        by_sequence = _compiled_sdpa_by_sequence if torch.compiler.is_compiling() else _sdpa_by_sequence
+        return by_sequence(query, key, value, cu_seqlens, scaling, sliding_window), None
     output = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -118,7 +119,6 @@ def _model_type(module: torch.nn.Module) -> str:
     return f"model_type '{module.config.model_type}'"
 
 
-@torch.compiler.disable  # the lengths are Python integers here: traced, each new set of them would be a recompilation
 def _sdpa_by_sequence(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -153,3 +153,60 @@ def _sdpa_by_sequence(
             block = q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop]
             outputs.append(F.scaled_dot_product_attention(*block, attn_mask=mask, scale=scaling))
     return torch.cat([output.transpose(1, 2) for output in outputs], dim=1)
+
+
+# For torch.compile an operator that it does not look into: the lengths are Python integers in there, so that each new
+# set of them would be a recompilation. (With torch.compiler.disable a layer under gradient checkpointing is not
+# compiled at all: no graph may break inside a checkpoint.) The backward computes the attention once more.
+@torch.library.custom_op("sfm_dpo::sdpa_by_sequence", mutates_args=())
+def _compiled_sdpa_by_sequence(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    return _sdpa_by_sequence(query, key, value, cu_seqlens, scaling, sliding_window)
+
+
+@_compiled_sdpa_by_sequence.register_fake
+def _(query, key, value, cu_seqlens, scaling, sliding_window):
+    batch, heads, tokens, _ = query.shape
+    return query.new_empty(batch, tokens, heads, value.shape[-1])
+
+
+@torch.library.custom_op("sfm_dpo::sdpa_by_sequence_backward", mutates_args=())
+def _compiled_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # vjp, because autograd's tape is off inside an operator
+    attention = lambda *qkv: _sdpa_by_sequence(*qkv, cu_seqlens, scaling, sliding_window)  # noqa: E731
+    return tuple(g.contiguous() for g in torch.func.vjp(attention, query, key, value)[1](grad))
+
+
+@_compiled_backward.register_fake
+def _(grad, query, key, value, *args):
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value))
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    *tensors, ctx.scaling, ctx.sliding_window = inputs
+    ctx.save_for_backward(*tensors)
+
+
+_compiled_sdpa_by_sequence.register_autograd(
+    lambda ctx, grad: (
+        *_compiled_backward(grad, *ctx.saved_tensors, ctx.scaling, ctx.sliding_window),
+        None,
+        None,
+        None,
+    ),
+    setup_context=_setup_context,
+)

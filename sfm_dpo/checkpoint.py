@@ -1,15 +1,174 @@
-"""Where were we? The newest complete checkpoint of a run."""
+"""Where were we? Complete checkpoints, the stop file, and what must be the same to go on.
 
-import math
+A checkpoint is complete when its `complete.json` says so: rank 0 writes it, with the size of every file, when all
+ranks have written theirs. transformers 5.23 has no such mark, and its own rotation would count half-written
+checkpoints and delete a complete one for their sake; so rotation is done here, after the mark.
+"""
+
+import json
+import os
+import shutil
+import time
 from pathlib import Path
+from typing import Any
 
-from transformers.trainer import TRAINER_STATE_NAME
+import psutil
+from accelerate.utils import broadcast_object_list
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from sfm_dpo.config import UserError
+from sfm_dpo.run_dir import is_main_process, write_atomically
 
-def newest_checkpoint(run: str | Path, before: float = math.inf) -> str | None:
-    """The newest checkpoint-N with N < `before` that is complete: trainer_state.json is the last file written."""
-    found = [p for p in Path(run).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (p / TRAINER_STATE_NAME).is_file()]
-    found = [p for p in found if p.name.rsplit("-", 1)[1].isdigit()]
-    found = [p for p in found if int(p.name.rsplit("-", 1)[1]) < before]
-    return str(max(found, key=lambda p: int(p.name.rsplit("-", 1)[1]))) if found else None
+COMPLETE, STOP = "complete.json", "STOP"
+KEEP = "KEEP"  # a checkpoint that holds a file of this name is never rotated away
+
+
+def checkpoints(run: str | Path) -> list[Path]:
+    """checkpoint-N of a run, complete or not, oldest first."""
+    found = [p for p in Path(run).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if p.name.rsplit("-", 1)[1].isdigit()]
+    return sorted(found, key=lambda p: int(p.name.rsplit("-", 1)[1]))
+
+
+def why_incomplete(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint; None if it is complete."""
+    try:
+        files = json.loads((checkpoint / COMPLETE).read_text())["files"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "was not written to the end"
+    for name, size in files:
+        path = checkpoint / name
+        if not path.is_file():
+            return f"lacks {name}"
+        if path.stat().st_size != size:
+            return f"has a damaged {name} ({path.stat().st_size:,} bytes of {size:,})"
+    return None
+
+
+def keep_before(run: str | Path, step: float, author: str) -> Path | None:
+    """Writes KEEP into the newest complete checkpoint below `step`, and takes `author`'s KEEP from all older ones.
+
+    Returns that checkpoint, or None where there is none. A KEEP that says another author is left alone.
+    """
+    older = [c for c in checkpoints(run) if int(c.name.rsplit("-", 1)[1]) < step and why_incomplete(c) is None]
+    for checkpoint in older:
+        mark = checkpoint / KEEP
+        if checkpoint == older[-1]:
+            if not mark.exists():
+                mark.write_text(author)
+        elif mark.exists() and mark.read_text() == author:
+            mark.unlink()
+    return older[-1] if older else None
+
+
+def newest_checkpoint(run: str | Path) -> tuple[Path | None, list[str]]:
+    """The newest complete checkpoint, and a line about each newer one that is skipped (never deleted)."""
+    skipped = []
+    for checkpoint in reversed(checkpoints(run)):
+        reason = why_incomplete(checkpoint)
+        if reason is None:
+            return checkpoint, skipped
+        skipped.append(f"{checkpoint} {reason}: skipped")
+    return None, skipped
+
+
+def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
+    """Writes the mark; `facts` is what a resumed run must agree with."""
+    files = {
+        str(path.relative_to(checkpoint)): path.stat().st_size
+        for path in sorted(checkpoint.rglob("*"))
+        if path.is_file() and path.name not in (COMPLETE, KEEP)
+    }
+    write_atomically(checkpoint / COMPLETE, json.dumps({**facts, "files": files}, indent=2) + "\n")
+
+
+def rotate(run: str | Path, limit: int | None) -> None:
+    """Deletes the oldest complete checkpoints beyond `limit`, but none that holds a KEEP file."""
+    complete = [c for c in checkpoints(run) if why_incomplete(c) is None and not (c / KEEP).exists()]
+    for checkpoint in complete[: -limit or None] if limit is not None and len(complete) > limit else []:
+        (checkpoint / COMPLETE).unlink()  # first: a kill in the middle must not leave half of a complete one
+        shutil.rmtree(checkpoint)
+
+
+def check_resume(checkpoint: Path, facts: dict[str, Any], ignore: bool) -> None:
+    """Raises UserError if the run that wrote `checkpoint` had other processes or data than this one."""
+    before = json.loads((checkpoint / COMPLETE).read_text())
+    for name, value in facts.items():
+        if before.get(name) != value and not ignore:
+            raise UserError(
+                f"{checkpoint}: was written with {name} {before.get(name)}, now it is {value}; go on as before, "
+                "choose another output_dir, or say ignore_resume_mismatch: true if it is meant"
+            )
+
+
+# ---- disk
+
+
+def checkpoint_bytes(model: PreTrainedModel, is_deepspeed_16_bit: bool) -> int:
+    """What a checkpoint will take: weights, two moments of AdamW, and under 16-bit ZeRO the fp32 master weights."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    saved = weights if trained == sum(p.numel() for p in model.parameters()) else 4 * trained  # an adapter alone
+    return saved + trained * (12 if is_deepspeed_16_bit else 8)
+
+
+def check_disk(run: str | Path, size: int, limit: int | None, saves: bool) -> None:
+    """Raises UserError if the disk cannot take the checkpoints still to come and one more while it is written."""
+    there = sum(1 for c in checkpoints(run) if why_incomplete(c) is None)
+    needed = size * max(1, (limit or 1) + 1 - there if saves else 1)
+    free = shutil.disk_usage(run).free
+    if free < needed:
+        raise UserError(
+            f"output_dir {run}: {free / 2**30:.1f} GiB are free, checkpoints will take {needed / 2**30:.1f} GiB "
+            f"({size / 2**30:.1f} GiB each); free space, or choose an output_dir on another disk"
+        )
+
+
+# ---- stopping
+
+
+class StopRequested(Exception):
+    """Raised on all ranks where a run stops before its first step."""
+
+
+def stop_requested(run: str | Path) -> bool:
+    return (Path(run) / STOP).exists()
+
+
+def clear_stop(run: str | Path) -> None:
+    if is_main_process():
+        (Path(run) / STOP).unlink(missing_ok=True)
+
+
+def clear_old_stop(run: str | Path) -> bool:
+    """Removes a stop file from before this job; True if there was one. A newer one is meant for this run."""
+    started = float(os.environ.get("SLURM_JOB_START_TIME") or psutil.Process().create_time())
+    try:
+        old = (Path(run) / STOP).stat().st_mtime < started
+    except FileNotFoundError:
+        return False
+    if old:
+        clear_stop(run)
+    return old
+
+
+class StopCallback(TrainerCallback):
+    """Ends the run after the step at which rank 0 sees the stop file: all ranks save, and leave together."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self.step_seconds = self.save_seconds = 0.0
+        self._mark = time.monotonic()
+
+    def on_step_begin(self, *args, **kwargs) -> None:
+        self._mark = time.monotonic()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        self.step_seconds, self._mark = time.monotonic() - self._mark, time.monotonic()
+        seen = [is_main_process() and stop_requested(args.output_dir)]
+        broadcast_object_list(seen, from_process=0)  # a rank that looked a moment later could go on alone, and hang
+        if seen[0] and state.global_step < state.max_steps:
+            self.stopped = control.should_save = control.should_log = control.should_training_stop = True
+
+    def on_save(self, *args, **kwargs) -> None:
+        self.save_seconds = time.monotonic() - self._mark

@@ -100,6 +100,9 @@ class TrainConfig(DPOConfig):
     allow_unnormalized_beta: bool = field(
         default=False, metadata={"help": "Allow beta >= 1 with a loss on summed log-probs."}
     )
+    ignore_resume_mismatch: bool = field(
+        default=False, metadata={"help": "Go on from a checkpoint that other data or another world size wrote."}
+    )
 
 
 DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)
@@ -165,6 +168,8 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
             f"{namespace.global_batch_size} on {world_size} process(es) makes it {steps}; remove the field"
         )
     namespace.gradient_accumulation_steps = steps
+    if namespace.hub_token:  # Trainer pickles its arguments into training_args.bin, in every checkpoint
+        os.environ["HF_TOKEN"], namespace.hub_token = namespace.hub_token, None
     namespace.report_to, tracking = resolve_report_to(namespace.report_to)
     try:
         config = Config(*(cls(**_pick(cls, namespace)) for cls in DATACLASSES), notes=[tracking])

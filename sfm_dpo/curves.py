@@ -30,12 +30,12 @@ PANELS = {
     "grad_norm": ("Gradient norm", {"grad_norm": "gradient norm"}, "L2 norm, before clipping"),
     "learning_rate": ("Learning rate", {"learning_rate": "learning rate"}, "learning rate"),
 }
-_PERF_UNITS = {
-    "perf/tokens_per_second": "real tokens/s, all ranks",
-    "perf/pairs_per_second": "pairs/s",
-    "perf/padding_fraction": "share of tokens",
-    "perf/mfu": "share of the peak",
-    "perf/peak_memory_gib": "GiB",
+_PERF = {  # title and unit; another perf/ metric is drawn under its own name
+    "perf/tokens_per_second": ("Throughput in tokens", "real tokens/s, all ranks"),
+    "perf/pairs_per_second": ("Throughput in pairs", "pairs/s"),
+    "perf/padding_fraction": ("Padding", "share of tokens"),
+    "perf/mfu": ("Model FLOPs utilisation", "share of the GPU's peak"),
+    "perf/peak_memory_gib": ("Peak memory", "GiB per GPU"),
 }
 _STYLE = {
     "font.size": 9,
@@ -66,8 +66,8 @@ def draw_curves(
     """
     panels = dict(PANELS)
     for key in sorted({key for entry in log for key in entry if key.startswith("perf/")}):
-        title = key.removeprefix("perf/").replace("_", " ").replace("mfu", "MFU")
-        panels[key.replace("/", "_")] = (title[:1].upper() + title[1:], {key: title}, _PERF_UNITS.get(key, title))
+        title, unit = _PERF.get(key, (key, key.removeprefix("perf/").replace("_", " ")))
+        panels[re.sub(r"\W", "_", key)] = (title, {key: title}, unit)
     drawn = []
     with matplotlib.rc_context(_STYLE):
         for name, (title, metrics, unit) in panels.items():
@@ -95,7 +95,8 @@ def _draw(name, title, metrics, unit, log, config, restarts) -> Figure | None:
     for color, label in zip(COLORS, metrics.values(), strict=False):
         steps, values = train[label]
         if _has_value(train[label]):
-            window = len(values) // 40 * 2 + 1 if len(values) >= SMOOTH_FROM else 1
+            noisy = len(values) >= SMOOTH_FROM and name not in ("learning_rate", "perf_peak_memory_gib")
+            window = len(values) // 40 * 2 + 1 if noisy else 1
             shown = label if several else "training"
             if window > 1:
                 axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.6)
@@ -111,12 +112,14 @@ def _draw(name, title, metrics, unit, log, config, restarts) -> Figure | None:
     for i, step in enumerate(restarts):
         axes.axvline(step, color=INK, linewidth=0.7, linestyle=":", label="restart" if i == 0 else None)
     if window > 1:
-        axes.plot([], [], color=INK, alpha=0, label=f"line: mean of {window} logged values")
+        axes.set_title(f"line: mean of {window} logged values", loc="right", fontsize=7.5)
+    axes.ticklabel_format(axis="y", useOffset=False, scilimits=(-3, 5))
+    low, high = axes.get_ylim()
+    if high - low < 1e-3 * abs(high):  # a constant: no axis that shows its rounding
+        axes.set_ylim(sorted((0.9 * high, 1.1 * high)))
     handles, _ = axes.get_legend_handles_labels()
     if len(handles) > 1:
-        figure.legend(
-            loc="outside lower left", ncols=3, frameon=False, fontsize=8, handlelength=1.6, columnspacing=1.2
-        )
+        figure.legend(loc="outside lower left", ncols=4, frameon=False, fontsize=8, handlelength=1.4, columnspacing=1)
     return figure
 
 
@@ -130,6 +133,8 @@ def _reference_lines(axes, name: str, config: dict[str, Any]) -> None:
     if name == "accuracy":
         axes.axhline(0.5, color=INK, linewidth=0.7, linestyle="--", alpha=0.7, label="chance")
         axes.set_ylim(-0.03, 1.03)
+    if name == "perf_padding_fraction":
+        axes.set_ylim(0, max(0.1, axes.get_ylim()[1]))
 
 
 def _series(log: list[dict[str, Any]], metric: str) -> tuple[list[int], list[float]]:

@@ -4,9 +4,11 @@ A usable row becomes {"prompt", "chosen", "rejected", "source"}. For conversatio
 lists ({"role", "content", ...}), `prompt` being the shared beginning; for plain text they are strings.
 """
 
+import inspect
 import json
 import os
 import re
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 from datasets import Dataset, Features, Json, Value, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetNotFoundError
+from datasets.fingerprint import Hasher
 from huggingface_hub.errors import HfHubHTTPError
 from trl.data_utils import common_prefix_length
 
@@ -213,6 +216,8 @@ def normalize(rows: Dataset, source: str, num_proc: int | None = None) -> tuple[
         remove_columns=rows.column_names,
         features=_PAIR,
         num_proc=num_proc,
+        # datasets knows an imported function by its name: its cache would outlive a change of this module.
+        new_fingerprint=Hasher.hash((rows._fingerprint, source, inspect.getsource(sys.modules[__name__]))),
         desc=f"Reading {source}",
     )
     reasons = pairs.data.column("dropped").to_pylist()
@@ -229,7 +234,8 @@ def _normalize_batch(batch: dict[str, list], source: str) -> dict[str, list]:
         pair = normalize_pair(prompt, chosen, rejected)
         reason = pair if isinstance(pair, str) else ""
         for name, value in zip(("prompt", "chosen", "rejected"), ([], [], []) if reason else pair, strict=True):
-            out[name].append(value)
+            # datasets 5.2 would take text that happens to be JSON, such as 42 or {}, for its content
+            out[name].append(json.dumps(value) if isinstance(value, str) else value)
         out["source"].append(source)
         out["dropped"].append(reason)
     return out

@@ -11,12 +11,13 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
 from sfm_dpo.answers import Answer, continue_prompts, repeated_4grams
-from sfm_dpo.checkpoint import newest_checkpoint
+from sfm_dpo.checkpoint import KEEP, checkpoints, keep_before
 from sfm_dpo.config import LENGTH_NORMALIZED_LOSSES, UserError
 from sfm_dpo.run_dir import is_main_process, write_atomically
 from sfm_dpo.signals import FAST, SIGMOID_LOSSES, Finding, Log, Run, judge, observed
 
 HEALTH, SAMPLES = "health.json", "samples.json"
+AUTHOR = "guard"  # of its KEEP files
 PROMPTS, NEW_TOKENS = 4, 64  # of one round of generations
 
 
@@ -60,17 +61,13 @@ class Guard(TrainerCallback):
         # The metrics were gathered from all ranks and should be equal on them. A hang is the price of "should".
         new = [[f for f in judge(log, self.run) if f.signal not in known]]
         broadcast_object_list(new)
-        for finding in map(Finding._make, new[0]):
+        for finding in new[0]:
             self.findings.append(finding)
-            before = [e["step"] for e in log if e["step"] < finding.began]
-            # An entry at step s tells of the weights after s - 1 updates; checkpoint-s holds s updates.
-            healthy = newest_checkpoint(args.output_dir, before=before[-1] if before else 0)
-            self._say(finding, healthy)
+            if finding.stops and self.last_healthy is None and is_main_process():
+                self.last_healthy = self._keep_last_healthy(args, log, finding)
+            self._say(finding)
             if finding.stops and self.mode == "stop" and not self.stopped:
                 self.stopped = finding
-            if finding.stops and len([f for f in self.findings if f.stops]) == 1:
-                self.last_healthy = healthy
-                state.best_model_checkpoint = healthy or state.best_model_checkpoint
         if self.stopped:
             control.should_training_stop, control.should_save, control.should_evaluate = True, False, False
         if new[0]:
@@ -83,18 +80,18 @@ class Guard(TrainerCallback):
         return control
 
     def on_save(self, args, state, control, **kwargs):
-        """Keeps a checkpoint that is old enough to lie before a collapse that has begun but is not seen yet.
+        """Keeps from rotation what may turn out to be the last healthy checkpoint.
 
-        transformers never rotates `best_model_checkpoint` away. Checkpoints further apart than FAST need no help:
-        the second newest is old enough. Of ones that are closer, the kept one moves on after 10 x FAST steps.
+        A collapse is seen up to FAST steps after it began, so that is the newest checkpoint of FAST steps ago, and
+        the one that will be it next. Checkpoints further apart than FAST stay long enough without help.
         """
-        if args.load_best_model_at_end or self.last_healthy or not args.save_total_limit:
+        limit = args.save_total_limit
+        if not is_main_process() or self.last_healthy or limit is None:
             return
-        kept, now = state.best_model_checkpoint, state.global_step
-        if kept is None or _step_of(kept) < now - 10 * FAST:
-            state.best_model_checkpoint = newest_checkpoint(args.output_dir, before=now - FAST + 1) or (
-                kept or newest_checkpoint(args.output_dir)
-            )
+        kept = keep_before(args.output_dir, state.global_step - FAST + 1, AUTHOR)
+        after = [c for c in checkpoints(args.output_dir) if _step_of(c) > (_step_of(kept) if kept else 0)]
+        if len(after) > 1 and not any((c / KEEP).exists() for c in after):
+            (after[0] / KEEP).write_text(AUTHOR)
 
     def on_train_end(self, args, state, control, **kwargs):
         self._write(args, [entry for entry in state.log_history if "loss" in entry])
@@ -116,11 +113,17 @@ class Guard(TrainerCallback):
                 checkpoint=self.last_healthy,
             )
 
-    def _say(self, finding: Finding, healthy: str | None) -> None:
+    def _keep_last_healthy(self, args, log: Log, finding: Finding) -> str | None:
+        """An entry at step s tells of the weights after s - 1 updates, and checkpoint-s holds s updates."""
+        before = [entry["step"] for entry in log if entry["step"] < finding.began]
+        kept = keep_before(args.output_dir, before[-1] if before else 0, AUTHOR)
+        return str(kept) if kept else None
+
+    def _say(self, finding: Finding) -> None:
         if is_main_process():
             word = "stop" if finding.stops and self.mode == "stop" else "warning"
             moved = f"; {self._moved():.1%} of the sampled weights changed" if finding.signal == "standstill" else ""
-            where = f"; last healthy checkpoint: {healthy}" if finding.stops and healthy else ""
+            where = f"; last healthy checkpoint: {self.last_healthy or 'none'}" if finding.stops else ""
             print(
                 f"guard: {word}: {finding.signal} at step {finding.step}, begun at step {finding.began}: "
                 f"{finding.seen}{moved}{where}; {finding.remedy}",
@@ -192,8 +195,8 @@ def add_guard(trainer: Any) -> Guard | None:
     return guard
 
 
-def _step_of(checkpoint: str) -> int:
-    return int(checkpoint.rsplit("-", 1)[1])
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.rsplit("-", 1)[1])
 
 
 def _sample_of_weights(model: torch.nn.Module) -> torch.Tensor:

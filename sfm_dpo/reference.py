@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,8 @@ from datasets.config import HF_CACHE_HOME
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from sfm_dpo.config import UserError
+
 SHARD_PAIRS = 256  # at 15,000 tokens/s and 8,192 tokens a sequence, under five minutes of work to lose
 
 
@@ -30,7 +33,7 @@ def cache_folder(dataset: Dataset, **settings: object) -> Path:
     """Folder of the shards for these token ids and settings (weights, dtype, attention, truncation, ...)."""
     settings |= {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
     described = json.dumps({key: str(value) for key, value in sorted(settings.items())})
-    digest = hashlib.sha256(f"{described} {_token_hash(dataset)}".encode()).hexdigest()[:24]
+    digest = hashlib.sha256(f"{described} {token_hash(dataset)}".encode()).hexdigest()[:24]
     return Path(os.path.expanduser(HF_CACHE_HOME)) / "sfm_dpo" / "reference" / digest
 
 
@@ -63,20 +66,25 @@ def compute_shards(
     budget: int,
     forward: Callable[[np.ndarray], torch.Tensor],
     report: Callable[[int], None] = lambda tokens: None,
-) -> None:
-    """Computes and writes the shards numbered `mine`.
+    should_stop: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Computes and writes the shards numbered `mine`. Returns whether all of them are done.
 
     Args:
         forward: rows of a batch -> [B, 2] sums of log-probs, chosen and rejected.
         report: told the tokens of each batch done.
+        should_stop: asked before each shard.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for number in mine:
+        if should_stop():
+            return False
         logps = []
         for rows in batches(shards[number], lengths, budget):
             logps.append(forward(rows).float().cpu().numpy())
             report(int(lengths[rows].sum()))
         write_shard(folder / f"{number:06}.safetensors", shards[number], np.concatenate(logps))
+    return True
 
 
 def write_shard(path: Path, rows: np.ndarray, logps: np.ndarray) -> None:
@@ -97,6 +105,17 @@ def read_shard(path: Path, rows: np.ndarray) -> np.ndarray | None:
         return None
     if checksum != _checksum(stored, logps) or not np.array_equal(stored, rows) or not np.isfinite(logps).all():
         return None
+    return logps
+
+
+def read_all(paths: list[Path], shards: list[np.ndarray]) -> np.ndarray:
+    """[N, 2] log-probs of all rows. Raises UserError where a shard that another rank wrote cannot be read."""
+    logps = np.empty((sum(len(rows) for rows in shards), 2), dtype=np.float32)
+    for path, rows in zip(paths, shards, strict=True):
+        shard = read_shard(path, rows)
+        if shard is None:
+            raise UserError(f"{path}: not there on {platform.node()}; HF_HOME must be a folder that all nodes share")
+        logps[rows] = shard
     return logps
 
 
@@ -121,7 +140,7 @@ class Progress:
         )
 
 
-def _token_hash(dataset: Dataset) -> str:
+def token_hash(dataset: Dataset) -> str:
     """Hash of the ids of all rows, in order."""
     digest = xxhash.xxh3_128()
     columns = ["prompt_ids", "chosen_ids", "rejected_ids"]

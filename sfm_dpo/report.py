@@ -81,7 +81,7 @@ def write_report(run: Path) -> Path:
         drop_reasons=DROP_REASONS,
         changed=changed_fields(facts["config"]),
         config_text=yaml.safe_dump(facts["config"], sort_keys=False, allow_unicode=True),
-        command=shlex.join(map(str, facts["environment"].get("command", []))),
+        command=shell_command(facts["environment"].get("command", [])),
     )
     write_atomically(run / REPORT, page)
     return run / REPORT
@@ -98,14 +98,16 @@ def summary(run: Path) -> str:
         lines.append(("message", status["message"]))
     rows = {row["metric"]: row for row in held_out(facts)}
     if accuracy := rows.get("rewards/accuracies"):
-        lines.append(("held out", f"reward accuracy {accuracy['before']} -> {accuracy['after']}"))
+        pairs = f"{facts['data'].get('eval', 0):,} pairs, 95% interval in brackets"
+        lines.append(("held out", f"reward accuracy {accuracy['before']} -> {accuracy['after']}; {pairs}"))
     losses = [f"training {first:.3f} -> {last:.3f}" for first, last in [first_and_last(facts["log"], "loss")] if first]
     if "loss" in rows:
         losses.append(f"held out {rows['loss']['before']} -> {rows['loss']['after']}")
     if losses:
         lines.append(("loss", ", ".join(losses)))
     if answers := compare_answers(facts["samples"]):
-        lines += [(name, f"{before} -> {after}") for name, before, after in answers["drift"][:1]]
+        name, before, after = answers["drift"][0]
+        lines.append(("answers", f"{name} {before} -> {after}"))
     if any(run.glob("*.safetensors")):
         lines.append(("model", str(run)))
     elif facts["checkpoints"]:
@@ -122,7 +124,7 @@ def sentences(facts: dict[str, Any]) -> list[str]:
     state = status.get("state")
     said = [STATES[state][1] if state in STATES else f"status.json gives no known state ({state})."]
     if status.get("message"):
-        said.append(f"Its message: {status['message']}")
+        said.append(f"Message: {status['message']}")
     if config:
         what = f"{config.get('model_name_or_path')}, trained with DPO ({' + '.join(config.get('loss_type') or ['?'])}"
         what += f", beta {config.get('beta')}, learning rate {config.get('learning_rate')}"
@@ -155,9 +157,8 @@ def sentences(facts: dict[str, Any]) -> list[str]:
 def _held_out_sentences(facts: dict[str, Any], train_loss: float | None) -> list[str]:
     evals, pairs = evaluations(facts["log"]), facts["data"].get("eval", 0)
     if not evals or not pairs or evals[-1]["step"] == 0:
-        return (
-            ["Nothing was held out: training figures alone cannot tell learning from memorising."] if not pairs else []
-        )
+        nothing = "Nothing was held out: training figures alone cannot tell learning from memorising."
+        return [] if pairs else [nothing]
     share = evals[-1].get("eval_rewards/accuracies", math.nan)
     low, high = wilson(share, pairs)
     said = []
@@ -169,7 +170,7 @@ def _held_out_sentences(facts: dict[str, Any], train_loss: float | None) -> list
             f"Of {pairs:,} held-out pairs it gets {share:.0%} right (95% interval {low:.0%} to {high:.0%}): {verdict}."
         )
     before, after = evals[0].get("eval_loss", math.nan), evals[-1].get("eval_loss", math.nan)
-    if train_loss is not None and after > before > train_loss:
+    if train_loss is not None and after > before + 0.01 and train_loss < before - 0.05:  # beyond the noise of both
         said.append(
             f"Held-out loss rose from {before:.3f} to {after:.3f} while training loss fell to {train_loss:.3f}: it "
             "memorised its pairs. Fewer epochs, a lower learning rate or more pairs help."
@@ -185,18 +186,24 @@ def held_out(facts: dict[str, Any]) -> list[dict[str, str]]:
         key = f"eval_{metric}"
         values = [(entry["step"], number(entry[key])) for entry in evals if key in entry]
         if values:
-            before, after = (_with_interval(metric, step, value, pairs) for step, value in (values[0], values[-1]))
-            rows.append({"metric": metric, "text": text, "before": before, "after": after})
+            (step, before), (_, after) = values[0], values[-1]
+            tied = metric == "rewards/accuracies" and step == 0  # policy = reference: no answer has gained
+            rows.append(
+                {
+                    "metric": metric,
+                    "text": text,
+                    "before": "0.50, all ties" if tied else _figure(metric, before, pairs),
+                    "after": _figure(metric, after, pairs),
+                }
+            )
     return rows
 
 
-def _with_interval(metric: str, step: int, value: float, pairs: int) -> str:
+def _figure(metric: str, value: float, pairs: int) -> str:
     if not metric.endswith("accuracies") or not math.isfinite(value) or not pairs:
         return f"{value:.3f}"
-    if metric == "rewards/accuracies" and step == 0:
-        return f"{value:.2f} (all ties)"
     low, high = wilson(value, pairs)
-    return f"{value:.2f} (95% interval {low:.2f} to {high:.2f}, {pairs:,} pairs)"
+    return f"{value:.2f} ({low:.2f} to {high:.2f})"
 
 
 def compare_answers(samples: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -224,6 +231,12 @@ def changed_fields(config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
             defaults[f.name] = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
     changed = [key for key, value in config.items() if value != defaults.get(key) and key not in _DERIVED]
     return [(key, config[key], defaults.get(key)) for key in changed]
+
+
+def shell_command(command: list[str]) -> str:
+    """The command line as one types it, an option a line."""
+    words = [shlex.quote(str(word)) for word in command]
+    return "".join(f" \\\n  {word}" if word.startswith("--") else f" {word}" for word in words).strip()
 
 
 def duration(seconds: float) -> str:

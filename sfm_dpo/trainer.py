@@ -1,5 +1,6 @@
 """One step: TRL's DPOTrainer with tokenised pairs in, packed forward, cached reference, balanced batches."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,48 +11,60 @@ from datasets import Dataset, concatenate_datasets
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 from trl import DPOTrainer
 
-from sfm_dpo import reference
+from sfm_dpo import reference, rewards
 from sfm_dpo.attention import describe_kernel
-from sfm_dpo.config import LENGTH_NORMALIZED_LOSSES, TrainConfig, UserError
+from sfm_dpo.checkpoint import StopRequested, mark_complete, newest_checkpoint, rotate, stop_requested
+from sfm_dpo.compile import compile_layers
+from sfm_dpo.config import TrainConfig, UserError
 from sfm_dpo.hub import write_model_card
 from sfm_dpo.packing import enable_padding_free
 from sfm_dpo.throughput import ForwardFlops, Meter, MeterCallback
 from sfm_dpo.tokenization import pair_tokens
 
-# How far the mean |margin| / 2 of the first batch may be from 0, its value at policy = reference (then the loss is
-# ln 2). 16-bit log-probs move with the shape of the batch.
-STEP_0_TOLERANCE = {False: 1e-3, True: 5e-2}
+COMPILE_FIELDS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 
 
 class SFMDPOTrainer(DPOTrainer):
     """TRL's DPOTrainer on the columns of tokenization.py. Arguments as there; `args` is our TrainConfig."""
 
     def __init__(self, *, args: TrainConfig, **kwargs: Any):
-        self._wants_packing, args.padding_free = args.padding_free, False  # TRL 1.16 would warn that it pads
-        self._packed = False
+        self._packed, args.padding_free = args.padding_free, False  # TRL 1.16 would warn that it pads
+        self._compilation = {name: getattr(args, name) for name in COMPILE_FIELDS}  # see compile.py
+        args.torch_compile, args.torch_compile_backend, args.torch_compile_mode = False, None, None
+        self._patched = False
         self._rebalance: BatchRebalanceSampler | None = None
         self._step_0_checked = False
+        self._eval_batches: list[tuple[int, tuple[str, ...]]] = []  # pairs in each, names of the metrics over pairs
         self._reference_folder: Path | None = None
+        self.train_tokens = reference.token_hash(kwargs["train_dataset"])
         super().__init__(args=args, **kwargs)
-        args.padding_free = self._wants_packing
-        self._pack()
+        args.padding_free = self._packed
+        vars(args).update(self._compilation)
+        self._patch_models()
         self.meter = Meter(ForwardFlops.of(self._bare_model()), reference_in_step=not self.precompute_ref_logps)
         self.add_callback(MeterCallback(self.meter))
 
     def _bare_model(self):
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
-    def _pack(self) -> None:
-        """Makes policy and reference compute real tokens only, once TRL has given them their fused LM head."""
-        if not self._wants_packing or self._packed:
+    def _patch_models(self) -> None:
+        """Packs and compiles policy and reference, as asked, once TRL has given them their fused LM head."""
+        if self._patched:
             return
-        try:
-            enable_padding_free(self._bare_model())
-            if self.ref_model is not None:
-                enable_padding_free(self.accelerator.unwrap_model(self.ref_model))
-        except ValueError as error:  # a model in which sequences of one row would see each other
-            raise UserError(str(error)) from error
-        self._packed = True
+        for model in (self._bare_model(), self.ref_model):
+            if model is None:
+                continue
+            model = self.accelerator.unwrap_model(model)
+            try:
+                if self._packed:
+                    enable_padding_free(model)
+            except ValueError as error:  # a model in which sequences of one row would see each other
+                raise UserError(str(error)) from error
+            if self._compilation["torch_compile"]:
+                compile_layers(
+                    model, self._compilation["torch_compile_backend"], self._compilation["torch_compile_mode"]
+                )
+        self._patched = True
 
     def attention_kernel(self) -> str:
         """What computes packed attention, for the log; it takes the place of `attn_implementation`."""
@@ -59,6 +72,19 @@ class SFMDPOTrainer(DPOTrainer):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
         return describe_kernel(self.accelerator.device, dtype, head_dim)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Loads every weight of a checkpoint, or raises.
+
+        Trainer's own (transformers 5.23) reads the names in the file as they are, but `save_pretrained` may write
+        others (GPT-NeoX's lm_head becomes embed_out, OLMoE's experts are split), and it only warns of what it did not
+        find: the head of the base model would train on. ZeRO and FSDP have checkpoints of their own.
+        """
+        if self.is_fsdp_enabled or is_peft_model(self.model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            saved = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
+            self.model.load_state_dict(saved.state_dict())
 
     # ---- data
 
@@ -101,7 +127,7 @@ class SFMDPOTrainer(DPOTrainer):
         """
         if self.is_fsdp_enabled or (self.is_deepspeed_enabled and self.args.deepspeed_plugin.zero_stage == 3):
             raise UserError("precompute_ref_log_probs true: needs whole weights on each rank; use ZeRO-2")
-        self._pack()
+        self._patch_models()
         model = self.ref_model or self.model
         if self.is_deepspeed_enabled and self.args.bf16:
             model.to(torch.bfloat16)  # what DeepSpeed's engine will do to the policy
@@ -115,6 +141,7 @@ class SFMDPOTrainer(DPOTrainer):
             autocast=self.accelerator.mixed_precision,
             attention=config._attn_implementation,
             packed=self._packed,
+            compilation=self._compilation,
             max_length=self.args.max_length,
             truncation_mode=self.args.truncation_mode,
             ld_alpha=self.ld_alpha,
@@ -138,21 +165,42 @@ class SFMDPOTrainer(DPOTrainer):
 
         budget = batch_size * int(lengths.max(initial=1))  # as many tokens as `batch_size` of the longest pairs
         report = progress if rank == 0 else lambda tokens: None
-        reference.compute_shards(folder, shards, mine, lengths, budget, forward, report)
-        self.accelerator.wait_for_everyone()
+        done = reference.compute_shards(
+            folder, shards, mine, lengths, budget, forward, report, lambda: stop_requested(self.args.output_dir)
+        )
+        finished = self.accelerator.gather(torch.tensor([done], device=self.accelerator.device)).all().item()
+        if not finished:
+            raise StopRequested(f"stopped on request during the reference pass; its shards are kept in {folder}")
 
-        logps = np.empty((len(dataset), 2), dtype=np.float32)
-        for number, rows in enumerate(shards):
-            shard = reference.read_shard(paths[number], rows)
-            if shard is None:
-                raise UserError(
-                    f"reference cache {paths[number]} is not there on {self.accelerator.device} of rank {rank}: "
-                    "HF_HOME must be a folder that all nodes share"
-                )
-            logps[rows] = shard
+        logps = reference.read_all(paths, shards)
         self._reference_folder = folder
         columns = Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})
         return concatenate_datasets([dataset, columns], axis=1)
+
+    # ---- checkpoints
+
+    def resume_facts(self) -> dict[str, Any]:
+        """What a run that goes on from a checkpoint must agree with."""
+        return {"world_size": self.accelerator.num_processes, "train_tokens": self.train_tokens}
+
+    def _save_checkpoint(self, model, trial) -> None:
+        """transformers', then the mark that it is complete, then the rotation that transformers would do before."""
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        try:
+            super()._save_checkpoint(model, trial)
+        except Exception as error:  # torch, safetensors and the OS each have their own for a full disk
+            if shutil.disk_usage(self.args.output_dir).free > 64 * 2**20 and "No space left" not in str(error):
+                raise
+            newest = newest_checkpoint(self.args.output_dir)[0]
+            raise UserError(f"disk full while writing {checkpoint}; the run can go on from {newest}", 1) from error
+        finally:
+            self.args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()
+        if self.is_world_process_zero():
+            mark_complete(checkpoint, {"step": self.state.global_step, **self.resume_facts()})
+            rotate(self.args.output_dir, limit)
+        self.accelerator.wait_for_everyone()
 
     # ---- loss
 
@@ -180,7 +228,9 @@ class SFMDPOTrainer(DPOTrainer):
         unequal = training and self._rebalance is not None
         self.precompute_ref_logps = True
         if unequal:
-            self.accelerator.gather = lambda tensor: _gather_unequal(gather, tensor, self.accelerator.num_processes)
+            self.accelerator.gather = lambda tensor: rewards.gather_unequal(
+                gather, tensor, self.accelerator.num_processes
+            )
         try:
             result = super()._compute_loss(recording, inputs, return_outputs)
             if self.ld_alpha is None:  # with it the log-probs are weighted sums, and TRL's metrics stand
@@ -201,24 +251,14 @@ class SFMDPOTrainer(DPOTrainer):
             log_probs: [2B, L - 1], the policy's log-prob of each response token, 0 elsewhere.
             inputs: TRL's batch with `completion_mask` [2B, L] and the reference's sums [B] each.
         """
-        logps = log_probs.sum(dim=1)
-        reference_logps = torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]]).to(logps.device)
-        lengths = inputs["completion_mask"].sum(dim=1).clamp(min=1)
-        scale = lengths if self.loss_types[0] in LENGTH_NORMALIZED_LOSSES else torch.ones_like(lengths)
-        chosen, rejected = (self.beta * (logps - reference_logps) / scale).chunk(2)
-        prefer_chosen, prefer_rejected = (logps / scale).chunk(2)
+        given = torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
+        scale = rewards.scale(inputs["completion_mask"], self.loss_types[0])
+        metrics = rewards.reward_metrics(log_probs.sum(dim=1), given, scale, self.beta)
         mode = "train" if self.model.training else "eval"
         if mode == "train" and not self._step_0_checked:
-            self._check_step_0(chosen - rejected, inputs, model)
-        metrics = {
-            "rewards/chosen": chosen,
-            "rewards/rejected": rejected,
-            "rewards/margins": chosen - rejected,
-            "rewards/average": (chosen + rejected) / 2,
-            "rewards/accuracies": _share_above(chosen, rejected),
-            "logps/accuracies": _share_above(prefer_chosen, prefer_rejected),
-        }
-        pairs = self.accelerator.gather(torch.stack(list(metrics.values()), dim=1).float())  # [pairs of all ranks, 6]
+            self._check_step_0(metrics["rewards/margins"], given, scale, inputs, model)
+        gather = self.accelerator.gather if mode == "train" else self.accelerator.gather_for_metrics
+        pairs = gather(torch.stack(list(metrics.values()), dim=1).float())  # [pairs of all ranks, 6]
         weight = 1.0
         if mode == "train" and self._rebalance is not None:
             weight = len(pairs) * self._rebalance.grad_accum / self._global_batch_pairs()
@@ -226,61 +266,55 @@ class SFMDPOTrainer(DPOTrainer):
             if name not in ("rewards/average", "logps/accuracies"):
                 self._metrics[mode][name].pop()  # what TRL has just recorded
             self._metrics[mode][name].append(value)
+        if mode == "eval":
+            self._eval_batches.append((len(pairs), tuple(metrics)))
 
-    def _check_step_0(self, margins: torch.Tensor, inputs: dict[str, torch.Tensor], model) -> None:
+    def _check_step_0(self, margins, given: torch.Tensor, scale: torch.Tensor, inputs: dict, model) -> None:
         """At policy = reference the loss is ln 2. If it is not, training would optimise something else.
 
         Raises:
             UserError: naming the likeliest of the causes: dropout, a stale cache, other weights.
         """
         self._step_0_checked = True
-        tolerance = STEP_0_TOLERANCE[self.args.bf16 or self.args.fp16]
+        tolerance = rewards.STEP_0_TOLERANCE["16-bit" if self.args.bf16 or self.args.fp16 else "32-bit"]
         error = margins.abs().mean().item() / 2
         if self.state.global_step or error <= tolerance:
             return
+        once, again = (torch.cat(self.compute_ref_log_probs(model, inputs)) for _ in range(2))
 
-        def off(a, b) -> bool:
-            scale = inputs["completion_mask"].sum(dim=1).clamp(min=1)
-            scale = scale if self.loss_types[0] in LENGTH_NORMALIZED_LOSSES else torch.ones_like(scale)
-            difference = self.beta * (torch.cat(list(a)) - torch.cat(list(b))) / scale
-            return difference.abs().mean().item() > tolerance
+        def differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+            return (self.beta * (a - b) / scale).abs().mean().item() > tolerance
 
-        once, again = (self.compute_ref_log_probs(model, inputs) for _ in range(2))
-        given = inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]
-        if off(once, again):
+        if differ(once, again):
             cause = "two forwards of one batch differ: dropout is on; set disable_dropout: true"
-        elif self.precompute_ref_logps and self._reference_folder is not None:
+        elif self._reference_folder is not None:
             cause = f"the cached reference does not fit these weights; remove {self._reference_folder}"
         else:
-            cause = "policy and reference are different models" if off(once, given) else "the forward is unstable"
+            cause = "policy and reference are different models" if differ(once, given) else "the forward is unstable"
         raise UserError(f"step 0: the loss is off ln 2 by {error:.3g}, more than {tolerance:g}: {cause}")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Called when a run goes on; TRL would count its tokens from 0 again."""
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self._total_train_tokens = next(
+            (int(entry["num_tokens"]) for entry in reversed(self.state.log_history) if "num_tokens" in entry), 0
+        )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self.model.training:
-            counts = torch.tensor(list(self.meter.counts.values()), dtype=torch.float64, device="cpu")
-            device = self.accelerator.device
-            counts = counts.float() if device.type == "mps" else counts
-            totals = self.accelerator.gather(counts[None].to(device)).sum(dim=0).tolist()
+            counts = torch.tensor([list(self.meter.counts.values())], dtype=torch.float64)
+            totals = self.accelerator.gather(counts.to(self.accelerator.device)).sum(dim=0).tolist()
             ranks = self.accelerator.num_processes
             logs |= self.meter.metrics(dict(zip(self.meter.counts, totals, strict=True)), ranks)
+        if not self.model.training and self._eval_batches:
+            # TRL would take the mean over batches, in which the pairs of a smaller last one count for more
+            sizes = np.array([size for size, _ in self._eval_batches])
+            for name in self._eval_batches[0][1]:
+                self._metrics["eval"][name] = [float(np.average(self._metrics["eval"][name], weights=sizes))]
+            self._eval_batches.clear()
         super().log(logs, start_time)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Ours instead of TRL's, which knows neither the loss nor the data. TRL calls it with every checkpoint."""
         if self.is_world_process_zero():
             write_model_card(self.args.output_dir, self.state.log_history)
-
-
-def _share_above(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """1 where a > b, 0 where a < b; a tie counts one half, so that policy = reference scores chance, not 0."""
-    return (a > b).float() + 0.5 * (a == b).float()
-
-
-def _gather_unequal(gather, tensor: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Accelerator.gather for tensors whose first size differs between ranks, which it does not support."""
-    if ranks == 1 or tensor.dim() == 0:
-        return gather(tensor)
-    sizes = gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
-    padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
-    padded[: len(tensor)] = tensor
-    return torch.cat([part[:size] for part, size in zip(gather(padded).chunk(ranks), sizes, strict=True)])

@@ -182,6 +182,14 @@ BAD = {
 }
 
 
+def test_plain_text_that_looks_like_json_stays_text(write_rows):
+    answers = ["42", "0.", "null", "true", '{"a": 1}', "[1, 2]", '"quoted"', "1e5"]
+    rows = [{"prompt": "7", "chosen": answer, "rejected": "no"} for answer in answers]
+    pairs = load_pairs(config(write_rows("json_like.jsonl", rows)))
+    assert pairs.train["chosen"][:] == answers
+    assert pairs.train["prompt"][:] == ["7"] * len(answers)
+
+
 def test_every_row_is_kept_or_counted(write_rows):
     rows = [PAIR] * 5
     for n, row in enumerate(BAD.values(), 1):

@@ -10,6 +10,7 @@ from transformers import TrainerState
 
 import train_dpo
 from sfm_dpo.answers import repeated_4grams
+from sfm_dpo.checkpoint import checkpoints, mark_complete, rotate
 from sfm_dpo.config import UserError, parse_config
 from sfm_dpo.guard import Guard
 from sfm_dpo.signals import FAST, RULES, Run, judge, observed
@@ -306,25 +307,27 @@ def test_warn_names_what_it_saw_and_goes_on(tiny_folder, write_rows, tmp_path, c
     assert Path(health["last_healthy"]).is_dir()  # still there, after checkpoints up to 48 with save_total_limit 2
 
 
-@pytest.mark.parametrize("every", [2, 5, 25])
+@pytest.mark.parametrize("every", [2, 5, 7, 15, 25])
 def test_a_checkpoint_from_before_the_horizon_survives_rotation(tmp_path, every):
-    """Saves and rotates as transformers does: whatever step a collapse is seen at, one begun `FAST` steps ago."""
-    from transformers.trainer_utils import rotate_checkpoints
-
+    """Whatever step a collapse is seen at, one that began up to `FAST` steps ago leaves a checkpoint before it."""
     args = parse_config(["--model_name_or_path", "x", "--dataset_name", "x", "--output_dir", str(tmp_path)]).train
     state, guard = TrainerState(), Guard(None, "stop")
+    (tmp_path / "checkpoint-1").mkdir()  # a user's, and none of the guard's business
+    (tmp_path / "checkpoint-1" / "KEEP").write_text("")
+    mark_complete(tmp_path / "checkpoint-1", {})
     for step in range(every, 181, every):
         folder = tmp_path / f"checkpoint-{step}"
-        folder.mkdir()
-        (folder / "trainer_state.json").touch()
-        rotate_checkpoints(str(tmp_path), 2, state.best_model_checkpoint)
+        folder.mkdir(exist_ok=True)
+        mark_complete(folder, {})
+        rotate(tmp_path, args.save_total_limit)
         state.global_step = step
         guard.on_save(args, state, None)
-        on_disk = sorted(int(p.name.split("-")[1]) for p in tmp_path.iterdir())
+        on_disk = [int(c.name.split("-")[1]) for c in checkpoints(tmp_path)]
+        assert on_disk[0] == 1
         assert step in on_disk
-        assert len(on_disk) <= 2
-        if step >= FAST + every:
-            assert on_disk[0] <= step - FAST
+        assert len(on_disk) <= 1 + 4
+        old = [n for n in on_disk[1:] if n <= step - FAST]
+        assert (max(old) >= step - 2 * FAST - every) if step >= FAST + every else True
 
 
 def test_yaml_off_and_wrong_words_are_answered_in_one_line(tmp_path):

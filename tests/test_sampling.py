@@ -11,8 +11,9 @@ from trl.trainer.utils import add_fused_lm_head
 
 import train_dpo
 from sfm_dpo.config import parse_config
+from sfm_dpo.rewards import gather_unequal
 from sfm_dpo.tokenization import load_tokenizer, pair_tokens
-from sfm_dpo.trainer import SFMDPOTrainer, _gather_unequal
+from sfm_dpo.trainer import SFMDPOTrainer
 from tests.tiny_models import tiny_model
 
 
@@ -153,4 +154,4 @@ def test_slowest_rank(folder, tmp_path):
 
 def test_gather_unequal_on_one_rank_is_a_gather():
     tensor = torch.arange(3.0)
-    assert _gather_unequal(lambda t: t, tensor, 1) is tensor
+    assert gather_unequal(lambda t: t, tensor, 1) is tensor

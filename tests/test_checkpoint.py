@@ -1,0 +1,230 @@
+"""Where were we? Marks and damage, rotation, what must agree to go on, disk space, and whose stop file it is."""
+
+import json
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from sfm_dpo.checkpoint import (
+    COMPLETE,
+    KEEP,
+    STOP,
+    check_disk,
+    check_resume,
+    checkpoint_bytes,
+    checkpoints,
+    clear_old_stop,
+    mark_complete,
+    newest_checkpoint,
+    rotate,
+    stop_requested,
+    why_incomplete,
+)
+from sfm_dpo.config import UserError
+from tests.tiny_models import tiny_model
+
+FACTS = {"step": 1, "world_size": 2, "train_tokens": "abc"}
+
+
+def write_checkpoint(run: Path, step: int, complete: bool = True) -> Path:
+    """A checkpoint's folder with the files that transformers and DeepSpeed would write, small."""
+    folder = run / f"checkpoint-{step}"
+    for name in ("model.safetensors", "trainer_state.json", f"global_step{step}/zero_pp_rank_0.pt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"x" * 100)
+    if complete:
+        mark_complete(folder, FACTS | {"step": step})
+    return folder
+
+
+def names(run: Path) -> list[str]:
+    return [c.name for c in checkpoints(run)]
+
+
+def test_checkpoints_are_sorted_by_step_and_other_folders_are_none(tmp_path):
+    for step in (100, 20, 3):
+        write_checkpoint(tmp_path, step)
+    for other in ("checkpoint-best", "checkpoint-7.tmp", "figures"):
+        (tmp_path / other).mkdir()
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-20", "checkpoint-100"]
+
+
+def test_a_marked_checkpoint_is_complete(tmp_path):
+    folder = write_checkpoint(tmp_path, 3)
+    assert why_incomplete(folder) is None
+    mark = json.loads((folder / COMPLETE).read_text())
+    assert set(mark["files"]) == {"model.safetensors", "trainer_state.json", "global_step3/zero_pp_rank_0.pt"}
+    assert (mark["step"], mark["world_size"]) == (3, 2)
+    (folder / KEEP).touch()  # put there later, by a person or the guard
+    assert why_incomplete(folder) is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda c: (c / COMPLETE).unlink(), "was not written to the end"),
+        (lambda c: (c / COMPLETE).write_text('{"files": {"mo'), "was not written to the end"),
+        (lambda c: (c / COMPLETE).write_text("[]"), "was not written to the end"),
+        (lambda c: (c / COMPLETE).write_text('{"files": ["model.safetensors"]}'), "was not written to the end"),
+        (lambda c: (c / "model.safetensors").unlink(), "lacks model.safetensors"),
+        (lambda c: shutil.rmtree(c / "global_step3"), "lacks global_step3/zero_pp_rank_0.pt"),
+        (
+            lambda c: (c / "model.safetensors").write_bytes(b"x" * 40),
+            r"has a damaged model.safetensors \(40 bytes of 100\)",
+        ),
+    ],
+    ids=["no mark", "half a mark", "no mapping", "no sizes", "file gone", "folder gone", "truncated"],
+)
+def test_damage_is_named_and_skipped_and_nothing_is_deleted(tmp_path, damage, reason):
+    good = write_checkpoint(tmp_path, 2)
+    bad = write_checkpoint(tmp_path, 3)
+    damage(bad)
+    left = sorted(p for p in bad.rglob("*"))
+    newest, skipped = newest_checkpoint(tmp_path)
+    assert newest == good
+    assert len(skipped) == 1
+    assert re.fullmatch(rf"{re.escape(str(bad))} {reason}: skipped", skipped[0]), skipped
+    assert sorted(p for p in bad.rglob("*")) == left
+
+
+def test_newest_of_none(tmp_path):
+    assert newest_checkpoint(tmp_path) == (None, [])
+    assert newest_checkpoint(tmp_path / "absent") == (None, [])
+    write_checkpoint(tmp_path, 1, complete=False)
+    newest, skipped = newest_checkpoint(tmp_path)
+    assert newest is None and len(skipped) == 1
+
+
+def test_older_damage_is_not_spoken_of(tmp_path):
+    write_checkpoint(tmp_path, 1, complete=False)
+    assert newest_checkpoint(write_checkpoint(tmp_path, 2).parent) == (tmp_path / "checkpoint-2", [])
+
+
+def test_rotation_keeps_the_newest_complete_ones(tmp_path):
+    for step in range(1, 6):
+        write_checkpoint(tmp_path, step)
+    rotate(tmp_path, None)
+    assert len(names(tmp_path)) == 5
+    rotate(tmp_path, 5)
+    assert len(names(tmp_path)) == 5
+    rotate(tmp_path, 2)
+    assert names(tmp_path) == ["checkpoint-4", "checkpoint-5"]
+
+
+def test_rotation_neither_counts_nor_deletes_incomplete_and_kept_ones(tmp_path):
+    for step in range(1, 7):
+        write_checkpoint(tmp_path, step, complete=step not in (1, 6))
+    (tmp_path / "checkpoint-2" / KEEP).touch()
+    rotate(tmp_path, 2)
+    # 1 and 6 are incomplete, 2 is kept; of 3, 4, 5 the newest two stay
+    assert names(tmp_path) == [f"checkpoint-{n}" for n in (1, 2, 4, 5, 6)]
+
+
+def test_a_kill_in_the_middle_of_a_rotation_leaves_no_complete_looking_half(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        write_checkpoint(tmp_path, step)
+
+    def killed(folder):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        rotate(tmp_path, 2)
+    assert why_incomplete(tmp_path / "checkpoint-1") == "was not written to the end"
+    assert newest_checkpoint(tmp_path)[0] == tmp_path / "checkpoint-3"
+
+
+def test_a_run_goes_on_only_with_what_wrote_the_checkpoint(tmp_path):
+    folder = write_checkpoint(tmp_path, 3)
+    now = {"world_size": 2, "train_tokens": "abc"}
+    check_resume(folder, now, ignore=False)
+    for name, value, before in (("world_size", 4, "2"), ("train_tokens", "xyz", "abc")):
+        with pytest.raises(UserError) as caught:
+            check_resume(folder, now | {name: value}, ignore=False)
+        message = str(caught.value)
+        assert f"{folder}: was written with {name} {before}, now it is {value}" in message
+        assert "ignore_resume_mismatch: true" in message
+        check_resume(folder, now | {name: value}, ignore=True)
+
+
+# ---- disk
+
+
+def disk_with(monkeypatch, free: int) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+
+
+@pytest.mark.parametrize(
+    ("there", "limit", "saves", "fits"),
+    [
+        (0, 2, True, 3),  # two that are kept and a third while it is written
+        (1, 2, True, 2),
+        (2, 2, True, 1),
+        (5, 2, True, 1),  # never less than the one being written
+        (0, 2, False, 1),  # save_strategy no: only the stop writes one
+        (0, None, True, 2),  # no limit: nobody knows how many; two at least
+    ],
+)
+def test_disk_must_hold_the_checkpoints_to_come(tmp_path, monkeypatch, there, limit, saves, fits):
+    for step in range(there):
+        write_checkpoint(tmp_path, step)
+    size = 2**30
+    disk_with(monkeypatch, fits * size)
+    check_disk(tmp_path, size, limit, saves)
+    disk_with(monkeypatch, fits * size - 1)
+    with pytest.raises(UserError, match=rf"checkpoints will take {fits}\.0 GiB \(1\.0 GiB each\); free space"):
+        check_disk(tmp_path, size, limit, saves)
+
+
+def test_size_of_a_checkpoint_is_that_of_weights_and_optimizer():
+    model = tiny_model("llama", num_hidden_layers=1)
+    count = sum(p.numel() for p in model.parameters())
+    assert checkpoint_bytes(model, is_deepspeed_16_bit=False) == count * (4 + 8)
+    assert checkpoint_bytes(model.bfloat16(), is_deepspeed_16_bit=True) == count * (2 + 12)
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+    adapter = model.lm_head.weight.requires_grad_()  # only what is trained is saved, and moments are of that alone
+    assert checkpoint_bytes(model, is_deepspeed_16_bit=False) == adapter.numel() * (4 + 8)
+
+
+# ---- the stop file
+
+
+def test_a_stop_file_from_before_the_job_is_removed(tmp_path, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_START_TIME", raising=False)
+    stop = tmp_path / STOP
+    assert clear_old_stop(tmp_path) is False
+    stop.touch()
+    # made since this process began: meant for it
+    assert clear_old_stop(tmp_path) is False and stop_requested(tmp_path)
+    before = psutil.Process().create_time() - 5
+    os.utime(stop, (before, before))
+    assert clear_old_stop(tmp_path) is True
+    assert not stop.exists()
+
+
+def test_under_slurm_the_job_is_what_counts_not_the_process(tmp_path, monkeypatch):
+    """The batch script may write STOP between the job's start and that of Python: it must not be thrown away."""
+    stop = tmp_path / STOP
+    stop.touch()
+    early = psutil.Process().create_time() - 5
+    os.utime(stop, (early, early))
+    monkeypatch.setenv("SLURM_JOB_START_TIME", str(int(early) - 60))
+    assert clear_old_stop(tmp_path) is False and stop.exists()
+    monkeypatch.setenv("SLURM_JOB_START_TIME", str(int(time.time()) + 60))
+    assert clear_old_stop(tmp_path) is True and not stop.exists()
+
+
+def test_only_rank_0_removes_it(tmp_path, monkeypatch):
+    stop = tmp_path / STOP
+    stop.touch()
+    os.utime(stop, (1, 1))
+    monkeypatch.setenv("RANK", "1")
+    assert clear_old_stop(tmp_path) is True  # all ranks see the same
+    assert stop.exists()
