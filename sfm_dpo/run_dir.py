@@ -27,7 +27,7 @@ MAY_DIFFER = set(
     """report_to run_name project logging_steps logging_first_step disable_tqdm log_level dataset_num_proc
     dataloader_num_workers dataloader_pin_memory push_to_hub hub_model_id hub_strategy hub_private_repo hub_revision
     hub_always_push save_steps save_total_limit ddp_timeout output_dir resume_from_checkpoint max_dropped_fraction
-    trackio_space_id""".split()
+    trackio_space_id preflight preflight_samples guard guard_generations""".split()
 )
 _PACKAGES = "torch transformers trl accelerate deepspeed datasets peft huggingface_hub tokenizers numpy".split()
 _SLURM = "SLURM_JOB_ID SLURM_JOB_NAME SLURM_JOB_NODELIST SLURM_JOB_PARTITION SLURM_CLUSTER_NAME SLURM_RESTART_COUNT"
@@ -110,6 +110,13 @@ def claim(config: Config) -> bool:
         raise UserError(
             f"output_dir {run}: holds another run ({key} is {before.get(key)} there, {now[key]} here{more}); choose "
             "another output_dir, or remove the folder"
+        )
+    if status and status["state"] == "collapsed" and config.train.guard == "stop":
+        healthy = status["checkpoint"]
+        start = f"from {healthy} (--resume_from_checkpoint {healthy}) " if healthy else ""
+        raise UserError(
+            f"output_dir {run}: the guard stopped this run; start another {start}with a lower learning_rate "
+            "in another output_dir, or go on regardless with --guard warn"
         )
     return not (status and status["state"] == "done")
 

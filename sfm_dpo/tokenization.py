@@ -20,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trl.data_utils import common_prefix_length
 
 from sfm_dpo.config import Config, UserError
+from sfm_dpo.data import Pairs, load_pairs
 
 # Rows a call of the tokenizer: it holds some 300 bytes a token beside the ids, and a long pair has 50,000 tokens.
 BATCH_ROWS = 100
@@ -34,6 +35,7 @@ _TOKENS = Features(
         "chosen_length": _COUNT,
         "rejected_length": _COUNT,
         "prompt_trimmed": _COUNT,  # tokens taken from the prompt's end because prompt+response diverges from it
+        "source": Value("string"),
         "dropped": Value("string"),
     }
 )
@@ -125,6 +127,36 @@ def tokenize_pairs(
     return tokens.remove_columns("dropped"), counts
 
 
+def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Pairs, list[str]]:
+    """The pairs of a run as token ids, train and eval split, and lines that say what happened to their prompts.
+
+    Raises:
+        UserError: as `load_pairs`; no pair of a split fits into max_length; too many were dropped.
+    """
+    args, pairs, notes = config.train, load_pairs(config), []
+    for split in ("train", "eval"):
+        texts = getattr(pairs, split)
+        if texts is None:
+            continue
+        tokens, counts = tokenize_pairs(
+            texts, tokenizer, args.max_length, args.max_prompt_length, args.dataset_num_proc
+        )
+        if cut := counts.pop("prompt_cut"):
+            limit = args.max_prompt_length
+            notes.append(f"{split}: {cut:,} prompts are longer than max_prompt_length {limit} and keep their end")
+        if trimmed := counts.pop("prompt_trimmed"):
+            notes.append(
+                f"{split}: {trimmed:,} prompts are no token prefix of prompt+response; their last tokens count as "
+                "response"
+            )
+        pairs.dropped.update(counts)
+        if not len(tokens):
+            raise UserError(f"max_length {args.max_length}: no {split} pair fits; raise it or set max_prompt_length")
+        setattr(pairs, split, tokens)
+    pairs.check_dropped(args.max_dropped_fraction)
+    return pairs, notes
+
+
 def pair_tokens(tokens: Dataset, max_length: int | None) -> np.ndarray:
     """What each pair costs: [N] tokens of chosen and rejected sequence together, after truncation to `max_length`."""
     columns = tokens.select_columns(["prompt_length", "chosen_length", "rejected_length"]).with_format("numpy")[:]
@@ -147,7 +179,8 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
 def _tokenize_batch(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> dict[str, list]:
     ids, reasons = _encode(batch, tokenizer)
     out: dict[str, list] = {name: [] for name in _TOKENS}
-    for prompt, prompt_chosen, prompt_rejected, reason in zip(*ids, reasons, strict=True):
+    sources = batch["source"] if "source" in batch else [None] * len(reasons)
+    for prompt, prompt_chosen, prompt_rejected, reason, source in zip(*ids, reasons, sources, strict=True):
         # As in TRL: the responses start where the prompt stops being a prefix of prompt+response.
         length = min(common_prefix_length(prompt, prompt_chosen), common_prefix_length(prompt, prompt_rejected))
         row = {
@@ -155,6 +188,7 @@ def _tokenize_batch(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) 
             "chosen_ids": prompt_chosen[length:],
             "rejected_ids": prompt_rejected[length:],
             "prompt_trimmed": len(prompt) - length,
+            "source": source,
             # A template may leave out what made the two sides differ, or strip white space.
             "dropped": reason or ("chosen_equals_rejected" if prompt_chosen == prompt_rejected else ""),
         }

@@ -20,7 +20,7 @@ from sfm_dpo.compile import compile_layers
 from sfm_dpo.config import parse_config
 from sfm_dpo.packing import enable_padding_free
 from sfm_dpo.run_dir import write_status
-from sfm_dpo.tokenization import load_tokenizer
+from sfm_dpo.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.trainer import SFMDPOTrainer
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -155,7 +155,7 @@ def make_trainer(folder: Path, out: Path, extra: str) -> SFMDPOTrainer:
     config = parse_config(arguments(folder, out, extra))
     set_seed(0)
     tokenizer = load_tokenizer(config)
-    train_set = train_dpo.prepare(train_dpo.load_pairs(config), "train", tokenizer, config)
+    train_set = load_token_pairs(config, tokenizer)[0].train
     config.train.model_init_kwargs = {"dtype": "float32"} | (config.train.model_init_kwargs or {})
     return SFMDPOTrainer(
         model=config.model.model_name_or_path, args=config.train, train_dataset=train_set, processing_class=tokenizer
