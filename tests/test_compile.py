@@ -147,7 +147,9 @@ def folder(tmp_path_factory) -> Path:
 def arguments(folder: Path, out: Path, extra: str) -> list[str]:
     argv = f"--model_name_or_path {folder / 'model'} --dataset_name {folder / 'pairs.jsonl'} --output_dir {out}"
     argv += " --global_batch_size 4 --per_device_train_batch_size 2 --max_length 64 --learning_rate 1e-3"
-    argv += f" --logging_steps 1 --save_strategy no --report_to none --bf16 false --max_steps 3 {extra}"
+    argv += (
+        f" --logging_steps 1 --save_strategy no --report_to none --bf16 false --max_steps 3 --preflight skip {extra}"
+    )
     return argv.split()
 
 

@@ -71,7 +71,7 @@ def replay(log: list[dict], facts: Run):
 
 
 def healthy(steps: int, end_loss: float = 0.5, noise: float = 0.03, seed: int = 0, warmup: float = 0.1) -> list[dict]:
-    """Shaped like OLMo's DPO: warmup, linear decay, loss from ln 2 down to `end_loss`, chosen falling with rejected."""
+    """Shaped like OLMo's DPO: warmup, linear decay, loss from ln 2 to `end_loss`, chosen falling with rejected."""
     rng, log, area = random.Random(seed), [], 0.0
     rates = [min((i + 1) / (warmup * steps), (steps - i) / steps / (1 - warmup)) for i in range(steps)]
     for i, rate in enumerate(rates):
@@ -249,7 +249,7 @@ def test_a_run_that_collapses_is_stopped_and_its_last_healthy_checkpoint_kept(
 ):
     out = tmp_path / "run"
     argv = command(tiny_folder("llama"), write_rows("p.jsonl", rows(24)), out, "--learning_rate", "1e-3")
-    assert train_dpo.main(argv + ["--warmup_steps", "40"]) == 4
+    assert train_dpo.main([*argv, "--warmup_steps", "40"]) == 4
     status, health = (json.loads((out / name).read_text()) for name in ("status.json", "health.json"))
     assert (status["state"], status["exit_code"]) == ("collapsed", 4)
     assert health["verdict"] == "collapsed"
@@ -267,7 +267,7 @@ def test_a_run_that_collapses_is_stopped_and_its_last_healthy_checkpoint_kept(
     assert finding["signal"] in capsys.readouterr().err
     assert "collapsed" in (out / "report.html").read_text()
 
-    assert train_dpo.main(argv + ["--warmup_steps", "40"]) == 2  # it does not go on by itself
+    assert train_dpo.main([*argv, "--warmup_steps", "40"]) == 2  # it does not go on by itself
     assert "the guard stopped this run" in capsys.readouterr().err
     assert json.loads((out / "status.json").read_text())["state"] == "collapsed"
 
@@ -300,7 +300,7 @@ def test_a_healthy_run_is_left_alone_and_says_so(tiny_folder, write_rows, tmp_pa
 def test_warn_names_what_it_saw_and_goes_on(tiny_folder, write_rows, tmp_path, capsys):
     out = tmp_path / "run"
     argv = command(tiny_folder("llama"), write_rows("p.jsonl", rows(24)), out, "--learning_rate", "1e-3")
-    assert train_dpo.main(argv + ["--warmup_steps", "40", "--guard", "warn"]) == 0
+    assert train_dpo.main([*argv, "--warmup_steps", "40", "--guard", "warn"]) == 0
     health = json.loads((out / "health.json").read_text())
     assert (health["verdict"], health["stopped"], health["steps"]) == ("collapsed", False, 48)
     assert "guard: warning:" in capsys.readouterr().out
