@@ -60,7 +60,7 @@ def run(trained, tmp_path):
 @pytest.fixture
 def without_curves(monkeypatch):
     """For tests of the page's text: drawing takes seconds, and has tests of its own."""
-    monkeypatch.setattr("sfm_dpo.report.draw_curves", lambda *args: [])
+    monkeypatch.setattr("sfm_dpo.report.draw_curves", lambda *args, **kwargs: [])
 
 
 def state_of(run: Path) -> dict:
