@@ -19,7 +19,6 @@ from pathlib import Path
 
 from transformers import PrinterCallback, ProgressCallback
 from trl import get_peft_config, get_quantization_config
-from trl.trainer.utils import global_then_local_main_first
 
 from sfm_dpo.checkpoint import (
     StopCallback,
@@ -32,14 +31,13 @@ from sfm_dpo.checkpoint import (
     newest_checkpoint,
 )
 from sfm_dpo.config import Config, UserError, parse_config
-from sfm_dpo.data import Pairs, load_pairs
 from sfm_dpo.guard import add_guard
 from sfm_dpo.model import load_model_config, model_init_kwargs
 from sfm_dpo.preflight import check_vocabulary, preflight_phase
 from sfm_dpo.progress import ProgressLine
 from sfm_dpo.report import summary, write_report
-from sfm_dpo.run_dir import RESOLVED_CONFIG, claim, describe, is_main_process, write_status
-from sfm_dpo.tokenization import load_tokenizer, tokenize_pairs
+from sfm_dpo.run_dir import RESOLVED_CONFIG, claim, describe, is_main_process, main_process_first, write_status
+from sfm_dpo.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.trainer import SFMDPOTrainer
 
 
@@ -80,11 +78,10 @@ def train(config: Config) -> int:
     model_config = load_model_config(config)
     tokenizer = load_tokenizer(config)
 
-    with global_then_local_main_first():  # rank 0 fills the cache, the others read it
-        pairs = load_pairs(config)
-        train_set = prepare(pairs, "train", tokenizer, config)
-        eval_set = prepare(pairs, "eval", tokenizer, config) if pairs.eval is not None else None
-    pairs.check_dropped(args.max_dropped_fraction)
+    pairs, notes = main_process_first(lambda: load_token_pairs(config, tokenizer))
+    train_set, eval_set = pairs.train, pairs.eval
+    for note in notes:
+        say(note)
     check_vocabulary(train_set, tokenizer, model_config.get_text_config().vocab_size)
     say(f"data\n{pairs.table()}")
     if is_main_process():
@@ -158,25 +155,6 @@ def stopped(config: Config, message: str) -> int:
     report(config)
     say(f"{message}; the same command goes on from {checkpoint or 'the beginning'}")
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else 75
-
-
-def prepare(pairs: Pairs, split: str, tokenizer, config: Config):
-    """Token ids of a split; what was dropped on the way is added to the account of `pairs`."""
-    args = config.train
-    tokens, counts = tokenize_pairs(
-        getattr(pairs, split), tokenizer, args.max_length, args.max_prompt_length, args.dataset_num_proc
-    )
-    if cut := counts.pop("prompt_cut"):
-        say(f"{split}: {cut:,} prompts are longer than max_prompt_length {args.max_prompt_length} and keep their end")
-    if trimmed := counts.pop("prompt_trimmed"):
-        say(
-            f"{split}: {trimmed:,} prompts are no token prefix of prompt+response; their last tokens count as response"
-        )
-    pairs.dropped.update(counts)
-    if not len(tokens):
-        raise UserError(f"max_length {args.max_length}: no {split} pair fits; raise it or set max_prompt_length")
-    setattr(pairs, split, tokens)
-    return tokens
 
 
 def report(config: Config) -> None:

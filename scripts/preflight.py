@@ -21,12 +21,10 @@ import tempfile
 
 import numpy as np
 
-import train_dpo
 from sfm_dpo.config import UserError, parse_config
-from sfm_dpo.data import load_pairs
 from sfm_dpo.model import load_model_config, model_init_kwargs
 from sfm_dpo.preflight import as_text, check_vocabulary, run_preflight
-from sfm_dpo.tokenization import load_tokenizer
+from sfm_dpo.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.trainer import SFMDPOTrainer
 
 
@@ -54,9 +52,8 @@ def preflight(argv: list[str]) -> dict:
     args = config.train
     model_config = load_model_config(config)
     tokenizer = load_tokenizer(config)
-    pairs = load_pairs(config)
-    tokens = train_dpo.prepare(pairs, "train", tokenizer, config)
-    pairs.check_dropped(args.max_dropped_fraction)
+    pairs, _ = load_token_pairs(config, tokenizer)
+    tokens = pairs.train
     check_vocabulary(tokens, tokenizer, model_config.get_text_config().vocab_size)
     print(f"data\n{pairs.table()}", flush=True)
 

@@ -38,7 +38,7 @@ _PERF = {  # title and unit; another perf/ metric is drawn under its own name
     "perf/mfu": ("Model FLOPs utilisation", "share of the GPU's peak"),
     "perf/peak_memory_gib": ("Peak memory", "GiB per GPU"),
 }
-_STYLE = {
+STYLE = {
     "font.size": 9,
     "font.family": "DejaVu Sans",
     "text.color": INK,
@@ -75,13 +75,13 @@ def draw_curves(
         title, unit = _PERF.get(key, (key, key.removeprefix("perf/").replace("_", " ")))
         panels[re.sub(r"\W", "_", key)] = (title, {key: title}, unit)
     drawn = []
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         for name, (title, metrics, unit) in panels.items():
             figure = _draw(name, title, metrics, unit, log, config, restarts, alarms)
             if figure is not None:
                 folder.mkdir(exist_ok=True)
                 figure.savefig(folder / f"{name}.png", dpi=160, facecolor="white")
-                drawn.append((title, _svg(figure, name)))
+                drawn.append((title, to_svg(figure, name)))
     return drawn
 
 
@@ -166,7 +166,7 @@ def _running_mean(values: list[float], window: int) -> list[float]:
     return means
 
 
-def _svg(figure: Figure, name: str) -> str:
+def to_svg(figure: Figure, name: str) -> str:
     """The figure as an SVG element for a page: transparent, in the page's text colour, ids unique to the panel."""
     text = io.StringIO()
     figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})

@@ -9,14 +9,17 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
+from accelerate.utils import broadcast_object_list
 
 from sfm_dpo.config import Config, UserError, as_dict
 
+T = TypeVar("T")
 RESOLVED_CONFIG, ENVIRONMENT, DATA, STATUS = "resolved_config.yaml", "environment.json", "data.json", "status.json"
 
 # A run may go on with these changed: they touch neither the objective, nor the data, nor their order.
@@ -32,6 +35,25 @@ _SLURM = "SLURM_JOB_ID SLURM_JOB_NAME SLURM_JOB_NODELIST SLURM_JOB_PARTITION SLU
 
 def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
+
+
+def main_process_first(action: Callable[[], T]) -> T:
+    """Runs `action` on rank 0, which fills caches, then on the others, which read them.
+
+    A UserError of rank 0 is raised on every rank, so that all leave with the same line. (Under accelerate's
+    `main_process_first` the others would die at the barrier, with a traceback that hides it.)
+    """
+    result, error = None, None
+    if is_main_process():
+        try:
+            result = action()
+        except UserError as raised:
+            error = raised
+    outcome = [error and (str(error), error.exit_code)]
+    broadcast_object_list(outcome, from_process=0)
+    if outcome[0]:
+        raise error or UserError(*outcome[0])
+    return result if is_main_process() else action()
 
 
 def read_status(run: str | Path) -> dict[str, Any] | None:
