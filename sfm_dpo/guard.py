@@ -90,6 +90,7 @@ class Guard(TrainerCallback):
             return
         kept = keep_before(args.output_dir, state.global_step - FAST + 1, AUTHOR)
         after = [c for c in checkpoints(args.output_dir) if _step_of(c) > (_step_of(kept) if kept else 0)]
+        after = [c for c in after if not (c / KEEP).exists() or (c / KEEP).read_text() == AUTHOR]
         if len(after) > 1 and not any((c / KEEP).exists() for c in after):
             (after[0] / KEEP).write_text(AUTHOR)
 

@@ -201,9 +201,10 @@ def preflight_phase(trainer, config: Config) -> None:
     if mode == "skip":
         return
     result = run_preflight(trainer, config) | {"preflight": mode}
+    result["text"] = as_text(result)
     if is_main_process():
         write_atomically(path, json.dumps(result, indent=2) + "\n")
-        print(as_text(result), flush=True)
+        print(result["text"], flush=True)
     if result["verdict"] == "no-go" and mode == "abort":
         raise refusal(result)
 

@@ -64,7 +64,9 @@ def write_report(run: Path) -> Path:
     """
     run = Path(run)
     facts = read_run(run)
-    curves = draw_curves(facts["log"], facts["config"], restarts(facts), run / FIGURES)
+    found = facts["health"].get("findings", [])
+    alarms = tuple((f["began"], f["signal"]) for f in found if isinstance(f, dict) and {"began", "signal"} <= f.keys())
+    curves = draw_curves(facts["log"], facts["config"], restarts(facts), run / FIGURES, alarms)
     template = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     ).get_template("report.html.jinja")

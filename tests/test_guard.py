@@ -215,8 +215,8 @@ def test_the_table_in_the_docs_is_the_table_in_the_code():
     lines = [
         f"| `{r.signal}` | {'stop' if r.stops else 'warning'} | {r.when} | {r.source} | {r.remedy} |" for r in RULES
     ]
-    text = DOCS.read_text()
-    assert [line for line in text.splitlines() if line.startswith("| `")][-len(lines) :] == lines
+    table = "|---|\n" + "\n".join(lines) + "\n\n"  # all of it: from the header's rule to the empty line
+    assert table in DOCS.read_text()
 
 
 # ---- the callback, on real training

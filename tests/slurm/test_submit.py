@@ -51,9 +51,10 @@ def overrides(**fields) -> list[str]:
         "per_device_train_batch_size": 1,
         "learning_rate": 1e-4,
         "dataset_num_proc": 1,
+        "preflight": "warn",  # random weights find every answer impossible
+        "guard": "warn",
         "bf16": "false",
         "report_to": "none",
-        "preflight": "skip",  # random weights find every answer impossible
     }
     return [arg for key, value in (small | fields).items() for arg in (f"--{key}", str(value))]
 
