@@ -79,20 +79,12 @@ def train(config: Config) -> int:
     model_config = load_model_config(config)
     tokenizer = load_tokenizer(config)
 
-<<<<<<< HEAD
+    checkpoint = find_start(args, say)
     pairs, notes = main_process_first(lambda: load_token_pairs(config, tokenizer))
     train_set, eval_set = pairs.train, pairs.eval
     for note in notes:
         say(note)
     check_vocabulary(train_set, tokenizer, model_config.get_text_config().vocab_size)
-=======
-    checkpoint = find_start(args, say)
-    with global_then_local_main_first():  # rank 0 fills the cache, the others read it
-        pairs = load_pairs(config)
-        train_set = prepare(pairs, "train", tokenizer, config)
-        eval_set = prepare(pairs, "eval", tokenizer, config) if pairs.eval is not None else None
-    pairs.check_dropped(args.max_dropped_fraction)
->>>>>>> ops
     say(f"data\n{pairs.table()}")
     if is_main_process():
         describe(config, pairs.as_dict(), step_of(checkpoint))

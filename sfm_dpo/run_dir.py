@@ -11,11 +11,8 @@ import secrets
 import shutil
 import subprocess
 import sys
-<<<<<<< HEAD
 from collections.abc import Callable
-=======
 from datetime import datetime, timezone
->>>>>>> ops
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,11 +31,8 @@ MAY_DIFFER = set(
     """report_to run_name project logging_steps logging_first_step disable_tqdm log_level dataset_num_proc
     dataloader_num_workers dataloader_pin_memory push_to_hub hub_model_id hub_strategy hub_private_repo hub_revision
     hub_always_push save_steps save_total_limit ddp_timeout output_dir resume_from_checkpoint max_dropped_fraction
-<<<<<<< HEAD
-    trackio_space_id preflight preflight_samples guard guard_generations""".split()
-=======
-    trackio_space_id ignore_resume_mismatch gradient_accumulation_steps""".split()
->>>>>>> ops
+    trackio_space_id preflight preflight_samples guard guard_generations ignore_resume_mismatch
+    gradient_accumulation_steps""".split()
 )
 _PACKAGES = "torch transformers trl accelerate deepspeed datasets peft huggingface_hub tokenizers numpy".split()
 _SLURM = "SLURM_JOB_ID SLURM_JOB_NAME SLURM_JOB_NODELIST SLURM_JOB_PARTITION SLURM_CLUSTER_NAME SLURM_RESTART_COUNT"
