@@ -156,6 +156,8 @@ def train(argv: list[str]) -> int:
 def compare(run: Path, base: str, prompts: list[list[dict]]) -> None:
     """Prints the held-out figures and answers before and after, and where everything is."""
     from sfm_dpo.answers import generate_answers, side_by_side
+    from sfm_dpo.history import evaluations, read_run
+    from sfm_dpo.report import compare_answers, write_report
 
     print(f"\nanswering the {len(prompts)} held-out questions with both models, about half a minute\n", flush=True)
     before, after = generate_answers(base, prompts), generate_answers(str(run), prompts)
@@ -164,21 +166,31 @@ def compare(run: Path, base: str, prompts: list[list[dict]]) -> None:
         print(side_by_side(f"before: {length(old)}", f"after: {length(new)}"))
         print(side_by_side(old.text, new.text) + "\n")
 
-    log = json.loads((run / "trainer_state.json").read_text())["log_history"]
-    start, *_, end = [entry for entry in log if "eval_loss" in entry]
+    samples = [
+        {
+            "prompt": prompt[-1]["content"],
+            "before": old.text,
+            "after": new.text,
+            "before_tokens": old.tokens,
+            "after_tokens": new.tokens,
+        }
+        for prompt, old, new in zip(prompts, before, after, strict=True)
+    ]
+    (run / "samples.json").write_text(json.dumps(samples, indent=2) + "\n")
+    report = write_report(run)  # once more, with the answers
+
+    first, *_, last = evaluations(read_run(run)["log"])
     rows = [
-        ("reward accuracy", *(f"{e['eval_rewards/accuracies']:.2f}" for e in (start, end))),
-        ("likelier per token: the chosen answer", *(f"{e['eval_logps/accuracies']:.2f}" for e in (start, end))),
-        ("loss", *(f"{e['eval_loss']:.3f}" for e in (start, end))),
-        ("mean answer length, tokens", *(f"{sum(a.tokens for a in x) / len(x):.0f}" for x in (before, after))),
+        ("reward accuracy", "0.50", f"{last['eval_rewards/accuracies']:.2f}"),
+        ("likelier per token: the chosen answer", *(f"{e['eval_logps/accuracies']:.2f}" for e in (first, last))),
+        ("loss", *(f"{e['eval_loss']:.3f}" for e in (first, last))),
+        *compare_answers(samples)["drift"],
         ("answers cut at the limit", *(f"{sum(a.cut for a in x)} of {len(x)}" for x in (before, after))),
     ]
     print(f"{f'Held out: {len(prompts)} questions':<40}{'before':>10}{'after':>10}")
     for name, *values in rows:
         print(f"  {name:<38}{values[0]:>10}{values[1]:>10}")
-    print("Rewards measure the change since the start, so 0.50 (chance) is where every run begins.\n")
-
-    report = next(path for path in (run / "report.html", run / "README.md") if path.is_file())
+    print("Rewards measure the change since the start: before it all pairs tie, which counts as 0.50 (chance).\n")
     print(f"  model    {run}\n  report   {report}\n  logs     {LOG}, every metric in {run}/trainer_state.json")
 
 
