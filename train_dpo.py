@@ -6,7 +6,8 @@ CPU, one process:   python train_dpo.py --config recipes/demo.yaml
 Slurm:              sbatch scripts/dpo_train.sh --learning_rate 5e-7
 
 Any field of TRL's DPOConfig, of its ModelConfig and of sfm_dpo/config.py can be given in the recipe and overridden
-after it. Exit codes: 0 done, 1 crashed, 2 wrong configuration or data (docs/design.md has the others).
+after it. Exit codes: 0 done, 1 crashed, 2 wrong configuration or data, 3 refused by the preflight, 4 stopped by the
+guard (docs/health.md).
 """
 
 import sfm_dpo  # noqa: F401  (first: it reads .env)
@@ -18,7 +19,6 @@ from pathlib import Path
 
 from transformers import PrinterCallback, ProgressCallback
 from trl import get_peft_config, get_quantization_config
-from trl.trainer.utils import global_then_local_main_first
 
 from sfm_dpo.checkpoint import (
     StopCallback,
@@ -26,17 +26,19 @@ from sfm_dpo.checkpoint import (
     check_disk,
     check_resume,
     checkpoint_bytes,
-    clear_old_stop,
     clear_stop,
+    find_start,
     newest_checkpoint,
+    step_of,
 )
 from sfm_dpo.config import Config, UserError, parse_config
-from sfm_dpo.data import Pairs, load_pairs
+from sfm_dpo.guard import add_guard
 from sfm_dpo.model import load_model_config, model_init_kwargs
+from sfm_dpo.preflight import check_vocabulary, preflight_phase
 from sfm_dpo.progress import ProgressLine
 from sfm_dpo.report import summary, write_report
-from sfm_dpo.run_dir import RESOLVED_CONFIG, claim, describe, is_main_process, write_status
-from sfm_dpo.tokenization import load_tokenizer, tokenize_pairs
+from sfm_dpo.run_dir import RESOLVED_CONFIG, claim, describe, is_main_process, main_process_first, write_status
+from sfm_dpo.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.trainer import SFMDPOTrainer
 
 
@@ -51,13 +53,14 @@ def main(argv: list[str]) -> int:
         return train(config)
     except StopRequested as stop:
         clear_stop(config.train.output_dir)
-        return stopped(config, str(stop))
+        return stopped(config, str(stop), shards=stop.shards)
     except UserError as error:
         if is_main_process():
             print(f"error: {error}", file=sys.stderr, flush=True)
-        if config is not None and "output_dir" not in str(error):
+        if config is not None and (error.exit_code != 2 or "output_dir" not in str(error)):
             os.makedirs(config.train.output_dir, exist_ok=True)
-            write_status(config.train.output_dir, "failed", error.exit_code, str(error))
+            state = {3: "refused", 4: "collapsed"}.get(error.exit_code, "failed")
+            write_status(config.train.output_dir, state, error.exit_code, str(error), **error.status)
             report(config)
         return error.exit_code
     except BaseException as error:
@@ -73,25 +76,27 @@ def train(config: Config) -> int:
         say(note)
 
     # The model's own configuration first: a wrong path costs a second, not a download.
-    load_model_config(config)
+    model_config = load_model_config(config)
     tokenizer = load_tokenizer(config)
 
+<<<<<<< HEAD
+    pairs, notes = main_process_first(lambda: load_token_pairs(config, tokenizer))
+    train_set, eval_set = pairs.train, pairs.eval
+    for note in notes:
+        say(note)
+    check_vocabulary(train_set, tokenizer, model_config.get_text_config().vocab_size)
+=======
+    checkpoint = find_start(args, say)
     with global_then_local_main_first():  # rank 0 fills the cache, the others read it
         pairs = load_pairs(config)
         train_set = prepare(pairs, "train", tokenizer, config)
         eval_set = prepare(pairs, "eval", tokenizer, config) if pairs.eval is not None else None
     pairs.check_dropped(args.max_dropped_fraction)
+>>>>>>> ops
     say(f"data\n{pairs.table()}")
     if is_main_process():
-        describe(config, pairs.as_dict())
-        write_status(args.output_dir, "running", step=0)
-
-    if clear_old_stop(args.output_dir):
-        say(f"{args.output_dir}/STOP was left over from earlier: removed")
-    checkpoint, skipped = newest_checkpoint(args.output_dir)
-    checkpoint = Path(args.resume_from_checkpoint) if args.resume_from_checkpoint else checkpoint
-    for line in skipped:
-        say(line)
+        describe(config, pairs.as_dict(), step_of(checkpoint))
+        write_status(args.output_dir, "running", step=step_of(checkpoint))
 
     args.eval_on_start = eval_set is not None and checkpoint is None  # held-out figures before as well as after
     args.model_init_kwargs = model_init_kwargs(config)
@@ -120,8 +125,14 @@ def train(config: Config) -> int:
     if checkpoint:
         check_resume(checkpoint, trainer.resume_facts(), args.ignore_resume_mismatch)
         say(f"going on from {checkpoint}")
+    else:
+        preflight_phase(trainer, config)
+    guard = add_guard(trainer)
 
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if guard and guard.stopped:
+        trainer.save_state()
+        guard.raise_if_stopped()
     if stop.stopped:
         clear_stop(args.output_dir)
         trainer.save_state()
@@ -139,33 +150,14 @@ def train(config: Config) -> int:
     return 0
 
 
-def stopped(config: Config, message: str) -> int:
+def stopped(config: Config, message: str, **extra) -> int:
     """Says that the run can go on. A launcher would make a crash of 75, so there the ranks leave with 0."""
     checkpoint, _ = newest_checkpoint(config.train.output_dir)
-    step = int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else 0
-    write_status(config.train.output_dir, "stopped", 75, message, step=step, checkpoint=checkpoint and str(checkpoint))
+    where = {"step": step_of(checkpoint), "checkpoint": checkpoint and str(checkpoint)}
+    write_status(config.train.output_dir, "stopped", 75, message, **where, **extra)
     report(config)
     say(f"{message}; the same command goes on from {checkpoint or 'the beginning'}")
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else 75
-
-
-def prepare(pairs: Pairs, split: str, tokenizer, config: Config):
-    """Token ids of a split; what was dropped on the way is added to the account of `pairs`."""
-    args = config.train
-    tokens, counts = tokenize_pairs(
-        getattr(pairs, split), tokenizer, args.max_length, args.max_prompt_length, args.dataset_num_proc
-    )
-    if cut := counts.pop("prompt_cut"):
-        say(f"{split}: {cut:,} prompts are longer than max_prompt_length {args.max_prompt_length} and keep their end")
-    if trimmed := counts.pop("prompt_trimmed"):
-        say(
-            f"{split}: {trimmed:,} prompts are no token prefix of prompt+response; their last tokens count as response"
-        )
-    pairs.dropped.update(counts)
-    if not len(tokens):
-        raise UserError(f"max_length {args.max_length}: no {split} pair fits; raise it or set max_prompt_length")
-    setattr(pairs, split, tokens)
-    return tokens
 
 
 def report(config: Config) -> None:

@@ -20,6 +20,7 @@ from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, TrlParser
 
 # Losses whose log-ratios are means over response tokens; the others in TRL use sums.
 LENGTH_NORMALIZED_LOSSES = {"sigmoid_norm", "ipo"}
+CHECKS = {"preflight": ("skip", "warn", "abort"), "guard": ("skip", "warn", "stop")}
 LOSS_TYPES = (
     "sigmoid sigmoid_norm hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down "
     "discopop sft"
@@ -32,11 +33,12 @@ class UserError(Exception):
     Args:
         message: names the field, the value and the remedy.
         exit_code: 2 wrong configuration or data (default), 3 preflight refused, 4 the guard stopped the run.
+        status: further fields for status.json.
     """
 
-    def __init__(self, message: str, exit_code: int = 2):
+    def __init__(self, message: str, exit_code: int = 2, **status: Any):
         super().__init__(" ".join(str(message).split()))
-        self.exit_code = exit_code
+        self.exit_code, self.status = exit_code, status
 
 
 @dataclass
@@ -86,7 +88,15 @@ class TrainConfig(DPOConfig):
         default=0.05, metadata={"help": "Stop if a larger share of the rows cannot be used."}
     )
 
-    # Safety
+    # Safety (docs/health.md)
+    preflight: str = field(default="abort", metadata={"help": "Before training: skip, warn, or abort on a no-go."})
+    preflight_samples: int = field(
+        default=256, metadata={"help": "Pairs the preflight computes; with a reference cache it looks at all."}
+    )
+    guard: str = field(default="stop", metadata={"help": "While training: skip, warn, or stop a collapsed run."})
+    guard_generations: int = field(
+        default=0, metadata={"help": "Steps between generated answers for the guard; 0: none. Needs eval_fraction."}
+    )
     allow_unnormalized_beta: bool = field(
         default=False, metadata={"help": "Allow beta >= 1 with a loss on summed log-probs."}
     )
@@ -272,6 +282,8 @@ def _as_args(key: str, value: Any, parser: _Parser, recipe: str | None) -> list[
     if isinstance(value, bool) and "bool" not in getattr(action.type, "__name__", ""):
         if value is False and key.endswith("_strategy"):  # YAML reads `no` as false
             return [f"--{key}=no"]
+        if key in CHECKS:  # `off` and `no`
+            raise UserError(f"{recipe}: {key} {value}: must be one of {', '.join(CHECKS[key])}")
         raise UserError(f"{recipe}: {key} is {value} (YAML reads on, off, yes and no as booleans); put it in quotes")
     return [f"--{key}={value}"]  # with = also a value that begins with a dash
 
@@ -305,7 +317,7 @@ def _pick(cls, namespace) -> dict[str, Any]:
 
 
 _AT_LEAST_1 = (
-    "max_length max_prompt_length max_samples global_batch_size per_device_train_batch_size "
+    "max_length max_prompt_length max_samples preflight_samples global_batch_size per_device_train_batch_size "
     "per_device_eval_batch_size dataset_num_proc lora_r"
 ).split()
 
@@ -332,6 +344,12 @@ def _validate(ns, world_size: int) -> None:
         _require(ns.max_prompt_length < ns.max_length, "max_prompt_length", ns.max_prompt_length, remedy)
     _require(0 <= ns.eval_fraction < 1, "eval_fraction", ns.eval_fraction, "must be at least 0 and below 1")
     _require(0 <= ns.max_dropped_fraction <= 1, "max_dropped_fraction", ns.max_dropped_fraction, "must be in 0..1")
+    for name, choices in CHECKS.items():
+        _require(getattr(ns, name) in choices, name, getattr(ns, name), f"must be one of {', '.join(choices)}")
+    if ns.guard_generations:
+        _require(ns.guard_generations > 0, "guard_generations", ns.guard_generations, "must be at least 0")
+        _require(ns.eval_fraction > 0, "guard_generations", ns.guard_generations, "needs prompts: set eval_fraction")
+        _require(ns.guard != "skip", "guard_generations", ns.guard_generations, "guard is skip; set guard: warn")
     _require(ns.beta > 0, "beta", ns.beta, "must be above 0")
     _require(ns.learning_rate > 0, "learning_rate", ns.learning_rate, "must be above 0")
     _require(ns.num_train_epochs > 0 or ns.max_steps > 0, "num_train_epochs", ns.num_train_epochs, "must be above 0")

@@ -20,7 +20,7 @@ from sfm_dpo.compile import compile_layers
 from sfm_dpo.config import parse_config
 from sfm_dpo.packing import enable_padding_free
 from sfm_dpo.run_dir import write_status
-from sfm_dpo.tokenization import load_tokenizer
+from sfm_dpo.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.trainer import SFMDPOTrainer
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -147,7 +147,7 @@ def folder(tmp_path_factory) -> Path:
 def arguments(folder: Path, out: Path, extra: str) -> list[str]:
     argv = f"--model_name_or_path {folder / 'model'} --dataset_name {folder / 'pairs.jsonl'} --output_dir {out}"
     argv += " --global_batch_size 4 --per_device_train_batch_size 2 --max_length 64 --learning_rate 1e-3"
-    argv += f" --logging_steps 1 --save_strategy no --report_to none --bf16 false --max_steps 3 {extra}"
+    argv += f" --logging_steps 1 --save_strategy no --report_to none --preflight skip --max_steps 3 {extra}"
     return argv.split()
 
 
@@ -155,7 +155,7 @@ def make_trainer(folder: Path, out: Path, extra: str) -> SFMDPOTrainer:
     config = parse_config(arguments(folder, out, extra))
     set_seed(0)
     tokenizer = load_tokenizer(config)
-    train_set = train_dpo.prepare(train_dpo.load_pairs(config), "train", tokenizer, config)
+    train_set = load_token_pairs(config, tokenizer)[0].train
     config.train.model_init_kwargs = {"dtype": "float32"} | (config.train.model_init_kwargs or {})
     return SFMDPOTrainer(
         model=config.model.model_name_or_path, args=config.train, train_dataset=train_set, processing_class=tokenizer

@@ -56,7 +56,8 @@ def arguments(model, data, out, *more: str) -> list[str]:
     return [
         *("--model_name_or_path", str(model), "--dataset_name", str(data), "--output_dir", str(out), "--use_cpu"),
         *("--global_batch_size", "4", "--per_device_train_batch_size", "2", "--max_length", "256"),
-        *("--learning_rate", "1e-4", "--logging_steps", "1", *more),
+        *("--learning_rate", "1e-4", "--logging_steps", "1"),
+        *("--preflight", "warn", "--guard", "warn", *more),  # random weights find every answer impossible
     ]
 
 
@@ -201,6 +202,24 @@ def test_zero_2_on_two_processes_gives_the_losses_of_one(tiny_folder, write_rows
     one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
     assert len(one) == 6 and max(one) - min(one) > 0.05  # it moved
     assert two == pytest.approx(one, abs=1e-4)
+
+
+def test_two_processes_stop_together_where_the_guard_says_so(tiny_folder, write_rows, tmp_path):
+    """Preflight on two ranks without a cache, then a collapse: no rank may wait for another."""
+    base, data = tiny_folder("olmo3"), write_rows("pairs.jsonl", chat_rows())
+    more = ["--learning_rate", "1e-3", "--warmup_steps", "40", "--num_train_epochs", "8", "--save_steps", "2"]
+    launcher = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu.yaml")
+    launcher += ("--main_process_port", "0")
+    run = tmp_path / "run"
+    process = command(*arguments(base, data, run, *more, "--preflight", "warn", "--guard", "stop"), launcher=launcher)
+    output = finish(process)
+    status, health = (json.loads((run / name).read_text()) for name in ("status.json", "health.json"))
+    assert (status["state"], status["exit_code"]) == ("collapsed", 4), output[-3000:]
+    assert process.returncode  # the launcher's own
+    assert health["stopped"] and (Path(health["last_healthy"]) / "KEEP").is_file()
+    preflight = json.loads((run / "preflight.json").read_text())
+    assert preflight["figures"]["pairs"] == 24
+    assert output.count("preflight: no-go") == output.count("guard: stop:") == 1  # said once
 
 
 # ---- a second start

@@ -51,6 +51,8 @@ def overrides(**fields) -> list[str]:
         "per_device_train_batch_size": 1,
         "learning_rate": 1e-4,
         "dataset_num_proc": 1,
+        "preflight": "warn",  # random weights find every answer impossible
+        "guard": "warn",
         "bf16": "false",
         "report_to": "none",
     }
