@@ -192,9 +192,8 @@ def compare(run: Path, base: str, prompts: list[list[dict]]) -> None:
     for name, *values in rows:
         print(f"  {name:<38}{values[0]:>10}{values[1]:>10}")
     print("Rewards measure the change since the start: before it all pairs tie, which counts as 0.50 (chance).\n")
-    print(
-        f"  model    {run}\n  report   {report}\n  logs     {LOG}, every metric in {run}/trainer_state.json\n  answers  all {len(prompts)}, before and after, in the report"
-    )
+    print(f"  model    {run}\n  report   {report}, with all {len(prompts)} answers before and after")
+    print(f"  logs     {LOG}, every metric in {run}/trainer_state.json")
 
 
 def length(answer) -> str:
