@@ -206,7 +206,8 @@ def test_zero_2_on_two_processes_gives_the_losses_of_one(tiny_folder, write_rows
 
 def test_two_processes_stop_together_where_the_guard_says_so(tiny_folder, write_rows, tmp_path):
     """Preflight on two ranks without a cache, then a collapse: no rank may wait for another."""
-    base, data = tiny_folder("olmo3"), write_rows("pairs.jsonl", chat_rows())
+    rows = [{"prompt": f"question {i}:", "chosen": f" yes {i}" * 3, "rejected": " no no" * 4} for i in range(24)]
+    base, data = tiny_folder("llama"), write_rows("pairs.jsonl", rows)
     more = ["--learning_rate", "1e-3", "--warmup_steps", "40", "--num_train_epochs", "8", "--save_steps", "2"]
     launcher = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu.yaml")
     launcher += ("--main_process_port", "0")
