@@ -112,7 +112,7 @@ check_health() {
         code=0
         for pid in $(jobs -p); do wait "$pid" || code=$?; done
         exit "$code"'
-    local code=0
+    local code=0 # of the worst node
     MASTER_ADDR=$host MASTER_PORT=$((30000 + SLURM_JOB_ID % 2700)) \
         srun "${srun_options[@]}" --kill-on-bad-exit=0 bash -c "$on_node" health --output_dir "$output_dir" || code=$?
     unset LOCAL_WORLD_SIZE WORLD_SIZE
@@ -123,16 +123,30 @@ check_health() {
 }
 
 # Runs accelerate on every node and sets launcher_code. srun stays in the background so that bash can act on signals.
+# A preemption, and a plain scancel, send TERM to every process of the step and none to this script: there the shell of
+# each node writes the stop file, and the processes ignore the signal, for the launcher would kill the ranks after 30 s.
 launch() {
     # Single quotes: SLURM_NODEID is each node's own. Expanded here, every node would call itself the first.
     # srun sets CUDA_VISIBLE_DEVICES anew.
     # shellcheck disable=SC2016
     local on_node='[[ ${DS_ACCELERATOR:-} != cpu ]] || export CUDA_VISIBLE_DEVICES=
-        exec accelerate launch --machine_rank "$SLURM_NODEID" "$@"'
+        stop=$1/STOP
+        shift
+        trap "" TERM
+        export PET_SIGNALS_TO_HANDLE=SIGINT PET_SHUTDOWN_TIMEOUT=5 # torchrun: ranks ignore its TERM too, so kill soon
+        accelerate launch --machine_rank "$SLURM_NODEID" "$@" &
+        trap "signalled=1; touch \"\$stop\"" TERM
+        signalled=1
+        while [[ -n $signalled ]]; do # a signal ends the wait as well
+            signalled=
+            code=0
+            wait $! || code=$?
+        done
+        exit "$code"'
 
     local signalled=
     trap 'signalled=1; say "asked to stop: $output_dir/STOP"; mkdir -p "$output_dir"; touch "$output_dir/STOP"' USR1 TERM
-    srun "${srun_options[@]}" --kill-on-bad-exit=1 bash -c "$on_node" accelerate \
+    srun "${srun_options[@]}" --kill-on-bad-exit=1 bash -c "$on_node" node "$output_dir" \
         --config_file "$config_file" --num_machines "$SLURM_JOB_NUM_NODES" \
         --num_processes "$((SLURM_JOB_NUM_NODES * per_node))" --main_process_ip "$host" --main_process_port "$port" \
         train_dpo.py "$@" &
@@ -171,8 +185,11 @@ print(run["state"], run["exit_code"], run["step"], " ".join(run["message"].split
 }
 
 requeue() {
-    local restarts=${SLURM_RESTART_COUNT:-0} limit=${MAX_REQUEUES:-20}
-    if ((restarts >= limit)); then
+    local restarts=${SLURM_RESTART_COUNT:-0} limit=${MAX_REQUEUES:-20} job_state
+    job_state=$(scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n 's/.* JobState=\([^ ]*\).*/\1/p')
+    if [[ $job_state != RUNNING ]]; then # a cancelled job is COMPLETING by now, and requeue would bring it back
+        say "stopped, not requeued: Slurm is ending the job ($job_state), as scancel asks it to; submit again to go on"
+    elif ((restarts >= limit)); then
         say "stopped, not requeued: restarted $restarts times, MAX_REQUEUES=$limit; submit again to go on"
     elif ((restarts > 0)) && [[ $1 != True ]]; then
         say "stopped, not requeued: this restart did no step and no shard; a longer --time is needed to get anywhere"

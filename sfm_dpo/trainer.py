@@ -18,6 +18,7 @@ from sfm_dpo.compile import compile_layers
 from sfm_dpo.config import TrainConfig, UserError
 from sfm_dpo.hub import write_model_card
 from sfm_dpo.packing import enable_padding_free
+from sfm_dpo.run_dir import write_status
 from sfm_dpo.throughput import ForwardFlops, Meter, MeterCallback
 from sfm_dpo.tokenization import pair_tokens
 
@@ -157,7 +158,12 @@ class SFMDPOTrainer(DPOTrainer):
             state = f"{len(shards) - len(todo)} of {len(shards)} shards in {folder}"
             print(f"reference log-probs of the {name} pairs: {state}", flush=True)
         mine = todo[rank::ranks]
-        progress = reference.Progress(f"reference, {name}", sum(int(lengths[shards[n]].sum()) for n in mine))
+
+        def tell(line: str) -> None:  # hours may pass here: the log and status.json say that it moves
+            print(line, flush=True)
+            write_status(self.args.output_dir, "running", message=line)
+
+        progress = reference.Progress(f"reference, {name}", sum(int(lengths[shards[n]].sum()) for n in mine), tell)
 
         def forward(rows: np.ndarray) -> torch.Tensor:
             batch = self._prepare_inputs(self.data_collator([dataset[int(i)] for i in rows]))
