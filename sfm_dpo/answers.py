@@ -2,10 +2,11 @@
 
 import shutil
 import textwrap
+from collections import Counter
 from typing import NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 
 class Answer(NamedTuple):
@@ -25,19 +26,37 @@ def generate_answers(
         model_path: folder or Hub id with model, tokenizer and chat template.
         prompts: conversations (lists of {"role", "content"}) that end with the user's turn.
     """
-    tokenizer = AutoTokenizer.from_pretrained(model_path, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
     model = AutoModelForCausalLM.from_pretrained(model_path).to(device).eval()
-    batch = tokenizer.apply_chat_template(
-        prompts, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-    ).to(device)
+    ids = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return continue_prompts(model, tokenizer, ids, max_new_tokens)
+
+
+def continue_prompts(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], max_new_tokens: int
+) -> list[Answer]:
+    """Greedy answers to prompts given as token ids, all in one batch. `model` is in eval mode."""
+    batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(model.device)
     with torch.inference_mode():
-        rows = model.generate(**batch, max_new_tokens=max_new_tokens, do_sample=False)
+        rows = model.generate(
+            **batch, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id
+        )
     answers = []
     for row in rows[:, batch["input_ids"].shape[1] :].tolist():
         cut = tokenizer.eos_token_id not in row
         ids = row if cut else row[: row.index(tokenizer.eos_token_id)]
         answers.append(Answer(tokenizer.decode(ids, skip_special_tokens=True).strip(), len(ids), cut))
     return answers
+
+
+def repeated_4grams(texts: list[str]) -> float:
+    """Share of the 4-grams of words that occurred before in the same text; 0 for texts of under 4 words."""
+    total = repeated = 0
+    for text in texts:
+        words = text.split()
+        counts = Counter(zip(words, words[1:], words[2:], words[3:], strict=False))
+        total, repeated = total + counts.total(), repeated + counts.total() - len(counts)
+    return repeated / total if total else 0.0
 
 
 def side_by_side(left: str, right: str, width: int | None = None, max_lines: int = 12) -> str:

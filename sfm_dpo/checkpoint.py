@@ -53,6 +53,22 @@ def why_incomplete(checkpoint: Path) -> str | None:
     return None
 
 
+def keep_before(run: str | Path, step: float, author: str) -> Path | None:
+    """Writes KEEP into the newest complete checkpoint below `step`, and takes `author`'s KEEP from all older ones.
+
+    Returns that checkpoint, or None where there is none. A KEEP that says another author is left alone.
+    """
+    older = [c for c in checkpoints(run) if int(c.name.rsplit("-", 1)[1]) < step and why_incomplete(c) is None]
+    for checkpoint in older:
+        mark = checkpoint / KEEP
+        if checkpoint == older[-1]:
+            if not mark.exists():
+                mark.write_text(author)
+        elif mark.exists() and mark.read_text() == author:
+            mark.unlink()
+    return older[-1] if older else None
+
+
 def newest_checkpoint(run: str | Path) -> tuple[Path | None, list[str]]:
     """The newest complete checkpoint, and a line about each newer one that is skipped (never deleted)."""
     skipped = []

@@ -14,6 +14,7 @@ matplotlib.use("Agg")
 
 INK = "#23272e"  # text and axes; the report replaces it by the page's own text colour
 COLORS = ("#2f81c7", "#d9702b", "#3f9d6b")  # legible on white and on dark grey
+ALARM = "#c0392b"
 SMOOTH_FROM = 120  # logged points from which a running mean is drawn over the faint raw curve
 # file name: (title, {metric: label}, unit)
 PANELS = {
@@ -37,7 +38,7 @@ _PERF = {  # title and unit; another perf/ metric is drawn under its own name
     "perf/mfu": ("Model FLOPs utilisation", "share of the GPU's peak"),
     "perf/peak_memory_gib": ("Peak memory", "GiB per GPU"),
 }
-_STYLE = {
+STYLE = {
     "font.size": 9,
     "font.family": "DejaVu Sans",
     "text.color": INK,
@@ -55,7 +56,11 @@ _STYLE = {
 
 
 def draw_curves(
-    log: list[dict[str, Any]], config: dict[str, Any], restarts: list[int], folder: Path
+    log: list[dict[str, Any]],
+    config: dict[str, Any],
+    restarts: list[int],
+    folder: Path,
+    alarms: tuple[tuple[int, str], ...] = (),
 ) -> list[tuple[str, str]]:
     """Writes `folder`/<panel>.png for every panel with a logged value; returns [(title, SVG element)].
 
@@ -63,23 +68,24 @@ def draw_curves(
         log: transformers' log_history; held-out metrics carry the prefix `eval_`. NaN and inf leave a gap.
         config: resolved configuration; `loss_type` decides whether ln 2 is where the loss starts.
         restarts: steps marked with a vertical line.
+        alarms: (step it began, signal) of what the guard found, marked too.
     """
     panels = dict(PANELS)
     for key in sorted({key for entry in log for key in entry if key.startswith("perf/")}):
         title, unit = _PERF.get(key, (key, key.removeprefix("perf/").replace("_", " ")))
         panels[re.sub(r"\W", "_", key)] = (title, {key: title}, unit)
     drawn = []
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         for name, (title, metrics, unit) in panels.items():
-            figure = _draw(name, title, metrics, unit, log, config, restarts)
+            figure = _draw(name, title, metrics, unit, log, config, restarts, alarms)
             if figure is not None:
                 folder.mkdir(exist_ok=True)
                 figure.savefig(folder / f"{name}.png", dpi=160, facecolor="white")
-                drawn.append((title, _svg(figure, name)))
+                drawn.append((title, to_svg(figure, name)))
     return drawn
 
 
-def _draw(name, title, metrics, unit, log, config, restarts) -> Figure | None:
+def _draw(name, title, metrics, unit, log, config, restarts, alarms) -> Figure | None:
     train = {label: _series(log, metric) for metric, label in metrics.items()}
     held_out = {label: _series(log, f"eval_{metric}") for metric, label in metrics.items()}
     if not any(_has_value(points) for points in (*train.values(), *held_out.values())):
@@ -111,6 +117,8 @@ def _draw(name, title, metrics, unit, log, config, restarts) -> Figure | None:
     _reference_lines(axes, name, config)
     for i, step in enumerate(restarts):
         axes.axvline(step, color=INK, linewidth=0.7, linestyle=":", label="restart" if i == 0 else None)
+    for step, signal in alarms:
+        axes.axvline(step, color=ALARM, linewidth=0.9, linestyle="-.", label=f"guard: {signal}")
     if window > 1:
         axes.set_title(f"line: mean of {window} logged values", loc="right", fontsize=7.5)
     axes.ticklabel_format(axis="y", useOffset=False, scilimits=(-3, 5))
@@ -158,7 +166,7 @@ def _running_mean(values: list[float], window: int) -> list[float]:
     return means
 
 
-def _svg(figure: Figure, name: str) -> str:
+def to_svg(figure: Figure, name: str) -> str:
     """The figure as an SVG element for a page: transparent, in the page's text colour, ids unique to the panel."""
     text = io.StringIO()
     figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})

@@ -4,9 +4,11 @@ A usable row becomes {"prompt", "chosen", "rejected", "source"}. For conversatio
 lists ({"role", "content", ...}), `prompt` being the shared beginning; for plain text they are strings.
 """
 
+import inspect
 import json
 import os
 import re
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 from datasets import Dataset, Features, Json, Value, concatenate_datasets, load_dataset
 from datasets.exceptions import DatasetNotFoundError
+from datasets.fingerprint import Hasher
 from huggingface_hub.errors import HfHubHTTPError
 from trl.data_utils import common_prefix_length
 
@@ -122,7 +125,7 @@ def load_rows(
     """Rows as they are: from a Hub id, or a local .json/.jsonl/.parquet file or folder of such files."""
     local = Path(path).expanduser()
     if os.path.exists(local):  # not Path.exists, which raises in a folder that may not be entered
-        rows = _load_local(local)
+        rows = _load_local(local, split)
     elif local.suffix in LOCAL_FORMATS or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise UserError(f"dataset_name {path}: no such file or folder")
     else:
@@ -135,7 +138,7 @@ def load_rows(
     return rows
 
 
-def _load_local(path: Path) -> Dataset:
+def _load_local(path: Path, split: str) -> Dataset:
     files = [path]
     if path.is_dir():
         if not os.access(path, os.R_OK | os.X_OK):
@@ -156,7 +159,9 @@ def _load_local(path: Path) -> Dataset:
                 if not text.read(4096).lstrip().startswith(("{", "[")):  # pyarrow 26 dies of a lone null
                     raise UserError(f"dataset_name {file}: line 1 is not a JSON object")
     try:
-        return load_dataset(formats.pop(), data_files=[str(file) for file in files], split="train")
+        if path.is_dir():  # its files may be of several splits, told by their names, as in a copy of a Hub dataset
+            return load_dataset(str(path), split=split)
+        return load_dataset(formats.pop(), data_files=[str(path)], split="train")
     except Exception as error:  # datasets wraps whatever the reader raised
         for file in files:
             _point_at_bad_line(file)
@@ -213,6 +218,8 @@ def normalize(rows: Dataset, source: str, num_proc: int | None = None) -> tuple[
         remove_columns=rows.column_names,
         features=_PAIR,
         num_proc=num_proc,
+        # datasets knows an imported function by its name: its cache would outlive a change of this module.
+        new_fingerprint=Hasher.hash((rows._fingerprint, source, inspect.getsource(sys.modules[__name__]))),
         desc=f"Reading {source}",
     )
     reasons = pairs.data.column("dropped").to_pylist()

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,8 @@ from datasets import Dataset
 from datasets.config import HF_CACHE_HOME
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
+
+from sfm_dpo.config import UserError
 
 SHARD_PAIRS = 256  # at 15,000 tokens/s and 8,192 tokens a sequence, under five minutes of work to lose
 
@@ -102,6 +105,17 @@ def read_shard(path: Path, rows: np.ndarray) -> np.ndarray | None:
         return None
     if checksum != _checksum(stored, logps) or not np.array_equal(stored, rows) or not np.isfinite(logps).all():
         return None
+    return logps
+
+
+def read_all(paths: list[Path], shards: list[np.ndarray]) -> np.ndarray:
+    """[N, 2] log-probs of all rows. Raises UserError where a shard that another rank wrote cannot be read."""
+    logps = np.empty((sum(len(rows) for rows in shards), 2), dtype=np.float32)
+    for path, rows in zip(paths, shards, strict=True):
+        shard = read_shard(path, rows)
+        if shard is None:
+            raise UserError(f"{path}: not there on {platform.node()}; HF_HOME must be a folder that all nodes share")
+        logps[rows] = shard
     return logps
 
 

@@ -10,17 +10,18 @@ import dataclasses
 import math
 import shlex
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from sfm_dpo.answers import repeated_4grams
 from sfm_dpo.config import DATACLASSES, UserError
 from sfm_dpo.curves import draw_curves
 from sfm_dpo.data import DROP_REASONS
 from sfm_dpo.history import evaluations, first_and_last, number, read_run, restarts
+from sfm_dpo.intervals import wilson
 from sfm_dpo.run_dir import write_atomically
 
 REPORT, FIGURES = "report.html", "figures"
@@ -63,7 +64,9 @@ def write_report(run: Path) -> Path:
     """
     run = Path(run)
     facts = read_run(run)
-    curves = draw_curves(facts["log"], facts["config"], restarts(facts), run / FIGURES)
+    found = facts["health"].get("findings", [])
+    alarms = tuple((f["began"], f["signal"]) for f in found if isinstance(f, dict) and {"began", "signal"} <= f.keys())
+    curves = draw_curves(facts["log"], facts["config"], restarts(facts), run / FIGURES, alarms)
     template = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     ).get_template("report.html.jinja")
@@ -177,13 +180,6 @@ def _held_out_sentences(facts: dict[str, Any], train_loss: float | None) -> list
     return said
 
 
-def wilson(share: float, n: int, z: float = 1.959964) -> tuple[float, float]:
-    """Wilson's score interval (1927) of a share observed in n trials; 95% by default. NaN where share is."""
-    centre, square = share + z * z / (2 * n), z * z / n
-    half = z * math.sqrt(share * (1 - share) / n + square / (4 * n))
-    return max(0.0, (centre - half) / (1 + square)), min(1.0, (centre + half) / (1 + square))
-
-
 def held_out(facts: dict[str, Any]) -> list[dict[str, str]]:
     """First and last held-out value of each metric of `_HELD_OUT` as text, shares with their 95% interval."""
     evals, pairs = evaluations(facts["log"]), facts["data"].get("eval", 0)
@@ -227,16 +223,6 @@ def compare_answers(samples: list[dict[str, Any]]) -> dict[str, Any] | None:
     )
     drift.append(("empty answers", *(str(sum(not s[side].strip() for s in samples)) for side in sides)))
     return {"samples": samples, "drift": drift}
-
-
-def repeated_4grams(texts: list[str]) -> float:
-    """Share of the 4-grams of words that occurred before in the same text; 0 for texts of under 4 words."""
-    total = repeated = 0
-    for text in texts:
-        words = text.split()
-        counts = Counter(zip(words, words[1:], words[2:], words[3:], strict=False))
-        total, repeated = total + counts.total(), repeated + counts.total() - len(counts)
-    return repeated / total if total else 0.0
 
 
 def changed_fields(config: dict[str, Any]) -> list[tuple[str, Any, Any]]:

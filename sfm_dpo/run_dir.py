@@ -11,15 +11,18 @@ import secrets
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
+from accelerate.utils import broadcast_object_list
 
 from sfm_dpo.config import Config, UserError, as_dict
 
+T = TypeVar("T")
 RESOLVED_CONFIG, ENVIRONMENT, DATA, STATUS = "resolved_config.yaml", "environment.json", "data.json", "status.json"
 
 # A run may go on with these changed: they touch neither the objective, nor the data, nor their order. Accumulation
@@ -28,7 +31,8 @@ MAY_DIFFER = set(
     """report_to run_name project logging_steps logging_first_step disable_tqdm log_level dataset_num_proc
     dataloader_num_workers dataloader_pin_memory push_to_hub hub_model_id hub_strategy hub_private_repo hub_revision
     hub_always_push save_steps save_total_limit ddp_timeout output_dir resume_from_checkpoint max_dropped_fraction
-    trackio_space_id ignore_resume_mismatch gradient_accumulation_steps""".split()
+    trackio_space_id preflight preflight_samples guard guard_generations ignore_resume_mismatch
+    gradient_accumulation_steps""".split()
 )
 _PACKAGES = "torch transformers trl accelerate deepspeed datasets peft huggingface_hub tokenizers numpy".split()
 _SLURM = "SLURM_JOB_ID SLURM_JOB_NAME SLURM_JOB_NODELIST SLURM_JOB_PARTITION SLURM_CLUSTER_NAME SLURM_RESTART_COUNT"
@@ -36,6 +40,25 @@ _SLURM = "SLURM_JOB_ID SLURM_JOB_NAME SLURM_JOB_NODELIST SLURM_JOB_PARTITION SLU
 
 def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
+
+
+def main_process_first(action: Callable[[], T]) -> T:
+    """Runs `action` on rank 0, which fills caches, then on the others, which read them.
+
+    A UserError of rank 0 is raised on every rank, so that all leave with the same line. (Under accelerate's
+    `main_process_first` the others would die at the barrier, with a traceback that hides it.)
+    """
+    result, error = None, None
+    if is_main_process():
+        try:
+            result = action()
+        except UserError as raised:
+            error = raised
+    outcome = [error and (str(error), error.exit_code)]
+    broadcast_object_list(outcome, from_process=0)
+    if outcome[0]:
+        raise error or UserError(*outcome[0])
+    return result if is_main_process() else action()
 
 
 def read_status(run: str | Path) -> dict[str, Any] | None:
@@ -105,6 +128,13 @@ def claim(config: Config) -> bool:
         raise UserError(
             f"output_dir {run}: holds another run ({key} is {before.get(key)} there, {now[key]} here{more}); choose "
             "another output_dir, or remove the folder"
+        )
+    if status and status["state"] == "collapsed" and config.train.guard == "stop":
+        healthy = status["checkpoint"]
+        start = f"from {healthy} (--resume_from_checkpoint {healthy}) " if healthy else ""
+        raise UserError(
+            f"output_dir {run}: the guard stopped this run; start another {start}with a lower learning_rate "
+            "in another output_dir, or go on regardless with --guard warn"
         )
     return not (status and status["state"] == "done")
 

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel, TrainerCallback
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, TrainerCallback
 
 # Dense bf16 peak in FLOP/s, without sparsity, from the vendors' data sheets.
 PEAK_FLOPS = {
@@ -59,6 +59,12 @@ class ForwardFlops:
             weights += int(parameter.numel() * share)
         head = model.get_output_embeddings().weight
         return cls(2 * weights, 2 * head.numel(), _attention(config))
+
+    @classmethod
+    def of_config(cls, config: PretrainedConfig) -> "ForwardFlops":
+        """The same from the configuration alone: the model is built without memory for its weights."""
+        with torch.device("meta"):
+            return cls.of(AutoModelForCausalLM.from_config(config))
 
     def __call__(self, lengths: torch.Tensor, response_tokens: int) -> int:
         """FLOPs of a forward over sequences of these lengths, [n] real tokens each."""

@@ -20,7 +20,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trl.data_utils import common_prefix_length
 
 from sfm_dpo.config import Config, UserError
+from sfm_dpo.data import Pairs, load_pairs
 
+# Rows a call of the tokenizer: it holds some 300 bytes a token beside the ids, and a long pair has 50,000 tokens.
+BATCH_ROWS = 100
 _IDS = List(Value("int32"))
 _COUNT = Value("int32")
 _TOKENS = Features(
@@ -31,8 +34,8 @@ _TOKENS = Features(
         "prompt_length": _COUNT,
         "chosen_length": _COUNT,
         "rejected_length": _COUNT,
-        "prompt_cut": _COUNT,  # tokens taken from the prompt's start by max_prompt_length
         "prompt_trimmed": _COUNT,  # tokens taken from the prompt's end because prompt+response diverges from it
+        "source": Value("string"),
         "dropped": Value("string"),
     }
 )
@@ -67,8 +70,9 @@ def tokenize_pairs(
 ) -> tuple[Dataset, Counter]:
     """Token ids and lengths of `pairs` (see data.py), and counts of what happened to them.
 
-    A second call with the same pairs, tokenizer and max_prompt_length reads the cache; `max_length` truncates in
-    TRL's collator and here only drops the pairs whose prompt fills it.
+    A second call with the same pairs and tokenizer reads the cache, whatever the two lengths: `max_prompt_length`
+    copies it with the starts of longer prompts left out, and `max_length` truncates in TRL's collator and here only
+    drops the pairs whose prompt fills it.
 
     Returns:
         The dataset (columns of _TOKENS but `dropped`; ids are lists of int) and a Counter over the keys
@@ -78,7 +82,8 @@ def tokenize_pairs(
     tokens = pairs.map(
         _tokenize_batch,
         batched=True,
-        fn_kwargs={"tokenizer": tokenizer, "max_prompt_length": max_prompt_length},
+        batch_size=BATCH_ROWS,
+        fn_kwargs={"tokenizer": tokenizer},
         remove_columns=pairs.column_names,
         features=_TOKENS,
         num_proc=num_proc,
@@ -87,7 +92,6 @@ def tokenize_pairs(
             (
                 pairs._fingerprint,
                 tokenizer_key(tokenizer),
-                max_prompt_length,
                 inspect.getsource(sys.modules[__name__]),
                 transformers.__version__,
                 datasets.__version__,
@@ -95,6 +99,19 @@ def tokenize_pairs(
         ),
         desc="Tokenizing",
     )
+    cut = np.zeros(len(tokens), dtype=bool)
+    if max_prompt_length is not None:
+        cut = np.asarray(tokens.with_format("numpy")["prompt_length"][:]) > max_prompt_length
+    if cut.any():
+        tokens = tokens.map(
+            _cut_prompts,
+            batched=True,
+            input_columns="prompt_ids",
+            fn_kwargs={"max_prompt_length": max_prompt_length},
+            num_proc=num_proc,
+            new_fingerprint=Hasher.hash((tokens._fingerprint, max_prompt_length)),
+            desc="Cutting prompts",
+        )
     columns = tokens.select_columns([name for name in _TOKENS if not name.endswith("_ids")]).with_format("numpy")[:]
     reasons = np.asarray(columns["dropped"], dtype=object)
     empty = (columns["chosen_length"] == 0) | (columns["rejected_length"] == 0)
@@ -103,11 +120,41 @@ def tokenize_pairs(
         reasons[(reasons == "") & (columns["prompt_length"] >= max_length)] = "prompt_too_long"
     keep = reasons == ""
     counts = Counter(reasons[~keep].tolist())
-    for name in ("prompt_cut", "prompt_trimmed"):
-        counts[name] = int((columns[name][keep] > 0).sum())
+    counts["prompt_cut"] = int(cut[keep].sum())
+    counts["prompt_trimmed"] = int((columns["prompt_trimmed"][keep] > 0).sum())
     if not keep.all():
         tokens = tokens.select(np.flatnonzero(keep))
     return tokens.remove_columns("dropped"), counts
+
+
+def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Pairs, list[str]]:
+    """The pairs of a run as token ids, train and eval split, and lines that say what happened to their prompts.
+
+    Raises:
+        UserError: as `load_pairs`; no pair of a split fits into max_length; too many were dropped.
+    """
+    args, pairs, notes = config.train, load_pairs(config), []
+    for split in ("train", "eval"):
+        texts = getattr(pairs, split)
+        if texts is None:
+            continue
+        tokens, counts = tokenize_pairs(
+            texts, tokenizer, args.max_length, args.max_prompt_length, args.dataset_num_proc
+        )
+        if cut := counts.pop("prompt_cut"):
+            limit = args.max_prompt_length
+            notes.append(f"{split}: {cut:,} prompts are longer than max_prompt_length {limit} and keep their end")
+        if trimmed := counts.pop("prompt_trimmed"):
+            notes.append(
+                f"{split}: {trimmed:,} prompts are no token prefix of prompt+response; their last tokens count as "
+                "response"
+            )
+        pairs.dropped.update(counts)
+        if not len(tokens):
+            raise UserError(f"max_length {args.max_length}: no {split} pair fits; raise it or set max_prompt_length")
+        setattr(pairs, split, tokens)
+    pairs.check_dropped(args.max_dropped_fraction)
+    return pairs, notes
 
 
 def pair_tokens(tokens: Dataset, max_length: int | None) -> np.ndarray:
@@ -124,26 +171,25 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
     if tokenizer.is_fast:
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
         backend |= {"padding": None, "truncation": None}  # left behind by the last call with padding
+        backend = json.dumps(backend)  # text is hashed twenty times as fast
     else:
         backend = tokenizer.get_vocab()
     return Hasher.hash((backend, tokenizer.chat_template, sorted(map(str, tokenizer.special_tokens_map.items()))))
 
 
-def _tokenize_batch(
-    batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, max_prompt_length: int | None
-) -> dict[str, list]:
+def _tokenize_batch(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> dict[str, list]:
     ids, reasons = _encode(batch, tokenizer)
     out: dict[str, list] = {name: [] for name in _TOKENS}
-    for prompt, prompt_chosen, prompt_rejected, reason in zip(*ids, reasons, strict=True):
+    sources = batch["source"] if "source" in batch else [None] * len(reasons)
+    for prompt, prompt_chosen, prompt_rejected, reason, source in zip(*ids, reasons, sources, strict=True):
         # As in TRL: the responses start where the prompt stops being a prefix of prompt+response.
         length = min(common_prefix_length(prompt, prompt_chosen), common_prefix_length(prompt, prompt_rejected))
-        cut = max(0, length - max_prompt_length) if max_prompt_length is not None else 0
         row = {
-            "prompt_ids": prompt[cut:length],
+            "prompt_ids": prompt[:length],
             "chosen_ids": prompt_chosen[length:],
             "rejected_ids": prompt_rejected[length:],
-            "prompt_cut": cut,
             "prompt_trimmed": len(prompt) - length,
+            "source": source,
             # A template may leave out what made the two sides differ, or strip white space.
             "dropped": reason or ("chosen_equals_rejected" if prompt_chosen == prompt_rejected else ""),
         }
@@ -151,6 +197,11 @@ def _tokenize_batch(
         for name, value in row.items():
             out[name].append(value)
     return out
+
+
+def _cut_prompts(prompts: list[list[int]], max_prompt_length: int) -> dict[str, list]:
+    kept = [ids[-max_prompt_length:] for ids in prompts]
+    return {"prompt_ids": kept, "prompt_length": [len(ids) for ids in kept]}
 
 
 def _encode(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[list, list, list], list[str]]:

@@ -11,20 +11,17 @@ from datasets import Dataset, concatenate_datasets
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 from trl import DPOTrainer
 
-from sfm_dpo import reference
+from sfm_dpo import reference, rewards
 from sfm_dpo.attention import describe_kernel
 from sfm_dpo.checkpoint import COMPLETE, StopRequested, mark_complete, newest_checkpoint, rotate, stop_requested
 from sfm_dpo.compile import compile_layers
-from sfm_dpo.config import LENGTH_NORMALIZED_LOSSES, TrainConfig, UserError
+from sfm_dpo.config import TrainConfig, UserError
 from sfm_dpo.hub import write_model_card
 from sfm_dpo.packing import enable_padding_free
 from sfm_dpo.run_dir import write_status
 from sfm_dpo.throughput import ForwardFlops, Meter, MeterCallback
 from sfm_dpo.tokenization import pair_tokens
 
-# How far the mean |margin| / 2 of the first batch may be from 0, its value at policy = reference (then the loss is
-# ln 2). 16-bit log-probs move with the shape of the batch.
-STEP_0_TOLERANCE = {False: 1e-3, True: 5e-2}
 COMPILE_FIELDS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 
 
@@ -38,6 +35,7 @@ class SFMDPOTrainer(DPOTrainer):
         self._patched = False
         self._rebalance: BatchRebalanceSampler | None = None
         self._step_0_checked = False
+        self._eval_batches: list[tuple[int, tuple[str, ...]]] = []  # pairs in each, names of the metrics over pairs
         self._reference_folder: Path | None = None
         self._reference_shards = 0  # of the splits whose pass is over
         self.train_tokens = reference.token_hash(kwargs["train_dataset"])
@@ -76,6 +74,19 @@ class SFMDPOTrainer(DPOTrainer):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
         return describe_kernel(self.accelerator.device, dtype, head_dim)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Loads every weight of a checkpoint, or raises.
+
+        Trainer's own (transformers 5.23) reads the names in the file as they are, but `save_pretrained` may write
+        others (GPT-NeoX's lm_head becomes embed_out, OLMoE's experts are split), and it only warns of what it did not
+        find: the head of the base model would train on. ZeRO and FSDP have checkpoints of their own.
+        """
+        if self.is_fsdp_enabled or is_peft_model(self.model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            saved = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
+            self.model.load_state_dict(saved.state_dict())
 
     # ---- data
 
@@ -171,15 +182,7 @@ class SFMDPOTrainer(DPOTrainer):
             raise StopRequested(message, shards=count)
         self._reference_shards += len(shards)
 
-        logps = np.empty((len(dataset), 2), dtype=np.float32)
-        for number, rows in enumerate(shards):
-            shard = reference.read_shard(paths[number], rows)
-            if shard is None:
-                raise UserError(
-                    f"reference cache {paths[number]} is not there on {self.accelerator.device} of rank {rank}: "
-                    "HF_HOME must be a folder that all nodes share"
-                )
-            logps[rows] = shard
+        logps = reference.read_all(paths, shards)
         self._reference_folder = folder
         columns = Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})
         return concatenate_datasets([dataset, columns], axis=1)
@@ -243,7 +246,9 @@ class SFMDPOTrainer(DPOTrainer):
         unequal = training and self._rebalance is not None
         self.precompute_ref_logps = True
         if unequal:
-            self.accelerator.gather = lambda tensor: _gather_unequal(gather, tensor, self.accelerator.num_processes)
+            self.accelerator.gather = lambda tensor: rewards.gather_unequal(
+                gather, tensor, self.accelerator.num_processes
+            )
         try:
             result = super()._compute_loss(recording, inputs, return_outputs)
             if self.ld_alpha is None:  # with it the log-probs are weighted sums, and TRL's metrics stand
@@ -264,24 +269,14 @@ class SFMDPOTrainer(DPOTrainer):
             log_probs: [2B, L - 1], the policy's log-prob of each response token, 0 elsewhere.
             inputs: TRL's batch with `completion_mask` [2B, L] and the reference's sums [B] each.
         """
-        logps = log_probs.sum(dim=1)
-        reference_logps = torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]]).to(logps.device)
-        lengths = inputs["completion_mask"].sum(dim=1).clamp(min=1)
-        scale = lengths if self.loss_types[0] in LENGTH_NORMALIZED_LOSSES else torch.ones_like(lengths)
-        chosen, rejected = (self.beta * (logps - reference_logps) / scale).chunk(2)
-        prefer_chosen, prefer_rejected = (logps / scale).chunk(2)
+        given = torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
+        scale = rewards.scale(inputs["completion_mask"], self.loss_types[0])
+        metrics = rewards.reward_metrics(log_probs.sum(dim=1), given, scale, self.beta)
         mode = "train" if self.model.training else "eval"
         if mode == "train" and not self._step_0_checked:
-            self._check_step_0(chosen - rejected, inputs, model)
-        metrics = {
-            "rewards/chosen": chosen,
-            "rewards/rejected": rejected,
-            "rewards/margins": chosen - rejected,
-            "rewards/average": (chosen + rejected) / 2,
-            "rewards/accuracies": _share_above(chosen, rejected),
-            "logps/accuracies": _share_above(prefer_chosen, prefer_rejected),
-        }
-        pairs = self.accelerator.gather(torch.stack(list(metrics.values()), dim=1).float())  # [pairs of all ranks, 6]
+            self._check_step_0(metrics["rewards/margins"], given, scale, inputs, model)
+        gather = self.accelerator.gather if mode == "train" else self.accelerator.gather_for_metrics
+        pairs = gather(torch.stack(list(metrics.values()), dim=1).float())  # [pairs of all ranks, 6]
         weight = 1.0
         if mode == "train" and self._rebalance is not None:
             weight = len(pairs) * self._rebalance.grad_accum / self._global_batch_pairs()
@@ -289,33 +284,31 @@ class SFMDPOTrainer(DPOTrainer):
             if name not in ("rewards/average", "logps/accuracies"):
                 self._metrics[mode][name].pop()  # what TRL has just recorded
             self._metrics[mode][name].append(value)
+        if mode == "eval":
+            self._eval_batches.append((len(pairs), tuple(metrics)))
 
-    def _check_step_0(self, margins: torch.Tensor, inputs: dict[str, torch.Tensor], model) -> None:
+    def _check_step_0(self, margins, given: torch.Tensor, scale: torch.Tensor, inputs: dict, model) -> None:
         """At policy = reference the loss is ln 2. If it is not, training would optimise something else.
 
         Raises:
             UserError: naming the likeliest of the causes: dropout, a stale cache, other weights.
         """
         self._step_0_checked = True
-        tolerance = STEP_0_TOLERANCE[self.args.bf16 or self.args.fp16]
+        tolerance = rewards.STEP_0_TOLERANCE["16-bit" if self.args.bf16 or self.args.fp16 else "32-bit"]
         error = margins.abs().mean().item() / 2
         if self.state.global_step or error <= tolerance:
             return
+        once, again = (torch.cat(self.compute_ref_log_probs(model, inputs)) for _ in range(2))
 
-        def off(a, b) -> bool:
-            scale = inputs["completion_mask"].sum(dim=1).clamp(min=1)
-            scale = scale if self.loss_types[0] in LENGTH_NORMALIZED_LOSSES else torch.ones_like(scale)
-            difference = self.beta * (torch.cat(list(a)) - torch.cat(list(b))) / scale
-            return difference.abs().mean().item() > tolerance
+        def differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+            return (self.beta * (a - b) / scale).abs().mean().item() > tolerance
 
-        once, again = (self.compute_ref_log_probs(model, inputs) for _ in range(2))
-        given = inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]
-        if off(once, again):
+        if differ(once, again):
             cause = "two forwards of one batch differ: dropout is on; set disable_dropout: true"
-        elif self.precompute_ref_logps and self._reference_folder is not None:
+        elif self._reference_folder is not None:
             cause = f"the cached reference does not fit these weights; remove {self._reference_folder}"
         else:
-            cause = "policy and reference are different models" if off(once, given) else "the forward is unstable"
+            cause = "policy and reference are different models" if differ(once, given) else "the forward is unstable"
         raise UserError(f"step 0: the loss is off ln 2 by {error:.3g}, more than {tolerance:g}: {cause}")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -327,30 +320,19 @@ class SFMDPOTrainer(DPOTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and self.model.training:
-            counts = torch.tensor(list(self.meter.counts.values()), dtype=torch.float64, device="cpu")
-            device = self.accelerator.device
-            counts = counts.float() if device.type == "mps" else counts
-            totals = self.accelerator.gather(counts[None].to(device)).sum(dim=0).tolist()
+            counts = torch.tensor([list(self.meter.counts.values())], dtype=torch.float64)
+            totals = self.accelerator.gather(counts.to(self.accelerator.device)).sum(dim=0).tolist()
             ranks = self.accelerator.num_processes
             logs |= self.meter.metrics(dict(zip(self.meter.counts, totals, strict=True)), ranks)
+        if not self.model.training and self._eval_batches:
+            # TRL would take the mean over batches, in which the pairs of a smaller last one count for more
+            sizes = np.array([size for size, _ in self._eval_batches])
+            for name in self._eval_batches[0][1]:
+                self._metrics["eval"][name] = [float(np.average(self._metrics["eval"][name], weights=sizes))]
+            self._eval_batches.clear()
         super().log(logs, start_time)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Ours instead of TRL's, which knows neither the loss nor the data. TRL calls it with every checkpoint."""
         if self.is_world_process_zero():
             write_model_card(self.args.output_dir, self.state.log_history)
-
-
-def _share_above(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """1 where a > b, 0 where a < b; a tie counts one half, so that policy = reference scores chance, not 0."""
-    return (a > b).float() + 0.5 * (a == b).float()
-
-
-def _gather_unequal(gather, tensor: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Accelerator.gather for tensors whose first size differs between ranks, which it does not support."""
-    if ranks == 1 or tensor.dim() == 0:
-        return gather(tensor)
-    sizes = gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
-    padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
-    padded[: len(tensor)] = tensor
-    return torch.cat([part[:size] for part, size in zip(gather(padded).chunk(ranks), sizes, strict=True)])

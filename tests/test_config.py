@@ -3,6 +3,7 @@
 import json
 import os
 
+import huggingface_hub
 import pytest
 import yaml
 
@@ -352,8 +353,10 @@ def test_what_a_run_writes_down_reads_back_equal(parse, tmp_path, monkeypatch, f
     assert as_dict(parse_config(["--config", str(tmp_path / "resolved.yaml")])) == dump
 
 
-def test_the_dump_holds_no_token(parse):
+def test_a_token_is_used_but_held_by_no_field(parse, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_from_env")
     config = parse({"hub_token": "hf_canary_recipe"}, "--hub_token", "hf_canary_cli")
-    assert config.train.hub_token == "hf_canary_cli"
+    assert huggingface_hub.get_token() == "hf_canary_cli"
+    assert config.train.hub_token is None
     text = yaml.safe_dump(as_dict(config))
     assert "canary" not in text and "hub_token" not in text

@@ -262,6 +262,16 @@ def test_mixture_with_fractions(write_rows, tmp_path):
 # ---- files
 
 
+def test_a_folder_with_several_splits_gives_the_one_that_is_asked_for(write_rows, tmp_path):
+    write_rows("copy/data/train-00000.parquet", [PAIR] * 3)
+    write_rows("copy/data/test-00000.parquet", [PAIR] * 2)
+    (tmp_path / "copy" / "README.md").write_text("# A dataset")
+    assert len(load_rows(str(tmp_path / "copy"))) == 3
+    assert len(load_rows(str(tmp_path / "copy"), split="test")) == 2
+    with pytest.raises(UserError, match="validation"):
+        load_rows(str(tmp_path / "copy"), split="validation")
+
+
 @pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.json", "pairs.parquet", "folder with ü/pairs.jsonl"])
 def test_formats(write_rows, name):
     rows = [PAIR, {"prompt": "r", "chosen": [assistant("x")], "rejected": [assistant("y")]}]

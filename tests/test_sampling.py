@@ -9,10 +9,10 @@ import torch
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from trl.trainer.utils import add_fused_lm_head
 
-import train_dpo
 from sfm_dpo.config import parse_config
-from sfm_dpo.tokenization import load_tokenizer, pair_tokens
-from sfm_dpo.trainer import SFMDPOTrainer, _gather_unequal
+from sfm_dpo.rewards import gather_unequal
+from sfm_dpo.tokenization import load_token_pairs, load_tokenizer, pair_tokens
+from sfm_dpo.trainer import SFMDPOTrainer
 from tests.tiny_models import tiny_model
 
 
@@ -35,8 +35,7 @@ def make_trainer(folder: Path, out: Path, *extra: str) -> SFMDPOTrainer:
         [*argv.split(), "--logging_steps", "1", "--save_strategy", "no", "--report_to", "none", *extra]
     )
     tokenizer = load_tokenizer(config)
-    pairs = train_dpo.load_pairs(config)
-    train_set = train_dpo.prepare(pairs, "train", tokenizer, config)
+    train_set = load_token_pairs(config, tokenizer)[0].train
     return SFMDPOTrainer(
         model=config.model.model_name_or_path, args=config.train, train_dataset=train_set, processing_class=tokenizer
     )
@@ -153,4 +152,4 @@ def test_slowest_rank(folder, tmp_path):
 
 def test_gather_unequal_on_one_rank_is_a_gather():
     tensor = torch.arange(3.0)
-    assert _gather_unequal(lambda t: t, tensor, 1) is tensor
+    assert gather_unequal(lambda t: t, tensor, 1) is tensor

@@ -141,7 +141,6 @@ def test_a_long_prompt_keeps_its_end_and_its_responses():
     for row, (prompt, chosen, rejected) in zip(tokens, whole, strict=True):
         assert row["prompt_ids"] == prompt[-60:]
         assert (row["chosen_ids"], row["rejected_ids"]) == (chosen, rejected)
-        assert row["prompt_cut"] == max(0, len(prompt) - 60)
         long += len(prompt) > 60
     assert 0 < long == counts["prompt_cut"]
     assert tokenizer.decode(tokens[5]["prompt_ids"]).endswith("<|im_start|>assistant\n")
@@ -218,20 +217,29 @@ def test_the_second_start_reads_the_cache(stored, monkeypatch):
     assert cache_files(first)
     again = tokens_without_work(stored(), tokenizer_with(), monkeypatch, max_length=None, max_prompt_length=50)
     assert again.to_dict() == first.to_dict()
-    # a tokenizer that has been used, another max_length, other worker counts: nothing of it changes an id
+    # a tokenizer that has been used, other lengths, other worker counts: nothing of it tokenizes again
     used = tokenizer_with()
     used(["some text"], padding=True)
     tokens_without_work(stored(), used, monkeypatch, max_length=100, max_prompt_length=50)
     for workers in (1, 2):
         tokens_without_work(
-            stored(), tokenizer_with(), monkeypatch, max_length=None, max_prompt_length=50, num_proc=workers
+            stored(), tokenizer_with(), monkeypatch, max_length=None, max_prompt_length=49, num_proc=workers
         )
 
 
-@pytest.mark.parametrize("change", ["template", "vocabulary", "max_prompt_length", "pairs", "eos"])
+def test_another_max_prompt_length_is_cut_from_the_same_tokens(stored, monkeypatch):
+    whole, _ = tokenize_pairs(stored(), tokenizer_with(), None)
+    for limit in (40, 50):
+        tokens = tokens_without_work(stored(), tokenizer_with(), monkeypatch, max_length=None, max_prompt_length=limit)
+        assert tokens["prompt_ids"][:] == [ids[-limit:] for ids in whole["prompt_ids"]]
+        assert tokens["prompt_length"][:] == [min(limit, n) for n in whole["prompt_length"]]
+        assert tokens["chosen_ids"][:] == whole["chosen_ids"][:]
+
+
+@pytest.mark.parametrize("change", ["template", "vocabulary", "pairs", "eos"])
 def test_what_changes_the_ids_changes_the_key(stored, monkeypatch, change):
-    pairs, tokenizer, limit = stored(), tokenizer_with(), 50
-    tokenize_pairs(pairs, tokenizer, None, max_prompt_length=limit)
+    pairs, tokenizer = stored(), tokenizer_with()
+    tokenize_pairs(pairs, tokenizer, None)
     other = copy.deepcopy(tokenizer)
     if change == "template":
         other.chat_template = DEFAULT_SYSTEM
@@ -239,20 +247,21 @@ def test_what_changes_the_ids_changes_the_key(stored, monkeypatch, change):
         other.add_tokens(["Stadt"])
     elif change == "eos":
         other.eos_token = EOS
-    elif change == "max_prompt_length":
-        limit = 49
     else:
         pairs = pairs.select(range(39))
     if change in ("template", "vocabulary", "eos"):
         assert tokenizer_key(other) != tokenizer_key(tokenizer)
     with pytest.raises(AssertionError, match="tokenized again"):
-        tokens_without_work(pairs, other, monkeypatch, max_length=None, max_prompt_length=limit)
+        tokens_without_work(pairs, other, monkeypatch, max_length=None)
 
 
 def test_one_and_two_workers_give_equal_ids(stored):
-    one, _ = tokenize_pairs(stored(), tokenizer_with(), None, max_prompt_length=33)
-    two, _ = tokenize_pairs(stored(), tokenizer_with(), None, max_prompt_length=33, num_proc=2)
-    assert one.to_dict() == two.to_dict()
+    pairs, cached = stored(), []
+    for workers in (None, 2):
+        tokens, _ = tokenize_pairs(pairs, tokenizer_with(), None, max_prompt_length=33, num_proc=workers)
+        cached.append(tokens.to_dict())
+        pairs.cleanup_cache_files()  # or the second would read the first's
+    assert cached[0] == cached[1]
 
 
 # ---- loading

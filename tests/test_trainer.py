@@ -11,8 +11,10 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from sfm_dpo.config import UserError, parse_config
+from sfm_dpo.rewards import share_above
+from sfm_dpo.run_dir import describe
 from sfm_dpo.tokenization import load_tokenizer, tokenize_pairs
-from sfm_dpo.trainer import SFMDPOTrainer, _share_above
+from sfm_dpo.trainer import SFMDPOTrainer
 
 
 def pairs(n: int = 8) -> Dataset:
@@ -197,7 +199,7 @@ def test_the_loss_of_one_pair_follows_from_its_margin(tiny_folder, tmp_path):
 
 
 def test_policy_equal_to_reference_scores_chance(tiny_folder, tmp_path):
-    assert _share_above(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 2.0, 2.0])).tolist() == [0.0, 0.5, 1.0]
+    assert share_above(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 2.0, 2.0])).tolist() == [0.0, 0.5, 1.0]
     loss, metrics, _ = one_batch(make_trainer(tiny_folder("gpt_neox"), tmp_path))
     assert loss == pytest.approx(math.log(2), abs=1e-6)
     assert (metrics["rewards/margins"], metrics["rewards/accuracies"]) == (0.0, 0.5)
@@ -214,6 +216,12 @@ def test_every_metric_is_recorded_once_a_batch(tiny_folder, tmp_path):
 # ---- training
 
 
+def write_run(folder) -> None:
+    """What a checkpoint's model card is written from; train_dpo.py writes it before the trainer is made."""
+    config = parse_config(["--model_name_or_path", "m", "--dataset_name", "x", "--use_cpu", f"--output_dir={folder}"])
+    describe(config, {"sources": ["x"], "train": 8, "eval": 0, "dropped": {}})
+
+
 def losses(trainer) -> list[float]:
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -228,6 +236,20 @@ def test_reference_from_the_cache_or_in_memory_trains_alike(tiny_folder, tmp_pat
     assert len(live) == 6 and live[0] == pytest.approx(math.log(2), abs=1e-5)
     assert min(live) < 0.5  # it learns
     assert cached == pytest.approx(live, abs=2e-5)
+
+
+@pytest.mark.parametrize("architecture", ["gpt_neox", "olmo3", "llama", "olmoe"])
+def test_a_resumed_run_equals_an_uninterrupted_one(tiny_folder, tmp_path, architecture):
+    """All weights must come back: save_pretrained gives some another name than the module's (GPT-NeoX's head)."""
+    cli = ("--max_steps", "5", "--save_strategy", "steps", "--save_steps", "3", "--save_total_limit", "9")
+    write_run(tmp_path / "run")
+    whole = make_trainer(tiny_folder(architecture), tmp_path / "run", *cli)
+    curve = losses(whole)
+    resumed = make_trainer(tiny_folder(architecture), tmp_path / "run", *cli)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    assert [entry["loss"] for entry in resumed.state.log_history if "loss" in entry] == curve
+    for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
 
 
 def test_lora_trains_the_adapter_and_its_reference_is_the_base(tiny_folder, tmp_path):

@@ -1,0 +1,99 @@
+#!/usr/bin/env python
+"""Chooses max_length: how long the pairs are, what each max_length keeps and costs, what looks wrong. No GPU is used.
+
+    python scripts/analyze_dataset.py                                   # allenai/Dolci-Instruct-DPO, SFM instruct
+    python scripts/analyze_dataset.py allenai/Dolci-Think-DPO-7B --max_samples 5000
+    python scripts/analyze_dataset.py pairs.jsonl --model_name_or_path my/model --html lengths.html
+    python scripts/analyze_dataset.py --config recipes/think.yaml --json lengths.json --plot lengths.png
+
+Run it with the recipe, on all pairs, and the training run finds their token ids in the cache. All other fields of a
+recipe can be given too; max_prompt_length is applied where it is given. docs/lengths.md explains the output.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+DATASET, MODEL = "allenai/Dolci-Instruct-DPO", "geodesic-research/sfm-sft_dolci_instruct_unfiltered"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        usage="analyze_dataset.py [DATASET] [options]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", metavar="RECIPE", help="a recipe; DATASET and options override it")
+    parser.add_argument(
+        "--model_name_or_path", metavar="M", help=f"tokenizer and chat template (default: the recipe's, or {MODEL})"
+    )
+    parser.add_argument("--max_samples", metavar="N", help="a random sample of so many pairs, drawn with --seed")
+    parser.add_argument("--dataset_num_proc", metavar="N", help="processes (default: one a core)")
+    parser.add_argument("--min_coverage", type=share, default=0.95, help="pairs to leave whole (default 0.95)")
+    parser.add_argument("--min_tokens_kept", type=share, default=0.9, help="response tokens to keep (default 0.9)")
+    for kind, what in (("json", "everything, for machines"), ("plot", "the picture"), ("html", "one page with all")):
+        parser.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"writes {what}")
+    args, fields = parser.parse_known_args(argv)  # answers --help before the slow imports
+
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes instead; datasets would turn it off with a warning
+    import sfm_dpo  # noqa: F401  (first: it reads .env)
+
+    # isort: split
+    from sfm_dpo.analysis import analyze_dataset
+    from sfm_dpo.config import UserError, parse_config
+    from sfm_dpo.length_report import text, write_page, write_plot
+
+    for name in ("config", "model_name_or_path", "max_samples", "dataset_num_proc"):
+        if (value := getattr(args, name)) is not None:
+            fields.append(f"--{name}={value}")
+    try:
+        result = analyze_dataset(
+            parse_config(defaults(fields), training=False), args.min_coverage, args.min_tokens_kept
+        )
+        print(text(result))
+        if args.json:
+            args.json.write_text(json.dumps(result, indent=1) + "\n")
+        if args.plot:
+            write_plot(result, args.plot)
+        if args.html:
+            write_page(result, args.html)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def defaults(fields: list[str]) -> list[str]:
+    """Fields for parse_config: DATASET is the word that follows no option; what nobody gave is filled in."""
+    words = [
+        i
+        for i, word in enumerate(fields)
+        if word[:1] != "-" and (i == 0 or fields[i - 1][:2] != "--" or "=" in fields[i - 1])
+    ]
+    fields = list(fields)
+    if words:
+        fields[words[0]] = f"--dataset_name={fields[words[0]]}"
+    given = {word.split("=")[0] for word in fields}
+    if "--config" not in given:
+        fields += [] if "--dataset_name" in given else [f"--dataset_name={DATASET}"]
+        fields += [] if "--model_name_or_path" in given else [f"--model_name_or_path={MODEL}"]
+    fields += [] if "--dataset_num_proc" in given else [f"--dataset_num_proc={len(os.sched_getaffinity(0))}"]
+    return fields
+
+
+def share(value: str) -> float:
+    """A share of 0 to 1, for argparse."""
+    number = float(value)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{value} must be in 0..1")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,73 @@
+#!/usr/bin/env python
+"""Can DPO work with this model on these pairs? Data and base model only, no training; seconds to a minute.
+
+    python scripts/preflight.py --config recipes/think.yaml [--field value ...] [--json FILE]
+
+Takes the recipe's fields as train_dpo.py does, on one GPU or the CPU (there: --bf16 false). Looks at
+`preflight_samples` pairs (256), drawn with `seed`. Exit codes: 0 go or caution, 2 wrong configuration, 3 no-go.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import sfm_dpo  # noqa: F401  (first: it reads .env)
+
+# isort: split
+import argparse
+import json
+import tempfile
+
+import numpy as np
+
+from sfm_dpo.config import UserError, parse_config
+from sfm_dpo.model import load_model_config, model_init_kwargs
+from sfm_dpo.preflight import as_text, check_vocabulary, run_preflight
+from sfm_dpo.tokenization import load_token_pairs, load_tokenizer
+from sfm_dpo.trainer import SFMDPOTrainer
+
+
+def main(argv: list[str]) -> int:
+    if not argv or {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
+    own = argparse.ArgumentParser(allow_abbrev=False)
+    own.add_argument("--json", type=Path)
+    ours, argv = own.parse_known_args(argv)
+    try:
+        with tempfile.TemporaryDirectory() as folder:  # the trainer wants an output_dir; nothing is kept in it
+            result = preflight([*argv, "--output_dir", folder, "--report_to", "none", "--eval_fraction", "0"])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(as_text(result))
+    if ours.json:
+        ours.json.write_text(json.dumps(result, indent=2) + "\n")
+    return 3 if result["verdict"] == "no-go" else 0
+
+
+def preflight(argv: list[str]) -> dict:
+    config = parse_config(argv, world_size=1)
+    args = config.train
+    model_config = load_model_config(config)
+    tokenizer = load_tokenizer(config)
+    pairs, _ = load_token_pairs(config, tokenizer)
+    tokens = pairs.train
+    check_vocabulary(tokens, tokenizer, model_config.get_text_config().vocab_size)
+    print(f"data\n{pairs.table()}", flush=True)
+
+    total = len(tokens)
+    tokens = tokens.select(np.sort(np.random.default_rng(args.seed).permutation(total)[: args.preflight_samples]))
+    args.precompute_ref_log_probs = True  # otherwise TRL loads the model twice
+    if args.bf16:
+        config.model.dtype = "bfloat16"  # nothing is trained: no master weights
+    args.model_init_kwargs = model_init_kwargs(config)
+    trainer = SFMDPOTrainer(
+        model=config.model.model_name_or_path, args=args, train_dataset=tokens, processing_class=tokenizer
+    )
+    return run_preflight(trainer, config) | {"pairs": f"{len(tokens):,} of {total:,}, drawn with seed {args.seed}"}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

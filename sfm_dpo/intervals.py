@@ -1,0 +1,25 @@
+"""How sure are we? 95% intervals of a mean and of a share."""
+
+import math
+from collections.abc import Sequence
+
+Z = 1.959964  # of a two-sided 95% interval under the normal approximation
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean of the values and its 95% interval (mean, low, high), by the normal approximation; all NaN if empty."""
+    n = len(values)
+    if n == 0:
+        return math.nan, math.nan, math.nan
+    mean = math.fsum(values) / n
+    if n == 1:
+        return mean, -math.inf, math.inf
+    error = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
+    return mean, mean - Z * error, mean + Z * error
+
+
+def wilson(share: float, n: int, z: float = Z) -> tuple[float, float]:
+    """Wilson's score interval (1927) of a share observed in n trials; 95% by default. NaN where share is."""
+    centre, square = share + z * z / (2 * n), z * z / n
+    half = z * math.sqrt(share * (1 - share) / n + square / (4 * n))
+    return max(0.0, (centre - half) / (1 + square)), min(1.0, (centre + half) / (1 + square))
