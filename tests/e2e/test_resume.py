@@ -174,7 +174,8 @@ def wait_for_phase(run: Run, phase: str, place: Place, dice: random.Random) -> b
 @pytest.mark.timeout(300 + 240 * KILLS)
 def test_kill_9_of_a_random_rank_at_random_moments(place, uninterrupted, tmp_path):
     dice = random.Random(KILL_SEED)
-    rows = []
+    print("\n| # | processes | rank killed | during | had done | half-written | went on from | equal |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
     for number in range(KILLS):
         phase, processes = PHASES[number % len(PHASES)], 1 + number % 2
         expected = uninterrupted(processes)
@@ -205,12 +206,9 @@ def test_kill_9_of_a_random_rank_at_random_moments(place, uninterrupted, tmp_pat
         assert_same_run(again, expected)
         unit = "shards" if phase == "reference pass" else "steps"
         went_on = "had said done" if done else newest.name if newest else "the beginning"
-        rows.append((number + 1, processes, victim, phase, f"{reached} {unit}", ", ".join(half) or "-", went_on))
+        row = (number + 1, processes, victim, phase, f"{reached} {unit}", ", ".join(half) or "-", went_on)
+        print("|", " | ".join(map(str, row)), "| bitwise |", flush=True)
         shutil.rmtree(run.folder)
-    print("\n| # | processes | rank killed | during | had done | half-written | went on from | equal |")
-    print("|---|---|---|---|---|---|---|---|")
-    for row in rows:
-        print("|", " | ".join(map(str, row)), "| bitwise |")
 
 
 # ---- a full disk
