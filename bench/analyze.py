@@ -1,4 +1,4 @@
-"""How fast are the pairs tokenised, and in how much memory? Against one row at a time, and tokenizers' own encode_batch.
+"""How fast are pairs tokenised, and in how much memory? Against one row at a time, and tokenizers' own encode_batch.
 
     python bench/analyze.py MODEL [--lengths think] [--rows 1000] [--num_proc 2] [--repeats 3]      speed
     python bench/analyze.py MODEL --memory 10000 100000        peak memory, on Dolci-Instruct's lengths divided by 8
@@ -18,8 +18,7 @@ import time
 from pathlib import Path
 from pydoc_data.topics import topics  # some 700 kB of English that comes with Python
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import sfm_dpo  # noqa: F401  (first: it reads .env)
 
@@ -29,6 +28,8 @@ from transformers import AutoTokenizer
 
 from bench.dolci_lengths import rows
 from sfm_dpo.tokenization import tokenize_pairs
+
+SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "analyze_dataset.py"
 
 
 def main(argv: list[str]) -> int:
@@ -109,7 +110,7 @@ def memory(args: argparse.Namespace, words: list[str]) -> None:
             with file.open("w") as out:
                 for row in rows("instruct", n, words, overhead=(30, 2), divide=8):
                     out.write(json.dumps(row) + "\n")
-            command = [sys.executable, str(ROOT / "scripts/analyze_dataset.py"), str(file), "--model_name_or_path"]
+            command = [sys.executable, str(SCRIPT), str(file), "--model_name_or_path"]
             command += [args.model, "--dataset_num_proc", str(args.num_proc)]
             start, peak = time.perf_counter(), 0
             child = subprocess.Popen(
