@@ -227,8 +227,17 @@ def test_figures_that_are_no_numbers(run):
     assert math.isfinite(first) and math.isfinite(last)
 
 
-def test_restarts_are_found_in_the_log(run):
+def test_restarts_are_those_that_the_environment_lists(run):
     facts = read_run(run)
+    first = facts["environment"]["starts"][0]
+    assert (first["step"], restarts(facts)) == (0, [])
+    facts["environment"]["starts"] += [first | {"step": step} for step in (2, 4, 4)]
+    assert restarts(facts) == [2, 4]
+
+
+def test_restarts_are_found_in_the_log_of_a_folder_without_that_list(run):
+    facts = read_run(run)
+    del facts["environment"]["starts"]
     assert restarts(facts) == []
     again = {"step": 4, "eval_loss": 0.7}
     facts["log"].insert(next(i for i, e in enumerate(facts["log"]) if e["step"] == 5), again)  # 4 is not due
