@@ -26,9 +26,10 @@ from sfm_dpo.checkpoint import (
     check_disk,
     check_resume,
     checkpoint_bytes,
-    clear_old_stop,
     clear_stop,
+    find_start,
     newest_checkpoint,
+    step_of,
 )
 from sfm_dpo.config import Config, UserError, parse_config
 from sfm_dpo.guard import add_guard
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> int:
         return train(config)
     except StopRequested as stop:
         clear_stop(config.train.output_dir)
-        return stopped(config, str(stop))
+        return stopped(config, str(stop), shards=stop.shards)
     except UserError as error:
         if is_main_process():
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -78,6 +79,7 @@ def train(config: Config) -> int:
     model_config = load_model_config(config)
     tokenizer = load_tokenizer(config)
 
+    checkpoint = find_start(args, say)
     pairs, notes = main_process_first(lambda: load_token_pairs(config, tokenizer))
     train_set, eval_set = pairs.train, pairs.eval
     for note in notes:
@@ -85,15 +87,8 @@ def train(config: Config) -> int:
     check_vocabulary(train_set, tokenizer, model_config.get_text_config().vocab_size)
     say(f"data\n{pairs.table()}")
     if is_main_process():
-        describe(config, pairs.as_dict())
-        write_status(args.output_dir, "running", step=0)
-
-    if clear_old_stop(args.output_dir):
-        say(f"{args.output_dir}/STOP was left over from earlier: removed")
-    checkpoint, skipped = newest_checkpoint(args.output_dir)
-    checkpoint = Path(args.resume_from_checkpoint) if args.resume_from_checkpoint else checkpoint
-    for line in skipped:
-        say(line)
+        describe(config, pairs.as_dict(), step_of(checkpoint))
+        write_status(args.output_dir, "running", step=step_of(checkpoint))
 
     args.eval_on_start = eval_set is not None and checkpoint is None  # held-out figures before as well as after
     args.model_init_kwargs = model_init_kwargs(config)
@@ -147,11 +142,11 @@ def train(config: Config) -> int:
     return 0
 
 
-def stopped(config: Config, message: str) -> int:
+def stopped(config: Config, message: str, **extra) -> int:
     """Says that the run can go on. A launcher would make a crash of 75, so there the ranks leave with 0."""
     checkpoint, _ = newest_checkpoint(config.train.output_dir)
-    step = int(checkpoint.name.rsplit("-", 1)[1]) if checkpoint else 0
-    write_status(config.train.output_dir, "stopped", 75, message, step=step, checkpoint=checkpoint and str(checkpoint))
+    where = {"step": step_of(checkpoint), "checkpoint": checkpoint and str(checkpoint)}
+    write_status(config.train.output_dir, "stopped", 75, message, **where, **extra)
     report(config)
     say(f"{message}; the same command goes on from {checkpoint or 'the beginning'}")
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else 75

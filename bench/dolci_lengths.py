@@ -72,8 +72,10 @@ def _shorter(longer: np.ndarray, rows: np.ndarray, points: tuple[int, int] | Non
     return longer[rows] * np.interp(rank, share, np.minimum(ratios, 0.99))
 
 
-def rows(kind: str, n: int, words: list[str], overhead: tuple[int, int] = (0, 0), seed: int = 0) -> Iterator[dict]:
-    """Rows in the shape of Dolci-Think (`prompt` text, responses as message lists) with such lengths.
+def rows(
+    kind: str, n: int, words: list[str], overhead: tuple[int, int] = (0, 0), divide: int = 1, seed: int = 0
+) -> Iterator[dict]:
+    """Rows in the shape of Dolci-Think (`prompt` text, responses as message lists) with such lengths over `divide`.
 
     Args:
         words: each one token (with the space before it); texts are slices of them.
@@ -87,7 +89,7 @@ def rows(kind: str, n: int, words: list[str], overhead: tuple[int, int] = (0, 0)
 
     for prompt, chosen, rejected in zip(*draw(kind, n, seed), strict=True):
         yield {
-            "prompt": text(prompt - overhead[0]),
-            "chosen": [{"role": "assistant", "content": text(chosen - overhead[1])}],
-            "rejected": [{"role": "assistant", "content": text(rejected - overhead[1])}],
+            "prompt": text(prompt // divide - overhead[0]),
+            "chosen": [{"role": "assistant", "content": text(chosen // divide - overhead[1])}],
+            "rejected": [{"role": "assistant", "content": text(rejected // divide - overhead[1])}],
         }

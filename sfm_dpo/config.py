@@ -6,9 +6,7 @@ through argparse, so a wrong type is found in either.
 
 import ast
 import dataclasses
-import difflib
 import json
-import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,27 +16,7 @@ import yaml
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, TrlParser
 
-# Losses whose log-ratios are means over response tokens; the others in TRL use sums.
-LENGTH_NORMALIZED_LOSSES = {"sigmoid_norm", "ipo"}
-CHECKS = {"preflight": ("skip", "warn", "abort"), "guard": ("skip", "warn", "stop")}
-LOSS_TYPES = (
-    "sigmoid sigmoid_norm hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down "
-    "discopop sft"
-).split()
-
-
-class UserError(Exception):
-    """A mistake of the user's: reported in one line, without a traceback.
-
-    Args:
-        message: names the field, the value and the remedy.
-        exit_code: 2 wrong configuration or data (default), 3 preflight refused, 4 the guard stopped the run.
-        status: further fields for status.json.
-    """
-
-    def __init__(self, message: str, exit_code: int = 2, **status: Any):
-        super().__init__(" ".join(str(message).split()))
-        self.exit_code, self.status = exit_code, status
+from sfm_dpo.checks import CHECKS, LOSS_TYPES, UserError, nearest, require, validate
 
 
 @dataclass
@@ -144,11 +122,11 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     _set_env(values.pop("env", None) or {}, recipe)
     for key in values:
         if key not in known:
-            raise UserError(f"{recipe}: unknown field {key!r}{_nearest(key, known)}")
+            raise UserError(f"{recipe}: unknown field {key!r}{nearest(key, known)}")
     for arg in cli:
         name = arg[2:].split("=")[0].replace("-", "_")
         if arg.startswith("--") and not {name, name.removeprefix("no_")} & (known | {"help"}):
-            raise UserError(f"unknown option {arg.split('=')[0]}{_nearest(name, known, '--')}")
+            raise UserError(f"unknown option {arg.split('=')[0]}{nearest(name, known, '--')}")
     if "datasets" in values:  # a list of mappings has no spelling on the command line
         parser.set_defaults(datasets=_check_mixture(values.pop("datasets"), recipe))
 
@@ -160,7 +138,7 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
         world_size = 1
         namespace.per_device_train_batch_size = namespace.global_batch_size
         namespace.use_cpu, namespace.bf16, namespace.fp16, namespace.dtype = True, False, False, None
-    _validate(namespace, world_size)
+    validate(namespace, world_size)
     steps = namespace.global_batch_size // (namespace.per_device_train_batch_size * world_size)
     if namespace.gradient_accumulation_steps not in (1, steps):
         raise UserError(
@@ -178,7 +156,7 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     except (ValueError, TypeError, AttributeError, ImportError) as error:
         raise UserError(str(error)) from error
     kwargs = config.train.model_init_kwargs
-    _require(
+    require(
         kwargs is None or isinstance(kwargs, dict), "model_init_kwargs", kwargs, "must be a mapping such as {a: 1}"
     )
     return config
@@ -199,21 +177,6 @@ def resolve_report_to(report_to: list[str]) -> tuple[list[str], str]:
         trackers.remove("wandb")
         return trackers, "W&B off: neither WANDB_API_KEY nor WANDB_MODE=offline is set"
     return trackers, f"tracking: {', '.join(trackers) or 'none'}"
-
-
-def accumulation_choices(global_batch_size: int, per_device: int, world_size: int) -> str:
-    """Combinations near the asked one that divide, for an error message."""
-    per_rank = [n for n in range(1, global_batch_size + 1) if global_batch_size % (n * world_size) == 0]
-    unit = per_device * world_size
-    sizes = sorted({max(unit, global_batch_size // unit * unit), math.ceil(global_batch_size / unit) * unit})
-    worlds = [n for n in range(1, 129) if global_batch_size % (per_device * n) == 0]
-    choices = []
-    if per_rank:
-        choices.append(f"per_device_train_batch_size {', '.join(map(str, per_rank[:8]))}")
-    choices.append(f"global_batch_size {' or '.join(map(str, sizes))}")
-    if worlds:
-        choices.append(f"{', '.join(map(str, worlds[:8]))} process(es)")
-    return "; ".join(choices)
 
 
 def as_dict(config: Config) -> dict[str, Any]:
@@ -288,11 +251,6 @@ def _as_args(key: str, value: Any, parser: _Parser, recipe: str | None) -> list[
     return [f"--{key}={value}"]  # with = also a value that begins with a dash
 
 
-def _nearest(name: Any, known: set[str], prefix: str = "") -> str:
-    match = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    return f"; did you mean {prefix}{match[0]}?" if match else ""
-
-
 def _check_mixture(datasets: Any, recipe: str | None) -> list[dict]:
     if not isinstance(datasets, list) or not all(isinstance(d, dict) and d.get("path") for d in datasets):
         raise UserError(f"{recipe}: datasets must be a list of mappings, each with a path")
@@ -300,7 +258,7 @@ def _check_mixture(datasets: Any, recipe: str | None) -> list[dict]:
     for entry in datasets:
         for key in entry:
             if key not in fields:
-                raise UserError(f"{recipe}: unknown field {key!r} in datasets{_nearest(key, fields)}")
+                raise UserError(f"{recipe}: unknown field {key!r} in datasets{nearest(key, fields)}")
     for entry in datasets:
         for key in ("path", "name", "split"):
             if entry.get(key) is not None and not isinstance(entry[key], str):
@@ -314,113 +272,6 @@ def _check_mixture(datasets: Any, recipe: str | None) -> list[dict]:
 
 def _pick(cls, namespace) -> dict[str, Any]:
     return {f.name: getattr(namespace, f.name) for f in dataclasses.fields(cls) if f.init}
-
-
-_AT_LEAST_1 = (
-    "max_length max_prompt_length max_samples preflight_samples global_batch_size per_device_train_batch_size "
-    "per_device_eval_batch_size dataset_num_proc lora_r"
-).split()
-
-
-def _require(ok: bool, name: str, value: Any, remedy: str) -> None:
-    if not ok:
-        raise UserError(f"{name} {value}: {remedy}")
-
-
-def _validate(ns, world_size: int) -> None:
-    """Combinations and ranges that argparse cannot see. Order: what the user is likeliest to have meant first."""
-    for name, value in vars(ns).items():
-        _require(not isinstance(value, float) or math.isfinite(value), name, value, "must be a finite number")
-    for name in _AT_LEAST_1:
-        value = getattr(ns, name)
-        _require(value is None or value >= 1, name, value, "must be at least 1")
-    for name in ("save_steps", "logging_steps"):
-        _require(getattr(ns, name) > 0, name, getattr(ns, name), "must be above 0 (below 1: a share of all steps)")
-    for name in ("weight_decay", "seed"):
-        _require(getattr(ns, name) >= 0, name, getattr(ns, name), "must be at least 0")
-    _require(ns.max_length is None or ns.max_length >= 2, "max_length", ns.max_length, "must be at least 2")
-    if ns.max_prompt_length is not None and ns.max_length is not None:
-        remedy = f"must be below max_length {ns.max_length}, or no token is left for the response"
-        _require(ns.max_prompt_length < ns.max_length, "max_prompt_length", ns.max_prompt_length, remedy)
-    _require(0 <= ns.eval_fraction < 1, "eval_fraction", ns.eval_fraction, "must be at least 0 and below 1")
-    _require(0 <= ns.max_dropped_fraction <= 1, "max_dropped_fraction", ns.max_dropped_fraction, "must be in 0..1")
-    for name, choices in CHECKS.items():
-        _require(getattr(ns, name) in choices, name, getattr(ns, name), f"must be one of {', '.join(choices)}")
-    if ns.guard_generations:
-        _require(ns.guard_generations > 0, "guard_generations", ns.guard_generations, "must be at least 0")
-        _require(ns.eval_fraction > 0, "guard_generations", ns.guard_generations, "needs prompts: set eval_fraction")
-        _require(ns.guard != "skip", "guard_generations", ns.guard_generations, "guard is skip; set guard: warn")
-    _require(ns.beta > 0, "beta", ns.beta, "must be above 0")
-    _require(ns.learning_rate > 0, "learning_rate", ns.learning_rate, "must be above 0")
-    _require(ns.num_train_epochs > 0 or ns.max_steps > 0, "num_train_epochs", ns.num_train_epochs, "must be above 0")
-    limit = ns.save_total_limit
-    remedy = "keep at least 2: with 1, a kill while saving can leave no complete checkpoint"
-    _require(limit is None or limit >= 2, "save_total_limit", limit, remedy)
-    if ns.eval_strategy != "no" and not ns.eval_fraction:
-        raise UserError(f"eval_strategy {ns.eval_strategy}: nothing is held out; set eval_fraction, for instance 0.02")
-    _require(ns.truncation_mode == "keep_start", "truncation_mode", ns.truncation_mode, "only keep_start works")
-    _require(not ns.auto_find_batch_size, "auto_find_batch_size", True, "would change the global batch; remove it")
-    _require(not ns.streaming, "streaming", True, "pairs are checked before training, so they cannot be streamed")
-    remedy = "set eval_fraction instead, which is seeded"
-    _require(ns.test_split_size is None, "test_split_size", ns.test_split_size, remedy)
-    remedy = "no such checkpoint; remove it to go on from the newest one in output_dir"
-    checkpoint = ns.resume_from_checkpoint
-    _require(checkpoint is None or Path(checkpoint).is_dir(), "resume_from_checkpoint", checkpoint, remedy)
-    known = "reverse_kl forward_kl js_divergence alpha_divergence".split()
-    remedy = f"must be one of {', '.join(known)}"
-    _require(ns.f_divergence_type in known, "f_divergence_type", ns.f_divergence_type, remedy)
-    if not ns.model_name_or_path:
-        raise UserError("model_name_or_path is missing: give a Hub id or a folder")
-    if not ns.dataset_name and not ns.datasets:
-        raise UserError("dataset_name is missing: give a Hub id, a .json/.jsonl/.parquet file or a folder")
-    if ns.dataset_name and ns.datasets:
-        raise UserError("dataset_name and datasets are both set: keep one of them")
-
-    _require(bool(ns.loss_type), "loss_type", ns.loss_type, "is empty; name at least one loss")
-    for loss in ns.loss_type:
-        if loss not in LOSS_TYPES:
-            near = _nearest(loss, set(LOSS_TYPES)) or f"; the known ones are {', '.join(LOSS_TYPES)}"
-            raise UserError(f"loss_type {loss!r} is unknown{near}")
-    summed = [loss for loss in ns.loss_type if loss not in LENGTH_NORMALIZED_LOSSES and loss != "sft"]
-    if ns.beta >= 1 and summed and not ns.allow_unnormalized_beta:
-        raise UserError(
-            f"beta {ns.beta:g} with loss_type {summed[0]}: this loss uses sums over tokens, so it is stiffer than "
-            "OLMo's length-normalised one by the length of the response; use loss_type sigmoid_norm, or beta 0.1, or "
-            "say allow_unnormalized_beta: true if it is meant"
-        )
-
-    unit = ns.per_device_train_batch_size * world_size
-    if ns.global_batch_size % unit:
-        raise UserError(
-            f"global_batch_size {ns.global_batch_size} is not a multiple of per_device_train_batch_size "
-            f"{ns.per_device_train_batch_size} x {world_size} process(es); these work: "
-            + accumulation_choices(ns.global_batch_size, ns.per_device_train_batch_size, world_size)
-        )
-    _validate_precision(ns)
-
-
-def _validate_precision(ns) -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        # accelerate's launcher drops `use_cpu` of a DeepSpeed config file, and without it accelerate finds no backend:
-        # each CPU process would believe that it is alone.
-        ns.use_cpu = True
-    on_gpu = not ns.use_cpu
-    if ns.bf16 is None and not ns.fp16:
-        ns.bf16 = on_gpu  # TRL's default is true everywhere
-    _require(not ns.fp16 or on_gpu, "fp16", True, "no GPU is visible; on CPU leave it out")
-    if ns.bf16 and not on_gpu:
-        raise UserError("bf16 true: no GPU is visible; on CPU say --bf16 false (bf16 is some 20 times slower there)")
-    sharded = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" or os.environ.get("ACCELERATE_USE_FSDP") == "true"
-    if ns.dtype is None:
-        # DeepSpeed makes fp32 master weights from a bf16 model: loading in bf16 halves the host memory.
-        ns.dtype = "bfloat16" if ns.bf16 and os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" else "float32"
-    elif ns.dtype in ("bfloat16", "float16") and not sharded and not ns.use_peft:
-        raise UserError(
-            f"dtype {ns.dtype} without DeepSpeed or FSDP: there are no fp32 master weights, so updates at lr "
-            f"{ns.learning_rate:g} round to zero; remove dtype (bf16: true still computes in bf16)"
-        )
 
 
 def _plain(value: Any) -> Any:

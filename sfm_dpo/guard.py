@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from sfm_dpo.answers import Answer, continue_prompts, repeated_4grams
 from sfm_dpo.checkpoint import KEEP, checkpoints, keep_before
-from sfm_dpo.config import LENGTH_NORMALIZED_LOSSES, UserError
+from sfm_dpo.checks import LENGTH_NORMALIZED_LOSSES, UserError
 from sfm_dpo.run_dir import is_main_process, write_atomically
 from sfm_dpo.signals import FAST, SIGMOID_LOSSES, Finding, Log, Run, judge, observed
 

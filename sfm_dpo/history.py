@@ -58,8 +58,13 @@ def evaluations(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def restarts(facts: dict[str, Any]) -> list[int]:
-    """Steps at which the run was started again. The Trainer leaves no mark of it but the evaluation at each start
-    (eval_on_start), which is at a step where none was due; without held-out pairs restarts cannot be seen."""
+    """Steps at which the run was started again, from the list of starts in environment.json.
+
+    A folder without that list has no mark of them but the evaluation at each start, at a step where none was due.
+    """
+    starts = facts["environment"].get("starts")
+    if isinstance(starts, list):
+        return list(dict.fromkeys(start["step"] for start in starts[1:]))
     strategy, every = facts["config"].get("eval_strategy", "no"), facts["config"].get("eval_steps")
     last = max((entry["step"] for entry in facts["log"] if "loss" in entry), default=0)
     found, seen = [], set()

@@ -16,13 +16,15 @@ _SHOWN = (
     ("grad_norm", "grad", "{:.2f}"),
     ("learning_rate", "lr", "{:.1e}"),
 )
+# name in status.json: name in the log
+_KEPT = {"loss": "loss", "margin": "rewards/margins", "pairs_per_second": "perf/pairs_per_second"}
 
 
 class ProgressLine(TrainerCallback):
     """Takes the place of transformers' progress bar, which fills a batch job's log with control characters."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        self.start, self.first_step = time.monotonic(), state.global_step
+        self.start, self.first_step, self.shown = time.monotonic(), state.global_step, {}
         write_status(args.output_dir, "running", step=state.global_step, max_steps=state.max_steps)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):
@@ -35,13 +37,19 @@ class ProgressLine(TrainerCallback):
             head = f"step {state.global_step}/{state.max_steps}"
         else:
             return  # the closing summary
+        seconds = self._seconds_left(state)
         values = [f"{name} {form.format(float(logs[key]))}" for key, name, form in _SHOWN if key in logs]
-        print("  ".join([head, *values, *self._eta(state)]), flush=True)
-        write_status(args.output_dir, "running", step=state.global_step, max_steps=state.max_steps)
+        print("  ".join([head, *values, *([f"ETA {clock(seconds)}"] if seconds else [])]), flush=True)
+        if "loss" in logs:
+            self.shown = {key: float(logs[name]) for key, name in _KEPT.items() if name in logs}
+        facts = {"step": state.global_step, "max_steps": state.max_steps, "eta_seconds": seconds} | self.shown
+        write_status(args.output_dir, "running", **facts)
 
-    def _eta(self, state: TrainerState) -> list[str]:
+    def _seconds_left(self, state: TrainerState) -> int | None:
+        """By the mean pace since this start; None before its first step."""
         done, left = state.global_step - self.first_step, state.max_steps - state.global_step
-        if done < 1 or not left:
-            return []
-        seconds = int((time.monotonic() - self.start) / done * left)
-        return [f"ETA {seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"]
+        return int((time.monotonic() - self.start) / done * left) if done >= 1 else None
+
+
+def clock(seconds: int) -> str:
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

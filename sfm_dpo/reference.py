@@ -122,8 +122,8 @@ def read_all(paths: list[Path], shards: list[np.ndarray]) -> np.ndarray:
 class Progress:
     """Prints how far the pass is, at most every `every` seconds: a job's log is no place for a progress bar."""
 
-    def __init__(self, what: str, total: int, every: float = 10.0):
-        self.what, self.total, self.every = what, total, every
+    def __init__(self, what: str, total: int, tell: Callable[[str], None] = print, every: float = 10.0):
+        self.what, self.total, self.tell, self.every = what, total, tell, every
         self.done, self.start, self.shown = 0, time.monotonic(), time.monotonic()
 
     def __call__(self, tokens: int) -> None:
@@ -133,10 +133,9 @@ class Progress:
             return
         self.shown, rate = now, self.done / max(now - self.start, 1e-9)
         left = int((self.total - self.done) / rate)
-        print(
+        self.tell(
             f"{self.what}: {self.done / self.total:.0%} of {self.total:,} tokens, {rate:,.0f} tokens/s, "
-            f"ETA {left // 3600}:{left // 60 % 60:02}:{left % 60:02}",
-            flush=True,
+            f"ETA {left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
         )
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from sfm_dpo.config import LENGTH_NORMALIZED_LOSSES
+from sfm_dpo.checks import LENGTH_NORMALIZED_LOSSES
 
 # How far the mean |margin| / 2 of the first batch may be from 0, its value at policy = reference (then the loss is
 # ln 2). 16-bit log-probs move with the shape of the batch.

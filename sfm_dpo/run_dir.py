@@ -3,13 +3,16 @@
 Rank 0 alone writes. Files: resolved_config.yaml, environment.json, data.json, status.json (see docs/design.md).
 """
 
+import errno
 import json
 import os
 import platform
+import secrets
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,12 +25,14 @@ from sfm_dpo.config import Config, UserError, as_dict
 T = TypeVar("T")
 RESOLVED_CONFIG, ENVIRONMENT, DATA, STATUS = "resolved_config.yaml", "environment.json", "data.json", "status.json"
 
-# A run may go on with these changed: they touch neither the objective, nor the data, nor their order.
+# A run may go on with these changed: they touch neither the objective, nor the data, nor their order. Accumulation
+# follows from the number of processes, about which the checkpoint has the say (checkpoint.check_resume).
 MAY_DIFFER = set(
     """report_to run_name project logging_steps logging_first_step disable_tqdm log_level dataset_num_proc
     dataloader_num_workers dataloader_pin_memory push_to_hub hub_model_id hub_strategy hub_private_repo hub_revision
     hub_always_push save_steps save_total_limit ddp_timeout output_dir resume_from_checkpoint max_dropped_fraction
-    trackio_space_id preflight preflight_samples guard guard_generations""".split()
+    trackio_space_id preflight preflight_samples guard guard_generations ignore_resume_mismatch
+    gradient_accumulation_steps""".split()
 )
 _PACKAGES = "torch transformers trl accelerate deepspeed datasets peft huggingface_hub tokenizers numpy".split()
 _SLURM = "SLURM_JOB_ID SLURM_JOB_NAME SLURM_JOB_NODELIST SLURM_JOB_PARTITION SLURM_CLUSTER_NAME SLURM_RESTART_COUNT"
@@ -64,10 +69,23 @@ def read_status(run: str | Path) -> dict[str, Any] | None:
 
 def write_status(run: str | Path, state: str, exit_code: int | None = None, message: str = "", **extra: Any) -> None:
     """Writes status.json: `state` is running, done, stopped, refused, collapsed, failed or push_failed."""
-    if is_main_process():
-        status = {"state": state, "exit_code": exit_code, "message": message, "step": None, "checkpoint": None} | extra
-        status |= {"job": os.environ.get("SLURM_JOB_ID"), "pid": os.getpid()}
-        write_atomically(Path(run) / STATUS, json.dumps(status, indent=2) + "\n")
+    if not is_main_process():
+        return
+    status = {"state": state, "exit_code": exit_code, "message": message, "step": None, "checkpoint": None} | extra
+    status |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID"), "pid": os.getpid()}
+    text, path = json.dumps(status, indent=2) + "\n", Path(run) / STATUS
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        path.with_name(f".{STATUS}.partial").unlink(missing_ok=True)
+        path.write_text(text)  # over the old one, which has its block: the verdict matters most when the disk is full
+
+
+def now() -> str:
+    """The time with its zone, to the second."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -121,13 +139,28 @@ def claim(config: Config) -> bool:
     return not (status and status["state"] == "done")
 
 
-def describe(config: Config, pairs: dict[str, Any]) -> None:
-    """Writes what was asked (resolved_config.yaml), on what (data.json) and where (environment.json)."""
+def describe(config: Config, pairs: dict[str, Any], step: int = 0) -> None:
+    """Writes what was asked (resolved_config.yaml), on what (data.json) and where (environment.json).
+
+    environment.json is that of this start; its list `starts`, and the id under which W&B knows the run, are kept from
+    the earlier ones. `step` is the one this start goes on from.
+    """
     run = Path(config.train.output_dir)
     run.mkdir(parents=True, exist_ok=True)
+    try:
+        before = json.loads((run / ENVIRONMENT).read_text())
+    except (OSError, ValueError):
+        before = {}
+    start = {"time": now(), "step": step, "host": platform.node(), "world_size": _world_size()}
+    start |= {"job": os.environ.get("SLURM_JOB_ID"), "restart": os.environ.get("SLURM_RESTART_COUNT")}
+    kept: dict[str, Any] = {"starts": [*before.get("starts", []), start]}
+    if "wandb" in config.train.report_to:  # transformers lets W&B choose an id, another one at each start
+        kept["wandb_run_id"] = os.environ.get("WANDB_RUN_ID") or before.get("wandb_run_id") or secrets.token_hex(4)
+        os.environ["WANDB_RUN_ID"] = kept["wandb_run_id"]
+        os.environ.setdefault("WANDB_RESUME", "allow")
     write_atomically(run / RESOLVED_CONFIG, yaml.safe_dump(as_dict(config), sort_keys=False))
     write_atomically(run / DATA, json.dumps(pairs, indent=2) + "\n")
-    write_atomically(run / ENVIRONMENT, json.dumps(environment(), indent=2) + "\n")
+    write_atomically(run / ENVIRONMENT, json.dumps(environment() | kept, indent=2) + "\n")
 
 
 def environment() -> dict[str, Any]:
@@ -147,9 +180,13 @@ def environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "gpus": gpus,
         "cpus": os.cpu_count(),
-        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "world_size": _world_size(),
         "slurm": {key: os.environ[key] for key in _SLURM.split() if key in os.environ},
     }
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _version(name: str) -> str | None:

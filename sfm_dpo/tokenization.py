@@ -4,10 +4,12 @@ The ids are those of TRL's own preparation (`DPOTrainer._prepare_dataset`), whic
 whose cache key covers every training argument.
 """
 
+import functools
 import inspect
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import datasets
@@ -171,6 +173,7 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
     if tokenizer.is_fast:
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
         backend |= {"padding": None, "truncation": None}  # left behind by the last call with padding
+        backend = json.dumps(backend)  # text is hashed twenty times as fast
     else:
         backend = tokenizer.get_vocab()
     return Hasher.hash((backend, tokenizer.chat_template, sorted(map(str, tokenizer.special_tokens_map.items()))))
@@ -235,11 +238,52 @@ def _encode(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> tuple
     for special in (True, False):
         index = [i for i, text in enumerate(is_text) if text is special]
         if index:
-            flat = [text for i in index for text in texts[i]]
+            cuts = () if special else _cuts(tokenizer)
+            pieces = [_share_lead(texts[i], cuts) for i in index]
+            flat = [text for piece in pieces for text in piece]
             ids = tokenizer(flat, add_special_tokens=special, return_attention_mask=False)["input_ids"]
             for n, i in enumerate(index):
-                encoded[i] = ids[3 * n : 3 * n + 3]
+                lead, *rest = ids[4 * n : 4 * n + 4]
+                # An empty text may have tokens too: a BOS
+                encoded[i] = [lead + tail for tail in rest] if pieces[n][0] else rest
     return tuple(map(list, zip(*encoded, strict=True))), reasons  # type: ignore[return-value]
+
+
+def _share_lead(texts: tuple[str, str, str], cuts: Iterable[str]) -> tuple[str, str, str, str]:
+    """Prompt, prompt+chosen and prompt+rejected as the lead that they share and three rests, so that a long prompt is
+    tokenized once. Cut before the prompt's last special token (of `cuts`), where no id can depend on what precedes."""
+    prompt, *sides = texts
+    at, token = max(((prompt.rfind(token), token) for token in cuts), default=(-1, ""))
+    if at < 1 or not all(side.startswith(prompt[: at + len(token)]) for side in sides):
+        return "", *texts
+    return prompt[:at], *(text[at:] for text in texts)
+
+
+def _cuts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Special tokens before which a text can be cut in two without changing an id."""
+    if not tokenizer.is_fast or tokenizer.split_special_tokens:
+        return ()
+    return _cuts_among(
+        tuple(
+            (token.content, not (token.normalized or token.lstrip or token.single_word))
+            for token in tokenizer.added_tokens_decoder.values()
+        )
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def _cuts_among(added: tuple[tuple[str, bool], ...]) -> tuple[str, ...]:
+    """tokenizers looks for the added tokens first, leftmost and longest, and treats the text between them piece by
+    piece. So a cut before one of them is exact if it matches wherever it stands (no other can begin or end within it)
+    and does not look to its left (`lstrip`, `single_word`, or text changed by the normaliser: the bool of `added`)."""
+
+    def overlaps(other: str, token: str) -> bool:
+        if other != token and other.startswith(token):
+            return True
+        starts = (i for i in range(1, len(other)) if other[i] == token[0])
+        return any(other.startswith(token, i) or token.startswith(other[i:]) for i in starts)
+
+    return tuple(t for t, plain in added if t and plain and not any(overlaps(other, t) for other, _ in added))
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,11 +13,12 @@ from trl import DPOTrainer
 
 from sfm_dpo import reference, rewards
 from sfm_dpo.attention import describe_kernel
-from sfm_dpo.checkpoint import StopRequested, mark_complete, newest_checkpoint, rotate, stop_requested
+from sfm_dpo.checkpoint import COMPLETE, StopRequested, mark_complete, newest_checkpoint, rotate, stop_requested
 from sfm_dpo.compile import compile_layers
 from sfm_dpo.config import TrainConfig, UserError
 from sfm_dpo.hub import write_model_card
 from sfm_dpo.packing import enable_padding_free
+from sfm_dpo.run_dir import write_status
 from sfm_dpo.throughput import ForwardFlops, Meter, MeterCallback
 from sfm_dpo.tokenization import pair_tokens
 
@@ -36,6 +37,7 @@ class SFMDPOTrainer(DPOTrainer):
         self._step_0_checked = False
         self._eval_batches: list[tuple[int, tuple[str, ...]]] = []  # pairs in each, names of the metrics over pairs
         self._reference_folder: Path | None = None
+        self._reference_shards = 0  # of the splits whose pass is over
         self.train_tokens = reference.token_hash(kwargs["train_dataset"])
         super().__init__(args=args, **kwargs)
         args.padding_free = self._packed
@@ -156,7 +158,12 @@ class SFMDPOTrainer(DPOTrainer):
             state = f"{len(shards) - len(todo)} of {len(shards)} shards in {folder}"
             print(f"reference log-probs of the {name} pairs: {state}", flush=True)
         mine = todo[rank::ranks]
-        progress = reference.Progress(f"reference, {name}", sum(int(lengths[shards[n]].sum()) for n in mine))
+
+        def tell(line: str) -> None:  # hours may pass here: the log and status.json say that it moves
+            print(line, flush=True)
+            write_status(self.args.output_dir, "running", message=line)
+
+        progress = reference.Progress(f"reference, {name}", sum(int(lengths[shards[n]].sum()) for n in mine), tell)
 
         def forward(rows: np.ndarray) -> torch.Tensor:
             batch = self._prepare_inputs(self.data_collator([dataset[int(i)] for i in rows]))
@@ -170,7 +177,10 @@ class SFMDPOTrainer(DPOTrainer):
         )
         finished = self.accelerator.gather(torch.tensor([done], device=self.accelerator.device)).all().item()
         if not finished:
-            raise StopRequested(f"stopped on request during the reference pass; its shards are kept in {folder}")
+            count = sum(path.exists() for path in paths) + self._reference_shards
+            message = f"stopped on request during the reference pass; its shards are kept in {folder}"
+            raise StopRequested(message, shards=count)
+        self._reference_shards += len(shards)
 
         logps = reference.read_all(paths, shards)
         self._reference_folder = folder
@@ -183,14 +193,22 @@ class SFMDPOTrainer(DPOTrainer):
         """What a run that goes on from a checkpoint must agree with."""
         return {"world_size": self.accelerator.num_processes, "train_tokens": self.train_tokens}
 
+    def _run_epoch(self, **kwargs: Any) -> None:
+        """transformers 5.23 does a step too many where the last checkpoint lies in the middle of an epoch."""
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(**kwargs)
+
     def _save_checkpoint(self, model, trial) -> None:
         """transformers', then the mark that it is complete, then the rotation that transformers would do before."""
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        if self.is_world_process_zero():  # a skipped one of this step is written anew: it must not look complete now
+            (checkpoint / COMPLETE).unlink(missing_ok=True)
         try:
             super()._save_checkpoint(model, trial)
         except Exception as error:  # torch, safetensors and the OS each have their own for a full disk
-            if shutil.disk_usage(self.args.output_dir).free > 64 * 2**20 and "No space left" not in str(error):
+            full = "No space left" in str(error) or "quota exceeded" in str(error)
+            if not full and shutil.disk_usage(self.args.output_dir).free > 64 * 2**20:
                 raise
             newest = newest_checkpoint(self.args.output_dir)[0]
             raise UserError(f"disk full while writing {checkpoint}; the run can go on from {newest}", 1) from error

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sfm_dpo.config import LENGTH_NORMALIZED_LOSSES
+from sfm_dpo.checks import LENGTH_NORMALIZED_LOSSES
 from sfm_dpo.intervals import Z, wilson
 
 HOPELESS = -2.5  # nats per token: a pair with a larger gap than that is one the base model cannot bridge

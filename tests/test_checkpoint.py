@@ -15,14 +15,17 @@ from sfm_dpo.checkpoint import (
     COMPLETE,
     KEEP,
     STOP,
+    StopCallback,
     check_disk,
     check_resume,
     checkpoint_bytes,
     checkpoints,
     clear_old_stop,
+    find_start,
     mark_complete,
     newest_checkpoint,
     rotate,
+    step_of,
     stop_requested,
     why_incomplete,
 )
@@ -228,3 +231,53 @@ def test_only_rank_0_removes_it(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     assert clear_old_stop(tmp_path) is True  # all ranks see the same
     assert stop.exists()
+
+
+# ---- lead time
+
+
+def lead(monkeypatch, seconds: float | None, took: dict[str, float]) -> StopCallback:
+    """A callback that has seen a step, an evaluation and a save of these seconds, by a clock that we turn."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("sfm_dpo.checkpoint.broadcast_object_list", lambda objects, from_process: None)
+    if seconds is None:
+        monkeypatch.delenv("STOP_LEAD_SECONDS", raising=False)
+    else:
+        monkeypatch.setenv("STOP_LEAD_SECONDS", str(seconds))
+    callback = StopCallback()
+    args, state = SimpleNamespace(output_dir="/absent"), SimpleNamespace(global_step=1, max_steps=9)
+    for _ in range(3):
+        callback.on_step_begin()
+        for what, event in (("step", "on_step_end"), ("evaluation", "on_evaluate"), ("save", "on_save")):
+            clock[0] += took.get(what, 0)
+            getattr(callback, event)(args, state, SimpleNamespace())
+    return callback
+
+
+def test_a_lead_shorter_than_step_evaluation_and_save_is_warned_about_once(monkeypatch, capsys):
+    callback = lead(monkeypatch, 600, {"step": 40, "evaluation": 60, "save": 501})
+    assert callback.seconds == {"step": 40, "evaluation": 60, "save": 501}
+    warnings = capsys.readouterr().out.splitlines()
+    assert len(warnings) == 1
+    assert "600 s before the time limit" in warnings[0]
+    assert "takes 601 s (step 40 s + evaluation 60 s + save 501 s)" in warnings[0]
+    assert "STOP_LEAD_SECONDS=960 " in warnings[0]
+
+
+@pytest.mark.parametrize("seconds", [600, None], ids=["long enough", "no batch script"])
+def test_no_warning_where_the_lead_is_long_enough_or_nobody_has_one(monkeypatch, capsys, seconds):
+    lead(monkeypatch, seconds, {"step": 40, "evaluation": 60, "save": 500 if seconds else 5000})
+    assert capsys.readouterr().out == ""
+
+
+def test_a_checkpoint_asked_for_must_be_complete(tmp_path):
+    bad = write_checkpoint(tmp_path, 3, complete=False)
+    said = []
+    with pytest.raises(UserError, match=r"resume_from_checkpoint .*checkpoint-3: was not written to the end; choose"):
+        find_start(SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=str(bad)), said.append)
+    good = write_checkpoint(tmp_path, 2)
+    args = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=None)
+    assert find_start(args, said.append) == good
+    assert said == [f"{bad} was not written to the end: skipped"]
+    assert (step_of(good), step_of(None), step_of(tmp_path / "base")) == (2, 0, 0)

@@ -219,9 +219,7 @@ def test_zero2_two_processes(folder, tmp_path):
     """All flags under DeepSpeed ZeRO-2, compiled: the losses of one uncompiled process."""
     alone = make_trainer(folder, tmp_path / "alone", ALL_FLAGS)
     alone.train()
-    launch = (
-        "-m accelerate.commands.launch --config_file configs/accelerate/cpu.yaml --main_process_port 0 train_dpo.py"
-    )
+    launch = "-m accelerate.commands.launch --config_file configs/accelerate/cpu.yaml --main_process_port 0"
     compiled = f"{ALL_FLAGS} --torch_compile true --torch_compile_backend aot_eager"
     command = [sys.executable, *launch.split(), "train_dpo.py", *arguments(folder, tmp_path / "zero2", compiled)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(tmp_path / "hf")}

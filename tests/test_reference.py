@@ -164,8 +164,7 @@ def test_a_stale_cache_is_caught_at_step_0(model, pairs, cache, tmp_path, capsys
         reference.write_shard(path, data["rows"], data["logps"] - 3.0 * np.array([1, -1]))
     argv = f"--model_name_or_path {model} --dataset_name {pairs} --output_dir {tmp_path / 'b'} --global_batch_size 8"
     argv += " --per_device_train_batch_size 4 --max_length 64 --max_steps 3 --precompute_ref_log_probs true"
-    argv += " --preflight skip"
-    assert train_dpo.main(argv.split()) == 2
+    assert train_dpo.main([*argv.split(), "--preflight", "skip"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "step 0" in error and "cached reference does not fit these weights" in error
 

@@ -1,13 +1,16 @@
 """What is in the run's folder? Who may use it, status.json in one piece, and no secrets in what is written down."""
 
+import errno
 import json
 import os
 import sys
 import threading
+from datetime import datetime, timedelta, timezone
 
 import pytest
 import yaml
 
+from sfm_dpo import run_dir
 from sfm_dpo.config import UserError, as_dict, parse_config
 from sfm_dpo.run_dir import (
     ENVIRONMENT,
@@ -94,7 +97,8 @@ def test_status_holds_the_contract(tmp_path):
     assert read_status(tmp_path) is None
     write_status(tmp_path, "stopped", 75, "on request", step=30, checkpoint="checkpoint-30")
     status = read_status(tmp_path)
-    assert status | {"pid": 0, "job": None} == {
+    assert datetime.now(timezone.utc) - datetime.fromisoformat(status["time"]) < timedelta(seconds=60)
+    assert status | {"pid": 0, "job": None, "time": ""} == {
         "state": "stopped",
         "exit_code": 75,
         "message": "on request",
@@ -102,7 +106,51 @@ def test_status_holds_the_contract(tmp_path):
         "checkpoint": "checkpoint-30",
         "job": None,
         "pid": 0,
+        "time": "",
     }
+
+
+def test_the_verdict_is_written_on_a_full_disk_too(tmp_path, monkeypatch):
+    write_status(tmp_path, "running", step=3)
+
+    def full(path, text):
+        path.with_name(f".{path.name}.partial").touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_dir, "write_atomically", full)
+    write_status(tmp_path, "failed", 1, "disk full")
+    assert read_status(tmp_path)["message"] == "disk full"
+    assert [p.name for p in tmp_path.iterdir()] == [STATUS]
+
+
+def test_every_start_is_kept_with_its_step_and_job(tmp_path, monkeypatch):
+    for restart, step in (("0", 0), ("1", 4), ("2", 6)):
+        monkeypatch.setenv("SLURM_JOB_ID", "4711")
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
+        describe(config(tmp_path), {}, step)
+    starts = json.loads((tmp_path / ENVIRONMENT).read_text())["starts"]
+    assert [(s["job"], s["restart"], s["step"]) for s in starts] == [
+        ("4711", "0", 0),
+        ("4711", "1", 4),
+        ("4711", "2", 6),
+    ]
+    assert all(datetime.fromisoformat(s["time"]) for s in starts)
+
+
+def test_w_and_b_knows_all_starts_of_a_run_as_one(tmp_path, monkeypatch):
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_RUN_ID", ""), ("WANDB_RESUME", "")):
+        monkeypatch.setenv(name, value)  # also those that describe() sets are gone after the test
+    ids = []
+    for folder in ("run", "run", "other"):
+        for name in ("WANDB_RUN_ID", "WANDB_RESUME"):
+            monkeypatch.delenv(name, raising=False)
+        describe(config(tmp_path / folder, "--report_to", "wandb"), {})
+        ids.append(os.environ["WANDB_RUN_ID"])
+        assert os.environ["WANDB_RESUME"] == "allow"
+    assert ids[0] == ids[1] != ids[2]
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")  # the user's wins
+    describe(config(tmp_path / "run", "--report_to", "wandb"), {})
+    assert json.loads((tmp_path / "run" / ENVIRONMENT).read_text())["wandb_run_id"] == "mine"
 
 
 def test_only_rank_0_writes(tmp_path, monkeypatch):

@@ -1,11 +1,13 @@
 """Which tokens? TRL's own ids on every shape, a prompt that keeps its end, and a cache that knows what matters."""
 
 import copy
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
+from tokenizers import AddedToken, normalizers, pre_tokenizers
 from trl import DPOTrainer
 
 from sfm_dpo import tokenization
@@ -121,6 +123,68 @@ def test_ids_are_trls_on_real_pairs(name, template):
     config = parse_config(["--model_name_or_path", "x", "--use_cpu", "--dataset_name", str(SHARED / name)])
     pairs, tokenizer = load_pairs(config).train, tokenizer_with(template)
     assert our_ids(pairs, tokenizer, max_length=2048) == trl_ids(pairs, tokenizer, max_length=2048)
+
+
+# ---- a lead that is tokenized once
+
+
+def odd_tokenizer(kind: str):
+    """Tokenizers in which what precedes a text could matter."""
+    tokenizer = tiny_tokenizer()
+    backend = tokenizer.backend_tokenizer
+    if kind == "prepend":
+        backend.normalizer = normalizers.Prepend("_")
+    elif kind == "metaspace":
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Metaspace(prepend_scheme="first"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    elif kind == "prefix space":
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    elif kind == "lstrip":
+        backend.add_special_tokens([AddedToken("<l>", lstrip=True), AddedToken("<r>", rstrip=True)])
+    elif kind == "overlap":
+        backend.add_special_tokens([AddedToken("<a>", normalized=False), AddedToken("x<a", normalized=False)])
+        backend.add_special_tokens([AddedToken("<|im_start|>u", normalized=False, lstrip=True)])
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["plain", "prepend", "metaspace", "prefix space", "lstrip", "overlap"])
+def test_a_shared_lead_changes_no_id(kind):
+    tokenizer, draw, shared = odd_tokenizer(kind), random.Random(0), 0
+    words = ["<|im_start|>", "<|im_end|>", "<l>", "<r>", "<a>", "x<a", "u", "x", "<", ">", " ", "  ", "\n", "é", "a>"]
+
+    def text():
+        return "".join(draw.choice(words) for _ in range(draw.randrange(9)))
+
+    for _ in range(400):
+        lead, prompt = text(), text()
+        texts = (lead + prompt, lead + draw.choice([prompt, ""]) + text(), lead + draw.choice([prompt, ""]) + text())
+        pieces = tokenization._share_lead(texts, tokenization._cuts(tokenizer))
+        ids = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
+        assert [ids[0] + rest for rest in ids[1:]] == [
+            tokenizer(whole, add_special_tokens=False)["input_ids"] for whole in texts
+        ]
+        shared += bool(pieces[0])
+    assert shared > 40
+
+
+def test_only_tokens_that_match_wherever_they_stand_are_cut_at():
+    assert set(tokenization._cuts(tiny_tokenizer())) == {"<|pad|>", EOS, "<|im_start|>", "<|im_end|>"}
+    assert "<l>" not in tokenization._cuts(odd_tokenizer("lstrip"))
+    assert {"<a>", "<|im_start|>"}.isdisjoint(tokenization._cuts(odd_tokenizer("overlap")))
+    tokenizer = tiny_tokenizer()
+    tokenizer.split_special_tokens = True
+    assert not tokenization._cuts(tokenizer)
+
+
+def test_a_long_prompt_is_tokenized_once():
+    texts = ("long<|im_end|><|im_start|>a", "long<|im_end|><|im_start|>ab", "long<|im_end|><|im_start|>ac")
+    assert tokenization._share_lead(texts, ["<|im_start|>", "<|im_end|>"]) == (
+        "long<|im_end|>",
+        "<|im_start|>a",
+        "<|im_start|>ab",
+        "<|im_start|>ac",
+    )
 
 
 # ---- what happens to the prompt

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import Cluster, local_cluster, missing
+from tests.slurm.jobs import make_project
 
 
 def pytest_collection_modifyitems(items):
@@ -22,3 +23,8 @@ def cluster() -> Cluster:
         pytest.skip(f"no local Slurm: {reason}")
     with local_cluster() as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def project(tmp_path_factory) -> Path:
+    return make_project(tmp_path_factory.mktemp("slurm"))

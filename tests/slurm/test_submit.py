@@ -4,63 +4,11 @@ import json
 import re
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.tiny_models import tiny_model, tiny_tokenizer
-
-SOURCE = Path(__file__).parent.parent.parent
-CPU = {"LAUNCH": "cpu", "VENV": sys.prefix, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
-
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory) -> Path:
-    """A copy of the project in a folder with a space in its name, with a tiny model and a preference file."""
-    project = tmp_path_factory.mktemp("slurm") / "my project"
-    for folder in ("scripts", "recipes", "configs", "sfm_dpo"):
-        shutil.copytree(SOURCE / folder, project / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("train_dpo.py", "accelerate_config.yaml", "ds_config.json"):
-        shutil.copy(SOURCE / file, project)
-    for folder in ("logs", "outputs"):
-        (project / folder).mkdir()
-    tiny_model("llama", num_hidden_layers=1).save_pretrained(project / "tiny model")
-    tiny_tokenizer().save_pretrained(project / "tiny model")
-    rows = [
-        {
-            "prompt": f"What is {a} and {b}?",
-            "chosen": [{"role": "assistant", "content": f"{a + b}."}],
-            "rejected": [{"role": "assistant", "content": f"Well, that depends on {a}, and on {b} as well."}],
-        }
-        for a in range(4)
-        for b in range(4)
-    ]
-    (project / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return project
-
-
-def overrides(**fields) -> list[str]:
-    """The recipe's fields that a tiny run on CPU has to change: 16 pairs in 4 steps, which must move the model."""
-    small = {
-        "model_name_or_path": "tiny model",
-        "dataset_name": "pairs.jsonl",
-        "max_length": 96,
-        "max_prompt_length": 48,
-        "global_batch_size": 4,
-        "per_device_train_batch_size": 1,
-        "learning_rate": 1e-4,
-        "dataset_num_proc": 1,
-        "preflight": "warn",  # random weights find every answer impossible
-        "guard": "warn",
-        "bf16": "false",
-        "report_to": "none",
-    }
-    return [arg for key, value in (small | fields).items() for arg in (f"--{key}", str(value))]
-
-
-def log_of(project: Path, job: str, name: str = "dpo-train") -> str:
-    return (project / f"logs/{name}-{job}.out").read_text()
+from tests.slurm.jobs import CPU, log_of, overrides, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +21,7 @@ def jobs(cluster, project) -> dict[str, str]:
             "scripts/dpo_instruct_train.sh",
             *overrides(output_dir="outputs/two nodes"),
             cwd=project,
-            **CPU,
-            NUM_PROCESSES="1",
+            **CPU | {"NUM_PROCESSES": "1", "SKIP_HEALTHCHECK": "0"},
         ),
     }
 
@@ -114,6 +61,20 @@ def test_two_nodes_train_as_one(cluster, project, jobs):
     for metric in ("loss", "logps/chosen", "logps/rejected", "grad_norm"):
         assert [e[metric] for e in one] == pytest.approx([e[metric] for e in two], rel=1e-4), metric
     assert one[-1]["loss"] < 0.69
+    assert "health: 2 node(s), 2 rank(s) fine" in log_of(project, jobs["instruct"], "dpo-instruct-train")
+
+
+def test_unhealthy_nodes_end_the_job_with_a_code_of_their_own(cluster, project):
+    env = CPU | {"SKIP_HEALTHCHECK": "0", "NUM_PROCESSES": "1", "HF_HOME": "/proc/huggingface"}
+    command = ["--nodes=2", "scripts/dpo_train.sh", *overrides(output_dir="outputs/unhealthy")]
+    job = cluster.sbatch(*command, cwd=project, **env)
+    record = cluster.wait(job, 120)
+    log = log_of(project, job)
+    assert (record["JobState"], record["ExitCode"]) == ("FAILED", "69:0"), log[-3000:]
+    for node in ("n1", "n2"):
+        assert f"unhealthy {node}: HF_HOME /proc/huggingface cannot be written: " in log
+    assert "submit again with --exclude=n1,n2, or SKIP_HEALTHCHECK=1 to train anyway" in log
+    assert "nothing was trained" in log.splitlines()[-1]
 
 
 def test_finished_run_is_not_trained_again(cluster, project, jobs):
@@ -234,10 +195,3 @@ def test_killed_run_is_not_taken_for_a_good_one_nor_requeued(cluster, stand_in):
     log = log_of(stand_in, job)
     assert "ended: state died, exit code 1, step 3" in log.splitlines()[-1]
     assert "--hub_token" in log and "hf_canary" not in log
-
-
-def wait_for(condition, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.2)

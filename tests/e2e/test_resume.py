@@ -1,0 +1,253 @@
+"""Stopped, killed, damaged, disk full: a run goes on where it was, and ends bitwise where it would have ended.
+
+The kills come at random moments, 3 of them by default: `KILLS=20 python -m pytest tests/e2e/test_resume.py -k kill -s`
+does twenty and prints the table of docs/slurm.md; `KILL_SEED` makes another series.
+"""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from sfm_dpo.checkpoint import STOP, checkpoints, newest_checkpoint, why_incomplete
+from tests.e2e.runs import Place, Run, assert_same_run, copy_run
+
+KILLS = int(os.environ.get("KILLS", "3"))
+KILL_SEED = int(os.environ.get("KILL_SEED", "4"))
+PHASES = ("reference pass", "training", "saving a checkpoint", "saving the model")
+
+
+@pytest.mark.parametrize("processes", [1, 2], ids=["one process", "ZeRO-2"])
+def test_stop_file_then_the_same_command_is_bitwise_the_uninterrupted_run(place, uninterrupted, processes):
+    expected = uninterrupted(processes)
+    run = place.start(f"stopped-{processes}", processes)
+    assert run.until_step(3)
+    (run.folder / STOP).touch()
+    assert run.wait() == (75 if processes == 1 else 0), run.log[-4000:]  # a launcher would make a crash of 75
+
+    status, step = run.status, run.status["step"]
+    assert (status["state"], status["exit_code"]) == ("stopped", 75)
+    assert 3 <= step < 8, "the stop must fall into the middle of the run for this test to mean anything"
+    assert status["checkpoint"] == str(run.folder / f"checkpoint-{step}")
+    assert why_incomplete(run.folder / f"checkpoint-{step}") is None
+    assert not (run.folder / STOP).exists()
+    assert f"stopped on request at step {step} of 8; the same command goes on from" in run.log
+    assert not (run.folder / "model.safetensors").exists()
+
+    again = place.start(f"stopped-{processes}", processes).finish()
+    assert f"going on from {run.folder}/checkpoint-{step}" in again.log
+    assert "step 1/8" not in again.log
+    assert_same_run(again, expected)
+
+
+def test_stop_file_during_the_reference_pass_keeps_its_shards(place, uninterrupted, tmp_path):
+    apart = Place(tmp_path, place.model, tmp_path / "hf")
+    shutil.copy(place.folder / "pairs.jsonl", tmp_path)
+    run = apart.start("run")
+    assert run.until(lambda: len(shards(apart)) >= 3)
+    (run.folder / STOP).touch()
+    assert run.wait() == 75, run.log[-4000:]
+    kept = {path: path.stat().st_mtime_ns for path in shards(apart)}
+    assert 3 <= len(kept) < 64
+    assert "stopped on request during the reference pass; its shards are kept in" in run.status["message"]
+    assert (run.status["step"], run.status["checkpoint"]) == (0, None)
+
+    again = apart.start("run").finish()
+    assert f"reference log-probs of the train pairs: {len(kept)} of 64 shards" in again.log
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept, "a shard was computed twice"
+    assert_same_run(again, uninterrupted(1))
+
+
+def test_a_run_that_had_finished_but_was_killed_before_it_said_so(place, uninterrupted):
+    """Killed in save_model, or right after it: all steps are done, the final files are half there."""
+    copy = copy_run(uninterrupted(1), "half-saved")
+    (copy / "model.safetensors").write_bytes(b"half")
+    (copy / "trainer_state.json").unlink()
+    (copy / "status.json").write_text(json.dumps({"state": "running", "exit_code": None, "step": 8, "message": ""}))
+    again = place.start("half-saved").finish()
+    assert "going on from" in again.log and "step 8/8" not in again.log
+    assert_same_run(again, uninterrupted(1))
+
+
+def test_max_steps_in_the_middle_of_an_epoch_is_not_exceeded_by_a_start_after_the_last_step(place):
+    """transformers 5.23 does one step more than max_steps where the last checkpoint lies inside an epoch."""
+    first = place.start("middle", max_steps=3).finish()
+    weights, losses = first.weights(), first.losses()
+    (first.folder / "model.safetensors").write_bytes(b"half")
+    (first.folder / "status.json").write_text(json.dumps({"state": "running", "step": 3, "message": ""}))
+    again = place.start("middle", max_steps=3).finish()
+    assert again.status["step"] == 3
+    assert again.losses() == losses
+    assert again.weights() == weights
+
+
+def test_damaged_and_half_written_checkpoints_are_named_and_skipped_and_stay(place, uninterrupted):
+    """The newest lacks its mark, the one before is cut short: the run goes on from the one before that."""
+    base = uninterrupted(1)
+    first = place.start("damaged", save_total_limit=8)
+    assert first.until_step(7)
+    first.kill()
+    folder = first.folder
+    while (newest := newest_checkpoint(folder)[0]).name != "checkpoint-6":
+        shutil.rmtree(newest)
+    (folder / "checkpoint-6" / "complete.json").unlink()
+    optimizer = folder / "checkpoint-4" / "optimizer.pt"
+    optimizer.write_bytes(optimizer.read_bytes()[:1000])
+    again = place.start("damaged", save_total_limit=8).finish()
+    assert f"{folder}/checkpoint-6 was not written to the end: skipped" in again.log
+    assert f"{folder}/checkpoint-4 has a damaged optimizer.pt (1,000 bytes of" in again.log
+    assert f"going on from {folder}/checkpoint-2" in again.log
+    assert all(why_incomplete(c) is None for c in checkpoints(folder))
+    assert_same_run(again, base)
+
+
+@pytest.mark.parametrize(
+    ("processes", "fields", "message"),
+    [
+        (2, {}, "was written with world_size 1, now it is 2"),
+        (1, {"dataset_name": "other.jsonl"}, "holds another run (dataset_name is "),
+        (1, {"learning_rate": 5e-4}, "holds another run (learning_rate is 0.001 there, 0.0005 here)"),
+        (1, {}, "was written with train_tokens "),
+    ],
+    ids=["world size", "dataset", "recipe", "the file's content"],
+)
+def test_what_differs_is_an_error_that_names_it(place, uninterrupted, tmp_path, processes, fields, message):
+    unfinished = copy_run(uninterrupted(1), f"mismatch-{tmp_path.name}")
+    (unfinished / "status.json").write_text(json.dumps({"state": "stopped", "exit_code": 75, "step": 8}))
+    apart = Place(place.folder, place.model, place.hf_home)
+    if "train_tokens" in message:  # the same name, other pairs in it
+        apart = Place(tmp_path, place.model, place.hf_home)
+        rows = (place.folder / "pairs.jsonl").read_text().replace("Indeed", "Surely")
+        (tmp_path / "pairs.jsonl").write_text(rows)
+        shutil.move(unfinished, tmp_path / unfinished.name)
+        unfinished = tmp_path / unfinished.name
+        resolved = unfinished / "resolved_config.yaml"
+        resolved.write_text(resolved.read_text().replace(str(place.folder), str(tmp_path)))
+    before = sorted(p.name for p in unfinished.iterdir())
+    run = apart.start(unfinished.name, processes, **fields)
+    assert run.wait() == (2 if processes == 1 else 1), run.log[-4000:]
+    errors = [line for line in run.log.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and message in errors[0], run.log[-4000:]
+    assert sorted(p.name for p in unfinished.iterdir()) == before
+    if processes == 1:
+        assert "Traceback" not in run.log
+
+
+# ---- kill -9
+
+
+def shards(place: Place) -> list[Path]:
+    return sorted(place.hf_home.glob("sfm_dpo/reference/*/*.safetensors"))
+
+
+def half_written(run: Run) -> list[Path]:
+    return [c for c in checkpoints(run.folder) if not (c / "complete.json").exists()]
+
+
+def wait_for_phase(run: Run, phase: str, place: Place, dice: random.Random) -> bool:
+    """Waits for a random moment in `phase`; False if the run was over before."""
+    if phase == "reference pass":
+        wanted = dice.randrange(1, 60)
+        reached = run.until(lambda: len(shards(place)) >= wanted)
+    elif phase == "training":
+        reached = run.until_step(dice.randrange(1, 8))
+    elif phase == "saving a checkpoint":
+        nth = dice.randrange(1, 5)
+        seen: set[Path] = set()
+
+        def saving() -> bool:
+            seen.update(half_written(run))
+            return len(seen) >= nth and bool(half_written(run))
+
+        reached = run.until(saving, every=0.0005)
+    else:
+        reached = run.until(lambda: (run.folder / "config.json").exists(), every=0.0005)
+    time.sleep(dice.random() * {"reference pass": 0.1, "training": 0.3}.get(phase, 0.03))
+    return reached
+
+
+@pytest.mark.timeout(300 + 240 * KILLS)
+def test_kill_9_of_a_random_rank_at_random_moments(place, uninterrupted, tmp_path):
+    dice = random.Random(KILL_SEED)
+    print("\n| # | processes | rank killed | during | had done | half-written | went on from | equal |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    for number in range(KILLS):
+        phase, processes = PHASES[number % len(PHASES)], 1 + number % 2
+        expected = uninterrupted(processes)
+        here = place
+        if phase == "reference pass":  # a cache of its own, or there would be nothing to compute
+            here = Place(place.folder, place.model, tmp_path / f"hf-{number}")
+        name = f"killed-{number}"
+        run = here.start(name, processes)
+        assert wait_for_phase(run, phase, here, dice), run.log[-4000:]
+        ranks = run.ranks()
+        victim = dice.randrange(len(ranks)) if ranks else 0
+        if ranks:
+            ranks[victim].kill()
+        code = run.wait(120)  # the launcher ends the other ranks
+        assert code != 0, "the run was over before it was killed: nothing was shown"
+        newest, skipped = newest_checkpoint(run.folder)
+        half = [c.name for c in half_written(run)]
+        reached = len(shards(here)) if phase == "reference pass" else run.log.count("\nstep ")
+
+        done = run.status["state"] == "done"  # killed after the last file: everything must be there
+        again = here.start(name, processes).finish()
+        if done:
+            assert "already done" in again.log
+        elif newest:
+            assert f"going on from {newest}" in again.log
+        for line in skipped if not done else ():
+            assert line in again.log
+        assert_same_run(again, expected)
+        unit = "shards" if phase == "reference pass" else "steps"
+        went_on = "had said done" if done else newest.name if newest else "the beginning"
+        row = (number + 1, processes, victim, phase, f"{reached} {unit}", ", ".join(half) or "-", went_on)
+        print("|", " | ".join(map(str, row)), "| bitwise |", flush=True)
+        shutil.rmtree(run.folder)
+
+
+# ---- a full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of a few MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    options = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(folder)]
+    mounted = subprocess.run(options, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_full_disk_during_a_save_leaves_the_previous_checkpoint_and_one_line(place, uninterrupted, small_disk):
+    expected = uninterrupted(1)
+    run = place.start("disk", output_dir=small_disk / "run")
+    assert run.until_step(3)
+    assert run.until(lambda: newest_checkpoint(run.folder)[0] is not None)
+    filler = small_disk / "others"  # somebody else's data
+    with filler.open("wb", buffering=0) as file:
+        file.write(b"x" * (shutil.disk_usage(small_disk).free - 2**19))
+    assert run.wait() == 1, run.log[-4000:]
+    newest, _ = newest_checkpoint(run.folder)
+    assert newest is not None
+    errors = [line for line in run.log.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "disk full while writing" in errors[0], run.log[-4000:]
+    assert f"the run can go on from {newest}" in errors[0]
+    assert "Traceback" not in run.log
+    assert run.status["state"] == "failed" and "disk full" in run.status["message"]
+
+    early = place.start("disk", output_dir=small_disk / "run")  # still full: said before the first step
+    assert early.wait() == 2, early.log[-4000:]
+    assert "are free, checkpoints will take" in early.log and "step " not in early.log.split("data\n")[1]
+    filler.unlink()
+    again = place.start("disk", output_dir=small_disk / "run").finish()
+    assert f"going on from {newest}" in again.log
+    assert_same_run(again, expected)

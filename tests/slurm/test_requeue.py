@@ -1,0 +1,146 @@
+"""Stopped and requeued by real Slurm, with the real train_dpo.py: the run ends bitwise where it would have ended.
+
+`SLURM_REHEARSAL=1 python -m pytest tests/slurm/test_requeue.py -k time_limit` also lets a time limit of two minutes
+end each start, as docs/slurm.md describes for a cluster of one's own; it takes about eight minutes.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sfm_dpo.checkpoint import why_incomplete
+from sfm_dpo.run_dir import read_status
+from tests.slurm.jobs import CPU, log_of, overrides, wait_for
+
+STEPS = 40
+# The recipe's speed flags are on: padding-free, cached reference, balanced batches, under ZeRO-2 with two processes.
+FIELDS = {"global_batch_size": 16, "max_steps": STEPS, "save_steps": 10, "logging_steps": 1}
+
+
+def submit(cluster, project, run: str, *options: str, **env: str) -> str:
+    fields = FIELDS | {"output_dir": f"outputs/{run}"}
+    return cluster.sbatch(*options, "scripts/dpo_train.sh", *overrides(**fields), cwd=project, **CPU | env)
+
+
+def is_at(run: Path, step: int, restart: int, project: Path, job: str):
+    """Whether start number `restart` of the job has done this step."""
+
+    def reached() -> bool:
+        status = read_status(run) or {}
+        if status.get("state") in ("done", "failed"):
+            raise AssertionError(f"{status}\n{log_of(project, job)[-3000:]}")
+        running = status.get("state") == "running" and (status.get("step") or 0) >= step
+        return running and f"(restart {restart})" in log_of(project, job)
+
+    return reached
+
+
+def history(run: Path) -> list[dict]:
+    entries = json.loads((run / "trainer_state.json").read_text())["log_history"]
+    return [{k: v for k, v in e.items() if not k.startswith("perf/")} for e in entries if "loss" in e]
+
+
+def assert_same(run: Path, whole: Path) -> None:
+    assert [e["step"] for e in history(run)] == list(range(1, STEPS + 1))
+    assert history(run) == history(whole)
+    assert (run / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def whole(cluster, project) -> tuple[str, Path]:
+    """A job that nobody interrupts; it runs beside the first of the tests, on the other node."""
+    return submit(cluster, project, "whole"), project / "outputs/whole"
+
+
+@pytest.mark.timeout(900)
+def test_each_way_to_stop_requeues_and_the_run_ends_as_if_nobody_had_stopped_it(cluster, project, whole):
+    """The time limit's USR1, a person's STOP, and TERM: one job, four starts."""
+    job, run = submit(cluster, project, "stopped"), project / "outputs/stopped"
+    ways = [
+        lambda: cluster.run("scancel", "--signal=USR1", "--batch", job),
+        lambda: (run / "STOP").touch(),
+        lambda: cluster.run("scancel", "--signal=TERM", "--batch", job),
+    ]
+    for restart, stop in enumerate(ways):
+        wait_for(is_at(run, 4 + 10 * restart, restart, project, job), 240)
+        stop()
+    record = cluster.wait(job, 300)
+    log = log_of(project, job)
+    assert (record["JobState"], record["ExitCode"], record["Restarts"]) == ("COMPLETED", "0:0", "3"), log[-3000:]
+    assert log.count("asked to stop: outputs/stopped/STOP") == 2
+    assert log.count("ended: state stopped, exit code 75, step ") == 3
+    assert [f"stopped and requeued (restart {n} of at most 20)" in log for n in (1, 2, 3)] == [True] * 3
+    assert log.count("going on from outputs/stopped/checkpoint-") == 3
+    assert log.endswith(f"ended: state done, exit code 0, step {STEPS}, outputs/stopped\n")
+
+    starts = json.loads((run / "environment.json").read_text())["starts"]
+    assert [(s["job"], s["restart"]) for s in starts] == [(job, None)] + [(job, str(n)) for n in (1, 2, 3)]
+    steps = [s["step"] for s in starts]
+    assert steps[0] == 0 and steps == sorted(set(steps)), steps
+    assert cluster.wait(whole[0], 300)["JobState"] == "COMPLETED"
+    assert_same(run, whole[1])
+
+
+def test_scancel_without_options_saves_and_is_not_requeued(cluster, project):
+    """It sends TERM to every process but the batch script, and KILL ten seconds later here (KillWait)."""
+    job, run = submit(cluster, project, "cancelled"), project / "outputs/cancelled"
+    wait_for(is_at(run, 3, 0, project, job), 240)
+    cluster.run("scancel", job)
+    record = cluster.wait(job, 60)
+    log = log_of(project, job)
+    assert (record["JobState"], record["Restarts"]) == ("CANCELLED", "0"), log[-3000:]
+    status = read_status(run)
+    assert status["state"] == "stopped", log[-3000:]
+    assert why_incomplete(project / status["checkpoint"]) is None
+    assert "requeued (restart" not in log
+
+
+STUCK = """
+import os, pathlib, sys
+from sfm_dpo.config import parse_config
+from sfm_dpo.run_dir import describe, write_status
+
+config = parse_config(sys.argv[1:])
+describe(config, {})
+shards = min(2, 1 + int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+write_status(config.train.output_dir, "stopped", 75, "stopped during the reference pass", step=0, shards=shards)
+"""
+
+
+def test_a_job_that_gets_nowhere_is_not_requeued_for_ever(cluster, project, tmp_path):
+    """Its first restart does another shard of the reference pass, its second does nothing: that one is the last."""
+    folder = tmp_path / "project"
+    shutil.copytree(project, folder, ignore=shutil.ignore_patterns("outputs", "logs"))
+    (folder / "train_dpo.py").write_text(STUCK)
+    (folder / "logs").mkdir()
+    job = submit(cluster, folder, "stuck", NUM_PROCESSES="1")
+    record = cluster.wait(job, 240)
+    log = log_of(folder, job)
+    assert (record["JobState"], record["ExitCode"], record["Restarts"]) == ("FAILED", "75:0", "2"), log
+    assert log.count("stopped and requeued") == 2
+    assert "stopped, not requeued: this restart did no step and no shard" in log
+
+
+@pytest.mark.skipif(os.environ.get("SLURM_REHEARSAL") != "1", reason="eight minutes; SLURM_REHEARSAL=1 runs it")
+@pytest.mark.timeout(1500)
+def test_time_limit_of_two_minutes_needs_several_starts(cluster, project):
+    """Nobody sends a signal but Slurm. It may do so up to 30 s early, so 40 s of lead are 40 to 70 s."""
+    options = ("--time=2", "--signal=B:USR1@40")
+    fields = FIELDS | {"max_steps": 400, "save_steps": 100}
+    ids = {}
+    for name, extra in (("limited", options), ("unlimited", ())):
+        arguments = overrides(**fields, output_dir=f"outputs/{name}")
+        env = CPU | {"STOP_LEAD_SECONDS": "40"}
+        ids[name] = cluster.sbatch(*extra, "scripts/dpo_train.sh", *arguments, cwd=project, **env)
+    record = cluster.wait(ids["limited"], 1200)
+    log = log_of(project, ids["limited"])
+    assert record["JobState"] == "COMPLETED", log[-3000:]
+    assert int(record["Restarts"]) >= 2, log[-3000:]
+    assert cluster.wait(ids["unlimited"], 300)["Restarts"] == "0"
+    limited, unlimited = (project / f"outputs/{name}" for name in ("limited", "unlimited"))
+    assert history(limited) == history(unlimited)
+    assert (limited / "model.safetensors").read_bytes() == (unlimited / "model.safetensors").read_bytes()
+    print([(s["time"], s["step"]) for s in json.loads((limited / "environment.json").read_text())["starts"]])
