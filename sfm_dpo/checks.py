@@ -120,6 +120,12 @@ def _validate_precision(ns) -> None:
         # each CPU process would believe that it is alone.
         ns.use_cpu = True
     on_gpu = not ns.use_cpu
+    if ns.use_cpu and "LOCAL_RANK" in os.environ and os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        import deepspeed  # takes seconds
+
+        # DeepSpeed 0.19 would compile an all-reduce of its own for CPU: half a minute, and a process that is killed
+        # meanwhile leaves a lock file for which every later start waits without end. gloo does as well.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if ns.bf16 is None and not ns.fp16:
         ns.bf16 = on_gpu  # TRL's default is true everywhere
     require(not ns.fp16 or on_gpu, "fp16", True, "no GPU is visible; on CPU leave it out")
