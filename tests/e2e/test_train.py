@@ -342,7 +342,7 @@ def test_wrong_model(wrong, tmp_path, tiny_folder):
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").write_text((tiny_folder("llama") / "config.json").read_text())
-    wrong([], "no weights", model=bare)
+    wrong([], "lacks weights (*.safetensors)", model=bare)
     (bare / "model.safetensors").write_bytes((tiny_folder("llama") / "model.safetensors").read_bytes())
     wrong([], "no tokenizer", model=bare)
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -1,7 +1,7 @@
 """Stopped and requeued by real Slurm, with the real train_dpo.py: the run ends bitwise where it would have ended.
 
 `SLURM_REHEARSAL=1 python -m pytest tests/slurm/test_requeue.py -k time_limit` also lets a time limit of two minutes
-end each start, as docs/slurm.md describes for a cluster of one's own; it takes about eight minutes.
+end each start, as docs/slurm.md describes for a cluster of one's own; it takes about ten minutes.
 """
 
 import json
@@ -124,12 +124,46 @@ def test_a_job_that_gets_nowhere_is_not_requeued_for_ever(cluster, project, tmp_
     assert "stopped, not requeued: this restart did no step and no shard" in log
 
 
-@pytest.mark.skipif(os.environ.get("SLURM_REHEARSAL") != "1", reason="eight minutes; SLURM_REHEARSAL=1 runs it")
+CHAINED = """
+import sys
+from sfm_dpo.config import parse_config
+from sfm_dpo.run_dir import describe, read_status, write_status
+
+config = parse_config(sys.argv[1:])
+before = read_status(config.train.output_dir)
+describe(config, {})
+if before:
+    write_status(config.train.output_dir, "done", 0, step=4)
+else:
+    write_status(config.train.output_dir, "stopped", 75, "stopped on request", step=2)
+"""
+
+
+def test_a_chain_does_what_requeue_does(cluster, project, tmp_path):
+    """--array=1-3%1: the first task stops, the second goes on and is done, the third finds nothing to do."""
+    folder = tmp_path / "project"
+    shutil.copytree(project, folder, ignore=shutil.ignore_patterns("outputs", "logs"))
+    (folder / "train_dpo.py").write_text(CHAINED)
+    (folder / "logs").mkdir()
+    job = submit(cluster, folder, "chain", "--array=1-3%1", NUM_PROCESSES="1", MAX_REQUEUES="0")
+    ends = [cluster.wait(f"{job}_{task}", 120) for task in (1, 2, 3)]
+    assert [(e["JobState"], e["ExitCode"], e["Restarts"]) for e in ends] == [
+        ("FAILED", "75:0", "0"),
+        ("COMPLETED", "0:0", "0"),
+        ("COMPLETED", "0:0", "0"),
+    ]
+    logs = [log_of(folder, e["JobId"]) for e in ends]
+    assert "not requeued: restarted 0 times, MAX_REQUEUES=0; submit again to go on" in logs[0]
+    assert "ended: state done, exit code 0, step 4" in logs[1]
+    assert "already done" in logs[2]
+
+
+@pytest.mark.skipif(os.environ.get("SLURM_REHEARSAL") != "1", reason="ten minutes; SLURM_REHEARSAL=1 runs it")
 @pytest.mark.timeout(1500)
 def test_time_limit_of_two_minutes_needs_several_starts(cluster, project):
     """Nobody sends a signal but Slurm. It may do so up to 30 s early, so 40 s of lead are 40 to 70 s."""
     options = ("--time=2", "--signal=B:USR1@40")
-    fields = FIELDS | {"max_steps": 400, "save_steps": 100}
+    fields = FIELDS | {"max_steps": 1000, "save_steps": 250}
     ids = {}
     for name, extra in (("limited", options), ("unlimited", ())):
         arguments = overrides(**fields, output_dir=f"outputs/{name}")

@@ -1,0 +1,76 @@
+"""Compute nodes without a network: a cached model, W&B offline, and what is missing is said before a model loads."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from sfm_dpo.checkpoint import STOP
+from tests.e2e.runs import Place
+
+MODEL = "somebody/tiny-model"
+
+
+@pytest.fixture(scope="module")
+def cached(place, tmp_path_factory) -> Place:
+    """A cache as scripts/prefetch.py leaves it on the login node: a repository of several shards, by its Hub id."""
+    from transformers import AutoModelForCausalLM
+
+    folder: Path = tmp_path_factory.mktemp("offline")
+    shutil.copy(place.folder / "pairs.jsonl", folder)
+    repo = folder / "hf" / "hub" / f"models--{MODEL.replace('/', '--')}"
+    snapshot = repo / "snapshots" / ("0123456789" * 4)
+    snapshot.mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(snapshot.name)
+    AutoModelForCausalLM.from_pretrained(place.model).save_pretrained(snapshot, max_shard_size="200KB")
+    for file in (place.model / "tokenizer.json", place.model / "tokenizer_config.json"):
+        shutil.copy(file, snapshot)
+    shutil.copy(place.model / "chat_template.jinja", snapshot)
+    assert len(list(snapshot.glob("*.safetensors"))) > 1
+    return Place(folder, MODEL, folder / "hf")
+
+
+def snapshot_of(cached: Place) -> Path:
+    return next(cached.hf_home.glob("hub/models--*/snapshots/*"))
+
+
+def test_stops_and_goes_on_offline_and_w_and_b_has_one_run(cached):
+    env = {"WANDB_MODE": "offline", "WANDB_DIR": str(cached.folder), "WANDB_SILENT": "true"}
+    run = cached.start("run", report_to="wandb", env=env)
+    assert run.until_step(3)
+    (run.folder / STOP).touch()
+    assert run.wait() == 75, run.log[-4000:]
+    again = cached.start("run", report_to="wandb", env=env).finish()
+    assert "tracking: wandb" in again.log
+    wandb_id = json.loads((run.folder / "environment.json").read_text())["wandb_run_id"]
+    folders = sorted(p.name for p in (cached.folder / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2, folders
+    assert [re.sub(r"offline-run-\d+_\d+-", "", name) for name in folders] == [wandb_id] * 2
+
+
+@pytest.mark.parametrize("missing", ["a shard", "all weights", "the model"])
+def test_what_is_missing_is_named_before_the_model_is_loaded(cached, tmp_path, missing):
+    here = Place(tmp_path, cached.model, tmp_path / "hf")
+    shutil.copy(cached.folder / "pairs.jsonl", tmp_path)
+    shutil.copytree(cached.hf_home / "hub", here.hf_home / "hub")
+    snapshot = snapshot_of(here)
+    weights = sorted(snapshot.glob("*.safetensors"))
+    gone = {"a shard": weights[1:2], "all weights": [*weights, *snapshot.glob("*.index.json")]}
+    for path in gone.get(missing, ()):
+        path.unlink()
+    if missing == "the model":
+        shutil.rmtree(here.hf_home / "hub")
+    run = here.start("run")
+    assert run.wait() == 2, run.log[-3000:]
+    errors = [line for line in run.log.splitlines() if line.startswith("error: ")]
+    expected = {
+        "a shard": f"lacks {weights[1].name}; run scripts/prefetch.py where there is a network",
+        "all weights": "lacks weights (*.safetensors); run scripts/prefetch.py where there is a network",
+        "the model": "neither a folder with a model nor one that the Hub gives",
+    }
+    assert len(errors) == 1 and f"model_name_or_path {MODEL}: " in errors[0], run.log[-3000:]
+    assert expected[missing] in errors[0]
+    assert "Traceback" not in run.log and "Loading weights" not in run.log
