@@ -58,24 +58,9 @@ def evaluations(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def restarts(facts: dict[str, Any]) -> list[int]:
-    """Steps at which the run was started again, from the list of starts in environment.json.
-
-    A folder without that list has no mark of them but the evaluation at each start, at a step where none was due.
-    """
-    starts = facts["environment"].get("starts")
-    if isinstance(starts, list):
-        return list(dict.fromkeys(start["step"] for start in starts[1:]))
-    strategy, every = facts["config"].get("eval_strategy", "no"), facts["config"].get("eval_steps")
-    last = max((entry["step"] for entry in facts["log"] if "loss" in entry), default=0)
-    found, seen = [], set()
-    for entry in evaluations(facts["log"]):
-        step, epoch = entry["step"], entry.get("epoch", 0.0)
-        due = strategy == "steps" and bool(every) and (every < 1 or step % every == 0)
-        due = due or (strategy == "epoch" and abs(epoch - round(epoch)) < 1e-6) or step in (0, last)
-        if (step in seen or not due) and step not in found:
-            found.append(step)
-        seen.add(step)
-    return found
+    """Steps at which the run was started again, from the list of starts in environment.json."""
+    starts = facts["environment"].get("starts") or []
+    return list(dict.fromkeys(start["step"] for start in starts[1:]))
 
 
 def first_and_last(log: list[dict[str, Any]], metric: str) -> tuple[float | None, float | None]:

@@ -112,7 +112,7 @@ def base_logps(trainer, rows: np.ndarray) -> np.ndarray:
 def packed_difference(trainer, rows: np.ndarray) -> float:
     """Largest difference per token between sums computed in one packed row and sequence by sequence, over tolerance.
 
-    `rows`: pairs of the training set, two or more, so that one sequence could see another.
+    `rows`: pairs of the training set. The two sides of one are enough for a sequence that sees another's tokens.
     """
     dataset, args = trainer.train_dataset, trainer.args
     model = trainer.ref_model or trainer.model
@@ -137,7 +137,7 @@ def run_preflight(trainer, config: Config) -> dict[str, Any]:
     """Figures, verdict and what was looked at, equal on all ranks; nothing is written. All ranks must call it.
 
     The policy must still be the base model. With a reference cache all pairs are judged, and nothing is computed
-    but two pairs for the comparison of packed and single sequences.
+    but one pair for the comparison of packed and single sequences.
     """
     args, dataset, tokenizer = config.train, trainer.train_dataset, trainer.processing_class
     sample = np.sort(np.random.default_rng(args.seed).permutation(len(dataset))[: args.preflight_samples])
@@ -162,9 +162,9 @@ def run_preflight(trainer, config: Config) -> dict[str, Any]:
     eos = model.generation_config.eos_token_id if model.can_generate() else None
     eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
     traps = data_traps(rows, columns, eos, args.max_length) | model_traps(model)
-    if args.padding_free and len(sample) > 1:
+    if args.padding_free:
         total = columns["prompt_length"] + lengths.max(axis=1)
-        middle = sample[np.argsort(total[sample], kind="stable")][: max(2, len(sample) // 2)][-2:]
+        middle = sample[np.argsort(total[sample], kind="stable")][: max(1, len(sample) // 2)][-1:]
         traps["packed_difference"] = packed_difference(trainer, middle)
     verdict, findings = judge(rule_values(figures, traps), args.loss_type[0])
     result = {

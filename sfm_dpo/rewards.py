@@ -39,9 +39,12 @@ def reward_metrics(
     }
 
 
-def share_above(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """1 where a > b, 0 where a < b; a tie counts one half, so that policy = reference scores chance, not 0."""
-    return (a > b).float() + 0.5 * (a == b).float()
+def share_above(a: torch.Tensor, b: torch.Tensor, tie: float = 1e-4) -> torch.Tensor:
+    """1 where a > b, 0 where a < b; a tie counts one half, so that policy = reference scores chance, not 0.
+
+    Rounding makes a tie inexact: a cached reference was computed in batches of another shape.
+    """
+    return torch.where((a - b).abs() <= tie, 0.5, (a > b).float())
 
 
 def gather_unequal(gather, tensor: torch.Tensor, ranks: int) -> torch.Tensor:

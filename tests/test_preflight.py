@@ -287,10 +287,15 @@ def test_skip_computes_nothing(tiny_folder, data, tmp_path, monkeypatch):
     assert not (tmp_path / "run" / "preflight.json").exists()
 
 
-def test_as_a_command_of_its_own(tiny_folder, data, tmp_path, capsys):
+def load_script():
     spec = importlib.util.spec_from_file_location("preflight_script", ROOT / "scripts" / "preflight.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
+    return script
+
+
+def test_as_a_command_of_its_own(tiny_folder, data, tmp_path, capsys):
+    script = load_script()
     out = tmp_path / "f.json"
     argv = command(tiny_folder("llama"), data, tmp_path / "run", "--preflight_samples", "5")
     assert script.main([*argv, "--json", str(out)]) == 3
@@ -298,3 +303,50 @@ def test_as_a_command_of_its_own(tiny_folder, data, tmp_path, capsys):
     assert "5 of 8, drawn with seed 42" in capsys.readouterr().out
     assert json.loads(out.read_text())["figures"]["pairs"] == 5
     assert script.main([*argv, "--loss_typo", "x"]) == 2
+
+
+# ---- a real model: `make demo` or scripts/demo.py makes the folder
+
+DEMO_MODEL = ROOT / "outputs" / "demo-model"
+QUESTIONS = [
+    "What is the capital of France?",
+    "How many days does a week have?",
+    "What color is the sky on a clear day?",
+    "What do bees make?",
+    "Name an animal that can fly.",
+    "What is water made of?",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DEMO_MODEL.is_dir(), reason="needs outputs/demo-model, which `make demo` prepares")
+def test_a_real_models_own_answers_are_go_and_impossible_ones_no_go(write_rows, tmp_path):
+    """Own answers against shuffled ones; then the shuffled words, or another script, as chosen against the own."""
+    from sfm_dpo.answers import generate_answers
+
+    prompts = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    own = [answer.text for answer in generate_answers(str(DEMO_MODEL), prompts, max_new_tokens=24)]
+    rng = random.Random(0)
+    shuffled = [" ".join(rng.sample(text.split(), len(text.split()))) for text in own]
+    letters = [*map(chr, range(0x10D0, 0x10F1))]
+    georgian = ["".join(rng.choice(letters) if c.isalpha() else c for c in text)[:40] for text in own]
+    verdicts = {}
+
+    def message(text):
+        return [{"role": "assistant", "content": text}]
+
+    sides = {"own over shuffled": (own, shuffled), "shuffled over own": (shuffled, own), "script": (georgian, own)}
+    for name, (chosen, rejected) in sides.items():
+        rows = [
+            {"prompt": q, "chosen": message(c), "rejected": message(r)}
+            for q, c, r in zip(QUESTIONS, chosen, rejected, strict=True)
+            if c != r
+        ]
+        data, out = write_rows(f"{name}.jsonl", rows), tmp_path / f"{name}.json"
+        argv = ["--model_name_or_path", str(DEMO_MODEL), "--dataset_name", str(data), "--use_cpu", "--bf16", "false"]
+        code = load_script().main([*argv, "--max_length", "192", "--json", str(out)])
+        verdicts[name] = json.loads(out.read_text())["verdict"]
+        assert code == (3 if verdicts[name] == "no-go" else 0)
+    # Of the three byte tokens of a foreign letter two are predictable: a mean per token is milder than the text is
+    assert verdicts.pop("script") in ("caution", "no-go")
+    assert verdicts == {"own over shuffled": "go", "shuffled over own": "no-go"}

@@ -227,23 +227,11 @@ def test_figures_that_are_no_numbers(run):
     assert math.isfinite(first) and math.isfinite(last)
 
 
-def test_restarts_are_those_that_the_environment_lists(run):
+def test_restarts_come_from_the_list_of_starts(run):
     facts = read_run(run)
-    first = facts["environment"]["starts"][0]
-    assert (first["step"], restarts(facts)) == (0, [])
-    facts["environment"]["starts"] += [first | {"step": step} for step in (2, 4, 4)]
-    assert restarts(facts) == [2, 4]
-
-
-def test_restarts_are_found_in_the_log_of_a_folder_without_that_list(run):
-    facts = read_run(run)
-    del facts["environment"]["starts"]
     assert restarts(facts) == []
-    again = {"step": 4, "eval_loss": 0.7}
-    facts["log"].insert(next(i for i, e in enumerate(facts["log"]) if e["step"] == 5), again)  # 4 is not due
-    assert restarts(facts) == [4]
-    facts["log"].append({"step": 3, "eval_loss": 0.7})  # due, but a second time
-    assert restarts(facts) == [4, 3]
+    facts["environment"]["starts"] = [{"step": step} for step in (0, 4, 4, 5)]
+    assert restarts(facts) == [4, 5]
 
 
 def test_perf_metrics_and_long_runs_are_drawn_smoothed(tmp_path):
