@@ -177,7 +177,7 @@ def test_kill_9_of_a_random_rank_at_random_moments(place, uninterrupted, tmp_pat
     print("\n| # | processes | rank killed | during | had done | half-written | went on from | equal |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for number in range(KILLS):
-        phase, processes = PHASES[number % len(PHASES)], 1 + number % 2
+        phase, processes = PHASES[number % len(PHASES)], 2 - (number + number // len(PHASES)) % 2
         expected = uninterrupted(processes)
         here = place
         if phase == "reference pass":  # a cache of its own, or there would be nothing to compute

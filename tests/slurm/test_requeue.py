@@ -163,17 +163,16 @@ def test_a_chain_does_what_requeue_does(cluster, project, tmp_path):
 def test_time_limit_of_two_minutes_needs_several_starts(cluster, project):
     """Nobody sends a signal but Slurm. It may do so up to 30 s early, so 40 s of lead are 40 to 70 s."""
     options = ("--time=2", "--signal=B:USR1@40")
-    fields = FIELDS | {"max_steps": 1000, "save_steps": 250}
-    ids = {}
+    fields = FIELDS | {"max_steps": 600, "save_steps": 200}
+    ends = {}
     for name, extra in (("limited", options), ("unlimited", ())):
         arguments = overrides(**fields, output_dir=f"outputs/{name}")
         env = CPU | {"STOP_LEAD_SECONDS": "40"}
-        ids[name] = cluster.sbatch(*extra, "scripts/dpo_train.sh", *arguments, cwd=project, **env)
-    record = cluster.wait(ids["limited"], 1200)
-    log = log_of(project, ids["limited"])
-    assert record["JobState"] == "COMPLETED", log[-3000:]
-    assert int(record["Restarts"]) >= 2, log[-3000:]
-    assert cluster.wait(ids["unlimited"], 300)["Restarts"] == "0"
+        job = cluster.sbatch(*extra, "scripts/dpo_train.sh", *arguments, cwd=project, **env)
+        ends[name] = cluster.wait(job, 1200)
+        assert ends[name]["JobState"] == "COMPLETED", log_of(project, job)[-3000:]
+    assert int(ends["limited"]["Restarts"]) >= 2
+    assert ends["unlimited"]["Restarts"] == "0"
     limited, unlimited = (project / f"outputs/{name}" for name in ("limited", "unlimited"))
     assert history(limited) == history(unlimited)
     assert (limited / "model.safetensors").read_bytes() == (unlimited / "model.safetensors").read_bytes()
