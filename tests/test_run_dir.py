@@ -49,7 +49,7 @@ def test_a_folder_that_holds_an_earlier_mistake_alone_is_free(tmp_path):
     assert claim(config(tmp_path, "--seed", "1"))
 
 
-@pytest.mark.parametrize("state", ["running", "failed", "stopped", "refused", "collapsed"])
+@pytest.mark.parametrize("state", ["running", "failed", "stopped", "refused"])
 def test_the_same_run_goes_on(tmp_path, state):
     started(tmp_path, state=state)
     assert claim(config(tmp_path))
