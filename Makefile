@@ -20,7 +20,7 @@ demo: setup
 	"$(BIN)/python" scripts/demo.py
 
 test: setup lint
-	"$(BIN)/python" -m pytest
+	"$(BIN)/python" -m pytest -n 2 --dist loadgroup
 
 lint: setup
 	"$(BIN)/ruff" check .

@@ -106,7 +106,9 @@ def train(config: Config) -> int:
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     size = checkpoint_bytes(trainer.model, trainer.is_deepspeed_enabled and args.bf16)
-    check_disk(args.output_dir, size, args.save_total_limit, args.save_strategy != "no")
+    # The limit, the one being written, and the one that the guard keeps.
+    most = (args.save_total_limit or 1) + 1 + (args.guard != "skip") if args.save_strategy != "no" else 1
+    check_disk(args.output_dir, size, most)
     say(
         f"training {args.output_dir}: {len(train_set):,} pairs, global batch {args.global_batch_size} = "
         f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps} accumulation x {args.world_size} "

@@ -135,10 +135,10 @@ def checkpoint_bytes(model: PreTrainedModel, is_deepspeed_16_bit: bool) -> int:
     return saved + trained * (12 if is_deepspeed_16_bit else 8)
 
 
-def check_disk(run: str | Path, size: int, limit: int | None, saves: bool) -> None:
-    """Raises UserError if the disk cannot take the checkpoints still to come and one more while it is written."""
+def check_disk(run: str | Path, size: int, most: int) -> None:
+    """Raises UserError if the disk cannot take the checkpoints still to come, `most` of them at one time in all."""
     there = sum(1 for c in checkpoints(run) if why_incomplete(c) is None)
-    needed = size * max(1, (limit or 1) + 1 - there if saves else 1)
+    needed = size * max(1, most - there)
     free = shutil.disk_usage(run).free
     if free < needed:
         raise UserError(
