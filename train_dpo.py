@@ -35,6 +35,7 @@ from sfm_dpo.config import Config, UserError, parse_config
 from sfm_dpo.guard import add_guard
 from sfm_dpo.model import load_model_config, model_init_kwargs
 from sfm_dpo.preflight import check_vocabulary, preflight_phase
+from sfm_dpo.profiling import add_profiler
 from sfm_dpo.progress import ProgressLine
 from sfm_dpo.report import summary, write_report
 from sfm_dpo.run_dir import RESOLVED_CONFIG, claim, describe, is_main_process, main_process_first, write_status
@@ -105,10 +106,12 @@ def train(config: Config) -> int:
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
-    size = checkpoint_bytes(trainer.model, trainer.is_deepspeed_enabled and args.bf16)
+    size = checkpoint_bytes(trainer.model, trainer.is_deepspeed_enabled and args.bf16, trainer.is_fsdp_enabled)
     # The limit, the one being written, and the one that the guard keeps.
     most = (args.save_total_limit or 1) + 1 + (args.guard != "skip") if args.save_strategy != "no" else 1
     check_disk(args.output_dir, size, most)
+    if warning := trainer.launch_warning():
+        say(f"warning: {warning}")
     say(
         f"training {args.output_dir}: {len(train_set):,} pairs, global batch {args.global_batch_size} = "
         f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps} accumulation x {args.world_size} "
@@ -122,6 +125,7 @@ def train(config: Config) -> int:
     else:
         preflight_phase(trainer, config)
     guard = add_guard(trainer)
+    add_profiler(trainer)
 
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if guard and guard.stopped:

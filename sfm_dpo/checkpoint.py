@@ -21,6 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from sfm_dpo.config import UserError
 from sfm_dpo.run_dir import is_main_process, write_atomically
+from sfm_dpo.sharding import numel
 
 COMPLETE, STOP = "complete.json", "STOP"
 KEEP = "KEEP"  # a checkpoint that holds a file of this name is never rotated away
@@ -127,12 +128,13 @@ def check_resume(checkpoint: Path, facts: dict[str, Any], ignore: bool) -> None:
 # ---- disk
 
 
-def checkpoint_bytes(model: PreTrainedModel, is_deepspeed_16_bit: bool) -> int:
-    """What a checkpoint will take: weights, two moments of AdamW, and under 16-bit ZeRO the fp32 master weights."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    saved = weights if trained == sum(p.numel() for p in model.parameters()) else 4 * trained  # an adapter alone
-    return saved + trained * (12 if is_deepspeed_16_bit else 8)
+def checkpoint_bytes(model: PreTrainedModel, is_deepspeed_16_bit: bool, is_fsdp: bool = False) -> int:
+    """What a checkpoint will take: weights, two moments of AdamW, and the fp32 weights of the ranks under 16-bit ZeRO
+    and FSDP2."""
+    trained = sum(numel(p) for p in model.parameters() if p.requires_grad)
+    weights = sum(numel(p) * p.element_size() for p in model.parameters())
+    saved = weights if trained == sum(numel(p) for p in model.parameters()) else 4 * trained  # an adapter alone
+    return saved + trained * (12 if is_deepspeed_16_bit or is_fsdp else 8)
 
 
 def check_disk(run: str | Path, size: int, most: int) -> None:

@@ -63,6 +63,10 @@ def validate(ns, world_size: int) -> None:
         require(ns.guard_generations > 0, "guard_generations", ns.guard_generations, "must be at least 0")
         require(ns.eval_fraction > 0, "guard_generations", ns.guard_generations, "needs prompts: set eval_fraction")
         require(ns.guard != "skip", "guard_generations", ns.guard_generations, "guard is skip; set guard: warn")
+    if ns.profile_steps is not None:
+        remedy = "must be the first and the last step to profile, from 1 on, for instance [10, 12]"
+        ordered = len(ns.profile_steps) == 2 and 1 <= ns.profile_steps[0] <= ns.profile_steps[1]
+        require(ordered, "profile_steps", ns.profile_steps, remedy)
     require(ns.beta > 0, "beta", ns.beta, "must be above 0")
     require(ns.learning_rate > 0, "learning_rate", ns.learning_rate, "must be above 0")
     require(ns.num_train_epochs > 0 or ns.max_steps > 0, "num_train_epochs", ns.num_train_epochs, "must be above 0")

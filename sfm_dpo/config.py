@@ -66,6 +66,11 @@ class TrainConfig(DPOConfig):
         default=0.05, metadata={"help": "Stop if a larger share of the rows cannot be used."}
     )
 
+    # Speed
+    profile_steps: list[int] | None = field(
+        default=None, metadata={"help": "First and last step to profile, for instance 10 12 (docs/speed.md)."}
+    )
+
     # Safety (docs/health.md)
     preflight: str = field(default="abort", metadata={"help": "Before training: skip, warn, or abort on a no-go."})
     preflight_samples: int = field(
@@ -95,6 +100,7 @@ class Config:
     model: ModelConfig
     data: DatasetMixtureConfig
     notes: list[str] = field(default_factory=list)  # decisions worth a line in the log
+    asked_per_device: int = 0  # per_device_train_batch_size as given, also where `training` is False
 
 
 class _Parser(TrlParser):
@@ -134,6 +140,7 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     namespace, extra = parser.parse_known_args(argv)
     if extra:
         raise UserError(f"argument {extra[0]!r} belongs to no option")
+    asked_per_device = namespace.per_device_train_batch_size
     if not training:
         world_size = 1
         namespace.per_device_train_batch_size = namespace.global_batch_size
@@ -150,7 +157,7 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
         os.environ["HF_TOKEN"], namespace.hub_token = namespace.hub_token, None
     namespace.report_to, tracking = resolve_report_to(namespace.report_to)
     try:
-        config = Config(*(cls(**_pick(cls, namespace)) for cls in DATACLASSES), notes=[tracking])
+        config = Config(*(cls(**_pick(cls, namespace)) for cls in DATACLASSES), [tracking], asked_per_device)
     except json.JSONDecodeError as error:  # transformers reads the fields that are mappings, and does not say which
         raise UserError(f"a field that takes a JSON mapping holds {error.doc!r}: {error.msg}") from error
     except (ValueError, TypeError, AttributeError, ImportError) as error:

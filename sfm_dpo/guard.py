@@ -14,6 +14,7 @@ from sfm_dpo.answers import Answer, continue_prompts, repeated_4grams
 from sfm_dpo.checkpoint import KEEP, checkpoints, keep_before
 from sfm_dpo.checks import LENGTH_NORMALIZED_LOSSES, UserError
 from sfm_dpo.run_dir import is_main_process, write_atomically
+from sfm_dpo.sharding import local_values
 from sfm_dpo.signals import FAST, SIGMOID_LOSSES, Finding, Log, Run, judge, observed
 
 HEALTH, SAMPLES = "health.json", "samples.json"
@@ -185,7 +186,7 @@ def add_guard(trainer: Any) -> Guard | None:
     args = trainer.args
     if args.guard == "skip":
         return None
-    sharded = trainer.is_fsdp_enabled or (trainer.is_deepspeed_enabled and args.deepspeed_plugin.zero_stage == 3)
+    sharded = trainer.is_fsdp_enabled or trainer.is_zero3
     if args.guard_generations and sharded:
         raise UserError(
             f"guard_generations {args.guard_generations}: needs whole weights on each rank; use ZeRO-2, or 0"
@@ -201,6 +202,6 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _sample_of_weights(model: torch.nn.Module) -> torch.Tensor:
-    """Up to 1,024 elements of each trainable tensor, in one row on the CPU."""
-    parts = [p.detach().flatten()[:1024].float().cpu() for p in model.parameters() if p.requires_grad]
+    """Up to 1,024 elements of each trainable tensor (of what this rank has of it), in one row on the CPU."""
+    parts = [local_values(p).flatten()[:1024].float().cpu() for p in model.parameters() if p.requires_grad]
     return torch.cat(parts) if parts else torch.empty(0)

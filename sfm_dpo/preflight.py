@@ -93,7 +93,7 @@ def wrong_rope_layers(config) -> int:
 def base_logps(trainer, rows: np.ndarray) -> np.ndarray:
     """[len(rows), 2] sums of log-probs under the base model, computed by all ranks; equal on all of them."""
     accelerator, dataset = trainer.accelerator, trainer.train_dataset
-    model = trainer.ref_model or trainer.model
+    model = trainer.forward_model()
     rank, ranks, size = accelerator.process_index, accelerator.num_processes, trainer.args.per_device_train_batch_size
     mine = np.resize(rows, math.ceil(len(rows) / ranks) * ranks)[rank::ranks]  # as many forwards on each rank
     was_training, sums = model.training, []
@@ -115,7 +115,7 @@ def packed_difference(trainer, rows: np.ndarray) -> float:
     `rows`: pairs of the training set. The two sides of one are enough for a sequence that sees another's tokens.
     """
     dataset, args = trainer.train_dataset, trainer.args
-    model = trainer.ref_model or trainer.model
+    model = trainer.forward_model()
     was_training = model.training
     model.eval()
     collated = trainer._prepare_inputs(trainer.data_collator([dataset[int(i)] for i in rows]))
@@ -146,8 +146,6 @@ def run_preflight(trainer, config: Config) -> dict[str, Any]:
     rows = list(dataset.select(sample))
     cached = "ref_chosen_logps" in dataset.column_names
     model = trainer.accelerator.unwrap_model(trainer.model)
-    if trainer.ref_model is None and not cached:
-        model.to(trainer.accelerator.device)  # Trainer leaves that to DeepSpeed, which comes later
     if cached:
         judged = np.arange(len(dataset))
         reference = dataset.select_columns(["ref_chosen_logps", "ref_rejected_logps"]).with_format("numpy")[:]

@@ -87,6 +87,44 @@ def compute_shards(
     return True
 
 
+def compute_in_lockstep(
+    folder: Path,
+    shards: list[np.ndarray],
+    todo: list[int],
+    lengths: np.ndarray,
+    budget: int,
+    forward: Callable[[np.ndarray], torch.Tensor],
+    rank: int,
+    ranks: int,
+    gather: Callable[[list], list],
+    report: Callable[[int], None] = lambda tokens: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> bool:
+    """As compute_shards, for weights that are split over the ranks: each forward needs all of them.
+
+    The batches of the shards `todo` are dealt out in turn, so those of one round are about as long; the last round is
+    filled up with its last batch, whose further results nobody reads. Rank 0 writes.
+
+    Args:
+        gather: a list on each rank -> the lists of all ranks as one.
+        should_stop: asked before each round; must answer the same on all ranks.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    work = [(number, rows) for number in todo for rows in batches(shards[number], lengths, budget)]
+    parts: dict[int, list[np.ndarray]] = {number: [] for number in todo}
+    for start in range(0, len(work), ranks):
+        if should_stop():
+            return False
+        _, rows = work[min(start + rank, len(work) - 1)]
+        results = gather([forward(rows).float().cpu().numpy()])
+        for (number, rows), logps in zip(work[start : start + ranks], results, strict=False):
+            parts[number].append(logps)
+            report(int(lengths[rows].sum()))
+            if rank == 0 and sum(map(len, parts[number])) == len(shards[number]):
+                write_shard(folder / f"{number:06}.safetensors", shards[number], np.concatenate(parts.pop(number)))
+    return True
+
+
 def write_shard(path: Path, rows: np.ndarray, logps: np.ndarray) -> None:
     """Atomic: the file is whole or absent. `logps` is [n, 2] float32."""
     data = {"rows": np.ascontiguousarray(rows, dtype=np.int64), "logps": np.ascontiguousarray(logps, dtype=np.float32)}

@@ -31,7 +31,7 @@ MAY_DIFFER = set(
     """report_to run_name project logging_steps logging_first_step disable_tqdm log_level dataset_num_proc
     dataloader_num_workers dataloader_pin_memory push_to_hub hub_model_id hub_strategy hub_private_repo hub_revision
     hub_always_push save_steps save_total_limit ddp_timeout output_dir resume_from_checkpoint max_dropped_fraction
-    trackio_space_id preflight preflight_samples guard guard_generations ignore_resume_mismatch
+    trackio_space_id preflight preflight_samples guard guard_generations profile_steps ignore_resume_mismatch
     gradient_accumulation_steps""".split()
 )
 _PACKAGES = "torch transformers trl accelerate deepspeed datasets peft huggingface_hub tokenizers numpy".split()

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, TrainerCallback
 
+from sfm_dpo.sharding import numel, shape
+
 # Dense bf16 peak in FLOP/s, without sparsity, from the vendors' data sheets.
 PEAK_FLOPS = {
     "B300": 2.25e15,
@@ -53,12 +55,12 @@ class ForwardFlops:
         embeddings = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
         weights = 0
         for name, parameter in model.named_parameters():
-            if id(parameter) in embeddings or parameter.dim() < 2:
+            if id(parameter) in embeddings or len(shape(parameter)) < 2:
                 continue
             share = config.num_experts_per_tok / config.num_experts if ".experts." in name else 1
-            weights += int(parameter.numel() * share)
+            weights += int(numel(parameter) * share)
         head = model.get_output_embeddings().weight
-        return cls(2 * weights, 2 * head.numel(), _attention(config))
+        return cls(2 * weights, 2 * numel(head), _attention(config))
 
     @classmethod
     def of_config(cls, config: PretrainedConfig) -> "ForwardFlops":

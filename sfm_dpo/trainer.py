@@ -6,19 +6,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list, is_peft_model
+from accelerate.utils import is_peft_model
 from datasets import Dataset, concatenate_datasets
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 from trl import DPOTrainer
+from trl.models import prepare_deepspeed
 
 from sfm_dpo import reference, rewards
 from sfm_dpo.attention import describe_kernel
-from sfm_dpo.checkpoint import COMPLETE, StopRequested, mark_complete, newest_checkpoint, rotate, stop_requested
+from sfm_dpo.checkpoint import COMPLETE, mark_complete, newest_checkpoint, rotate
 from sfm_dpo.compile import compile_layers
 from sfm_dpo.config import TrainConfig, UserError
 from sfm_dpo.hub import write_model_card
 from sfm_dpo.packing import enable_padding_free
-from sfm_dpo.run_dir import write_status
+from sfm_dpo.reference_pass import fill
+from sfm_dpo.sharding import hybrid_warning, keep_outputs, launched_with
 from sfm_dpo.throughput import ForwardFlops, Meter, MeterCallback
 from sfm_dpo.tokenization import pair_tokens
 
@@ -33,11 +35,15 @@ class SFMDPOTrainer(DPOTrainer):
         self._compilation = {name: getattr(args, name) for name in COMPILE_FIELDS}  # see compile.py
         args.torch_compile, args.torch_compile_backend, args.torch_compile_mode = False, None, None
         self._patched = False
+        self._forward_model: torch.nn.Module | None = None
         self._rebalance: BatchRebalanceSampler | None = None
         self._step_0_checked = False
         self._eval_batches: list[tuple[int, tuple[str, ...]]] = []  # pairs in each, names of the metrics over pairs
         self._reference_folder: Path | None = None
         self._reference_shards = 0  # of the splits whose pass is over
+        if launched_with() == "fsdp":
+            # FSDP2 would keep the gradients of the whole model on each rank until the last micro-batch of a step
+            args.accelerator_config.gradient_accumulation_kwargs = {"sync_each_batch": True}
         self.train_tokens = reference.token_hash(kwargs["train_dataset"])
         super().__init__(args=args, **kwargs)
         args.padding_free = self._packed
@@ -45,6 +51,11 @@ class SFMDPOTrainer(DPOTrainer):
         self._patch_models()
         self.meter = Meter(ForwardFlops.of(self._bare_model()), reference_in_step=not self.precompute_ref_logps)
         self.add_callback(MeterCallback(self.meter))
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.is_fsdp_enabled:
+            keep_outputs(self.accelerator.state.fsdp_plugin)
 
     def _bare_model(self):
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
@@ -127,71 +138,55 @@ class SFMDPOTrainer(DPOTrainer):
         TRL calls this at the end of its __init__, so the weights are those of the base model also when the run
         resumes from a checkpoint, which is loaded later.
         """
-        if self.is_fsdp_enabled or (self.is_deepspeed_enabled and self.args.deepspeed_plugin.zero_stage == 3):
-            raise UserError("precompute_ref_log_probs true: needs whole weights on each rank; use ZeRO-2")
         self._patch_models()
-        model = self.ref_model or self.model
-        if self.is_deepspeed_enabled and self.args.bf16:
-            model.to(torch.bfloat16)  # what DeepSpeed's engine will do to the policy
-        model.to(self.accelerator.device)  # Trainer leaves that to DeepSpeed, which comes later
-        model.eval()
-        config = self._bare_model().config
-        folder = reference.cache_folder(
-            dataset,
-            weights=self._precompute_model_hash,
-            dtype=next(model.parameters()).dtype,
-            autocast=self.accelerator.mixed_precision,
-            attention=config._attn_implementation,
-            packed=self._packed,
-            compilation=self._compilation,
-            max_length=self.args.max_length,
-            truncation_mode=self.args.truncation_mode,
-            ld_alpha=self.ld_alpha,
-        )
-        lengths = pair_tokens(dataset, self.args.max_length)
-        shards = reference.shard_indices(lengths)
-        paths = [folder / f"{number:06}.safetensors" for number in range(len(shards))]
-        missing = [[n for n, path in enumerate(paths) if reference.read_shard(path, shards[n]) is None]]
-        broadcast_object_list(missing, from_process=0)  # ranks must not disagree while one of them writes
-        todo, rank, ranks = missing[0], self.accelerator.process_index, self.accelerator.num_processes
-        if self.accelerator.is_main_process:
-            state = f"{len(shards) - len(todo)} of {len(shards)} shards in {folder}"
-            print(f"reference log-probs of the {name} pairs: {state}", flush=True)
-        mine = todo[rank::ranks]
-
-        def tell(line: str) -> None:  # hours may pass here: the log and status.json say that it moves
-            print(line, flush=True)
-            write_status(self.args.output_dir, "running", message=line)
-
-        progress = reference.Progress(f"reference, {name}", sum(int(lengths[shards[n]].sum()) for n in mine), tell)
-
-        def forward(rows: np.ndarray) -> torch.Tensor:
-            batch = self._prepare_inputs(self.data_collator([dataset[int(i)] for i in rows]))
-            with torch.inference_mode():
-                return torch.stack(self.compute_ref_log_probs(model, batch), dim=1)
-
-        budget = batch_size * int(lengths.max(initial=1))  # as many tokens as `batch_size` of the longest pairs
-        report = progress if rank == 0 else lambda tokens: None
-        done = reference.compute_shards(
-            folder, shards, mine, lengths, budget, forward, report, lambda: stop_requested(self.args.output_dir)
-        )
-        finished = self.accelerator.gather(torch.tensor([done], device=self.accelerator.device)).all().item()
-        if not finished:
-            count = sum(path.exists() for path in paths) + self._reference_shards
-            message = f"stopped on request during the reference pass; its shards are kept in {folder}"
-            raise StopRequested(message, shards=count)
-        self._reference_shards += len(shards)
-
-        logps = reference.read_all(paths, shards)
-        self._reference_folder = folder
-        columns = Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})
+        columns = fill(self, dataset, name, batch_size)
         return concatenate_datasets([dataset, columns], axis=1)
+
+    @property
+    def is_zero3(self) -> bool:
+        return self.is_deepspeed_enabled and self.args.deepspeed_plugin.zero_stage == 3
+
+    def launch_warning(self) -> str | None:
+        """A line about a launcher that does not suit the model."""
+        if not self.is_zero3:
+            return None
+        args, zero = self.args, self.args.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        return hybrid_warning(self.model, args.gradient_accumulation_steps, args.gradient_checkpointing, zero)
+
+    def forward_model(self) -> torch.nn.Module:
+        """What computes log-probs of the base model before training begins, in eval mode or not.
+
+        Under ZeRO-3 and FSDP2 no rank has whole weights: there all ranks must call the forward equally often.
+        """
+        if self._forward_model is None:
+            model = self.ref_model or self.model
+            if self.ref_model is None and self.is_zero3:
+                model = prepare_deepspeed(self.model, self.accelerator)  # the hooks that gather the weights
+            elif self.ref_model is None:
+                if self.is_deepspeed_enabled and self.args.bf16:
+                    model.to(torch.bfloat16)  # what DeepSpeed's engine will do to the policy
+                model.to(self.accelerator.device)  # Trainer leaves that to DeepSpeed, which comes later
+            self._forward_model = model
+        return self._forward_model
+
+    def forwards_in_lockstep(self) -> bool:
+        return self.is_zero3 or (self.is_fsdp_enabled and not is_peft_model(self.model))
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any):
+        """Lets go of what computed log-probs until now: FSDP2's reference model, ZeRO-3's hooks."""
+        if self.is_zero3 and self.ref_model is None and self._forward_model is not None:
+            self._forward_model.optimizer.destroy()  # or the engine that trains would gather everything twice
+        self._forward_model = None
+        return super()._prepare_for_training(*args, **kwargs)
 
     # ---- checkpoints
 
     def resume_facts(self) -> dict[str, Any]:
         """What a run that goes on from a checkpoint must agree with."""
-        return {"world_size": self.accelerator.num_processes, "train_tokens": self.train_tokens}
+        launch = "FSDP2" if self.is_fsdp_enabled else "whole weights"
+        if self.is_deepspeed_enabled:
+            launch = f"ZeRO-{self.args.deepspeed_plugin.zero_stage}"
+        return {"world_size": self.accelerator.num_processes, "launch": launch, "train_tokens": self.train_tokens}
 
     def _run_epoch(self, **kwargs: Any) -> None:
         """transformers 5.23 does a step too many where the last checkpoint lies in the middle of an epoch."""
@@ -219,6 +214,15 @@ class SFMDPOTrainer(DPOTrainer):
             mark_complete(checkpoint, {"step": self.state.global_step, **self.resume_facts()})
             rotate(self.args.output_dir, limit)
         self.accelerator.wait_for_everyone()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The whole model, as from_pretrained reads it; under FSDP2 in checkpoints too.
+
+        transformers 5.23 does that under FSDP only where checkpoints are FULL_STATE_DICT, all of it through rank 0.
+        """
+        if self.is_fsdp_enabled:
+            self._save(output_dir or self.args.output_dir, state_dict=self.accelerator.get_state_dict(self.model))
+        super().save_model(output_dir, _internal_call)
 
     # ---- loss
 
@@ -295,13 +299,14 @@ class SFMDPOTrainer(DPOTrainer):
         """
         self._step_0_checked = True
         tolerance = rewards.STEP_0_TOLERANCE["16-bit" if self.args.bf16 or self.args.fp16 else "32-bit"]
-        error = margins.abs().mean().item() / 2
+        # The worst rank's: all must agree, for what follows may be a forward that all have to call
+        error = self.accelerator.gather(margins.abs().mean()).max().item() / 2
         if self.state.global_step or error <= tolerance:
             return
         once, again = (torch.cat(self.compute_ref_log_probs(model, inputs)) for _ in range(2))
 
         def differ(a: torch.Tensor, b: torch.Tensor) -> bool:
-            return (self.beta * (a - b) / scale).abs().mean().item() > tolerance
+            return self.accelerator.gather((self.beta * (a - b) / scale).abs().mean()).max().item() > tolerance
 
         if differ(once, again):
             cause = "two forwards of one batch differ: dropout is on; set disable_dropout: true"

@@ -1,0 +1,65 @@
+#!/usr/bin/env python
+"""Memory, batch size, collectives, hours and disk of a recipe, before it is submitted. No weights, no GPU; seconds.
+
+    python scripts/plan.py --config recipes/think.yaml                                  # 4 B200
+    python scripts/plan.py --config R --gpu h100 --num_gpus 8 --num_nodes 4 --mfu 0.3
+    python scripts/plan.py --config R --model_name_or_path FOLDER_WITH_CONFIG_JSON --lengths lengths.json
+
+Lengths of the pairs: --lengths FILE, the JSON of analyze_dataset.py or stated percentiles; without it the data set's
+own, from the cache that training and analyze_dataset.py fill, or tokenised now. --mfu defaults to 0.225, which
+open-instruct reached with DPO of OLMo 2 7B on 16 H100. --json FILE writes all of it. Other options are train_dpo.py's.
+docs/plan.md explains the figures.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+def main(argv: list[str]) -> int:
+    if not argv or {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
+    own = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    own.add_argument("--gpu", default="b200")
+    own.add_argument("--num_gpus", type=int, default=4)
+    own.add_argument("--num_nodes", type=int, default=1)
+    own.add_argument("--mfu", type=float)
+    own.add_argument("--lengths", type=Path)
+    own.add_argument("--json", type=Path)
+    ours, fields = own.parse_known_args(argv)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import sfm_dpo  # noqa: F401  (first: it reads .env)
+
+    # isort: split
+    from sfm_dpo.config import UserError, parse_config
+    from sfm_dpo.lengths import measure
+    from sfm_dpo.plan import MFU, load_shape, make_plan, read_lengths, text
+    from sfm_dpo.tokenization import load_token_pairs, load_tokenizer
+
+    try:
+        if min(ours.num_gpus, ours.num_nodes) < 1 or not 0 < (ours.mfu or MFU) <= 1:
+            raise UserError(f"--num_gpus {ours.num_gpus} --num_nodes {ours.num_nodes} --mfu {ours.mfu}: out of range")
+        config = parse_config([*fields, "--report_to", "none"], training=False)
+        shape = load_shape(config)
+        if ours.lengths:
+            lengths, pairs = read_lengths(ours.lengths)
+        else:
+            tokens = load_token_pairs(config, load_tokenizer(config))[0].train
+            lengths, pairs = measure(tokens)[0], len(tokens)
+        plan = make_plan(config, shape, lengths, pairs, ours.gpu, ours.num_gpus, ours.num_nodes, ours.mfu or MFU)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(text(plan))
+    if ours.json:
+        ours.json.write_text(json.dumps(plan, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
