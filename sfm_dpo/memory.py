@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -53,14 +54,20 @@ AttentionMaskInterface.register(SHAPES, lambda *args, **kwargs: None)
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that a micro-batch holds at its peak: `fixed` + `per_token` x its computed tokens. A gradient of one
-    tensor is in it, for it lives between the backward of a layer and its reduction."""
+    """Bytes that a micro-batch holds, each as (fixed, for each computed token).
 
-    fixed: float
-    per_token: float
+    Attributes:
+        saved: when the forward of the backbone is over.
+        peak: at the worst moment of its backward, one gradient of a weight included: it lives until it is reduced.
+    """
 
-    def __call__(self, tokens: int) -> int:
-        return int(self.fixed + self.per_token * tokens)
+    saved: tuple[float, float]
+    peak: tuple[float, float]
+
+    def __call__(self, tokens: int, head: int) -> int:
+        """With an LM head that holds `head` bytes, and computes while what the backbone saved is still there."""
+        saved, peak = (fixed + each * tokens for fixed, each in (self.saved, self.peak))
+        return int(max(saved + head, peak))
 
 
 def meta_model(config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
@@ -88,21 +95,22 @@ def activations(config: PretrainedConfig, dtype: torch.dtype, checkpointing: boo
         }
         peaks.append(least + sum((kinds.count(kind) - 1) * size for kind, size in more.items()))
     per_token = (peaks[1] - peaks[0]) / TRACED_TOKENS
-    return Activations(peaks[0] - per_token * TRACED_TOKENS, per_token)
+    return Activations(*zip(peaks[0] - per_token * TRACED_TOKENS, per_token, strict=True))
 
 
 def head_bytes(config: PretrainedConfig, tokens: int, dtype: torch.dtype, on_gpu: bool) -> int:
     """What TRL's fused LM head holds at its peak, its backward, for so many computed tokens.
 
     Gradients of hidden states and head in fp32, copies of them in `dtype`, and a tile of logits: one in `dtype` with
-    Triton, and seven more in fp32 without, where PyTorch computes it operation by operation.
+    Triton, as wide as its buffer, and without, where PyTorch computes operation by operation, seven more in fp32.
     """
     text = config.get_text_config()
     weights, hidden, size = text.vocab_size * text.hidden_size, tokens * text.hidden_size, dtype.itemsize
-    tile = min(tokens, HEAD_TOKENS) * min(text.vocab_size, HEAD_COLUMNS)
-    columns = min(tokens, HEAD_TOKENS) * HEAD_COLUMNS  # TRL's buffer is as wide also where the vocabulary is not
+    rows, columns = min(tokens, HEAD_TOKENS), min(text.vocab_size, HEAD_COLUMNS)
     copies = 4 if size == 4 else 4 + size  # .to(fp32) of what is fp32 copies nothing
-    return copies * (weights + hidden) + size * columns + (0 if on_gpu else 7 * 4 * tile)
+    # Of the buffer a GPU allocates all, and a CPU the pages that are touched
+    tiles = size * rows * HEAD_COLUMNS if on_gpu else (size + 7 * 4) * rows * columns
+    return copies * (weights + hidden) + tiles
 
 
 def _kinds(config: PretrainedConfig) -> list[str]:
@@ -120,8 +128,9 @@ class _Peak(MemTracker):
 
 def _traced_peak(
     config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool, kinds: list[str], tokens: int
-) -> int:
-    """Most bytes alive at once beside the weights, with blocks of these kinds and one row of `tokens` tokens."""
+) -> np.ndarray:
+    """[2] bytes alive beside the weights after the forward, and at most, with blocks of these kinds and one row of
+    `tokens` tokens."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     text.num_hidden_layers = len(kinds)
@@ -139,9 +148,12 @@ def _traced_peak(
         start = tracker.get_tracker_snapshot("current")
         with tracker:
             ids = torch.zeros(1, tokens, dtype=torch.long)
-            model.base_model(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state.sum().backward()
+            output = model.base_model(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state
+            saved = tracker.get_tracker_snapshot("current")
+            output.sum().backward()
         peak = tracker.get_tracker_snapshot("peak")
-    return sum(device["Total"] for device in peak.values()) - sum(device["Total"] for device in start.values())
+    start, saved, peak = (sum(device["Total"] for device in found.values()) for found in (start, saved, peak))
+    return np.array([saved - start, peak - start], dtype=float)
 
 
 # ---- weights, gradients, optimizer

@@ -78,7 +78,7 @@ def _run_packed(fused_forward, gap, *, input_ids, attention_mask, labels, num_it
     for name, value in list(output.items()):
         if value.shape == (1, real.numel()):
             grid = value.new_zeros(rows * length).index_copy(0, real, value[0])
-            output[name] = grid.view(rows, length)[:, :-1]
+            output[name] = grid.view(rows, length)[:, :-1].clone()  # FSDP2 wants no view: it hooks the tensor itself
     return output
 
 

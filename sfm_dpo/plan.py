@@ -143,7 +143,7 @@ def make_plan(
 
     def activation(batch: int, checkpointing: bool) -> int:
         tokens, responses = data.micro_batch(batch, args.padding_free)
-        return traced[checkpointing](tokens) + memory.head_bytes(shape, responses, torch.bfloat16, on_gpu=True)
+        return traced[checkpointing](tokens, memory.head_bytes(shape, responses, torch.bfloat16, on_gpu=True))
 
     launches = {}
     for launch, file in LAUNCHES.items():
@@ -195,7 +195,7 @@ def make_plan(
             "largest_micro_batch": data.micro_batch(per_device, args.padding_free)[0],
             "checkpointing": args.gradient_checkpointing,
             "activations": {on: activation(per_device, on) for on in (True, False)},
-            "activation_per_token": {on: traced[on].per_token for on in (True, False)},
+            "activation_per_token": {on: traced[on].peak[1] for on in (True, False)},
         },
         "launches": launches,
         "time": {"flops": {"training": training, "reference": reference}, "mfu": mfu, "hours": hours},

@@ -104,8 +104,8 @@ def classify(events: list[Any], on_gpu: bool) -> tuple[dict[str, list[Interval]]
         is_kernel = event.device_type != torch.autograd.DeviceType.CPU
         name, span = event.name, (event.time_range.start, event.time_range.end)
         talks = name.startswith(_COMMUNICATION)
-        if talks and (is_kernel if on_gpu else name.startswith("gloo:")):
-            calls[name] += 1
+        if name.startswith("c10d::"):
+            calls[name.removeprefix("c10d::").strip("_")] += 1
         if on_gpu != is_kernel or name == _MARK:
             continue
         if talks:

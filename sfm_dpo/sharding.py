@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 import torch
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -54,6 +55,15 @@ def gathered_hash(model: PreTrainedModel) -> str:
 
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         return hash_module(model)
+
+
+def use_fsdp_on_cpu(accelerator: Accelerator) -> None:
+    """Makes FSDP2 what the launcher asked for, also where there is no GPU: accelerate 1.15 reads `distributed_type:
+    FSDP` on CPU processes, says nothing, and trains with DDP."""
+    if launched_with() == "fsdp" and accelerator.distributed_type == DistributedType.MULTI_CPU:
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+        for state in (accelerator.state, PartialState()):  # each AcceleratorState() copies from the other
+            state.distributed_type = DistributedType.FSDP
 
 
 def keep_outputs(fsdp_plugin: Any) -> None:

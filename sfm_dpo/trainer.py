@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import DistributedType
 from accelerate.utils import is_peft_model
 from datasets import Dataset, concatenate_datasets
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
@@ -20,7 +21,7 @@ from sfm_dpo.config import TrainConfig, UserError
 from sfm_dpo.hub import write_model_card
 from sfm_dpo.packing import enable_padding_free
 from sfm_dpo.reference_pass import fill
-from sfm_dpo.sharding import hybrid_warning, keep_outputs, launched_with
+from sfm_dpo.sharding import hybrid_warning, keep_outputs, launched_with, use_fsdp_on_cpu
 from sfm_dpo.throughput import ForwardFlops, Meter, MeterCallback
 from sfm_dpo.tokenization import pair_tokens
 
@@ -54,6 +55,8 @@ class SFMDPOTrainer(DPOTrainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
+        use_fsdp_on_cpu(self.accelerator)
+        self.is_fsdp_enabled = self.accelerator.distributed_type == DistributedType.FSDP
         if self.is_fsdp_enabled:
             keep_outputs(self.accelerator.state.fsdp_plugin)
 

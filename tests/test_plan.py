@@ -67,6 +67,8 @@ def test_memory_of_a_real_run_is_within_15_percent(tmp_path, tiny_folder, write_
     rows = [{"prompt": f"{i}?", "chosen": "yes " * 60, "rejected": "no, " * 60} for i in range(8)]
     command = [sys.executable, "-c", MEASURE, tiny_folder("olmo3"), tmp_path / "big", write_rows("p.jsonl", rows)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    # The figure is of memory in use. By default glibc keeps freed blocks of up to 32 MB, here a fifth of all.
+    env["MALLOC_MMAP_THRESHOLD_"] = "131072"
     done = subprocess.run([*command, tmp_path], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     measured = json.loads(done.stdout.splitlines()[-1])
@@ -74,14 +76,9 @@ def test_memory_of_a_real_run_is_within_15_percent(tmp_path, tiny_folder, write_
     parameters = sum(p.numel() for p in memory.meta_model(config).parameters())
     states = sum(memory.whole_states(parameters).values())
     tokens = 2 * PER_DEVICE * LENGTH
+    head = memory.head_bytes(config, tokens, torch.float32, on_gpu=False)
     for name, checkpointing in (("on", True), ("off", False)):
-        activations = memory.activations(config, torch.float32, checkpointing)(tokens)
-        head = memory.head_bytes(config, tokens, torch.float32, on_gpu=False)
-        print(
-            name,
-            {
-                k: round(v / 2**20)
-                for k, v in (("states", states), ("act", activations), ("head", head), ("measured", measured[name]))
-            },
-        )
-        assert states + activations + head == pytest.approx(measured[name], rel=0.15), name
+        planned = states + memory.activations(config, torch.float32, checkpointing)(tokens, head)
+        print(f"checkpointing {name}: planned {planned / 2**20:.0f} MiB, measured {measured[name] / 2**20:.0f} MiB")
+        assert planned == pytest.approx(measured[name], rel=0.15), name
+    assert measured["off"] > 1.3 * measured["on"], "activations must be worth measuring"
