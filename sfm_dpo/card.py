@@ -12,7 +12,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.repocard import RepoCard
 from huggingface_hub.utils import validate_repo_id
 
-from sfm_dpo.curves import draw_curves
+from sfm_dpo.curves import PANELS, draw_curves
 from sfm_dpo.history import evaluations, read_run, restarts
 from sfm_dpo.proof import Change
 from sfm_dpo.redact import mask
@@ -108,15 +108,18 @@ def write_model_card(
         step: that of a checkpoint; metrics after it are left out.
         changes: what proof.compare_weights found.
     """
-    run, facts = Path(run), read_run(run)
+    run = Path(run)
+    facts = read_run(run)
     folder = folder or run
     config, data, env = facts["config"], facts["data"], facts["environment"]
     log = [entry for entry in facts["log"] if step is None or entry["step"] <= step]
     if folder != run:
-        draw_curves(log, config, [at for at in restarts(facts) if step is None or at < step], folder / FIGURES)
-        for path in (folder / FIGURES).glob("*.png"):
-            if path.stem not in _CURVES:
-                path.unlink()
+        shown = {
+            "step",
+            *(key for name in _CURVES for metric in PANELS[name][1] for key in (metric, f"eval_{metric}")),
+        }
+        points = [{key: value for key, value in entry.items() if key in shown} for entry in log]
+        draw_curves(points, config, [at for at in restarts(facts) if step is None or at < step], folder / FIGURES)
     facts = facts | {"log": log}
     base, sources = config["model_name_or_path"], data["sources"]
     repo = repo or config["hub_model_id"] or config["output_dir"]

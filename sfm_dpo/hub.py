@@ -23,6 +23,7 @@ from sfm_dpo.checks import UserError
 from sfm_dpo.redact import mask
 
 RETRY_SECONDS = (10, 60, 300)  # waits between the attempts to push
+ASK_SECONDS = (2, 5)  # and to ask, before training
 ACCESS_SECONDS, UPLOAD_SECONDS = 30.0, 300.0  # longest silence of the server
 _TRANSIENT = {408, 409, 412, 425, 429, 500, 502, 503, 504}
 _REASONS = {  # of the Hub's answer; {repo} is filled in
@@ -33,11 +34,8 @@ _REASONS = {  # of the Hub's answer; {repo} is filled in
     412: "somebody else is changing {repo} at this moment",
     429: "the Hub limits how often it may be asked",
 }
-STALE = [
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "figures/*",
-]  # removed from the repository when not in a new push
+# Removed from the repository when a new push does not hold them.
+STALE = ["*.safetensors", "*.safetensors.index.json", "figures/*"]
 
 
 class PushFailed(Exception):
@@ -51,8 +49,9 @@ class Unreachable(UserError):
 def check_access(model_id: str, private: bool | None, revision: str | None, remedy: str) -> str:
     """Makes sure that a push could begin now, and returns the repository's full name. Takes a second.
 
-    The repository, and the branch `revision`, are made where they are missing: that is the one sure proof. Private, unless `private` is False. `remedy`
-    ends the message where there is nothing wrong with what was asked for: no network, or a Hub that is down.
+    The repository (private, unless `private` is False) and the branch `revision` are made where they are missing: that
+    is the one sure proof. `remedy` ends the message where nothing is wrong with what was asked for: no network, or a
+    Hub that is down.
 
     Raises:
         UserError: no token, or one that is not valid or may only read; a name that the Hub does not allow; no
@@ -168,7 +167,7 @@ def patience(seconds: float) -> Iterator[None]:
 
 def _ask(call: Callable, repo: str, remedy: str, names: str = ""):
     """The answer of a call before training; a Hub that stumbles is asked three times."""
-    for wait in (2, 5, None):
+    for wait in (*ASK_SECONDS, None):
         try:
             return call()
         except Exception as error:

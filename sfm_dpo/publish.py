@@ -67,8 +67,8 @@ def find_source(path: Path, publish_anyway: bool = False) -> Source:
     source = Source(path, run, None if is_run else step_of(path), config)
     status = read_status(run) or {}
     state, healthy = status.get("state"), status.get("checkpoint")
-    if state == "collapsed" and not publish_anyway:
-        if is_run or healthy is None or step_of(path) > step_of(Path(healthy)):
+    if state == "collapsed":
+        if not publish_anyway and (is_run or healthy is None or step_of(path) > step_of(Path(healthy))):
             better = f"push its last healthy checkpoint, {healthy}, or " if healthy else ""
             raise UserError(f"{path}: the guard stopped this run; {better}say --publish_anyway if it is meant")
     elif is_run and state not in ("done", "push_failed"):
@@ -101,7 +101,9 @@ def push(
             staged = Path(scratch)
             stage(source, staged)
             changes = _prove(source, staged, say, publish_anyway)
-            write_model_card(source.run, folder=staged, repo=repo, step=source.step, changes=changes)
+            write_model_card(
+                source.run, folder=staged, repo=repo, revision=revision, step=source.step, changes=changes
+            )
             address, new = hub.upload(staged, repo, revision, f"DPO, {source.name}", say)
     finally:
         if busy:
