@@ -174,8 +174,8 @@ def _daemon(stack: ExitStack, cluster: Cluster, command: list[str], user: list[s
 
 
 def _idle_nodes(cluster: Cluster) -> int:
-    states = subprocess.run(["sinfo", "-h", "-N", "-o", "%T"], env=cluster.env, capture_output=True, text=True)
-    return states.stdout.split().count("idle")
+    command = ["sinfo", "-h", "-N", "-p", "main", "-o", "%T"]
+    return subprocess.run(command, env=cluster.env, capture_output=True, text=True).stdout.split().count("idle")
 
 
 def _until(condition, cluster: Cluster, what: str, timeout: float) -> None:
