@@ -34,6 +34,7 @@ from sfm_dpo.checkpoint import (
 from sfm_dpo.config import Config, UserError, parse_config
 from sfm_dpo.guard import add_guard
 from sfm_dpo.model import load_model_config, model_init_kwargs
+from sfm_dpo.order import RecordData
 from sfm_dpo.overview import check_not_running
 from sfm_dpo.preflight import check_vocabulary, preflight_phase
 from sfm_dpo.progress import ProgressLine
@@ -105,6 +106,7 @@ def train(config: Config) -> int:
         peft_config=get_peft_config(config.model),
         callbacks=[ProgressLine(), stop],
     )
+    trainer.add_callback(RecordData(trainer.data_facts))
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     size = checkpoint_bytes(trainer.model, trainer.is_deepspeed_enabled and args.bf16)
