@@ -35,6 +35,8 @@ from sfm_dpo.checkpoint import (
 from sfm_dpo.config import Config, UserError, parse_config
 from sfm_dpo.guard import add_guard
 from sfm_dpo.model import load_model_config, model_init_kwargs
+from sfm_dpo.order import RecordData
+from sfm_dpo.overview import check_not_running
 from sfm_dpo.preflight import check_vocabulary, preflight_phase
 from sfm_dpo.progress import ProgressLine
 from sfm_dpo.publish import check_push, push_finished
@@ -53,6 +55,7 @@ def main(argv: list[str]) -> int:
         if not claim(config):
             say(f"{config.train.output_dir}: already done; to run again remove it or choose another output_dir")
             return push_finished(config.train, say) if config.train.push_to_hub else 0
+        check_not_running(config.train.output_dir)
         return train(config)
     except StopRequested as stop:
         clear_stop(config.train.output_dir)
@@ -110,6 +113,7 @@ def train(config: Config) -> int:
         peft_config=get_peft_config(config.model),
         callbacks=[ProgressLine(), stop, *([PushCheckpoints(say)] if push else [])],
     )
+    trainer.add_callback(RecordData(trainer.data_facts))
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     size = checkpoint_bytes(trainer.model, trainer.is_deepspeed_enabled and args.bf16)

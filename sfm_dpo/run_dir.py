@@ -171,6 +171,13 @@ def describe(config: Config, pairs: dict[str, Any], step: int = 0) -> None:
     write_atomically(run / ENVIRONMENT, json.dumps(environment() | kept, indent=2) + "\n")
 
 
+def add_data_facts(run: str | Path, facts: dict[str, Any]) -> None:
+    """Adds to data.json what is known only once the trainer is there."""
+    path = Path(run) / DATA
+    before = json.loads(path.read_text()) if path.is_file() else {}
+    write_atomically(path, json.dumps(before | facts, indent=2) + "\n")
+
+
 def environment() -> dict[str, Any]:
     """Git commit, versions, hardware, Slurm ids and the command line, without secrets."""
     import torch

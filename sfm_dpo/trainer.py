@@ -34,11 +34,13 @@ class SFMDPOTrainer(DPOTrainer):
         args.torch_compile, args.torch_compile_backend, args.torch_compile_mode = False, None, None
         self._patched = False
         self._rebalance: BatchRebalanceSampler | None = None
+        self._length_sampler: BatchRebalanceSampler | LengthGroupedSampler | None = None
         self._step_0_checked = False
         self._eval_batches: list[tuple[int, tuple[str, ...]]] = []  # pairs in each, names of the metrics over pairs
         self._reference_folder: Path | None = None
         self._reference_shards = 0  # of the splits whose pass is over
         self.train_tokens = reference.token_hash(kwargs["train_dataset"])
+        self.data_facts: dict[str, Any] = {"train_tokens": self.train_tokens, "reference": {}}  # for data.json
         super().__init__(args=args, **kwargs)
         args.padding_free = self._packed
         vars(args).update(self._compilation)
@@ -108,8 +110,12 @@ class SFMDPOTrainer(DPOTrainer):
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         if isinstance(sampler, BatchRebalanceSampler):
             sampler.seed, self._rebalance = seed, sampler
+            self._length_sampler = sampler
         elif isinstance(sampler, LengthGroupedSampler):
-            sampler.generator = torch.Generator().manual_seed(seed)
+            generator = sampler.generator = torch.Generator().manual_seed(seed)
+            # Its order would else depend on how many epochs this process has seen, which a resumed run has not
+            sampler.set_epoch = lambda epoch: generator.manual_seed(seed + epoch)
+            self._length_sampler = sampler
         return sampler
 
     def _global_batch_pairs(self) -> int:
@@ -136,18 +142,18 @@ class SFMDPOTrainer(DPOTrainer):
         model.to(self.accelerator.device)  # Trainer leaves that to DeepSpeed, which comes later
         model.eval()
         config = self._bare_model().config
-        folder = reference.cache_folder(
-            dataset,
-            weights=self._precompute_model_hash,
-            dtype=next(model.parameters()).dtype,
-            autocast=self.accelerator.mixed_precision,
-            attention=config._attn_implementation,
-            packed=self._packed,
-            compilation=self._compilation,
-            max_length=self.args.max_length,
-            truncation_mode=self.args.truncation_mode,
-            ld_alpha=self.ld_alpha,
-        )
+        settings = {
+            "weights": self._precompute_model_hash,
+            "dtype": next(model.parameters()).dtype,
+            "autocast": self.accelerator.mixed_precision,
+            "attention": config._attn_implementation,
+            "packed": self._packed,
+            "compilation": self._compilation,
+            "max_length": self.args.max_length,
+            "truncation_mode": self.args.truncation_mode,
+            "ld_alpha": self.ld_alpha,
+        }
+        folder = reference.cache_folder(dataset, **settings)
         lengths = pair_tokens(dataset, self.args.max_length)
         shards = reference.shard_indices(lengths)
         paths = [folder / f"{number:06}.safetensors" for number in range(len(shards))]
@@ -172,8 +178,11 @@ class SFMDPOTrainer(DPOTrainer):
 
         budget = batch_size * int(lengths.max(initial=1))  # as many tokens as `batch_size` of the longest pairs
         report = progress if rank == 0 else lambda tokens: None
+        device = self.accelerator.device
+        made = {"batch_size": batch_size, "batch_tokens": budget}
+        made |= {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type}
         done = reference.compute_shards(
-            folder, shards, mine, lengths, budget, forward, report, lambda: stop_requested(self.args.output_dir)
+            folder, shards, mine, lengths, budget, forward, report, lambda: stop_requested(self.args.output_dir), made
         )
         finished = self.accelerator.gather(torch.tensor([done], device=self.accelerator.device)).all().item()
         if not finished:
@@ -184,6 +193,7 @@ class SFMDPOTrainer(DPOTrainer):
 
         logps = reference.read_all(paths, shards)
         self._reference_folder = folder
+        self.data_facts["reference"][name] = reference.describe_cache(folder, paths, settings)
         columns = Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})
         return concatenate_datasets([dataset, columns], axis=1)
 
@@ -194,7 +204,12 @@ class SFMDPOTrainer(DPOTrainer):
         return {"world_size": self.accelerator.num_processes, "train_tokens": self.train_tokens}
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        """transformers 5.23 does a step too many where the last checkpoint lies in the middle of an epoch."""
+        """transformers 5.23 does a step too many where the last checkpoint lies in the middle of an epoch.
+
+        And it does not reach a sampler under two wrappers (several ranks, skipped batches) with the epoch's number.
+        """
+        if self._length_sampler is not None:
+            self._length_sampler.set_epoch(kwargs["epoch"])
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(**kwargs)
 

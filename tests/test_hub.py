@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 import yaml
 from huggingface_hub import ModelCard, constants
 from huggingface_hub.utils import _http
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train_dpo
 from sfm_dpo import hub as client
 from sfm_dpo.checkpoint import KEEP, PUSHING, rotate
+from sfm_dpo.publish import consolidate
 from sfm_dpo.run_dir import read_status, write_status
 from tests.hub_server import NAME, READ_TOKEN, TOKEN
 
@@ -420,3 +422,25 @@ def test_a_failure_inside_hf_xet_is_one_line_too(hub, run, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "push failed: " in out and "push later with: " in out
     assert hub.count("GET .*/xet-write-token") and not files(hub)
+
+
+# ---- sharded checkpoints
+
+
+@pytest.mark.parametrize("architecture", ["gpt_neox", "olmoe"])
+def test_fsdp_shards_are_put_together_under_the_names_that_load(tiny_folder, tmp_path, architecture):
+    """What accelerate writes under FSDP's SHARDED_STATE_DICT, here by one process; ZeRO: tests/e2e/test_resume.py."""
+    base = tiny_folder(architecture)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    checkpoint, whole = tmp_path / "checkpoint-3", tmp_path / "whole"
+    whole.mkdir()
+    for name in ("config.json", "generation_config.json"):
+        checkpoint.mkdir(exist_ok=True)
+        shutil.copy(base / name, checkpoint)
+    state = {"model": model.state_dict()}
+    torch.distributed.checkpoint.save(state, checkpoint_id=checkpoint / "pytorch_model_fsdp_0", no_dist=True)
+    consolidate(checkpoint, whole)
+    loaded, info = AutoModelForCausalLM.from_pretrained(whole, output_loading_info=True)
+    assert not any(info.values())
+    assert torch.equal(answer(loaded), answer(model))
+    assert load_file(whole / "model.safetensors").keys() == load_file(base / "model.safetensors").keys()
