@@ -424,6 +424,22 @@ def test_a_failure_inside_hf_xet_is_one_line_too(hub, run, capsys, monkeypatch):
     assert hub.count("GET .*/xet-write-token") and not files(hub)
 
 
+def test_weights_that_could_run_code_are_not_loaded(tiny_folder, tmp_path, capsys):
+    folder = Path(shutil.copytree(tiny_folder("llama"), tmp_path / "m"))
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    needed = [
+        "--model_name_or_path",
+        str(folder),
+        "--dataset_name",
+        "d",
+        "--use_cpu",
+        "--output_dir",
+        str(tmp_path / "o"),
+    ]
+    assert train_dpo.main([str(part) for part in needed]) == 2
+    assert "holds its weights as .bin, which can run code" in capsys.readouterr().err
+
+
 # ---- sharded checkpoints
 
 

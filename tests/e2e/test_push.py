@@ -134,3 +134,13 @@ def test_generate_answers_with_both_models(place, uninterrupted):
     done = subprocess.run(command, input="What is 2?\nAnd 3?\n", env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Q: ") == 2 and "base" in done.stdout and "trained" in done.stdout
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "trackio"])
+def test_other_trackers_get_the_figures(place, tracker, tmp_path):
+    pytest.importorskip(tracker)
+    env = {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    run = place.start(f"tracked-{tracker}", report_to=tracker, project="canary", max_steps=2, env=env).finish()
+    assert f"tracking: {tracker}" in run.log
+    files = [*run.folder.rglob("events.out.tfevents.*"), *(tmp_path / "trackio").rglob("canary*")]
+    assert any(b"rewards/margins" in path.read_bytes() for path in files if path.is_file()), files
