@@ -35,6 +35,7 @@ from sfm_dpo.config import Config, UserError, parse_config
 from sfm_dpo.guard import add_guard
 from sfm_dpo.model import load_model_config, model_init_kwargs
 from sfm_dpo.order import RecordData
+from sfm_dpo.overview import check_not_running
 from sfm_dpo.preflight import check_vocabulary, preflight_phase
 from sfm_dpo.progress import ProgressLine
 from sfm_dpo.report import summary, write_report
@@ -51,6 +52,7 @@ def main(argv: list[str]) -> int:
         if not claim(config):
             say(f"{config.train.output_dir}: already done; to run again remove it or choose another output_dir")
             return 0
+        check_not_running(config.train.output_dir)
         return train(config)
     except StopRequested as stop:
         clear_stop(config.train.output_dir)

@@ -16,6 +16,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sfm_dpo.config import UserError, parse_config
+from sfm_dpo.overview import check_not_running
 from sfm_dpo.run_dir import claim
 
 
@@ -28,6 +29,7 @@ def main(argv: list[str]) -> int:
     try:
         config = parse_config(argv[2:], world_size=int(argv[1]))
         if claim(config):
+            check_not_running(config.train.output_dir)
             print(config.train.output_dir)
         else:
             print(f"{config.train.output_dir}: already done; choose another output_dir to run again", file=sys.stderr)

@@ -209,11 +209,15 @@ def _read_recipe(path: str) -> dict[str, Any]:
         near = sorted(str(p) for p in Path("recipes").glob("*.yaml"))
         raise UserError(f"--config {path}: no such file" + (f"; recipes here: {', '.join(near)}" if near else ""))
     try:
-        values = yaml.safe_load(Path(path).read_text())
+        text = Path(path).read_text()
+        values, root = yaml.safe_load(text), yaml.compose(text)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"{path} holds no fields; a recipe is a YAML mapping such as 'beta: 5'")
+    keys = [key.value for key, _ in root.value]
+    if repeated := [key for key in keys if keys.count(key) > 1]:  # PyYAML takes the last without a word
+        raise UserError(f"{path}: {repeated[0]} is there {keys.count(repeated[0])} times; keep one")
     return values
 
 

@@ -148,6 +148,7 @@ def test_wrong_command_line(parse, cli, parts):
         ("env: x\n", ["env", "mapping"]),
         ("env: {HF_HOME: /x}\n", ["HF_HOME", ".env"]),
         ("a: [b\n", ["not valid YAML"]),
+        ("beta: 5\nbeta: 0.1\n", ["beta is there 2 times; keep one"]),
         ("beta: 5\n  gamma: 3\n", ["not valid YAML"]),
     ],
 )
