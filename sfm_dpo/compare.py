@@ -29,6 +29,7 @@ class Difference:
     first: int | None  # step of the first difference of any size
     beyond: int | None
     decides: bool
+    at_start: float  # at the first common step, in units of the metric's scale (see metric_difference)
 
 
 def compare(a: RunLog, b: RunLog, tolerance: float | None = None, until: int | None = None) -> dict[str, Any]:
@@ -118,6 +119,7 @@ def metric_difference(name: str, steps: list[int], x: np.ndarray, y: np.ndarray,
         steps[first[0]] if len(first) else None,
         steps[beyond[0]] if len(beyond) else None,
         decides,
+        float(gap[0] / scale[0]) if scale[0] else 0.0,
     )
 
 

@@ -52,14 +52,16 @@ def _draw_metric(above, below, row: dict[str, Any], series: dict[str, list]) -> 
     above.plot(steps, a, color=COLORS[0], label="A", marker=marker, markersize=5)
     above.plot(steps, b, color=COLORS[1], label="B", marker=marker, markersize=3, linestyle=(0, (4, 2)))
     above.set_title(row["metric"], loc="left", fontsize=10, fontweight="bold")
-    above.set_title(f"abs {row['absolute']:.2e}  rel {row['relative']:.2e}", loc="right", fontsize=7.5)
+    below.set_title(f"max: {row['absolute']:.2e}, relative {row['relative']:.2e}", loc="left", fontsize=7.5)
     above.ticklabel_format(axis="y", useOffset=False, scilimits=(-3, 5))
     gap = np.abs(a - b)
     if gap.any():
-        below.plot(steps, np.where(gap > 0, gap, np.nan), color=INK, marker=".", markersize=4, linewidth=0.8)
         below.set_yscale("log")
+        below.set_ylim(gap[gap > 0].min() / 10, gap.max() * 10)  # a constant difference has no range of its own
+        below.plot(steps, np.where(gap > 0, gap, np.nan), color=INK, marker=".", markersize=4, linewidth=0.8)
     else:
-        below.text(0.5, 0.5, "no difference", ha="center", va="center", transform=below.transAxes, fontsize=8)
+        blank = {"facecolor": "white", "edgecolor": "none"}
+        below.text(0.5, 0.5, "no difference", ha="center", transform=below.transAxes, fontsize=8, bbox=blank)
         below.set_yticks([])
     for axes in (above, below):
         axes.grid(axis="y", linewidth=0.4, alpha=0.25, color=INK)

@@ -202,7 +202,8 @@ def remake_rope(model, device: torch.device) -> None:
     """RoPE frequencies computed on `device`; from_pretrained computes them on the CPU and moves them."""
     for module in model.modules():
         if type(module).__name__.endswith("RotaryEmbedding"):
-            made = type(module)(config=module.config, device=device)
+            with device:  # of the classes in transformers 5.23 not all take a device
+                made = type(module)(config=module.config)
             for name, buffer in made.named_buffers():
                 setattr(module, name, buffer)
 

@@ -25,6 +25,9 @@ _UPDATE = set(
     """learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio weight_decay max_grad_norm
     num_train_epochs max_steps optim optim_args adam_beta1 adam_beta2 adam_epsilon""".split()
 )
+# Up to it a difference of loss and gradient at step 1 contradicts nothing: the mean of logps over a batch (hundreds of
+# nats, in fp32) hides what these still show.
+RESOLUTION = 1e-5
 _REFERENCE = {"precompute_ref_log_probs", "precompute_ref_batch_size", "ref_model_mixup_alpha", "sync_ref_model"}
 # What of a reference cache follows from the run's own attention path and precision
 _FOLLOWS = {"key", "dtype", "autocast", "attention", "packed", "compilation"}
@@ -67,7 +70,7 @@ def find_suspects(rows: list, first_step: int, found: dict[str, Any]) -> list[di
     config, data, reference, environment = (
         _only(found[topic]) for topic in ("configuration", "data", "reference cache", "environment")
     )
-    pattern = first_step_pattern(rows) if first_step == 1 else None
+    pattern = first_step_pattern(rows, RESOLUTION) if first_step == 1 else None
     forward, model, cached, update = (_pick(config, names) for names in (_FORWARD, _MODEL, _REFERENCE, _UPDATE))
     objective = {k: v for k, v in config.items() if k not in _FORWARD | _MODEL | _REFERENCE | _UPDATE}
     model |= {k: v for k, v in environment.items() if k.startswith(("versions", "gpus", "cuda", "git", "world_size"))}
@@ -95,6 +98,9 @@ def find_suspects(rows: list, first_step: int, found: dict[str, Any]) -> list[di
         ("model implementation", model, "other code, attention, precision or versions", ("reference", "update")),
         ("optimisation", update, "", ("forward", "reference", "backward")),
     ]
+    known = any(facts for _, facts, *_ in candidates)
+    if first_step == 1 and pattern in (None, "update") and not known:
+        pattern = first_step_pattern(rows, 0.0)  # last bits are weak evidence, and all there is
     meant = {"forward": "forward", "reference": "reference log-probs", "backward": "model implementation"}
     meant = meant.get(pattern or "", "optimisation" if pattern else None)
     ranked = []
@@ -109,25 +115,31 @@ def find_suspects(rows: list, first_step: int, found: dict[str, Any]) -> list[di
     return [suspect for *_, suspect in sorted(ranked, key=lambda entry: entry[:3])]
 
 
-def first_step_pattern(rows: list) -> str | None:
-    """Which part of step 1 differs first: forward, reference, backward, or only the update after it."""
+def first_step_pattern(rows: list, resolution: float) -> str | None:
+    """Which part of step 1 differs first: forward, reference, backward, or only the update after it.
 
-    def differs(*names: str) -> bool | None:
-        chosen = [row.first == 1 for row in rows if row.metric in names]
+    Differences of loss and gradient up to `resolution` of their scale count as none; None where only such are found.
+    """
+
+    def differs(*names: str, above: float = resolution) -> bool | None:
+        chosen = [row.at_start > above for row in rows if row.metric in names]
         return any(chosen) if chosen else None
 
-    policy = differs("logps/chosen", "logps/rejected")
-    loss = differs("train/loss", "rewards/chosen", "rewards/rejected", "rewards/margins")
+    policy = differs("logps/chosen", "logps/rejected", above=0.0)
+    losses = ("train/loss", "rewards/chosen", "rewards/rejected", "rewards/margins")
+    loss = differs(*losses)
     gradient = differs("grad_norm")
     if policy is None:
         return None
     if policy:
         return "forward"
-    if loss:
+    if loss or (gradient and differs(*losses, above=0.0)):
         return "reference"
     if gradient:
         return "backward"
-    return "update" if loss is not None else None
+    if loss is None or any(row.at_start for row in rows if row.metric not in ("learning_rate", "num_tokens")):
+        return None
+    return "update"
 
 
 _PATTERNS = {
@@ -185,6 +197,6 @@ def _reference(run: RunLog) -> dict[str, Any]:
     made = facts.pop("made", [])
     if made:
         facts["made"] = ", ".join(
-            f"batches of {m.get('batch_size', '?')} longest pairs on {m.get('device', '?')}" for m in made
+            f"batches of up to {m['batch_size']} pairs on {m['device']}" if m else "not said" for m in made
         )
     return facts

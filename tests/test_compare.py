@@ -183,7 +183,7 @@ OTHER_CACHE = CACHE | {"made": [{"batch_size": 4, "device": "cpu"}]}
     "series, config, data, environment, cause, named",
     [
         # nothing but the cache: the study's first cause
-        (moved("loss", 0.1), {}, {"reference": {"train": OTHER_CACHE}}, {}, "reference log-probs", "batches of 4"),
+        (moved("loss", 0.1), {}, {"reference": {"train": OTHER_CACHE}}, {}, "reference log-probs", "up to 4"),
         (moved("loss", 0.1), {"precompute_ref_log_probs": True}, {}, {}, "reference log-probs", "precompute_ref"),
         # policy log-probs differ before any update, with one configuration: separate forwards, or another model code
         (moved("logps/chosen", 2.4), {}, {}, {}, "forward", "separate forwards"),
