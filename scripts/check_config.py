@@ -16,7 +16,8 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sfm_dpo.config import UserError, parse_config
-from sfm_dpo.run_dir import claim
+from sfm_dpo.overview import check_not_running
+from sfm_dpo.run_dir import claim, read_status
 
 
 def main(argv: list[str]) -> int:
@@ -28,7 +29,10 @@ def main(argv: list[str]) -> int:
     try:
         config = parse_config(argv[2:], world_size=int(argv[1]))
         if claim(config):
+            check_not_running(config.train.output_dir)
             print(config.train.output_dir)
+        elif (status := read_status(config.train.output_dir))["state"] == "push_failed":
+            print(f"{config.train.output_dir}: trained, but not pushed: {status['message']}", file=sys.stderr)
         else:
             print(f"{config.train.output_dir}: already done; choose another output_dir to run again", file=sys.stderr)
         return 0

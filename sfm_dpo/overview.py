@@ -1,6 +1,7 @@
 """How do all runs stand? One line a run, from its folder alone and from squeue where there is one."""
 
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import psutil
 
 from sfm_dpo.checkpoint import newest_checkpoint
+from sfm_dpo.config import UserError
 from sfm_dpo.progress import clock
 from sfm_dpo.run_dir import ENVIRONMENT, STATUS
 
@@ -64,6 +66,20 @@ def read_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[str, A
         "incomplete_checkpoints": len(skipped),
         "starts": len(environment.get("starts", [])) or None,
     }
+
+
+def check_not_running(run: str | Path) -> None:
+    """Raises UserError if another job, or another process on this node, is known to be training in this folder."""
+    status, environment = _read(Path(run) / STATUS), _read(Path(run) / ENVIRONMENT)
+    job, who = status.get("job"), None
+    if status.get("state") != "running":
+        return
+    if job is not None and job != os.environ.get("SLURM_JOB_ID"):
+        who = f"job {job}" if (squeue_states() or {}).get(job, "PENDING") != "PENDING" else None
+    elif environment.get("starts", [{}])[-1].get("host") == platform.node() and _is_alive(status, environment):
+        who = f"process {status['pid']}"
+    if who:
+        raise UserError(f"output_dir {run}: {who} is training in it; wait, end it, or choose another output_dir")
 
 
 def newest_log(job: str | None) -> Path | None:

@@ -13,6 +13,7 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,6 +68,7 @@ def compute_shards(
     forward: Callable[[np.ndarray], torch.Tensor],
     report: Callable[[int], None] = lambda tokens: None,
     should_stop: Callable[[], bool] = lambda: False,
+    made: dict[str, Any] | None = None,
 ) -> bool:
     """Computes and writes the shards numbered `mine`. Returns whether all of them are done.
 
@@ -74,6 +76,7 @@ def compute_shards(
         forward: rows of a batch -> [B, 2] sums of log-probs, chosen and rejected.
         report: told the tokens of each batch done.
         should_stop: asked before each shard.
+        made: how they are computed, beyond what the key covers; kept in each shard.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for number in mine:
@@ -83,7 +86,7 @@ def compute_shards(
         for rows in batches(shards[number], lengths, budget):
             logps.append(forward(rows).float().cpu().numpy())
             report(int(lengths[rows].sum()))
-        write_shard(folder / f"{number:06}.safetensors", shards[number], np.concatenate(logps))
+        write_shard(folder / f"{number:06}.safetensors", shards[number], np.concatenate(logps), made)
     return True
 
 
@@ -99,6 +102,7 @@ def compute_in_lockstep(
     gather: Callable[[list], list],
     report: Callable[[int], None] = lambda tokens: None,
     should_stop: Callable[[], bool] = lambda: False,
+    made: dict[str, Any] | None = None,
 ) -> bool:
     """As compute_shards, for weights that are split over the ranks: each forward needs all of them.
 
@@ -121,15 +125,17 @@ def compute_in_lockstep(
             parts[number].append(logps)
             report(int(lengths[rows].sum()))
             if rank == 0 and sum(map(len, parts[number])) == len(shards[number]):
-                write_shard(folder / f"{number:06}.safetensors", shards[number], np.concatenate(parts.pop(number)))
+                path = folder / f"{number:06}.safetensors"
+                write_shard(path, shards[number], np.concatenate(parts.pop(number)), made)
     return True
 
 
-def write_shard(path: Path, rows: np.ndarray, logps: np.ndarray) -> None:
-    """Atomic: the file is whole or absent. `logps` is [n, 2] float32."""
+def write_shard(path: Path, rows: np.ndarray, logps: np.ndarray, made: dict[str, Any] | None = None) -> None:
+    """Atomic: the file is whole or absent. `logps` is [n, 2] float32, `made` says how they were computed."""
     data = {"rows": np.ascontiguousarray(rows, dtype=np.int64), "logps": np.ascontiguousarray(logps, dtype=np.float32)}
     partial = path.with_suffix(f".{os.getpid()}.partial")
-    save_file(data, partial, metadata={"checksum": _checksum(data["rows"], data["logps"])})
+    checksum = _checksum(data["rows"], data["logps"])
+    save_file(data, partial, metadata={"checksum": checksum, "made": json.dumps(made or {}, sort_keys=True)})
     partial.replace(path)
 
 
@@ -155,6 +161,21 @@ def read_all(paths: list[Path], shards: list[np.ndarray]) -> np.ndarray:
             raise UserError(f"{path}: not there on {platform.node()}; HF_HOME must be a folder that all nodes share")
         logps[rows] = shard
     return logps
+
+
+def describe_cache(folder: Path, paths: list[Path], settings: dict[str, Any]) -> dict[str, Any]:
+    """For data.json: the key, what it covers, and how the shards were made.
+
+    `made` is a list, because several runs may have computed shards of one cache, each with a batch of its own shape:
+    in 16 bit such a cache differs from what the run itself would compute, by rounding.
+    """
+    made = []
+    for path in paths:
+        with safe_open(path, "numpy") as file:
+            entry = json.loads((file.metadata() or {}).get("made", "{}"))
+        if entry not in made:
+            made.append(entry)
+    return {"key": folder.name, **{name: str(value) for name, value in settings.items()}, "made": made}
 
 
 class Progress:

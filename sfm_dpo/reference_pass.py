@@ -27,21 +27,21 @@ def fill(trainer: "SFMDPOTrainer", dataset: Dataset, name: str, batch_size: int)
     Raises:
         StopRequested: the stop file was seen; the shards done are kept.
     """
-    args, accelerator = trainer.args, trainer.accelerator
+    args, accelerator, device = trainer.args, trainer.accelerator, trainer.accelerator.device
     model = trainer.forward_model()
     model.eval()
-    folder = reference.cache_folder(
-        dataset,
-        weights=gathered_hash(model) if trainer.is_zero3 else trainer._precompute_model_hash,
-        dtype=next(model.parameters()).dtype,
-        autocast=accelerator.mixed_precision,
-        attention=trainer._bare_model().config._attn_implementation,
-        packed=trainer._packed,
-        compilation=trainer._compilation,
-        max_length=args.max_length,
-        truncation_mode=args.truncation_mode,
-        ld_alpha=trainer.ld_alpha,
-    )
+    settings = {
+        "weights": gathered_hash(model) if trainer.is_zero3 else trainer._precompute_model_hash,
+        "dtype": next(model.parameters()).dtype,
+        "autocast": accelerator.mixed_precision,
+        "attention": trainer._bare_model().config._attn_implementation,
+        "packed": trainer._packed,
+        "compilation": trainer._compilation,
+        "max_length": args.max_length,
+        "truncation_mode": args.truncation_mode,
+        "ld_alpha": trainer.ld_alpha,
+    }
+    folder = reference.cache_folder(dataset, **settings)
     lengths = pair_tokens(dataset, args.max_length)
     shards = reference.shard_indices(lengths)
     paths = [folder / f"{number:06}.safetensors" for number in range(len(shards))]
@@ -72,15 +72,17 @@ def fill(trainer: "SFMDPOTrainer", dataset: Dataset, name: str, batch_size: int)
     progress = reference.Progress(f"reference, {name}", sum(int(lengths[shards[n]].sum()) for n in mine), tell)
     report = progress if rank == 0 else lambda tokens: None
     budget = batch_size * int(lengths.max(initial=1))  # as many tokens as `batch_size` of the longest pairs
+    made = {"batch_size": batch_size, "batch_tokens": budget}
+    made |= {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type}
     if together:
         done = reference.compute_in_lockstep(
-            folder, shards, mine, lengths, budget, forward, rank, ranks, gather_object, report, agreed_stop
+            folder, shards, mine, lengths, budget, forward, rank, ranks, gather_object, report, agreed_stop, made
         )
     else:
         done = reference.compute_shards(
-            folder, shards, mine, lengths, budget, forward, report, lambda: stop_requested(args.output_dir)
+            folder, shards, mine, lengths, budget, forward, report, lambda: stop_requested(args.output_dir), made
         )
-    finished = accelerator.gather(torch.tensor([done], device=accelerator.device)).all().item()
+    finished = accelerator.gather(torch.tensor([done], device=device)).all().item()
     if not finished:
         count = sum(path.exists() for path in paths) + trainer._reference_shards
         message = f"stopped on request during the reference pass; its shards are kept in {folder}"
@@ -88,4 +90,5 @@ def fill(trainer: "SFMDPOTrainer", dataset: Dataset, name: str, batch_size: int)
     trainer._reference_shards += len(shards)
     trainer._reference_folder = folder
     logps = reference.read_all(paths, shards)
+    trainer.data_facts["reference"][name] = reference.describe_cache(folder, paths, settings)
     return Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})

@@ -15,10 +15,10 @@ from trl.models import prepare_deepspeed
 
 from sfm_dpo import reference, rewards
 from sfm_dpo.attention import describe_kernel
+from sfm_dpo.card import write_model_card
 from sfm_dpo.checkpoint import COMPLETE, mark_complete, newest_checkpoint, rotate
 from sfm_dpo.compile import compile_layers
 from sfm_dpo.config import TrainConfig, UserError
-from sfm_dpo.hub import write_model_card
 from sfm_dpo.packing import enable_padding_free
 from sfm_dpo.reference_pass import fill
 from sfm_dpo.sharding import hybrid_warning, keep_outputs, launched_with, use_fsdp_on_cpu
@@ -38,6 +38,7 @@ class SFMDPOTrainer(DPOTrainer):
         self._patched = False
         self._forward_model: torch.nn.Module | None = None
         self._rebalance: BatchRebalanceSampler | None = None
+        self._length_sampler: BatchRebalanceSampler | LengthGroupedSampler | None = None
         self._step_0_checked = False
         self._eval_batches: list[tuple[int, tuple[str, ...]]] = []  # pairs in each, names of the metrics over pairs
         self._reference_folder: Path | None = None
@@ -46,6 +47,7 @@ class SFMDPOTrainer(DPOTrainer):
             # FSDP2 would keep the gradients of the whole model on each rank until the last micro-batch of a step
             args.accelerator_config.gradient_accumulation_kwargs = {"sync_each_batch": True}
         self.train_tokens = reference.token_hash(kwargs["train_dataset"])
+        self.data_facts: dict[str, Any] = {"train_tokens": self.train_tokens, "reference": {}}  # for data.json
         super().__init__(args=args, **kwargs)
         args.padding_free = self._packed
         vars(args).update(self._compilation)
@@ -122,8 +124,12 @@ class SFMDPOTrainer(DPOTrainer):
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         if isinstance(sampler, BatchRebalanceSampler):
             sampler.seed, self._rebalance = seed, sampler
+            self._length_sampler = sampler
         elif isinstance(sampler, LengthGroupedSampler):
-            sampler.generator = torch.Generator().manual_seed(seed)
+            generator = sampler.generator = torch.Generator().manual_seed(seed)
+            # Its order would else depend on how many epochs this process has seen, which a resumed run has not
+            sampler.set_epoch = lambda epoch: generator.manual_seed(seed + epoch)
+            self._length_sampler = sampler
         return sampler
 
     def _global_batch_pairs(self) -> int:
@@ -192,7 +198,12 @@ class SFMDPOTrainer(DPOTrainer):
         return {"world_size": self.accelerator.num_processes, "launch": launch, "train_tokens": self.train_tokens}
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        """transformers 5.23 does a step too many where the last checkpoint lies in the middle of an epoch."""
+        """transformers 5.23 does a step too many where the last checkpoint lies in the middle of an epoch.
+
+        And it does not reach a sampler under two wrappers (several ranks, skipped batches) with the epoch's number.
+        """
+        if self._length_sampler is not None:
+            self._length_sampler.set_epoch(kwargs["epoch"])
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(**kwargs)
 
@@ -343,4 +354,4 @@ class SFMDPOTrainer(DPOTrainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Ours instead of TRL's, which knows neither the loss nor the data. TRL calls it with every checkpoint."""
         if self.is_world_process_zero():
-            write_model_card(self.args.output_dir, self.state.log_history)
+            write_model_card(self.args.output_dir)

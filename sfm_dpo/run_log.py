@@ -1,0 +1,141 @@
+"""What was logged, whoever wrote it? One of our runs, a plain HF Trainer's, or a W&B offline folder, in one form."""
+
+import json
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sfm_dpo.config import UserError
+from sfm_dpo.history import number, read_run
+
+_ABOUT_TIME = ("perf/", "runtime", "per_second", "total_flos", "timestamp", "system/", "epoch", "global_step", "_step")
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # as text in W&B's JSON
+_WANDB_BLOCK = 32768
+
+
+@dataclass
+class RunLog:
+    """`steps`: {optimizer step: {metric: value}}; the rest is empty where whoever wrote the run did not say it.
+
+    Metrics have transformers' names, the loss is `train/loss` (W&B's name for it): `train/loss`, `rewards/chosen`,
+    `eval/loss`, `eval/rewards/chosen`. Figures about time and memory are left out.
+    """
+
+    name: str
+    kind: str
+    steps: dict[int, dict[str, float]]
+    config: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+def read_log(path: str | Path) -> RunLog:
+    """Reads a run's folder, a `trainer_state.json`, a checkpoint, a `.wandb` file or the folder that holds one.
+
+    Raises:
+        UserError: no run there, or nothing logged in it.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"{path}: no such file or folder")
+    wandb = [path] if path.suffix == ".wandb" else sorted(path.glob("run-*.wandb")) if path.is_dir() else []
+    if len(wandb) == 1:
+        log = _read_wandb(wandb[0], str(path))
+    elif path.is_file():
+        log = RunLog(str(path), "trainer_state.json", _by_step(_read_state(path)))
+    else:
+        facts = read_run(path)
+        kind = "run" if facts["config"] else "trainer_state.json"
+        config, environment, data = facts["config"], facts["environment"], facts["data"]
+        log = RunLog(str(path), kind, _by_step(facts["log"]), config, environment, data)
+    if not log.steps:
+        raise UserError(f"{path}: holds no logged step; compare a run that has trained at least logging_steps steps")
+    return log
+
+
+def canonical(name: str) -> str | None:
+    """The name of a metric in RunLog, or None for what is about time or position.
+
+    transformers logs `loss` and `eval_loss`, its W&B callback makes `train/loss` and `eval/loss` of them.
+    """
+    if any(part in name for part in _ABOUT_TIME):
+        return None
+    side, _, rest = name.partition("/")
+    if side == "train":
+        name = rest
+    elif name.startswith("eval_"):
+        name = "eval/" + name.removeprefix("eval_")
+    return "train/loss" if name in ("loss", "train_loss") else name
+
+
+def _by_step(entries: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
+    steps: dict[int, dict[str, float]] = {}
+    for entry in entries:
+        step = entry.get("step")
+        if not isinstance(step, int) or "train_runtime" in entry:  # the closing summary: means over the run
+            continue
+        values = {canonical(key): number(value) for key, value in entry.items() if key != "step"}
+        values.pop(None, None)
+        if values:
+            steps.setdefault(step, {}).update(values)
+    return dict(sorted(steps.items()))
+
+
+def _read_state(path: Path) -> list[dict[str, Any]]:
+    try:
+        history = json.loads(path.read_text()).get("log_history")
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{path}: is no trainer_state.json: {error}") from error
+    if not isinstance(history, list):
+        raise UserError(f"{path}: is no trainer_state.json: it has no log_history")
+    return history
+
+
+def _read_wandb(path: Path, name: str) -> RunLog:
+    """A W&B offline file. The step is transformers' `train/global_step`, else W&B's own."""
+    from wandb.proto.wandb_internal_pb2 import Record  # takes a second
+
+    entries, config = [], {}
+    for data in _wandb_records(path):
+        record = Record()
+        record.ParseFromString(data)
+        updates = record.run.config.update if record.HasField("run") else record.config.update
+        for item in updates:
+            key = item.key or "/".join(item.nested_key)
+            if key != "_wandb":  # what W&B notes for itself
+                config[key] = json.loads(item.value_json)
+        if record.HasField("history"):
+            row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
+            row = {
+                key: float(value) if value in ("NaN", "Infinity", "-Infinity") else value for key, value in row.items()
+            }
+            row["step"] = row.get("train/global_step", record.history.step.num or row.get("_step"))
+            entries.append(row)
+    return RunLog(name, "W&B", _by_step(entries), config)
+
+
+def _wandb_records(path: Path):
+    """Records of a W&B offline file: a LevelDB log behind a header of 7 bytes.
+
+    wandb 0.31 reads it in its Go core only; its protobuf classes for the records are still Python. A file that was
+    cut off (a killed run) ends with its last whole record.
+    """
+    blob = path.read_bytes()
+    if blob[:4] != b":W&B":
+        raise UserError(f"{path}: is no W&B offline file")
+    position, parts = 7, []
+    while position + 7 <= len(blob):
+        room = _WANDB_BLOCK - position % _WANDB_BLOCK
+        if room < 7:
+            position += room
+            continue
+        _, length, kind = struct.unpack("<IHB", blob[position : position + 7])
+        position += 7
+        if position + length > len(blob) or kind == 0:
+            return
+        parts.append(blob[position : position + length])
+        position += length
+        if kind in (1, 4):  # whole, or the last part of several
+            yield b"".join(parts)
+            parts = []
