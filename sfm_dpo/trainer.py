@@ -6,12 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import DistributedType
-from accelerate.utils import is_peft_model
 from datasets import Dataset, concatenate_datasets
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
-from trl import DPOTrainer
-from trl.models import prepare_deepspeed
 
 from sfm_dpo import reference, rewards
 from sfm_dpo.attention import describe_kernel
@@ -19,16 +15,16 @@ from sfm_dpo.card import write_model_card
 from sfm_dpo.checkpoint import COMPLETE, mark_complete, newest_checkpoint, rotate
 from sfm_dpo.compile import compile_layers
 from sfm_dpo.config import TrainConfig, UserError
+from sfm_dpo.launchers import LaunchedTrainer
 from sfm_dpo.packing import enable_padding_free
 from sfm_dpo.reference_pass import fill
-from sfm_dpo.sharding import hybrid_warning, keep_outputs, launched_with, use_fsdp_on_cpu
 from sfm_dpo.throughput import ForwardFlops, Meter, MeterCallback
 from sfm_dpo.tokenization import pair_tokens
 
 COMPILE_FIELDS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 
 
-class SFMDPOTrainer(DPOTrainer):
+class SFMDPOTrainer(LaunchedTrainer):
     """TRL's DPOTrainer on the columns of tokenization.py. Arguments as there; `args` is our TrainConfig."""
 
     def __init__(self, *, args: TrainConfig, **kwargs: Any):
@@ -36,16 +32,12 @@ class SFMDPOTrainer(DPOTrainer):
         self._compilation = {name: getattr(args, name) for name in COMPILE_FIELDS}  # see compile.py
         args.torch_compile, args.torch_compile_backend, args.torch_compile_mode = False, None, None
         self._patched = False
-        self._forward_model: torch.nn.Module | None = None
         self._rebalance: BatchRebalanceSampler | None = None
         self._length_sampler: BatchRebalanceSampler | LengthGroupedSampler | None = None
         self._step_0_checked = False
         self._eval_batches: list[tuple[int, tuple[str, ...]]] = []  # pairs in each, names of the metrics over pairs
         self._reference_folder: Path | None = None
         self._reference_shards = 0  # of the splits whose pass is over
-        if launched_with() == "fsdp":
-            # FSDP2 would keep the gradients of the whole model on each rank until the last micro-batch of a step
-            args.accelerator_config.gradient_accumulation_kwargs = {"sync_each_batch": True}
         self.train_tokens = reference.token_hash(kwargs["train_dataset"])
         self.data_facts: dict[str, Any] = {"train_tokens": self.train_tokens, "reference": {}}  # for data.json
         super().__init__(args=args, **kwargs)
@@ -54,16 +46,6 @@ class SFMDPOTrainer(DPOTrainer):
         self._patch_models()
         self.meter = Meter(ForwardFlops.of(self._bare_model()), reference_in_step=not self.precompute_ref_logps)
         self.add_callback(MeterCallback(self.meter))
-
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        use_fsdp_on_cpu(self.accelerator)
-        self.is_fsdp_enabled = self.accelerator.distributed_type == DistributedType.FSDP
-        if self.is_fsdp_enabled:
-            keep_outputs(self.accelerator.state.fsdp_plugin)
-
-    def _bare_model(self):
-        return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
     def _patch_models(self) -> None:
         """Packs and compiles policy and reference, as asked, once TRL has given them their fused LM head."""
@@ -90,19 +72,6 @@ class SFMDPOTrainer(DPOTrainer):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
         return describe_kernel(self.accelerator.device, dtype, head_dim)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Loads every weight of a checkpoint, or raises.
-
-        Trainer's own (transformers 5.23) reads the names in the file as they are, but `save_pretrained` may write
-        others (GPT-NeoX's lm_head becomes embed_out, OLMoE's experts are split), and it only warns of what it did not
-        find: the head of the base model would train on. ZeRO and FSDP have checkpoints of their own.
-        """
-        if self.is_fsdp_enabled or is_peft_model(self.model):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            saved = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
-            self.model.load_state_dict(saved.state_dict())
 
     # ---- data
 
@@ -151,43 +120,6 @@ class SFMDPOTrainer(DPOTrainer):
         columns = fill(self, dataset, name, batch_size)
         return concatenate_datasets([dataset, columns], axis=1)
 
-    @property
-    def is_zero3(self) -> bool:
-        return self.is_deepspeed_enabled and self.args.deepspeed_plugin.zero_stage == 3
-
-    def launch_warning(self) -> str | None:
-        """A line about a launcher that does not suit the model."""
-        if not self.is_zero3:
-            return None
-        args, zero = self.args, self.args.deepspeed_plugin.deepspeed_config["zero_optimization"]
-        return hybrid_warning(self.model, args.gradient_accumulation_steps, args.gradient_checkpointing, zero)
-
-    def forward_model(self) -> torch.nn.Module:
-        """What computes log-probs of the base model before training begins, in eval mode or not.
-
-        Under ZeRO-3 and FSDP2 no rank has whole weights: there all ranks must call the forward equally often.
-        """
-        if self._forward_model is None:
-            model = self.ref_model or self.model
-            if self.ref_model is None and self.is_zero3:
-                model = prepare_deepspeed(self.model, self.accelerator)  # the hooks that gather the weights
-            elif self.ref_model is None:
-                if self.is_deepspeed_enabled and self.args.bf16:
-                    model.to(torch.bfloat16)  # what DeepSpeed's engine will do to the policy
-                model.to(self.accelerator.device)  # Trainer leaves that to DeepSpeed, which comes later
-            self._forward_model = model
-        return self._forward_model
-
-    def forwards_in_lockstep(self) -> bool:
-        return self.is_zero3 or (self.is_fsdp_enabled and not is_peft_model(self.model))
-
-    def _prepare_for_training(self, *args: Any, **kwargs: Any):
-        """Lets go of what computed log-probs until now: FSDP2's reference model, ZeRO-3's hooks."""
-        if self.is_zero3 and self.ref_model is None and self._forward_model is not None:
-            self._forward_model.optimizer.destroy()  # or the engine that trains would gather everything twice
-        self._forward_model = None
-        return super()._prepare_for_training(*args, **kwargs)
-
     # ---- checkpoints
 
     def resume_facts(self) -> dict[str, Any]:
@@ -228,15 +160,6 @@ class SFMDPOTrainer(DPOTrainer):
             mark_complete(checkpoint, {"step": self.state.global_step, **self.resume_facts()})
             rotate(self.args.output_dir, limit)
         self.accelerator.wait_for_everyone()
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The whole model, as from_pretrained reads it; under FSDP2 in checkpoints too.
-
-        transformers 5.23 does that under FSDP only where checkpoints are FULL_STATE_DICT, all of it through rank 0.
-        """
-        if self.is_fsdp_enabled:
-            self._save(output_dir or self.args.output_dir, state_dict=self.accelerator.get_state_dict(self.model))
-        super().save_model(output_dir, _internal_call)
 
     # ---- loss
 

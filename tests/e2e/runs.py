@@ -57,16 +57,25 @@ class Place:
     hf_home: Path
     defaults: dict = field(default_factory=dict)
 
-    def start(self, run: str, processes: int = 1, env: dict | None = None, cwd: Path = ROOT, **fields) -> "Run":
-        """Starts train_dpo.py; with more than one process under accelerate's launcher, ZeRO-2 on CPU."""
+    def start(
+        self, run: str, processes: int = 1, env: dict | None = None, cwd: Path = ROOT, launch: str = "cpu", **fields
+    ) -> "Run":
+        """Starts train_dpo.py; with more than one process under accelerate's launcher, by default ZeRO-2 on CPU."""
         values = FIELDS | {"model_name_or_path": self.model, "dataset_name": self.folder / "pairs.jsonl"}
         values |= {"output_dir": self.folder / run} | self.defaults | fields
         command = [sys.executable]
         if processes > 1:
-            command += ["-m", "accelerate.commands.launch", "--config_file", ROOT / "configs/accelerate/cpu.yaml"]
+            command += [
+                "-m",
+                "accelerate.commands.launch",
+                "--config_file",
+                ROOT / f"configs/accelerate/{launch}.yaml",
+            ]
             command += ["--num_processes", processes, "--main_process_port", free_port()]
         command += [ROOT / "train_dpo.py"]
-        command += [part for name, value in values.items() if value is not None for part in (f"--{name}", value)]
+        for name, value in values.items():
+            if value is not None:
+                command += [f"--{name}", *(value if isinstance(value, list) else [value])]
         log = (self.folder / f"{run}.log").open("ab")
         foreign = ("SLURM", "ACCELERATE_", "WANDB", "TORCHELASTIC", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_")
         clean = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
