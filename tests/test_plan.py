@@ -6,11 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from transformers import Olmo3Config
+from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+from transformers import AutoConfig, AutoModelForCausalLM, Olmo3Config
 
 from sfm_dpo import memory
+from sfm_dpo.config import UserError, parse_config
+from sfm_dpo.lengths import Lengths
+from sfm_dpo.plan import make_plan
+from tests.tiny_models import tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
 LENGTH, PER_DEVICE = 192, 2
@@ -57,10 +63,6 @@ print("\\n" + json.dumps({"off": run(big, "off", "false"), "on": run(big, "on", 
 
 
 def test_memory_of_a_real_run_is_within_15_percent(tmp_path, tiny_folder, write_rows):
-    from transformers import AutoModelForCausalLM
-
-    from tests.tiny_models import tiny_tokenizer
-
     config = Olmo3Config(**SHAPE)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "big")
     tiny_tokenizer().save_pretrained(tmp_path / "big")
@@ -82,3 +84,84 @@ def test_memory_of_a_real_run_is_within_15_percent(tmp_path, tiny_folder, write_
         print(f"checkpointing {name}: planned {planned / 2**20:.0f} MiB, measured {measured[name] / 2**20:.0f} MiB")
         assert planned == pytest.approx(measured[name], rel=0.15), name
     assert measured["off"] > 1.3 * measured["on"], "activations must be worth measuring"
+
+
+@pytest.fixture
+def plan_of(tmp_path, monkeypatch):
+    """A function: (shape, lengths, command-line fields, num_gpus) -> the plan for B200s."""
+
+    def make(shape, lengths, fields=(), num_gpus=4):
+        monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED", raising=False)
+        argv = ["--config", str(ROOT / "recipes/think.yaml"), "--output_dir", str(tmp_path), *fields]
+        return make_plan(parse_config(argv, training=False), shape, lengths, len(lengths), "b200", num_gpus, 1)
+
+    return make
+
+
+def lengths_of(n: int, prompt: int, chosen: int, rejected: int) -> Lengths:
+    return Lengths(*(np.full(n, value) for value in (prompt, chosen, rejected, 0)))
+
+
+def test_figures_are_deepspeeds_and_the_formulas(plan_of):
+    shape = AutoConfig.from_pretrained(ROOT / "bench/shapes/gpt_neox_6.9b")
+    plan = plan_of(shape, lengths_of(1280, 100, 900, 400))
+    n = plan["model"]["parameters"]
+    assert n == 6_857_302_016  # Pythia 6.9B, as published
+    _, zero2 = estimate_zero2_model_states_mem_needs(n, num_gpus_per_node=4, num_nodes=1, cpu_offload=False)
+    states = plan["launches"]["zero2"]["states"]
+    assert states["weights"] + states["gradients"] + states["optimizer"] == zero2 == 2 * n + int(18 * n / 4)
+    # an epoch: 2 FLOPs a weight and token, three forwards; attention and head on top
+    assert plan["data"]["tokens"] == 1280 * (1000 + 500)
+    inner = n - 2 * 50432 * 4096
+    dense = 6 * inner * plan["data"]["tokens"]
+    assert dense < plan["time"]["flops"]["training"] < 1.15 * dense
+    assert plan["time"]["flops"]["training"] == pytest.approx(3 * plan["time"]["flops"]["reference"])
+    assert plan["time"]["hours"]["training"] == pytest.approx(
+        plan["time"]["flops"]["training"] / (4 * 2.25e15 * 0.225 * 3600)
+    )
+    assert plan["batch"]["largest_micro_batch"] == 4 * 1500
+    assert plan["launches"]["zero2"]["checkpoint"] == 14 * n and plan["launches"]["fsdp2"]["checkpoint"] == 16 * n
+    # the largest batch fits, the next one does not
+    for facts in plan["launches"].values():
+        assert facts["total"][True] < facts["total"][False]
+        assert facts["largest_per_device"][False] <= facts["largest_per_device"][True]
+
+
+def test_padding_and_a_second_model_cost_memory(plan_of, tiny_folder):
+    shape = AutoConfig.from_pretrained(tiny_folder("olmo3"))
+    mixed = Lengths(
+        *(np.concatenate([np.full(60, a), np.full(4, b)]) for a, b in ((9, 9), (20, 900), (20, 900), (0, 0)))
+    )
+    packed = plan_of(shape, mixed)
+    padded = plan_of(shape, mixed, ["--padding_free", "false", "--precompute_ref_log_probs", "false"])
+    assert packed["batch"]["largest_micro_batch"] == padded["batch"]["largest_micro_batch"] == 8 * 909
+    short = plan_of(shape, lengths_of(64, 9, 20, 900))
+    assert short["batch"]["largest_micro_batch"] == 4 * (29 + 909)
+    assert padded["launches"]["zero2"]["states"]["reference"] == 2 * packed["model"]["parameters"]
+    assert "reference" not in packed["launches"]["zero2"]["states"]
+
+
+def test_command_with_stated_percentiles(tmp_path):
+    stated = {"pairs": 1000, "percentiles": {name: {"0": 50, "50": 100, "100": 200} for name in ("prompt", "chosen")}}
+    stated["percentiles"]["rejected"] = {"0": 10, "50": {"tokens": 20}, "100": 40}
+    (tmp_path / "l.json").write_text(json.dumps(stated))
+    command = [sys.executable, "scripts/plan.py", "--config", "recipes/olmo_hybrid_7b_instruct.yaml"]
+    command += ["--model_name_or_path", "bench/shapes/olmo3_7b", "--lengths", tmp_path / "l.json"]
+    command += ["--gpu", "h100", "--num_gpus", "8", "--num_nodes", "4", "--json", tmp_path / "plan.json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "7,298,011,136 parameters" in done.stdout and "GPU-hours" in done.stdout
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["data"]["pairs"] == 1000
+    prompt, rejected = (150 / np.log(4), 30 / np.log(4))  # means of a log-uniform; chosen is as prompt
+    assert plan["data"]["tokens"] == pytest.approx(1000 * (3 * prompt + rejected), rel=0.02)
+
+    (tmp_path / "l.json").write_text("{}")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "error: --lengths" in done.stderr
+
+
+def test_mistakes_are_named(plan_of, tiny_folder):
+    shape = AutoConfig.from_pretrained(tiny_folder("olmo3"))
+    with pytest.raises(UserError, match=r"global_batch_size 128 is no multiple of .* x 3 GPUs"):
+        plan_of(shape, lengths_of(8, 9, 9, 9), num_gpus=3)

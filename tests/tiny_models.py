@@ -7,6 +7,7 @@ from transformers import (
     LlamaConfig,
     Olmo3Config,
     OlmoeConfig,
+    OlmoHybridConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -79,6 +80,8 @@ def tiny_config(architecture: str, **overrides) -> PreTrainedConfig:
             {"num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1},
         ),
     }
+    if architecture == "olmo_hybrid":  # not among ARCHITECTURES: it cannot be packed
+        specific[architecture] = (OlmoHybridConfig, {"num_key_value_heads": 4})
     config_class, extra = specific[architecture]
     return config_class(**{**shape, **extra, **overrides})
 
