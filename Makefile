@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo test lint bench
+.PHONY: setup demo chat test lint bench
 
 setup: $(VENV)/.complete
 
@@ -18,6 +18,10 @@ $(VENV)/.complete: requirements.txt requirements-dev.txt
 
 demo: setup
 	"$(BIN)/python" scripts/demo.py
+
+# Base and trained model side by side; MODEL=outputs/dpo for another run than the demo's.
+chat: setup
+	"$(BIN)/python" scripts/generate.py "$(or $(MODEL),outputs/demo)"
 
 test: setup lint
 	"$(BIN)/python" -m pytest -n 2 --dist loadgroup

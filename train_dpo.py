@@ -7,7 +7,7 @@ Slurm:              sbatch scripts/dpo_train.sh --learning_rate 5e-7
 
 Any field of TRL's DPOConfig, of its ModelConfig and of sfm_dpo/config.py can be given in the recipe and overridden
 after it. Exit codes: 0 done, 1 crashed, 2 wrong configuration or data, 3 refused by the preflight, 4 stopped by the
-guard (docs/health.md).
+guard (docs/health.md), 5 trained and saved but not pushed to the Hub (docs/hub.md).
 """
 
 import sfm_dpo  # noqa: F401  (first: it reads .env)
@@ -20,6 +20,7 @@ from pathlib import Path
 from transformers import PrinterCallback, ProgressCallback
 from trl import get_peft_config, get_quantization_config
 
+from sfm_dpo.background import PushCheckpoints
 from sfm_dpo.checkpoint import (
     StopCallback,
     StopRequested,
@@ -38,6 +39,8 @@ from sfm_dpo.order import RecordData
 from sfm_dpo.overview import check_not_running
 from sfm_dpo.preflight import check_vocabulary, preflight_phase
 from sfm_dpo.progress import ProgressLine
+from sfm_dpo.publish import check_push, push_finished
+from sfm_dpo.redact import mask, mask_traceback
 from sfm_dpo.report import summary, write_report
 from sfm_dpo.run_dir import RESOLVED_CONFIG, claim, describe, is_main_process, main_process_first, write_status
 from sfm_dpo.tokenization import load_token_pairs, load_tokenizer
@@ -51,7 +54,7 @@ def main(argv: list[str]) -> int:
         config = parse_config(argv)
         if not claim(config):
             say(f"{config.train.output_dir}: already done; to run again remove it or choose another output_dir")
-            return 0
+            return push_finished(config.train, say) if config.train.push_to_hub else 0
         check_not_running(config.train.output_dir)
         return train(config)
     except StopRequested as stop:
@@ -59,7 +62,7 @@ def main(argv: list[str]) -> int:
         return stopped(config, str(stop), shards=stop.shards)
     except UserError as error:
         if is_main_process():
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(mask(f"error: {error}"), file=sys.stderr, flush=True)
         if config is not None and (error.exit_code != 2 or "output_dir" not in str(error)):
             os.makedirs(config.train.output_dir, exist_ok=True)
             state = {3: "refused", 4: "collapsed"}.get(error.exit_code, "failed")
@@ -83,6 +86,9 @@ def train(config: Config) -> int:
     tokenizer = load_tokenizer(config)
 
     checkpoint = find_start(args, say)
+    push = args.push_to_hub
+    if push:
+        main_process_first(lambda: is_main_process() and check_push(args, bool(checkpoint), say))
     pairs, notes = main_process_first(lambda: load_token_pairs(config, tokenizer))
     train_set, eval_set = pairs.train, pairs.eval
     for note in notes:
@@ -93,6 +99,7 @@ def train(config: Config) -> int:
         describe(config, pairs.as_dict(), step_of(checkpoint))
         write_status(args.output_dir, "running", step=step_of(checkpoint))
 
+    args.push_to_hub = False  # see background.py for what Trainer would do
     args.eval_on_start = eval_set is not None and checkpoint is None  # held-out figures before as well as after
     args.model_init_kwargs = model_init_kwargs(config)
     stop = StopCallback()
@@ -104,7 +111,7 @@ def train(config: Config) -> int:
         processing_class=tokenizer,
         quantization_config=get_quantization_config(config.model),
         peft_config=get_peft_config(config.model),
-        callbacks=[ProgressLine(), stop],
+        callbacks=[ProgressLine(), stop, *([PushCheckpoints(say)] if push else [])],
     )
     trainer.add_callback(RecordData(trainer.data_facts))
     trainer.remove_callback(PrinterCallback)
@@ -140,12 +147,15 @@ def train(config: Config) -> int:
 
     trainer.save_model()
     trainer.save_state()
-    trainer.create_model_card()
     clear_stop(args.output_dir)  # it came too late
     write_status(args.output_dir, "done", 0, step=trainer.state.global_step)
     report(config)
+    trainer.create_model_card()
     trainer.end()
-    return 0
+    code = push_finished(args, say) if push else 0
+    if code:
+        report(config)  # once more, with what became of the push
+    return code
 
 
 def stopped(config: Config, message: str, **extra) -> int:
@@ -171,8 +181,9 @@ def report(config: Config) -> None:
 
 def say(text: str) -> None:
     if is_main_process():
-        print(text, flush=True)
+        print(mask(text), flush=True)
 
 
 if __name__ == "__main__":
+    sys.excepthook = mask_traceback
     sys.exit(main(sys.argv[1:]))

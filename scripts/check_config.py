@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sfm_dpo.config import UserError, parse_config
 from sfm_dpo.overview import check_not_running
-from sfm_dpo.run_dir import claim
+from sfm_dpo.run_dir import claim, read_status
 
 
 def main(argv: list[str]) -> int:
@@ -31,6 +31,8 @@ def main(argv: list[str]) -> int:
         if claim(config):
             check_not_running(config.train.output_dir)
             print(config.train.output_dir)
+        elif (status := read_status(config.train.output_dir))["state"] == "push_failed":
+            print(f"{config.train.output_dir}: trained, but not pushed: {status['message']}", file=sys.stderr)
         else:
             print(f"{config.train.output_dir}: already done; choose another output_dir to run again", file=sys.stderr)
         return 0

@@ -7,5 +7,8 @@ import warnings
 
 from dotenv import find_dotenv, load_dotenv
 
+from sfm_dpo.redact import warn_of_open_env_file
+
 load_dotenv(find_dotenv(usecwd=True))
+warn_of_open_env_file()
 warnings.filterwarnings("ignore", category=FutureWarning)  # deprecations are for developers, not for a job's log

@@ -24,6 +24,7 @@ from sfm_dpo.run_dir import is_main_process, write_atomically
 
 COMPLETE, STOP = "complete.json", "STOP"
 KEEP = "KEEP"  # a checkpoint that holds a file of this name is never rotated away
+PUSHING = "PUSHING"  # nor is one in which this file names a process that lives: it is on its way to the Hub
 
 
 def checkpoints(run: str | Path) -> list[Path]:
@@ -100,17 +101,26 @@ def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
     files = {
         str(path.relative_to(checkpoint)): path.stat().st_size
         for path in sorted(checkpoint.rglob("*"))
-        if path.is_file() and path.name not in (COMPLETE, KEEP)
+        if path.is_file() and path.name not in (COMPLETE, KEEP, PUSHING)
     }
     write_atomically(checkpoint / COMPLETE, json.dumps({**facts, "files": files}, indent=2) + "\n")
 
 
 def rotate(run: str | Path, limit: int | None) -> None:
-    """Deletes the oldest complete checkpoints beyond `limit`, but none that holds a KEEP file."""
+    """Deletes the oldest complete checkpoints beyond `limit`, but none that is kept or being pushed."""
     complete = [c for c in checkpoints(run) if why_incomplete(c) is None and not (c / KEEP).exists()]
+    complete = [c for c in complete if not is_pushed(c)]
     for checkpoint in complete[: -limit or None] if limit is not None and len(complete) > limit else []:
         (checkpoint / COMPLETE).unlink()  # first: a kill in the middle must not leave half of a complete one
         shutil.rmtree(checkpoint)
+
+
+def is_pushed(checkpoint: Path) -> bool:
+    """Whether a process that lives is pushing it to the Hub."""
+    try:
+        return psutil.pid_exists(int((checkpoint / PUSHING).read_text()))
+    except (OSError, ValueError):
+        return False
 
 
 def check_resume(checkpoint: Path, facts: dict[str, Any], ignore: bool) -> None:

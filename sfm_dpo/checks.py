@@ -1,14 +1,22 @@
 """Can it be meant? Ranges, combinations and precision of the fields, before any model or data is loaded."""
 
 import difflib
+import importlib.util
 import math
 import os
 from pathlib import Path
 from typing import Any
 
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
 # Losses whose log-ratios are means over response tokens; the others in TRL use sums.
 LENGTH_NORMALIZED_LOSSES = {"sigmoid_norm", "ipo"}
-CHECKS = {"preflight": ("skip", "warn", "abort"), "guard": ("skip", "warn", "stop")}
+CHECKS = {
+    "preflight": ("skip", "warn", "abort"),
+    "guard": ("skip", "warn", "stop"),
+    # Trainer's other two, checkpoint and all_checkpoints, would publish the optimizer: 80 GB of a 7B model each time
+    "hub_strategy": ("end", "every_save"),
+}
 LOSS_TYPES = (
     "sigmoid sigmoid_norm hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down "
     "discopop sft"
@@ -20,7 +28,8 @@ class UserError(Exception):
 
     Args:
         message: names the field, the value and the remedy.
-        exit_code: 2 wrong configuration or data (default), 3 preflight refused, 4 the guard stopped the run.
+        exit_code: 2 wrong configuration or data (default), 3 preflight refused, 4 the guard stopped the run,
+            5 the push failed.
         status: further fields for status.json.
     """
 
@@ -31,7 +40,7 @@ class UserError(Exception):
 
 _AT_LEAST_1 = (
     "max_length max_prompt_length max_samples preflight_samples global_batch_size per_device_train_batch_size "
-    "per_device_eval_batch_size dataset_num_proc lora_r"
+    "per_device_eval_batch_size dataset_num_proc lora_r hub_push_every"
 ).split()
 
 
@@ -63,6 +72,10 @@ def validate(ns, world_size: int) -> None:
         require(ns.guard_generations > 0, "guard_generations", ns.guard_generations, "must be at least 0")
         require(ns.eval_fraction > 0, "guard_generations", ns.guard_generations, "needs prompts: set eval_fraction")
         require(ns.guard != "skip", "guard_generations", ns.guard_generations, "guard is skip; set guard: warn")
+    if ns.hub_strategy == "every_save" and ns.push_to_hub:
+        require(
+            ns.save_strategy != "no", "hub_strategy", ns.hub_strategy, "save_strategy is no; set hub_strategy: end"
+        )
     require(ns.beta > 0, "beta", ns.beta, "must be above 0")
     require(ns.learning_rate > 0, "learning_rate", ns.learning_rate, "must be above 0")
     require(ns.num_train_epochs > 0 or ns.max_steps > 0, "num_train_epochs", ns.num_train_epochs, "must be above 0")
@@ -140,6 +153,26 @@ def _validate_precision(ns) -> None:
             f"dtype {ns.dtype} without DeepSpeed or FSDP: there are no fp32 master weights, so updates at lr "
             f"{ns.learning_rate:g} round to zero; remove dtype (bf16: true still computes in bf16)"
         )
+
+
+def resolve_report_to(report_to: list[str]) -> tuple[list[str], str]:
+    """Trackers that can work here, and a line that says so. W&B needs a key or WANDB_MODE=offline.
+
+    A batch job must neither crash nor wait at a login prompt for want of a key.
+    """
+    trackers = [tracker for tracker in report_to if tracker != "none"]
+    for tracker in trackers:
+        if tracker not in INTEGRATION_TO_CALLBACK:  # also `all`, which would bring W&B and its login prompt
+            names = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
+            raise UserError(f"report_to {tracker}: name one or several of {names}, or none")
+        packages = {"tensorboard": ("tensorboard", "tensorboardX")}.get(tracker, (tracker,))
+        if tracker in ("wandb", "trackio", "tensorboard") and not any(map(importlib.util.find_spec, packages)):
+            raise UserError(f"report_to {tracker}: is not installed; pip install {tracker}, or remove it")
+    usable = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") in ("offline", "disabled")
+    if "wandb" in trackers and not usable:
+        trackers.remove("wandb")
+        return trackers, "W&B off: neither WANDB_API_KEY nor WANDB_MODE=offline is set"
+    return trackers, f"tracking: {', '.join(trackers) or 'none'}"
 
 
 def accumulation_choices(global_batch_size: int, per_device: int, world_size: int) -> str:

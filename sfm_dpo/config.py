@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, TrlParser
 
-from sfm_dpo.checks import CHECKS, LOSS_TYPES, UserError, nearest, require, validate
+from sfm_dpo.checks import CHECKS, LOSS_TYPES, UserError, nearest, require, resolve_report_to, validate
 
 
 @dataclass
@@ -64,6 +63,19 @@ class TrainConfig(DPOConfig):
     )
     max_dropped_fraction: float = field(
         default=0.05, metadata={"help": "Stop if a larger share of the rows cannot be used."}
+    )
+
+    # Hub (docs/hub.md)
+    hub_private_repo: bool | None = field(
+        default=True, metadata={"help": "A repository that is made by the push is private."}
+    )
+    hub_strategy: str = field(
+        default="end", metadata={"help": "What is pushed: end, the finished model; every_save, checkpoints as well."}
+    )
+    hub_push_every: int = field(default=1, metadata={"help": "With hub_strategy every_save: saves from push to push."})
+    hub_revision: str | None = field(
+        default=None,
+        metadata={"help": "Branch to push to; with {step} in it each checkpoint gets its own, and main the end."},
     )
 
     # Safety (docs/health.md)
@@ -125,6 +137,8 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
             raise UserError(f"{recipe}: unknown field {key!r}{nearest(key, known)}")
     for arg in cli:
         name = arg[2:].split("=")[0].replace("-", "_")
+        if arg.startswith("--") and name in ("hub_token", "push_to_hub_token"):
+            raise UserError("hub_token: everybody on the machine can read a command line; put HF_TOKEN into .env")
         if arg.startswith("--") and not {name, name.removeprefix("no_")} & (known | {"help"}):
             raise UserError(f"unknown option {arg.split('=')[0]}{nearest(name, known, '--')}")
     if "datasets" in values:  # a list of mappings has no spelling on the command line
@@ -151,6 +165,8 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     namespace.report_to, tracking = resolve_report_to(namespace.report_to)
     try:
         config = Config(*(cls(**_pick(cls, namespace)) for cls in DATACLASSES), notes=[tracking])
+        if config.train.trust_remote_code:
+            config.notes.append(f"trust_remote_code: code that comes with {config.model.model_name_or_path} is run")
     except json.JSONDecodeError as error:  # transformers reads the fields that are mappings, and does not say which
         raise UserError(f"a field that takes a JSON mapping holds {error.doc!r}: {error.msg}") from error
     except (ValueError, TypeError, AttributeError, ImportError) as error:
@@ -160,23 +176,6 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
         kwargs is None or isinstance(kwargs, dict), "model_init_kwargs", kwargs, "must be a mapping such as {a: 1}"
     )
     return config
-
-
-def resolve_report_to(report_to: list[str]) -> tuple[list[str], str]:
-    """Trackers that can work here, and a line that says so. W&B needs a key or WANDB_MODE=offline.
-
-    A batch job must neither crash nor wait at a login prompt for want of a key.
-    """
-    trackers = [tracker for tracker in report_to if tracker != "none"]
-    for tracker in trackers:
-        if tracker not in INTEGRATION_TO_CALLBACK:  # also `all`, which would bring W&B and its login prompt
-            names = ", ".join(sorted(INTEGRATION_TO_CALLBACK))
-            raise UserError(f"report_to {tracker}: name one or several of {names}, or none")
-    usable = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") in ("offline", "disabled")
-    if "wandb" in trackers and not usable:
-        trackers.remove("wandb")
-        return trackers, "W&B off: neither WANDB_API_KEY nor WANDB_MODE=offline is set"
-    return trackers, f"tracking: {', '.join(trackers) or 'none'}"
 
 
 def as_dict(config: Config) -> dict[str, Any]:

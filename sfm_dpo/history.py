@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import yaml
 
 from sfm_dpo.config import UserError
+from sfm_dpo.redact import mask
 from sfm_dpo.run_dir import DATA, ENVIRONMENT, RESOLVED_CONFIG, STATUS
 
 _FILES = {  # name in the template: (file, type of its content)
@@ -80,7 +80,7 @@ def _read(path: Path, kind: type, unreadable: list[str]) -> Any:
     if not path.is_file():
         return kind()
     try:
-        text = _without_secrets(path.read_text())
+        text = mask(path.read_text())  # a report is made to be sent
         content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
     except (ValueError, yaml.YAMLError):  # half-written, or not text
         content = None
@@ -88,11 +88,3 @@ def _read(path: Path, kind: type, unreadable: list[str]) -> Any:
         return content
     unreadable.append(f"{path.parent.name}/{path.name}")
     return kind()
-
-
-def _without_secrets(text: str) -> str:
-    """A report is made to be sent: tokens are masked once more, whoever let them into a file."""
-    for name, value in os.environ.items():
-        if re.search(r"(TOKEN|KEY|SECRET|PASSWORD)$", name) and len(value) >= 8:
-            text = text.replace(value, "***")
-    return re.sub(r"\bhf_[A-Za-z0-9]{20,}", "***", text)

@@ -32,6 +32,11 @@ def load_model_config(config: Config) -> PretrainedConfig:
     if folder is None and HF_HUB_OFFLINE:
         folder = Path(try_to_load_from_cache(name, "config.json", revision=config.model.model_revision)).parent
         remedy = "run scripts/prefetch.py where there is a network"
+    if folder is not None and not any(folder.glob("*.safetensors")) and any(folder.glob("*.bin")):
+        raise UserError(
+            f"model_name_or_path {name}: holds its weights as .bin, which can run code when it is read; convert it: "
+            "load it where you trust it, and save_pretrained into another folder writes safetensors"
+        )
     if folder is not None and (missing := missing_weights(folder)):
         raise UserError(f"model_name_or_path {name}: {folder} lacks {', '.join(missing[:3])}; {remedy}")
     return found
@@ -40,10 +45,10 @@ def load_model_config(config: Config) -> PretrainedConfig:
 def missing_weights(folder: Path) -> list[str]:
     """Weight files that a model's folder should hold and does not, by its index where it has one."""
     files = {path.name for path in folder.iterdir() if path.exists()}  # a link in the cache may lead nowhere
-    indexes = sorted(folder.glob("*.index.json"))
+    indexes = sorted(folder.glob("*.safetensors.index.json"))
     if indexes:
         return sorted(set(json.loads(indexes[-1].read_text())["weight_map"].values()) - files)
-    return [] if any(name.endswith((".safetensors", ".bin")) for name in files) else ["weights (*.safetensors)"]
+    return [] if any(name.endswith(".safetensors") for name in files) else ["weights (*.safetensors)"]
 
 
 def model_init_kwargs(config: Config) -> dict[str, Any]:

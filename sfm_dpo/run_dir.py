@@ -21,6 +21,7 @@ import yaml
 from accelerate.utils import broadcast_object_list
 
 from sfm_dpo.config import Config, UserError, as_dict
+from sfm_dpo.redact import mask
 
 T = TypeVar("T")
 RESOLVED_CONFIG, ENVIRONMENT, DATA, STATUS = "resolved_config.yaml", "environment.json", "data.json", "status.json"
@@ -30,8 +31,8 @@ RESOLVED_CONFIG, ENVIRONMENT, DATA, STATUS = "resolved_config.yaml", "environmen
 MAY_DIFFER = set(
     """report_to run_name project logging_steps logging_first_step disable_tqdm log_level dataset_num_proc
     dataloader_num_workers dataloader_pin_memory push_to_hub hub_model_id hub_strategy hub_private_repo hub_revision
-    hub_always_push save_steps save_total_limit ddp_timeout output_dir resume_from_checkpoint max_dropped_fraction
-    trackio_space_id preflight preflight_samples guard guard_generations ignore_resume_mismatch
+    hub_always_push hub_push_every save_steps save_total_limit ddp_timeout output_dir resume_from_checkpoint
+    max_dropped_fraction trackio_space_id preflight preflight_samples guard guard_generations ignore_resume_mismatch
     gradient_accumulation_steps""".split()
 )
 _PACKAGES = "torch transformers trl accelerate deepspeed datasets peft huggingface_hub tokenizers numpy".split()
@@ -71,7 +72,13 @@ def write_status(run: str | Path, state: str, exit_code: int | None = None, mess
     """Writes status.json: `state` is running, done, stopped, refused, collapsed, failed or push_failed."""
     if not is_main_process():
         return
-    status = {"state": state, "exit_code": exit_code, "message": message, "step": None, "checkpoint": None} | extra
+    status = {
+        "state": state,
+        "exit_code": exit_code,
+        "message": mask(message),
+        "step": None,
+        "checkpoint": None,
+    } | extra
     status |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID"), "pid": os.getpid()}
     text, path = json.dumps(status, indent=2) + "\n", Path(run) / STATUS
     try:
@@ -98,7 +105,8 @@ def write_atomically(path: Path, text: str) -> None:
 def claim(config: Config) -> bool:
     """Decides what an existing output_dir means; makes the folder, and writes nothing into it.
 
-    Empty or absent: a new run. The same configuration, unfinished: the run goes on. Finished: False, nothing to do.
+    Empty or absent: a new run. The same configuration, unfinished: the run goes on. Trained to the end:
+    False.
 
     Raises:
         UserError: the folder holds something else, which is never overwritten.
@@ -136,7 +144,7 @@ def claim(config: Config) -> bool:
             f"output_dir {run}: the guard stopped this run; start another {start}with a lower learning_rate "
             "in another output_dir, or go on regardless with --guard warn"
         )
-    return not (status and status["state"] == "done")
+    return not (status and status["state"] in ("done", "push_failed"))
 
 
 def describe(config: Config, pairs: dict[str, Any], step: int = 0) -> None:
@@ -211,7 +219,7 @@ def _without_secrets(command: list[str]) -> list[str]:
             hidden[i] = f"{name}=***" if equals else name
             if not equals and i + 1 < len(hidden):
                 hidden[i + 1] = "***"
-    return hidden
+    return [mask(arg) for arg in hidden]
 
 
 def _git(*command: str) -> str | None:

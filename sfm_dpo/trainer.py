@@ -13,10 +13,10 @@ from trl import DPOTrainer
 
 from sfm_dpo import reference, rewards
 from sfm_dpo.attention import describe_kernel
+from sfm_dpo.card import write_model_card
 from sfm_dpo.checkpoint import COMPLETE, StopRequested, mark_complete, newest_checkpoint, rotate, stop_requested
 from sfm_dpo.compile import compile_layers
 from sfm_dpo.config import TrainConfig, UserError
-from sfm_dpo.hub import write_model_card
 from sfm_dpo.packing import enable_padding_free
 from sfm_dpo.run_dir import write_status
 from sfm_dpo.throughput import ForwardFlops, Meter, MeterCallback
@@ -350,4 +350,4 @@ class SFMDPOTrainer(DPOTrainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Ours instead of TRL's, which knows neither the loss nor the data. TRL calls it with every checkpoint."""
         if self.is_world_process_zero():
-            write_model_card(self.args.output_dir, self.state.log_history)
+            write_model_card(self.args.output_dir)

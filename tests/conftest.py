@@ -46,6 +46,28 @@ def tiny_folder(tmp_path_factory):
 
 
 @pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A Hub on loopback that this process's huggingface_hub takes for the real one; its token is in HF_TOKEN."""
+    from huggingface_hub import constants
+
+    from sfm_dpo import hub as client
+    from tests.hub_server import TOKEN, HubServer
+
+    with HubServer() as server:
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+        monkeypatch.setattr(client, "RETRY_SECONDS", (0, 0, 0))
+        monkeypatch.setattr(client, "ASK_SECONDS", (0, 0))
+        yield server
+
+
+@pytest.fixture
 def write_rows(tmp_path):
     """A function: (name, rows) -> path of a .jsonl, .json or .parquet file in tmp_path that holds them."""
 

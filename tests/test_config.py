@@ -280,7 +280,7 @@ def test_wandb_is_off_without_a_key_and_said_so(monkeypatch):
     assert resolve_report_to(["wandb"]) == ([], "W&B off: neither WANDB_API_KEY nor WANDB_MODE=offline is set")
     assert resolve_report_to(["none"]) == ([], "tracking: none")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert resolve_report_to(["wandb", "tensorboard"]) == (["wandb", "tensorboard"], "tracking: wandb, tensorboard")
+    assert resolve_report_to(["wandb", "mlflow"]) == (["wandb", "mlflow"], "tracking: wandb, mlflow")
     monkeypatch.setenv("WANDB_MODE", "online")
     assert resolve_report_to(["wandb"])[0] == []
     monkeypatch.setenv("WANDB_API_KEY", "k")
@@ -289,10 +289,10 @@ def test_wandb_is_off_without_a_key_and_said_so(monkeypatch):
 
 def test_several_trackers_from_recipe_and_command_line(parse, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert parse({"report_to": ["wandb", "tensorboard"]}).train.report_to == ["wandb", "tensorboard"]
-    assert parse({"report_to": "none"}, "--report_to", "wandb", "tensorboard").train.report_to == [
+    assert parse({"report_to": ["wandb", "mlflow"]}).train.report_to == ["wandb", "mlflow"]
+    assert parse({"report_to": "none"}, "--report_to", "wandb", "mlflow").train.report_to == [
         "wandb",
-        "tensorboard",
+        "mlflow",
     ]
 
 
@@ -333,7 +333,7 @@ def test_wrong_mixture(parse, datasets, part):
     "fields",
     [
         {},
-        {"report_to": ["wandb", "tensorboard"], "eval_fraction": 0.1, "eval_strategy": "epoch", "save_strategy": "no"},
+        {"report_to": ["wandb", "mlflow"], "eval_fraction": 0.1, "eval_strategy": "epoch", "save_strategy": "no"},
         {
             "loss_type": ["sigmoid_norm", "sft"],
             "loss_weights": [1.0, 0.5],
@@ -356,8 +356,44 @@ def test_what_a_run_writes_down_reads_back_equal(parse, tmp_path, monkeypatch, f
 
 def test_a_token_is_used_but_held_by_no_field(parse, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_from_env")
-    config = parse({"hub_token": "hf_canary_recipe"}, "--hub_token", "hf_canary_cli")
-    assert huggingface_hub.get_token() == "hf_canary_cli"
+    config = parse({"hub_token": "hf_canary_recipe"})
+    assert huggingface_hub.get_token() == "hf_canary_recipe"
     assert config.train.hub_token is None
     text = yaml.safe_dump(as_dict(config))
     assert "canary" not in text and "hub_token" not in text
+
+
+@pytest.mark.parametrize("argument", [["--hub_token", "hf_canary"], ["--hub-token=hf_canary"]])
+def test_a_token_on_the_command_line_is_refused_and_not_repeated(parse, argument):
+    with pytest.raises(
+        UserError, match="everybody on the machine can read a command line; put HF_TOKEN into"
+    ) as caught:
+        parse({}, *argument)
+    assert "canary" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"hub_strategy": "checkpoint"}, "hub_strategy checkpoint: must be one of end, every_save"),
+        ({"hub_push_every": 0}, "hub_push_every 0: must be at least 1"),
+        (
+            {"push_to_hub": True, "hub_strategy": "every_save", "save_strategy": "no"},
+            "save_strategy is no; set hub_strategy: end",
+        ),
+    ],
+)
+def test_pushes_that_cannot_be_meant(parse, fields, says):
+    with pytest.raises(UserError, match=says):
+        parse(fields)
+
+
+def test_code_that_comes_with_a_model_is_named(parse):
+    assert not [note for note in parse({}).notes if "trust_remote_code" in note]
+    assert [note for note in parse({"trust_remote_code": True}).notes if "trust_remote_code: code that comes" in note]
+
+
+def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="report_to trackio: is not installed; pip install trackio, or remove it"):
+        resolve_report_to(["trackio"])

@@ -186,7 +186,7 @@ def test_no_secret_is_written_down(tmp_path, monkeypatch):
     monkeypatch.setattr(
         sys, "argv", ["train_dpo.py", "--hub_token", secrets[0], f"--hub-token={secrets[1]}", "--seed", "1"]
     )
-    describe(config(tmp_path, "--hub_token", secrets[0]), {"sources": ["d.jsonl"]})
+    describe(config(tmp_path), {"sources": ["d.jsonl"]})
     written = "".join(path.read_text() for path in tmp_path.iterdir())
     assert not [secret for secret in secrets if secret in written]
     command = json.loads((tmp_path / ENVIRONMENT).read_text())["command"]

@@ -57,7 +57,7 @@ class Place:
     hf_home: Path
     defaults: dict = field(default_factory=dict)
 
-    def start(self, run: str, processes: int = 1, env: dict | None = None, **fields) -> "Run":
+    def start(self, run: str, processes: int = 1, env: dict | None = None, cwd: Path = ROOT, **fields) -> "Run":
         """Starts train_dpo.py; with more than one process under accelerate's launcher, ZeRO-2 on CPU."""
         values = FIELDS | {"model_name_or_path": self.model, "dataset_name": self.folder / "pairs.jsonl"}
         values |= {"output_dir": self.folder / run} | self.defaults | fields
@@ -75,7 +75,7 @@ class Place:
         with log:
             start = log.tell()
             process = subprocess.Popen(
-                [str(part) for part in command], cwd=ROOT, env=clean, stdout=log, stderr=subprocess.STDOUT
+                [str(part) for part in command], cwd=cwd, env=clean, stdout=log, stderr=subprocess.STDOUT
             )
         return Run(Path(values["output_dir"]), Path(log.name), start, process)
 

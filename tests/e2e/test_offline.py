@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from sfm_dpo.checkpoint import STOP
+from sfm_dpo.run_log import read_log
 from tests.e2e.runs import Place
 
 MODEL = "somebody/tiny-model"
@@ -49,6 +50,13 @@ def test_stops_and_goes_on_offline_and_w_and_b_has_one_run(cached):
     folders = sorted(p.name for p in (cached.folder / "wandb").glob("offline-run-*"))
     assert len(folders) == 2, folders
     assert [re.sub(r"offline-run-\d+_\d+-", "", name) for name in folders] == [wandb_id] * 2
+    # both starts together hold every step with its figures, once, and the configuration
+    logs = [read_log(cached.folder / "wandb" / name) for name in folders]
+    assert not set(logs[0].steps) & set(logs[1].steps)
+    mine, theirs = read_log(run.folder).steps, logs[0].steps | logs[1].steps
+    assert set(theirs) == set(mine)
+    assert all(theirs[step]["train/loss"] == mine[step]["train/loss"] for step in mine if "train/loss" in mine[step])
+    assert all(log.config["learning_rate"] == 1e-3 and log.config["beta"] == 5 for log in logs)
 
 
 @pytest.mark.parametrize("missing", ["a shard", "all weights", "the model"])

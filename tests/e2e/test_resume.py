@@ -13,8 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from sfm_dpo.checkpoint import STOP, checkpoints, newest_checkpoint, why_incomplete
+from sfm_dpo.publish import consolidate
 from tests.e2e.runs import Place, Run, assert_same_run, copy_run
 
 KILLS = int(os.environ.get("KILLS", "3"))
@@ -251,3 +254,15 @@ def test_full_disk_during_a_save_leaves_the_previous_checkpoint_and_one_line(pla
     again = place.start("disk", output_dir=small_disk / "run").finish()
     assert f"going on from {newest}" in again.log
     assert_same_run(again, expected)
+
+
+def test_a_checkpoint_of_shards_alone_is_put_together(uninterrupted, tmp_path):
+    """DeepSpeed's shards give the model that the whole save holds; the names are those of from_pretrained."""
+    checkpoint = Path(shutil.copytree(uninterrupted(2).folder / "checkpoint-8", tmp_path / "checkpoint-8"))
+    expected = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    (tmp_path / "whole").mkdir()
+    consolidate(checkpoint, tmp_path / "whole")
+    found = load_file(tmp_path / "whole" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -169,7 +169,7 @@ def test_as_a_command_with_a_recipe_spaces_and_secrets(tiny_folder, write_rows, 
         "preflight": "warn",  # random weights find every answer impossible
     }
     recipe.write_text(yaml.safe_dump(fields))
-    args = ["--config", str(recipe), "--per_device_train_batch_size", "4", "--hub_token=hf_canary_cli"]
+    args = ["--config", str(recipe), "--per_device_train_batch_size", "4"]
     secrets = {"HF_TOKEN": "hf_canary_env", "WANDB_API_KEY": "wandb_canary"}
     process = command(*args, **secrets)
     output = finish(process)

@@ -1,0 +1,114 @@
+#!/usr/bin/env python
+"""Talk to a trained model, its base model beside it.
+
+    python scripts/generate.py outputs/dpo                                   a chat in the terminal; Ctrl-D ends it
+    python scripts/generate.py outputs/dpo "What is DPO?" "And PPO?"         answers to these prompts
+    python scripts/generate.py my-org/my-model --base "" < prompts.txt       answers to lines, without a base model
+
+MODEL is a run, a checkpoint, or any folder or Hub id of a model with a chat template. In a chat each model sees its
+own earlier answers, and /new forgets them. Answers are greedy: the same each time.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import sfm_dpo  # noqa: F401  (first: it reads .env)
+
+# isort: split
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from sfm_dpo.answers import continue_prompts, side_by_side
+from sfm_dpo.checks import UserError
+from sfm_dpo.redact import mask
+from sfm_dpo.run_dir import RESOLVED_CONFIG
+
+
+class Speaker:
+    """A model with its tokenizer and its side of the conversation."""
+
+    def __init__(self, name: str, device: str):
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(name)
+            # float32 on CPU: bf16 is some 20 times slower there
+            self.model = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if device == "cuda" else "float32")
+        except (OSError, ValueError) as error:
+            raise UserError(f"{name}: neither a folder with a model nor one that the Hub gives: {error}") from error
+        if not self.tokenizer.chat_template:
+            raise UserError(f"{name}: its tokenizer has no chat template; take a model with one")
+        self.model.to(device).eval()
+        self.turns: list[dict[str, str]] = []
+
+    def answer(self, prompt: str, limit: int) -> str:
+        self.turns.append({"role": "user", "content": prompt})
+        ids = self.tokenizer.apply_chat_template(self.turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+        (answer,) = continue_prompts(self.model, self.tokenizer, [ids], limit)
+        self.turns.append({"role": "assistant", "content": answer.text})
+        return answer.text + (" ..." if answer.cut else "")
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="generate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT")
+    parser.add_argument("--base", help="model beside it; default: what the run started from; empty: none")
+    parser.add_argument("--max_new_tokens", type=int, default=256)
+    options = parser.parse_args(argv)
+    disable_progress_bar()
+    try:
+        base = base_of(Path(options.model)) if options.base is None else options.base
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        speakers = [Speaker(name, device) for name in ([base] if base else []) + [options.model]]
+        talk(speakers, options)
+    except UserError as error:
+        print(mask(f"error: {error}"), file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print()
+    return 0
+
+
+def base_of(model: Path) -> str | None:
+    """The base model of a run or checkpoint; None for another model."""
+    for folder in (model, model.absolute().parent):
+        if (folder / RESOLVED_CONFIG).is_file():
+            return yaml.safe_load((folder / RESOLVED_CONFIG).read_text())["model_name_or_path"]
+    return None
+
+
+def talk(speakers: list[Speaker], options: argparse.Namespace) -> None:
+    """Answers the prompts of the command line, the lines of a pipe, or what is typed."""
+    chat = not options.prompts and sys.stdin.isatty()
+    print(side_by_side("base", "trained") if len(speakers) > 1 else options.model, flush=True)
+    for prompt in typed() if chat else options.prompts or (line.strip() for line in sys.stdin if line.strip()):
+        if not chat or prompt == "/new":
+            for speaker in speakers:
+                speaker.turns.clear()
+        if prompt == "/new":
+            continue
+        if not chat:
+            print(f"\nQ: {prompt}")
+        answers = [speaker.answer(prompt, options.max_new_tokens) for speaker in speakers]
+        print(side_by_side(*answers, max_lines=1000) if len(answers) > 1 else answers[0], flush=True)
+
+
+def typed():
+    while True:
+        try:
+            prompt = input("\n> ").strip()
+        except EOFError:
+            print()
+            return
+        if prompt:
+            yield prompt
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,74 @@
+#!/usr/bin/env python
+"""Pushes the model of a run, or one of its checkpoints, to the Hugging Face Hub.
+
+    python scripts/push_to_hub.py outputs/dpo
+    python scripts/push_to_hub.py outputs/dpo/checkpoint-500 --hub_model_id my-org/my-model --hub_revision step-500
+
+First it is proved that the weights differ from the base model's and that everything loads with the plain Auto classes;
+then model, tokenizer, model card and figures go up in one commit. An interrupted push goes on when it is typed again,
+and one that has nothing new to bring changes nothing. Needs HF_TOKEN, in .env or the environment.
+
+Exit codes: 0 pushed, 2 not fit to be pushed or a mistake, 5 the Hub refuses or cannot be reached.
+"""
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import sfm_dpo  # noqa: F401  (first: it reads .env)
+
+# isort: split
+from sfm_dpo import hub, publish
+from sfm_dpo.checks import UserError
+from sfm_dpo.redact import mask, mask_traceback
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="push_to_hub.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", metavar="RUN_OR_CHECKPOINT", type=Path)
+    parser.add_argument("--hub_model_id", help="default: the run's own, or the name of its folder")
+    parser.add_argument("--hub_revision", help="branch; {step} in it is a checkpoint's step; default: the run's own")
+    parser.add_argument("--hub_private_repo", choices=("true", "false"), help="of a new repository; default: true")
+    parser.add_argument(
+        "--publish_anyway", action="store_true", help="also what the guard stopped, or what the proof finds wanting"
+    )
+    options = parser.parse_args(argv)
+    try:
+        return push(options)
+    except UserError as error:
+        print(mask(f"error: {error}"), file=sys.stderr)
+        return error.exit_code
+
+
+def push(options: argparse.Namespace) -> int:
+    source = publish.find_source(options.path, options.publish_anyway)
+    config = source.config
+    private = config.get("hub_private_repo", True)
+    if options.hub_private_repo:
+        private = options.hub_private_repo == "true"
+    revision = options.hub_revision or config.get("hub_revision")
+    asked = options.hub_model_id or publish.target_of(config, source.run)
+    repo = hub.check_access(asked, private, revision, remedy="push when it is back")
+    if source.step is None:
+        return publish.push_run(source, repo, revision, private, say, options.publish_anyway)
+    try:
+        publish.push(source, repo, source.revision(revision), say, options.publish_anyway)
+    except hub.PushFailed as error:
+        say(f"push failed: {error}; push later with: {hub.push_command(options.path, repo, revision, private)}")
+        return 5
+    return 0
+
+
+def say(text: str) -> None:
+    print(mask(text), flush=True)
+
+
+if __name__ == "__main__":
+    sys.excepthook = mask_traceback
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it clears up behind itself
+    sys.exit(main(sys.argv[1:]))

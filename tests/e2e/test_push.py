@@ -1,0 +1,146 @@
+"""Runs that push, as processes: checkpoints meanwhile, a Hub that is down at the end, and no secret left anywhere."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import psutil
+import pytest
+import yaml
+
+from tests.e2e.runs import ROOT
+from tests.hub_server import TOKEN, HubServer
+
+# Found nowhere: tokens by their names, and what only .env holds.
+CANARIES = {
+    "HF_TOKEN": TOKEN,
+    "WANDB_API_KEY": "wandbCanary0123456789abcdef0123456789abcd",
+    "MAIL_PASSWORD": "mailCanary123456",
+    "CHAT_HOOK": "https://chat.example/hookCanary123456",
+}
+
+
+@pytest.fixture
+def hub():
+    with HubServer() as server:
+        yield server
+
+
+@pytest.fixture
+def start(place, hub, tmp_path):
+    """A function: starts a run that pushes to the loopback Hub; its secrets are in .env, which others can read."""
+    (tmp_path / ".env").write_text("".join(f"{name}={value}\n" for name, value in CANARIES.items()))
+    (tmp_path / ".env").chmod(0o644)
+
+    def run(name: str, **fields):
+        env = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "WANDB_MODE": "offline"}
+        env |= {"WANDB_DIR": str(tmp_path / "wandb"), "PYTHONPATH": str(ROOT)}
+        (tmp_path / "wandb").mkdir(exist_ok=True)
+        fields = {"push_to_hub": "true", "hub_model_id": "lab/model", "report_to": "wandb", "max_steps": 4} | fields
+        return place.start(name, env=env, cwd=tmp_path, **fields)
+
+    return run
+
+
+def watch_processes(found: set[str]) -> threading.Event:
+    """Looks at all command lines, as `ps` shows them, until the event is set."""
+    over = threading.Event()
+
+    def look():
+        while not over.wait(0.2):
+            for process in psutil.process_iter(["cmdline"]):
+                line = " ".join(process.info["cmdline"] or [])
+                found.update(name for name, value in CANARIES.items() if value in line)
+
+    threading.Thread(target=look, daemon=True).start()
+    return over
+
+
+def leaks(*folders, text: str = "") -> list[str]:
+    """Where a canary is: in a text, or in any file below the folders."""
+    found = [f"{name} in the log" for name, value in CANARIES.items() if value in text]
+    for folder in folders:
+        for path in folder.rglob("*"):
+            if path.is_file() and path.name != ".env":
+                data = path.read_bytes()
+                found += [f"{name} in {path}" for name, value in CANARIES.items() if value.encode() in data]
+    return found
+
+
+def test_no_secret_in_anything_that_runs_leave(start, hub, tmp_path, place):
+    """A good run, one that fails with a token in its mouth, and a failed push."""
+    seen: set[str] = set()
+    over = watch_processes(seen)
+    try:
+        good = start(
+            "push-good", hub_strategy="every_save", hub_revision="step-{step}", hub_always_push="true"
+        ).finish()
+        hub.fault("POST .*/commit/", 500, times=99)
+        hub.fault("POST .*/commit/", 403, times=99)
+        hub.faults.reverse()
+        unpushed = start("push-failed")
+        assert unpushed.wait() == 5, unpushed.log[-3000:]
+        hub.faults.clear()
+        failed = start("push-broken", model_name_or_path=f"no/{CANARIES['MAIL_PASSWORD']}", push_to_hub="false")
+        assert failed.wait() == 2, failed.log[-3000:]
+    finally:
+        over.set()
+    # the third has its canary on its command line, where the test put it
+    assert not seen - {"MAIL_PASSWORD"}
+    runs = (good, unpushed, failed)
+    assert not leaks(*(run.folder for run in runs), tmp_path, text="".join(run.log for run in runs))
+    assert not [
+        name for repo in hub.repos.values() for files in repo.commits.values() for name in files if _leaks(files[name])
+    ]
+    assert list((tmp_path / "wandb").rglob("*.wandb"))
+    assert failed.status["state"] == "failed" and "***" in failed.status["message"]
+    assert "warning: .env can be read by others (mode 644): chmod 600" in good.log
+
+    assert set(hub.repos["lab/model"].branches) == {"main", "step-2"}  # step 4 is the end, which goes to main
+    assert good.status["pushed"].startswith(f"{hub.url}/lab/model/commit/")
+    resolved = yaml.safe_load((good.folder / "resolved_config.yaml").read_text())
+    assert (resolved["push_to_hub"], resolved["hub_strategy"]) == (True, "every_save")
+
+    status = unpushed.status
+    command = f"python scripts/push_to_hub.py {unpushed.folder} --hub_model_id lab/model"
+    assert (status["state"], status["exit_code"], status["step"]) == ("push_failed", 5, 4)
+    assert (
+        "may not write to lab/model" in status["message"] and command in status["message"] and command in unpushed.log
+    )
+    assert (unpushed.folder / "model.safetensors").is_file()
+    assert "was not pushed to the Hub" in (unpushed.folder / "report.html").read_text()
+    # the same command again: nothing is trained, and now it is pushed
+    again = start("push-failed").finish()
+    assert "already done" in again.log and "pushed push-failed to" in again.log and "step 1/4" not in again.log
+
+
+def _leaks(data: bytes) -> bool:
+    return any(value.encode() in data for value in CANARIES.values())
+
+
+def test_a_token_that_may_not_write_costs_seconds(start, hub):
+    run = start("push-refused", hub_model_id="strangers/model")
+    assert run.wait(60) == 2
+    assert "error: push_to_hub: the token may not write to strangers/model" in run.log
+    assert run.status["state"] == "failed" and "Loading weights" not in run.log and not re.search("Traceback", run.log)
+
+
+def test_generate_answers_with_both_models(place, uninterrupted):
+    trained = uninterrupted(1).folder
+    command = [sys.executable, ROOT / "scripts" / "generate.py", trained, "--max_new_tokens", "5"]
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, input="What is 2?\nAnd 3?\n", env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Q: ") == 2 and "base" in done.stdout and "trained" in done.stdout
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "trackio"])
+def test_other_trackers_get_the_figures(place, tracker, tmp_path):
+    pytest.importorskip(tracker)
+    env = {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    run = place.start(f"tracked-{tracker}", report_to=tracker, project="canary", max_steps=2, env=env).finish()
+    assert f"tracking: {tracker}" in run.log
+    files = [*run.folder.rglob("events.out.tfevents.*"), *(tmp_path / "trackio").rglob("canary*")]
+    assert any(b"rewards/margins" in path.read_bytes() for path in files if path.is_file()), files

@@ -1,0 +1,351 @@
+"""A Hugging Face Hub on loopback, for tests: what huggingface_hub 2.4 asks for when it pushes and loads a model.
+
+Repositories, branches and files live in memory. Faults are put in front of the real answers: a status, a connection
+cut in the middle of what the client sends, or silence. The xet protocol is not spoken: HF_HUB_DISABLE_XET=1 turns the
+client to the LFS protocol.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import yaml
+
+TOKEN, READ_TOKEN = "hf_loopbackCanaryWrite1234567890", "hf_loopbackCanaryRead1234567890"
+NAME, ORG = "ann", "lab"
+
+
+@dataclass
+class Repo:
+    private: bool
+    commits: dict[str, dict[str, bytes]] = field(default_factory=lambda: {"0" * 40: {}})
+    branches: dict[str, str] = field(default_factory=lambda: {"main": "0" * 40})
+
+    def files(self, revision: str) -> dict[str, bytes] | None:
+        return self.commits.get(self.branches.get(revision, revision))
+
+
+@dataclass
+class Fault:
+    """Meets the next `times` requests whose `METHOD path` matches; `kind` is an HTTP status, cut, or slow."""
+
+    pattern: str
+    kind: int | str
+    times: int = 1
+    seconds: float = 0.0  # silence before the answer
+    body: str = ""
+
+
+class HubServer(ThreadingHTTPServer):
+    daemon_threads = True
+    part_size: int | None = None  # with a number large files are asked for in parts
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.repos: dict[str, Repo] = {}
+        self.objects: dict[str, bytes] = {}  # large files by sha256
+        self.parts: dict[tuple[str, int], bytes] = {}
+        self.faults: list[Fault] = []
+        self.log: list[str] = []  # `METHOD path` of every request, in order
+        self.received = 0  # bytes of large files
+        self.may_not_write: set[str] = set()
+        self.lock = threading.RLock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def __enter__(self):
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *exception):
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, request, client_address):
+        pass  # a client that hung up; the client's side is what tests look at
+
+    def fault(self, pattern: str, kind: int | str, **more) -> None:
+        self.faults.append(Fault(pattern, kind, **more))
+
+    def count(self, pattern: str) -> int:
+        return sum(bool(re.search(pattern, line)) for line in self.log)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: HubServer
+
+    def log_message(self, *args):
+        pass
+
+    def _handle(self):
+        address = urlsplit(self.path)
+        self.route, self.query = unquote(address.path), parse_qs(address.query)
+        line = f"{self.command} {self.route}"
+        with self.server.lock:
+            self.server.log.append(line)
+            fault = next((f for f in self.server.faults if f.times and re.search(f.pattern, line)), None)
+            if fault:
+                fault.times -= 1
+        if fault:
+            if fault.kind == "cut":
+                self.rfile.read(int(self.headers.get("Content-Length") or 0) // 2)
+                return self._cut()
+            if fault.kind == "slow":
+                time.sleep(fault.seconds)
+            else:
+                self._body()
+                return self._send(fault.kind, {"error": fault.body}, {"Retry-After": "0"})
+        try:
+            self.body = self._body()
+            user = self.headers.get("Authorization", "").removeprefix("Bearer ")
+            self.role = {TOKEN: "write", READ_TOKEN: "read"}.get(user)
+            with self.server.lock:
+                self._answer()
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+
+    do_GET = do_POST = do_PUT = do_HEAD = _handle
+
+    def _answer(self):
+        for method, pattern, answer in _ROUTES:
+            found = re.fullmatch(pattern, self.route)
+            if found and self.command in method:
+                return answer(self, **found.groupdict())
+        self._send(404, {"error": f"not served here: {self.command} {self.route}"})
+
+    # ---- answers
+
+    def whoami(self):
+        if not self.role:
+            return self._send(401, {"error": "Invalid credentials in Authorization header"}, _MESSAGE)
+        orgs = [{"name": ORG, "roleInOrg": "write"}]
+        token = {"displayName": "t", "role": self.role}
+        self._send(200, {"type": "user", "name": NAME, "orgs": orgs, "auth": {"accessToken": token}})
+
+    def create(self):
+        asked = json.loads(self.body)
+        repo = f"{asked.get('organization') or NAME}/{asked['name']}"
+        url = {"url": f"{self.server.url}/{repo}", "name": repo}
+        if self.role != "write" or repo.split("/")[0] not in (NAME, ORG):
+            return self._send(403, {"error": "no rights"}, {"X-Error-Message": f"You don't have the rights to {repo}"})
+        if repo in self.server.repos:
+            return self._send(409, url | {"error": "You already created this model repo"})
+        self.server.repos[repo] = Repo(asked.get("visibility") == "private")
+        self._send(200, url)
+
+    def auth_check(self, repo: str):
+        if self._repo(repo):
+            ok = self.role == "write" and repo not in self.server.may_not_write
+            self._send(200, {}) if ok else self._send(403, {"error": "no rights"}, {"X-Error-Message": "no rights"})
+
+    def info(self, repo: str, revision: str | None = None):
+        if (found := self._files(repo, revision or "main")) is not None:
+            here = self.server.repos[repo]
+            sha = here.branches.get(revision or "main", revision)
+            names = [{"rfilename": name} for name in found]
+            self._send(200, {"id": repo, "modelId": repo, "sha": sha, "private": here.private, "siblings": names})
+
+    def tree(self, repo: str, revision: str, folder: str | None = None):
+        if (files := self._files(repo, revision)) is not None:
+            start = f"{folder}/" if folder else ""
+            entries = [
+                {"type": "file", "path": name, "size": len(data), "oid": _git_oid(data)}
+                for name, data in files.items()
+                if name.startswith(start)
+            ]
+            missing = folder and not entries
+            self._send(404, {}, {"X-Error-Code": "EntryNotFound"}) if missing else self._send(200, entries)
+
+    def refs(self, repo: str):
+        if here := self._repo(repo):
+            heads = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": c} for n, c in here.branches.items()]
+            self._send(200, {"branches": heads, "converts": [], "tags": []})
+
+    def branch(self, repo: str, revision: str):
+        if here := self._repo(repo, write=True):
+            if revision in here.branches:
+                return self._send(409, {"error": "Reference already exists"})
+            here.branches[revision] = here.branches["main"]
+            self._send(200, {})
+
+    def preupload(self, repo: str, revision: str):
+        if self._repo(repo, write=True) and (files := self._files(repo, revision)) is not None:
+            answer = []
+            for asked in json.loads(self.body)["files"]:
+                large = asked["path"].endswith((".safetensors", ".png")) or asked["size"] > 10 * 2**20
+                old = files.get(asked["path"])
+                oid = None if old is None else hashlib.sha256(old).hexdigest() if large else _git_oid(old)
+                mode = "lfs" if large else "regular"
+                answer.append({"path": asked["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+            self._send(200, {"files": answer})
+
+    def lfs_batch(self, repo: str):
+        if not self._repo(repo, write=True):
+            return
+        objects = []
+        for asked in json.loads(self.body)["objects"]:
+            oid, size, step = asked["oid"], asked["size"], self.server.part_size
+            entry = {"oid": oid, "size": size}
+            if oid not in self.server.objects:
+                upload = {"href": f"{self.server.url}/lfs/{oid}"}
+                if step and size > step:
+                    count = -(-size // step)
+                    parts = {str(n): f"{self.server.url}/lfs/{oid}/{n}" for n in range(1, count + 1)}
+                    upload = {"href": f"{self.server.url}/lfs/{oid}/all", "header": {"chunk_size": str(step), **parts}}
+                entry["actions"] = {"upload": upload, "verify": {"href": f"{self.server.url}/lfs/{oid}/verify"}}
+            objects.append(entry)
+        self._send(200, {"transfer": "multipart" if self.server.part_size else "basic", "objects": objects})
+
+    def lfs_put(self, oid: str, part: str | None = None):
+        self.server.received += len(self.body)
+        if part:
+            self.server.parts[oid, int(part)] = self.body
+            return self._send(200, {}, {"ETag": f'"{part}"'})
+        self._keep(oid, self.body)
+
+    def lfs_all(self, oid: str):
+        numbers = [part["partNumber"] for part in json.loads(self.body)["parts"]]
+        self._keep(oid, b"".join(self.server.parts.get((oid, n), b"") for n in numbers))
+
+    def lfs_verify(self, oid: str):
+        asked, there = json.loads(self.body), self.server.objects.get(oid)
+        self._send(200 if there is not None and len(there) == asked["size"] else 422, {})
+
+    def commit(self, repo: str, revision: str):
+        here = self._repo(repo, write=True)
+        if not here or (files := self._files(repo, revision)) is None:
+            return None
+        files, header = dict(files), None
+        for line in self.body.splitlines():
+            item = json.loads(line)
+            value = item["value"]
+            if item["key"] == "header":
+                header = value
+            elif item["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif item["key"] == "lfsFile":
+                if value["oid"] not in self.server.objects:
+                    return self._send(422, {"error": f"{value['path']} was not uploaded"})
+                files[value["path"]] = self.server.objects[value["oid"]]
+            elif item["key"] == "deletedFile":
+                del files[value["path"]]
+        content = json.dumps([here.branches[revision], header, {k: _git_oid(v) for k, v in files.items()}])
+        oid = hashlib.sha1(content.encode()).hexdigest()
+        here.commits[oid], here.branches[revision] = files, oid
+        self._send(200, {"commitUrl": f"{self.server.url}/{repo}/commit/{oid}", "commitOid": oid})
+
+    def validate_yaml(self):
+        """A few of the Hub's rules, on what model cards of this project hold."""
+        content = json.loads(self.body)["content"]
+        found = re.match(r"---\n(.*?)\n---\n", content, re.DOTALL)
+        meta, errors = yaml.safe_load(found.group(1)) if found else {}, []
+        for key, kinds in {"license": str, "library_name": str, "pipeline_tag": str, "tags": list}.items():
+            if key in meta and not isinstance(meta[key], kinds):
+                errors.append({"message": f'"{key}" is not valid'})
+        if not set(meta.get("tags", ["x"])) or not all(isinstance(tag, str) for tag in meta.get("tags", [])):
+            errors.append({"message": '"tags" must be text'})
+        for name in [*meta.get("datasets", []), *filter(None, [meta.get("base_model")])]:
+            if not re.fullmatch(r"([\w.-]+/)?[\w.-]+", name):
+                errors.append({"message": f'"{name}" is no repository'})
+        for model in meta.get("model-index", []):
+            if not model.get("name") or not all({"task", "dataset", "metrics"} <= r.keys() for r in model["results"]):
+                errors.append({"message": '"model-index" is not valid'})
+        self._send(400 if errors else 200, {"errors": errors, "warnings": []})
+
+    def resolve(self, repo: str, revision: str, name: str):
+        if (files := self._files(repo, revision)) is None:
+            return
+        if name not in files:
+            return self._send(404, {}, {"X-Error-Code": "EntryNotFound"})
+        here, data = self.server.repos[repo], files[name]
+        headers = {"ETag": f'"{_git_oid(data)}"', "X-Repo-Commit": here.branches.get(revision, revision)}
+        start = int((re.search(r"bytes=(\d+)-", self.headers.get("Range", "")) or [0, 0])[1])
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        self._send(206 if start else 200, data[start:], headers | {"Accept-Ranges": "bytes"})
+
+    # ---- what they share
+
+    def _repo(self, repo: str, write: bool = False) -> Repo | None:
+        here = self.server.repos.get(repo)
+        if here is None or (here.private and not self.role):
+            self._send(404 if self.role else 401, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+        elif write and (self.role != "write" or repo in self.server.may_not_write):
+            self._send(403, {"error": "no rights"}, {"X-Error-Message": "no rights"})
+        else:
+            return here
+        return None
+
+    def _files(self, repo: str, revision: str) -> dict[str, bytes] | None:
+        here = self._repo(repo)
+        files = here and here.files(revision)
+        if here and files is None:
+            self._send(404, {"error": f"Invalid rev id: {revision}"}, {"X-Error-Code": "RevisionNotFound"})
+        return files
+
+    def _keep(self, oid: str, data: bytes):
+        if hashlib.sha256(data).hexdigest() != oid:
+            return self._send(422, {"error": "the checksum is wrong"})
+        self.server.objects[oid] = data
+        self._send(200, {})
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            chunks = []
+            while size := int(self.rfile.readline(), 16):
+                chunks.append(self.rfile.read(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(chunks)
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    def _cut(self):
+        # Linger 0: a reset, as of a line that breaks, not an orderly end
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True
+        self.connection.close()
+
+    def _send(self, status: int, content, headers: dict[str, str] | None = None):
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+
+def _git_oid(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+_MESSAGE = {"X-Error-Message": "Invalid credentials in Authorization header"}
+_REPO, _REV = r"(?P<repo>[\w.-]+/[\w.-]+)", r"(?P<revision>[\w.-]+(?:/[\w.-]+)?)"
+_ROUTES = [
+    (("GET",), "/api/whoami-v2", _Handler.whoami),
+    (("POST",), "/api/repos/create", _Handler.create),
+    (("POST",), "/api/validate-yaml", _Handler.validate_yaml),
+    (("GET",), f"/api/models/{_REPO}/auth-check(/write)?", _Handler.auth_check),
+    (("GET",), f"/api/models/{_REPO}/refs", _Handler.refs),
+    (("GET",), f"/api/models/{_REPO}/tree/(?P<revision>[\\w.-]+)(/(?P<folder>.+))?", _Handler.tree),
+    (("POST",), f"/api/models/{_REPO}/branch/{_REV}", _Handler.branch),
+    (("POST",), f"/api/models/{_REPO}/preupload/{_REV}", _Handler.preupload),
+    (("POST",), f"/api/models/{_REPO}/commit/{_REV}", _Handler.commit),
+    (("GET",), f"/api/models/{_REPO}(/revision/{_REV})?", _Handler.info),
+    (("POST",), f"/{_REPO}\\.git/info/lfs/objects/batch", _Handler.lfs_batch),
+    (("PUT",), r"/lfs/(?P<oid>[0-9a-f]{64})(/(?P<part>\d+))?", _Handler.lfs_put),
+    (("POST",), r"/lfs/(?P<oid>[0-9a-f]{64})/all", _Handler.lfs_all),
+    (("POST",), r"/lfs/(?P<oid>[0-9a-f]{64})/verify", _Handler.lfs_verify),
+    (("GET", "HEAD"), f"/{_REPO}/resolve/(?P<revision>[\\w.-]+)/(?P<name>.+)", _Handler.resolve),
+]
