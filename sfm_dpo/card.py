@@ -199,7 +199,7 @@ def _table(facts: dict[str, Any], log: list[dict[str, Any]]) -> list[tuple[str, 
         *(("Data", f"{_link(s, 'datasets/')}{_licence_of(s, 'dataset')}") for s in data["sources"]),
         ("Split", f"`{config['dataset_train_split']}`, seed {config['seed']}"),
         ("Pairs", f"{data['train']:,} trained, {data['eval']:,} held out, {sum(data['dropped'].values()):,} dropped"),
-        ("Fingerprint of the pairs", f"`{data['train_fingerprint']}`"),
+        ("Fingerprint of the pairs", f"`{data.get('train_fingerprint', 'not recorded')}`"),
         ("Objective", f"`{' + '.join(config['loss_type'])}`, beta {config['beta']:g}"),
         (
             "Learning rate",

@@ -101,7 +101,8 @@ def metric_difference(name: str, steps: list[int], x: np.ndarray, y: np.ndarray,
 
     The tolerance is relative to the larger value of a step, but at least to the metric's median size, and for the
     loss and the rewards at least to 1: they are in nats of the loss, whose gradient they bend by that much. Shares of
-    pairs jump by whole pairs where a margin crosses 0, so they do not decide.
+    pairs jump by whole pairs where a margin crosses 0, and learning rate and number of tokens are causes, not
+    effects: they do not decide.
     """
     gap = np.abs(x - y)
     larger = np.maximum(np.abs(x), np.abs(y))
@@ -109,7 +110,7 @@ def metric_difference(name: str, steps: list[int], x: np.ndarray, y: np.ndarray,
     scale = np.maximum(larger, np.median(larger))
     if name.endswith("loss") or "rewards/" in name:
         scale = np.maximum(scale, 1.0)
-    decides = not name.endswith("accuracies") and "accuracy" not in name
+    decides = not any(part in name for part in ("accurac", "learning_rate", "num_tokens"))
     beyond = np.flatnonzero(gap > tolerance * scale) if decides else []
     first = np.flatnonzero(gap)
     return Difference(
@@ -148,7 +149,7 @@ def as_text(result: dict[str, Any]) -> str:
     for row in result["metrics"]:
         first = "-" if row["first"] is None else f"step {row['first']}"
         beyond = "-" if row["beyond"] is None else f"step {row['beyond']}"
-        beyond = beyond if row["decides"] else "does not decide: jumps by whole pairs"
+        beyond = beyond if row["decides"] else "does not decide"
         lines.append(
             f"{row['metric']:<{width}}  {row['absolute']:>12.2e}  {row['relative']:>12.2e}  {first:>12}  {beyond}"
         )

@@ -76,7 +76,9 @@ def check_not_running(run: str | Path) -> None:
         return
     if job is not None and job != os.environ.get("SLURM_JOB_ID"):
         who = f"job {job}" if (squeue_states() or {}).get(job, "PENDING") != "PENDING" else None
-    elif environment.get("starts", [{}])[-1].get("host") == platform.node() and _is_alive(status, environment):
+    elif status.get("pid") and environment.get("starts", [{}])[-1].get("host") == platform.node():
+        if not _is_alive(status, environment):
+            return
         who = f"process {status['pid']}"
     if who:
         raise UserError(f"output_dir {run}: {who} is training in it; wait, end it, or choose another output_dir")

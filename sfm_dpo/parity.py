@@ -6,6 +6,7 @@ figures mean, rounding or a bug, is for rounding.py to say.
 """
 
 import contextlib
+import gc
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -76,8 +77,10 @@ class _ParityTrainer(SFMDPOTrainer):
         return dataset
 
 
-def measure(batch: Batch, variant: Variant, steps: int = 1, gradients: bool = True) -> Measured:
-    """Loads the model anew, computes the batch, its gradients, and `steps` of AdamW with the recipe's lr."""
+def make_trainer(batch: Batch, variant: Variant) -> SFMDPOTrainer:
+    """The model loaded anew, in a trainer set up for the variant."""
+    gc.collect()  # the last variant's model: a trainer is full of cycles, and two may not fit on a GPU
+    torch.cuda.empty_cache()
     config = parse_config(batch.argv, world_size=1)
     args = config.train
     args.padding_free, args.torch_compile = variant.attention == "packed", variant.compiled
@@ -89,6 +92,13 @@ def measure(batch: Batch, variant: Variant, steps: int = 1, gradients: bool = Tr
         model=config.model.model_name_or_path, args=args, train_dataset=batch.rows, processing_class=batch.tokenizer
     )
     trainer._step_0_checked = True  # it would stop at what this is here to find
+    return trainer
+
+
+def measure(batch: Batch, variant: Variant, steps: int = 1, gradients: bool = True) -> Measured:
+    """Loads the model anew, computes the batch, its gradients, and `steps` of AdamW with the recipe's lr."""
+    trainer = make_trainer(batch, variant)
+    args = trainer.args
     model = trainer.model.to(trainer.accelerator.device).train()
     if variant.nudged:
         nudge(model)

@@ -76,6 +76,8 @@ def find_suspects(rows: list, first_step: int, found: dict[str, Any]) -> list[di
     model |= {k: v for k, v in environment.items() if k.startswith(("versions", "gpus", "cuda", "git", "world_size"))}
     own_batch = "per_device_train_batch_size" in forward  # then each made its cache with the batch it trained with
     cached |= {k: v for k, v in reference.items() if k not in _FOLLOWS and not (k == "made" and own_batch)}
+    if not update and any(row.metric == "learning_rate" and row.absolute for row in rows):
+        update = {"learning_rate": ("as logged", "another")}
     if not data and any(row.metric == "num_tokens" and row.first == first_step for row in rows):
         data = {"num_tokens": ("at the first step", "another number")}
 
