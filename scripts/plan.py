@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
 
     # isort: split
     from sfm_dpo.config import UserError, parse_config
-    from sfm_dpo.lengths import measure
+    from sfm_dpo.measure import measure
     from sfm_dpo.plan import MFU, load_shape, make_plan, read_lengths, text
     from sfm_dpo.tokenization import load_token_pairs, load_tokenizer
 
