@@ -134,7 +134,7 @@ def test_migration_names_fields_that_exist():
     assert len(tables) > 60
     wrong = []
     for row in tables:
-        for code in re.findall(r"`([^`]+)`", row[1]):
-            name = re.match(r"[a-z_0-9]+(?=:|$)", code)
-            wrong += [code] if name and name[0] not in known else []
+        codes = re.findall(r"`([^`]+)`", row[1]) + re.findall(r"`(\w+: [^`]+)`", row[2])
+        names = [re.match(r"[a-z_0-9]+(?=:|$)", code) for code in codes]
+        wrong += [name[0] for name in names if name and name[0] not in known]
     assert not wrong

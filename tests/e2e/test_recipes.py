@@ -68,9 +68,9 @@ def architecture(recipe: Path) -> str:
 
 
 def rows(dataset: str) -> list[dict]:
-    """Rows in the shape of the recipe's data, 40 pairs of many lengths."""
+    """Rows in the shape of the recipe's data, 32 pairs of many lengths."""
     made = []
-    for i in range(40):
+    for i in range(32):
         question = [{"role": "user", "content": f"What is {i} and {i * i}?"}]
         answers = [
             f"{i + i * i}." + " Indeed." * (i % 5),
@@ -150,6 +150,11 @@ def test_recipe_trains_two_steps(runs, recipe):
     assert losses[0] == pytest.approx(math.log(2), abs=1e-4)
     environment = json.loads((run / "environment.json").read_text())
     assert environment["world_size"] == (1 if launcher(recipe) == "none" else PROCESSES)
+    if launcher(recipe) != "none":
+        complete = json.loads((run / f"checkpoint-{STEPS}" / "complete.json").read_text())
+        assert complete["launch"].replace("-", "").lower() == launcher(recipe)
+    if used["use_peft"]:
+        assert (run / "adapter_model.safetensors").is_file()
 
 
 def computed(figures: dict, launch: str) -> str:
