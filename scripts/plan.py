@@ -6,9 +6,9 @@
     python scripts/plan.py --config R --model_name_or_path FOLDER_WITH_CONFIG_JSON --lengths lengths.json
 
 Lengths of the pairs: --lengths FILE, the JSON of analyze_dataset.py or stated percentiles; without it the data set's
-own, from the cache that training and analyze_dataset.py fill, or tokenised now. --mfu defaults to 0.225, which
-open-instruct reached with DPO of OLMo 2 7B on 16 H100. --json FILE writes all of it. Other options are train_dpo.py's.
-docs/plan.md explains the figures.
+own, from the cache that training and analyze_dataset.py fill, or tokenised now. --pairs N: as if the data had so many
+pairs of these lengths. --mfu defaults to 0.225, which open-instruct reached with DPO of OLMo 2 7B on 16 H100.
+--json FILE writes all of it. Other options are train_dpo.py's. docs/plan.md explains the figures.
 """
 
 import json
@@ -31,11 +31,12 @@ def main(argv: list[str]) -> int:
     own.add_argument("--num_nodes", type=number(int, 1), default=1)
     own.add_argument("--mfu", type=number(float, 0.001, 1))
     own.add_argument("--lengths", type=Path)
+    own.add_argument("--pairs", type=number(int, 1))
     own.add_argument("--json", type=new_file)
     ours, fields = own.parse_known_args(argv)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from sfm_dpo.config import UserError, parse_config
-    from sfm_dpo.lengths import measure
+    from sfm_dpo.measure import measure
     from sfm_dpo.plan import MFU, load_shape, make_plan, read_lengths, text
     from sfm_dpo.tokenization import load_token_pairs, load_tokenizer
 
@@ -47,6 +48,7 @@ def main(argv: list[str]) -> int:
         else:
             tokens = load_token_pairs(config, load_tokenizer(config))[0].train
             lengths, pairs = measure(tokens)[0], len(tokens)
+        pairs = ours.pairs or pairs
         plan = make_plan(config, shape, lengths, pairs, ours.gpu, ours.num_gpus, ours.num_nodes, ours.mfu or MFU)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

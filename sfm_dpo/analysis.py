@@ -14,7 +14,8 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from sfm_dpo.config import Config, UserError
 from sfm_dpo.data import load_pairs
-from sfm_dpo.lengths import Lengths, analyze, measure, repeats, turns
+from sfm_dpo.lengths import Lengths, analyze, repeats
+from sfm_dpo.measure import measure, turns
 from sfm_dpo.tokenization import load_tokenizer, tokenize_pairs
 
 # Chosen longer in this share of the pairs or more, or rejected: length alone then predicts the preference.

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
@@ -40,6 +41,7 @@ class Guard(TrainerCallback):
         self.stopped: Finding | None = None
         self.last_healthy: str | None = None
         self.answers: list[list[Answer]] = []
+        self.seconds = {"rules": 0.0, "answers": 0.0}  # what the guard itself cost
 
     def on_train_begin(self, args, state, control, **kwargs):
         normalized = args.loss_type[0] in LENGTH_NORMALIZED_LOSSES
@@ -56,8 +58,11 @@ class Guard(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" not in (logs or {}) or self.stopped:
             return
+        start = time.monotonic()
         if self.every and (state.global_step % self.every == 0 or not self.answers):
             state.log_history[-1].update(self._generate(args))  # into trainer_state.json
+        self.seconds["answers"] += time.monotonic() - start
+        start = time.monotonic()
         log = [entry for entry in state.log_history if "loss" in entry]
         known = {finding.signal for finding in self.findings}
         # The metrics were gathered from all ranks and should be equal on them. A hang is the price of "should".
@@ -72,6 +77,7 @@ class Guard(TrainerCallback):
                 self.stopped = finding
         if self.stopped:
             control.should_training_stop, control.should_save, control.should_evaluate = True, False, False
+        self.seconds["rules"] += time.monotonic() - start
         if new[0]:
             self._write(args, log)
         return control
@@ -174,6 +180,7 @@ class Guard(TrainerCallback):
             "steps": log[-1]["step"] if log else 0,
             "findings": [f._asdict() for f in self.findings],
             "observed": observed(log),
+            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
         }
         write_atomically(Path(args.output_dir) / HEALTH, json.dumps(health, indent=2) + "\n")
 

@@ -1,20 +1,15 @@
 """How long are the pairs? Percentiles, what each max_length keeps and costs, the one to take, and what looks wrong.
 
 Lengths are tokens as training counts them. A pair's total is prompt + longer response. `analyze` returns a plain dict
-(docs/lengths.md), from which length_report.py makes text, picture and page; all but the reading is pure arithmetic.
+(docs/lengths.md), from which length_report.py makes text, picture and page. Pure arithmetic: measure.py reads.
 """
 
-import inspect
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import xxhash
-from datasets import Dataset
-from datasets.fingerprint import Hasher
 
 from sfm_dpo.padding import grouped_padding, stock_padding
 
@@ -42,81 +37,6 @@ class Lengths:
 
     def __len__(self) -> int:
         return len(self.prompt)
-
-
-# ---- reading
-
-
-def measure(tokens: Dataset, num_proc: int | None = None) -> tuple[Lengths, np.ndarray, np.ndarray]:
-    """Lengths of tokenised pairs (tokenization.py), and keys [N] int64 equal for equal prompts and equal pairs."""
-    columns = (
-        tokens.with_format("numpy")
-        .map(
-            _measure_batch,
-            batched=True,
-            batch_size=100,
-            remove_columns=[name for name in tokens.column_names if name.endswith("_ids")],
-            num_proc=num_proc,
-            new_fingerprint=_key(tokens),
-            desc="Measuring",
-        )
-        .with_format("numpy")[:]
-    )
-    names = ("prompt_length", "chosen_length", "rejected_length", "shared")
-    prompt, chosen, rejected, shared = (columns[name].astype(np.int64) for name in names)
-    return Lengths(prompt, chosen, rejected, shared), columns["prompt_key"], columns["pair_key"]
-
-
-def _measure_batch(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    shared, prompt_keys, pair_keys = [], [], []
-
-    def key_of(hashed: xxhash.xxh3_64) -> int:
-        return int.from_bytes(hashed.digest(), "little", signed=True)
-
-    for prompt, chosen, rejected in zip(batch["prompt_ids"], batch["chosen_ids"], batch["rejected_ids"], strict=True):
-        n = min(len(chosen), len(rejected))
-        differ = np.flatnonzero(chosen[:n] != rejected[:n])
-        shared.append(differ[0] if differ.size else n)
-        hashed = xxhash.xxh3_64(np.ascontiguousarray(prompt, dtype=np.int32).tobytes())
-        prompt_keys.append(key_of(hashed))
-        for side in (chosen, rejected):
-            hashed.update(len(side).to_bytes(8, "little") + np.ascontiguousarray(side, dtype=np.int32).tobytes())
-        pair_keys.append(key_of(hashed))
-    return {
-        "shared": np.array(shared, dtype=np.int64),
-        "prompt_key": np.array(prompt_keys, dtype=np.int64),
-        "pair_key": np.array(pair_keys, dtype=np.int64),
-    }
-
-
-def turns(pairs: Dataset, num_proc: int | None = None) -> np.ndarray:
-    """[N] user messages in the prompt of each pair (data.py); plain text is one."""
-    counted = pairs.select_columns(["prompt"]).map(
-        _turns_batch,
-        batched=True,
-        remove_columns=["prompt"],
-        num_proc=num_proc,
-        new_fingerprint=_key(pairs),
-        desc="Counting turns",
-    )
-    return counted.with_format("numpy")["turns"][:]
-
-
-def _turns_batch(batch: dict[str, list]) -> dict[str, list[int]]:
-    return {
-        "turns": [
-            1 if isinstance(prompt, str) else sum(message["role"] == "user" for message in prompt)
-            for prompt in batch["prompt"]
-        ]
-    }
-
-
-def _key(dataset: Dataset) -> str:
-    """datasets knows an imported function by its name: its cache would outlive a change of this module."""
-    return Hasher.hash((dataset._fingerprint, inspect.getsource(sys.modules[__name__])))
-
-
-# ---- arithmetic
 
 
 def percentile(values: np.ndarray, q: float) -> int:

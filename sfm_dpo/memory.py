@@ -6,6 +6,7 @@ backward is counted, and nothing is assumed of it.
 """
 
 import copy
+import warnings
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -146,7 +147,8 @@ def _traced_peak(
         tracker = _Peak()
         tracker.track_external(model)
         start = tracker.get_tracker_snapshot("current")
-        with tracker:
+        with tracker, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Expected a tensor or a traceable", UserWarning)  # MemTracker's own
             ids = torch.zeros(1, tokens, dtype=torch.long)
             output = model.base_model(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state
             saved = tracker.get_tracker_snapshot("current")

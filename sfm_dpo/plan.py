@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from peft import get_peft_model
 from transformers import AutoConfig, PretrainedConfig
+from trl import get_peft_config
 
 from sfm_dpo import memory
 from sfm_dpo.checkpoint import checkpoint_bytes
@@ -132,7 +134,12 @@ def make_plan(
         raise UserError(f"max_length {args.max_length}: no prompt leaves room for a response; raise it")
     data = Data(cut, round(pairs * float(keep.mean())))
     model = memory.meta_model(shape)
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = trained = sum(p.numel() for p in model.parameters())
+    adapted = None
+    if lora := get_peft_config(config.model):
+        with torch.device("meta"):
+            adapted = get_peft_model(memory.meta_model(shape), lora)
+        trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     per_device = config.asked_per_device
     unit = per_device * gpus
     if args.global_batch_size % unit:
@@ -153,8 +160,10 @@ def make_plan(
     for launch, file in LAUNCHES.items():
         zero = json.loads((ROOT / file).read_text())["zero_optimization"] if file else {}
         largest, block = memory.largest_module(model), memory.largest_block(model)
-        states = memory.model_states(parameters, largest, block, launch, num_gpus, num_nodes, zero)
-        if not args.precompute_ref_log_probs:
+        states = memory.model_states(trained, largest, block, launch, num_gpus, num_nodes, zero)
+        if adapted:  # ZeRO-2 keeps frozen weights whole, FSDP2 splits them in fp32
+            states["weights"] += int({"zero2": 2, "zero3": 2 / gpus, "fsdp2": 4 / gpus}[launch] * parameters)
+        elif not args.precompute_ref_log_probs:
             states["reference"] = 2 * parameters // (gpus if launch == "zero3" else 1)
         held, free = sum(states.values()), GPU_MEMORY[name] * USABLE
         launches[launch] = {
@@ -168,7 +177,9 @@ def make_plan(
             if launch == "zero3"
             else None,
             "checkpoint": checkpoint_bytes(
-                memory.meta_model(shape, torch.float32) if launch == "fsdp2" else model, True, launch == "fsdp2"
+                adapted or (memory.meta_model(shape, torch.float32) if launch == "fsdp2" else model),
+                True,
+                launch == "fsdp2",
             ),
         }
     forward_flops = ForwardFlops.of(model)
@@ -183,7 +194,7 @@ def make_plan(
     }
     kept = (args.save_total_limit or 1) + 1 + (args.guard != "skip")
     return {
-        "model": {"model_type": shape.model_type, "parameters": parameters},
+        "model": {"model_type": shape.model_type, "parameters": parameters, "trained": trained},
         "gpu": {"name": name, "memory": GPU_MEMORY[name], "usable": USABLE, "num_gpus": num_gpus, "nodes": num_nodes},
         "data": {
             "pairs": data.pairs,
@@ -224,7 +235,8 @@ def text(plan: dict[str, Any]) -> str:
     on_off = (("with checkpointing", True), ("without", False))
     tokens = f"{batch['largest_micro_batch']:,} tokens {'packed' if batch['packed'] else 'padded'}"
     lines = [
-        f"model     {model['model_type']}, {model['parameters']:,} parameters",
+        f"model     {model['model_type']}, {model['parameters']:,} parameters"
+        + (f", {model['trained']:,} trained" if model["trained"] != model["parameters"] else ""),
         f"data      {data['pairs']:,} pairs, {data['tokens'] / 1e6:,.0f} M tokens "
         f"({data['response_tokens'] / 1e6:,.0f} M of responses), longest sequence {data['longest_sequence']:,}",
         f"batch     {batch['global']} = {batch['per_device']} x {batch['micro_batches']} accumulation x {gpus} GPUs, "
@@ -260,4 +272,6 @@ def text(plan: dict[str, Any]) -> str:
         say = "yes" if facts["total"][False] <= usable else f"with per_device {off} at most" if off else "no"
         lines.append(f"{launch:<10}{as_asked} as asked; can checkpointing be off? {say}")
     lines += [f"warning   {facts['warning']}" for facts in launches.values() if facts["warning"]]
+    if model["trained"] < model["parameters"]:
+        lines.append("warning   LoRA: activations and time are those of full training, upper bounds")
     return "\n".join(lines)

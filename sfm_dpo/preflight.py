@@ -6,6 +6,7 @@ still falls, but by making the rejected answers impossible too. The numbers that
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +154,8 @@ def run_preflight(trainer, config: Config) -> dict[str, Any]:
     else:
         judged, logps = sample, base_logps(trainer, sample)
     lengths = np.maximum(response_lengths(columns, args.max_length), 1)
-    sources = (
-        [str(dataset["source"][int(i)]) for i in judged] if "source" in dataset.column_names else [""] * len(judged)
-    )
+    sources = dataset["source"][:] if "source" in dataset.column_names else [""] * len(dataset)
+    sources = [str(sources[i]) for i in judged]
     figures = pair_figures(logps.astype(np.float64), lengths[judged], sources, args.loss_type[0], args.beta)
     eos = model.generation_config.eos_token_id if model.can_generate() else None
     eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
@@ -198,7 +198,9 @@ def preflight_phase(trainer, config: Config) -> None:
     mode, path = config.train.preflight, Path(config.train.output_dir) / PREFLIGHT
     if mode == "skip":
         return
+    start = time.monotonic()
     result = run_preflight(trainer, config) | {"preflight": mode}
+    result["seconds"] = round(time.monotonic() - start, 3)
     result["text"] = as_text(result)
     if is_main_process():
         write_atomically(path, json.dumps(result, indent=2) + "\n")

@@ -18,7 +18,7 @@ import transformers
 from datasets import Dataset, Features, List, Value
 from datasets.fingerprint import Hasher
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trl.data_utils import common_prefix_length
 
 from sfm_dpo.config import Config, UserError
@@ -250,21 +250,12 @@ def _encode(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> tuple
             cuts = () if special else _cuts(tokenizer)
             pieces = [_share_lead(texts[i], cuts) for i in index]
             flat = [text for piece in pieces for text in piece]
-            ids = _token_ids(flat, tokenizer, special)
+            ids = tokenizer(flat, add_special_tokens=special, return_attention_mask=False)["input_ids"]
             for n, i in enumerate(index):
                 lead, *rest = ids[4 * n : 4 * n + 4]
                 # An empty text may have tokens too: a BOS
                 encoded[i] = [lead + tail for tail in rest] if pieces[n][0] else rest
     return tuple(map(list, zip(*encoded, strict=True))), reasons  # type: ignore[return-value]
-
-
-def _token_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase, special: bool) -> list[list[int]]:
-    """tokenizer(texts)["input_ids"]; transformers 5.23 also has tokenizers track offsets, a third more work."""
-    if not tokenizer.is_fast or type(tokenizer)._encode_plus is not PreTrainedTokenizerFast._encode_plus:
-        return tokenizer(texts, add_special_tokens=special, return_attention_mask=False)["input_ids"]
-    tokenizer("", add_special_tokens=special)  # sets truncation, padding and split_special_tokens
-    encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=special)
-    return [encoding.ids for encoding in encodings]
 
 
 def _share_lead(texts: tuple[str, str, str], cuts: Iterable[str]) -> tuple[str, str, str, str]:

@@ -83,6 +83,7 @@ class HubServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or each answer waits 40 ms between its head and its body
     server: HubServer
 
     def log_message(self, *args):

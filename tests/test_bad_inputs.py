@@ -180,7 +180,7 @@ CASES = [
     ("parity", f"{RECIPE} --pairs 0", "--pairs: '0' must be a whole number from 1 on"),
     ("parity", f"{RECIPE} --steps -1", "--steps: '-1' must be a whole number from 0 on"),
     ("parity", f"{RECIPE} --json {{kit}}/no/x.json", "its folder does not exist"),
-    ("prefetch", "--config {kit}/nothing.yaml", "nothing.yaml: no such file; recipes here: recipes/demo.yaml"),
+    ("prefetch", "--config {kit}/nothing.yaml", "nothing.yaml: no such file; recipes here: recipes/"),
     (
         "prefetch",
         "--model_name_or_path 'a b' --dataset_name {kit}/pairs.jsonl",

@@ -26,12 +26,12 @@ from sfm_dpo.lengths import (
     analyze,
     candidates,
     coverage,
-    measure,
     percentile,
     percentile_interval,
     recommend,
     truncate,
 )
+from sfm_dpo.measure import measure
 from sfm_dpo.padding import grouped_padding, stock_padding
 from sfm_dpo.throughput import ForwardFlops
 from tests.tiny_models import CHAT_TEMPLATE, tiny_model, tiny_tokenizer

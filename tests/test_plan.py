@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Olmo3Config
 from sfm_dpo import memory
 from sfm_dpo.config import UserError, parse_config
 from sfm_dpo.lengths import Lengths
-from sfm_dpo.plan import make_plan
+from sfm_dpo.plan import make_plan, text
 from tests.tiny_models import tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -141,20 +141,33 @@ def test_padding_and_a_second_model_cost_memory(plan_of, tiny_folder):
     assert "reference" not in packed["launches"]["zero2"]["states"]
 
 
+def test_lora_trains_the_adapter_alone(plan_of):
+    shape = AutoConfig.from_pretrained(ROOT / "bench/shapes/gpt_neox_6.9b")
+    fields = ["--use_peft", "true", "--lora_r", "64", "--lora_target_modules", "all-linear"]
+    plan = plan_of(shape, lengths_of(1280, 100, 900, 400), fields)
+    n, trained = plan["model"]["parameters"], plan["model"]["trained"]
+    assert trained == 32 * 64 * (4096 + 3 * 4096 + 2 * 4096 + 2 * (4096 + 16384))  # a block's four matrices
+    zero2 = plan["launches"]["zero2"]
+    assert zero2["states"]["weights"] == 2 * n + 2 * trained
+    assert zero2["states"]["optimizer"] == 3 * trained
+    assert zero2["checkpoint"] == 16 * trained
+    assert "LoRA" in text(plan)
+
+
 def test_command_with_stated_percentiles(tmp_path):
     stated = {"pairs": 1000, "percentiles": {name: {"0": 50, "50": 100, "100": 200} for name in ("prompt", "chosen")}}
     stated["percentiles"]["rejected"] = {"0": 10, "50": {"tokens": 20}, "100": 40}
     (tmp_path / "l.json").write_text(json.dumps(stated))
     command = [sys.executable, "scripts/plan.py", "--config", "recipes/olmo_hybrid_7b_instruct.yaml"]
-    command += ["--model_name_or_path", "bench/shapes/olmo3_7b", "--lengths", tmp_path / "l.json"]
+    command += ["--model_name_or_path", "bench/shapes/olmo3_7b", "--lengths", tmp_path / "l.json", "--pairs", "2000"]
     command += ["--gpu", "h100", "--num_gpus", "8", "--num_nodes", "4", "--json", tmp_path / "plan.json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "7,298,011,136 parameters" in done.stdout and "GPU-hours" in done.stdout
     plan = json.loads((tmp_path / "plan.json").read_text())
-    assert plan["data"]["pairs"] == 1000
+    assert plan["data"]["pairs"] == 2000
     prompt, rejected = (150 / np.log(4), 30 / np.log(4))  # means of a log-uniform; chosen is as prompt
-    assert plan["data"]["tokens"] == pytest.approx(1000 * (3 * prompt + rejected), rel=0.02)
+    assert plan["data"]["tokens"] == pytest.approx(2000 * (3 * prompt + rejected), rel=0.02)
 
     (tmp_path / "l.json").write_text("{}")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

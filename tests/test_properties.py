@@ -44,7 +44,7 @@ anything = st.recursive(
 
 @dataclass
 class Made:
-    """A row as it stands in the file, and what must become of it: a reason, or the text of prompt, chosen, rejected."""
+    """A row as it stands in the file, and what becomes of it: a reason, or the text of prompt, chosen, rejected."""
 
     row: dict[str, Any]
     expected: str | tuple[str, str, str]

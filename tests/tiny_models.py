@@ -5,6 +5,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GPTNeoXConfig,
     LlamaConfig,
+    Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
     OlmoHybridConfig,
@@ -80,6 +81,8 @@ def tiny_config(architecture: str, **overrides) -> PreTrainedConfig:
             {"num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1},
         ),
     }
+    if architecture == "olmo2":  # not among ARCHITECTURES: OLMo 3 has all it has
+        specific[architecture] = (Olmo2Config, {})
     if architecture == "olmo_hybrid":  # not among ARCHITECTURES: it cannot be packed
         specific[architecture] = (OlmoHybridConfig, {"num_key_value_heads": 4})
     config_class, extra = specific[architecture]

@@ -77,10 +77,7 @@ class Place:
             if value is not None:
                 command += [f"--{name}", *(value if isinstance(value, list) else [value])]
         log = (self.folder / f"{run}.log").open("ab")
-        foreign = ("SLURM", "ACCELERATE_", "WANDB", "TORCHELASTIC", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_")
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-        clean |= {"HF_HOME": str(self.hf_home), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-        clean |= {"DS_ACCELERATOR": "cpu"} | (env or {})
+        clean = clean_environment(self.hf_home) | (env or {})
         with log:
             start = log.tell()
             process = subprocess.Popen(
@@ -171,6 +168,14 @@ def copy_run(run: Run, name: str) -> Path:
     target = run.folder.with_name(name)
     shutil.copytree(run.folder, target)
     return target
+
+
+def clean_environment(hf_home: Path) -> dict[str, str]:
+    """This process's environment for a run, without what a launcher, Slurm or a tracker left in it."""
+    foreign = ("SLURM", "ACCELERATE_", "WANDB", "TORCHELASTIC", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    clean |= {"HF_HOME": str(hf_home), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+    return clean | {"DS_ACCELERATOR": "cpu"}
 
 
 def free_port() -> int:
