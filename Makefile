@@ -29,6 +29,7 @@ test: setup lint
 lint: setup
 	"$(BIN)/ruff" check .
 	"$(BIN)/ruff" format --check .
+	"$(BIN)/mypy"
 
 bench: setup
 	"$(BIN)/python" bench/throughput.py

@@ -59,6 +59,7 @@ def main(argv: list[str]) -> int:
         check_not_running(config.train.output_dir)
         return train(config)
     except StopRequested as stop:
+        assert config is not None
         clear_stop(config.train.output_dir)
         return stopped(config, str(stop), shards=stop.shards)
     except UserError as error:
@@ -89,7 +90,7 @@ def train(config: Config) -> int:
     checkpoint = find_start(args, say)
     push = args.push_to_hub
     if push:
-        main_process_first(lambda: is_main_process() and check_push(args, bool(checkpoint), say))
+        main_process_first(lambda: check_push(args, bool(checkpoint), say) if is_main_process() else None)
     pairs, notes = main_process_first(lambda: load_token_pairs(config, tokenizer))
     train_set, eval_set = pairs.train, pairs.eval
     for note in notes:

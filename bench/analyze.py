@@ -77,10 +77,12 @@ def speed(args: argparse.Namespace, tokenizer, words: list[str]) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "true"
         tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
 
+    counted = []
+
     def this_project():
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         tokens, _ = tokenize_pairs(dataset, tokenizer, None, None, args.num_proc)
-        this_project.tokens = int(sum(sum(tokens[f"{name}_length"]) for name in ("prompt", "chosen", "rejected")))
+        counted.append(int(sum(sum(tokens[f"{name}_length"]) for name in ("prompt", "chosen", "rejected"))))
         tokens.cleanup_cache_files()
         for file in tokens.cache_files:
             Path(file["filename"]).unlink(missing_ok=True)
@@ -89,14 +91,14 @@ def speed(args: argparse.Namespace, tokenizer, words: list[str]) -> None:
     seconds: dict[str, list] = {name: [] for name in ways}
     for _ in range(args.repeats):
         for name, way in ways.items():
-            start, cpu = time.perf_counter(), sum(os.times()[:4])
+            start, used = time.perf_counter(), sum(os.times()[:4])
             way()
-            seconds[name].append((time.perf_counter() - start, sum(os.times()[:4]) - cpu))
+            seconds[name].append((time.perf_counter() - start, sum(os.times()[:4]) - used))
             print(f"  {name:<18} {seconds[name][-1][0]:7.2f} s, {seconds[name][-1][1]:7.2f} CPU s", flush=True)
     wall = {name: statistics.median(s for s, _ in runs) for name, runs in seconds.items()}
     cpu = {name: statistics.median(c for _, c in runs) for name, runs in seconds.items()}
     mine, cores = wall["this_project"], len(os.sched_getaffinity(0))
-    print(f"{args.rows} rows, {this_project.tokens:,} tokens, {args.num_proc} processes, {cores} cores")
+    print(f"{args.rows} rows, {counted[-1]:,} tokens, {args.num_proc} processes, {cores} cores")
     print(f"  {args.rows / mine:,.1f} rows/s; {cpu['this_project'] / args.rows * 1000:.1f} CPU ms a row")
     for other in ("one_row_at_a_time", "encode_batch"):
         print(f"  {wall[other] / mine:.2f} times {other} by wall time, {cpu[other] / cpu['this_project']:.2f} by CPU")

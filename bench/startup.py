@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
@@ -47,8 +48,8 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 1024}
-        tiny_model("llama", **shape).save_pretrained(folder / "model")
+        shape: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        tiny_model("llama", **shape, max_position_embeddings=1024).save_pretrained(folder / "model")
         tiny_tokenizer().save_pretrained(folder / "model")
         seconds = {}
         for pairs in (64, options.pairs):
@@ -72,7 +73,7 @@ def start(folder: Path, pairs: int, number: str) -> float:
     env |= {"PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
     begin, taken, lines = time.monotonic(), None, []
     with subprocess.Popen(list(map(str, command)), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:
-        for line in run.stdout:
+        for line in run.stdout or ():
             lines.append(line.decode(errors="replace"))
             if taken is None and lines[-1].startswith("step 1/"):
                 taken = time.monotonic() - begin

@@ -21,6 +21,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from sfm_dpo import arguments
+
 ROOT = Path(__file__).resolve().parents[1]
 # Each variant keeps the flags of those before it.
 VARIANTS = {
@@ -76,16 +80,16 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser, count = arguments.Arguments(description=__doc__), arguments.number(int, 1)
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     parser.add_argument("--model", choices=["olmo3", "gpt_neox", "llama"], default="olmo3", help="architecture")
-    parser.add_argument("--layers", type=int, help="default: 6 on the CPU, 8 on a GPU (the real models have 32)")
+    parser.add_argument("--layers", type=count, help="default: 6 on the CPU, 8 on a GPU (the real models have 32)")
     parser.add_argument("--lengths", choices=["think", "instruct"], default="think", help="Dolci-Think or -Instruct")
-    parser.add_argument("--scale", type=int, help="divides all lengths; default: 8 on the CPU, 1 on a GPU")
-    parser.add_argument("--pairs", type=int, help="measured pairs; default: 96")
-    parser.add_argument("--batch", type=int, default=4, help="pairs in a micro-batch")
-    parser.add_argument("--accumulation", type=int, default=4, help="micro-batches in an optimizer step")
-    parser.add_argument("--rounds", type=int, help="default: 5")
+    parser.add_argument("--scale", type=count, help="divides all lengths; default: 8 on the CPU, 1 on a GPU")
+    parser.add_argument("--pairs", type=count, help="measured pairs; default: 96")
+    parser.add_argument("--batch", type=count, default=4, help="pairs in a micro-batch")
+    parser.add_argument("--accumulation", type=count, default=4, help="micro-batches in an optimizer step")
+    parser.add_argument("--rounds", type=count, help="default: 5")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="default: all")
     parser.add_argument("--machine", help="its name in the file; default: cores and CPU, or the GPU")
     parser.add_argument("--out", default=str(ROOT / "bench" / "results"), help="folder of the JSON file")

@@ -10,7 +10,6 @@ Run it with the recipe, on all pairs, and the training run finds their token ids
 recipe can be given too; max_prompt_length is applied where it is given. docs/lengths.md explains the output.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -18,16 +17,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from sfm_dpo.arguments import Arguments, new_figure, new_file, number
+
 DATASET, MODEL = "allenai/Dolci-Instruct-DPO", "geodesic-research/sfm-sft_dolci_instruct_unfiltered"
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        usage="analyze_dataset.py [DATASET] [options]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    share = number(float, 0, 1)
+    parser = Arguments(usage="analyze_dataset.py [DATASET] [options]", description=__doc__)
     parser.add_argument("--config", metavar="RECIPE", help="a recipe; DATASET and options override it")
     parser.add_argument(
         "--model_name_or_path", metavar="M", help=f"tokenizer and chat template (default: the recipe's, or {MODEL})"
@@ -36,15 +33,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dataset_num_proc", metavar="N", help="processes (default: one a core)")
     parser.add_argument("--min_coverage", type=share, default=0.95, help="pairs to leave whole (default 0.95)")
     parser.add_argument("--min_tokens_kept", type=share, default=0.9, help="response tokens to keep (default 0.9)")
-    for kind, what in (("json", "everything, for machines"), ("plot", "the picture"), ("html", "one page with all")):
-        parser.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"writes {what}")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="writes everything, for machines")
+    parser.add_argument("--plot", type=new_figure, metavar="FILE", help="writes the picture, .png, .svg or .pdf")
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="writes one page with all")
     args, fields = parser.parse_known_args(argv)  # answers --help before the slow imports
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes instead; datasets would turn it off with a warning
-    import sfm_dpo  # noqa: F401  (first: it reads .env)
-
-    # isort: split
     from sfm_dpo.analysis import analyze_dataset
     from sfm_dpo.config import UserError, parse_config
     from sfm_dpo.length_report import text, write_page, write_plot
@@ -85,14 +80,6 @@ def defaults(fields: list[str]) -> list[str]:
         fields += [] if "--model_name_or_path" in given else [f"--model_name_or_path={MODEL}"]
     fields += [] if "--dataset_num_proc" in given else [f"--dataset_num_proc={len(os.sched_getaffinity(0))}"]
     return fields
-
-
-def share(value: str) -> float:
-    """A share of 0 to 1, for argparse."""
-    number = float(value)
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"{value} must be in 0..1")
-    return number
 
 
 if __name__ == "__main__":

@@ -21,17 +21,18 @@ from sfm_dpo.run_dir import claim, read_status
 
 
 def main(argv: list[str]) -> int:
-    if len(argv) < 2 or not argv[1].isdigit() or argv[1] == "0":
-        print(__doc__, file=sys.stderr)
-        return 2
-    launch = yaml.safe_load(Path(argv[0]).read_text())
-    os.environ[f"ACCELERATE_USE_{launch['distributed_type']}"] = "true"  # as the launcher does: dtype depends on it
     try:
+        if len(argv) < 2 or not argv[1].isdecimal() or int(argv[1]) < 1:
+            given = " ".join(argv[:2]) or "nothing"
+            raise UserError(
+                f"{given}: give a launch configuration, the number of processes, then train_dpo.py's options"
+            )
+        os.environ[f"ACCELERATE_USE_{distributed_type(argv[0])}"] = "true"  # as the launcher does: dtype depends on it
         config = parse_config(argv[2:], world_size=int(argv[1]))
         if claim(config):
             check_not_running(config.train.output_dir)
             print(config.train.output_dir)
-        elif (status := read_status(config.train.output_dir))["state"] == "push_failed":
+        elif (status := read_status(config.train.output_dir) or {}).get("state") == "push_failed":
             print(f"{config.train.output_dir}: trained, but not pushed: {status['message']}", file=sys.stderr)
         else:
             print(f"{config.train.output_dir}: already done; choose another output_dir to run again", file=sys.stderr)
@@ -39,6 +40,17 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def distributed_type(path: str) -> str:
+    """What accelerate's launch configuration says."""
+    try:
+        return yaml.safe_load(Path(path).read_text())["distributed_type"]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError) as error:
+        raise UserError(
+            f"{path}: is no launch configuration of accelerate ({type(error).__name__}: {error}); give "
+            "accelerate_config.yaml, or a file of configs/accelerate"
+        ) from error
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ W&B offline folder (wandb/offline-run-...). Exit codes: 0 identical or equal wit
 docs/reproducibility.md says how the tolerance and the suspects are meant.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from sfm_dpo.arguments import Arguments, new_figure, new_file, number
 from sfm_dpo.compare import as_text, compare
 from sfm_dpo.compare_plot import draw_comparison
 from sfm_dpo.config import UserError
@@ -22,28 +22,19 @@ from sfm_dpo.run_log import read_log
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="compare_runs.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Arguments(prog="compare_runs.py", description=__doc__)
     parser.add_argument("run_a")
     parser.add_argument("run_b")
     parser.add_argument(
         "--tolerance",
-        type=float,
+        type=number(float, 1e-12),
         help="relative; 0.001, or 0.05 where a run says bf16 or fp16, as the check of step 0",
     )
-    parser.add_argument("--until", type=int, metavar="STEP", help="leave out later steps")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="all of it, with both series, for programs")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="the curves and their difference, .png or .svg")
+    parser.add_argument("--until", type=number(int, 1), metavar="STEP", help="leave out later steps")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="all of it, with both series, for programs")
+    parser.add_argument("--plot", type=new_figure, metavar="FILE", help="the curves, a .png, .svg or .pdf")
     options = parser.parse_args(argv)
     try:
-        if options.tolerance is not None and not 0 < options.tolerance < float("inf"):
-            raise UserError(f"--tolerance {options.tolerance}: must be above 0 and finite")
-        if options.plot and options.plot.suffix not in (".png", ".svg", ".pdf"):
-            raise UserError(f"--plot {options.plot}: the name must end in .png, .svg or .pdf")
-        for path in (options.json, options.plot):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise UserError(f"{path}: its folder does not exist; make it first")
         result = compare(read_log(options.run_a), read_log(options.run_b), options.tolerance, options.until)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

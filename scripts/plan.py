@@ -11,7 +11,6 @@ pairs of these lengths. --mfu defaults to 0.225, which open-instruct reached wit
 --json FILE writes all of it. Other options are train_dpo.py's. docs/plan.md explains the figures.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -19,36 +18,29 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from sfm_dpo.arguments import Arguments, new_file, number
+
 
 def main(argv: list[str]) -> int:
     if not argv or {"-h", "--help"} & set(argv):
         print(__doc__)
         return 0
-    own = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    own = Arguments(add_help=False)
     own.add_argument("--gpu", default="b200")
-    own.add_argument("--num_gpus", type=int, default=4)
-    own.add_argument("--num_nodes", type=int, default=1)
-    own.add_argument("--mfu", type=float)
+    own.add_argument("--num_gpus", type=number(int, 1), default=4)
+    own.add_argument("--num_nodes", type=number(int, 1), default=1)
+    own.add_argument("--mfu", type=number(float, 0.001, 1))
     own.add_argument("--lengths", type=Path)
-    own.add_argument("--pairs", type=int)
-    own.add_argument("--json", type=Path)
+    own.add_argument("--pairs", type=number(int, 1))
+    own.add_argument("--json", type=new_file)
     ours, fields = own.parse_known_args(argv)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    import sfm_dpo  # noqa: F401  (first: it reads .env)
-
-    # isort: split
     from sfm_dpo.config import UserError, parse_config
     from sfm_dpo.measure import measure
     from sfm_dpo.plan import MFU, load_shape, make_plan, read_lengths, text
     from sfm_dpo.tokenization import load_token_pairs, load_tokenizer
 
     try:
-        if (
-            min(ours.num_gpus, ours.num_nodes, 1 if ours.pairs is None else ours.pairs) < 1
-            or not 0 < (ours.mfu or MFU) <= 1
-        ):
-            given = f"--num_gpus {ours.num_gpus} --num_nodes {ours.num_nodes} --pairs {ours.pairs} --mfu {ours.mfu}"
-            raise UserError(f"{given}: out of range")
         config = parse_config([*fields, "--report_to", "none"], training=False)
         shape = load_shape(config)
         if ours.lengths:

@@ -15,12 +15,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import sfm_dpo  # noqa: F401  (first: it reads .env)
 
 # isort: split
-import argparse
 import json
 import tempfile
 
 import numpy as np
 
+from sfm_dpo.arguments import Arguments, new_file
 from sfm_dpo.config import UserError, parse_config
 from sfm_dpo.model import load_model_config, model_init_kwargs
 from sfm_dpo.preflight import as_text, check_vocabulary, run_preflight
@@ -32,8 +32,8 @@ def main(argv: list[str]) -> int:
     if not argv or {"-h", "--help"} & set(argv):
         print(__doc__)
         return 0
-    own = argparse.ArgumentParser(allow_abbrev=False)
-    own.add_argument("--json", type=Path)
+    own = Arguments()
+    own.add_argument("--json", type=new_file)
     ours, argv = own.parse_known_args(argv)
     try:
         with tempfile.TemporaryDirectory() as folder:  # the trainer wants an output_dir; nothing is kept in it

@@ -22,14 +22,13 @@ import sfm_dpo  # noqa: F401  (first: it reads .env)
 
 # isort: split
 from sfm_dpo import hub, publish
+from sfm_dpo.arguments import Arguments
 from sfm_dpo.checks import UserError
 from sfm_dpo.redact import mask, mask_traceback
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="push_to_hub.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Arguments(prog="push_to_hub.py", description=__doc__)
     parser.add_argument("path", metavar="RUN_OR_CHECKPOINT", type=Path)
     parser.add_argument("--hub_model_id", help="default: the run's own, or the name of its folder")
     parser.add_argument("--hub_revision", help="branch; {step} in it is a checkpoint's step; default: the run's own")

@@ -11,7 +11,6 @@ checkpoint  the newest complete one
 starts      how often the run was started: one more than it was requeued
 """
 
-import argparse
 import json
 import sys
 import time
@@ -19,17 +18,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from sfm_dpo.arguments import Arguments, number
 from sfm_dpo.overview import read_all, table
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="status.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Arguments(prog="status.py", description=__doc__)
     parser.add_argument("folders", nargs="*", default=["outputs"])
-    parser.add_argument(
-        "--watch", nargs="?", type=float, const=10.0, metavar="SECONDS", help="show it again and again"
-    )
+    seconds, again = number(float, 0.1, 86400), "show it again and again"
+    parser.add_argument("--watch", nargs="?", type=seconds, const=10.0, metavar="SECONDS", help=again)
     parser.add_argument("--json", action="store_true", help="a list of mappings, for programs")
     options = parser.parse_args(argv)
     missing = [folder for folder in options.folders if not Path(folder).is_dir()]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset, concatenate_datasets
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from sfm_dpo.config import Config, UserError
@@ -84,7 +85,7 @@ def model_facts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int
             revision=config.model.model_revision,
             trust_remote_code=config.train.trust_remote_code,
         )
-    except (OSError, ValueError):
+    except (OSError, ValueError, StrictDataclassError):
         stated = tokenizer.model_max_length
         return (stated if stated < 10**9 else None), None  # transformers' stand-in for "not stated" is 1e30
     import torch

@@ -10,6 +10,8 @@ keeps transformers from building a [T, T] mask of its own.)
 A call with any other mask (padded evaluation, `generate`) goes to transformers' own SDPA with the mask made for it.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import current_flash_attention_impl
@@ -100,7 +102,7 @@ def packed_attention_forward(
     if _why_not_varlen(query.device, query.dtype, query.shape[-1], value.shape[-1]) is not None:
         by_sequence = _compiled_sdpa_by_sequence if torch.compiler.is_compiling() else _sdpa_by_sequence
         return by_sequence(query, key, value, cu_seqlens, scaling, sliding_window), None
-    output = varlen_attn(
+    output: Any = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
@@ -115,7 +117,7 @@ def packed_attention_forward(
     return output.unsqueeze(0), None
 
 
-def _model_type(module: torch.nn.Module) -> str:
+def _model_type(module: Any) -> str:
     return f"model_type '{module.config.model_type}'"
 
 
@@ -187,8 +189,9 @@ def _compiled_backward(
     sliding_window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # vjp, because autograd's tape is off inside an operator
-    attention = lambda *qkv: _sdpa_by_sequence(*qkv, cu_seqlens, scaling, sliding_window)  # noqa: E731
-    return tuple(g.contiguous() for g in torch.func.vjp(attention, query, key, value)[1](grad))
+    attention = lambda q, k, v: _sdpa_by_sequence(q, k, v, cu_seqlens, scaling, sliding_window)  # noqa: E731
+    d_query, d_key, d_value = torch.func.vjp(attention, query, key, value)[1](grad)
+    return d_query.contiguous(), d_key.contiguous(), d_value.contiguous()
 
 
 @_compiled_backward.register_fake

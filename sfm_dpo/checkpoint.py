@@ -73,7 +73,7 @@ def keep_before(run: str | Path, step: float, author: str) -> Path | None:
 
 def newest_checkpoint(run: str | Path) -> tuple[Path | None, list[str]]:
     """The newest complete checkpoint, and a line about each newer one that is skipped (never deleted)."""
-    skipped = []
+    skipped: list[str] = []
     for checkpoint in reversed(checkpoints(run)):
         reason = why_incomplete(checkpoint)
         if reason is None:
@@ -91,10 +91,10 @@ def find_start(args: TrainingArguments, say: Callable[[str], None]) -> Path | No
         if reason := why_incomplete(checkpoint):
             raise UserError(f"resume_from_checkpoint {checkpoint}: {reason}; choose another, or remove the field")
         return checkpoint
-    checkpoint, skipped = newest_checkpoint(args.output_dir)
+    newest, skipped = newest_checkpoint(args.output_dir)
     for line in skipped:
         say(line)
-    return checkpoint
+    return newest
 
 
 def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:

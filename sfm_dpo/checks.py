@@ -2,12 +2,18 @@
 
 import difflib
 import importlib.util
+import inspect
 import math
 import os
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import get_scheduler
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import is_flash_attn_2_available
 
 # Losses whose log-ratios are means over response tokens; the others in TRL use sums.
 LENGTH_NORMALIZED_LOSSES = {"sigmoid_norm", "ipo"}
@@ -40,8 +46,10 @@ class UserError(Exception):
 
 _AT_LEAST_1 = (
     "max_length max_prompt_length max_samples preflight_samples global_batch_size per_device_train_batch_size "
-    "per_device_eval_batch_size dataset_num_proc lora_r hub_push_every"
+    "per_device_eval_batch_size dataset_num_proc lora_r hub_push_every precompute_ref_batch_size ddp_timeout"
 ).split()
+_AT_LEAST_0 = "weight_decay adam_epsilon max_grad_norm data_seed dataloader_num_workers neftune_noise_alpha".split()
+_IN_0_TO_1 = "max_dropped_fraction adam_beta1 adam_beta2 lora_dropout ld_alpha label_smoothing".split()
 
 
 def require(ok: bool, name: str, value: Any, remedy: str) -> None:
@@ -49,23 +57,28 @@ def require(ok: bool, name: str, value: Any, remedy: str) -> None:
         raise UserError(f"{name} {value}: {remedy}")
 
 
-def validate(ns, world_size: int) -> None:
+def validate(ns, world_size: int, training: bool = True) -> None:
     """Combinations and ranges that argparse cannot see. Order: what the user is likeliest to have meant first."""
     for name, value in vars(ns).items():
         require(not isinstance(value, float) or math.isfinite(value), name, value, "must be a finite number")
     for name in _AT_LEAST_1:
         value = getattr(ns, name)
         require(value is None or value >= 1, name, value, "must be at least 1")
-    for name in ("save_steps", "logging_steps"):
-        require(getattr(ns, name) > 0, name, getattr(ns, name), "must be above 0 (below 1: a share of all steps)")
-    for name in ("weight_decay", "seed"):
-        require(getattr(ns, name) >= 0, name, getattr(ns, name), "must be at least 0")
+    for name in ("save_steps", "logging_steps", "eval_steps"):
+        value = getattr(ns, name)
+        require(value is None or value > 0, name, value, "must be above 0 (below 1: a share of all steps)")
+    for name in _AT_LEAST_0:
+        value = getattr(ns, name)
+        require(value is None or value >= 0, name, value, "must be at least 0")
+    for name in _IN_0_TO_1:
+        value = getattr(ns, name)
+        require(value is None or 0 <= value <= 1, name, value, "must be in 0..1")
+    require(0 <= ns.seed < 2**32, "seed", ns.seed, "must be at least 0 and below 2**32")
     require(ns.max_length is None or ns.max_length >= 2, "max_length", ns.max_length, "must be at least 2")
     if ns.max_prompt_length is not None and ns.max_length is not None:
         remedy = f"must be below max_length {ns.max_length}, or no token is left for the response"
         require(ns.max_prompt_length < ns.max_length, "max_prompt_length", ns.max_prompt_length, remedy)
     require(0 <= ns.eval_fraction < 1, "eval_fraction", ns.eval_fraction, "must be at least 0 and below 1")
-    require(0 <= ns.max_dropped_fraction <= 1, "max_dropped_fraction", ns.max_dropped_fraction, "must be in 0..1")
     for name, choices in CHECKS.items():
         require(getattr(ns, name) in choices, name, getattr(ns, name), f"must be one of {', '.join(choices)}")
     if ns.guard_generations:
@@ -76,6 +89,8 @@ def validate(ns, world_size: int) -> None:
         remedy = "must be the first and the last step to profile, from 1 on, for instance [10, 12]"
         ordered = len(ns.profile_steps) == 2 and 1 <= ns.profile_steps[0] <= ns.profile_steps[1]
         require(ordered, "profile_steps", ns.profile_steps, remedy)
+        reached = ns.max_steps < 1 or ns.profile_steps[1] <= ns.max_steps
+        require(reached, "profile_steps", ns.profile_steps, f"the run ends at step {ns.max_steps} (max_steps)")
     if ns.hub_strategy == "every_save" and ns.push_to_hub:
         require(
             ns.save_strategy != "no", "hub_strategy", ns.hub_strategy, "save_strategy is no; set hub_strategy: end"
@@ -106,6 +121,8 @@ def validate(ns, world_size: int) -> None:
     if ns.dataset_name and ns.datasets:
         raise UserError("dataset_name and datasets are both set: keep one of them")
 
+    positive = ns.loss_weights is None or all(0 < weight < math.inf for weight in ns.loss_weights)
+    require(positive, "loss_weights", ns.loss_weights, "must be above 0 and finite")
     require(bool(ns.loss_type), "loss_type", ns.loss_type, "is empty; name at least one loss")
     for loss in ns.loss_type:
         if loss not in LOSS_TYPES:
@@ -127,11 +144,67 @@ def validate(ns, world_size: int) -> None:
             + accumulation_choices(ns.global_batch_size, ns.per_device_train_batch_size, world_size)
         )
     _validate_precision(ns)
+    if training:
+        _validate_machine(ns)
+
+
+def _validate_machine(ns) -> None:
+    """Is what was asked for installed here, and known to the library that will be asked? For commands that compute."""
+    kernel = ns.attn_implementation
+    if kernel and "/" not in kernel:  # with a slash it is a kernel of the Hub
+        known = {"eager", *ALL_ATTENTION_FUNCTIONS}
+        near = nearest(kernel, known) or f"; the known ones are {', '.join(sorted(known))}"
+        require(kernel in known, "attn_implementation", kernel, f"is unknown{near}")
+        absent = kernel == "flash_attention_2" and not is_flash_attn_2_available()
+        remedy = (
+            "flash-attn is not installed, or no GPU is visible; remove it: padding_free: true needs no such package"
+        )
+        require(not absent, "attn_implementation", kernel, remedy)
+    for name in ("load_in_4bit", "load_in_8bit"):
+        absent = getattr(ns, name) and importlib.util.find_spec("bitsandbytes") is None
+        require(not absent, name, True, "bitsandbytes is not installed; pip install bitsandbytes, or remove it")
+    if ns.deepspeed:
+        remedy = (
+            "no launcher started this process; remove it and run accelerate launch --config_file ..., which brings it"
+        )
+        require("LOCAL_RANK" in os.environ, "deepspeed", ns.deepspeed, remedy)
+    if ns.torch_compile_backend:
+        known = set(torch._dynamo.list_backends(exclude_tags=()))
+        near = nearest(ns.torch_compile_backend, known) or f"; the known ones are {', '.join(sorted(known))}"
+        require(
+            ns.torch_compile_backend in known, "torch_compile_backend", ns.torch_compile_backend, f"is unknown{near}"
+        )
+    if ns.torch_compile_mode:
+        known = {"default", *torch._inductor.list_mode_options()}
+        remedy = f"must be one of {', '.join(sorted(known))}"
+        require(ns.torch_compile_mode in known, "torch_compile_mode", ns.torch_compile_mode, remedy)
+    pairs = (ns.optim_args or "").replace(" ", "").split(",")
+    remedy = "must be name=value, several joined by commas"
+    require(not ns.optim_args or all(p.count("=") == 1 for p in pairs), "optim_args", ns.optim_args, remedy)
+
+
+def validate_mappings(args) -> None:
+    """The fields of TRL's DPOConfig that take a mapping, once it has read them."""
+    for name in ("model_init_kwargs", "gradient_checkpointing_kwargs", "lr_scheduler_kwargs"):
+        value = getattr(args, name)
+        require(value is None or isinstance(value, dict), name, value, "must be a mapping such as {a: 1}")
+    kernel = (args.model_init_kwargs or {}).get("attn_implementation")
+    require(kernel is None or isinstance(kernel, str), "attn_implementation", kernel, "must be the name of a kernel")
+    known = set(inspect.signature(checkpoint).parameters) - {"function", "args", "kwargs"}
+    for key in args.gradient_checkpointing_kwargs or {}:
+        near = nearest(key, known) or f"; the known ones are {', '.join(sorted(known))}"
+        require(
+            key in known, "gradient_checkpointing_kwargs", args.gradient_checkpointing_kwargs, f"unknown {key}{near}"
+        )
+    if args.lr_scheduler_kwargs:
+        schedule, name = args.lr_scheduler_kwargs, args.lr_scheduler_type.value
+        try:  # on an optimizer that trains nothing
+            get_scheduler(name, torch.optim.SGD([torch.zeros(1)]), 1, 2, schedule)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"lr_scheduler_kwargs {schedule} with lr_scheduler_type {name}: {error}") from error
 
 
 def _validate_precision(ns) -> None:
-    import torch
-
     if not torch.cuda.is_available():
         # accelerate's launcher drops `use_cpu` of a DeepSpeed config file, and without it accelerate finds no backend:
         # each CPU process would believe that it is alone.

@@ -12,8 +12,8 @@ from sfm_dpo.run_log import RunLog
 from sfm_dpo.suspects import differences, find_suspects
 
 # Shown first, in this order; the others follow by name.
-_FIRST = ("train/loss", "rewards/margins", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected")
-_FIRST += ("grad_norm", "entropy", "learning_rate")
+_FIRST = "train/loss rewards/margins rewards/chosen rewards/rejected logps/chosen logps/rejected".split()
+_FIRST += "grad_norm entropy learning_rate".split()
 
 
 @dataclass
@@ -111,7 +111,7 @@ def metric_difference(name: str, steps: list[int], x: np.ndarray, y: np.ndarray,
     if name.endswith("loss") or "rewards/" in name:
         scale = np.maximum(scale, 1.0)
     decides = not any(part in name for part in ("accurac", "learning_rate", "num_tokens"))
-    beyond = np.flatnonzero(gap > tolerance * scale) if decides else []
+    beyond = np.flatnonzero((gap > tolerance * scale) & decides)
     first = np.flatnonzero(gap)
     return Difference(
         name,
@@ -128,11 +128,11 @@ def verdict(rows: list[Difference]) -> dict[str, Any]:
     """`identical`, `within noise`, or `diverging` with the step and the metric that left the tolerance first."""
     if not any(row.absolute for row in rows):
         return {"verdict": "identical", "step": None, "metric": None}
-    out = [row for row in rows if row.beyond is not None]
+    out = [(row.beyond, row.metric) for row in rows if row.beyond is not None]
     if not out:
         return {"verdict": "within noise", "step": None, "metric": None}
-    worst = min(out, key=lambda row: row.beyond)
-    return {"verdict": "diverging", "step": worst.beyond, "metric": worst.metric}
+    step, metric = min(out, key=lambda entry: entry[0])
+    return {"verdict": "diverging", "step": step, "metric": metric}
 
 
 def as_text(result: dict[str, Any]) -> str:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, TrlParser
+from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, TrlParser, get_peft_config
 
-from sfm_dpo.checks import CHECKS, LOSS_TYPES, UserError, nearest, require, resolve_report_to, validate
+from sfm_dpo.checks import CHECKS, LOSS_TYPES, UserError, nearest, resolve_report_to, validate, validate_mappings
 
 
 @dataclass
@@ -159,7 +159,8 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
         world_size = 1
         namespace.per_device_train_batch_size = namespace.global_batch_size
         namespace.use_cpu, namespace.bf16, namespace.fp16, namespace.dtype = True, False, False, None
-    validate(namespace, world_size)
+        namespace.deepspeed = None
+    validate(namespace, world_size, training)
     steps = namespace.global_batch_size // (namespace.per_device_train_batch_size * world_size)
     if namespace.gradient_accumulation_steps not in (1, steps):
         raise UserError(
@@ -171,17 +172,16 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
         os.environ["HF_TOKEN"], namespace.hub_token = namespace.hub_token, None
     namespace.report_to, tracking = resolve_report_to(namespace.report_to)
     try:
-        config = Config(*(cls(**_pick(cls, namespace)) for cls in DATACLASSES), [tracking], asked_per_device)
+        get_peft_config(namespace)  # looks at the LoRA fields
+        train, model, data = (cls(**_pick(cls, namespace)) for cls in DATACLASSES)
+        config = Config(train, model, data, [tracking], asked_per_device)
         if config.train.trust_remote_code:
             config.notes.append(f"trust_remote_code: code that comes with {config.model.model_name_or_path} is run")
     except json.JSONDecodeError as error:  # transformers reads the fields that are mappings, and does not say which
         raise UserError(f"a field that takes a JSON mapping holds {error.doc!r}: {error.msg}") from error
-    except (ValueError, TypeError, AttributeError, ImportError) as error:
+    except (ValueError, TypeError, AttributeError, ImportError, OSError) as error:
         raise UserError(str(error)) from error
-    kwargs = config.train.model_init_kwargs
-    require(
-        kwargs is None or isinstance(kwargs, dict), "model_init_kwargs", kwargs, "must be a mapping such as {a: 1}"
-    )
+    validate_mappings(config.train)
     return config
 
 
@@ -200,13 +200,13 @@ def _split_config(argv: list[str]) -> tuple[str | None, list[str]]:
     recipe, rest, args = None, [], iter(argv)
     for arg in args:
         if arg == "--config":
-            recipe = next(args, None)
-            if recipe is None:
-                raise UserError("--config needs the path of a recipe, for instance recipes/think.yaml")
+            recipe = next(args, "")
         elif arg.startswith("--config="):
             recipe = arg.split("=", 1)[1]
         else:
             rest.append(arg)
+    if recipe is not None and (not recipe or recipe.startswith("--")):
+        raise UserError("--config needs the path of a recipe, for instance recipes/think.yaml")
     return recipe, rest
 
 

@@ -109,7 +109,12 @@ def _draw(name, title, metrics, unit, log, config, restarts, alarms) -> Figure |
             axes.plot(steps, _running_mean(values, window), color=color, label=shown, marker="." * (len(values) < 3))
         steps, values = held_out[label]
         if _has_value(held_out[label]):
-            style = {"marker": "o", "markersize": 3.5, "markerfacecolor": "none", "linestyle": (0, (4, 2))}
+            style: dict[str, Any] = {
+                "marker": "o",
+                "markersize": 3.5,
+                "markerfacecolor": "none",
+                "linestyle": (0, (4, 2)),
+            }
             held_color = color if several else COLORS[1]
             axes.plot(steps, values, color=held_color, linewidth=0.9, label=None if several else "held out", **style)
     if several and any(_has_value(points) for points in held_out.values()):
@@ -124,7 +129,7 @@ def _draw(name, title, metrics, unit, log, config, restarts, alarms) -> Figure |
     axes.ticklabel_format(axis="y", useOffset=False, scilimits=(-3, 5))
     low, high = axes.get_ylim()
     if high - low < 1e-3 * abs(high):  # a constant: no axis that shows its rounding
-        axes.set_ylim(sorted((0.9 * high, 1.1 * high)))
+        axes.set_ylim(*sorted((0.9 * high, 1.1 * high)))
     handles, _ = axes.get_legend_handles_labels()
     if len(handles) > 1:
         figure.legend(loc="outside lower left", ncols=4, frameon=False, fontsize=8, handlelength=1.4, columnspacing=1)

@@ -22,7 +22,7 @@ from sfm_dpo.sources import load_rows
 
 # Why a row cannot be used; the order is that of the table.
 DROP_REASONS = {
-    "malformed": "malformed: neither text nor a list of messages",
+    "malformed": "malformed: neither text nor messages that the chat template takes",
     "last_turn_not_assistant": "last turn is not the assistant's",
     "prompts_differ": "prompts of the two sides differ",
     "empty_response": "empty response",
@@ -60,6 +60,16 @@ class Pairs:
                 "mend the data, or raise max_dropped_fraction if it is meant"
             )
 
+    def none_left(self, split: str, counts: Counter, max_length: int | None) -> UserError:
+        """The error where tokenization dropped all pairs of a split, for the reasons counted in `counts`."""
+        reason, n = counts.most_common(1)[0]
+        if reason == "prompt_too_long":
+            return UserError(f"max_length {max_length}: no {split} pair fits; raise it or set max_prompt_length")
+        names = ", ".join(self.sources)
+        return UserError(
+            f"dataset_name {names}: no {split} pair is left with this model ({n} x {DROP_REASONS[reason]})"
+        )
+
     def table(self) -> str:
         """The account as text, one line a reason."""
         lines = [("source", ", ".join(self.sources)), ("rows", f"{self.rows:,}")]
@@ -90,13 +100,13 @@ def load_pairs(config: Config) -> Pairs:
     """
     args = config.train
     entries = config.data.datasets or [None]
-    parts, sources, rows, dropped = [], [], 0, Counter()
+    parts, rows = [], 0
+    sources: list[str] = []
+    dropped: Counter[str] = Counter()
     for entry in entries:
         if entry is None:
-            source, raw = (
-                args.dataset_name,
-                load_rows(args.dataset_name, args.dataset_config, args.dataset_train_split),
-            )
+            source = str(args.dataset_name)  # one of the two is set
+            raw = load_rows(source, args.dataset_config, args.dataset_train_split)
         else:
             source = entry.path
             raw = load_rows(entry.path, entry.name, entry.split, data_dir=entry.data_dir, data_files=entry.data_files)
@@ -160,9 +170,11 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
         return _text_pair(prompt, chosen, rejected)
     sides = [_messages(side, "assistant") for side in (chosen, rejected)]
     lead = _messages(prompt, "user") if prompt else []
-    if None in (*sides, lead) or not all(sides):
-        return "malformed" if None in (*sides, lead) else "empty_response"
     chosen, rejected = sides
+    if chosen is None or rejected is None or lead is None:
+        return "malformed"
+    if not chosen or not rejected:
+        return "empty_response"
     if chosen[-1]["role"] != "assistant" or rejected[-1]["role"] != "assistant":
         return "last_turn_not_assistant"
     if chosen == rejected:
@@ -232,8 +244,9 @@ def _is_empty(message: dict) -> bool:
 
 def _mix(parts: list[Dataset], fractions: list[float | None]) -> Dataset:
     """Concatenates; with fractions, the first rows of each so that nothing is repeated (as TRL's `get_dataset`)."""
-    if fractions[0] is not None:
-        weights = [f / sum(fractions) for f in fractions]
+    shares = [fraction for fraction in fractions if fraction is not None]  # all or none of them
+    if shares:
+        weights = [share / sum(shares) for share in shares]
         total = min(len(part) / weight for part, weight in zip(parts, weights, strict=True))
         parts = [part.select(range(round(w * total))) for part, w in zip(parts, weights, strict=True)]
     return parts[0] if len(parts) == 1 else concatenate_datasets(parts)

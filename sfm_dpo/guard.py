@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -33,7 +34,7 @@ class Guard(TrainerCallback):
         every: optimizer steps between generations.
     """
 
-    def __init__(self, trainer: Any, mode: str, prompts: list[list[int]] = (), every: int = 0):
+    def __init__(self, trainer: Any, mode: str, prompts: Iterable[list[int]] = (), every: int = 0):
         self.trainer, self.mode, self.every = trainer, mode, every
         self.prompts = list(prompts)[:PROMPTS]
         self.findings: list[Finding] = []

@@ -126,9 +126,10 @@ def push_command(path: Path, repo: str, revision: str | None, private: bool | No
 def explain(error: BaseException, repo: str) -> tuple[str, bool]:
     """One line for whatever a call of huggingface_hub raised, and whether trying again may help."""
     chain: list[BaseException] = []
-    while error is not None and error not in chain:
-        chain.append(error)
-        error = error.__cause__ or error.__context__
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
     for link in chain:
         if isinstance(link, HfHubHTTPError):
             status = link.response.status_code
@@ -172,11 +173,11 @@ def _ask(call: Callable, repo: str, remedy: str, names: str = ""):
             return call()
         except Exception as error:
             reason, transient = explain(error, repo)
-            if wait is None and transient:
-                raise Unreachable(f"push_to_hub: {reason}; try again, or {remedy}") from error
             if not transient:
                 hint = f" (this token's own: {names})" if names and "(HTTP 403)" in reason else ""
                 raise UserError(f"push_to_hub: {reason}{hint}") from error
+            if wait is None:
+                raise Unreachable(f"push_to_hub: {reason}; try again, or {remedy}") from error
             time.sleep(wait)
 
 

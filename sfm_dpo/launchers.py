@@ -16,7 +16,7 @@ class LaunchedTrainer(DPOTrainer):
     """What DPOTrainer lacks where the weights are split. The steps are those of trainer.py."""
 
     def __init__(self, *, args: TrainConfig, **kwargs: Any):
-        self._forward_model: torch.nn.Module | None = None
+        self._forward_model: Any = None
         if launched_with() == "fsdp":
             # FSDP2 would keep the gradients of the whole model on each rank until the last micro-batch of a step
             args.accelerator_config.gradient_accumulation_kwargs = {"sync_each_batch": True}

@@ -26,8 +26,9 @@ def measure(tokens: Dataset, num_proc: int | None = None) -> tuple[Lengths, np.n
         )
         .with_format("numpy")[:]
     )
-    fields = (columns[f"{name}_length"].astype(np.int64) for name in ("prompt", "chosen", "rejected"))
-    return Lengths(*fields, columns["shared"].astype(np.int64)), columns["prompt_key"], columns["pair_key"]
+    names = ("prompt_length", "chosen_length", "rejected_length", "shared")
+    prompt, chosen, rejected, shared = (columns[name].astype(np.int64) for name in names)
+    return Lengths(prompt, chosen, rejected, shared), columns["prompt_key"], columns["pair_key"]
 
 
 def _measure_batch(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

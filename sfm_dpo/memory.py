@@ -154,8 +154,8 @@ def _traced_peak(
             saved = tracker.get_tracker_snapshot("current")
             output.sum().backward()
         peak = tracker.get_tracker_snapshot("peak")
-    start, saved, peak = (sum(device["Total"] for device in found.values()) for found in (start, saved, peak))
-    return np.array([saved - start, peak - start], dtype=float)
+    before, kept, most = (sum(device["Total"] for device in found.values()) for found in (start, saved, peak))
+    return np.array([kept - before, most - before], dtype=float)
 
 
 # ---- weights, gradients, optimizer

@@ -23,7 +23,7 @@ def epoch_order(dataloader: DataLoader, epoch: int, pairs_per_step: int) -> list
     Within a step they are sorted: which rank and micro-batch a pair falls into changes no gradient, and depends on
     the number of processes.
     """
-    sampler = getattr(dataloader.batch_sampler, "batch_sampler", dataloader.batch_sampler)
+    sampler: Any = getattr(dataloader.batch_sampler, "batch_sampler", dataloader.batch_sampler)
     if isinstance(sampler, BatchRebalanceSampler):
         sampler = copy.copy(sampler)
         sampler.dp_size = sampler.grad_accum = 1  # the global batch in one piece

@@ -114,7 +114,7 @@ def _why_not_packable(model: PreTrainedModel, config) -> str | None:
     if not layers or not model._supports_flash_attn or not model._can_set_attn_implementation():
         return "its attention does not go through transformers' AttentionInterface with FlashAttention's arguments"
     for layer in layers:
-        if not any(_calls_attention_interface(type(module)) for module in layer.modules()):
+        if not any(map(_calls_attention_interface, map(type, layer.modules()))):
             return f"{type(layer).__name__} does not compute attention through transformers' AttentionInterface"
     if getattr(config, "attention_dropout", 0.0):
         return "packed attention has no dropout (attention_dropout > 0: set it to 0.0 in model_init_kwargs)"
@@ -122,5 +122,5 @@ def _why_not_packable(model: PreTrainedModel, config) -> str | None:
 
 
 @functools.cache
-def _calls_attention_interface(module_class: type) -> bool:
+def _calls_attention_interface(module_class: type[torch.nn.Module]) -> bool:
     return "ALL_ATTENTION_FUNCTIONS.get_interface(" in inspect.getsource(module_class.forward)

@@ -247,22 +247,22 @@ def run_parity(argv: list[str], names: list[str], pairs: int = 4, steps: int = 1
         reference = measure(batch, parse_variant("eager"), steps, gradients)
         nudged = replace(parse_variant("eager"), nudged=True)
         levels = {"float32": rounding_level(reference, measure(batch, nudged, steps, gradients))}
-        in_bf16 = None
+        same = {"float32": reference}
         if any(variant.dtype == "bfloat16" for variant in todo):
-            in_bf16 = measure(batch, parse_variant("bf16"), steps, gradients)
-            levels["bfloat16"] = rounding_level(reference, in_bf16)
-        results = []
+            same["bfloat16"] = measure(batch, parse_variant("bf16"), steps, gradients)
+            levels["bfloat16"] = rounding_level(reference, same["bfloat16"])
+        results: list[dict[str, Any]] = []
         for variant in variants:
             reason = why_skipped(variant)
             if reason:
                 results.append({"variant": variant.name, "verdict": "skipped", "why": reason})
                 continue
             plain = variant == replace(parse_variant("bf16"), name=variant.name)
-            measured = in_bf16 if plain else measure(batch, variant, steps, gradients)
+            measured = same["bfloat16"] if plain else measure(batch, variant, steps, gradients)
             results.append(judge(reference, measured, levels) | {"variant": variant.name})
-            same = in_bf16 if variant.dtype == "bfloat16" else reference
-            if len(measured.logps) == len(same.logps):
-                results[-1]["step_0"] = margins(measured, same.logps, loss_type, beta)
+            base = same[variant.dtype].logps
+            if len(measured.logps) == len(base):
+                results[-1]["step_0"] = margins(measured, base, loss_type, beta)
         checked = judge(reference, reference, levels)
     sequences = [len(e) + 1 for e in reference.expected]
     return {

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from peft import get_peft_model
 from transformers import AutoConfig, PretrainedConfig
 from trl import get_peft_config
@@ -19,6 +20,7 @@ from sfm_dpo import memory
 from sfm_dpo.checkpoint import checkpoint_bytes
 from sfm_dpo.config import Config, UserError
 from sfm_dpo.lengths import Lengths, truncate
+from sfm_dpo.model import check_files
 from sfm_dpo.sharding import collectives, hybrid_warning
 from sfm_dpo.throughput import ForwardFlops, peak_flops
 
@@ -85,17 +87,19 @@ def read_lengths(path: Path) -> tuple[Lengths, int]:
             f"--lengths {path}: {type(error).__name__} {error}; give the JSON of analyze_dataset.py --json, or "
             '{"pairs": 1000, "percentiles": {"prompt": {"50": 100, "95": 800}, "chosen": {...}, "rejected": {...}}}'
         ) from error
-    return Lengths(*columns, np.zeros(DRAWN, dtype=np.int64)), pairs
+    prompt, chosen, rejected = columns
+    return Lengths(prompt, chosen, rejected, np.zeros(DRAWN, dtype=np.int64)), pairs
 
 
 def load_shape(config: Config) -> PretrainedConfig:
     """The model's configuration. Raises UserError where neither folder nor Hub gives one."""
     name = config.model.model_name_or_path
+    check_files(name, ["config.json"])
     try:
         return AutoConfig.from_pretrained(
             name, revision=config.model.model_revision, trust_remote_code=config.train.trust_remote_code
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise UserError(
             f"model_name_or_path {name}: no config.json to be had; give a folder that holds one: {error}"
         ) from error
@@ -152,7 +156,7 @@ def make_plan(
         tokens, responses = data.micro_batch(batch, args.padding_free)
         return traced[checkpointing](tokens, memory.head_bytes(shape, responses, torch.bfloat16, on_gpu=True))
 
-    launches = {}
+    launches: dict[str, dict[str, Any]] = {}
     for launch, file in LAUNCHES.items():
         zero = json.loads((ROOT / file).read_text())["zero_optimization"] if file else {}
         largest, block = memory.largest_module(model), memory.largest_block(model)
@@ -183,9 +187,10 @@ def make_plan(
     forward = forward_flops(torch.from_numpy(data.sequences.ravel()), responses) * data.share
     training = 3 * forward * args.num_train_epochs
     reference = forward * (1 if args.precompute_ref_log_probs else args.num_train_epochs)
+    peak = peak_flops(name)
+    assert peak is not None  # of each in GPU_MEMORY
     hours = {
-        part: flops / (peak_flops(name) * gpus * mfu) / 3600
-        for part, flops in (("training", training), ("reference", reference))
+        part: flops / (peak * gpus * mfu) / 3600 for part, flops in (("training", training), ("reference", reference))
     }
     kept = (args.save_total_limit or 1) + 1 + (args.guard != "skip")
     return {

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sfm_dpo.config import Config, UserError
 from sfm_dpo.run_dir import is_main_process, write_atomically
@@ -52,7 +52,7 @@ def data_traps(rows: list[dict], columns: dict[str, np.ndarray], eos: set[int], 
     }
 
 
-def model_traps(model: torch.nn.Module) -> dict[str, float]:
+def model_traps(model: PreTrainedModel) -> dict[str, float]:
     """Quantities of the rules about the model."""
     dropout = [m for m in model.modules() if isinstance(m, torch.nn.modules.dropout._DropoutNd) and m.p > 0]
     return {

@@ -70,7 +70,8 @@ def seconds(intervals: list[Interval]) -> float:
 
 def shares(found: dict[str, list[Interval]], wall: Interval) -> dict[str, float]:
     """Share of each of the five in `wall`, in the order of the module's first lines; they add up to 1."""
-    out, taken = {}, []
+    out: dict[str, float] = {}
+    taken: list[Interval] = []
     for name in ("data loading", "optimizer", "compute", "communication"):
         inside = [(max(start, wall[0]), min(end, wall[1])) for start, end in found.get(name, [])]
         mine = without(union(inside), taken)
@@ -143,7 +144,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def bottleneck(found: dict[str, float]) -> str:
-    name = max(found, key=found.get)
+    name = max(found, key=lambda name: found[name])
     return f"bottleneck: {name}, {found[name]:.0%} of the time: {_ADVICE[name]}"
 
 
@@ -195,6 +196,7 @@ class Profiler(TrainerCallback):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         profiler, self.profiler = self.profiler, None
+        assert profiler is not None
         profiler.stop()
         folder = Path(args.output_dir) / FOLDER
         folder.mkdir(exist_ok=True)

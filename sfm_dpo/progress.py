@@ -24,7 +24,8 @@ class ProgressLine(TrainerCallback):
     """Takes the place of transformers' progress bar, which fills a batch job's log with control characters."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        self.start, self.first_step, self.shown = time.monotonic(), state.global_step, {}
+        self.start, self.first_step = time.monotonic(), state.global_step
+        self.shown: dict[str, float] = {}
         write_status(args.output_dir, "running", step=state.global_step, max_steps=state.max_steps)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):

@@ -4,13 +4,13 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.trainer_utils import HubStrategy
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from sfm_dpo import hub, proof
@@ -18,7 +18,7 @@ from sfm_dpo.card import write_model_card
 from sfm_dpo.checkpoint import PUSHING, step_of, why_incomplete
 from sfm_dpo.checks import UserError
 from sfm_dpo.config import TrainConfig
-from sfm_dpo.run_dir import RESOLVED_CONFIG, is_main_process, read_status, write_status
+from sfm_dpo.run_dir import RESOLVED_CONFIG, is_main_process, read_resolved_config, read_status, write_status
 
 # All that is published beside weights, card and figures. A list of what may: what a later version of a library puts
 # into the folder is not published by mistake.
@@ -63,7 +63,7 @@ def find_source(path: Path, publish_anyway: bool = False) -> Source:
     run = path if is_run else path.parent if path.name else path.resolve().parent
     if not (run / RESOLVED_CONFIG).is_file():
         raise UserError(f"{path}: neither a run's folder nor a checkpoint in one: there is no {RESOLVED_CONFIG}")
-    config = yaml.safe_load((run / RESOLVED_CONFIG).read_text())
+    config = read_resolved_config(run)
     source = Source(path, run, None if is_run else step_of(path), config)
     status = read_status(run) or {}
     state, healthy = status.get("state"), status.get("checkpoint")
@@ -216,14 +216,14 @@ def check_push(args: TrainConfig, goes_on: bool, say: Callable[[str], None]) -> 
     args.hub_model_id = target_of(vars(args), Path(args.output_dir))
     try:
         args.hub_model_id = hub.check_access(args.hub_model_id, args.hub_private_repo, args.hub_revision, _REMEDY)
-        say(f"push: {args.hub_model_id}, {args.hub_strategy.value}")
+        say(f"push: {args.hub_model_id}, {HubStrategy(args.hub_strategy).value}")
     except hub.Unreachable as error:
         if not goes_on:
             raise
         say(f"warning: {error}; going on, the push will be tried at the end")
 
 
-def target_of(config: dict[str, Any], run: Path) -> str:
+def target_of(config: Mapping[str, Any], run: Path) -> str:
     """hub_model_id, by default the run's folder name, in the token's own namespace."""
     return config.get("hub_model_id") or run.resolve().name
 
@@ -233,7 +233,7 @@ def push_finished(args: TrainConfig, say: Callable[[str], None]) -> int:
     run = Path(args.output_dir)
     if not is_main_process() or (read_status(run) or {}).get("pushed"):
         return 0
-    source = Source(run, run, None, yaml.safe_load((run / RESOLVED_CONFIG).read_text()))
+    source = Source(run, run, None, read_resolved_config(run))
     return push_run(source, target_of(vars(args), run), args.hub_revision, args.hub_private_repo, say)
 
 

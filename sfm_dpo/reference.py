@@ -132,7 +132,10 @@ def compute_in_lockstep(
 
 def write_shard(path: Path, rows: np.ndarray, logps: np.ndarray, made: dict[str, Any] | None = None) -> None:
     """Atomic: the file is whole or absent. `logps` is [n, 2] float32, `made` says how they were computed."""
-    data = {"rows": np.ascontiguousarray(rows, dtype=np.int64), "logps": np.ascontiguousarray(logps, dtype=np.float32)}
+    data: dict[str, np.ndarray] = {
+        "rows": np.ascontiguousarray(rows, dtype=np.int64),
+        "logps": np.ascontiguousarray(logps, dtype=np.float32),
+    }
     partial = path.with_suffix(f".{os.getpid()}.partial")
     checksum = _checksum(data["rows"], data["logps"])
     save_file(data, partial, metadata={"checksum": checksum, "made": json.dumps(made or {}, sort_keys=True)})

@@ -1,6 +1,6 @@
 """How is the reference cache filled? By all ranks, each its shards, or together where the weights are split."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -72,7 +72,7 @@ def fill(trainer: "SFMDPOTrainer", dataset: Dataset, name: str, batch_size: int)
     progress = reference.Progress(f"reference, {name}", sum(int(lengths[shards[n]].sum()) for n in mine), tell)
     report = progress if rank == 0 else lambda tokens: None
     budget = batch_size * int(lengths.max(initial=1))  # as many tokens as `batch_size` of the longest pairs
-    made = {"batch_size": batch_size, "batch_tokens": budget}
+    made: dict[str, Any] = {"batch_size": batch_size, "batch_tokens": budget}
     made |= {"device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type}
     if together:
         done = reference.compute_in_lockstep(

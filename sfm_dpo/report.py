@@ -5,7 +5,6 @@
 Works for a run that is done, going on, stopped or failed, also before its first step, and for an old run's folder.
 """
 
-import argparse
 import dataclasses
 import math
 import shlex
@@ -17,6 +16,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from sfm_dpo.answers import repeated_4grams
+from sfm_dpo.arguments import Arguments
 from sfm_dpo.config import DATACLASSES, UserError
 from sfm_dpo.curves import draw_curves
 from sfm_dpo.data import DROP_REASONS
@@ -249,7 +249,7 @@ def duration(seconds: float) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m sfm_dpo.report", description="Writes RUN/report.html.")
+    parser = Arguments(prog="python -m sfm_dpo.report", description="Writes RUN/report.html.")
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, for instance outputs/dpo")
     run = parser.parse_args(argv).run
     try:

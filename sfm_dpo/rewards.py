@@ -29,13 +29,14 @@ def reward_metrics(
         scale: [2B], see `scale`.
     """
     chosen, rejected = (beta * (logps - reference_logps) / scale).chunk(2)
+    per_chosen, per_rejected = (logps / scale).chunk(2)
     return {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
         "rewards/margins": chosen - rejected,
         "rewards/average": (chosen + rejected) / 2,
         "rewards/accuracies": share_above(chosen, rejected),
-        "logps/accuracies": share_above(*(logps / scale).chunk(2)),
+        "logps/accuracies": share_above(per_chosen, per_rejected),
     }
 
 

@@ -112,8 +112,8 @@ def judge(reference: Any, measured: Any, levels: dict[str, dict[str, float]]) ->
     if times[what] > FACTOR:
         why = f"{what}: {times[what]:,.0f} times rounding" + where(reference, measured, level)
         return out | {"verdict": "bug", "why": why}
-    layers = out["gradient"]["layers"].values() if "gradient" in out else ()
-    exact = logps["max"] == 0 and all(layer["relative"] == 0 for layer in layers)
+    by_layer = out["gradient"]["layers"] if "gradient" in out else {}
+    exact = logps["max"] == 0 and all(layer["relative"] == 0 for layer in by_layer.values())
     verdict = "equal" if exact else "rounding"
     return out | {"verdict": verdict, "why": f"at most {times[what]:.1f} times rounding ({what})"}
 

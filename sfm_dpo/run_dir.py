@@ -49,7 +49,8 @@ def main_process_first(action: Callable[[], T]) -> T:
     A UserError of rank 0 is raised on every rank, so that all leave with the same line. (Under accelerate's
     `main_process_first` the others would die at the barrier, with a traceback that hides it.)
     """
-    result, error = None, None
+    result: Any = None
+    error: UserError | None = None
     if is_main_process():
         try:
             result = action()
@@ -63,9 +64,27 @@ def main_process_first(action: Callable[[], T]) -> T:
 
 
 def read_status(run: str | Path) -> dict[str, Any] | None:
-    """status.json of a run, or None where there is none."""
+    """status.json of a run, or None where there is none. Raises UserError where it is damaged."""
     path = Path(run) / STATUS
-    return json.loads(path.read_text()) if path.is_file() else None
+    if not path.is_file():
+        return None
+    return _mapping(path, json.loads, "state", "remove it: the run is then taken for one that has not ended")
+
+
+def read_resolved_config(run: str | Path) -> dict[str, Any]:
+    """resolved_config.yaml of a run. Raises UserError where it is damaged."""
+    remedy = "restore it, or choose another folder"
+    return _mapping(Path(run) / RESOLVED_CONFIG, yaml.safe_load, "model_name_or_path", remedy)
+
+
+def _mapping(path: Path, parse: Callable[[str], Any], key: str, remedy: str) -> dict[str, Any]:
+    try:
+        content = parse(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"output_dir {path.parent}: {path.name} is damaged ({error}); {remedy}") from error
+    if not isinstance(content, dict) or key not in content:
+        raise UserError(f"output_dir {path.parent}: {path.name} is damaged (it does not say {key}); {remedy}")
+    return content
 
 
 def write_status(run: str | Path, state: str, exit_code: int | None = None, message: str = "", **extra: Any) -> None:
@@ -128,7 +147,7 @@ def claim(config: Config) -> bool:
         raise UserError(
             f"output_dir {run}: holds files of something else ({', '.join(sorted(entries)[:3])}); choose another"
         )
-    before, now = yaml.safe_load((run / RESOLVED_CONFIG).read_text()), as_dict(config)
+    before, now = read_resolved_config(run), as_dict(config)
     differing = [k for k in now if k not in MAY_DIFFER and before.get(k) != now[k]]
     if differing:
         key = differing[0]
@@ -156,8 +175,8 @@ def describe(config: Config, pairs: dict[str, Any], step: int = 0) -> None:
     run = Path(config.train.output_dir)
     run.mkdir(parents=True, exist_ok=True)
     try:
-        before = json.loads((run / ENVIRONMENT).read_text())
-    except (OSError, ValueError):
+        before = dict(json.loads((run / ENVIRONMENT).read_text()))
+    except (OSError, ValueError, TypeError):
         before = {}
     start = {"time": now(), "step": step, "host": platform.node(), "world_size": _world_size()}
     start |= {"job": os.environ.get("SLURM_JOB_ID"), "restart": os.environ.get("SLURM_RESTART_COUNT")}

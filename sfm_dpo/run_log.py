@@ -75,8 +75,8 @@ def _by_step(entries: list[dict[str, Any]]) -> dict[int, dict[str, float]]:
         step = entry.get("step")
         if not isinstance(step, int) or "train_runtime" in entry:  # the closing summary: means over the run
             continue
-        values = {canonical(key): number(value) for key, value in entry.items() if key != "step"}
-        values.pop(None, None)
+        named = [(canonical(key), value) for key, value in entry.items() if key != "step"]
+        values = {name: number(value) for name, value in named if name is not None}
         if values:
             steps.setdefault(step, {}).update(values)
     return dict(sorted(steps.items()))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def _load_local(path: Path, split: str) -> Dataset:
         if LOCAL_FORMATS[file.suffix] == "json":
             with file.open(encoding="utf-8-sig", errors="replace") as text:
                 if not text.read(4096).lstrip().startswith(("{", "[")):  # pyarrow 26 dies of a lone null
-                    raise UserError(f"dataset_name {file}: line 1 is not a JSON object")
+                    raise UserError(f"dataset_name {file}: line 1 is not a JSON object, or the file not UTF-8")
     try:
         if path.is_dir():  # its files may be of several splits, told by their names, as in a copy of a Hub dataset
             return load_dataset(str(path), split=split)
@@ -91,6 +92,10 @@ def _point_at_bad_line(file: Path) -> None:
                 raise UserError(f"dataset_name {file}: line {number} is not valid JSON: {error.msg}") from error
             if not isinstance(row, dict):
                 raise UserError(f"dataset_name {file}: line {number} is not a JSON object")
+            if re.search("[\ud800-\udfff]", json.dumps(row, ensure_ascii=False)):
+                raise UserError(
+                    f"dataset_name {file}: line {number} holds half of a surrogate pair (\\ud800 to \\udfff)"
+                )
 
 
 def _load_hub(path: str, name: str | None, split: str, data_dir: str | None, data_files: Any) -> Dataset:

@@ -103,8 +103,8 @@ def find_suspects(rows: list, first_step: int, found: dict[str, Any]) -> list[di
     known = any(facts for _, facts, *_ in candidates)
     if first_step == 1 and pattern in (None, "update") and not known:
         pattern = first_step_pattern(rows, 0.0)  # last bits are weak evidence, and all there is
-    meant = {"forward": "forward", "reference": "reference log-probs", "backward": "model implementation"}
-    meant = meant.get(pattern or "", "optimisation" if pattern else None)
+    causes = {"forward": "forward", "reference": "reference log-probs", "backward": "model implementation"}
+    meant = causes.get(pattern or "", "optimisation" if pattern else None)
     ranked = []
     for place, (cause, facts, why, contradicted_by) in enumerate(candidates):
         if facts or cause == meant:

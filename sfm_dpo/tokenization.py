@@ -17,12 +17,13 @@ import numpy as np
 import transformers
 from datasets import Dataset, Features, List, Value
 from datasets.fingerprint import Hasher
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trl.data_utils import common_prefix_length
 
 from sfm_dpo.config import Config, UserError
 from sfm_dpo.data import Pairs, load_pairs
+from sfm_dpo.model import TOKENIZER_FILES, check_files
 
 # Rows a call of the tokenizer: it holds some 300 bytes a token beside the ids, and a long pair has 50,000 tokens.
 BATCH_ROWS = 100
@@ -50,6 +51,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         UserError: no such model, or a folder without a tokenizer.
     """
     name, args = config.model.model_name_or_path, config.train
+    check_files(name, TOKENIZER_FILES)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=config.model.model_revision, trust_remote_code=args.trust_remote_code
@@ -58,6 +60,10 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         raise UserError(f"model_name_or_path {name}: no tokenizer can be loaded: {_first_line(error)}") from error
     if tokenizer.eos_token is None:
         raise UserError(f"model_name_or_path {name}: its tokenizer has no EOS token; set eos_token in its config")
+    if args.pad_token is not None and args.pad_token not in tokenizer.get_vocab():
+        raise UserError(
+            f"pad_token {args.pad_token}: is not in the tokenizer of {name}; remove it, or name one that is"
+        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -153,7 +159,7 @@ def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> tupl
             )
         pairs.dropped.update(counts)
         if not len(tokens):
-            raise UserError(f"max_length {args.max_length}: no {split} pair fits; raise it or set max_prompt_length")
+            raise pairs.none_left(split, counts, args.max_length)
         setattr(pairs, split, tokens)
     pairs.check_dropped(args.max_dropped_fraction)
     return pairs, notes
@@ -230,6 +236,9 @@ def _encode(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> tuple
                     tokenizer.apply_chat_template(prompt + rejected, tokenize=False),
                 )
             )
+        except TemplateSyntaxError as error:
+            remedy = f"line {error.lineno} of its chat template is no valid Jinja: {error}; mend chat_template.jinja"
+            raise UserError(f"model_name_or_path {tokenizer.name_or_path}: {remedy}") from error
         except (TemplateError, TypeError):  # a template that refuses the roles, or their order
             texts.append(("", "", ""))
             reasons[i] = "malformed"
@@ -256,7 +265,8 @@ def _share_lead(texts: tuple[str, str, str], cuts: Iterable[str]) -> tuple[str, 
     at, token = max(((prompt.rfind(token), token) for token in cuts), default=(-1, ""))
     if at < 1 or not all(side.startswith(prompt[: at + len(token)]) for side in sides):
         return "", *texts
-    return prompt[:at], *(text[at:] for text in texts)
+    chosen, rejected = sides
+    return prompt[:at], prompt[at:], chosen[at:], rejected[at:]
 
 
 def _cuts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:

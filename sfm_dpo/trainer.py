@@ -16,6 +16,7 @@ from sfm_dpo.checkpoint import COMPLETE, mark_complete, newest_checkpoint, rotat
 from sfm_dpo.compile import compile_layers
 from sfm_dpo.config import TrainConfig, UserError
 from sfm_dpo.launchers import LaunchedTrainer
+from sfm_dpo.model import loading
 from sfm_dpo.packing import enable_padding_free
 from sfm_dpo.reference_pass import fill
 from sfm_dpo.throughput import ForwardFlops, Meter, MeterCallback
@@ -27,12 +28,14 @@ COMPILE_FIELDS = ("torch_compile", "torch_compile_backend", "torch_compile_mode"
 class SFMDPOTrainer(LaunchedTrainer):
     """TRL's DPOTrainer on the columns of tokenization.py. Arguments as there; `args` is our TrainConfig."""
 
+    precompute_ref_logps: bool  # TRL's
+
     def __init__(self, *, args: TrainConfig, **kwargs: Any):
         self._packed, args.padding_free = args.padding_free, False  # TRL 1.16 would warn that it pads
         self._compilation = {name: getattr(args, name) for name in COMPILE_FIELDS}  # see compile.py
         args.torch_compile, args.torch_compile_backend, args.torch_compile_mode = False, None, None
         self._patched = False
-        self._rebalance: BatchRebalanceSampler | None = None
+        self._rebalance: Any = None  # transformers' BatchRebalanceSampler, where that is the strategy
         self._length_sampler: BatchRebalanceSampler | LengthGroupedSampler | None = None
         self._step_0_checked = False
         self._eval_batches: list[tuple[int, tuple[str, ...]]] = []  # pairs in each, names of the metrics over pairs
@@ -40,9 +43,11 @@ class SFMDPOTrainer(LaunchedTrainer):
         self._reference_shards = 0  # of the splits whose pass is over
         self.train_tokens = reference.token_hash(kwargs["train_dataset"])
         self.data_facts: dict[str, Any] = {"train_tokens": self.train_tokens, "reference": {}}  # for data.json
-        super().__init__(args=args, **kwargs)
+        with loading(str(kwargs["model"]), args.model_init_kwargs):
+            super().__init__(args=args, **kwargs)
         args.padding_free = self._packed
-        vars(args).update(self._compilation)
+        for name, value in self._compilation.items():
+            setattr(args, name, value)
         self._patch_models()
         self.meter = Meter(ForwardFlops.of(self._bare_model()), reference_in_step=not self.precompute_ref_logps)
         self.add_callback(MeterCallback(self.meter))

@@ -2,13 +2,14 @@
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers.utils import is_flash_attn_2_available
 
 from sfm_dpo.checks import UserError, nearest
 
-WORDS = {  # of a variant's name, joined by +: what each changes
+WORDS: dict[str, dict[str, Any]] = {  # of a variant's name, joined by +: what each changes
     "eager": {"attention": "eager"},
     "sdpa": {"attention": "sdpa"},
     "padded": {"attention": "sdpa"},

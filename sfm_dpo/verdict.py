@@ -207,7 +207,7 @@ def rule_values(figures: dict[str, Any], traps: dict[str, float]) -> dict[str, f
 
 def judge(values: dict[str, float], loss_type: str) -> tuple[str, list[dict[str, Any]]]:
     """(verdict, findings): "go", "caution" or "no-go", and what each rule that was broken says."""
-    findings = []
+    findings: list[dict[str, Any]] = []
     for rule in RULES:
         value = values.get(rule.quantity)
         if value is None or (rule.losses == "sums" and loss_type in LENGTH_NORMALIZED_LOSSES):

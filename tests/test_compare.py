@@ -268,13 +268,6 @@ def test_mistakes_are_one_line_and_exit_2(tmp_path, capsys, mistake, said):
     assert error.startswith("error: ") and error.count("\n") == 1 and said in error
 
 
-@pytest.mark.parametrize("options", [["--plot", "x.txt"], ["--tolerance", "0"], ["--json", "no/where.json"]])
-def test_wrong_options(tmp_path, capsys, options):
-    a = write_run(tmp_path / "a", healthy())
-    assert compare_runs.main([str(a), str(a), *options]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 def test_nan_before_the_second_step_has_no_way_round(tmp_path):
     a = read_log(write_state(tmp_path / "a", {"loss": [float("inf"), 0.7, 0.6]}, steps=range(1, 4)))
     with pytest.raises(UserError, match="mend that run"):

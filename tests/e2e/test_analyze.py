@@ -167,7 +167,7 @@ def test_mistakes_are_one_line(case, write_rows, tiny_folder, tmp_path, error_in
         write_rows("pairs.jsonl", rows())
         more, expected = ["--min_coverage", "95"], "--min_coverage"
         done = run(data, *more)
-        assert done.returncode == 2 and "must be in 0..1" in done.stderr
+        assert done.returncode == 2 and "must be a number from 0 to 1" in done.stderr
         return
     else:
         write_rows("pairs.jsonl", rows())

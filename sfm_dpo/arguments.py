@@ -1,0 +1,63 @@
+"""What was typed? argparse for the scripts' own options: a mistake is one line and exit code 2, found before the work.
+
+Imports nothing slow, so that --help answers at once. (train_dpo.py's fields are config.py's.)
+"""
+
+import argparse
+import difflib
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+
+class Arguments(argparse.ArgumentParser):
+    """An ArgumentParser that takes no abbreviations and keeps the lines of its description."""
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """One line, without the usage that argparse would print above it."""
+        kind, _, typed = message.partition("unrecognized arguments: ")
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        near = difflib.get_close_matches(typed.split("=")[0].split(" ")[0], known, n=1) if not kind else []
+        self.exit(2, f"error: {message}{f'; did you mean {near[0]}?' if near else ''} (see --help)\n")
+
+
+def number(kind: type, lowest: float, highest: float = math.inf) -> Callable[[str], Any]:
+    """For `type=`: a finite int or float from `lowest` to `highest`."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and lowest <= value <= highest):
+            limits = f"from {lowest:g} " + (f"to {highest:g}" if highest < math.inf else "on")
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} must be {what} {limits}")
+        return value
+
+    return read
+
+
+def new_file(text: str) -> Path:
+    """For `type=`: a file that can be written. Found out before the work whose result it is to hold."""
+    path = Path(text)
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file in it")
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: its folder does not exist; make it first")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written; check the permissions, or choose another")
+    return path
+
+
+def new_figure(text: str) -> Path:
+    """For `type=`: as new_file, of a kind that matplotlib draws."""
+    if Path(text).suffix not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: the name must end in .png, .svg or .pdf")
+    return new_file(text)
