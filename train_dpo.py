@@ -16,6 +16,7 @@ import sfm_dpo  # noqa: F401  (first: it reads .env)
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback
 from trl import get_peft_config, get_quantization_config
@@ -29,6 +30,7 @@ from sfm_dpo.checkpoint import (
     checkpoint_bytes,
     clear_stop,
     find_start,
+    most_at_once,
     newest_checkpoint,
     step_of,
 )
@@ -50,25 +52,27 @@ from sfm_dpo.trainer import SFMDPOTrainer
 
 def main(argv: list[str]) -> int:
     """Runs and returns the exit code; every end but a kill is written to status.json."""
-    config = None
+    config, owned = None, False  # owned: output_dir is this run's to write into
     try:
         config = parse_config(argv)
         if not claim(config):
             say(f"{config.train.output_dir}: already done; to run again remove it or choose another output_dir")
             return push_finished(config.train, say) if config.train.push_to_hub else 0
         check_not_running(config.train.output_dir)
+        owned = True
         return train(config)
     except StopRequested as stop:
         assert config is not None
         clear_stop(config.train.output_dir)
         return stopped(config, str(stop), shards=stop.shards)
     except UserError as error:
-        if is_main_process():
+        alone = error.exit_code == 1  # a disk is full: perhaps no other rank knows
+        if is_main_process() or alone:
             print(mask(f"error: {error}"), file=sys.stderr, flush=True)
-        if config is not None and (error.exit_code != 2 or "output_dir" not in str(error)):
+        if config is not None and owned:
             os.makedirs(config.train.output_dir, exist_ok=True)
             state = {3: "refused", 4: "collapsed"}.get(error.exit_code, "failed")
-            write_status(config.train.output_dir, state, error.exit_code, str(error), **error.status)
+            write_status(config.train.output_dir, state, error.exit_code, str(error), any_rank=alone, **error.status)
             report(config)
         return error.exit_code
     except BaseException as error:
@@ -118,10 +122,8 @@ def train(config: Config) -> int:
     trainer.add_callback(RecordData(trainer.data_facts))
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
-    size = checkpoint_bytes(trainer.model, trainer.is_deepspeed_enabled and args.bf16, trainer.is_fsdp_enabled)
-    # The limit, the one being written, and the one that the guard keeps.
-    most = (args.save_total_limit or 1) + 1 + (args.guard != "skip") if args.save_strategy != "no" else 1
-    check_disk(args.output_dir, size, most)
+    size = checkpoint_bytes(trainer.model, trainer.zero_stage, trainer.is_fsdp_enabled)
+    check_disk(args.output_dir, size, most_at_once(args))
     if warning := trainer.launch_warning():
         say(f"warning: {warning}")
     say(
@@ -147,7 +149,8 @@ def train(config: Config) -> int:
         clear_stop(args.output_dir)
         trainer.save_state()
         return stopped(config, f"stopped on request at step {trainer.state.global_step} of {trainer.state.max_steps}")
-    if eval_set is not None and "eval_loss" not in trainer.state.log_history[-2]:  # -1 is the closing summary
+    last = [entry for entry in trainer.state.log_history if entry["step"] == trainer.state.global_step]
+    if eval_set is not None and not any("eval_loss" in entry for entry in last):
         trainer.evaluate()
 
     trainer.save_model()
@@ -166,7 +169,7 @@ def train(config: Config) -> int:
 def stopped(config: Config, message: str, **extra) -> int:
     """Says that the run can go on. A launcher would make a crash of 75, so there the ranks leave with 0."""
     checkpoint, _ = newest_checkpoint(config.train.output_dir)
-    where = {"step": step_of(checkpoint), "checkpoint": checkpoint and str(checkpoint)}
+    where: dict[str, Any] = {"step": step_of(checkpoint), "checkpoint": checkpoint and str(checkpoint)}
     write_status(config.train.output_dir, "stopped", 75, message, **where, **extra)
     report(config)
     say(f"{message}; the same command goes on from {checkpoint or 'the beginning'}")

@@ -90,7 +90,7 @@ first_host() {
     host=$(scontrol --oneliner show node "$name" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
     [[ -n $host ]] || fail "scontrol gives no address for node '$name', the first of $SLURM_JOB_NODELIST"
     port=$((20000 + SLURM_JOB_ID % 10000)) # two jobs on a node do not meet; below the ephemeral range
-    srun_options=(--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --wait=60)
+    srun_options=(--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1)
     # Since 22.05 srun no longer takes this one from the job.
     [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || srun_options+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
     ((SLURM_JOB_NUM_NODES == 1)) || srun_options+=(--label)
@@ -107,7 +107,7 @@ check_health() {
     # shellcheck disable=SC2016
     local on_node='[[ ${DS_ACCELERATOR:-} != cpu ]] || export CUDA_VISIBLE_DEVICES=
         for ((i = 0; i < LOCAL_WORLD_SIZE; i++)); do
-            RANK=$((SLURM_NODEID * LOCAL_WORLD_SIZE + i)) LOCAL_RANK=$i timeout 90 python -m sfm_dpo.healthcheck "$@" &
+            RANK=$((SLURM_NODEID * LOCAL_WORLD_SIZE + i)) LOCAL_RANK=$i timeout 240 python -m sfm_dpo.healthcheck "$@" &
         done
         code=0
         for pid in $(jobs -p); do wait "$pid" || code=$?; done
@@ -146,7 +146,8 @@ launch() {
 
     local signalled=
     trap 'signalled=1; say "asked to stop: $output_dir/STOP"; mkdir -p "$output_dir"; touch "$output_dir/STOP"' USR1 TERM
-    srun "${srun_options[@]}" --kill-on-bad-exit=1 bash -c "$on_node" node "$output_dir" \
+    # --wait=0: rank 0 may push to the Hub long after the other nodes have left; a crash ends all by --kill-on-bad-exit.
+    srun "${srun_options[@]}" --wait=0 --kill-on-bad-exit=1 bash -c "$on_node" node "$output_dir" \
         --config_file "$config_file" --num_machines "$SLURM_JOB_NUM_NODES" \
         --num_processes "$((SLURM_JOB_NUM_NODES * per_node))" --main_process_ip "$host" --main_process_port "$port" \
         train_dpo.py "$@" &
@@ -164,13 +165,18 @@ launch() {
 finish() {
     local code=$launcher_code state=unknown step='' message='' progress='' fields=()
     if [[ -f $status && $(cat "$status") != "$status_before" ]]; then
-        # Progress is a step more, or a shard of the reference cache, than when the start before this one stopped.
+        # Progress is a step more than this start began with (the one before may have been killed beyond it), or a
+        # shard of the reference cache more than when that one stopped.
         mapfile -t fields < <(python -c '
 import json, sys
 run, before = json.load(open(sys.argv[1])), json.loads(sys.argv[2] or "{}")
-done, had = ([status.get("step") or 0, status.get("shards") or 0] for status in (run, before))
+try:
+    began = json.load(open(sys.argv[3]))["starts"][-1]["step"]
+except (OSError, ValueError, LookupError):
+    began = before.get("step")
+done, had = [run["step"] or 0, run.get("shards") or 0], [began or 0, before.get("shards") or 0]
 print(run["state"], run["exit_code"], run["step"], " ".join(run["message"].split()), done > had, sep="\n")
-' "$status" "$status_before")
+' "$status" "$status_before" "$output_dir/environment.json")
         state=${fields[0]} step=${fields[2]} message=${fields[3]} progress=${fields[4]}
         if [[ $state == running ]]; then # killed: nobody was left to write how it ended
             state=died message="the processes ended without a word (launcher's exit code $launcher_code)"

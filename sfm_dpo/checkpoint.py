@@ -22,6 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from sfm_dpo.config import UserError
 from sfm_dpo.run_dir import is_main_process, write_atomically
 from sfm_dpo.sharding import numel
+from sfm_dpo.signals import FAST
 
 COMPLETE, STOP = "complete.json", "STOP"
 KEEP = "KEEP"  # a checkpoint that holds a file of this name is never rotated away
@@ -60,7 +61,7 @@ def keep_before(run: str | Path, step: float, author: str) -> Path | None:
 
     Returns that checkpoint, or None where there is none. A KEEP that says another author is left alone.
     """
-    older = [c for c in checkpoints(run) if int(c.name.rsplit("-", 1)[1]) < step and why_incomplete(c) is None]
+    older = [c for c in checkpoints(run) if step_of(c) < step and why_incomplete(c) is None]
     for checkpoint in older:
         mark = checkpoint / KEEP
         if checkpoint == older[-1]:
@@ -138,13 +139,24 @@ def check_resume(checkpoint: Path, facts: dict[str, Any], ignore: bool) -> None:
 # ---- disk
 
 
-def checkpoint_bytes(model: PreTrainedModel, is_deepspeed_16_bit: bool, is_fsdp: bool = False) -> int:
-    """What a checkpoint will take: weights, two moments of AdamW, and the fp32 weights of the ranks under 16-bit ZeRO
-    and FSDP2."""
-    trained = sum(numel(p) for p in model.parameters() if p.requires_grad)
-    weights = sum(numel(p) * p.element_size() for p in model.parameters())
-    saved = weights if trained == sum(numel(p) for p in model.parameters()) else 4 * trained  # an adapter alone
-    return saved + trained * (12 if is_deepspeed_16_bit or is_fsdp else 8)
+def checkpoint_bytes(model: PreTrainedModel, zero_stage: int = 0, is_fsdp: bool = False) -> int:
+    """What a checkpoint will take: weights and two moments of AdamW; the ranks' fp32 weights under ZeRO and FSDP2;
+    below ZeRO-3 the weights once more, in DeepSpeed's mp_rank_00_model_states.pt."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    count = sum(map(numel, trained))
+    weights = sum(numel(p) * p.element_size() for p in trained)
+    saved = weights if count == sum(map(numel, model.parameters())) else 4 * count  # an adapter alone
+    again = weights if zero_stage in (1, 2) else 0
+    return saved + again + count * (12 if zero_stage or is_fsdp else 8)
+
+
+def most_at_once(args: Any) -> int:
+    """Checkpoints that a run has at one time: the limit, the one being written, and those that the guard keeps, which
+    are two where saves are closer than a collapse takes."""
+    if args.save_strategy == "no":
+        return 1
+    kept = 0 if args.guard == "skip" else 1 + (args.save_strategy == "steps" and args.save_steps < FAST)
+    return (args.save_total_limit or 1) + 1 + kept
 
 
 def check_disk(run: str | Path, size: int, most: int) -> None:

@@ -13,8 +13,9 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
 from sfm_dpo.answers import Answer, continue_prompts, repeated_4grams
-from sfm_dpo.checkpoint import KEEP, checkpoints, keep_before
+from sfm_dpo.checkpoint import KEEP, checkpoints, keep_before, step_of
 from sfm_dpo.checks import LENGTH_NORMALIZED_LOSSES, UserError
+from sfm_dpo.preflight import response_lengths
 from sfm_dpo.run_dir import is_main_process, write_atomically
 from sfm_dpo.sharding import local_values
 from sfm_dpo.signals import FAST, SIGMOID_LOSSES, Finding, Log, Run, judge, observed
@@ -45,7 +46,9 @@ class Guard(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         normalized = args.loss_type[0] in LENGTH_NORMALIZED_LOSSES
-        lengths = self.trainer.train_dataset.select_columns("chosen_length").with_format("numpy")[:]["chosen_length"]
+        names = ["prompt_length", "chosen_length", "rejected_length"]
+        columns = self.trainer.train_dataset.select_columns(names).with_format("numpy")[:]
+        lengths = response_lengths(columns, args.max_length)[:, 0]
         self.run = Run(
             sigmoid=len(args.loss_type) == 1 and args.loss_type[0] in SIGMOID_LOSSES,
             beta=args.beta,
@@ -97,7 +100,7 @@ class Guard(TrainerCallback):
         if not is_main_process() or self.last_healthy or limit is None:
             return
         kept = keep_before(args.output_dir, state.global_step - FAST + 1, AUTHOR)
-        after = [c for c in checkpoints(args.output_dir) if _step_of(c) > (_step_of(kept) if kept else 0)]
+        after = [c for c in checkpoints(args.output_dir) if step_of(c) > (step_of(kept) if kept else 0)]
         after = [c for c in after if not (c / KEEP).exists() or (c / KEEP).read_text() == AUTHOR]
         if len(after) > 1 and not any((c / KEEP).exists() for c in after):
             (after[0] / KEEP).write_text(AUTHOR)
@@ -203,10 +206,6 @@ def add_guard(trainer: Any) -> Guard | None:
     guard = Guard(trainer, args.guard, prompts, args.guard_generations)
     trainer.add_callback(guard)
     return guard
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.rsplit("-", 1)[1])
 
 
 def _sample_of_weights(model: torch.nn.Module) -> torch.Tensor:

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 UNHEALTHY = 69
-MEET_SECONDS = 45  # a rank that is not there by then does not come
+MEET_SECONDS = 120  # a rank that is not there by then does not come: importing torch from a cold disk takes long
+REDUCE_SECONDS = 45
 MIN_FREE_GIB = 2.0  # logs, caches and reports; checkpoints are checked against their size when the model is known
 MAX_USED_MIB = 2048  # of GPU memory before we start: above it somebody else's process is there
 MATMUL = {"cuda": (8192, torch.bfloat16), "cpu": (512, torch.float32)}
@@ -156,7 +157,7 @@ def meet(findings: list[str], output_dir: Path) -> list[tuple[str, list[str]]]:
 def check_all_reduce() -> list[str]:
     """Adds up numbers over all ranks on their devices: NCCL between GPUs, gloo otherwise."""
     ranks = dist.get_world_size()
-    group = dist.new_group(backend="nccl" if on_gpu() else "gloo", timeout=timedelta(seconds=MEET_SECONDS))
+    group = dist.new_group(backend="nccl" if on_gpu() else "gloo", timeout=timedelta(seconds=REDUCE_SECONDS))
     numbers = torch.full((1024,), float(rank() + 1), device=device())
     dist.all_reduce(numbers, group=group)
     if bool((numbers == ranks * (ranks + 1) / 2).all()):

@@ -35,8 +35,13 @@ class LaunchedTrainer(DPOTrainer):
     # ---- before training
 
     @property
+    def zero_stage(self) -> int:
+        """0 without DeepSpeed."""
+        return self.args.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
+
+    @property
     def is_zero3(self) -> bool:
-        return self.is_deepspeed_enabled and self.args.deepspeed_plugin.zero_stage == 3
+        return self.zero_stage == 3
 
     def launch_warning(self) -> str | None:
         """A line about a launcher that does not suit the model."""

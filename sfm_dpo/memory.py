@@ -202,11 +202,6 @@ def model_states(
     return {"weights": weights, "gradients": total - weights - optimizer, "optimizer": optimizer, "buffers": buffers}
 
 
-def whole_states(parameters: int) -> dict[str, int]:
-    """Bytes of fp32 training with AdamW in one process."""
-    return {"weights": 4 * parameters, "gradients": 4 * parameters, "optimizer": 8 * parameters, "buffers": 0}
-
-
 def largest_module(model: PreTrainedModel) -> int:
     """Parameters of the module that holds most, its submodules' not counted."""
     return max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())

@@ -146,7 +146,6 @@ def micro_batches(trainer: SFMDPOTrainer, variant: Variant) -> Iterator[dict[str
     for start in range(0, len(dataset), size):
         rows = [dataset[i] for i in range(start, min(start + size, len(dataset)))]
         inputs = trainer._prepare_inputs(trainer.data_collator(rows))
-        inputs.pop(trainer.args.length_column_name, None)
         yield inputs
 
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, PretrainedConfig
 from trl import get_peft_config
 
 from sfm_dpo import memory
-from sfm_dpo.checkpoint import checkpoint_bytes
+from sfm_dpo.checkpoint import checkpoint_bytes, most_at_once
 from sfm_dpo.config import Config, UserError
 from sfm_dpo.lengths import Lengths, truncate
 from sfm_dpo.model import check_files
@@ -178,7 +178,7 @@ def make_plan(
             else None,
             "checkpoint": checkpoint_bytes(
                 adapted or (memory.meta_model(shape, torch.float32) if launch == "fsdp2" else model),
-                True,
+                {"zero2": 2, "zero3": 3, "fsdp2": 0}[launch],
                 launch == "fsdp2",
             ),
         }
@@ -192,7 +192,7 @@ def make_plan(
     hours = {
         part: flops / (peak * gpus * mfu) / 3600 for part, flops in (("training", training), ("reference", reference))
     }
-    kept = (args.save_total_limit or 1) + 1 + (args.guard != "skip")
+    kept = most_at_once(args)
     return {
         "model": {"model_type": shape.model_type, "parameters": parameters, "trained": trained},
         "gpu": {"name": name, "memory": GPU_MEMORY[name], "usable": USABLE, "num_gpus": num_gpus, "nodes": num_nodes},

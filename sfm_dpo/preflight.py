@@ -101,7 +101,7 @@ def base_logps(trainer, rows: np.ndarray) -> np.ndarray:
     model.eval()
     for start in range(0, len(mine), size):
         batch = trainer.data_collator([dataset[int(i)] for i in mine[start : start + size]])
-        batch = trainer._prepare_inputs({k: v for k, v in batch.items() if k != trainer.args.length_column_name})
+        batch = trainer._prepare_inputs(batch)
         chosen, rejected = trainer.compute_ref_log_probs(model, batch)
         sums += torch.stack([chosen, rejected], dim=1).float().tolist()
     model.train(was_training)
@@ -120,7 +120,6 @@ def packed_difference(trainer, rows: np.ndarray) -> float:
     was_training = model.training
     model.eval()
     collated = trainer._prepare_inputs(trainer.data_collator([dataset[int(i)] for i in rows]))
-    collated.pop(args.length_column_name, None)
     packed = torch.cat(trainer.compute_ref_log_probs(model, collated))
     differences = []
     inputs = zip(collated["input_ids"], collated["attention_mask"], collated["completion_mask"], packed, strict=True)

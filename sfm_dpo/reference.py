@@ -27,6 +27,7 @@ from safetensors.numpy import save_file
 
 from sfm_dpo.config import UserError
 
+NFS_SECONDS = 60  # its acdirmax: for so long a client may remember that a file was not there
 SHARD_PAIRS = 256  # at 15,000 tokens/s and 8,192 tokens a sequence, under five minutes of work to lose
 
 
@@ -156,10 +157,14 @@ def read_shard(path: Path, rows: np.ndarray) -> np.ndarray | None:
 
 
 def read_all(paths: list[Path], shards: list[np.ndarray]) -> np.ndarray:
-    """[N, 2] log-probs of all rows. Raises UserError where a shard that another rank wrote cannot be read."""
+    """[N, 2] log-probs of all rows. Raises UserError where a shard that another rank wrote cannot be read, also after
+    the time for which NFS may remember that a file is not there."""
     logps = np.empty((sum(len(rows) for rows in shards), 2), dtype=np.float32)
     for path, rows in zip(paths, shards, strict=True):
-        shard = read_shard(path, rows)
+        shard, patience = read_shard(path, rows), time.monotonic() + NFS_SECONDS
+        while shard is None and time.monotonic() < patience:
+            time.sleep(1)
+            shard = read_shard(path, rows)
         if shard is None:
             raise UserError(f"{path}: not there on {platform.node()}; HF_HOME must be a folder that all nodes share")
         logps[rows] = shard

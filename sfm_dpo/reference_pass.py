@@ -45,8 +45,10 @@ def fill(trainer: "SFMDPOTrainer", dataset: Dataset, name: str, batch_size: int)
     lengths = pair_tokens(dataset, args.max_length)
     shards = reference.shard_indices(lengths)
     paths = [folder / f"{number:06}.safetensors" for number in range(len(shards))]
-    missing = [[n for n, path in enumerate(paths) if reference.read_shard(path, shards[n]) is None]]
-    broadcast_object_list(missing, from_process=0)  # ranks must not disagree while one of them writes
+    missing: list[list[int]] = [[]]
+    if accelerator.is_main_process:  # who looks for a file before it is written may on NFS not see it for a minute
+        missing = [[n for n, path in enumerate(paths) if reference.read_shard(path, shards[n]) is None]]
+    broadcast_object_list(missing, from_process=0)
     todo, rank, ranks = missing[0], accelerator.process_index, accelerator.num_processes
     if accelerator.is_main_process:
         state = f"{len(shards) - len(todo)} of {len(shards)} shards in {folder}"
@@ -90,5 +92,6 @@ def fill(trainer: "SFMDPOTrainer", dataset: Dataset, name: str, batch_size: int)
     trainer._reference_shards += len(shards)
     trainer._reference_folder = folder
     logps = reference.read_all(paths, shards)
-    trainer.data_facts["reference"][name] = reference.describe_cache(folder, paths, settings)
+    if accelerator.is_main_process:
+        trainer.data_facts["reference"][name] = reference.describe_cache(folder, paths, settings)
     return Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})

@@ -22,13 +22,15 @@ def scale(completion_mask: torch.Tensor, loss_type: str) -> torch.Tensor:
 def reward_metrics(
     logps: torch.Tensor, reference_logps: torch.Tensor, scale: torch.Tensor, beta: float
 ) -> dict[str, torch.Tensor]:
-    """Each [B]. TRL 1.16 has sums over tokens in rewards/*, also where the loss uses means.
+    """Each [B]. TRL 1.16 has sums over tokens in rewards/*, also where the loss uses means; and it averages logps/*
+    over micro-batches, which may hold unequal numbers of pairs.
 
     Args:
         logps, reference_logps: [2B] sums over the response, chosen first.
         scale: [2B], see `scale`.
     """
     chosen, rejected = (beta * (logps - reference_logps) / scale).chunk(2)
+    logps_chosen, logps_rejected = logps.chunk(2)
     per_chosen, per_rejected = (logps / scale).chunk(2)
     return {
         "rewards/chosen": chosen,
@@ -36,6 +38,8 @@ def reward_metrics(
         "rewards/margins": chosen - rejected,
         "rewards/average": (chosen + rejected) / 2,
         "rewards/accuracies": share_above(chosen, rejected),
+        "logps/chosen": logps_chosen,
+        "logps/rejected": logps_rejected,
         "logps/accuracies": share_above(per_chosen, per_rejected),
     }
 

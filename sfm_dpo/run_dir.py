@@ -87,9 +87,19 @@ def _mapping(path: Path, parse: Callable[[str], Any], key: str, remedy: str) -> 
     return content
 
 
-def write_status(run: str | Path, state: str, exit_code: int | None = None, message: str = "", **extra: Any) -> None:
-    """Writes status.json: `state` is running, done, stopped, refused, collapsed, failed or push_failed."""
-    if not is_main_process():
+def write_status(
+    run: str | Path,
+    state: str,
+    exit_code: int | None = None,
+    message: str = "",
+    any_rank: bool = False,
+    **extra: Any,
+) -> None:
+    """Writes status.json: `state` is running, done, stopped, refused, collapsed, failed or push_failed.
+
+    `any_rank`: what rank 0 may not know of; else only rank 0 writes.
+    """
+    if not (is_main_process() or any_rank):
         return
     status = {
         "state": state,

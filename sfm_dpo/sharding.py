@@ -6,16 +6,19 @@ one unit a decoder block; TRL's reference model is split as soon as it is loaded
 """
 
 import dataclasses
+import hashlib
 import math
 import os
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import broadcast_object_list
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from trl.trainer.utils import hash_module
+
+from sfm_dpo.run_dir import is_main_process
 
 ATTENTION = {"full_attention", "sliding_attention"}
 # "auto" in the DeepSpeed file, as transformers 5.23 fills it in (integrations/deepspeed.py): times hidden size
@@ -47,14 +50,23 @@ def local_values(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def gathered_hash(model: PreTrainedModel) -> str:
-    """TRL's hash of the weights, gathered for it. All ranks must call it.
+    """TRL's hash of the weights (hash_module), tensor by tensor: all at once fill the GPU. All ranks must call it.
 
     Under ZeRO-3 TRL 1.16 hashes what is left in each tensor, which is nothing: all models would share a reference.
     """
     import deepspeed
 
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        return hash_module(model)
+    digest, parameters = hashlib.sha256(), dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in sorted(model.state_dict().items()):
+        tensor = parameters.get(name, tensor)
+        with deepspeed.zero.GatheredParameters([tensor] if name in parameters else []):
+            if is_main_process():
+                values = tensor.detach().cpu()
+                digest.update(str(values.dtype).encode())
+                digest.update((values.float() if values.dtype == torch.bfloat16 else values).numpy().tobytes())
+    agreed = [digest.hexdigest()]
+    broadcast_object_list(agreed)
+    return agreed[0]
 
 
 def use_fsdp_on_cpu(accelerator: Accelerator) -> None:

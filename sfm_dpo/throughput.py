@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, TrainerCallback
 
-from sfm_dpo.sharding import numel, shape
+from sfm_dpo.sharding import ATTENTION, numel, shape
 
 # Dense bf16 peak in FLOP/s, without sparsity, from the vendors' data sheets.
 PEAK_FLOPS = {
@@ -83,6 +83,7 @@ def _attention(config: PretrainedConfig) -> tuple[tuple[int | None, int], ...]:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     flops = 4 * head_dim * config.num_attention_heads
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    kinds = [kind for kind in kinds if kind in ATTENTION]  # of linear attention the projections alone count
     windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
     return tuple((window, flops * windows.count(window)) for window in dict.fromkeys(windows))
 

@@ -160,7 +160,8 @@ def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> tupl
         pairs.dropped.update(counts)
         if not len(tokens):
             raise pairs.none_left(split, counts, args.max_length)
-        setattr(pairs, split, tokens)
+        # Flat: or every rank would write the rest anew when the trainer adds its column of lengths
+        setattr(pairs, split, tokens if tokens._indices is None else tokens.flatten_indices())
     pairs.check_dropped(args.max_dropped_fraction)
     return pairs, notes
 

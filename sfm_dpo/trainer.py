@@ -103,6 +103,7 @@ class SFMDPOTrainer(LaunchedTrainer):
             sampler.QUADRATIC_COST_COEF = 1 / (24 * self._bare_model().config.get_text_config().hidden_size)
             self._length_sampler = sampler
         elif isinstance(sampler, LengthGroupedSampler):
+            sampler.lengths = list(sampler.lengths)  # a column of the dataset is read from disk one by one
             generator = sampler.generator = torch.Generator().manual_seed(seed)
             # Its order would else depend on how many epochs this process has seen, which a resumed run has not
             sampler.set_epoch = lambda epoch: generator.manual_seed(seed + epoch)
@@ -133,8 +134,8 @@ class SFMDPOTrainer(LaunchedTrainer):
     def resume_facts(self) -> dict[str, Any]:
         """What a run that goes on from a checkpoint must agree with."""
         launch = "FSDP2" if self.is_fsdp_enabled else "whole weights"
-        if self.is_deepspeed_enabled:
-            launch = f"ZeRO-{self.args.deepspeed_plugin.zero_stage}"
+        if self.zero_stage:
+            launch = f"ZeRO-{self.zero_stage}"
         return {"world_size": self.accelerator.num_processes, "launch": launch, "train_tokens": self.train_tokens}
 
     def _run_epoch(self, **kwargs: Any) -> None:
@@ -176,7 +177,6 @@ class SFMDPOTrainer(LaunchedTrainer):
 
         The reference's log-probs are put into the batch first, so that metrics can use them too.
         """
-        inputs = {name: value for name, value in inputs.items() if name != self.args.length_column_name}
         training = self.model.training
         if training:
             self.meter.add(inputs["attention_mask"], inputs["completion_mask"], self._packed)
@@ -225,7 +225,7 @@ class SFMDPOTrainer(LaunchedTrainer):
         if mode == "train" and not self._step_0_checked:
             self._check_step_0(metrics["rewards/margins"], given, scale, inputs, model)
         gather = self.accelerator.gather if mode == "train" else self.accelerator.gather_for_metrics
-        pairs = gather(torch.stack(list(metrics.values()), dim=1).float())  # [pairs of all ranks, 6]
+        pairs = gather(torch.stack(list(metrics.values()), dim=1).float())  # [pairs of all ranks, 8]
         weight = 1.0
         if mode == "train" and self._rebalance is not None:
             weight = len(pairs) * self._rebalance.grad_accum / self._global_batch_pairs()

@@ -23,13 +23,15 @@ from sfm_dpo.checkpoint import (
     clear_old_stop,
     find_start,
     mark_complete,
+    most_at_once,
     newest_checkpoint,
     rotate,
     step_of,
     stop_requested,
     why_incomplete,
 )
-from sfm_dpo.config import UserError
+from sfm_dpo.config import TrainConfig, UserError
+from sfm_dpo.signals import FAST
 from tests.tiny_models import tiny_model
 
 FACTS = {"step": 1, "world_size": 2, "train_tokens": "abc"}
@@ -178,12 +180,22 @@ def test_disk_must_hold_the_checkpoints_to_come(tmp_path, monkeypatch, there, mo
 def test_size_of_a_checkpoint_is_that_of_weights_and_optimizer():
     model = tiny_model("llama", num_hidden_layers=1)
     count = sum(p.numel() for p in model.parameters())
-    assert checkpoint_bytes(model, is_deepspeed_16_bit=False) == count * (4 + 8)
-    assert checkpoint_bytes(model.bfloat16(), is_deepspeed_16_bit=True) == count * (2 + 12)
+    assert checkpoint_bytes(model) == count * (4 + 8)
+    assert checkpoint_bytes(model, is_fsdp=True) == checkpoint_bytes(model, zero_stage=3) == count * (4 + 12)
+    assert checkpoint_bytes(model.bfloat16(), zero_stage=2) == count * (2 + 2 + 12)
     for parameter in model.parameters():
         parameter.requires_grad = False
     adapter = model.lm_head.weight.requires_grad_()  # only what is trained is saved, and moments are of that alone
-    assert checkpoint_bytes(model, is_deepspeed_16_bit=False) == adapter.numel() * (4 + 8)
+    assert checkpoint_bytes(model) == adapter.numel() * (4 + 8)
+
+
+def test_checkpoints_at_one_time():
+    args = TrainConfig(output_dir="x", save_strategy="steps", save_steps=FAST, save_total_limit=2, use_cpu=True)
+    assert most_at_once(args) == 2 + 1 + 1
+    args.save_steps = FAST - 1
+    assert most_at_once(args) == 2 + 1 + 2
+    args.guard = "skip"
+    assert most_at_once(args) == 2 + 1
 
 
 # ---- the stop file
