@@ -93,11 +93,14 @@ class SFMDPOTrainer(LaunchedTrainer):
             self._signature_columns.append(self.args.length_column_name)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None):
-        """transformers' sampler, with the run's seed: the two that look at lengths ignore it (5.23)."""
+        """transformers' sampler, with the run's seed, which the two that look at lengths ignore (5.23), and costs."""
         sampler = super()._get_train_sampler(train_dataset)
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         if isinstance(sampler, BatchRebalanceSampler):
             sampler.seed, self._rebalance = seed, sampler
+            # transformers' 0.001 lets attention outweigh all else from 1,000 tokens on. A token of a pair of P tokens
+            # sees P/4 others: h P FLOPs a layer for hidden size h, against 24 h^2 of the matrices (bench/balance.py).
+            sampler.QUADRATIC_COST_COEF = 1 / (24 * self._bare_model().config.get_text_config().hidden_size)
             self._length_sampler = sampler
         elif isinstance(sampler, LengthGroupedSampler):
             generator = sampler.generator = torch.Generator().manual_seed(seed)
