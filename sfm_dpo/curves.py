@@ -36,7 +36,7 @@ _PERF = {  # title and unit; another perf/ metric is drawn under its own name
     "perf/pairs_per_second": ("Throughput in pairs", "pairs/s"),
     "perf/padding_fraction": ("Padding", "share of tokens"),
     "perf/mfu": ("Model FLOPs utilisation", "share of the GPU's peak"),
-    "perf/peak_memory_gib": ("Peak memory", "GiB per GPU"),
+    "perf/peak_memory_gib": ("Peak memory", "GiB, of rank 0"),
 }
 STYLE = {
     "font.size": 9,

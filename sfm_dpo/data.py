@@ -1,7 +1,8 @@
 """Which pairs? Normalise, validate, mix, split; count what was dropped and why.
 
-A usable row becomes {"prompt", "chosen", "rejected", "source"}. For conversations the first three are message
-lists ({"role", "content", ...}), `prompt` being the shared beginning; for plain text they are strings.
+A usable row becomes {"prompt", "chosen", "rejected", "template", "source"}. For conversations the first three are
+message lists ({"role", "content", ...}), `prompt` being the shared beginning; for plain text they are strings.
+`template` is what the chat template is given besides (the row's `tools` and `chat_template_kwargs`, as in TRL): JSON.
 """
 
 import inspect
@@ -30,7 +31,8 @@ DROP_REASONS = {
     "prompt_too_long": "prompt leaves no room for a response within max_length",
 }
 _PAIR = Features(
-    {"prompt": Json(), "chosen": Json(), "rejected": Json(), "source": Value("string"), "dropped": Value("string")}
+    {name: Json() for name in ("prompt", "chosen", "rejected")}
+    | {name: Value("string") for name in ("template", "source", "dropped")}
 )
 
 
@@ -38,7 +40,7 @@ _PAIR = Features(
 class Pairs:
     """Usable pairs and the account of the rest.
 
-    `train` and `eval` hold the columns prompt, chosen, rejected, source; `eval` is None if nothing is held out.
+    `train` and `eval` hold a row's five columns (above); `eval` is None if nothing is held out.
     `rows` counts the rows read, `dropped` the unusable ones by reason (keys of DROP_REASONS).
     """
 
@@ -147,10 +149,18 @@ def normalize(rows: Dataset, source: str, num_proc: int | None = None) -> tuple[
 
 
 def _normalize_batch(batch: dict[str, list], source: str) -> dict[str, list]:
-    prompts = batch.get("prompt") or [None] * len(batch["chosen"])
+    absent = [None] * len(batch["chosen"])
+    prompts, tools, kwargs = (batch.get(name) or absent for name in ("prompt", "tools", "chat_template_kwargs"))
     out: dict[str, list] = {name: [] for name in _PAIR}
-    for prompt, chosen, rejected in zip(prompts, batch["chosen"], batch["rejected"], strict=True):
+    for prompt, chosen, rejected, *given in zip(
+        prompts, batch["chosen"], batch["rejected"], tools, kwargs, strict=True
+    ):
         pair = normalize_pair(prompt, chosen, rejected)
+        try:
+            out["template"].append(_template_kwargs(*given))
+        except (ValueError, TypeError):
+            out["template"].append(None)
+            pair = "malformed"
         reason = pair if isinstance(pair, str) else ""
         for name, value in zip(("prompt", "chosen", "rejected"), ([], [], []) if reason else pair, strict=True):
             # datasets 5.2 would take text that happens to be JSON, such as 42 or {}, for its content
@@ -158,6 +168,13 @@ def _normalize_batch(batch: dict[str, list], source: str) -> dict[str, list]:
         out["source"].append(source)
         out["dropped"].append(reason)
     return out
+
+
+def _template_kwargs(tools: Any, kwargs: dict | None) -> str | None:
+    """`tools` is a list, or JSON of one. ValueError or TypeError where they are not."""
+    given = {"tools": json.loads(tools) if isinstance(tools, str) else tools} | (kwargs or {})
+    given = {name: value for name, value in given.items() if value is not None}
+    return json.dumps(given) if given else None
 
 
 def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | str:

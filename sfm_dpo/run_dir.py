@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -111,7 +111,7 @@ def write_status(run: str | Path, state: str, exit_code: int | None = None, mess
 
 def now() -> str:
     """The time with its zone, to the second."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -218,7 +218,7 @@ def _encode(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> tuple
     """Ids of prompt, prompt+chosen and prompt+rejected of each row, and the rows' drop reasons."""
     rows = list(zip(batch["prompt"], batch["chosen"], batch["rejected"], strict=True))
     texts: list[tuple[str, str, str]] = []
-    reasons = [""] * len(rows)
+    reasons, given = [""] * len(rows), batch.get("template") or [None] * len(rows)
     is_text = [isinstance(prompt, str) for prompt, _, _ in rows]
     for i, (prompt, chosen, rejected) in enumerate(rows):
         if is_text[i]:
@@ -230,13 +230,10 @@ def _encode(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> tuple
                 f"model_name_or_path {tokenizer.name_or_path}: its tokenizer has no chat template, but the data are "
                 "conversations; take a model with one, or put a chat_template.jinja into its folder"
             )
+        render = functools.partial(tokenizer.apply_chat_template, tokenize=False, **json.loads(given[i] or "{}"))
         try:
             texts.append(
-                (
-                    tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True),
-                    tokenizer.apply_chat_template(prompt + chosen, tokenize=False),
-                    tokenizer.apply_chat_template(prompt + rejected, tokenize=False),
-                )
+                (render(prompt, add_generation_prompt=True), render(prompt + chosen), render(prompt + rejected))
             )
         except TemplateSyntaxError as error:
             remedy = f"line {error.lineno} of its chat template is no valid Jinja: {error}; mend chat_template.jinja"

@@ -159,7 +159,7 @@ def test_mixed_shapes_and_extra_columns_in_one_file(write_rows):
     ]
     pairs = load(write_rows("mixed.jsonl", rows))
     assert pairs.rows == 3 and not pairs.dropped
-    assert pairs.train.column_names == ["prompt", "chosen", "rejected", "source"]
+    assert pairs.train.column_names == ["prompt", "chosen", "rejected", "template", "source"]
     assert pairs.train[0]["prompt"] == "q"
     assert pairs.train[1]["rejected"] == [assistant("b", weight=2)]
     assert pairs.train[2]["prompt"] == [user("q")]

@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import threading
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 
 import pytest
 import yaml
@@ -97,7 +97,7 @@ def test_status_holds_the_contract(tmp_path):
     assert read_status(tmp_path) is None
     write_status(tmp_path, "stopped", 75, "on request", step=30, checkpoint="checkpoint-30")
     status = read_status(tmp_path)
-    assert datetime.now(timezone.utc) - datetime.fromisoformat(status["time"]) < timedelta(seconds=60)
+    assert datetime.now(UTC) - datetime.fromisoformat(status["time"]) < timedelta(seconds=60)
     assert status | {"pid": 0, "job": None, "time": ""} == {
         "state": "stopped",
         "exit_code": 75,

@@ -1,6 +1,7 @@
 """Which tokens? TRL's own ids on every shape, a prompt that keeps its end, and a cache that knows what matters."""
 
 import copy
+import json
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,6 +106,29 @@ def test_ids_are_trls(make, bos):
 def test_ids_are_trls_under_other_templates(template):
     tokenizer = tokenizer_with(template)
     assert our_ids(pairs_of(conversation), tokenizer) == trl_ids(pairs_of(conversation), tokenizer)
+
+
+def test_tools_and_template_arguments_of_a_row_reach_the_template(write_rows):
+    template = "{{ tools | tojson if tools else '' }}{% if terse %}(briefly){% endif %}" + CHAT_TEMPLATE
+    tools = [
+        {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+    ]
+    rows = [conversation(i) for i in range(4)]
+    for row in rows:
+        del row["source"]
+        row |= {"tools": json.dumps(tools), "chat_template_kwargs": {"terse": row == rows[1]}}
+    path = write_rows("pairs.jsonl", rows)
+    config = parse_config(["--model_name_or_path", "x", "--use_cpu", "--dataset_name", str(path)])
+    ids, tokenizer = our_ids(load_pairs(config).train, tokenizer_with(template)), tokenizer_with(template)
+    assert ids == trl_ids(Dataset.from_list([row | {"source": ""} for row in rows]), tokenizer)
+    prompts = tokenizer.batch_decode([prompt for prompt, _, _ in ids])
+    assert all("Adds." in prompt for prompt in prompts)
+    assert ["(briefly)" in prompt for prompt in prompts] == [False, True, False, False]
+
+    rows[2]["tools"] = "[half"
+    config.train.dataset_name = str(write_rows("half.jsonl", rows))
+    config.train.max_dropped_fraction = 0.5
+    assert load_pairs(config).dropped["malformed"] == 1
 
 
 def test_pairs_that_trl_drops_for_their_length_are_dropped_and_counted():
