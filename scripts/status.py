@@ -31,7 +31,8 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     missing = [folder for folder in options.folders if not Path(folder).is_dir()]
     if missing:
-        print(f"error: {missing[0]}: no such folder", file=sys.stderr)
+        hint = "; name the folder of your runs, or run this from the project's" if missing == ["outputs"] else ""
+        print(f"error: {missing[0]}: no such folder{hint}", file=sys.stderr)
         return 2
     while True:
         runs = read_all(options.folders)

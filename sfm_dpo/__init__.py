@@ -5,10 +5,11 @@ Importing the package reads .env, so commands import it before the libraries tha
 
 import warnings
 
-from dotenv import find_dotenv, load_dotenv
+from dotenv import load_dotenv
 
-from sfm_dpo.redact import warn_of_open_env_file
+from sfm_dpo.redact import check_env_file, env_file, warn_of_open_env_file
 
-load_dotenv(find_dotenv(usecwd=True))
+check_env_file()
+load_dotenv(env_file())
 warn_of_open_env_file()
 warnings.filterwarnings("ignore", category=FutureWarning)  # deprecations are for developers, not for a job's log

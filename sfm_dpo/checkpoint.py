@@ -8,6 +8,7 @@ checkpoints and delete a complete one for their sake; so rotation is done here, 
 import json
 import math
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Callable
@@ -95,6 +96,10 @@ def find_start(args: TrainingArguments, say: Callable[[str], None]) -> Path | No
     newest, skipped = newest_checkpoint(args.output_dir)
     for line in skipped:
         say(line)
+    if left := [c for c in checkpoints(args.output_dir) if why_incomplete(c)]:  # also the older ones
+        size = sum(file.stat().st_size for c in left for file in c.rglob("*") if file.is_file())
+        delete = shlex.join(["rm", "-r", *map(str, left)])
+        say(f"{len(left)} incomplete checkpoint(s) take {size / 2**30:.1f} GiB; to delete them: {delete}")
     return newest
 
 

@@ -167,7 +167,8 @@ def _validate_machine(ns) -> None:
         remedy = (
             "no launcher started this process; remove it and run accelerate launch --config_file ..., which brings it"
         )
-        require("LOCAL_RANK" in os.environ, "deepspeed", ns.deepspeed, remedy)
+        launched = "LOCAL_RANK" in os.environ or any(name.startswith("ACCELERATE_USE_") for name in os.environ)
+        require(launched, "deepspeed", ns.deepspeed, remedy)
     if ns.torch_compile_backend:
         known = set(torch._dynamo.list_backends(exclude_tags=()))
         near = nearest(ns.torch_compile_backend, known) or f"; the known ones are {', '.join(sorted(known))}"

@@ -100,6 +100,7 @@ class TrainConfig(DPOConfig):
     )
 
 
+PROJECT = Path(__file__).resolve().parents[1]
 DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)
 _OPTIONAL = {f.name for cls in DATACLASSES for f in dataclasses.fields(cls) if "None" in str(f.type)}
 
@@ -212,8 +213,9 @@ def _split_config(argv: list[str]) -> tuple[str | None, list[str]]:
 
 def _read_recipe(path: str) -> dict[str, Any]:
     if not Path(path).is_file():
-        near = sorted(str(p) for p in Path("recipes").glob("*.yaml"))
-        raise UserError(f"--config {path}: no such file" + (f"; recipes here: {', '.join(near)}" if near else ""))
+        near = ", ".join(sorted(map(str, Path("recipes").glob("*.yaml"))))
+        there = f"; run this from the project's folder, {PROJECT}" if (PROJECT / path).is_file() else ""
+        raise UserError(f"--config {path}: no such file" + (f"; recipes here: {near}" if near else there))
     try:
         text = Path(path).read_text()
         values, root = yaml.safe_load(text), yaml.compose(text)

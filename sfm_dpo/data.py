@@ -19,7 +19,7 @@ from datasets.fingerprint import Hasher
 from trl.data_utils import common_prefix_length
 
 from sfm_dpo.config import Config, TrainConfig, UserError
-from sfm_dpo.sources import load_rows
+from sfm_dpo.sources import load_rows, room_in_cache
 
 # Why a row cannot be used; the order is that of the table.
 DROP_REASONS = {
@@ -127,6 +127,7 @@ def load_pairs(config: Config) -> Pairs:
     return _sample_and_split(pairs, args)
 
 
+@room_in_cache()
 def normalize(rows: Dataset, source: str, num_proc: int | None = None) -> tuple[Dataset, Counter]:
     """Usable pairs of `rows` in the form of this module's docstring, and the count of the others by reason."""
     pairs = rows.map(

@@ -9,8 +9,10 @@ from datasets import Dataset
 from datasets.fingerprint import Hasher
 
 from sfm_dpo.lengths import Lengths
+from sfm_dpo.sources import room_in_cache
 
 
+@room_in_cache()
 def measure(tokens: Dataset, num_proc: int | None = None) -> tuple[Lengths, np.ndarray, np.ndarray]:
     """Lengths of tokenised pairs (tokenization.py), and keys [N] int64 equal for equal prompts and equal pairs."""
     columns = (
@@ -53,6 +55,7 @@ def _measure_batch(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     }
 
 
+@room_in_cache()
 def turns(pairs: Dataset, num_proc: int | None = None) -> np.ndarray:
     """[N] user messages in the prompt of each pair (data.py); plain text is one."""
     counted = pairs.select_columns(["prompt"]).map(

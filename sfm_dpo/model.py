@@ -39,9 +39,10 @@ def load_model_config(config: Config) -> PretrainedConfig:
     try:
         found = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=config.train.trust_remote_code)
     except (OSError, ValueError, StrictDataclassError) as error:
+        why = str(error).split("\n\n")[0]
+        why += "; or run scripts/prefetch.py where there is a network" if "couldn't connect" in why else ""
         raise UserError(
-            f"model_name_or_path {name}: neither a folder with a model nor one that the Hub gives: "
-            + str(error).split("\n\n")[0]
+            f"model_name_or_path {name}: neither a folder with a model nor one that the Hub gives: {why}"
         ) from error
     folder, remedy = (Path(name), "copy them there") if os.path.isdir(name) else (None, "")
     if folder is None and HF_HUB_OFFLINE:

@@ -1,5 +1,6 @@
 """What must not be seen? The secrets of the environment and of .env, masked in whatever is written or printed."""
 
+import io
 import os
 import re
 import stat
@@ -8,6 +9,7 @@ import traceback
 from pathlib import Path
 
 from dotenv import dotenv_values, find_dotenv
+from dotenv.parser import parse_stream
 
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|WEBHOOK")
 # What .env may hold besides secrets, and logs name for good reasons: folders, projects, modes.
@@ -15,9 +17,33 @@ _SETTING = re.compile(r"^(HF|WANDB|TRACKIO|TENSORBOARD|CUDA|NCCL|OMP|TORCH|PYTOR
 _SHORTEST = 8  # masking a shorter value would blot out ordinary text, and nobody's token is one
 
 
+def env_file() -> Path:
+    """.env of the working directory or of a folder above it; else the project's, whether it is there or not."""
+    return Path(find_dotenv(usecwd=True) or Path(__file__).resolve().parents[1] / ".env")
+
+
+def check_env_file() -> None:
+    """Ends the command, with one line and exit code 2, if .env cannot be read as a whole.
+
+    dotenv would raise, or leave out the lines it does not understand: a token would be missing without a word.
+    """
+    path = env_file()
+    if not path.is_file():
+        return
+    try:
+        wrong = [found.original.line for found in parse_stream(io.StringIO(path.read_text())) if found.error]
+        why = f"line {wrong[0]} is not NAME=value" if wrong else ""  # the line itself may be a secret
+    except (OSError, UnicodeDecodeError) as error:
+        why = f"cannot be read ({error})"
+    if why:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {path}: {why}; mend it, see .env.example", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
 def secrets() -> set[str]:
     """Values of the environment's variables with a secret's name, and of whatever else .env holds but settings."""
-    in_file = {name: value for name, value in dotenv_values(find_dotenv(usecwd=True)).items() if value}
+    in_file = {name: value for name, value in dotenv_values(env_file()).items() if value}
     named = {value for name, value in (*os.environ.items(), *in_file.items()) if _SECRET.search(name.upper())}
     others = {value for name, value in in_file.items() if not _SETTING.search(name.upper())}
     return {value for value in named | others if len(value) >= _SHORTEST}
@@ -37,7 +63,7 @@ def mask_traceback(kind, error, trace) -> None:
 
 def warn_of_open_env_file() -> None:
     """One line if others on this machine can read .env, by the process of rank 0."""
-    path = Path(find_dotenv(usecwd=True) or ".env")
+    path = env_file()
     if path.is_file() and os.environ.get("RANK", "0") == "0":
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & 0o077:

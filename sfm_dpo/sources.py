@@ -3,9 +3,12 @@
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import datasets
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetNotFoundError
 from huggingface_hub.errors import HfHubHTTPError
@@ -13,6 +16,28 @@ from huggingface_hub.errors import HfHubHTTPError
 from sfm_dpo.config import UserError
 
 LOCAL_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+
+
+def cache_is_full(error: BaseException) -> UserError | None:
+    """What to say if this is the error of a full disk: datasets checks in one place, the OS elsewhere."""
+    if not re.search(
+        "No space left|Not enough disk space|quota exceeded", f"{error} {error.__cause__}", re.IGNORECASE
+    ):
+        return None
+    folder = datasets.config.HF_DATASETS_CACHE
+    remedy = "free some, or set HF_HOME (in .env) to a folder on another disk"
+    return UserError(f"HF_HOME: no space is left in {folder} for the tokens of the pairs; {remedy}")
+
+
+@contextmanager
+def room_in_cache() -> Iterator[None]:
+    """Around what writes into the cache: a full disk is one line."""
+    try:
+        yield
+    except OSError as error:
+        if full := cache_is_full(error):
+            raise full from error
+        raise
 
 
 def load_rows(
@@ -66,6 +91,8 @@ def _load_local(path: Path, split: str) -> Dataset:
     except Exception as error:  # datasets wraps whatever the reader raised
         for file in files:
             _point_at_bad_line(file)
+        if full := cache_is_full(error):
+            raise full from error
         if "corresponds to no data" in str(error):
             raise UserError(f"dataset_name {path}: holds no rows") from error
         raise UserError(f"dataset_name {path}: cannot be read: {error.__cause__ or error}") from error
@@ -106,7 +133,7 @@ def _load_hub(path: str, name: str | None, split: str, data_dir: str | None, dat
             f"dataset_name {path}: neither a local file nor found on the Hub (a gated or private one needs HF_TOKEN)"
         ) from error
     except (ConnectionError, HfHubHTTPError, OSError) as error:
-        raise UserError(
+        raise cache_is_full(error) or UserError(
             f"dataset_name {path}: the Hub cannot be reached and no copy is in the cache; run scripts/prefetch.py "
             "where there is a network, or give a local file"
         ) from error

@@ -24,6 +24,7 @@ from trl.data_utils import common_prefix_length
 from sfm_dpo.config import Config, UserError
 from sfm_dpo.data import Pairs, load_pairs
 from sfm_dpo.model import TOKENIZER_FILES, check_files
+from sfm_dpo.sources import room_in_cache
 
 # Rows a call of the tokenizer: it holds some 300 bytes a token beside the ids, and a long pair has 50,000 tokens.
 BATCH_ROWS = 100
@@ -69,6 +70,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+@room_in_cache()
 def tokenize_pairs(
     pairs: Dataset,
     tokenizer: PreTrainedTokenizerBase,

@@ -377,6 +377,15 @@ def test_as_a_command(words, part):
     assert not done.stdout
 
 
+def test_from_another_folder_than_the_projects(tmp_path, capsys, monkeypatch, environment):
+    """Recipes and outputs/ are relative to the project's; the message says where that is."""
+    monkeypatch.chdir(tmp_path)
+    for command, argv in (("train_dpo", ["--config", "recipes/think.yaml"]), ("status", [])):
+        code = main_of(command)(argv)
+        assert_one_line(code, capsys.readouterr().err, ["no such f", "run this from the project's"])
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("env", "part"),
     [

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -386,3 +388,25 @@ def test_real_pairs(name, rows):
     assert pairs.rows == rows == len(pairs.train) + pairs.dropped.total()
     assert len(pairs.train) > 0.95 * rows
     assert all(row["prompt"][-1]["role"] == "user" for row in pairs.train)
+
+
+@pytest.mark.parametrize("size", ["100k", "1m"])  # full when the rows are copied, when they are normalised
+def test_a_full_cache_is_one_line(write_rows, tmp_path, size):
+    """On a file system that is really full: needs root, and the right to mount."""
+    path = write_rows("pairs.jsonl", [PAIR | {"prompt": f"{i} " + "q" * 1000} for i in range(600)])
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", cache], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount: {mounted.stderr.decode().strip()}")
+    try:
+        code = "import sys; from sfm_dpo.config import parse_config, UserError; from sfm_dpo.data import load_pairs\n"
+        code += "try: load_pairs(parse_config(sys.argv[1:]))\nexcept UserError as error: print('said:', error)"
+        argv = [sys.executable, "-c", code, "--model_name_or_path", "m", "--use_cpu", "--dataset_name", str(path)]
+        env = os.environ | {"HF_HOME": str(cache)}
+        done = subprocess.run(
+            argv, cwd=Path(__file__).parents[1], env=env, capture_output=True, text=True, check=False
+        )
+    finally:
+        subprocess.run(["umount", cache], check=True)
+    assert f"said: HF_HOME: no space is left in {cache}/datasets" in done.stdout, done.stderr[-2000:]
