@@ -25,7 +25,7 @@ chat: setup
 	"$(BIN)/python" scripts/generate.py "$(or $(MODEL),outputs/demo)"
 
 test: setup lint
-	"$(BIN)/python" -m pytest -n 2 --dist loadgroup
+	"$(BIN)/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	"$(BIN)/ruff" check .

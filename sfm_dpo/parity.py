@@ -145,8 +145,7 @@ def micro_batches(trainer: SFMDPOTrainer, variant: Variant) -> Iterator[dict[str
     size = variant.batch or len(dataset)
     for start in range(0, len(dataset), size):
         rows = [dataset[i] for i in range(start, min(start + size, len(dataset)))]
-        inputs = trainer._prepare_inputs(trainer.data_collator(rows))
-        yield inputs
+        yield trainer._prepare_inputs(trainer.data_collator(rows))
 
 
 @torch.no_grad()

@@ -100,8 +100,8 @@ def base_logps(trainer, rows: np.ndarray) -> np.ndarray:
     was_training, sums = model.training, []
     model.eval()
     for start in range(0, len(mine), size):
-        batch = trainer.data_collator([dataset[int(i)] for i in mine[start : start + size]])
-        batch = trainer._prepare_inputs(batch)
+        pairs = [dataset[int(i)] for i in mine[start : start + size]]
+        batch = trainer._prepare_inputs(trainer.data_collator(pairs))
         chosen, rejected = trainer.compute_ref_log_probs(model, batch)
         sums += torch.stack([chosen, rejected], dim=1).float().tolist()
     model.train(was_training)

@@ -107,9 +107,7 @@ def _read_wandb(path: Path, name: str) -> RunLog:
                 config[key] = json.loads(item.value_json)
         if record.HasField("history"):
             row = {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.history.item}
-            row = {
-                key: float(value) if value in _NOT_FINITE else value for key, value in row.items()
-            }
+            row = {key: float(value) if value in _NOT_FINITE else value for key, value in row.items()}
             row["step"] = row.get("train/global_step", record.history.step.num or row.get("_step"))
             entries.append(row)
     return RunLog(name, "W&B", _by_step(entries), config)

@@ -20,14 +20,6 @@ def pytest_unconfigure():
     shutil.rmtree(_CACHE, ignore_errors=True)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items):
-    """`make test` runs in two workers: a file stays together, as do the tests that share the one Slurm cluster."""
-    for item in items:
-        group = item.path.parent if item.path.parent.name == "slurm" else item.path
-        item.add_marker(pytest.mark.xdist_group(group.name))
-
-
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
     """A function: architecture of tests/tiny_models.py -> folder with such a model and its tokenizer, made once."""
