@@ -120,7 +120,7 @@ def test_figures_are_deepspeeds_and_the_formulas(plan_of):
         plan["time"]["flops"]["training"] / (4 * 2.25e15 * 0.225 * 3600)
     )
     assert plan["batch"]["largest_micro_batch"] == 4 * 1500
-    assert plan["launches"]["zero2"]["checkpoint"] == 14 * n and plan["launches"]["fsdp2"]["checkpoint"] == 16 * n
+    assert plan["launches"]["zero2"]["checkpoint"] == 16 * n and plan["launches"]["fsdp2"]["checkpoint"] == 16 * n
     # the largest batch fits, the next one does not
     for facts in plan["launches"].values():
         assert facts["total"][True] < facts["total"][False]

@@ -70,6 +70,17 @@ def test_ranks_wait_little_for_the_slowest(folder, tmp_path):
     assert 1 / (24 * trainer.model.config.hidden_size) == trainer._get_train_sampler().QUADRATIC_COST_COEF
 
 
+@pytest.mark.parametrize("strategy", ["random", "batch_rebalance"])
+def test_logged_log_probs_are_means_over_pairs(folder, tmp_path, strategy):
+    """Micro-batches of unequal numbers of pairs weigh by their pairs."""
+    fields = ["--max_samples", "32", "--train_sampling_strategy", strategy, "--precompute_ref_log_probs", "true"]
+    trainer = make_trainer(folder, tmp_path, *fields, "--learning_rate", "1e-12")
+    trainer.train()
+    expected = np.mean(trainer.train_dataset["ref_chosen_logps"])
+    logged = [entry["logps/chosen"] for entry in trainer.state.log_history if "logps/chosen" in entry]
+    assert len(logged) == 2 and np.mean(logged) == pytest.approx(expected, rel=1e-5)
+
+
 def other_reference():
     model = tiny_model("llama", seed=3)
     add_fused_lm_head(model)
