@@ -222,7 +222,7 @@ def small_disk(tmp_path):
     """A file system of a few MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    options = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    options = ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", str(folder)]
     mounted = subprocess.run(options, capture_output=True, text=True, check=False)
     if mounted.returncode:
         pytest.skip(f"cannot mount a small file system here: {mounted.stderr.strip()}")
