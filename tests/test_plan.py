@@ -150,7 +150,7 @@ def test_lora_trains_the_adapter_alone(plan_of):
     zero2 = plan["launches"]["zero2"]
     assert zero2["states"]["weights"] == 2 * n + 2 * trained
     assert zero2["states"]["optimizer"] == 3 * trained
-    assert zero2["checkpoint"] == 16 * trained
+    assert zero2["checkpoint"] == 20 * trained  # the adapter is saved in fp32, twice
     assert "LoRA" in text(plan)
 
 
