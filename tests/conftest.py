@@ -40,7 +40,7 @@ def tiny_folder(tmp_path_factory):
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """A Hub on loopback that this process's huggingface_hub takes for the real one; its token is in HF_TOKEN."""
-    from huggingface_hub import constants
+    from huggingface_hub import constants, hf_api
 
     from sfm_dpo import hub as client
     from tests.hub_server import TOKEN, HubServer
@@ -48,6 +48,7 @@ def hub(monkeypatch, tmp_path):
     with HubServer() as server:
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(hf_api.api, "endpoint", server.url)  # of the functions, who read ENDPOINT at their import
         monkeypatch.setattr(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
         )
