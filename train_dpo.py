@@ -23,18 +23,16 @@ from trl import get_peft_config, get_quantization_config
 
 from sfm_dpo.background import PushCheckpoints
 from sfm_dpo.checkpoint import (
-    StopCallback,
-    StopRequested,
     check_disk,
     check_resume,
-    checkpoint_bytes,
     clear_stop,
     find_start,
     most_at_once,
     newest_checkpoint,
     step_of,
 )
-from sfm_dpo.config import Config, UserError, parse_config
+from sfm_dpo.config import Config, parse_config
+from sfm_dpo.errors import UserError
 from sfm_dpo.guard import add_guard
 from sfm_dpo.model import load_model_config, model_init_kwargs
 from sfm_dpo.order import RecordData
@@ -46,6 +44,8 @@ from sfm_dpo.publish import check_push, push_finished
 from sfm_dpo.redact import mask, mask_traceback
 from sfm_dpo.report import summary, write_report
 from sfm_dpo.run_dir import RESOLVED_CONFIG, claim, describe, is_main_process, main_process_first, write_status
+from sfm_dpo.sharding import checkpoint_bytes
+from sfm_dpo.stop import StopCallback, StopRequested
 from sfm_dpo.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.trainer import SFMDPOTrainer
 

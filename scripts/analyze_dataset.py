@@ -41,7 +41,8 @@ def main(argv: list[str]) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes instead; datasets would turn it off with a warning
     from sfm_dpo.analysis import analyze_dataset
-    from sfm_dpo.config import UserError, parse_config
+    from sfm_dpo.config import parse_config
+    from sfm_dpo.errors import UserError
     from sfm_dpo.length_report import text, write_page, write_plot
 
     for name in ("config", "model_name_or_path", "max_samples", "dataset_num_proc"):

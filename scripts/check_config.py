@@ -15,7 +15,8 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sfm_dpo.config import UserError, parse_config
+from sfm_dpo.config import parse_config
+from sfm_dpo.errors import UserError
 from sfm_dpo.overview import check_not_running
 from sfm_dpo.run_dir import claim, read_status
 

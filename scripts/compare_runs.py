@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from sfm_dpo.arguments import Arguments, new_figure, new_file, number
 from sfm_dpo.compare import as_text, compare
 from sfm_dpo.compare_plot import draw_comparison
-from sfm_dpo.config import UserError
+from sfm_dpo.errors import UserError
 from sfm_dpo.run_log import read_log
 
 

@@ -63,8 +63,9 @@ def main(argv: list[str]) -> int:
 
 
 def demo(argv: list[str]) -> int:
-    from sfm_dpo.config import UserError, parse_config
+    from sfm_dpo.config import parse_config
     from sfm_dpo.data import load_pairs
+    from sfm_dpo.errors import UserError
 
     try:
         config = parse_config(argv)
@@ -89,7 +90,7 @@ def demo(argv: list[str]) -> int:
 
 def prepare_model() -> None:
     """Makes outputs/demo-model, a plain fp32 safetensors folder, from the package's 4-bit GGUF file."""
-    from sfm_dpo.config import UserError
+    from sfm_dpo.errors import UserError
 
     if MODEL.is_dir():
         print(f"model: {MODEL}, from an earlier demo", flush=True)

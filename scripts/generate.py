@@ -25,7 +25,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from sfm_dpo.answers import continue_prompts, side_by_side
 from sfm_dpo.arguments import Arguments, number
-from sfm_dpo.checks import UserError
+from sfm_dpo.errors import UserError
 from sfm_dpo.model import MODEL_FILES, TOKENIZER_FILES, check_files, loading
 from sfm_dpo.redact import mask
 from sfm_dpo.run_dir import RESOLVED_CONFIG, read_resolved_config

@@ -21,7 +21,7 @@ import sfm_dpo  # noqa: F401  (first: it reads .env)
 import json
 
 from sfm_dpo.arguments import Arguments, new_file, number
-from sfm_dpo.config import UserError
+from sfm_dpo.errors import UserError
 from sfm_dpo.parity import run_parity
 from sfm_dpo.parity_table import as_text
 from sfm_dpo.variants import DEFAULT_VARIANTS

@@ -35,7 +35,8 @@ def main(argv: list[str]) -> int:
     own.add_argument("--json", type=new_file)
     ours, fields = own.parse_known_args(argv)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from sfm_dpo.config import UserError, parse_config
+    from sfm_dpo.config import parse_config
+    from sfm_dpo.errors import UserError
     from sfm_dpo.measure import measure
     from sfm_dpo.plan import MFU, load_shape, make_plan, read_lengths, text
     from sfm_dpo.tokenization import load_token_pairs, load_tokenizer

@@ -21,7 +21,8 @@ import tempfile
 import numpy as np
 
 from sfm_dpo.arguments import Arguments, new_file
-from sfm_dpo.config import UserError, parse_config
+from sfm_dpo.config import parse_config
+from sfm_dpo.errors import UserError
 from sfm_dpo.model import load_model_config, model_init_kwargs
 from sfm_dpo.preflight import as_text, check_vocabulary, run_preflight
 from sfm_dpo.tokenization import load_token_pairs, load_tokenizer

@@ -23,7 +23,7 @@ import sfm_dpo  # noqa: F401  (first: it reads .env)
 # isort: split
 from sfm_dpo import hub, publish
 from sfm_dpo.arguments import Arguments
-from sfm_dpo.checks import UserError
+from sfm_dpo.errors import UserError
 from sfm_dpo.redact import mask, mask_traceback
 
 

@@ -12,8 +12,9 @@ from datasets import Dataset, concatenate_datasets
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from sfm_dpo.config import Config, UserError
+from sfm_dpo.config import Config
 from sfm_dpo.data import load_pairs
+from sfm_dpo.errors import UserError
 from sfm_dpo.lengths import Lengths, analyze, repeats
 from sfm_dpo.measure import measure, turns
 from sfm_dpo.tokenization import load_tokenizer, tokenize_pairs

@@ -6,23 +6,17 @@ checkpoints and delete a complete one for their sake; so rotation is done here, 
 """
 
 import json
-import math
 import os
 import shlex
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
-from accelerate.utils import broadcast_object_list
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from sfm_dpo.config import UserError
+from sfm_dpo.errors import UserError
 from sfm_dpo.run_dir import is_main_process, write_atomically
-from sfm_dpo.sharding import numel
 from sfm_dpo.signals import FAST
 
 COMPLETE, STOP = "complete.json", "STOP"
@@ -32,7 +26,7 @@ PUSHING = "PUSHING"  # nor is one in which this file names a process that lives:
 
 def checkpoints(run: str | Path) -> list[Path]:
     """checkpoint-N of a run, complete or not, oldest first."""
-    found = [p for p in Path(run).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if p.name.rsplit("-", 1)[1].isdigit()]
+    found = [p for p in Path(run).glob("checkpoint-*") if p.name.rsplit("-", 1)[1].isdigit()]
     return sorted(found, key=lambda p: int(p.name.rsplit("-", 1)[1]))
 
 
@@ -84,7 +78,7 @@ def newest_checkpoint(run: str | Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def find_start(args: TrainingArguments, say: Callable[[str], None]) -> Path | None:
+def find_start(args: Any, say: Callable[[str], None]) -> Path | None:
     """The checkpoint a run goes on from: the one asked for, or the newest complete one. Says what it skips."""
     if clear_old_stop(args.output_dir):
         say(f"{args.output_dir}/{STOP} was left over from earlier: removed")
@@ -144,17 +138,6 @@ def check_resume(checkpoint: Path, facts: dict[str, Any], ignore: bool) -> None:
 # ---- disk
 
 
-def checkpoint_bytes(model: PreTrainedModel, zero_stage: int = 0, is_fsdp: bool = False) -> int:
-    """What a checkpoint will take: weights and two moments of AdamW; the ranks' fp32 weights under ZeRO and FSDP2;
-    below ZeRO-3 the weights once more, in DeepSpeed's mp_rank_00_model_states.pt."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    count = sum(map(numel, trained))
-    weights = sum(numel(p) * p.element_size() for p in trained)
-    saved = weights if count == sum(map(numel, model.parameters())) else 4 * count  # an adapter alone
-    again = weights if zero_stage in (1, 2) else 0
-    return saved + again + count * (12 if zero_stage or is_fsdp else 8)
-
-
 def most_at_once(args: Any) -> int:
     """Checkpoints that a run has at one time: the limit, the one being written, and those that the guard keeps, which
     are two where saves are closer than a collapse takes."""
@@ -179,14 +162,6 @@ def check_disk(run: str | Path, size: int, most: int) -> None:
 # ---- stopping
 
 
-class StopRequested(Exception):
-    """Raised on all ranks where a run stops before its first step; `shards` of the reference cache are done."""
-
-    def __init__(self, message: str, shards: int):
-        super().__init__(message)
-        self.shards = shards
-
-
 def stop_requested(run: str | Path) -> bool:
     return (Path(run) / STOP).exists()
 
@@ -206,47 +181,3 @@ def clear_old_stop(run: str | Path) -> bool:
     if old:
         clear_stop(run)
     return old
-
-
-class StopCallback(TrainerCallback):
-    """Ends the run after the step at which rank 0 sees the stop file: all ranks save, and leave together.
-
-    The batch script says in STOP_LEAD_SECONDS how long before the time limit it will write the file. A step, the
-    evaluation and the save that may follow it must fit into that, or the run is killed while it saves.
-    """
-
-    def __init__(self) -> None:
-        self.stopped = False
-        self.lead = float(os.environ.get("STOP_LEAD_SECONDS") or "inf")
-        self.seconds = dict.fromkeys(("step", "evaluation", "save"), 0.0)  # as last observed
-        self._mark = time.monotonic()
-
-    def on_step_begin(self, *args, **kwargs) -> None:
-        self._mark = time.monotonic()
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        self._took("step")
-        seen = [is_main_process() and stop_requested(args.output_dir)]
-        broadcast_object_list(seen, from_process=0)  # a rank that looked a moment later could go on alone, and hang
-        if seen[0] and state.global_step < state.max_steps:
-            self.stopped = control.should_save = control.should_log = control.should_training_stop = True
-
-    def on_evaluate(self, *args, **kwargs) -> None:
-        self._took("evaluation")
-
-    def on_save(self, *args, **kwargs) -> None:
-        self._took("save")
-
-    def _took(self, what: str) -> None:
-        now = time.monotonic()
-        self.seconds[what], self._mark = now - self._mark, now
-        needed = sum(self.seconds.values())
-        if needed > self.lead and is_main_process():
-            parts = " + ".join(f"{name} {seconds:.0f} s" for name, seconds in self.seconds.items() if seconds)
-            print(
-                f"warning: the batch script asks to stop {self.lead:g} s before the time limit, but that takes "
-                f"{needed:.0f} s ({parts}): submit with a longer lead, for instance STOP_LEAD_SECONDS="
-                f"{math.ceil(needed * 1.5 / 60) * 60} and the same in --signal=B:USR1@",
-                flush=True,
-            )
-            self.lead = math.inf  # once is enough

@@ -15,6 +15,8 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available
 
+from sfm_dpo.errors import UserError
+
 # Losses whose log-ratios are means over response tokens; the others in TRL use sums.
 LENGTH_NORMALIZED_LOSSES = {"sigmoid_norm", "ipo"}
 CHECKS = {
@@ -27,22 +29,6 @@ LOSS_TYPES = (
     "sigmoid sigmoid_norm hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down "
     "discopop sft"
 ).split()
-
-
-class UserError(Exception):
-    """A mistake of the user's: reported in one line, without a traceback.
-
-    Args:
-        message: names the field, the value and the remedy.
-        exit_code: 2 wrong configuration or data (default), 3 preflight refused, 4 the guard stopped the run,
-            5 the push failed.
-        status: further fields for status.json.
-    """
-
-    def __init__(self, message: str, exit_code: int = 2, **status: Any):
-        super().__init__(" ".join(str(message).split()))
-        self.exit_code, self.status = exit_code, status
-
 
 _AT_LEAST_1 = (
     "max_length max_prompt_length max_samples preflight_samples global_batch_size per_device_train_batch_size "

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from sfm_dpo.config import UserError
-from sfm_dpo.rewards import STEP_0_TOLERANCE
+from sfm_dpo.errors import UserError
 from sfm_dpo.run_log import RunLog
+from sfm_dpo.signals import STEP_0_TOLERANCE
 from sfm_dpo.suspects import differences, find_suspects
 
 # Shown first, in this order; the others follow by name.

@@ -15,7 +15,8 @@ from typing import Any
 import yaml
 from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, TrlParser, get_peft_config
 
-from sfm_dpo.checks import CHECKS, LOSS_TYPES, UserError, nearest, resolve_report_to, validate, validate_mappings
+from sfm_dpo.checks import CHECKS, LOSS_TYPES, nearest, resolve_report_to, validate, validate_mappings
+from sfm_dpo.errors import UserError
 
 
 @dataclass
@@ -115,6 +116,15 @@ class Config:
     notes: list[str] = field(default_factory=list)  # decisions worth a line in the log
     asked_per_device: int = 0  # per_device_train_batch_size as given, also where `training` is False
 
+    def as_dict(self) -> dict[str, Any]:
+        """The resolved configuration as plain YAML types, without secrets; `--config` reads it back."""
+        plain: dict[str, Any] = {}
+        for part in (self.train, self.model, self.data):
+            for f in dataclasses.fields(part):
+                if f.init and "token" not in f.name.split("_"):  # hub_token, push_to_hub_token
+                    plain[f.name] = _plain(getattr(part, f.name))
+        return plain
+
 
 class _Parser(TrlParser):
     def error(self, message: str):  # argparse would print several hundred lines of usage
@@ -184,16 +194,6 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
         raise UserError(str(error)) from error
     validate_mappings(config.train)
     return config
-
-
-def as_dict(config: Config) -> dict[str, Any]:
-    """The resolved configuration as plain YAML types, without secrets; `--config` reads it back."""
-    plain: dict[str, Any] = {}
-    for part in (config.train, config.model, config.data):
-        for f in dataclasses.fields(part):
-            if f.init and "token" not in f.name.split("_"):  # hub_token, push_to_hub_token
-                plain[f.name] = _plain(getattr(part, f.name))
-    return plain
 
 
 def _split_config(argv: list[str]) -> tuple[str | None, list[str]]:

@@ -81,6 +81,7 @@ def draw_curves(
             if figure is not None:
                 folder.mkdir(exist_ok=True)
                 figure.savefig(folder / f"{name}.png", dpi=160, facecolor="white")
+                figure.set_layout_engine("none")  # it is laid out; each further drawing would do it again
                 drawn.append((title, to_svg(figure, name)))
     return drawn
 

@@ -18,7 +18,8 @@ from datasets import Dataset, Features, Json, Value, concatenate_datasets
 from datasets.fingerprint import Hasher
 from trl.data_utils import common_prefix_length
 
-from sfm_dpo.config import Config, TrainConfig, UserError
+from sfm_dpo.config import Config, TrainConfig
+from sfm_dpo.errors import UserError
 from sfm_dpo.sources import load_rows, room_in_cache
 
 # Why a row cannot be used; the order is that of the table.

@@ -14,7 +14,8 @@ from transformers import TrainerCallback
 
 from sfm_dpo.answers import Answer, continue_prompts, repeated_4grams
 from sfm_dpo.checkpoint import KEEP, checkpoints, keep_before, step_of
-from sfm_dpo.checks import LENGTH_NORMALIZED_LOSSES, UserError
+from sfm_dpo.checks import LENGTH_NORMALIZED_LOSSES
+from sfm_dpo.errors import UserError
 from sfm_dpo.preflight import response_lengths
 from sfm_dpo.run_dir import is_main_process, write_atomically
 from sfm_dpo.sharding import local_values

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from sfm_dpo.config import UserError
+from sfm_dpo.errors import UserError
 from sfm_dpo.redact import mask
 from sfm_dpo.run_dir import DATA, ENVIRONMENT, RESOLVED_CONFIG, STATUS
 

@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 from huggingface_hub.utils import validate_repo_id
 from huggingface_hub.utils._http import default_client_factory
 
-from sfm_dpo.checks import UserError
+from sfm_dpo.errors import UserError
 from sfm_dpo.redact import mask
 
 RETRY_SECONDS = (10, 60, 300)  # waits between the attempts to push

@@ -16,7 +16,8 @@ from peft.utils.error import NoMatchingPeftModuleError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PretrainedConfig
 
-from sfm_dpo.config import Config, UserError
+from sfm_dpo.config import Config
+from sfm_dpo.errors import UserError
 
 # What is looked at before a library reads it, in a model's folder.
 MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors.index.json", "*.safetensors")

@@ -14,8 +14,7 @@ from typing import Any
 import psutil
 
 from sfm_dpo.checkpoint import newest_checkpoint
-from sfm_dpo.config import UserError
-from sfm_dpo.progress import clock
+from sfm_dpo.errors import UserError
 from sfm_dpo.run_dir import ENVIRONMENT, STATUS
 
 STALE_SECONDS = 1800  # longer than a step, an evaluation or a save takes
@@ -160,3 +159,7 @@ def _read(path: Path) -> dict[str, Any]:
 def read_all(folders: Iterable[str | Path]) -> list[dict[str, Any]]:
     queue = squeue_states()
     return [read_run(run, queue, time.time()) for run in find_runs(folders)]
+
+
+def clock(seconds: int) -> str:
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

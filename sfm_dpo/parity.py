@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 
-from sfm_dpo.config import UserError, parse_config
+from sfm_dpo.config import parse_config
+from sfm_dpo.errors import UserError
 from sfm_dpo.model import load_model_config, model_init_kwargs
 from sfm_dpo.preflight import check_vocabulary
 from sfm_dpo.rewards import scale

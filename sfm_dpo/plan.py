@@ -17,11 +17,12 @@ from transformers import AutoConfig, PretrainedConfig
 from trl import get_peft_config
 
 from sfm_dpo import memory
-from sfm_dpo.checkpoint import checkpoint_bytes, most_at_once
-from sfm_dpo.config import Config, UserError
+from sfm_dpo.checkpoint import most_at_once
+from sfm_dpo.config import Config
+from sfm_dpo.errors import UserError
 from sfm_dpo.lengths import Lengths, truncate
 from sfm_dpo.model import check_files
-from sfm_dpo.sharding import collectives, hybrid_warning
+from sfm_dpo.sharding import checkpoint_bytes, collectives, hybrid_warning
 from sfm_dpo.throughput import ForwardFlops, peak_flops
 
 ROOT = Path(__file__).resolve().parents[1]

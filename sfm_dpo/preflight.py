@@ -16,7 +16,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sfm_dpo.config import Config, UserError
+from sfm_dpo.config import Config
+from sfm_dpo.errors import UserError
 from sfm_dpo.run_dir import is_main_process, write_atomically
 from sfm_dpo.verdict import MOVE, judge, pair_figures, rule_values, scale, sentence
 

@@ -4,6 +4,7 @@ import time
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from sfm_dpo.overview import clock
 from sfm_dpo.run_dir import write_status
 
 # (name in the log, name on the line, format)
@@ -50,7 +51,3 @@ class ProgressLine(TrainerCallback):
         """By the mean pace since this start; None before its first step."""
         done, left = state.global_step - self.first_step, state.max_steps - state.global_step
         return int((time.monotonic() - self.start) / done * left) if done >= 1 else None
-
-
-def clock(seconds: int) -> str:
-    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

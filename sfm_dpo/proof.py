@@ -12,7 +12,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
-from sfm_dpo.checks import UserError
+from sfm_dpo.errors import UserError
 
 QUARTERS = 4  # layers are reported in so many groups
 

@@ -16,8 +16,8 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 from sfm_dpo import hub, proof
 from sfm_dpo.card import write_model_card
 from sfm_dpo.checkpoint import PUSHING, step_of, why_incomplete
-from sfm_dpo.checks import UserError
 from sfm_dpo.config import TrainConfig
+from sfm_dpo.errors import UserError
 from sfm_dpo.run_dir import RESOLVED_CONFIG, is_main_process, read_resolved_config, read_status, write_status
 
 # All that is published beside weights, card and figures. A list of what may: what a later version of a library puts

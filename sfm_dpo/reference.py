@@ -25,7 +25,7 @@ from datasets.config import HF_CACHE_HOME
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from sfm_dpo.config import UserError
+from sfm_dpo.errors import UserError
 
 NFS_SECONDS = 60  # its acdirmax: for so long a client may remember that a file was not there
 SHARD_PAIRS = 256  # at 15,000 tokens/s and 8,192 tokens a sequence, under five minutes of work to lose

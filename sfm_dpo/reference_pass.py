@@ -8,9 +8,10 @@ from accelerate.utils import broadcast_object_list, gather_object
 from datasets import Dataset
 
 from sfm_dpo import reference
-from sfm_dpo.checkpoint import StopRequested, stop_requested
+from sfm_dpo.checkpoint import stop_requested
 from sfm_dpo.run_dir import write_status
 from sfm_dpo.sharding import gathered_hash
+from sfm_dpo.stop import StopRequested
 from sfm_dpo.tokenization import pair_tokens
 
 if TYPE_CHECKING:

@@ -17,9 +17,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from sfm_dpo.answers import repeated_4grams
 from sfm_dpo.arguments import Arguments
-from sfm_dpo.config import DATACLASSES, UserError
+from sfm_dpo.config import DATACLASSES
 from sfm_dpo.curves import draw_curves
 from sfm_dpo.data import DROP_REASONS
+from sfm_dpo.errors import UserError
 from sfm_dpo.history import evaluations, first_and_last, number, read_run, restarts
 from sfm_dpo.intervals import wilson
 from sfm_dpo.run_dir import write_atomically

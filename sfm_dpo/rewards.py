@@ -4,10 +4,6 @@ import torch
 
 from sfm_dpo.checks import LENGTH_NORMALIZED_LOSSES
 
-# How far the mean |margin| / 2 of the first batch may be from 0, its value at policy = reference (then the loss is
-# ln 2). 16-bit log-probs move with the shape of the batch.
-STEP_0_TOLERANCE = {"32-bit": 1e-3, "16-bit": 5e-2}
-
 
 def scale(completion_mask: torch.Tensor, loss_type: str) -> torch.Tensor:
     """[2B] what the loss divides a sequence's log-ratio by: its response tokens, or 1.

@@ -15,13 +15,15 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
-from accelerate.utils import broadcast_object_list
 
-from sfm_dpo.config import Config, UserError, as_dict
+from sfm_dpo.errors import UserError
 from sfm_dpo.redact import mask
+
+if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
+    from sfm_dpo.config import Config
 
 T = TypeVar("T")
 RESOLVED_CONFIG, ENVIRONMENT, DATA, STATUS = "resolved_config.yaml", "environment.json", "data.json", "status.json"
@@ -49,6 +51,8 @@ def main_process_first(action: Callable[[], T]) -> T:
     A UserError of rank 0 is raised on every rank, so that all leave with the same line. (Under accelerate's
     `main_process_first` the others would die at the barrier, with a traceback that hides it.)
     """
+    from accelerate.utils import broadcast_object_list
+
     result: Any = None
     error: UserError | None = None
     if is_main_process():
@@ -131,7 +135,7 @@ def write_atomically(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def claim(config: Config) -> bool:
+def claim(config: "Config") -> bool:
     """Decides what an existing output_dir means; makes the folder, and writes nothing into it.
 
     Empty or absent: a new run. The same configuration, unfinished: the run goes on. Trained to the end:
@@ -157,7 +161,7 @@ def claim(config: Config) -> bool:
         raise UserError(
             f"output_dir {run}: holds files of something else ({', '.join(sorted(entries)[:3])}); choose another"
         )
-    before, now = read_resolved_config(run), as_dict(config)
+    before, now = read_resolved_config(run), config.as_dict()
     differing = [k for k in now if k not in MAY_DIFFER and before.get(k) != now[k]]
     if differing:
         key = differing[0]
@@ -176,7 +180,7 @@ def claim(config: Config) -> bool:
     return not (status and status["state"] in ("done", "push_failed"))
 
 
-def describe(config: Config, pairs: dict[str, Any], step: int = 0) -> None:
+def describe(config: "Config", pairs: dict[str, Any], step: int = 0) -> None:
     """Writes what was asked (resolved_config.yaml), on what (data.json) and where (environment.json).
 
     environment.json is that of this start; its list `starts`, and the id under which W&B knows the run, are kept from
@@ -195,7 +199,7 @@ def describe(config: Config, pairs: dict[str, Any], step: int = 0) -> None:
         kept["wandb_run_id"] = os.environ.get("WANDB_RUN_ID") or before.get("wandb_run_id") or secrets.token_hex(4)
         os.environ["WANDB_RUN_ID"] = kept["wandb_run_id"]
         os.environ.setdefault("WANDB_RESUME", "allow")
-    write_atomically(run / RESOLVED_CONFIG, yaml.safe_dump(as_dict(config), sort_keys=False))
+    write_atomically(run / RESOLVED_CONFIG, yaml.safe_dump(config.as_dict(), sort_keys=False))
     write_atomically(run / DATA, json.dumps(pairs, indent=2) + "\n")
     write_atomically(run / ENVIRONMENT, json.dumps(environment() | kept, indent=2) + "\n")
 

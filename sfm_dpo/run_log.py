@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sfm_dpo.config import UserError
+from sfm_dpo.errors import UserError
 from sfm_dpo.history import number, read_run
 
 _ABOUT_TIME = ("perf/", "runtime", "per_second", "total_flos", "timestamp", "system/", "epoch", "global_step", "_step")

@@ -157,3 +157,14 @@ def hybrid_warning(
         f"of {micro_batches} micro-batches{' with gradient checkpointing' if checkpointing else ''}, against {two:,} "
         "gathers under FSDP2, which takes whole blocks; use LAUNCH=fsdp2 (configs/accelerate/fsdp2.yaml)"
     )
+
+
+def checkpoint_bytes(model: PreTrainedModel, zero_stage: int = 0, is_fsdp: bool = False) -> int:
+    """What a checkpoint will take: weights and two moments of AdamW; the ranks' fp32 weights under ZeRO and FSDP2;
+    below ZeRO-3 the weights once more, in DeepSpeed's mp_rank_00_model_states.pt."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    count = sum(map(numel, trained))
+    weights = sum(numel(p) * p.element_size() for p in trained)
+    saved = weights if count == sum(map(numel, model.parameters())) else 4 * count  # an adapter alone
+    again = weights if zero_stage in (1, 2) else 0
+    return saved + again + count * (12 if zero_stage or is_fsdp else 8)

@@ -13,7 +13,7 @@ from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetNotFoundError
 from huggingface_hub.errors import HfHubHTTPError
 
-from sfm_dpo.config import UserError
+from sfm_dpo.errors import UserError
 
 LOCAL_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 

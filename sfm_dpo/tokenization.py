@@ -21,8 +21,9 @@ from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trl.data_utils import common_prefix_length
 
-from sfm_dpo.config import Config, UserError
+from sfm_dpo.config import Config
 from sfm_dpo.data import Pairs, load_pairs
+from sfm_dpo.errors import UserError
 from sfm_dpo.model import TOKENIZER_FILES, check_files
 from sfm_dpo.sources import room_in_cache
 

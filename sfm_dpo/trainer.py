@@ -14,11 +14,13 @@ from sfm_dpo.attention import describe_kernel
 from sfm_dpo.card import write_model_card
 from sfm_dpo.checkpoint import COMPLETE, mark_complete, newest_checkpoint, rotate
 from sfm_dpo.compile import compile_layers
-from sfm_dpo.config import TrainConfig, UserError
+from sfm_dpo.config import TrainConfig
+from sfm_dpo.errors import UserError
 from sfm_dpo.launchers import LaunchedTrainer
 from sfm_dpo.model import loading
 from sfm_dpo.packing import enable_padding_free
 from sfm_dpo.reference_pass import fill
+from sfm_dpo.signals import STEP_0_TOLERANCE
 from sfm_dpo.throughput import ForwardFlops, Meter, MeterCallback
 from sfm_dpo.tokenization import pair_tokens
 
@@ -243,7 +245,7 @@ class SFMDPOTrainer(LaunchedTrainer):
             UserError: naming the likeliest of the causes: dropout, a stale cache, other weights.
         """
         self._step_0_checked = True
-        tolerance = rewards.STEP_0_TOLERANCE["16-bit" if self.args.bf16 or self.args.fp16 else "32-bit"]
+        tolerance = STEP_0_TOLERANCE["16-bit" if self.args.bf16 or self.args.fp16 else "32-bit"]
         # The worst rank's: all must agree, for what follows may be a forward that all have to call
         error = self.accelerator.gather(margins.abs().mean()).max().item() / 2
         if self.state.global_step or error <= tolerance:

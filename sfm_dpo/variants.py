@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from transformers.utils import is_flash_attn_2_available
 
-from sfm_dpo.checks import UserError, nearest
+from sfm_dpo.checks import nearest
+from sfm_dpo.errors import UserError
 
 WORDS: dict[str, dict[str, Any]] = {  # of a variant's name, joined by +: what each changes
     "eager": {"attention": "eager"},

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import tempfile
 from pathlib import Path
 
@@ -14,6 +15,18 @@ os.environ |= {"HF_HOME": _CACHE, "HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PR
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 for _name in ("HF_TOKEN", "HF_DATASETS_CACHE", "HF_HUB_CACHE", "WANDB_API_KEY", "WANDB_MODE"):
     os.environ.pop(_name, None)
+
+
+_resolve = socket.getaddrinfo
+
+
+def _loopback_only(host, *args, **kwargs):
+    """What asks for a machine elsewhere fails with its name; libraries would try again for minutes."""
+    assert host in (None, "", "127.0.0.1", "::1", "localhost", socket.gethostname()), f"a test asks for {host}"
+    return _resolve(host, *args, **kwargs)
+
+
+socket.getaddrinfo = _loopback_only
 
 
 def pytest_unconfigure():
@@ -49,6 +62,7 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
         monkeypatch.setattr(hf_api.api, "endpoint", server.url)  # of the functions, who read ENDPOINT at their import
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # made at its first use, with the ENDPOINT of then
         monkeypatch.setattr(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
         )

@@ -15,10 +15,8 @@ from sfm_dpo.checkpoint import (
     COMPLETE,
     KEEP,
     STOP,
-    StopCallback,
     check_disk,
     check_resume,
-    checkpoint_bytes,
     checkpoints,
     clear_old_stop,
     find_start,
@@ -30,8 +28,11 @@ from sfm_dpo.checkpoint import (
     stop_requested,
     why_incomplete,
 )
-from sfm_dpo.config import TrainConfig, UserError
+from sfm_dpo.config import TrainConfig
+from sfm_dpo.errors import UserError
+from sfm_dpo.sharding import checkpoint_bytes
 from sfm_dpo.signals import FAST
+from sfm_dpo.stop import StopCallback
 from tests.tiny_models import tiny_model
 
 FACTS = {"step": 1, "world_size": 2, "train_tokens": "abc"}
@@ -242,7 +243,7 @@ def lead(monkeypatch, seconds: float | None, took: dict[str, float]) -> StopCall
     """A callback that has seen a step, an evaluation and a save of these seconds, by a clock that we turn."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr("sfm_dpo.checkpoint.broadcast_object_list", lambda objects, from_process: None)
+    monkeypatch.setattr("sfm_dpo.stop.broadcast_object_list", lambda objects, from_process: None)
     if seconds is None:
         monkeypatch.delenv("STOP_LEAD_SECONDS", raising=False)
     else:

@@ -10,7 +10,7 @@ import pytest
 
 from scripts import compare_runs
 from sfm_dpo.compare import compare
-from sfm_dpo.config import UserError
+from sfm_dpo.errors import UserError
 from sfm_dpo.run_log import read_log
 
 STEPS = range(1, 11)

@@ -7,7 +7,8 @@ import huggingface_hub
 import pytest
 import yaml
 
-from sfm_dpo.config import UserError, as_dict, parse_config, resolve_report_to
+from sfm_dpo.config import parse_config, resolve_report_to
+from sfm_dpo.errors import UserError
 
 NEEDED = {"model_name_or_path": "org/model", "dataset_name": "pairs.jsonl", "use_cpu": True}
 
@@ -348,10 +349,10 @@ def test_wrong_mixture(parse, datasets, part):
 )
 def test_what_a_run_writes_down_reads_back_equal(parse, tmp_path, monkeypatch, fields):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    dump = as_dict(parse(fields))
+    dump = parse(fields).as_dict()
     assert json.loads(json.dumps(dump)) == dump  # plain types only
     (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(dump, sort_keys=False))
-    assert as_dict(parse_config(["--config", str(tmp_path / "resolved.yaml")])) == dump
+    assert parse_config(["--config", str(tmp_path / "resolved.yaml")]).as_dict() == dump
 
 
 def test_a_token_is_used_but_held_by_no_field(parse, monkeypatch):
@@ -359,7 +360,7 @@ def test_a_token_is_used_but_held_by_no_field(parse, monkeypatch):
     config = parse({"hub_token": "hf_canary_recipe"})
     assert huggingface_hub.get_token() == "hf_canary_recipe"
     assert config.train.hub_token is None
-    text = yaml.safe_dump(as_dict(config))
+    text = yaml.safe_dump(config.as_dict())
     assert "canary" not in text and "hub_token" not in text
 
 

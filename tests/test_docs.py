@@ -9,9 +9,8 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 
 from sfm_dpo.config import DATACLASSES, _Parser
+from tests.commands import PAGES, ROOT, text
 
-ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
 SCRIPTS = {path.name: path for path in (*ROOT.glob("scripts/*.py"), *ROOT.glob("bench/*.py"), ROOT / "train_dpo.py")}
 SLURM = set(
@@ -32,14 +31,6 @@ def strings(path: Path) -> list[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.append(node.value)
     return found
-
-
-def text(path: Path) -> str:
-    """A page, or the comment at the top of a recipe, with each command on one line."""
-    given = path.read_text()
-    if path.suffix == ".yaml":
-        given = "\n".join(line.removeprefix("#") for line in given.splitlines() if line.startswith("#"))
-    return re.sub(r" *\\\n\s*", " ", given)
 
 
 def rows(page: str, start: str, end: str) -> list[list[str]]:

@@ -11,7 +11,8 @@ from transformers import TrainerState
 import train_dpo
 from sfm_dpo.answers import repeated_4grams
 from sfm_dpo.checkpoint import checkpoints, mark_complete, rotate
-from sfm_dpo.config import UserError, parse_config
+from sfm_dpo.config import parse_config
+from sfm_dpo.errors import UserError
 from sfm_dpo.guard import Guard
 from sfm_dpo.signals import FAST, RULES, Run, judge, observed
 

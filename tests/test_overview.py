@@ -12,7 +12,7 @@ import pytest
 
 from sfm_dpo import overview
 from sfm_dpo.checkpoint import mark_complete
-from sfm_dpo.config import UserError
+from sfm_dpo.errors import UserError
 from sfm_dpo.overview import check_not_running, find_runs, read_run, table
 from sfm_dpo.run_dir import ENVIRONMENT, STATUS, write_status
 
@@ -164,6 +164,14 @@ def test_the_command_without_slurm(tmp_path):
     assert json.loads(as_json.stdout)[0]["state"] == "DONE"
     missing = command("nowhere", cwd=tmp_path, path="")
     assert (missing.returncode, missing.stderr) == (2, "error: nowhere: no such folder\n")
+
+
+@pytest.mark.parametrize("script", ["status", "compare_runs"])
+def test_what_only_reads_runs_starts_at_once(script):
+    command = [sys.executable, "-X", "importtime", ROOT / "scripts" / f"{script}.py", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    assert "sfm_dpo.run_dir" in imported and not imported & {"torch", "transformers", "accelerate", "trl"}
 
 
 def test_watch_shows_it_again(tmp_path):

@@ -13,7 +13,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem
 from transformers import AutoConfig, AutoModelForCausalLM, Olmo3Config
 
 from sfm_dpo import memory
-from sfm_dpo.config import UserError, parse_config
+from sfm_dpo.config import parse_config
+from sfm_dpo.errors import UserError
 from sfm_dpo.lengths import Lengths
 from sfm_dpo.plan import make_plan, text
 from tests.tiny_models import tiny_tokenizer

@@ -13,7 +13,8 @@ from torch import nn
 
 import train_dpo
 from sfm_dpo import preflight as phase
-from sfm_dpo.config import UserError, parse_config
+from sfm_dpo.config import parse_config
+from sfm_dpo.errors import UserError
 from sfm_dpo.intervals import mean_interval, wilson
 from sfm_dpo.preflight import check_vocabulary, data_traps, model_traps, response_lengths, run_preflight
 from sfm_dpo.tokenization import load_tokenizer, tokenize_pairs

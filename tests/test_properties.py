@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-from sfm_dpo.config import UserError, parse_config
+from sfm_dpo.config import parse_config
 from sfm_dpo.data import DROP_REASONS, load_pairs, normalize_pair
+from sfm_dpo.errors import UserError
 from sfm_dpo.tokenization import tokenize_pairs
 from tests.tiny_models import EOS, IM_END, IM_START, tiny_tokenizer
 

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 import train_dpo
-from sfm_dpo.config import UserError
 from sfm_dpo.curves import PANELS, draw_curves
+from sfm_dpo.errors import UserError
 from sfm_dpo.history import first_and_last, read_run, restarts
 from sfm_dpo.report import changed_fields, main, repeated_4grams, shell_command, summary, wilson, write_report
 

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from sfm_dpo import run_dir
-from sfm_dpo.config import UserError, as_dict, parse_config
+from sfm_dpo.config import parse_config
+from sfm_dpo.errors import UserError
 from sfm_dpo.run_dir import (
     ENVIRONMENT,
     RESOLVED_CONFIG,
@@ -66,7 +67,7 @@ def test_a_finished_run_is_left_alone(tmp_path):
 @pytest.mark.parametrize("state", ["running", "done"])
 def test_another_runs_folder_is_refused_and_the_difference_named(tmp_path, change, state):
     started(tmp_path, state=state)
-    before = as_dict(config(tmp_path))[change]
+    before = config(tmp_path).as_dict()[change]
     value = before * 2
     with pytest.raises(UserError) as caught:
         claim(config(tmp_path, f"--{change}", str(value)))

@@ -12,8 +12,9 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 from trl import DPOTrainer
 
 from sfm_dpo import tokenization
-from sfm_dpo.config import UserError, parse_config
+from sfm_dpo.config import parse_config
 from sfm_dpo.data import load_pairs
+from sfm_dpo.errors import UserError
 from sfm_dpo.tokenization import load_tokenizer, tokenize_pairs, tokenizer_key
 from tests.tiny_models import CHAT_TEMPLATE, EOS, tiny_tokenizer
 

@@ -10,7 +10,8 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
-from sfm_dpo.config import UserError, parse_config
+from sfm_dpo.config import parse_config
+from sfm_dpo.errors import UserError
 from sfm_dpo.rewards import share_above
 from sfm_dpo.run_dir import describe
 from sfm_dpo.tokenization import load_tokenizer, tokenize_pairs

@@ -186,11 +186,15 @@ def test_conversations_need_a_chat_template(write_rows, tmp_path, error_in_proce
 
 
 def test_a_hub_that_cannot_be_reached(write_rows, tiny_folder, tmp_path, error_in_process):
-    """A closed port on loopback and an empty cache: huggingface_hub tries again for half a minute. And offline."""
-    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
-    said = error_of("allenai/Dolci-Think-DPO-7B", "--model_name_or_path", tiny_folder("llama"), **nowhere)
-    assert "the Hub cannot be reached" in said
+    """Offline; and a closed port on loopback, which huggingface_hub tries again and again, here without its pauses."""
     said = error_in_process("allenai/Dolci-Think-DPO-7B", "--model_name_or_path", tiny_folder("llama"))
     assert "the Hub cannot be reached" in said
     said = error_in_process(write_rows("pairs.jsonl", rows()), "--model_name_or_path", "allenai/Olmo-3-7B")
     assert said.startswith("error: model_name_or_path allenai/Olmo-3-7B: no tokenizer can be loaded")
+    no_pauses = "import runpy, sys, time; time.sleep = lambda s: None; del sys.argv[0]; "
+    no_pauses += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", no_pauses, SCRIPT, "allenai/Dolci-Think-DPO-7B"]
+    command += ["--model_name_or_path", tiny_folder("llama")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | nowhere, timeout=300)
+    assert done.returncode == 2 and "the Hub cannot be reached" in done.stderr.splitlines()[-1], done.stderr

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from sfm_dpo.checkpoint import STOP, checkpoints, newest_checkpoint, why_incomplete
@@ -23,6 +24,16 @@ from tests.e2e.runs import Place, Run, assert_same_run, copy_run
 KILLS = int(os.environ.get("KILLS", "3"))
 KILL_SEED = int(os.environ.get("KILL_SEED", "4"))
 PHASES = ("reference pass", "training", "saving a checkpoint", "saving the model")
+
+
+def test_zero_2_on_two_processes_gives_the_losses_of_one(uninterrupted):
+    one, two = uninterrupted(1), uninterrupted(2)
+    steps = [yaml.safe_load((run.folder / "resolved_config.yaml").read_text()) for run in (one, two)]
+    assert [fields["gradient_accumulation_steps"] for fields in steps] == [4, 2]
+    for metric, tolerance in (("loss", 1e-4), ("logps/chosen", 1e-2), ("grad_norm", 1e-2)):
+        mine, theirs = ([entry[metric] for entry in run.losses()] for run in (two, one))
+        assert mine == pytest.approx(theirs, abs=tolerance), metric
+    assert one.losses()[0]["loss"] - one.losses()[-1]["loss"] > 0.05  # it moved
 
 
 @pytest.mark.parametrize("processes", [1, 2], ids=["one process", "ZeRO-2"])
@@ -180,7 +191,7 @@ def test_kill_9_of_a_random_rank_at_random_moments(place, uninterrupted, tmp_pat
     print("\n| # | processes | rank killed | during | had done | half-written | went on from | equal |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for number in range(KILLS):
-        phase, processes = PHASES[number % len(PHASES)], 2 - (number + number // len(PHASES)) % 2
+        phase, processes = PHASES[number % len(PHASES)], 1 + (number + number // len(PHASES)) % 2
         expected = uninterrupted(processes)
         here = place
         if phase == "reference pass":  # a cache of its own, or there would be nothing to compute

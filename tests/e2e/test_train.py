@@ -188,23 +188,6 @@ def test_as_a_command_with_a_recipe_spaces_and_secrets(tiny_folder, write_rows, 
     assert (run / "model.safetensors").stat().st_mtime_ns == weights
 
 
-def test_zero_2_on_two_processes_gives_the_losses_of_one(tiny_folder, write_rows, tmp_path):
-    base, data = tiny_folder("olmo3"), write_rows("pairs.jsonl", chat_rows())
-    more = ["--learning_rate", "1e-3", "--save_strategy", "steps"]
-    assert train_dpo.main(arguments(base, data, tmp_path / "one", *more)) == 0
-    launcher = ("-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu.yaml")
-    launcher += ("--main_process_port", "0")
-    process = command(*arguments(base, data, tmp_path / "two", *more), launcher=launcher)
-    output = finish(process)
-    assert process.returncode == 0, output[-3000:]
-    assert_trained(tmp_path / "two", base)
-    resolved = yaml.safe_load((tmp_path / "two" / "resolved_config.yaml").read_text())
-    assert resolved["gradient_accumulation_steps"] == 1
-    one, two = losses(tmp_path / "one"), losses(tmp_path / "two")
-    assert len(one) == 6 and max(one) - min(one) > 0.05  # it moved
-    assert two == pytest.approx(one, abs=1e-4)
-
-
 def test_two_processes_stop_together_where_the_guard_says_so(tiny_folder, write_rows, tmp_path):
     """Preflight on two ranks without a cache, then a collapse: no rank may wait for another."""
     rows = [{"prompt": f"question {i}:", "chosen": f" yes {i}" * 3, "rejected": " no no" * 4} for i in range(24)]
@@ -235,31 +218,6 @@ def test_another_runs_folder_is_refused_and_kept(tiny_folder, write_rows, tmp_pa
     assert train_dpo.main(arguments(base, data, run, "--max_steps", "1", "--seed", "7")) == 2
     assert "seed is 42 there, 7 here" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-
-
-def test_killed_in_the_middle_it_goes_on_from_the_newest_checkpoint(tiny_folder, write_rows, tmp_path):
-    base, data, run = tiny_folder("gpt_neox"), write_rows("pairs.jsonl", prompt_rows()), tmp_path / "run"
-    args = arguments(base, data, run, "--max_steps", "30", "--save_steps", "5")
-    process = command(*args)
-    deadline = time.monotonic() + 120
-    while not list(run.glob("checkpoint-*/trainer_state.json")) and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    finish(process)
-    assert process.returncode == -signal.SIGKILL, "it ended before it could be killed"
-    assert json.loads((run / "status.json").read_text())["state"] == "running"
-    newest = max(int(p.parent.name.split("-")[1]) for p in run.glob("checkpoint-*/trainer_state.json"))
-
-    process = command(*args)
-    output = finish(process)
-    assert process.returncode == 0, output[-3000:]
-    assert f"checkpoint-{newest}\n" in output and f"step {newest + 1}/30" in output
-    assert f"step {newest}/30" not in output
-    assert_trained(run, base)
-    uninterrupted = tmp_path / "uninterrupted"
-    assert train_dpo.main(arguments(base, data, uninterrupted, "--max_steps", "30", "--save_steps", "5")) == 0
-    assert losses(run) == pytest.approx(losses(uninterrupted), abs=1e-6)
 
 
 # ---- mistakes

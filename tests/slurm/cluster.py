@@ -1,6 +1,6 @@
 """A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd, all state in one temporary folder.
 
-Nothing of the system's own Slurm is read or touched. Each node claims 32 CPUs, 600 GB and 4 GPUs (empty files), so
+Nothing of the system's own Slurm is read or touched. Each node claims 32 CPUs, 600 GB and 8 GPUs (empty files), so
 that the batch scripts' headers are submitted as they are.
 """
 
@@ -49,11 +49,12 @@ ReturnToService=2
 KillWait=10
 SchedulerParameters=sched_interval=2,bf_interval=2
 FirstJobId={first_job}
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=32 RealMemory=600000 Gres=gpu:4
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=32 RealMemory=600000 Gres=gpu:4
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=32 RealMemory=600000 Gres=gpu:8
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=32 RealMemory=600000 Gres=gpu:8
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=1 GraceTime=90
+PartitionName=gpu Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=1
 PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP OverSubscribe=NO PriorityTier=2 PreemptMode=OFF
 """
 
@@ -128,9 +129,9 @@ def _write_config(root: Path) -> None:
     key.chmod(0o400)
     for path in (key, key.parent):
         os.chown(path, owner.pw_uid, owner.pw_gid)
-    for i in range(4):
+    for i in range(8):
         (root / f"gpu{i}").touch()
-    (root / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={root}/gpu[0-3]\n")
+    (root / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={root}/gpu[0-7]\n")
     # Job ids decide the runs' rendezvous ports: clusters of two test runs must not count alike.
     first_job = 1 + int.from_bytes(os.urandom(2), "big")
     config = SLURM_CONF.format(

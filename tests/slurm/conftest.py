@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.project import make_project
 from tests.slurm.cluster import Cluster, local_cluster, missing
-from tests.slurm.jobs import make_project
 
 
 def pytest_collection_modifyitems(items):

@@ -2,12 +2,16 @@
 
 import json
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
+from sfm_dpo.config import parse_config
+from tests.commands import runnable
+from tests.project import link
 from tests.slurm.jobs import CPU, log_of, overrides, wait_for
 
 
@@ -15,7 +19,7 @@ from tests.slurm.jobs import CPU, log_of, overrides, wait_for
 def jobs(cluster, project) -> dict[str, str]:
     """Both scripts as a user submits them, think on one node and instruct on two; four ranks each."""
     return {
-        "think": cluster.sbatch("scripts/dpo_train.sh", *overrides(), cwd=project, **CPU | {"NUM_PROCESSES": "4"}),
+        "think": cluster.sbatch("scripts/dpo_train.sh", cwd=project, **CPU | {"NUM_PROCESSES": "4"}),
         "instruct": cluster.sbatch(
             "--nodes=2",
             "scripts/dpo_instruct_train.sh",
@@ -80,10 +84,33 @@ def test_unhealthy_nodes_end_the_job_with_a_code_of_their_own(cluster, project):
 def test_finished_run_is_not_trained_again(cluster, project, jobs):
     cluster.wait(jobs["think"], 240)
     before = (project / "outputs/dpo/model.safetensors").stat().st_mtime_ns
-    job = cluster.sbatch("scripts/dpo_train.sh", *overrides(), cwd=project, **CPU)
+    job = cluster.sbatch("scripts/dpo_train.sh", cwd=project, **CPU)
     assert cluster.wait(job, 60)["JobState"] == "COMPLETED"
     assert "outputs/dpo: already done" in log_of(project, job).splitlines()[-1]
     assert (project / "outputs/dpo/model.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("line", [line for line in runnable("sbatch|for") if "..." not in line])
+def test_documented(cluster, project, line, monkeypatch):
+    """The sbatch lines of the documentation: what Slurm thinks of them, and train_dpo.py of their fields.
+
+    Those without options are `jobs`; the one for CPU nodes is run here.
+    """
+    monkeypatch.chdir(project)
+    link(project, "SMALL_MODEL", "tiny model")
+    link(project, "pairs.jsonl", "pairs/train.jsonl")
+    if line.startswith("LAUNCH=cpu"):
+        env = CPU | {"NUM_PROCESSES": "1"}
+        said = cluster.run("bash", "-c", line.replace("sbatch", "sbatch --parsable"), cwd=project, **env)
+        assert cluster.wait(said, 240)["JobState"] == "COMPLETED", log_of(project, said)[-3000:]
+        assert "ended: state done, exit code 0, step 2, outputs/rehearsal" in log_of(project, said)
+        return
+    cluster.run("bash", "-c", line.replace("sbatch", "sbatch --test-only"), cwd=project)
+    script, arguments = re.search(r"scripts/(\w+)\.sh([^;]*)", line).groups()
+    recipe = {"dpo_train": "think", "dpo_instruct_train": "instruct"}[script]
+    shutil.copy(project / "recipes" / "think.yaml", project / "recipes" / "mine.yaml")
+    config = parse_config(["--config", f"recipes/{recipe}.yaml", *shlex.split(arguments), "--use_cpu"])
+    assert config.train.output_dir.startswith("outputs/")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +203,7 @@ def test_signal_stops_the_run_and_requeues_it_at_most_max_requeues_times(cluster
     command = ["scripts/dpo_train.sh", *overrides(output_dir="outputs/stops")]
     job = cluster.sbatch(*command, cwd=stand_in, **CPU, NUM_PROCESSES="1", MAX_REQUEUES="1")
     wait_for(lambda: (stand_in / "outputs/stops/status.json").exists(), 60)
-    cluster.run("scancel", "--signal=USR1", "--batch", job)
+    cluster.run("scancel", "--signal=TERM", "--batch", job)
     record = cluster.wait(job, 120)
     log = log_of(stand_in, job)
     assert (record["JobState"], record["ExitCode"], record["Restarts"]) == ("FAILED", "75:0", "1"), log

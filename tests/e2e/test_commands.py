@@ -1,0 +1,132 @@
+"""Every command in the README and in docs/ is run as it stands there, or bears a mark there: GPU, minutes, hours.
+
+In a copy of the project with tiny recipes, where the Hub's names are folders, and what goes to the Hub goes to one on
+loopback. Scripts run in this process, which saves the seconds of their imports. The sbatch lines:
+tests/slurm/test_submit.py.
+"""
+
+import io
+import itertools
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import hub_server
+from tests.commands import MARK, commands, runnable
+from tests.e2e.runs import clean_environment
+from tests.project import SOURCE, link, make_project
+
+# Run elsewhere, or not ours to run
+ELSEWHERE = {
+    r"make (test|setup)|python -m pytest .*|KILLS=20 python -m pytest .*": "how these tests are run",
+    r"make demo": "README.md marks it: 4 minutes",
+    r"sbatch scripts/.*|.* sbatch --.*|sbatch --.*|for i in .*": "tests/slurm/test_submit.py",
+    r"LAUNCH=fsdp2 sbatch scripts/dpo_train.sh \.\.\.": "test_launch.py, with LAUNCH=cpu_fsdp2's file",
+    r"VENV=PATH sbatch \.\.\.|touch .*STOP|scancel .*|scontrol requeue": "tests/slurm: VENV; test_requeue.py",
+    r"accelerate launch|accelerate launch --config_file accelerate_config.yaml train_dpo.py": "4 GPUs",
+    r"python scripts/parity.py --config R": "as with recipes/demo.yaml; it compiles for 20 seconds",
+    r"accelerate launch --main_process_port 29600": "every test with two processes chooses a port",
+    r".*python scripts/status.py --watch": "tests/test_overview.py: it never ends",
+    r".*python bench/throughput.py .*": "half an hour, as docs/speed.md says; tests/test_bench.py runs --quick",
+    r".*python bench/startup.py": "five minutes, as docs/speed.md says",
+    r"python bench/analyze.py .*": "a tokenizer with real words; a minute",
+    r"trl dpo.*|hf auth login|pip install .*|git lfs pull|apt-get .*|wandb sync .*": "other programs",
+    r"scontrol show job": "Slurm's",
+    r"scontrol gives no address for node": "an error text",
+}
+NO_GO = 3  # random weights find every answer impossible: preflight.py says so
+
+
+def elsewhere(line: str) -> bool:
+    return any(re.fullmatch(pattern, line) for pattern in ELSEWHERE)
+
+
+SCRIPTS = [line for line in runnable("python") if not elsewhere(line)]
+LAUNCHED = [line for line in runnable("accelerate|torchrun") if not elsewhere(line)]
+
+
+def test_no_command_is_forgotten():
+    bare = {re.split(r"\s+#", line)[0] for line in commands() if not MARK.search(line)}
+    assert {line for line in bare if not elsewhere(line)} == {*SCRIPTS, *LAUNCHED}
+    assert not [pattern for pattern in ELSEWHERE if not any(re.fullmatch(pattern, line) for line in bare)]
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory) -> Path:
+    """The project after a run, outputs/dpo, with what the commands call MODEL, R, RUN, my-org/..."""
+    import train_dpo
+
+    project = make_project(tmp_path_factory.mktemp("commands"))
+    for name in ("MODEL", "M", "my-org/my-model"):
+        link(project, name, "tiny model")
+    link(project, "my-org/my-pairs", "pairs")
+    link(project, "geodesic-research/sfm-sft_dolci_instruct_unfiltered", "tiny model")
+    shutil.copy(project / "pairs" / "train.jsonl", project / "pairs.jsonl")
+    shutil.copy(project / "recipes" / "think.yaml", project / "R")
+    with pytest.MonkeyPatch.context() as patch:
+        prepare(patch, project)
+        assert train_dpo.main(["--config", "recipes/think.yaml", "--save_steps", "2"]) == 0
+    outputs = project / "outputs"
+    for name in ("a", "b"):
+        shutil.copytree(outputs / "dpo", outputs / name)
+    shutil.copytree(outputs / "dpo" / "checkpoint-2", outputs / "dpo" / "checkpoint-500")
+    link(project, "RUN", "outputs/dpo")
+    return project
+
+
+def prepare(patch: pytest.MonkeyPatch, project: Path) -> None:
+    patch.chdir(project)
+    for name in ("CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM"):  # restored after what scripts do to them
+        patch.setenv(name, os.environ.get(name, ""))
+
+
+@pytest.fixture
+def project(template, tmp_path, monkeypatch, hub) -> Path:
+    """A fresh copy for each command."""
+    monkeypatch.setattr(hub_server, "ORG", "my-org")
+    copy = Path(shutil.copytree(template, tmp_path / "my project", symlinks=True))
+    for path in copy.rglob("*"):
+        if path.is_symlink():
+            target = copy / path.readlink().relative_to(template)
+            path.unlink()
+            path.symlink_to(target)
+    prepare(monkeypatch, copy)
+    return copy
+
+
+@pytest.mark.parametrize("line", SCRIPTS)
+def test_script(project, line, monkeypatch, capsys):
+    if "train_dpo.py" in line:  # outputs/dpo is the finished run of the others
+        shutil.rmtree(project / "outputs" / "dpo")
+    words = shlex.split(line.replace(" ... ", " --config recipes/think.yaml "))
+    while "=" in words[0]:
+        monkeypatch.setenv(*words.pop(0).split("=", 1))
+    assert words.pop(0) == "python"
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What is 2?\n"))
+    if "--lengths lengths.json" in line:  # from the command before it
+        shutil.copy("bench/shapes/dolci_think_lengths.json", "lengths.json")
+    if "bench/shapes" in line:  # a plan of the real model: with the real recipe
+        shutil.copytree(SOURCE / "recipes", "recipes", dirs_exist_ok=True)
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(runpy.run_path(words[0], run_name="__main__") and 0)
+    out, err = capsys.readouterr()
+    assert (ended.value.code or 0) == (NO_GO if words[0] == "scripts/preflight.py" else 0), out + err
+    assert "Traceback" not in out + err and "error:" not in err
+    for option, file in itertools.pairwise(words):
+        assert option not in ("--json", "--html", "--plot") or (project / file).stat().st_size > 100, file
+
+
+@pytest.mark.parametrize("line", LAUNCHED)
+def test_launched(project, line):
+    env = clean_environment(project / "hf") | {"PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
+    done = subprocess.run(shlex.split(line), env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
