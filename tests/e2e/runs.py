@@ -57,12 +57,16 @@ class Place:
     hf_home: Path
     defaults: dict = field(default_factory=dict)
 
+    def values(self, run: str, **fields) -> dict:
+        """All fields of a run in the folder of this name."""
+        values = FIELDS | {"model_name_or_path": self.model, "dataset_name": self.folder / "pairs.jsonl"}
+        return values | {"output_dir": self.folder / run} | self.defaults | fields
+
     def start(
         self, run: str, processes: int = 1, env: dict | None = None, cwd: Path = ROOT, launch: str = "cpu", **fields
     ) -> "Run":
         """Starts train_dpo.py; with more than one process under accelerate's launcher, by default ZeRO-2 on CPU."""
-        values = FIELDS | {"model_name_or_path": self.model, "dataset_name": self.folder / "pairs.jsonl"}
-        values |= {"output_dir": self.folder / run} | self.defaults | fields
+        values = self.values(run, **fields)
         command = [sys.executable]
         if processes > 1:
             command += [
@@ -72,10 +76,7 @@ class Place:
                 ROOT / f"configs/accelerate/{launch}.yaml",
             ]
             command += ["--num_processes", processes, "--main_process_port", free_port()]
-        command += [ROOT / "train_dpo.py"]
-        for name, value in values.items():
-            if value is not None:
-                command += [f"--{name}", *(value if isinstance(value, list) else [value])]
+        command += [ROOT / "train_dpo.py", *as_options(values)]
         log = (self.folder / f"{run}.log").open("ab")
         clean = clean_environment(self.hf_home) | (env or {})
         with log:
@@ -84,6 +85,14 @@ class Place:
                 [str(part) for part in command], cwd=cwd, env=clean, stdout=log, stderr=subprocess.STDOUT
             )
         return Run(Path(values["output_dir"]), Path(log.name), start, process)
+
+
+def as_options(values: dict) -> list[str]:
+    options: list = []
+    for name, value in values.items():
+        if value is not None:
+            options += [f"--{name}", *(value if isinstance(value, list) else [value])]
+    return [str(part) for part in options]
 
 
 @dataclass

@@ -35,24 +35,35 @@ def run(*argv, **env) -> subprocess.CompletedProcess:
 
 
 @pytest.fixture
-def error_in_process(monkeypatch, capsys):
-    """A function: arguments -> the line that a mistake gives, without the seconds that a new process takes."""
+def in_process(monkeypatch, capsys):
+    """A function: as `run`, without the seconds that a new process takes."""
     for name in ("CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM"):  # restored after what main does to them
         monkeypatch.setenv(name, os.environ.get(name, ""))
     spec = importlib.util.spec_from_file_location("analyze_dataset", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
 
-    def error(*argv) -> str:
+    def start(*argv) -> subprocess.CompletedProcess:
         capsys.readouterr()
-        assert script.main([str(word) for word in argv]) == 2
-        out, err = capsys.readouterr()
-        assert not out and err.startswith("error: ") and err.count("\n") == 1
+        code = script.main([str(word) for word in argv])
         assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
-        return err
+        return subprocess.CompletedProcess(argv, code, *capsys.readouterr())
 
-    yield error
+    yield start
     monkeypatch.undo()
+
+
+@pytest.fixture
+def error_in_process(in_process):
+    """A function: arguments -> the line that a mistake gives."""
+
+    def error(*argv) -> str:
+        done = in_process(*argv)
+        assert done.returncode == 2 and not done.stdout
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+        return done.stderr
+
+    return error
 
 
 def error_of(*argv, **env) -> str:
@@ -96,9 +107,9 @@ def test_what_it_prints_and_writes(write_rows, tiny_folder, tmp_path):
     assert files["plot"].stat().st_size > 10_000 and "max_length 256" in files["html"].read_text()
 
 
-def test_every_key_of_the_json_is_documented(write_rows, tiny_folder, tmp_path):
+def test_every_key_of_the_json_is_documented(write_rows, tiny_folder, tmp_path, in_process):
     file = tmp_path / "out.json"
-    run(
+    in_process(
         write_rows("p.jsonl", rows()),
         "--model_name_or_path",
         tiny_folder("llama"),
@@ -123,7 +134,7 @@ def test_every_key_of_the_json_is_documented(write_rows, tiny_folder, tmp_path):
     assert len(found) > 40 and not {key for key in found if f"`{key}`" not in documented}
 
 
-def test_a_recipe_is_taken_and_overridden(write_rows, tiny_folder, tmp_path):
+def test_a_recipe_is_taken_and_overridden(write_rows, tiny_folder, tmp_path, in_process):
     recipe = {
         "model_name_or_path": str(tiny_folder("llama")),
         "dataset_name": "nobody/nothing",
@@ -135,7 +146,9 @@ def test_a_recipe_is_taken_and_overridden(write_rows, tiny_folder, tmp_path):
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     data = write_rows("pairs.jsonl", rows())
-    done = run(data, "--config", tmp_path / "recipe.yaml", "--json", tmp_path / "out.json", "--min_coverage", "0")
+    done = in_process(
+        data, "--config", tmp_path / "recipe.yaml", "--json", tmp_path / "out.json", "--min_coverage", "0"
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["dataset"] == [str(data)] and result["recommendation"]["max_prompt_length"] == 30
@@ -175,14 +188,14 @@ def test_mistakes_are_one_line(case, write_rows, tiny_folder, tmp_path, error_in
     assert expected in error_in_process(data, "--model_name_or_path", model, *more)
 
 
-def test_conversations_need_a_chat_template(write_rows, tmp_path, error_in_process):
+def test_conversations_need_a_chat_template(write_rows, tmp_path, in_process, error_in_process):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "model")
     data = write_rows("pairs.jsonl", rows())
     assert "no chat template" in error_in_process(data, "--model_name_or_path", tmp_path / "model")
     text = [{k: v if k == "prompt" else v[0]["content"] for k, v in row.items()} for row in rows()]
-    assert run(write_rows("text.jsonl", text), "--model_name_or_path", tmp_path / "model").returncode == 0
+    assert in_process(write_rows("text.jsonl", text), "--model_name_or_path", tmp_path / "model").returncode == 0
 
 
 def test_a_hub_that_cannot_be_reached(write_rows, tiny_folder, tmp_path, error_in_process):

@@ -111,7 +111,7 @@ def test_script(project, line, monkeypatch, capsys):
     assert words.pop(0) == "python"
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "stdin", io.StringIO("What is 2?\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("What is 2?\nAnd 3?\n"))
     if "--lengths lengths.json" in line:  # from the command before it
         shutil.copy("bench/shapes/dolci_think_lengths.json", "lengths.json")
     if "bench/shapes" in line:  # a plan of the real model: with the real recipe
@@ -121,6 +121,8 @@ def test_script(project, line, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert (ended.value.code or 0) == (NO_GO if words[0] == "scripts/preflight.py" else 0), out + err
     assert "Traceback" not in out + err and "error:" not in err
+    if words[0] == "scripts/generate.py":
+        assert out.count("Q: ") == 2 and out.split()[:2] == ["base", "trained"], out
     for option, file in itertools.pairwise(words):
         assert option not in ("--json", "--html", "--plot") or (project / file).stat().st_size > 100, file
 

@@ -17,9 +17,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+import train_dpo
 from sfm_dpo.checkpoint import STOP, checkpoints, newest_checkpoint, why_incomplete
 from sfm_dpo.publish import consolidate
-from tests.e2e.runs import Place, Run, assert_same_run, copy_run
+from tests.e2e.runs import Place, Run, as_options, assert_same_run, copy_run
 
 KILLS = int(os.environ.get("KILLS", "3"))
 KILL_SEED = int(os.environ.get("KILL_SEED", "4"))
@@ -123,33 +124,33 @@ def test_damaged_and_half_written_checkpoints_are_named_and_skipped_and_stay(pla
 @pytest.mark.parametrize(
     ("processes", "fields", "message"),
     [
-        (2, {}, "was written with world_size 1, now it is 2"),
+        (2, {}, "was written with world_size 2, now it is 1"),
         (1, {"dataset_name": "other.jsonl"}, "holds another run (dataset_name is "),
         (1, {"learning_rate": 5e-4}, "holds another run (learning_rate is 0.001 there, 0.0005 here)"),
         (1, {}, "was written with train_tokens "),
     ],
     ids=["world size", "dataset", "recipe", "the file's content"],
 )
-def test_what_differs_is_an_error_that_names_it(place, uninterrupted, tmp_path, processes, fields, message):
-    unfinished = copy_run(uninterrupted(1), f"mismatch-{tmp_path.name}")
+def test_what_differs_is_an_error_that_names_it(
+    place, uninterrupted, tmp_path, processes, fields, message, capsys, monkeypatch
+):
+    """In this process: nothing is trained."""
+    for name in ("CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM"):  # restored after what main does to them
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    unfinished = copy_run(uninterrupted(processes), f"mismatch-{tmp_path.name}")
     (unfinished / "status.json").write_text(json.dumps({"state": "stopped", "exit_code": 75, "step": 8}))
-    apart = Place(place.folder, place.model, place.hf_home)
+    values = place.values(unfinished.name, **fields)
     if "train_tokens" in message:  # the same name, other pairs in it
-        apart = Place(tmp_path, place.model, place.hf_home)
-        rows = (place.folder / "pairs.jsonl").read_text().replace("Indeed", "Surely")
-        (tmp_path / "pairs.jsonl").write_text(rows)
-        shutil.move(unfinished, tmp_path / unfinished.name)
-        unfinished = tmp_path / unfinished.name
+        pairs = tmp_path / "pairs.jsonl"
+        pairs.write_text((place.folder / "pairs.jsonl").read_text().replace("Indeed", "Surely"))
         resolved = unfinished / "resolved_config.yaml"
-        resolved.write_text(resolved.read_text().replace(str(place.folder), str(tmp_path)))
+        resolved.write_text(resolved.read_text().replace(str(place.folder / "pairs.jsonl"), str(pairs)))
+        values["dataset_name"] = pairs
     before = sorted(p.name for p in unfinished.iterdir())
-    run = apart.start(unfinished.name, processes, **fields)
-    assert run.wait() == (2 if processes == 1 else 1), run.log[-4000:]
-    errors = [line for line in run.log.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and message in errors[0], run.log[-4000:]
+    assert train_dpo.main(as_options(values)) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and message in errors[0]
     assert sorted(p.name for p in unfinished.iterdir()) == before
-    if processes == 1:
-        assert "Traceback" not in run.log
 
 
 # ---- kill -9

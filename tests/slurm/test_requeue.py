@@ -6,23 +6,25 @@ end each start, as docs/slurm.md describes for a cluster of one's own; it takes 
 
 import json
 import os
-import shutil
 from pathlib import Path
 
 import pytest
 
 from sfm_dpo.checkpoint import why_incomplete
 from sfm_dpo.run_dir import read_status
-from tests.slurm.jobs import CPU, log_of, overrides, wait_for
+from tests.slurm.jobs import CPU, log_of, overrides, stand_in, wait_for
 
 STEPS = 40
 # The recipe's speed flags are on: padding-free, cached reference, balanced batches, under ZeRO-2 with two processes.
 FIELDS = {"global_batch_size": 16, "max_steps": STEPS, "save_steps": 10, "logging_steps": 1}
 
 
+def fields(run: str) -> dict:
+    return FIELDS | {"output_dir": f"outputs/{run}"}
+
+
 def submit(cluster, project, run: str, *options: str, **env: str) -> str:
-    fields = FIELDS | {"output_dir": f"outputs/{run}"}
-    return cluster.sbatch(*options, "scripts/dpo_train.sh", *overrides(**fields), cwd=project, **CPU | env)
+    return cluster.sbatch(*options, "scripts/dpo_train.sh", *overrides(**fields(run)), cwd=project, **CPU | env)
 
 
 def is_at(run: Path, step: int, restart: int, project: Path, job: str):
@@ -114,23 +116,17 @@ def test_preempted_job_saves_and_comes_back_when_the_urgent_one_is_through(clust
 
 
 STUCK = """
-import os, pathlib, sys
-from sfm_dpo.config import parse_config
-from sfm_dpo.run_dir import describe, write_status
+import os
+from sfm_dpo.run_dir import write_status
 
-config = parse_config(sys.argv[1:])
-describe(config, {})
 shards = min(2, 1 + int(os.environ.get("SLURM_RESTART_COUNT", "0")))
-write_status(config.train.output_dir, "stopped", 75, "stopped during the reference pass", step=0, shards=shards)
+write_status("outputs/stuck", "stopped", 75, "stopped during the reference pass", step=0, shards=shards)
 """
 
 
 def test_a_job_that_gets_nowhere_is_not_requeued_for_ever(cluster, project, tmp_path):
     """Its first restart does another shard of the reference pass, its second does nothing: that one is the last."""
-    folder = tmp_path / "project"
-    shutil.copytree(project, folder, ignore=shutil.ignore_patterns("outputs", "logs"))
-    (folder / "train_dpo.py").write_text(STUCK)
-    (folder / "logs").mkdir()
+    folder = stand_in(project, tmp_path, STUCK, fields("stuck"))
     job = submit(cluster, folder, "stuck", NUM_PROCESSES="1")
     record = cluster.wait(job, 240)
     log = log_of(folder, job)
@@ -140,26 +136,18 @@ def test_a_job_that_gets_nowhere_is_not_requeued_for_ever(cluster, project, tmp_
 
 
 CHAINED = """
-import sys
-from sfm_dpo.config import parse_config
-from sfm_dpo.run_dir import describe, read_status, write_status
+from sfm_dpo.run_dir import read_status, write_status
 
-config = parse_config(sys.argv[1:])
-before = read_status(config.train.output_dir)
-describe(config, {})
-if before:
-    write_status(config.train.output_dir, "done", 0, step=4)
+if read_status("outputs/chain"):
+    write_status("outputs/chain", "done", 0, step=4)
 else:
-    write_status(config.train.output_dir, "stopped", 75, "stopped on request", step=2)
+    write_status("outputs/chain", "stopped", 75, "stopped on request", step=2)
 """
 
 
 def test_a_chain_does_what_requeue_does(cluster, project, tmp_path):
     """--array=1-3%1: the first task stops, the second goes on and is done, the third finds nothing to do."""
-    folder = tmp_path / "project"
-    shutil.copytree(project, folder, ignore=shutil.ignore_patterns("outputs", "logs"))
-    (folder / "train_dpo.py").write_text(CHAINED)
-    (folder / "logs").mkdir()
+    folder = stand_in(project, tmp_path, CHAINED, fields("chain"))
     job = submit(cluster, folder, "chain", "--array=1-3%1", NUM_PROCESSES="1", MAX_REQUEUES="0")
     ends = [cluster.wait(f"{job}_{task}", 120) for task in (1, 2, 3)]
     assert [(e["JobState"], e["ExitCode"], e["Restarts"]) for e in ends] == [
@@ -178,10 +166,10 @@ def test_a_chain_does_what_requeue_does(cluster, project, tmp_path):
 def test_time_limit_of_two_minutes_needs_several_starts(cluster, project):
     """Nobody sends a signal but Slurm. It may do so up to 30 s early, so 40 s of lead are 40 to 70 s."""
     options = ("--time=2", "--signal=B:USR1@40")
-    fields = FIELDS | {"max_steps": 600, "save_steps": 200}
+    longer = {"max_steps": 600, "save_steps": 200}
     ends = {}
     for name, extra in (("limited", options), ("unlimited", ())):
-        arguments = overrides(**fields, output_dir=f"outputs/{name}")
+        arguments = overrides(**fields(name) | longer)
         env = CPU | {"STOP_LEAD_SECONDS": "40"}
         job = cluster.sbatch(*extra, "scripts/dpo_train.sh", *arguments, cwd=project, **env)
         ends[name] = cluster.wait(job, 1200)

@@ -12,7 +12,7 @@ import pytest
 from sfm_dpo.config import parse_config
 from tests.commands import runnable
 from tests.project import link
-from tests.slurm.jobs import CPU, log_of, overrides, wait_for
+from tests.slurm.jobs import CPU, log_of, overrides, stand_in, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def test_header(cluster, project, script, name, recipe):
 )
 def test_mistake_ends_the_job_with_code_2_and_one_line(cluster, project, options, env, arguments, message):
     command = [*options, "scripts/dpo_train.sh", *overrides(output_dir="outputs/mistake"), *arguments]
-    job = cluster.sbatch(*command, cwd=project, **env)
+    job = cluster.sbatch(*command, cwd=project, **{"NUM_PROCESSES": "1"} | env)
     record = cluster.wait(job, 120)
     log = log_of(project, job)
     assert (record["JobState"], record["ExitCode"]) == ("FAILED", "2:0"), log[-3000:]
@@ -169,14 +169,11 @@ def test_submitted_from_another_folder(cluster, project, tmp_path):
     assert log_of(tmp_path, job) == expected
 
 
-STAND_IN = """
+ENDS = """
 import os, pathlib, signal, sys, time
-from sfm_dpo.config import parse_config
-from sfm_dpo.run_dir import describe, write_status
+from sfm_dpo.run_dir import write_status
 
-config = parse_config(sys.argv[1:])
-run = pathlib.Path(config.train.output_dir)
-describe(config, {})
+run = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
 write_status(run, "running", step=3)
 if os.environ.get("KILLED"):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -189,23 +186,18 @@ write_status(run, "stopped", 75, "stopped on request", step=3)
 
 
 @pytest.fixture(scope="module")
-def stand_in(project, tmp_path_factory) -> Path:
-    """The project with a train_dpo.py that only ends in the ways that the batch script has to tell apart."""
-    folder = tmp_path_factory.mktemp("stand-in") / "project"
-    shutil.copytree(project, folder, ignore=shutil.ignore_patterns("outputs", "logs"))
-    (folder / "train_dpo.py").write_text(STAND_IN)
-    (folder / "logs").mkdir()
-    (folder / "outputs").mkdir()
-    return folder
+def ends(project, tmp_path_factory) -> Path:
+    runs = ({"output_dir": f"outputs/{name}"} for name in ("stops", "killed"))
+    return stand_in(project, tmp_path_factory.mktemp("stand-in"), ENDS, *runs)
 
 
-def test_signal_stops_the_run_and_requeues_it_at_most_max_requeues_times(cluster, stand_in):
+def test_signal_stops_the_run_and_requeues_it_at_most_max_requeues_times(cluster, ends):
     command = ["scripts/dpo_train.sh", *overrides(output_dir="outputs/stops")]
-    job = cluster.sbatch(*command, cwd=stand_in, **CPU, NUM_PROCESSES="1", MAX_REQUEUES="1")
-    wait_for(lambda: (stand_in / "outputs/stops/status.json").exists(), 60)
+    job = cluster.sbatch(*command, cwd=ends, **CPU, NUM_PROCESSES="1", MAX_REQUEUES="1")
+    wait_for(lambda: (ends / "outputs/stops/status.json").exists(), 60)
     cluster.run("scancel", "--signal=TERM", "--batch", job)
     record = cluster.wait(job, 120)
-    log = log_of(stand_in, job)
+    log = log_of(ends, job)
     assert (record["JobState"], record["ExitCode"], record["Restarts"]) == ("FAILED", "75:0", "1"), log
     assert "asked to stop: outputs/stops/STOP" in log
     assert "stopped and requeued (restart 1 of at most 1)" in log
@@ -214,10 +206,10 @@ def test_signal_stops_the_run_and_requeues_it_at_most_max_requeues_times(cluster
     assert log.endswith("ended: state stopped, exit code 75, step 3, outputs/stops: stopped on request\n")
 
 
-def test_killed_run_is_not_taken_for_a_good_one_nor_requeued(cluster, stand_in):
+def test_killed_run_is_not_taken_for_a_good_one_nor_requeued(cluster, ends):
     command = ["scripts/dpo_train.sh", *overrides(output_dir="outputs/killed")]
-    job = cluster.sbatch(*command, cwd=stand_in, **CPU, NUM_PROCESSES="1", KILLED="1")
+    job = cluster.sbatch(*command, cwd=ends, **CPU, NUM_PROCESSES="1", KILLED="1")
     record = cluster.wait(job, 120)
     assert (record["JobState"], record["ExitCode"], record["Restarts"]) == ("FAILED", "1:0", "0")
-    log = log_of(stand_in, job)
+    log = log_of(ends, job)
     assert "ended: state died, exit code 1, step 3" in log.splitlines()[-1]
