@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from sfm_dpo.intervals import Z
 from sfm_dpo.padding import grouped_padding, stock_padding
 
 CANDIDATES = (2048, 4096, 8192, 12288, 16384, 24576, 32768)
@@ -19,7 +20,6 @@ PERCENTILES = (1, 10, 25, 50, 75, 90, 95, 99, 100)
 BATCH_SIZES = (1, 2, 4, 8)  # pairs per device
 MEMORY_BATCH = 4  # pairs per device for which peak tokens are compared
 FORWARDS = 4  # an epoch: forward and backward of the policy (3 forwards), and one forward of the reference
-Z95 = 1.959964
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def percentile_interval(values: np.ndarray, q: float) -> tuple[int, int]:
     """95% interval of a population's percentile from a random sample: two order statistics (normal approximation of
     the binomial rank, rounded outwards). Assumes nothing of the distribution."""
     n, share, ranked = len(values), q / 100, np.sort(values)
-    half = Z95 * math.sqrt(n * share * (1 - share))
+    half = Z * math.sqrt(n * share * (1 - share))
     low, high = math.floor(n * share - half), math.ceil(n * share + half)
     return int(ranked[max(low - 1, 0)]), int(ranked[min(high, n - 1)])
 
@@ -161,7 +161,7 @@ def length_bias(lengths: Lengths) -> dict[str, float]:
     longer = np.where(lengths.chosen == lengths.rejected, 0.5, lengths.chosen > lengths.rejected)
     return {
         "chosen_longer": float(longer.mean()),
-        "margin": Z95 * float(longer.std()) / math.sqrt(len(longer)),
+        "margin": Z * float(longer.std()) / math.sqrt(len(longer)),
         "median_ratio": float(np.median(lengths.chosen / lengths.rejected)),
         "mean_chosen": float(lengths.chosen.mean()),
         "mean_rejected": float(lengths.rejected.mean()),

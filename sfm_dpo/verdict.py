@@ -3,14 +3,13 @@
 Pure functions. All thresholds are in RULES, and in docs/health.md with how to read them.
 """
 
-import math
 from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from sfm_dpo.checks import LENGTH_NORMALIZED_LOSSES
-from sfm_dpo.intervals import Z, wilson
+from sfm_dpo.intervals import mean_interval, wilson
 
 HOPELESS = -2.5  # nats per token: a pair with a larger gap than that is one the base model cannot bridge
 MOVE = 0.1  # nats per token: each chosen token gains it and each rejected token loses it
@@ -179,8 +178,8 @@ def pair_figures(
     difference = lengths[:, 0] - lengths[:, 1]
     return {
         "pairs": len(gap),
-        "logp_sum": {"chosen": _mean(logps[:, 0]), "rejected": _mean(logps[:, 1]), "gap": _mean(sum_gap)},
-        "logp_token": {"chosen": _mean(token[:, 0]), "rejected": _mean(token[:, 1]), "gap": _mean(gap)},
+        "logp_sum": _intervals(chosen=logps[:, 0], rejected=logps[:, 1], gap=sum_gap),
+        "logp_token": _intervals(chosen=token[:, 0], rejected=token[:, 1], gap=gap),
         "perplexity": {side: float(np.exp(-token[:, i].mean())) for i, side in enumerate(("chosen", "rejected"))},
         "preferred": [preferred, *wilson(preferred, len(gap))],
         "hopeless": [hopeless, *wilson(hopeless, len(gap))],
@@ -228,9 +227,8 @@ def judge(values: dict[str, float], loss_type: str) -> tuple[str, list[dict[str,
     return ("no-go" if "no-go" in levels else "caution" if levels else "go"), findings
 
 
-def _mean(values: np.ndarray) -> list[float]:
-    mean, error = values.mean(), values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else math.inf
-    return [float(mean), float(mean - Z * error), float(mean + Z * error)]
+def _intervals(**values: np.ndarray) -> dict[str, list[float]]:
+    return {name: [*mean_interval(column.tolist())] for name, column in values.items()}
 
 
 def _quantiles(values: np.ndarray) -> list[float]:
