@@ -3,8 +3,19 @@
 Importing the package reads .env, so commands import it before the libraries that look at HF_HOME and the tokens.
 """
 
+import importlib.util
+import sys
 import warnings
 
+if _missing := [n for n in ("dotenv", "psutil", "torch", "transformers", "trl") if not importlib.util.find_spec(n)]:
+    print(
+        f"error: {', '.join(_missing)}: not installed for {sys.executable}; type `make setup` once, then "
+        "`source .venv/bin/activate`",
+        file=sys.stderr,
+    )
+    raise SystemExit(2)
+
+# isort: split
 from dotenv import load_dotenv
 
 from sfm_dpo.redact import check_env_file, env_file, warn_of_open_env_file

@@ -377,6 +377,13 @@ def test_as_a_command(words, part):
     assert not done.stdout
 
 
+@pytest.mark.parametrize("script", ["train_dpo.py", "scripts/status.py", "scripts/plan.py"])
+def test_outside_the_environment(script):
+    """-S: without site-packages, as /usr/bin/python is."""
+    done = subprocess.run([sys.executable, "-S", script, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert_one_line(done.returncode, done.stderr, ["trl: not installed for", "source .venv/bin/activate"])
+
+
 def test_from_another_folder_than_the_projects(tmp_path, capsys, monkeypatch, environment):
     """Recipes and outputs/ are relative to the project's; the message says where that is."""
     monkeypatch.chdir(tmp_path)

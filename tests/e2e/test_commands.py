@@ -37,7 +37,7 @@ ELSEWHERE = {
     r".*python bench/throughput.py --rounds 3": "half an hour, as docs/speed.md says; test_bench.py runs --quick",
     r".*python bench/startup.py": "six minutes, as docs/speed.md says",
     r"python bench/analyze.py .*": "a minute, and a tokenizer with words",
-    r"trl dpo.*|hf auth login|pip install .*|git lfs pull|apt-get .*|wandb sync .*": "other programs",
+    r"source .*|trl dpo.*|hf auth login|pip install .*|git lfs pull|apt-get .*|wandb sync .*": "other programs",
     r"scontrol show job": "Slurm's",
     r"scontrol gives no address for node": "an error text",
 }
