@@ -13,6 +13,9 @@ import pytest
 _CACHE = tempfile.mkdtemp(prefix="sfm-tests-")
 os.environ |= {"HF_HOME": _CACHE, "HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parent / "quick_start"), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 for _name in ("HF_TOKEN", "HF_DATASETS_CACHE", "HF_HUB_CACHE", "WANDB_API_KEY", "WANDB_MODE"):
     os.environ.pop(_name, None)
 

@@ -7,7 +7,6 @@ import psutil
 import pytest
 import yaml
 
-from tests.e2e.runs import ROOT
 from tests.hub_server import TOKEN, HubServer
 
 # Found nowhere: tokens by their names, and what only .env holds.
@@ -33,7 +32,7 @@ def start(place, hub, tmp_path):
 
     def run(name: str, **fields):
         env = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "WANDB_MODE": "offline"}
-        env |= {"WANDB_DIR": str(tmp_path / "wandb"), "PYTHONPATH": str(ROOT)}
+        env |= {"WANDB_DIR": str(tmp_path / "wandb")}
         (tmp_path / "wandb").mkdir(exist_ok=True)
         fields = {"push_to_hub": "true", "hub_model_id": "lab/model", "report_to": "wandb", "max_steps": 4} | fields
         return place.start(name, env=env, cwd=tmp_path, **fields)
