@@ -142,6 +142,11 @@ class Run:
             return []
         return children if "accelerate" in " ".join(me.cmdline()) else [me]
 
+    def all_ranks(self, count: int) -> list[psutil.Process]:
+        """Waits until all of them are there."""
+        assert self.until(lambda: len(self.ranks()) == count, every=0.1), self.log[-4000:]
+        return self.ranks()
+
     def kill(self) -> None:
         """Ends all of it, at once."""
         try:

@@ -182,7 +182,7 @@ def wait_for_phase(run: Run, phase: str, place: Place, dice: random.Random) -> b
         reached = run.until(saving, every=0.0005)
     else:
         reached = run.until(lambda: (run.folder / "config.json").exists(), every=0.0005)
-    time.sleep(dice.random() * {"reference pass": 0.1, "training": 0.3}.get(phase, 0.03))
+    time.sleep(dice.random() * {"reference pass": 0.1, "training": 0.3, "saving the model": 0.003}.get(phase, 0.03))
     return reached
 
 
@@ -199,11 +199,11 @@ def test_kill_9_of_a_random_rank_at_random_moments(place, uninterrupted, tmp_pat
             here = Place(place.folder, place.model, tmp_path / f"hf-{number}")
         name = f"killed-{number}"
         run = here.start(name, processes)
+        victim = dice.randrange(processes)
+        rank = run.all_ranks(processes)[victim]  # before the moment: looking takes longer than saving
         assert wait_for_phase(run, phase, here, dice), run.log[-4000:]
-        ranks = run.ranks()
-        victim = dice.randrange(len(ranks)) if ranks else 0
-        if ranks:
-            ranks[victim].kill()
+        if rank.is_running():
+            rank.kill()
         code = run.wait(120)  # the launcher ends the other ranks
         assert code != 0, "the run was over before it was killed: nothing was shown"
         newest, skipped = newest_checkpoint(run.folder)
