@@ -13,12 +13,15 @@ import argparse
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import sfm_dpo  # noqa: F401  (first: it looks for the packages)
+
+# isort: split
 import numpy as np
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.dolci_lengths import draw
 from sfm_dpo.lengths import Lengths, truncate

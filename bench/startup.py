@@ -22,6 +22,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
+import sfm_dpo  # noqa: E402, F401  (first: it looks for the packages)
+
+# isort: split
 import dolci_lengths  # noqa: E402
 
 from tests.tiny_models import tiny_model, tiny_tokenizer  # noqa: E402

@@ -11,9 +11,12 @@ import os
 import sys
 from pathlib import Path
 
-import yaml
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import sfm_dpo  # noqa: F401  (first: it looks for the packages)
+
+# isort: split
+import yaml
 
 from sfm_dpo.config import parse_config
 from sfm_dpo.errors import UserError

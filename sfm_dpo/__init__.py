@@ -7,7 +7,11 @@ import importlib.util
 import sys
 import warnings
 
-if _missing := [n for n in ("dotenv", "psutil", "torch", "transformers", "trl") if not importlib.util.find_spec(n)]:
+if _missing := [
+    name
+    for name in "dotenv yaml psutil numpy torch transformers accelerate datasets deepspeed peft matplotlib trl".split()
+    if not importlib.util.find_spec(name)
+]:
     print(
         f"error: {', '.join(_missing)}: not installed for {sys.executable}; type `make setup` once, then "
         "`source .venv/bin/activate`",

@@ -1,4 +1,4 @@
-"""Who holds which weights, and what travels? ZeRO-2, ZeRO-3 and FSDP2, as far as this project must know.
+"""Who holds which weights, what travels, what is saved? ZeRO-2, ZeRO-3 and FSDP2, as far as this project must know.
 
 ZeRO-2 and a single process: every rank has whole weights. ZeRO-3: DeepSpeed splits each tensor while the model is
 loaded, and gathers it for the module that computes with it. FSDP2: accelerate splits the model when training begins,

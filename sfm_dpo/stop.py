@@ -1,4 +1,4 @@
-"""Who asks it to stop? A file, which all ranks see after the same step: they save, and leave together."""
+"""When do we stop? All ranks look for the stop file after each step, save, and leave together."""
 
 import math
 import os

@@ -1,11 +1,13 @@
-"""The commands in the README and in docs/: found, and sorted by who runs them."""
+"""The commands of PROGRAMS in the README and in docs/: found, and sorted by who runs them."""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
-PROGRAMS = "accelerate|apt-get|for|git|hf|make|pip|python|sbatch|scancel|scontrol|source|torchrun|touch|trl|wandb"
+PROGRAMS = (
+    "accelerate|apt-get|for|git|hf|make|pip|pytest|python|sbatch|scancel|scontrol|source|torchrun|touch|trl|wandb"
+)
 COMMAND = re.compile(rf"(?:\$ )?((?:[A-Z_]+=\S+ )*(?:{PROGRAMS}) \S.*)")
 # Marks in the comment behind a command that is too much for a test
 MARK = re.compile(r"# .*(\bGPUs?\b|\bminutes\b|\bhours?\b)")

@@ -1,5 +1,6 @@
 """Shared by all tests: no hub, no tracker, caches in a temporary folder of their own, tiny models as folders."""
 
+import gc
 import json
 import os
 import shutil
@@ -13,19 +14,21 @@ import pytest
 _CACHE = tempfile.mkdtemp(prefix="sfm-tests-")
 os.environ |= {"HF_HOME": _CACHE, "HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(Path(__file__).parent / "quick_start"), *filter(None, [os.environ.get("PYTHONPATH")])]
-)
+_QUICK = str(Path(__file__).parent / "quick_start")
+if _QUICK not in os.environ.get("PYTHONPATH", ""):  # the workers of xdist have it already
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_QUICK, os.environ.get("PYTHONPATH")]))
+gc.set_threshold(10_000)  # here, where models come and go for minutes
 for _name in ("HF_TOKEN", "HF_DATASETS_CACHE", "HF_HUB_CACHE", "WANDB_API_KEY", "WANDB_MODE"):
     os.environ.pop(_name, None)
 
 
+_HERE = {None, "", "127.0.0.1", "::1", "localhost", socket.gethostname(), socket.getfqdn()}
 _resolve = socket.getaddrinfo
 
 
 def _loopback_only(host, *args, **kwargs):
     """What asks for a machine elsewhere fails with its name; libraries would try again for minutes."""
-    assert host in (None, "", "127.0.0.1", "::1", "localhost", socket.gethostname()), f"a test asks for {host}"
+    assert host in _HERE, f"a test asks for {host}"
     return _resolve(host, *args, **kwargs)
 
 
@@ -51,6 +54,15 @@ def tiny_folder(tmp_path_factory):
         return folder
 
     return make
+
+
+@pytest.fixture
+def environment():
+    """What a command puts into its environment (the launcher, the device) ends with it."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 @pytest.fixture

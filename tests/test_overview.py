@@ -167,8 +167,9 @@ def test_the_command_without_slurm(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["status", "compare_runs"])
-def test_what_only_reads_runs_starts_at_once(script):
-    command = [sys.executable, "-X", "importtime", ROOT / "scripts" / f"{script}.py", "--help"]
+def test_what_only_reads_runs_starts_at_once(script, tmp_path):
+    arguments = {"status": [tmp_path], "compare_runs": ["--help"]}[script]
+    command = [sys.executable, "-X", "importtime", ROOT / "scripts" / f"{script}.py", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
     assert "sfm_dpo.run_dir" in imported and not imported & {"torch", "transformers", "accelerate", "trl"}

@@ -144,8 +144,14 @@ class Run:
 
     def all_ranks(self, count: int) -> list[psutil.Process]:
         """Waits until all of them are there."""
-        assert self.until(lambda: len(self.ranks()) == count, every=0.1), self.log[-4000:]
-        return self.ranks()
+        found: list[psutil.Process] = []
+
+        def complete() -> bool:
+            found[:] = self.ranks()
+            return len(found) == count
+
+        assert self.until(complete, every=0.1), self.log[-4000:]
+        return found
 
     def kill(self) -> None:
         """Ends all of it, at once."""

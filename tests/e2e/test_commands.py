@@ -12,28 +12,31 @@ import re
 import runpy
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from sfm_dpo.run_dir import read_status
 from tests import hub_server
 from tests.commands import MARK, commands, runnable
-from tests.e2e.runs import clean_environment
+from tests.e2e.runs import clean_environment, free_port
 from tests.project import SOURCE, link, make_project
 
 # Run elsewhere, or not ours to run
 ELSEWHERE = {
     r"make (test|setup)|python -m pytest .*|KILLS=20 python -m pytest .*": "how these tests are run",
     r"make demo": "README.md marks it: 4 minutes",
-    r"sbatch scripts/.*|.* sbatch --.*|sbatch --.*|for i in .*": "tests/slurm/test_submit.py",
+    r"(?!.*\.\.\.)([A-Z_]+=\S+ )*sbatch .*|for i in .*": "tests/slurm/test_submit.py",
     r"LAUNCH=fsdp2 sbatch scripts/dpo_train.sh \.\.\.": "test_launch.py, with LAUNCH=cpu_fsdp2's file",
     r"VENV=PATH sbatch \.\.\.|touch .*STOP|scancel .*|scontrol requeue": "tests/slurm: VENV; test_requeue.py",
     r"accelerate launch|accelerate launch --config_file accelerate_config.yaml train_dpo.py": "4 GPUs",
     r"python scripts/parity.py --config R": "as with recipes/demo.yaml; it compiles for 20 seconds",
-    r"accelerate launch --main_process_port 29600": "every test with two processes chooses a port",
-    r".*python scripts/status.py --watch": "tests/test_overview.py: it never ends",
+    r"accelerate launch --main_process_port 29600": "every start of two processes here chooses a port",
+    r"python scripts/status.py --watch": "tests/test_overview.py: it never ends",
     r".*python bench/throughput.py --rounds 3": "half an hour, as docs/speed.md says; test_bench.py runs --quick",
     r".*python bench/startup.py": "six minutes, as docs/speed.md says",
     r"python bench/analyze.py .*": "a minute, and a tokenizer with words",
@@ -71,7 +74,7 @@ def template(tmp_path_factory) -> Path:
     shutil.copy(project / "pairs" / "train.jsonl", project / "pairs.jsonl")
     shutil.copy(project / "recipes" / "think.yaml", project / "R")
     with pytest.MonkeyPatch.context() as patch:
-        prepare(patch, project)
+        patch.chdir(project)
         assert train_dpo.main(["--config", "recipes/think.yaml", "--save_steps", "2"]) == 0
     outputs = project / "outputs"
     for name in ("a", "b"):
@@ -81,14 +84,8 @@ def template(tmp_path_factory) -> Path:
     return project
 
 
-def prepare(patch: pytest.MonkeyPatch, project: Path) -> None:
-    patch.chdir(project)
-    for name in ("CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM"):  # restored after what scripts do to them
-        patch.setenv(name, os.environ.get(name, ""))
-
-
 @pytest.fixture
-def project(template, tmp_path, monkeypatch, hub) -> Path:
+def project(template, tmp_path, monkeypatch, hub, environment) -> Path:
     """A fresh copy for each command."""
     monkeypatch.setattr(hub_server, "ORG", "my-org")
     copy = Path(shutil.copytree(template, tmp_path / "my project", symlinks=True))
@@ -97,12 +94,29 @@ def project(template, tmp_path, monkeypatch, hub) -> Path:
             target = copy / path.readlink().relative_to(template)
             path.unlink()
             path.symlink_to(target)
-    prepare(monkeypatch, copy)
+    monkeypatch.chdir(copy)
     return copy
 
 
+@pytest.fixture
+def as_before(monkeypatch):
+    """What scripts do to their process ends with them."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+    torch.use_deterministic_algorithms(False)
+
+
+def is_trained(project: Path, words: list[str]) -> bool:
+    given = dict(itertools.pairwise(words))
+    run = given.get("--output_dir") or {"recipes/demo.yaml": "outputs/demo"}.get(given["--config"], "outputs/dpo")
+    return read_status(project / run)["state"] == "done"
+
+
 @pytest.mark.parametrize("line", SCRIPTS)
-def test_script(project, line, monkeypatch, capsys):
+def test_script(project, line, monkeypatch, capsys, as_before):
     if "train_dpo.py" in line:  # outputs/dpo is the finished run of the others
         shutil.rmtree(project / "outputs" / "dpo")
     words = shlex.split(line.replace(" ... ", " --config recipes/think.yaml "))
@@ -110,7 +124,6 @@ def test_script(project, line, monkeypatch, capsys):
         monkeypatch.setenv(*words.pop(0).split("=", 1))
     assert words.pop(0) == "python"
     monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "stdin", io.StringIO("What is 2?\nAnd 3?\n"))
     if "--lengths lengths.json" in line:  # from the command before it
         shutil.copy("bench/shapes/dolci_think_lengths.json", "lengths.json")
@@ -121,6 +134,8 @@ def test_script(project, line, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert (ended.value.code or 0) == (NO_GO if words[0] == "scripts/preflight.py" else 0), out + err
     assert "Traceback" not in out + err and "error:" not in err
+    if words[0] == "train_dpo.py" and "--help" not in words:
+        assert is_trained(project, words)
     if words[0] == "scripts/generate.py":
         assert out.count("Q: ") == 2 and out.split()[:2] == ["base", "trained"], out
     for option, file in itertools.pairwise(words):
@@ -130,5 +145,11 @@ def test_script(project, line, monkeypatch, capsys):
 @pytest.mark.parametrize("line", LAUNCHED)
 def test_launched(project, line):
     env = clean_environment(project / "hf") | {"PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
-    done = subprocess.run(shlex.split(line), env=env, capture_output=True, text=True, timeout=240)
+    words = shlex.split(line)
+    if words[0] == "accelerate":
+        words[2:2] = ["--main_process_port", "0"]
+    else:
+        words[1:1] = ["--master-port", str(free_port())]
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    assert "train_dpo.py" not in words or is_trained(project, words)

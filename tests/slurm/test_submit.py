@@ -146,7 +146,8 @@ def test_header(cluster, project, script, name, recipe):
         ([], CPU | {"LAUNCH": "zero9"}, [], "error: LAUNCH=zero9: no configs/accelerate/zero9.yaml; choose one of: "),
         (["--gpus-per-node=0"], {"VENV": sys.prefix}, [], "error: processes per node is ''"),
         ([], CPU | {"VENV": "nowhere"}, [], "error: VENV=nowhere: no accelerate in its bin folder"),
-        ([], CPU, ["--dataset_name", "missing.jsonl"], "missing.jsonl"),  # found by train_dpo.py, after the launch
+        # found by train_dpo.py, after the launch: rank 0 tells the other
+        ([], CPU | {"NUM_PROCESSES": "2"}, ["--dataset_name", "missing.jsonl"], "missing.jsonl"),
     ],
     ids=["field", "recipe", "launch", "gpus", "venv", "data"],
 )
@@ -157,7 +158,9 @@ def test_mistake_ends_the_job_with_code_2_and_one_line(cluster, project, options
     log = log_of(project, job)
     assert (record["JobState"], record["ExitCode"]) == ("FAILED", "2:0"), log[-3000:]
     assert message in log.strip().splitlines()[-1]
-    if "missing" not in message:  # the launcher was not even started
+    if "missing" in message:
+        assert sum(line.startswith("error: ") for line in log.splitlines()) == 1, log[-3000:]
+    else:  # the launcher was not even started
         assert "Traceback" not in log
 
 
