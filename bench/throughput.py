@@ -69,7 +69,8 @@ def main(argv: list[str]) -> int:
             for variant in options.variants[:: -1 if number % 2 else 1]:
                 runs.append(work({"job": "train", "variant": variant, **settings}) | {"round": number})
                 print(f"round {number + 1}/{options.rounds}  {line(variant, runs[-1])}", flush=True)
-    result = {**facts, "options": vars(options), "summary": summarise(runs, options.variants), "runs": runs}
+    said = {name: value for name, value in vars(options).items() if name != "out"}
+    result = {**facts, "options": said, "summary": summarise(runs, options.variants), "runs": runs}
     print("\n" + table(result["summary"]))
     name = re.sub(r"[^A-Za-z0-9]+", "-", options.machine or facts["machine"]).strip("-").lower()
     path = Path(options.out) / f"{name}-{datetime.date.today()}.json"
