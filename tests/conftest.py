@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 _QUICK = str(Path(__file__).parent / "quick_start")
 if _QUICK not in os.environ.get("PYTHONPATH", ""):  # the workers of xdist have it already
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_QUICK, os.environ.get("PYTHONPATH")]))
-gc.set_threshold(10_000)  # here, where models come and go for minutes
+gc.set_threshold(700, 10, 10)  # as Python has it: here models come and go for minutes
 for _name in ("HF_TOKEN", "HF_DATASETS_CACHE", "HF_HUB_CACHE", "WANDB_API_KEY", "WANDB_MODE"):
     os.environ.pop(_name, None)
 
