@@ -1,4 +1,4 @@
-"""Every command in the README and in docs/ is run as it stands there, or bears a mark there: GPU, minutes, hours.
+"""Every command in the README and in docs/ is run, bears a mark there (GPU, minutes, hours), or is in ELSEWHERE.
 
 In a copy of the project with tiny recipes, where the Hub's names are folders, and what goes to the Hub goes to one on
 loopback. Scripts run in this process, which saves the seconds of their imports. The sbatch lines:
