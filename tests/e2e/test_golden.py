@@ -1,0 +1,77 @@
+"""Golden losses: what fixed-seed runs log, against the values recorded in golden.json.
+
+`RECORD=1 python -m pytest tests/e2e/test_golden.py` records them anew, which only a change of the objective, the order
+of the pairs or the initial weights justifies. Machines differ in the last bits, hence the tolerance.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import ROOT, Place, as_options, clean_environment, free_port, pairs
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+GOLDEN = Path(__file__).with_name("golden.json")
+METRICS = ("loss", "rewards/margins", "grad_norm")
+PATHS = {
+    "padded": {"padding_free": "false", "precompute_ref_log_probs": "false", "train_sampling_strategy": "random"},
+    "packed": {"precompute_ref_log_probs": "false"},
+    "packed, cached": {},
+}
+FIELDS = {"save_strategy": "no", "preflight": "skip", "guard": "skip", "max_steps": 8, "learning_rate": 5e-5}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Place:
+    folder = tmp_path_factory.mktemp("golden")
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs()))
+    for architecture in ("gpt_neox", "olmo3", "llama"):
+        tiny_model(architecture).save_pretrained(folder / architecture)
+        tiny_tokenizer().save_pretrained(folder / architecture)
+    return Place(folder, folder, folder / "hf", defaults=FIELDS)
+
+
+@pytest.mark.parametrize("processes", [1, 2], ids=["one process", "ZeRO-2"])
+def test_losses_are_the_recorded_ones(place, processes):
+    names = {
+        f"{architecture}, {path}, {processes}": (architecture, fields)
+        for architecture in ("gpt_neox", "olmo3", "llama")
+        for path, fields in PATHS.items()
+    }
+    argvs = [
+        as_options(place.values(name, model_name_or_path=place.folder / architecture, **fields))
+        for name, (architecture, fields) in names.items()
+    ]
+    file = place.folder / f"runs-{processes}.json"
+    file.write_text(json.dumps(argvs))
+    launcher = f"-m accelerate.commands.launch --config_file configs/accelerate/cpu.yaml --num_processes {processes}"
+    command = [sys.executable, *(launcher.split() if processes > 1 else [])]
+    command += ["--main_process_port", str(free_port())] if processes > 1 else []
+    done = subprocess.run(
+        [*command, "tests/e2e/many_runs.py", str(file)],
+        cwd=ROOT,
+        env=clean_environment(place.hf_home),
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    logged = {name: read_metrics(place.folder / name) for name in names}
+    golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+    if os.environ.get("RECORD"):
+        lines = [f"{json.dumps(name)}: {json.dumps(steps)}" for name, steps in (golden | logged).items()]
+        GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        pytest.skip("recorded")
+    for name, steps in logged.items():
+        assert len(steps) == 8
+        for mine, expected in zip(steps, golden[name], strict=True):
+            assert mine == pytest.approx(expected, rel=1e-5, abs=1e-5), name
+
+
+def read_metrics(run: Path) -> list[list[float]]:
+    history = json.loads((run / "trainer_state.json").read_text())["log_history"]
+    return [[entry[name] for name in METRICS] for entry in history if "loss" in entry]
