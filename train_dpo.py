@@ -21,8 +21,20 @@ from typing import Any
 from transformers import PrinterCallback, ProgressCallback
 from trl import get_peft_config, get_quantization_config
 
-from sfm_dpo.background import PushCheckpoints
-from sfm_dpo.checkpoint import (
+from sfm_dpo.common.distributed import is_main_process, main_process_first
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.secrets import mask, mask_traceback
+from sfm_dpo.config import Config, parse_config
+from sfm_dpo.data.sampler import RecordData
+from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
+from sfm_dpo.health.guard import add_guard
+from sfm_dpo.health.preflight import check_vocabulary, preflight_phase
+from sfm_dpo.hub.callback import PushCheckpoints
+from sfm_dpo.hub.publish import check_push, push_finished
+from sfm_dpo.model.loading import load_model_config, model_init_kwargs
+from sfm_dpo.model.sharding import checkpoint_bytes
+from sfm_dpo.report.page import summary, write_report
+from sfm_dpo.run.checkpoint import (
     check_disk,
     check_resume,
     clear_stop,
@@ -31,23 +43,11 @@ from sfm_dpo.checkpoint import (
     newest_checkpoint,
     step_of,
 )
-from sfm_dpo.config import Config, parse_config
-from sfm_dpo.errors import UserError
-from sfm_dpo.guard import add_guard
-from sfm_dpo.model import load_model_config, model_init_kwargs
-from sfm_dpo.order import RecordData
-from sfm_dpo.overview import check_not_running
-from sfm_dpo.preflight import check_vocabulary, preflight_phase
-from sfm_dpo.profiling import add_profiler
-from sfm_dpo.progress import ProgressLine
-from sfm_dpo.publish import check_push, push_finished
-from sfm_dpo.redact import mask, mask_traceback
-from sfm_dpo.report import summary, write_report
-from sfm_dpo.run_dir import RESOLVED_CONFIG, claim, describe, is_main_process, main_process_first, write_status
-from sfm_dpo.sharding import checkpoint_bytes
-from sfm_dpo.stop import StopCallback, StopRequested
-from sfm_dpo.tokenization import load_token_pairs, load_tokenizer
-from sfm_dpo.trainer import SFMDPOTrainer
+from sfm_dpo.run.folder import RESOLVED_CONFIG, check_not_running, claim, describe, write_status
+from sfm_dpo.train.profiler import add_profiler
+from sfm_dpo.train.progress import ProgressLine
+from sfm_dpo.train.stop import StopCallback, StopRequested
+from sfm_dpo.train.trainer import SFMDPOTrainer
 
 
 def main(argv: list[str]) -> int:
@@ -183,7 +183,7 @@ def report(config: Config) -> None:
         try:
             write_report(run)
         except OSError as error:  # a full disk must not make a failure of a trained model
-            say(f"report not written: {error}; later: python -m sfm_dpo.report {run}")
+            say(f"report not written: {error}; later: python -m sfm_dpo.report.page {run}")
         say(summary(run))
 
 

@@ -27,7 +27,7 @@ from datasets import Dataset, load_from_disk
 from transformers import AutoTokenizer
 
 from bench.dolci_lengths import rows
-from sfm_dpo.tokenization import tokenize_pairs
+from sfm_dpo.data.tokenization import tokenize_pairs
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "analyze_dataset.py"
 

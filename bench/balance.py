@@ -24,7 +24,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 from bench.dolci_lengths import draw
-from sfm_dpo.lengths import Lengths, truncate
+from sfm_dpo.data.token_lengths import Lengths, truncate
 
 
 def micro_batches(

@@ -21,8 +21,7 @@ import sfm_dpo  # noqa: F401  (first: it reads .env)
 import numpy as np
 import torch
 
-from sfm_dpo.parity import load_batch, make_trainer, micro_batches
-from sfm_dpo.variants import parse_variant
+from sfm_dpo.compare.parity import load_batch, make_trainer, micro_batches, parse_variant
 
 PAIRS, STEPS = 8, 24
 

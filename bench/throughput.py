@@ -23,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sfm_dpo import arguments
+from sfm_dpo.common import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 # Each variant keeps the flags of those before it.
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser, count = arguments.Arguments(description=__doc__), arguments.number(int, 1)
+    parser, count = cli.Arguments(description=__doc__), cli.number(int, 1)
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     parser.add_argument("--model", choices=["olmo3", "gpt_neox", "llama"], default="olmo3", help="architecture")
     parser.add_argument("--layers", type=count, help="default: 6 on the CPU, 8 on a GPU (the real models have 32)")

@@ -24,8 +24,9 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer
 
 from sfm_dpo.config import TrainConfig
-from sfm_dpo.throughput import ForwardFlops, Meter, peak_memory_gib
-from sfm_dpo.trainer import SFMDPOTrainer
+from sfm_dpo.model.flops import ForwardFlops
+from sfm_dpo.train.throughput import Meter, peak_memory_gib
+from sfm_dpo.train.trainer import SFMDPOTrainer
 
 # Tokens at these quantiles, linear in log(tokens) between. Think: median and p95 of prompt, chosen and rejected are
 # those of allenai/Dolci-Think-DPO-7B; the others are fitted, with the correlation, to its totals (prompt + longer

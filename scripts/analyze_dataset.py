@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sfm_dpo.arguments import Arguments, new_figure, new_file, number
+from sfm_dpo.common.cli import Arguments, new_figure, new_file, number
 
 DATASET, MODEL = "allenai/Dolci-Instruct-DPO", "geodesic-research/sfm-sft_dolci_instruct_unfiltered"
 
@@ -40,10 +40,10 @@ def main(argv: list[str]) -> int:
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes instead; datasets would turn it off with a warning
-    from sfm_dpo.analysis import analyze_dataset
+    from sfm_dpo.common.errors import UserError
     from sfm_dpo.config import parse_config
-    from sfm_dpo.errors import UserError
-    from sfm_dpo.length_report import text, write_page, write_plot
+    from sfm_dpo.planning.dataset import analyze_dataset
+    from sfm_dpo.planning.dataset_report import text, write_page, write_plot
 
     for name in ("config", "model_name_or_path", "max_samples", "dataset_num_proc"):
         if (value := getattr(args, name)) is not None:

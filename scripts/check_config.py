@@ -18,10 +18,9 @@ import sfm_dpo  # noqa: F401  (first: it looks for the packages)
 # isort: split
 import yaml
 
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
-from sfm_dpo.errors import UserError
-from sfm_dpo.overview import check_not_running
-from sfm_dpo.run_dir import claim, read_status
+from sfm_dpo.run.folder import check_not_running, claim, read_status
 
 
 def main(argv: list[str]) -> int:

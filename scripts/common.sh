@@ -107,7 +107,7 @@ check_health() {
     # shellcheck disable=SC2016
     local on_node='[[ ${DS_ACCELERATOR:-} != cpu ]] || export CUDA_VISIBLE_DEVICES=
         for ((i = 0; i < LOCAL_WORLD_SIZE; i++)); do
-            RANK=$((SLURM_NODEID * LOCAL_WORLD_SIZE + i)) LOCAL_RANK=$i timeout 240 python -m sfm_dpo.healthcheck "$@" &
+            RANK=$((SLURM_NODEID * LOCAL_WORLD_SIZE + i)) LOCAL_RANK=$i timeout 240 python -m sfm_dpo.health.node_check "$@" &
         done
         code=0
         for pid in $(jobs -p); do wait "$pid" || code=$?; done

@@ -14,11 +14,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sfm_dpo.arguments import Arguments, new_figure, new_file, number
-from sfm_dpo.compare import as_text, compare
-from sfm_dpo.compare_plot import draw_comparison
-from sfm_dpo.errors import UserError
-from sfm_dpo.run_log import read_log
+from sfm_dpo.common.cli import Arguments, new_figure, new_file, number
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.compare.runs import as_text, compare
+from sfm_dpo.report.plots import draw_comparison
+from sfm_dpo.run.reader import read_log
 
 
 def main(argv: list[str]) -> int:

@@ -63,9 +63,9 @@ def main(argv: list[str]) -> int:
 
 
 def demo(argv: list[str]) -> int:
+    from sfm_dpo.common.errors import UserError
     from sfm_dpo.config import parse_config
-    from sfm_dpo.data import load_pairs
-    from sfm_dpo.errors import UserError
+    from sfm_dpo.data.preferences import load_pairs
 
     try:
         config = parse_config(argv)
@@ -90,7 +90,7 @@ def demo(argv: list[str]) -> int:
 
 def prepare_model() -> None:
     """Makes outputs/demo-model, a plain fp32 safetensors folder, from the package's 4-bit GGUF file."""
-    from sfm_dpo.errors import UserError
+    from sfm_dpo.common.errors import UserError
 
     if MODEL.is_dir():
         print(f"model: {MODEL}, from an earlier demo", flush=True)
@@ -126,7 +126,7 @@ def prepare_model() -> None:
 
 def remove_earlier(run: Path) -> None:
     """Removes what an earlier demo left. A folder that holds anything else is left to train_dpo.py, which refuses."""
-    from sfm_dpo.run_dir import RESOLVED_CONFIG
+    from sfm_dpo.run.folder import RESOLVED_CONFIG
 
     if (run / RESOLVED_CONFIG).is_file():
         print(f"run: replacing {run}, from an earlier demo", flush=True)
@@ -161,9 +161,9 @@ def train(argv: list[str]) -> int:
 
 def compare(run: Path, base: str, prompts: list[list[dict]]) -> None:
     """Prints the held-out figures and answers before and after, and where everything is."""
-    from sfm_dpo.answers import generate_answers, side_by_side
-    from sfm_dpo.history import evaluations, read_run
-    from sfm_dpo.report import compare_answers, write_report
+    from sfm_dpo.health.generation import generate_answers, side_by_side
+    from sfm_dpo.report.page import compare_answers, write_report
+    from sfm_dpo.run.reader import evaluations, read_run
 
     print(f"\nanswering the {len(prompts)} held-out questions with both models, about half a minute\n", flush=True)
     before, after = generate_answers(base, prompts), generate_answers(str(run), prompts)

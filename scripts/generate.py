@@ -23,12 +23,12 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from sfm_dpo.answers import continue_prompts, side_by_side
-from sfm_dpo.arguments import Arguments, number
-from sfm_dpo.errors import UserError
-from sfm_dpo.model import MODEL_FILES, TOKENIZER_FILES, check_files, loading
-from sfm_dpo.redact import mask
-from sfm_dpo.run_dir import RESOLVED_CONFIG, read_resolved_config
+from sfm_dpo.common.cli import Arguments, number
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.secrets import mask
+from sfm_dpo.health.generation import continue_prompts, side_by_side
+from sfm_dpo.model.loading import MODEL_FILES, TOKENIZER_FILES, check_files, loading
+from sfm_dpo.run.folder import RESOLVED_CONFIG, read_resolved_config
 
 
 class Speaker:

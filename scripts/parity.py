@@ -20,11 +20,9 @@ import sfm_dpo  # noqa: F401  (first: it reads .env)
 # isort: split
 import json
 
-from sfm_dpo.arguments import Arguments, new_file, number
-from sfm_dpo.errors import UserError
-from sfm_dpo.parity import run_parity
-from sfm_dpo.parity_table import as_text
-from sfm_dpo.variants import DEFAULT_VARIANTS
+from sfm_dpo.common.cli import Arguments, new_file, number
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.compare.parity import DEFAULT_VARIANTS, as_text, run_parity
 
 
 def main(argv: list[str]) -> int:

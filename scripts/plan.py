@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sfm_dpo.arguments import Arguments, new_file, number
+from sfm_dpo.common.cli import Arguments, new_file, number
 
 
 def main(argv: list[str]) -> int:
@@ -35,11 +35,11 @@ def main(argv: list[str]) -> int:
     own.add_argument("--json", type=new_file)
     ours, fields = own.parse_known_args(argv)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from sfm_dpo.common.errors import UserError
     from sfm_dpo.config import parse_config
-    from sfm_dpo.errors import UserError
-    from sfm_dpo.measure import measure
-    from sfm_dpo.plan import MFU, load_shape, make_plan, read_lengths, text
-    from sfm_dpo.tokenization import load_token_pairs, load_tokenizer
+    from sfm_dpo.data.token_lengths import measure
+    from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
+    from sfm_dpo.planning.run_plan import MFU, load_shape, make_plan, read_lengths, text
 
     try:
         config = parse_config([*fields, "--report_to", "none"], training=False)

@@ -17,9 +17,9 @@ import sfm_dpo  # noqa: F401  (first: it reads .env)
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
-from sfm_dpo.errors import UserError
-from sfm_dpo.tokenization import load_token_pairs, load_tokenizer
+from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 
 # Weights in safetensors alone, and what AutoModel and AutoTokenizer read beside them.
 MODEL_FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"]

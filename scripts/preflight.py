@@ -20,13 +20,13 @@ import tempfile
 
 import numpy as np
 
-from sfm_dpo.arguments import Arguments, new_file
+from sfm_dpo.common.cli import Arguments, new_file
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
-from sfm_dpo.errors import UserError
-from sfm_dpo.model import load_model_config, model_init_kwargs
-from sfm_dpo.preflight import as_text, check_vocabulary, run_preflight
-from sfm_dpo.tokenization import load_token_pairs, load_tokenizer
-from sfm_dpo.trainer import SFMDPOTrainer
+from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
+from sfm_dpo.health.preflight import as_text, check_vocabulary, run_preflight
+from sfm_dpo.model.loading import load_model_config, model_init_kwargs
+from sfm_dpo.train.trainer import SFMDPOTrainer
 
 
 def main(argv: list[str]) -> int:

@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import sfm_dpo  # noqa: F401  (first: it reads .env)
 
 # isort: split
-from sfm_dpo import hub, publish
-from sfm_dpo.arguments import Arguments
-from sfm_dpo.errors import UserError
-from sfm_dpo.redact import mask, mask_traceback
+from sfm_dpo.common.cli import Arguments
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.secrets import mask, mask_traceback
+from sfm_dpo.hub import publish, upload
 
 
 def main(argv: list[str]) -> int:
@@ -52,13 +52,13 @@ def push(options: argparse.Namespace) -> int:
         private = options.hub_private_repo == "true"
     revision = options.hub_revision or config.get("hub_revision")
     asked = options.hub_model_id or publish.target_of(config, source.run)
-    repo = hub.check_access(asked, private, revision, remedy="push when it is back")
+    repo = upload.check_access(asked, private, revision, remedy="push when it is back")
     if source.step is None:
         return publish.push_run(source, repo, revision, private, say, options.publish_anyway)
     try:
         publish.push(source, repo, source.revision(revision), say, options.publish_anyway)
-    except hub.PushFailed as error:
-        say(f"push failed: {error}; push later with: {hub.push_command(options.path, repo, revision, private)}")
+    except upload.PushFailed as error:
+        say(f"push failed: {error}; push later with: {upload.push_command(options.path, repo, revision, private)}")
         return 5
     return 0
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sfm_dpo.arguments import Arguments, number
-from sfm_dpo.overview import read_all, table
+from sfm_dpo.common.cli import Arguments, number
+from sfm_dpo.run.status import read_all, table
 
 
 def main(argv: list[str]) -> int:

@@ -22,7 +22,7 @@ if _missing := [
 # isort: split
 from dotenv import load_dotenv
 
-from sfm_dpo.redact import check_env_file, env_file, warn_of_open_env_file
+from sfm_dpo.common.secrets import check_env_file, env_file, warn_of_open_env_file
 
 check_env_file()
 load_dotenv(env_file())

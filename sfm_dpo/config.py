@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, TrlParser, get_peft_config
 
-from sfm_dpo.checks import CHECKS, LOSS_TYPES, nearest, resolve_report_to, validate, validate_mappings
-from sfm_dpo.errors import UserError
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.config_checks import CHECKS, LOSS_TYPES, nearest, resolve_report_to, validate, validate_mappings
 
 
 @dataclass
@@ -102,7 +102,11 @@ class TrainConfig(DPOConfig):
 
 
 PROJECT = Path(__file__).resolve().parents[1]
+
+
 DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)
+
+
 _OPTIONAL = {f.name for cls in DATACLASSES for f in dataclasses.fields(cls) if "None" in str(f.type)}
 
 

@@ -70,7 +70,7 @@ def hub(monkeypatch, tmp_path):
     """A Hub on loopback that this process's huggingface_hub takes for the real one; its token is in HF_TOKEN."""
     from huggingface_hub import constants, hf_api
 
-    from sfm_dpo import hub as client
+    from sfm_dpo.hub import upload as client
     from tests.hub_server import TOKEN, HubServer
 
     with HubServer() as server:

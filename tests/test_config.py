@@ -7,8 +7,8 @@ import huggingface_hub
 import pytest
 import yaml
 
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config, resolve_report_to
-from sfm_dpo.errors import UserError
 
 NEEDED = {"model_name_or_path": "org/model", "dataset_name": "pairs.jsonl", "use_cpu": True}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from sfm_dpo.run_dir import read_status
+from sfm_dpo.run.folder import read_status
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sfm_dpo.run_dir import read_status
+from sfm_dpo.run.folder import read_status
 from tests import hub_server
 from tests.commands import MARK, commands, runnable
 from tests.e2e.runs import clean_environment, free_port

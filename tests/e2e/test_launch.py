@@ -11,8 +11,8 @@ import torch
 from safetensors.numpy import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sfm_dpo.checkpoint import STOP, why_incomplete
-from sfm_dpo.sharding import collectives
+from sfm_dpo.model.sharding import collectives
+from sfm_dpo.run.checkpoint import STOP, why_incomplete
 from tests.e2e.runs import Place, Run
 
 FIELDS = {

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sfm_dpo.checkpoint import STOP
-from sfm_dpo.run_log import read_log
+from sfm_dpo.run.checkpoint import STOP
+from sfm_dpo.run.reader import read_log
 from tests.e2e.runs import Place
 
 MODEL = "somebody/tiny-model"

@@ -20,8 +20,8 @@ import yaml
 from safetensors.torch import load_file
 
 import train_dpo
-from sfm_dpo.checkpoint import STOP, checkpoints, newest_checkpoint, why_incomplete
-from sfm_dpo.publish import consolidate
+from sfm_dpo.hub.publish import consolidate
+from sfm_dpo.run.checkpoint import STOP, checkpoints, newest_checkpoint, why_incomplete
 from tests.e2e.runs import Place, Run, as_options, assert_same_run, copy_run
 
 KILLS = int(os.environ.get("KILLS", "3"))

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from sfm_dpo.config import parse_config
-from sfm_dpo.run_dir import describe
+from sfm_dpo.run.folder import describe
 
 CPU = {"LAUNCH": "cpu", "VENV": sys.prefix, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
 CPU |= {"SKIP_HEALTHCHECK": "1"}  # seconds a start; the tests of it leave it on

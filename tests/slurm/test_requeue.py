@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from sfm_dpo.checkpoint import why_incomplete
-from sfm_dpo.run_dir import read_status
+from sfm_dpo.run.checkpoint import why_incomplete
+from sfm_dpo.run.folder import read_status
 from tests.slurm.jobs import CPU, log_of, overrides, stand_in, wait_for
 
 STEPS = 40

@@ -1,0 +1,78 @@
+"""What must not be seen? The secrets of the environment and of .env, masked in whatever is written or printed."""
+
+import io
+import os
+import re
+import stat
+import sys
+import traceback
+from pathlib import Path
+
+from dotenv import dotenv_values, find_dotenv
+from dotenv.parser import parse_stream
+
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|WEBHOOK")
+
+
+# What .env may hold besides secrets, and logs name for good reasons: folders, projects, modes.
+_SETTING = re.compile(r"^(HF|WANDB|TRACKIO|TENSORBOARD|CUDA|NCCL|OMP|TORCH|PYTORCH|SBATCH|SLURM|DS)_")
+
+
+_SHORTEST = 8  # masking a shorter value would blot out ordinary text, and nobody's token is one
+
+
+def env_file() -> Path:
+    """.env of the working directory or of a folder above it; else the project's, whether it is there or not."""
+    return Path(find_dotenv(usecwd=True) or Path(__file__).resolve().parents[2] / ".env")
+
+
+def check_env_file() -> None:
+    """Ends the command, with one line and exit code 2, if .env cannot be read as a whole.
+
+    dotenv would raise, or leave out the lines it does not understand: a token would be missing without a word.
+    """
+    path = env_file()
+    if not path.is_file():
+        return
+    try:
+        wrong = [found.original.line for found in parse_stream(io.StringIO(path.read_text())) if found.error]
+        why = f"line {wrong[0]} is not NAME=value" if wrong else ""  # the line itself may be a secret
+    except (OSError, UnicodeDecodeError) as error:
+        why = f"cannot be read ({error})"
+    if why:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {path}: {why}; mend it, see .env.example", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def secrets() -> set[str]:
+    """Values of the environment's variables with a secret's name, and of whatever else .env holds but settings."""
+    in_file = {name: value for name, value in dotenv_values(env_file()).items() if value}
+    named = {value for name, value in (*os.environ.items(), *in_file.items()) if _SECRET.search(name.upper())}
+    others = {value for name, value in in_file.items() if not _SETTING.search(name.upper())}
+    return {value for value in named | others if len(value) >= _SHORTEST}
+
+
+def mask(text: str) -> str:
+    """`text` with `***` in the place of each secret, and of whatever looks like a token of the Hub."""
+    for value in sorted(secrets(), key=len, reverse=True):  # a secret may be part of another
+        text = text.replace(value, "***")
+    return re.sub(r"\bhf_[A-Za-z0-9]{20,}", "***", text)
+
+
+def mask_traceback(kind, error, trace) -> None:
+    """For sys.excepthook: a library may have put the token it was given into its message."""
+    print(mask("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)
+
+
+def warn_of_open_env_file() -> None:
+    """One line if others on this machine can read .env, by the process of rank 0."""
+    path = env_file()
+    if path.is_file() and os.environ.get("RANK", "0") == "0":
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if mode & 0o077:
+            print(
+                f"warning: {path.name} can be read by others (mode {mode:o}): chmod 600 {path}",
+                file=sys.stderr,
+                flush=True,
+            )

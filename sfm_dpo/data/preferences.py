@@ -1,0 +1,288 @@
+"""Which pairs? Normalise, validate, mix, split; count what was dropped and why.
+
+A usable row becomes {"prompt", "chosen", "rejected", "template", "source"}. For conversations the first three are
+message lists ({"role", "content", ...}), `prompt` being the shared beginning; for plain text they are strings.
+`template` is what the chat template is given besides (the row's `tools` and `chat_template_kwargs`, as in TRL): JSON.
+"""
+
+import inspect
+import json
+import os
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from datasets import Dataset, Features, Json, Value, concatenate_datasets
+from datasets.fingerprint import Hasher
+from trl.data_utils import common_prefix_length
+
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.config import Config, TrainConfig
+from sfm_dpo.data.sources import load_rows, room_in_cache
+
+# Why a row cannot be used; the order is that of the table.
+DROP_REASONS = {
+    "malformed": "malformed: neither text nor messages that the chat template takes",
+    "last_turn_not_assistant": "last turn is not the assistant's",
+    "prompts_differ": "prompts of the two sides differ",
+    "empty_response": "empty response",
+    "chosen_equals_rejected": "chosen equals rejected",
+    "prompt_too_long": "prompt leaves no room for a response within max_length",
+}
+
+
+_PAIR = Features(
+    {name: Json() for name in ("prompt", "chosen", "rejected")}
+    | {name: Value("string") for name in ("template", "source", "dropped")}
+)
+
+
+@dataclass
+class Pairs:
+    """Usable pairs and the account of the rest.
+
+    `train` and `eval` hold a row's five columns (above); `eval` is None if nothing is held out.
+    `rows` counts the rows read, `dropped` the unusable ones by reason (keys of DROP_REASONS).
+    """
+
+    train: Dataset
+    eval: Dataset | None
+    sources: list[str]
+    rows: int
+    dropped: Counter = field(default_factory=Counter)
+
+    def check_dropped(self, limit: float) -> None:
+        """Raises UserError if more than `limit` (a share of all rows) was dropped."""
+        total = self.dropped.total()
+        worst = ", ".join(f"{n} x {DROP_REASONS[reason]}" for reason, n in self.dropped.most_common(3))
+        if total == self.rows:
+            raise UserError(f"dataset_name {', '.join(self.sources)}: none of its {total} rows can be used ({worst})")
+        if total > limit * self.rows:
+            raise UserError(
+                f"{total} of {self.rows} rows cannot be used ({worst}): more than max_dropped_fraction {limit:g}; "
+                "mend the data, or raise max_dropped_fraction if it is meant"
+            )
+
+    def none_left(self, split: str, counts: Counter, max_length: int | None) -> UserError:
+        """The error where tokenization dropped all pairs of a split, for the reasons counted in `counts`."""
+        reason, n = counts.most_common(1)[0]
+        if reason == "prompt_too_long":
+            return UserError(f"max_length {max_length}: no {split} pair fits; raise it or set max_prompt_length")
+        names = ", ".join(self.sources)
+        return UserError(
+            f"dataset_name {names}: no {split} pair is left with this model ({n} x {DROP_REASONS[reason]})"
+        )
+
+    def table(self) -> str:
+        """The account as text, one line a reason."""
+        lines = [("source", ", ".join(self.sources)), ("rows", f"{self.rows:,}")]
+        lines += [(f"dropped: {text}", f"{self.dropped[key]:,}") for key, text in DROP_REASONS.items()]
+        lines = [line for line in lines if line[1] != "0"]
+        lines.append(("pairs to train on", f"{len(self.train):,}"))
+        if self.eval is not None:
+            lines.append(("pairs held out", f"{len(self.eval):,}"))
+        width = max(len(name) for name, _ in lines)
+        return "\n".join(f"  {name:<{width}}  {value}" for name, value in lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "sources": self.sources,
+            "rows": self.rows,
+            "dropped": {reason: n for reason, n in self.dropped.items() if n},
+            "train": len(self.train),
+            "eval": 0 if self.eval is None else len(self.eval),
+            "train_fingerprint": self.train._fingerprint,
+        }
+
+
+def load_pairs(config: Config) -> Pairs:
+    """Loads `dataset_name` or the mixture `datasets`, drops what cannot be used, samples and splits.
+
+    Raises:
+        UserError: data not found, unreadable, without chosen/rejected, empty, or too much of it unusable.
+    """
+    args = config.train
+    entries = config.data.datasets or [None]
+    parts, rows = [], 0
+    sources: list[str] = []
+    dropped: Counter[str] = Counter()
+    for entry in entries:
+        if entry is None:
+            source = str(args.dataset_name)  # one of the two is set
+            raw = load_rows(source, args.dataset_config, args.dataset_train_split)
+        else:
+            source = entry.path
+            raw = load_rows(entry.path, entry.name, entry.split, data_dir=entry.data_dir, data_files=entry.data_files)
+        try:
+            part, part_dropped = normalize(raw, source, args.dataset_num_proc)
+        except UnicodeDecodeError as error:  # pyarrow reads the bytes of a JSON file as they are
+            raise UserError(f"dataset_name {source}: is not UTF-8: {error}") from error
+        rows, dropped = rows + len(raw), dropped + part_dropped
+        parts.append(part)
+        sources.append(source)
+
+    pairs = Pairs(_mix(parts, [entry and entry.fraction for entry in entries]), None, sources, rows, dropped)
+    pairs.check_dropped(args.max_dropped_fraction)
+    if not len(pairs.train):
+        raise UserError(f"datasets: the fractions leave no pair of {', '.join(sources)}")
+    return _sample_and_split(pairs, args)
+
+
+@room_in_cache()
+def normalize(rows: Dataset, source: str, num_proc: int | None = None) -> tuple[Dataset, Counter]:
+    """Usable pairs of `rows` in the form of this module's docstring, and the count of the others by reason."""
+    pairs = rows.map(
+        _normalize_batch,
+        batched=True,
+        fn_kwargs={"source": source},
+        remove_columns=rows.column_names,
+        features=_PAIR,
+        num_proc=num_proc,
+        # datasets knows an imported function by its name: its cache would outlive a change of this module.
+        new_fingerprint=Hasher.hash((rows._fingerprint, source, inspect.getsource(sys.modules[__name__]))),
+        desc=f"Reading {source}",
+    )
+    reasons = pairs.data.column("dropped").to_pylist()
+    dropped = Counter(reason for reason in reasons if reason)
+    if dropped:
+        pairs = pairs.select([i for i, reason in enumerate(reasons) if not reason])
+    return pairs.remove_columns("dropped"), dropped
+
+
+def _normalize_batch(batch: dict[str, list], source: str) -> dict[str, list]:
+    absent = [None] * len(batch["chosen"])
+    prompts, tools, kwargs = (batch.get(name) or absent for name in ("prompt", "tools", "chat_template_kwargs"))
+    out: dict[str, list] = {name: [] for name in _PAIR}
+    for prompt, chosen, rejected, *given in zip(
+        prompts, batch["chosen"], batch["rejected"], tools, kwargs, strict=True
+    ):
+        pair = normalize_pair(prompt, chosen, rejected)
+        try:
+            out["template"].append(_template_kwargs(*given))
+        except (ValueError, TypeError):
+            out["template"].append(None)
+            pair = "malformed"
+        reason = pair if isinstance(pair, str) else ""
+        for name, value in zip(("prompt", "chosen", "rejected"), ([], [], []) if reason else pair, strict=True):
+            # datasets 5.2 would take text that happens to be JSON, such as 42 or {}, for its content
+            out[name].append(json.dumps(value) if isinstance(value, str) else value)
+        out["source"].append(source)
+        out["dropped"].append(reason)
+    return out
+
+
+def _template_kwargs(tools: Any, kwargs: dict | None) -> str | None:
+    """`tools` is a list, or JSON of one. ValueError or TypeError where they are not."""
+    given = {"tools": json.loads(tools) if isinstance(tools, str) else tools} | (kwargs or {})
+    given = {name: value for name, value in given.items() if value is not None}
+    return json.dumps(given) if given else None
+
+
+def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | str:
+    """One pair as (prompt, chosen, rejected), or the reason (a key of DROP_REASONS) why it cannot be used.
+
+    Three shapes, as found in published sets: `prompt` text and message lists that hold the response alone
+    (Dolci-Think); no `prompt` and whole conversations whose shared beginning is the prompt (Dolci-Instruct);
+    plain strings.
+    """
+    if isinstance(chosen, str) and isinstance(rejected, str) and (prompt is None or isinstance(prompt, str)):
+        return _text_pair(prompt, chosen, rejected)
+    sides = [_messages(side, "assistant") for side in (chosen, rejected)]
+    lead = _messages(prompt, "user") if prompt else []
+    chosen, rejected = sides
+    if chosen is None or rejected is None or lead is None:
+        return "malformed"
+    if not chosen or not rejected:
+        return "empty_response"
+    if chosen[-1]["role"] != "assistant" or rejected[-1]["role"] != "assistant":
+        return "last_turn_not_assistant"
+    if chosen == rejected:
+        return "chosen_equals_rejected"
+    shared = common_prefix_length(chosen, rejected)  # in messages
+    prompt = chosen[:shared]
+    chosen, rejected = chosen[shared:], rejected[shared:]
+    prompt = _join(lead, prompt)
+    if any(message["role"] not in ("assistant", "tool", "environment") for message in chosen + rejected):
+        return "prompts_differ"
+    if not chosen or not rejected or _is_empty(chosen[-1]) or _is_empty(rejected[-1]):
+        return "empty_response"
+    return (prompt, chosen, rejected) if prompt else "malformed"
+
+
+def _join(lead: list[dict], shared: list[dict]) -> list[dict]:
+    """The prompt column followed by the beginning that both sides share, without saying twice what is in both."""
+    for overlap in range(min(len(lead), len(shared)), 0, -1):
+        if lead[-overlap:] == shared[:overlap]:
+            return lead + shared[overlap:]
+    if shared and shared[0]["role"] in ("system", "user") and all(message["role"] == "user" for message in lead):
+        return shared  # whole conversations, and a prompt column that repeats their question in another spelling
+    return lead + shared
+
+
+def _text_pair(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str, str] | str:
+    if chosen == rejected:
+        return "chosen_equals_rejected"
+    if prompt is None:
+        shared = os.path.commonprefix([chosen, rejected])  # noqa: RUF071 (of characters, indeed)
+        # Cut at the last white space, so that the two responses start on whole words.
+        prompt = re.sub(r"\S*\Z", "", shared).rstrip(" ")
+        if not prompt:
+            return "prompts_differ"
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    if not chosen.strip() or not rejected.strip():
+        return "empty_response"
+    return prompt, chosen, rejected
+
+
+def _messages(value: Any, role: str) -> list[dict] | None:
+    """A message list with text content and without keys that are None; None if it cannot be read as one."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    if not isinstance(value, list):
+        return None
+    messages = []
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            return None
+        content = message.get("content")
+        if isinstance(content, list):  # parts, as in OpenAI's format
+            if not all(isinstance(part, str) or (isinstance(part, dict) and "text" in part) for part in content):
+                return None
+            content = "".join(part if isinstance(part, str) else part["text"] or "" for part in content)
+        if content is not None and not isinstance(content, str):
+            return None
+        extras = {k: v for k, v in message.items() if v is not None and k not in ("role", "content")}
+        messages.append({"role": message["role"], "content": content or "", **extras})
+    return messages
+
+
+def _is_empty(message: dict) -> bool:
+    calls = ("tool_calls", "function_calls", "function_call")  # a response may be a call and no text
+    return not message["content"].strip() and not any(message.get(key) for key in calls)
+
+
+def _mix(parts: list[Dataset], fractions: list[float | None]) -> Dataset:
+    """Concatenates; with fractions, the first rows of each so that nothing is repeated (as TRL's `get_dataset`)."""
+    shares = [fraction for fraction in fractions if fraction is not None]  # all or none of them
+    if shares:
+        weights = [share / sum(shares) for share in shares]
+        total = min(len(part) / weight for part, weight in zip(parts, weights, strict=True))
+        parts = [part.select(range(round(w * total))) for part, w in zip(parts, weights, strict=True)]
+    return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
+
+
+def _sample_and_split(pairs: Pairs, args: TrainConfig) -> Pairs:
+    if args.max_samples is not None and args.max_samples < len(pairs.train):
+        pairs.train = pairs.train.shuffle(seed=args.seed).select(range(args.max_samples))
+    if args.eval_fraction:
+        held_out = round(len(pairs.train) * args.eval_fraction)
+        if not 1 <= held_out < len(pairs.train):
+            raise UserError(
+                f"eval_fraction {args.eval_fraction:g} of {len(pairs.train)} pairs holds out {held_out}: "
+                "at least 1 pair is needed on either side"
+            )
+        split = pairs.train.train_test_split(test_size=held_out, seed=args.seed)
+        pairs.train, pairs.eval = split["train"], split["test"]
+    return pairs

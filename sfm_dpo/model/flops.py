@@ -1,0 +1,80 @@
+"""TODO."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from sfm_dpo.model.sharding import ATTENTION, numel, shape
+
+# Dense bf16 peak in FLOP/s, without sparsity, from the vendors' data sheets.
+PEAK_FLOPS = {
+    "B300": 2.25e15,
+    "GB200": 2.5e15,
+    "B200": 2.25e15,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+}
+
+
+def peak_flops(gpu_name: str) -> float | None:
+    """Peak by GPU name as torch.cuda.get_device_name gives it; None where it is not known."""
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in gpu_name), None)
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """FLOPs of one forward, by the model's shape.
+
+    Attributes:
+        per_token: in the layers' matrices.
+        per_response_token: in the LM head.
+        attention: for each kind of layer (window or None, FLOPs for a visible (query, key) pair over these layers).
+    """
+
+    per_token: int
+    per_response_token: int
+    attention: tuple[tuple[int | None, int], ...]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "ForwardFlops":
+        """Counts the weights that a token meets (of a mixture of experts: the active ones)."""
+        config = model.config.get_text_config()
+        embeddings = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+        weights = 0
+        for name, parameter in model.named_parameters():
+            if id(parameter) in embeddings or len(shape(parameter)) < 2:
+                continue
+            share = config.num_experts_per_tok / config.num_experts if ".experts." in name else 1
+            weights += int(numel(parameter) * share)
+        head = model.get_output_embeddings().weight
+        return cls(2 * weights, 2 * numel(head), _attention(config))
+
+    @classmethod
+    def of_config(cls, config: PretrainedConfig) -> "ForwardFlops":
+        """The same from the configuration alone: the model is built without memory for its weights."""
+        with torch.device("meta"):
+            return cls.of(AutoModelForCausalLM.from_config(config))
+
+    def __call__(self, lengths: torch.Tensor, response_tokens: int) -> int:
+        """FLOPs of a forward over sequences of these lengths, [n] real tokens each."""
+        total = self.per_token * int(lengths.sum()) + self.per_response_token * response_tokens
+        n = lengths.double()
+        for window, flops in self.attention:
+            inside = n.clamp(max=window) if window is not None else n
+            visible = inside * (inside + 1) / 2 + (n - inside) * inside  # causal pairs within the window
+            total += int(flops * visible.sum())
+        return total
+
+
+def _attention(config: PretrainedConfig) -> tuple[tuple[int | None, int], ...]:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    flops = 4 * head_dim * config.num_attention_heads
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    kinds = [kind for kind in kinds if kind in ATTENTION]  # of linear attention the projections alone count
+    windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    return tuple((window, flops * windows.count(window)) for window in dict.fromkeys(windows))

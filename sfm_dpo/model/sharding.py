@@ -1,0 +1,172 @@
+"""Who holds which weights, what travels, what is saved? ZeRO-2, ZeRO-3 and FSDP2, as far as this project must know.
+
+ZeRO-2 and a single process: every rank has whole weights. ZeRO-3: DeepSpeed splits each tensor while the model is
+loaded, and gathers it for the module that computes with it. FSDP2: accelerate splits the model when training begins,
+one unit a decoder block; TRL's reference model is split as soon as it is loaded.
+"""
+
+import dataclasses
+import hashlib
+import math
+import os
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import broadcast_object_list
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from sfm_dpo.common.distributed import is_main_process
+
+ATTENTION = {"full_attention", "sliding_attention"}
+
+
+# "auto" in the DeepSpeed file, as transformers 5.23 fills it in (integrations/deepspeed.py): times hidden size
+PERSISTENCE = 10
+
+
+def launched_with() -> str:
+    """zero (2 or 3), fsdp or none, by what the launcher says in the environment, before a trainer exists."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        return "zero"
+    return "fsdp" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "none"
+
+
+def numel(parameter: torch.nn.Parameter) -> int:
+    """Elements of the whole tensor; under ZeRO-3 `numel()` is 0."""
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
+def shape(parameter: torch.nn.Parameter) -> torch.Size:
+    """Shape of the whole tensor."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def local_values(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """What this rank holds of a tensor, without communication."""
+    if hasattr(parameter, "ds_tensor"):
+        return parameter.ds_tensor.detach()
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+def gathered_hash(model: PreTrainedModel) -> str:
+    """TRL's hash of the weights (hash_module), tensor by tensor: all at once fill the GPU. All ranks must call it.
+
+    Under ZeRO-3 TRL 1.16 hashes what is left in each tensor, which is nothing: all models would share a reference.
+    """
+    import deepspeed
+
+    digest, parameters = hashlib.sha256(), dict(model.named_parameters(remove_duplicate=False))
+    for name, tensor in sorted(model.state_dict().items()):
+        tensor = parameters.get(name, tensor)
+        with deepspeed.zero.GatheredParameters([tensor] if name in parameters else []):
+            if is_main_process():
+                values = tensor.detach().cpu()
+                digest.update(str(values.dtype).encode())
+                digest.update((values.float() if values.dtype == torch.bfloat16 else values).numpy().tobytes())
+    agreed = [digest.hexdigest()]
+    broadcast_object_list(agreed)
+    return agreed[0]
+
+
+def use_fsdp_on_cpu(accelerator: Accelerator) -> None:
+    """Makes FSDP2 what the launcher asked for, also where there is no GPU: accelerate 1.15 reads `distributed_type:
+    FSDP` on CPU processes, says nothing, and trains with DDP."""
+    if launched_with() == "fsdp" and accelerator.distributed_type == DistributedType.MULTI_CPU:
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+        for state in (accelerator.state, PartialState()):  # each AcceleratorState() copies from the other
+            state.distributed_type = DistributedType.FSDP
+
+
+def keep_outputs(fsdp_plugin: Any) -> None:
+    """Lets a model under FSDP2 return what it computed. accelerate 1.15 casts outputs to 16 bit, the fp32 log-probs of
+    TRL's fused head with them: rounded by up to 1 part in 256, they bury what the policy has learned."""
+    if fsdp_plugin.mixed_precision_policy is not None:
+        fsdp_plugin.mixed_precision_policy = dataclasses.replace(fsdp_plugin.mixed_precision_policy, output_dtype=None)
+
+
+# ---- what travels
+
+
+def blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The decoder layers."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def collectives(
+    model: PreTrainedModel, launch: str, micro_batches: int, checkpointing: bool, zero: dict[str, Any]
+) -> dict[str, int]:
+    """Collectives in one optimizer step, gradient clipping and metrics apart.
+
+    Args:
+        launch: zero2, zero3 or fsdp2.
+        micro_batches: of one rank in the step.
+        checkpointing: each block's forward is computed twice; ZeRO-3 then gathers its tensors a third time.
+        zero: `zero_optimization` of the DeepSpeed file.
+
+    Returns:
+        all_gather, reduce: how often. ZeRO reduces in buckets while the backward runs. For ZeRO-3 the tensors that it
+        must gather: all but those below its threshold, which every rank keeps. It may send several in one message (on
+        2 CPU processes 58 messages for 134 tensors). FSDP2 gathers a block at once, twice, and reduces it once.
+    """
+    parameters = list(model.parameters())
+    total = sum(map(numel, parameters))
+    if launch == "fsdp2":
+        units = [*blocks(model), model.get_input_embeddings()]
+        tail = 1  # final norm and head stay gathered between forward and backward
+        if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
+            units.pop()
+        return {
+            "all_gather": micro_batches * (2 * len(units) + tail),
+            "reduce": micro_batches * (len(units) + tail),
+        }
+    reduce = micro_batches * math.ceil(total / _number(zero, "reduce_bucket_size", model))
+    if launch == "zero2":
+        return {"all_gather": math.ceil(total / _number(zero, "allgather_bucket_size", model)), "reduce": reduce}
+    threshold = _number(zero, "stage3_param_persistence_threshold", model)
+    inside = sum(1 for block in blocks(model) for p in block.parameters() if numel(p) > threshold)
+    outside = sum(1 for p in parameters if numel(p) > threshold) - inside
+    return {"all_gather": micro_batches * (inside * (2 + checkpointing) + 2 * outside), "reduce": reduce}
+
+
+def _number(zero: dict[str, Any], name: str, model: PreTrainedModel) -> int:
+    value = zero.get(name, "auto")
+    hidden = model.config.get_text_config().hidden_size
+    if value == "auto":
+        return PERSISTENCE * hidden if name == "stage3_param_persistence_threshold" else hidden * hidden
+    return int(value)
+
+
+def hybrid_warning(
+    model: PreTrainedModel, micro_batches: int, checkpointing: bool, zero: dict[str, Any]
+) -> str | None:
+    """What ZeRO-3 costs a model whose blocks are not all attention, with the arithmetic; None for other models."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or []
+    other = [kind for kind in kinds if kind not in ATTENTION]
+    if not other:
+        return None
+    tensors = {
+        kind: len(list(block.parameters())) for kind, block in zip(kinds, blocks(model), strict=True)
+    }  # of the last block of each kind; they are alike
+    each = ", ".join(f"{kinds.count(kind)} {kind} blocks of {count} tensors" for kind, count in tensors.items())
+    three = collectives(model, "zero3", micro_batches, checkpointing, zero)["all_gather"]
+    two = collectives(model, "fsdp2", micro_batches, checkpointing, {})["all_gather"]
+    return (
+        f"ZeRO-3 gathers tensor by tensor, and this model is a hybrid ({each}): {three:,} tensors to gather in a step "
+        f"of {micro_batches} micro-batches{' with gradient checkpointing' if checkpointing else ''}, against {two:,} "
+        "gathers under FSDP2, which takes whole blocks; use LAUNCH=fsdp2 (configs/accelerate/fsdp2.yaml)"
+    )
+
+
+def checkpoint_bytes(model: PreTrainedModel, zero_stage: int = 0, is_fsdp: bool = False) -> int:
+    """What a checkpoint will take: weights and two moments of AdamW; the ranks' fp32 weights under ZeRO and FSDP2;
+    below ZeRO-3 the weights once more, in DeepSpeed's mp_rank_00_model_states.pt."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    count = sum(map(numel, trained))
+    weights = sum(numel(p) * p.element_size() for p in trained)
+    saved = weights if count == sum(map(numel, model.parameters())) else 4 * count  # an adapter alone
+    again = weights if zero_stage in (1, 2) else 0
+    return saved + again + count * (12 if zero_stage or is_fsdp else 8)

@@ -1,0 +1,235 @@
+"""How does the analysis of a data set look? analysis.py's dict as text, picture and page."""
+
+import math
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
+
+from sfm_dpo.common.files import write_atomically
+from sfm_dpo.data.preferences import DROP_REASONS
+from sfm_dpo.planning.lengths import BATCH_SIZES, MEMORY_BATCH, PERCENTILES
+from sfm_dpo.report.plots import COLORS, INK, STYLE, to_svg
+
+# ---- tables, for text and page alike: a list of rows of cells, the first being the heading
+
+
+def percentile_table(result: dict[str, Any]) -> list[list[str]]:
+    sides = result["percentiles"]
+    rows = [["percentile", *("prompt + longer" if name == "total" else name for name in sides)]]
+    for q in PERCENTILES:
+        cells = []
+        for side in sides.values():
+            cell = side[str(q)]
+            interval = " ({:,}-{:,})".format(*cell["interval"]) if "interval" in cell else ""
+            cells.append(f"{cell['tokens']:,}{interval}")
+        rows.append(["longest" if q == 100 else f"{q}%", *cells])
+    return [*rows, ["mean", *(f"{side['mean']:,.0f}" for side in sides.values())]]
+
+
+def coverage_table(result: dict[str, Any]) -> list[list[str]]:
+    rows = ["max_length,untouched,tokens kept,cut alike,dropped,tokens,FLOPs,step time,memory".split(",")]
+    for row in result["candidates"]:
+        rows.append(
+            [
+                _marked(row, result),
+                f"{row['untouched']:.1%}",
+                f"{row['tokens_kept']:.1%}",
+                f"{row['no_signal']:,}",
+                f"{row['dropped']:,}",
+                f"{row['tokens'] / 1e6:,.2f} M",
+                "-" if row["flops"] is None else f"{row['flops']:.2e}",
+                f"x {row['relative_time']:.2f}",
+                f"x {row['relative_memory']:.2f}",
+            ]
+        )
+    return rows
+
+
+def _marked(row: dict[str, Any], result: dict[str, Any]) -> str:
+    best = row["max_length"] == result["recommendation"]["max_length"]
+    return f"{'* ' if best else ''}{row['max_length']:,}"
+
+
+def padding_table(result: dict[str, Any]) -> list[list[str]]:
+    kinds = {"stock": "padded", "grouped": "grouped"}
+    rows = [["max_length", *(f"{name} {size}" for name in kinds.values() for size in BATCH_SIZES), "padding_free"]]
+    for row in result["candidates"]:
+        shares = [row["padding"][str(size)][kind] for kind in kinds for size in BATCH_SIZES]
+        rows.append([_marked(row, result), *(f"{share:.0%}" for share in shares), "0%"])
+    return rows
+
+
+NOTES = {
+    "coverage": (
+        "*: recommended. untouched: pairs of which no token is cut. tokens kept: of all response tokens. cut alike: "
+        "pairs whose responses are cut to the same tokens. dropped: pairs whose prompt fills max_length. tokens: "
+        "real ones of both sequences, an epoch. FLOPs: useful ones (sfm_dpo/train/throughput.py), 3 forwards to train and 1 "
+        "for the reference. step time and memory: relative to the recommendation, padding-free; memory is that of the "
+        f"activations of the longest {MEMORY_BATCH} pairs."
+    ),
+    "padding": (
+        "Share of the computed tokens that is padding, by pairs per device. padded: TRL's batches in random order "
+        "(exact mean). grouped: train_sampling_strategy group_by_length (one seeded order)."
+    ),
+}
+
+
+def yaml_lines(result: dict[str, Any]) -> str:
+    """What to paste into a recipe."""
+    best = result["recommendation"]
+    return (
+        f"max_length: {best['max_length']}  # leaves {best['untouched']:.1%} of the pairs whole, keeps "
+        f"{best['tokens_kept']:.1%} of the response tokens\n"
+        f"max_prompt_length: {best['max_prompt_length']}  # a longer prompt keeps its end: "
+        f"{best['prompts_cut']:,} pairs"
+    )
+
+
+def text(result: dict[str, Any]) -> str:
+    """The whole analysis for a terminal."""
+    shown = result["example"]
+    boundary = [
+        f"  {side:<8}  ...{''.join(map(_visible, shown['prompt']['last']))} || "
+        f"{''.join(map(_visible, shown[side]['first']))}...   ends in ...{''.join(map(_visible, shown[side]['last']))}"
+        for side in ("chosen", "rejected")
+    ]
+    parts = [
+        f"{heading(result)}\n{_drop_lines(result)}".rstrip(),
+        f"tokens{' (95% interval of the percentile)' if result['sampled'] else ''}\n"
+        + _aligned(percentile_table(result)),
+        "what each max_length keeps and costs\n" + _aligned(coverage_table(result)) + "\n" + _wrap(NOTES["coverage"]),
+        "padding\n" + _aligned(padding_table(result)) + "\n" + _wrap(NOTES["padding"]),
+        "findings\n" + "\n".join(_wrap(f"{f['level']}: {f['text']}") for f in result["findings"]),
+        f"example: the pair of median length (number {shown['row']:,}); || is where training starts\n"
+        + "\n".join(boundary),
+        "\n".join(
+            f"  {side}, {shown[side]['tokens']:,} tokens{', not trained' if side == 'prompt' else ''}\n"
+            + "\n".join(f"    | {line}" for line in shown[side]["text"].splitlines())
+            for side in ("prompt", "chosen", "rejected")
+        ),
+        f"recommendation: max_length {result['recommendation']['max_length']:,}\n"
+        + _wrap(result["recommendation"]["reason"])
+        + "\n\n"
+        + yaml_lines(result),
+    ]
+    return "\n\n".join(parts)
+
+
+def heading(result: dict[str, Any]) -> str:
+    of = f", a sample of {result['usable']:,}" if result["sampled"] else ""
+    return f"{' + '.join(result['dataset'])}: {result['pairs']:,} pairs{of}, tokens of {result['model']}" + (
+        f" (limit {result['recommendation']['limit']:,})" if result["recommendation"]["limit"] else ""
+    )
+
+
+def drops(result: dict[str, Any]) -> list[str]:
+    """Rows that cannot be used, one line a reason."""
+    return [f"{n:,} of {result['rows']:,} rows dropped: {DROP_REASONS[key]}" for key, n in result["dropped"].items()]
+
+
+def _drop_lines(result: dict[str, Any]) -> str:
+    return "\n".join(f"  {line}" for line in drops(result))
+
+
+def _visible(token: str) -> str:
+    return token.replace("\n", "\\n").replace("\t", "\\t")
+
+
+def _aligned(table: list[list[str]]) -> str:
+    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    return "\n".join("  " + "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in table)
+
+
+def _wrap(line: str) -> str:
+    return textwrap.fill(line, 110, initial_indent="  ", subsequent_indent="  ")
+
+
+# ---- picture and page
+
+
+def _draw_lengths(axes: Axes, result: dict[str, Any]) -> None:
+    curves = result["curves"]
+    centres = np.sqrt(np.multiply(curves["edges"][:-1], curves["edges"][1:]))
+    for color, (name, counts) in zip((COLORS[2], COLORS[0], COLORS[1]), curves["pairs"].items(), strict=True):
+        density = np.array(counts) / np.diff(np.log2(curves["edges"])) / result["pairs"]
+        axes.plot(centres, density, color=color, label=name)
+        axes.fill_between(centres, density, color=color, alpha=0.15, linewidth=0)
+    axes.set_title("How long they are", loc="left", fontsize=10, fontweight="bold")
+    axes.set_ylabel("share of pairs per doubling of length")
+    axes.set_xlabel("tokens")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=8)
+    _log2_axis(axes, curves["edges"][0], curves["edges"][-1])
+
+
+def _draw_coverage(axes: Axes, result: dict[str, Any]) -> None:
+    best, curves = result["recommendation"], result["curves"]
+    shares = {row["max_length"]: row["untouched"] for row in result["candidates"]}
+    axes.plot(curves["length"], curves["coverage"], color=COLORS[0])
+    axes.plot(list(shares), list(shares.values()), "o", color=COLORS[0], markersize=3.5)
+    axes.axhline(best["min_coverage"], color=INK, linewidth=0.7, linestyle=":")
+    axes.axvline(best["max_length"], color=COLORS[1], linewidth=1.1, linestyle="--")
+    label = f"max_length {best['max_length']:,}: recommended"
+    axes.text(best["max_length"] * 0.94, 0.03, label, rotation=90, ha="right", fontsize=8, color=COLORS[1])
+    for length, share in shares.items():
+        if length == best["max_length"] or (length & (length - 1) == 0 and share < 0.995):  # an octave apart: legible
+            axes.annotate(f"{share:.1%}", (length, share), (5, -10), textcoords="offset points", fontsize=7.5)
+    axes.set_title("Pairs that stay whole", loc="left", fontsize=10, fontweight="bold")
+    axes.set_ylabel("share of pairs")
+    axes.set_xlabel("max_length: prompt + longer response, tokens")
+    axes.set_ylim(0, 1.04)
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    _log2_axis(axes, min(curves["length"][0], *shares), 1.5 * max(*shares, curves["length"][-1]))
+
+
+def _log2_axis(axes: Axes, low: float, high: float) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(low, high)
+    powers = range(math.ceil(math.log2(low)), int(math.log2(high)) + 1)
+    axes.set_xticks([2.0**power for power in powers[:: 1 + len(powers) // 8]], minor=False)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
+    axes.grid(axis="y", linewidth=0.4, alpha=0.25, color=INK)
+
+
+def write_plot(result: dict[str, Any], path: Path) -> None:
+    """Both panels side by side on white, legible in a README; the format follows the name's ending."""
+    with rc_context(STYLE):
+        figure = Figure(figsize=(9.2, 3.5), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        _draw_lengths(left, result)
+        _draw_coverage(right, result)
+        figure.savefig(path, dpi=160, facecolor="white")
+
+
+def write_page(result: dict[str, Any], path: Path) -> None:
+    """One self-contained page: nothing loaded, no script; light, dark, narrow, wide."""
+    template = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    ).get_template("lengths.html.jinja")
+    panels = []
+    with rc_context(STYLE):
+        for name, draw in (("lengths", _draw_lengths), ("coverage", _draw_coverage)):
+            figure = Figure(figsize=(4.8, 3.3), layout="constrained")
+            draw(figure.add_subplot(), result)
+            panels.append(to_svg(figure, name))
+    page = template.render(
+        result,
+        heading=heading(result),
+        drops=drops(result),
+        panels=panels,
+        tables=[
+            ("Tokens", percentile_table(result), "In brackets: 95% interval." if result["sampled"] else ""),
+            ("What each max_length keeps and costs", coverage_table(result), NOTES["coverage"]),
+            ("Padding", padding_table(result), NOTES["padding"]),
+        ],
+        yaml_lines=yaml_lines(result),
+    )
+    write_atomically(path, page)

@@ -1,0 +1,263 @@
+"""How long are the pairs? Percentiles, what each max_length keeps and costs, the one to take, and what looks wrong.
+
+Lengths are tokens as training counts them. A pair's total is prompt + longer response. `analyze` returns a plain dict
+(docs/lengths.md), from which length_report.py makes text, picture and page. Pure arithmetic: measure.py reads.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sfm_dpo.common.statistics import Z
+from sfm_dpo.data.token_lengths import Lengths, truncate
+
+
+def stock_padding(sequences: np.ndarray, batch_size: int) -> float:
+    """Expected share of padding where `batch_size` random pairs are padded to their longest sequence (TRL).
+
+    Args:
+        sequences: [N, 2] tokens of the chosen and the rejected sequence.
+
+    The mean over all orders, exactly: the i-th smallest of N (from 0) is the longest of a batch of B drawn without
+    replacement with probability C(i, B-1) / C(N, B).
+    """
+    longest = np.sort(sequences.max(axis=1)).astype(float)
+    n = len(longest)
+    size = min(batch_size, n)
+    weights = np.full(n, size / n)
+    for j in range(size - 1):
+        weights *= np.maximum(np.arange(n) - j, 0) / (n - 1 - j)
+    return 1 - float(sequences.sum() / (2 * n * (weights * longest).sum()))
+
+
+def grouped_padding(sequences: np.ndarray, batch_size: int, global_batch: int, seed: int = 0) -> float:
+    """Share of padding under transformers' `group_by_length`: shuffled, then sorted within 50 global batches.
+
+    One seeded order of one process; sequences as in stock_padding.
+    """
+    n, cost = len(sequences), sequences.sum(axis=1)
+    order = np.random.default_rng(seed).permutation(n)
+    chunk = max(1, min(n // (global_batch * 4), 50)) * global_batch
+    order = np.concatenate(
+        [part[np.argsort(-cost[part], kind="stable")] for part in (order[i : i + chunk] for i in range(0, n, chunk))]
+    )
+    longest = sequences.max(axis=1)[order]
+    computed = sum(
+        2 * len(batch) * int(batch.max()) for batch in (longest[i : i + batch_size] for i in range(0, n, batch_size))
+    )
+    return 1 - int(cost.sum()) / computed
+
+
+CANDIDATES = (2048, 4096, 8192, 12288, 16384, 24576, 32768)
+
+
+SHORT_CANDIDATES = (256, 512, 1024)  # looked at where every pair fits into the first of CANDIDATES
+
+
+PERCENTILES = (1, 10, 25, 50, 75, 90, 95, 99, 100)
+
+
+BATCH_SIZES = (1, 2, 4, 8)  # pairs per device
+
+
+MEMORY_BATCH = 4  # pairs per device for which peak tokens are compared
+
+
+FORWARDS = 4  # an epoch: forward and backward of the policy (3 forwards), and one forward of the reference
+
+
+def percentile(values: np.ndarray, q: float) -> int:
+    """The smallest value that at least q% of `values` do not exceed: always one that occurs."""
+    return int(np.percentile(values, q, method="inverted_cdf"))
+
+
+def percentile_interval(values: np.ndarray, q: float) -> tuple[int, int]:
+    """95% interval of a population's percentile from a random sample: two order statistics (normal approximation of
+    the binomial rank, rounded outwards). Assumes nothing of the distribution."""
+    n, share, ranked = len(values), q / 100, np.sort(values)
+    half = Z * math.sqrt(n * share * (1 - share))
+    low, high = math.floor(n * share - half), math.ceil(n * share + half)
+    return int(ranked[max(low - 1, 0)]), int(ranked[min(high, n - 1)])
+
+
+def coverage(lengths: Lengths, max_length: int, max_prompt_length: int | None) -> dict[str, Any]:
+    """What a max_length keeps of N pairs.
+
+    untouched: share of the pairs of which no token is cut; tokens_kept: share of the response tokens; no_signal: pairs
+    whose two responses are cut to the same tokens; dropped: pairs whose prompt leaves no room; prompts_cut: pairs
+    whose prompt exceeds max_prompt_length; response_tokens and tokens: trained and computed in an epoch.
+    """
+    keep, cut = truncate(lengths, max_length, max_prompt_length)
+    whole = (
+        (cut.prompt == lengths.prompt[keep])
+        & (cut.chosen == lengths.chosen[keep])
+        & (cut.rejected == lengths.rejected[keep])
+    )
+    responses = int((cut.chosen + cut.rejected).sum())
+    return {
+        "max_length": max_length,
+        "max_prompt_length": max_prompt_length,
+        "untouched": float(whole.sum() / len(lengths)),
+        "tokens_kept": responses / int((lengths.chosen + lengths.rejected).sum()),
+        "no_signal": int(((cut.chosen == cut.rejected) & (cut.shared >= cut.chosen)).sum()),
+        "dropped": int((~keep).sum()),
+        "prompts_cut": 0 if max_prompt_length is None else int((lengths.prompt > max_prompt_length).sum()),
+        "response_tokens": responses,
+        "tokens": responses + 2 * int(cut.prompt.sum()),
+    }
+
+
+def cost(
+    cut: Lengths, global_batch: int, forward_flops: Callable[[np.ndarray, int], int] | None = None
+) -> dict[str, Any]:
+    """What an epoch over truncated pairs costs.
+
+    padding: {pairs per device: {"stock", "grouped"}} as shares of the computed tokens; padding_free has none.
+    peak_tokens: real tokens of the longest MEMORY_BATCH pairs, the largest micro-batch that can occur padding-free;
+    peak_tokens_padded: the same in a padded batch. flops: of an epoch, or None without `forward_flops`.
+    """
+    sequences = np.stack([cut.prompt + cut.chosen, cut.prompt + cut.rejected], axis=1)
+    flops = None
+    if forward_flops is not None:
+        flops = FORWARDS * forward_flops(sequences.ravel(), int((cut.chosen + cut.rejected).sum()))
+    longest = np.sort(sequences.sum(axis=1))[-MEMORY_BATCH:]
+    return {
+        "padding": {
+            str(size): {
+                "stock": stock_padding(sequences, size),
+                "grouped": grouped_padding(sequences, size, global_batch),
+                "padding_free": 0.0,
+            }
+            for size in BATCH_SIZES
+        },
+        "flops": flops,
+        "peak_tokens": int(longest.sum()),
+        "peak_tokens_padded": 2 * len(longest) * int(sequences.max()),
+    }
+
+
+def candidates(longest: int, limit: int | None) -> list[int]:
+    """Values of max_length to look at, up to the model's limit, which is one of them where it is no more than double
+    the largest of the rest."""
+    known = CANDIDATES if longest > CANDIDATES[0] else SHORT_CANDIDATES + CANDIDATES
+    if limit is None:
+        return list(known)
+    below = [value for value in known if value < limit]
+    return [*below, limit] if limit <= 2 * known[-1] else below
+
+
+def recommend(table: list[dict[str, Any]], min_coverage: float, min_tokens_kept: float) -> tuple[dict[str, Any], str]:
+    """The row of the shortest max_length that leaves at least `min_coverage` of the pairs untouched and keeps at least
+    `min_tokens_kept` of the response tokens, or else the longest; and the reason in words."""
+    for row in table:
+        if row["untouched"] >= min_coverage and row["tokens_kept"] >= min_tokens_kept:
+            break
+    else:
+        return row, (
+            f"No max_length within the model's limit leaves {min_coverage:.1%} of the pairs untouched and keeps "
+            f"{min_tokens_kept:.1%} of the response tokens; the longest, {row['max_length']:,}, leaves "
+            f"{row['untouched']:.1%} and keeps {row['tokens_kept']:.1%}."
+        )
+    reason = (
+        f"The shortest that leaves at least {min_coverage:.1%} of the pairs untouched ({row['untouched']:.1%}) and "
+        f"keeps at least {min_tokens_kept:.1%} of the response tokens ({row['tokens_kept']:.1%})."
+    )
+    index = table.index(row)
+    if index:
+        less = table[index - 1]
+        reason += (
+            f" {less['max_length']:,} leaves {less['untouched']:.1%} and keeps {less['tokens_kept']:.1%}"
+            f" at {less['relative_time']:.2f} times the step time."
+        )
+    return row, reason
+
+
+def length_bias(lengths: Lengths) -> dict[str, float]:
+    """How the responses differ in length: share of pairs with the longer chosen (ties count one half), its 95% margin,
+    means, and the median of chosen / rejected."""
+    longer = np.where(lengths.chosen == lengths.rejected, 0.5, lengths.chosen > lengths.rejected)
+    return {
+        "chosen_longer": float(longer.mean()),
+        "margin": Z * float(longer.std()) / math.sqrt(len(longer)),
+        "median_ratio": float(np.median(lengths.chosen / lengths.rejected)),
+        "mean_chosen": float(lengths.chosen.mean()),
+        "mean_rejected": float(lengths.rejected.mean()),
+    }
+
+
+def repeats(keys: np.ndarray) -> int:
+    """How many of `keys` [N] occurred before."""
+    return len(keys) - len(np.unique(keys))
+
+
+# ---- all of it
+
+
+def analyze(
+    lengths: Lengths,
+    *,
+    min_coverage: float,
+    min_tokens_kept: float,
+    limit: int | None = None,
+    max_prompt_length: int | None = None,
+    global_batch: int = 128,
+    sampled: bool = False,
+    forward_flops: Callable[[np.ndarray, int], int] | None = None,
+) -> dict[str, Any]:
+    """Percentiles, a row for each candidate max_length, the recommendation and the curves of the picture.
+
+    Args:
+        limit: the model's longest context.
+        max_prompt_length: applied to every candidate above it; where None, prompts are not cut in the table, and half
+            of the recommended max_length is recommended.
+        sampled: the pairs are a random sample, so percentiles get a 95% interval.
+        forward_flops: sequences' lengths, number of response tokens -> FLOPs of a forward (throughput.ForwardFlops).
+    """
+    table = []
+    for length in candidates(int(lengths.total.max()), limit):
+        prompt_limit = max_prompt_length if max_prompt_length and max_prompt_length < length else None
+        keep, cut = truncate(lengths, length, prompt_limit)
+        if keep.any():
+            table.append(coverage(lengths, length, prompt_limit) | cost(cut, global_batch, forward_flops))
+    work = "flops" if forward_flops is not None else "tokens"
+    chosen, _ = recommend([row | {"relative_time": 0.0} for row in table], min_coverage, min_tokens_kept)
+    for row in table:
+        row["relative_time"] = row[work] / chosen[work]
+        row["relative_memory"] = row["peak_tokens"] / chosen["peak_tokens"]
+    best, reason = recommend(table, min_coverage, min_tokens_kept)
+    prompt_limit = best["max_prompt_length"] or best["max_length"] // 2
+    return {
+        "percentiles": {
+            name: _percentiles(getattr(lengths, name), sampled) for name in ("total", "prompt", "chosen", "rejected")
+        },
+        "candidates": table,
+        "recommendation": coverage(lengths, best["max_length"], prompt_limit)
+        | {"reason": reason, "min_coverage": min_coverage, "min_tokens_kept": min_tokens_kept, "limit": limit},
+        "length_bias": length_bias(lengths),
+        "curves": _curves(lengths),
+    }
+
+
+def _percentiles(values: np.ndarray, sampled: bool) -> dict[str, Any]:
+    out: dict[str, Any] = {"mean": float(values.mean())}
+    for q in PERCENTILES:
+        out[str(q)] = {"tokens": percentile(values, q)}
+        if sampled and 0 < q < 100:  # no interval for the longest: the sample says nothing of what it lacks
+            out[str(q)]["interval"] = list(percentile_interval(values, q))
+    return out
+
+
+def _curves(lengths: Lengths, points: int = 160) -> dict[str, Any]:
+    """Histograms over bins of equal width in log(tokens), and the share of totals up to a length."""
+    end, bins = int(lengths.total.max()), min(48, 8 + int(len(lengths) ** 0.5 / 4))  # few pairs, wide bins
+    edges = np.unique(np.geomspace(max(1, int(lengths.prompt.min())), end + 1, bins + 1).round()).astype(int)
+    at = np.unique(np.geomspace(max(1, int(lengths.total.min())), end, points).round()).astype(int)
+    names = ("prompt", "chosen", "rejected")
+    return {
+        "edges": edges.tolist(),
+        "pairs": {name: np.histogram(getattr(lengths, name), edges)[0].tolist() for name in names},
+        "length": at.tolist(),
+        "coverage": (np.searchsorted(np.sort(lengths.total), at, side="right") / len(lengths)).tolist(),
+    }

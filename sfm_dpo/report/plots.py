@@ -1,0 +1,254 @@
+"""How did it go, step by step? The curves of a run as PNG files and as SVG for the report."""
+
+import io
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+matplotlib.use("Agg")
+
+INK = "#23272e"  # text and axes; the report replaces it by the page's own text colour
+
+
+COLORS = ("#2f81c7", "#d9702b", "#3f9d6b")  # legible on white and on dark grey
+
+
+ALARM = "#c0392b"
+
+
+SMOOTH_FROM = 120  # logged points from which a running mean is drawn over the faint raw curve
+
+
+# file name: (title, {metric: label}, unit)
+PANELS = {
+    "loss": ("Loss", {"loss": "loss"}, "nats"),
+    "margin": ("Reward margin", {"rewards/margins": "chosen - rejected"}, "reward"),
+    "accuracy": ("Reward accuracy", {"rewards/accuracies": "chosen above rejected"}, "share of pairs"),
+    "rewards": (
+        "Rewards",
+        {"rewards/chosen": "chosen", "rewards/rejected": "rejected", "rewards/average": "average"},
+        "reward",
+    ),
+    "logps": ("Log-probability", {"logps/chosen": "chosen", "logps/rejected": "rejected"}, "nats, sum of an answer"),
+    "entropy": ("Entropy", {"entropy": "entropy"}, "nats per token"),
+    "grad_norm": ("Gradient norm", {"grad_norm": "gradient norm"}, "L2 norm, before clipping"),
+    "learning_rate": ("Learning rate", {"learning_rate": "learning rate"}, "learning rate"),
+}
+
+
+_PERF = {  # title and unit; another perf/ metric is drawn under its own name
+    "perf/tokens_per_second": ("Throughput in tokens", "real tokens/s, all ranks"),
+    "perf/pairs_per_second": ("Throughput in pairs", "pairs/s"),
+    "perf/padding_fraction": ("Padding", "share of tokens"),
+    "perf/mfu": ("Model FLOPs utilisation", "share of the GPU's peak"),
+    "perf/peak_memory_gib": ("Peak memory", "GiB, of rank 0"),
+}
+
+
+STYLE = {
+    "font.size": 9,
+    "font.family": "DejaVu Sans",
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "lines.linewidth": 1.1,
+    "svg.fonttype": "none",  # text stays text: small, sharp, and in the page's colour
+    "svg.hashsalt": "sfm-dpo",
+}
+
+
+def draw_curves(
+    log: list[dict[str, Any]],
+    config: dict[str, Any],
+    restarts: list[int],
+    folder: Path,
+    alarms: tuple[tuple[int, str], ...] = (),
+) -> list[tuple[str, str]]:
+    """Writes `folder`/<panel>.png for every panel with a logged value; returns [(title, SVG element)].
+
+    Args:
+        log: transformers' log_history; held-out metrics carry the prefix `eval_`. NaN and inf leave a gap.
+        config: resolved configuration; `loss_type` decides whether ln 2 is where the loss starts.
+        restarts: steps marked with a vertical line.
+        alarms: (step it began, signal) of what the guard found, marked too.
+    """
+    panels = dict(PANELS)
+    for key in sorted({key for entry in log for key in entry if key.startswith("perf/")}):
+        title, unit = _PERF.get(key, (key, key.removeprefix("perf/").replace("_", " ")))
+        panels[re.sub(r"\W", "_", key)] = (title, {key: title}, unit)
+    drawn = []
+    with matplotlib.rc_context(STYLE):
+        for name, (title, metrics, unit) in panels.items():
+            figure = _draw(name, title, metrics, unit, log, config, restarts, alarms)
+            if figure is not None:
+                folder.mkdir(exist_ok=True)
+                figure.savefig(folder / f"{name}.png", dpi=160, facecolor="white")
+                figure.set_layout_engine("none")  # it is laid out; each further drawing would do it again
+                drawn.append((title, to_svg(figure, name)))
+    return drawn
+
+
+def _draw(name, title, metrics, unit, log, config, restarts, alarms) -> Figure | None:
+    train = {label: _series(log, metric) for metric, label in metrics.items()}
+    held_out = {label: _series(log, f"eval_{metric}") for metric, label in metrics.items()}
+    if not any(_has_value(points) for points in (*train.values(), *held_out.values())):
+        return None
+    figure = Figure(figsize=(4.4, 2.9), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel(unit)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    axes.grid(axis="y", linewidth=0.4, alpha=0.25, color=INK)
+    several, window = len(metrics) > 1, 1
+    for color, label in zip(COLORS, metrics.values(), strict=False):
+        steps, values = train[label]
+        if _has_value(train[label]):
+            noisy = len(values) >= SMOOTH_FROM and name not in ("learning_rate", "perf_peak_memory_gib")
+            window = len(values) // 40 * 2 + 1 if noisy else 1
+            shown = label if several else "training"
+            if window > 1:
+                axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.6)
+            axes.plot(steps, _running_mean(values, window), color=color, label=shown, marker="." * (len(values) < 3))
+        steps, values = held_out[label]
+        if _has_value(held_out[label]):
+            style: dict[str, Any] = {
+                "marker": "o",
+                "markersize": 3.5,
+                "markerfacecolor": "none",
+                "linestyle": (0, (4, 2)),
+            }
+            held_color = color if several else COLORS[1]
+            axes.plot(steps, values, color=held_color, linewidth=0.9, label=None if several else "held out", **style)
+    if several and any(_has_value(points) for points in held_out.values()):
+        axes.plot([], [], color=INK, linewidth=0.9, label="held out", **style)
+    _reference_lines(axes, name, config)
+    for i, step in enumerate(restarts):
+        axes.axvline(step, color=INK, linewidth=0.7, linestyle=":", label="restart" if i == 0 else None)
+    for step, signal in alarms:
+        axes.axvline(step, color=ALARM, linewidth=0.9, linestyle="-.", label=f"guard: {signal}")
+    if window > 1:
+        axes.set_title(f"line: mean of {window} logged values", loc="right", fontsize=7.5)
+    axes.ticklabel_format(axis="y", useOffset=False, scilimits=(-3, 5))
+    low, high = axes.get_ylim()
+    if high - low < 1e-3 * abs(high):  # a constant: no axis that shows its rounding
+        axes.set_ylim(*sorted((0.9 * high, 1.1 * high)))
+    handles, _ = axes.get_legend_handles_labels()
+    if len(handles) > 1:
+        figure.legend(loc="outside lower left", ncols=4, frameon=False, fontsize=8, handlelength=1.4, columnspacing=1)
+    return figure
+
+
+def _reference_lines(axes, name: str, config: dict[str, Any]) -> None:
+    if name == "loss" and config.get("loss_type") in (["sigmoid_norm"], ["sigmoid"]):
+        axes.axhline(
+            math.log(2), color=INK, linewidth=0.7, linestyle="--", alpha=0.7, label="ln 2: policy = reference"
+        )
+    if name in ("margin", "rewards"):
+        axes.axhline(0, color=INK, linewidth=0.6, alpha=0.5)
+    if name == "accuracy":
+        axes.axhline(0.5, color=INK, linewidth=0.7, linestyle="--", alpha=0.7, label="chance")
+        axes.set_ylim(-0.03, 1.03)
+    if name == "perf_padding_fraction":
+        axes.set_ylim(0, max(0.1, axes.get_ylim()[1]))
+
+
+def _series(log: list[dict[str, Any]], metric: str) -> tuple[list[int], list[float]]:
+    """Steps and values; what is no finite number becomes NaN, which leaves a gap in the line."""
+    points = [(entry["step"], entry[metric]) for entry in log if metric in entry]
+    finite = [isinstance(value, int | float) and math.isfinite(value) for _, value in points]
+    return [step for step, _ in points], [v if ok else math.nan for (_, v), ok in zip(points, finite, strict=True)]
+
+
+def _has_value(points: tuple[list[int], list[float]]) -> bool:
+    return any(math.isfinite(value) for value in points[1])
+
+
+def _running_mean(values: list[float], window: int) -> list[float]:
+    """Centred mean of the finite values within `window` (odd) points; a gap stays a gap."""
+    half = window // 2
+    means = []
+    for i, value in enumerate(values):
+        near = [v for v in values[max(0, i - half) : i + half + 1] if math.isfinite(v)]
+        means.append(sum(near) / len(near) if math.isfinite(value) else math.nan)
+    return means
+
+
+def to_svg(figure: Figure, name: str) -> str:
+    """The figure as an SVG element for a page: transparent, in the page's text colour, ids unique to the panel."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    svg = text.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
+    svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", svg)
+    return svg.replace(INK, "currentColor")
+
+
+# What is drawn where it was logged: the study's three, and what tells a reference from a forward
+_DRAWN = ("train/loss", "logps/chosen", "logps/rejected", "rewards/margins", "grad_norm")
+
+
+def draw_comparison(result: dict[str, Any], path: Path) -> None:
+    """Writes a PNG (or what the suffix says): above the curves of A and B, below |A - B| on a logarithmic scale.
+
+    Args:
+        result: from compare.compare.
+    """
+    rows = {row["metric"]: row for row in result["metrics"]}
+    shown = [name for name in _DRAWN if name in rows] or list(rows)[:4]
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(1 + 3.3 * len(shown), 5.0), layout="constrained")
+        grid = figure.subplots(2, len(shown), sharex="col", squeeze=False, height_ratios=(3, 2))
+        for (above, below), name in zip(grid.T, shown, strict=True):
+            _draw_metric(above, below, rows[name], result["series"][name])
+        grid[0, 0].set_ylabel("value")
+        grid[1, 0].set_ylabel("|A - B|")
+        found = result["verdict"]
+        if found["step"] is not None:
+            for axes in grid.flat:
+                axes.axvline(found["step"], color=ALARM, linewidth=0.9, linestyle="-.", label="first beyond tolerance")
+        handles, labels = grid[0, 0].get_legend_handles_labels()
+        names = {"A": f"A: {result['runs']['a']}", "B": f"B: {result['runs']['b']}"}
+        figure.legend(
+            handles,
+            [names.get(label, label) for label in labels],
+            loc="outside lower left",
+            ncols=1 if max(map(len, names.values())) > 50 else 3,
+            frameon=False,
+            fontsize=8,
+        )
+        figure.savefig(path, dpi=160, facecolor="white")
+
+
+def _draw_metric(above, below, row: dict[str, Any], series: dict[str, list]) -> None:
+    steps, a, b = series["steps"], np.array(series["a"]), np.array(series["b"])
+    marker = "." if len(steps) < 40 else ""
+    above.plot(steps, a, color=COLORS[0], label="A", marker=marker, markersize=5)
+    above.plot(steps, b, color=COLORS[1], label="B", marker=marker, markersize=3, linestyle=(0, (4, 2)))
+    above.set_title(row["metric"], loc="left", fontsize=10, fontweight="bold")
+    below.set_title(f"max: {row['absolute']:.2e}, relative {row['relative']:.2e}", loc="left", fontsize=7.5)
+    above.ticklabel_format(axis="y", useOffset=False, scilimits=(-3, 5))
+    gap = np.abs(a - b)
+    if gap.any():
+        below.set_yscale("log")
+        below.set_ylim(gap[gap > 0].min() / 10, gap.max() * 10)  # a constant difference has no range of its own
+        below.plot(steps, np.where(gap > 0, gap, np.nan), color=INK, marker=".", markersize=4, linewidth=0.8)
+    else:
+        blank = {"facecolor": "white", "edgecolor": "none"}
+        below.text(0.5, 0.5, "no difference", ha="center", transform=below.transAxes, fontsize=8, bbox=blank)
+        below.set_yticks([])
+    for axes in (above, below):
+        axes.grid(axis="y", linewidth=0.4, alpha=0.25, color=INK)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+    below.set_xlabel("optimizer step")

@@ -1,0 +1,188 @@
+"""Where were we? Complete checkpoints, the stop file, and what must be the same to go on.
+
+A checkpoint is complete when its `complete.json` says so: rank 0 writes it, with the size of every file, when all
+ranks have written theirs. transformers 5.23 has no such mark, and its own rotation would count half-written
+checkpoints and delete a complete one for their sake; so rotation is done here, after the mark.
+"""
+
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from sfm_dpo.common.distributed import is_main_process
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import write_atomically
+from sfm_dpo.health.guard_rules import FAST
+
+COMPLETE, STOP = "complete.json", "STOP"
+
+
+KEEP = "KEEP"  # a checkpoint that holds a file of this name is never rotated away
+
+
+PUSHING = "PUSHING"  # nor is one in which this file names a process that lives: it is on its way to the Hub
+
+
+def checkpoints(run: str | Path) -> list[Path]:
+    """checkpoint-N of a run, complete or not, oldest first."""
+    found = [p for p in Path(run).glob("checkpoint-*") if p.name.rsplit("-", 1)[1].isdigit()]
+    return sorted(found, key=lambda p: int(p.name.rsplit("-", 1)[1]))
+
+
+def step_of(checkpoint: Path | None) -> int:
+    """The step that checkpoint-N goes on from; 0 for none, or for a folder of another name."""
+    number = checkpoint.name.rsplit("-", 1)[-1] if checkpoint else "0"
+    return int(number) if number.isdigit() else 0
+
+
+def why_incomplete(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint; None if it is complete."""
+    try:
+        files = json.loads((checkpoint / COMPLETE).read_text())["files"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "was not written to the end"
+    for name, size in files:
+        path = checkpoint / name
+        if not path.is_file():
+            return f"lacks {name}"
+        if path.stat().st_size != size:
+            return f"has a damaged {name} ({path.stat().st_size:,} bytes of {size:,})"
+    return None
+
+
+def keep_before(run: str | Path, step: float, author: str) -> Path | None:
+    """Writes KEEP into the newest complete checkpoint below `step`, and takes `author`'s KEEP from all older ones.
+
+    Returns that checkpoint, or None where there is none. A KEEP that says another author is left alone.
+    """
+    older = [c for c in checkpoints(run) if step_of(c) < step and why_incomplete(c) is None]
+    for checkpoint in older:
+        mark = checkpoint / KEEP
+        if checkpoint == older[-1]:
+            if not mark.exists():
+                mark.write_text(author)
+        elif mark.exists() and mark.read_text() == author:
+            mark.unlink()
+    return older[-1] if older else None
+
+
+def newest_checkpoint(run: str | Path) -> tuple[Path | None, list[str]]:
+    """The newest complete checkpoint, and a line about each newer one that is skipped (never deleted)."""
+    skipped: list[str] = []
+    for checkpoint in reversed(checkpoints(run)):
+        reason = why_incomplete(checkpoint)
+        if reason is None:
+            return checkpoint, skipped
+        skipped.append(f"{checkpoint} {reason}: skipped")
+    return None, skipped
+
+
+def find_start(args: Any, say: Callable[[str], None]) -> Path | None:
+    """The checkpoint a run goes on from: the one asked for, or the newest complete one. Says what it skips."""
+    if clear_old_stop(args.output_dir):
+        say(f"{args.output_dir}/{STOP} was left over from earlier: removed")
+    if args.resume_from_checkpoint:
+        checkpoint = Path(args.resume_from_checkpoint)
+        if reason := why_incomplete(checkpoint):
+            raise UserError(f"resume_from_checkpoint {checkpoint}: {reason}; choose another, or remove the field")
+        return checkpoint
+    newest, skipped = newest_checkpoint(args.output_dir)
+    for line in skipped:
+        say(line)
+    if left := [c for c in checkpoints(args.output_dir) if why_incomplete(c)]:  # also the older ones
+        size = sum(file.stat().st_size for c in left for file in c.rglob("*") if file.is_file())
+        delete = shlex.join(["rm", "-r", *map(str, left)])
+        say(f"{len(left)} incomplete checkpoint(s) take {size / 2**30:.1f} GiB; to delete them: {delete}")
+    return newest
+
+
+def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
+    """Writes the mark; `facts` is what a resumed run must agree with."""
+    files = {
+        str(path.relative_to(checkpoint)): path.stat().st_size
+        for path in sorted(checkpoint.rglob("*"))
+        if path.is_file() and path.name not in (COMPLETE, KEEP, PUSHING)
+    }
+    write_atomically(checkpoint / COMPLETE, json.dumps({**facts, "files": files}, indent=2) + "\n")
+
+
+def rotate(run: str | Path, limit: int | None) -> None:
+    """Deletes the oldest complete checkpoints beyond `limit`, but none that is kept or being pushed."""
+    complete = [c for c in checkpoints(run) if why_incomplete(c) is None and not (c / KEEP).exists()]
+    complete = [c for c in complete if not is_pushed(c)]
+    for checkpoint in complete[: -limit or None] if limit is not None and len(complete) > limit else []:
+        (checkpoint / COMPLETE).unlink()  # first: a kill in the middle must not leave half of a complete one
+        shutil.rmtree(checkpoint)
+
+
+def is_pushed(checkpoint: Path) -> bool:
+    """Whether a process that lives is pushing it to the Hub."""
+    try:
+        return psutil.pid_exists(int((checkpoint / PUSHING).read_text()))
+    except (OSError, ValueError):
+        return False
+
+
+def check_resume(checkpoint: Path, facts: dict[str, Any], ignore: bool) -> None:
+    """Raises UserError if the run that wrote `checkpoint` had other processes or data than this one."""
+    before = json.loads((checkpoint / COMPLETE).read_text())
+    for name, value in facts.items():
+        if before.get(name) != value and not ignore:
+            raise UserError(
+                f"{checkpoint}: was written with {name} {before.get(name)}, now it is {value}; go on as before, "
+                "choose another output_dir, or say ignore_resume_mismatch: true if it is meant"
+            )
+
+
+# ---- disk
+
+
+def most_at_once(args: Any) -> int:
+    """Checkpoints that a run has at one time: the limit, the one being written, and those that the guard keeps, which
+    are two where saves are closer than a collapse takes."""
+    if args.save_strategy == "no":
+        return 1
+    kept = 0 if args.guard == "skip" else 1 + (args.save_strategy == "steps" and args.save_steps < FAST)
+    return (args.save_total_limit or 1) + 1 + kept
+
+
+def check_disk(run: str | Path, size: int, most: int) -> None:
+    """Raises UserError if the disk cannot take the checkpoints still to come, `most` of them at one time in all."""
+    there = sum(1 for c in checkpoints(run) if why_incomplete(c) is None)
+    needed = size * max(1, most - there)
+    free = shutil.disk_usage(run).free
+    if free < needed:
+        raise UserError(
+            f"output_dir {run}: {free / 2**30:.1f} GiB are free, checkpoints will take {needed / 2**30:.1f} GiB "
+            f"({size / 2**30:.1f} GiB each); free space, or choose an output_dir on another disk"
+        )
+
+
+# ---- stopping
+
+
+def stop_requested(run: str | Path) -> bool:
+    return (Path(run) / STOP).exists()
+
+
+def clear_stop(run: str | Path) -> None:
+    if is_main_process():
+        (Path(run) / STOP).unlink(missing_ok=True)
+
+
+def clear_old_stop(run: str | Path) -> bool:
+    """Removes a stop file from before this job; True if there was one. A newer one is meant for this run."""
+    started = float(os.environ.get("SLURM_JOB_START_TIME") or psutil.Process().create_time())
+    try:
+        old = (Path(run) / STOP).stat().st_mtime < started
+    except FileNotFoundError:
+        return False
+    if old:
+        clear_stop(run)
+    return old

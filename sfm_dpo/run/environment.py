@@ -1,0 +1,94 @@
+"""TODO."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
+    pass
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
+    pass
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
+    pass
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
+    pass
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
+    pass
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
+    pass
+
+from sfm_dpo.common.distributed import _world_size
+from sfm_dpo.common.secrets import mask
+
+_PACKAGES = "torch transformers trl accelerate deepspeed datasets peft huggingface_hub tokenizers numpy".split()
+
+
+_SLURM = "SLURM_JOB_ID SLURM_JOB_NAME SLURM_JOB_NODELIST SLURM_JOB_PARTITION SLURM_CLUSTER_NAME SLURM_RESTART_COUNT"
+
+
+def environment() -> dict[str, Any]:
+    """Git commit, versions, hardware, Slurm ids and the command line, without secrets."""
+    import torch
+
+    gpus = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
+    return {
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain")),
+        "command": _without_secrets([Path(sys.executable).name, *sys.argv]),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "cuda": torch.version.cuda,
+        "gpus": gpus,
+        "cpus": os.cpu_count(),
+        "world_size": _world_size(),
+        "slurm": {key: os.environ[key] for key in _SLURM.split() if key in os.environ},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _without_secrets(command: list[str]) -> list[str]:
+    hidden = list(command)
+    for i, arg in enumerate(command):
+        name, equals, _ = arg.partition("=")
+        if name.startswith("--") and "token" in name:
+            hidden[i] = f"{name}=***" if equals else name
+            if not equals and i + 1 < len(hidden):
+                hidden[i + 1] = "***"
+    return [mask(arg) for arg in hidden]
+
+
+def _git(*command: str) -> str | None:
+    if shutil.which("git") is None:
+        return None
+    root = Path(__file__).parent
+    done = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, check=False)
+    return done.stdout.strip() if done.returncode == 0 else None

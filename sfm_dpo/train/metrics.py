@@ -1,0 +1,58 @@
+"""What has the policy gained? Rewards and accuracies of a batch, on the scale of its loss."""
+
+import torch
+
+from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES
+
+
+def loss_scale(completion_mask: torch.Tensor, loss_type: str) -> torch.Tensor:
+    """[2B] what the loss divides a sequence's log-ratio by: its response tokens, or 1.
+
+    Args:
+        completion_mask: [2B, L], 1 at the tokens of the response.
+    """
+    lengths = completion_mask.sum(dim=1).clamp(min=1)
+    return lengths if loss_type in LENGTH_NORMALIZED_LOSSES else torch.ones_like(lengths)
+
+
+def reward_metrics(
+    logps: torch.Tensor, reference_logps: torch.Tensor, scale: torch.Tensor, beta: float
+) -> dict[str, torch.Tensor]:
+    """Each [B]. TRL 1.16 has sums over tokens in rewards/*, also where the loss uses means; and it averages logps/*
+    over micro-batches, which may hold unequal numbers of pairs.
+
+    Args:
+        logps, reference_logps: [2B] sums over the response, chosen first.
+        scale: [2B], see `loss_scale`.
+    """
+    chosen, rejected = (beta * (logps - reference_logps) / scale).chunk(2)
+    logps_chosen, logps_rejected = logps.chunk(2)
+    per_chosen, per_rejected = (logps / scale).chunk(2)
+    return {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": chosen - rejected,
+        "rewards/average": (chosen + rejected) / 2,
+        "rewards/accuracies": share_above(chosen, rejected),
+        "logps/chosen": logps_chosen,
+        "logps/rejected": logps_rejected,
+        "logps/accuracies": share_above(per_chosen, per_rejected),
+    }
+
+
+def share_above(a: torch.Tensor, b: torch.Tensor, tie: float = 1e-4) -> torch.Tensor:
+    """1 where a > b, 0 where a < b; a tie counts one half, so that policy = reference scores chance, not 0.
+
+    Rounding makes a tie inexact: a cached reference was computed in batches of another shape.
+    """
+    return torch.where((a - b).abs() <= tie, 0.5, (a > b).float())
+
+
+def gather_unequal(gather, tensor: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Accelerator.gather for tensors whose first size differs between ranks, which it does not support."""
+    if ranks == 1 or tensor.dim() == 0:
+        return gather(tensor)
+    sizes = gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
+    padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    return torch.cat([part[:size] for part, size in zip(gather(padded).chunk(ranks), sizes, strict=True)])

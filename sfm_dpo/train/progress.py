@@ -1,0 +1,55 @@
+"""How does it look from the log? One readable line a logging step, and status.json kept fresh."""
+
+import time
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from sfm_dpo.run.folder import write_status
+from sfm_dpo.run.status import clock
+
+# (name in the log, name on the line, format)
+_SHOWN = (
+    ("loss", "loss", "{:.4f}"),
+    ("rewards/margins", "margin", "{:+.4f}"),
+    ("rewards/accuracies", "accuracy", "{:.2f}"),
+    ("logps/chosen", "logp chosen", "{:.1f}"),
+    ("logps/rejected", "rejected", "{:.1f}"),
+    ("grad_norm", "grad", "{:.2f}"),
+    ("learning_rate", "lr", "{:.1e}"),
+)
+
+
+# name in status.json: name in the log
+_KEPT = {"loss": "loss", "margin": "rewards/margins", "pairs_per_second": "perf/pairs_per_second"}
+
+
+class ProgressLine(TrainerCallback):
+    """Takes the place of transformers' progress bar, which fills a batch job's log with control characters."""
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+        self.start, self.first_step = time.monotonic(), state.global_step
+        self.shown: dict[str, float] = {}
+        write_status(args.output_dir, "running", step=state.global_step, max_steps=state.max_steps)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):
+        if not state.is_world_process_zero or not logs:
+            return
+        if "eval_loss" in logs:
+            logs = {key.removeprefix("eval_"): value for key, value in logs.items()}
+            head = f"held out at step {state.global_step}"
+        elif "loss" in logs:
+            head = f"step {state.global_step}/{state.max_steps}"
+        else:
+            return  # the closing summary
+        seconds = self._seconds_left(state)
+        values = [f"{name} {form.format(float(logs[key]))}" for key, name, form in _SHOWN if key in logs]
+        print("  ".join([head, *values, *([f"ETA {clock(seconds)}"] if seconds else [])]), flush=True)
+        if "loss" in logs:
+            self.shown = {key: float(logs[name]) for key, name in _KEPT.items() if name in logs}
+        facts = {"step": state.global_step, "max_steps": state.max_steps, "eta_seconds": seconds} | self.shown
+        write_status(args.output_dir, "running", **facts)
+
+    def _seconds_left(self, state: TrainerState) -> int | None:
+        """By the mean pace since this start; None before its first step."""
+        done, left = state.global_step - self.first_step, state.max_steps - state.global_step
+        return int((time.monotonic() - self.start) / done * left) if done >= 1 else None

@@ -1,0 +1,63 @@
+"""When do we stop? All ranks look for the stop file after each step, save, and leave together."""
+
+import math
+import os
+import time
+
+from accelerate.utils import broadcast_object_list
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from sfm_dpo.common.distributed import is_main_process
+from sfm_dpo.run.checkpoint import stop_requested
+
+
+class StopRequested(Exception):
+    """Raised on all ranks where a run stops before its first step; `shards` of the reference cache are done."""
+
+    def __init__(self, message: str, shards: int):
+        super().__init__(message)
+        self.shards = shards
+
+
+class StopCallback(TrainerCallback):
+    """Ends the run after the step at which rank 0 sees the stop file: all ranks save, and leave together.
+
+    The batch script says in STOP_LEAD_SECONDS how long before the time limit it will write the file. A step, the
+    evaluation and the save that may follow it must fit into that, or the run is killed while it saves.
+    """
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self.lead = float(os.environ.get("STOP_LEAD_SECONDS") or "inf")
+        self.seconds = dict.fromkeys(("step", "evaluation", "save"), 0.0)  # as last observed
+        self._mark = time.monotonic()
+
+    def on_step_begin(self, *args, **kwargs) -> None:
+        self._mark = time.monotonic()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        self._took("step")
+        seen = [is_main_process() and stop_requested(args.output_dir)]
+        broadcast_object_list(seen, from_process=0)  # a rank that looked a moment later could go on alone, and hang
+        if seen[0] and state.global_step < state.max_steps:
+            self.stopped = control.should_save = control.should_log = control.should_training_stop = True
+
+    def on_evaluate(self, *args, **kwargs) -> None:
+        self._took("evaluation")
+
+    def on_save(self, *args, **kwargs) -> None:
+        self._took("save")
+
+    def _took(self, what: str) -> None:
+        now = time.monotonic()
+        self.seconds[what], self._mark = now - self._mark, now
+        needed = sum(self.seconds.values())
+        if needed > self.lead and is_main_process():
+            parts = " + ".join(f"{name} {seconds:.0f} s" for name, seconds in self.seconds.items() if seconds)
+            print(
+                f"warning: the batch script asks to stop {self.lead:g} s before the time limit, but that takes "
+                f"{needed:.0f} s ({parts}): submit with a longer lead, for instance STOP_LEAD_SECONDS="
+                f"{math.ceil(needed * 1.5 / 60) * 60} and the same in --signal=B:USR1@",
+                flush=True,
+            )
+            self.lead = math.inf  # once is enough

@@ -1,0 +1,251 @@
+"""parity.py: correct code paths are off by rounding; a bug planted in the real path is told from it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+
+from scripts import parity as command
+from sfm_dpo.compare.parity import (
+    FACTOR,
+    gradient_difference,
+    nudge,
+    parse_variant,
+    remake_rope,
+    run_parity,
+    why_skipped,
+)
+from sfm_dpo.model import attention, packing
+from sfm_dpo.train import reference_cache
+from tests.e2e.runs import pairs
+from tests.tiny_models import tiny_model
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory, tiny_folder):
+    """A function: architecture -> the arguments that stand for a recipe."""
+    path = tmp_path_factory.mktemp("parity") / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in pairs(16)))
+
+    def argv(architecture: str) -> list[str]:
+        fields = f"--model_name_or_path {tiny_folder(architecture)} --dataset_name {path} --dataset_num_proc 1"
+        return f"{fields} --max_length 96 --learning_rate 1e-4 --use_cpu".split()
+
+    return argv
+
+
+def by_name(result: dict) -> dict[str, dict]:
+    return {row["variant"]: row for row in result["variants"]}
+
+
+# ---- correct paths
+
+
+@pytest.mark.parametrize("architecture", ["gpt_neox", "olmo3", "llama"])
+def test_correct_paths_are_rounding(recipe, architecture):
+    names = [
+        "padded",
+        "packed",
+        "separate",
+        "batch_1",
+        "packed+batch_1",
+        "bf16",
+        "packed+bf16",
+        "padded+separate+bf16",
+    ]
+    result = run_parity(recipe(architecture), names, pairs=4, steps=3)
+    assert result["reference"]["verdict"] == "equal"
+    for name, row in by_name(result).items():
+        assert row["verdict"] in ("rounding", "equal"), (name, row["why"])
+        assert row["times_rounding"] < FACTOR / 2, (name, row["why"])  # no threshold that is met by luck
+        assert row["gradient"]["cosine"] > (0.99 if "bf16" in name else 0.999999)
+        assert row["loss"] == pytest.approx(0.6931, abs=1e-4)
+    # Rounding scales with the precision: 2^16 between them
+    ratio = result["levels"]["bfloat16"]["mean"] / result["levels"]["float32"]["mean"]
+    assert 2**16 / 16 < ratio < 2**16 * 16
+
+
+def test_compiled_layers(recipe):
+    argv = [*recipe("llama"), "--torch_compile_backend", "aot_eager"]
+    row = by_name(run_parity(argv, ["compile"], pairs=1, steps=0))["compile"]
+    torch._dynamo.reset()
+    assert row["verdict"] in ("rounding", "equal"), row["why"]
+
+
+def test_each_of_the_studys_causes_moves_step_0(recipe):
+    """A cache made by one path and a policy on another: the loss of step 0 is off ln 2, by rounding."""
+    result = run_parity(recipe("llama"), ["padded+bf16", "packed+bf16", "bf16"], pairs=4, steps=0)
+    rows = by_name(result)
+    assert 0 < rows["padded+bf16"]["step_0"] < 0.05 and 0 < rows["packed+bf16"]["step_0"] < 0.05
+    assert rows["bf16"]["step_0"] == 0
+
+
+# ---- planted bugs
+
+boundary_mask, torch_call = attention.boundary_mask, DataCollatorForPreference.torch_call
+
+
+def leaking(cu_seqlens, max_length):
+    total = int(cu_seqlens[-1])
+    return boundary_mask(torch.tensor([0, total], dtype=torch.int32), total)
+
+
+def off_by_one(cu_seqlens, max_length):
+    moved = cu_seqlens.clone()
+    moved[1:-1] += 1  # each sequence's first token belongs to the one before
+    return boundary_mask(moved, max_length + 1)
+
+
+def with_mask(change):
+    def collate(self, examples):
+        batch = torch_call(self, examples)
+        batch["completion_mask"] = change(batch)
+        return batch
+
+    return collate
+
+
+COLLATORS = {
+    "response a token late": (
+        with_mask(lambda b: b["completion_mask"].roll(1, 1) * b["attention_mask"]),
+        "do not count",
+    ),
+    "response a token early": (with_mask(lambda b: b["completion_mask"].roll(-1, 1)), "the mask is off"),
+    "prompt in the loss": (with_mask(lambda b: b["attention_mask"].clone()), "the prompt's tokens count in the loss"),
+}
+
+
+@pytest.mark.parametrize("architecture", ["olmo3", "gpt_neox"])
+@pytest.mark.parametrize("bug", [leaking, off_by_one])
+def test_planted_boundaries(recipe, monkeypatch, architecture, bug):
+    monkeypatch.setattr(packing, "boundary_mask", bug)
+    result = run_parity(recipe(architecture), ["padded", "packed", "padded+bf16", "packed+bf16"], pairs=4, steps=1)
+    rows = by_name(result)
+    for name in ("packed", "packed+bf16"):
+        assert rows[name]["verdict"] == "bug" and "boundaries" in rows[name]["why"], rows[name]["why"]
+        assert rows[name]["times_rounding"] > 2 * FACTOR
+    for name in ("padded", "padded+bf16"):
+        assert rows[name]["verdict"] == "rounding"
+
+
+@pytest.mark.parametrize("bug", COLLATORS)
+def test_planted_masks(recipe, monkeypatch, bug):
+    """In the collator, which all paths share, the reference too: the expected tokens come from the ids alone."""
+    collate, said = COLLATORS[bug]
+    monkeypatch.setattr(DataCollatorForPreference, "torch_call", collate)
+    result = run_parity(recipe("llama"), ["packed", "packed+bf16"], pairs=4, steps=0)
+    for row in (result["reference"], *result["variants"]):
+        assert row["verdict"] == "bug" and said in row["why"], row["why"]
+
+
+def test_nothing_but_nan_is_a_bug(recipe, monkeypatch):
+    forward = attention.packed_attention_forward
+    monkeypatch.setattr(
+        attention, "packed_attention_forward", lambda *args, **kw: (forward(*args, **kw)[0] * float("nan"), None)
+    )
+    row = by_name(run_parity(recipe("llama"), ["packed"], pairs=2, steps=0))["packed"]
+    assert row["verdict"] == "bug" and "finite" in row["why"]
+
+
+def test_a_wrong_attention_scale_is_a_bug_of_every_sequence(recipe, monkeypatch):
+    forward = attention.packed_attention_forward
+    monkeypatch.setattr(
+        attention, "packed_attention_forward", lambda *args, **kw: forward(*args, **(kw | {"scaling": 0.2}))
+    )
+    rows = by_name(run_parity(recipe("llama"), ["packed", "packed+bf16"], pairs=2, steps=0))
+    for row in rows.values():
+        assert row["verdict"] == "bug" and "4 of 4 sequences are off" in row["why"]
+
+
+def test_no_reference_cache_is_written(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(reference_cache, "HF_CACHE_HOME", str(tmp_path))
+    run_parity(recipe("llama"), ["packed"], pairs=2, steps=0)
+    assert not any(tmp_path.iterdir())
+
+
+# ---- parts
+
+
+def test_gradient_difference_by_layer():
+    a = {
+        "model.layers.0.w": torch.tensor([3.0, 4.0]),
+        "model.layers.1.w": torch.tensor([1.0]),
+        "lm_head.weight": torch.ones(2),
+    }
+    b = a | {"model.layers.0.w": torch.tensor([4.0, 3.0]), "lm_head.weight": -torch.ones(2)}
+    found = gradient_difference(a, b)
+    assert found["layer 0"]["cosine"] == pytest.approx(24 / 25)
+    assert found["layer 0"]["relative"] == pytest.approx(2**0.5 / 5)
+    assert found["layer 0"]["norm"] == found["layer 0"]["expected_norm"] == pytest.approx(5)
+    assert found["layer 1"]["relative"] == 0 and found["lm_head"]["cosine"] == pytest.approx(-1)
+
+
+def test_nudge_moves_every_weight_by_its_last_bit():
+    model, before = tiny_model("llama"), tiny_model("llama")
+    nudge(model)
+    for after, weight in zip(model.parameters(), before.parameters(), strict=True):
+        assert (after != weight).all()
+        assert ((after - weight).abs() <= 2.0**-23 * weight.abs().clamp(min=1e-30)).all()
+
+
+@pytest.mark.parametrize("architecture", ["olmo3", "llama"])
+def test_remaking_rope_on_the_same_device_changes_nothing(architecture):
+    model, before = tiny_model(architecture), tiny_model(architecture)
+    remade = dict(before.named_buffers())
+    for name, buffer in model.named_buffers():
+        buffer.zero_() if "inv_freq" in name else None
+    remake_rope(model, torch.device("cpu"))
+    assert remade and all(torch.equal(buffer, remade[name]) for name, buffer in model.named_buffers())
+
+
+@no_gpu
+def test_what_needs_a_gpu_is_skipped_with_a_reason():
+    for name in ("rope_gpu", "flash+bf16", "flash"):
+        assert "no GPU" in why_skipped(parse_variant(name))
+    assert why_skipped(parse_variant("packed+bf16")) is None
+
+
+# ---- the command
+
+
+def test_command(recipe, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "parity.json"
+    argv = [*recipe("llama"), "--pairs", "2", "--variants", "packed,rope_gpu", "--json", str(file)]
+    assert command.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "reference: eager, fp32, padded" in out and "rounding" in out
+    layers = json.loads(file.read_text())["variants"][0]["gradient"]["layers"]
+    assert {"layer 0", "layer 1", "layer 2", "lm_head"} <= set(layers)
+    monkeypatch.setattr(packing, "boundary_mask", leaking)
+    assert command.main(argv) == 1
+    assert "packed, gradient by layer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "extra, said",
+    [
+        (["--variants", "pakced"], "did you mean packed?"),
+        (["--variants", ","], "--variants is empty"),
+        (["--pairs", "99"], "the dataset has 16"),
+        (["--learning_rat", "1"], "unknown option"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(recipe, capsys, extra, said):
+    assert command.main([*recipe("llama"), *extra]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and said in error
+
+
+def test_a_recipe_for_gpus_is_taken_as_it_is(tmp_path, recipe):
+    """Tracking, evaluation, checkpoints, bf16, LoRA: nothing of a real recipe stands in the way."""
+    path = Path(tmp_path / "r.yaml")
+    fields = "bf16: true, report_to: [wandb], eval_fraction: 0.1, eval_strategy: steps, eval_steps: 5, use_peft: true"
+    fields += ", global_batch_size: 128, guard_generations: 10, padding_free: true, torch_compile: true"
+    fields += ", train_sampling_strategy: batch_rebalance, save_strategy: steps, gradient_checkpointing: true"
+    path.write_text(f"{{{fields}}}")
+    result = run_parity(["--config", str(path), *recipe("llama")], ["packed"], pairs=2, steps=0)
+    assert by_name(result)["packed"]["verdict"] == "rounding"

@@ -1,0 +1,274 @@
+"""compare_runs.py: the figures of the table, the verdict, whoever wrote the run, the suspects, users' mistakes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scripts import compare_runs
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.compare.runs import compare
+from sfm_dpo.run.reader import read_log
+
+STEPS = range(1, 11)
+
+
+def write_state(folder: Path, series: dict[str, list[float]], steps=STEPS) -> Path:
+    """A trainer_state.json as any HF Trainer writes it, with its closing summary."""
+    log = [{"step": s, "epoch": s / 10, **{k: v[i] for k, v in series.items()}} for i, s in enumerate(steps)]
+    log.append({"step": max(steps), "train_runtime": 1.0, "train_loss": 0.5, "total_flos": 1e9})
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "trainer_state.json"
+    path.write_text(json.dumps({"global_step": max(steps), "log_history": log}))
+    return path
+
+
+def write_run(folder: Path, series: dict, config=None, data=None, environment=None, steps=STEPS) -> Path:
+    """A folder with the files that train_dpo.py writes."""
+    write_state(folder, series, steps)
+    (folder / "resolved_config.yaml").write_text(json.dumps({"beta": 5.0, "bf16": False} | (config or {})))
+    (folder / "data.json").write_text(
+        json.dumps({"train_tokens": "t", "order": ["o"], "reference": {}} | (data or {}))
+    )
+    (folder / "environment.json").write_text(json.dumps({"versions": {"torch": "2.13.0"}} | (environment or {})))
+    return folder
+
+
+def healthy(**changed: list[float]) -> dict[str, list[float]]:
+    falling = np.linspace(0, 1, len(STEPS))
+    series = {
+        "loss": (0.6931 - 0.1 * falling).tolist(),
+        "rewards/margins": (0.3 * falling).tolist(),
+        "logps/chosen": (-300 - 5 * falling).tolist(),
+        "logps/rejected": (-400 - 9 * falling).tolist(),
+        "grad_norm": (20 + falling).tolist(),
+    }
+    return series | changed
+
+
+def moved(name: str, by: float, start: int = 0) -> dict[str, list[float]]:
+    """`healthy`, one metric changed by `by` from the entry number `start`."""
+    values = healthy()[name]
+    return healthy(**{name: [v + by * (i >= start) for i, v in enumerate(values)]})
+
+
+# ---- the table
+
+
+def test_the_studys_three_rows(tmp_path, capsys):
+    """Of two DPO code bases: the same three rows, in the same format, from runs that differ as its runs did."""
+    base, gap = {}, {}
+    for name, (absolute, relative) in {
+        "loss": (1.91e-1, 2.71e-1),
+        "logps/chosen": (2.42, 7.62e-3),
+        "logps/rejected": (2.88, 6.99e-3),
+    }.items():
+        size = absolute / relative  # of the larger value at the step that is farthest off
+        sign = 1 if name == "loss" else -1
+        base[name] = [sign * size] * len(STEPS)
+        gap[name] = [sign * (size - absolute * share) for share in np.linspace(0, 1, len(STEPS))]
+    a, b = write_state(tmp_path / "a", base), write_state(tmp_path / "b", gap)
+    plot, table = tmp_path / "study.png", tmp_path / "study.json"
+    assert compare_runs.main([str(a), str(b), "--plot", str(plot), "--json", str(table)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line.split()[1:3] for line in lines if line.startswith(("train/", "logps/"))}
+    assert rows == {
+        "train/loss": ["1.91e-01", "2.71e-01"],
+        "logps/chosen": ["2.42e+00", "7.62e-03"],
+        "logps/rejected": ["2.88e+00", "6.99e-03"],
+    }
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    result = json.loads(table.read_text())
+    assert result["verdict"]["verdict"] == "diverging" and result["verdict"]["step"] == 2
+    assert result["series"]["logps/chosen"]["b"] == gap["logps/chosen"]
+
+
+def test_identical(tmp_path, capsys):
+    a, b = write_run(tmp_path / "a", healthy()), write_run(tmp_path / "b", healthy())
+    assert compare_runs.main([str(a), str(b)]) == 0
+    out = capsys.readouterr().out
+    assert "verdict: identical, bit by bit" in out and "suspect" not in out
+    assert "data: same pairs, same order" in out
+
+
+@pytest.mark.parametrize("bf16, expected", [(False, "diverging"), (True, "within noise")])
+def test_noise_depends_on_the_precision(tmp_path, bf16, expected):
+    a = read_log(write_run(tmp_path / "a", healthy(), {"bf16": bf16}))
+    b = read_log(write_run(tmp_path / "b", moved("loss", 0.01, start=4), {"bf16": bf16}))
+    found = compare(a, b)["verdict"]
+    assert found["verdict"] == expected
+    assert found["step"] == (None if bf16 else 5)
+    assert compare(a, b, tolerance=0.5)["verdict"]["verdict"] == "within noise"
+    assert compare(a, b, tolerance=1e-9, until=4)["verdict"]["verdict"] == "identical"
+
+
+def test_rewards_near_zero_and_accuracies_do_not_cry_wolf(tmp_path):
+    """At step 1 both margins are rounding, so their relative difference is about 1; a tie's accuracy is a coin."""
+    noisy = [1e-7, *healthy()["rewards/margins"][1:]]
+    a = write_run(tmp_path / "a", healthy() | {"rewards/accuracies": [0.5] * 10})
+    b = write_run(tmp_path / "b", healthy(**{"rewards/margins": noisy}) | {"rewards/accuracies": [0.5] * 9 + [0.625]})
+    result = compare(read_log(a), read_log(b))
+    assert result["verdict"]["verdict"] == "within noise"
+    rows = {row["metric"]: row for row in result["metrics"]}
+    assert rows["rewards/margins"]["relative"] == 1.0 and rows["rewards/accuracies"]["first"] == 10
+
+
+def test_a_run_that_logged_more_often_is_averaged(tmp_path):
+    """transformers logs the mean since the last logged step."""
+    fine = write_state(
+        tmp_path / "fine", {"loss": [float(i) for i in STEPS], "learning_rate": [float(i) for i in STEPS]}
+    )
+    coarse = write_state(tmp_path / "c", {"loss": [3.0, 8.0], "learning_rate": [5.0, 10.0]}, steps=(5, 10))
+    result = compare(read_log(fine), read_log(coarse))
+    assert result["verdict"]["verdict"] == "identical" and "averaged" in result["note"]
+
+
+# ---- whoever wrote it
+
+
+def test_our_run_a_state_file_a_checkpoint_and_wandb_are_one_form(tmp_path):
+    series = healthy()
+    ours = write_run(tmp_path / "run", series)
+    state = write_state(tmp_path / "hf", series)
+    killed = tmp_path / "killed"  # wrote checkpoints only; the newest counts, and 9 is older than 10
+    write_state(killed / "checkpoint-9", {k: v[:9] for k, v in series.items()}, steps=range(1, 10))
+    write_state(killed / "checkpoint-10", series)
+    wandb = write_wandb(tmp_path, series)
+    for other in (state, state.parent, killed, killed / "checkpoint-10", wandb, next(wandb.glob("*.wandb"))):
+        result = compare(read_log(ours), read_log(other))
+        assert result["verdict"]["verdict"] == "identical", other
+        assert result["metrics"][0]["metric"] == "train/loss"
+        assert len(result["metrics"]) == len(series) and result["common_steps"] == [1, 10, 10]
+    assert read_log(wandb).config["learning_rate"] == 1e-6
+
+
+def write_wandb(folder: Path, series: dict[str, list[float]], filler: int = 4000) -> Path:
+    """An offline run as transformers' callback logs it: real W&B, in a process of its own. The filler makes records
+    that do not fit into one block of the file."""
+    script = f"""
+import json, sys, wandb
+series = json.load(sys.stdin)
+settings = wandb.Settings(console="off", x_disable_stats=True, silent=True)
+run = wandb.init(mode="offline", dir={str(folder)!r}, config={{"learning_rate": 1e-6}}, settings=settings)
+for i in range({len(STEPS)}):
+    row = {{"train/" + name: values[i] for name, values in series.items()}}
+    run.log(row | {{"train/global_step": i + 1, "train/epoch": 0.1 * i}})
+    run.log({{"text": "x" * {filler}}})
+run.finish()
+"""
+    subprocess.run([sys.executable, "-c", script], input=json.dumps(series), text=True, check=True, cwd=folder)
+    found = next((folder / "wandb").glob("offline-run-*"))
+    assert next(found.glob("*.wandb")).stat().st_size > 32768
+    return found
+
+
+def test_a_cut_wandb_file_gives_its_whole_records(tmp_path):
+    path = next(write_wandb(tmp_path, healthy()).glob("*.wandb"))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    steps = read_log(path).steps
+    assert 3 <= len(steps) < 10 and steps[2]["train/loss"] == healthy()["loss"][1]
+
+
+# ---- suspects
+
+
+CACHE = {"key": "k", "packed": "False", "weights": "w", "made": [{"batch_size": 1, "device": "cpu"}]}
+OTHER_CACHE = CACHE | {"made": [{"batch_size": 4, "device": "cpu"}]}
+
+
+@pytest.mark.parametrize(
+    "series, config, data, environment, cause, named",
+    [
+        # nothing but the cache: the study's first cause
+        (moved("loss", 0.1), {}, {"reference": {"train": OTHER_CACHE}}, {}, "reference log-probs", "up to 4"),
+        (moved("loss", 0.1), {"precompute_ref_log_probs": True}, {}, {}, "reference log-probs", "precompute_ref"),
+        # policy log-probs differ before any update, with one configuration: separate forwards, or another model code
+        (moved("logps/chosen", 2.4), {}, {}, {}, "forward", "separate forwards"),
+        (moved("logps/chosen", 2.4), {"per_device_train_batch_size": 4}, {}, {}, "forward", "per_device"),
+        (moved("logps/chosen", 2.4), {"padding_free": True}, {}, {}, "model implementation", "padding_free"),
+        (moved("logps/chosen", 2.4), {}, {}, {"versions": {"torch": "2.12"}}, "model implementation", "torch"),
+        # the same log-probs and loss, another gradient: the study's 251.35 against 265.74
+        (moved("grad_norm", 14.39), {}, {}, {}, "model implementation", "gradient norm"),
+        # step 1 equal: the update
+        (moved("loss", 0.1, start=1), {"learning_rate": 1e-5}, {}, {}, "optimisation", "learning_rate"),
+        # what the study held fixed comes first
+        (moved("loss", 0.1), {}, {"train_tokens": "u"}, {}, "data", "train_tokens"),
+        (moved("logps/chosen", 2.4), {"padding_free": True}, {"order": ["p"]}, {}, "data", "order"),
+        (moved("loss", 0.1), {"beta": 0.1}, {}, {}, "objective", "beta 5.0 against 0.1"),
+    ],
+)
+def test_first_suspect(tmp_path, series, config, data, environment, cause, named):
+    base = {"precompute_ref_log_probs": False, "per_device_train_batch_size": 1, "padding_free": False}
+    base |= {"learning_rate": 1e-6}
+    a = write_run(tmp_path / "a", healthy(), base, {"reference": {"train": CACHE}})
+    b = write_run(tmp_path / "b", series, base | config, {"reference": {"train": CACHE}} | data, environment)
+    first = compare(read_log(a), read_log(b))["suspects"][0]
+    assert first["cause"] == cause and named in first["why"]
+
+
+def test_what_step_1_contradicts_comes_last(tmp_path):
+    """Another lr and another attention path, and equal log-probs at step 1: the path cannot be the first cause."""
+    a = write_run(tmp_path / "a", healthy(), {"padding_free": True, "learning_rate": 1e-6})
+    b = write_run(tmp_path / "b", moved("loss", 0.1, start=1), {"padding_free": False, "learning_rate": 1e-5})
+    suspects = compare(read_log(a), read_log(b))["suspects"]
+    assert [s["cause"] for s in suspects] == ["optimisation", "model implementation"]
+    assert "but step 1 is equal" in suspects[1]["why"]
+
+
+def test_fields_without_effect_are_no_suspects(tmp_path):
+    a = write_run(tmp_path / "a", healthy(), {"output_dir": "a", "logging_steps": 1})
+    b = write_run(tmp_path / "b", moved("loss", 0.1), {"output_dir": "b", "logging_steps": 5})
+    result = compare(read_log(a), read_log(b))
+    assert result["differences"]["configuration"] == "the same"
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    "mistake, said",
+    [
+        ("absent", "no such file or folder"),
+        ("no run", "not a run's folder"),
+        ("text", "is no trainer_state.json"),
+        ("wandb", "is no W&B offline file"),
+        ("other metrics", "no metric in common"),
+        ("one step", "logged step(s) in common"),
+        ("other steps", "logged step(s) in common"),
+        ("nan", "train/loss is nan at step 4; compare the steps before it with --until 3"),
+        ("nothing logged", "holds no logged step"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(tmp_path, capsys, mistake, said):
+    b = tmp_path / "b"
+    b.mkdir()
+    if mistake == "absent":
+        b = tmp_path / "nowhere"
+    elif mistake == "no run":
+        (b / "notes.txt").write_text("x")
+    elif mistake in ("text", "wandb"):
+        b = b / ("trainer_state.json" if mistake == "text" else "run-x.wandb")
+        b.write_text("[]")
+    elif mistake == "other metrics":
+        write_state(b, {"reward": [1.0] * 10})
+    elif mistake == "one step":
+        write_state(b, {"loss": [0.7]}, steps=[1])
+    elif mistake == "other steps":
+        write_state(b, {"loss": [0.7] * 3}, steps=[100, 200, 300])
+    elif mistake == "nan":
+        write_state(b, {"loss": [0.7, 0.7, 0.7, float("nan"), 0.7]}, steps=range(1, 6))
+    else:
+        write_state(b, {}, steps=[1])
+    a = write_run(tmp_path / "a", healthy())
+    assert compare_runs.main([str(a), str(b)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and said in error
+
+
+def test_nan_before_the_second_step_has_no_way_round(tmp_path):
+    a = read_log(write_state(tmp_path / "a", {"loss": [float("inf"), 0.7, 0.6]}, steps=range(1, 4)))
+    with pytest.raises(UserError, match="mend that run"):
+        compare(a, a)

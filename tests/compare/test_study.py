@@ -1,0 +1,118 @@
+"""The divergence study, replayed with real runs of a tiny model: each confirmed cause makes its kind of difference,
+and compare_runs.py names it.
+
+In bf16, as the study's runs: in fp32 the same causes move a few last bits, most of which a mean over the batch hides.
+"""
+
+import functools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import train_dpo
+from sfm_dpo import config_checks
+from sfm_dpo.compare import parity
+from sfm_dpo.compare.runs import compare
+from sfm_dpo.run.reader import read_log
+from sfm_dpo.train import reference_cache
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, tiny_folder) -> Path:
+    folder = tmp_path_factory.mktemp("study")
+    (folder / "model").symlink_to(tiny_folder("llama"))
+    rng = np.random.default_rng(0)
+    with (folder / "pairs.jsonl").open("w") as file:
+        for i in range(256):  # shards of the cache hold a 64th of the pairs, so batches of 4
+            good, bad = ("ab" * int(n) for n in rng.integers(2, 20, 2))
+            # A batch without padding needs no mask, and takes another kernel: half of the pairs have equal sides
+            bad = "c" * len(good) if i % 2 else bad + "c"
+            file.write(json.dumps({"prompt": f"q{i:03}", "chosen": good, "rejected": bad}) + "\n")
+    return folder
+
+
+@pytest.fixture
+def train(place, monkeypatch):
+    """A function: (name, cache folder, fields) -> the run, trained for three steps unless it is there."""
+
+    def run(name: str, cache: str, *fields: str) -> Path:
+        out = place / name.replace(" ", "-")
+        if not (out / "status.json").exists():
+            monkeypatch.setattr(reference_cache, "HF_CACHE_HOME", str(place / cache))
+            argv = f"--model_name_or_path {place / 'model'} --dataset_name {place / 'pairs.jsonl'} --output_dir {out}"
+            argv += " --global_batch_size 8 --per_device_train_batch_size 1 --max_length 96 --max_steps 3"
+            argv += " --logging_steps 1 --save_strategy no --learning_rate 1e-4 --precompute_ref_log_probs true"
+            argv += " --preflight skip --guard skip --dataset_num_proc 1 --use_cpu --bf16 true --dtype float32"
+            monkeypatch.setattr(
+                config_checks, "_validate_precision", lambda ns: None
+            )  # bf16 is refused on CPU for its pace
+            assert train_dpo.main([*argv.split(), *fields]) == 0
+        return out
+
+    return run
+
+
+def against_base(train, other: Path) -> tuple[dict, dict[str, dict]]:
+    result = compare(read_log(train("base", "own cache")), read_log(other))
+    return result, {row["metric"]: row for row in result["metrics"]}
+
+
+def test_the_same_run_twice_is_identical(train):
+    result, _ = against_base(train, train("again", "own cache"))
+    assert result["verdict"]["verdict"] == "identical" and not result["suspects"]
+    assert result["differences"]["data"] == "same pairs, same order"
+    assert result["differences"]["reference cache"] == "the same"
+
+
+def test_a_reference_cache_made_at_another_batch_shape(train):
+    """The study's first cause. The key is the same, as it should be: only how the shards were made tells it."""
+    train("one step to fill the cache", "cache of 4", "--per_device_train_batch_size", "4", "--max_steps", "1")
+    result, rows = against_base(train, train("other cache", "cache of 4"))
+    first = result["suspects"][0]
+    assert (
+        first["cause"] == "reference log-probs" and "up to 1 pairs" in first["why"] and "up to 4 pairs" in first["why"]
+    )
+    assert rows["logps/chosen"]["first"] != 1 and rows["logps/rejected"]["first"] != 1
+    assert rows["train/loss"]["first"] == 1  # the loss alone differs before the first update
+    assert result["verdict"]["verdict"] == "within noise"
+    assert list(result["differences"]["reference cache"]) == ["made"]
+
+
+def test_separate_forwards(train, monkeypatch):
+    """The study's second cause: a code base that does not concatenate chosen and rejected, policy and reference."""
+    original, reference_logps = train_dpo.SFMDPOTrainer._compute_loss, train_dpo.SFMDPOTrainer.compute_ref_log_probs
+    apart = functools.partial(functools.partial, parity._separate)
+    monkeypatch.setattr(
+        train_dpo.SFMDPOTrainer, "_compute_loss", lambda self, model, *rest: original(self, apart(model), *rest)
+    )
+    monkeypatch.setattr(
+        train_dpo.SFMDPOTrainer,
+        "compute_ref_log_probs",
+        lambda self, model, inputs: reference_logps(self, apart(model), inputs),
+    )
+    apart_run = train("separate", "no cache", "--precompute_ref_log_probs", "false")
+    monkeypatch.undo()
+    together = train("concatenated", "no cache", "--precompute_ref_log_probs", "false")
+    result = compare(read_log(together), read_log(apart_run))
+    rows = {row["metric"]: row for row in result["metrics"]}
+    assert rows["logps/chosen"]["first"] == 1 or rows["logps/rejected"]["first"] == 1
+    assert result["differences"]["configuration"] == "the same"
+    assert result["suspects"][0]["cause"] == "forward" and "separate forwards" in result["suspects"][0]["why"]
+
+
+@pytest.mark.parametrize("field", ["--attn_implementation=eager", "--padding_free=true"])
+def test_another_attention_path(train, field):
+    """The study's third cause."""
+    result, rows = against_base(train, train(field, "own cache", field))
+    assert rows["logps/chosen"]["first"] == 1 or rows["logps/rejected"]["first"] == 1
+    assert result["suspects"][0]["cause"] == "model implementation"
+    assert field.strip("-").split("=")[0] in result["suspects"][0]["why"]
+    assert result["verdict"]["verdict"] == "within noise"
+
+
+def test_another_order_is_not_taken_for_another_path(train):
+    result, _ = against_base(train, train("other seed", "own cache", "--data_seed", "5"))
+    assert result["verdict"]["verdict"] == "diverging"
+    assert result["suspects"][0]["cause"] == "data" and "order" in result["suspects"][0]["why"]

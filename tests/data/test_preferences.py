@@ -1,0 +1,414 @@
+"""Which pairs? Every published shape, every drop reason, nothing lost uncounted, every broken file in one line."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.config import parse_config
+from sfm_dpo.data.preferences import DROP_REASONS, load_pairs, normalize_pair
+from sfm_dpo.data.sources import load_rows
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **extra):
+    return {"role": "assistant", "content": text, **extra}
+
+
+def system(text):
+    return {"role": "system", "content": text}
+
+
+PAIR = {"prompt": "q", "chosen": [assistant("good")], "rejected": [assistant("bad")]}
+
+
+def config(dataset=None, *cli, recipe=None):
+    data = [] if dataset is None else ["--dataset_name", str(dataset)]
+    recipe = [] if recipe is None else ["--config", str(recipe)]
+    return parse_config([*recipe, "--model_name_or_path", "org/model", "--use_cpu", *data, *cli])
+
+
+def load(dataset, *cli):
+    return load_pairs(config(dataset, *cli))
+
+
+def contents(pairs):
+    return [tuple(row[side][-1]["content"] for side in ("prompt", "chosen", "rejected")) for row in pairs]
+
+
+# ---- shapes
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        # Dolci-Think: prompt text, responses as message lists
+        (("q", [assistant("a")], [assistant("b")]), ([user("q")], [assistant("a")], [assistant("b")])),
+        # prompt as messages
+        (
+            ([system("s"), user("q")], [assistant("a")], [assistant("b")]),
+            ([system("s"), user("q")], [assistant("a")], [assistant("b")]),
+        ),
+        # Dolci-Instruct: whole conversations
+        (
+            (None, [user("q"), assistant("a")], [user("q"), assistant("b")]),
+            ([user("q")], [assistant("a")], [assistant("b")]),
+        ),
+        # several turns: all that both sides share is the prompt
+        (
+            (
+                None,
+                [system("s"), user("1"), assistant("2"), user("3"), assistant("a")],
+                [system("s"), user("1"), assistant("2"), user("3"), assistant("b")],
+            ),
+            ([system("s"), user("1"), assistant("2"), user("3")], [assistant("a")], [assistant("b")]),
+        ),
+        # UltraFeedback: whole conversations and a prompt column that says the question again
+        (
+            ("q", [user("q"), assistant("a")], [user("q"), assistant("b")]),
+            ([user("q")], [assistant("a")], [assistant("b")]),
+        ),
+        (
+            ("q", [system("s"), user("q"), assistant("a")], [system("s"), user("q"), assistant("b")]),
+            ([system("s"), user("q")], [assistant("a")], [assistant("b")]),
+        ),
+        (
+            ([system("s"), user("q")], [user("q"), assistant("a")], [user("q"), assistant("b")]),
+            ([system("s"), user("q")], [assistant("a")], [assistant("b")]),
+        ),
+        # a prompt column with the system message alone must not get lost
+        (
+            ([system("s")], [user("q"), assistant("a")], [user("q"), assistant("b")]),
+            ([system("s"), user("q")], [assistant("a")], [assistant("b")]),
+        ),
+        # responses as text under a prompt of messages
+        (([user("q")], "a", "b"), ([user("q")], [assistant("a")], [assistant("b")])),
+        # plain text
+        (("q: ", "a", "b"), ("q: ", "a", "b")),
+        (("", "a", "b"), ("", "a", "b")),
+        ((None, "the sky is blue", "the sky is green"), ("the sky is", " blue", " green")),
+        ((None, "line one\nyes", "line one\nno"), ("line one\n", "yes", "no")),
+        # content as parts, content None beside a tool call, keys that are None
+        (
+            ("q", [assistant([{"type": "text", "text": "a"}, "b"])], [assistant("b", name=None)]),
+            ([user("q")], [assistant("ab")], [assistant("b")]),
+        ),
+        (
+            ("q", [assistant(None, tool_calls=[{"name": "f"}])], [assistant("b")]),
+            ([user("q")], [assistant("", tool_calls=[{"name": "f"}])], [assistant("b")]),
+        ),
+        # a response of several turns with a tool in it
+        (
+            ("q", [assistant("", tool_calls=[1]), {"role": "tool", "content": "7"}, assistant("a")], [assistant("b")]),
+            (
+                [user("q")],
+                [assistant("", tool_calls=[1]), {"role": "tool", "content": "7"}, assistant("a")],
+                [assistant("b")],
+            ),
+        ),
+    ],
+)
+def test_shapes(row, expected):
+    assert normalize_pair(*row) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (("q", 5, 6), "malformed"),
+        (("q", None, None), "malformed"),
+        (("q", [{"from": "gpt", "value": "a"}], [{"from": "gpt", "value": "b"}]), "malformed"),
+        (("q", [assistant([{"type": "image"}])], [assistant("b")]), "malformed"),
+        (("q", [assistant(3)], [assistant("b")]), "malformed"),
+        (({"text": "q"}, [assistant("a")], [assistant("b")]), "malformed"),
+        ((None, [assistant("a")], [assistant("b")]), "malformed"),  # no prompt anywhere
+        (("q", [user("a")], [assistant("b")]), "last_turn_not_assistant"),
+        ((None, [user("q"), assistant("a"), user("x")], [user("q"), assistant("b")]), "last_turn_not_assistant"),
+        ((None, [user("q"), assistant("a")], [user("p"), assistant("b")]), "prompts_differ"),
+        ((None, "same", "other"), "prompts_differ"),
+        (("q", [], [assistant("b")]), "empty_response"),
+        (("q", [assistant("  \n")], [assistant("b")]), "empty_response"),
+        (("q", [assistant("a")], [assistant(None)]), "empty_response"),
+        (("q", [assistant("a")], [assistant("", id="x")]), "empty_response"),
+        (("q", "a", " "), "empty_response"),
+        ((None, "a b", "a b c d"), None),
+        (("q", [assistant("a")], [assistant("a")]), "chosen_equals_rejected"),
+        (("q", "a", "a"), "chosen_equals_rejected"),
+    ],
+)
+def test_drop_reasons(row, reason):
+    result = normalize_pair(*row)
+    if reason is None:
+        assert isinstance(result, tuple)
+    else:
+        assert result == reason and reason in DROP_REASONS
+
+
+def test_mixed_shapes_and_extra_columns_in_one_file(write_rows):
+    rows = [
+        {"prompt": "q", "chosen": "a", "rejected": "b", "score": 1.5},
+        {"prompt": "q", "chosen": [assistant("a")], "rejected": [assistant("b", weight=2)], "id": "x"},
+        {"chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")], "dropped": "y", "source": 3},
+    ]
+    pairs = load(write_rows("mixed.jsonl", rows))
+    assert pairs.rows == 3 and not pairs.dropped
+    assert pairs.train.column_names == ["prompt", "chosen", "rejected", "template", "source"]
+    assert pairs.train[0]["prompt"] == "q"
+    assert pairs.train[1]["rejected"] == [assistant("b", weight=2)]
+    assert pairs.train[2]["prompt"] == [user("q")]
+
+
+def test_unicode_and_numbers_in_tool_calls_survive(write_rows):
+    calls = [{"function": {"name": "f", "arguments": {"x": 1, "y": [1.5, None, "ü"]}}}]
+    text = "😀\u2028\x00 ü\r\n<|im_end|>"
+    row = {"prompt": text, "chosen": [assistant(text, tool_calls=calls)], "rejected": [assistant("b")]}
+    [pair] = load(write_rows("unicode.jsonl", [row])).train
+    assert pair["prompt"] == [user(text)] and pair["chosen"] == [assistant(text, tool_calls=calls)]
+
+
+# ---- the account
+
+
+BAD = {
+    "malformed": {"prompt": "q", "chosen": [{"role": "assistant"}, {"text": "x"}], "rejected": [assistant("b")]},
+    "last_turn_not_assistant": {"prompt": "q", "chosen": [user("a")], "rejected": [assistant("b")]},
+    "prompts_differ": {"chosen": [user("q"), assistant("a")], "rejected": [user("p"), assistant("b")]},
+    "empty_response": {"prompt": "q", "chosen": [assistant("")], "rejected": [assistant("b")]},
+    "chosen_equals_rejected": {"prompt": "q", "chosen": [assistant("b")], "rejected": [assistant("b")]},
+}
+
+
+def test_plain_text_that_looks_like_json_stays_text(write_rows):
+    answers = ["42", "0.", "null", "true", '{"a": 1}', "[1, 2]", '"quoted"', "1e5"]
+    rows = [{"prompt": "7", "chosen": answer, "rejected": "no"} for answer in answers]
+    pairs = load_pairs(config(write_rows("json_like.jsonl", rows)))
+    assert pairs.train["chosen"][:] == answers
+    assert pairs.train["prompt"][:] == ["7"] * len(answers)
+
+
+def test_every_row_is_kept_or_counted(write_rows):
+    rows = [PAIR] * 5
+    for n, row in enumerate(BAD.values(), 1):
+        rows += [row] * n
+    path = write_rows("bad.jsonl", rows)
+    pairs = load(path, "--max_dropped_fraction", "0.9")
+    assert pairs.dropped == {reason: n for n, reason in enumerate(BAD, 1)}
+    assert pairs.rows == len(rows) == len(pairs.train) + pairs.dropped.total()
+    table = pairs.table()
+    assert all(DROP_REASONS[reason] in table for reason in BAD) and DROP_REASONS["prompt_too_long"] not in table
+    assert pairs.as_dict()["dropped"] == dict(pairs.dropped)
+
+
+def test_max_dropped_fraction(write_rows):
+    path = write_rows("bad.jsonl", [PAIR] * 19 + [BAD["empty_response"]])
+    assert len(load(path).train) == 19  # exactly the default of 5%
+    with pytest.raises(UserError, match=r"1 of 20 rows .*empty response.*max_dropped_fraction 0\.04"):
+        load(path, "--max_dropped_fraction", "0.04")
+    with pytest.raises(UserError, match=r"none of its 3 rows can be used \(3 x prompts of the two sides differ\)"):
+        load(write_rows("all.jsonl", [BAD["prompts_differ"]] * 3), "--max_dropped_fraction", "1")
+
+
+def numbered(n, side="q"):
+    return [{"prompt": f"{side}{i}", "chosen": [assistant("a")], "rejected": [assistant("b")]} for i in range(n)]
+
+
+def prompts(pairs):
+    return [row["prompt"][0]["content"] for row in pairs]
+
+
+def test_max_samples_and_held_out_split_are_seeded_and_disjoint(write_rows):
+    path = write_rows("many.jsonl", numbered(50))
+
+    def run(*cli):
+        pairs = load(path, *cli)
+        return prompts(pairs.train), prompts(pairs.eval) if pairs.eval is not None else None
+
+    train, held_out = run("--max_samples", "20", "--eval_fraction", "0.2")
+    assert (len(train), len(held_out)) == (16, 4)
+    assert len({*train, *held_out}) == 20
+    assert (train, held_out) == run("--max_samples", "20", "--eval_fraction", "0.2")
+    assert (train, held_out) != run("--max_samples", "20", "--eval_fraction", "0.2", "--seed", "1")
+    assert len(run("--max_samples", "999")[0]) == 50
+    with pytest.raises(UserError, match=r"eval_fraction 0\.001 of 50 pairs holds out 0"):
+        run("--eval_fraction", "0.001")
+    with pytest.raises(UserError, match=r"eval_fraction 0\.99 of 3 pairs holds out 3"):
+        run("--max_samples", "3", "--eval_fraction", "0.99")
+
+
+def test_mixture_with_fractions(write_rows, tmp_path):
+    a, b = write_rows("a.jsonl", numbered(30, "a")), write_rows("b.parquet", numbered(40, "b"))
+    recipe = tmp_path / "r.yaml"
+
+    def run(*fractions):
+        entries = [{"path": str(p), "fraction": f} for p, f in zip((a, b), fractions, strict=True)]
+        recipe.write_text(json.dumps({"datasets": entries}))
+        pairs = load_pairs(config(recipe=recipe))
+        found = prompts(pairs.train)
+        assert len(set(found)) == len(found)  # nothing twice
+        assert pairs.rows == 70 and pairs.sources == [str(a), str(b)]
+        assert set(pairs.train["source"]) <= {str(a), str(b)}
+        return sum(p[0] == "a" for p in found), sum(p[0] == "b" for p in found)
+
+    assert run(None, None) == (30, 40)
+    assert run(0.5, 0.5) == (30, 30)
+    assert run(3, 1) == (30, 10)
+    assert run(0.1, 0.9) == (4, 40)
+
+
+# ---- files
+
+
+def test_a_folder_with_several_splits_gives_the_one_that_is_asked_for(write_rows, tmp_path):
+    write_rows("copy/data/train-00000.parquet", [PAIR] * 3)
+    write_rows("copy/data/test-00000.parquet", [PAIR] * 2)
+    (tmp_path / "copy" / "README.md").write_text("# A dataset")
+    assert len(load_rows(str(tmp_path / "copy"))) == 3
+    assert len(load_rows(str(tmp_path / "copy"), split="test")) == 2
+    with pytest.raises(UserError, match="validation"):
+        load_rows(str(tmp_path / "copy"), split="validation")
+    with pytest.raises(UserError, match="data_files x is for the Hub"):
+        load_rows(str(tmp_path / "copy"), data_files="x")
+    file = write_rows("rows.jsonl", [PAIR] * 4)
+    assert len(load_rows(str(file), split="train[:50%]")) == 2
+    with pytest.raises(UserError, match="test"):
+        load_rows(str(file), split="test")
+
+
+@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.json", "pairs.parquet", "folder with ü/pairs.jsonl"])
+def test_formats(write_rows, name):
+    rows = [PAIR, {"prompt": "r", "chosen": [assistant("x")], "rejected": [assistant("y")]}]
+    path = write_rows(name, rows)
+    for dataset in (path, path.parent) if "/" in name else (path,):
+        assert contents(load(dataset).train) == [("q", "good", "bad"), ("r", "x", "y")]
+
+
+def test_a_folder_is_the_sum_of_its_files_but_not_of_hidden_ones(write_rows, tmp_path):
+    write_rows("d/a.jsonl", numbered(2, "a"))
+    write_rows("d/sub/b.jsonl", numbered(3, "b"))
+    write_rows("d/.cache/c.parquet", numbered(4, "c"))
+    (tmp_path / "d" / "README.md").write_text("notes")
+    assert sorted(prompts(load(tmp_path / "d").train)) == ["a0", "a1", "b0", "b1", "b2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "parts"),
+    [
+        ("empty.jsonl", b"", ["empty.jsonl", "empty"]),
+        ("blank.jsonl", b"\n \n", ["blank.jsonl", "empty"]),
+        ("empty.parquet", b"", ["empty.parquet", "empty"]),
+        ("none.json", b"[]", ["none.json", "no rows"]),
+        ("null.jsonl", b"null\n", ["null.jsonl", "line 1"]),
+        ("bad.jsonl", b'{"chosen": "a", "rejected": "b"}\n\n{"chosen": \n', ["bad.jsonl", "line 3", "JSON"]),
+        ("list.jsonl", b'{"chosen": "a", "rejected": "b"}\n[3]\n', ["list.jsonl", "line 2", "not a JSON object"]),
+        ("bad.json", b'[{"chosen": "a"},\n{"chosen": }]', ["bad.json", "line 2", "JSON"]),
+        ("binary.jsonl", b"\x80\x02\x00", ["binary.jsonl", "line 1"]),
+        ("latin1.jsonl", b'{"chosen": "a\xe9", "rejected": "b"}\n', ["latin1.jsonl", "UTF-8"]),
+        ("bad.parquet", b"PAR?", ["bad.parquet", "cannot be read"]),
+        ("pairs.csv", b"chosen,rejected\na,b\n", ["pairs.csv", ".jsonl", ".parquet"]),
+        ("pairs", b"{}", ["pairs", ".jsonl"]),
+        ("one.jsonl", b'{"prompt": "q", "chosen": "a"}\n', ["no column rejected", "it has prompt, chosen"]),
+        ("none.jsonl", b'{"text": "q"}\n', ["no column chosen or rejected", "it has text"]),
+    ],
+)
+def test_broken_files_are_one_line(tmp_path, name, content, parts):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        load(tmp_path / name)
+    message = str(caught.value)
+    assert "\n" not in message and all(part in message for part in parts), message
+
+
+def test_missing_empty_and_mixed_folders(write_rows, tmp_path):
+    for path in ("nowhere.jsonl", "./nowhere", "/nowhere/at/all", "~/nowhere.parquet", "a/b/c"):
+        with pytest.raises(UserError, match="no such file or folder"):
+            load(path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="one format; found none"):
+        load(tmp_path / "empty")
+    write_rows("two/a.jsonl", [PAIR])
+    write_rows("two/b.parquet", [PAIR])
+    with pytest.raises(UserError, match="found files of 2 formats"):
+        load(tmp_path / "two")
+
+
+def test_without_a_network_a_hub_id_is_one_line():
+    with pytest.raises(UserError, match=r"dataset_name org/pairs: the Hub cannot be reached .*prefetch"):
+        load("org/pairs")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs Unix permissions")
+def test_unreadable_file_and_folder():
+    """In a child that is not root, whom permissions would not stop."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "secret.jsonl").write_text(json.dumps(PAIR))
+        (folder / "secret.jsonl").chmod(0)
+        (folder / "closed").mkdir(mode=0)
+        messages = folder / "messages"
+        messages.touch()
+        messages.chmod(0o666)
+        child = os.fork()
+        if child == 0:
+            if os.getuid() == 0:
+                os.setuid(65534)
+            for path in (folder / "secret.jsonl", folder / "closed"):
+                try:
+                    load_rows(str(path))
+                except UserError as error:
+                    with messages.open("a") as file:
+                        file.write(f"{error}\n")
+                except BaseException as error:
+                    with messages.open("a") as file:
+                        file.write(f"crashed: {error!r}\n")
+            os._exit(0)
+        os.waitpid(child, 0)
+        (folder / "closed").chmod(0o755)
+        of_file, of_folder = messages.read_text().splitlines()
+    assert of_file.endswith("secret.jsonl: cannot be read; check its permissions")
+    assert of_folder.endswith("closed: cannot be read; check its permissions")
+
+
+# ---- the files of the brief, where they are
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data")
+@pytest.mark.parametrize(("name", "rows"), [("pairs_prompt.jsonl", 280), ("pairs_chat.jsonl", 277)])
+def test_real_pairs(name, rows):
+    pairs = load(SHARED / name)
+    assert pairs.rows == rows == len(pairs.train) + pairs.dropped.total()
+    assert len(pairs.train) > 0.95 * rows
+    assert all(row["prompt"][-1]["role"] == "user" for row in pairs.train)
+
+
+@pytest.mark.parametrize("size", ["100k", "1m"])  # full when the rows are copied, when they are normalised
+def test_a_full_cache_is_one_line(write_rows, tmp_path, size):
+    """On a file system that is really full: needs root, and the right to mount."""
+    path = write_rows("pairs.jsonl", [PAIR | {"prompt": f"{i} " + "q" * 1000} for i in range(600)])
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", cache], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount: {mounted.stderr.decode().strip()}")
+    try:
+        code = "import sys; from sfm_dpo.config import parse_config; from sfm_dpo.data import load_pairs\n"
+        code += "from sfm_dpo.errors import UserError\n"
+        code += "try: load_pairs(parse_config(sys.argv[1:]))\nexcept UserError as error: print('said:', error)"
+        argv = [sys.executable, "-c", code, "--model_name_or_path", "m", "--use_cpu", "--dataset_name", str(path)]
+        env = os.environ | {"HF_HOME": str(cache)}
+        done = subprocess.run(
+            argv, cwd=Path(__file__).parents[2], env=env, capture_output=True, text=True, check=False
+        )
+    finally:
+        subprocess.run(["umount", cache], check=True)
+    assert f"said: HF_HOME: no space is left in {cache}/datasets" in done.stdout, done.stderr[-2000:]

@@ -1,0 +1,375 @@
+"""Which tokens? TRL's own ids on every shape, a prompt that keeps its end, and a cache that knows what matters."""
+
+import copy
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from datasets import Dataset
+from tokenizers import AddedToken, normalizers, pre_tokenizers
+from trl import DPOTrainer
+
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.config import parse_config
+from sfm_dpo.data import tokenization
+from sfm_dpo.data.preferences import load_pairs
+from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs, tokenizer_key
+from tests.tiny_models import CHAT_TEMPLATE, EOS, tiny_tokenizer
+
+IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+
+# Begins with a system message of its own where there is none, as OLMo's and Qwen's templates do.
+DEFAULT_SYSTEM = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}" + CHAT_TEMPLATE
+)
+# The generation prompt opens a thought, which prompt+response of a conversation without thoughts does not.
+THINK = CHAT_TEMPLATE.replace("assistant\n' }}{% endif %}", "assistant\n<think>' }}{% endif %}")
+# EOS after the assistant's turns only.
+EOS_AFTER_ASSISTANT = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+NO_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHAT_TEMPLATE
+)
+
+
+def turn(role, text):
+    return {"role": role, "content": text}
+
+
+def conversation(i: int) -> dict:
+    """Prompts with and without system message, with one to three turns; responses with accents and white space."""
+    lead = [turn("system", f"Answer {i}.")] if i % 2 else []
+    for n in range(i % 3):
+        lead += [turn("user", f"question {n}"), turn("assistant", f"answer {n}")]
+    return {
+        "prompt": [*lead, turn("user", f"Wie heißt die Stadt {i}? 😀")],
+        "chosen": [turn("assistant", f" Köln{i}\n\n")],
+        "rejected": [turn("assistant", "no" * (1 + i))],
+        "source": "test",
+    }
+
+
+def text_pair(i: int) -> dict:
+    end = EOS if i % 2 else ""
+    return {"prompt": f"Q{i}: ", "chosen": f"ja {i}{end}", "rejected": "nein 😀" * (1 + i), "source": "test"}
+
+
+def pairs_of(make, n=12) -> Dataset:
+    return Dataset.from_list([make(i) for i in range(n)])
+
+
+def tokenizer_with(template: str = CHAT_TEMPLATE, bos: bool = False):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    if bos:  # as Llama's: a BOS before everything that is tokenized with special tokens
+        from tokenizers import processors
+
+        bos_id = tokenizer.convert_tokens_to_ids(EOS)
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{EOS} $A", special_tokens=[(EOS, bos_id)]
+        )
+    return tokenizer
+
+
+def trl_ids(pairs: Dataset, tokenizer, max_length=None) -> list[tuple]:
+    """What TRL's trainer would train on. Its method needs of the trainer the tokenizer alone."""
+    trainer = SimpleNamespace(_tokenizer=tokenizer)
+    args = SimpleNamespace(dataset_num_proc=None, max_length=max_length, truncation_mode="keep_start")
+    prepared = DPOTrainer._prepare_dataset(trainer, pairs.remove_columns("source"), tokenizer, args, "train")
+    return [tuple(row[name] for name in IDS) for row in prepared]
+
+
+def our_ids(pairs: Dataset, tokenizer, max_length=None, **kwargs) -> list[tuple]:
+    tokens, _ = tokenize_pairs(pairs, tokenizer, max_length, **kwargs)
+    return [tuple(row[name] for name in IDS) for row in tokens]
+
+
+# ---- TRL's ids
+
+
+@pytest.mark.parametrize("make", [conversation, text_pair])
+@pytest.mark.parametrize("bos", [False, True])
+def test_ids_are_trls(make, bos):
+    tokenizer = tokenizer_with(bos=bos)
+    ids = our_ids(pairs_of(make), tokenizer)
+    assert ids == trl_ids(pairs_of(make), tokenizer) and len(ids) == 12
+    prompt, chosen, _ = ids[3]
+    assert "".join(tokenizer.batch_decode([prompt, chosen])).count("Köln3" if make is conversation else "ja 3") == 1
+
+
+@pytest.mark.parametrize("template", [DEFAULT_SYSTEM, THINK, EOS_AFTER_ASSISTANT])
+def test_ids_are_trls_under_other_templates(template):
+    tokenizer = tokenizer_with(template)
+    assert our_ids(pairs_of(conversation), tokenizer) == trl_ids(pairs_of(conversation), tokenizer)
+
+
+def test_tools_and_template_arguments_of_a_row_reach_the_template(write_rows):
+    template = "{{ tools | tojson if tools else '' }}{% if terse %}(briefly){% endif %}" + CHAT_TEMPLATE
+    tools = [
+        {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+    ]
+    rows = [conversation(i) for i in range(4)]
+    for row in rows:
+        del row["source"]
+        row |= {"tools": json.dumps(tools), "chat_template_kwargs": {"terse": row == rows[1]}}
+    path = write_rows("pairs.jsonl", rows)
+    config = parse_config(["--model_name_or_path", "x", "--use_cpu", "--dataset_name", str(path)])
+    ids, tokenizer = our_ids(load_pairs(config).train, tokenizer_with(template)), tokenizer_with(template)
+    assert ids == trl_ids(Dataset.from_list([row | {"source": ""} for row in rows]), tokenizer)
+    prompts = tokenizer.batch_decode([prompt for prompt, _, _ in ids])
+    assert all("Adds." in prompt for prompt in prompts)
+    assert ["(briefly)" in prompt for prompt in prompts] == [False, True, False, False]
+
+    rows[2]["tools"] = "[half"
+    config.train.dataset_name = str(write_rows("half.jsonl", rows))
+    config.train.max_dropped_fraction = 0.5
+    assert load_pairs(config).dropped["malformed"] == 1
+
+
+def test_pairs_that_trl_drops_for_their_length_are_dropped_and_counted():
+    pairs, tokenizer = pairs_of(conversation), tokenizer_with()
+    expected = trl_ids(pairs, tokenizer, max_length=100)
+    tokens, counts = tokenize_pairs(pairs, tokenizer, max_length=100)
+    assert [tuple(row[name] for name in IDS) for row in tokens] == expected
+    assert 0 < len(expected) < 12 and counts["prompt_too_long"] == 12 - len(expected)
+    assert len(tokenize_pairs(pairs, tokenizer, max_length=None)[0]) == 12
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data")
+@pytest.mark.parametrize("name", ["pairs_prompt.jsonl", "pairs_chat.jsonl"])
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, DEFAULT_SYSTEM])
+def test_ids_are_trls_on_real_pairs(name, template):
+    config = parse_config(["--model_name_or_path", "x", "--use_cpu", "--dataset_name", str(SHARED / name)])
+    pairs, tokenizer = load_pairs(config).train, tokenizer_with(template)
+    assert our_ids(pairs, tokenizer, max_length=2048) == trl_ids(pairs, tokenizer, max_length=2048)
+
+
+# ---- a lead that is tokenized once
+
+
+def odd_tokenizer(kind: str):
+    """Tokenizers in which what precedes a text could matter."""
+    tokenizer = tiny_tokenizer()
+    backend = tokenizer.backend_tokenizer
+    if kind == "prepend":
+        backend.normalizer = normalizers.Prepend("_")
+    elif kind == "metaspace":
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Metaspace(prepend_scheme="first"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    elif kind == "prefix space":
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    elif kind == "lstrip":
+        backend.add_special_tokens([AddedToken("<l>", lstrip=True), AddedToken("<r>", rstrip=True)])
+    elif kind == "overlap":
+        backend.add_special_tokens([AddedToken("<a>", normalized=False), AddedToken("x<a", normalized=False)])
+        backend.add_special_tokens([AddedToken("<|im_start|>u", normalized=False, lstrip=True)])
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["plain", "prepend", "metaspace", "prefix space", "lstrip", "overlap"])
+def test_a_shared_lead_changes_no_id(kind):
+    tokenizer, draw, shared = odd_tokenizer(kind), random.Random(0), 0
+    words = ["<|im_start|>", "<|im_end|>", "<l>", "<r>", "<a>", "x<a", "u", "x", "<", ">", " ", "  ", "\n", "é", "a>"]
+
+    def text():
+        return "".join(draw.choice(words) for _ in range(draw.randrange(9)))
+
+    for _ in range(400):
+        lead, prompt = text(), text()
+        texts = (lead + prompt, lead + draw.choice([prompt, ""]) + text(), lead + draw.choice([prompt, ""]) + text())
+        pieces = tokenization._share_lead(texts, tokenization._cuts(tokenizer))
+        ids = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
+        assert [ids[0] + rest for rest in ids[1:]] == [
+            tokenizer(whole, add_special_tokens=False)["input_ids"] for whole in texts
+        ]
+        shared += bool(pieces[0])
+    assert shared > 40
+
+
+def test_only_tokens_that_match_wherever_they_stand_are_cut_at():
+    assert set(tokenization._cuts(tiny_tokenizer())) == {"<|pad|>", EOS, "<|im_start|>", "<|im_end|>"}
+    assert "<l>" not in tokenization._cuts(odd_tokenizer("lstrip"))
+    assert {"<a>", "<|im_start|>"}.isdisjoint(tokenization._cuts(odd_tokenizer("overlap")))
+    tokenizer = tiny_tokenizer()
+    tokenizer.split_special_tokens = True
+    assert not tokenization._cuts(tokenizer)
+
+
+def test_a_long_prompt_is_tokenized_once():
+    texts = ("long<|im_end|><|im_start|>a", "long<|im_end|><|im_start|>ab", "long<|im_end|><|im_start|>ac")
+    assert tokenization._share_lead(texts, ["<|im_start|>", "<|im_end|>"]) == (
+        "long<|im_end|>",
+        "<|im_start|>a",
+        "<|im_start|>ab",
+        "<|im_start|>ac",
+    )
+
+
+# ---- what happens to the prompt
+
+
+def test_lengths_are_those_of_the_ids():
+    tokens, _ = tokenize_pairs(pairs_of(conversation), tokenizer_with(), None, max_prompt_length=30)
+    for row in tokens:
+        for name in ("prompt", "chosen", "rejected"):
+            assert row[f"{name}_length"] == len(row[f"{name}_ids"])
+
+
+def test_a_long_prompt_keeps_its_end_and_its_responses():
+    pairs, tokenizer = pairs_of(conversation), tokenizer_with()
+    whole = our_ids(pairs, tokenizer)
+    tokens, counts = tokenize_pairs(pairs, tokenizer, None, max_prompt_length=60)
+    long = 0
+    for row, (prompt, chosen, rejected) in zip(tokens, whole, strict=True):
+        assert row["prompt_ids"] == prompt[-60:]
+        assert (row["chosen_ids"], row["rejected_ids"]) == (chosen, rejected)
+        long += len(prompt) > 60
+    assert 0 < long == counts["prompt_cut"]
+    assert tokenizer.decode(tokens[5]["prompt_ids"]).endswith("<|im_start|>assistant\n")
+
+
+def test_max_prompt_length_saves_pairs_from_max_length():
+    pairs, tokenizer = pairs_of(conversation), tokenizer_with()
+    assert tokenize_pairs(pairs, tokenizer, 61)[1]["prompt_too_long"] > 0
+    assert tokenize_pairs(pairs, tokenizer, 61, max_prompt_length=60)[1]["prompt_too_long"] == 0
+
+
+def test_prompts_that_are_no_prefix_are_counted():
+    pairs = pairs_of(conversation)
+    _, counts = tokenize_pairs(pairs, tokenizer_with(THINK), None)
+    assert counts["prompt_trimmed"] == 12
+    tokens, _ = tokenize_pairs(pairs, tokenizer_with(THINK), None)
+    assert set(tokens["prompt_trimmed"]) == {len("<think>")}
+    assert tokenize_pairs(pairs, tokenizer_with(), None)[1]["prompt_trimmed"] == 0
+
+
+def test_a_template_that_refuses_a_role_drops_the_row_and_counts_it():
+    tokens, counts = tokenize_pairs(pairs_of(conversation), tokenizer_with(NO_SYSTEM), None)
+    assert (len(tokens), counts["malformed"]) == (6, 6)
+
+
+def test_sides_that_the_template_makes_equal_are_dropped_and_counted():
+    trimming = CHAT_TEMPLATE.replace("message['content']", "message['content'] | trim")
+    row = {"prompt": [turn("user", "q")], "chosen": [turn("assistant", "a ")], "rejected": [turn("assistant", "a")]}
+    pairs = Dataset.from_list([row | {"source": "t"}])
+    assert tokenize_pairs(pairs, tokenizer_with(trimming), None)[1]["chosen_equals_rejected"] == 1
+    assert len(tokenize_pairs(pairs, tokenizer_with(), None)[0]) == 1
+
+
+def test_conversations_without_a_chat_template_are_an_error_and_plain_text_is_not():
+    tokenizer = tokenizer_with()
+    tokenizer.chat_template = None
+    with pytest.raises(UserError, match="no chat template"):
+        tokenize_pairs(pairs_of(conversation), tokenizer, None)
+    assert len(tokenize_pairs(pairs_of(text_pair), tokenizer, None)[0]) == 12
+
+
+# ---- the cache
+
+
+@pytest.fixture
+def stored(write_rows):
+    """Pairs as load_pairs gives them: on disk, so that a second call in another process finds the same cache."""
+    rows = [{k: v for k, v in conversation(i).items() if k != "source"} for i in range(40)]
+    path = write_rows("pairs.jsonl", rows)
+
+    def load():
+        return load_pairs(parse_config(["--model_name_or_path", "x", "--use_cpu", "--dataset_name", str(path)])).train
+
+    return load
+
+
+def cache_files(dataset: Dataset) -> set[str]:
+    return {file["filename"] for file in dataset.cache_files}
+
+
+def tokens_without_work(pairs, tokenizer, monkeypatch, **kwargs) -> Dataset:
+    """Fails if a single pair is tokenized."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("tokenized again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenization, "_encode", refuse)
+        return tokenize_pairs(pairs, tokenizer, **kwargs)[0]
+
+
+def test_the_second_start_reads_the_cache(stored, monkeypatch):
+    first, _ = tokenize_pairs(stored(), tokenizer_with(), None, max_prompt_length=50)
+    assert cache_files(first)
+    again = tokens_without_work(stored(), tokenizer_with(), monkeypatch, max_length=None, max_prompt_length=50)
+    assert again.to_dict() == first.to_dict()
+    # a tokenizer that has been used, other lengths, other worker counts: nothing of it tokenizes again
+    used = tokenizer_with()
+    used(["some text"], padding=True)
+    tokens_without_work(stored(), used, monkeypatch, max_length=100, max_prompt_length=50)
+    for workers in (1, 2):
+        tokens_without_work(
+            stored(), tokenizer_with(), monkeypatch, max_length=None, max_prompt_length=49, num_proc=workers
+        )
+
+
+def test_another_max_prompt_length_is_cut_from_the_same_tokens(stored, monkeypatch):
+    whole, _ = tokenize_pairs(stored(), tokenizer_with(), None)
+    for limit in (40, 50):
+        tokens = tokens_without_work(stored(), tokenizer_with(), monkeypatch, max_length=None, max_prompt_length=limit)
+        assert tokens["prompt_ids"][:] == [ids[-limit:] for ids in whole["prompt_ids"]]
+        assert tokens["prompt_length"][:] == [min(limit, n) for n in whole["prompt_length"]]
+        assert tokens["chosen_ids"][:] == whole["chosen_ids"][:]
+
+
+@pytest.mark.parametrize("change", ["template", "vocabulary", "pairs", "eos"])
+def test_what_changes_the_ids_changes_the_key(stored, monkeypatch, change):
+    pairs, tokenizer = stored(), tokenizer_with()
+    tokenize_pairs(pairs, tokenizer, None)
+    other = copy.deepcopy(tokenizer)
+    if change == "template":
+        other.chat_template = DEFAULT_SYSTEM
+    elif change == "vocabulary":
+        other.add_tokens(["Stadt"])
+    elif change == "eos":
+        other.eos_token = EOS
+    else:
+        pairs = pairs.select(range(39))
+    if change in ("template", "vocabulary", "eos"):
+        assert tokenizer_key(other) != tokenizer_key(tokenizer)
+    with pytest.raises(AssertionError, match="tokenized again"):
+        tokens_without_work(pairs, other, monkeypatch, max_length=None)
+
+
+def test_one_and_two_workers_give_equal_ids(stored):
+    pairs, cached = stored(), []
+    for workers in (None, 2):
+        tokens, _ = tokenize_pairs(pairs, tokenizer_with(), None, max_prompt_length=33, num_proc=workers)
+        cached.append(tokens.to_dict())
+        pairs.cleanup_cache_files()  # or the second would read the first's
+    assert cached[0] == cached[1]
+
+
+# ---- loading
+
+
+def test_load_tokenizer(tiny_folder, tmp_path):
+    def load(folder):
+        return load_tokenizer(parse_config(["--model_name_or_path", str(folder), "--dataset_name", "x", "--use_cpu"]))
+
+    assert load(tiny_folder("llama")).pad_token == "<|pad|>"
+    no_pad = tiny_tokenizer()
+    no_pad.pad_token = None
+    no_pad.save_pretrained(tmp_path / "no_pad")
+    assert load(tmp_path / "no_pad").pad_token == no_pad.eos_token
+    no_eos = tiny_tokenizer()
+    no_eos.eos_token = None
+    no_eos.save_pretrained(tmp_path / "no_eos")
+    with pytest.raises(UserError, match="no EOS token"):
+        load(tmp_path / "no_eos")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="no tokenizer can be loaded"):
+        load(tmp_path / "empty")

@@ -1,0 +1,92 @@
+"""Can these nodes train? The real check over real process groups on CPU; what a GPU would say is read from text."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from sfm_dpo.health import node_check
+from sfm_dpo.health.node_check import UNHEALTHY, check_folder, check_matmul, read_smi
+from tests.e2e.runs import ROOT, free_port
+
+
+def check(tmp_path, ranks: int = 2, env: list[dict] | None = None) -> tuple[list[int], str]:
+    """Exit codes and output of `ranks` processes, each with its own addition to the environment."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "RANK", "LOCAL_", "WORLD", "MASTER"))}
+    clean |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    clean |= {"WORLD_SIZE": str(ranks), "HF_HOME": str(tmp_path / "hf"), "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-m", "sfm_dpo.health.node_check", "--output_dir", str(tmp_path / "run")]
+    processes = []
+    for rank in range(ranks):
+        mine = {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "SLURMD_NODENAME": f"n{rank + 1}"}
+        mine = clean | mine | (env[rank] if env else {})
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        processes.append(subprocess.Popen(command, cwd=ROOT, env=mine, **pipes))
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    return [process.returncode for process in processes], "".join(outputs)
+
+
+def test_healthy_nodes_leave_nothing_behind(tmp_path):
+    codes, output = check(tmp_path)
+    assert codes == [0, 0], output
+    assert output.splitlines()[-1] == "health: 2 node(s), 2 rank(s) fine"
+    assert [p for folder in ("run", "hf") for p in (tmp_path / folder).iterdir()] == []
+
+
+def test_all_ranks_know_what_each_found_and_the_good_node_is_not_excluded(tmp_path):
+    lost = {"SLURM_GPUS_ON_NODE": "4", "DS_ACCELERATOR": "cuda", "LOCAL_WORLD_SIZE": "4", "CUDA_VISIBLE_DEVICES": ""}
+    env = [{}, {"HF_HOME": "/proc/hf"}, {"HF_HOME": str(tmp_path / "local")}, lost]
+    codes, output = check(tmp_path, 4, env)
+    assert codes == [UNHEALTHY] * 4, output
+    assert "unhealthy n2: HF_HOME /proc/hf cannot be written: " in output
+    assert f"unhealthy n3: HF_HOME {tmp_path}/local is not the first node's: all nodes must share the folder" in output
+    assert "unhealthy n4: 0 GPU(s) for 4 processes" in output  # it is not taken for a node without GPUs
+    assert "submit again with --exclude=n2,n3,n4, or SKIP_HEALTHCHECK=1 to train anyway" in output
+    assert "n1" not in output and "Traceback" not in output
+
+
+def test_a_rank_that_never_comes(tmp_path):
+    wait = "import sfm_dpo.health.node_check as h, sys; h.MEET_SECONDS = 3; sys.exit(h.main(sys.argv[1:]))"
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "RANK": "0"}
+    command = [sys.executable, "-c", wait, "--output_dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == UNHEALTHY, done.stderr
+    assert re.search(r"unhealthy \S+: rank 0 could not talk to the others: ", done.stdout)
+
+
+def test_alone_without_a_launcher(tmp_path, monkeypatch, capsys):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    assert node_check.main(["--output_dir", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out == "health: 1 node(s), 1 rank(s) fine\n"
+
+
+def test_what_nvidia_smi_says():
+    assert read_smi("0, 4, 0\n1, 521, [N/A]\n") == []
+    assert read_smi("0, 81234, 0\n1, 4, 2\n2, [N/A], [Not Supported]\n") == [
+        "GPU 0 has 81,234 MiB in use before the run",
+        "GPU 1 has 2 uncorrected ECC errors",
+    ]
+
+
+def test_full_and_impossible_folders(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    assert check_folder("output_dir", tmp_path / "new" / "deep") == []
+    assert check_folder("output_dir", tmp_path / "file" / "x") == [
+        f"output_dir {tmp_path}/file/x cannot be written: Not a directory"
+    ]
+    monkeypatch.setattr(node_check, "MIN_FREE_GIB", 1e9)
+    assert re.fullmatch(r"TMPDIR \S+ has [\d.]+ GiB free, 1e\+09 are needed", check_folder("TMPDIR", tmp_path)[0])
+
+
+@pytest.mark.parametrize("expected", [0, 1], ids=["right", "wrong"])
+def test_matmul(monkeypatch, expected):
+    if expected:  # a device that returns garbage
+        monkeypatch.setattr(node_check.torch, "randn", lambda *shape, **kwargs: node_check.torch.full(shape, 1e30))
+    found = check_matmul()
+    assert len(found) == expected
+    assert not expected or found == ["CPU: 262,144 wrong values in a matmul"]

@@ -1,0 +1,353 @@
+"""The preflight: figures against sums written out here, verdicts on recorded log-probs, traps planted one by one."""
+
+import importlib.util
+import json
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.test_trainer import by_hand
+from torch import nn
+
+import train_dpo
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.statistics import mean_interval, wilson
+from sfm_dpo.config import parse_config
+from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
+from sfm_dpo.health import preflight as phase
+from sfm_dpo.health.preflight import check_vocabulary, data_traps, model_traps, response_lengths, run_preflight
+from sfm_dpo.health.preflight_rules import RULES, judge, pair_figures, rule_values
+from sfm_dpo.train.trainer import SFMDPOTrainer
+from tests.tiny_models import tiny_config, tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+CLEAN = {"no_eos": 0.0, "cut": 0.0, "prompt_trimmed": 0.0, "dropout": 0.0, "rope_layers": 0.0}
+# A failed project's pairs; of the lengths only the means per token are known (5.2 and 0.8 nats)
+RECORDED = np.array([[-1034, -38], [-1045, -18], [-623, -23]], dtype=float)
+RECORDED_LENGTHS = np.abs(RECORDED) / [5.2, 0.8]
+
+
+def verdict_of(logps, lengths, loss_type="sigmoid_norm", beta=5.0, traps=CLEAN):
+    figures = pair_figures(np.asarray(logps, float), np.asarray(lengths, float), ["s"] * len(logps), loss_type, beta)
+    verdict, findings = judge(rule_values(figures, traps), loss_type)
+    return verdict, {finding["rule"]: finding["level"] for finding in findings}
+
+
+def typical(n=256, chosen=-0.9, rejected=-1.0, lengths=(900, 700), seed=0):
+    """Pairs like those of published DPO sets: both sides a model's own kind of text, lengths spread by a factor."""
+    rng = np.random.default_rng(seed)
+    tokens = np.maximum(8, np.array(lengths) * np.exp(rng.normal(0, 0.7, (n, 2)))).round()
+    return (np.array([chosen, rejected]) + rng.normal(0, 0.3, (n, 2))) * tokens, tokens
+
+
+@pytest.mark.parametrize(("loss_type", "beta"), [("sigmoid", 0.3), ("sigmoid", 0.1), ("sigmoid_norm", 5.0)])
+def test_recorded_log_probs_are_no_go(loss_type, beta):
+    verdict, rules = verdict_of(RECORDED, RECORDED_LENGTHS, loss_type, beta)
+    assert verdict == "no-go"
+    assert rules["token_gap"] == rules["chosen_logp"] == "no-go"
+    assert ("sum_gap" in rules) == (loss_type == "sigmoid")
+
+
+def test_typical_pairs_are_go_on_means_and_a_caution_on_sums():
+    assert verdict_of(*typical()) == ("go", {})
+    verdict, rules = verdict_of(*typical(), "sigmoid", 0.1)
+    assert (verdict, rules) == ("caution", {"weight_after_move": "caution"})
+    # Short answers are what sums were made for
+    assert verdict_of(*typical(lengths=(80, 70)), "sigmoid", 0.1) == ("go", {})
+
+
+def test_long_chosen_answers_alone_are_no_capability_gap():
+    """Sums 600 nats apart, because chosen has 600 tokens more: the token gap is nil, so no no-go."""
+    verdict, rules = verdict_of(*typical(chosen=-1.0, rejected=-1.0, lengths=(1500, 800)), "sigmoid", 0.05)
+    assert verdict == "caution"
+    assert rules["sum_gap"] == "caution"
+    assert verdict_of(*typical(chosen=-1.0, rejected=-1.0, lengths=(1500, 800)))[0] == "go"
+
+
+@pytest.mark.parametrize(
+    ("quantity", "kwargs", "level"),
+    [
+        ("token_gap", {"chosen": -2.6, "rejected": -1.2}, "caution"),
+        ("token_gap", {"chosen": -4.2, "rejected": -0.9}, "no-go"),
+        ("chosen_logp", {"chosen": -3.4, "rejected": -3.4}, "caution"),
+        ("chosen_logp", {"chosen": -5.0, "rejected": -5.2}, "no-go"),
+    ],
+)
+def test_each_side_of_each_threshold(quantity, kwargs, level):
+    _, rules = verdict_of(*typical(**kwargs))
+    assert rules[quantity] == level
+
+
+def test_a_small_sample_does_not_refuse_what_it_cannot_know():
+    logps, lengths = typical(n=256, chosen=-3.2, rejected=-0.9)
+    few = logps[:3].copy()
+    few[0, 0] = -0.5 * lengths[0, 0]  # three pairs, one of them fine: the interval reaches far
+    assert verdict_of(few, lengths[:3])[1].get("token_gap") != "no-go"
+
+
+def test_hopeless_pairs_of_one_source_are_found_there():
+    logps, lengths = typical(n=200)
+    logps[:60, 0] = -6 * lengths[:60, 0]
+    figures = pair_figures(logps, lengths, ["bad"] * 60 + ["good"] * 140, "sigmoid_norm", 5.0)
+    _, findings = judge(rule_values(figures, CLEAN), "sigmoid_norm")
+    assert "hopeless_pairs" in {finding["rule"] for finding in findings}
+    worst, best = figures["by_source"]
+    assert (worst["source"], worst["pairs"], worst["hopeless"]) == ("bad", 60, 1.0)
+    assert best["hopeless"] == 0.0
+    assert worst["gap_token"] == pytest.approx((logps / lengths)[:60, 0].mean() - (logps / lengths)[:60, 1].mean())
+
+
+def test_figures_are_what_their_names_say():
+    logps, lengths = np.array([[-10.0, -30.0], [-40.0, -20.0]]), np.array([[10.0, 10.0], [20.0, 40.0]])
+    figures = pair_figures(logps, lengths, ["a", "a"], "sigmoid", 0.1)
+    assert figures["logp_token"]["chosen"][0] == -1.5
+    assert figures["logp_token"]["gap"][0] == pytest.approx((2.0 - 1.5) / 2)
+    assert figures["logp_sum"]["gap"][0] == 0.0
+    assert figures["perplexity"]["chosen"] == pytest.approx(math.exp(1.5))
+    assert figures["preferred"][0] == 0.5
+    # A move of 0.1 nats per token: margins 0.1 x 0.1 x 20 and 0.1 x 0.1 x 60
+    weights = sorted(1 / (1 + math.exp(margin)) for margin in (0.2, 0.6))
+    assert figures["weight_after_move"][1] == pytest.approx(sum(weights) / 2)
+    # On means each token of each side counts once: 5 x 0.2, whatever the lengths
+    norm = pair_figures(logps, lengths, ["a", "a"], "sigmoid_norm", 5.0)
+    assert norm["weight_after_move"] == pytest.approx([1 / (1 + math.e)] * 3)
+    assert norm["weight_by_base"][0] < 0.5 < norm["weight_by_base"][2]
+
+
+def test_intervals_cover_the_truth_about_95_times_in_100():
+    rng = random.Random(0)
+    means = shares = 0
+    for _ in range(1000):
+        _, low, high = mean_interval([rng.gauss(3, 2) for _ in range(64)])
+        means += low <= 3 <= high
+        low, high = wilson(sum(rng.random() < 0.9 for _ in range(64)) / 64, 64)
+        shares += low <= 0.9 <= high
+    assert 925 <= means <= 970
+    assert 925 <= shares <= 980
+
+
+def test_not_a_number_breaks_every_rule():
+    assert verdict_of(np.full((4, 2), np.nan), np.ones((4, 2)))[0] == "no-go"
+
+
+def test_the_table_in_the_docs_is_the_table_in_the_code():
+    def cell(limit):
+        return "" if limit is None else f"{limit:g}"
+
+    lines = [
+        f"| `{r.quantity}` | {r.what} | {r.worse} | {cell(r.caution)} | {cell(r.no_go)} | {r.losses} | {r.source} | "
+        f"{r.remedy} |"
+        for r in RULES
+    ]
+    table = "|---|\n" + "\n".join(lines) + "\n\n"  # all of it: from the header's rule to the empty line
+    assert table in (ROOT / "docs" / "health.md").read_text()
+
+
+# ---- traps
+
+
+def columns_of(rows):
+    names = ["prompt_length", "chosen_length", "rejected_length", "prompt_trimmed"]
+    return {name: np.array([row[name] for row in rows]) for name in names}
+
+
+def tokens_of(texts, tokenizer=None, max_length=64):
+    from datasets import Dataset
+
+    tokenizer = tokenizer or tiny_tokenizer()
+    pairs = Dataset.from_list([{"prompt": p, "chosen": c, "rejected": r, "source": "s"} for p, c, r in texts])
+    return tokenize_pairs(pairs, tokenizer, max_length)[0]
+
+
+def test_missing_eos_and_cut_responses_are_counted():
+    rows = list(tokens_of([("q", "yes" * 3, "no"), ("q", "x" * 80, "no")]))
+    eos = {tiny_tokenizer().eos_token_id}
+    assert data_traps(rows, columns_of(rows), eos, 64) == {"no_eos": 0.0, "cut": 0.25, "prompt_trimmed": 0.0}
+    assert response_lengths(columns_of(rows), 64)[1].tolist() == [63, 3]
+    for row in rows:
+        row["chosen_ids"] = [i for i in row["chosen_ids"] if i not in eos]
+    assert data_traps(rows, columns_of(rows), eos, 64)["no_eos"] == pytest.approx(1 / 3)  # the cut one is not asked
+    assert judge({"no_eos": 1 / 3, "cut": 0.3}, "sigmoid_norm")[0] == "caution"
+
+
+def test_a_tokenizer_of_another_model_is_one_line():
+    tokens = tokens_of([("q", "yes", "no")])
+    check_vocabulary(tokens, tiny_tokenizer(), 260)
+    with pytest.raises(UserError, match=r"gives id 259 .*<\|im_end\|>.* the model has 256 embeddings"):
+        check_vocabulary(tokens, tiny_tokenizer(), 256)
+
+
+def test_dropout_and_rope_scaling_are_seen():
+    model = tiny_model("olmo3")
+    assert model_traps(model) == {"dropout": 0.0, "rope_layers": 0.0}
+    model.model.layers[0].add_module("planted", nn.Dropout(0.1))
+    model.config.rope_parameters["sliding_attention"] = model.config.rope_parameters["full_attention"]
+    assert model_traps(model) == {"dropout": 1.0, "rope_layers": 1.0}
+    # Flat parameters: transformers reads neither yarn nor its factor for any layer
+    flat = tiny_config("olmo3", rope_parameters={"rope_type": "yarn", "factor": 8.0}, max_position_embeddings=65536)
+    assert phase.wrong_rope_layers(flat) == 1
+    assert phase.wrong_rope_layers(tiny_config("olmo3", max_position_embeddings=65536)) == 0
+    assert phase.wrong_rope_layers(tiny_config("llama", max_position_embeddings=65536)) == 0
+    assert judge({"rope_layers": 1.0}, "sigmoid_norm")[0] == "no-go"
+
+
+# ---- with a model
+
+
+TEXTS = [(f"question {i}" * (1 + i % 3) + ":", " yes" * (1 + i * 3 % 7), " nope" * (1 + i)) for i in range(8)]
+
+
+def make_trainer(folder, out, *cli: str):
+    argv = f"--model_name_or_path {folder} --dataset_name x --output_dir {out} --use_cpu --bf16 false --max_length 128"
+    config = parse_config([*argv.split(), *"--global_batch_size 4 --per_device_train_batch_size 4".split(), *cli])
+    tokenizer = load_tokenizer(config)
+    tokens = tokens_of(TEXTS, tokenizer, 128)
+    trainer = SFMDPOTrainer(model=str(folder), args=config.train, train_dataset=tokens, processing_class=tokenizer)
+    return trainer, config
+
+
+@pytest.mark.parametrize("cli", [(), ("--precompute_ref_log_probs", "true", "--padding_free", "true")])
+def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, cli):
+    folder = tiny_folder("olmo3")
+    trainer, config = make_trainer(folder, tmp_path / "run", *cli)
+    result = run_preflight(trainer, config)
+    logps = by_hand(folder, trainer.model.state_dict(), list(trainer.train_dataset))
+    chosen, rejected = logps["reference_chosen_sum"], logps["reference_rejected_sum"]
+    assert result["figures"]["logp_sum"]["chosen"][0] == pytest.approx(chosen.mean().item(), abs=1e-2)
+    assert result["figures"]["logp_sum"]["gap"][0] == pytest.approx((chosen - rejected).mean().item(), abs=1e-2)
+    assert result["verdict"] == "no-go"  # random weights
+    assert result["pairs"].startswith("all 8" if cli else "8 of 8")
+    assert result["boundary"]["prompt_end"] == "question 0:"
+    assert result["boundary"]["response_end"].endswith("<|im_end|>")
+    if cli:
+        assert result["values"]["packed_difference"] < 0.1
+    json.dumps(result, allow_nan=False)
+
+
+def test_leaking_boundaries_are_told_from_rounding(tiny_folder, tmp_path, monkeypatch):
+    import sfm_dpo.model.loading.packing
+
+    trainer, _ = make_trainer(tiny_folder("llama"), tmp_path / "run", "--padding_free", "true")
+    assert phase.packed_difference(trainer, np.array([3, 5])) < 0.1
+    real = sfm_dpo.model.loading.packing.boundary_mask
+
+    def leaking(cu_seqlens, max_length):
+        return real(cu_seqlens[[0, -1]], int(cu_seqlens[-1]))  # one sequence out of all
+
+    monkeypatch.setattr(sfm_dpo.model.loading.packing, "boundary_mask", leaking)
+    assert phase.packed_difference(trainer, np.array([3, 5])) > 10
+    assert judge({"packed_difference": 10.0}, "sigmoid_norm")[0] == "no-go"
+
+
+def test_a_model_left_in_the_state_it_came_in(tiny_folder, tmp_path):
+    trainer, config = make_trainer(tiny_folder("llama"), tmp_path / "run", "--padding_free", "true")
+    before = {name: p.clone() for name, p in trainer.model.state_dict().items()}
+    training = trainer.model.training
+    run_preflight(trainer, config)
+    assert trainer.model.training == training
+    assert all(torch.equal(p, before[name]) for name, p in trainer.model.state_dict().items())
+    assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def command(folder, data, out, *more: str) -> list[str]:
+    argv = (
+        f"--model_name_or_path {folder} --dataset_name {data} --output_dir {out} --use_cpu --bf16 false --max_steps 2"
+    )
+    return [*argv.split(), *"--global_batch_size 4 --per_device_train_batch_size 4 --max_length 96".split(), *more]
+
+
+@pytest.fixture
+def data(write_rows):
+    return write_rows("p.jsonl", [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in TEXTS])
+
+
+def test_a_no_go_ends_the_run_before_its_first_step(tiny_folder, data, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert train_dpo.main(command(tiny_folder("llama"), data, out)) == 3
+    status = json.loads((out / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("refused", 3)
+    result = json.loads((out / "preflight.json").read_text())
+    assert result["verdict"] == "no-go"
+    captured = capsys.readouterr()
+    assert "preflight: no-go" in captured.out
+    assert "perplexity" in captured.out
+    assert captured.err.splitlines()[-1].startswith("error: preflight: no-go: no-go: chosen_logp")
+    assert not (out / "model.safetensors").exists()
+    assert "no-go" in (out / "report.html").read_text()
+
+    assert train_dpo.main(command(tiny_folder("llama"), data, out, "--preflight", "warn")) == 0
+    assert json.loads((out / "status.json").read_text())["state"] == "done"
+
+
+def test_skip_computes_nothing(tiny_folder, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(phase, "run_preflight", lambda *a: pytest.fail("the preflight ran"))
+    assert train_dpo.main(command(tiny_folder("llama"), data, tmp_path / "run", "--preflight", "skip")) == 0
+    assert not (tmp_path / "run" / "preflight.json").exists()
+
+
+def load_script():
+    spec = importlib.util.spec_from_file_location("preflight_script", ROOT / "scripts" / "preflight.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+def test_as_a_command_of_its_own(tiny_folder, data, tmp_path, capsys):
+    script = load_script()
+    out = tmp_path / "f.json"
+    argv = command(tiny_folder("llama"), data, tmp_path / "run", "--preflight_samples", "5")
+    assert script.main([*argv, "--json", str(out)]) == 3
+    assert not (tmp_path / "run").exists()
+    assert "5 of 8, drawn with seed 42" in capsys.readouterr().out
+    assert json.loads(out.read_text())["figures"]["pairs"] == 5
+    assert script.main([*argv, "--loss_typo", "x"]) == 2
+
+
+# ---- a real model: `make demo` or scripts/demo.py makes the folder
+
+DEMO_MODEL = ROOT / "outputs" / "demo-model"
+QUESTIONS = [
+    "What is the capital of France?",
+    "How many days does a week have?",
+    "What color is the sky on a clear day?",
+    "What do bees make?",
+    "Name an animal that can fly.",
+    "What is water made of?",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DEMO_MODEL.is_dir(), reason="needs outputs/demo-model, which `make demo` prepares")
+def test_a_real_models_own_answers_are_go_and_impossible_ones_no_go(write_rows, tmp_path):
+    """Own answers against shuffled ones; then the shuffled words, or another script, as chosen against the own."""
+    from sfm_dpo.health.generation import generate_answers
+
+    prompts = [[{"role": "user", "content": question}] for question in QUESTIONS]
+    own = [answer.text for answer in generate_answers(str(DEMO_MODEL), prompts, max_new_tokens=24)]
+    rng = random.Random(0)
+    shuffled = [" ".join(rng.sample(text.split(), len(text.split()))) for text in own]
+    letters = [*map(chr, range(0x10D0, 0x10F1))]
+    georgian = ["".join(rng.choice(letters) if c.isalpha() else c for c in text)[:40] for text in own]
+    verdicts = {}
+
+    def message(text):
+        return [{"role": "assistant", "content": text}]
+
+    sides = {"own over shuffled": (own, shuffled), "shuffled over own": (shuffled, own), "script": (georgian, own)}
+    for name, (chosen, rejected) in sides.items():
+        rows = [
+            {"prompt": q, "chosen": message(c), "rejected": message(r)}
+            for q, c, r in zip(QUESTIONS, chosen, rejected, strict=True)
+            if c != r
+        ]
+        data, out = write_rows(f"{name}.jsonl", rows), tmp_path / f"{name}.json"
+        argv = ["--model_name_or_path", str(DEMO_MODEL), "--dataset_name", str(data), "--use_cpu", "--bf16", "false"]
+        code = load_script().main([*argv, "--max_length", "192", "--json", str(out)])
+        verdicts[name] = json.loads(out.read_text())["verdict"]
+        assert code == (3 if verdicts[name] == "no-go" else 0)
+    # Of the three byte tokens of a foreign letter two are predictable: a mean per token is milder than the text is
+    assert verdicts.pop("script") in ("caution", "no-go")
+    assert verdicts == {"own over shuffled": "go", "shuffled over own": "no-go"}

@@ -1,0 +1,280 @@
+"""torch_compile: one graph for all batch shapes, the same figures, the same names in a checkpoint, with every flag."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.trainer_utils import set_seed
+from trl.trainer.utils import add_fused_lm_head
+
+import train_dpo
+from sfm_dpo.config import parse_config
+from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
+from sfm_dpo.model.packing import compile_layers, enable_padding_free
+from sfm_dpo.run.folder import write_status
+from sfm_dpo.train.trainer import SFMDPOTrainer
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+KINDS_OF_LAYER = {"gpt_neox": 1, "llama": 1, "olmo3": 2}
+ALL_FLAGS = "--padding_free true --precompute_ref_log_probs true --train_sampling_strategy batch_rebalance"
+
+GRAPHS = []
+
+
+@torch._dynamo.register_backend
+def counting(graph, example_inputs):
+    """The name of a backend, for `torch_compile_backend`: runs the graph as it is, and remembers it."""
+    GRAPHS.append(graph)
+    return graph.forward
+
+
+@pytest.fixture
+def graphs():
+    """Each graph that a backend is asked to compile."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    GRAPHS.clear()
+    yield GRAPHS
+    torch._dynamo.reset()
+
+
+def make_batch(seed: int, device: str = "cpu", longest: int = 60) -> dict[str, torch.Tensor]:
+    """TRL's batch: between 2 and 6 sequences of 4 to `longest` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = 2 * int(torch.randint(1, 4, (1,), generator=generator))
+    lengths = torch.randint(4, longest, (rows, 1), generator=generator)
+    position = torch.arange(int(lengths.max()))[None]
+    ids = torch.randint(0, 250, (rows, position.shape[1]), generator=generator)
+    batch = {
+        "input_ids": ids.where(position < lengths, 256),
+        "attention_mask": (position < lengths).long(),
+        "labels": ids.where((position < lengths) & (position > 1), -100),
+    }
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def make_model(architecture: str, *, packed=True, checkpointing=False, backend=None, device="cpu", **kwargs):
+    model = tiny_model(architecture, **kwargs).to(device).train()
+    add_fused_lm_head(model)
+    if packed:
+        enable_padding_free(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    if backend:
+        compile_layers(model, backend, None)
+    return model
+
+
+def loss_and_gradients(model, batch) -> tuple[float, torch.Tensor]:
+    model.zero_grad()
+    loss = (model(**batch, fused_lm_head=True).log_probs ** 2).mean()
+    loss.backward()
+    return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def assert_equal(expected, got, tolerance=1e-5):
+    assert got[0] == pytest.approx(expected[0], rel=tolerance)
+    assert (got[1] - expected[1]).norm() <= tolerance * expected[1].norm()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("architecture", KINDS_OF_LAYER)
+def test_one_graph_per_kind_of_layer_whatever_the_batch(architecture, packed, checkpointing, graphs):
+    """10 batches, and a reference forward (no gradients) with each."""
+    plain = make_model(architecture, packed=packed, checkpointing=checkpointing)
+    compiled = make_model(architecture, packed=packed, checkpointing=checkpointing, backend="counting")
+    shapes = set()
+    for seed in range(10):
+        batch = make_batch(seed)
+        shapes.add(batch["input_ids"].shape)
+        assert_equal(loss_and_gradients(plain, batch), loss_and_gradients(compiled, batch))
+        with torch.no_grad():
+            compiled(**batch, fused_lm_head=True)
+    assert len(shapes) > 7
+    kinds = KINDS_OF_LAYER[architecture] if packed else 1
+    # With and without gradients, and under checkpointing transformers makes the embeddings' output require gradients,
+    # which tells the first layer from the others. 3 layers x 10 batches ran.
+    assert kinds <= len(graphs) <= (3 if checkpointing else 2) * kinds
+    assert torch._dynamo.utils.counters["graph_break"] == {}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_inductor_gives_the_same_figures(checkpointing):
+    torch._dynamo.reset()
+    plain = make_model("olmo3", checkpointing=checkpointing)
+    compiled = make_model("olmo3", checkpointing=checkpointing, backend="inductor")
+    for seed in range(3):
+        batch = make_batch(seed)
+        assert_equal(loss_and_gradients(plain, batch), loss_and_gradients(compiled, batch))
+
+
+def test_generate_compiles_nothing(graphs):
+    compiled, plain = make_model("olmo3", backend="counting").eval(), make_model("olmo3").eval()
+    prompt = torch.arange(12)[None]
+    expected = plain.generate(prompt, max_new_tokens=6, do_sample=False)
+    assert torch.equal(compiled.generate(prompt, max_new_tokens=6, do_sample=False), expected)
+    assert graphs == []
+    loss_and_gradients(compiled, make_batch(0))
+    assert len(graphs) == 2
+
+
+# ---- through the trainer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("compile")
+    tiny_model("olmo3").save_pretrained(path / "model")
+    tiny_tokenizer().save_pretrained(path / "model")
+    rng = np.random.default_rng(0)
+    with (path / "pairs.jsonl").open("w") as file:
+        for i in range(24):
+            good, bad = ("xyz" * int(n) for n in np.exp(rng.normal(1.5, 1.0, 2)).clip(1, 18))
+            file.write(json.dumps({"prompt": f"q{i}", "chosen": good, "rejected": bad + "-"}) + "\n")
+    return path
+
+
+def arguments(folder: Path, out: Path, extra: str) -> list[str]:
+    argv = f"--model_name_or_path {folder / 'model'} --dataset_name {folder / 'pairs.jsonl'} --output_dir {out}"
+    argv += " --global_batch_size 4 --per_device_train_batch_size 2 --max_length 64 --learning_rate 1e-3"
+    argv += f" --logging_steps 1 --save_strategy no --report_to none --preflight skip --max_steps 3 {extra}"
+    return argv.split()
+
+
+def make_trainer(folder: Path, out: Path, extra: str) -> SFMDPOTrainer:
+    config = parse_config(arguments(folder, out, extra))
+    set_seed(0)
+    tokenizer = load_tokenizer(config)
+    train_set = load_token_pairs(config, tokenizer)[0].train
+    config.train.model_init_kwargs = {"dtype": "float32"} | (config.train.model_init_kwargs or {})
+    return SFMDPOTrainer(
+        model=config.model.model_name_or_path, args=config.train, train_dataset=train_set, processing_class=tokenizer
+    )
+
+
+@pytest.mark.parametrize(
+    "flags", [ALL_FLAGS, ALL_FLAGS + " --gradient_checkpointing false", "", "--padding_free true"]
+)
+def test_training_with_and_without(folder, tmp_path, monkeypatch, graphs, flags):
+    monkeypatch.setattr("sfm_dpo.train.reference_cache.HF_CACHE_HOME", str(tmp_path))
+    trainers = {}
+    for compiled in ("", "--torch_compile true --torch_compile_backend counting"):
+        trainer = make_trainer(folder, tmp_path / f"run{len(trainers)}", f"{flags} {compiled}")
+        assert trainer.args.torch_compile is bool(compiled)
+        trainer.train()
+        trainers[bool(compiled)] = trainer
+        assert bool(graphs) is bool(compiled)
+    # Training and reference forward, sliding and full layers. Neither number of batches nor of layers
+    assert len(graphs) <= 4
+    for expected, got in zip(trainers[False].state.log_history, trainers[True].state.log_history, strict=True):
+        for name in ("loss", "grad_norm", "rewards/margins"):
+            if name in expected:
+                assert got[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5)
+    assert len(trainers[True].state.log_history) == 4
+    models = trainers[False].model, trainers[True].model
+    assert list(models[0].state_dict()) == list(models[1].state_dict())
+    for name, tensor in models[0].state_dict().items():
+        torch.testing.assert_close(models[1].state_dict()[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_checkpoints_have_plain_names_and_resume(folder, tmp_path, graphs):
+    """A compiled run's checkpoint against an uncompiled run's, and the run continued from it against the whole one."""
+    saving = "--padding_free true --save_strategy steps --save_steps 2"
+    compiled = f"{saving} --torch_compile true --torch_compile_backend counting"
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    for out, flags in ((whole, saving), (run, compiled)):
+        assert train_dpo.main(arguments(folder, out, flags)) == 0
+    assert len(graphs) > 0
+
+    def tensors(path: Path) -> dict[str, torch.Tensor]:
+        return load_file(path / "model.safetensors")
+
+    expected, got = tensors(whole / "checkpoint-2"), tensors(run / "checkpoint-2")
+    assert expected.keys() == got.keys()
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=1e-3, atol=1e-4)
+
+    finished = tensors(run)
+    (run / "model.safetensors").unlink()
+    shutil.rmtree(run / "checkpoint-3", ignore_errors=True)
+    write_status(run, "stopped", 75, step=2)
+    assert train_dpo.main(arguments(folder, run, compiled)) == 0
+    resumed = tensors(run)
+    for name in finished:
+        assert torch.equal(resumed[name], finished[name])
+
+
+@pytest.mark.timeout(400)
+def test_zero2_two_processes(folder, tmp_path):
+    """All flags under DeepSpeed ZeRO-2, compiled: the losses of one uncompiled process."""
+    alone = make_trainer(folder, tmp_path / "alone", ALL_FLAGS)
+    alone.train()
+    launch = "-m accelerate.commands.launch --config_file configs/accelerate/cpu.yaml --main_process_port 0"
+    compiled = f"{ALL_FLAGS} --torch_compile true --torch_compile_backend aot_eager"
+    command = [sys.executable, *launch.split(), "train_dpo.py", *arguments(folder, tmp_path / "zero2", compiled)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(tmp_path / "hf")}
+    root = Path(train_dpo.__file__).parent
+    run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=390)
+    assert run.returncode == 0, run.stderr[-3000:]
+    history = json.loads((tmp_path / "zero2" / "trainer_state.json").read_text())["log_history"]
+    losses = [[entry["loss"] for entry in log if "loss" in entry] for log in (alone.state.log_history, history)]
+    assert len(losses[1]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("use_liger_kernel", [False, True])
+def test_kernel_flags_reach_trl(folder, tmp_path, monkeypatch, use_liger_kernel):
+    """TRL applies them: Liger's when training starts, the Hub's when it loads the model. Both need a GPU to run."""
+    loaded = {}
+
+    def load(path, **kwargs):
+        loaded.update(kwargs)
+        kwargs.pop("use_kernels", None)
+        return create(path, **kwargs)
+
+    create = trl_module().create_model_from_path
+    monkeypatch.setattr(trl_module(), "create_model_from_path", load)
+    extra = "--padding_free true --precompute_ref_log_probs true "
+    monkeypatch.setattr("sfm_dpo.train.reference_cache.HF_CACHE_HOME", str(tmp_path))
+    if use_liger_kernel:
+        trainer = make_trainer(folder, tmp_path, extra + "--use_liger_kernel true")
+        assert trainer.args.use_liger_kernel
+        # TRL keeps Liger's fused loss away from the forward that carries the fused LM head
+        assert trainer.args.liger_kernel_config == {"fused_linear_cross_entropy": False}
+    else:
+        make_trainer(folder, tmp_path, extra + '--model_init_kwargs {"use_kernels":true}')
+        assert loaded["use_kernels"] is True
+
+
+def trl_module():
+    return sys.modules["trl.trainer.dpo_trainer"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("architecture", KINDS_OF_LAYER)
+def test_on_cuda_in_bfloat16(architecture, checkpointing):
+    """varlen_attn inside the compiled layer; log-probs within bf16's rounding, recompilations bounded."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    size = {"hidden_size": 256, "initializer_range": 0.02, "dtype": torch.bfloat16, "device": "cuda"}
+    plain = make_model(architecture, checkpointing=checkpointing, **size)
+    compiled = make_model(architecture, checkpointing=checkpointing, backend="inductor", **size)
+    assert sum(isinstance(m, GradientCheckpointingLayer) for m in compiled.modules()) == 3
+    for seed in range(10):
+        batch = make_batch(seed, "cuda", longest=200)
+        expected, got = loss_and_gradients(plain, batch), loss_and_gradients(compiled, batch)
+        assert got[0] == pytest.approx(expected[0], rel=1e-2)
+        assert torch.nn.functional.cosine_similarity(got[1].float(), expected[1].float(), dim=0) > 0.99
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2 * KINDS_OF_LAYER[architecture]
+    assert torch._dynamo.utils.counters["graph_break"] == {}

@@ -1,0 +1,68 @@
+"""throughput.py: the formula against PyTorch's own FLOP counter, and the metrics of a run."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from sfm_dpo.model.flops import ForwardFlops, peak_flops
+from sfm_dpo.train.throughput import Meter
+from tests.tiny_models import tiny_model
+
+
+@pytest.mark.parametrize("architecture", ["gpt_neox", "llama", "olmo3"])
+def test_forward_flops_against_torch(architecture):
+    """One sequence of n tokens, eager attention: torch counts all n x n pairs, the formula the visible ones."""
+    n = 24
+    model = tiny_model(architecture, attn_implementation="eager").eval()
+    ids = torch.randint(0, 200, (1, n))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(ids)
+    flops = ForwardFlops.of(model)
+    pairs = sum(per_pair for _, per_pair in flops.attention) * n * n
+    matrices = flops.per_token * n + flops.per_response_token * n
+    # RoPE's outer product is the one matmul that the formula leaves out
+    assert counter.get_total_flops() == pytest.approx(matrices + pairs, rel=0.01)
+
+
+def test_attention_counts_visible_pairs():
+    flops = ForwardFlops(per_token=0, per_response_token=0, attention=((None, 1), (4, 1)))
+    full = sum(i + 1 for i in range(10)) + sum(i + 1 for i in range(3))
+    windowed = sum(min(i + 1, 4) for i in range(10)) + sum(i + 1 for i in range(3))
+    assert flops(torch.tensor([10, 3]), response_tokens=5) == full + windowed
+
+
+def test_experts_count_as_far_as_they_are_active():
+    model = tiny_model("olmoe")
+    config = model.config
+    expert_weights = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    active = expert_weights * config.num_experts_per_tok // config.num_experts
+    others = ForwardFlops.of(model).per_token // 2 - active
+    every = sum(
+        p.numel()
+        for name, p in model.named_parameters()
+        if p.dim() > 1 and ".experts." not in name and "embed" not in name and "lm_head" not in name
+    )
+    assert others == every
+
+
+def test_peak_by_name():
+    assert peak_flops("NVIDIA B200") == 2.25e15
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("Some other card") is None
+
+
+def test_meter_counts_padding_only_where_it_is_computed():
+    attention = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+    completion = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0]])
+    for packed, fraction in ((False, 0.25), (True, 0.0)):
+        meter = Meter(ForwardFlops(1, 0, ()), reference_in_step=False)
+        meter.add(attention, completion, packed)
+        assert meter.counts["tokens"] == 6 and meter.counts["pairs"] == 1
+        assert meter.counts["flops"] == 3 * 6
+        meter.seconds = 2.0
+        metrics = meter.metrics(dict(meter.counts), world_size=1)
+        assert metrics["perf/padding_fraction"] == fraction
+        assert metrics["perf/tokens_per_second"] == 3.0
+        assert metrics["perf/pairs_per_second"] == 0.5
+        assert meter.seconds == 0.0 and meter.counts["tokens"] == 0

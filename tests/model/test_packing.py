@@ -1,0 +1,399 @@
+"""The packed forward equals the padded one: log-probs, gradients, metrics, for every loss, and nothing leaks."""
+
+import math
+
+import pytest
+import sfm_dpo.model.loading.packing
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GPT2Config, JambaConfig, MambaConfig, OlmoHybridConfig, Qwen3NextConfig
+from trl import DPOConfig, DPOTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from sfm_dpo.model.packing import enable_padding_free
+from tests.tiny_models import ARCHITECTURES, tiny_model, tiny_tokenizer
+
+FIELDS = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
+LOG_PROB_TOLERANCE = 1e-5  # absolute, fp32
+GRADIENT_TOLERANCE = 1e-4  # relative, on the norm
+
+# (prompt length, response length) of each row, chosen rows first
+BATCHES = {
+    "very unequal": [(3, 90), (20, 1), (1, 40), (3, 1), (20, 30), (1, 2)],
+    "one pair": [(7, 20), (7, 33)],
+    "no padding": [(4, 30), (10, 24), (4, 30), (10, 24)],
+}
+
+
+def make_batch(rows, padding_side="right", device="cpu"):
+    """TRL's `[2B, L]` batch with random tokens; labels -100 on prompt and padding."""
+    generator = torch.Generator().manual_seed(0)
+    length = max(prompt + response for prompt, response in rows)
+    batch = {
+        "input_ids": torch.full((len(rows), length), 256),
+        "attention_mask": torch.zeros(len(rows), length, dtype=torch.long),
+        "labels": torch.full((len(rows), length), -100),
+    }
+    for row, (prompt, response) in enumerate(rows):
+        n = prompt + response
+        start = 0 if padding_side == "right" else length - n
+        batch["input_ids"][row, start : start + n] = torch.randint(0, 250, (n,), generator=generator)
+        batch["attention_mask"][row, start : start + n] = 1
+        batch["labels"][row, start + prompt : start + n] = batch["input_ids"][row, start + prompt : start + n]
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def padded_and_packed(architecture, attn_implementation="sdpa", **kwargs):
+    padded = tiny_model(architecture, attn_implementation=attn_implementation, **kwargs)
+    packed = tiny_model(architecture, **kwargs)
+    for model in (padded, packed):
+        add_fused_lm_head(model, outputs=FIELDS)
+    enable_padding_free(packed)
+    return padded, packed
+
+
+def run(model, batch):
+    """Outputs of the fused forward, and the gradients of a loss that weights every token differently."""
+    output = model(**batch, fused_lm_head=True)
+    weights = torch.linspace(-1, 1, output.log_probs.numel(), device=output.log_probs.device)
+    loss = (output.log_probs * weights.view_as(output.log_probs)).sum()
+    if output.aux_loss is not None:
+        loss = loss + 100 * output.aux_loss
+    model.zero_grad()
+    loss.backward()
+    return output, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def norm(gradients):
+    return torch.stack([g.norm() for g in gradients.values()]).norm().item()
+
+
+def assert_equal_runs(padded, packed, log_prob_tolerance=LOG_PROB_TOLERANCE, gradient_tolerance=GRADIENT_TOLERANCE):
+    (expected, expected_grads), (got, got_grads) = padded, packed
+    assert set(expected.keys()) == set(got.keys())
+    for name, tensor in expected.items():
+        assert tensor.dtype == got[name].dtype and tensor.shape == got[name].shape, name
+        if tensor.dtype == torch.bool:
+            assert torch.equal(got[name], tensor), name
+        else:
+            assert (got[name] - tensor).abs().max() <= log_prob_tolerance, name
+    assert got_grads.keys() == expected_grads.keys() and len(got_grads) > 0
+    assert norm(got_grads) == pytest.approx(norm(expected_grads), rel=gradient_tolerance)
+    difference = {name: got_grads[name] - expected_grads[name] for name in got_grads}
+    assert norm(difference) < gradient_tolerance * norm(expected_grads)
+
+
+@pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES.keys())
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_equals_the_padded_path(architecture, attn_implementation, rows):
+    padded, packed = padded_and_packed(architecture, attn_implementation)
+    batch = make_batch(rows)
+    assert (batch["attention_mask"].sum() < batch["attention_mask"].numel()) == (rows is not BATCHES["no padding"])
+    assert_equal_runs(run(padded, batch), run(packed, batch))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_equals_the_padded_path_with_padding_on_the_left(architecture):
+    padded, packed = padded_and_packed(architecture)
+    batch = make_batch(BATCHES["very unequal"], padding_side="left")
+    assert_equal_runs(run(padded, batch), run(packed, batch))
+
+
+def test_positions_restart_in_every_sequence():
+    """GPT-2 has learned absolute positions; RoPE would not notice positions that go on counting."""
+    results = []
+    for packed in (False, True):
+        torch.manual_seed(0)
+        config = GPT2Config(vocab_size=260, n_embd=64, n_layer=2, n_head=4, n_positions=93, attn_pdrop=0, embd_pdrop=0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
+        add_fused_lm_head(model, outputs=FIELDS)
+        if packed:
+            enable_padding_free(model)
+        results.append(run(model, make_batch(BATCHES["very unequal"])))
+    assert_equal_runs(*results)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_gradient_checkpointing_recomputes_with_the_same_boundaries(architecture, use_reentrant):
+    """Against the padded path without checkpointing. Another batch runs between forward and backward: boundaries kept
+    outside the call would be those of the wrong batch when a layer is computed again."""
+    padded, packed = padded_and_packed(architecture)
+    batch = make_batch(BATCHES["very unequal"])
+    if use_reentrant:
+        # Captured inside a reentrant checkpoint, router logits have no gradient in any implementation of transformers
+        for model in (padded, packed):
+            model.config.output_router_logits = False
+    expected = run(padded, batch)
+    packed.train()
+    packed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    if use_reentrant:
+        packed.enable_input_require_grads()
+    first = packed(**batch, fused_lm_head=True)
+    packed(**make_batch([(5, 60), (2, 9)]), fused_lm_head=True).log_probs.sum().backward()
+    weights = torch.linspace(-1, 1, first.log_probs.numel()).view_as(first.log_probs)
+    loss = (first.log_probs * weights).sum() + (100 * first.aux_loss if first.aux_loss is not None else 0)
+    packed.zero_grad()
+    loss.backward()
+    assert_equal_runs(expected, (first, {name: p.grad for name, p in packed.named_parameters() if p.grad is not None}))
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+@pytest.mark.parametrize("architecture", ["gpt_neox", "olmo3", "llama"])
+def test_lora_with_and_without_checkpointing(architecture, use_reentrant):
+    batch = make_batch(BATCHES["very unequal"])
+    results = []
+    for model in padded_and_packed(architecture):
+        torch.manual_seed(0)
+        peft = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+        peft.train()
+        if use_reentrant is not None:
+            peft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+            peft.enable_input_require_grads()
+        results.append(run(peft, batch))
+        assert all("lora" in name for name in results[-1][1])
+        with torch.inference_mode(), peft.disable_adapter():
+            results[-1][0]["log_sum_sq_probs"] = peft(**batch, fused_lm_head=True).log_probs  # the reference's
+    assert_equal_runs(*results)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_inference_mode_between_training_steps(architecture):
+    """A reference forward under inference_mode leaves nothing behind that a later backward would stumble over."""
+    padded, packed = padded_and_packed(architecture)
+    batch = make_batch(BATCHES["very unequal"])
+    with torch.inference_mode():
+        got = packed(**batch, fused_lm_head=True).log_probs
+        expected = padded(**batch, fused_lm_head=True).log_probs
+    torch.testing.assert_close(got, expected, atol=LOG_PROB_TOLERANCE, rtol=0)
+    assert_equal_runs(run(padded, batch), run(packed, batch))
+
+
+def log_probs_after_changing_row(model, batch, row):
+    """Log-probs before and after every token of one row is another; also its labels."""
+    with torch.no_grad():
+        before = model(**batch, fused_lm_head=True).log_probs
+        changed = {name: tensor.clone() for name, tensor in batch.items()}
+        other = (batch["input_ids"][row] + 100) % 250
+        changed["input_ids"][row] = torch.where(batch["attention_mask"][row] == 1, other, batch["input_ids"][row])
+        after = model(**changed, fused_lm_head=True).log_probs
+    others = torch.arange(len(before)) != row
+    return (before - after)[others].abs().max().item(), (before - after)[row].abs().max().item()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_no_sequence_sees_another(architecture, monkeypatch):
+    _, packed = padded_and_packed(architecture)
+    batch = make_batch([(3, 30), (5, 12), (3, 20), (5, 7)])
+    for row in range(4):
+        others, own = log_probs_after_changing_row(packed, batch, row)
+        assert others < 1e-5 and own > 0.1
+
+    # The same measurement sees a leak: one boundary for the whole row, everything else as it was
+    monkeypatch.setattr(
+        sfm_dpo.model.loading.packing,
+        "boundary_mask",
+        lambda cu, _: sfm_dpo.model.loading.attention.boundary_mask(cu[[0, -1]], int(cu[-1])),
+    )
+    others, _ = log_probs_after_changing_row(packed, batch, 0)
+    assert others > 1e-2
+
+
+# ---- through TRL's trainer: every loss, policy and reference ----
+
+PAIRS = [
+    ("What is 1+1?", "2", "It could be three, or perhaps four; who is to say what a number is, after all?"),
+    ("Name a colour.", "", "Blue is one."),  # a response of one token: the end
+    ("Hi", "Hello! How can I help you today? I am glad you came.", "Go away."),
+    ("Repeat: abc", "abc", "cba cba cba"),
+]
+LOSSES = [
+    *({"loss_type": [t]} for t in ("sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot")),
+    *({"loss_type": [t]} for t in ("aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm")),
+    {"loss_type": ["exo_pair"], "label_smoothing": 1e-3},
+    {"loss_type": ["robust"], "label_smoothing": 0.1},
+    {"loss_type": ["sigmoid"], "ld_alpha": 0.5},
+    {"loss_type": ["sigmoid_norm"], "use_weighting": True},
+    {"loss_type": ["sigmoid_norm"], "f_divergence_type": "forward_kl"},
+    {"loss_type": ["sigmoid_norm"], "f_divergence_type": "js_divergence"},
+    {"loss_type": ["sigmoid_norm"], "f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.5},
+    {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+]
+
+
+def make_trainer(tmp_path, architecture, packed, peft_config=None, **args):
+    defaults = {
+        "output_dir": str(tmp_path),
+        "per_device_train_batch_size": len(PAIRS),
+        "beta": 0.05,
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "router_aux_loss_coef": 0.5 if architecture == "olmoe" else None,
+    }
+    trainer = DPOTrainer(
+        model=tiny_model(architecture, seed=0),
+        ref_model=None if peft_config else tiny_model(architecture, seed=1),
+        args=DPOConfig(**{**defaults, **args}),
+        train_dataset=Dataset.from_list([dict(zip(("prompt", "chosen", "rejected"), p, strict=True)) for p in PAIRS]),
+        processing_class=tiny_tokenizer(),
+        peft_config=peft_config,
+    )
+    if packed:
+        enable_padding_free(trainer.model.get_base_model() if peft_config else trainer.model)
+        if trainer.ref_model is not None:
+            enable_padding_free(trainer.ref_model)
+    return trainer
+
+
+def loss_and_gradient_norm(trainer):
+    batch = next(iter(trainer.get_train_dataloader()))
+    trainer.model.train()
+    loss = trainer.compute_loss(trainer.model, batch)
+    loss.backward()
+    gradients = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    return loss.item(), norm(gradients), metrics
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: "-".join(str(value) for value in loss.values()))
+def test_every_loss_of_trl(tmp_path, loss):
+    stock, packed = (
+        loss_and_gradient_norm(make_trainer(tmp_path, "olmo3", packed=packed, **loss)) for packed in (False, True)
+    )
+    assert packed[0] == pytest.approx(stock[0], rel=1e-5, abs=1e-6)
+    assert packed[1] == pytest.approx(stock[1], rel=GRADIENT_TOLERANCE) and stock[1] > 0
+    assert packed[2] == pytest.approx(stock[2], rel=1e-4, abs=1e-5)  # every metric TRL logs
+
+
+@pytest.mark.parametrize("architecture", ["gpt_neox", "llama", "olmoe"])
+def test_other_architectures_through_the_trainer(tmp_path, architecture):
+    stock, packed = (
+        loss_and_gradient_norm(make_trainer(tmp_path, architecture, packed=packed, loss_type="sigmoid_norm"))
+        for packed in (False, True)
+    )
+    assert packed[0] == pytest.approx(stock[0], rel=1e-5, abs=1e-6)
+    assert packed[1] == pytest.approx(stock[1], rel=GRADIENT_TOLERANCE)
+    assert packed[2] == pytest.approx(stock[2], rel=1e-4, abs=1e-5)
+    assert ("aux_loss" in stock[2]) == (architecture == "olmoe")
+
+
+@pytest.mark.parametrize("peft_config", [None, LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0)])
+def test_training_follows_stock_trl(tmp_path, peft_config):
+    """Five optimizer steps with gradient checkpointing: the same losses; with LoRA the reference is the base model."""
+    histories = []
+    for packed in (False, True):
+        args = {"learning_rate": 1e-3, "max_steps": 5, "per_device_train_batch_size": 2}
+        args |= {"loss_type": "sigmoid_norm", "beta": 5.0}
+        trainer = make_trainer(tmp_path, "olmo3", packed=packed, peft_config=peft_config, **args)
+        trainer.train()
+        histories.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(histories[0]) == 5 and histories[1] == pytest.approx(histories[0], abs=2e-4)
+    assert histories[0][0] != pytest.approx(histories[0][-1], abs=1e-3)  # it moved, so equality means something
+    if peft_config is not None:
+        assert histories[1][0] == pytest.approx(math.log(2), abs=1e-4)
+
+
+# ---- what cannot be packed ----
+
+SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+HYBRID = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, **SPECIAL_TOKENS}
+REFUSED = {
+    "olmo_hybrid": (
+        OlmoHybridConfig(**HYBRID, num_attention_heads=2, layer_types=["linear_attention", "full_attention"]),
+        "linear_attention",
+    ),
+    "qwen3_next": (
+        Qwen3NextConfig(
+            **HYBRID,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_experts=0,
+            layer_types=["linear_attention", "full_attention"],
+        ),
+        "linear_attention",
+    ),
+    "mamba": (MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, **SPECIAL_TOKENS), "linear_attention"),
+    "jamba": (
+        JambaConfig(
+            **HYBRID,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            num_experts=1,
+            use_mamba_kernels=False,
+        ),
+        "linear_attention|Conv1d",
+    ),
+}
+
+
+@pytest.mark.parametrize(("config", "kind"), REFUSED.values(), ids=REFUSED.keys())
+def test_layers_that_carry_state_are_refused(config, kind):
+    model = AutoModelForCausalLM.from_config(config)
+    add_fused_lm_head(model)
+    with pytest.raises(ValueError, match=kind) as error:
+        enable_padding_free(model)
+    message = str(error.value)
+    assert f"'{config.model_type}'" in message and "set padding_free: false" in message and "\n" not in message
+
+
+def test_state_is_found_in_the_modules_when_the_config_hides_it():
+    """The declared kinds of layer are not the only thing looked at."""
+    model = AutoModelForCausalLM.from_config(REFUSED["olmo_hybrid"][0])
+    model.config.layer_types = ["full_attention", "full_attention"]
+    add_fused_lm_head(model)
+    with pytest.raises(ValueError, match="Conv1d in OlmoHybridLinearAttentionDecoderLayer"):
+        enable_padding_free(model)
+
+
+def test_attention_outside_the_interface_is_refused():
+    from transformers import BloomConfig
+
+    model = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2))
+    add_fused_lm_head(model)
+    with pytest.raises(ValueError, match="'bloom': its attention does not go through"):
+        enable_padding_free(model)
+
+
+def test_attention_dropout_is_refused():
+    model = tiny_model("gpt_neox", attention_dropout=0.1)
+    add_fused_lm_head(model)
+    with pytest.raises(ValueError, match="attention_dropout"):
+        enable_padding_free(model)
+
+
+def test_inputs_it_cannot_pack_are_refused():
+    _, packed = padded_and_packed("llama")
+    batch = make_batch(BATCHES["one pair"])
+    with pytest.raises(ValueError, match="'token_type_ids'"):
+        packed(**batch, token_type_ids=torch.zeros_like(batch["input_ids"]), fused_lm_head=True)
+
+
+# ---- on a GPU ----
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.3)])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_equals_padded_sdpa_on_cuda(architecture, dtype, tolerance, checkpointing):
+    """fp32 runs SDPA by sequence, bf16 varlen_attn: against padded SDPA in fp32 on the same weights, packed bf16 is
+    allowed what padded bf16 needs too (log-probs of these models move by about 0.1 from rounding alone)."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256}
+    padded, packed = (m.cuda().train() for m in padded_and_packed(architecture, initializer_range=0.05, **sizes))
+    batch = make_batch(BATCHES["very unequal"], device="cuda")
+    expected = run(padded, batch)
+    packed.to(dtype)
+    if checkpointing:
+        packed.gradient_checkpointing_enable()
+    output, gradients = run(packed, batch)
+    torch.testing.assert_close(output.log_probs.float(), expected[0].log_probs, atol=tolerance, rtol=0)
+    assert norm(gradients) == pytest.approx(norm(expected[1]), rel=tolerance)

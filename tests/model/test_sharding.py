@@ -1,0 +1,69 @@
+"""sharding.py: what ZeRO-3 costs a hybrid model, and log-probs that FSDP2 must not round."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import fully_shard
+from trl.trainer.utils import add_fused_lm_head
+
+from sfm_dpo.model.sharding import collectives, hybrid_warning, keep_outputs
+from tests.tiny_models import tiny_model
+
+ZERO = {"reduce_bucket_size": 5e8}
+
+
+def test_hybrid_under_zero3_is_warned_about_with_the_arithmetic():
+    model = tiny_model("olmo_hybrid")
+    linear, _, full = model.model.layers
+    tensors = [len(list(block.parameters())) for block in (linear, full)]
+    assert tensors[0] > tensors[1]
+    threshold = 10 * 64  # DeepSpeed keeps smaller tensors on every rank
+    large = sum(p.numel() > threshold for block in model.model.layers for p in block.parameters())
+    warning = hybrid_warning(model, 4, True, ZERO)
+    assert f"2 linear_attention blocks of {tensors[0]} tensors" in warning
+    assert f"1 full_attention blocks of {tensors[1]} tensors" in warning
+    # blocks: forward, recomputed forward, backward; embedding and head: forward and backward
+    assert f"{4 * (3 * large + 2 * 2):,} tensors to gather in a step of 4 micro-batches" in warning
+    # FSDP2: 3 blocks and the embedding twice, norm and head once
+    assert f"against {4 * (2 * 4 + 1)} gathers under FSDP2" in warning
+    assert "LAUNCH=fsdp2" in warning
+
+
+def test_models_of_attention_alone_are_not_warned_about():
+    assert hybrid_warning(tiny_model("olmo3"), 4, True, ZERO) is None
+    assert hybrid_warning(tiny_model("gpt_neox"), 4, True, ZERO) is None
+
+
+def test_zero_counts_buckets():
+    model = tiny_model("llama")
+    total = sum(p.numel() for p in model.parameters())
+    zero = {"reduce_bucket_size": total // 3 + 1, "allgather_bucket_size": total // 2 + 1}
+    assert collectives(model, "zero2", 5, False, zero) == {"all_gather": 2, "reduce": 15}
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    gc.collect()  # a group in a cycle of references would be deleted later: in a forked process that hangs
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_log_probs_under_fsdp2_are_not_rounded(one_rank, kept):
+    """accelerate's own policy rounds them to bf16: if that ever ends, keep_outputs can go."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    plugin.set_mixed_precision("bf16")
+    if kept:
+        keep_outputs(plugin)
+    model = tiny_model("llama")
+    add_fused_lm_head(model)
+    fully_shard(model, mp_policy=plugin.mixed_precision_policy)
+    ids = torch.randint(0, 250, (2, 12))
+    with torch.no_grad():
+        log_probs = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
+    assert log_probs.dtype == (torch.float32 if kept else torch.bfloat16)
+    assert torch.equal(log_probs, log_probs.bfloat16()) is not kept

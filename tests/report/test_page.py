@@ -1,0 +1,288 @@
+"""The report of a run: real runs of a tiny model, runs that failed or were cut off, hostile text, odd figures."""
+
+import json
+import math
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+import yaml
+
+import train_dpo
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.report.page import changed_fields, main, repeated_4grams, shell_command, summary, wilson, write_report
+from sfm_dpo.report.plots import PANELS, draw_curves
+from sfm_dpo.run.reader import first_and_last, read_run, restarts
+
+STEPS = 6
+HOSTILE = "</pre></div><script>alert(1)</script><img src=http://x.example/a.png onerror=alert(2)> & \"quoted\" 'text'"
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_folder, tmp_path_factory):
+    """The folder of a real run of 6 steps with 4 held-out pairs; tests that change it copy it first."""
+    root = tmp_path_factory.mktemp("report")
+    rows = [
+        {"prompt": f"What is {i} + {i}?", "chosen": f"It is {2 * i}.", "rejected": f"I do not know {i}."}
+        for i in range(28)
+    ]
+    (root / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0] | {"chosen": ""}]))
+    options = {
+        "model_name_or_path": tiny_folder("llama"),
+        "dataset_name": root / "pairs.jsonl",
+        "output_dir": root / "run",
+        "global_batch_size": 8,
+        "max_length": 64,
+        "num_train_epochs": 2,
+        "logging_steps": 1,
+        "eval_fraction": 0.15,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_steps": 4,
+        "learning_rate": 1e-3,
+        "preflight": "warn",  # random weights find every answer impossible
+        "guard": "warn",
+        "report_to": "none",
+    }
+    assert train_dpo.main([word for key, value in options.items() for word in (f"--{key}", str(value))]) == 0
+    return root / "run"
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+@pytest.fixture
+def without_curves(monkeypatch):
+    """For tests of the page's text: drawing takes seconds, and has tests of its own."""
+    monkeypatch.setattr("sfm_dpo.report.page.draw_curves", lambda *args, **kwargs: [])
+
+
+def state_of(run: Path) -> dict:
+    return json.loads((run / "trainer_state.json").read_text())
+
+
+def save(run: Path, name: str, content) -> None:
+    (run / name).write_text(json.dumps(content))
+
+
+class Page(HTMLParser):
+    """Elements, attributes and text of a page; unclosed or crossed elements fail."""
+
+    VOID = frozenset({"meta", "br", "img", "link", "hr", "input"})
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.words = [], [], [], []
+        self.feed(page)
+        assert not self.open, f"never closed: {self.open}"
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.words.append(data)
+
+
+def page_of(run: Path) -> Page:
+    return Page(write_report(run).read_text())
+
+
+def test_a_real_run_is_told_in_full(run):
+    log = state_of(run)["log_history"]
+    page = page_of(run)
+    assert "The run is done." in page.text and f"{STEPS} optimizer steps" in page.text
+    assert "on 24 preference pairs" in page.text and "4 held-out pairs" in page.text
+    assert "empty response" in page.text  # the dropped row, in words
+    after = [entry for entry in log if "eval_loss" in entry][-1]
+    low, high = wilson(after["eval_rewards/accuracies"], 4)
+    assert f"{after['eval_rewards/accuracies']:.2f} ({low:.2f} to {high:.2f})" in page.text
+    assert "0.50, all ties" in page.text
+    assert "learning_rate" in page.text and "train_dpo" not in page.text.split("Configuration")[0]
+    config = yaml.safe_load((run / "resolved_config.yaml").read_text())
+    changed = {key for key, *_ in changed_fields(config)}
+    assert {"learning_rate", "max_length", "eval_fraction", "global_batch_size"} <= changed
+    assert not changed & {"beta", "loss_type", "warmup_steps", "weight_decay", "bf16"}
+
+
+def test_figures_are_drawn_and_not_blank(run):
+    page = page_of(run)
+    written = {path.stem for path in (run / "figures").glob("*.png")}
+    assert set(PANELS) <= written
+    assert page.tags.count("svg") == len(written)
+    for path in (run / "figures").glob("*.png"):
+        pixels = matplotlib.image.imread(path)[..., :3]
+        colored = (pixels.max(axis=-1) - pixels.min(axis=-1)) > 0.2  # a curve; axes and text are grey
+        assert pixels.shape[0] > 300 and pixels.std() > 0.05 and colored.mean() > 1e-3, path.name
+    ids = [value for name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids)) > 0
+
+
+def test_the_page_loads_nothing(run):
+    save(run, "samples.json", [{"prompt": HOSTILE, "before": HOSTILE, "after": HOSTILE}])
+    page = page_of(run)
+    assert not {"script", "link", "img", "iframe", "object", "base"} & set(page.tags)
+    for name, value in page.attributes:
+        if name in ("src", "srcset", "href", "xlink:href", "data", "poster", "action"):
+            assert value.startswith("#"), (name, value)
+        assert not name.startswith("on")
+        assert "url(#" in value or "url(" not in value if value else True
+    assert "@import" not in (text := (run / "report.html").read_text()) and "url(http" not in text
+    assert "prefers-color-scheme: dark" in text and "width=device-width" in text
+
+
+def test_hostile_text_is_shown_and_not_obeyed(run, without_curves):
+    status = json.loads((run / "status.json").read_text())
+    save(run, "status.json", status | {"state": "failed", "message": HOSTILE})
+    save(run, "preflight.json", {"verdict": HOSTILE, "reasons": [HOSTILE, {HOSTILE: HOSTILE}], "more": [HOSTILE]})
+    save(run, "health.json", {"signal": HOSTILE, "nested": {"a": HOSTILE}})
+    data = json.loads((run / "data.json").read_text())
+    save(run, "data.json", data | {"sources": [HOSTILE], "dropped": {HOSTILE: 3}})
+    save(run, "samples.json", [{"prompt": HOSTILE, "before": HOSTILE, "after": HOSTILE}])
+    config = yaml.safe_load((run / "resolved_config.yaml").read_text())
+    (run / "resolved_config.yaml").write_text(yaml.safe_dump(config | {"run_name": HOSTILE}))
+    page = page_of(run)
+    assert "script" not in page.tags and "img" not in page.tags
+    assert page.text.count("alert(1)") >= 12  # each place shows it as text
+
+
+def test_answers_side_by_side_with_their_drift(run, without_curves):
+    before = "one two three four one two three four one two three four"
+    save(
+        run,
+        "samples.json",
+        [
+            {"prompt": "Count", "before": before, "after": "one", "before_tokens": 30, "after_tokens": 4},
+            {"prompt": "你好", "before": "a b c d", "after": " ", "before_tokens": 10, "after_tokens": 0},
+        ],
+    )
+    page = page_of(run)
+    assert repeated_4grams([before, "a b c d"]) == pytest.approx(5 / 10)
+    assert "answer length, mean tokens 20 2" in page.text
+    assert "repeated 4-grams of words 50.0% 0.0%" in page.text
+    assert "empty answers 0 1" in page.text and "你好" in page.text
+    assert "20 -> 2" in summary(run)
+
+
+def test_a_run_that_failed_before_its_first_step(tmp_path):
+    save(tmp_path, "status.json", {"state": "failed", "exit_code": 2, "message": "beta -1: must be above 0"})
+    page = page_of(tmp_path)
+    assert "The run failed." in page.text and "beta -1: must be above 0" in page.text
+    assert "No metric was logged." in page.text and not (tmp_path / "figures").exists()
+    assert "failed, 0 steps" in summary(tmp_path) and "beta -1" in summary(tmp_path)
+
+
+def test_a_killed_run_is_told_from_its_newest_checkpoint(run, without_curves):
+    (run / "trainer_state.json").unlink()
+    for weights in run.glob("*.safetensors"):
+        weights.unlink()
+    shutil.rmtree(run / f"checkpoint-{STEPS}")
+    save(run, "status.json", {"state": "running", "step": 5, "message": ""})
+    page = page_of(run)
+    assert "was killed" in page.text
+    assert "ends at step 4; the run had reached 5" in page.text
+    assert "checkpoint-4" in summary(run)
+
+
+@pytest.mark.parametrize("name", ["data.json", "environment.json", "resolved_config.yaml", "status.json"])
+@pytest.mark.parametrize("content", [None, "{half a fi", "[1, 2]"])
+def test_a_missing_or_damaged_file_costs_its_own_part_only(run, name, content, without_curves):
+    (run / name).unlink()
+    if content is not None:
+        (run / name).write_text(content)
+    text = page_of(run).text
+    assert "0.50" in text and summary(run)
+    assert ("Could not be read" in text) == (content is not None)
+    assert content is None or f"{run.name}/{name}" in text
+
+
+def test_figures_that_are_no_numbers(run):
+    state = state_of(run)
+    train = [entry for entry in state["log_history"] if "loss" in entry]
+    train[2]["loss"], train[3]["grad_norm"], train[4]["rewards/margins"] = math.nan, math.inf, None
+    for entry in train:
+        entry["entropy"] = math.nan
+    save(run, "trainer_state.json", state | {"global_step": STEPS + 1})
+    page = page_of(run)
+    assert "loss was not a finite number in 1 log entries, first at step 3" in page.text
+    assert "grad_norm was not a finite number in 1 log entries, first at step 4" in page.text
+    first, last = first_and_last(read_run(run)["log"], "loss")
+    assert math.isfinite(first) and math.isfinite(last)
+
+
+def test_restarts_come_from_the_list_of_starts(run):
+    facts = read_run(run)
+    assert restarts(facts) == []
+    facts["environment"]["starts"] = [{"step": step} for step in (0, 4, 4, 5)]
+    assert restarts(facts) == [4, 5]
+
+
+def test_perf_metrics_and_long_runs_are_drawn_smoothed(tmp_path):
+    log = [{"step": i, "loss": 0.7 - i / 1000, "perf/mfu": 0.4, "perf/new_one": i} for i in range(1, 201)]
+    drawn = dict(draw_curves(log, {}, [100], tmp_path / "figures"))
+    assert {path.name for path in (tmp_path / "figures").iterdir()} == {
+        "loss.png",
+        "perf_mfu.png",
+        "perf_new_one.png",
+    }
+    assert "line: mean of 11 logged values" in drawn["Loss"] and "restart" in drawn["Loss"]
+    assert "ln 2" not in drawn["Loss"]  # only where the configuration says that the loss starts there
+
+
+@pytest.mark.parametrize(
+    ("share", "n", "low", "high"),
+    [  # R's prop.test(x, n, correct = FALSE)
+        (0.5, 10, 0.2365931, 0.7634069),
+        (0.0, 10, 0.0, 0.2775328),
+        (1.0, 10, 0.7224672, 1.0),
+        (81 / 263, 263, 0.2553, 0.3662),  # Newcombe 1998, table I, method 3
+    ],
+)
+def test_wilson_interval(share, n, low, high):
+    assert wilson(share, n) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_secrets_in_the_files_do_not_reach_the_report(run, without_curves, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "canary0123456789canary")
+    save(run, "status.json", {"state": "failed", "message": "401 for canary0123456789canary, hf_" + "A" * 34})
+    text = write_report(run).read_text()
+    assert "canary" not in text and "hf_AAAA" not in text and "401 for ***" in text
+    assert "canary" not in summary(run)
+
+
+def test_the_command_is_one_that_a_shell_reads():
+    command = ["python", "train_dpo.py", "--run_name", "a b --c", "--seed", "1"]
+    shown = shell_command(command)
+    assert shown.count("\n") == 2
+    read = subprocess.run(["sh", "-c", f"printf '%s|' {shown}"], capture_output=True, text=True, check=True).stdout
+    assert read.split("|")[:-1] == command
+
+
+def test_command_line(run, without_curves, tmp_path, capsys):
+    assert main([str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert 4 <= len(lines) <= 8 and lines[0].split()[:2] == ["run", "done,"]
+    assert str(run / "report.html") in lines[-1] and len({re.match(r" +\S+ +", line).end() for line in lines[:1]}) == 1
+    for folder in (tmp_path / "absent", tmp_path / "empty"):
+        assert main([str(folder)]) == 2
+        assert str(folder) in (error := capsys.readouterr().err) and error.count("\n") == 1
+        (tmp_path / "empty").mkdir(exist_ok=True)
+    with pytest.raises(UserError, match="not a run's folder"):
+        write_report(tmp_path / "empty")

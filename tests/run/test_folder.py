@@ -1,0 +1,194 @@
+"""What is in the run's folder? Who may use it, status.json in one piece, and no secrets in what is written down."""
+
+import errno
+import json
+import os
+import sys
+import threading
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import yaml
+
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import write_atomically
+from sfm_dpo.config import parse_config
+from sfm_dpo.run import folder
+from sfm_dpo.run.environment import environment
+from sfm_dpo.run.folder import ENVIRONMENT, RESOLVED_CONFIG, STATUS, claim, describe, read_status, write_status
+
+
+def config(output_dir, *cli):
+    needed = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--use_cpu", "--output_dir", str(output_dir)]
+    return parse_config([*needed, *cli])
+
+
+def started(run, *cli, state="running"):
+    """A run's folder as the first minutes leave it."""
+    describe(config(run, *cli), {"sources": ["d.jsonl"]})
+    write_status(run, state)
+
+
+def test_a_new_or_empty_folder_is_free(tmp_path):
+    assert claim(config(tmp_path / "new" / "deep"))
+    (tmp_path / "empty").mkdir()
+    assert claim(config(tmp_path / "empty"))
+    (tmp_path / "empty" / ".nfs001").touch()
+    assert claim(config(tmp_path / "empty"))
+
+
+def test_a_folder_that_holds_an_earlier_mistake_alone_is_free(tmp_path):
+    write_status(tmp_path, "failed", 2, "no such file")
+    assert claim(config(tmp_path, "--seed", "1"))
+
+
+@pytest.mark.parametrize("state", ["running", "failed", "stopped", "refused"])
+def test_the_same_run_goes_on(tmp_path, state):
+    started(tmp_path, state=state)
+    assert claim(config(tmp_path))
+    # what touches neither objective nor data may change
+    assert claim(config(tmp_path, "--save_steps", "7", "--logging_steps", "3", "--dataset_num_proc", "2"))
+
+
+def test_a_finished_run_is_left_alone(tmp_path):
+    started(tmp_path, state="done")
+    assert claim(config(tmp_path)) is False
+
+
+@pytest.mark.parametrize("change", ["learning_rate", "seed", "beta", "max_length"])
+@pytest.mark.parametrize("state", ["running", "done"])
+def test_another_runs_folder_is_refused_and_the_difference_named(tmp_path, change, state):
+    started(tmp_path, state=state)
+    before = config(tmp_path).as_dict()[change]
+    value = before * 2
+    with pytest.raises(UserError) as caught:
+        claim(config(tmp_path, f"--{change}", str(value)))
+    message = str(caught.value)
+    assert f"{change} is {before} there, {value} here" in message
+    assert str(tmp_path) in message
+
+
+def test_foreign_files_are_never_overwritten(tmp_path):
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(UserError, match=r"holds files of something else \(thesis\.tex\)"):
+        claim(config(tmp_path))
+    write_status(tmp_path, "failed", 2)
+    with pytest.raises(UserError, match="something else"):
+        claim(config(tmp_path))
+
+
+def test_output_dir_that_cannot_be_a_folder(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="is a file"):
+        claim(config(tmp_path / "file"))
+    for impossible in (tmp_path / "file" / "run", "/proc/run"):
+        with pytest.raises(UserError, match="cannot be written"):
+            claim(config(impossible))
+
+
+def test_status_holds_the_contract(tmp_path):
+    assert read_status(tmp_path) is None
+    write_status(tmp_path, "stopped", 75, "on request", step=30, checkpoint="checkpoint-30")
+    status = read_status(tmp_path)
+    assert datetime.now(UTC) - datetime.fromisoformat(status["time"]) < timedelta(seconds=60)
+    assert status | {"pid": 0, "job": None, "time": ""} == {
+        "state": "stopped",
+        "exit_code": 75,
+        "message": "on request",
+        "step": 30,
+        "checkpoint": "checkpoint-30",
+        "job": None,
+        "pid": 0,
+        "time": "",
+    }
+
+
+def test_the_verdict_is_written_on_a_full_disk_too(tmp_path, monkeypatch):
+    write_status(tmp_path, "running", step=3)
+
+    def full(path, text):
+        path.with_name(f".{path.name}.partial").touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(folder, "write_atomically", full)
+    write_status(tmp_path, "failed", 1, "disk full")
+    assert read_status(tmp_path)["message"] == "disk full"
+    assert [p.name for p in tmp_path.iterdir()] == [STATUS]
+
+
+def test_every_start_is_kept_with_its_step_and_job(tmp_path, monkeypatch):
+    for restart, step in (("0", 0), ("1", 4), ("2", 6)):
+        monkeypatch.setenv("SLURM_JOB_ID", "4711")
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
+        describe(config(tmp_path), {}, step)
+    starts = json.loads((tmp_path / ENVIRONMENT).read_text())["starts"]
+    assert [(s["job"], s["restart"], s["step"]) for s in starts] == [
+        ("4711", "0", 0),
+        ("4711", "1", 4),
+        ("4711", "2", 6),
+    ]
+    assert all(datetime.fromisoformat(s["time"]) for s in starts)
+
+
+def test_w_and_b_knows_all_starts_of_a_run_as_one(tmp_path, monkeypatch):
+    for name, value in (("WANDB_MODE", "offline"), ("WANDB_RUN_ID", ""), ("WANDB_RESUME", "")):
+        monkeypatch.setenv(name, value)  # also those that describe() sets are gone after the test
+    ids = []
+    for name_of_run in ("run", "run", "other"):
+        for name in ("WANDB_RUN_ID", "WANDB_RESUME"):
+            monkeypatch.delenv(name, raising=False)
+        describe(config(tmp_path / name_of_run, "--report_to", "wandb"), {})
+        ids.append(os.environ["WANDB_RUN_ID"])
+        assert os.environ["WANDB_RESUME"] == "allow"
+    assert ids[0] == ids[1] != ids[2]
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")  # the user's wins
+    describe(config(tmp_path / "run", "--report_to", "wandb"), {})
+    assert json.loads((tmp_path / "run" / ENVIRONMENT).read_text())["wandb_run_id"] == "mine"
+
+
+def test_only_rank_0_writes(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    write_status(tmp_path, "done", 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_never_sees_half_a_status(tmp_path):
+    path, done, seen = tmp_path / STATUS, threading.Event(), set()
+    write_atomically(path, json.dumps({"n": -1}))
+
+    def read():
+        while not done.is_set():
+            seen.add(json.loads(path.read_text())["n"])
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for n in range(300):
+            write_atomically(path, json.dumps({"n": n, "filler": "x" * 50_000}))
+    finally:
+        done.set()
+        reader.join()
+    assert len(seen) > 1
+    assert [p.name for p in tmp_path.iterdir()] == [STATUS]
+
+
+def test_no_secret_is_written_down(tmp_path, monkeypatch):
+    secrets = ["hf_canary1", "hf_canary2", "hf_canary3", "wandb_canary"]
+    monkeypatch.setenv("HF_TOKEN", secrets[2])
+    monkeypatch.setenv("WANDB_API_KEY", secrets[3])
+    monkeypatch.setattr(
+        sys, "argv", ["train_dpo.py", "--hub_token", secrets[0], f"--hub-token={secrets[1]}", "--seed", "1"]
+    )
+    describe(config(tmp_path), {"sources": ["d.jsonl"]})
+    written = "".join(path.read_text() for path in tmp_path.iterdir())
+    assert not [secret for secret in secrets if secret in written]
+    command = json.loads((tmp_path / ENVIRONMENT).read_text())["command"]
+    assert command[1:] == ["train_dpo.py", "--hub_token", "***", "--hub-token=***", "--seed", "1"]
+    assert yaml.safe_load((tmp_path / RESOLVED_CONFIG).read_text())["seed"] == 42
+
+
+def test_environment_says_where_it_ran(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    env = environment()
+    assert env["slurm"]["SLURM_JOB_ID"] == "4711"
+    assert env["versions"]["trl"] and env["versions"]["torch"] and env["cpus"] == os.cpu_count()

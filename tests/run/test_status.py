@@ -1,0 +1,187 @@
+"""How do all runs stand? From folders of every state, with and without Slurm, and from the command itself."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.run import status
+from sfm_dpo.run.checkpoint import mark_complete
+from sfm_dpo.run.folder import ENVIRONMENT, STATUS, check_not_running, write_status
+from sfm_dpo.run.status import find_runs, read_run, table
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNNING = {"step": 30, "max_steps": 120, "eta_seconds": 3723, "loss": 0.61, "margin": 0.2, "pairs_per_second": 1.5}
+
+
+def make(folder: Path, state: str, starts: int = 1, host: str | None = None, **facts) -> Path:
+    folder.mkdir(parents=True)
+    start = {"host": host or platform.node(), "step": 0}
+    (folder / ENVIRONMENT).write_text(json.dumps({"starts": [start] * starts}))
+    write_status(folder, state, facts.pop("exit_code", None), facts.pop("message", ""), **facts)
+    return folder
+
+
+def change(run: Path, **facts) -> None:
+    status = json.loads((run / STATUS).read_text())
+    (run / STATUS).write_text(json.dumps(status | facts))
+
+
+@pytest.fixture(autouse=True)
+def no_job(monkeypatch, tmp_path):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_running_run(tmp_path):
+    run = make(tmp_path / "outputs" / "a", "running", starts=3, **RUNNING)
+    for step in (10, 20):
+        (run / f"checkpoint-{step}").mkdir()
+        (run / f"checkpoint-{step}" / "model.safetensors").write_bytes(b"x")
+    mark_complete(run / "checkpoint-10", {})
+    (run / "health.json").write_text('{"verdict": "healthy"}')
+    facts = read_run(run, None, time.time())
+    assert facts == {
+        "run": str(run),
+        "state": "running",
+        "message": None,
+        "job": None,
+        "slurm": None,
+        **RUNNING,
+        "health": "healthy",
+        "seconds_since_update": facts["seconds_since_update"],
+        "checkpoint": "checkpoint-10",
+        "incomplete_checkpoints": 1,
+        "starts": 3,
+    }
+    assert facts["seconds_since_update"] < 60
+    head, line = table([facts]).splitlines()
+    assert head.split() == status.COLUMNS
+    for cell in ("30/120", "1:02:03", "1.50", "0.6100", "+0.200", "healthy", "checkpoint-10 (+1 incomplete)", "  3"):
+        assert cell in line, cell
+
+
+def test_running_by_its_own_word_but_gone(tmp_path):
+    run = make(tmp_path / "a", "running")
+    assert read_run(run, None, time.time())["state"] == "running"  # the process that wrote it is this one
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    change(run, pid=ended.pid)
+    assert read_run(run, None, time.time())["state"] == "died"
+    change(run, pid=os.getpid(), time="2020-01-01T00:00:00+00:00")  # another process has the number now
+    assert read_run(run, None, time.time())["state"] == "died"
+    elsewhere = make(tmp_path / "b", "running", host="another-node")
+    change(elsewhere, pid=ended.pid)
+    assert read_run(elsewhere, None, time.time())["state"] == "running"  # cannot be known
+
+
+def test_slurm_has_the_last_word(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    run = make(tmp_path / "a", "running", host="n1")
+    for queue, state, slurm in (
+        ({"4711": "RUNNING"}, "running", "RUNNING"),
+        ({}, "died", "not queued"),
+        (None, "running", None),
+    ):
+        facts = read_run(run, queue, time.time())
+        assert (facts["state"], facts["slurm"]) == (state, slurm)
+    write_status(run, "stopped", 75, "stopped on request", step=4)
+    assert read_run(run, {"4711": "PENDING"}, time.time())["state"] == "stopped, waits"
+    assert read_run(run, {}, time.time())["state"] == "stopped"
+
+
+def test_a_folder_in_which_another_trains_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(status, "squeue_states", lambda: {"7": "RUNNING", "8": "PENDING"})
+    run = make(tmp_path / "a", "running", **RUNNING)
+    with pytest.raises(UserError, match=rf"output_dir {run}: process {os.getpid()} is training in it; wait"):
+        check_not_running(run)
+    change(run, job="7")
+    with pytest.raises(UserError, match="job 7 is training in it"):
+        check_not_running(run)
+    change(run, job="8", pid=0)  # requeued by hand after a crash, or gone
+    check_not_running(run)
+    change(run, job=None, pid=2**22)  # killed
+    check_not_running(run)
+    change(run, state="stopped", job="7")
+    check_not_running(run)
+    check_not_running(tmp_path / "new")
+
+
+def test_a_run_that_writes_nothing_is_stale_unless_its_log_moves(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    run = make(tmp_path / "a", "running", host="n1")
+    later = time.time() + status.STALE_SECONDS + 5
+    assert read_run(run, None, later)["state"] == "stale"
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "dpo-train-4711.out"
+    log.write_text("reference, train: 4%\n")
+    os.utime(log, (later - 3, later - 3))
+    facts = read_run(run, None, later)
+    assert (facts["state"], facts["seconds_since_update"]) == ("running", 3)
+
+
+def test_the_end_of_a_run_and_what_it_said(tmp_path):
+    make(tmp_path / "good", "done", exit_code=0, step=9)
+    make(tmp_path / "bad", "failed", exit_code=1, message="disk full while writing checkpoint-4")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / STATUS).write_text("{ha")
+    (tmp_path / "no run").mkdir()
+    runs = [read_run(run, None, time.time()) for run in find_runs([tmp_path])]
+    assert [(Path(r["run"]).name, r["state"]) for r in runs] == [
+        ("bad", "failed"),
+        ("good", "DONE"),
+        ("odd", "unknown"),
+    ]
+    text = table(runs)
+    assert text.splitlines()[-1] == f"{tmp_path}/bad: disk full while writing checkpoint-4"
+
+
+def test_runs_are_found_given_and_one_folder_deeper(tmp_path):
+    runs = [make(tmp_path / name, "done") for name in ("a", "sweep/lr1", "sweep/lr2")]
+    assert find_runs([tmp_path]) == runs
+    assert find_runs([tmp_path / "a", tmp_path / "sweep"]) == runs
+    assert find_runs([tmp_path / "a", tmp_path / "a"]) == runs[:1]
+
+
+def command(*arguments, cwd: Path, path: str | None = None) -> subprocess.CompletedProcess:
+    env = os.environ | ({"PATH": path} if path is not None else {})
+    script = [sys.executable, str(ROOT / "scripts" / "status.py"), *map(str, arguments)]
+    return subprocess.run(script, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_the_command_without_slurm(tmp_path):
+    make(tmp_path / "outputs" / "a", "done", exit_code=0, step=9)
+    shown = command(cwd=tmp_path, path="")
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.splitlines()[1].split()[:4] == ["outputs/a", "DONE", "-", "9"]
+    as_json = command("--json", cwd=tmp_path, path="")
+    assert json.loads(as_json.stdout)[0]["state"] == "DONE"
+    missing = command("nowhere", cwd=tmp_path, path="")
+    assert (missing.returncode, missing.stderr) == (2, "error: nowhere: no such folder\n")
+
+
+@pytest.mark.parametrize("script", ["status", "compare_runs"])
+def test_what_only_reads_runs_starts_at_once(script, tmp_path):
+    arguments = {"status": [tmp_path], "compare_runs": ["--help"]}[script]
+    command = [sys.executable, "-X", "importtime", ROOT / "scripts" / f"{script}.py", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    assert "sfm_dpo.run.folder" in imported and not imported & {"torch", "transformers", "accelerate", "trl"}
+
+
+def test_watch_shows_it_again(tmp_path):
+    make(tmp_path / "outputs" / "a", "done", step=9)
+    script = [sys.executable, "-u", str(ROOT / "scripts" / "status.py"), "--watch", "0.1"]
+    watching = subprocess.Popen(script, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    try:
+        lines = [watching.stdout.readline() for _ in range(6)]
+    finally:
+        watching.kill()
+        watching.wait()
+    assert sum("DONE" in line for line in lines) == 3

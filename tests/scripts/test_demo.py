@@ -1,0 +1,99 @@
+"""The demo's data set and its printing. The demo itself takes minutes and is no test: `make demo`."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from sfm_dpo.config import parse_config
+from sfm_dpo.data.preferences import load_pairs
+from sfm_dpo.health.generation import side_by_side
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def script():
+    return load(ROOT / "data" / "make_demo_pairs.py")
+
+
+@pytest.fixture
+def demo(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    return load(ROOT / "scripts" / "demo.py")
+
+
+def test_the_committed_file_is_what_the_script_writes(script):
+    assert script.PATH.read_bytes() == script.to_jsonl(script.make_pairs()).encode()
+
+
+def test_another_seed_writes_another_file(script):
+    assert script.make_pairs(1) != script.make_pairs(2)
+
+
+def test_no_question_comes_twice(script):
+    questions = [row["prompt"].lower() for row in script.make_pairs()]
+    assert len(set(questions)) == len(questions) == 112
+
+
+def test_rows_have_the_shape_of_dolci_think(script):
+    for row in script.make_pairs():
+        assert list(row) == ["prompt", "chosen", "rejected"]
+        assert isinstance(row["prompt"], str)
+        for side in ("chosen", "rejected"):
+            assert [message["role"] for message in row[side]] == ["assistant"]
+
+
+def test_chosen_is_one_short_sentence_and_rejected_rambles(script):
+    for row in script.make_pairs():
+        chosen, rejected = row["chosen"][0]["content"], row["rejected"][0]["content"]
+        assert chosen.endswith(".")
+        assert chosen.count(".") == 1
+        assert len(chosen.split()) <= 20
+        assert len(rejected.split()) >= 2.5 * len(chosen.split())
+        assert "{" not in rejected
+
+
+def test_rambling_answers_vary(script):
+    rejected = [row["rejected"][0]["content"] for row in script.make_pairs()]
+    assert len(set(rejected)) == len(rejected)
+    answered = sum(row["chosen"][0]["content"] in row["rejected"][0]["content"] for row in script.make_pairs())
+    assert 0.5 * len(rejected) < answered < 0.85 * len(rejected)
+
+
+def test_the_recipe_holds_out_16_questions_that_are_not_trained_on(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    pairs = load_pairs(parse_config(["--config", "recipes/demo.yaml"]))
+    train, held_out = ({row["prompt"][-1]["content"] for row in split} for split in (pairs.train, pairs.eval))
+    assert (len(train), len(held_out)) == (96, 16)
+    assert not train & held_out
+    assert not pairs.dropped
+
+
+def test_side_by_side_wraps_and_marks_what_it_leaves_out():
+    text = side_by_side("one two three four five six", "short", width=24, max_lines=2)
+    assert text.splitlines() == ["  one two     short", "  ..."]
+
+
+def test_an_earlier_demo_is_replaced_and_nothing_else(demo, tmp_path):
+    earlier, other = tmp_path / "earlier", tmp_path / "other"
+    for folder, file in ((earlier, "resolved_config.yaml"), (other, "thesis.txt")):
+        folder.mkdir()
+        (folder / file).touch()
+        demo.remove_earlier(folder)
+    assert not earlier.exists()
+    assert (other / "thesis.txt").exists()
+
+
+def test_exit_code_and_output_of_the_training_pass_through(demo, tmp_path, capfd):
+    (tmp_path / "train_dpo.py").write_text("import sys; print('step', *sys.argv[1:]); sys.exit(3)")
+    assert demo.train(["--beta", "5"]) == 3
+    assert "step --beta 5\n" in capfd.readouterr().out
+    assert (tmp_path / "logs" / "demo.log").read_text() == "step --beta 5\n"

@@ -1,0 +1,43 @@
+"""How a run ends, and what it says then: train_dpo.py in this process."""
+
+import json
+
+import pytest
+
+import train_dpo
+from sfm_dpo.run.checkpoint import COMPLETE, STOP
+from sfm_dpo.run.folder import read_status, write_status
+
+
+def test_a_mismatch_at_resume_is_in_the_status_and_the_end_is_evaluated(tiny_folder, write_rows, tmp_path, capsys):
+    rows = [{"prompt": f"{i}?", "chosen": "yes " * (i % 5 + 1), "rejected": "no " * 3} for i in range(16)]
+    run = tmp_path / "output_dir"
+    fields = ["--model_name_or_path", str(tiny_folder("llama")), "--dataset_name", str(write_rows("p.jsonl", rows))]
+    fields += ["--output_dir", str(run), "--use_cpu", "--global_batch_size", "4", "--per_device_train_batch_size", "2"]
+    fields += ["--preflight", "skip", "--guard", "skip", "--eval_fraction", "0.25", "--learning_rate", "1e-3"]
+    fields += ["--logging_steps", "50"]  # so that no step is logged
+    run.mkdir()
+    (run / STOP).touch()
+    assert train_dpo.main(fields) == 75
+    mark = run / "checkpoint-1" / COMPLETE
+    complete = json.loads(mark.read_text())
+    mark.write_text(json.dumps(complete | {"world_size": 4}))
+    assert train_dpo.main(fields) == 2
+    status = read_status(run)
+    assert (status["state"], status["exit_code"]) == ("failed", 2)
+    assert "was written with world_size 4, now it is 1" in status["message"]
+
+    mark.write_text(json.dumps(complete))
+    assert train_dpo.main(fields) == 0
+    history = json.loads((run / "trainer_state.json").read_text())["log_history"]
+    evals = {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
+    assert set(evals) == {0, 3} and evals[3] < evals[0] == pytest.approx(0.6931, abs=1e-4)
+    assert f"{evals[3]:.3f}" in capsys.readouterr().out.rpartition("held out")[2]
+
+
+def test_what_one_rank_alone_knows_it_writes(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    write_status(tmp_path, "running")
+    assert read_status(tmp_path) is None
+    write_status(tmp_path, "failed", 1, "disk full", any_rank=True)
+    assert read_status(tmp_path)["message"] == "disk full"

@@ -1,0 +1,204 @@
+"""reference.py: the key covers what changes the figures and nothing else; shards survive kills and damage."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.numpy import load_file
+
+import train_dpo
+from sfm_dpo.train import reference_cache
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).parents[2]
+
+
+def tokens(rows: int = 40, seed: int = 0) -> Dataset:
+    rng = np.random.default_rng(seed)
+    ids = {name: [rng.integers(0, 200, rng.integers(1, 30)).tolist() for _ in range(rows)] for name in ("p", "c", "r")}
+    return Dataset.from_dict({"prompt_ids": ids["p"], "chosen_ids": ids["c"], "rejected_ids": ids["r"]})
+
+
+def test_key_covers_tokens_and_settings(monkeypatch):
+    base = reference_cache.cache_folder(tokens(), weights="w", max_length=64)
+    assert base == reference_cache.cache_folder(tokens(), max_length=64, weights="w")
+    assert base != reference_cache.cache_folder(tokens(seed=1), weights="w", max_length=64)
+    assert base != reference_cache.cache_folder(tokens(), weights="v", max_length=64)
+    assert base != reference_cache.cache_folder(tokens(), weights="w", max_length=32)
+    assert base != reference_cache.cache_folder(tokens().select(range(39)), weights="w", max_length=64)
+    reordered = tokens().select([1, 0, *range(2, 40)])
+    assert base != reference_cache.cache_folder(reordered, weights="w", max_length=64)
+    monkeypatch.setattr(reference_cache.trl, "__version__", "0.0")
+    assert base != reference_cache.cache_folder(tokens(), weights="w", max_length=64)
+
+
+def test_moving_a_token_between_prompt_and_response_changes_the_key():
+    one = Dataset.from_dict({"prompt_ids": [[1, 2]], "chosen_ids": [[3]], "rejected_ids": [[4]]})
+    two = Dataset.from_dict({"prompt_ids": [[1]], "chosen_ids": [[2, 3]], "rejected_ids": [[2, 4]]})
+    assert reference_cache.cache_folder(one) != reference_cache.cache_folder(two)
+
+
+def test_shards_hold_every_row_once_longest_first():
+    lengths = np.random.default_rng(0).integers(1, 1000, 1000)
+    shards = reference_cache.shard_indices(lengths)
+    assert sorted(np.concatenate(shards).tolist()) == list(range(1000))
+    assert (np.diff(lengths[np.concatenate(shards)]) <= 0).all()
+    assert len(reference_cache.shard_indices(np.ones(100_000))) == -(-100_000 // reference_cache.SHARD_PAIRS)
+
+
+def test_batches_respect_the_budget_and_keep_all_rows():
+    lengths = np.sort(np.random.default_rng(0).integers(1, 500, 300))[::-1].copy()
+    parts = reference_cache.batches(np.arange(300), lengths, budget=1000)
+    assert np.concatenate(parts).tolist() == list(range(300))
+    assert all(len(rows) * lengths[rows].max() <= 1000 for rows in parts)
+    assert [len(p) for p in reference_cache.batches(np.arange(3), np.array([9, 9, 9]), budget=1)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "other rows", "nan"])
+def test_damaged_shards_are_noticed(tmp_path, damage):
+    path, rows = tmp_path / "000000.safetensors", np.arange(4)
+    logps = np.random.default_rng(0).normal(size=(4, 2)).astype(np.float32)
+    if damage == "nan":
+        logps[0, 0] = np.nan
+    reference_cache.write_shard(path, rows[::-1].copy() if damage == "other rows" else rows, logps)
+    data = bytearray(path.read_bytes())
+    if damage == "truncate":
+        path.write_bytes(data[:-3])
+    elif damage == "flip":
+        data[-1] ^= 1
+        path.write_bytes(data)
+    elif damage == "empty":
+        path.write_bytes(b"")
+    assert reference_cache.read_shard(path, rows) is None
+    reference_cache.write_shard(path, rows, np.ones((4, 2)))
+    assert (reference_cache.read_shard(path, rows) == 1).all()
+    assert not list(tmp_path.glob("*.partial"))
+
+
+# ---- real runs
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder) -> Path:
+    return tiny_folder("llama")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr(reference_cache, "HF_CACHE_HOME", str(tmp_path / "hf"))
+    return tmp_path / "hf" / "sfm_dpo" / "reference"
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
+    rng = np.random.default_rng(0)
+    with path.open("w") as file:
+        for i in range(48):
+            good, bad = ("ab cd " * int(rng.integers(1, 12)) + str(i) for _ in range(2))
+            file.write(json.dumps({"prompt": f"question {i}", "chosen": good, "rejected": bad + "x"}) + "\n")
+    return path
+
+
+def train(model: Path, pairs: Path, out: Path, *extra: str) -> list[dict]:
+    argv = f"--model_name_or_path {model} --dataset_name {pairs} --output_dir {out} --global_batch_size 8".split()
+    argv += "--per_device_train_batch_size 4 --max_length 64 --max_steps 3 --logging_steps 1".split()
+    argv += "--save_strategy no --learning_rate 1e-3 --precompute_ref_log_probs true --report_to none".split()
+    argv += ["--preflight", "skip", *extra]  # random weights find every answer impossible
+    assert train_dpo.main(argv) == 0
+    return [e for e in json.loads((out / "trainer_state.json").read_text())["log_history"] if "loss" in e]
+
+
+def written(cache: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in cache.glob("*/*.safetensors")}
+
+
+def test_cache_is_reused_or_not_as_it_should(model, pairs, cache, tmp_path):
+    live = train(model, pairs, tmp_path / "live", "--precompute_ref_log_probs", "false")
+    first = train(model, pairs, tmp_path / "a")
+    assert [e["loss"] for e in first] == pytest.approx([e["loss"] for e in live], abs=1e-5)
+    shards = written(cache)
+    assert shards
+    # Another lr, epoch count, output folder, batch: the same shards, untouched
+    train(
+        model, pairs, tmp_path / "b", "--learning_rate", "1e-4", "--num_train_epochs", "2", "--global_batch_size", "4"
+    )
+    assert written(cache) == shards
+    # What changes the figures computes again
+    train(model, pairs, tmp_path / "c", "--max_length", "32")
+    train(model, pairs, tmp_path / "d", "--padding_free", "true")
+    train(model, pairs, tmp_path / "e", "--attn_implementation", "eager")
+    other = tmp_path / "other-model"
+    tiny_model("llama", seed=1).save_pretrained(other)
+    tiny_tokenizer().save_pretrained(other)
+    train(other, pairs, tmp_path / "f")
+    assert len(list(cache.iterdir())) == 5
+    assert shards.items() <= written(cache).items()
+
+
+def test_train_and_eval_split_and_a_damaged_shard(model, pairs, cache, tmp_path):
+    train(model, pairs, tmp_path / "a", "--eval_fraction", "0.25")
+    assert len(list(cache.iterdir())) == 2  # a folder a split
+    shards = written(cache)
+    victim = Path(min(shards))
+    before = load_file(victim)
+    victim.write_bytes(victim.read_bytes()[:-1])
+    train(model, pairs, tmp_path / "b", "--eval_fraction", "0.25")
+    now = written(cache)
+    assert {path for path in shards if now[path] != shards[path]} == {str(victim)}
+    np.testing.assert_allclose(load_file(victim)["logps"], before["logps"], atol=1e-5)
+
+
+def test_a_stale_cache_is_caught_at_step_0(model, pairs, cache, tmp_path, capsys):
+    train(model, pairs, tmp_path / "a")
+    for path in map(Path, written(cache)):
+        data = load_file(path)
+        reference_cache.write_shard(path, data["rows"], data["logps"] - 3.0 * np.array([1, -1]))
+    argv = f"--model_name_or_path {model} --dataset_name {pairs} --output_dir {tmp_path / 'b'} --global_batch_size 8"
+    argv += " --per_device_train_batch_size 4 --max_length 64 --max_steps 3 --precompute_ref_log_probs true"
+    assert train_dpo.main([*argv.split(), "--preflight", "skip"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "step 0" in error and "cached reference does not fit these weights" in error
+
+
+def test_killed_in_the_middle_no_shard_is_computed_twice(model, pairs, tmp_path):
+    """kill -9 once some shards are there; the next start leaves them alone and computes the rest."""
+    env = os.environ | {"HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"}
+    cache = tmp_path / "hf" / "sfm_dpo" / "reference"
+    argv = f"{sys.executable} {ROOT / 'train_dpo.py'} --model_name_or_path {model} --dataset_name {pairs} --output_dir"
+    argv = [*argv.split(), str(tmp_path / "run"), *"--global_batch_size 8 --per_device_train_batch_size 4".split()]
+    argv += "--max_length 64 --max_steps 1 --save_strategy no --precompute_ref_log_probs true --preflight skip".split()
+    process = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len(written(cache)) < 3 and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = written(cache)
+    assert before
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    after = written(cache)
+    assert len(before) < len(after)  # the kill did come in the middle
+    assert before.items() <= after.items()
+    assert f"reference log-probs of the train pairs: {len(before)} of {len(after)} shards" in done.stdout
+
+
+def test_reference_model_is_not_in_memory(model, pairs, cache, tmp_path, monkeypatch):
+    seen = []
+    original = train_dpo.SFMDPOTrainer.train
+    monkeypatch.setattr(
+        train_dpo.SFMDPOTrainer, "train", lambda self, **kw: (seen.append(self), original(self, **kw))[1]
+    )
+    train(model, pairs, tmp_path / "a")
+    assert seen[0].ref_model is None
+    assert seen[0].train_dataset.column_names.count("ref_chosen_logps") == 1
+    assert torch.isfinite(torch.tensor(seen[0].train_dataset["ref_chosen_logps"])).all()

@@ -1,0 +1,292 @@
+"""One step: the loss against formulas written out here from plain logits, and metrics on the loss's scale."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM
+
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.config import parse_config
+from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
+from sfm_dpo.run.folder import describe
+from sfm_dpo.train.metrics import share_above
+from sfm_dpo.train.trainer import SFMDPOTrainer
+
+
+def pairs(n: int = 8) -> Dataset:
+    """Plain text pairs whose responses differ in length by up to ten times."""
+    rows = [
+        {
+            "prompt": f"question {i}" * (1 + i % 3) + ":",
+            "chosen": " yes" * (1 + i * 3 % 7),
+            "rejected": " nope" * (1 + i),
+        }
+        for i in range(n)
+    ]
+    return Dataset.from_list([row | {"source": "test"} for row in rows])
+
+
+def make_trainer(folder, output_dir, *cli: str, peft=None, n=8) -> SFMDPOTrainer:
+    config = parse_config(
+        [
+            *(
+                "--model_name_or_path",
+                str(folder),
+                "--dataset_name",
+                "x",
+                "--output_dir",
+                str(output_dir),
+                "--use_cpu",
+            ),
+            *("--global_batch_size", "4", "--per_device_train_batch_size", "4", "--max_length", "128"),
+            *("--learning_rate", "1e-3", "--logging_steps", "1", "--save_strategy", "no", *cli),
+        ]
+    )
+    tokenizer = load_tokenizer(config)
+    tokens, _ = tokenize_pairs(pairs(n), tokenizer, config.train.max_length)
+    return SFMDPOTrainer(
+        model=str(folder), args=config.train, train_dataset=tokens, processing_class=tokenizer, peft_config=peft
+    )
+
+
+def move(model, seed: int = 1) -> None:
+    """Takes the policy away from the reference, as training would."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+
+
+@torch.no_grad()
+def response_logps(model, prompt: list[int], response: list[int]) -> torch.Tensor:
+    """Log-prob of each response token [len(response)] from plain logits: no batch, no padding, no mask."""
+    logits = model(input_ids=torch.tensor([prompt + response])).logits[0]
+    chosen = F.log_softmax(logits.float(), dim=-1)[torch.arange(len(prompt) - 1, len(prompt + response) - 1)]
+    return chosen.gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+def by_hand(folder, policy_state: dict, rows) -> dict[str, torch.Tensor]:
+    """Per-pair sums and means [N] of the response's log-probs under policy and reference."""
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    policy.load_state_dict(policy_state)
+    out = {}
+    for name, model in (("policy", policy), ("reference", reference)):
+        for side in ("chosen", "rejected"):
+            logps = [response_logps(model, row["prompt_ids"], row[f"{side}_ids"]) for row in rows]
+            out[f"{name}_{side}_sum"] = torch.stack([each.sum() for each in logps])
+            out[f"{name}_{side}_mean"] = torch.stack([each.mean() for each in logps])
+    return out
+
+
+def open_instruct_dpo_norm(logps: dict[str, torch.Tensor], beta: float) -> torch.Tensor:
+    """open-instruct, dpo_utils.py: `dpo_loss` on log-probs from `_get_batch_logps(average_log_prob=True)`."""
+    pi_logratios = logps["policy_chosen_mean"] - logps["policy_rejected_mean"]
+    ref_logratios = logps["reference_chosen_mean"] - logps["reference_rejected_mean"]
+    return -F.logsigmoid(beta * (pi_logratios - ref_logratios))
+
+
+def one_batch(trainer, n: int = 4):
+    """(loss, the metrics it recorded, the rows) of a batch of the first n pairs."""
+    rows = [trainer.train_dataset[i] for i in range(n)]
+    trainer.state.global_step = 1  # past the check of step 0
+    trainer._metrics["train"].clear()
+    trainer.model.train()
+    with torch.no_grad():
+        loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(trainer.data_collator(rows)))
+    return loss.item(), {name: values[-1] for name, values in trainer._metrics["train"].items()}, rows
+
+
+# ---- the loss
+
+
+@pytest.mark.parametrize("architecture", ["gpt_neox", "llama", "olmo3"])
+@pytest.mark.parametrize("packed", ["--padding_free=false", "--padding_free=true"])
+def test_sigmoid_norm_with_beta_5_is_open_instructs_dpo_norm(tiny_folder, tmp_path, architecture, packed):
+    trainer = make_trainer(tiny_folder(architecture), tmp_path, packed)
+    move(trainer.model)
+    loss, metrics, rows = one_batch(trainer)
+    logps = by_hand(tiny_folder(architecture), trainer.model.state_dict(), rows)
+    expected = open_instruct_dpo_norm(logps, beta=5)
+    assert abs(expected.mean().item() - math.log(2)) > 0.01  # policy and reference really differ
+    assert loss == pytest.approx(expected.mean().item(), abs=1e-5)
+    for side in ("chosen", "rejected"):
+        assert metrics[f"logps/{side}"] == pytest.approx(logps[f"policy_{side}_sum"].mean().item(), abs=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_dpo_norm_on_random_log_probs_and_lengths(tiny_folder, tmp_path, seed):
+    """The same on any numbers: the model's place is taken by a function that answers random log-probs."""
+    trainer = make_trainer(tiny_folder("llama"), tmp_path)
+    trainer.precompute_ref_logps, trainer.state.global_step, n, length = True, 1, 6, 200
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, length - 1, (2 * n,), generator=generator)
+    mask = torch.arange(length)[None] >= length - lengths[:, None]  # responses at the end
+    policy = -3 * torch.rand(2 * n, length - 1, generator=generator) * mask[:, 1:]
+    sums = {"policy": policy.sum(dim=1), "reference": -3 * torch.rand(2 * n, generator=generator) * lengths}
+    outputs = SimpleNamespace(
+        log_probs=policy, entropy=policy, mean_logits=policy, is_top1=torch.zeros_like(policy, dtype=torch.bool)
+    )
+    batch = {
+        "input_ids": torch.zeros(2 * n, length, dtype=torch.long),
+        "attention_mask": torch.ones(2 * n, length, dtype=torch.long),
+        "completion_mask": mask.long(),
+        "ref_chosen_logps": sums["reference"][:n],
+        "ref_rejected_logps": sums["reference"][n:],
+    }
+    loss = trainer._compute_loss(lambda **kwargs: outputs, batch, return_outputs=False)
+    means = {
+        f"{name}_{side}_mean": (value / lengths)[rows]
+        for name, value in sums.items()
+        for side, rows in (("chosen", slice(n)), ("rejected", slice(n, None)))
+    }
+    expected = open_instruct_dpo_norm(means, beta=5)
+    assert expected.std() > 0.1
+    assert loss.item() == pytest.approx(expected.mean().item(), rel=1e-5)
+
+
+# ---- metrics
+
+
+@pytest.mark.parametrize(
+    ("cli", "scale", "beta"),
+    [
+        (["--loss_type", "sigmoid_norm"], "mean", 5.0),
+        (["--loss_type", "sigmoid", "--beta", "0.1"], "sum", 0.1),
+        (["--loss_type", "ipo", "--beta", "0.5"], "mean", 0.5),
+    ],
+)
+def test_rewards_are_on_the_scale_of_the_loss(tiny_folder, tmp_path, cli, scale, beta):
+    folder = tiny_folder("gpt_neox")
+    trainer = make_trainer(folder, tmp_path, *cli)
+    move(trainer.model)
+    loss, metrics, rows = one_batch(trainer)
+    logps = by_hand(folder, trainer.model.state_dict(), rows)
+    chosen, rejected = (
+        beta * (logps[f"policy_{side}_{scale}"] - logps[f"reference_{side}_{scale}"])
+        for side in ("chosen", "rejected")
+    )
+    expected = {
+        "rewards/chosen": chosen.mean(),
+        "rewards/rejected": rejected.mean(),
+        "rewards/margins": (chosen - rejected).mean(),
+        "rewards/average": ((chosen + rejected) / 2).mean(),
+        "rewards/accuracies": (chosen > rejected).float().mean(),
+        "logps/accuracies": (logps[f"policy_chosen_{scale}"] > logps[f"policy_rejected_{scale}"]).float().mean(),
+    }
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value.item(), abs=1e-4), name
+    margins = chosen - rejected
+    if "ipo" in cli:
+        assert loss == pytest.approx(((margins / beta - 1 / (2 * beta)) ** 2).mean().item(), abs=1e-4)
+    else:
+        assert loss == pytest.approx(-F.logsigmoid(margins).mean().item(), abs=1e-5)
+
+
+def test_the_loss_of_one_pair_follows_from_its_margin(tiny_folder, tmp_path):
+    trainer = make_trainer(tiny_folder("llama"), tmp_path)
+    move(trainer.model)
+    for i in range(4):
+        trainer.train_dataset = trainer.train_dataset.select([*range(1, len(trainer.train_dataset)), 0])
+        loss, metrics, _ = one_batch(trainer, n=1)
+        assert loss == pytest.approx(math.log1p(math.exp(-metrics["rewards/margins"])), abs=1e-5), i
+        assert metrics["rewards/accuracies"] == float(metrics["rewards/margins"] > 0)
+
+
+def test_policy_equal_to_reference_scores_chance(tiny_folder, tmp_path):
+    assert share_above(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 2.0, 2.0])).tolist() == [0.0, 0.5, 1.0]
+    loss, metrics, _ = one_batch(make_trainer(tiny_folder("gpt_neox"), tmp_path))
+    assert loss == pytest.approx(math.log(2), abs=1e-6)
+    assert (metrics["rewards/margins"], metrics["rewards/accuracies"]) == (0.0, 0.5)
+
+
+def test_every_metric_is_recorded_once_a_batch(tiny_folder, tmp_path):
+    trainer = make_trainer(tiny_folder("gpt_neox"), tmp_path)
+    rows = one_batch(trainer)[2]
+    trainer.compute_loss(trainer.model, trainer._prepare_inputs(trainer.data_collator(rows)))
+    counts = {name: len(values) for name, values in trainer._metrics["train"].items() if name != "num_tokens"}
+    assert set(counts.values()) == {2}, counts
+
+
+# ---- training
+
+
+def write_run(folder) -> None:
+    """What a checkpoint's model card is written from; train_dpo.py writes it before the trainer is made."""
+    config = parse_config(["--model_name_or_path", "m", "--dataset_name", "x", "--use_cpu", f"--output_dir={folder}"])
+    describe(config, {"sources": ["x"], "train": 8, "eval": 0, "dropped": {}})
+
+
+def losses(trainer) -> list[float]:
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("packed", ["--padding_free=false", "--padding_free=true"])
+def test_reference_from_the_cache_or_in_memory_trains_alike(tiny_folder, tmp_path, packed):
+    folder = tiny_folder("llama")
+    cli = (packed, "--num_train_epochs", "3")
+    live = losses(make_trainer(folder, tmp_path / "live", *cli))
+    cached = losses(make_trainer(folder, tmp_path / "cached", *cli, "--precompute_ref_log_probs"))
+    assert len(live) == 6 and live[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert min(live) < 0.5  # it learns
+    assert cached == pytest.approx(live, abs=2e-5)
+
+
+@pytest.mark.parametrize("architecture", ["gpt_neox", "olmo3", "llama", "olmoe"])
+def test_a_resumed_run_equals_an_uninterrupted_one(tiny_folder, tmp_path, architecture):
+    """All weights must come back: save_pretrained gives some another name than the module's (GPT-NeoX's head)."""
+    cli = ("--max_steps", "5", "--save_strategy", "steps", "--save_steps", "3", "--save_total_limit", "9")
+    write_run(tmp_path / "run")
+    whole = make_trainer(tiny_folder(architecture), tmp_path / "run", *cli)
+    curve = losses(whole)
+    resumed = make_trainer(tiny_folder(architecture), tmp_path / "run", *cli)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    assert [entry["loss"] for entry in resumed.state.log_history if "loss" in entry] == curve
+    for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_lora_trains_the_adapter_and_its_reference_is_the_base(tiny_folder, tmp_path):
+    folder = tiny_folder("llama")
+    peft = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    trainer = make_trainer(folder, tmp_path, "--num_train_epochs", "3", "--learning_rate", "1e-2", peft=peft)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    assert {name for name, p in trainer.model.named_parameters() if p.requires_grad} == {
+        n for n in before if "lora" in n
+    }
+    curve = losses(trainer)
+    assert curve[0] == pytest.approx(math.log(2), abs=1e-5) and curve[-1] < curve[0] - 0.05
+    changed = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {name for name in before if "lora" in name}
+
+    loss, _, rows = one_batch(trainer)
+    merged = trainer.model.merge_and_unload().state_dict()
+    expected = open_instruct_dpo_norm(by_hand(folder, merged, rows), beta=5).mean().item()
+    assert loss == pytest.approx(expected, abs=1e-4)
+
+
+# ---- the check of step 0
+
+
+def test_step_0_stops_a_run_whose_policy_is_not_its_reference(tiny_folder, tmp_path):
+    trainer = make_trainer(tiny_folder("gpt_neox"), tmp_path)
+    move(trainer.model)
+    with pytest.raises(UserError, match=r"step 0: .*policy and reference are different models"):
+        trainer.train()
+
+
+def test_step_0_names_dropout(tiny_folder, tmp_path):
+    from tests.tiny_models import tiny_model, tiny_tokenizer
+
+    tiny_model("gpt_neox", hidden_dropout=0.3).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    with pytest.raises(UserError, match=r"step 0: .*dropout"):
+        make_trainer(tmp_path / "model", tmp_path / "a", "--disable_dropout", "false").train()
+    assert losses(make_trainer(tmp_path / "model", tmp_path / "b"))[0] == pytest.approx(math.log(2), abs=1e-5)
