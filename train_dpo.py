@@ -22,7 +22,7 @@ from transformers import PrinterCallback, ProgressCallback
 from trl import get_peft_config, get_quantization_config
 
 from sfm_dpo.common.distributed import is_main_process, main_process_first
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import StopRequested, UserError
 from sfm_dpo.common.secrets import mask, mask_traceback
 from sfm_dpo.config import Config, parse_config
 from sfm_dpo.data.sampler import RecordData
@@ -46,7 +46,7 @@ from sfm_dpo.run.checkpoint import (
 from sfm_dpo.run.folder import RESOLVED_CONFIG, check_not_running, claim, describe, write_status
 from sfm_dpo.train.profiler import add_profiler
 from sfm_dpo.train.progress import ProgressLine
-from sfm_dpo.train.stop import StopCallback, StopRequested
+from sfm_dpo.train.stop import StopCallback
 from sfm_dpo.train.trainer import SFMDPOTrainer
 
 
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     except StopRequested as stop:
         assert config is not None
         clear_stop(config.train.output_dir)
-        return stopped(config, str(stop), shards=stop.shards)
+        return stopped(config, str(stop), **stop.status)
     except UserError as error:
         alone = error.exit_code == 1  # a disk is full: perhaps no other rank knows
         if is_main_process() or alone:

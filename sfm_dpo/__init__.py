@@ -22,8 +22,10 @@ if _missing := [
 # isort: split
 from dotenv import load_dotenv
 
+from sfm_dpo.common import log
 from sfm_dpo.common.secrets import check_env_file, env_file, warn_of_open_env_file
 
+log.install()
 check_env_file()
 load_dotenv(env_file())
 warn_of_open_env_file()

@@ -102,11 +102,7 @@ class TrainConfig(DPOConfig):
 
 
 PROJECT = Path(__file__).resolve().parents[1]
-
-
 DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)
-
-
 _OPTIONAL = {f.name for cls in DATACLASSES for f in dataclasses.fields(cls) if "None" in str(f.type)}
 
 

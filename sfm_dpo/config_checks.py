@@ -19,16 +19,12 @@ from sfm_dpo.common.errors import UserError
 
 # Losses whose log-ratios are means over response tokens; the others in TRL use sums.
 LENGTH_NORMALIZED_LOSSES = {"sigmoid_norm", "ipo"}
-
-
 CHECKS = {
     "preflight": ("skip", "warn", "abort"),
     "guard": ("skip", "warn", "stop"),
     # Trainer's other two, checkpoint and all_checkpoints, would publish the optimizer: 80 GB of a 7B model each time
     "hub_strategy": ("end", "every_save"),
 }
-
-
 LOSS_TYPES = (
     "sigmoid sigmoid_norm hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down "
     "discopop sft"
@@ -38,11 +34,7 @@ _AT_LEAST_1 = (
     "max_length max_prompt_length max_samples preflight_samples global_batch_size per_device_train_batch_size "
     "per_device_eval_batch_size dataset_num_proc lora_r hub_push_every precompute_ref_batch_size ddp_timeout"
 ).split()
-
-
 _AT_LEAST_0 = "weight_decay adam_epsilon max_grad_norm data_seed dataloader_num_workers neftune_noise_alpha".split()
-
-
 _IN_0_TO_1 = "max_dropped_fraction adam_beta1 adam_beta2 lora_dropout ld_alpha label_smoothing".split()
 
 

@@ -1,26 +1,8 @@
-"""TODO."""
+"""Ranks: which one this is, and how they come to the same value."""
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
-
-if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
-    pass
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
-    pass
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
-    pass
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
-    pass
+from typing import Any, TypeVar
 
 from sfm_dpo.common.errors import UserError
 
@@ -28,7 +10,22 @@ T = TypeVar("T")
 
 
 def is_main_process() -> bool:
+    """Whether this is rank 0, by the launcher's environment; also before the process group exists."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def world_size() -> int:
+    """Processes over all nodes, by the launcher's environment."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def broadcast(value: T) -> T:
+    """Rank 0's value, on every rank. All ranks must call it; the value is pickled."""
+    from accelerate.utils import broadcast_object_list
+
+    values = [value]
+    broadcast_object_list(values, from_process=0)
+    return values[0]
 
 
 def main_process_first(action: Callable[[], T]) -> T:
@@ -37,8 +34,6 @@ def main_process_first(action: Callable[[], T]) -> T:
     A UserError of rank 0 is raised on every rank, so that all leave with the same line. (Under accelerate's
     `main_process_first` the others would die at the barrier, with a traceback that hides it.)
     """
-    from accelerate.utils import broadcast_object_list
-
     result: Any = None
     error: UserError | None = None
     if is_main_process():
@@ -46,12 +41,6 @@ def main_process_first(action: Callable[[], T]) -> T:
             result = action()
         except UserError as raised:
             error = raised
-    outcome = [error and (str(error), error.exit_code)]
-    broadcast_object_list(outcome, from_process=0)
-    if outcome[0]:
-        raise error or UserError(*outcome[0])
+    if agreed := broadcast(error):
+        raise error or agreed
     return result if is_main_process() else action()
-
-
-def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,18 +1,45 @@
-"""What does a mistake say? One line, and an exit code. Imported by all, so it imports nothing heavy."""
+"""How a command ends other than by a crash: one exception for each end, with its exit code and its state."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 
-class UserError(Exception):
-    """A mistake of the user's: reported in one line, without a traceback.
+class RunEnd(Exception):
+    """An end that is reported in one line, without a traceback.
 
     Args:
-        message: names the field, the value and the remedy.
-        exit_code: 2 wrong configuration or data (default), 3 preflight refused, 4 the guard stopped the run,
-            5 the push failed.
+        message: for an error: names the field, the value and the remedy.
         status: further fields for status.json.
     """
 
-    def __init__(self, message: str, exit_code: int = 2, **status: Any):
+    exit_code: ClassVar[int]
+    state: ClassVar[str]  # in status.json
+
+    def __init__(self, message: str, **status: Any):
         super().__init__(" ".join(str(message).split()))
-        self.exit_code, self.status = exit_code, status
+        self.status = status
+
+
+class UserError(RunEnd):
+    """Wrong configuration or data."""
+
+    exit_code, state = 2, "failed"
+
+
+class DiskFull(UserError):
+    """No space is left for a checkpoint; perhaps on one rank alone."""
+
+    exit_code = 1
+
+
+class PreflightRefused(UserError):
+    exit_code, state = 3, "refused"
+
+
+class GuardStopped(UserError):
+    exit_code, state = 4, "collapsed"
+
+
+class StopRequested(RunEnd):
+    """Stopped by the stop file; the same command goes on."""
+
+    exit_code, state = 75, "stopped"

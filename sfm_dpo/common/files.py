@@ -1,21 +1,9 @@
-"""TODO."""
+"""Files: the project's folder, writing atomically, the time."""
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
-    pass
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
-    pass
-
-
-def now() -> str:
-    """The time with its zone, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+PROJECT = Path(__file__).resolve().parents[2]
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -23,3 +11,8 @@ def write_atomically(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text)
     partial.replace(path)
+
+
+def now() -> str:
+    """The time with its zone, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -12,12 +12,8 @@ from dotenv import dotenv_values, find_dotenv
 from dotenv.parser import parse_stream
 
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|WEBHOOK")
-
-
 # What .env may hold besides secrets, and logs name for good reasons: folders, projects, modes.
 _SETTING = re.compile(r"^(HF|WANDB|TRACKIO|TENSORBOARD|CUDA|NCCL|OMP|TORCH|PYTORCH|SBATCH|SLURM|DS)_")
-
-
 _SHORTEST = 8  # masking a shorter value would blot out ordinary text, and nobody's token is one
 
 

@@ -26,14 +26,11 @@ from sfm_dpo.config_checks import nearest
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.health.preflight import check_vocabulary
 from sfm_dpo.model.loading import load_model_config, model_init_kwargs
+from sfm_dpo.train.metrics import loss_scale
 from sfm_dpo.train.trainer import SFMDPOTrainer
 
 FACTOR = 8.0
-
-
 SCALING = 32.0
-
-
 ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 
 
@@ -173,8 +170,6 @@ WORDS: dict[str, dict[str, Any]] = {  # of a variant's name, joined by +: what e
     "compile": {"compiled": True},
     "rope_gpu": {"rope": True},
 }
-
-
 DEFAULT_VARIANTS = "padded packed separate batch_1 compile rope_gpu bf16 packed+bf16 flash+bf16".split()
 
 

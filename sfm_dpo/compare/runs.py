@@ -13,38 +13,24 @@ from sfm_dpo.run.reader import RunLog
 
 # Fields that change how the same arithmetic is done, not what is computed
 _FORWARD = {"per_device_train_batch_size", "gradient_accumulation_steps", "train_sampling_strategy"}
-
-
 _MODEL = set(
     """padding_free attn_implementation torch_compile torch_compile_backend torch_compile_mode bf16 fp16 tf32 dtype
     torch_dtype use_liger_kernel gradient_checkpointing gradient_checkpointing_kwargs bf16_full_eval fp16_full_eval
     full_determinism use_cpu model_init_kwargs deepspeed fsdp fsdp_config _attn_implementation
     transformers_version""".split()
 )
-
-
 # Act from the first update on, so step 1 cannot show them
 _UPDATE = set(
     """learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio weight_decay max_grad_norm
     num_train_epochs max_steps optim optim_args adam_beta1 adam_beta2 adam_epsilon""".split()
 )
-
-
 # Up to it a difference of loss and gradient at step 1 contradicts nothing: the mean of logps over a batch (hundreds of
 # nats, in fp32) hides what these still show.
 RESOLUTION = 1e-5
-
-
 _REFERENCE = {"precompute_ref_log_probs", "precompute_ref_batch_size", "ref_model_mixup_alpha", "sync_ref_model"}
-
-
 # What of a reference cache follows from the run's own attention path and precision
 _FOLLOWS = {"key", "dtype", "autocast", "attention", "packed", "compilation"}
-
-
 _NO_EFFECT = MAY_DIFFER - {"gradient_accumulation_steps"} | {"logging_dir", "eval_strategy", "eval_steps"}
-
-
 _TIMES = {"starts", "command", "slurm", "cpus", "wandb_run_id", "git_dirty"}
 
 
@@ -219,8 +205,6 @@ def _reference(run: RunLog) -> dict[str, Any]:
 
 # Shown first, in this order; the others follow by name.
 _FIRST = "train/loss rewards/margins rewards/chosen rewards/rejected logps/chosen logps/rejected".split()
-
-
 _FIRST += "grad_norm entropy learning_rate".split()
 
 

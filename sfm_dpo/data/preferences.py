@@ -31,8 +31,6 @@ DROP_REASONS = {
     "chosen_equals_rejected": "chosen equals rejected",
     "prompt_too_long": "prompt leaves no room for a response within max_length",
 }
-
-
 _PAIR = Features(
     {name: Json() for name in ("prompt", "chosen", "rejected")}
     | {name: Value("string") for name in ("template", "source", "dropped")}

@@ -29,14 +29,8 @@ from sfm_dpo.model.loading import TOKENIZER_FILES, check_files
 
 # Rows a call of the tokenizer: it holds some 300 bytes a token beside the ids, and a long pair has 50,000 tokens.
 BATCH_ROWS = 100
-
-
 _IDS = List(Value("int32"))
-
-
 _COUNT = Value("int32")
-
-
 _TOKENS = Features(
     {
         "prompt_ids": _IDS,

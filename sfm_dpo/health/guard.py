@@ -13,7 +13,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
 from sfm_dpo.common.distributed import is_main_process
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import GuardStopped, UserError
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES
 from sfm_dpo.health.generation import Answer, continue_prompts, repeated_4grams
@@ -23,11 +23,7 @@ from sfm_dpo.model.sharding import local_values
 from sfm_dpo.run.checkpoint import KEEP, checkpoints, keep_before, step_of
 
 HEALTH, SAMPLES = "health.json", "samples.json"
-
-
 AUTHOR = "guard"  # of its KEEP files
-
-
 PROMPTS, NEW_TOKENS = 4, 64  # of one round of generations
 
 
@@ -115,7 +111,7 @@ class Guard(TrainerCallback):
         self._write(args, [entry for entry in state.log_history if "loss" in entry])
 
     def raise_if_stopped(self) -> None:
-        """Raises UserError with exit code 4 where the guard stopped the run."""
+        """Raises GuardStopped where the guard stopped the run."""
         if self.stopped:
             f = self.stopped
             healthy = (
@@ -123,10 +119,9 @@ class Guard(TrainerCallback):
                 if self.last_healthy
                 else ("no checkpoint was saved before it: the base model is the last healthy one")
             )
-            raise UserError(
+            raise GuardStopped(
                 f"guard: {f.signal} at step {f.step}, begun at step {f.began}: {f.seen}; {healthy}; {f.remedy}, in "
                 "another run; guard: warn goes on regardless",
-                exit_code=4,
                 step=f.step,
                 checkpoint=self.last_healthy,
             )

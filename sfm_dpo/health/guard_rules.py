@@ -11,13 +11,9 @@ from typing import Any, NamedTuple
 from sfm_dpo.common.statistics import mean_interval
 
 FAST = 20  # optimizer steps within which a collapse happens; the recorded ones took 5 to 12
-
-
 SIGMOID_LOSSES = {"sigmoid", "sigmoid_norm"}  # they start at ln 2 and have their floor at 0
 
 Log = list[dict[str, Any]]
-
-
 # How far the mean |margin| / 2 of the first batch may be from 0, its value at policy = reference (then the loss is
 # ln 2). 16-bit log-probs move with the shape of the batch.
 STEP_0_TOLERANCE = {"32-bit": 1e-3, "16-bit": 5e-2}
@@ -195,11 +191,7 @@ def _first_of_tail(log: Log, holds: Callable[[dict], bool]) -> int:
 
 
 _LOWER_LR = "lower learning_rate by 3 to 10 times"
-
-
 _FAILED = "a failed project's runs (docs/health.md)"
-
-
 RULES = (
     Rule(
         "non_finite",

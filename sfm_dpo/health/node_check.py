@@ -23,23 +23,11 @@ import torch
 import torch.distributed as dist
 
 UNHEALTHY = 69
-
-
 MEET_SECONDS = 120  # a rank that is not there by then does not come: importing torch from a cold disk takes long
-
-
 REDUCE_SECONDS = 45
-
-
 MIN_FREE_GIB = 2.0  # logs, caches and reports; checkpoints are checked against their size when the model is known
-
-
 MAX_USED_MIB = 2048  # of GPU memory before we start: above it somebody else's process is there
-
-
 MATMUL = {"cuda": (8192, torch.bfloat16), "cpu": (512, torch.float32)}
-
-
 SMI_FIELDS = "index,memory.used,ecc.errors.uncorrected.volatile.total"
 
 

@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sfm_dpo.common.distributed import is_main_process
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import PreflightRefused, UserError
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.config import Config
 from sfm_dpo.health.preflight_rules import MOVE, judge, pair_figures, rule_values, scale, sentence
@@ -194,7 +194,7 @@ def preflight_phase(trainer, config: Config) -> None:
     """Runs the preflight, prints it, writes preflight.json; on a no-go ends the run where `preflight` is abort.
 
     Raises:
-        UserError: exit code 3.
+        PreflightRefused
     """
     mode, path = config.train.preflight, Path(config.train.output_dir) / PREFLIGHT
     if mode == "skip":
@@ -210,10 +210,10 @@ def preflight_phase(trainer, config: Config) -> None:
         raise refusal(result)
 
 
-def refusal(result: dict[str, Any]) -> UserError:
+def refusal(result: dict[str, Any]) -> PreflightRefused:
     worst = next(finding for finding in result["findings"] if finding["level"] == "no-go")
-    return UserError(
-        f"preflight: no-go: {sentence(worst)}; nothing was trained; preflight: warn trains regardless", exit_code=3
+    return PreflightRefused(
+        f"preflight: no-go: {sentence(worst)}; nothing was trained; preflight: warn trains regardless"
     )
 
 

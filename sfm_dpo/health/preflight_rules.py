@@ -12,8 +12,6 @@ from sfm_dpo.common.statistics import mean_interval, wilson
 from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES
 
 HOPELESS = -2.5  # nats per token: a pair with a larger gap than that is one the base model cannot bridge
-
-
 MOVE = 0.1  # nats per token: each chosen token gains it and each rejected token loses it
 
 
@@ -31,11 +29,7 @@ class Rule(NamedTuple):
 
 
 _FAILED = "a failed project's three pairs: 1,034 / 38, 1,045 / 18, 623 / 23 nats, per token 5.2 / 0.8"
-
-
 _SFT = "train on the chosen answers first (SFT), or take a base model that can write them"
-
-
 RULES = (
     Rule(
         "token_gap",

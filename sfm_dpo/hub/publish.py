@@ -26,14 +26,8 @@ from sfm_dpo.run.folder import RESOLVED_CONFIG, read_resolved_config, read_statu
 _FILES = """config.json generation_config.json adapter_config.json chat_template.jinja additional_chat_templates
     tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt
     tokenizer.model spiece.model sentencepiece.bpe.model""".split()
-
-
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
-
-
 _CLEANED = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
-
-
 _SESSION = ("_name_or_path", "name_or_path", "is_local", "local_files_only")  # how it was loaded here
 
 

@@ -23,17 +23,9 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.secrets import mask
 
 RETRY_SECONDS = (10, 60, 300)  # waits between the attempts to push
-
-
 ASK_SECONDS = (2, 5)  # and to ask, before training
-
-
 ACCESS_SECONDS, UPLOAD_SECONDS = 30.0, 300.0  # longest silence of the server
-
-
 _TRANSIENT = {408, 409, 412, 425, 429, 500, 502, 503, 504}
-
-
 _REASONS = {  # of the Hub's answer; {repo} is filled in
     401: "the Hub does not accept the token: put a valid one into .env as HF_TOKEN (huggingface.co/settings/tokens)",
     403: "the token may not write to {repo}: give it write access there, or choose another hub_model_id",
@@ -42,8 +34,6 @@ _REASONS = {  # of the Hub's answer; {repo} is filled in
     412: "somebody else is changing {repo} at this moment",
     429: "the Hub limits how often it may be asked",
 }
-
-
 # Removed from the repository when a new push does not hold them.
 STALE = ["*.safetensors", "*.safetensors.index.json", "figures/*"]
 

@@ -21,8 +21,6 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 PACKED = "packed"
-
-
 _BLOCK = 128  # queries in one call where a window cuts
 
 # What transformers' models ask of an attention function beside scale and window (keywords over all of

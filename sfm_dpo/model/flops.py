@@ -1,4 +1,10 @@
-"""TODO."""
+"""Model FLOPs by formula, and the peak of known GPUs.
+
+FLOPs counted are the useful ones, for real tokens only: 2 for each weight a token is multiplied with, 4 x head size x
+heads for each (query, key) pair that attention lets see each other, in the window of the layer; the LM head for
+response tokens; three times the forward for a training step (forward and backward). Padding, recomputation under
+gradient checkpointing and the optimizer are not counted; a reference forward in the step is counted once more.
+"""
 
 from dataclasses import dataclass
 

@@ -21,8 +21,6 @@ from sfm_dpo.config import Config
 
 # What is looked at before a library reads it, in a model's folder.
 MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors.index.json", "*.safetensors")
-
-
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 

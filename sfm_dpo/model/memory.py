@@ -28,11 +28,7 @@ from transformers.initialization import no_init_weights
 from sfm_dpo.model.sharding import blocks
 
 SHAPES = "shapes_only"  # transformers takes a name with "flash" in it for a package
-
-
 TRACED_TOKENS = 1024
-
-
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768  # a tile of logits (TRL 1.16, kernels/chunked_logprob.py)
 
 
@@ -54,8 +50,6 @@ class _Flash(torch.autograd.Function):
 AttentionInterface.register(
     SHAPES, lambda module, query, key, value, mask, **kwargs: (_Flash.apply(query, key, value), None)
 )
-
-
 AttentionMaskInterface.register(SHAPES, lambda *args, **kwargs: None)
 
 

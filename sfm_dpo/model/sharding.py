@@ -21,8 +21,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from sfm_dpo.common.distributed import is_main_process
 
 ATTENTION = {"full_attention", "sliding_attention"}
-
-
 # "auto" in the DeepSpeed file, as transformers 5.23 fills it in (integrations/deepspeed.py): times hidden size
 PERSISTENCE = 10
 

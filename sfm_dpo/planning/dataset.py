@@ -21,8 +21,6 @@ from sfm_dpo.planning.lengths import analyze, repeats
 
 # Chosen longer in this share of the pairs or more, or rejected: length alone then predicts the preference.
 LENGTH_BIAS = 0.6
-
-
 # More prompts than this share over half of max_length are worth a warning.
 LONG_PROMPTS = 0.01
 
@@ -92,7 +90,8 @@ def model_facts(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int
         stated = tokenizer.model_max_length
         return (stated if stated < 10**9 else None), None  # transformers' stand-in for "not stated" is 1e30
     import torch
-    from sfm_dpo.throughput import ForwardFlops
+
+    from sfm_dpo.model.flops import ForwardFlops
 
     forward = ForwardFlops.of_config(model)
     limit = getattr(model.get_text_config(), "max_position_embeddings", None)

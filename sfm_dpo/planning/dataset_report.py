@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,6 +14,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.data.preferences import DROP_REASONS
 from sfm_dpo.planning.lengths import BATCH_SIZES, MEMORY_BATCH, PERCENTILES
+from sfm_dpo.report.page import render_page
 from sfm_dpo.report.plots import COLORS, INK, STYLE, to_svg
 
 # ---- tables, for text and page alike: a list of rows of cells, the first being the heading
@@ -70,8 +70,8 @@ NOTES = {
     "coverage": (
         "*: recommended. untouched: pairs of which no token is cut. tokens kept: of all response tokens. cut alike: "
         "pairs whose responses are cut to the same tokens. dropped: pairs whose prompt fills max_length. tokens: "
-        "real ones of both sequences, an epoch. FLOPs: useful ones (sfm_dpo/train/throughput.py), 3 forwards to train and 1 "
-        "for the reference. step time and memory: relative to the recommendation, padding-free; memory is that of the "
+        "real ones of both sequences, an epoch. FLOPs: useful ones (sfm_dpo/model/flops.py), 3 forwards to train and "
+        "1 for the reference. step time and memory: relative to the recommendation, padding-free; memory is of the "
         f"activations of the longest {MEMORY_BATCH} pairs."
     ),
     "padding": (
@@ -211,17 +211,15 @@ def write_plot(result: dict[str, Any], path: Path) -> None:
 
 def write_page(result: dict[str, Any], path: Path) -> None:
     """One self-contained page: nothing loaded, no script; light, dark, narrow, wide."""
-    template = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    ).get_template("lengths.html.jinja")
     panels = []
     with rc_context(STYLE):
         for name, draw in (("lengths", _draw_lengths), ("coverage", _draw_coverage)):
             figure = Figure(figsize=(4.8, 3.3), layout="constrained")
             draw(figure.add_subplot(), result)
             panels.append(to_svg(figure, name))
-    page = template.render(
-        result,
+    page = render_page(
+        "lengths.html.jinja",
+        **result,
         heading=heading(result),
         drops=drops(result),
         panels=panels,

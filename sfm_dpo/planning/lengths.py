@@ -51,20 +51,10 @@ def grouped_padding(sequences: np.ndarray, batch_size: int, global_batch: int, s
 
 
 CANDIDATES = (2048, 4096, 8192, 12288, 16384, 24576, 32768)
-
-
 SHORT_CANDIDATES = (256, 512, 1024)  # looked at where every pair fits into the first of CANDIDATES
-
-
 PERCENTILES = (1, 10, 25, 50, 75, 90, 95, 99, 100)
-
-
 BATCH_SIZES = (1, 2, 4, 8)  # pairs per device
-
-
 MEMORY_BATCH = 4  # pairs per device for which peak tokens are compared
-
-
 FORWARDS = 4  # an epoch: forward and backward of the policy (3 forwards), and one forward of the reference
 
 

@@ -29,19 +29,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 LAUNCHES = {"zero2": "ds_config.json", "zero3": "configs/accelerate/ds_zero3.json", "fsdp2": None}
-
-
 # Bytes of memory, from the vendors' data sheets.
 GPU_MEMORY = {"B300": 288e9, "B200": 180e9, "H200": 141e9, "H100": 80e9, "A100": 80e9, "L40S": 48e9}
-
-
 USABLE = 0.9  # the rest: CUDA's context, NCCL, and what the allocator cannot join
-
-
 # open-instruct's DPO of OLMo 2 7B on 16 H100, packed and compiled: the best published figure for DPO at this size
 MFU = 0.225
-
-
 DRAWN = 20_000  # pairs that stand for the data where only percentiles are known
 
 

@@ -21,22 +21,14 @@ from sfm_dpo.run.reader import evaluations, read_run, restarts
 
 # With h the log-ratio of chosen (y⁺) over rejected (y⁻), a sum over tokens; /|y| makes means of the sums.
 _PER_TOKEN = r"(log π(y⁺|x) - log π_ref(y⁺|x)) / |y⁺| - (log π(y⁻|x) - log π_ref(y⁻|x)) / |y⁻|"
-
-
 _SUMMED = r"log π(y⁺|x) - log π_ref(y⁺|x) - log π(y⁻|x) + log π_ref(y⁻|x)"
-
-
 LOSS_FORMULAS = {
     "sigmoid_norm": f"-log σ(β [ {_PER_TOKEN} ])",
     "sigmoid": f"-log σ(β [ {_SUMMED} ])",
     "hinge": f"max(0, 1 - β [ {_SUMMED} ])",
     "ipo": f"( [ {_PER_TOKEN} ] - 1/(2β) )²",
 }
-
-
 _CURVES = {"loss": "Loss", "accuracy": "Reward accuracy", "margin": "Reward margin", "logps": "Log-probabilities"}
-
-
 # How it was run here, which says nothing to somebody who repeats it.
 _LOCAL = set("output_dir run_name push_to_hub report_to dataset_num_proc dataloader_num_workers project".split())
 

@@ -26,8 +26,6 @@ from sfm_dpo.report.plots import draw_curves
 from sfm_dpo.run.reader import evaluations, first_and_last, number, read_run, restarts
 
 REPORT, FIGURES = "report.html", "figures"
-
-
 STATES = {  # state of status.json: (class in the page, in plain words)
     "done": ("good", "The run is done."),
     "running": ("open", "The run is going on, or was killed without a last word: status.json says running."),
@@ -37,8 +35,6 @@ STATES = {  # state of status.json: (class in the page, in plain words)
     "failed": ("bad", "The run failed."),
     "push_failed": ("open", "The model is trained and saved, but was not pushed to the Hub."),
 }
-
-
 # Set by parse_config and TRL from other fields and the machine: their default is never what a run shows.
 _DERIVED = {
     "accelerator_config",
@@ -51,14 +47,19 @@ _DERIVED = {
     "pad_to_multiple_of",
     "report_to",
 }
-
-
 _HELD_OUT = {  # rows of the table of held-out figures; a share gets a confidence interval
     "rewards/accuracies": "reward accuracy: share of pairs whose chosen answer gained more than the rejected one",
     "logps/accuracies": "share of pairs whose chosen answer is the more probable one",
     "rewards/margins": "reward margin",
     "loss": "loss",
 }
+
+
+def render_page(template: str, **values: Any) -> str:
+    """A page of templates/ as HTML; a name that `values` lacks is an error."""
+    folder = FileSystemLoader(Path(__file__).with_name("templates"))
+    pages = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    return pages.get_template(template).render(values)
 
 
 def write_report(run: Path) -> Path:
@@ -74,11 +75,9 @@ def write_report(run: Path) -> Path:
     found = facts["health"].get("findings", [])
     alarms = tuple((f["began"], f["signal"]) for f in found if isinstance(f, dict) and {"began", "signal"} <= f.keys())
     curves = draw_curves(facts["log"], facts["config"], restarts(facts), run / FIGURES, alarms)
-    template = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
-    ).get_template("report.html.jinja")
-    page = template.render(
-        facts,
+    page = render_page(
+        "report.html.jinja",
+        **facts,
         name=run.resolve().name,
         state=facts["status"].get("state", "unknown"),
         state_class=STATES.get(facts["status"].get("state"), ("open",))[0],

@@ -14,17 +14,9 @@ from matplotlib.ticker import MaxNLocator
 matplotlib.use("Agg")
 
 INK = "#23272e"  # text and axes; the report replaces it by the page's own text colour
-
-
 COLORS = ("#2f81c7", "#d9702b", "#3f9d6b")  # legible on white and on dark grey
-
-
 ALARM = "#c0392b"
-
-
 SMOOTH_FROM = 120  # logged points from which a running mean is drawn over the faint raw curve
-
-
 # file name: (title, {metric: label}, unit)
 PANELS = {
     "loss": ("Loss", {"loss": "loss"}, "nats"),
@@ -40,8 +32,6 @@ PANELS = {
     "grad_norm": ("Gradient norm", {"grad_norm": "gradient norm"}, "L2 norm, before clipping"),
     "learning_rate": ("Learning rate", {"learning_rate": "learning rate"}, "learning rate"),
 }
-
-
 _PERF = {  # title and unit; another perf/ metric is drawn under its own name
     "perf/tokens_per_second": ("Throughput in tokens", "real tokens/s, all ranks"),
     "perf/pairs_per_second": ("Throughput in pairs", "pairs/s"),
@@ -49,8 +39,6 @@ _PERF = {  # title and unit; another perf/ metric is drawn under its own name
     "perf/mfu": ("Model FLOPs utilisation", "share of the GPU's peak"),
     "perf/peak_memory_gib": ("Peak memory", "GiB, of rank 0"),
 }
-
-
 STYLE = {
     "font.size": 9,
     "font.family": "DejaVu Sans",

@@ -21,11 +21,7 @@ from sfm_dpo.common.files import write_atomically
 from sfm_dpo.health.guard_rules import FAST
 
 COMPLETE, STOP = "complete.json", "STOP"
-
-
 KEEP = "KEEP"  # a checkpoint that holds a file of this name is never rotated away
-
-
 PUSHING = "PUSHING"  # nor is one in which this file names a process that lives: it is on its way to the Hub
 
 

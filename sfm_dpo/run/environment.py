@@ -1,4 +1,4 @@
-"""TODO."""
+"""environment.json: git commit, versions, hardware, Slurm ids and the command line of a start."""
 
 import os
 import platform
@@ -7,42 +7,12 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
-    pass
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
-    pass
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
-    pass
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
-    pass
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
-    pass
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
-    pass
-
-from sfm_dpo.common.distributed import _world_size
+from sfm_dpo.common.distributed import world_size
 from sfm_dpo.common.secrets import mask
 
 _PACKAGES = "torch transformers trl accelerate deepspeed datasets peft huggingface_hub tokenizers numpy".split()
-
-
 _SLURM = "SLURM_JOB_ID SLURM_JOB_NAME SLURM_JOB_NODELIST SLURM_JOB_PARTITION SLURM_CLUSTER_NAME SLURM_RESTART_COUNT"
 
 
@@ -63,7 +33,7 @@ def environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "gpus": gpus,
         "cpus": os.cpu_count(),
-        "world_size": _world_size(),
+        "world_size": world_size(),
         "slurm": {key: os.environ[key] for key in _SLURM.split() if key in os.environ},
     }
 

@@ -15,19 +15,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import yaml
 
-if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
-    from sfm_dpo.config import Config
-
-
-import psutil
-
-from sfm_dpo.common.distributed import _world_size, is_main_process
+from sfm_dpo.common.distributed import is_main_process, world_size
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import now, write_atomically
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.run.environment import environment
+
+if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
+    from sfm_dpo.config import Config
 
 RESOLVED_CONFIG, ENVIRONMENT, DATA, STATUS = "resolved_config.yaml", "environment.json", "data.json", "status.json"
 
@@ -155,7 +153,7 @@ def describe(config: "Config", pairs: dict[str, Any], step: int = 0) -> None:
         before = dict(json.loads((run / ENVIRONMENT).read_text()))
     except (OSError, ValueError, TypeError):
         before = {}
-    start = {"time": now(), "step": step, "host": platform.node(), "world_size": _world_size()}
+    start = {"time": now(), "step": step, "host": platform.node(), "world_size": world_size()}
     start |= {"job": os.environ.get("SLURM_JOB_ID"), "restart": os.environ.get("SLURM_RESTART_COUNT")}
     kept: dict[str, Any] = {"starts": [*before.get("starts", []), start]}
     if "wandb" in config.train.report_to:  # transformers lets W&B choose an id, another one at each start

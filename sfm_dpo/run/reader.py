@@ -93,11 +93,7 @@ def _read(path: Path, kind: type, unreadable: list[str]) -> Any:
 
 
 _ABOUT_TIME = ("perf/", "runtime", "per_second", "total_flos", "timestamp", "system/", "epoch", "global_step", "_step")
-
-
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")  # as text in W&B's JSON
-
-
 _WANDB_BLOCK = 32768
 
 

@@ -9,8 +9,6 @@ from sfm_dpo.run.checkpoint import newest_checkpoint
 from sfm_dpo.run.folder import ENVIRONMENT, STATUS, _is_alive, _read, squeue_states
 
 STALE_SECONDS = 1800  # longer than a step, an evaluation or a save takes
-
-
 COLUMNS = "run state slurm step eta pairs/s loss margin health last checkpoint starts".split()
 
 

@@ -19,17 +19,9 @@ from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.files import write_atomically
 
 FOLDER = "profile"
-
-
 LISTED = 15  # kernels in the table
-
-
 _COMMUNICATION = ("nccl", "gloo:", "c10d::", "record_param_comms", "mpi:")
-
-
 _MARK = "sfm_dpo::optimizer"
-
-
 _ADVICE = {
     "compute": "the device computes; what helps is less to compute (padding_free, no gradient checkpointing where "
     "memory allows) and faster kernels (torch_compile)",

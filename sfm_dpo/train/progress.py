@@ -17,8 +17,6 @@ _SHOWN = (
     ("grad_norm", "grad", "{:.2f}"),
     ("learning_rate", "lr", "{:.1e}"),
 )
-
-
 # name in status.json: name in the log
 _KEPT = {"loss": "loss", "margin": "rewards/margins", "pairs_per_second": "perf/pairs_per_second"}
 

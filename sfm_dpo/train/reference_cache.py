@@ -27,19 +27,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 if TYPE_CHECKING:
-    from sfm_dpo.trainer import SFMDPOTrainer
+    from sfm_dpo.train.trainer import SFMDPOTrainer
 
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import StopRequested, UserError
 from sfm_dpo.data.tokenization import pair_tokens
 from sfm_dpo.model.sharding import gathered_hash
 from sfm_dpo.run.checkpoint import stop_requested
 from sfm_dpo.run.folder import write_status
 from sfm_dpo.train import reference_cache
-from sfm_dpo.train.stop import StopRequested
 
 NFS_SECONDS = 60  # its acdirmax: for so long a client may remember that a file was not there
-
-
 SHARD_PAIRS = 256  # at 15,000 tokens/s and 8,192 tokens a sequence, under five minutes of work to lose
 
 

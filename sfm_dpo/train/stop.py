@@ -11,14 +11,6 @@ from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.run.checkpoint import stop_requested
 
 
-class StopRequested(Exception):
-    """Raised on all ranks where a run stops before its first step; `shards` of the reference cache are done."""
-
-    def __init__(self, message: str, shards: int):
-        super().__init__(message)
-        self.shards = shards
-
-
 class StopCallback(TrainerCallback):
     """Ends the run after the step at which rank 0 sees the stop file: all ranks save, and leave together.
 

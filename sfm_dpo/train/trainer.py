@@ -13,7 +13,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSa
 from trl import DPOTrainer
 from trl.models import prepare_deepspeed
 
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import DiskFull, UserError
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.data.tokenization import pair_tokens
 from sfm_dpo.health.guard_rules import STEP_0_TOLERANCE
@@ -258,7 +258,7 @@ class SFMDPOTrainer(LaunchedTrainer):
             if not full and shutil.disk_usage(self.args.output_dir).free > 64 * 2**20:
                 raise
             newest = newest_checkpoint(self.args.output_dir)[0]
-            raise UserError(f"disk full while writing {checkpoint}; the run can go on from {newest}", 1) from error
+            raise DiskFull(f"disk full while writing {checkpoint}; the run can go on from {newest}") from error
         finally:
             self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()

@@ -34,7 +34,7 @@ def test_a_traceback_is_masked(tmp_path):
     import subprocess
     import sys
 
-    code = "import sys; from sfm_dpo.redact import mask_traceback; sys.excepthook = mask_traceback\n"
+    code = "import sys; from sfm_dpo.common.secrets import mask_traceback; sys.excepthook = mask_traceback\n"
     code += "import os; raise ValueError(os.environ['HF_TOKEN'])"
     env = os.environ | {"HF_TOKEN": "hf_canaryInTraceback"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)

@@ -401,8 +401,8 @@ def test_a_full_cache_is_one_line(write_rows, tmp_path, size):
     if mounted.returncode:
         pytest.skip(f"cannot mount: {mounted.stderr.decode().strip()}")
     try:
-        code = "import sys; from sfm_dpo.config import parse_config; from sfm_dpo.data import load_pairs\n"
-        code += "from sfm_dpo.errors import UserError\n"
+        code = "import sys; from sfm_dpo.config import parse_config; from sfm_dpo.data.preferences import load_pairs\n"
+        code += "from sfm_dpo.common.errors import UserError\n"
         code += "try: load_pairs(parse_config(sys.argv[1:]))\nexcept UserError as error: print('said:', error)"
         argv = [sys.executable, "-c", code, "--model_name_or_path", "m", "--use_cpu", "--dataset_name", str(path)]
         env = os.environ | {"HF_HOME": str(cache)}

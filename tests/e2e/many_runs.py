@@ -19,7 +19,7 @@ import train_dpo
 if __name__ == "__main__":
     torch.set_num_threads(1)
     Trainer.end = lambda self: None  # it destroys the process group, which the next run needs
-    train_dpo.write_report = lambda run: None  # its pictures take longer than training does; tests/test_report.py
+    train_dpo.write_report = lambda run: None  # its pictures take longer than training does; tests/report/test_page.py
     for argv in json.loads(Path(sys.argv[1]).read_text()):
         if code := train_dpo.main(argv):
             sys.exit(code)

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.test_trainer import by_hand
 from torch import nn
 
 import train_dpo
@@ -21,6 +20,7 @@ from sfm_dpo.health import preflight as phase
 from sfm_dpo.health.preflight import check_vocabulary, data_traps, model_traps, response_lengths, run_preflight
 from sfm_dpo.health.preflight_rules import RULES, judge, pair_figures, rule_values
 from sfm_dpo.train.trainer import SFMDPOTrainer
+from tests.oracle import by_hand
 from tests.tiny_models import tiny_config, tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -228,16 +228,16 @@ def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, c
 
 
 def test_leaking_boundaries_are_told_from_rounding(tiny_folder, tmp_path, monkeypatch):
-    import sfm_dpo.model.loading.packing
+    import sfm_dpo.model.packing
 
     trainer, _ = make_trainer(tiny_folder("llama"), tmp_path / "run", "--padding_free", "true")
     assert phase.packed_difference(trainer, np.array([3, 5])) < 0.1
-    real = sfm_dpo.model.loading.packing.boundary_mask
+    real = sfm_dpo.model.packing.boundary_mask
 
     def leaking(cu_seqlens, max_length):
         return real(cu_seqlens[[0, -1]], int(cu_seqlens[-1]))  # one sequence out of all
 
-    monkeypatch.setattr(sfm_dpo.model.loading.packing, "boundary_mask", leaking)
+    monkeypatch.setattr(sfm_dpo.model.packing, "boundary_mask", leaking)
     assert phase.packed_difference(trainer, np.array([3, 5])) > 10
     assert judge({"packed_difference": 10.0}, "sigmoid_norm")[0] == "no-go"
 

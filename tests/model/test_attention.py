@@ -159,7 +159,7 @@ def test_the_kernel_is_named():
 def test_the_varlen_branch_compiles_once_for_every_shape(architecture, monkeypatch):
     """The branch taken on CUDA, on the meta device (shapes without a GPU): checkpointed layers compiled one by one as
     whole graphs, forward and backward, are not compiled again for another total, count or longest of the sequences."""
-    monkeypatch.setattr("sfm_dpo.model.loading.attention._why_not_varlen", lambda *_: None)
+    monkeypatch.setattr("sfm_dpo.model.attention._why_not_varlen", lambda *_: None)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # unknown for the meta device
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import sfm_dpo.model.loading.packing
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
@@ -11,6 +10,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, JambaConfig, MambaCon
 from trl import DPOConfig, DPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
+import sfm_dpo.model.packing
 from sfm_dpo.model.packing import enable_padding_free
 from tests.tiny_models import ARCHITECTURES, tiny_model, tiny_tokenizer
 
@@ -193,9 +193,9 @@ def test_no_sequence_sees_another(architecture, monkeypatch):
 
     # The same measurement sees a leak: one boundary for the whole row, everything else as it was
     monkeypatch.setattr(
-        sfm_dpo.model.loading.packing,
+        sfm_dpo.model.packing,
         "boundary_mask",
-        lambda cu, _: sfm_dpo.model.loading.attention.boundary_mask(cu[[0, -1]], int(cu[-1])),
+        lambda cu, _: sfm_dpo.model.attention.boundary_mask(cu[[0, -1]], int(cu[-1])),
     )
     others, _ = log_probs_after_changing_row(packed, batch, 0)
     assert others > 1e-2

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.run import status
+from sfm_dpo.run import folder, status
 from sfm_dpo.run.checkpoint import mark_complete
 from sfm_dpo.run.folder import ENVIRONMENT, STATUS, check_not_running, write_status
 from sfm_dpo.run.status import find_runs, read_run, table
@@ -97,7 +97,7 @@ def test_slurm_has_the_last_word(tmp_path, monkeypatch):
 
 
 def test_a_folder_in_which_another_trains_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(status, "squeue_states", lambda: {"7": "RUNNING", "8": "PENDING"})
+    monkeypatch.setattr(folder, "squeue_states", lambda: {"7": "RUNNING", "8": "PENDING"})
     run = make(tmp_path / "a", "running", **RUNNING)
     with pytest.raises(UserError, match=rf"output_dir {run}: process {os.getpid()} is training in it; wait"):
         check_not_running(run)

@@ -117,7 +117,7 @@ def test_preempted_job_saves_and_comes_back_when_the_urgent_one_is_through(clust
 
 STUCK = """
 import os
-from sfm_dpo.run_dir import write_status
+from sfm_dpo.run.folder import write_status
 
 shards = min(2, 1 + int(os.environ.get("SLURM_RESTART_COUNT", "0")))
 write_status("outputs/stuck", "stopped", 75, "stopped during the reference pass", step=0, shards=shards)
@@ -136,7 +136,7 @@ def test_a_job_that_gets_nowhere_is_not_requeued_for_ever(cluster, project, tmp_
 
 
 CHAINED = """
-from sfm_dpo.run_dir import read_status, write_status
+from sfm_dpo.run.folder import read_status, write_status
 
 if read_status("outputs/chain"):
     write_status("outputs/chain", "done", 0, step=4)

@@ -174,7 +174,7 @@ def test_submitted_from_another_folder(cluster, project, tmp_path):
 
 ENDS = """
 import os, pathlib, signal, sys, time
-from sfm_dpo.run_dir import write_status
+from sfm_dpo.run.folder import write_status
 
 run = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
 write_status(run, "running", step=3)

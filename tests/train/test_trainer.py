@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
@@ -16,6 +15,7 @@ from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
 from sfm_dpo.run.folder import describe
 from sfm_dpo.train.metrics import share_above
 from sfm_dpo.train.trainer import SFMDPOTrainer
+from tests.oracle import by_hand, open_instruct_dpo_norm
 
 
 def pairs(n: int = 8) -> Dataset:
@@ -61,35 +61,6 @@ def move(model, seed: int = 1) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
-
-
-@torch.no_grad()
-def response_logps(model, prompt: list[int], response: list[int]) -> torch.Tensor:
-    """Log-prob of each response token [len(response)] from plain logits: no batch, no padding, no mask."""
-    logits = model(input_ids=torch.tensor([prompt + response])).logits[0]
-    chosen = F.log_softmax(logits.float(), dim=-1)[torch.arange(len(prompt) - 1, len(prompt + response) - 1)]
-    return chosen.gather(1, torch.tensor(response)[:, None])[:, 0]
-
-
-def by_hand(folder, policy_state: dict, rows) -> dict[str, torch.Tensor]:
-    """Per-pair sums and means [N] of the response's log-probs under policy and reference."""
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    policy.load_state_dict(policy_state)
-    out = {}
-    for name, model in (("policy", policy), ("reference", reference)):
-        for side in ("chosen", "rejected"):
-            logps = [response_logps(model, row["prompt_ids"], row[f"{side}_ids"]) for row in rows]
-            out[f"{name}_{side}_sum"] = torch.stack([each.sum() for each in logps])
-            out[f"{name}_{side}_mean"] = torch.stack([each.mean() for each in logps])
-    return out
-
-
-def open_instruct_dpo_norm(logps: dict[str, torch.Tensor], beta: float) -> torch.Tensor:
-    """open-instruct, dpo_utils.py: `dpo_loss` on log-probs from `_get_batch_logps(average_log_prob=True)`."""
-    pi_logratios = logps["policy_chosen_mean"] - logps["policy_rejected_mean"]
-    ref_logratios = logps["reference_chosen_mean"] - logps["reference_rejected_mean"]
-    return -F.logsigmoid(beta * (pi_logratios - ref_logratios))
 
 
 def one_batch(trainer, n: int = 4):

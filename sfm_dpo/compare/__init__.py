@@ -1,0 +1,1 @@
+"""Why two runs, or two code paths, differ."""

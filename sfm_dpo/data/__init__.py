@@ -1,0 +1,1 @@
+"""Preference pairs: read, checked, tokenized, measured, and put in order."""

@@ -1,0 +1,1 @@
+"""Checks before and during training: node, preflight, guard."""

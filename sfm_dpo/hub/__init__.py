@@ -1,0 +1,1 @@
+"""The Hugging Face Hub: what is published, verified, uploaded."""

@@ -1,0 +1,1 @@
+"""Before submission: the lengths of a dataset, memory and hours of a recipe."""

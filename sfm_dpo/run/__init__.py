@@ -1,0 +1,1 @@
+"""A run's folder: what is in it, its state, its checkpoints, its log."""

@@ -1,0 +1,34 @@
+"""The log-probs and the loss of a pair in plain PyTorch, one sequence at a time, without the package's code."""
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+
+@torch.no_grad()
+def response_logps(model, prompt: list[int], response: list[int]) -> torch.Tensor:
+    """Log-prob of each response token [len(response)] from plain logits: no batch, no padding, no mask."""
+    logits = model(input_ids=torch.tensor([prompt + response])).logits[0]
+    chosen = F.log_softmax(logits.float(), dim=-1)[torch.arange(len(prompt) - 1, len(prompt + response) - 1)]
+    return chosen.gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+def by_hand(folder, policy_state: dict, rows) -> dict[str, torch.Tensor]:
+    """Per-pair sums and means [N] of the response's log-probs under policy and reference."""
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    policy.load_state_dict(policy_state)
+    out = {}
+    for name, model in (("policy", policy), ("reference", reference)):
+        for side in ("chosen", "rejected"):
+            logps = [response_logps(model, row["prompt_ids"], row[f"{side}_ids"]) for row in rows]
+            out[f"{name}_{side}_sum"] = torch.stack([each.sum() for each in logps])
+            out[f"{name}_{side}_mean"] = torch.stack([each.mean() for each in logps])
+    return out
+
+
+def open_instruct_dpo_norm(logps: dict[str, torch.Tensor], beta: float) -> torch.Tensor:
+    """open-instruct, dpo_utils.py: `dpo_loss` on log-probs from `_get_batch_logps(average_log_prob=True)`."""
+    pi_logratios = logps["policy_chosen_mean"] - logps["policy_rejected_mean"]
+    ref_logratios = logps["reference_chosen_mean"] - logps["reference_rejected_mean"]
+    return -F.logsigmoid(beta * (pi_logratios - ref_logratios))
