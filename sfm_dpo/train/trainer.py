@@ -195,9 +195,7 @@ class SFMDPOTrainer(UpstreamFixes):
             else self._precompute_model_hash,
             "config": hash_config(self.bare_model().config),
             "dtype": next(model.parameters()).dtype,
-            "autocast": accelerator.mixed_precision,
-            # DeepSpeed computes in 16 bit throughout, FSDP2 casts each unit, the others run under autocast
-            "precision": "deepspeed" if self.zero_stage else "fsdp2" if self.is_fsdp_enabled else "autocast",
+            "precision": self._precision(),
             "attention": self.bare_model().config._attn_implementation,
             "kernel": self.attention_kernel() if self.packed else None,
             "packed": self.packed,
@@ -236,6 +234,13 @@ class SFMDPOTrainer(UpstreamFixes):
             self.reference_facts[name] = cache.describe(settings)
         columns = Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})
         return concatenate_datasets([dataset, columns], axis=1)
+
+    def _precision(self) -> str:
+        """What computes in which precision: in 16 bit the launchers differ."""
+        mixed = self.accelerator.mixed_precision
+        if mixed == "no":
+            return mixed
+        return f"{mixed}, {'DeepSpeed' if self.zero_stage else 'FSDP2' if self.is_fsdp_enabled else 'autocast'}"
 
     # ---- checkpoints
 
