@@ -48,12 +48,12 @@ def test_all_ranks_know_what_each_found_and_the_good_node_is_not_excluded(tmp_pa
 
 
 def test_a_rank_that_never_comes(tmp_path):
-    wait = "import sfm_dpo.health.node_check as h, sys; h.MEET_SECONDS = 3; sys.exit(h.main(sys.argv[1:]))"
+    wait = "import sfm_dpo.health.node_check as h, sys; h.JOIN_SECONDS = 3; sys.exit(h.main(sys.argv[1:]))"
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "RANK": "0"}
     command = [sys.executable, "-c", wait, "--output_dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == UNHEALTHY, done.stderr
-    assert re.search(r"unhealthy \S+: rank 0 could not talk to the others: ", done.stdout)
+    assert re.search(r"unhealthy \S+: rank 0 could not reach the other ranks: ", done.stderr)
 
 
 def test_alone_without_a_launcher(tmp_path, monkeypatch, capsys):
