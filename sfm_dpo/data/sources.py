@@ -27,7 +27,7 @@ def room_in_cache() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        causes = [error]  # datasets wraps what its writer raised, and _load_local once more
+        causes: list[BaseException] = [error]  # datasets wraps what its writer raised, and _load_local once more
         while (cause := causes[-1].__cause__) is not None:
             causes.append(cause)
         full = any(isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT) for e in causes)

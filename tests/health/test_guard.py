@@ -13,7 +13,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.health.generation import repeated_4grams
 from sfm_dpo.health.guard import Guard
-from sfm_dpo.health.guard_rules import FAST, RULES, Run, judge, observed
+from sfm_dpo.health.guard_rules import COLLAPSE_STEPS, RULES, RunFacts, judge_log, summarize_metrics
 from sfm_dpo.run.checkpoint import checkpoints, mark_complete, rotate
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "health.md"
@@ -45,8 +45,8 @@ DEMO = [
 ]
 
 
-def run(**changes) -> Run:
-    return Run(
+def run(**changes) -> RunFacts:
+    return RunFacts(
         **({"sigmoid": True, "beta": 0.1, "chosen_tokens": 200.0, "max_steps": 60, "warmup_steps": 6} | changes)
     )
 
@@ -58,11 +58,11 @@ def entries(rows, names=("loss", "rewards/margins")) -> list[dict]:
     return [{"step": step} | dict(zip(names, values, strict=True)) for step, *values in rows]
 
 
-def replay(log: list[dict], facts: Run):
+def replay(log: list[dict], facts: RunFacts):
     """Findings as the guard would meet them, entry by entry: [(finding, entry)]; it ends at the first that stops."""
     met, known = [], set()
     for i in range(len(log)):
-        for finding in judge(log[: i + 1], facts):
+        for finding in judge_log(log[: i + 1], facts):
             if finding.signal not in known:
                 known.add(finding.signal)
                 met.append((finding, log[i]))
@@ -205,7 +205,7 @@ def test_losses_with_another_floor_are_judged_by_margins_alone():
 
 
 def test_observed_extremes_skip_what_is_not_finite():
-    assert observed([{"loss": 0.7}, {"loss": math.nan}, {"loss": 0.5}])["loss"] == {
+    assert summarize_metrics([{"loss": 0.7}, {"loss": math.nan}, {"loss": 0.5}])["loss"] == {
         "min": 0.5,
         "max": 0.7,
         "last": 0.5,
@@ -214,7 +214,8 @@ def test_observed_extremes_skip_what_is_not_finite():
 
 def test_the_table_in_the_docs_is_the_table_in_the_code():
     lines = [
-        f"| `{r.signal}` | {'stop' if r.stops else 'warning'} | {r.when} | {r.source} | {r.remedy} |" for r in RULES
+        f"| `{r.signal}` | {'stop' if r.stops else 'warning'} | {r.condition} | {r.source} | {r.remedy} |"
+        for r in RULES
     ]
     table = "|---|\n" + "\n".join(lines) + "\n\n"  # all of it: from the header's rule to the empty line
     assert table in DOCS.read_text()
@@ -310,7 +311,7 @@ def test_warn_names_what_it_saw_and_goes_on(tiny_folder, write_rows, tmp_path, c
 
 @pytest.mark.parametrize("every", [2, 5, 7, 15, 25])
 def test_a_checkpoint_from_before_the_horizon_survives_rotation(tmp_path, every):
-    """Whatever step a collapse is seen at, one that began up to `FAST` steps ago leaves a checkpoint before it."""
+    """Whatever step a collapse is seen at, one that began up to `COLLAPSE_STEPS` steps ago leaves a checkpoint before it."""
     args = parse_config(["--model_name_or_path", "x", "--dataset_name", "x", "--output_dir", str(tmp_path)]).train
     state, guard = TrainerState(), Guard(None, "stop")
     (tmp_path / "checkpoint-1").mkdir()  # a user's, and none of the guard's business
@@ -327,8 +328,8 @@ def test_a_checkpoint_from_before_the_horizon_survives_rotation(tmp_path, every)
         assert on_disk[0] == 1
         assert step in on_disk
         assert len(on_disk) <= 1 + 4
-        old = [n for n in on_disk[1:] if n <= step - FAST]
-        assert (max(old) >= step - 2 * FAST - every) if step >= FAST + every else True
+        old = [n for n in on_disk[1:] if n <= step - COLLAPSE_STEPS]
+        assert (max(old) >= step - 2 * COLLAPSE_STEPS - every) if step >= COLLAPSE_STEPS + every else True
 
 
 def test_yaml_off_and_wrong_words_are_answered_in_one_line(tmp_path):

@@ -17,8 +17,8 @@ from sfm_dpo.common.statistics import mean_interval, wilson
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
 from sfm_dpo.health import preflight as phase
-from sfm_dpo.health.preflight import check_vocabulary, data_traps, model_traps, response_lengths, run_preflight
-from sfm_dpo.health.preflight_rules import RULES, judge, pair_figures, rule_values
+from sfm_dpo.health.preflight import check_vocabulary, inspect_model, inspect_tokens, response_lengths, run_preflight
+from sfm_dpo.health.preflight_rules import RULES, compute_figure_values, compute_pair_figures, judge_base_model
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from tests.oracle import by_hand
 from tests.tiny_models import tiny_config, tiny_model, tiny_tokenizer
@@ -31,8 +31,10 @@ RECORDED_LENGTHS = np.abs(RECORDED) / [5.2, 0.8]
 
 
 def verdict_of(logps, lengths, loss_type="sigmoid_norm", beta=5.0, traps=CLEAN):
-    figures = pair_figures(np.asarray(logps, float), np.asarray(lengths, float), ["s"] * len(logps), loss_type, beta)
-    verdict, findings = judge(rule_values(figures, traps), loss_type)
+    figures = compute_pair_figures(
+        np.asarray(logps, float), np.asarray(lengths, float), ["s"] * len(logps), loss_type, beta
+    )
+    verdict, findings = judge_base_model(compute_figure_values(figures) | traps, loss_type)
     return verdict, {finding["rule"]: finding["level"] for finding in findings}
 
 
@@ -91,8 +93,8 @@ def test_a_small_sample_does_not_refuse_what_it_cannot_know():
 def test_hopeless_pairs_of_one_source_are_found_there():
     logps, lengths = typical(n=200)
     logps[:60, 0] = -6 * lengths[:60, 0]
-    figures = pair_figures(logps, lengths, ["bad"] * 60 + ["good"] * 140, "sigmoid_norm", 5.0)
-    _, findings = judge(rule_values(figures, CLEAN), "sigmoid_norm")
+    figures = compute_pair_figures(logps, lengths, ["bad"] * 60 + ["good"] * 140, "sigmoid_norm", 5.0)
+    _, findings = judge_base_model(compute_figure_values(figures) | CLEAN, "sigmoid_norm")
     assert "hopeless_pairs" in {finding["rule"] for finding in findings}
     worst, best = figures["by_source"]
     assert (worst["source"], worst["pairs"], worst["hopeless"]) == ("bad", 60, 1.0)
@@ -102,7 +104,7 @@ def test_hopeless_pairs_of_one_source_are_found_there():
 
 def test_figures_are_what_their_names_say():
     logps, lengths = np.array([[-10.0, -30.0], [-40.0, -20.0]]), np.array([[10.0, 10.0], [20.0, 40.0]])
-    figures = pair_figures(logps, lengths, ["a", "a"], "sigmoid", 0.1)
+    figures = compute_pair_figures(logps, lengths, ["a", "a"], "sigmoid", 0.1)
     assert figures["logp_token"]["chosen"][0] == -1.5
     assert figures["logp_token"]["gap"][0] == pytest.approx((2.0 - 1.5) / 2)
     assert figures["logp_sum"]["gap"][0] == 0.0
@@ -112,7 +114,7 @@ def test_figures_are_what_their_names_say():
     weights = sorted(1 / (1 + math.exp(margin)) for margin in (0.2, 0.6))
     assert figures["weight_after_move"][1] == pytest.approx(sum(weights) / 2)
     # On means each token of each side counts once: 5 x 0.2, whatever the lengths
-    norm = pair_figures(logps, lengths, ["a", "a"], "sigmoid_norm", 5.0)
+    norm = compute_pair_figures(logps, lengths, ["a", "a"], "sigmoid_norm", 5.0)
     assert norm["weight_after_move"] == pytest.approx([1 / (1 + math.e)] * 3)
     assert norm["weight_by_base"][0] < 0.5 < norm["weight_by_base"][2]
 
@@ -138,7 +140,7 @@ def test_the_table_in_the_docs_is_the_table_in_the_code():
         return "" if limit is None else f"{limit:g}"
 
     lines = [
-        f"| `{r.quantity}` | {r.what} | {r.worse} | {cell(r.caution)} | {cell(r.no_go)} | {r.losses} | {r.source} | "
+        f"| `{r.quantity}` | {r.what} | {r.worse} | {cell(r.limits.get('caution'))} | {cell(r.limits.get('no-go'))} | {r.losses} | {r.source} | "
         f"{r.remedy} |"
         for r in RULES
     ]
@@ -165,12 +167,14 @@ def tokens_of(texts, tokenizer=None, max_length=64):
 def test_missing_eos_and_cut_responses_are_counted():
     rows = list(tokens_of([("q", "yes" * 3, "no"), ("q", "x" * 80, "no")]))
     eos = {tiny_tokenizer().eos_token_id}
-    assert data_traps(rows, columns_of(rows), eos, 64) == {"no_eos": 0.0, "cut": 0.25, "prompt_trimmed": 0.0}
+    assert inspect_tokens(rows, columns_of(rows), eos, 64) == {"no_eos": 0.0, "cut": 0.25, "prompt_trimmed": 0.0}
     assert response_lengths(columns_of(rows), 64)[1].tolist() == [63, 3]
     for row in rows:
         row["chosen_ids"] = [i for i in row["chosen_ids"] if i not in eos]
-    assert data_traps(rows, columns_of(rows), eos, 64)["no_eos"] == pytest.approx(1 / 3)  # the cut one is not asked
-    assert judge({"no_eos": 1 / 3, "cut": 0.3}, "sigmoid_norm")[0] == "caution"
+    assert inspect_tokens(rows, columns_of(rows), eos, 64)["no_eos"] == pytest.approx(
+        1 / 3
+    )  # the cut one is not asked
+    assert judge_base_model({"no_eos": 1 / 3, "cut": 0.3}, "sigmoid_norm")[0] == "caution"
 
 
 def test_a_tokenizer_of_another_model_is_one_line():
@@ -182,16 +186,16 @@ def test_a_tokenizer_of_another_model_is_one_line():
 
 def test_dropout_and_rope_scaling_are_seen():
     model = tiny_model("olmo3")
-    assert model_traps(model) == {"dropout": 0.0, "rope_layers": 0.0}
+    assert inspect_model(model) == {"dropout": 0.0, "rope_layers": 0.0}
     model.model.layers[0].add_module("planted", nn.Dropout(0.1))
     model.config.rope_parameters["sliding_attention"] = model.config.rope_parameters["full_attention"]
-    assert model_traps(model) == {"dropout": 1.0, "rope_layers": 1.0}
+    assert inspect_model(model) == {"dropout": 1.0, "rope_layers": 1.0}
     # Flat parameters: transformers reads neither yarn nor its factor for any layer
     flat = tiny_config("olmo3", rope_parameters={"rope_type": "yarn", "factor": 8.0}, max_position_embeddings=65536)
-    assert phase.wrong_rope_layers(flat) == 1
-    assert phase.wrong_rope_layers(tiny_config("olmo3", max_position_embeddings=65536)) == 0
-    assert phase.wrong_rope_layers(tiny_config("llama", max_position_embeddings=65536)) == 0
-    assert judge({"rope_layers": 1.0}, "sigmoid_norm")[0] == "no-go"
+    assert phase.count_wrong_rope_layers(flat) == 1
+    assert phase.count_wrong_rope_layers(tiny_config("olmo3", max_position_embeddings=65536)) == 0
+    assert phase.count_wrong_rope_layers(tiny_config("llama", max_position_embeddings=65536)) == 0
+    assert judge_base_model({"rope_layers": 1.0}, "sigmoid_norm")[0] == "no-go"
 
 
 # ---- with a model
@@ -231,15 +235,15 @@ def test_leaking_boundaries_are_told_from_rounding(tiny_folder, tmp_path, monkey
     import sfm_dpo.model.packing
 
     trainer, _ = make_trainer(tiny_folder("llama"), tmp_path / "run", "--padding_free", "true")
-    assert phase.packed_difference(trainer, np.array([3, 5])) < 0.1
+    assert phase.compute_packed_difference(trainer, np.array([3, 5])) < 0.1
     real = sfm_dpo.model.packing.boundary_mask
 
     def leaking(cu_seqlens, max_length):
         return real(cu_seqlens[[0, -1]], int(cu_seqlens[-1]))  # one sequence out of all
 
     monkeypatch.setattr(sfm_dpo.model.packing, "boundary_mask", leaking)
-    assert phase.packed_difference(trainer, np.array([3, 5])) > 10
-    assert judge({"packed_difference": 10.0}, "sigmoid_norm")[0] == "no-go"
+    assert phase.compute_packed_difference(trainer, np.array([3, 5])) > 10
+    assert judge_base_model({"packed_difference": 10.0}, "sigmoid_norm")[0] == "no-go"
 
 
 def test_a_model_left_in_the_state_it_came_in(tiny_folder, tmp_path):
