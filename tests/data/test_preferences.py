@@ -293,7 +293,7 @@ def test_missing_empty_and_mixed_folders(write_rows, tmp_path):
         load(tmp_path / "empty")
     write_rows("two/a.jsonl", [PAIR])
     write_rows("two/b.parquet", [PAIR])
-    with pytest.raises(UserError, match="found .jsonl, .parquet"):
+    with pytest.raises(UserError, match=r"found \.jsonl, \.parquet"):
         load(tmp_path / "two")
 
 
