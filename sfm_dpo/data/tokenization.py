@@ -83,13 +83,7 @@ def tokenize_pairs(
         "prompt_trimmed" (kept).
     """
     # Not the key that datasets would make: it hashes the tokenizer's state, which changes with use.
-    key = (
-        pairs._fingerprint,
-        tokenizer_key(tokenizer),
-        TOKENS_VERSION,
-        transformers.__version__,
-        datasets.__version__,
-    )
+    versions = (TOKENS_VERSION, transformers.__version__, datasets.__version__)
     tokens = pairs.map(
         _tokenize_batch,
         batched=True,
@@ -98,12 +92,12 @@ def tokenize_pairs(
         remove_columns=pairs.column_names,
         features=_TOKENS,
         num_proc=num_proc,
-        new_fingerprint=Hasher.hash(key),
+        new_fingerprint=Hasher.hash((pairs._fingerprint, tokenizer_key(tokenizer), versions)),
         desc="Tokenizing",
     )
     cut = np.zeros(len(tokens), dtype=bool)
     if max_prompt_length is not None:
-        cut = np.asarray(tokens.with_format("numpy")["prompt_length"][:]) > max_prompt_length
+        cut = tokens.with_format("numpy")["prompt_length"][:] > max_prompt_length
     if cut.any():
         tokens = tokens.map(
             _cut_prompts,
