@@ -28,6 +28,7 @@ from sfm_dpo.config import Config, parse_config
 from sfm_dpo.data.preferences import Pairs
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.health.guard import add_guard
+from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
 from sfm_dpo.health.preflight import check_vocabulary, preflight_phase
 from sfm_dpo.hub.callback import PushCheckpoints
 from sfm_dpo.hub.publish import check_push, push_finished
@@ -134,7 +135,7 @@ def train(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
     """
     args, run = config.train, config.train.output_dir
     size = checkpoint_bytes(trainer.model, trainer.zero_stage, trainer.is_fsdp_enabled)
-    check_disk(run, size, most_at_once(args))
+    check_disk(run, size, most_at_once(args, COLLAPSE_STEPS))
     if warning := trainer.launch_warning():
         log.warning(warning)
     log.info(

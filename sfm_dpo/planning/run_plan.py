@@ -19,6 +19,7 @@ from trl import get_peft_config
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config
 from sfm_dpo.data.token_lengths import Lengths, truncate
+from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
 from sfm_dpo.model import memory
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
 from sfm_dpo.model.loading import check_files
@@ -195,7 +196,7 @@ def make_plan(
     hours = {
         part: flops / (peak * gpus * mfu) / 3600 for part, flops in (("training", training), ("reference", reference))
     }
-    kept = most_at_once(args)
+    kept = most_at_once(args, COLLAPSE_STEPS)
     return {
         "model": {"model_type": shape.model_type, "parameters": parameters, "trained": trained},
         "gpu": {"name": name, "memory": GPU_MEMORY[name], "usable": USABLE, "num_gpus": num_gpus, "nodes": num_nodes},
