@@ -22,7 +22,7 @@ import json
 
 from sfm_dpo.common.cli import Arguments, new_file, number
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.compare.parity import DEFAULT_VARIANTS, as_text, run_parity
+from sfm_dpo.compare.parity import DEFAULT_VARIANTS, format_parity, run_parity
 
 
 def main(argv: list[str]) -> int:
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    print(as_text(result))
+    print(format_parity(result))
     if ours.json:
         ours.json.write_text(json.dumps(result, indent=2) + "\n")
     return int(any(row["verdict"] == "bug" for row in [result["reference"], *result["variants"]]))

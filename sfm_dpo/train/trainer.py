@@ -331,6 +331,10 @@ class SFMDPOTrainer(LaunchedTrainer):
         if mode == "eval":
             self._eval_batches.append((len(pairs), tuple(metrics)))
 
+    def skip_step_0_check(self) -> None:
+        """For scripts/parity.py, which measures what the check would stop at."""
+        self._step_0_checked = True
+
     def _check_step_0(self, margins, given: torch.Tensor, scale: torch.Tensor, inputs: dict, model) -> None:
         """At policy = reference the loss is ln 2. If it is not, training would optimise something else.
 

@@ -9,13 +9,13 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from scripts import parity as command
 from sfm_dpo.compare.parity import (
-    FACTOR,
-    gradient_difference,
-    nudge,
+    MAX_TIMES_ROUNDING,
+    compare_gradients,
+    find_obstacle,
+    nudge_weights,
     parse_variant,
-    remake_rope,
+    recompute_rope,
     run_parity,
-    why_skipped,
 )
 from sfm_dpo.model import attention, packing
 from sfm_dpo.train import reference_cache
@@ -61,7 +61,7 @@ def test_correct_paths_are_rounding(recipe, architecture):
     assert result["reference"]["verdict"] == "equal"
     for name, row in by_name(result).items():
         assert row["verdict"] in ("rounding", "equal"), (name, row["why"])
-        assert row["times_rounding"] < FACTOR / 2, (name, row["why"])  # no threshold that is met by luck
+        assert row["times_rounding"] < MAX_TIMES_ROUNDING / 2, (name, row["why"])  # no threshold that is met by luck
         assert row["gradient"]["cosine"] > (0.99 if "bf16" in name else 0.999999)
         assert row["loss"] == pytest.approx(0.6931, abs=1e-4)
     # Rounding scales with the precision: 2^16 between them
@@ -127,7 +127,7 @@ def test_planted_boundaries(recipe, monkeypatch, architecture, bug):
     rows = by_name(result)
     for name in ("packed", "packed+bf16"):
         assert rows[name]["verdict"] == "bug" and "boundaries" in rows[name]["why"], rows[name]["why"]
-        assert rows[name]["times_rounding"] > 2 * FACTOR
+        assert rows[name]["times_rounding"] > 2 * MAX_TIMES_ROUNDING
     for name in ("padded", "padded+bf16"):
         assert rows[name]["verdict"] == "rounding"
 
@@ -170,14 +170,14 @@ def test_no_reference_cache_is_written(recipe, tmp_path, monkeypatch):
 # ---- parts
 
 
-def test_gradient_difference_by_layer():
+def test_compare_gradients_by_layer():
     a = {
         "model.layers.0.w": torch.tensor([3.0, 4.0]),
         "model.layers.1.w": torch.tensor([1.0]),
         "lm_head.weight": torch.ones(2),
     }
     b = a | {"model.layers.0.w": torch.tensor([4.0, 3.0]), "lm_head.weight": -torch.ones(2)}
-    found = gradient_difference(a, b)
+    found = compare_gradients(a, b)
     assert found["layer 0"]["cosine"] == pytest.approx(24 / 25)
     assert found["layer 0"]["relative"] == pytest.approx(2**0.5 / 5)
     assert found["layer 0"]["norm"] == found["layer 0"]["expected_norm"] == pytest.approx(5)
@@ -186,7 +186,7 @@ def test_gradient_difference_by_layer():
 
 def test_nudge_moves_every_weight_by_its_last_bit():
     model, before = tiny_model("llama"), tiny_model("llama")
-    nudge(model)
+    nudge_weights(model)
     for after, weight in zip(model.parameters(), before.parameters(), strict=True):
         assert (after != weight).all()
         assert ((after - weight).abs() <= 2.0**-23 * weight.abs().clamp(min=1e-30)).all()
@@ -198,15 +198,15 @@ def test_remaking_rope_on_the_same_device_changes_nothing(architecture):
     remade = dict(before.named_buffers())
     for name, buffer in model.named_buffers():
         buffer.zero_() if "inv_freq" in name else None
-    remake_rope(model, torch.device("cpu"))
+    recompute_rope(model, torch.device("cpu"))
     assert remade and all(torch.equal(buffer, remade[name]) for name, buffer in model.named_buffers())
 
 
 @no_gpu
 def test_what_needs_a_gpu_is_skipped_with_a_reason():
     for name in ("rope_gpu", "flash+bf16", "flash"):
-        assert "no GPU" in why_skipped(parse_variant(name))
-    assert why_skipped(parse_variant("packed+bf16")) is None
+        assert "no GPU" in find_obstacle(parse_variant(name))
+    assert find_obstacle(parse_variant("packed+bf16")) is None
 
 
 # ---- the command

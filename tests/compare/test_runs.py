@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scripts import compare_runs
+from scripts import compare_runs as command
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.compare.runs import compare
+from sfm_dpo.compare.runs import compare_runs
 from sfm_dpo.run.reader import read_log
 
 STEPS = range(1, 11)
@@ -72,7 +72,7 @@ def test_the_studys_three_rows(tmp_path, capsys):
         gap[name] = [sign * (size - absolute * share) for share in np.linspace(0, 1, len(STEPS))]
     a, b = write_state(tmp_path / "a", base), write_state(tmp_path / "b", gap)
     plot, table = tmp_path / "study.png", tmp_path / "study.json"
-    assert compare_runs.main([str(a), str(b), "--plot", str(plot), "--json", str(table)]) == 1
+    assert command.main([str(a), str(b), "--plot", str(plot), "--json", str(table)]) == 1
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split()[0]: line.split()[1:3] for line in lines if line.startswith(("train/", "logps/"))}
     assert rows == {
@@ -88,7 +88,7 @@ def test_the_studys_three_rows(tmp_path, capsys):
 
 def test_identical(tmp_path, capsys):
     a, b = write_run(tmp_path / "a", healthy()), write_run(tmp_path / "b", healthy())
-    assert compare_runs.main([str(a), str(b)]) == 0
+    assert command.main([str(a), str(b)]) == 0
     out = capsys.readouterr().out
     assert "verdict: identical, bit by bit" in out and "suspect" not in out
     assert "data: same pairs, same order" in out
@@ -98,11 +98,11 @@ def test_identical(tmp_path, capsys):
 def test_noise_depends_on_the_precision(tmp_path, bf16, expected):
     a = read_log(write_run(tmp_path / "a", healthy(), {"bf16": bf16}))
     b = read_log(write_run(tmp_path / "b", moved("loss", 0.01, start=4), {"bf16": bf16}))
-    found = compare(a, b)["verdict"]
+    found = compare_runs(a, b)["verdict"]
     assert found["verdict"] == expected
     assert found["step"] == (None if bf16 else 5)
-    assert compare(a, b, tolerance=0.5)["verdict"]["verdict"] == "within noise"
-    assert compare(a, b, tolerance=1e-9, until=4)["verdict"]["verdict"] == "identical"
+    assert compare_runs(a, b, tolerance=0.5)["verdict"]["verdict"] == "within noise"
+    assert compare_runs(a, b, tolerance=1e-9, until=4)["verdict"]["verdict"] == "identical"
 
 
 def test_rewards_near_zero_and_accuracies_do_not_cry_wolf(tmp_path):
@@ -110,7 +110,7 @@ def test_rewards_near_zero_and_accuracies_do_not_cry_wolf(tmp_path):
     noisy = [1e-7, *healthy()["rewards/margins"][1:]]
     a = write_run(tmp_path / "a", healthy() | {"rewards/accuracies": [0.5] * 10})
     b = write_run(tmp_path / "b", healthy(**{"rewards/margins": noisy}) | {"rewards/accuracies": [0.5] * 9 + [0.625]})
-    result = compare(read_log(a), read_log(b))
+    result = compare_runs(read_log(a), read_log(b))
     assert result["verdict"]["verdict"] == "within noise"
     rows = {row["metric"]: row for row in result["metrics"]}
     assert rows["rewards/margins"]["relative"] == 1.0 and rows["rewards/accuracies"]["first"] == 10
@@ -122,7 +122,7 @@ def test_a_run_that_logged_more_often_is_averaged(tmp_path):
         tmp_path / "fine", {"loss": [float(i) for i in STEPS], "learning_rate": [float(i) for i in STEPS]}
     )
     coarse = write_state(tmp_path / "c", {"loss": [3.0, 8.0], "learning_rate": [5.0, 10.0]}, steps=(5, 10))
-    result = compare(read_log(fine), read_log(coarse))
+    result = compare_runs(read_log(fine), read_log(coarse))
     assert result["verdict"]["verdict"] == "identical" and "averaged" in result["note"]
 
 
@@ -138,7 +138,7 @@ def test_our_run_a_state_file_a_checkpoint_and_wandb_are_one_form(tmp_path):
     write_state(killed / "checkpoint-10", series)
     wandb = write_wandb(tmp_path, series)
     for other in (state, state.parent, killed, killed / "checkpoint-10", wandb, next(wandb.glob("*.wandb"))):
-        result = compare(read_log(ours), read_log(other))
+        result = compare_runs(read_log(ours), read_log(other))
         assert result["verdict"]["verdict"] == "identical", other
         assert result["metrics"][0]["metric"] == "train/loss"
         assert len(result["metrics"]) == len(series) and result["common_steps"] == [1, 10, 10]
@@ -205,7 +205,7 @@ def test_first_suspect(tmp_path, series, config, data, environment, cause, named
     base |= {"learning_rate": 1e-6}
     a = write_run(tmp_path / "a", healthy(), base, {"reference": {"train": CACHE}})
     b = write_run(tmp_path / "b", series, base | config, {"reference": {"train": CACHE}} | data, environment)
-    first = compare(read_log(a), read_log(b))["suspects"][0]
+    first = compare_runs(read_log(a), read_log(b))["suspects"][0]
     assert first["cause"] == cause and named in first["why"]
 
 
@@ -213,7 +213,7 @@ def test_what_step_1_contradicts_comes_last(tmp_path):
     """Another lr and another attention path, and equal log-probs at step 1: the path cannot be the first cause."""
     a = write_run(tmp_path / "a", healthy(), {"padding_free": True, "learning_rate": 1e-6})
     b = write_run(tmp_path / "b", moved("loss", 0.1, start=1), {"padding_free": False, "learning_rate": 1e-5})
-    suspects = compare(read_log(a), read_log(b))["suspects"]
+    suspects = compare_runs(read_log(a), read_log(b))["suspects"]
     assert [s["cause"] for s in suspects] == ["optimisation", "model implementation"]
     assert "but step 1 is equal" in suspects[1]["why"]
 
@@ -221,7 +221,7 @@ def test_what_step_1_contradicts_comes_last(tmp_path):
 def test_fields_without_effect_are_no_suspects(tmp_path):
     a = write_run(tmp_path / "a", healthy(), {"output_dir": "a", "logging_steps": 1})
     b = write_run(tmp_path / "b", moved("loss", 0.1), {"output_dir": "b", "logging_steps": 5})
-    result = compare(read_log(a), read_log(b))
+    result = compare_runs(read_log(a), read_log(b))
     assert result["differences"]["configuration"] == "the same"
 
 
@@ -263,7 +263,7 @@ def test_mistakes_are_one_line_and_exit_2(tmp_path, capsys, mistake, said):
     else:
         write_state(b, {}, steps=[1])
     a = write_run(tmp_path / "a", healthy())
-    assert compare_runs.main([str(a), str(b)]) == 2
+    assert command.main([str(a), str(b)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and said in error
 
@@ -271,4 +271,4 @@ def test_mistakes_are_one_line_and_exit_2(tmp_path, capsys, mistake, said):
 def test_nan_before_the_second_step_has_no_way_round(tmp_path):
     a = read_log(write_state(tmp_path / "a", {"loss": [float("inf"), 0.7, 0.6]}, steps=range(1, 4)))
     with pytest.raises(UserError, match="mend that run"):
-        compare(a, a)
+        compare_runs(a, a)

@@ -14,7 +14,7 @@ import pytest
 import train_dpo
 from sfm_dpo import config_checks
 from sfm_dpo.compare import parity
-from sfm_dpo.compare.runs import compare
+from sfm_dpo.compare.runs import compare_runs
 from sfm_dpo.run.reader import read_log
 from sfm_dpo.train import reference_cache
 
@@ -55,7 +55,7 @@ def train(place, monkeypatch):
 
 
 def against_base(train, other: Path) -> tuple[dict, dict[str, dict]]:
-    result = compare(read_log(train("base", "own cache")), read_log(other))
+    result = compare_runs(read_log(train("base", "own cache")), read_log(other))
     return result, {row["metric"]: row for row in result["metrics"]}
 
 
@@ -83,7 +83,7 @@ def test_a_reference_cache_made_at_another_batch_shape(train):
 def test_separate_forwards(train, monkeypatch):
     """The study's second cause: a code base that does not concatenate chosen and rejected, policy and reference."""
     original, reference_logps = train_dpo.SFMDPOTrainer._compute_loss, train_dpo.SFMDPOTrainer.compute_ref_log_probs
-    apart = functools.partial(functools.partial, parity._separate)
+    apart = functools.partial(functools.partial, parity.run_separately)
     monkeypatch.setattr(
         train_dpo.SFMDPOTrainer, "_compute_loss", lambda self, model, *rest: original(self, apart(model), *rest)
     )
@@ -95,7 +95,7 @@ def test_separate_forwards(train, monkeypatch):
     apart_run = train("separate", "no cache", "--precompute_ref_log_probs", "false")
     monkeypatch.undo()
     together = train("concatenated", "no cache", "--precompute_ref_log_probs", "false")
-    result = compare(read_log(together), read_log(apart_run))
+    result = compare_runs(read_log(together), read_log(apart_run))
     rows = {row["metric"]: row for row in result["metrics"]}
     assert rows["logps/chosen"]["first"] == 1 or rows["logps/rejected"]["first"] == 1
     assert result["differences"]["configuration"] == "the same"
