@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Do two runs agree, and if not, why? Every common metric step by step, what else differs, the first suspect.
+"""Compare two runs: every common metric step by step, what else differs between them, and the likeliest cause.
 
     python scripts/compare_runs.py RUN_A RUN_B [--plot FILE.png] [--json FILE]
 
 A run is a folder that train_dpo.py wrote; the folder, a checkpoint or the trainer_state.json of any HF Trainer; or a
 W&B offline folder (wandb/offline-run-...). Exit codes: 0 identical or equal within noise, 1 diverging, 2 an error.
-docs/reproducibility.md says how the tolerance and the suspects are meant.
+docs/reproducibility.md explains the tolerance and the suspects.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""compare_runs.py: the figures of the table, the verdict, whoever wrote the run, the suspects, users' mistakes."""
+"""Comparison of runs: the table, the verdict, runs of several writers, the suspects, users' mistakes."""
 
 import json
 import subprocess
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from scripts import compare_runs as command
-from sfm_dpo.common.errors import UserError
 from sfm_dpo.compare.runs import compare_runs
 from sfm_dpo.run.reader import read_log
 
@@ -145,9 +144,8 @@ def test_our_run_a_state_file_a_checkpoint_and_wandb_are_one_form(tmp_path):
     assert read_log(wandb).config["learning_rate"] == 1e-6
 
 
-def write_wandb(folder: Path, series: dict[str, list[float]], filler: int = 4000) -> Path:
-    """An offline run as transformers' callback logs it: real W&B, in a process of its own. The filler makes records
-    that do not fit into one block of the file."""
+def write_wandb(folder: Path, series: dict[str, list[float]]) -> Path:
+    """An offline run as transformers' callback logs it, by W&B in a process of its own."""
     script = f"""
 import json, sys, wandb
 series = json.load(sys.stdin)
@@ -156,13 +154,11 @@ run = wandb.init(mode="offline", dir={str(folder)!r}, config={{"learning_rate": 
 for i in range({len(STEPS)}):
     row = {{"train/" + name: values[i] for name, values in series.items()}}
     run.log(row | {{"train/global_step": i + 1, "train/epoch": 0.1 * i}})
-    run.log({{"text": "x" * {filler}}})
+    run.log({{"text": "not a metric"}})
 run.finish()
 """
     subprocess.run([sys.executable, "-c", script], input=json.dumps(series), text=True, check=True, cwd=folder)
-    found = next((folder / "wandb").glob("offline-run-*"))
-    assert next(found.glob("*.wandb")).stat().st_size > 32768
-    return found
+    return next((folder / "wandb").glob("offline-run-*"))
 
 
 def test_a_cut_wandb_file_gives_its_whole_records(tmp_path):
@@ -228,47 +224,35 @@ def test_fields_without_effect_are_no_suspects(tmp_path):
 # ---- mistakes
 
 
-@pytest.mark.parametrize(
-    "mistake, said",
-    [
-        ("absent", "no such file or folder"),
-        ("no run", "not a run's folder"),
-        ("text", "is no trainer_state.json"),
-        ("wandb", "is no W&B offline file"),
-        ("other metrics", "no metric in common"),
-        ("one step", "logged step(s) in common"),
-        ("other steps", "logged step(s) in common"),
-        ("nan", "train/loss is nan at step 4; compare the steps before it with --until 3"),
-        ("nothing logged", "holds no logged step"),
-    ],
-)
-def test_mistakes_are_one_line_and_exit_2(tmp_path, capsys, mistake, said):
-    b = tmp_path / "b"
+LOSS = {"loss": [0.7] * 5}
+NAN = {"loss": [0.7, 0.7, 0.7, float("nan"), 0.7]}
+MISTAKES = {  # message: the other run
+    "no such file or folder": lambda folder: folder / "nowhere",
+    "not a run's folder": lambda folder: folder,
+    "is no trainer_state.json": lambda folder: write_text(folder / "trainer_state.json"),
+    "not a W&B offline run": lambda folder: write_text(folder / "run-x.wandb"),
+    "no metric in common": lambda folder: write_state(folder, {"reward": [1.0] * 10}),
+    "1 logged step(s) in common": lambda folder: write_state(folder, LOSS, steps=[1]),
+    "0 logged step(s) in common": lambda folder: write_state(folder, LOSS, steps=[100, 200, 300]),
+    "train/loss is nan at step 4; compare the steps before it with --until 3": lambda folder: write_state(
+        folder, NAN, steps=range(1, 6)
+    ),
+    "nan at step 2; no steps before it": lambda folder: write_state(
+        folder, {"loss": [0.7, float("nan")]}, steps=[1, 2]
+    ),
+    "holds no logged step": lambda folder: write_state(folder, {}, steps=[1]),
+}
+
+
+def write_text(path: Path) -> Path:
+    path.write_text("[]")
+    return path
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_mistakes_are_one_line_and_exit_2(tmp_path, capsys, message):
+    a, b = write_run(tmp_path / "a", healthy()), tmp_path / "b"
     b.mkdir()
-    if mistake == "absent":
-        b = tmp_path / "nowhere"
-    elif mistake == "no run":
-        (b / "notes.txt").write_text("x")
-    elif mistake in ("text", "wandb"):
-        b = b / ("trainer_state.json" if mistake == "text" else "run-x.wandb")
-        b.write_text("[]")
-    elif mistake == "other metrics":
-        write_state(b, {"reward": [1.0] * 10})
-    elif mistake == "one step":
-        write_state(b, {"loss": [0.7]}, steps=[1])
-    elif mistake == "other steps":
-        write_state(b, {"loss": [0.7] * 3}, steps=[100, 200, 300])
-    elif mistake == "nan":
-        write_state(b, {"loss": [0.7, 0.7, 0.7, float("nan"), 0.7]}, steps=range(1, 6))
-    else:
-        write_state(b, {}, steps=[1])
-    a = write_run(tmp_path / "a", healthy())
-    assert command.main([str(a), str(b)]) == 2
+    assert command.main([str(a), str(MISTAKES[message](b))]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and said in error
-
-
-def test_nan_before_the_second_step_has_no_way_round(tmp_path):
-    a = read_log(write_state(tmp_path / "a", {"loss": [float("inf"), 0.7, 0.6]}, steps=range(1, 4)))
-    with pytest.raises(UserError, match="mend that run"):
-        compare_runs(a, a)
+    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
