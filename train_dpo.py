@@ -7,25 +7,25 @@ Slurm:              sbatch scripts/dpo_train.sh --learning_rate 5e-7
 
 Any field of TRL's DPOConfig, of its ModelConfig and of sfm_dpo/config.py can be given in the recipe and overridden
 after it. Exit codes: 0 done, 1 crashed, 2 wrong configuration or data, 3 refused by the preflight, 4 stopped by the
-guard (docs/health.md), 5 trained and saved but not pushed to the Hub (docs/hub.md).
+guard (docs/health.md), 5 trained and saved but not pushed to the Hub (docs/hub.md), 75 stopped on request.
 """
 
 import sfm_dpo  # noqa: F401  (first: it reads .env)
 
 # isort: split
+import logging
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
-from transformers import PrinterCallback, ProgressCallback
+from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback
 from trl import get_peft_config, get_quantization_config
 
 from sfm_dpo.common.distributed import is_main_process, main_process_first
-from sfm_dpo.common.errors import StopRequested, UserError
-from sfm_dpo.common.secrets import mask, mask_traceback
+from sfm_dpo.common.errors import DiskFull, RunEnd, StopRequested
+from sfm_dpo.common.secrets import mask_traceback
 from sfm_dpo.config import Config, parse_config
-from sfm_dpo.data.sampler import RecordData
+from sfm_dpo.data.preferences import Pairs
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.health.guard import add_guard
 from sfm_dpo.health.preflight import check_vocabulary, preflight_phase
@@ -33,6 +33,7 @@ from sfm_dpo.hub.callback import PushCheckpoints
 from sfm_dpo.hub.publish import check_push, push_finished
 from sfm_dpo.model.loading import load_model_config, model_init_kwargs
 from sfm_dpo.model.sharding import checkpoint_bytes
+from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import summary, write_report
 from sfm_dpo.run.checkpoint import (
     check_disk,
@@ -43,153 +44,175 @@ from sfm_dpo.run.checkpoint import (
     newest_checkpoint,
     step_of,
 )
-from sfm_dpo.run.folder import RESOLVED_CONFIG, check_not_running, claim, describe, write_status
+from sfm_dpo.run.folder import RESOLVED_CONFIG, add_data_facts, check_not_running, claim, describe, write_status
 from sfm_dpo.train.profiler import add_profiler
 from sfm_dpo.train.progress import ProgressLine
 from sfm_dpo.train.stop import StopCallback
-from sfm_dpo.train.trainer import SFMDPOTrainer
+from sfm_dpo.train.trainer import SFMDPOTrainer, build_sampler
+
+log = logging.getLogger("sfm_dpo")
 
 
 def main(argv: list[str]) -> int:
     """Runs and returns the exit code; every end but a kill is written to status.json."""
-    config, owned = None, False  # owned: output_dir is this run's to write into
+    run: Path | None = None  # once the folder is this run's to write into
     try:
         config = parse_config(argv)
+        pushes = config.train.push_to_hub
         if not claim(config):
-            say(f"{config.train.output_dir}: already done; to run again remove it or choose another output_dir")
-            return push_finished(config.train, say) if config.train.push_to_hub else 0
+            log.info(f"{config.train.output_dir}: already done; to run again remove it or choose another output_dir")
+            return push(config) if pushes else 0
         check_not_running(config.train.output_dir)
-        owned = True
-        return train(config)
-    except StopRequested as stop:
-        assert config is not None
-        clear_stop(config.train.output_dir)
-        return stopped(config, str(stop), **stop.status)
-    except UserError as error:
-        alone = error.exit_code == 1  # a disk is full: perhaps no other rank knows
-        if is_main_process() or alone:
-            print(mask(f"error: {error}"), file=sys.stderr, flush=True)
-        if config is not None and owned:
-            os.makedirs(config.train.output_dir, exist_ok=True)
-            state = {3: "refused", 4: "collapsed"}.get(error.exit_code, "failed")
-            write_status(config.train.output_dir, state, error.exit_code, str(error), any_rank=alone, **error.status)
-            report(config)
-        return error.exit_code
+        run = Path(config.train.output_dir)
+        pairs, tokenizer, checkpoint = load(config)
+        trainer = build_trainer(config, pairs, tokenizer, checkpoint)
+        train(config, trainer, checkpoint)
+        finish(config, trainer)
+        return push(config) if pushes else 0
+    except RunEnd as end:
+        return close(run, end)
     except BaseException as error:
-        if config is not None and os.path.isdir(config.train.output_dir):
-            write_status(config.train.output_dir, "failed", 1, f"{type(error).__name__}: {error}")
-            report(config)
+        if run is not None and run.is_dir():
+            write_status(run, "failed", 1, f"{type(error).__name__}: {error}")
+            report(run)
         raise
 
 
-def train(config: Config) -> int:
+def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
+    """The tokenised pairs, the tokenizer, and the checkpoint that the run goes on from, or None."""
     args = config.train
     for note in config.notes:
-        say(note)
-
-    # The model's own configuration first: a wrong path costs a second, not a download.
-    model_config = load_model_config(config)
+        log.info(note)
+    model_config = load_model_config(config)  # first: a wrong path costs a second, not a download
     tokenizer = load_tokenizer(config)
-
-    checkpoint = find_start(args, say)
-    push = args.push_to_hub
-    if push:
-        main_process_first(lambda: check_push(args, bool(checkpoint), say) if is_main_process() else None)
+    checkpoint = find_start(args)
+    if args.push_to_hub:
+        main_process_first(lambda: check_push(args, bool(checkpoint), log.info) if is_main_process() else None)
     pairs, notes = main_process_first(lambda: load_token_pairs(config, tokenizer))
-    train_set, eval_set = pairs.train, pairs.eval
     for note in notes:
-        say(note)
-    check_vocabulary(train_set, tokenizer, model_config.get_text_config().vocab_size)
-    say(f"data\n{pairs.table()}")
+        log.info(note)
+    check_vocabulary(pairs.train, tokenizer, model_config.get_text_config().vocab_size)
+    log.info(f"data\n{pairs.table()}")
+    sampler = build_sampler(pairs.train, args)
+    if left_out := len(pairs.train) - len(sampler):
+        which = "the last ones" if args.train_sampling_strategy == "sequential" else "another random few each time"
+        log.info(f"{left_out} pairs do not fill a last batch of {args.global_batch_size} and are left out: {which}")
     if is_main_process():
         describe(config, pairs.as_dict(), step_of(checkpoint))
         write_status(args.output_dir, "running", step=step_of(checkpoint))
+    return pairs, tokenizer, checkpoint
 
-    args.push_to_hub = False  # see background.py for what Trainer would do
-    args.eval_on_start = eval_set is not None and checkpoint is None  # held-out figures before as well as after
+
+def build_trainer(
+    config: Config, pairs: Pairs, tokenizer: PreTrainedTokenizerBase, checkpoint: Path | None
+) -> SFMDPOTrainer:
+    """Loads the model; computes the reference log-probs, where they are cached."""
+    args = config.train
+    pushes, args.push_to_hub = args.push_to_hub, False  # see hub/callback.py for what Trainer would do
+    args.eval_on_start = pairs.eval is not None and checkpoint is None  # held-out figures before as well as after
     args.model_init_kwargs = model_init_kwargs(config)
-    stop = StopCallback()
     trainer = SFMDPOTrainer(
         model=config.model.model_name_or_path,
         args=args,
-        train_dataset=train_set,
-        eval_dataset=eval_set,
+        train_dataset=pairs.train,
+        eval_dataset=pairs.eval,
         processing_class=tokenizer,
         quantization_config=get_quantization_config(config.model),
         peft_config=get_peft_config(config.model),
-        callbacks=[ProgressLine(), stop, *([PushCheckpoints(say)] if push else [])],
+        callbacks=[ProgressLine(), *([PushCheckpoints(log.info)] if pushes else [])],
     )
-    trainer.add_callback(RecordData(trainer.data_facts))
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
+    return trainer
+
+
+def train(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> None:
+    """From the preflight to the last step.
+
+    Raises:
+        PreflightRefused, GuardStopped, StopRequested, DiskFull: the run ends here.
+    """
+    args, run = config.train, config.train.output_dir
     size = checkpoint_bytes(trainer.model, trainer.zero_stage, trainer.is_fsdp_enabled)
-    check_disk(args.output_dir, size, most_at_once(args))
+    check_disk(run, size, most_at_once(args))
     if warning := trainer.launch_warning():
-        say(f"warning: {warning}")
-    say(
-        f"training {args.output_dir}: {len(train_set):,} pairs, global batch {args.global_batch_size} = "
+        log.warning(warning)
+    log.info(
+        f"training {run}: {len(trainer.train_dataset):,} pairs, global batch {args.global_batch_size} = "
         f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps} accumulation x {args.world_size} "
         f"process(es), loss {'+'.join(args.loss_type)}, beta {args.beta:g}, lr {args.learning_rate:g}"
     )
     if args.padding_free:
-        say(f"padding-free, attention by {trainer.attention_kernel()}")
+        log.info(f"padding-free, attention by {trainer.attention_kernel()}")
+    if is_main_process():
+        add_data_facts(run, trainer.describe_data())
     if checkpoint:
         check_resume(checkpoint, trainer.resume_facts(), args.ignore_resume_mismatch)
-        say(f"going on from {checkpoint}")
+        log.info(f"going on from {checkpoint}")
     else:
         preflight_phase(trainer, config)
-    guard = add_guard(trainer)
+    stop, guard = StopCallback(), add_guard(trainer)
+    trainer.add_callback(stop)
     add_profiler(trainer)
-
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    if guard and guard.stopped:
+    if stop.stopped or (guard and guard.stopped):
         trainer.save_state()
-        guard.raise_if_stopped()
-    if stop.stopped:
-        clear_stop(args.output_dir)
-        trainer.save_state()
-        return stopped(config, f"stopped on request at step {trainer.state.global_step} of {trainer.state.max_steps}")
-    last = [entry for entry in trainer.state.log_history if entry["step"] == trainer.state.global_step]
-    if eval_set is not None and not any("eval_loss" in entry for entry in last):
-        trainer.evaluate()
+        if guard:
+            guard.raise_if_stopped()
+        raise StopRequested(f"stopped on request at step {trainer.state.global_step} of {trainer.state.max_steps}")
 
+
+def finish(config: Config, trainer: SFMDPOTrainer) -> None:
+    """Evaluates, saves and reports a trained model."""
+    run = Path(config.train.output_dir)
+    last = [entry for entry in trainer.state.log_history if entry["step"] == trainer.state.global_step]
+    if trainer.eval_dataset is not None and not any("eval_loss" in entry for entry in last):
+        trainer.evaluate()
     trainer.save_model()
     trainer.save_state()
-    clear_stop(args.output_dir)  # it came too late
-    write_status(args.output_dir, "done", 0, step=trainer.state.global_step)
-    report(config)
-    trainer.create_model_card()
+    clear_stop(run)  # it came too late
+    write_status(run, "done", 0, step=trainer.state.global_step)
+    report(run)
+    if is_main_process():
+        write_model_card(run)
     trainer.end()
-    code = push_finished(args, say) if push else 0
+
+
+def push(config: Config) -> int:
+    """Pushes a finished run; returns the exit code."""
+    code = push_finished(config.train, log.info)
     if code:
-        report(config)  # once more, with what became of the push
+        report(Path(config.train.output_dir))  # once more, with what became of the push
     return code
 
 
-def stopped(config: Config, message: str, **extra) -> int:
-    """Says that the run can go on. A launcher would make a crash of 75, so there the ranks leave with 0."""
-    checkpoint, _ = newest_checkpoint(config.train.output_dir)
-    where: dict[str, Any] = {"step": step_of(checkpoint), "checkpoint": checkpoint and str(checkpoint)}
-    write_status(config.train.output_dir, "stopped", 75, message, **where, **extra)
-    report(config)
-    say(f"{message}; the same command goes on from {checkpoint or 'the beginning'}")
-    return 0 if "TORCHELASTIC_RUN_ID" in os.environ else 75
+def close(run: Path | None, end: RunEnd) -> int:
+    """Reports an end that is no crash; returns the exit code."""
+    alone, status = isinstance(end, DiskFull), end.status  # a disk is full: perhaps no other rank knows
+    if isinstance(end, StopRequested):
+        assert run is not None
+        clear_stop(run)
+        checkpoint, _ = newest_checkpoint(run)
+        status = {"step": step_of(checkpoint), "checkpoint": checkpoint and str(checkpoint)} | status
+        log.info(f"{end}; the same command goes on from {checkpoint or 'the beginning'}")
+    elif is_main_process() or alone:
+        log.error(end)
+    if run is not None:
+        run.mkdir(parents=True, exist_ok=True)
+        write_status(run, end.state, end.exit_code, str(end), any_rank=alone, **status)
+        report(run)
+    # A launcher would make a crash of 75: there the ranks leave with 0, and status.json says it
+    return 0 if isinstance(end, StopRequested) and "TORCHELASTIC_RUN_ID" in os.environ else end.exit_code
 
 
-def report(config: Config) -> None:
+def report(run: Path) -> None:
     """report.html and the closing lines; also of a run that failed, once it had begun."""
-    run = Path(config.train.output_dir)
     if is_main_process() and (run / RESOLVED_CONFIG).is_file():
         try:
             write_report(run)
         except OSError as error:  # a full disk must not make a failure of a trained model
-            say(f"report not written: {error}; later: python -m sfm_dpo.report.page {run}")
-        say(summary(run))
-
-
-def say(text: str) -> None:
-    if is_main_process():
-        print(mask(text), flush=True)
+            log.info(f"report not written: {error}; later: python -m sfm_dpo.report.page {run}")
+        log.info(summary(run))
 
 
 if __name__ == "__main__":

@@ -20,14 +20,14 @@ import sfm_dpo  # noqa: F401  (first: it reads .env)
 # isort: split
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from sfm_dpo.common.cli import Arguments, number
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.health.generation import continue_prompts, side_by_side
-from sfm_dpo.model.loading import MODEL_FILES, TOKENIZER_FILES, check_files, loading
+from sfm_dpo.model.loading import MODEL_FILES, TOKENIZER_FILES, check_files, load_model
 from sfm_dpo.run.folder import RESOLVED_CONFIG, read_resolved_config
 
 
@@ -39,8 +39,7 @@ class Speaker:
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(name)
             dtype = "auto" if device == "cuda" else "float32"  # bf16 is some 20 times slower on CPU
-            with loading(name):
-                self.model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+            self.model = load_model(name, {"dtype": dtype})
         except (OSError, ValueError, StrictDataclassError) as error:
             raise UserError(f"{name}: neither a folder with a model nor one that the Hub gives: {error}") from error
         if not self.tokenizer.chat_template:

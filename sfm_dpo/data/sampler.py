@@ -1,65 +1,123 @@
-"""In which order? The pairs of each optimizer step, as a fingerprint by epoch in the run's data.json.
+"""Order of the pairs: which pairs an optimizer step holds, and how it deals them to micro-batches of equal count.
 
-The order is a pure function of seed, epoch and dataset: every sampler here draws it from a generator of its own,
-seeded with seed + epoch, whatever else has drawn random numbers before, and whichever epoch a run resumes in.
+What a step holds depends on seed, epoch, data and global batch alone, never on ranks or pairs per device. Accelerate
+deals consecutive batches of a plain index sampler to the ranks in turn, so the sampler emits a step's micro-batches in
+that order. ORDER_VERSION goes into every checkpoint: a run resumes only where the order is the same.
 """
 
-import copy
 import hashlib
-import math
-from typing import Any
+import heapq
+from collections.abc import Iterator
 
 import numpy as np
-from torch.utils.data import DataLoader
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_pt_utils import BatchRebalanceSampler
+from torch.utils.data import Sampler
 
-from sfm_dpo.run.folder import add_data_facts
+from sfm_dpo.common.errors import UserError
 
-
-def epoch_order(dataloader: DataLoader, epoch: int, pairs_per_step: int) -> list[list[int]]:
-    """Rows of the dataset in each optimizer step of an epoch, over all ranks, as the dataloader's sampler gives them.
-
-    Within a step they are sorted: which rank and micro-batch a pair falls into changes no gradient, and depends on
-    the number of processes.
-    """
-    sampler: Any = getattr(dataloader.batch_sampler, "batch_sampler", dataloader.batch_sampler)
-    if isinstance(sampler, BatchRebalanceSampler):
-        sampler = copy.copy(sampler)
-        sampler.dp_size = sampler.grad_accum = 1  # the global batch in one piece
-        sampler.rank = 0
-        sampler.set_epoch(epoch)
-        return [sorted(batch) for batch in sampler]
-    sampler = copy.copy(sampler.sampler)
-    if hasattr(sampler, "set_epoch"):  # a sequential sampler has no need of it
-        sampler.set_epoch(epoch)
-    rows = [int(row) for row in sampler]
-    return [sorted(rows[i : i + pairs_per_step]) for i in range(0, len(rows), pairs_per_step)]
+ORDER_VERSION = 2  # raise it when the same seed and data give another order; 1 was transformers' samplers
+FIRST_STEPS_FOR = (1, 2, 4, 8, 16)  # pairs in a micro-batch
 
 
-def fingerprint(order: list[list[int]]) -> str:
-    """24 hex digits of the sha256 over the rows of all steps."""
-    digest = hashlib.sha256()
-    for rows in order:
-        digest.update(np.array([len(rows), *rows], dtype=np.int64).tobytes())
-    return digest.hexdigest()[:24]
-
-
-class RecordData(TrainerCallback):
-    """Writes what the trainer knows of its data into data.json: the tokens, their order, the reference's cache.
+def deal_pairs(tokens: np.ndarray, size: int) -> list[np.ndarray]:
+    """Deals n pairs to micro-batches of `size`: the longest first, each to the lightest that has room.
 
     Args:
-        facts: `train_tokens` (hash of all token ids) and `reference` (by split, see reference.describe_cache).
+        tokens: [n] tokens of each pair; n is a multiple of `size`.
+
+    Returns:
+        Positions in `tokens`, [size] for each of the n / size micro-batches, the heaviest first: ranks that wait for
+        each other get neighbours.
+    """
+    open_ones: list[tuple[int, int, list[int]]] = [(0, i, []) for i in range(len(tokens) // size)]
+    dealt = []
+    for position in np.argsort(-tokens, kind="stable").tolist():
+        weight, i, members = heapq.heappop(open_ones)
+        members.append(position)
+        entry = (weight + int(tokens[position]), i, members)
+        if len(members) < size:
+            heapq.heappush(open_ones, entry)
+        else:
+            dealt.append(entry)
+    return [np.array(members) for _, _, members in sorted(dealt, key=lambda entry: (-entry[0], entry[1]))]
+
+
+class PairSampler(Sampler[int]):
+    """Rows of the training set for one epoch: `micro_batch` consecutive rows are one micro-batch.
+
+    Pairs that do not fill the last global batch are left out of the epoch, another random few each time. The steps
+    that hold the largest micro-batch, for any usual number of pairs in it, come first in the first epoch: what fits
+    into memory then fits for the whole run.
+
+    Args:
+        tokens: [N] tokens of each pair, chosen and rejected sequence together.
+        strategy: TRL's `train_sampling_strategy`: random; batch_rebalance, the same steps dealt by `deal_pairs`;
+            group_by_length, sorted within 50 global batches; sequential, the order of the data.
+        global_batch: pairs in an optimizer step over all ranks; a multiple of `micro_batch`.
+        packed: micro-batches are computed without padding; otherwise pairs of one length are put together.
+
+    Raises:
+        UserError: fewer pairs than a global batch.
     """
 
-    def __init__(self, facts: dict[str, Any]):
-        self.facts = facts
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, train_dataloader=None, **kwargs
+    def __init__(
+        self, tokens: np.ndarray, strategy: str, global_batch: int, micro_batch: int, seed: int, packed: bool = True
     ):
-        if not state.is_world_process_zero:
-            return
-        epochs = range(math.ceil(state.num_train_epochs))
-        order = [fingerprint(epoch_order(train_dataloader, epoch, args.global_batch_size)) for epoch in epochs]
-        add_data_facts(args.output_dir, self.facts | {"order": order})
+        if len(tokens) < global_batch:
+            raise UserError(
+                f"global_batch_size {global_batch}: there are only {len(tokens)} pairs to train on, less than one "
+                "optimizer step; use a smaller global_batch_size, or more data"
+            )
+        self.tokens, self.strategy, self.seed = tokens, strategy, seed
+        self.global_batch, self.micro_batch, self.packed = global_batch, micro_batch, packed
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.global_batch * self.global_batch
+
+    def __iter__(self) -> Iterator[int]:
+        for rows in self.steps(self.epoch):
+            for micro_batch in self.micro_batches(rows):
+                yield from micro_batch.tolist()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def steps(self, epoch: int) -> list[np.ndarray]:
+        """The rows [global_batch] of each optimizer step of an epoch."""
+        if self.strategy == "sequential":
+            return np.split(np.arange(len(self)), len(self) // self.global_batch)
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.tokens))[: len(self)]
+        if self.strategy == "group_by_length":
+            window = 50 * self.global_batch  # as transformers' LengthGroupedSampler
+            windows = (order[i : i + window] for i in range(0, len(order), window))
+            order = np.concatenate([rows[np.argsort(-self.tokens[rows], kind="stable")] for rows in windows])
+        steps = np.split(order, len(order) // self.global_batch)
+        if epoch == 0:
+            sizes = [size for size in FIRST_STEPS_FOR if self.global_batch % size == 0]
+            first = dict.fromkeys(int(np.argmax([self.largest(rows, size) for rows in steps])) for size in sizes)
+            steps = [steps[i] for i in first] + [rows for i, rows in enumerate(steps) if i not in first]
+        return steps
+
+    def micro_batches(self, rows: np.ndarray) -> list[np.ndarray]:
+        """The rows [micro_batch] of each micro-batch of an optimizer step, in the order of the ranks."""
+        if self.strategy == "batch_rebalance" and not self.packed:  # pairs of one length share less padding
+            rows = rows[np.argsort(-self.tokens[rows], kind="stable")]
+            return np.split(rows, len(rows) // self.micro_batch)
+        return self._deal(rows, self.micro_batch)
+
+    def _deal(self, rows: np.ndarray, size: int) -> list[np.ndarray]:
+        if self.strategy == "batch_rebalance":
+            return [rows[positions] for positions in deal_pairs(self.tokens[rows], size)]
+        return np.split(rows, len(rows) // size)
+
+    def largest(self, rows: np.ndarray, size: int) -> int:
+        """Tokens of the largest of a step's packed micro-batches of `size` pairs."""
+        return max(int(self.tokens[micro_batch].sum()) for micro_batch in self._deal(rows, size))
+
+    def fingerprint(self, epoch: int) -> str:
+        """24 hex digits of the sha256 over the rows of each step, sorted within it: which rank and micro-batch a pair
+        falls into changes no gradient."""
+        digest = hashlib.sha256()
+        for rows in self.steps(epoch):
+            digest.update(np.sort(rows).astype(np.int64).tobytes())
+        return digest.hexdigest()[:24]

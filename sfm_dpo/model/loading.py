@@ -1,20 +1,18 @@
-"""Which model? Its configuration, before any weight is read, and how it is loaded."""
+"""Loading a model: its configuration and files are checked before any weight is read."""
 
 import json
-import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from accelerate import DistributedType, PartialState
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.constants import HF_HUB_OFFLINE
 from huggingface_hub.errors import StrictDataclassError
-from peft.utils.error import NoMatchingPeftModuleError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config
@@ -76,37 +74,31 @@ def check_files(name: str, patterns: Iterable[str]) -> None:
             raise UserError(f"model_name_or_path {name}: {path.name} is damaged: {why}") from error
 
 
-@contextmanager
-def loading(name: str, init_kwargs: dict[str, Any] | None = None) -> Iterator[None]:
-    """Around what loads a model: UserError for weights not in its files, unknown `init_kwargs`, wrong LoRA targets.
+def load_model(name: str, init_kwargs: dict[str, Any]) -> PreTrainedModel:
+    """The causal language model in a folder or on the Hub, in fp32 where no dtype is given.
 
-    transformers 5.23 draws weights it does not find at random, and a table in the log is the only sign of it.
+    Raises:
+        UserError: weights that are not in its files (transformers 5.23 draws them at random and only prints a table);
+            an `init_kwargs` that the model does not know.
     """
-
-    def refuse(record: logging.LogRecord) -> bool:
-        if " LOAD REPORT" in (text := record.getMessage()):
-            absent = re.findall(r"^(.+?) *\| *(?:\x1b\S*?m)?(MISSING|MISMATCH)", text, re.MULTILINE)
-            if absent:
-                raise UserError(
-                    f"model_name_or_path {name}: its weights do not make up the model of config.json: {absent[0][0]} "
-                    f"is {'missing' if absent[0][1] == 'MISSING' else 'of another shape'}, {len(absent) - 1} more; "
-                    "take config.json and weights from the same place"
-                )
-        return True
-
-    log = logging.getLogger("transformers.modeling_utils")
-    log.addFilter(refuse)
+    kwargs = {"dtype": "float32"} | init_kwargs
+    if PartialState().distributed_type == DistributedType.NO and PartialState().device.type == "cuda":
+        kwargs.setdefault("device_map", "auto")  # as TRL: read straight into the GPU
     try:
-        yield
-    except NoMatchingPeftModuleError as error:
-        raise UserError(f"lora_target_modules: {error}") from error
+        model, report = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **kwargs)
     except TypeError as error:  # of the model's class, to which from_pretrained hands on what it does not know
         key = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if key is None or key[1] not in (init_kwargs or {}):
+        if key is None or key[1] not in init_kwargs:
             raise
         raise UserError(f"model_init_kwargs {key[1]}: is unknown to this model; remove it") from error
-    finally:
-        log.removeFilter(refuse)
+    absent = [(key, "missing") for key in sorted(report["missing_keys"])]
+    absent += [(str(key[0]), "of another shape") for key in sorted(report["mismatched_keys"])]
+    if absent:
+        raise UserError(
+            f"model_name_or_path {name}: its weights do not make up the model of config.json: {absent[0][0]} is "
+            f"{absent[0][1]}, {len(absent) - 1} more; take config.json and weights from the same place"
+        )
+    return model
 
 
 def missing_weights(folder: Path) -> list[str]:

@@ -6,10 +6,10 @@ checkpoints and delete a complete one for their sake; so rotation is done here, 
 """
 
 import json
+import logging
 import os
 import shlex
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.health.guard_rules import FAST
+
+log = logging.getLogger(__name__)
 
 COMPLETE, STOP = "complete.json", "STOP"
 KEEP = "KEEP"  # a checkpoint that holds a file of this name is never rotated away
@@ -79,10 +81,10 @@ def newest_checkpoint(run: str | Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def find_start(args: Any, say: Callable[[str], None]) -> Path | None:
+def find_start(args: Any) -> Path | None:
     """The checkpoint a run goes on from: the one asked for, or the newest complete one. Says what it skips."""
     if clear_old_stop(args.output_dir):
-        say(f"{args.output_dir}/{STOP} was left over from earlier: removed")
+        log.info(f"{args.output_dir}/{STOP} was left over from earlier: removed")
     if args.resume_from_checkpoint:
         checkpoint = Path(args.resume_from_checkpoint)
         if reason := why_incomplete(checkpoint):
@@ -90,11 +92,11 @@ def find_start(args: Any, say: Callable[[str], None]) -> Path | None:
         return checkpoint
     newest, skipped = newest_checkpoint(args.output_dir)
     for line in skipped:
-        say(line)
+        log.info(line)
     if left := [c for c in checkpoints(args.output_dir) if why_incomplete(c)]:  # also the older ones
         size = sum(file.stat().st_size for c in left for file in c.rglob("*") if file.is_file())
         delete = shlex.join(["rm", "-r", *map(str, left)])
-        say(f"{len(left)} incomplete checkpoint(s) take {size / 2**30:.1f} GiB; to delete them: {delete}")
+        log.info(f"{len(left)} incomplete checkpoint(s) take {size / 2**30:.1f} GiB; to delete them: {delete}")
     return newest
 
 
@@ -127,8 +129,14 @@ def is_pushed(checkpoint: Path) -> bool:
 
 def check_resume(checkpoint: Path, facts: dict[str, Any], ignore: bool) -> None:
     """Raises UserError if the run that wrote `checkpoint` had other processes or data than this one."""
-    before = json.loads((checkpoint / COMPLETE).read_text())
+    before = {"order_version": 1} | json.loads((checkpoint / COMPLETE).read_text())
     for name, value in facts.items():
+        if name == "order_version" and before[name] != value and not ignore:
+            raise UserError(
+                f"{checkpoint}: was written by a version of this project that put the pairs in another order (version "
+                f"{before[name]}, now {value}), so some pairs would be trained twice and others never; finish the run "
+                "with that version, start again in another output_dir, or say ignore_resume_mismatch: true"
+            )
         if before.get(name) != value and not ignore:
             raise UserError(
                 f"{checkpoint}: was written with {name} {before.get(name)}, now it is {value}; go on as before, "

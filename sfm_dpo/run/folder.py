@@ -3,6 +3,7 @@
 Rank 0 alone writes. Files: resolved_config.yaml, environment.json, data.json, status.json (see docs/design.md).
 """
 
+import dataclasses
 import errno
 import json
 import os
@@ -122,7 +123,10 @@ def claim(config: "Config") -> bool:
         raise UserError(
             f"output_dir {run}: holds files of something else ({', '.join(sorted(entries)[:3])}); choose another"
         )
-    before, now = read_resolved_config(run), config.as_dict()
+    now = config.as_dict()
+    # A field that an earlier version did not have counts as its default, which is its old behaviour
+    fields = [f for part in (config.train, config.model, config.data) for f in dataclasses.fields(part)]
+    before = {f.name: f.default for f in fields} | read_resolved_config(run)
     differing = [k for k in now if k not in MAY_DIFFER and before.get(k) != now[k]]
     if differing:
         key = differing[0]

@@ -83,12 +83,12 @@ def _cells(run: dict[str, Any]) -> list[str]:
         run["state"],
         run["slurm"] or "-",
         step,
-        "-" if run["eta_seconds"] is None else clock(run["eta_seconds"]),
+        "-" if run["eta_seconds"] is None else format_clock(run["eta_seconds"]),
         shown("pairs_per_second", ".2f"),
         shown("loss", ".4f"),
         shown("margin", "+.3f"),
         run["health"] or "-",
-        "-" if run["seconds_since_update"] is None else f"{clock(run['seconds_since_update'])} ago",
+        "-" if run["seconds_since_update"] is None else f"{format_clock(run['seconds_since_update'])} ago",
         (run["checkpoint"] or "-") + (f" (+{n} incomplete)" if (n := run["incomplete_checkpoints"]) else ""),
         shown("starts", "d"),
     ]
@@ -103,5 +103,5 @@ def read_all(folders: Iterable[str | Path]) -> list[dict[str, Any]]:
     return [read_run(run, queue, time.time()) for run in find_runs(folders)]
 
 
-def clock(seconds: int) -> str:
+def format_clock(seconds: int) -> str:
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

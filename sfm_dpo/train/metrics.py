@@ -1,4 +1,7 @@
-"""What has the policy gained? Rewards and accuracies of a batch, on the scale of its loss."""
+"""Rewards, margins and accuracies of a batch, on the scale of its loss.
+
+TRL 1.16 logs `rewards/*` as sums over tokens also where the loss uses means; these take their place.
+"""
 
 import torch
 
@@ -16,18 +19,17 @@ def loss_scale(completion_mask: torch.Tensor, loss_type: str) -> torch.Tensor:
 
 
 def reward_metrics(
-    logps: torch.Tensor, reference_logps: torch.Tensor, scale: torch.Tensor, beta: float
+    logps: torch.Tensor, ref_logps: torch.Tensor, scale: torch.Tensor, beta: float
 ) -> dict[str, torch.Tensor]:
-    """Each [B]. TRL 1.16 has sums over tokens in rewards/*, also where the loss uses means; and it averages logps/*
-    over micro-batches, which may hold unequal numbers of pairs.
+    """Metrics of each pair, [B] each.
 
     Args:
-        logps, reference_logps: [2B] sums over the response, chosen first.
+        logps, ref_logps: [2B] sums over the response (nats), chosen first.
         scale: [2B], see `loss_scale`.
     """
-    chosen, rejected = (beta * (logps - reference_logps) / scale).chunk(2)
+    chosen, rejected = (beta * (logps - ref_logps) / scale).chunk(2)
     logps_chosen, logps_rejected = logps.chunk(2)
-    per_chosen, per_rejected = (logps / scale).chunk(2)
+    scaled_chosen, scaled_rejected = (logps / scale).chunk(2)
     return {
         "rewards/chosen": chosen,
         "rewards/rejected": rejected,
@@ -36,7 +38,7 @@ def reward_metrics(
         "rewards/accuracies": share_above(chosen, rejected),
         "logps/chosen": logps_chosen,
         "logps/rejected": logps_rejected,
-        "logps/accuracies": share_above(per_chosen, per_rejected),
+        "logps/accuracies": share_above(scaled_chosen, scaled_rejected),
     }
 
 
@@ -46,13 +48,3 @@ def share_above(a: torch.Tensor, b: torch.Tensor, tie: float = 1e-4) -> torch.Te
     Rounding makes a tie inexact: a cached reference was computed in batches of another shape.
     """
     return torch.where((a - b).abs() <= tie, 0.5, (a > b).float())
-
-
-def gather_unequal(gather, tensor: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Accelerator.gather for tensors whose first size differs between ranks, which it does not support."""
-    if ranks == 1 or tensor.dim() == 0:
-        return gather(tensor)
-    sizes = gather(torch.tensor([len(tensor)], device=tensor.device)).tolist()
-    padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
-    padded[: len(tensor)] = tensor
-    return torch.cat([part[:size] for part, size in zip(gather(padded).chunk(ranks), sizes, strict=True)])

@@ -1,4 +1,4 @@
-"""Where does a step's time go? torch's profiler over the steps of `profile_steps`, and a table of its shares.
+"""Where the time of a step goes: torch's profiler over the steps of `profile_steps`, and a table of its shares.
 
 Every moment is counted once, as the first of these that holds: data loading (a batch is awaited), optimizer, compute,
 communication, idle. So communication is what compute does not hide. With a GPU, optimizer, compute and communication
@@ -7,6 +7,7 @@ the CPU and gloo's, and idle is Python between them; the profiler itself adds to
 """
 
 import json
+import logging
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from transformers import TrainerCallback
 
 from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.files import write_atomically
+
+log = logging.getLogger(__name__)
 
 FOLDER = "profile"
 LISTED = 15  # kernels in the table
@@ -218,7 +221,7 @@ class Profiler(TrainerCallback):
         result["bottleneck"] = bottleneck(result["shares"])
         write_atomically(folder / "profile.json", json.dumps(result, indent=2) + "\n")
         write_atomically(folder / "profile.txt", table(result) + "\n")
-        print(table(result), flush=True)
+        log.info(table(result))
 
 
 def add_profiler(trainer: Any) -> None:

@@ -1,11 +1,14 @@
-"""How does it look from the log? One readable line a logging step, and status.json kept fresh."""
+"""Progress of a run: one line of the log a logging step, and status.json kept up to date."""
 
+import logging
 import time
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from sfm_dpo.run.folder import write_status
-from sfm_dpo.run.status import clock
+from sfm_dpo.run.status import format_clock
+
+log = logging.getLogger(__name__)
 
 # (name in the log, name on the line, format)
 _SHOWN = (
@@ -41,7 +44,7 @@ class ProgressLine(TrainerCallback):
             return  # the closing summary
         seconds = self._seconds_left(state)
         values = [f"{name} {form.format(float(logs[key]))}" for key, name, form in _SHOWN if key in logs]
-        print("  ".join([head, *values, *([f"ETA {clock(seconds)}"] if seconds else [])]), flush=True)
+        log.info("  ".join([head, *values, *([f"ETA {format_clock(seconds)}"] if seconds else [])]))
         if "loss" in logs:
             self.shown = {key: float(logs[name]) for key, name in _KEPT.items() if name in logs}
         facts = {"step": state.global_step, "max_steps": state.max_steps, "eta_seconds": seconds} | self.shown

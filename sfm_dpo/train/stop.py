@@ -1,14 +1,16 @@
-"""When do we stop? All ranks look for the stop file after each step, save, and leave together."""
+"""Stopping on request: after each step rank 0 looks for the stop file; all ranks save and leave together."""
 
+import logging
 import math
 import os
 import time
 
-from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from sfm_dpo.common.distributed import is_main_process
+from sfm_dpo.common.distributed import broadcast
 from sfm_dpo.run.checkpoint import stop_requested
+
+log = logging.getLogger(__name__)
 
 
 class StopCallback(TrainerCallback):
@@ -29,9 +31,8 @@ class StopCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self._took("step")
-        seen = [is_main_process() and stop_requested(args.output_dir)]
-        broadcast_object_list(seen, from_process=0)  # a rank that looked a moment later could go on alone, and hang
-        if seen[0] and state.global_step < state.max_steps:
+        # Rank 0's look counts: a rank that looked a moment later could go on alone, and hang
+        if broadcast(stop_requested(args.output_dir)) and state.global_step < state.max_steps:
             self.stopped = control.should_save = control.should_log = control.should_training_stop = True
 
     def on_evaluate(self, *args, **kwargs) -> None:
@@ -44,12 +45,11 @@ class StopCallback(TrainerCallback):
         now = time.monotonic()
         self.seconds[what], self._mark = now - self._mark, now
         needed = sum(self.seconds.values())
-        if needed > self.lead and is_main_process():
+        if needed > self.lead:
             parts = " + ".join(f"{name} {seconds:.0f} s" for name, seconds in self.seconds.items() if seconds)
-            print(
-                f"warning: the batch script asks to stop {self.lead:g} s before the time limit, but that takes "
-                f"{needed:.0f} s ({parts}): submit with a longer lead, for instance STOP_LEAD_SECONDS="
-                f"{math.ceil(needed * 1.5 / 60) * 60} and the same in --signal=B:USR1@",
-                flush=True,
+            log.warning(
+                f"the batch script asks to stop {self.lead:g} s before the time limit, but that takes {needed:.0f} s "
+                f"({parts}): submit with a longer lead, for instance STOP_LEAD_SECONDS="
+                f"{math.ceil(needed * 1.5 / 60) * 60} and the same in --signal=B:USR1@"
             )
             self.lead = math.inf  # once is enough

@@ -1,56 +1,118 @@
-"""One step: TRL's DPOTrainer with tokenised pairs in, packed forward, cached reference, balanced batches."""
+"""The trainer: TRL's DPOTrainer with tokenised pairs in, packed forward, cached reference, balanced micro-batches.
 
+The loss is TRL's, computed in `DPOTrainer._compute_loss` (trl/trainer/dpo_trainer.py). For the recipes' `loss_type:
+sigmoid_norm`, open-instruct's `dpo_norm`, it is the mean over the pairs of a micro-batch of
+
+    -log sigmoid(beta * (r(chosen) - r(rejected))),   r = mean over the response's tokens of log pi - log pi_ref
+
+Micro-batches hold equally many pairs (data/sampler.py), so that their mean is the mean over the global batch.
+"""
+
+import logging
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import DistributedType
-from accelerate.utils import is_peft_model
+from accelerate.utils import gather_object, is_peft_model
 from datasets import Dataset, concatenate_datasets
-from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
-from trl import DPOTrainer
+from peft.utils.error import NoMatchingPeftModuleError
 from trl.models import prepare_deepspeed
 
-from sfm_dpo.common.errors import DiskFull, UserError
+from sfm_dpo.common.distributed import broadcast
+from sfm_dpo.common.errors import DiskFull, StopRequested, UserError
 from sfm_dpo.config import TrainConfig
+from sfm_dpo.data.sampler import ORDER_VERSION, PairSampler
 from sfm_dpo.data.tokenization import pair_tokens
 from sfm_dpo.health.guard_rules import STEP_0_TOLERANCE
 from sfm_dpo.model.attention import describe_kernel
 from sfm_dpo.model.flops import ForwardFlops
-from sfm_dpo.model.loading import loading
+from sfm_dpo.model.loading import load_model
 from sfm_dpo.model.packing import compile_layers, enable_padding_free
-from sfm_dpo.model.sharding import hybrid_warning, keep_outputs, launched_with, use_fsdp_on_cpu
-from sfm_dpo.report.model_card import write_model_card
-from sfm_dpo.run.checkpoint import COMPLETE, mark_complete, newest_checkpoint, rotate
-from sfm_dpo.train import reference_cache
-from sfm_dpo.train.metrics import gather_unequal, loss_scale, reward_metrics
-from sfm_dpo.train.reference_cache import fill
+from sfm_dpo.model.sharding import gathered_hash, hybrid_warning, launched_with
+from sfm_dpo.run.checkpoint import COMPLETE, mark_complete, newest_checkpoint, rotate, stop_requested
+from sfm_dpo.train.metrics import loss_scale, reward_metrics
+from sfm_dpo.train.reference_cache import ReferenceCache, cache_folder, hash_tokens
 from sfm_dpo.train.throughput import Meter, MeterCallback
+from sfm_dpo.train.upstream import UpstreamFixes
+
+log = logging.getLogger(__name__)
 
 
-class LaunchedTrainer(DPOTrainer):
-    """What DPOTrainer lacks where the weights are split. The steps are those of trainer.py."""
+class SFMDPOTrainer(UpstreamFixes):
+    """TRL's DPOTrainer on the columns of data/tokenization.py, for one process, DDP, ZeRO-2, ZeRO-3 and FSDP2.
 
-    def __init__(self, *, args: TrainConfig, **kwargs: Any):
+    Args:
+        model: folder or Hub id, loaded with `args.model_init_kwargs`.
+        args: our TrainConfig.
+        kwargs: as DPOTrainer's.
+
+    Raises:
+        UserError: weights and config.json do not fit; the model cannot be packed; LoRA targets that do not exist; the
+            first batch's loss is not ln 2 (in training).
+        StopRequested: the stop file was seen during the reference pass.
+    """
+
+    precompute_ref_logps: bool  # TRL's
+
+    def __init__(self, *, model: str, args: TrainConfig, quantization_config: Any = None, **kwargs: Any):
+        self.packed = args.padding_free
+        self.compilation = {
+            name: getattr(args, name) for name in ("torch_compile", "torch_compile_backend", "torch_compile_mode")
+        }
+        self.step_0_checked = False
+        self.reference_folder: Path | None = None
+        self._patched = False
         self._forward_model: Any = None
-        if launched_with() == "fsdp":
-            # FSDP2 would keep the gradients of the whole model on each rank until the last micro-batch of a step
-            args.accelerator_config.gradient_accumulation_kwargs = {"sync_each_batch": True}
-        super().__init__(args=args, **kwargs)
+        self._reference_shards = 0  # of the splits whose pass is over
+        self.train_tokens = hash_tokens(kwargs["train_dataset"])
+        self.reference_facts: dict[str, Any] = {}  # by split
+        init_kwargs = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
+        if quantization_config is not None:
+            init_kwargs["quantization_config"] = quantization_config
+        live = not args.precompute_ref_log_probs or launched_with() == "fsdp"  # which splits the policy later
+        reference = load_model(model, init_kwargs) if live and kwargs.get("peft_config") is None else None
+        try:
+            super().__init__(model=load_model(model, init_kwargs), ref_model=reference, args=args, **kwargs)
+        except NoMatchingPeftModuleError as error:
+            raise UserError(f"lora_target_modules: {error}") from error
+        if args.precompute_ref_log_probs:
+            self.ref_model = None
+        self._patch_models()
+        self.meter = Meter(ForwardFlops.of(self.bare_model()), reference_in_step=not self.precompute_ref_logps)
+        self.add_callback(MeterCallback(self.meter))
 
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        use_fsdp_on_cpu(self.accelerator)
-        self.is_fsdp_enabled = self.accelerator.distributed_type == DistributedType.FSDP
-        if self.is_fsdp_enabled:
-            keep_outputs(self.accelerator.state.fsdp_plugin)
-
-    def _bare_model(self):
+    def bare_model(self) -> Any:
+        """The policy without PEFT's wrapper."""
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
-    # ---- before training
+    def _patch_models(self) -> None:
+        """Packs and compiles policy and reference, as asked, once TRL has given them their fused LM head."""
+        if self._patched:
+            return
+        for model in filter(None, (self.bare_model(), self.ref_model)):
+            model = self.accelerator.unwrap_model(model)
+            try:
+                if self.packed:
+                    enable_padding_free(model)
+            except ValueError as error:  # a model in which sequences of one row would see each other
+                raise UserError(str(error)) from error
+            if self.compilation["torch_compile"]:
+                compile_layers(
+                    model, self.compilation["torch_compile_backend"], self.compilation["torch_compile_mode"]
+                )
+        self._patched = True
+
+    def attention_kernel(self) -> str:
+        """What computes packed attention, for the log; it takes the place of `attn_implementation`."""
+        config = self.bare_model().config.get_text_config()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
+        return describe_kernel(self.accelerator.device, dtype, head_dim)
+
+    # ---- launchers
 
     @property
     def zero_stage(self) -> int:
@@ -84,9 +146,8 @@ class LaunchedTrainer(DPOTrainer):
             self._forward_model = model
         return self._forward_model
 
-    def forwards_in_lockstep(self) -> bool:
-        return self.is_zero3 or (self.is_fsdp_enabled and not is_peft_model(self.model))
-
+    # Upstream: trl 1.16, trl/trainer/dpo_trainer.py, DPOTrainer._precompute_ref_logps: its ZeRO-3 engine of the
+    # reference pass keeps its hooks while training. Canary: test_canary_precompute_ref_logps
     def _prepare_for_training(self, *args: Any, **kwargs: Any):
         """Lets go of what computed log-probs until now: FSDP2's reference model, ZeRO-3's hooks."""
         if self.is_zero3 and self.ref_model is None and self._forward_model is not None:
@@ -94,136 +155,78 @@ class LaunchedTrainer(DPOTrainer):
         self._forward_model = None
         return super()._prepare_for_training(*args, **kwargs)
 
-    # ---- saved
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Loads every weight of a checkpoint, or raises.
-
-        Trainer's own (transformers 5.23) reads the names in the file as they are, but `save_pretrained` may write
-        others (GPT-NeoX's lm_head becomes embed_out, OLMoE's experts are split), and it only warns of what it did not
-        find: the head of the base model would train on. ZeRO and FSDP have checkpoints of their own.
-        """
-        if self.is_fsdp_enabled or is_peft_model(self.model):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            saved = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
-            self.model.load_state_dict(saved.state_dict())
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The whole model, as from_pretrained reads it; under FSDP2 in checkpoints too.
-
-        transformers 5.23 does that under FSDP only where checkpoints are FULL_STATE_DICT, all of it through rank 0.
-        """
-        if self.is_fsdp_enabled:
-            self._save(output_dir or self.args.output_dir, state_dict=self.accelerator.get_state_dict(self.model))
-        super().save_model(output_dir, _internal_call)
-
-
-COMPILE_FIELDS = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
-
-
-class SFMDPOTrainer(LaunchedTrainer):
-    """TRL's DPOTrainer on the columns of tokenization.py. Arguments as there; `args` is our TrainConfig."""
-
-    precompute_ref_logps: bool  # TRL's
-
-    def __init__(self, *, args: TrainConfig, **kwargs: Any):
-        self._packed, args.padding_free = args.padding_free, False  # TRL 1.16 would warn that it pads
-        self._compilation = {name: getattr(args, name) for name in COMPILE_FIELDS}  # see compile.py
-        args.torch_compile, args.torch_compile_backend, args.torch_compile_mode = False, None, None
-        self._patched = False
-        self._rebalance: Any = None  # transformers' BatchRebalanceSampler, where that is the strategy
-        self._length_sampler: BatchRebalanceSampler | LengthGroupedSampler | None = None
-        self._step_0_checked = False
-        self._eval_batches: list[tuple[int, tuple[str, ...]]] = []  # pairs in each, names of the metrics over pairs
-        self._reference_folder: Path | None = None
-        self._reference_shards = 0  # of the splits whose pass is over
-        self.train_tokens = reference_cache.token_hash(kwargs["train_dataset"])
-        self.data_facts: dict[str, Any] = {"train_tokens": self.train_tokens, "reference": {}}  # for data.json
-        with loading(str(kwargs["model"]), args.model_init_kwargs):
-            super().__init__(args=args, **kwargs)
-        args.padding_free = self._packed
-        for name, value in self._compilation.items():
-            setattr(args, name, value)
-        self._patch_models()
-        self.meter = Meter(ForwardFlops.of(self._bare_model()), reference_in_step=not self.precompute_ref_logps)
-        self.add_callback(MeterCallback(self.meter))
-
-    def _patch_models(self) -> None:
-        """Packs and compiles policy and reference, as asked, once TRL has given them their fused LM head."""
-        if self._patched:
-            return
-        for model in (self._bare_model(), self.ref_model):
-            if model is None:
-                continue
-            model = self.accelerator.unwrap_model(model)
-            try:
-                if self._packed:
-                    enable_padding_free(model)
-            except ValueError as error:  # a model in which sequences of one row would see each other
-                raise UserError(str(error)) from error
-            if self._compilation["torch_compile"]:
-                compile_layers(
-                    model, self._compilation["torch_compile_backend"], self._compilation["torch_compile_mode"]
-                )
-        self._patched = True
-
-    def attention_kernel(self) -> str:
-        """What computes packed attention, for the log; it takes the place of `attn_implementation`."""
-        config = self._bare_model().config.get_text_config()
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
-        return describe_kernel(self.accelerator.device, dtype, head_dim)
-
     # ---- data
 
-    def _prepare_dataset(self, dataset: Dataset, processing_class: Any, args: TrainConfig, name: str) -> Dataset:
-        """Adds what a pair costs. TRL 1.16 would tokenise again: it does not notice that the ids are there."""
-        if args.length_column_name in dataset.column_names:
-            return dataset
-        return dataset.add_column(args.length_column_name, pair_tokens(dataset, args.max_length))
+    # Upstream: transformers 5.23, trainer_pt_utils.py, BatchRebalanceSampler: deals unequal numbers of pairs to the
+    # micro-batches, of which TRL's means then weigh each pair differently. Canary: test_canary_batch_rebalance
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> PairSampler:
+        self.train_sampler = build_sampler(self.train_dataset, self.args)
+        return self.train_sampler
 
-    def _set_signature_columns_if_needed(self) -> None:
-        """Keeps the length column, which transformers' samplers read after unused columns are dropped."""
-        super()._set_signature_columns_if_needed()
-        if self.args.length_column_name not in self._signature_columns:
-            self._signature_columns.append(self.args.length_column_name)
+    def describe_data(self) -> dict[str, Any]:
+        """For data.json: the hash of the tokens, the order of each epoch, and the reference cache of each split."""
+        args, sampler = self.args, build_sampler(self.train_dataset, self.args)
+        epochs = args.num_train_epochs
+        if args.max_steps > 0:
+            epochs = args.max_steps * args.global_batch_size / len(sampler)
+        order = [sampler.fingerprint(epoch) for epoch in range(math.ceil(epochs))]
+        return {"train_tokens": self.train_tokens, "reference": self.reference_facts, "order": order}
 
-    def _get_train_sampler(self, train_dataset: Dataset | None = None):
-        """transformers' sampler, with the run's seed, which the two that look at lengths ignore (5.23), and costs."""
-        sampler = super()._get_train_sampler(train_dataset)
-        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        if isinstance(sampler, BatchRebalanceSampler):
-            sampler.seed, self._rebalance = seed, sampler
-            # transformers' 0.001 lets attention outweigh all else from 1,000 tokens on. A token of a pair of P tokens
-            # sees P/4 others: h P FLOPs a layer for hidden size h, against 24 h^2 of the matrices (bench/balance.py).
-            sampler.QUADRATIC_COST_COEF = 1 / (24 * self._bare_model().config.get_text_config().hidden_size)
-            self._length_sampler = sampler
-        elif isinstance(sampler, LengthGroupedSampler):
-            sampler.lengths = list(sampler.lengths)  # a column of the dataset is read from disk one by one
-            generator = sampler.generator = torch.Generator().manual_seed(seed)
-            # Its order would else depend on how many epochs this process has seen, which a resumed run has not
-            sampler.set_epoch = lambda epoch: generator.manual_seed(seed + epoch)
-            self._length_sampler = sampler
-        return sampler
-
-    def _global_batch_pairs(self) -> int:
-        """Pairs in the current optimizer step, over all ranks."""
-        sampler = self._rebalance
-        if sampler.has_tail and (self.state.global_step + 1) % sampler.num_global_batches == 0:
-            return max(sampler.remainder, sampler.dp_size * sampler.grad_accum)
-        return sampler.effective_batch_size
-
-    # ---- reference
-
+    # Upstream: trl 1.16, trl/trainer/dpo_trainer.py, DPOTrainer._precompute_ref_logps: its key changes with any
+    # argument, it keeps nothing of a killed pass, and fails with two ranks on in-memory data.
+    # Canary: test_canary_precompute_ref_logps
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
-        """`dataset` with ref_chosen_logps and ref_rejected_logps, from the cache of reference_cache.py.
+        """`dataset` with ref_chosen_logps and ref_rejected_logps, from the cache, which all ranks complete.
 
         TRL calls this at the end of its __init__, so the weights are those of the base model also when the run
         resumes from a checkpoint, which is loaded later.
+
+        Raises:
+            StopRequested: the stop file was seen; the shards done are kept.
         """
         self._patch_models()
-        columns = fill(self, dataset, name, batch_size)
+        accelerator, args, model = self.accelerator, self.args, self.forward_model()
+        model.eval()
+        settings = {
+            "weights": gathered_hash(model) if self.is_zero3 else self._precompute_model_hash,
+            "dtype": next(model.parameters()).dtype,
+            "autocast": accelerator.mixed_precision,
+            "attention": self.bare_model().config._attn_implementation,
+            "packed": self.packed,
+            "compilation": self.compilation,
+            "max_length": args.max_length,
+            "truncation_mode": args.truncation_mode,
+            "ld_alpha": self.ld_alpha,
+        }
+        cache = ReferenceCache(cache_folder(dataset, **settings), pair_tokens(dataset, args.max_length), batch_size)
+        # Rank 0 alone looks: on NFS who looks for a file before it is written may not see it for a minute
+        missing = broadcast(cache.missing_shards() if accelerator.is_main_process else [])
+        together = self.is_zero3 or (self.is_fsdp_enabled and not is_peft_model(self.model))
+        rank, ranks = accelerator.process_index, accelerator.num_processes
+
+        def forward(rows: np.ndarray) -> torch.Tensor:
+            batch = self._prepare_inputs(self.data_collator([dataset[int(i)] for i in rows]))
+            with torch.no_grad() if together else torch.inference_mode():  # gathered weights outlive the forward
+                return torch.stack(self.compute_ref_log_probs(model, batch), dim=1)
+
+        def should_stop() -> bool:
+            return broadcast(stop_requested(args.output_dir)) if together else stop_requested(args.output_dir)
+
+        there, shards = len(cache.shards) - len(missing), len(cache.shards)
+        log.info(f"reference log-probs of the {name} pairs: {there} of {shards} shards in {cache.folder}")
+        mine = missing if together else missing[rank::ranks]
+        progress = cache.report_progress(name, mine, args.output_dir)
+        lockstep = (rank, ranks, gather_object) if together else ()
+        done = cache.compute(mine, forward, progress, should_stop, *lockstep)
+        if not accelerator.gather(torch.tensor([done], device=accelerator.device)).all().item():
+            message = f"stopped on request during the reference pass; its shards are kept in {cache.folder}"
+            raise StopRequested(message, shards=self._reference_shards + cache.count())
+        self._reference_shards += len(cache.shards)
+        self.reference_folder = cache.folder
+        logps = cache.read_all()
+        if accelerator.is_main_process:
+            self.reference_facts[name] = cache.describe(settings)
+        columns = Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})
         return concatenate_datasets([dataset, columns], axis=1)
 
     # ---- checkpoints
@@ -233,18 +236,12 @@ class SFMDPOTrainer(LaunchedTrainer):
         launch = "FSDP2" if self.is_fsdp_enabled else "whole weights"
         if self.zero_stage:
             launch = f"ZeRO-{self.zero_stage}"
-        return {"world_size": self.accelerator.num_processes, "launch": launch, "train_tokens": self.train_tokens}
+        world_size = self.accelerator.num_processes
+        facts = {"world_size": world_size, "launch": launch, "train_tokens": self.train_tokens}
+        return facts | {"order_version": ORDER_VERSION}
 
-    def _run_epoch(self, **kwargs: Any) -> None:
-        """transformers 5.23 does a step too many where the last checkpoint lies in the middle of an epoch.
-
-        And it does not reach a sampler under two wrappers (several ranks, skipped batches) with the epoch's number.
-        """
-        if self._length_sampler is not None:
-            self._length_sampler.set_epoch(kwargs["epoch"])
-        if self.state.global_step < self.state.max_steps:
-            super()._run_epoch(**kwargs)
-
+    # Upstream: transformers 5.23, trainer.py, Trainer._save_checkpoint: has no mark of a complete checkpoint, and
+    # rotates before the new one is safe. Canary: test_canary_save_checkpoint
     def _save_checkpoint(self, model, trial) -> None:
         """transformers', then the mark that it is complete, then the rotation that transformers would do before."""
         limit, self.args.save_total_limit = self.args.save_total_limit, None
@@ -269,79 +266,61 @@ class SFMDPOTrainer(LaunchedTrainer):
 
     # ---- loss
 
+    # Upstream: trl 1.16, trl/trainer/dpo_trainer.py, DPOTrainer._compute_loss: logs rewards/* as sums over tokens also
+    # where the loss uses means. Canary: test_canary_compute_loss
     def _compute_loss(self, model, inputs: dict[str, torch.Tensor], return_outputs: bool):
-        """TRL's loss, weighted where micro-batches hold unequal numbers of pairs.
-
-        The reference's log-probs are put into the batch first, so that metrics can use them too.
-        """
-        training = self.model.training
-        if training:
-            self.meter.add(inputs["attention_mask"], inputs["completion_mask"], self._packed)
-        cached, gather = self.precompute_ref_logps, self.accelerator.gather
+        """TRL's loss, and metrics on its scale. The live reference's log-probs are put into the batch first."""
+        if self.model.training:
+            self.meter.add(inputs["attention_mask"], inputs["completion_mask"], self.packed)
+        cached = self.precompute_ref_logps
         if not cached:
             chosen, rejected = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
             inputs = inputs | {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
-        log_probs = []
+        per_token_logps = []
 
-        def recording(**kwargs):
+        def forward(**kwargs):
             outputs = model(**kwargs)
             if kwargs.get("fused_lm_head"):
-                log_probs.append(outputs.log_probs.detach())
+                per_token_logps.append(outputs.log_probs.detach())
             return outputs
 
-        unequal = training and self._rebalance is not None
         self.precompute_ref_logps = True
-        if unequal:
-            self.accelerator.gather = lambda tensor: gather_unequal(gather, tensor, self.accelerator.num_processes)
         try:
-            result = super()._compute_loss(recording, inputs, return_outputs)
-            if self.ld_alpha is None:  # with it the log-probs are weighted sums, and TRL's metrics stand
-                self._record_rewards(log_probs[0], inputs, model)
+            result = super()._compute_loss(forward, inputs, return_outputs)
         finally:
             self.precompute_ref_logps = cached
-            self.accelerator.__dict__.pop("gather", None)
-        if unequal and not return_outputs:
-            # Trainer and the all-reduce average over micro-batches as if each held the same number of pairs
-            micro_batches = self._rebalance.dp_size * self._rebalance.grad_accum
-            result = result * (len(inputs["ref_chosen_logps"]) * micro_batches / self._global_batch_pairs())
+        if self.ld_alpha is None:  # with it the log-probs are weighted sums, and TRL's metrics stand
+            self._record_rewards(per_token_logps[0], inputs, model)
         return result
 
-    def _record_rewards(self, log_probs: torch.Tensor, inputs: dict[str, torch.Tensor], model) -> None:
-        """Replaces TRL's rewards/*, which are sums over tokens also where the loss uses means (TRL 1.16).
+    def _record_rewards(self, per_token_logps: torch.Tensor, inputs: dict[str, torch.Tensor], model) -> None:
+        """Puts reward_metrics in the place of what TRL has just recorded.
 
         Args:
-            log_probs: [2B, L - 1], the policy's log-prob of each response token, 0 elsewhere.
+            per_token_logps: [2B, L - 1], the policy's log-prob of each response token, 0 elsewhere.
             inputs: TRL's batch with `completion_mask` [2B, L] and the reference's sums [B] each.
         """
-        given = torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
+        ref_logps = torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
         scale = loss_scale(inputs["completion_mask"], self.loss_types[0])
-        metrics = reward_metrics(log_probs.sum(dim=1), given, scale, self.beta)
+        metrics = reward_metrics(per_token_logps.sum(dim=1), ref_logps, scale, self.beta)
         mode = "train" if self.model.training else "eval"
-        if mode == "train" and not self._step_0_checked:
-            self._check_step_0(metrics["rewards/margins"], given, scale, inputs, model)
+        if mode == "train" and not self.step_0_checked:
+            self._check_step_0(metrics["rewards/margins"], ref_logps, scale, inputs, model)
         gather = self.accelerator.gather if mode == "train" else self.accelerator.gather_for_metrics
         pairs = gather(torch.stack(list(metrics.values()), dim=1).float())  # [pairs of all ranks, 8]
-        weight = 1.0
-        if mode == "train" and self._rebalance is not None:
-            weight = len(pairs) * self._rebalance.grad_accum / self._global_batch_pairs()
-        for name, value in zip(metrics, (pairs.mean(dim=0) * weight).tolist(), strict=True):
-            if name not in ("rewards/average", "logps/accuracies"):
-                self._metrics[mode][name].pop()  # what TRL has just recorded
-            self._metrics[mode][name].append(value)
+        earlier = len(self._metrics[mode]["rewards/average"])  # micro-batches; TRL has recorded this one, too
+        for name, value in zip(metrics, pairs.mean(dim=0).tolist(), strict=True):
+            self._metrics[mode][name][earlier:] = [value]
         if mode == "eval":
             self._eval_batches.append((len(pairs), tuple(metrics)))
 
-    def skip_step_0_check(self) -> None:
-        """For scripts/parity.py, which measures what the check would stop at."""
-        self._step_0_checked = True
-
-    def _check_step_0(self, margins, given: torch.Tensor, scale: torch.Tensor, inputs: dict, model) -> None:
+    def _check_step_0(self, margins, ref_logps: torch.Tensor, scale: torch.Tensor, inputs: dict, model) -> None:
         """At policy = reference the loss is ln 2. If it is not, training would optimise something else.
 
         Raises:
             UserError: naming the likeliest of the causes: dropout, a stale cache, other weights.
         """
-        self._step_0_checked = True
+        self.step_0_checked = True
         tolerance = STEP_0_TOLERANCE["16-bit" if self.args.bf16 or self.args.fp16 else "32-bit"]
         # The worst rank's: all must agree, for what follows may be a forward that all have to call
         error = self.accelerator.gather(margins.abs().mean()).max().item() / 2
@@ -354,34 +333,27 @@ class SFMDPOTrainer(LaunchedTrainer):
 
         if differ(once, again):
             cause = "two forwards of one batch differ: dropout is on; set disable_dropout: true"
-        elif self._reference_folder is not None:
-            cause = f"the cached reference does not fit these weights; remove {self._reference_folder}"
+        elif self.reference_folder is not None:
+            cause = f"the cached reference does not fit these weights; remove {self.reference_folder}"
         else:
-            cause = "policy and reference are different models" if differ(once, given) else "the forward is unstable"
+            cause = (
+                "policy and reference are different models" if differ(once, ref_logps) else "the forward is unstable"
+            )
         raise UserError(f"step 0: the loss is off ln 2 by {error:.3g}, more than {tolerance:g}: {cause}")
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Called when a run goes on; TRL would count its tokens from 0 again."""
-        super()._load_optimizer_and_scheduler(checkpoint)
-        self._total_train_tokens = next(
-            (int(entry["num_tokens"]) for entry in reversed(self.state.log_history) if "num_tokens" in entry), 0
-        )
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds perf/*, summed over ranks."""
         if "loss" in logs and self.model.training:
             counts = torch.tensor([list(self.meter.counts.values())], dtype=torch.float64)
             totals = self.accelerator.gather(counts.to(self.accelerator.device)).sum(dim=0).tolist()
             ranks = self.accelerator.num_processes
             logs |= self.meter.metrics(dict(zip(self.meter.counts, totals, strict=True)), ranks)
-        if not self.model.training and self._eval_batches:
-            # TRL would take the mean over batches, in which the pairs of a smaller last one count for more
-            sizes = np.array([size for size, _ in self._eval_batches])
-            for name in self._eval_batches[0][1]:
-                self._metrics["eval"][name] = [float(np.average(self._metrics["eval"][name], weights=sizes))]
-            self._eval_batches.clear()
         super().log(logs, start_time)
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Ours instead of TRL's, which knows neither the loss nor the data. TRL calls it with every checkpoint."""
-        if self.is_world_process_zero():
-            write_model_card(self.args.output_dir)
+
+def build_sampler(dataset: Dataset, args: TrainConfig) -> PairSampler:
+    """The order in which a run trains on tokenised pairs. Raises UserError for fewer pairs than a global batch."""
+    tokens, strategy = pair_tokens(dataset, args.max_length), args.train_sampling_strategy
+    seed = args.seed if args.data_seed is None else args.data_seed
+    batch = args.global_batch_size, args.per_device_train_batch_size
+    return PairSampler(tokens, strategy, *batch, seed, args.padding_free)

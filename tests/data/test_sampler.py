@@ -1,4 +1,4 @@
-"""Length-aware sampling on preference pairs: what a pair costs, and that unequal micro-batches change no gradient."""
+"""Order of the pairs: equal counts in every micro-batch, the same steps for any number of ranks, what is trained."""
 
 import json
 from pathlib import Path
@@ -6,182 +6,139 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers.trainer_pt_utils import BatchRebalanceSampler
-from trl.trainer.utils import add_fused_lm_head
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from bench.balance import micro_batches
+import train_dpo
+from bench.balance import deal_rounds
 from bench.dolci_lengths import draw
-from sfm_dpo.config import parse_config
-from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer, pair_tokens
-from sfm_dpo.train.metrics import gather_unequal
-from sfm_dpo.train.trainer import SFMDPOTrainer
-from tests.tiny_models import tiny_model
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.data.sampler import PairSampler, deal_pairs
+from tests.e2e.runs import pairs
+
+STRATEGIES = ["random", "group_by_length", "batch_rebalance", "sequential"]
+TOKENS = np.exp(np.random.default_rng(0).normal(5.6, 0.9, 4100)).clip(8, 2048).astype(int)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, tiny_folder) -> Path:
-    path = tmp_path_factory.mktemp("sampling")
-    (path / "model").symlink_to(tiny_folder("llama"))
-    rng = np.random.default_rng(0)
-    with (path / "pairs.jsonl").open("w") as file:
-        for i in range(37):
-            good, bad = ("xyz" * int(n) for n in np.exp(rng.normal(1.5, 1.0, 2)).clip(1, 60))
-            file.write(json.dumps({"prompt": f"q{i}", "chosen": good, "rejected": bad + "-"}) + "\n")
-    return path
+@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=20), st.integers(1, 6))
+@settings(derandomize=True, deadline=None, database=None)
+def test_dealing_keeps_every_pair_and_fills_every_micro_batch(tokens, size):
+    tokens = np.array(tokens * size)
+    dealt = deal_pairs(tokens, size)
+    assert [len(rows) for rows in dealt] == [size] * (len(tokens) // size)
+    assert sorted(np.concatenate(dealt).tolist()) == list(range(len(tokens)))
+    weights = [tokens[rows].sum() for rows in dealt]
+    assert weights == sorted(weights, reverse=True)
 
 
-def make_trainer(folder: Path, out: Path, *extra: str) -> SFMDPOTrainer:
-    argv = f"--model_name_or_path {folder / 'model'} --dataset_name {folder / 'pairs.jsonl'} --output_dir {out}"
-    argv += " --global_batch_size 16 --per_device_train_batch_size 4 --max_length 64 --learning_rate 1e-3"
-    config = parse_config(
-        [*argv.split(), "--logging_steps", "1", "--save_strategy", "no", "--report_to", "none", *extra]
-    )
-    tokenizer = load_tokenizer(config)
-    train_set = load_token_pairs(config, tokenizer)[0].train
-    return SFMDPOTrainer(
-        model=config.model.model_name_or_path, args=config.train, train_dataset=train_set, processing_class=tokenizer
-    )
+@pytest.mark.parametrize("lengths, max_length, largest", [("think", 8192, 25_000), ("instruct", 4096, 11_000)])
+def test_ranks_wait_little_for_the_slowest(lengths, max_length, largest):
+    """4 ranks x 4 pairs, Dolci's lengths; transformers' sampler leaves the slowest rank a fifth behind."""
+    prompt, chosen, rejected = draw(lengths, 5120)
+    prompt = np.minimum(prompt, max_length // 2)
+    cost = sum(prompt + np.minimum(side, max_length - prompt) for side in (chosen, rejected))
+
+    def slowest(strategy: str) -> float:
+        rounds = deal_rounds(strategy, cost, 4, 4, 128, packed=True)
+        tokens = np.array([[cost[rows].sum() for rows in ranks] for ranks in rounds])
+        assert strategy == "stock" or tokens.max() <= largest
+        return tokens.max(axis=1).sum() / tokens.mean(axis=1).sum()
+
+    assert slowest("batch_rebalance") < 1.01
+    assert slowest("stock") > 1.15
 
 
-def test_length_of_a_pair_is_both_sequences_after_truncation(folder, tmp_path):
-    trainer = make_trainer(folder, tmp_path)
-    for row in trainer.train_dataset:
-        sides = [len(row["prompt_ids"] + row[f"{side}_ids"]) for side in ("chosen", "rejected")]
-        assert row["length"] == sum(min(64, side) for side in sides)
-    assert (pair_tokens(trainer.train_dataset, None) >= trainer.train_dataset["length"]).all()
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_order_depends_on_seed_epoch_data_and_global_batch_alone(strategy):
+    def order(seed=3, micro_batch=4, tokens=TOKENS, epochs=(0, 1)) -> list[str]:
+        sampler = PairSampler(tokens, strategy, 128, micro_batch, seed)
+        return [sampler.fingerprint(epoch) for epoch in epochs]
+
+    torch.rand(7)
+    assert order() == order(micro_batch=1) == order(micro_batch=16)
+    assert order(epochs=(1, 0)) == order()[::-1]
+    assert len({*order(), *order(seed=4)}) == (1 if strategy == "sequential" else 4)
+    for micro_batch in (1, 4):
+        sampler = PairSampler(TOKENS, strategy, 128, micro_batch, 3, packed=False)
+        rows, steps = np.split(np.array(list(sampler)), 32), sampler.steps(0)
+        assert [sorted(step) for step in rows] == [sorted(step) for step in steps]
 
 
-def test_ranks_wait_little_for_the_slowest(folder, tmp_path):
-    """With 4 ranks and Dolci-Think's lengths. transformers' own costs leave the slowest rank a quarter behind;
-    when they no longer do, the override in the trainer can go."""
-    prompt, chosen, rejected = draw("think", 2560)
-    cost = np.minimum(2 * prompt + chosen + rejected, 16_384)
+def test_a_tail_is_another_one_each_epoch_and_too_few_pairs_are_an_error():
+    sampler = PairSampler(TOKENS, "random", 128, 4, seed=0)
+    assert len(sampler) == 4096 == len(set(sampler))
+    epochs = [set(np.concatenate(sampler.steps(epoch)).tolist()) for epoch in range(2)]
+    assert epochs[0] != epochs[1]
+    with pytest.raises(UserError, match="global_batch_size 128: there are only 127 pairs to train on"):
+        PairSampler(TOKENS[:127], "random", 128, 4, seed=0)
 
-    def slowest(coefficient: float) -> float:
-        tokens = [
-            [cost[rows].sum() for rows in ranks]
-            for ranks in micro_batches("batch_rebalance", cost, 4, 4, 128, coefficient)
+
+@pytest.mark.parametrize("strategy", ["random", "group_by_length", "batch_rebalance"])
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+def test_the_largest_micro_batch_is_in_the_first_steps(strategy, size):
+    sampler = PairSampler(TOKENS, strategy, 128, size, seed=1)
+    largest = [sampler.largest(rows, size) for rows in sampler.steps(0)]
+    assert max(largest) in largest[:5] and len(largest) == 32
+
+
+# ---- what is trained
+
+
+def train(tmp_path: Path, tiny_folder, *fields: str) -> Path:
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs(27)))
+    argv = f"--model_name_or_path {tiny_folder('llama')} --dataset_name {tmp_path / 'pairs.jsonl'} --seed 3 --use_cpu"
+    argv += " --global_batch_size 8 --per_device_train_batch_size 2 --max_length 96 --learning_rate 1e-3"
+    argv += " --logging_steps 1 --save_strategy no --preflight skip --guard skip --dataset_num_proc 1"
+    out = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
+    assert train_dpo.main([*argv.split(), "--output_dir", str(out), *fields]) == 0
+    return out
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_written_is_what_was_trained_on(tmp_path, tiny_folder, monkeypatch, capsys, strategy):
+    """Rows that the trainer's loss saw, found by their tokens."""
+    micro_batches, trainers = [], []
+    compute_loss = train_dpo.SFMDPOTrainer._compute_loss
+
+    def recording(self, model, inputs, return_outputs):
+        grid = zip(inputs["input_ids"], inputs["attention_mask"], strict=True)
+        ids = [tuple(row[mask.bool()].tolist()) for row, mask in grid]
+        rows = {tuple(row["prompt_ids"] + row["chosen_ids"])[:96]: i for i, row in enumerate(self.train_dataset)}
+        micro_batches.append([rows[chosen] for chosen in ids[: len(ids) // 2]])
+        trainers.append(self)
+        return compute_loss(self, model, inputs, return_outputs)
+
+    monkeypatch.setattr(train_dpo.SFMDPOTrainer, "_compute_loss", recording)
+    out = train(tmp_path, tiny_folder, "--train_sampling_strategy", strategy, "--num_train_epochs", "2")
+    sampler = trainers[0].train_sampler
+    steps = [sorted(np.concatenate(micro_batches[i : i + 4]).tolist()) for i in range(0, len(micro_batches), 4)]
+    assert steps == [sorted(rows.tolist()) for epoch in range(2) for rows in sampler.steps(epoch)]
+    assert all(len(rows) == 2 for rows in micro_batches)
+    order = json.loads((out / "data.json").read_text())["order"]
+    assert order == [sampler.fingerprint(0), sampler.fingerprint(1)]
+    assert "3 pairs do not fill a last batch of 8 and are left out" in capsys.readouterr().out
+
+
+@pytest.fixture
+def nondeterministic_afterwards():
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+
+
+def test_full_determinism_gives_bitwise_equal_runs(tmp_path, tiny_folder, nondeterministic_afterwards):
+    """Padding-free, cached reference, balanced batches, a worker: metrics and weights bit by bit."""
+    fields = "--full_determinism true --padding_free true --precompute_ref_log_probs true"
+    fields += " --dataloader_num_workers 1 --train_sampling_strategy batch_rebalance"
+    runs = [train(tmp_path, tiny_folder, *fields.split()) for _ in range(2)]
+    assert torch.are_deterministic_algorithms_enabled()
+    logs = [
+        [
+            {k: v for k, v in entry.items() if not k.startswith("perf/")}
+            for entry in json.loads((run / "trainer_state.json").read_text())["log_history"]
+            if "loss" in entry
         ]
-        return np.max(tokens, axis=1).sum() / np.mean(tokens, axis=1).sum()
-
-    assert slowest(1 / (24 * 4096)) < 1.1
-    assert slowest(BatchRebalanceSampler.QUADRATIC_COST_COEF) > 1.2
-    trainer = make_trainer(folder, tmp_path, "--train_sampling_strategy", "batch_rebalance")
-    assert 1 / (24 * trainer.model.config.hidden_size) == trainer._get_train_sampler().QUADRATIC_COST_COEF
-
-
-@pytest.mark.parametrize("strategy", ["random", "batch_rebalance"])
-def test_logged_log_probs_are_means_over_pairs(folder, tmp_path, strategy):
-    """Micro-batches of unequal numbers of pairs weigh by their pairs."""
-    fields = ["--max_samples", "32", "--train_sampling_strategy", strategy, "--precompute_ref_log_probs", "true"]
-    trainer = make_trainer(folder, tmp_path, *fields, "--learning_rate", "1e-12")
-    trainer.train()
-    expected = np.mean(trainer.train_dataset["ref_chosen_logps"])
-    logged = [entry["logps/chosen"] for entry in trainer.state.log_history if "logps/chosen" in entry]
-    assert len(logged) == 2 and np.mean(logged) == pytest.approx(expected, rel=1e-5)
-
-
-def other_reference():
-    model = tiny_model("llama", seed=3)
-    add_fused_lm_head(model)
-    return model
-
-
-def gradients(trainer: SFMDPOTrainer, batches: list[list[int]]) -> dict[str, torch.Tensor]:
-    """Sum of gradients over micro-batches, each divided by their number, as Trainer and the all-reduce do."""
-    trainer.model.train()
-    trainer.model.zero_grad()
-    for rows in batches:
-        inputs = trainer._prepare_inputs(trainer.data_collator([trainer.train_dataset[i] for i in rows]))
-        (trainer._compute_loss(trainer.model, inputs, False) / len(batches)).backward()
-    return {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("last", [False, True])
-def test_gradients_equal_those_of_one_whole_batch(folder, tmp_path, ranks, last):
-    """The global batch as rebalanced micro-batches of unequal size (over ranks) against one batch of all its pairs."""
-    trainer = make_trainer(folder, tmp_path, "--train_sampling_strategy", "batch_rebalance")
-    # Move the policy away from the reference, where each pair has the same gradient weight 1/2
-    trainer.ref_model = other_reference()
-    trainer._step_0_checked = True
-    samplers = [
-        BatchRebalanceSampler(
-            trainer.train_dataset["length"], 16, dp_size=ranks, grad_accum=4 // ranks, rank=r, drop_last=False, seed=1
-        )
-        for r in range(ranks)
+        for run in runs
     ]
-    trainer._get_train_sampler()
-    trainer._rebalance = samplers[0]
-    trainer.state.global_step = 2 if last else 0  # 37 pairs: two full global batches and a tail of 5
-    steps = [list(zip(*[iter(s)] * (4 // ranks), strict=True))[2 if last else 0] for s in samplers]
-    micro_batches = [rows for rank in steps for rows in rank]
-    rows = [row for batch in micro_batches for row in batch]
-    assert len(set(rows)) == (5 if last else 16)
-    assert len({len(batch) for batch in micro_batches}) > 1, "the sampler made equal micro-batches: nothing is tested"
-    ours = gradients(trainer, micro_batches)
-    trainer._rebalance = None
-    whole = gradients(trainer, [rows])
-    biased = gradients(trainer, micro_batches)  # TRL's mean of each micro-batch
-
-    def difference(a: dict) -> float:
-        norm = torch.cat([g.flatten() for g in whole.values()]).norm()
-        return (torch.cat([(a[n] - whole[n]).flatten() for n in whole]).norm() / norm).item()
-
-    assert difference(ours) < 1e-5
-    assert difference(biased) > 1e-2
-
-
-def test_training_metrics_are_means_over_pairs(folder, tmp_path):
-    """Logged rewards equal those of equal micro-batches of the same global batch (frozen weights)."""
-    frozen = ["--learning_rate", "1e-30", "--max_steps", "1"]
-    trainer = make_trainer(folder, tmp_path, *frozen, "--train_sampling_strategy", "batch_rebalance")
-    trainer.ref_model = other_reference()
-    trainer._step_0_checked = True
-    trainer.train()
-    logged = trainer.state.log_history[0]
-    rows = [row for batch in list(trainer._get_train_sampler())[:4] for row in batch]
-    trainer._rebalance = None
-    trainer.model.train()
-    trainer._metrics["train"].clear()
-    inputs = trainer._prepare_inputs(trainer.data_collator([trainer.train_dataset[i] for i in rows]))
-    loss = trainer._compute_loss(trainer.model, inputs, False)
-    expected = {name: sum(v) / len(v) for name, v in trainer._metrics["train"].items()}
-    assert logged["loss"] == pytest.approx(loss.item(), abs=1e-4)
-    for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "rewards/average"):
-        assert logged[name] == pytest.approx(expected[name], abs=1e-4)
-
-
-@pytest.mark.parametrize("strategy", ["batch_rebalance", "group_by_length"])
-def test_order_is_a_function_of_the_seed(folder, tmp_path, strategy):
-    def order(seed: int, noise: int) -> list:
-        trainer = make_trainer(folder, tmp_path, "--train_sampling_strategy", strategy, "--seed", str(seed))
-        torch.manual_seed(noise)  # what else drew random numbers before must not matter
-        return list(trainer._get_train_sampler())
-
-    assert order(1, 0) == order(1, 5)
-    assert order(1, 0) != order(2, 0)
-
-
-def test_slowest_rank(folder, tmp_path):
-    """Tokens of the slowest rank over the mean, per micro-batch slot: rebalancing must beat random batches."""
-    rng = np.random.default_rng(0)
-    lengths = np.exp(rng.normal(5.6, 0.9, 4096)).clip(8, 2048).astype(int).tolist()
-    ranks, accumulation, per_device = 4, 8, 4
-
-    def slowest(batches: list[list[list[int]]]) -> float:
-        """`batches[rank][slot]`: rows. Mean over slots of max tokens / mean tokens."""
-        tokens = np.array([[sum(lengths[i] for i in rows) for rows in rank] for rank in batches])
-        return float((tokens.max(axis=0) / tokens.mean(axis=0)).mean())
-
-    balanced = [
-        list(BatchRebalanceSampler(lengths, 128, dp_size=ranks, grad_accum=accumulation, rank=r)) for r in range(ranks)
-    ]
-    order = rng.permutation(4096).reshape(-1, ranks, per_device)
-    random = [[slot[r].tolist() for slot in order] for r in range(ranks)]
-    assert slowest(balanced) < 1.15 < 1.3 < slowest(random)
-
-
-def test_gather_unequal_on_one_rank_is_a_gather():
-    tensor = torch.arange(3.0)
-    assert gather_unequal(lambda t: t, tensor, 1) is tensor
+    assert len(logs[0]) == 3 and logs[0] == logs[1]
+    assert (runs[0] / "model.safetensors").read_bytes() == (runs[1] / "model.safetensors").read_bytes()

@@ -243,7 +243,7 @@ def lead(monkeypatch, seconds: float | None, took: dict[str, float]) -> StopCall
     """A callback that has seen a step, an evaluation and a save of these seconds, by a clock that we turn."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr("sfm_dpo.train.stop.broadcast_object_list", lambda objects, from_process: None)
+    monkeypatch.setattr("sfm_dpo.train.stop.broadcast", lambda value: value)
     if seconds is None:
         monkeypatch.delenv("STOP_LEAD_SECONDS", raising=False)
     else:
@@ -274,14 +274,14 @@ def test_no_warning_where_the_lead_is_long_enough_or_nobody_has_one(monkeypatch,
     assert capsys.readouterr().out == ""
 
 
-def test_a_checkpoint_asked_for_must_be_complete(tmp_path):
+def test_a_checkpoint_asked_for_must_be_complete(tmp_path, capsys):
     bad = write_checkpoint(tmp_path, 3, complete=False)
-    said = []
     with pytest.raises(UserError, match=r"resume_from_checkpoint .*checkpoint-3: was not written to the end; choose"):
-        find_start(SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=str(bad)), said.append)
+        find_start(SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=str(bad)))
     good = write_checkpoint(tmp_path, 2)
     args = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=None)
-    assert find_start(args, said.append) == good
-    assert said[0] == f"{bad} was not written to the end: skipped"
-    assert said[1:] == [f"1 incomplete checkpoint(s) take 0.0 GiB; to delete them: rm -r {bad}"]
+    assert find_start(args) == good
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{bad} was not written to the end: skipped"
+    assert lines[1:] == [f"1 incomplete checkpoint(s) take 0.0 GiB; to delete them: rm -r {bad}"]
     assert (step_of(good), step_of(None), step_of(tmp_path / "base")) == (2, 0, 0)

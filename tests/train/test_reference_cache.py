@@ -1,4 +1,4 @@
-"""reference.py: the key covers what changes the figures and nothing else; shards survive kills and damage."""
+"""Reference cache: the key covers what changes the figures and nothing else; shards survive kills and damage."""
 
 import json
 import os
@@ -46,20 +46,44 @@ def test_moving_a_token_between_prompt_and_response_changes_the_key():
     assert reference_cache.cache_folder(one) != reference_cache.cache_folder(two)
 
 
+def make_cache(lengths: np.ndarray, batch_size: int = 1) -> reference_cache.ReferenceCache:
+    return reference_cache.ReferenceCache(Path("nowhere"), lengths, batch_size)
+
+
 def test_shards_hold_every_row_once_longest_first():
     lengths = np.random.default_rng(0).integers(1, 1000, 1000)
-    shards = reference_cache.shard_indices(lengths)
+    shards = make_cache(lengths).shards
     assert sorted(np.concatenate(shards).tolist()) == list(range(1000))
     assert (np.diff(lengths[np.concatenate(shards)]) <= 0).all()
-    assert len(reference_cache.shard_indices(np.ones(100_000))) == -(-100_000 // reference_cache.SHARD_PAIRS)
+    assert len(make_cache(np.ones(100_000, dtype=int)).shards) == -(-100_000 // reference_cache.SHARD_PAIRS)
 
 
 def test_batches_respect_the_budget_and_keep_all_rows():
     lengths = np.sort(np.random.default_rng(0).integers(1, 500, 300))[::-1].copy()
-    parts = reference_cache.batches(np.arange(300), lengths, budget=1000)
+    cache = make_cache(lengths, batch_size=2)
+    parts = cache.batches(np.arange(300))
     assert np.concatenate(parts).tolist() == list(range(300))
-    assert all(len(rows) * lengths[rows].max() <= 1000 for rows in parts)
-    assert [len(p) for p in reference_cache.batches(np.arange(3), np.array([9, 9, 9]), budget=1)] == [1, 1, 1]
+    assert all(len(rows) * lengths[rows].max() <= 2 * lengths.max() for rows in parts)
+    assert len(parts[0]) == 2 < len(parts[-1])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_in_lockstep_write_the_shards_of_one(tmp_path, ranks):
+    """Each rank computes its share of every round; rank 0 writes. The ranks take turns here."""
+    lengths = np.random.default_rng(0).integers(1, 50, 37)
+    logps = torch.arange(74.0).view(37, 2)
+    cache = reference_cache.ReferenceCache(tmp_path, lengths, batch_size=3)
+    work = [rows for shard in cache.shards for rows in cache.batches(shard)]
+    rounds = iter(range(0, len(work), ranks))
+
+    def gather(own: list) -> list:
+        start = next(rounds)
+        others = [logps[work[min(start + rank, len(work) - 1)]].numpy() for rank in range(1, ranks)]
+        return own + others
+
+    todo = list(range(len(cache.shards)))
+    assert cache.compute(todo, lambda rows: logps[rows], rank=0, ranks=ranks, gather=gather)
+    assert (cache.read_all() == logps.numpy()).all() and not cache.missing_shards()
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "other rows", "nan"])
