@@ -171,7 +171,7 @@ class ParityTrainer(SFMDPOTrainer):
         args.model_init_kwargs = model_init_kwargs(config)
         model = config.model.model_name_or_path
         super().__init__(model=model, args=args, train_dataset=batch.rows, processing_class=batch.tokenizer)
-        self.skip_step_0_check()  # it would stop at what is to be measured
+        self.step_0_checked = True  # the check would stop at what is to be measured
         self.variant = variant
         # fp32 weights and bf16 arithmetic, as the Trainer's `bf16: true`
         device, bf16 = self.accelerator.device, variant.dtype == "bfloat16"

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import train_dpo
-from sfm_dpo import config_checks
 from sfm_dpo.compare import parity
 from sfm_dpo.compare.runs import compare_runs
+from sfm_dpo.config import parse_config
 from sfm_dpo.run.reader import read_log
 from sfm_dpo.train import reference_cache
 
@@ -37,7 +37,13 @@ def place(tmp_path_factory, tiny_folder) -> Path:
 @pytest.fixture
 def train(place, monkeypatch):
     """A function: (name, cache folder, fields) -> the run, trained for three steps unless it is there."""
-    monkeypatch.setattr(config_checks, "_validate_precision", lambda ns: None)  # bf16 is refused on CPU for its pace
+
+    def parse_bf16(argv: list[str]):
+        config = parse_config(argv)
+        config.train.bf16, config.train.mixed_precision = True, "bf16"  # on CPU the field is refused for its pace
+        return config
+
+    monkeypatch.setattr(train_dpo, "parse_config", parse_bf16)
 
     def run(name: str, cache: str, *fields: str) -> Path:
         out = place / name.replace(" ", "-")
@@ -46,7 +52,7 @@ def train(place, monkeypatch):
             argv = f"--model_name_or_path {place / 'model'} --dataset_name {place / 'pairs.jsonl'} --output_dir {out}"
             argv += " --global_batch_size 8 --per_device_train_batch_size 1 --max_length 96 --max_steps 3"
             argv += " --logging_steps 1 --save_strategy no --learning_rate 1e-5 --precompute_ref_log_probs true"
-            argv += " --preflight skip --guard skip --dataset_num_proc 1 --use_cpu --bf16 true --dtype float32"
+            argv += " --preflight skip --guard skip --dataset_num_proc 1 --use_cpu --dtype float32"
             assert train_dpo.main([*argv.split(), *fields]) == 0
         return out
 
