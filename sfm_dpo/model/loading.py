@@ -1,5 +1,6 @@
 """Loading a model: its configuration and files are checked before any weight is read."""
 
+import hashlib
 import json
 import os
 import re
@@ -121,3 +122,11 @@ def model_init_kwargs(config: Config) -> dict[str, Any]:
         "attn_implementation": config.model.attn_implementation,
         **(config.train.model_init_kwargs or {}),
     }
+
+
+def hash_config(config: PretrainedConfig) -> str:
+    """Hash of what a model's configuration says about its computation: without paths, versions and the KV cache."""
+    fields = config.to_dict()
+    for name in ("_name_or_path", "name_or_path", "transformers_version", "use_cache", "dtype"):
+        fields.pop(name, None)
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:16]

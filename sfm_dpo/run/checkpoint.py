@@ -1,4 +1,4 @@
-"""Where were we? Complete checkpoints, the stop file, and what must be the same to go on.
+"""Checkpoints: which are complete, what a resumed run must agree with, rotation, disk space, the stop file.
 
 A checkpoint is complete when its `complete.json` says so: rank 0 writes it, with the size of every file, when all
 ranks have written theirs. transformers 5.23 has no such mark, and its own rotation would count half-written

@@ -29,9 +29,9 @@ from sfm_dpo.data.tokenization import pair_tokens
 from sfm_dpo.health.guard_rules import STEP_0_TOLERANCE
 from sfm_dpo.model.attention import describe_kernel
 from sfm_dpo.model.flops import ForwardFlops
-from sfm_dpo.model.loading import load_model
+from sfm_dpo.model.loading import hash_config, load_model
 from sfm_dpo.model.packing import compile_layers, enable_padding_free
-from sfm_dpo.model.sharding import gathered_hash, hybrid_warning, launched_with
+from sfm_dpo.model.sharding import hash_weights, hybrid_warning, launched_with
 from sfm_dpo.run.checkpoint import COMPLETE, mark_complete, newest_checkpoint, rotate, stop_requested
 from sfm_dpo.train.metrics import loss_scale, reward_metrics
 from sfm_dpo.train.reference_cache import ReferenceCache, cache_folder, hash_tokens
@@ -140,8 +140,9 @@ class SFMDPOTrainer(UpstreamFixes):
             if self.ref_model is None and self.is_zero3:
                 model = prepare_deepspeed(self.model, self.accelerator)  # the hooks that gather the weights
             elif self.ref_model is None:
-                if self.is_deepspeed_enabled and self.args.bf16:
-                    model.to(torch.bfloat16)  # what DeepSpeed's engine will do to the policy
+                if self.is_deepspeed_enabled and self.args.bf16:  # what DeepSpeed's engine will do to the policy
+                    for parameter in model.parameters():  # no buffer: RoPE's inv_freq stays fp32
+                        parameter.data = parameter.data.to(torch.bfloat16)
                 model.to(self.accelerator.device)  # Trainer leaves that to DeepSpeed, which comes later
             self._forward_model = model
         return self._forward_model
@@ -187,11 +188,18 @@ class SFMDPOTrainer(UpstreamFixes):
         self._patch_models()
         accelerator, args, model = self.accelerator, self.args, self.forward_model()
         model.eval()
+        adapter = is_peft_model(self.model)
         settings = {
-            "weights": gathered_hash(model) if self.is_zero3 else self._precompute_model_hash,
+            "weights": hash_weights(model, gather=self.is_zero3, frozen_only=adapter)
+            if self.is_zero3 or adapter
+            else self._precompute_model_hash,
+            "config": hash_config(self.bare_model().config),
             "dtype": next(model.parameters()).dtype,
             "autocast": accelerator.mixed_precision,
+            # DeepSpeed computes in 16 bit throughout, FSDP2 casts each unit, the others run under autocast
+            "precision": "deepspeed" if self.zero_stage else "fsdp2" if self.is_fsdp_enabled else "autocast",
             "attention": self.bare_model().config._attn_implementation,
+            "kernel": self.attention_kernel() if self.packed else None,
             "packed": self.packed,
             "compilation": self.compilation,
             "max_length": args.max_length,
@@ -201,7 +209,7 @@ class SFMDPOTrainer(UpstreamFixes):
         cache = ReferenceCache(cache_folder(dataset, **settings), pair_tokens(dataset, args.max_length), batch_size)
         # Rank 0 alone looks: on NFS who looks for a file before it is written may not see it for a minute
         missing = broadcast(cache.missing_shards() if accelerator.is_main_process else [])
-        together = self.is_zero3 or (self.is_fsdp_enabled and not is_peft_model(self.model))
+        together = self.is_zero3 or (self.is_fsdp_enabled and not adapter)
         rank, ranks = accelerator.process_index, accelerator.num_processes
 
         def forward(rows: np.ndarray) -> torch.Tensor:

@@ -51,6 +51,12 @@ class UpstreamFixes(DPOTrainer):
     def _prepare_dataset(self, dataset: Dataset, processing_class: Any, args: Any, dataset_name: str) -> Dataset:
         return dataset
 
+    # Upstream: transformers 5.23, trainer.py, Trainer._prepare_input: casts every floating input to DeepSpeed's dtype,
+    # the fp32 reference log-probs too: a sum of 1,000 nats is rounded to 4. Canary: test_canary_prepare_input
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        exact = {name: value.to(self.args.device) for name, value in inputs.items() if value.is_floating_point()}
+        return super()._prepare_inputs(inputs) | exact
+
     # Upstream: transformers 5.23, trainer.py, Trainer._run_epoch: trains a step too many where a run resumes from its
     # last step and that lies inside an epoch; does not reach a sampler under two wrappers (several ranks, skipped
     # batches) with the epoch. Canary: test_canary_run_epoch
