@@ -266,7 +266,7 @@ def rank_suspects(rows: list[dict], first_step: int, differences: dict[str, Any]
     known["model implementation"] |= {k: v for k, v in environment.items() if k.startswith(code)}
     for name, metric in (("data", "num_tokens"), ("optimisation", "learning_rate")):  # of runs that are logs alone
         if not known[name] and any(row["metric"] == metric and row["absolute"] for row in rows):
-            known[name] = {metric: ("as logged", "another")}
+            known[name] = {f"logged {metric}": ("one value", "another")}
 
     pattern = find_first_step_pattern(rows) if first_step == 1 else None
     ranked = []

@@ -201,6 +201,15 @@ def test_what_step_1_contradicts_comes_last(tmp_path):
     assert "but step 1 is equal" in suspects[1]["why"]
 
 
+@pytest.mark.parametrize("metric, cause", [("learning_rate", "optimisation"), ("num_tokens", "data")])
+def test_logs_alone_name_a_suspect(tmp_path, metric, cause):
+    a, b = (
+        write_state(tmp_path / name, healthy(**{metric: [value] * 10})) for name, value in (("a", 1.0), ("b", 2.0))
+    )
+    first = compare_runs(read_log(a), read_log(b))["suspects"][0]
+    assert first["cause"] == cause and f"logged {metric}" in first["why"]
+
+
 # ---- mistakes
 
 
