@@ -17,7 +17,7 @@ from sfm_dpo.common.secrets import mask
 from sfm_dpo.hub.verify import Change
 from sfm_dpo.report.page import FIGURES, changed_fields, duration, held_out, shell_command
 from sfm_dpo.report.plots import PANELS, draw_curves
-from sfm_dpo.run.reader import evaluations, read_run, restarts
+from sfm_dpo.run.reader import list_evaluations, list_restarts, read_run
 
 # With h the log-ratio of chosen (y⁺) over rejected (y⁻), a sum over tokens; /|y| makes means of the sums.
 _PER_TOKEN = r"(log π(y⁺|x) - log π_ref(y⁺|x)) / |y⁺| - (log π(y⁻|x) - log π_ref(y⁻|x)) / |y⁻|"
@@ -119,7 +119,7 @@ def write_model_card(
             *(key for name in _CURVES for metric in PANELS[name][1] for key in (metric, f"eval_{metric}")),
         }
         points = [{key: value for key, value in entry.items() if key in shown} for entry in log]
-        draw_curves(points, config, [at for at in restarts(facts) if step is None or at < step], folder / FIGURES)
+        draw_curves(points, config, [at for at in list_restarts(facts) if step is None or at < step], folder / FIGURES)
     facts = facts | {"log": log}
     base, sources = config["model_name_or_path"], data["sources"]
     repo = repo or config["hub_model_id"] or config["output_dir"]
@@ -150,7 +150,7 @@ def write_model_card(
 def _metadata(facts: dict[str, Any], repo: str) -> ModelCardData:
     config, data = facts["config"], facts["data"]
     base, sources = config["model_name_or_path"], data["sources"]
-    evals = evaluations(facts["log"])
+    evals = list_evaluations(facts["log"])
     results = None
     if evals and data["eval"] and "eval_rewards/accuracies" in evals[-1]:
         results = [

@@ -23,7 +23,7 @@ from sfm_dpo.config import DATACLASSES
 from sfm_dpo.data.preferences import DROP_REASONS
 from sfm_dpo.health.generation import repeated_4grams
 from sfm_dpo.report.plots import draw_curves
-from sfm_dpo.run.reader import evaluations, first_and_last, number, read_run, restarts
+from sfm_dpo.run.reader import first_and_last, list_evaluations, list_restarts, read_run, to_float
 
 REPORT, FIGURES = "report.html", "figures"
 STATES = {  # state of status.json: (class in the page, in plain words)
@@ -74,7 +74,7 @@ def write_report(run: Path) -> Path:
     facts = read_run(run)
     found = facts["health"].get("findings", [])
     alarms = tuple((f["began"], f["signal"]) for f in found if isinstance(f, dict) and {"began", "signal"} <= f.keys())
-    curves = draw_curves(facts["log"], facts["config"], restarts(facts), run / FIGURES, alarms)
+    curves = draw_curves(facts["log"], facts["config"], list_restarts(facts), run / FIGURES, alarms)
     page = render_page(
         "report.html.jinja",
         **facts,
@@ -84,7 +84,7 @@ def write_report(run: Path) -> Path:
         sentences=sentences(facts),
         held_out=held_out(facts),
         curves=curves,
-        restarts=restarts(facts),
+        restarts=list_restarts(facts),
         answers=compare_answers(facts["samples"]),
         drop_reasons=DROP_REASONS,
         changed=changed_fields(facts["config"]),
@@ -141,7 +141,7 @@ def sentences(facts: dict[str, Any]) -> list[str]:
         else:
             what += f") on {config.get('dataset_name')}"
         took = f", {duration(facts['seconds'])}" if facts["seconds"] else ""
-        took += " since the last start" if took and restarts(facts) else ""
+        took += " since the last start" if took and list_restarts(facts) else ""
         said.append(f"{what}: {facts['steps']:,} optimizer steps{took}.")
     if not log:
         said.append("No training step was logged.")
@@ -154,7 +154,7 @@ def sentences(facts: dict[str, Any]) -> list[str]:
         said.append(f"Training loss {first:.3f} at the start, {last:.3f} at the end (mean of the last tenth).")
     said += _held_out_sentences(facts, last)
     for name in ("loss", "grad_norm"):
-        steps = [entry["step"] for entry in log if not math.isfinite(number(entry.get(name, 0.0)))]
+        steps = [entry["step"] for entry in log if not math.isfinite(to_float(entry.get(name, 0.0)))]
         if steps:
             said.append(
                 f"Warning: {name} was not a finite number in {len(steps)} log entries, first at step {steps[0]}."
@@ -163,7 +163,7 @@ def sentences(facts: dict[str, Any]) -> list[str]:
 
 
 def _held_out_sentences(facts: dict[str, Any], train_loss: float | None) -> list[str]:
-    evals, pairs = evaluations(facts["log"]), facts["data"].get("eval", 0)
+    evals, pairs = list_evaluations(facts["log"]), facts["data"].get("eval", 0)
     if not evals or not pairs or evals[-1]["step"] == 0:
         nothing = "Nothing was held out: training figures alone cannot tell learning from memorising."
         return [] if pairs else [nothing]
@@ -188,11 +188,11 @@ def _held_out_sentences(facts: dict[str, Any], train_loss: float | None) -> list
 
 def held_out(facts: dict[str, Any]) -> list[dict[str, str]]:
     """First and last held-out value of each metric of `_HELD_OUT` as text, shares with their 95% interval."""
-    evals, pairs = evaluations(facts["log"]), facts["data"].get("eval", 0)
+    evals, pairs = list_evaluations(facts["log"]), facts["data"].get("eval", 0)
     rows = []
     for metric, text in _HELD_OUT.items():
         key = f"eval_{metric}"
-        values = [(entry["step"], number(entry[key])) for entry in evals if key in entry]
+        values = [(entry["step"], to_float(entry[key])) for entry in evals if key in entry]
         if values:
             (step, before), (_, after) = values[0], values[-1]
             tied = metric == "rewards/accuracies" and step == 0  # policy = reference: no answer has gained

@@ -16,7 +16,7 @@ import train_dpo
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.report.page import changed_fields, main, repeated_4grams, shell_command, summary, wilson, write_report
 from sfm_dpo.report.plots import PANELS, draw_curves
-from sfm_dpo.run.reader import first_and_last, read_run, restarts
+from sfm_dpo.run.reader import first_and_last, list_restarts, read_run
 
 STEPS = 6
 HOSTILE = "</pre></div><script>alert(1)</script><img src=http://x.example/a.png onerror=alert(2)> & \"quoted\" 'text'"
@@ -229,9 +229,9 @@ def test_figures_that_are_no_numbers(run):
 
 def test_restarts_come_from_the_list_of_starts(run):
     facts = read_run(run)
-    assert restarts(facts) == []
+    assert list_restarts(facts) == []
     facts["environment"]["starts"] = [{"step": step} for step in (0, 4, 4, 5)]
-    assert restarts(facts) == [4, 5]
+    assert list_restarts(facts) == [4, 5]
 
 
 def test_perf_metrics_and_long_runs_are_drawn_smoothed(tmp_path):
