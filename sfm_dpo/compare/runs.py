@@ -10,7 +10,6 @@ import numpy as np
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.tables import format_table
-from sfm_dpo.health.guard_rules import STEP_0_TOLERANCE
 from sfm_dpo.run.folder import MAY_DIFFER
 from sfm_dpo.run.reader import RunLog
 
@@ -31,7 +30,7 @@ def compare_runs(a: RunLog, b: RunLog, tolerance: float | None = None, until: in
         first = [", ".join(sorted(logged)[:4]) for logged in names]
         raise UserError(f"{a.name} and {b.name}: no metric in common: {first[0]} against {first[1]}")
     sixteen_bit = any(run.config.get(key) for run in (a, b) for key in ("bf16", "fp16"))
-    tolerance = tolerance or STEP_0_TOLERANCE["16-bit" if sixteen_bit else "32-bit"]
+    tolerance = tolerance or (5e-2 if sixteen_bit else 1e-3)
     rows, series = [], {}
     for name in sorted(names[0] & names[1], key=lambda n: (_FIRST.index(n) if n in _FIRST else 99, n)):
         if steps := [step for step in a_log if name in a_log[step] and name in b_log[step]]:

@@ -12,9 +12,6 @@ from sfm_dpo.common.statistics import mean_interval
 
 COLLAPSE_STEPS = 20  # optimizer steps within which a collapse happens; the recorded ones took 5 to 12
 SIGMOID_LOSSES = {"sigmoid", "sigmoid_norm"}  # they start at ln 2 and have their floor at 0
-# How far the mean |margin| / 2 of the first batch may be from 0, its value at policy = reference (then the loss is
-# ln 2). 16-bit log-probs move with the shape of the batch.
-STEP_0_TOLERANCE = {"32-bit": 1e-3, "16-bit": 5e-2}
 
 Entry = dict[str, Any]  # of transformers' log_history, with "step" and "loss"; other metrics may be missing
 Log = list[Entry]
