@@ -33,7 +33,7 @@ from sfm_dpo.hub.callback import PushCheckpoints
 from sfm_dpo.hub.publish import check_push, push_finished
 from sfm_dpo.model.loading import load_model_config, model_init_kwargs
 from sfm_dpo.model.sharding import checkpoint_bytes
-from sfm_dpo.report.page import summary, write_report
+from sfm_dpo.report.page import format_summary, write_report
 from sfm_dpo.run.checkpoint import (
     check_disk,
     check_resume,
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
         config = parse_config(argv)
         if not claim(config):
             say(f"{config.train.output_dir}: already done; to run again remove it or choose another output_dir")
-            return push_finished(config.train, say) if config.train.push_to_hub else 0
+            return push_finished(config.train) if config.train.push_to_hub else 0
         check_not_running(config.train.output_dir)
         owned = True
         return train(config)
@@ -94,7 +94,7 @@ def train(config: Config) -> int:
     checkpoint = find_start(args, say)
     push = args.push_to_hub
     if push:
-        main_process_first(lambda: check_push(args, bool(checkpoint), say) if is_main_process() else None)
+        main_process_first(lambda: check_push(args, bool(checkpoint)) if is_main_process() else None)
     pairs, notes = main_process_first(lambda: load_token_pairs(config, tokenizer))
     train_set, eval_set = pairs.train, pairs.eval
     for note in notes:
@@ -117,7 +117,7 @@ def train(config: Config) -> int:
         processing_class=tokenizer,
         quantization_config=get_quantization_config(config.model),
         peft_config=get_peft_config(config.model),
-        callbacks=[ProgressLine(), stop, *([PushCheckpoints(say)] if push else [])],
+        callbacks=[ProgressLine(), stop, *([PushCheckpoints()] if push else [])],
     )
     trainer.add_callback(RecordData(trainer.data_facts))
     trainer.remove_callback(PrinterCallback)
@@ -160,7 +160,7 @@ def train(config: Config) -> int:
     report(config)
     trainer.create_model_card()
     trainer.end()
-    code = push_finished(args, say) if push else 0
+    code = push_finished(args) if push else 0
     if code:
         report(config)  # once more, with what became of the push
     return code
@@ -184,7 +184,7 @@ def report(config: Config) -> None:
             write_report(run)
         except OSError as error:  # a full disk must not make a failure of a trained model
             say(f"report not written: {error}; later: python -m sfm_dpo.report.page {run}")
-        say(summary(run))
+        say(format_summary(run))
 
 
 def say(text: str) -> None:

@@ -12,7 +12,6 @@ import re
 import socket
 import struct
 import threading
-import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -103,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.rfile.read(int(self.headers.get("Content-Length") or 0) // 2)
                 return self._cut()
             if fault.kind == "slow":
-                time.sleep(fault.seconds)
+                threading.Event().wait(fault.seconds)
             else:
                 self._body()
                 return self._send(fault.kind, {"error": fault.body}, {"Retry-After": "0"})

@@ -14,7 +14,9 @@ import yaml
 
 import train_dpo
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.report.page import changed_fields, main, repeated_4grams, shell_command, summary, wilson, write_report
+from sfm_dpo.common.statistics import wilson
+from sfm_dpo.health.generation import repeated_4grams
+from sfm_dpo.report.page import changed_fields, format_command, format_summary, main, write_report
 from sfm_dpo.report.plots import PANELS, draw_curves
 from sfm_dpo.run.reader import first_and_last, read_run, restarts
 
@@ -178,7 +180,7 @@ def test_answers_side_by_side_with_their_drift(run, without_curves):
     assert "answer length, mean tokens 20 2" in page.text
     assert "repeated 4-grams of words 50.0% 0.0%" in page.text
     assert "empty answers 0 1" in page.text and "你好" in page.text
-    assert "20 -> 2" in summary(run)
+    assert "20 -> 2" in format_summary(run)
 
 
 def test_a_run_that_failed_before_its_first_step(tmp_path):
@@ -186,7 +188,7 @@ def test_a_run_that_failed_before_its_first_step(tmp_path):
     page = page_of(tmp_path)
     assert "The run failed." in page.text and "beta -1: must be above 0" in page.text
     assert "No metric was logged." in page.text and not (tmp_path / "figures").exists()
-    assert "failed, 0 steps" in summary(tmp_path) and "beta -1" in summary(tmp_path)
+    assert "failed, 0 steps" in format_summary(tmp_path) and "beta -1" in format_summary(tmp_path)
 
 
 def test_a_killed_run_is_told_from_its_newest_checkpoint(run, without_curves):
@@ -198,7 +200,7 @@ def test_a_killed_run_is_told_from_its_newest_checkpoint(run, without_curves):
     page = page_of(run)
     assert "was killed" in page.text
     assert "ends at step 4; the run had reached 5" in page.text
-    assert "checkpoint-4" in summary(run)
+    assert "checkpoint-4" in format_summary(run)
 
 
 @pytest.mark.parametrize("name", ["data.json", "environment.json", "resolved_config.yaml", "status.json"])
@@ -208,7 +210,7 @@ def test_a_missing_or_damaged_file_costs_its_own_part_only(run, name, content, w
     if content is not None:
         (run / name).write_text(content)
     text = page_of(run).text
-    assert "0.50" in text and summary(run)
+    assert "0.50" in text and format_summary(run)
     assert ("Could not be read" in text) == (content is not None)
     assert content is None or f"{run.name}/{name}" in text
 
@@ -264,12 +266,12 @@ def test_secrets_in_the_files_do_not_reach_the_report(run, without_curves, monke
     save(run, "status.json", {"state": "failed", "message": "401 for canary0123456789canary, hf_" + "A" * 34})
     text = write_report(run).read_text()
     assert "canary" not in text and "hf_AAAA" not in text and "401 for ***" in text
-    assert "canary" not in summary(run)
+    assert "canary" not in format_summary(run)
 
 
 def test_the_command_is_one_that_a_shell_reads():
     command = ["python", "train_dpo.py", "--run_name", "a b --c", "--seed", "1"]
-    shown = shell_command(command)
+    shown = format_command(command)
     assert shown.count("\n") == 2
     read = subprocess.run(["sh", "-c", f"printf '%s|' {shown}"], capture_output=True, text=True, check=True).stdout
     assert read.split("|")[:-1] == command
