@@ -14,7 +14,7 @@ import struct
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 TOKEN, READ_TOKEN = "hf_loopbackCanaryWrite1234567890", "hf_loopbackCanaryRead1234567890"
 NAME, ORG = "ann", "lab"
@@ -40,13 +40,11 @@ class Fault:
 
 class HubServer(ThreadingHTTPServer):
     daemon_threads = True
-    part_size: int | None = None  # with a number large files are asked for in parts
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}  # large files by sha256
-        self.parts: dict[tuple[str, int], bytes] = {}
         self.faults: list[Fault] = []
         self.log: list[str] = []  # `METHOD path` of every request, in order
         self.received = 0  # bytes of large files
@@ -84,8 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _handle(self):
-        address = urlsplit(self.path)
-        self.route, self.query = unquote(address.path), parse_qs(address.query)
+        self.route = unquote(urlsplit(self.path).path)
         line = f"{self.command} {self.route}"
         with self.server.lock:
             self.server.log.append(line)
@@ -111,9 +108,9 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_HEAD = _handle
 
     def _answer(self):
-        for method, pattern, answer in _ROUTES:
+        for methods, pattern, answer in _ROUTES:
             found = re.fullmatch(pattern, self.route)
-            if found and self.command in method:
+            if found and self.command in methods.split():
                 return answer(self, **found.groupdict())
         self._send(404, {"error": f"not served here: {self.command} {self.route}"})
 
@@ -174,32 +171,20 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, {"files": answer})
 
     def lfs_batch(self, repo: str):
-        if not self._repo(repo, write=True):
-            return
-        objects = []
-        for asked in json.loads(self.body)["objects"]:
-            oid, size, step = asked["oid"], asked["size"], self.server.part_size
-            entry = {"oid": oid, "size": size}
-            if oid not in self.server.objects:
-                upload = {"href": f"{self.server.url}/lfs/{oid}"}
-                if step and size > step:
-                    count = -(-size // step)
-                    parts = {str(n): f"{self.server.url}/lfs/{oid}/{n}" for n in range(1, count + 1)}
-                    upload = {"href": f"{self.server.url}/lfs/{oid}/all", "header": {"chunk_size": str(step), **parts}}
-                entry["actions"] = {"upload": upload, "verify": {"href": f"{self.server.url}/lfs/{oid}/verify"}}
-            objects.append(entry)
-        self._send(200, {"transfer": "multipart" if self.server.part_size else "basic", "objects": objects})
+        if self._repo(repo, write=True):
+            objects = [{"oid": asked["oid"], "size": asked["size"]} for asked in json.loads(self.body)["objects"]]
+            for entry in objects:
+                href = f"{self.server.url}/lfs/{entry['oid']}"
+                if entry["oid"] not in self.server.objects:
+                    entry["actions"] = {"upload": {"href": href}, "verify": {"href": f"{href}/verify"}}
+            self._send(200, {"transfer": "basic", "objects": objects})
 
-    def lfs_put(self, oid: str, part: str | None = None):
+    def lfs_put(self, oid: str):
         self.server.received += len(self.body)
-        if part:
-            self.server.parts[oid, int(part)] = self.body
-            return self._send(200, {}, {"ETag": f'"{part}"'})
-        self._keep(oid, self.body)
-
-    def lfs_all(self, oid: str):
-        numbers = [part["partNumber"] for part in json.loads(self.body)["parts"]]
-        self._keep(oid, b"".join(self.server.parts.get((oid, n), b"") for n in numbers))
+        is_whole = hashlib.sha256(self.body).hexdigest() == oid
+        if is_whole:
+            self.server.objects[oid] = self.body
+        self._send(200 if is_whole else 422, {})
 
     def lfs_verify(self, oid: str):
         asked, there = json.loads(self.body), self.server.objects.get(oid)
@@ -259,12 +244,6 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, {"error": f"Invalid rev id: {revision}"}, {"X-Error-Code": "RevisionNotFound"})
         return files
 
-    def _keep(self, oid: str, data: bytes):
-        if hashlib.sha256(data).hexdigest() != oid:
-            return self._send(422, {"error": "the checksum is wrong"})
-        self.server.objects[oid] = data
-        self._send(200, {})
-
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") == "chunked":
             chunks = []
@@ -299,18 +278,17 @@ def _git_oid(data: bytes) -> str:
 _MESSAGE = {"X-Error-Message": "Invalid credentials in Authorization header"}
 _REPO, _REV = r"(?P<repo>[\w.-]+/[\w.-]+)", r"(?P<revision>[\w.-]+(?:/[\w.-]+)?)"
 _ROUTES = [
-    (("GET",), "/api/whoami-v2", _Handler.whoami),
-    (("POST",), "/api/repos/create", _Handler.create),
-    (("POST",), "/api/validate-yaml", _Handler.validate_yaml),
-    (("GET",), f"/api/models/{_REPO}/auth-check(/write)?", _Handler.auth_check),
-    (("GET",), f"/api/models/{_REPO}/tree/(?P<revision>[\\w.-]+)(/(?P<folder>.+))?", _Handler.tree),
-    (("POST",), f"/api/models/{_REPO}/branch/{_REV}", _Handler.branch),
-    (("POST",), f"/api/models/{_REPO}/preupload/{_REV}", _Handler.preupload),
-    (("POST",), f"/api/models/{_REPO}/commit/{_REV}", _Handler.commit),
-    (("GET",), f"/api/models/{_REPO}(/revision/{_REV})?", _Handler.info),
-    (("POST",), f"/{_REPO}\\.git/info/lfs/objects/batch", _Handler.lfs_batch),
-    (("PUT",), r"/lfs/(?P<oid>[0-9a-f]{64})(/(?P<part>\d+))?", _Handler.lfs_put),
-    (("POST",), r"/lfs/(?P<oid>[0-9a-f]{64})/all", _Handler.lfs_all),
-    (("POST",), r"/lfs/(?P<oid>[0-9a-f]{64})/verify", _Handler.lfs_verify),
-    (("GET", "HEAD"), f"/{_REPO}/resolve/(?P<revision>[\\w.-]+)/(?P<name>.+)", _Handler.resolve),
+    ("GET", "/api/whoami-v2", _Handler.whoami),
+    ("POST", "/api/repos/create", _Handler.create),
+    ("POST", "/api/validate-yaml", _Handler.validate_yaml),
+    ("GET", f"/api/models/{_REPO}/auth-check(/write)?", _Handler.auth_check),
+    ("GET", f"/api/models/{_REPO}/tree/(?P<revision>[\\w.-]+)(/(?P<folder>.+))?", _Handler.tree),
+    ("POST", f"/api/models/{_REPO}/branch/{_REV}", _Handler.branch),
+    ("POST", f"/api/models/{_REPO}/preupload/{_REV}", _Handler.preupload),
+    ("POST", f"/api/models/{_REPO}/commit/{_REV}", _Handler.commit),
+    ("GET", f"/api/models/{_REPO}(/revision/{_REV})?", _Handler.info),
+    ("POST", f"/{_REPO}\\.git/info/lfs/objects/batch", _Handler.lfs_batch),
+    ("PUT", r"/lfs/(?P<oid>[0-9a-f]{64})", _Handler.lfs_put),
+    ("POST", r"/lfs/(?P<oid>[0-9a-f]{64})/verify", _Handler.lfs_verify),
+    ("GET HEAD", f"/{_REPO}/resolve/(?P<revision>[\\w.-]+)/(?P<name>.+)", _Handler.resolve),
 ]

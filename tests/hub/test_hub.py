@@ -27,31 +27,13 @@ from tests.hub_server import NAME, READ_TOKEN, TOKEN
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import push_to_hub
 
-ROWS = [
-    {"prompt": f"Count to {i}.", "chosen": "one two " * (1 + i % 3), "rejected": "I would rather not. " * (1 + i % 2)}
-    for i in range(12)
-]
-# random weights find every answer impossible
-FIELDS = """--use_cpu --global_batch_size 2 --per_device_train_batch_size 2 --max_steps 4 --max_length 128
-    --learning_rate 1e-3 --save_steps 2 --eval_fraction 0.25 --logging_steps 1 --preflight warn --guard warn"""
 WEIGHTS = "model.safetensors"
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory, tiny_folder):
-    """A real run of 4 steps with checkpoints at 2 and 4, and held-out pairs."""
-    folder = tmp_path_factory.mktemp("trained")
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    paths = {"model_name_or_path": tiny_folder("gpt_neox"), "dataset_name": folder / "pairs.jsonl"}
-    paths["output_dir"] = folder / "run"
-    assert train_dpo.main([*FIELDS.split(), *(str(part) for k, v in paths.items() for part in (f"--{k}", v))]) == 0
-    return folder / "run"
-
-
 @pytest.fixture
-def run(trained, tmp_path):
-    """A copy of it, so that a test may spoil it."""
-    return Path(shutil.copytree(trained, tmp_path / "run"))
+def run(finished_run, tmp_path):
+    """A copy, so that a test may spoil it."""
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))
 
 
 def push(path, *more) -> int:
@@ -113,26 +95,26 @@ def test_what_was_pushed_loads_from_there_and_a_second_push_changes_nothing(hub,
 
 def test_a_checkpoint_goes_to_a_branch_of_its_own(hub, run):
     assert push(run, "--hub_revision", "step-{step}") == 0
-    assert push(run / "checkpoint-2", "--hub_revision", "step-{step}") == 0
-    assert set(hub.repos["lab/model"].branches) == {"main", "step-2"}
-    weights = {revision: files(hub, revision)[WEIGHTS] for revision in ("main", "step-2")}
+    assert push(run / "checkpoint-4", "--hub_revision", "step-{step}") == 0
+    assert set(hub.repos["lab/model"].branches) == {"main", "step-4"}
+    weights = {revision: files(hub, revision)[WEIGHTS] for revision in ("main", "step-4")}
     assert weights["main"] == (run / WEIGHTS).read_bytes()
-    assert weights["step-2"] == (run / "checkpoint-2" / WEIGHTS).read_bytes() != weights["main"]
-    card = files(hub, "step-2")["README.md"].decode()
-    assert 'revision="step-2"' in card and "checkpoint of step 2" in card
-    assert not {"optimizer.pt", "rng_state.pth", "trainer_state.json"} & set(files(hub, "step-2"))
-    assert read_status(run)["state"] == "done" and not (run / "checkpoint-2" / PUSHING).exists()
+    assert weights["step-4"] == (run / "checkpoint-4" / WEIGHTS).read_bytes() != weights["main"]
+    card = files(hub, "step-4")["README.md"].decode()
+    assert 'revision="step-4"' in card and "checkpoint of step 4" in card
+    assert not {"optimizer.pt", "rng_state.pth", "trainer_state.json"} & set(files(hub, "step-4"))
+    assert read_status(run)["state"] == "done" and not (run / "checkpoint-4" / PUSHING).exists()
 
 
 def test_a_checkpoint_on_its_way_is_not_rotated_away(run):
     pusher = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    (run / "checkpoint-2" / KEEP).unlink(missing_ok=True)  # the guard's
-    (run / "checkpoint-2" / PUSHING).write_text(str(pusher.pid))
+    (run / "checkpoint-4" / KEEP).unlink(missing_ok=True)  # the guard's
+    (run / "checkpoint-4" / PUSHING).write_text(str(pusher.pid))
     rotate(run, 1)
-    assert (run / "checkpoint-2").is_dir()
+    assert (run / "checkpoint-4").is_dir()
     pusher.communicate(b"\n")
     rotate(run, 1)
-    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-4"]
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-6"]
 
 
 def test_shards_of_an_earlier_push_do_not_stay(hub, run):
@@ -201,24 +183,24 @@ def test_what_its_users_could_not_use_is_not_pushed(hub, run, capsys, spoil, mes
 
 
 def test_a_run_that_the_guard_stopped_is_pushed_only_when_asked(hub, run, capsys):
-    write_status(run, "collapsed", 4, "margin", step=4, checkpoint=str(run / "checkpoint-2"))
-    for path in (run, run / "checkpoint-4"):
+    write_status(run, "collapsed", 4, "margin", step=6, checkpoint=str(run / "checkpoint-4"))
+    for path in (run, run / "checkpoint-6"):
         assert push(path) == 2
         error = capsys.readouterr().err
-        assert "the guard stopped this run" in error and "checkpoint-2" in error and "--publish_anyway" in error
+        assert "the guard stopped this run" in error and "checkpoint-4" in error and "--publish_anyway" in error
     assert not hub.repos
-    assert push(run / "checkpoint-2") == 0  # the one that the guard calls healthy
+    assert push(run / "checkpoint-4") == 0  # the one that the guard calls healthy
     assert push(run, "--publish_anyway") == 0
     assert read_status(run)["state"] == "collapsed"
 
 
 def test_what_is_no_finished_model_is_refused_in_one_line(hub, run, tmp_path, capsys):
-    (run / "checkpoint-2" / "complete.json").unlink()
-    write_status(run, "stopped", 75, step=2)
+    (run / "checkpoint-4" / "complete.json").unlink()
+    write_status(run, "stopped", 75, step=4)
     for path, message in {
         tmp_path / "nothing": "no such folder",
         tmp_path: "neither a run's folder nor a checkpoint",
-        run / "checkpoint-2": "was not written to the end; push another checkpoint",
+        run / "checkpoint-4": "was not written to the end; push another checkpoint",
         run: "not finished (state stopped); push one of its checkpoints",
     }.items():
         assert push(path) == 2
@@ -296,7 +278,7 @@ def test_a_push_that_the_hub_refuses_says_why_and_how_to_push_later(hub, run, ca
     assert f"push failed: {message}" in error and f"(HTTP {status})" in error
     assert error.endswith(f"push later with: {command}")
     recorded = read_status(run)
-    assert (recorded["state"], recorded["exit_code"], recorded["step"]) == ("push_failed", 5, 4)
+    assert (recorded["state"], recorded["exit_code"], recorded["step"]) == ("push_failed", 5, 6)
     assert message in recorded["message"] and command in recorded["message"]
     assert hub.count("POST .*/commit/") == attempts
     assert not files(hub), "a repository is never half-written"
@@ -316,13 +298,9 @@ def test_a_fault_that_passes_is_waited_for(hub, run, capsys, status):
     assert "trying again in 10 s" in out and "trying again in 60 s" in out
 
 
-def test_a_connection_cut_in_the_middle_of_a_large_file(hub, run):
-    hub.part_size = 100_000
-    hub.fault(r"PUT /lfs/\w+/3", "cut")
+def test_a_file_whose_connection_is_cut_is_sent_again(hub, run):
+    hub.fault("PUT /lfs/", "cut")
     check_pushed(hub, run)
-    assert hub.count(r"PUT /lfs/\w+/3") > hub.count(r"PUT /lfs/\w+/2")
-    size = (run / WEIGHTS).stat().st_size
-    assert hub.received < 1.5 * size + 400_000, "parts that had arrived were sent again"
 
 
 def test_a_line_that_stays_cut_leaves_the_model_and_the_next_push_sends_the_rest(hub, run, capsys, monkeypatch):

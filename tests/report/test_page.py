@@ -12,7 +12,6 @@ import matplotlib.image
 import pytest
 import yaml
 
-import train_dpo
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.statistics import wilson
 from sfm_dpo.health.generation import repeated_4grams
@@ -21,28 +20,12 @@ from sfm_dpo.report.plots import PANELS, draw_curves
 from sfm_dpo.run.reader import first_and_last, read_run, restarts
 
 STEPS = 6
-# random weights find every answer impossible
-FIELDS = """--global_batch_size 8 --max_length 64 --num_train_epochs 2 --logging_steps 1 --eval_fraction 0.15
-    --eval_strategy steps --eval_steps 3 --save_steps 4 --learning_rate 1e-3 --preflight warn --guard warn
-    --report_to none"""
 HOSTILE = "</pre></div><script>alert(1)</script><img src=http://x.example/a.png onerror=alert(2)> & \"quoted\" 'text'"
 
 
-@pytest.fixture(scope="module")
-def trained(tiny_folder, tmp_path_factory):
-    """The folder of a real run of 6 steps with 4 held-out pairs; tests that change it copy it first."""
-    root = tmp_path_factory.mktemp("report")
-    rows = [{"prompt": f"{i} + {i}?", "chosen": f"It is {2 * i}.", "rejected": f"I forgot {i}."} for i in range(28)]
-    (root / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0] | {"chosen": ""}]))
-    paths = {"model_name_or_path": tiny_folder("llama"), "dataset_name": root / "pairs.jsonl"}
-    paths["output_dir"] = root / "run"
-    assert train_dpo.main([*FIELDS.split(), *(str(part) for k, v in paths.items() for part in (f"--{k}", v))]) == 0
-    return root / "run"
-
-
 @pytest.fixture
-def run(trained, tmp_path):
-    return Path(shutil.copytree(trained, tmp_path / "run"))
+def run(finished_run, tmp_path):
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))
 
 
 @pytest.fixture
