@@ -41,7 +41,7 @@ def compare_weights(trained: Path, base: Path) -> list[WeightChange]:
             difference = after.float() - before.to(after.dtype).float()
             _add_change(groups.setdefault(group, WeightChange(group[1])), difference)
     if not groups:
-        raise Unfit(f"{trained}: none of its tensors is in the base model {base}: they cannot be compared")
+        raise Unfit(f"none of its tensors is in the base model {base}: they cannot be compared")
     return [groups[group] for group in sorted(groups)]
 
 

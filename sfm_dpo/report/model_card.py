@@ -16,14 +16,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.secrets import mask
-from sfm_dpo.report.page import (
-    FIGURES,
-    changed_fields,
-    format_command,
-    format_duration,
-    held_out_rows,
-    render_page,
-)
+from sfm_dpo.report.page import FIGURES, changed_fields, format_command, format_duration, held_out_rows, render_page
 from sfm_dpo.report.plots import draw_curves
 from sfm_dpo.run.reader import evaluations, read_run, restarts
 

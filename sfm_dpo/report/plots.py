@@ -76,8 +76,8 @@ def draw_curves(
         alarms: (step it began, signal) of the guard's findings, marked too.
         panels: names of those to draw; by default all of PANELS, and one for each perf/ metric.
     """
-    chosen = dict(PANELS)
-    for key in sorted({key for entry in log for key in entry if key.startswith("perf/")}):
+    chosen = {name: PANELS[name] for name in panels or PANELS}
+    for key in sorted({key for entry in log for key in entry if key.startswith("perf/") and not panels}):
         title, unit = _PERF.get(key, (key, key.removeprefix("perf/").replace("_", " ")))
         chosen[re.sub(r"\W", "_", key)] = (title, {key: title}, unit)
     svgs = []
@@ -85,7 +85,7 @@ def draw_curves(
         for name, (title, metrics, unit) in chosen.items():
             figure = Figure(figsize=(4.4, 2.9), layout="constrained")
             axes = figure.add_subplot()
-            if (panels is not None and name not in panels) or not _draw_metrics(axes, name, metrics, log):
+            if not _draw_metrics(axes, name, metrics, log):
                 continue
             axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
             axes.set_xlabel("optimizer step")
