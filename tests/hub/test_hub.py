@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint
 import yaml
 from huggingface_hub import ModelCard, constants
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,6 +21,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.hub import upload
 from sfm_dpo.hub.publish import consolidate_shards
 from sfm_dpo.hub.upload import check_access
+from sfm_dpo.hub.verify import compare_adapter, compare_weights
 from sfm_dpo.run.checkpoint import KEEP, PUSHING, rotate
 from sfm_dpo.run.folder import read_resolved_config, read_status, write_status
 from tests.hub_server import NAME, READ_TOKEN, TOKEN
@@ -180,6 +182,26 @@ def test_what_its_users_could_not_use_is_not_pushed(hub, run, capsys, spoil, mes
     assert push(run) == 5
     assert message in capsys.readouterr().err
     assert not files(hub)
+
+
+def test_rounding_of_the_base_model_is_no_change_and_an_adapter_is_its_b_matrices(tiny_folder, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder("llama"), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    changes = compare_weights(tmp_path, tiny_folder("llama"))
+    assert not any(change.changed for change in changes)
+    assert sum(change.parameters for change in changes) == sum(
+        p.numel() for p in load_file(tmp_path / WEIGHTS).values()
+    )
+    assert (changes[0].group, changes[1].group.split()[0]) == ("embeddings", "layer")
+
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    for value, changed in ((None, 0), (0.5, 1)):
+        if value:
+            state = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+            next(tensor for name, tensor in state.items() if "lora_B" in name).view(-1)[0] = value
+            save_file(state, tmp_path / "adapter" / "adapter_model.safetensors")
+        (change,) = compare_adapter(tmp_path / "adapter")
+        assert (change.changed, change.largest) == (changed, value or 0.0) and change.parameters > 1
 
 
 def test_a_run_that_the_guard_stopped_is_pushed_only_when_asked(hub, run, capsys):
