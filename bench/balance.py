@@ -24,7 +24,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 from bench.dolci_lengths import draw
-from sfm_dpo.data.token_lengths import Lengths, truncate
+from sfm_dpo.data.token_lengths import Lengths
 
 
 def micro_batches(
@@ -59,8 +59,8 @@ def main() -> None:
     parser.add_argument("--hidden_size", type=int, default=4096)
     args = parser.parse_args()
     lengths = Lengths(*draw(args.lengths, args.pairs), np.zeros(args.pairs, dtype=np.int64))
-    _, cut = truncate(lengths, args.max_length, args.max_length // 2)
-    sides = np.stack([cut.prompt + cut.chosen, cut.prompt + cut.rejected], axis=1)
+    cut = lengths.truncate(args.max_length, args.max_length // 2)
+    sides = cut.select(cut.trainable).sequences
     cost, longest = sides.sum(axis=1), sides.max(axis=1)  # the trainer's length column is the first
     print(f"{len(cost):,} pairs, {args.ranks} ranks x {args.per_device}, max_length {args.max_length:,}")
     print(f"{'':<18}{'padding-free':^26}{'padded':^26}")

@@ -20,6 +20,7 @@ from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.errors import PreflightRefused, UserError
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.config import Config
+from sfm_dpo.data.token_lengths import Lengths
 from sfm_dpo.health.preflight_rules import MOVE, judge, pair_figures, rule_values, scale, sentence
 
 PREFLIGHT = "preflight.json"
@@ -27,9 +28,7 @@ PREFLIGHT = "preflight.json"
 
 def response_lengths(columns: dict[str, np.ndarray], max_length: int | None) -> np.ndarray:
     """[N, 2] trained tokens of chosen and rejected, after truncation. Columns as in tokenization.py."""
-    prompt = columns["prompt_length"]
-    room = np.inf if max_length is None else max_length - prompt
-    return np.stack([np.minimum(columns[f"{side}_length"], room) for side in ("chosen", "rejected")], axis=1)
+    return Lengths.from_columns(columns).truncate(max_length).responses
 
 
 def data_traps(rows: list[dict], columns: dict[str, np.ndarray], eos: set[int], max_length: int | None) -> dict:
