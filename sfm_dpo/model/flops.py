@@ -9,7 +9,7 @@ gradient checkpointing and the optimizer are not counted; a reference forward in
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from sfm_dpo.model.sharding import ATTENTION, numel, shape
 
@@ -48,7 +48,7 @@ class ForwardFlops:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "ForwardFlops":
-        """Counts the weights that a token meets (of a mixture of experts: the active ones)."""
+        """Of a model, also on the meta device. Of a mixture of experts the active weights count."""
         config = model.config.get_text_config()
         head = model.get_output_embeddings().weight
         weights = 0
@@ -58,12 +58,6 @@ class ForwardFlops:
             active = config.num_experts_per_tok / config.num_experts if ".experts." in name else 1
             weights += int(numel(parameter) * active)
         return cls(2 * weights, 2 * numel(head), _attention(config))
-
-    @classmethod
-    def of_config(cls, config: PretrainedConfig) -> "ForwardFlops":
-        """The same from the configuration alone: the model is built without memory for its weights."""
-        with torch.device("meta"):
-            return cls.of(AutoModelForCausalLM.from_config(config))
 
     def __call__(self, lengths: torch.Tensor, response_tokens: int) -> int:
         """FLOPs of a forward over sequences of these lengths, [n] real tokens each."""

@@ -20,6 +20,7 @@ from sfm_dpo.data.token_lengths import Lengths, count_user_turns, measure_length
 from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import load_model_config
+from sfm_dpo.model.memory import meta_model
 from sfm_dpo.planning.lengths import analyze_lengths
 
 # Chosen longer in this share of the pairs or more, or rejected: length alone then predicts the preference.
@@ -97,7 +98,7 @@ def read_model_limits(
     except UserError:
         limit = tokenizer.model_max_length
         return (limit if limit < 10**9 else None), None  # transformers' stand-in for "not stated" is 1e30
-    forward = ForwardFlops.of_config(shape)
+    forward = ForwardFlops.of(meta_model(shape))
     limit = getattr(shape.get_text_config(), "max_position_embeddings", None)
     return limit, lambda lengths, response_tokens: forward(torch.from_numpy(lengths), response_tokens)
 

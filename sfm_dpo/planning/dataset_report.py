@@ -35,49 +35,42 @@ NOTES = {  # under the tables, by their titles
 
 def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
     """Rows of cells, the first of them the headings, by the table's title; * marks the recommended max_length."""
-    percentiles, rows = result["percentiles"], result["candidates"]
-    best = result["recommendation"]["max_length"]
-    marked = [f"{'* ' if row['max_length'] == best else ''}{row['max_length']:,}" for row in rows]
-
-    def quantile(side: dict[str, Any], q: int) -> str:
-        interval = " ({:,}-{:,})".format(*side[str(q)]["interval"]) if "interval" in side[str(q)] else ""
-        return f"{side[str(q)]['tokens']:,}{interval}"
-
-    kinds = {f"{name} {n}": (kind, n) for name, kind in (("padded", "stock"), ("grouped",) * 2) for n in BATCH_SIZES}
-    return {
-        "tokens (in brackets: 95% interval of the percentile)" if result["sampled"] else "tokens": [
-            ["percentile", "prompt + longer", *list(percentiles)[1:]],
-            *(
-                ["longest" if q == 100 else f"{q}%", *(quantile(side, q) for side in percentiles.values())]
-                for q in PERCENTILES
-            ),
-            ["mean", *(f"{side['mean']:,.0f}" for side in percentiles.values())],
-        ],
-        "what each max_length keeps and costs": [
-            "max_length,untouched,tokens kept,cut alike,dropped,tokens,FLOPs,step time,memory".split(","),
-            *(
-                [
-                    name,
-                    f"{row['untouched']:.1%}",
-                    f"{row['tokens_kept']:.1%}",
-                    f"{row['no_signal']:,}",
-                    f"{row['dropped']:,}",
-                    f"{row['tokens'] / 1e6:,.2f} M",
-                    "-" if row["flops"] is None else f"{row['flops']:.2e}",
-                    f"x {row['relative_time']:.2f}",
-                    f"x {row['relative_memory']:.2f}",
-                ]
-                for name, row in zip(marked, rows, strict=True)
-            ),
-        ],
-        "padding": [
-            ["max_length", *kinds, "padding_free"],
-            *(
-                [name, *(f"{row['padding'][str(n)][kind]:.0%}" for kind, n in kinds.values()), "0%"]
-                for name, row in zip(marked, rows, strict=True)
-            ),
-        ],
+    sides, best = result["percentiles"], result["recommendation"]["max_length"]
+    percentiles, coverage, padding = [], [], []
+    for q in PERCENTILES:
+        cells = {"percentile": "longest" if q == 100 else f"{q}%"}
+        for side, values in sides.items():
+            low_high = " ({:,}-{:,})".format(*values[str(q)]["interval"]) if "interval" in values[str(q)] else ""
+            cells["prompt + longer" if side == "total" else side] = f"{values[str(q)]['tokens']:,}{low_high}"
+        percentiles.append(cells)
+    percentiles.append({"percentile": "mean"} | {side: f"{values['mean']:,.0f}" for side, values in sides.items()})
+    for row in result["candidates"]:
+        cells = {"max_length": f"{'* ' if row['max_length'] == best else ''}{row['max_length']:,}"}
+        coverage.append(
+            cells
+            | {
+                "untouched": f"{row['untouched']:.1%}",
+                "tokens kept": f"{row['tokens_kept']:.1%}",
+                "cut alike": f"{row['no_signal']:,}",
+                "dropped": f"{row['dropped']:,}",
+                "tokens": f"{row['tokens'] / 1e6:,.2f} M",
+                "FLOPs": "-" if row["flops"] is None else f"{row['flops']:.2e}",
+                "step time": f"x {row['relative_time']:.2f}",
+                "memory": f"x {row['relative_memory']:.2f}",
+            }
+        )
+        shares = {
+            f"{name} {size}": f"{row['padding'][str(size)][kind]:.0%}"
+            for name, kind in (("padded", "stock"), ("grouped", "grouped"))
+            for size in BATCH_SIZES
+        }
+        padding.append(cells | shares | {"padding_free": "0%"})
+    tables = {
+        "tokens (in brackets: 95% interval of the percentile)" if result["sampled"] else "tokens": percentiles,
+        "what each max_length keeps and costs": coverage,
+        "padding": padding,
     }
+    return {title: [list(rows[0]), *(list(row.values()) for row in rows)] for title, rows in tables.items()}
 
 
 def format_recipe_lines(result: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
+from sfm_dpo.model.memory import meta_model
 from sfm_dpo.train.throughput import Meter
 from tests.tiny_models import tiny_model
 
@@ -22,7 +23,7 @@ def test_forward_flops_against_torch(architecture):
     matrices = flops.per_token * n + flops.per_response_token * n
     # RoPE's outer product is the one matmul that the formula leaves out
     assert counter.get_total_flops() == pytest.approx(matrices + pairs, rel=0.01)
-    assert ForwardFlops.of_config(model.config) == flops
+    assert ForwardFlops.of(meta_model(model.config)) == flops
 
 
 def test_attention_counts_visible_pairs():
@@ -39,7 +40,7 @@ def test_experts_count_as_far_as_they_are_active():
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     active = experts * config.num_experts_per_tok // config.num_experts
     assert flops.per_token == 2 * (sum(sizes.values()) - experts + active)
-    assert ForwardFlops.of_config(config) == flops
+    assert ForwardFlops.of(meta_model(config)) == flops
 
 
 @pytest.mark.parametrize(
