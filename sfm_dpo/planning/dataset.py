@@ -76,13 +76,10 @@ def analyze_dataset(config: Config, min_coverage: float, min_tokens_kept: float)
         forward_flops=forward_flops,
     )
     turns = count_user_turns(concatenate_datasets(splits), args.dataset_num_proc)
+    repeats = [len(keys) - len(np.unique(keys)) for keys in (prompt_keys, pair_keys)]
+    several_turns = float((turns > 1).mean())
     result["findings"] = list_findings(
-        result,
-        lengths,
-        repeated_prompts=len(tokens) - len(np.unique(prompt_keys)),
-        repeated_pairs=len(tokens) - len(np.unique(pair_keys)),
-        trimmed=counts["prompt_trimmed"],
-        several_turns=float((turns > 1).mean()),
+        result, lengths, (repeats[0], repeats[1]), counts["prompt_trimmed"], several_turns
     )
     result["example"] = decode_example(tokens, lengths, tokenizer)
     return result
@@ -104,18 +101,13 @@ def read_model_limits(
 
 
 def list_findings(
-    result: dict[str, Any],
-    lengths: Lengths,
-    repeated_prompts: int,
-    repeated_pairs: int,
-    trimmed: int,
-    several_turns: float,
+    result: dict[str, Any], lengths: Lengths, repeats: tuple[int, int], trimmed: int, several_turns: float
 ) -> list[dict[str, str]]:
     """What to know before training, each {"level": "warning" or "note", "text"}.
 
     Args:
         result: of `analyze_lengths`.
-        repeated_prompts, repeated_pairs: pairs whose prompt, or all of which, occurred before.
+        repeats: pairs whose prompt occurred before, and pairs all of which did.
         trimmed: pairs whose prompt is no token prefix of prompt+response.
         several_turns: share of the prompts with more than one user message.
     """
@@ -124,7 +116,7 @@ def list_findings(
     def add(text: str, warning: bool = False) -> None:
         findings.append({"level": "warning" if warning else "note", "text": text})
 
-    best, bias = result["recommendation"], result["length_bias"]
+    best, bias, (repeated_prompts, repeated_pairs) = result["recommendation"], result["length_bias"], repeats
     longer = bias["chosen_longer"] >= 0.5
     share = max(bias["chosen_longer"], 1 - bias["chosen_longer"])
     biased = share - bias["margin"] >= LENGTH_BIAS

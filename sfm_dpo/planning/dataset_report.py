@@ -140,10 +140,8 @@ def _draw_lengths(axes: Axes, result: dict[str, Any]) -> None:
         density = np.array(counts) / np.diff(np.log2(curves["edges"])) / result["pairs"]
         axes.plot(centres, density, color=color, label=name)
         axes.fill_between(centres, density, color=color, alpha=0.15, linewidth=0)
-    axes.set_title("How long they are", loc="left", fontsize=10, fontweight="bold")
-    axes.set_ylabel("share of pairs per doubling of length")
-    axes.set_xlabel("tokens")
-    axes.set_ylim(bottom=0)
+    axes.set_title("Lengths", loc="left", fontsize=10, fontweight="bold")
+    axes.set(xlabel="tokens", ylabel="share of pairs per doubling of length", ylim=(0, None))
     axes.legend(frameon=False, fontsize=8)
     _log2_axis(axes, curves["edges"][0], curves["edges"][-1])
 
@@ -161,18 +159,15 @@ def _draw_coverage(axes: Axes, result: dict[str, Any]) -> None:
         if length == best["max_length"] or (length & (length - 1) == 0 and share < 0.995):  # an octave apart: legible
             axes.annotate(f"{share:.1%}", (length, share), (5, -10), textcoords="offset points", fontsize=7.5)
     axes.set_title("Pairs that stay whole", loc="left", fontsize=10, fontweight="bold")
-    axes.set_ylabel("share of pairs")
-    axes.set_xlabel("max_length: prompt + longer response, tokens")
-    axes.set_ylim(0, 1.04)
+    axes.set(xlabel="max_length: prompt + longer response, tokens", ylabel="share of pairs", ylim=(0, 1.04))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     _log2_axis(axes, min(curves["length"][0], *shares), 1.5 * max(*shares, curves["length"][-1]))
 
 
 def _log2_axis(axes: Axes, low: float, high: float) -> None:
     axes.set_xscale("log", base=2)
-    axes.set_xlim(low, high)
     powers = range(math.ceil(math.log2(low)), int(math.log2(high)) + 1)
-    axes.set_xticks([2.0**power for power in powers[:: 1 + len(powers) // 8]], minor=False)
+    axes.set(xlim=(low, high), xticks=[2.0**power for power in powers[:: 1 + len(powers) // 8]])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     axes.grid(axis="y", linewidth=0.4, alpha=0.25, color=INK)

@@ -135,29 +135,25 @@ def recommend(table: list[dict[str, Any]], min_coverage: float, min_tokens_kept:
     """The row of the shortest max_length that leaves at least `min_coverage` of the pairs untouched and keeps at least
     `min_tokens_kept` of the response tokens, or else the longest; and the reason in words. Adds to each row its time
     (FLOPs, or tokens where those are unknown) and memory relative to that one."""
-    sufficient = (r for r in table if r["untouched"] >= min_coverage and r["tokens_kept"] >= min_tokens_kept)
-    best = next(sufficient, None)
+    best = next((r for r in table if r["untouched"] >= min_coverage and r["tokens_kept"] >= min_tokens_kept), None)
     base = best or table[-1]
     for row in table:
         work = "tokens" if row["flops"] is None else "flops"
         row["relative_time"] = row[work] / base[work]
         row["relative_memory"] = row["peak_tokens"] / base["peak_tokens"]
-    if best is None:
-        return base, (
-            f"No max_length within the model's limit leaves {min_coverage:.1%} of the pairs untouched and keeps "
-            f"{min_tokens_kept:.1%} of the response tokens; the longest, {base['max_length']:,}, leaves "
-            f"{base['untouched']:.1%} and keeps {base['tokens_kept']:.1%}."
-        )
-    reason = (
-        f"The shortest that leaves at least {min_coverage:.1%} of the pairs untouched ({best['untouched']:.1%}) and "
-        f"keeps at least {min_tokens_kept:.1%} of the response tokens ({best['tokens_kept']:.1%})."
+
+    def describe(row: dict[str, Any]) -> str:
+        return f"{row['max_length']:,} leaves {row['untouched']:.1%} and keeps {row['tokens_kept']:.1%}"
+
+    wanted = (
+        f"{min_coverage:.1%} of the pairs untouched and keeps at least {min_tokens_kept:.1%} of the response tokens"
     )
+    if best is None:
+        return base, f"No max_length within the model's limit leaves at least {wanted}; the longest, {describe(base)}."
+    reason = f"The shortest that leaves at least {wanted}: {describe(best)}."
     if index := table.index(best):
         shorter = table[index - 1]
-        reason += (
-            f" {shorter['max_length']:,} leaves {shorter['untouched']:.1%} and keeps {shorter['tokens_kept']:.1%}"
-            f" at {shorter['relative_time']:.2f} times the step time."
-        )
+        reason += f" {describe(shorter)}, at {shorter['relative_time']:.2f} times the step time."
     return best, reason
 
 

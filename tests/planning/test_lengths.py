@@ -242,7 +242,7 @@ def test_the_shortest_that_meets_both_conditions_is_recommended():
         for n, u, k in ((2048, 0.9, 0.5), (4096, 0.96, 0.85), (8192, 0.98, 0.95))
     ]
     row, reason = recommend(table, 0.95, 0.9)
-    assert row["max_length"] == 8192 and "4,096 leaves 96.0% and keeps 85.0% at 0.50 times the step time" in reason
+    assert row["max_length"] == 8192 and "4,096 leaves 96.0% and keeps 85.0%, at 0.50 times the step time" in reason
     assert [row["relative_memory"] for row in table] == [0.25, 0.5, 1]
     assert recommend(table, 0.95, 0.8)[0]["max_length"] == 4096
     assert recommend(table, 0.9, 0.5)[0]["max_length"] == 2048
