@@ -22,6 +22,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config
 from sfm_dpo.data.preferences import DROP_REASONS, Pairs, load_pairs
 from sfm_dpo.data.sources import room_in_cache
+from sfm_dpo.data.token_lengths import Lengths
 from sfm_dpo.model.loading import TOKENIZER_FILES, check_files
 
 # Part of the cache's key. Raise it with any change of this module that changes an id, a length or a drop reason.
@@ -165,10 +166,7 @@ def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> tupl
 def pair_tokens(tokens: Dataset, max_length: int | None) -> np.ndarray:
     """[N] tokens of each pair, chosen and rejected sequence together, after truncation to `max_length`."""
     columns = tokens.select_columns(["prompt_length", "chosen_length", "rejected_length"]).with_format("numpy")[:]
-    chosen, rejected = (columns["prompt_length"] + columns[f"{side}_length"] for side in ("chosen", "rejected"))
-    if max_length is not None:
-        chosen, rejected = np.minimum(chosen, max_length), np.minimum(rejected, max_length)
-    return chosen + rejected
+    return Lengths.from_columns(columns).truncate(max_length).sequences.sum(axis=1)
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -23,6 +23,7 @@ from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import Config
 from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES
+from sfm_dpo.data.token_lengths import Lengths
 from sfm_dpo.health.preflight_rules import (
     MOVE,
     compute_figure_values,
@@ -38,9 +39,7 @@ PREFLIGHT = "preflight.json"
 
 def response_lengths(columns: dict[str, np.ndarray], max_length: int | None) -> np.ndarray:
     """[N, 2] trained tokens of chosen and rejected, after truncation. Columns as in tokenization.py."""
-    prompt = columns["prompt_length"]
-    room = np.inf if max_length is None else max_length - prompt
-    return np.stack([np.minimum(columns[f"{side}_length"], room) for side in ("chosen", "rejected")], axis=1)
+    return Lengths.from_columns(columns).truncate(max_length).responses
 
 
 def inspect_tokens(rows: list[dict], columns: dict[str, np.ndarray], eos: set[int], max_length: int | None) -> dict:
