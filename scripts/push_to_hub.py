@@ -18,15 +18,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import sfm_dpo  # noqa: F401  (first: it reads .env)
-
-# isort: split
-from sfm_dpo.common.cli import Arguments
-from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.secrets import mask, mask_traceback
+from sfm_dpo.common.cli import Arguments, command
+from sfm_dpo.common.secrets import mask
 from sfm_dpo.hub import publish, upload
 
 
+@command
 def main(argv: list[str]) -> int:
     parser = Arguments(prog="push_to_hub.py", description=__doc__)
     parser.add_argument("path", metavar="RUN_OR_CHECKPOINT", type=Path)
@@ -36,12 +33,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--publish_anyway", action="store_true", help="also what the guard stopped, or what the proof finds wanting"
     )
-    options = parser.parse_args(argv)
-    try:
-        return push(options)
-    except UserError as error:
-        print(mask(f"error: {error}"), file=sys.stderr)
-        return error.exit_code
+    return push(parser.parse_args(argv))
 
 
 def push(options: argparse.Namespace) -> int:
@@ -68,6 +60,5 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.excepthook = mask_traceback
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it clears up behind itself
     sys.exit(main(sys.argv[1:]))

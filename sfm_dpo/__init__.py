@@ -7,11 +7,8 @@ import importlib.util
 import sys
 import warnings
 
-if _missing := [
-    name
-    for name in "dotenv yaml psutil numpy torch transformers accelerate datasets deepspeed peft matplotlib trl".split()
-    if not importlib.util.find_spec(name)
-]:
+_PACKAGES = "dotenv yaml psutil numpy rich torch transformers accelerate datasets deepspeed peft matplotlib trl"
+if _missing := [name for name in _PACKAGES.split() if not importlib.util.find_spec(name)]:
     print(
         f"error: {', '.join(_missing)}: not installed for {sys.executable}; type `make setup` once, then "
         "`source .venv/bin/activate`",
@@ -20,13 +17,9 @@ if _missing := [
     raise SystemExit(2)
 
 # isort: split
-from dotenv import load_dotenv
-
 from sfm_dpo.common import log
-from sfm_dpo.common.secrets import check_env_file, env_file, warn_of_open_env_file
+from sfm_dpo.common.secrets import load_env_file
 
 log.install()
-check_env_file()
-load_dotenv(env_file())
-warn_of_open_env_file()
+load_env_file()
 warnings.filterwarnings("ignore", category=FutureWarning)  # deprecations are for developers, not for a job's log

@@ -143,7 +143,7 @@ def make_plan(
         with torch.device("meta"):
             adapted = get_peft_model(memory.meta_model(shape), lora)
         trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    per_device = config.asked_per_device
+    per_device = config.micro_batch
     unit = per_device * gpus
     if args.global_batch_size % unit:
         raise UserError(
