@@ -7,8 +7,11 @@ import importlib.util
 import sys
 import warnings
 
-_PACKAGES = "dotenv yaml psutil numpy rich torch transformers accelerate datasets deepspeed peft matplotlib trl"
-if _missing := [name for name in _PACKAGES.split() if not importlib.util.find_spec(name)]:
+if _missing := [
+    name
+    for name in "dotenv psutil numpy rich torch transformers accelerate datasets deepspeed peft matplotlib trl".split()
+    if not importlib.util.find_spec(name)
+]:
     print(
         f"error: {', '.join(_missing)}: not installed for {sys.executable}; type `make setup` once, then "
         "`source .venv/bin/activate`",
