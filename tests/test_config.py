@@ -169,42 +169,18 @@ def test_recipe_without_fields(tmp_path, text):
         parse_config(["--config", str(tmp_path / "r.yaml")])
 
 
-OUT_OF_RANGE = {
-    "max_length": [0, 1],
-    "max_samples": [0],
-    "global_batch_size": [0],
-    "per_device_train_batch_size": [-2],
-    "per_device_eval_batch_size": [0],
-    "dataset_num_proc": [0],
-    "hub_push_every": [0],
-    "save_steps": [0.0],
-    "eval_steps": [-3.0],
-    "seed": [-1, 2**32],
-    "eval_fraction": [1.0, -0.5],
-    "max_dropped_fraction": [2.0],
-    "adam_beta2": [2.0],
-    "lora_dropout": [2.0],
-    "max_grad_norm": [-1.0],
-    "beta": [0.0, "nan", "inf"],
-    "learning_rate": [-1.0],
-    "num_train_epochs": [0.0],
-    "loss_weights": [[-1.0]],
-    "save_total_limit": [1],
-    "auto_find_batch_size": [True],
-    "streaming": [True],
-    "test_split_size": [0.1],
-    "eval_strategy": ["steps"],
-    "resume_from_checkpoint": ["no/such"],
-    "deepspeed": ["ds_config.json"],
-    "optim_args": ["nonsense"],
-}
+OUT_OF_RANGE = """
+max_length=0 max_length=1 max_samples=0 global_batch_size=0 per_device_train_batch_size=-2 dataset_num_proc=0
+per_device_eval_batch_size=0 hub_push_every=0 save_steps=0.0 eval_steps=-3.0 seed=-1 seed=4294967296 eval_fraction=1.0
+eval_fraction=-0.5 max_dropped_fraction=2.0 adam_beta2=2.0 lora_dropout=2.0 max_grad_norm=-1.0 beta=0.0 beta=nan
+beta=inf learning_rate=-1.0 num_train_epochs=0.0 save_total_limit=1 auto_find_batch_size=True streaming=True
+test_split_size=0.1 eval_strategy=steps resume_from_checkpoint=no/such deepspeed=ds_config.json optim_args=nonsense
+"""
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [(field, value) for field, values in OUT_OF_RANGE.items() for value in values]
-)
-def test_values_that_no_run_can_have(parse, field, value):
-    assert f"{field} {value}: " in refused(parse, {field: value})
+@pytest.mark.parametrize("option", OUT_OF_RANGE.split())
+def test_values_that_no_run_can_have(parse, option):
+    assert option.replace("=", " ") + ": " in refused(parse, None, f"--{option}")
 
 
 @pytest.mark.parametrize(
@@ -222,6 +198,7 @@ def test_values_that_no_run_can_have(parse, field, value):
         ({"f_divergence_type": "kl"}, ["f_divergence_type", "kl", "reverse_kl"]),
         ({"report_to": "wanbd"}, ["report_to wanbd", "wandb"]),
         ({"report_to": "all"}, ["report_to all"]),
+        ({"loss_weights": [-1.0]}, ["loss_weights [-1.0]: must be above 0"]),
         ({"loss_weights": ["nan"]}, ["loss_weights [nan]: must be above 0 and finite"]),
         ({"gradient_accumulation_steps": 3}, ["gradient_accumulation_steps 3", "makes it 16"]),
         ({"datasets": [{"path": "a"}]}, ["dataset_name", "datasets"]),
@@ -268,10 +245,10 @@ def test_normalised_losses_take_beta_5(parse):
 # ---- the global batch
 
 
-@pytest.mark.parametrize(("world_size", "steps"), [(1, 32), (2, 16), (4, 8), (32, 1)])
-def test_accumulation_follows_from_the_number_of_processes(parse, world_size, steps):
-    config = parse({"global_batch_size": 128, "per_device_train_batch_size": 4}, world_size=world_size)
-    assert config.train.gradient_accumulation_steps == steps
+def test_accumulation_follows_from_the_number_of_processes(parse):
+    for world_size, steps in ((1, 32), (2, 16), (4, 8), (32, 1)):
+        config = parse({"global_batch_size": 128, "per_device_train_batch_size": 4}, world_size=world_size)
+        assert config.train.gradient_accumulation_steps == steps
 
 
 @pytest.mark.parametrize(
@@ -281,26 +258,23 @@ def test_every_combination_that_an_indivisible_batch_offers_works(parse, total, 
     fields = {"global_batch_size": total, "per_device_train_batch_size": per_device}
     message = refused(parse, fields, world_size=world_size)
     offers = message.split("these work: ")[1].split("; ")
-    for offer in offers:
-        name = offer.split(" ")[0] if "_size" in offer else "processes"
-        for n in map(int, re.findall(r"\d+", offer)):
-            assert parse(
-                fields | ({name: n} if name in fields else {}), world_size=n if name == "processes" else world_size
-            )
     assert offers
+    for offer in offers:
+        for n in map(int, re.findall(r"\d+", offer)):
+            if (name := offer.split(" ")[0]) in fields:
+                assert parse(fields | {name: n}, world_size=world_size)
+            else:
+                assert parse(fields, world_size=n)
 
 
 # ---- precision
 
 
-def test_precision_without_a_gpu(parse):
+def test_precision_without_a_gpu(parse, monkeypatch):
     config = parse()
     assert (config.train.bf16, config.model.dtype) == (False, "float32")
     assert parse({"dtype": "bfloat16", "use_peft": True}).model.dtype == "bfloat16"
-
-
-def test_deepspeed_may_load_16_bit_weights(parse, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")  # it makes fp32 master weights
     assert parse({"dtype": "bfloat16"}).model.dtype == "bfloat16"
 
 
@@ -318,22 +292,14 @@ def test_wandb_is_off_without_a_key_and_said_so(monkeypatch):
     assert resolve_report_to(["wandb"])[0] == ["wandb"]
 
 
-def test_several_trackers_from_recipe_and_command_line(parse, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert parse({"report_to": ["wandb", "mlflow"]}).train.report_to == ["wandb", "mlflow"]
-    assert parse({}, "--report_to", "wandb", "mlflow").train.report_to == ["wandb", "mlflow"]
-
-
 # ---- mixtures
 
 
 def test_mixture(parse):
     entries = [{"path": "a.jsonl", "fraction": 0.3}, {"path": "org/b", "split": "test", "fraction": 0.7}]
-    config = parse({"dataset_name": "absent", "datasets": entries})
-    assert [(d.path, d.split, d.fraction) for d in config.data.datasets] == [
-        ("a.jsonl", "train", 0.3),
-        ("org/b", "test", 0.7),
-    ]
+    one, two = parse({"dataset_name": "absent", "datasets": entries}).data.datasets
+    assert (one.path, one.split, one.fraction) == ("a.jsonl", "train", 0.3)
+    assert (two.path, two.split, two.fraction) == ("org/b", "test", 0.7)
 
 
 @pytest.mark.parametrize(
