@@ -113,9 +113,7 @@ class Config:
             for f in dataclasses.fields(part)
             if f.init and "token" not in f.name.split("_")  # hub_token, push_to_hub_token
         }
-        return json.loads(
-            json.dumps(values, default=lambda v: dict(vars(v)) if dataclasses.is_dataclass(v) else str(v))
-        )
+        return json.loads(json.dumps(values, default=dataclasses.asdict))  # enums are strings to it
 
 
 class FieldParser(TrlParser):
