@@ -143,7 +143,8 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
         raise UserError("hub_token: everybody on the machine can read a command line; put HF_TOKEN into .env")
     parser = FieldParser()
     recipe = parser.parse_known_args(argv)[0].config
-    namespace, extra = parser.parse_known_args([*(read_recipe(recipe, parser) if recipe is not None else []), *argv])
+    recipe_argv = [] if recipe is None else read_recipe(recipe, parser)
+    namespace, extra = parser.parse_known_args(recipe_argv + argv)
     for arg in extra:
         if arg.startswith("--"):
             name = arg.split("=")[0]

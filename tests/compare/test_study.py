@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import train_dpo
-from sfm_dpo import config_checks
+from sfm_dpo import config
 from sfm_dpo.compare import parity
 from sfm_dpo.compare.runs import compare
 from sfm_dpo.run.reader import read_log
@@ -45,9 +45,7 @@ def train(place, monkeypatch):
             argv += " --global_batch_size 8 --per_device_train_batch_size 1 --max_length 96 --max_steps 3"
             argv += " --logging_steps 1 --save_strategy no --learning_rate 1e-4 --precompute_ref_log_probs true"
             argv += " --preflight skip --guard skip --dataset_num_proc 1 --use_cpu --bf16 true --dtype float32"
-            monkeypatch.setattr(
-                config_checks, "_validate_precision", lambda ns: None
-            )  # bf16 is refused on CPU for its pace
+            monkeypatch.setattr(config, "check_fields", lambda *args: None)  # bf16 is refused on CPU for its pace
             assert train_dpo.main([*argv.split(), *fields]) == 0
         return out
 
