@@ -278,7 +278,14 @@ def resolve_precision(namespace: Any) -> None:
     """Sets use_cpu, bf16 and dtype where they are not given: bf16 on a GPU, fp32 without one.
 
     Under DeepSpeed, which makes fp32 master weights of a bf16 model, loading in bf16 halves the host memory.
+
+    Raises:
+        UserError: bf16 where no GPU is visible, unless use_cpu says that the CPU is meant.
     """
+    if namespace.bf16 and not namespace.use_cpu and not torch.cuda.is_available():
+        raise UserError(
+            "bf16 true: no GPU is visible; on CPU say --bf16 false, or --use_cpu true as well (some 20 times slower)"
+        )
     # accelerate's launcher drops `use_cpu` of a DeepSpeed config file, and without it accelerate finds no backend:
     # each CPU process would believe that it is alone.
     namespace.use_cpu = namespace.use_cpu or not torch.cuda.is_available()

@@ -125,8 +125,6 @@ def check_fields(namespace: Any, world_size: int) -> None:
         )
 
     require(not ns.fp16 or not ns.use_cpu, "fp16", "no GPU is visible; on CPU leave it out")
-    remedy = "no GPU is visible; on CPU say --bf16 false (bf16 is some 20 times slower there)"
-    require(not ns.bf16 or not ns.use_cpu, "bf16", remedy)
     sharded = "true" in (os.environ.get("ACCELERATE_USE_DEEPSPEED"), os.environ.get("ACCELERATE_USE_FSDP"))
     if ns.dtype in ("bfloat16", "float16") and not sharded and not ns.use_peft:
         raise UserError(
