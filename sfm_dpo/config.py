@@ -179,6 +179,11 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     except (ValueError, TypeError, AttributeError, ImportError, OSError) as error:
         raise UserError(str(error)) from error
     check_mappings(train)
+    names = model.lora_target_modules
+    if (
+        isinstance(names, str) and names.isidentifier()
+    ):  # TRL makes a string of a single name, and PEFT a pattern of it
+        model.lora_target_modules = [names]
     config = Config(train, model, data, [tracking], micro_batch)
     if train.trust_remote_code:
         config.notes.append(f"trust_remote_code: code that comes with {model.model_name_or_path} is run")

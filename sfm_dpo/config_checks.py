@@ -39,13 +39,12 @@ _RANGES = [
     (
         lambda v: v >= 0,
         "at least 0",
-        "weight_decay adam_epsilon max_grad_norm data_seed dataloader_num_workers neftune_noise_alpha "
-        "guard_generations",
+        "weight_decay adam_epsilon max_grad_norm data_seed dataloader_num_workers guard_generations",
     ),
     (
         lambda v: 0 <= v <= 1,
         "in 0..1",
-        "max_dropped_fraction adam_beta1 adam_beta2 lora_dropout ld_alpha label_smoothing",
+        "max_dropped_fraction adam_beta1 adam_beta2 lora_dropout label_smoothing",
     ),
     (lambda v: 0 <= v < 1, "at least 0 and below 1", "eval_fraction"),
     (lambda v: 0 <= v < 2**32, "at least 0 and below 2**32", "seed"),
@@ -56,6 +55,22 @@ def nearest(name: Any, known: Iterable[str], prefix: str = "") -> str:
     """The end of an error message: the known name that resembles `name`, if one does."""
     match = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     return f"; did you mean {prefix}{match[0]}?" if match else ""
+
+
+# Fields of TRL and Transformers that do not work in training, metrics, guard, preflight and resume alike
+REFUSED = {
+    "auto_find_batch_size": "would change the global batch; remove it",
+    "enable_jit_checkpoint": "ranks could save at different steps; remove it, and stop by the file STOP",
+    "ignore_data_skip": "a resumed run would train on some pairs twice; remove it",
+    "label_smoothing_factor": "is of Trainer's cross-entropy; DPO's robust and exo_pair have label_smoothing",
+    "ld_alpha": "its weighted log-probs reach neither the metrics, nor the preflight, nor step 0; remove it",
+    "load_best_model_at_end": "the best checkpoint may be rotated away; remove it, and evaluate those kept",
+    "neftune_noise_alpha": "noise in the policy alone, so that step 0 is not ln 2; remove it",
+    "save_only_model": "a run could not be resumed without its optimizer; remove it",
+    "streaming": "pairs are checked before training, so they cannot be streamed",
+    "sync_ref_model": "checkpoints do not hold the synchronised reference, a resumed run would lose it; remove it",
+    "test_split_size": "set eval_fraction instead, which is seeded",
+}
 
 
 def check_known(field: str, name: Any, known: Iterable[str]) -> None:
@@ -98,9 +113,10 @@ def check_fields(namespace: Any, world_size: int) -> None:
     require(ns.num_train_epochs > 0 or ns.max_steps > 0, "num_train_epochs", "must be above 0")
     remedy = "nothing is held out; set eval_fraction, for instance 0.02"
     require(ns.eval_strategy == "no" or ns.eval_fraction, "eval_strategy", remedy)
-    require(not ns.auto_find_batch_size, "auto_find_batch_size", "would change the global batch; remove it")
-    require(not ns.streaming, "streaming", "pairs are checked before training, so they cannot be streamed")
-    require(ns.test_split_size is None, "test_split_size", "set eval_fraction instead, which is seeded")
+    for name, remedy in REFUSED.items():
+        require(not getattr(ns, name), name, remedy)
+    logged = ns.logging_strategy != "no" or ns.guard == "skip"
+    require(logged, "logging_strategy", "the guard reads the log; remove it, or set guard: skip")
     checkpoint_exists = ns.resume_from_checkpoint is None or Path(ns.resume_from_checkpoint).is_dir()
     remedy = "no such checkpoint; remove it to go on from the newest one in output_dir"
     require(checkpoint_exists, "resume_from_checkpoint", remedy)

@@ -2,7 +2,8 @@
 
 FLOPs counted are the useful ones, for real tokens only: 2 for each weight a token is multiplied with, 4 x head size x
 heads for each (query, key) pair that attention lets see each other, in the window of the layer; the LM head for
-response tokens; three times the forward for a training step (forward and backward). Padding, recomputation under
+response tokens; for a training step the backward's gradients of activations once more, and of the weights that are
+trained once more: three forwards, under LoRA about 2.3. Padding, recomputation under
 gradient checkpointing and the optimizer are not counted; a reference forward in the step is counted once more.
 """
 
@@ -40,34 +41,38 @@ class ForwardFlops:
         per_token: in the layers' matrices.
         per_response_token: in the LM head.
         attention: for each kind of layer (window or None, FLOPs for a visible (query, key) pair over these layers).
+        trained: share of the layers' matrices that is trained, and of the head.
     """
 
     per_token: int
     per_response_token: int
     attention: tuple[tuple[int | None, int], ...]
+    trained: tuple[float, float] = (1.0, 1.0)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "ForwardFlops":
         """Of a model, also on the meta device. Of a mixture of experts the active weights count."""
         config = model.config.get_text_config()
         head = model.get_output_embeddings().weight
-        weights = 0
+        weights = trained = 0
         for name, parameter in model.named_parameters():
             if parameter is head or parameter is model.get_input_embeddings().weight or len(shape(parameter)) < 2:
                 continue
             active = config.num_experts_per_tok / config.num_experts if ".experts." in name else 1
             weights += int(numel(parameter) * active)
-        return cls(2 * weights, 2 * numel(head), _attention(config))
+            trained += int(numel(parameter) * active) * parameter.requires_grad
+        return cls(2 * weights, 2 * numel(head), _attention(config), (trained / weights, float(head.requires_grad)))
 
-    def __call__(self, lengths: torch.Tensor, response_tokens: int) -> int:
-        """FLOPs of a forward over sequences of these lengths, [n] real tokens each."""
-        total = self.per_token * int(lengths.sum()) + self.per_response_token * response_tokens
+    def __call__(self, lengths: torch.Tensor, response_tokens: int, training: bool = False) -> int:
+        """FLOPs of a forward, or of a forward and backward, over sequences of these lengths, [n] real tokens each."""
+        layers, head = (2 + share if training else 1 for share in self.trained)
+        total = layers * self.per_token * int(lengths.sum()) + head * self.per_response_token * response_tokens
         n = lengths.double()
         for window, flops in self.attention:
             inside = n.clamp(max=window) if window is not None else n
             visible = inside * (inside + 1) / 2 + (n - inside) * inside  # causal pairs within the window
-            total += int(flops * visible.sum())
-        return total
+            total += (3 if training else 1) * flops * float(visible.sum())
+        return int(total)
 
 
 def _attention(config: PretrainedConfig) -> tuple[tuple[int | None, int], ...]:

@@ -27,8 +27,10 @@ class Meter:
         self.counts["pairs"] += len(lengths) // 2
         self.counts["tokens"] += tokens
         self.counts["grid"] += tokens if packed else attention_mask.numel()
-        passes = 4 if self.reference_in_step else 3
-        self.counts["flops"] += passes * self.forward_flops(lengths, int(completion_mask.sum()))
+        responses = int(completion_mask.sum())
+        self.counts["flops"] += self.forward_flops(lengths, responses, training=True)
+        if self.reference_in_step:
+            self.counts["flops"] += self.forward_flops(lengths, responses)
 
     def skip(self) -> None:
         """Leaves out the time since the last step's end: evaluation, saving."""

@@ -201,7 +201,6 @@ class SFMDPOTrainer(UpstreamFixes):
             "compilation": self.compilation,
             "max_length": args.max_length,
             "truncation_mode": args.truncation_mode,
-            "ld_alpha": self.ld_alpha,
         }
         cache = ReferenceCache(cache_folder(dataset, **settings), pair_tokens(dataset, args.max_length), batch_size)
         # Rank 0 alone looks: on NFS who looks for a file before it is written may not see it for a minute
@@ -301,8 +300,7 @@ class SFMDPOTrainer(UpstreamFixes):
             result = super()._compute_loss(forward, inputs, return_outputs)
         finally:
             self.precompute_ref_logps = cached
-        if self.ld_alpha is None:  # with it the log-probs are weighted sums, and TRL's metrics stand
-            self._record_rewards(per_token_logps[0], inputs, model)
+        self._record_rewards(per_token_logps[0], inputs, model)
         return result
 
     def _record_rewards(self, per_token_logps: torch.Tensor, inputs: dict[str, torch.Tensor], model) -> None:

@@ -1,6 +1,9 @@
 """Several runs of train_dpo.py in one set of processes, for starting them takes longer than training.
 
 accelerate launch ... tests/e2e/many_runs.py FILE     FILE: JSON, a list of command lines
+
+Each run's folder also gets dtypes.json: the dtypes of the policy's parameters and buffers, of the optimizer's master
+weights and moments, and of the reference log-probs, as the last training step had them.
 """
 
 import gc
@@ -16,8 +19,27 @@ from transformers import Trainer
 
 import train_dpo
 
+compute_loss = train_dpo.SFMDPOTrainer._compute_loss
+
+
+def recording(self, model, inputs, return_outputs):
+    """The trainer's loss; writes dtypes.json."""
+    if self.model.training and self.is_world_process_zero():
+        tensors = {"parameters": self.model.parameters(), "reference": [inputs.get("ref_chosen_logps")]}
+        dtypes = {kind: sorted({str(t.dtype) for t in some if t is not None}) for kind, some in tensors.items()}
+        dtypes["buffers"] = {name: str(buffer.dtype) for name, buffer in self.model.named_buffers()}
+        optimizer = self.optimizer and getattr(self.optimizer, "optimizer", self.optimizer)
+        masters = [p for group in getattr(optimizer, "param_groups", []) for p in group["params"]]
+        moments = [v for state in getattr(optimizer, "state", {}).values() for v in state.values()]
+        for kind, some in (("masters", masters), ("moments", moments)):
+            dtypes[kind] = sorted({str(t.dtype) for t in some if isinstance(t, torch.Tensor) and t.dim()})
+        (Path(self.args.output_dir) / "dtypes.json").write_text(json.dumps(dtypes))
+    return compute_loss(self, model, inputs, return_outputs)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    train_dpo.SFMDPOTrainer._compute_loss = recording
     Trainer.end = lambda self: None  # it destroys the process group, which the next run needs
     train_dpo.write_report = lambda run: None  # its pictures take longer than training does; tests/report/test_page.py
     for argv in json.loads(Path(sys.argv[1]).read_text()):

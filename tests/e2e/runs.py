@@ -202,3 +202,22 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
+
+
+def run_many(place: Place, launch: str, runs: dict[str, dict]) -> dict[str, Path]:
+    """Trains runs (name: fields) one after the other in one start, and returns their folders.
+
+    `launch`: single, or a name of configs/accelerate with its number of processes: "cpu 2".
+    """
+    file = place.folder / f"runs-{launch}.json"
+    file.write_text(json.dumps([as_options(place.values(name, **fields)) for name, fields in runs.items()]))
+    command = [sys.executable]
+    if launch != "single":
+        name, processes = launch.split()
+        command += f"-m accelerate.commands.launch --config_file configs/accelerate/{name}.yaml".split()
+        command += ["--num_processes", processes, "--main_process_port", str(free_port())]
+    command += ["tests/e2e/many_runs.py", str(file)]
+    env = clean_environment(place.hf_home)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return {name: place.folder / name for name in runs}

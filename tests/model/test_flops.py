@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
@@ -24,6 +25,24 @@ def test_forward_flops_against_torch(architecture):
     # RoPE's outer product is the one matmul that the formula leaves out
     assert counter.get_total_flops() == pytest.approx(matrices + pairs, rel=0.01)
     assert ForwardFlops.of(meta_model(model.config)) == flops
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_training_flops_against_torch(lora):
+    """Forward and backward; under LoRA the base's weights get no gradient."""
+    n, model = 24, tiny_model("llama", attn_implementation="eager").train()
+    if lora:
+        model.enable_input_require_grads()
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).get_base_model()
+    ids = torch.randint(0, 200, (1, n))
+    with FlopCounterMode(display=False) as counter:
+        model(ids).logits.sum().backward()
+    flops = ForwardFlops.of(model)
+    visible = flops(torch.tensor([n]), n, training=True)
+    every = 3 * sum(per_pair for _, per_pair in flops.attention) * (n * n - n * (n + 1) // 2)
+    assert counter.get_total_flops() == pytest.approx(visible + every, rel=0.02)
+    forwards = visible / flops(torch.tensor([n]), n)
+    assert 2 < forwards < 2.4 if lora else forwards == pytest.approx(3)
 
 
 def test_attention_counts_visible_pairs():

@@ -1,0 +1,178 @@
+"""Training against an outside oracle: plain PyTorch, one sequence at a time, float64, without the package's code.
+
+Loss, gradients (by the weights that SGD leaves), logged metrics and held-out metrics, over launchers, samplers,
+padded and packed, cached and live reference, losses; with a tail that is left out and a ragged evaluation. Only the
+token ids and the rows of each step are the package's (tests/data shows both).
+"""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from sfm_dpo.config import parse_config
+from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
+from sfm_dpo.train.trainer import build_sampler
+from tests.e2e.runs import Place, as_options, pairs, run_many
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+MAX_LENGTH, BATCH, STEPS, RATE = 96, 8, 2, 0.01
+FIELDS = {
+    "optim": "sgd",
+    "learning_rate": RATE,
+    "lr_scheduler_type": "constant",
+    "warmup_steps": 0,
+    "weight_decay": 0,
+    "max_grad_norm": 1e9,
+    "max_steps": STEPS,
+    "eval_fraction": 0.27,  # 11 of 41 pairs: a ragged batch on two ranks; of the other 30 pairs 6 are a tail
+    "save_strategy": "no",
+    "preflight": "skip",
+    "guard": "skip",
+}
+LOSSES = {"sigmoid_norm": 5.0, "sigmoid": 0.1, "ipo": 0.1, "hinge": 0.1, "apo_zero": 0.1, "bco_pair": 0.1}
+PATHS = {
+    "padded, live": {"padding_free": "false", "precompute_ref_log_probs": "false"},
+    "packed, cached": {"padding_free": "true", "precompute_ref_log_probs": "true"},
+    "packed, live": {"padding_free": "true", "precompute_ref_log_probs": "false"},
+}
+SAMPLERS = ["random", "batch_rebalance", "group_by_length"]
+LAUNCHES = ["single", "cpu 2", "cpu_zero3 2", "cpu_fsdp2 2"]
+Combination = tuple[str, str, str]  # loss, path, sampler
+FEW: list[Combination] = [
+    ("sigmoid_norm", "packed, cached", "batch_rebalance"),
+    ("sigmoid", "padded, live", "random"),
+]
+ALL: list[Combination] = [(loss, "packed, cached", "batch_rebalance") for loss in LOSSES]
+ALL += [("sigmoid_norm", path, sampler) for path in PATHS for sampler in SAMPLERS if (path, sampler) != ALL[0][1:]]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Place:
+    folder = tmp_path_factory.mktemp("oracle")
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs(41)))
+    tiny_model("olmo3").save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    return Place(folder, folder / "model", folder / "hf", defaults=FIELDS)
+
+
+@pytest.mark.parametrize("launch", LAUNCHES[:2])
+def test_against_plain_pytorch(place, launch):
+    compare_all(place, launch, FEW)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_all_of_them_against_plain_pytorch(place, launch):
+    compare_all(place, launch, ALL)
+
+
+def compare_all(place: Place, launch: str, combinations: list[Combination]) -> None:
+    """Prints the largest difference of each combination: `-s` shows the table."""
+    runs = {
+        f"{launch}, {len(combinations)}, {', '.join(combination)}": {
+            "loss_type": combination[0],
+            "beta": LOSSES[combination[0]],
+            "train_sampling_strategy": combination[2],
+            **PATHS[combination[1]],
+        }
+        for combination in combinations
+    }
+    for (name, folder), fields in zip(run_many(place, launch, runs).items(), runs.values(), strict=True):
+        expected, weights = oracle(place, fields)
+        history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+        train = [entry for entry in history if "loss" in entry]
+        held_out = [entry for entry in history if "eval_loss" in entry]
+        worst = 0.0
+        for entry, figures in zip(train + held_out, expected, strict=True):
+            for metric, value in figures.items():
+                error = abs(entry[metric] - value) / max(1.0, abs(value))
+                worst = max(worst, error)
+                assert error < 2e-4, f"{name}, step {entry['step']}: {metric} is {entry[metric]}, not {value}"
+        saved = load_file(folder / "model.safetensors")
+        drift = max((saved[key].double() - weight).abs().max().item() for key, weight in weights.items())
+        assert drift < 2e-5, f"{name}: weights differ by {drift}"
+        print(f"{name}: metrics {worst:.1e}, weights {drift:.1e}")
+
+
+def oracle(place: Place, fields: dict) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Metrics of each training step, then of the two held-out evaluations; and the weights at the end."""
+    config = parse_config(as_options(place.values("nowhere", per_device_train_batch_size=2, **fields)), world_size=1)
+    split = load_token_pairs(config, load_tokenizer(config))[0]
+    steps = build_sampler(split.train, config.train).steps(0)[:STEPS]
+    policy = AutoModelForCausalLM.from_pretrained(place.model, dtype=torch.float64)
+    reference = copy.deepcopy(policy)
+    loss_type, beta = fields["loss_type"], fields["beta"]
+    before = measure(policy, reference, list(split.eval), loss_type, beta)[1]
+    expected = []
+    for rows in steps:
+        loss, figures = measure(policy, reference, [split.train[int(i)] for i in rows], loss_type, beta)
+        policy.zero_grad()
+        loss.backward()
+        norm = torch.cat([p.grad.flatten() for p in policy.parameters()]).norm().item()
+        expected.append(figures | {"loss": loss.item(), "grad_norm": norm})
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter -= RATE * parameter.grad
+    after = measure(policy, reference, list(split.eval), loss_type, beta)[1]
+    for figures in (before, after):
+        expected.append({f"eval_{name}": value for name, value in figures.items()})
+    return expected, {name: p.detach() for name, p in policy.named_parameters()}
+
+
+def measure(policy, reference, rows: list[dict], loss_type: str, beta: float) -> tuple[torch.Tensor, dict[str, float]]:
+    """Mean loss of pairs, and the metrics that are logged of them."""
+    losses, figures = [], []
+    for row in rows:
+        sums, gains, lengths = [], [], []
+        for side in ("chosen", "rejected"):
+            own = response_logps(policy, row, side)
+            with torch.no_grad():
+                base = response_logps(reference, row, side)
+            sums.append(own.sum())
+            gains.append((own - base).sum())
+            lengths.append(len(own))
+        scale = lengths if loss_type in ("sigmoid_norm", "ipo") else [1, 1]
+        chosen, rejected = (gain / n for gain, n in zip(gains, scale, strict=True))
+        losses.append(loss_of(loss_type, beta, chosen, rejected))
+        c, r = beta * chosen.item(), beta * rejected.item()
+        likely = [(s / n).item() for s, n in zip(sums, scale, strict=True)]
+        figures.append(
+            {
+                "rewards/chosen": c,
+                "rewards/rejected": r,
+                "rewards/margins": c - r,
+                "rewards/average": (c + r) / 2,
+                "rewards/accuracies": 0.5 if abs(c - r) <= 1e-4 else float(c > r),
+                "logps/chosen": sums[0].item(),
+                "logps/rejected": sums[1].item(),
+                "logps/accuracies": float(likely[0] > likely[1]),
+                "loss": losses[-1].item(),
+            }
+        )
+    return torch.stack(losses).mean(), {name: float(np.mean([f[name] for f in figures])) for name in figures[0]}
+
+
+def response_logps(model, row: dict, side: str) -> torch.Tensor:
+    """Log-probs of a response's tokens, in a row of its own, cut at MAX_LENGTH."""
+    ids = torch.tensor(row["prompt_ids"] + row[f"{side}_ids"])[:MAX_LENGTH]
+    logps = F.log_softmax(model(ids[None]).logits[0, :-1], dim=-1)
+    return logps.gather(1, ids[1:, None])[len(row["prompt_ids"]) - 1 :, 0]
+
+
+def loss_of(loss_type: str, beta: float, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    """The papers' formulas; chosen and rejected are log-ratios, means over tokens for sigmoid_norm and ipo."""
+    margin = chosen - rejected
+    return {
+        "sigmoid_norm": lambda: -F.logsigmoid(beta * margin),
+        "sigmoid": lambda: -F.logsigmoid(beta * margin),
+        "ipo": lambda: (margin - 1 / (2 * beta)) ** 2,
+        "hinge": lambda: torch.relu(1 - beta * margin),
+        "apo_zero": lambda: 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected),
+        "bco_pair": lambda: -F.logsigmoid(beta * chosen) - F.logsigmoid(-beta * rejected),
+    }[loss_type]()
