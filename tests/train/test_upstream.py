@@ -116,10 +116,8 @@ def test_canary_prepare_dataset(tmp_path, trainer):
 
 
 def test_canary_precompute_ref_logps(tmp_path, monkeypatch):
-    rows = pairs()
-    assert rows._get_cache_file_path("key").startswith(
-        get_temporary_cache_files_directory()
-    )  # each process has another
+    rows, folder = pairs(), get_temporary_cache_files_directory()  # each process has another
+    assert rows._get_cache_file_path("key").startswith(folder)
     rows.save_to_disk(tmp_path / "rows")
     rows = Dataset.load_from_disk(tmp_path / "rows")
 
@@ -226,7 +224,7 @@ def test_canary_run_epoch(trained):
     trainer, sampler = trained(max_steps=5)
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 6  # one more than asked for
-    assert not hasattr(sampler, "epoch") or sampler.epoch != 1  # the epoch that it is in
+    assert getattr(sampler, "epoch", 0) == 0  # though it is in the second epoch, 1
 
 
 def test_canary_batch_rebalance(trainer, monkeypatch):
