@@ -28,13 +28,14 @@ from sfm_dpo.config import Config, parse_config
 from sfm_dpo.data.preferences import Pairs
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.health.guard import add_guard
+from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
 from sfm_dpo.health.preflight import check_vocabulary, preflight_phase
 from sfm_dpo.hub.callback import PushCheckpoints
 from sfm_dpo.hub.publish import check_push, push_finished
 from sfm_dpo.model.loading import load_model_config, model_init_kwargs
 from sfm_dpo.model.sharding import checkpoint_bytes
 from sfm_dpo.report.model_card import write_model_card
-from sfm_dpo.report.page import summary, write_report
+from sfm_dpo.report.page import format_summary, write_report
 from sfm_dpo.run.checkpoint import (
     check_disk,
     check_resume,
@@ -87,7 +88,7 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
     tokenizer = load_tokenizer(config)
     checkpoint = find_start(args)
     if args.push_to_hub:
-        main_process_first(lambda: check_push(args, bool(checkpoint), log.info) if is_main_process() else None)
+        main_process_first(lambda: check_push(args, bool(checkpoint)) if is_main_process() else None)
     pairs, notes = main_process_first(lambda: load_token_pairs(config, tokenizer))
     for note in notes:
         log.info(note)
@@ -119,7 +120,7 @@ def build_trainer(
         processing_class=tokenizer,
         quantization_config=get_quantization_config(config.model),
         peft_config=get_peft_config(config.model),
-        callbacks=[ProgressLine(), *([PushCheckpoints(log.info)] if pushes else [])],
+        callbacks=[ProgressLine(), *([PushCheckpoints()] if pushes else [])],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
@@ -134,7 +135,7 @@ def train(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
     """
     args, run = config.train, config.train.output_dir
     size = checkpoint_bytes(trainer.model, trainer.zero_stage, trainer.is_fsdp_enabled)
-    check_disk(run, size, most_at_once(args))
+    check_disk(run, size, most_at_once(args, COLLAPSE_STEPS))
     if warning := trainer.launch_warning():
         log.warning(warning)
     log.info(
@@ -180,7 +181,7 @@ def finish(config: Config, trainer: SFMDPOTrainer) -> None:
 
 def push(config: Config) -> int:
     """Pushes a finished run; returns the exit code."""
-    code = push_finished(config.train, log.info)
+    code = push_finished(config.train)
     if code:
         report(Path(config.train.output_dir))  # once more, with what became of the push
     return code
@@ -212,7 +213,7 @@ def report(run: Path) -> None:
             write_report(run)
         except OSError as error:  # a full disk must not make a failure of a trained model
             log.info(f"report not written: {error}; later: python -m sfm_dpo.report.page {run}")
-        log.info(summary(run))
+        log.info(format_summary(run))
 
 
 if __name__ == "__main__":

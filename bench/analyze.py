@@ -1,4 +1,4 @@
-"""How fast are pairs tokenised, and in how much memory? Against one row at a time, and tokenizers' own encode_batch.
+"""Speed and peak memory of tokenising pairs, against one row at a time and tokenizers' own encode_batch.
 
     python bench/analyze.py MODEL [--lengths think] [--rows 1000] [--num_proc 2] [--repeats 3]      speed
     python bench/analyze.py MODEL --memory 10000 100000        peak memory, on Dolci-Instruct's lengths divided by 8
@@ -23,13 +23,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import sfm_dpo  # noqa: F401  (first: it reads .env)
 
 # isort: split
+import psutil
 from datasets import Dataset, load_from_disk
 from transformers import AutoTokenizer
 
 from bench.dolci_lengths import rows
+from sfm_dpo.common.files import PROJECT
 from sfm_dpo.data.tokenization import tokenize_pairs
 
-SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "analyze_dataset.py"
+SCRIPT = PROJECT / "scripts" / "analyze_dataset.py"
 
 
 def main(argv: list[str]) -> int:
@@ -46,13 +48,13 @@ def main(argv: list[str]) -> int:
     ids = tokenizer([" " + word for word in words], add_special_tokens=False)["input_ids"]
     words = [word for word, i in zip(words, ids, strict=True) if len(i) == 1]
     if args.memory:
-        memory(args, words)
+        measure_memory(args, words)
     else:
-        speed(args, tokenizer, words)
+        measure_speed(args, tokenizer, words)
     return 0
 
 
-def speed(args: argparse.Namespace, tokenizer, words: list[str]) -> None:
+def measure_speed(args: argparse.Namespace, tokenizer, words: list[str]) -> None:
     pairs = [
         row | {"prompt": [{"role": "user", "content": row["prompt"]}], "source": "bench"}
         for row in rows(args.lengths, args.rows, words, overhead=(30, 2))
@@ -77,12 +79,12 @@ def speed(args: argparse.Namespace, tokenizer, words: list[str]) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "true"
         tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
 
-    counted = []
+    token_counts = []
 
     def this_project():
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         tokens, _ = tokenize_pairs(dataset, tokenizer, None, None, args.num_proc)
-        counted.append(int(sum(sum(tokens[f"{name}_length"]) for name in ("prompt", "chosen", "rejected"))))
+        token_counts.append(int(sum(sum(tokens[f"{name}_length"]) for name in ("prompt", "chosen", "rejected"))))
         tokens.cleanup_cache_files()
         for file in tokens.cache_files:
             Path(file["filename"]).unlink(missing_ok=True)
@@ -98,14 +100,14 @@ def speed(args: argparse.Namespace, tokenizer, words: list[str]) -> None:
     wall = {name: statistics.median(s for s, _ in runs) for name, runs in seconds.items()}
     cpu = {name: statistics.median(c for _, c in runs) for name, runs in seconds.items()}
     mine, cores = wall["this_project"], len(os.sched_getaffinity(0))
-    print(f"{args.rows} rows, {counted[-1]:,} tokens, {args.num_proc} processes, {cores} cores")
+    print(f"{args.rows} rows, {token_counts[-1]:,} tokens, {args.num_proc} processes, {cores} cores")
     print(f"  {args.rows / mine:,.1f} rows/s; {cpu['this_project'] / args.rows * 1000:.1f} CPU ms a row")
     for other in ("one_row_at_a_time", "encode_batch"):
         print(f"  {wall[other] / mine:.2f} times {other} by wall time, {cpu[other] / cpu['this_project']:.2f} by CPU")
 
 
-def memory(args: argparse.Namespace, words: list[str]) -> None:
-    """Peak private memory (RssAnon) of the command and its workers together, sampled; file cache is not counted."""
+def measure_memory(args: argparse.Namespace, words: list[str]) -> None:
+    """Prints the peak private memory of the command and its workers together, sampled; file cache is not counted."""
     for n in args.memory:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "pairs.jsonl"
@@ -119,26 +121,20 @@ def memory(args: argparse.Namespace, words: list[str]) -> None:
                 command, env=os.environ | {"HF_HOME": folder}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
             while child.poll() is None:
-                peak = max(peak, sum(map(anonymous_kib, family(child.pid))))
+                peak = max(peak, private_bytes(child.pid))
                 time.sleep(0.2)
             took, size = time.perf_counter() - start, file.stat().st_size
-        print(f"{n:,} rows, {size / 2**20:,.0f} MiB of JSON: peak {peak / 2**20:.2f} GiB in {took:,.0f} s", flush=True)
+        print(f"{n:,} rows, {size / 2**20:,.0f} MiB of JSON: peak {peak / 2**30:.2f} GiB in {took:,.0f} s", flush=True)
 
 
-def family(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children")
+def private_bytes(pid: int) -> int:
+    """Memory of a process and its descendants without files and shared memory (RssAnon); 0 once it has ended."""
     try:
-        return [pid, *(grand for child in children.read_text().split() for grand in family(int(child)))]
-    except OSError:
-        return []  # ended meanwhile
-
-
-def anonymous_kib(pid: int) -> int:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
+        root = psutil.Process(pid)
+        sizes = [process.memory_info() for process in (root, *root.children(recursive=True))]
+    except psutil.NoSuchProcess:
         return 0
-    return int(status.split("RssAnon:")[1].split()[0]) if "RssAnon:" in status else 0
+    return sum(size.rss - size.shared for size in sizes)
 
 
 if __name__ == "__main__":

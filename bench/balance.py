@@ -23,7 +23,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from bench.dolci_lengths import draw
 from sfm_dpo.data.sampler import PairSampler
-from sfm_dpo.data.token_lengths import Lengths, truncate
+from sfm_dpo.data.token_lengths import Lengths
 
 
 def deal_rounds(
@@ -51,8 +51,8 @@ def main() -> None:
     parser.add_argument("--global_batch", type=int, default=128)
     args = parser.parse_args()
     lengths = Lengths(*draw(args.lengths, args.pairs), np.zeros(args.pairs, dtype=np.int64))
-    _, cut = truncate(lengths, args.max_length, args.max_length // 2)
-    sides = np.stack([cut.prompt + cut.chosen, cut.prompt + cut.rejected], axis=1)
+    cut = lengths.truncate(args.max_length, args.max_length // 2)
+    sides = cut.select(cut.trainable).sequences
     cost, longest = sides.sum(axis=1), sides.max(axis=1)  # the trainer's length column is the first
     print(f"{len(cost):,} pairs, {args.ranks} ranks x {args.per_device}, max_length {args.max_length:,}")
     print(f"{'':<18}{'padding-free':^26}{'padded':^26}")

@@ -21,17 +21,16 @@ import sfm_dpo  # noqa: F401  (first: it reads .env)
 import numpy as np
 import torch
 
-from sfm_dpo.compare.parity import load_batch, make_trainer, micro_batches, parse_variant
+from sfm_dpo.compare.parity import ParityTrainer, load_batch, parse_variant
 
 PAIRS, STEPS = 8, 24
 
 
 def main(argv: list[str]) -> None:
     torch.set_num_threads(1)
-    variant = parse_variant("packed")
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(load_batch([*argv, "--use_cpu"], PAIRS, folder), variant)
-        inputs = next(micro_batches(trainer, variant))
+        trainer = ParityTrainer(load_batch([*argv, "--use_cpu"], PAIRS, folder), parse_variant("packed"))
+        inputs = next(trainer.micro_batches())
         reference = trainer.compute_ref_log_probs(trainer.model, inputs)
         inputs |= dict(zip(("ref_chosen_logps", "ref_rejected_logps"), reference, strict=True))
         seconds: list[list[float]] = [[], []]

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     from sfm_dpo.common.errors import UserError
     from sfm_dpo.config import parse_config
     from sfm_dpo.planning.dataset import analyze_dataset
-    from sfm_dpo.planning.dataset_report import text, write_page, write_plot
+    from sfm_dpo.planning.dataset_report import format_analysis, write_page, write_plot
 
     for name in ("config", "model_name_or_path", "max_samples", "dataset_num_proc"):
         if (value := getattr(args, name)) is not None:
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
         result = analyze_dataset(
             parse_config(defaults(fields), training=False), args.min_coverage, args.min_tokens_kept
         )
-        print(text(result))
+        print(format_analysis(result))
         if args.json:
             args.json.write_text(json.dumps(result, indent=1) + "\n")
         if args.plot:

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Do two runs agree, and if not, why? Every common metric step by step, what else differs, the first suspect.
+"""Compare two runs: every common metric step by step, what else differs between them, and the likeliest cause.
 
     python scripts/compare_runs.py RUN_A RUN_B [--plot FILE.png] [--json FILE]
 
 A run is a folder that train_dpo.py wrote; the folder, a checkpoint or the trainer_state.json of any HF Trainer; or a
 W&B offline folder (wandb/offline-run-...). Exit codes: 0 identical or equal within noise, 1 diverging, 2 an error.
-docs/reproducibility.md says how the tolerance and the suspects are meant.
+docs/reproducibility.md explains the tolerance and the suspects.
 """
 
 import json
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sfm_dpo.common.cli import Arguments, new_figure, new_file, number
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.compare.runs import as_text, compare
+from sfm_dpo.compare.runs import compare_runs, format_comparison
 from sfm_dpo.report.plots import draw_comparison
 from sfm_dpo.run.reader import read_log
 
@@ -28,18 +28,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--tolerance",
         type=number(float, 1e-12),
-        help="relative; 0.001, or 0.05 where a run says bf16 or fp16, as the check of step 0",
+        help="relative; 0.001, or 0.05 where a run says bf16 or fp16",
     )
     parser.add_argument("--until", type=number(int, 1), metavar="STEP", help="leave out later steps")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="all of it, with both series, for programs")
     parser.add_argument("--plot", type=new_figure, metavar="FILE", help="the curves, a .png, .svg or .pdf")
     options = parser.parse_args(argv)
     try:
-        result = compare(read_log(options.run_a), read_log(options.run_b), options.tolerance, options.until)
+        result = compare_runs(read_log(options.run_a), read_log(options.run_b), options.tolerance, options.until)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    print(as_text(result))
+    print(format_comparison(result))
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
     if options.plot:

@@ -163,7 +163,7 @@ def compare(run: Path, base: str, prompts: list[list[dict]]) -> None:
     """Prints the held-out figures and answers before and after, and where everything is."""
     from sfm_dpo.health.generation import generate_answers, side_by_side
     from sfm_dpo.report.page import compare_answers, write_report
-    from sfm_dpo.run.reader import evaluations, read_run
+    from sfm_dpo.run.reader import list_evaluations, read_run
 
     print(f"\nanswering the {len(prompts)} held-out questions with both models, about half a minute\n", flush=True)
     before, after = generate_answers(base, prompts), generate_answers(str(run), prompts)
@@ -187,7 +187,7 @@ def compare(run: Path, base: str, prompts: list[list[dict]]) -> None:
     (run / "samples.json").write_text(json.dumps(samples, indent=2) + "\n")
     report = write_report(run)  # once more, with the answers
 
-    first, *_, last = evaluations(read_run(run)["log"])
+    first, *_, last = list_evaluations(read_run(run)["log"])
     rows = [
         ("reward accuracy", "0.50", f"{last['eval_rewards/accuracies']:.2f}"),
         ("likelier per token: the chosen answer", *(f"{e['eval_logps/accuracies']:.2f}" for e in (first, last))),

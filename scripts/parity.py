@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Do several code paths compute the same? One batch, the same weights; which differences are rounding, which a bug.
+"""Compare code paths: one batch, the same weights, several forwards; which differences are rounding, which a bug.
 
     python scripts/parity.py --config recipes/think.yaml [--variants padded,packed,bf16,...] [--pairs 4] [--steps 1]
 
 The reference is eager attention in fp32, padded, all pairs in one forward. A variant is one word, or several joined by
 + (packed+bf16): eager, sdpa, padded (sdpa), packed, flash; separate (chosen and rejected in forwards of their own);
-batch_N (N pairs a forward); bf16, fp32; compile; rope_gpu (RoPE frequencies made on the GPU). One process, one GPU or
+batch_N (N pairs a forward); bf16, fp32; compile; rope_gpu (RoPE frequencies from the GPU). One process, one GPU or
 the CPU; fp32 weights, gradients and AdamW must fit (16 bytes a parameter; 4 with --forward_only).
 The recipe's fields are taken as train_dpo.py takes them. Exit codes: 0 all rounding, 1 a bug, 2 an error.
 """
@@ -22,7 +22,7 @@ import json
 
 from sfm_dpo.common.cli import Arguments, new_file, number
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.compare.parity import DEFAULT_VARIANTS, as_text, run_parity
+from sfm_dpo.compare.parity import DEFAULT_VARIANTS, format_parity, run_parity
 
 
 def main(argv: list[str]) -> int:
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    print(as_text(result))
+    print(format_parity(result))
     if ours.json:
         ours.json.write_text(json.dumps(result, indent=2) + "\n")
     return int(any(row["verdict"] == "bug" for row in [result["reference"], *result["variants"]]))

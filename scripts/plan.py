@@ -37,24 +37,25 @@ def main(argv: list[str]) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from sfm_dpo.common.errors import UserError
     from sfm_dpo.config import parse_config
-    from sfm_dpo.data.token_lengths import measure
+    from sfm_dpo.data.token_lengths import measure_lengths
     from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
-    from sfm_dpo.planning.run_plan import MFU, load_shape, make_plan, read_lengths, text
+    from sfm_dpo.model.loading import load_model_config
+    from sfm_dpo.planning.run_plan import MFU, Cluster, Planner, format_plan, read_lengths
 
     try:
+        cluster = Cluster(ours.gpu.upper(), ours.num_gpus, ours.num_nodes, ours.mfu or MFU)
         config = parse_config([*fields, "--report_to", "none"], training=False)
-        shape = load_shape(config)
+        shape = load_model_config(config, needs_weights=False)
         if ours.lengths:
             lengths, pairs = read_lengths(ours.lengths)
         else:
             tokens = load_token_pairs(config, load_tokenizer(config))[0].train
-            lengths, pairs = measure(tokens)[0], len(tokens)
-        pairs = ours.pairs or pairs
-        plan = make_plan(config, shape, lengths, pairs, ours.gpu, ours.num_gpus, ours.num_nodes, ours.mfu or MFU)
+            lengths, pairs = measure_lengths(tokens)[0], len(tokens)
+        plan = Planner(config, shape, lengths, ours.pairs or pairs, cluster).plan()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    print(text(plan))
+    print(format_plan(plan))
     if ours.json:
         ours.json.write_text(json.dumps(plan, indent=2) + "\n")
     return 0

@@ -24,7 +24,7 @@ from sfm_dpo.common.cli import Arguments, new_file
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
-from sfm_dpo.health.preflight import as_text, check_vocabulary, run_preflight
+from sfm_dpo.health.preflight import check_vocabulary, format_preflight, run_preflight
 from sfm_dpo.model.loading import load_model_config, model_init_kwargs
 from sfm_dpo.train.trainer import SFMDPOTrainer
 
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    print(as_text(result))
+    print(format_preflight(result))
     if ours.json:
         ours.json.write_text(json.dumps(result, indent=2) + "\n")
     return 3 if result["verdict"] == "no-go" else 0

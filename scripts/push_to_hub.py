@@ -4,14 +4,15 @@
     python scripts/push_to_hub.py outputs/dpo
     python scripts/push_to_hub.py outputs/dpo/checkpoint-500 --hub_model_id my-org/my-model --hub_revision step-500
 
-First it is proved that the weights differ from the base model's and that everything loads with the plain Auto classes;
-then model, tokenizer, model card and figures go up in one commit. An interrupted push goes on when it is typed again,
-and one that has nothing new to bring changes nothing. Needs HF_TOKEN, in .env or the environment.
+First it checks that the weights differ from the base model's and that everything loads with the plain Auto classes;
+then model, tokenizer, model card and figures go up in one commit. The same command continues an interrupted push, and
+changes nothing where nothing is new. Needs HF_TOKEN, in .env or the environment.
 
-Exit codes: 0 pushed, 2 not fit to be pushed or a mistake, 5 the Hub refuses or cannot be reached.
+Exit codes: 0 pushed, 2 a mistake, or a checkpoint not fit to be published, 5 the Hub refuses or cannot be reached.
 """
 
 import argparse
+import logging
 import signal
 import sys
 from pathlib import Path
@@ -23,8 +24,11 @@ import sfm_dpo  # noqa: F401  (first: it reads .env)
 # isort: split
 from sfm_dpo.common.cli import Arguments
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.secrets import mask, mask_traceback
-from sfm_dpo.hub import publish, upload
+from sfm_dpo.common.secrets import mask_traceback
+from sfm_dpo.hub.publish import choose_repo, find_source, publish, push_run
+from sfm_dpo.hub.upload import HubError, check_access, format_push_command
+
+log = logging.getLogger("sfm_dpo.scripts.push_to_hub")  # whose handler the package installs
 
 
 def main(argv: list[str]) -> int:
@@ -34,37 +38,34 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--hub_revision", help="branch; {step} in it is a checkpoint's step; default: the run's own")
     parser.add_argument("--hub_private_repo", choices=("true", "false"), help="of a new repository; default: true")
     parser.add_argument(
-        "--publish_anyway", action="store_true", help="also what the guard stopped, or what the proof finds wanting"
+        "--publish_anyway", action="store_true", help="also what the guard stopped, or what the checks refuse"
     )
     options = parser.parse_args(argv)
     try:
         return push(options)
     except UserError as error:
-        print(mask(f"error: {error}"), file=sys.stderr)
+        log.error(error)
         return error.exit_code
 
 
 def push(options: argparse.Namespace) -> int:
-    source = publish.find_source(options.path, options.publish_anyway)
+    source = find_source(options.path, options.publish_anyway)
     config = source.config
     private = config.get("hub_private_repo", True)
     if options.hub_private_repo:
         private = options.hub_private_repo == "true"
     revision = options.hub_revision or config.get("hub_revision")
-    asked = options.hub_model_id or publish.target_of(config, source.run)
-    repo = upload.check_access(asked, private, revision, remedy="push when it is back")
+    repo = options.hub_model_id or choose_repo(config, source.run)
+    repo = check_access(repo, private, revision, remedy="push when it is back")
     if source.step is None:
-        return publish.push_run(source, repo, revision, private, say, options.publish_anyway)
+        return push_run(source, repo, revision, private, options.publish_anyway)
     try:
-        publish.push(source, repo, source.revision(revision), say, options.publish_anyway)
-    except upload.PushFailed as error:
-        say(f"push failed: {error}; push later with: {upload.push_command(options.path, repo, revision, private)}")
+        publish(source, repo, revision, options.publish_anyway)
+    except HubError as error:
+        later = format_push_command(options.path, repo, revision, private)
+        log.error(f"push failed: {error}; push later with: {later}")
         return 5
     return 0
-
-
-def say(text: str) -> None:
-    print(mask(text), flush=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sfm_dpo.common.cli import Arguments, number
-from sfm_dpo.run.status import read_all, table
+from sfm_dpo.run.status import describe_runs, format_runs
 
 
 def main(argv: list[str]) -> int:
@@ -35,8 +35,8 @@ def main(argv: list[str]) -> int:
         print(f"error: {missing[0]}: no such folder{hint}", file=sys.stderr)
         return 2
     while True:
-        runs = read_all(options.folders)
-        text = json.dumps(runs, indent=2) if options.json else table(runs) if runs else "no runs here"
+        runs = describe_runs(options.folders)
+        text = json.dumps(runs, indent=2) if options.json else format_runs(runs) if runs else "no runs here"
         clear = "\033[2J\033[H" if options.watch and sys.stdout.isatty() else ""
         print(f"{clear}{text}", flush=True)
         if not options.watch:

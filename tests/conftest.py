@@ -65,12 +65,28 @@ def environment():
     os.environ.update(before)
 
 
+@pytest.fixture(scope="session")
+def finished_run(tiny_folder, tmp_path_factory) -> Path:
+    """A real run of 6 steps on 24 pairs: 4 held-out pairs, one dropped row, checkpoint-4 and checkpoint-6."""
+    import train_dpo
+
+    root = tmp_path_factory.mktemp("finished")
+    rows = [{"prompt": f"{i} + {i}?", "chosen": f"It is {2 * i}.", "rejected": f"I forgot {i}."} for i in range(28)]
+    (root / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0] | {"chosen": ""}]))
+    words = f"""--model_name_or_path {tiny_folder("gpt_neox")} --dataset_name {root}/pairs.jsonl --use_cpu
+        --output_dir {root}/run --global_batch_size 8 --max_length 64 --num_train_epochs 2 --learning_rate 1e-3
+        --logging_steps 1 --eval_fraction 0.15 --eval_strategy steps --eval_steps 3 --save_steps 4 --report_to none
+        --preflight warn --guard warn"""  # random weights find every answer impossible
+    assert train_dpo.main(words.split()) == 0
+    return root / "run"
+
+
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """A Hub on loopback that this process's huggingface_hub takes for the real one; its token is in HF_TOKEN."""
     from huggingface_hub import constants, hf_api
 
-    from sfm_dpo.hub import upload as client
+    from sfm_dpo.hub import upload
     from tests.hub_server import TOKEN, HubServer
 
     with HubServer() as server:
@@ -84,9 +100,9 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
-        monkeypatch.setattr(client, "RETRY_SECONDS", (0, 0, 0))
-        monkeypatch.setattr(client, "ASK_SECONDS", (0, 0))
+        monkeypatch.setattr("time.sleep", lambda seconds: None)  # between attempts, ours and huggingface_hub's
         yield server
+        upload.set_timeout(30)  # of whatever comes later in this process
 
 
 @pytest.fixture

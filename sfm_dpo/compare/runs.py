@@ -1,267 +1,63 @@
-"""Do two runs agree? Metric by metric and step by step, what differs between them, and the first suspect."""
+"""Comparison of two runs: every common metric step by step, what else differs between them, and the likeliest cause.
+
+docs/reproducibility.md explains the tolerance and the order of the suspects.
+"""
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.health.guard_rules import STEP_0_TOLERANCE
+from sfm_dpo.common.tables import format_table
 from sfm_dpo.run.folder import MAY_DIFFER
 from sfm_dpo.run.reader import RunLog
 
-# Fields that change how the same arithmetic is done, not what is computed
-_FORWARD = {"per_device_train_batch_size", "gradient_accumulation_steps", "train_sampling_strategy"}
-_MODEL = set(
-    """padding_free attn_implementation torch_compile torch_compile_backend torch_compile_mode bf16 fp16 tf32 dtype
-    torch_dtype use_liger_kernel gradient_checkpointing gradient_checkpointing_kwargs bf16_full_eval fp16_full_eval
-    full_determinism use_cpu model_init_kwargs deepspeed fsdp fsdp_config _attn_implementation
-    transformers_version""".split()
-)
-# Act from the first update on, so step 1 cannot show them
-_UPDATE = set(
-    """learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio weight_decay max_grad_norm
-    num_train_epochs max_steps optim optim_args adam_beta1 adam_beta2 adam_epsilon""".split()
-)
-# Up to it a difference of loss and gradient at step 1 contradicts nothing: the mean of logps over a batch (hundreds of
-# nats, in fp32) hides what these still show.
-RESOLUTION = 1e-5
-_REFERENCE = {"precompute_ref_log_probs", "precompute_ref_batch_size", "ref_model_mixup_alpha", "sync_ref_model"}
-# What of a reference cache follows from the run's own attention path and precision
-_FOLLOWS = {"key", "dtype", "autocast", "attention", "packed", "compilation"}
-_NO_EFFECT = MAY_DIFFER - {"gradient_accumulation_steps"} | {"logging_dir", "eval_strategy", "eval_steps"}
-_TIMES = {"starts", "command", "slurm", "cpus", "wandb_run_id", "git_dirty"}
+# Shown first, in this order; the others follow by name
+_FIRST = """train/loss rewards/margins rewards/chosen rewards/rejected logps/chosen logps/rejected grad_norm entropy
+    learning_rate""".split()
 
 
-def differences(a: RunLog, b: RunLog) -> dict[str, Any]:
-    """{topic: {name: (in A, in B)}}, or a sentence where a topic cannot be compared or is the same."""
-    found: dict[str, Any] = {}
-    topics = {
-        "configuration": ({k: v for k, v in a.config.items()}, {k: v for k, v in b.config.items()}, _NO_EFFECT),
-        "environment": (_flat(a.environment), _flat(b.environment), set()),
-        "data": (_data(a.data), _data(b.data), set()),
-        "reference cache": (_reference(a), _reference(b), set()),
-    }
-    for topic, (x, y, ignored) in topics.items():
-        if not x or not y:
-            without = " and ".join(run.name for run, facts in ((a, x), (b, y)) if not facts)
-            found[topic] = f"not compared: {without} does not say"
-            continue
-        # A run of another code base has fields that ours lacks, and the other way round: only common ones can differ
-        names = [name for name in x if name in y and name not in ignored and x[name] != y[name]]
-        found[topic] = {name: (x[name], y[name]) for name in names} or "the same"
-    if found["data"] == "the same":
-        order = "order" in a.data and "order" in b.data
-        found["data"] = "same pairs, same order" if order else "the same as far as both say"
-    return found
-
-
-def find_suspects(rows: list, first_step: int, found: dict[str, Any]) -> list[dict[str, str]]:
-    """Causes in the study's order; those that step 1 contradicts come last.
-
-    Args:
-        rows: compare.Difference of every metric.
-        first_step: the first common one. At step 1 the policy still is the base model, so what differs there tells
-            the forward (logps), the reference (loss, rewards) and the backward (gradient norm) apart.
-        found: from `differences`.
-    """
-    config, data, reference, environment = (
-        _only(found[topic]) for topic in ("configuration", "data", "reference cache", "environment")
-    )
-    pattern = first_step_pattern(rows, RESOLUTION) if first_step == 1 else None
-    forward, model, cached, update = (_pick(config, names) for names in (_FORWARD, _MODEL, _REFERENCE, _UPDATE))
-    objective = {k: v for k, v in config.items() if k not in _FORWARD | _MODEL | _REFERENCE | _UPDATE}
-    model |= {k: v for k, v in environment.items() if k.startswith(("versions", "gpus", "cuda", "git", "world_size"))}
-    own_batch = "per_device_train_batch_size" in forward  # then each made its cache with the batch it trained with
-    cached |= {k: v for k, v in reference.items() if k not in _FOLLOWS and not (k == "made" and own_batch)}
-    if not update and any(row.metric == "learning_rate" and row.absolute for row in rows):
-        update = {"learning_rate": ("as logged", "another")}
-    if not data and any(row.metric == "num_tokens" and row.first == first_step for row in rows):
-        data = {"num_tokens": ("at the first step", "another number")}
-
-    # (cause, what is known to differ, what it can be, patterns of step 1 that contradict it)
-    candidates = [
-        ("data", data, "other pairs, or another order", ()),
-        ("objective", objective, "", ()),
-        (
-            "reference log-probs",
-            cached,
-            "made in another way than the policy's forward",
-            ("forward", "backward", "update"),
-        ),
-        (
-            "forward",
-            forward,
-            "another batch shape, or chosen and rejected in separate forwards",
-            ("reference", "update"),
-        ),
-        ("model implementation", model, "other code, attention, precision or versions", ("reference", "update")),
-        ("optimisation", update, "", ("forward", "reference", "backward")),
-    ]
-    known = any(facts for _, facts, *_ in candidates)
-    if first_step == 1 and pattern in (None, "update") and not known:
-        pattern = first_step_pattern(rows, 0.0)  # last bits are weak evidence, and all there is
-    causes = {"forward": "forward", "reference": "reference log-probs", "backward": "model implementation"}
-    meant = causes.get(pattern or "", "optimisation" if pattern else None)
-    ranked = []
-    for place, (cause, facts, why, contradicted_by) in enumerate(candidates):
-        if facts or cause == meant:
-            contradicted = pattern in contradicted_by
-            # What is known to differ goes before what only may
-            ranked.append((contradicted, not facts, place, _suspect(cause, facts, why, pattern, meant, contradicted)))
-    if not ranked:
-        why = "nothing that is known of the two differs; run scripts/parity.py, and log step 1 (logging_first_step)"
-        return [{"cause": "unknown", "why": why}]
-    return [suspect for *_, suspect in sorted(ranked, key=lambda entry: entry[:3])]
-
-
-def first_step_pattern(rows: list, resolution: float) -> str | None:
-    """Which part of step 1 differs first: forward, reference, backward, or only the update after it.
-
-    Differences of loss and gradient up to `resolution` of their scale count as none; None where only such are found.
-    """
-
-    def differs(*names: str, above: float = resolution) -> bool | None:
-        chosen = [row.at_start > above for row in rows if row.metric in names]
-        return any(chosen) if chosen else None
-
-    policy = differs("logps/chosen", "logps/rejected", above=0.0)
-    losses = ("train/loss", "rewards/chosen", "rewards/rejected", "rewards/margins")
-    loss = differs(*losses)
-    gradient = differs("grad_norm")
-    if policy is None:
-        return None
-    if policy:
-        return "forward"
-    if loss or (gradient and differs(*losses, above=0.0)):
-        return "reference"
-    if gradient:
-        return "backward"
-    if loss is None or any(row.at_start for row in rows if row.metric not in ("learning_rate", "num_tokens")):
-        return None
-    return "update"
-
-
-_PATTERNS = {
-    "forward": "logps differ at step 1, before any update",
-    "reference": "at step 1 the policy's logps are equal and the loss is not",
-    "backward": "at step 1 logps and loss are equal and the gradient norm is not",
-    "update": "step 1 is equal, later ones are not",
-}
-
-
-def _suspect(
-    cause: str, facts: dict[str, Any], why: str, pattern: str | None, meant: str | None, contradicted: bool
-) -> dict[str, str]:
-    named = "; ".join(f"{name} {_brief(x)} against {_brief(y)}" for name, (x, y) in list(facts.items())[:4])
-    named += f" and {len(facts) - 4} more" if len(facts) > 4 else ""
-    seen = _PATTERNS.get(pattern or "", "") if contradicted or cause == meant else ""
-    if contradicted:
-        seen = f"but {seen}"
-    return {"cause": cause, "why": "; ".join(part for part in (named, why, seen) if part)}
-
-
-def _brief(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 48 else text[:45] + "..."
-
-
-def _only(entries: Any) -> dict[str, Any]:
-    return entries if isinstance(entries, dict) else {}
-
-
-def _pick(config: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    return {name: pair for name, pair in config.items() if name in names}
-
-
-def _flat(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in mapping.items():
-        if key in _TIMES:
-            continue
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
-
-
-def _data(data: dict[str, Any]) -> dict[str, Any]:
-    # datasets' own fingerprint also changes with the path of a file; the hash of the tokens says it better
-    names = ("sources", "rows", "train", "eval", "train_tokens", "order")
-    return {name: data[name] for name in names if name in data}
-
-
-def _reference(run: RunLog) -> dict[str, Any]:
-    """Facts of the training split's cache; that there is none is a fact too."""
-    if "reference" not in run.data:
-        return {}
-    facts = dict(run.data["reference"].get("train", {"key": "no cache: computed with every batch"}))
-    made = facts.pop("made", [])
-    if made:
-        facts["made"] = ", ".join(
-            f"batches of up to {m['batch_size']} pairs on {m['device']}" if m else "not said" for m in made
-        )
-    return facts
-
-
-# Shown first, in this order; the others follow by name.
-_FIRST = "train/loss rewards/margins rewards/chosen rewards/rejected logps/chosen logps/rejected".split()
-_FIRST += "grad_norm entropy learning_rate".split()
-
-
-@dataclass
-class Difference:
-    """Of one metric over the common steps. `relative` is |a - b| / max(|a|, |b|), at the step where it is largest.
-
-    `beyond` is the first step at which the difference exceeds the tolerance; None also where `decides` is false.
-    """
-
-    metric: str
-    absolute: float
-    relative: float
-    first: int | None  # step of the first difference of any size
-    beyond: int | None
-    decides: bool
-    at_start: float  # at the first common step, in units of the metric's scale (see metric_difference)
-
-
-def compare(a: RunLog, b: RunLog, tolerance: float | None = None, until: int | None = None) -> dict[str, Any]:
+def compare_runs(a: RunLog, b: RunLog, tolerance: float | None = None, until: int | None = None) -> dict[str, Any]:
     """Everything about the two, as plain types: metrics, verdict, suspects, what differs.
 
     Raises:
-        UserError: fewer than two common steps, no common metric, or a value that is no finite number.
+        UserError: fewer than two common steps, no common metric, or a value that is not finite.
     """
-    a_log, b_log, note = align(a, b, until)
-    names = {name for values in a_log.values() for name in values}
-    names &= {name for values in b_log.values() for name in values}
-    if not names:
-        raise UserError(f"{a.name} and {b.name}: no metric in common: {_some(a_log)} against {_some(b_log)}")
+    a_log, b_log, note = align_steps(a, b, until)
+    names = [{name for values in log.values() for name in values} for log in (a_log, b_log)]
+    if not names[0] & names[1]:
+        first = [", ".join(sorted(logged)[:4]) for logged in names]
+        raise UserError(f"{a.name} and {b.name}: no metric in common: {first[0]} against {first[1]}")
     sixteen_bit = any(run.config.get(key) for run in (a, b) for key in ("bf16", "fp16"))
-    tolerance = tolerance or STEP_0_TOLERANCE["16-bit" if sixteen_bit else "32-bit"]
+    tolerance = tolerance or (5e-2 if sixteen_bit else 1e-3)
     rows, series = [], {}
-    for name in sorted(names, key=lambda n: (_FIRST.index(n) if n in _FIRST else 99, n)):
-        steps = [step for step in a_log if name in a_log[step] and name in b_log.get(step, {})]
-        if steps:
+    for name in sorted(names[0] & names[1], key=lambda n: (_FIRST.index(n) if n in _FIRST else 99, n)):
+        if steps := [step for step in a_log if name in a_log[step] and name in b_log[step]]:
             x, y = (np.array([log[step][name] for step in steps]) for log in (a_log, b_log))
-            _must_be_finite(name, steps, (a, x), (b, y))
-            rows.append(metric_difference(name, steps, x, y, tolerance))
+            for run, values in ((a, x), (b, y)):
+                _check_finite(run, name, steps, values)
+            rows.append(compare_metric(name, steps, x, y, tolerance))
             series[name] = {"steps": steps, "a": x.tolist(), "b": y.tolist()}
-    differing = differences(a, b)
-    suspects = find_suspects(rows, min(a_log), differing) if any(row.absolute for row in rows) else []
+    differences = find_differences(a, b)
+    identical = not any(row["absolute"] for row in rows)
+    step, metric = min(((r["beyond"], r["metric"]) for r in rows if r["beyond"] is not None), default=(None, None))
+    verdict = "identical" if identical else "within noise" if step is None else "diverging"
     return {
         "runs": {"a": f"{a.name} ({a.kind})", "b": f"{b.name} ({b.kind})"},
         "common_steps": [min(a_log), max(a_log), len(a_log)],
         "note": note,
         "tolerance": tolerance,
-        "metrics": [asdict(row) for row in rows],
-        "verdict": verdict(rows),
-        "suspects": suspects,
-        "differences": differing,
+        "metrics": rows,
+        "verdict": {"verdict": verdict, "step": step, "metric": metric},
+        "suspects": [] if identical else rank_suspects(rows, min(a_log), differences),
+        "differences": differences,
         "series": series,
     }
 
 
-def align(a: RunLog, b: RunLog, until: int | None = None) -> tuple[dict, dict, str]:
-    """The two logs at their common steps, and a line that says what was done to them.
+def align_steps(a: RunLog, b: RunLog, until: int | None = None) -> tuple[dict, dict, str]:
+    """The two logs at their common steps, and a line about what was averaged.
 
     A logged value is the mean since the last logged step, so where one run logged more often, its values are averaged
     over the other's intervals.
@@ -274,127 +70,289 @@ def align(a: RunLog, b: RunLog, until: int | None = None) -> tuple[dict, dict, s
             f"{a.name} and {b.name}: {len(common)} logged step(s) in common (steps {spans[0]} against {spans[1]}); "
             "a comparison needs 2: set logging_steps: 1 and train further"
         )
-    notes, out = [], []
-    for run, log in zip((a, b), logs, strict=True):
-        within = [step for step in log if step <= common[-1]]
-        if len(within) > len(common) and any("train/loss" in log[step] for step in set(within) - set(common)):
+    notes = []
+    for i, run in enumerate((a, b)):
+        if any("train/loss" in logs[i][step] for step in set(logs[i]) - set(common) if step < common[-1]):
             notes.append(f"{run.name} logged more often: its values are averaged over the other's intervals")
-            edges = [0, *common]
-            log = {
-                stop: _mean([log[step] for step in within if start < step <= stop])
-                for start, stop in zip(edges, common, strict=False)
+            intervals = zip([0, *common], common, strict=False)
+            logs[i] = {
+                stop: _average([values for step, values in logs[i].items() if start < step <= stop])
+                for start, stop in intervals
             }
-        out.append({step: log[step] for step in common})
-    return out[0], out[1], "; ".join(notes)
+    a_log, b_log = ({step: log[step] for step in common} for log in logs)
+    return a_log, b_log, "; ".join(notes)
 
 
-def metric_difference(name: str, steps: list[int], x: np.ndarray, y: np.ndarray, tolerance: float) -> Difference:
-    """Of two series [n] at the same steps.
+def _average(entries: list[dict[str, float]]) -> dict[str, float]:
+    names = {name for entry in entries for name in entry}
+    means = {name: float(np.mean([entry[name] for entry in entries if name in entry])) for name in names}
+    if "learning_rate" in names:  # that of the step, not a mean
+        means["learning_rate"] = entries[-1].get("learning_rate", math.nan)
+    return means
 
-    The tolerance is relative to the larger value of a step, but at least to the metric's median size, and for the
-    loss and the rewards at least to 1: they are in nats of the loss, whose gradient they bend by that much. Shares of
-    pairs jump by whole pairs where a margin crosses 0, and learning rate and number of tokens are causes, not
-    effects: they do not decide.
+
+def _check_finite(run: RunLog, name: str, steps: list[int], values: np.ndarray) -> None:
+    bad = np.flatnonzero(~np.isfinite(values))
+    if len(bad):
+        i = bad[0]
+        remedy = (
+            f"compare the steps before it with --until {steps[i - 1]}" if i > 1 else "no steps before it to compare"
+        )
+        raise UserError(f"{run.name}: {name} is {values[i]} at step {steps[i]}; {remedy}")
+
+
+def compare_metric(name: str, steps: list[int], x: np.ndarray, y: np.ndarray, tolerance: float) -> dict[str, Any]:
+    """Of two series [n] at the same steps: `absolute` and `relative` (to the larger value of the step), the largest
+    of all steps; `first` step with a difference of any size; `beyond`, the first with one beyond the tolerance;
+    `at_start`, the difference at the first step in units of the metric's scale. None where there is no such step.
+
+    The scale is the larger value of a step, but at least the metric's median size, and for the loss and the rewards
+    at least 1: they are in nats of the loss, whose gradient they bend by that much. Metrics that do not `decide` are
+    never beyond: shares of pairs jump by whole pairs where a margin crosses 0; learning rate and number of tokens are
+    causes, not effects.
     """
     gap = np.abs(x - y)
     larger = np.maximum(np.abs(x), np.abs(y))
-    relative = np.divide(gap, larger, out=np.zeros_like(gap), where=larger > 0)
     scale = np.maximum(larger, np.median(larger))
     if name.endswith("loss") or "rewards/" in name:
         scale = np.maximum(scale, 1.0)
     decides = not any(part in name for part in ("accurac", "learning_rate", "num_tokens"))
-    beyond = np.flatnonzero((gap > tolerance * scale) & decides)
-    first = np.flatnonzero(gap)
-    return Difference(
-        name,
-        float(gap.max()),
-        float(relative.max()),
-        steps[first[0]] if len(first) else None,
-        steps[beyond[0]] if len(beyond) else None,
-        decides,
-        float(gap[0] / scale[0]) if scale[0] else 0.0,
-    )
 
+    def first_step(condition: np.ndarray) -> int | None:
+        return steps[int(np.argmax(condition))] if condition.any() else None
 
-def verdict(rows: list[Difference]) -> dict[str, Any]:
-    """`identical`, `within noise`, or `diverging` with the step and the metric that left the tolerance first."""
-    if not any(row.absolute for row in rows):
-        return {"verdict": "identical", "step": None, "metric": None}
-    out = [(row.beyond, row.metric) for row in rows if row.beyond is not None]
-    if not out:
-        return {"verdict": "within noise", "step": None, "metric": None}
-    step, metric = min(out, key=lambda entry: entry[0])
-    return {"verdict": "diverging", "step": step, "metric": metric}
-
-
-def as_text(result: dict[str, Any]) -> str:
-    """The table, what differs, the verdict and the suspects, for a terminal."""
-    low, high, count = result["common_steps"]
-    lines = [f"A  {result['runs']['a']}", f"B  {result['runs']['b']}"]
-    lines.append(f"{count} common steps, {low} to {high}; tolerance {result['tolerance']:g}")
-    lines += [result["note"]] * bool(result["note"])
-    width = max(len(row["metric"]) for row in result["metrics"])
-    lines += [
-        "",
-        f"{'metric':<{width}}  {'max abs diff':>12}  {'max rel diff':>12}  {'differs from':>12}  beyond tolerance",
-    ]
-    for row in result["metrics"]:
-        first = "-" if row["first"] is None else f"step {row['first']}"
-        beyond = "-" if row["beyond"] is None else f"step {row['beyond']}"
-        beyond = beyond if row["decides"] else "does not decide"
-        lines.append(
-            f"{row['metric']:<{width}}  {row['absolute']:>12.2e}  {row['relative']:>12.2e}  {first:>12}  {beyond}"
-        )
-    lines.append("")
-    for topic, entries in result["differences"].items():
-        if isinstance(entries, str):
-            lines.append(f"{topic}: {entries}")
-        for name, (x, y) in entries.items() if isinstance(entries, dict) else ():
-            lines.append(f"{topic}: {name}  A {_short(x)}  B {_short(y)}")
-    lines += ["", f"verdict: {sentence(result)}"]
-    for i, suspect in enumerate(result["suspects"]):
-        lines.append(f"{'first suspect' if i == 0 else 'then'}: {suspect['cause']}: {suspect['why']}")
-    return "\n".join(lines)
-
-
-def sentence(result: dict[str, Any]) -> str:
-    found = result["verdict"]
-    if found["verdict"] == "identical":
-        return "identical, bit by bit, in every common metric"
-    if found["verdict"] == "within noise":
-        return f"equal within noise (tolerance {result['tolerance']:g})"
-    series = result["series"][found["metric"]]
-    at = series["steps"].index(found["step"])
-    return (
-        f"diverging from step {found['step']} ({found['metric']}: {series['a'][at]:.6g} in A, {series['b'][at]:.6g} "
-        f"in B; tolerance {result['tolerance']:g})"
-    )
-
-
-def _must_be_finite(name: str, steps: list[int], *runs: tuple[RunLog, np.ndarray]) -> None:
-    for run, values in runs:
-        bad = np.flatnonzero(~np.isfinite(values))
-        if len(bad):
-            step = steps[bad[0]]
-            remedy = f"compare the steps before it with --until {steps[bad[0] - 1]}" if bad[0] > 1 else "mend that run"
-            raise UserError(f"{run.name}: {name} is {values[bad[0]]} at step {step}; {remedy}")
-
-
-def _mean(entries: list[dict[str, float]]) -> dict[str, float]:
-    names = {name for entry in entries for name in entry}
-    # The learning rate is that of the step, not a mean
     return {
-        name: entries[-1].get(name, math.nan)
-        if name == "learning_rate"
-        else float(np.mean([entry[name] for entry in entries if name in entry]))
-        for name in names
+        "metric": name,
+        "absolute": float(gap.max()),
+        "relative": float(np.divide(gap, larger, out=np.zeros_like(gap), where=larger > 0).max()),
+        "first": first_step(gap > 0),
+        "beyond": first_step((gap > tolerance * scale) & decides),
+        "decides": decides,
+        "at_start": float(gap[0] / scale[0]) if scale[0] else 0.0,
     }
 
 
-def _some(log: dict[int, dict[str, float]]) -> str:
-    return ", ".join(sorted({name for values in log.values() for name in values})[:4])
+# ---- what else differs
+
+_NO_EFFECT = MAY_DIFFER - {"gradient_accumulation_steps"} | {"logging_dir", "eval_strategy", "eval_steps"}
+_OF_THE_START = {"starts", "command", "slurm", "cpus", "wandb_run_id", "git_dirty"}
 
 
-def _short(value: Any) -> str:
+def find_differences(a: RunLog, b: RunLog) -> dict[str, Any]:
+    """{topic: {name: (in A, in B)}}, or a sentence where a topic cannot be compared or is the same."""
+    differences: dict[str, Any] = {}
+    topics = {
+        "configuration": [{k: v for k, v in run.config.items() if k not in _NO_EFFECT} for run in (a, b)],
+        "environment": [_flatten(run.environment) for run in (a, b)],
+        "data": [_select_data_facts(run.data) for run in (a, b)],
+        "reference cache": [_select_reference_facts(run.data) for run in (a, b)],
+    }
+    for topic, (x, y) in topics.items():
+        if x and y:
+            # A run of another code base has other fields than ours: only common ones can differ
+            differences[topic] = {k: (x[k], y[k]) for k in x if k in y and x[k] != y[k]} or "the same"
+        else:
+            unknown = " and ".join(run.name for run, facts in ((a, x), (b, y)) if not facts)
+            differences[topic] = f"not compared: {unknown} does not say"
+    if differences["data"] == "the same":
+        order = "order" in a.data and "order" in b.data
+        differences["data"] = "same pairs, same order" if order else "the same as far as both say"
+    return differences
+
+
+def _flatten(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if key not in _OF_THE_START:
+            flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _select_data_facts(data: dict[str, Any]) -> dict[str, Any]:
+    # datasets' own fingerprint also changes with the path of a file; the hash of the tokens says it better
+    return {k: data[k] for k in ("sources", "rows", "train", "eval", "train_tokens", "order") if k in data}
+
+
+def _select_reference_facts(data: dict[str, Any]) -> dict[str, Any]:
+    """Of the training split's cache; that there is none is a fact too."""
+    if "reference" not in data:
+        return {}
+    facts = dict(data["reference"].get("train", {"key": "no cache: computed with every batch"}))
+    made = [
+        f"batches of up to {m['batch_size']} pairs on {m['device']}" if m else "unknown" for m in facts.pop("made", [])
+    ]
+    return facts | ({"made": ", ".join(made)} if made else {})
+
+
+# ---- suspects
+
+# What of step 1 can differ, where the policy still is the base model
+_PATTERNS = {
+    "forward": "logps differ at step 1, before any update",
+    "reference": "at step 1 the policy's logps are equal and the loss is not",
+    "backward": "at step 1 logps and loss are equal and the gradient norm is not",
+    "update": "step 1 is equal, later ones are not",
+}
+# A smaller difference of loss or gradient at step 1 contradicts nothing: the mean of logps over a batch (hundreds of
+# nats, in fp32) hides what these still show.
+RESOLUTION = 1e-5
+_LOSSES = ("train/loss", "rewards/chosen", "rewards/rejected", "rewards/margins")
+
+
+class Cause(NamedTuple):
+    """Why two runs may differ. `patterns` that it can make: the first alone points to it; other ones contradict it."""
+
+    explanation: str
+    patterns: tuple[str, ...]
+    fields: set[str]  # of the configuration; what no cause has is the objective's
+
+
+_CAUSES = {  # in the study's order
+    "data": Cause("other pairs, or another order", (), set()),
+    "objective": Cause("", (), set()),
+    "reference log-probs": Cause(
+        "made in another way than the policy's forward",
+        ("reference",),
+        {"precompute_ref_log_probs", "precompute_ref_batch_size", "ref_model_mixup_alpha", "sync_ref_model"},
+    ),
+    "forward": Cause(
+        "another batch shape, or chosen and rejected in separate forwards",
+        ("forward", "backward"),
+        {"per_device_train_batch_size", "gradient_accumulation_steps", "train_sampling_strategy"},
+    ),
+    "model implementation": Cause(
+        "other code, attention, precision or versions",
+        ("backward", "forward"),
+        set(
+            """padding_free attn_implementation torch_compile torch_compile_backend torch_compile_mode bf16 fp16 tf32
+            dtype torch_dtype use_liger_kernel gradient_checkpointing gradient_checkpointing_kwargs bf16_full_eval
+            fp16_full_eval full_determinism use_cpu model_init_kwargs deepspeed fsdp fsdp_config _attn_implementation
+            transformers_version""".split()
+        ),
+    ),
+    "optimisation": Cause(
+        "",
+        ("update",),
+        set(
+            """learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio weight_decay max_grad_norm
+            num_train_epochs max_steps optim optim_args adam_beta1 adam_beta2 adam_epsilon""".split()
+        ),
+    ),
+}
+# Facts of a reference cache that follow from the run's own attention path and precision
+_CACHE_FOLLOWS = {"key", "dtype", "autocast", "attention", "packed", "compilation"}
+
+
+def rank_suspects(rows: list[dict], first_step: int, differences: dict[str, Any]) -> list[dict[str, str]]:
+    """[{cause, why}] in the study's order; what is known to differ before what only may, what step 1 contradicts last.
+
+    Args:
+        rows: from compare_metric, of every metric.
+        first_step: the first common one.
+        differences: from find_differences.
+    """
+    config, data, reference, environment = (
+        facts if isinstance(facts := differences[topic], dict) else {}
+        for topic in ("configuration", "data", "reference cache", "environment")
+    )
+    known = {name: {k: v for k, v in config.items() if k in cause.fields} for name, cause in _CAUSES.items()}
+    known["data"] = data
+    known["objective"] = {k: v for k, v in config.items() if not any(k in cause.fields for cause in _CAUSES.values())}
+    # Another batch size alone explains how the shards were made
+    follows = _CACHE_FOLLOWS | {"made"} if "per_device_train_batch_size" in config else _CACHE_FOLLOWS
+    known["reference log-probs"] |= {k: v for k, v in reference.items() if k not in follows}
+    code = ("versions", "gpus", "cuda", "git", "world_size")
+    known["model implementation"] |= {k: v for k, v in environment.items() if k.startswith(code)}
+    for name, metric in (("data", "num_tokens"), ("optimisation", "learning_rate")):  # of runs that are logs alone
+        if not known[name] and any(row["metric"] == metric and row["absolute"] for row in rows):
+            known[name] = {f"logged {metric}": ("one value", "another")}
+
+    pattern = find_first_step_pattern(rows) if first_step == 1 else None
+    ranked = []
+    for name, cause in _CAUSES.items():
+        points_to_it = pattern is not None and cause.patterns[:1] == (pattern,)
+        contradicted = pattern is not None and bool(cause.patterns) and pattern not in cause.patterns
+        if known[name] or points_to_it:
+            facts = [f"{key} {_shorten(x)} against {_shorten(y)}" for key, (x, y) in known[name].items()]
+            parts = [*facts[:4], f"and {len(facts) - 4} more" if len(facts) > 4 else "", cause.explanation]
+            if pattern and (points_to_it or contradicted):
+                parts.append(("but " if contradicted else "") + _PATTERNS[pattern])
+            suspect = {"cause": name, "why": "; ".join(filter(None, parts))}
+            ranked.append((contradicted, not known[name], suspect))
+    if not ranked:
+        why = "nothing that is known of the two differs; run scripts/parity.py, and log step 1 (logging_first_step)"
+        return [{"cause": "unknown", "why": why}]
+    return [suspect for *_, suspect in sorted(ranked, key=lambda entry: entry[:2])]
+
+
+def find_first_step_pattern(rows: list[dict]) -> str | None:
+    """Which part of step 1 differs first: forward, reference, backward, or only the update after it.
+
+    None where logps were not logged, or where there are only differences of loss and gradient below RESOLUTION.
+    """
+    start = {row["metric"]: row["at_start"] for row in rows}
+    policy = [start[name] for name in ("logps/chosen", "logps/rejected") if name in start]
+    loss = max((start[name] for name in _LOSSES if name in start), default=None)
+    gradient = start.get("grad_norm", 0.0)
+    if not policy:
+        return None
+    if any(policy):
+        return "forward"
+    if loss and max(loss, gradient) > RESOLUTION:
+        return "reference"
+    if gradient > RESOLUTION:
+        return "backward"
+    equal = not any(at for name, at in start.items() if name not in ("learning_rate", "num_tokens"))
+    return "update" if equal and loss is not None else None
+
+
+# ---- for a terminal
+
+
+def format_comparison(result: dict[str, Any]) -> str:
+    """The table, what differs, the verdict and the suspects."""
+    low, high, count = result["common_steps"]
+    lines = [f"A  {result['runs']['a']}", f"B  {result['runs']['b']}"]
+    lines.append(f"{count} common steps, {low} to {high}; tolerance {result['tolerance']:g}")
+    lines += [*filter(None, [result["note"]]), ""]
+
+    def step(value: int | None) -> str:
+        return "-" if value is None else f"step {value}"
+
+    table = [
+        [
+            row["metric"],
+            f"{row['absolute']:.2e}",
+            f"{row['relative']:.2e}",
+            step(row["first"]),
+            step(row["beyond"]) if row["decides"] else "does not decide",
+        ]
+        for row in result["metrics"]
+    ]
+    headings = ["metric", "max abs diff", "max rel diff", "differs from", "beyond tolerance"]
+    lines += [format_table(table, headings, align="lrrrl", indent=0), ""]
+    for topic, entries in result["differences"].items():
+        if isinstance(entries, str):
+            lines.append(f"{topic}: {entries}")
+        else:
+            lines += [f"{topic}: {name}  A {_shorten(x)}  B {_shorten(y)}" for name, (x, y) in entries.items()]
+    lines += ["", f"verdict: {_format_verdict(result)}"]
+    for i, suspect in enumerate(result["suspects"]):
+        lines.append(f"{'then' if i else 'first suspect'}: {suspect['cause']}: {suspect['why']}")
+    return "\n".join(lines)
+
+
+def _format_verdict(result: dict[str, Any]) -> str:
+    verdict, step, metric = (result["verdict"][key] for key in ("verdict", "step", "metric"))
+    if verdict == "identical":
+        return "identical, bit by bit, in every common metric"
+    if verdict == "within noise":
+        return f"equal within noise (tolerance {result['tolerance']:g})"
+    series = result["series"][metric]
+    a, b = (series[run][series["steps"].index(step)] for run in ("a", "b"))
+    return f"diverging from step {step} ({metric}: {a:.6g} in A, {b:.6g} in B; tolerance {result['tolerance']:g})"
+
+
+def _shorten(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,15 +1,13 @@
-"""Which pairs? Normalise, validate, mix, split; count what was dropped and why.
+"""Preference pairs: rows of any published shape normalised, checked, mixed, sampled and split.
 
 A usable row becomes {"prompt", "chosen", "rejected", "template", "source"}. For conversations the first three are
 message lists ({"role", "content", ...}), `prompt` being the shared beginning; for plain text they are strings.
-`template` is what the chat template is given besides (the row's `tools` and `chat_template_kwargs`, as in TRL): JSON.
+`template` is JSON of further arguments of the chat template: the row's `tools` and `chat_template_kwargs`, as in TRL.
 """
 
-import inspect
 import json
 import os
 import re
-import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +15,15 @@ from typing import Any
 from datasets import Dataset, Features, Json, Value, concatenate_datasets
 from datasets.fingerprint import Hasher
 from trl.data_utils import common_prefix_length
+from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.data.sources import load_rows, room_in_cache
+
+# Part of the cache's key. Raise it with any change of this module that changes a normalised row or its drop reason.
+PAIRS_VERSION = 1
 
 # Why a row cannot be used; the order is that of the table.
 DROP_REASONS = {
@@ -60,37 +63,24 @@ class Pairs:
         if total > limit * self.rows:
             raise UserError(
                 f"{total} of {self.rows} rows cannot be used ({worst}): more than max_dropped_fraction {limit:g}; "
-                "mend the data, or raise max_dropped_fraction if it is meant"
+                "correct the data, or raise max_dropped_fraction if this is intended"
             )
-
-    def none_left(self, split: str, counts: Counter, max_length: int | None) -> UserError:
-        """The error where tokenization dropped all pairs of a split, for the reasons counted in `counts`."""
-        reason, n = counts.most_common(1)[0]
-        if reason == "prompt_too_long":
-            return UserError(f"max_length {max_length}: no {split} pair fits; raise it or set max_prompt_length")
-        names = ", ".join(self.sources)
-        return UserError(
-            f"dataset_name {names}: no {split} pair is left with this model ({n} x {DROP_REASONS[reason]})"
-        )
 
     def table(self) -> str:
         """The account as text, one line a reason."""
-        lines = [("source", ", ".join(self.sources)), ("rows", f"{self.rows:,}")]
-        lines += [(f"dropped: {text}", f"{self.dropped[key]:,}") for key, text in DROP_REASONS.items()]
-        lines = [line for line in lines if line[1] != "0"]
-        lines.append(("pairs to train on", f"{len(self.train):,}"))
-        if self.eval is not None:
-            lines.append(("pairs held out", f"{len(self.eval):,}"))
-        width = max(len(name) for name, _ in lines)
-        return "\n".join(f"  {name:<{width}}  {value}" for name, value in lines)
+        rows = [("source", ", ".join(self.sources)), ("rows", f"{self.rows:,}")]
+        rows += [(f"dropped: {text}", f"{self.dropped[key]:,}") for key, text in DROP_REASONS.items()]
+        rows += [("pairs to train on", f"{len(self.train):,}"), ("pairs held out", f"{len(self.eval or ()):,}")]
+        return format_table(row for row in rows if row[1] != "0")
 
     def as_dict(self) -> dict[str, Any]:
+        """The account for data.json."""
         return {
             "sources": self.sources,
             "rows": self.rows,
             "dropped": {reason: n for reason, n in self.dropped.items() if n},
             "train": len(self.train),
-            "eval": 0 if self.eval is None else len(self.eval),
+            "eval": len(self.eval or ()),
             # Upstream: datasets 5.2, arrow_dataset.py, Dataset: no public name for what its cache knows a dataset by,
             # which each key of this project starts from. Canary: test_canary_datasets_fingerprint
             "train_fingerprint": self.train._fingerprint,
@@ -104,26 +94,22 @@ def load_pairs(config: Config) -> Pairs:
         UserError: data not found, unreadable, without chosen/rejected, empty, or too much of it unusable.
     """
     args = config.train
-    entries = config.data.datasets or [None]
+    entries = config.data.datasets or [
+        DatasetConfig(str(args.dataset_name), args.dataset_config, split=args.dataset_train_split)
+    ]
     parts, rows = [], 0
-    sources: list[str] = []
     dropped: Counter[str] = Counter()
     for entry in entries:
-        if entry is None:
-            source = str(args.dataset_name)  # one of the two is set
-            raw = load_rows(source, args.dataset_config, args.dataset_train_split)
-        else:
-            source = entry.path
-            raw = load_rows(entry.path, entry.name, entry.split, data_dir=entry.data_dir, data_files=entry.data_files)
+        raw = load_rows(entry.path, entry.name, entry.split, entry.data_dir, entry.data_files)
         try:
-            part, part_dropped = normalize(raw, source, args.dataset_num_proc)
+            part, part_dropped = normalize_rows(raw, entry.path, args.dataset_num_proc)
         except UnicodeDecodeError as error:  # pyarrow reads the bytes of a JSON file as they are
-            raise UserError(f"dataset_name {source}: is not UTF-8: {error}") from error
+            raise UserError(f"dataset_name {entry.path}: is not UTF-8: {error}") from error
         rows, dropped = rows + len(raw), dropped + part_dropped
         parts.append(part)
-        sources.append(source)
 
-    pairs = Pairs(_mix(parts, [entry and entry.fraction for entry in entries]), None, sources, rows, dropped)
+    sources = [entry.path for entry in entries]
+    pairs = Pairs(_mix(parts, [entry.fraction for entry in entries]), None, sources, rows, dropped)
     pairs.check_dropped(args.max_dropped_fraction)
     if not len(pairs.train):
         raise UserError(f"datasets: the fractions leave no pair of {', '.join(sources)}")
@@ -131,7 +117,7 @@ def load_pairs(config: Config) -> Pairs:
 
 
 @room_in_cache()
-def normalize(rows: Dataset, source: str, num_proc: int | None = None) -> tuple[Dataset, Counter]:
+def normalize_rows(rows: Dataset, source: str, num_proc: int | None = None) -> tuple[Dataset, Counter]:
     """Usable pairs of `rows` in the form of this module's docstring, and the count of the others by reason."""
     pairs = rows.map(
         _normalize_batch,
@@ -140,8 +126,7 @@ def normalize(rows: Dataset, source: str, num_proc: int | None = None) -> tuple[
         remove_columns=rows.column_names,
         features=_PAIR,
         num_proc=num_proc,
-        # datasets knows an imported function by its name: its cache would outlive a change of this module.
-        new_fingerprint=Hasher.hash((rows._fingerprint, source, inspect.getsource(sys.modules[__name__]))),
+        new_fingerprint=Hasher.hash((rows._fingerprint, source, PAIRS_VERSION)),
         desc=f"Reading {source}",
     )
     reasons = pairs.data.column("dropped").to_pylist()
@@ -152,32 +137,27 @@ def normalize(rows: Dataset, source: str, num_proc: int | None = None) -> tuple[
 
 
 def _normalize_batch(batch: dict[str, list], source: str) -> dict[str, list]:
-    absent = [None] * len(batch["chosen"])
-    prompts, tools, kwargs = (batch.get(name) or absent for name in ("prompt", "tools", "chat_template_kwargs"))
-    out: dict[str, list] = {name: [] for name in _PAIR}
-    for prompt, chosen, rejected, *given in zip(
-        prompts, batch["chosen"], batch["rejected"], tools, kwargs, strict=True
-    ):
-        pair = normalize_pair(prompt, chosen, rejected)
-        try:
-            out["template"].append(_template_kwargs(*given))
-        except (ValueError, TypeError):
-            out["template"].append(None)
-            pair = "malformed"
-        reason = pair if isinstance(pair, str) else ""
-        for name, value in zip(("prompt", "chosen", "rejected"), ([], [], []) if reason else pair, strict=True):
-            # datasets 5.2 would take text that happens to be JSON, such as 42 or {}, for its content
-            out[name].append(json.dumps(value) if isinstance(value, str) else value)
-        out["source"].append(source)
-        out["dropped"].append(reason)
-    return out
+    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    rows = [_normalize_row(row) | {"source": source} for row in rows]
+    return {name: [row[name] for row in rows] for name in _PAIR}
 
 
-def _template_kwargs(tools: Any, kwargs: dict | None) -> str | None:
-    """`tools` is a list, or JSON of one. ValueError or TypeError where they are not."""
-    given = {"tools": json.loads(tools) if isinstance(tools, str) else tools} | (kwargs or {})
-    given = {name: value for name, value in given.items() if value is not None}
-    return json.dumps(given) if given else None
+def _normalize_row(row: dict[str, Any]) -> dict[str, Any]:
+    """The columns of _PAIR but `source`."""
+    pair, template = normalize_pair(row.get("prompt"), row["chosen"], row["rejected"]), None
+    try:
+        tools = row.get("tools")
+        arguments = {"tools": json.loads(tools) if isinstance(tools, str) else tools}
+        arguments |= row.get("chat_template_kwargs") or {}
+        if arguments := {name: value for name, value in arguments.items() if value is not None}:
+            template = json.dumps(arguments)
+    except (ValueError, TypeError):
+        pair = "malformed"
+    if isinstance(pair, str):
+        return {"prompt": [], "chosen": [], "rejected": [], "template": template, "dropped": pair}
+    # datasets 5.2 would take text that happens to be JSON, such as 42 or {}, for its content
+    prompt, chosen, rejected = (json.dumps(side) if isinstance(side, str) else side for side in pair)
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "template": template, "dropped": ""}
 
 
 def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | str:
@@ -188,10 +168,9 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
     plain strings.
     """
     if isinstance(chosen, str) and isinstance(rejected, str) and (prompt is None or isinstance(prompt, str)):
-        return _text_pair(prompt, chosen, rejected)
-    sides = [_messages(side, "assistant") for side in (chosen, rejected)]
-    lead = _messages(prompt, "user") if prompt else []
-    chosen, rejected = sides
+        return _normalize_text(prompt, chosen, rejected)
+    chosen, rejected = (_read_messages(side, "assistant") for side in (chosen, rejected))
+    lead = _read_messages(prompt, "user") if prompt else []
     if chosen is None or rejected is None or lead is None:
         return "malformed"
     if not chosen or not rejected:
@@ -201,9 +180,8 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
     if chosen == rejected:
         return "chosen_equals_rejected"
     shared = common_prefix_length(chosen, rejected)  # in messages
-    prompt = chosen[:shared]
+    prompt = _join_prompts(lead, chosen[:shared])
     chosen, rejected = chosen[shared:], rejected[shared:]
-    prompt = _join(lead, prompt)
     if any(message["role"] not in ("assistant", "tool", "environment") for message in chosen + rejected):
         return "prompts_differ"
     if not chosen or not rejected or _is_empty(chosen[-1]) or _is_empty(rejected[-1]):
@@ -211,8 +189,8 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
     return (prompt, chosen, rejected) if prompt else "malformed"
 
 
-def _join(lead: list[dict], shared: list[dict]) -> list[dict]:
-    """The prompt column followed by the beginning that both sides share, without saying twice what is in both."""
+def _join_prompts(lead: list[dict], shared: list[dict]) -> list[dict]:
+    """The prompt column followed by the beginning that both sides share, without what is in both twice."""
     for overlap in range(min(len(lead), len(shared)), 0, -1):
         if lead[-overlap:] == shared[:overlap]:
             return lead + shared[overlap:]
@@ -221,7 +199,7 @@ def _join(lead: list[dict], shared: list[dict]) -> list[dict]:
     return lead + shared
 
 
-def _text_pair(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str, str] | str:
+def _normalize_text(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str, str] | str:
     if chosen == rejected:
         return "chosen_equals_rejected"
     if prompt is None:
@@ -236,7 +214,7 @@ def _text_pair(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str
     return prompt, chosen, rejected
 
 
-def _messages(value: Any, role: str) -> list[dict] | None:
+def _read_messages(value: Any, role: str) -> list[dict] | None:
     """A message list with text content and without keys that are None; None if it cannot be read as one."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
@@ -248,9 +226,10 @@ def _messages(value: Any, role: str) -> list[dict] | None:
             return None
         content = message.get("content")
         if isinstance(content, list):  # parts, as in OpenAI's format
-            if not all(isinstance(part, str) or (isinstance(part, dict) and "text" in part) for part in content):
+            parts = [part["text"] or "" if isinstance(part, dict) and "text" in part else part for part in content]
+            if not all(isinstance(part, str) for part in parts):
                 return None
-            content = "".join(part if isinstance(part, str) else part["text"] or "" for part in content)
+            content = "".join(parts)
         if content is not None and not isinstance(content, str):
             return None
         extras = {k: v for k, v in message.items() if v is not None and k not in ("role", "content")}

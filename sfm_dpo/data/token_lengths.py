@@ -1,8 +1,7 @@
-"""How long is each pair? Read once from the tokenised pairs, by all processes, and cached."""
+"""Lengths of tokenised pairs, what truncation leaves of them, and keys that find repeats; measured once and cached."""
 
-import inspect
-import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 import numpy as np
 import xxhash
@@ -10,6 +9,9 @@ from datasets import Dataset
 from datasets.fingerprint import Hasher
 
 from sfm_dpo.data.sources import room_in_cache
+
+# Part of the cache keys below. Raise it when _measure_batch or _count_turns_batch computes something else.
+VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -21,26 +23,56 @@ class Lengths:
     rejected: np.ndarray
     shared: np.ndarray
 
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, np.ndarray]) -> "Lengths":
+        """From the columns prompt_length, chosen_length and rejected_length of tokenised pairs (tokenization.py), and
+        `shared`, which counts as 0 where it is missing."""
+        prompt, chosen, rejected = (
+            columns[f"{side}_length"].astype(np.int64) for side in ("prompt", "chosen", "rejected")
+        )
+        return cls(prompt, chosen, rejected, columns.get("shared", np.zeros_like(prompt)))
+
     @property
     def total(self) -> np.ndarray:
-        return self.prompt + np.maximum(self.chosen, self.rejected)
+        """[N] tokens of the prompt and the longer response."""
+        return self.sequences.max(axis=1)
+
+    @property
+    def sequences(self) -> np.ndarray:
+        """[N, 2] tokens of prompt + chosen and prompt + rejected."""
+        return np.stack([self.prompt + self.chosen, self.prompt + self.rejected], axis=1)
+
+    @property
+    def responses(self) -> np.ndarray:
+        """[N, 2] tokens of chosen and rejected, those that are trained."""
+        return np.stack([self.chosen, self.rejected], axis=1)
 
     def __len__(self) -> int:
         return len(self.prompt)
 
+    def truncate(self, max_length: int | None, max_prompt_length: int | None = None) -> "Lengths":
+        """What training keeps, still N pairs: the last `max_prompt_length` tokens of a prompt, then the first
+        `max_length` of each sequence. A prompt that fills `max_length` leaves no response: `trainable` is False."""
+        prompt = self.prompt if max_prompt_length is None else np.minimum(self.prompt, max_prompt_length)
+        if max_length is None:
+            return Lengths(prompt, self.chosen, self.rejected, self.shared)
+        prompt = np.minimum(prompt, max_length)
+        return Lengths(
+            prompt, *(np.minimum(x, max_length - prompt) for x in (self.chosen, self.rejected, self.shared))
+        )
 
-def truncate(lengths: Lengths, max_length: int, max_prompt_length: int | None) -> tuple[np.ndarray, Lengths]:
-    """What training keeps: bool [N], False for a pair dropped because its prompt fills max_length, and the tokens left
-    of the others. A prompt keeps its last max_prompt_length tokens, a sequence its first max_length."""
-    prompt = lengths.prompt if max_prompt_length is None else np.minimum(lengths.prompt, max_prompt_length)
-    keep = prompt < max_length
-    prompt, room = prompt[keep], max_length - prompt[keep]
-    chosen, rejected = np.minimum(lengths.chosen[keep], room), np.minimum(lengths.rejected[keep], room)
-    return keep, Lengths(prompt, chosen, rejected, np.minimum(lengths.shared[keep], room))
+    @property
+    def trainable(self) -> np.ndarray:
+        """[N] bool: whether a token of a response is left; training drops the other pairs."""
+        return np.maximum(self.chosen, self.rejected) > 0
+
+    def select(self, rows: np.ndarray) -> "Lengths":
+        """The pairs of a mask [N] or of indices."""
+        return Lengths(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
 @room_in_cache()
-def measure(tokens: Dataset, num_proc: int | None = None) -> tuple[Lengths, np.ndarray, np.ndarray]:
+def measure_lengths(tokens: Dataset, num_proc: int | None = None) -> tuple[Lengths, np.ndarray, np.ndarray]:
     """Lengths of tokenised pairs (tokenization.py), and keys [N] int64 equal for equal prompts and equal pairs."""
     columns = (
         tokens.with_format("numpy")
@@ -50,61 +82,50 @@ def measure(tokens: Dataset, num_proc: int | None = None) -> tuple[Lengths, np.n
             batch_size=100,
             remove_columns=[name for name in tokens.column_names if name.endswith("_ids")],
             num_proc=num_proc,
-            new_fingerprint=_key(tokens),
+            new_fingerprint=Hasher.hash((tokens._fingerprint, "lengths", VERSION)),
             desc="Measuring",
         )
         .with_format("numpy")[:]
     )
-    names = ("prompt_length", "chosen_length", "rejected_length", "shared")
-    prompt, chosen, rejected, shared = (columns[name].astype(np.int64) for name in names)
-    return Lengths(prompt, chosen, rejected, shared), columns["prompt_key"], columns["pair_key"]
+    return Lengths.from_columns(columns), columns["prompt_key"], columns["pair_key"]
 
 
 def _measure_batch(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     shared, prompt_keys, pair_keys = [], [], []
-
-    def key_of(hashed: xxhash.xxh3_64) -> int:
-        return int.from_bytes(hashed.digest(), "little", signed=True)
-
-    for prompt, chosen, rejected in zip(batch["prompt_ids"], batch["chosen_ids"], batch["rejected_ids"], strict=True):
+    for sides in zip(*(batch[f"{name}_ids"] for name in ("prompt", "chosen", "rejected")), strict=True):
+        prompt, chosen, rejected = (np.ascontiguousarray(ids, dtype=np.int32) for ids in sides)
         n = min(len(chosen), len(rejected))
         differ = np.flatnonzero(chosen[:n] != rejected[:n])
         shared.append(differ[0] if differ.size else n)
-        hashed = xxhash.xxh3_64(np.ascontiguousarray(prompt, dtype=np.int32).tobytes())
-        prompt_keys.append(key_of(hashed))
-        for side in (chosen, rejected):
-            hashed.update(len(side).to_bytes(8, "little") + np.ascontiguousarray(side, dtype=np.int32).tobytes())
-        pair_keys.append(key_of(hashed))
-    return {
-        "shared": np.array(shared, dtype=np.int64),
-        "prompt_key": np.array(prompt_keys, dtype=np.int64),
-        "pair_key": np.array(pair_keys, dtype=np.int64),
+        digest = xxhash.xxh3_64(prompt.tobytes())
+        prompt_keys.append(digest.intdigest())
+        for response in (chosen, rejected):
+            digest.update(len(response).to_bytes(8, "little") + response.tobytes())
+        pair_keys.append(digest.intdigest())
+    keys = {"prompt_key": prompt_keys, "pair_key": pair_keys}
+    return {"shared": np.array(shared, dtype=np.int64)} | {
+        name: np.array(values, dtype=np.uint64).view(np.int64) for name, values in keys.items()
     }
 
 
 @room_in_cache()
-def turns(pairs: Dataset, num_proc: int | None = None) -> np.ndarray:
-    """[N] user messages in the prompt of each pair (data.py); plain text is one."""
-    counted = pairs.select_columns(["prompt"]).map(
-        _turns_batch,
+def count_user_turns(pairs: Dataset, num_proc: int | None = None) -> np.ndarray:
+    """[N] user messages in the prompt of each pair (preferences.py); a prompt that is plain text counts as one."""
+    counts = pairs.select_columns(["prompt"]).map(
+        _count_turns_batch,
         batched=True,
         remove_columns=["prompt"],
         num_proc=num_proc,
-        new_fingerprint=_key(pairs),
+        new_fingerprint=Hasher.hash((pairs._fingerprint, "turns", VERSION)),
         desc="Counting turns",
     )
-    return counted.with_format("numpy")["turns"][:]
+    return counts.with_format("numpy")["turns"][:]
 
 
-def _turns_batch(batch: dict[str, list]) -> dict[str, list[int]]:
+def _count_turns_batch(batch: dict[str, list]) -> dict[str, list[int]]:
     return {
         "turns": [
             1 if isinstance(prompt, str) else sum(message["role"] == "user" for message in prompt)
             for prompt in batch["prompt"]
         ]
     }
-
-
-def _key(dataset: Dataset) -> str:
-    """datasets knows an imported function by its name: its cache would outlive a change of this module."""
-    return Hasher.hash((dataset._fingerprint, inspect.getsource(sys.modules[__name__])))

@@ -1,15 +1,12 @@
-"""Which tokens? Chat template to prompt_ids, chosen_ids and rejected_ids: batched, parallel, cached on disk.
+"""Tokenization: preference pairs to prompt_ids, chosen_ids and rejected_ids, batched, parallel and cached on disk.
 
 The ids are those of TRL's own preparation (`DPOTrainer._prepare_dataset`), which tokenises one row at a time and
 whose cache key covers every training argument.
 """
 
 import functools
-import inspect
 import json
-import sys
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import datasets
@@ -23,26 +20,21 @@ from trl.data_utils import common_prefix_length
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config
-from sfm_dpo.data.preferences import Pairs, load_pairs
+from sfm_dpo.data.preferences import DROP_REASONS, Pairs, load_pairs
 from sfm_dpo.data.sources import room_in_cache
+from sfm_dpo.data.token_lengths import Lengths
 from sfm_dpo.model.loading import TOKENIZER_FILES, check_files
 
+# Part of the cache's key. Raise it with any change of this module that changes an id, a length or a drop reason.
+TOKENS_VERSION = 1
 # Rows a call of the tokenizer: it holds some 300 bytes a token beside the ids, and a long pair has 50,000 tokens.
 BATCH_ROWS = 100
-_IDS = List(Value("int32"))
-_COUNT = Value("int32")
+_PARTS = ("prompt", "chosen", "rejected")
 _TOKENS = Features(
-    {
-        "prompt_ids": _IDS,
-        "chosen_ids": _IDS,
-        "rejected_ids": _IDS,
-        "prompt_length": _COUNT,
-        "chosen_length": _COUNT,
-        "rejected_length": _COUNT,
-        "prompt_trimmed": _COUNT,  # tokens taken from the prompt's end because prompt+response diverges from it
-        "source": Value("string"),
-        "dropped": Value("string"),
-    }
+    {f"{part}_ids": List(Value("int32")) for part in _PARTS}
+    | {f"{part}_length": Value("int32") for part in _PARTS}
+    # Tokens taken from the prompt's end because prompt+response diverges from it
+    | {"prompt_trimmed": Value("int32"), "source": Value("string"), "dropped": Value("string")}
 )
 
 
@@ -59,7 +51,8 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
             name, revision=config.model.model_revision, trust_remote_code=args.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model_name_or_path {name}: no tokenizer can be loaded: {_first_line(error)}") from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"model_name_or_path {name}: no tokenizer can be loaded: {reason}") from error
     if tokenizer.eos_token is None:
         raise UserError(f"model_name_or_path {name}: its tokenizer has no EOS token; set eos_token in its config")
     if args.pad_token is not None and args.pad_token not in tokenizer.get_vocab():
@@ -79,7 +72,7 @@ def tokenize_pairs(
     max_prompt_length: int | None = None,
     num_proc: int | None = None,
 ) -> tuple[Dataset, Counter]:
-    """Token ids and lengths of `pairs` (see data.py), and counts of what happened to them.
+    """Token ids and lengths of `pairs` (see preferences.py), and counts of what happened to them.
 
     A second call with the same pairs and tokenizer reads the cache, whatever the two lengths: `max_prompt_length`
     copies it with the starts of longer prompts left out, and `max_length` truncates in TRL's collator and here only
@@ -90,6 +83,8 @@ def tokenize_pairs(
         "malformed", "chosen_equals_rejected", "empty_response", "prompt_too_long" (dropped), "prompt_cut" and
         "prompt_trimmed" (kept).
     """
+    # Not the key that datasets would make: it hashes the tokenizer's state, which changes with use.
+    versions = (TOKENS_VERSION, transformers.__version__, datasets.__version__)
     tokens = pairs.map(
         _tokenize_batch,
         batched=True,
@@ -98,21 +93,12 @@ def tokenize_pairs(
         remove_columns=pairs.column_names,
         features=_TOKENS,
         num_proc=num_proc,
-        # datasets hashes a tokenizer's state, which changes when it is used, and not the code of this module.
-        new_fingerprint=Hasher.hash(
-            (
-                pairs._fingerprint,
-                tokenizer_key(tokenizer),
-                inspect.getsource(sys.modules[__name__]),
-                transformers.__version__,
-                datasets.__version__,
-            )
-        ),
+        new_fingerprint=Hasher.hash((pairs._fingerprint, tokenizer_key(tokenizer), versions)),
         desc="Tokenizing",
     )
     cut = np.zeros(len(tokens), dtype=bool)
     if max_prompt_length is not None:
-        cut = np.asarray(tokens.with_format("numpy")["prompt_length"][:]) > max_prompt_length
+        cut = tokens.with_format("numpy")["prompt_length"][:] > max_prompt_length
     if cut.any():
         tokens = tokens.map(
             _cut_prompts,
@@ -162,7 +148,15 @@ def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> tupl
             )
         pairs.dropped.update(counts)
         if not len(tokens):
-            raise pairs.none_left(split, counts, args.max_length)
+            reason, n = counts.most_common(1)[0]
+            if reason == "prompt_too_long":
+                raise UserError(
+                    f"max_length {args.max_length}: no {split} pair fits; raise it or set max_prompt_length"
+                )
+            names = ", ".join(pairs.sources)
+            raise UserError(
+                f"dataset_name {names}: no {split} pair is left with this model ({n} x {DROP_REASONS[reason]})"
+            )
         # Flat: or every rank would write the rest anew when the trainer adds columns
         # Upstream: datasets 5.2, arrow_dataset.py, Dataset.flatten_indices: writes a flat dataset anew, too, and no
         # public name says whether it is one. Canary: test_canary_datasets_indices
@@ -172,12 +166,9 @@ def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> tupl
 
 
 def pair_tokens(tokens: Dataset, max_length: int | None) -> np.ndarray:
-    """What each pair costs: [N] tokens of chosen and rejected sequence together, after truncation to `max_length`."""
+    """[N] tokens of each pair, chosen and rejected sequence together, after truncation to `max_length`."""
     columns = tokens.select_columns(["prompt_length", "chosen_length", "rejected_length"]).with_format("numpy")[:]
-    chosen, rejected = (columns["prompt_length"] + columns[f"{side}_length"] for side in ("chosen", "rejected"))
-    if max_length is not None:
-        chosen, rejected = np.minimum(chosen, max_length), np.minimum(rejected, max_length)
-    return chosen + rejected
+    return Lengths.from_columns(columns).truncate(max_length).sequences.sum(axis=1)
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -192,112 +183,60 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _tokenize_batch(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> dict[str, list]:
-    ids, reasons = _encode(batch, tokenizer)
-    out: dict[str, list] = {name: [] for name in _TOKENS}
-    sources = batch["source"] if "source" in batch else [None] * len(reasons)
-    for prompt, prompt_chosen, prompt_rejected, reason, source in zip(*ids, reasons, sources, strict=True):
-        # As in TRL: the responses start where the prompt stops being a prefix of prompt+response.
-        length = min(common_prefix_length(prompt, prompt_chosen), common_prefix_length(prompt, prompt_rejected))
-        row = {
-            "prompt_ids": prompt[:length],
-            "chosen_ids": prompt_chosen[length:],
-            "rejected_ids": prompt_rejected[length:],
-            "prompt_trimmed": len(prompt) - length,
-            "source": source,
-            # A template may leave out what made the two sides differ, or strip white space.
-            "dropped": reason or ("chosen_equals_rejected" if prompt_chosen == prompt_rejected else ""),
-        }
-        row |= {f"{name}_length": len(row[f"{name}_ids"]) for name in ("prompt", "chosen", "rejected")}
-        for name, value in row.items():
-            out[name].append(value)
-    return out
-
-
-def _cut_prompts(prompts: list[list[int]], max_prompt_length: int) -> dict[str, list]:
-    kept = [ids[-max_prompt_length:] for ids in prompts]
-    return {"prompt_ids": kept, "prompt_length": [len(ids) for ids in kept]}
-
-
-def _encode(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[list, list, list], list[str]]:
-    """Ids of prompt, prompt+chosen and prompt+rejected of each row, and the rows' drop reasons."""
-    rows = list(zip(batch["prompt"], batch["chosen"], batch["rejected"], strict=True))
-    texts: list[tuple[str, str, str]] = []
-    reasons, given = [""] * len(rows), batch.get("template") or [None] * len(rows)
-    is_text = [isinstance(prompt, str) for prompt, _, _ in rows]
-    for i, (prompt, chosen, rejected) in enumerate(rows):
-        if is_text[i]:
-            chosen, rejected = (s if s.endswith(tokenizer.eos_token) else s + tokenizer.eos_token for s in rows[i][1:])
-            texts.append((prompt, prompt + chosen, prompt + rejected))
-            continue
-        if tokenizer.chat_template is None:
-            raise UserError(
-                f"model_name_or_path {tokenizer.name_or_path}: its tokenizer has no chat template, but the data are "
-                "conversations; take a model with one, or put a chat_template.jinja into its folder"
-            )
-        render = functools.partial(tokenizer.apply_chat_template, tokenize=False, **json.loads(given[i] or "{}"))
-        try:
-            texts.append(
-                (render(prompt, add_generation_prompt=True), render(prompt + chosen), render(prompt + rejected))
-            )
-        except TemplateSyntaxError as error:
-            remedy = f"line {error.lineno} of its chat template is no valid Jinja: {error}; mend chat_template.jinja"
-            raise UserError(f"model_name_or_path {tokenizer.name_or_path}: {remedy}") from error
-        except (TemplateError, TypeError):  # a template that refuses the roles, or their order
-            texts.append(("", "", ""))
-            reasons[i] = "malformed"
-    encoded: list[Any] = [None] * len(rows)
+    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    texts, reasons = zip(*(_render(row, tokenizer) for row in rows), strict=True)
     # Plain text gets the tokenizer's special tokens, a rendered chat template holds its own.
-    for special in (True, False):
-        index = [i for i, text in enumerate(is_text) if text is special]
-        if index:
-            cuts = () if special else _cuts(tokenizer)
-            pieces = [_share_lead(texts[i], cuts) for i in index]
-            flat = [text for piece in pieces for text in piece]
-            ids = tokenizer(flat, add_special_tokens=special, return_attention_mask=False)["input_ids"]
-            for n, i in enumerate(index):
-                lead, *rest = ids[4 * n : 4 * n + 4]
-                # An empty text may have tokens too: a BOS
-                encoded[i] = [lead + tail for tail in rest] if pieces[n][0] else rest
-    return tuple(map(list, zip(*encoded, strict=True))), reasons  # type: ignore[return-value]
+    out: list[dict[str, Any]] = [{} for _ in rows]
+    for plain in (True, False):
+        group = [i for i, row in enumerate(rows) if isinstance(row["prompt"], str) is plain]
+        flat = [text for i in group for text in texts[i]]
+        ids = tokenizer(flat, add_special_tokens=plain, return_attention_mask=False)["input_ids"] if flat else []
+        for n, i in enumerate(group):
+            out[i] = _split_ids(*ids[3 * n : 3 * n + 3]) | {"source": rows[i].get("source")}
+            out[i]["dropped"] = reasons[i] or out[i]["dropped"]
+    return {name: [row[name] for row in out] for name in _TOKENS}
 
 
-def _share_lead(texts: tuple[str, str, str], cuts: Iterable[str]) -> tuple[str, str, str, str]:
-    """Prompt, prompt+chosen and prompt+rejected as the lead that they share and three rests, so that a long prompt is
-    tokenized once. Cut before the prompt's last special token (of `cuts`), where no id can depend on what precedes."""
-    prompt, *sides = texts
-    at, token = max(((prompt.rfind(token), token) for token in cuts), default=(-1, ""))
-    if at < 1 or not all(side.startswith(prompt[: at + len(token)]) for side in sides):
-        return "", *texts
-    chosen, rejected = sides
-    return prompt[:at], prompt[at:], chosen[at:], rejected[at:]
-
-
-def _cuts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Special tokens before which a text can be cut in two without changing an id."""
-    if not tokenizer.is_fast or tokenizer.split_special_tokens:
-        return ()
-    return _cuts_among(
-        tuple(
-            (token.content, not (token.normalized or token.lstrip or token.single_word))
-            for token in tokenizer.added_tokens_decoder.values()
+def _render(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[str, str, str], str]:
+    """The texts of prompt, prompt+chosen and prompt+rejected, and why the row cannot be used, or ""."""
+    prompt, chosen, rejected = row["prompt"], row["chosen"], row["rejected"]
+    if isinstance(prompt, str):
+        eos = tokenizer.eos_token
+        chosen, rejected = (side if side.endswith(eos) else side + eos for side in (chosen, rejected))
+        return (prompt, prompt + chosen, prompt + rejected), ""
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"model_name_or_path {tokenizer.name_or_path}: its tokenizer has no chat template, but the data are "
+            "conversations; take a model with one, or put a chat_template.jinja into its folder"
         )
+    arguments = json.loads(row.get("template") or "{}")
+    render = functools.partial(tokenizer.apply_chat_template, tokenize=False, **arguments)
+    try:
+        return (render(prompt, add_generation_prompt=True), render(prompt + chosen), render(prompt + rejected)), ""
+    except TemplateSyntaxError as error:
+        raise UserError(
+            f"model_name_or_path {tokenizer.name_or_path}: line {error.lineno} of its chat template is no valid "
+            f"Jinja: {error}; mend chat_template.jinja"
+        ) from error
+    except (TemplateError, TypeError):  # a template that refuses the roles, or their order
+        return ("", "", ""), "malformed"
+
+
+def _split_ids(prompt: list[int], prompt_chosen: list[int], prompt_rejected: list[int]) -> dict[str, Any]:
+    """As in TRL: the responses start where the prompt stops being a prefix of prompt+response."""
+    start = min(common_prefix_length(prompt, prompt_chosen), common_prefix_length(prompt, prompt_rejected))
+    ids = {"prompt": prompt[:start], "chosen": prompt_chosen[start:], "rejected": prompt_rejected[start:]}
+    return (
+        {f"{name}_ids": part for name, part in ids.items()}
+        | {f"{name}_length": len(part) for name, part in ids.items()}
+        | {
+            "prompt_trimmed": len(prompt) - start,
+            # A template may leave out what made the two sides differ, or strip white space.
+            "dropped": "chosen_equals_rejected" if prompt_chosen == prompt_rejected else "",
+        }
     )
 
 
-@functools.lru_cache(maxsize=4)
-def _cuts_among(added: tuple[tuple[str, bool], ...]) -> tuple[str, ...]:
-    """tokenizers looks for the added tokens first, leftmost and longest, and treats the text between them piece by
-    piece. So a cut before one of them is exact if it matches wherever it stands (no other can begin or end within it)
-    and does not look to its left (`lstrip`, `single_word`, or text changed by the normaliser: the bool of `added`)."""
-
-    def overlaps(other: str, token: str) -> bool:
-        if other != token and other.startswith(token):
-            return True
-        starts = (i for i in range(1, len(other)) if other[i] == token[0])
-        return any(other.startswith(token, i) or token.startswith(other[i:]) for i in starts)
-
-    return tuple(t for t, plain in added if t and plain and not any(overlaps(other, t) for other, _ in added))
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _cut_prompts(prompts: list[list[int]], max_prompt_length: int) -> dict[str, list]:
+    cut = [ids[-max_prompt_length:] for ids in prompts]
+    return {"prompt_ids": cut, "prompt_length": [len(ids) for ids in cut]}

@@ -1,8 +1,9 @@
-"""What does it say? Greedy answers to prompts, and two models' answers side by side."""
+"""Greedy generation: answers to prompts, how repetitive they are, and two texts side by side."""
 
 import shutil
 import textwrap
 from collections import Counter
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -61,14 +62,9 @@ def repeated_4grams(texts: list[str]) -> float:
 
 def side_by_side(left: str, right: str, width: int | None = None, max_lines: int = 12) -> str:
     """Two texts in word-wrapped columns; lines beyond `max_lines` are left out, marked by an ellipsis."""
-    width = width or min(shutil.get_terminal_size().columns, 120)
-    column = (width - 4) // 2
-    columns = [_wrap(text, column, max_lines) for text in (left, right)]
-    height = max(map(len, columns))
-    lines = zip(*(lines + [""] * (height - len(lines)) for lines in columns), strict=True)
-    return "\n".join(f"  {a:<{column}}  {b}".rstrip() for a, b in lines)
-
-
-def _wrap(text: str, width: int, max_lines: int) -> list[str]:
-    lines = [part for line in text.splitlines() if line.strip() for part in textwrap.wrap(line, width)]
-    return lines if len(lines) <= max_lines else [*lines[: max_lines - 1], "..."]
+    column = ((width or min(shutil.get_terminal_size().columns, 120)) - 4) // 2
+    columns = []
+    for text in (left, right):
+        lines = [part for line in text.splitlines() if line.strip() for part in textwrap.wrap(line, column)]
+        columns.append(lines if len(lines) <= max_lines else [*lines[: max_lines - 1], "..."])
+    return "\n".join(f"  {a:<{column}}  {b}".rstrip() for a, b in zip_longest(*columns, fillvalue=""))

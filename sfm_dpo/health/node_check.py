@@ -1,15 +1,16 @@
-"""Can these nodes train? GPUs, disks, and an all-reduce across all ranks, in seconds, before the job's hours.
+"""Node check: GPUs, disks and an all-reduce across all ranks, in seconds, before a job trains for hours.
 
     python -m sfm_dpo.health.node_check --output_dir outputs/dpo                                  one process
     torchrun --nproc-per-node 4 -m sfm_dpo.health.node_check --output_dir outputs/dpo             a node with 4 GPUs
 
-The batch scripts run it on all nodes. Each rank looks at its own device; the first of a node also at nvidia-smi and
-the disks. All ranks then meet: what one found, all know, and rank 0 prints one line a finding and the --exclude that
-leaves the bad nodes out. Without GPUs the same runs with what applies. Exit code 69 (EX_UNAVAILABLE) if anything is
-wrong. It imports torch alone, so that it is over before the trainer's own imports would be.
+The batch scripts run it on all nodes. Each rank checks its own device; the first of a node also nvidia-smi and the
+disks. Rank 0 prints the findings of all ranks, one a line, and the --exclude that leaves the bad nodes out. Without
+GPUs the same runs with what applies. Exit code 69 (EX_UNAVAILABLE) if anything is wrong. It imports torch alone, so
+that it is over before the trainer's own imports would be.
 """
 
 import argparse
+import logging
 import os
 import shutil
 import subprocess
@@ -18,72 +19,72 @@ import tempfile
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from sfm_dpo.common.distributed import is_main_process
+
+log = logging.getLogger("sfm_dpo.health.node_check")  # __name__ is __main__
+
 UNHEALTHY = 69
-MEET_SECONDS = 120  # a rank that is not there by then does not come: importing torch from a cold disk takes long
+JOIN_SECONDS = 120  # a rank that has not joined by then is lost: importing torch from a cold disk takes long
 REDUCE_SECONDS = 45
 MIN_FREE_GIB = 2.0  # logs, caches and reports; checkpoints are checked against their size when the model is known
-MAX_USED_MIB = 2048  # of GPU memory before we start: above it somebody else's process is there
+MAX_USED_MIB = 2048  # of GPU memory before the run starts: above it another process is there
 MATMUL = {"cuda": (8192, torch.bfloat16), "cpu": (512, torch.float32)}
 SMI_FIELDS = "index,memory.used,ecc.errors.uncorrected.volatile.total"
+
+HOST = os.environ.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]
+RANK, LOCAL_RANK = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m sfm_dpo.health.node_check", description=__doc__.splitlines()[0])
     parser.add_argument("--output_dir", required=True)
-    output_dir = parser.parse_args(argv).output_dir
+    folders = list_folders(parser.parse_args(argv).output_dir)
     findings = []
-    if local_rank() == 0:
+    if LOCAL_RANK == 0:
         findings += check_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        for name, folder in folders(output_dir).items():
+        for name, folder in folders.items():
             findings += check_folder(name, folder)
     findings += check_matmul()
+    alone = False
     try:
-        everyone = meet(findings, Path(output_dir))
-    except Exception as error:  # torch has no narrower one: any failure here is the finding
-        findings.append(f"rank {rank()} could not talk to the others: {' '.join(str(error).split())[:300]}")
-        report({host(): findings})
-        return UNHEALTHY
-    bad: dict[str, list[str]] = {}
-    for name, lines in everyone:
-        if lines:
-            bad.setdefault(name, []).extend(lines)
-    if rank() == 0:
-        report(bad)
-        if not bad:
-            print(f"health: {len({name for name, _ in everyone})} node(s), {len(everyone)} rank(s) fine", flush=True)
+        reports = gather_findings(findings, folders)
+    except Exception as error:  # torch has no narrower one
+        reason = " ".join(str(error).split())[:300]
+        alone, reports = True, [(HOST, [*findings, f"rank {RANK} could not reach the other ranks: {reason}"])]
+    hosts = {host for host, _ in reports}
+    bad = sorted({host for host, lines in reports if lines})
+    if is_main_process() or alone:
+        for host, lines in reports:
+            for line in lines:
+                log.error(f"unhealthy {host}: {line}")
+        if bad:
+            log.error(f"submit again with --exclude={','.join(bad)}, or SKIP_HEALTHCHECK=1 to train anyway")
+        else:
+            log.info(f"health: {len(hosts)} node(s), {len(reports)} rank(s) fine")
     return UNHEALTHY if bad else 0
 
 
-def report(bad: dict[str, list[str]]) -> None:
-    """One line a finding, and the option that leaves the nodes out."""
-    for name, lines in bad.items():
-        for line in lines:
-            print(f"unhealthy {name}: {line}", flush=True)
-    if bad:
-        print(
-            f"submit again with --exclude={','.join(sorted(bad))}, or SKIP_HEALTHCHECK=1 to train anyway", flush=True
-        )
-
-
-def check_gpus(wanted: int) -> list[str]:
+def check_gpus(processes: int) -> list[str]:
     """What is wrong with the node's GPUs as a whole, by nvidia-smi; nothing where the run is on CPU."""
     if not on_gpu():
         return []
-    if torch.cuda.device_count() < wanted:
-        return [f"{torch.cuda.device_count()} GPU(s) for {wanted} processes"]
+    if torch.cuda.device_count() < processes:
+        return [f"{torch.cuda.device_count()} GPU(s) for {processes} processes"]
     command = ["nvidia-smi", f"--query-gpu={SMI_FIELDS}", "--format=csv,noheader,nounits"]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        command.append(f"--id={visible}")
     try:
-        done = subprocess.run([*command, *([f"--id={visible}"] if visible else [])], capture_output=True, timeout=20)
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except subprocess.CalledProcessError as error:
+        return [f"nvidia-smi: {(error.stdout + error.stderr).strip()}"]
     except (OSError, subprocess.TimeoutExpired) as error:
         return [f"nvidia-smi: {error}"]
-    if done.returncode:
-        return [f"nvidia-smi: {(done.stdout + done.stderr).decode().strip()}"]
-    return read_smi(done.stdout.decode())
+    return read_smi(output)
 
 
 def read_smi(text: str) -> list[str]:
@@ -101,20 +102,20 @@ def read_smi(text: str) -> list[str]:
 def check_matmul() -> list[str]:
     """Multiplies matrices of known product on this rank's device."""
     if on_gpu() and not torch.cuda.is_available():
-        return []  # check_gpus has said so
-    where = f"GPU {local_rank()}" if on_gpu() else "CPU"
+        return []  # a finding of check_gpus
+    where = f"GPU {LOCAL_RANK}" if on_gpu() else "CPU"
     size, dtype = MATMUL["cuda" if on_gpu() else "cpu"]
     try:
-        twos = torch.full((size, size), 2.0, dtype=dtype, device=device())
+        twos = torch.full((size, size), 2.0, dtype=dtype, device=select_device())
         wrong = int((twos @ twos != 4.0 * size).sum())  # a power of two: exact in bfloat16 as well
-        noise = torch.randn(size, size, dtype=dtype, device=device())
+        noise = torch.randn(size, size, dtype=dtype, device=select_device())
         wrong += int((~(noise @ noise).isfinite()).sum())
     except RuntimeError as error:
         return [f"{where}: a matmul failed: {str(error).splitlines()[0]}"]
     return [f"{where}: {wrong:,} wrong values in a matmul"] if wrong else []
 
 
-def folders(output_dir: str) -> dict[str, Path]:
+def list_folders(output_dir: str) -> dict[str, Path]:
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
     return {"output_dir": Path(output_dir), "HF_HOME": Path(home).expanduser(), "TMPDIR": Path(tempfile.gettempdir())}
 
@@ -133,65 +134,45 @@ def check_folder(name: str, folder: Path) -> list[str]:
     return [f"{name} {folder} has {free:.1f} GiB free, {MIN_FREE_GIB:g} are needed"] if free < MIN_FREE_GIB else []
 
 
-def meet(findings: list[str], output_dir: Path) -> list[tuple[str, list[str]]]:
-    """All ranks' (host, findings), after a look at whether the nodes share their folders, and an all-reduce."""
+def gather_findings(findings: list[str], folders: dict[str, Path]) -> list[tuple[str, list[str]]]:
+    """All ranks' (host, findings), after checking that the nodes share their folders, and an all-reduce."""
+
+    def gather(lines: list[str]) -> list[tuple[str, list[str]]]:
+        reports: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(reports, (HOST, lines))
+        return reports
+
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)  # started without a launcher
-    dist.init_process_group("gloo", timeout=timedelta(seconds=MEET_SECONDS))
-    marks = [make_marks(output_dir) if rank() == 0 else {}]
+    dist.init_process_group("gloo", timeout=timedelta(seconds=JOIN_SECONDS))
+    marks: list[dict[str, Path]] = [{}]  # files that all nodes must see
+    for name in ("output_dir", "HF_HOME") if RANK == 0 else ():
+        mark = folders[name].absolute() / f".health-{os.getpid()}"
+        with suppress(OSError):  # a finding of check_folder
+            mark.touch()
+            marks[0][name] = mark
     dist.broadcast_object_list(marks, src=0)
-    for name, mark in marks[0].items() if local_rank() == 0 else ():
-        mine = folders(str(output_dir))[name]
-        if not (mine / mark.name).exists():
-            findings.append(f"{name} {mine} is not the first node's: all nodes must share the folder")
-    everyone = _gather(findings)
-    if rank() == 0:
-        for mark in marks[0].values():
-            mark.unlink(missing_ok=True)
-    if not any(lines for _, lines in everyone):  # a device that failed alone would only hang the others here
-        everyone = _gather(check_all_reduce())
+    for name, mark in marks[0].items() if LOCAL_RANK == 0 else ():
+        if not (folders[name] / mark.name).exists():
+            findings.append(f"{name} {folders[name]} is not the first node's: all nodes must share the folder")
+    reports = gather(findings)
+    for mark in marks[0].values() if RANK == 0 else ():
+        mark.unlink(missing_ok=True)
+    if not any(lines for _, lines in reports):  # a device that failed alone would only hang the others here
+        reports = gather(check_all_reduce())
     dist.destroy_process_group()
-    return everyone
+    return reports
 
 
 def check_all_reduce() -> list[str]:
     """Adds up numbers over all ranks on their devices: NCCL between GPUs, gloo otherwise."""
     ranks = dist.get_world_size()
     group = dist.new_group(backend="nccl" if on_gpu() else "gloo", timeout=timedelta(seconds=REDUCE_SECONDS))
-    numbers = torch.full((1024,), float(rank() + 1), device=device())
+    numbers = torch.full((1024,), float(RANK + 1), device=select_device())
     dist.all_reduce(numbers, group=group)
     if bool((numbers == ranks * (ranks + 1) / 2).all()):
         return []
-    return [f"{device()}: an all-reduce over {ranks} ranks gave {numbers[0].item():g}"]
-
-
-def _gather(findings: list[str]) -> list[tuple[str, list[str]]]:
-    everyone: list[tuple[str, list[str]]] = [("", [])] * dist.get_world_size()
-    dist.all_gather_object(everyone, (host(), findings))
-    return everyone
-
-
-def make_marks(output_dir: Path) -> dict[str, Path]:
-    """A file in each folder that all nodes must see."""
-    marks = {}
-    for name in ("output_dir", "HF_HOME"):
-        mark = folders(str(output_dir))[name].absolute() / f".health-{os.getpid()}"
-        with suppress(OSError):  # has been found already
-            mark.touch()
-            marks[name] = mark
-    return marks
-
-
-def host() -> str:
-    return os.environ.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]
-
-
-def rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return [f"{numbers.device}: an all-reduce over {ranks} ranks gave {numbers[0].item():g}"]
 
 
 def on_gpu() -> bool:
@@ -201,12 +182,11 @@ def on_gpu() -> bool:
     )
 
 
-def device() -> torch.device:
+def select_device() -> torch.device:
     if not on_gpu():
         return torch.device("cpu")
-    device = torch.device("cuda", local_rank())
-    torch.cuda.set_device(device)
-    return device
+    torch.cuda.set_device(LOCAL_RANK)
+    return torch.device("cuda", LOCAL_RANK)
 
 
 if __name__ == "__main__":

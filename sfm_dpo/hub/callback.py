@@ -1,25 +1,26 @@
-"""Who pushes while training goes on? For each checkpoint that is due, scripts/push_to_hub.py as a process of its own.
+"""Pushes of checkpoints while training goes on: for each that is due, scripts/push_to_hub.py as a process of its own.
 
-Trainer's own push (transformers 5.23) copies every checkpoint into output_dir, uploads whatever lies there, proves
+Trainer's own push (transformers 5.23) copies every checkpoint into output_dir, uploads whatever lies there, checks
 nothing, and runs in threads for which the interpreter waits when it leaves: at a time limit, until Slurm kills it.
 """
 
+import logging
 import os
+import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
 
 from sfm_dpo.common.distributed import is_main_process
+from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config import TrainConfig
-from sfm_dpo.hub.upload import push_command
+from sfm_dpo.hub.upload import format_push_command
 from sfm_dpo.run.checkpoint import PUSHING
 
-_SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "push_to_hub.py"
-
+log = logging.getLogger(__name__)
 
 # What a launcher tells its ranks: with it the process would take itself for one of them.
 _OF_A_RANK = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "GROUP_", "ROLE_", "FSDP_")
@@ -32,8 +33,7 @@ class PushCheckpoints(TrainerCallback):
     says so and changes nothing about the training. Those on their way when the run stops before its end are ended.
     """
 
-    def __init__(self, say: Callable[[str], None]):
-        self._say = say
+    def __init__(self) -> None:
         self._pushes: dict[Path, subprocess.Popen] = {}
 
     def on_save(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
@@ -46,13 +46,12 @@ class PushCheckpoints(TrainerCallback):
         checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         self._pushes = {path: push for path, push in self._pushes.items() if push.poll() is None}
         if self._pushes and not args.hub_always_push:
-            self._say(f"{checkpoint} is not pushed: {next(iter(self._pushes))} is still on its way")
+            log.info(f"{checkpoint} is not pushed: the push of {next(iter(self._pushes))} is still going on")
             return
-        command = [sys.executable, str(_SCRIPT), str(checkpoint), "--hub_model_id", args.hub_model_id]
-        command += ["--hub_revision", args.hub_revision] if args.hub_revision else []
-        command += ["--hub_private_repo", "false"] if args.hub_private_repo is False else []
+        _, script, *words = shlex.split(_format_command(checkpoint, args))
         env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_RANK)}
         env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(PROJECT / script), *words]
         push = self._pushes[checkpoint] = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
         (checkpoint / PUSHING).write_text(str(push.pid))
 
@@ -60,6 +59,11 @@ class PushCheckpoints(TrainerCallback):
         for checkpoint, push in self._pushes.items():
             if push.poll() is None and state.global_step < state.max_steps:
                 push.terminate()
-                later = push_command(checkpoint, args.hub_model_id, args.hub_revision, args.hub_private_repo)
-                self._say(f"the push of {checkpoint} was ended; push it later with: {later}")
+                log.info(
+                    f"the push of {checkpoint} was ended; push it later with: {_format_command(checkpoint, args)}"
+                )
             push.wait()
+
+
+def _format_command(checkpoint: Path, args: TrainConfig) -> str:
+    return format_push_command(checkpoint, args.hub_model_id, args.hub_revision, args.hub_private_repo)

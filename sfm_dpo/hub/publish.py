@@ -1,10 +1,12 @@
-"""What is published? The model of a run or of one checkpoint: found, cleaned, proved, described, pushed."""
+"""Publishing the model of a run or of one checkpoint: located, cleaned, checked, described, pushed."""
 
 import json
+import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,14 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 
 from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.hub import upload, verify
-from sfm_dpo.report.model_card import write_model_card
+from sfm_dpo.report.model_card import WeightChange, write_model_card
 from sfm_dpo.run.checkpoint import PUSHING, step_of, why_incomplete
 from sfm_dpo.run.folder import RESOLVED_CONFIG, read_resolved_config, read_status, write_status
+
+log = logging.getLogger(__name__)
 
 # All that is published beside weights, card and figures. A list of what may: what a later version of a library puts
 # into the folder is not published by mistake.
@@ -44,11 +49,11 @@ class Source:
     def name(self) -> str:
         return self.run.resolve().name if self.step is None else f"{self.run.resolve().name}/checkpoint-{self.step}"
 
-    def revision(self, asked: str | None) -> str:
+    def choose_branch(self, revision: str | None) -> str:
         """The branch for `hub_revision`: with {step} a checkpoint's own, and main for the final model."""
-        if asked and "{step}" in asked:
-            return "main" if self.step is None else asked.replace("{step}", str(self.step))
-        return asked or "main"
+        if revision and "{step}" in revision:
+            return "main" if self.step is None else revision.replace("{step}", str(self.step))
+        return revision or "main"
 
 
 def find_source(path: Path, publish_anyway: bool = False) -> Source:
@@ -64,80 +69,65 @@ def find_source(path: Path, publish_anyway: bool = False) -> Source:
     run = path if is_run else path.parent if path.name else path.resolve().parent
     if not (run / RESOLVED_CONFIG).is_file():
         raise UserError(f"{path}: neither a run's folder nor a checkpoint in one: there is no {RESOLVED_CONFIG}")
-    config = read_resolved_config(run)
-    source = Source(path, run, None if is_run else step_of(path), config)
     status = read_status(run) or {}
     state, healthy = status.get("state"), status.get("checkpoint")
     if state == "collapsed":
         if not publish_anyway and (is_run or healthy is None or step_of(path) > step_of(Path(healthy))):
             better = f"push its last healthy checkpoint, {healthy}, or " if healthy else ""
-            raise UserError(f"{path}: the guard stopped this run; {better}say --publish_anyway if it is meant")
+            raise UserError(f"{path}: the guard stopped this run; {better}add --publish_anyway if it is meant")
     elif is_run and state not in ("done", "push_failed"):
-        raise UserError(
-            f"{path}: the run is not finished (state {state}); push one of its checkpoints, {path}/checkpoint-N"
-        )
+        raise UserError(f"{path}: the run is not finished (state {state}); push one of its checkpoints, checkpoint-N")
     if not is_run and (reason := why_incomplete(path)):
         raise UserError(f"{path}: {reason}; push another checkpoint")
-    return source
+    return Source(path, run, None if is_run else step_of(path), read_resolved_config(run))
 
 
-def push(
-    source: Source,
-    repo: str,
-    revision: str,
-    say: Callable[[str], None],
-    publish_anyway: bool = False,
-) -> str:
-    """Proves, describes and uploads a model; returns the address of its commit.
+def publish(source: Source, repo: str, revision: str | None, publish_anyway: bool = False) -> str:
+    """Checks, describes and uploads a model; returns the address of its commit.
 
     Raises:
         verify.Unfit: it should not be published; nothing was.
-        upload.PushFailed: it could not be.
+        upload.HubError: the upload failed.
     """
-    busy = source.folder / PUSHING if source.step is not None else None
-    if busy:
-        busy.write_text(str(os.getpid()))  # the run goes on, and would rotate the checkpoint away
-    try:
-        with tempfile.TemporaryDirectory(prefix=".hub-", dir=source.run) as scratch:
-            staged = Path(scratch)
-            stage(source, staged)
-            changes = _prove(source, staged, say, publish_anyway)
-            write_model_card(
-                source.run, folder=staged, repo=repo, revision=revision, step=source.step, changes=changes
-            )
-            address, new = upload.upload(staged, repo, revision, f"DPO, {source.name}", say)
-    finally:
-        if busy:
-            busy.unlink(missing_ok=True)
-    say(f"{'pushed' if new else 'nothing new:'} {source.name} {'to' if new else 'is'} {address}")
+    branch = source.choose_branch(revision)
+    with ExitStack() as cleanup:
+        if source.step is not None:  # the run goes on, and would rotate the checkpoint away
+            mark = source.folder / PUSHING
+            mark.write_text(str(os.getpid()))
+            cleanup.callback(mark.unlink, missing_ok=True)
+        staged = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix=".hub-", dir=source.run)))
+        stage_files(source.folder, staged)
+        changes = _check_fitness(source, staged, publish_anyway)
+        write_model_card(source.run, folder=staged, repo=repo, revision=branch, step=source.step, changes=changes)
+        address, is_new = upload.upload_folder(staged, repo, branch, f"DPO, {source.name}")
+    log.info(f"pushed {source.name} to {address}" if is_new else f"nothing new: {source.name} is {address}")
     return address
 
 
-def stage(source: Source, target: Path) -> None:
+def stage_files(source: Path, target: Path) -> None:
     """Lays out in `target` what is published: links to the weights, small files without traces of this machine."""
-    weights = [path for pattern in _WEIGHTS for path in sorted(source.folder.glob(pattern))]
-    for path in weights:
-        (target / path.name).symlink_to(path.resolve())
     for name in _FILES:
-        path = source.folder / name
-        if path.is_dir():
-            shutil.copytree(path, target / name)
-        elif path.is_file():
-            shutil.copyfile(path, target / name)
+        if (source / name).is_dir():
+            shutil.copytree(source / name, target / name)
+        elif (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
     for name in _CLEANED:
         if (target / name).is_file():
-            _clean(target / name)
+            _remove_traces(target / name)
+    weights = [path for pattern in _WEIGHTS for path in source.glob(pattern)]
+    for path in weights:
+        (target / path.name).symlink_to(path.resolve())
     if not weights:
-        consolidate(source.folder, target)
+        consolidate_shards(source, target)
 
 
-def consolidate(checkpoint: Path, target: Path) -> None:
+def consolidate_shards(checkpoint: Path, target: Path) -> None:
     """Writes the whole model of a sharded checkpoint (ZeRO-3, FSDP) into `target`, by the libraries' own functions.
 
     They give the names of the modules; the model's own save_pretrained gives those that from_pretrained expects.
 
     Raises:
-        UserError: there is nothing in it to put together.
+        UserError: it holds no shards, or not those of this model.
     """
     if (checkpoint / "pytorch_model_fsdp_0").is_dir():
         from accelerate.utils import merge_fsdp_weights
@@ -163,88 +153,74 @@ def consolidate(checkpoint: Path, target: Path) -> None:
     model.save_pretrained(target)
 
 
-def _prove(
-    source: Source, staged: Path, say: Callable[[str], None], publish_anyway: bool
-) -> list[verify.Change] | None:
-    """Changes against the base model, None if it is published without proof."""
-    changes = None
-    base, revision = source.config["model_name_or_path"], source.config.get("model_revision")
+def _check_fitness(source: Source, staged: Path, publish_anyway: bool) -> list[WeightChange]:
+    """Changes against the base model; with `publish_anyway` what is wrong is a warning."""
+    changes: list[WeightChange] = []
     try:
         if (staged / ADAPTER_CONFIG_NAME).is_file():
-            changes = verify.adapter_changes(staged)
+            changes = verify.compare_adapter(staged)
         else:
-            changes = verify.compare_weights(staged, verify.base_folder(base, revision))
-        for change in changes:
-            say(f"  {change.group:<20} {change.share:7.2%} changed, by at most {change.largest:.3g}")
-        verify.check_changed(changes)
-        verify.check_complete(staged)
+            base = verify.find_base(source.config["model_name_or_path"], source.config.get("model_revision"))
+            changes = verify.compare_weights(staged, base)
+        rows = [(c.group, f"{c.share:.2%} changed", f"by at most {c.largest:.3g}") for c in changes]
+        log.info(format_table(rows, align="lrl"))
+        if not any(change.changed for change in changes):
+            raise verify.Unfit("the weights are those of the base model, bit by bit: nothing was learned")
+        verify.check_loads(staged)
     except verify.Unfit as error:
+        reason = str(error).replace(str(staged), str(source.folder))
         if not publish_anyway:
-            raise verify.Unfit(
-                f"{source.folder}: {_without(str(error), staged)}; --publish_anyway pushes it"
-            ) from error
-        say(f"warning: {_without(str(error), staged)}; published because of --publish_anyway")
+            raise verify.Unfit(f"{source.folder}: {reason}; --publish_anyway pushes it") from error
+        log.warning(f"{reason}; published because of --publish_anyway")
     return changes
 
 
-def _without(text: str, staged: Path) -> str:
-    return text.replace(f"{staged}: ", "").replace(f"{staged}/", "").replace(str(staged), "it")
-
-
-def _clean(path: Path) -> None:
+def _remove_traces(path: Path) -> None:
     """Takes out of a configuration how it was loaded here, and refuses what else names a file of this machine."""
-    before = json.loads(path.read_text())
-    after = {key: value for key, value in before.items() if key not in _SESSION}
-    for key, value in after.items():
+    content = {key: value for key, value in json.loads(path.read_text()).items() if key not in _SESSION}
+    for key, value in content.items():
         is_path = isinstance(value, str) and os.path.isabs(value) and os.path.exists(value)
-        if is_path and key != "base_model_name_or_path":  # of that one check_complete has more to say
+        if is_path and key != "base_model_name_or_path":  # of that one check_loads has more to say
             raise UserError(f"{path.name}: {key} is {value}, a path of this machine; remove it there")
-    if after != before:
-        path.write_text(json.dumps(after, indent=2, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 # ---- a run that pushes
 
-_REMEDY = "train with push_to_hub: false and push later with scripts/push_to_hub.py"
 
-
-def check_push(args: TrainConfig, goes_on: bool, say: Callable[[str], None]) -> None:
+def check_push(args: TrainConfig, resuming: bool) -> None:
     """Before training, on rank 0: makes sure that a push could begin now, and completes `args.hub_model_id`.
 
     Raises:
-        UserError: it could not. A run that `goes_on` from a checkpoint is not held up by a Hub that is down.
+        UserError: it could not. A run that is `resuming` is not held up by a Hub that is down.
     """
-    args.hub_model_id = target_of(vars(args), Path(args.output_dir))
+    args.hub_model_id = choose_repo(vars(args), Path(args.output_dir))
+    remedy = "train with push_to_hub: false and push later with scripts/push_to_hub.py"
     try:
-        args.hub_model_id = upload.check_access(args.hub_model_id, args.hub_private_repo, args.hub_revision, _REMEDY)
-        say(f"push: {args.hub_model_id}, {HubStrategy(args.hub_strategy).value}")
-    except upload.Unreachable as error:
-        if not goes_on:
+        args.hub_model_id = upload.check_access(args.hub_model_id, args.hub_private_repo, args.hub_revision, remedy)
+        log.info(f"push: {args.hub_model_id}, {HubStrategy(args.hub_strategy).value}")
+    except upload.HubError as error:
+        if not (resuming and error.transient):
             raise
-        say(f"warning: {error}; going on, the push will be tried at the end")
+        log.warning(f"{error}; training goes on, the push will be tried at the end")
 
 
-def target_of(config: Mapping[str, Any], run: Path) -> str:
+def choose_repo(config: Mapping[str, Any], run: Path) -> str:
     """hub_model_id, by default the run's folder name, in the token's own namespace."""
     return config.get("hub_model_id") or run.resolve().name
 
 
-def push_finished(args: TrainConfig, say: Callable[[str], None]) -> int:
-    """Pushes a run that is trained and saved, on rank 0; returns the exit code, 0 or 5."""
+def push_finished(args: TrainConfig) -> int:
+    """Pushes a run that is trained and saved, on rank 0, unless it was pushed; returns the exit code, 0 or 5."""
     run = Path(args.output_dir)
     if not is_main_process() or (read_status(run) or {}).get("pushed"):
         return 0
     source = Source(run, run, None, read_resolved_config(run))
-    return push_run(source, target_of(vars(args), run), args.hub_revision, args.hub_private_repo, say)
+    return push_run(source, choose_repo(vars(args), run), args.hub_revision, args.hub_private_repo)
 
 
 def push_run(
-    source: Source,
-    repo: str,
-    revision: str | None,
-    private: bool | None,
-    say: Callable[[str], None],
-    publish_anyway: bool = False,
+    source: Source, repo: str, revision: str | None, private: bool | None, publish_anyway: bool = False
 ) -> int:
     """Pushes a finished run and writes how that went into status.json; returns the exit code, 0 or 5.
 
@@ -256,15 +232,15 @@ def push_run(
         if status.get("state") in ("done", "push_failed"):  # what the guard said about a run stays
             write_status(run, state, code, message, step=status.get("step"), **extra)
 
-    later = upload.push_command(run, repo, revision, private)
-    record("push_failed", 5, f"the push did not come to its end; push later with: {later}")
+    later = f"push later with: {upload.format_push_command(run, repo, revision, private)}"
+    record("push_failed", 5, f"the push was interrupted; {later}")
     try:
         repo = upload.check_access(repo, private, revision, "push later")
-        address = push(source, repo, source.revision(revision), say, publish_anyway)
+        address = publish(source, repo, revision, publish_anyway)
     except Exception as error:  # whatever it is, the model is trained and saved
-        message = f"{error}; the model is in {run}, push later with: {later}"
+        message = f"{error}; the model is in {run}, {later}"
         record("push_failed", 5, message)
-        say(f"push failed: {message}")
+        log.error(f"push failed: {message}")
         return 5
     record("done", 0, pushed=address)
     return 0

@@ -1,9 +1,8 @@
-"""Is it fit to be seen? Weights compared with the base model's, and everything a user of the model needs is there."""
+"""Checks before publishing: weights compared with the base model's, and everything that loading needs is there."""
 
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,75 +12,48 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.report.model_card import WeightChange
 
-QUARTERS = 4  # layers are reported in so many groups
+LAYER_GROUPS = 4  # changes of layers are reported in so many groups
+_LAYER = re.compile(r"\.(\d+)\.")
 
 
 class Unfit(UserError):
-    """What is to be published is not what it says, or lacks something."""
+    """The model is not what it should be, or lacks something that its users need."""
 
 
-@dataclass
-class Change:
-    """What training changed in a group of layers; `changed` of `parameters`, `largest` absolute difference."""
-
-    group: str
-    parameters: int = 0
-    changed: int = 0
-    largest: float = 0.0
-
-    @property
-    def share(self) -> float:
-        return self.changed / self.parameters if self.parameters else 0.0
-
-
-def compare_weights(trained: Path, base: Path) -> list[Change]:
+def compare_weights(trained: Path, base: Path) -> list[WeightChange]:
     """Changes by group (embeddings, four groups of layers, head), one tensor in memory at a time.
 
     The base is rounded to the trained model's dtype first: a bf16 model of an fp32 base differs everywhere by rounding
     alone. Tensors that only one of them holds (a tied head) are left out.
 
     Raises:
-        Unfit: no tensor has the same name and shape in both; a trained weight that is no finite number.
+        Unfit: no tensor has the same name and shape in both; a trained weight that is not a finite number.
     """
-    mine, theirs = _tensors(trained), _tensors(base)
-    layers = 1 + max((layer for name in mine if (layer := _layer(name)) is not None), default=0)
-    groups: dict[str, Change] = {}
-    for name in sorted(mine, key=lambda name: (not _embeds(name), layers if _layer(name) is None else _layer(name))):
-        new = mine[name](name)
-        if not torch.isfinite(new).all():
-            raise Unfit(f"{trained}: {name} holds values that are no finite numbers")
-        if name not in theirs or (old := theirs[name](name)).shape != new.shape:
-            continue
-        change = groups.setdefault(_group(name, layers), Change(_group(name, layers)))
-        difference = (new.float() - old.to(new.dtype).float()).abs()
-        change.parameters += difference.numel()
-        change.changed += int(difference.count_nonzero())
-        change.largest = max(change.largest, difference.max().item())
+    new, old = _open_tensors(trained), _open_tensors(base)
+    layers = 1 + max((int(match[1]) for name in new if (match := _LAYER.search(name))), default=0)
+    groups: dict[tuple[int, str], WeightChange] = {}
+    for name in new:
+        after = _read_finite(new, name)
+        if name in old and (before := old[name](name)).shape == after.shape:
+            group = _find_group(name, layers)
+            difference = after.float() - before.to(after.dtype).float()
+            _add_change(groups.setdefault(group, WeightChange(group[1])), difference)
     if not groups:
-        raise Unfit(f"{trained}: none of its tensors is in the base model {base}: they cannot be compared")
-    return list(groups.values())
+        raise Unfit(f"none of its tensors is in the base model {base}: they cannot be compared")
+    return [groups[group] for group in sorted(groups)]
 
 
-def adapter_changes(trained: Path) -> list[Change]:
+def compare_adapter(trained: Path) -> list[WeightChange]:
     """The same for a LoRA adapter: what is not zero in its B matrices, which start at zero."""
-    tensors = _tensors(trained)
-    change = Change("adapter, B matrices")
+    tensors, change = _open_tensors(trained), WeightChange("adapter, B matrices")
     for name in (name for name in tensors if "lora_B" in name):
-        values = tensors[name](name).float().abs()
-        change.parameters += values.numel()
-        change.changed += int(values.count_nonzero())
-        change.largest = max(change.largest, values.max().item())
+        _add_change(change, _read_finite(tensors, name).float())
     return [change]
 
 
-def check_changed(changes: list[Change]) -> None:
-    """Raises Unfit if these are the base model's weights."""
-    if not any(change.changed for change in changes):
-        raise Unfit("the weights are those of the base model, bit by bit: nothing was learned")
-
-
-def check_complete(folder: Path) -> None:
+def check_loads(folder: Path) -> None:
     """Loads what is in `folder` as its users will, with the plain Auto classes.
 
     Raises:
@@ -89,9 +61,7 @@ def check_complete(folder: Path) -> None:
     """
     adapter = folder / ADAPTER_CONFIG_NAME
     if adapter.is_file() and Path(base := json.loads(adapter.read_text())["base_model_name_or_path"]).exists():
-        raise Unfit(
-            f"adapter_config.json: its base model {base} is a folder here, so nobody else can load the adapter"
-        )
+        raise Unfit(f"adapter_config.json: its base model {base} is a folder here, so nobody else can load it")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -112,49 +82,52 @@ def check_complete(folder: Path) -> None:
         raise Unfit(f"the tokenizer has {len(tokenizer)} tokens, the model embeds {size}")
 
 
-def base_folder(name: str, revision: str | None) -> Path:
-    """Where the base model's safetensors are; fetched from the Hub, or its cache, if `name` is no folder.
+def find_base(name: str, revision: str | None) -> Path:
+    """Where the base model's safetensors are; fetched from the Hub, or its cache, if `name` is not a folder.
 
     Raises:
-        Unfit: they cannot be had, so nothing can be proved.
+        Unfit: they cannot be had, so nothing can be compared.
     """
     if Path(name).is_dir():
         return Path(name)
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=["*.safetensors", "*.safetensors.*"]))
     except Exception as error:
-        raise Unfit(f"the base model {name} is not at hand to compare with: {error}") from error
+        raise Unfit(f"the base model {name} cannot be loaded to compare with: {error}") from error
 
 
-def _tensors(folder: Path) -> dict[str, Callable[[str], torch.Tensor]]:
+def _open_tensors(folder: Path) -> dict[str, Callable[[str], torch.Tensor]]:
     """Name of each tensor in the folder's safetensors -> the function that reads it."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
+    files = {path.name for path in folder.glob("*.safetensors")}
     if index.is_file():
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        files = sorted(path.name for path in folder.glob("*.safetensors"))
-    tensors: dict[str, Callable[[str], torch.Tensor]] = {}
-    for file in files:
-        opened = safe_open(folder / file, framework="pt")
-        tensors |= {name: opened.get_tensor for name in opened.keys()}  # noqa: SIM118 (it is no mapping)
+        files = set(json.loads(index.read_text())["weight_map"].values())
+    readers = [safe_open(folder / file, framework="pt") for file in sorted(files)]
+    tensors = {name: reader.get_tensor for reader in readers for name in reader.keys()}  # noqa: SIM118 (no mapping)
     if not tensors:
         raise Unfit(f"{folder}: holds no safetensors to compare")
     return tensors
 
 
-def _layer(name: str) -> int | None:
-    found = re.search(r"\.(\d+)\.", name)
-    return int(found.group(1)) if found else None
+def _read_finite(tensors: dict[str, Callable[[str], torch.Tensor]], name: str) -> torch.Tensor:
+    tensor = tensors[name](name)
+    if not torch.isfinite(tensor).all():
+        raise Unfit(f"{name} holds values that are not finite numbers")
+    return tensor
 
 
-def _embeds(name: str) -> bool:
-    return "embed_tokens" in name or "embed_in" in name
+def _add_change(change: WeightChange, difference: torch.Tensor) -> None:
+    change.parameters += difference.numel()
+    change.changed += int(difference.count_nonzero())
+    change.largest = max(change.largest, difference.abs().max().item())
 
 
-def _group(name: str, layers: int) -> str:
-    if (layer := _layer(name)) is None:
-        return "embeddings" if _embeds(name) else "final norm and head"
-    size = -(-layers // QUARTERS)
-    first = layer // size * size
+def _find_group(name: str, layers: int) -> tuple[int, str]:
+    """Position and name of the group that a tensor is reported in."""
+    match = _LAYER.search(name)
+    if not match:  # embed_out is GPT-NeoX's head
+        return (-1, "embeddings") if re.search("embed_(tokens|in)", name) else (layers, "final norm and head")
+    size = -(-layers // LAYER_GROUPS)
+    first = int(match[1]) // size * size
     last = min(first + size, layers) - 1
-    return f"layers {first}-{last}" if last > first else f"layer {first}"
+    return first, f"layers {first}-{last}" if last > first else f"layer {first}"

@@ -1,4 +1,4 @@
-"""Who sees whom in a row that holds many sequences: causal attention that stops at each sequence's first token.
+"""Packed causal attention: many sequences in one row, no attention across their boundaries.
 
 `register()` adds the attention implementation "packed" to transformers. The boundaries of the sequences travel as the
 attention mask (`boundary_mask`): transformers hands a 4-D mask through to every attention call untouched, as an

@@ -1,4 +1,4 @@
-"""Model FLOPs by formula, and the peak of known GPUs.
+"""Model FLOPs by formula, and the peak FLOP/s of known GPUs.
 
 FLOPs counted are the useful ones, for real tokens only: 2 for each weight a token is multiplied with, 4 x head size x
 heads for each (query, key) pair that attention lets see each other, in the window of the layer; the LM head for
@@ -9,7 +9,7 @@ gradient checkpointing and the optimizer are not counted; a reference forward in
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from sfm_dpo.model.sharding import ATTENTION, numel, shape
 
@@ -28,7 +28,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(gpu_name: str) -> float | None:
-    """Peak by GPU name as torch.cuda.get_device_name gives it; None where it is not known."""
+    """Dense bf16 FLOP/s by the name that torch.cuda.get_device_name gives; None for a GPU that is not listed."""
     return next((peak for name, peak in PEAK_FLOPS.items() if name in gpu_name), None)
 
 
@@ -48,23 +48,16 @@ class ForwardFlops:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "ForwardFlops":
-        """Counts the weights that a token meets (of a mixture of experts: the active ones)."""
+        """Of a model, also on the meta device. Of a mixture of experts the active weights count."""
         config = model.config.get_text_config()
-        embeddings = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+        head = model.get_output_embeddings().weight
         weights = 0
         for name, parameter in model.named_parameters():
-            if id(parameter) in embeddings or len(shape(parameter)) < 2:
+            if parameter is head or parameter is model.get_input_embeddings().weight or len(shape(parameter)) < 2:
                 continue
-            share = config.num_experts_per_tok / config.num_experts if ".experts." in name else 1
-            weights += int(numel(parameter) * share)
-        head = model.get_output_embeddings().weight
+            active = config.num_experts_per_tok / config.num_experts if ".experts." in name else 1
+            weights += int(numel(parameter) * active)
         return cls(2 * weights, 2 * numel(head), _attention(config))
-
-    @classmethod
-    def of_config(cls, config: PretrainedConfig) -> "ForwardFlops":
-        """The same from the configuration alone: the model is built without memory for its weights."""
-        with torch.device("meta"):
-            return cls.of(AutoModelForCausalLM.from_config(config))
 
     def __call__(self, lengths: torch.Tensor, response_tokens: int) -> int:
         """FLOPs of a forward over sequences of these lengths, [n] real tokens each."""

@@ -1,5 +1,6 @@
 """Loading a model: its configuration and files are checked before any weight is read."""
 
+import hashlib
 import json
 import os
 import re
@@ -22,15 +23,16 @@ MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors.index.jso
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
-def load_model_config(config: Config) -> PretrainedConfig:
+def load_model_config(config: Config, needs_weights: bool = True) -> PretrainedConfig:
     """The model's config.json.
 
     Raises:
         UserError: neither a folder with a model nor one that the Hub gives; or, in a folder and where HF_HUB_OFFLINE
-            is set in the cache, weights that are not there. from_pretrained would find that out minutes later.
+            is set in the cache, weights that are not there, which from_pretrained would find out minutes later (with
+            `needs_weights` alone).
     """
     name, revision = config.model.model_name_or_path, config.model.model_revision
-    check_files(name, MODEL_FILES)
+    check_files(name, MODEL_FILES if needs_weights else ["config.json"])
     if os.path.isdir(name) and revision not in (None, "main"):
         raise UserError(
             f"model_revision {revision}: is for the Hub, and model_name_or_path {name} is a folder; remove it"
@@ -43,6 +45,8 @@ def load_model_config(config: Config) -> PretrainedConfig:
         raise UserError(
             f"model_name_or_path {name}: neither a folder with a model nor one that the Hub gives: {why}"
         ) from error
+    if not needs_weights:
+        return found
     folder, remedy = (Path(name), "copy them there") if os.path.isdir(name) else (None, "")
     if folder is None and HF_HUB_OFFLINE:
         folder = Path(str(try_to_load_from_cache(name, "config.json", revision=revision))).parent
@@ -121,3 +125,11 @@ def model_init_kwargs(config: Config) -> dict[str, Any]:
         "attn_implementation": config.model.attn_implementation,
         **(config.train.model_init_kwargs or {}),
     }
+
+
+def hash_config(config: PretrainedConfig) -> str:
+    """Hash of what a model's configuration says about its computation: without paths, versions and the KV cache."""
+    fields = config.to_dict()
+    for name in ("_name_or_path", "name_or_path", "transformers_version", "use_cache", "dtype"):
+        fields.pop(name, None)
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:16]

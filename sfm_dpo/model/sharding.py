@@ -1,4 +1,4 @@
-"""Who holds which weights, what travels, what is saved? ZeRO-2, ZeRO-3 and FSDP2, as far as this project must know.
+"""Sharding: which rank holds which weights under ZeRO-2, ZeRO-3 and FSDP2, what they exchange, what they save.
 
 ZeRO-2 and a single process: every rank has whole weights. ZeRO-3: DeepSpeed splits each tensor while the model is
 loaded, and gathers it for the module that computes with it. FSDP2: accelerate splits the model when training begins,
@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
-from accelerate.utils import broadcast_object_list
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sfm_dpo.common.distributed import is_main_process
+from sfm_dpo.common.distributed import broadcast, is_main_process
 
 ATTENTION = {"full_attention", "sliding_attention"}
 # Upstream: transformers 5.23, integrations/deepspeed.py, HfTrainerDeepSpeedConfig.trainer_config_finalize: fills
@@ -54,22 +53,28 @@ def local_values(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 # Upstream: trl 1.16, trainer/utils.py, hash_module: hashes what ZeRO-3 leaves in each tensor, which is nothing, so
-# that all models of one architecture have one hash. Canary: test_canary_hash_module
-def gathered_hash(model: PreTrainedModel) -> str:
-    """TRL's hash of the weights (hash_module), tensor by tensor: all at once fill the GPU. All ranks must call it."""
+# that all models would share a reference; and an adapter's random start with the weights it is added to.
+# Canary: test_canary_hash_module
+def hash_weights(model: torch.nn.Module, gather: bool = False, frozen_only: bool = False) -> str:
+    """Hash of the weights, tensor by tensor: all at once could fill the GPU. All ranks must call it.
+
+    Args:
+        gather: the weights are split by ZeRO-3.
+        frozen_only: leaves out what is trained: of a model with a LoRA adapter its base remains.
+    """
     import deepspeed
 
     digest, parameters = hashlib.sha256(), dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in sorted(model.state_dict().items()):
         tensor = parameters.get(name, tensor)
-        with deepspeed.zero.GatheredParameters([tensor] if name in parameters else []):
+        if frozen_only and tensor.requires_grad:
+            continue
+        with deepspeed.zero.GatheredParameters([tensor] if gather and name in parameters else []):
             if is_main_process():
                 values = tensor.detach().cpu()
                 digest.update(str(values.dtype).encode())
                 digest.update((values.float() if values.dtype == torch.bfloat16 else values).numpy().tobytes())
-    agreed = [digest.hexdigest()]
-    broadcast_object_list(agreed)
-    return agreed[0]
+    return broadcast(digest.hexdigest())
 
 
 # Upstream: accelerate 1.15, state.py, AcceleratorState.__init__: takes no notice of FSDP on CPU processes, says
@@ -91,7 +96,7 @@ def keep_outputs(fsdp_plugin: Any) -> None:
         fsdp_plugin.mixed_precision_policy = dataclasses.replace(fsdp_plugin.mixed_precision_policy, output_dtype=None)
 
 
-# ---- what travels
+# ---- collectives
 
 
 def blocks(model: PreTrainedModel) -> list[torch.nn.Module]:

@@ -1,4 +1,4 @@
-"""How does the analysis of a data set look? analysis.py's dict as text, picture and page."""
+"""The analysis of a dataset (dataset.py) as text for a terminal, as a picture and as an HTML page."""
 
 import math
 import textwrap
@@ -12,62 +12,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
 from sfm_dpo.common.files import write_atomically
+from sfm_dpo.common.tables import format_table
 from sfm_dpo.data.preferences import DROP_REASONS
 from sfm_dpo.planning.lengths import BATCH_SIZES, MEMORY_BATCH, PERCENTILES
 from sfm_dpo.report.page import render_page
 from sfm_dpo.report.plots import COLORS, INK, STYLE, to_svg
 
-# ---- tables, for text and page alike: a list of rows of cells, the first being the heading
-
-
-def percentile_table(result: dict[str, Any]) -> list[list[str]]:
-    sides = result["percentiles"]
-    rows = [["percentile", *("prompt + longer" if name == "total" else name for name in sides)]]
-    for q in PERCENTILES:
-        cells = []
-        for side in sides.values():
-            cell = side[str(q)]
-            interval = " ({:,}-{:,})".format(*cell["interval"]) if "interval" in cell else ""
-            cells.append(f"{cell['tokens']:,}{interval}")
-        rows.append(["longest" if q == 100 else f"{q}%", *cells])
-    return [*rows, ["mean", *(f"{side['mean']:,.0f}" for side in sides.values())]]
-
-
-def coverage_table(result: dict[str, Any]) -> list[list[str]]:
-    rows = ["max_length,untouched,tokens kept,cut alike,dropped,tokens,FLOPs,step time,memory".split(",")]
-    for row in result["candidates"]:
-        rows.append(
-            [
-                _marked(row, result),
-                f"{row['untouched']:.1%}",
-                f"{row['tokens_kept']:.1%}",
-                f"{row['no_signal']:,}",
-                f"{row['dropped']:,}",
-                f"{row['tokens'] / 1e6:,.2f} M",
-                "-" if row["flops"] is None else f"{row['flops']:.2e}",
-                f"x {row['relative_time']:.2f}",
-                f"x {row['relative_memory']:.2f}",
-            ]
-        )
-    return rows
-
-
-def _marked(row: dict[str, Any], result: dict[str, Any]) -> str:
-    best = row["max_length"] == result["recommendation"]["max_length"]
-    return f"{'* ' if best else ''}{row['max_length']:,}"
-
-
-def padding_table(result: dict[str, Any]) -> list[list[str]]:
-    kinds = {"stock": "padded", "grouped": "grouped"}
-    rows = [["max_length", *(f"{name} {size}" for name in kinds.values() for size in BATCH_SIZES), "padding_free"]]
-    for row in result["candidates"]:
-        shares = [row["padding"][str(size)][kind] for kind in kinds for size in BATCH_SIZES]
-        rows.append([_marked(row, result), *(f"{share:.0%}" for share in shares), "0%"])
-    return rows
-
-
-NOTES = {
-    "coverage": (
+NOTES = {  # under the tables, by their titles
+    "what each max_length keeps and costs": (
         "*: recommended. untouched: pairs of which no token is cut. tokens kept: of all response tokens. cut alike: "
         "pairs whose responses are cut to the same tokens. dropped: pairs whose prompt fills max_length. tokens: "
         "real ones of both sequences, an epoch. FLOPs: useful ones (sfm_dpo/model/flops.py), 3 forwards to train and "
@@ -81,7 +33,47 @@ NOTES = {
 }
 
 
-def yaml_lines(result: dict[str, Any]) -> str:
+def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
+    """Rows of cells, the first of them the headings, by the table's title; * marks the recommended max_length."""
+    sides, best = result["percentiles"], result["recommendation"]["max_length"]
+    percentiles, coverage, padding = [], [], []
+    for q in PERCENTILES:
+        cells = {"percentile": "longest" if q == 100 else f"{q}%"}
+        for side, values in sides.items():
+            low_high = " ({:,}-{:,})".format(*values[str(q)]["interval"]) if "interval" in values[str(q)] else ""
+            cells["prompt + longer" if side == "total" else side] = f"{values[str(q)]['tokens']:,}{low_high}"
+        percentiles.append(cells)
+    percentiles.append({"percentile": "mean"} | {side: f"{values['mean']:,.0f}" for side, values in sides.items()})
+    for row in result["candidates"]:
+        cells = {"max_length": f"{'* ' if row['max_length'] == best else ''}{row['max_length']:,}"}
+        coverage.append(
+            cells
+            | {
+                "untouched": f"{row['untouched']:.1%}",
+                "tokens kept": f"{row['tokens_kept']:.1%}",
+                "cut alike": f"{row['no_signal']:,}",
+                "dropped": f"{row['dropped']:,}",
+                "tokens": f"{row['tokens'] / 1e6:,.2f} M",
+                "FLOPs": "-" if row["flops"] is None else f"{row['flops']:.2e}",
+                "step time": f"x {row['relative_time']:.2f}",
+                "memory": f"x {row['relative_memory']:.2f}",
+            }
+        )
+        shares = {
+            f"{name} {size}": f"{row['padding'][str(size)][kind]:.0%}"
+            for name, kind in (("padded", "stock"), ("grouped", "grouped"))
+            for size in BATCH_SIZES
+        }
+        padding.append(cells | shares | {"padding_free": "0%"})
+    tables = {
+        "tokens (in brackets: 95% interval of the percentile)" if result["sampled"] else "tokens": percentiles,
+        "what each max_length keeps and costs": coverage,
+        "padding": padding,
+    }
+    return {title: [list(rows[0]), *(list(row.values()) for row in rows)] for title, rows in tables.items()}
+
+
+def format_recipe_lines(result: dict[str, Any]) -> str:
     """What to paste into a recipe."""
     best = result["recommendation"]
     return (
@@ -92,66 +84,53 @@ def yaml_lines(result: dict[str, Any]) -> str:
     )
 
 
-def text(result: dict[str, Any]) -> str:
+def format_analysis(result: dict[str, Any]) -> str:
     """The whole analysis for a terminal."""
-    shown = result["example"]
-    boundary = [
-        f"  {side:<8}  ...{''.join(map(_visible, shown['prompt']['last']))} || "
-        f"{''.join(map(_visible, shown[side]['first']))}...   ends in ...{''.join(map(_visible, shown[side]['last']))}"
+    shown, best = result["example"], result["recommendation"]
+
+    def wrap(line: str) -> str:
+        return textwrap.fill(line, 110, initial_indent="  ", subsequent_indent="  ")
+
+    def join(tokens: list[str]) -> str:
+        return "".join(tokens).replace("\n", "\\n").replace("\t", "\\t")
+
+    boundary = (
+        f"  {side:<8}  ...{join(shown['prompt']['last'])} || {join(shown[side]['first'])}...   ends in "
+        f"...{join(shown[side]['last'])}"
         for side in ("chosen", "rejected")
-    ]
+    )
+    texts = (
+        f"  {side}, {shown[side]['tokens']:,} tokens{', not trained' if side == 'prompt' else ''}\n"
+        + textwrap.indent(shown[side]["text"].rstrip("\n"), "    | ", lambda line: True)
+        for side in ("prompt", "chosen", "rejected")
+    )
+    tables = (
+        "\n".join([title, format_table(rows[1:], rows[0], "r"), wrap(NOTES.get(title, ""))]).rstrip()
+        for title, rows in build_tables(result).items()
+    )
     parts = [
-        f"{heading(result)}\n{_drop_lines(result)}".rstrip(),
-        f"tokens{' (95% interval of the percentile)' if result['sampled'] else ''}\n"
-        + _aligned(percentile_table(result)),
-        "what each max_length keeps and costs\n" + _aligned(coverage_table(result)) + "\n" + _wrap(NOTES["coverage"]),
-        "padding\n" + _aligned(padding_table(result)) + "\n" + _wrap(NOTES["padding"]),
-        "findings\n" + "\n".join(_wrap(f"{f['level']}: {f['text']}") for f in result["findings"]),
-        f"example: the pair of median length (number {shown['row']:,}); || is where training starts\n"
-        + "\n".join(boundary),
+        "\n  ".join([format_heading(result), *list_drops(result)]),
+        *tables,
+        "findings\n" + "\n".join(wrap(f"{f['level']}: {f['text']}") for f in result["findings"]),
         "\n".join(
-            f"  {side}, {shown[side]['tokens']:,} tokens{', not trained' if side == 'prompt' else ''}\n"
-            + "\n".join(f"    | {line}" for line in shown[side]["text"].splitlines())
-            for side in ("prompt", "chosen", "rejected")
+            [f"example: the pair of median length (number {shown['row']:,}); || is where training starts", *boundary]
         ),
-        f"recommendation: max_length {result['recommendation']['max_length']:,}\n"
-        + _wrap(result["recommendation"]["reason"])
-        + "\n\n"
-        + yaml_lines(result),
+        "\n".join(texts),
+        f"recommendation: max_length {best['max_length']:,}\n{wrap(best['reason'])}",
+        format_recipe_lines(result),
     ]
     return "\n\n".join(parts)
 
 
-def heading(result: dict[str, Any]) -> str:
-    of = f", a sample of {result['usable']:,}" if result["sampled"] else ""
-    return f"{' + '.join(result['dataset'])}: {result['pairs']:,} pairs{of}, tokens of {result['model']}" + (
-        f" (limit {result['recommendation']['limit']:,})" if result["recommendation"]["limit"] else ""
-    )
+def format_heading(result: dict[str, Any]) -> str:
+    of, limit = f", a sample of {result['usable']:,}" if result["sampled"] else "", result["recommendation"]["limit"]
+    heading = f"{' + '.join(result['dataset'])}: {result['pairs']:,} pairs{of}, tokens of {result['model']}"
+    return heading + (f" (limit {limit:,})" if limit else "")
 
 
-def drops(result: dict[str, Any]) -> list[str]:
+def list_drops(result: dict[str, Any]) -> list[str]:
     """Rows that cannot be used, one line a reason."""
     return [f"{n:,} of {result['rows']:,} rows dropped: {DROP_REASONS[key]}" for key, n in result["dropped"].items()]
-
-
-def _drop_lines(result: dict[str, Any]) -> str:
-    return "\n".join(f"  {line}" for line in drops(result))
-
-
-def _visible(token: str) -> str:
-    return token.replace("\n", "\\n").replace("\t", "\\t")
-
-
-def _aligned(table: list[list[str]]) -> str:
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    return "\n".join("  " + "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in table)
-
-
-def _wrap(line: str) -> str:
-    return textwrap.fill(line, 110, initial_indent="  ", subsequent_indent="  ")
-
-
-# ---- picture and page
 
 
 def _draw_lengths(axes: Axes, result: dict[str, Any]) -> None:
@@ -161,10 +140,8 @@ def _draw_lengths(axes: Axes, result: dict[str, Any]) -> None:
         density = np.array(counts) / np.diff(np.log2(curves["edges"])) / result["pairs"]
         axes.plot(centres, density, color=color, label=name)
         axes.fill_between(centres, density, color=color, alpha=0.15, linewidth=0)
-    axes.set_title("How long they are", loc="left", fontsize=10, fontweight="bold")
-    axes.set_ylabel("share of pairs per doubling of length")
-    axes.set_xlabel("tokens")
-    axes.set_ylim(bottom=0)
+    axes.set_title("Lengths", loc="left", fontsize=10, fontweight="bold")
+    axes.set(xlabel="tokens", ylabel="share of pairs per doubling of length", ylim=(0, None))
     axes.legend(frameon=False, fontsize=8)
     _log2_axis(axes, curves["edges"][0], curves["edges"][-1])
 
@@ -182,18 +159,15 @@ def _draw_coverage(axes: Axes, result: dict[str, Any]) -> None:
         if length == best["max_length"] or (length & (length - 1) == 0 and share < 0.995):  # an octave apart: legible
             axes.annotate(f"{share:.1%}", (length, share), (5, -10), textcoords="offset points", fontsize=7.5)
     axes.set_title("Pairs that stay whole", loc="left", fontsize=10, fontweight="bold")
-    axes.set_ylabel("share of pairs")
-    axes.set_xlabel("max_length: prompt + longer response, tokens")
-    axes.set_ylim(0, 1.04)
+    axes.set(xlabel="max_length: prompt + longer response, tokens", ylabel="share of pairs", ylim=(0, 1.04))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     _log2_axis(axes, min(curves["length"][0], *shares), 1.5 * max(*shares, curves["length"][-1]))
 
 
 def _log2_axis(axes: Axes, low: float, high: float) -> None:
     axes.set_xscale("log", base=2)
-    axes.set_xlim(low, high)
     powers = range(math.ceil(math.log2(low)), int(math.log2(high)) + 1)
-    axes.set_xticks([2.0**power for power in powers[:: 1 + len(powers) // 8]], minor=False)
+    axes.set(xlim=(low, high), xticks=[2.0**power for power in powers[:: 1 + len(powers) // 8]])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
     axes.grid(axis="y", linewidth=0.4, alpha=0.25, color=INK)
@@ -220,14 +194,10 @@ def write_page(result: dict[str, Any], path: Path) -> None:
     page = render_page(
         "lengths.html.jinja",
         **result,
-        heading=heading(result),
-        drops=drops(result),
+        heading=format_heading(result),
+        drops=list_drops(result),
         panels=panels,
-        tables=[
-            ("Tokens", percentile_table(result), "In brackets: 95% interval." if result["sampled"] else ""),
-            ("What each max_length keeps and costs", coverage_table(result), NOTES["coverage"]),
-            ("Padding", padding_table(result), NOTES["padding"]),
-        ],
-        yaml_lines=yaml_lines(result),
+        tables=[(title.capitalize(), rows, NOTES.get(title, "")) for title, rows in build_tables(result).items()],
+        yaml_lines=format_recipe_lines(result),
     )
     write_atomically(path, page)

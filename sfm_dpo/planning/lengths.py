@@ -1,7 +1,7 @@
-"""How long are the pairs? Percentiles, what each max_length keeps and costs, the one to take, and what looks wrong.
+"""Statistics of pair lengths: percentiles, what each max_length keeps and costs, and which max_length to choose.
 
-Lengths are tokens as training counts them. A pair's total is prompt + longer response. `analyze` returns a plain dict
-(docs/lengths.md), from which length_report.py makes text, picture and page. Pure arithmetic: measure.py reads.
+Pure arithmetic on `Lengths`, in tokens as training counts them. `analyze_lengths` returns a plain dict
+(docs/lengths.md), which dataset_report.py formats as text, picture and page.
 """
 
 import math
@@ -10,8 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.statistics import Z
-from sfm_dpo.data.token_lengths import Lengths, truncate
+from sfm_dpo.data.token_lengths import Lengths
+
+CANDIDATES = (2048, 4096, 8192, 12288, 16384, 24576, 32768)
+SHORT_CANDIDATES = (256, 512, 1024)  # added where every pair fits into the first of CANDIDATES
+PERCENTILES = (1, 10, 25, 50, 75, 90, 95, 99, 100)
+BATCH_SIZES = (1, 2, 4, 8)  # pairs per device
+MEMORY_BATCH = 4  # pairs per device for which peak tokens are compared
+FORWARDS = 4  # an epoch: forward and backward of the policy (3 forwards), and one forward of the reference
 
 
 def stock_padding(sequences: np.ndarray, batch_size: int) -> float:
@@ -43,19 +51,9 @@ def grouped_padding(sequences: np.ndarray, batch_size: int, global_batch: int, s
     order = np.concatenate(
         [part[np.argsort(-cost[part], kind="stable")] for part in (order[i : i + chunk] for i in range(0, n, chunk))]
     )
-    longest = sequences.max(axis=1)[order]
-    computed = sum(
-        2 * len(batch) * int(batch.max()) for batch in (longest[i : i + batch_size] for i in range(0, n, batch_size))
-    )
-    return 1 - int(cost.sum()) / computed
-
-
-CANDIDATES = (2048, 4096, 8192, 12288, 16384, 24576, 32768)
-SHORT_CANDIDATES = (256, 512, 1024)  # looked at where every pair fits into the first of CANDIDATES
-PERCENTILES = (1, 10, 25, 50, 75, 90, 95, 99, 100)
-BATCH_SIZES = (1, 2, 4, 8)  # pairs per device
-MEMORY_BATCH = 4  # pairs per device for which peak tokens are compared
-FORWARDS = 4  # an epoch: forward and backward of the policy (3 forwards), and one forward of the reference
+    starts = np.arange(0, n, batch_size)
+    longest = np.maximum.reduceat(sequences.max(axis=1)[order], starts)
+    return 1 - float(cost.sum() / (2 * longest * np.diff(starts, append=n)).sum())
 
 
 def percentile(values: np.ndarray, q: float) -> int:
@@ -72,46 +70,41 @@ def percentile_interval(values: np.ndarray, q: float) -> tuple[int, int]:
     return int(ranked[max(low - 1, 0)]), int(ranked[min(high, n - 1)])
 
 
-def coverage(lengths: Lengths, max_length: int, max_prompt_length: int | None) -> dict[str, Any]:
+def compute_coverage(lengths: Lengths, max_length: int, max_prompt_length: int | None) -> dict[str, Any]:
     """What a max_length keeps of N pairs.
 
     untouched: share of the pairs of which no token is cut; tokens_kept: share of the response tokens; no_signal: pairs
     whose two responses are cut to the same tokens; dropped: pairs whose prompt leaves no room; prompts_cut: pairs
     whose prompt exceeds max_prompt_length; response_tokens and tokens: trained and computed in an epoch.
     """
-    keep, cut = truncate(lengths, max_length, max_prompt_length)
-    whole = (
-        (cut.prompt == lengths.prompt[keep])
-        & (cut.chosen == lengths.chosen[keep])
-        & (cut.rejected == lengths.rejected[keep])
-    )
-    responses = int((cut.chosen + cut.rejected).sum())
+    cut = lengths.truncate(max_length, max_prompt_length)
+    whole = (cut.prompt == lengths.prompt) & (cut.responses == lengths.responses).all(axis=1)
+    alike = (cut.chosen == cut.rejected) & (cut.shared >= cut.chosen)
     return {
         "max_length": max_length,
         "max_prompt_length": max_prompt_length,
-        "untouched": float(whole.sum() / len(lengths)),
-        "tokens_kept": responses / int((lengths.chosen + lengths.rejected).sum()),
-        "no_signal": int(((cut.chosen == cut.rejected) & (cut.shared >= cut.chosen)).sum()),
-        "dropped": int((~keep).sum()),
+        "untouched": float(whole.mean()),
+        "tokens_kept": int(cut.responses.sum()) / int(lengths.responses.sum()),
+        "no_signal": int((alike & cut.trainable).sum()),
+        "dropped": int((~cut.trainable).sum()),
         "prompts_cut": 0 if max_prompt_length is None else int((lengths.prompt > max_prompt_length).sum()),
-        "response_tokens": responses,
-        "tokens": responses + 2 * int(cut.prompt.sum()),
+        "response_tokens": int(cut.responses.sum()),
+        "tokens": int(cut.sequences[cut.trainable].sum()),
     }
 
 
-def cost(
+def compute_cost(
     cut: Lengths, global_batch: int, forward_flops: Callable[[np.ndarray, int], int] | None = None
 ) -> dict[str, Any]:
-    """What an epoch over truncated pairs costs.
+    """What an epoch over truncated, trainable pairs costs.
 
     padding: {pairs per device: {"stock", "grouped"}} as shares of the computed tokens; padding_free has none.
     peak_tokens: real tokens of the longest MEMORY_BATCH pairs, the largest micro-batch that can occur padding-free;
     peak_tokens_padded: the same in a padded batch. flops: of an epoch, or None without `forward_flops`.
     """
-    sequences = np.stack([cut.prompt + cut.chosen, cut.prompt + cut.rejected], axis=1)
-    flops = None
+    sequences, flops = cut.sequences, None
     if forward_flops is not None:
-        flops = FORWARDS * forward_flops(sequences.ravel(), int((cut.chosen + cut.rejected).sum()))
+        flops = FORWARDS * forward_flops(sequences.ravel(), int(cut.responses.sum()))
     longest = np.sort(sequences.sum(axis=1))[-MEMORY_BATCH:]
     return {
         "padding": {
@@ -128,43 +121,43 @@ def cost(
     }
 
 
-def candidates(longest: int, limit: int | None) -> list[int]:
-    """Values of max_length to look at, up to the model's limit, which is one of them where it is no more than double
+def list_candidates(longest: int, limit: int | None) -> list[int]:
+    """Values of max_length to compare, up to the model's limit, which is one of them where it is no more than double
     the largest of the rest."""
-    known = CANDIDATES if longest > CANDIDATES[0] else SHORT_CANDIDATES + CANDIDATES
+    lengths = CANDIDATES if longest > CANDIDATES[0] else SHORT_CANDIDATES + CANDIDATES
     if limit is None:
-        return list(known)
-    below = [value for value in known if value < limit]
-    return [*below, limit] if limit <= 2 * known[-1] else below
+        return list(lengths)
+    below = [length for length in lengths if length < limit]
+    return [*below, limit] if limit <= 2 * lengths[-1] else below
 
 
 def recommend(table: list[dict[str, Any]], min_coverage: float, min_tokens_kept: float) -> tuple[dict[str, Any], str]:
     """The row of the shortest max_length that leaves at least `min_coverage` of the pairs untouched and keeps at least
-    `min_tokens_kept` of the response tokens, or else the longest; and the reason in words."""
+    `min_tokens_kept` of the response tokens, or else the longest; and the reason in words. Adds to each row its time
+    (FLOPs, or tokens where those are unknown) and memory relative to that one."""
+    best = next((r for r in table if r["untouched"] >= min_coverage and r["tokens_kept"] >= min_tokens_kept), None)
+    base = best or table[-1]
     for row in table:
-        if row["untouched"] >= min_coverage and row["tokens_kept"] >= min_tokens_kept:
-            break
-    else:
-        return row, (
-            f"No max_length within the model's limit leaves {min_coverage:.1%} of the pairs untouched and keeps "
-            f"{min_tokens_kept:.1%} of the response tokens; the longest, {row['max_length']:,}, leaves "
-            f"{row['untouched']:.1%} and keeps {row['tokens_kept']:.1%}."
-        )
-    reason = (
-        f"The shortest that leaves at least {min_coverage:.1%} of the pairs untouched ({row['untouched']:.1%}) and "
-        f"keeps at least {min_tokens_kept:.1%} of the response tokens ({row['tokens_kept']:.1%})."
+        work = "tokens" if row["flops"] is None else "flops"
+        row["relative_time"] = row[work] / base[work]
+        row["relative_memory"] = row["peak_tokens"] / base["peak_tokens"]
+
+    def describe(row: dict[str, Any]) -> str:
+        return f"{row['max_length']:,} leaves {row['untouched']:.1%} and keeps {row['tokens_kept']:.1%}"
+
+    wanted = (
+        f"{min_coverage:.1%} of the pairs untouched and keeps at least {min_tokens_kept:.1%} of the response tokens"
     )
-    index = table.index(row)
-    if index:
-        less = table[index - 1]
-        reason += (
-            f" {less['max_length']:,} leaves {less['untouched']:.1%} and keeps {less['tokens_kept']:.1%}"
-            f" at {less['relative_time']:.2f} times the step time."
-        )
-    return row, reason
+    if best is None:
+        return base, f"No max_length within the model's limit leaves at least {wanted}; the longest, {describe(base)}."
+    reason = f"The shortest that leaves at least {wanted}: {describe(best)}."
+    if index := table.index(best):
+        shorter = table[index - 1]
+        reason += f" {describe(shorter)}, at {shorter['relative_time']:.2f} times the step time."
+    return best, reason
 
 
-def length_bias(lengths: Lengths) -> dict[str, float]:
+def compute_length_bias(lengths: Lengths) -> dict[str, float]:
     """How the responses differ in length: share of pairs with the longer chosen (ties count one half), its 95% margin,
     means, and the median of chosen / rejected."""
     longer = np.where(lengths.chosen == lengths.rejected, 0.5, lengths.chosen > lengths.rejected)
@@ -177,15 +170,7 @@ def length_bias(lengths: Lengths) -> dict[str, float]:
     }
 
 
-def repeats(keys: np.ndarray) -> int:
-    """How many of `keys` [N] occurred before."""
-    return len(keys) - len(np.unique(keys))
-
-
-# ---- all of it
-
-
-def analyze(
+def analyze_lengths(
     lengths: Lengths,
     *,
     min_coverage: float,
@@ -203,19 +188,23 @@ def analyze(
         max_prompt_length: applied to every candidate above it; where None, prompts are not cut in the table, and half
             of the recommended max_length is recommended.
         sampled: the pairs are a random sample, so percentiles get a 95% interval.
-        forward_flops: sequences' lengths, number of response tokens -> FLOPs of a forward (throughput.ForwardFlops).
+        forward_flops: sequences' lengths, number of response tokens -> FLOPs of a forward (flops.ForwardFlops).
+
+    Raises:
+        UserError: every prompt fills the model's limit.
     """
     table = []
-    for length in candidates(int(lengths.total.max()), limit):
+    for length in list_candidates(int(lengths.total.max()), limit):
         prompt_limit = max_prompt_length if max_prompt_length and max_prompt_length < length else None
-        keep, cut = truncate(lengths, length, prompt_limit)
-        if keep.any():
-            table.append(coverage(lengths, length, prompt_limit) | cost(cut, global_batch, forward_flops))
-    work = "flops" if forward_flops is not None else "tokens"
-    chosen, _ = recommend([row | {"relative_time": 0.0} for row in table], min_coverage, min_tokens_kept)
-    for row in table:
-        row["relative_time"] = row[work] / chosen[work]
-        row["relative_memory"] = row["peak_tokens"] / chosen["peak_tokens"]
+        cut = lengths.truncate(length, prompt_limit)
+        if cut.trainable.any():
+            costs = compute_cost(cut.select(cut.trainable), global_batch, forward_flops)
+            table.append(compute_coverage(lengths, length, prompt_limit) | costs)
+    if not table:
+        raise UserError(
+            f"model_name_or_path: the model's limit of {limit:,} tokens leaves no room for a response: the shortest "
+            f"prompt has {int(lengths.prompt.min()):,}; set max_prompt_length, or take a model with a longer context"
+        )
     best, reason = recommend(table, min_coverage, min_tokens_kept)
     prompt_limit = best["max_prompt_length"] or best["max_length"] // 2
     return {
@@ -223,9 +212,9 @@ def analyze(
             name: _percentiles(getattr(lengths, name), sampled) for name in ("total", "prompt", "chosen", "rejected")
         },
         "candidates": table,
-        "recommendation": coverage(lengths, best["max_length"], prompt_limit)
+        "recommendation": compute_coverage(lengths, best["max_length"], prompt_limit)
         | {"reason": reason, "min_coverage": min_coverage, "min_tokens_kept": min_tokens_kept, "limit": limit},
-        "length_bias": length_bias(lengths),
+        "length_bias": compute_length_bias(lengths),
         "curves": _curves(lengths),
     }
 
@@ -234,7 +223,7 @@ def _percentiles(values: np.ndarray, sampled: bool) -> dict[str, Any]:
     out: dict[str, Any] = {"mean": float(values.mean())}
     for q in PERCENTILES:
         out[str(q)] = {"tokens": percentile(values, q)}
-        if sampled and 0 < q < 100:  # no interval for the longest: the sample says nothing of what it lacks
+        if sampled and q < 100:  # no interval for the longest: the sample says nothing of what it lacks
             out[str(q)]["interval"] = list(percentile_interval(values, q))
     return out
 

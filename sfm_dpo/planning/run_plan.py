@@ -1,7 +1,7 @@
-"""Will it fit, and how long will it take? Memory, collectives, FLOPs, hours and disk of a recipe, before submission.
+"""Plan of a run before submission: memory, batch sizes, collectives, FLOPs, hours and disk.
 
-From the model's configuration and the lengths of the pairs alone: no weights are read, no GPU is needed. Memory comes
-from memory.py, collectives from sharding.py, FLOPs from throughput.py. docs/plan.md has the reasoning.
+From the model's configuration and the lengths of the pairs alone: no weights are read, no GPU is needed. docs/plan.md
+explains how each figure is made.
 """
 
 import json
@@ -11,22 +11,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from peft import get_peft_model
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 from trl import get_peft_config
 
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import PROJECT
+from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import Config
-from sfm_dpo.data.token_lengths import Lengths, truncate
-from sfm_dpo.model import memory
-from sfm_dpo.model.flops import ForwardFlops, peak_flops
-from sfm_dpo.model.loading import check_files
+from sfm_dpo.data.token_lengths import Lengths
+from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
+from sfm_dpo.model.flops import PEAK_FLOPS, ForwardFlops
+from sfm_dpo.model.memory import head_bytes, meta_model, model_states, trace_activations
 from sfm_dpo.model.sharding import checkpoint_bytes, collectives, hybrid_warning
 from sfm_dpo.run.checkpoint import most_at_once
-
-ROOT = Path(__file__).resolve().parents[2]
-
 
 LAUNCHES = {"zero2": "ds_config.json", "zero3": "configs/accelerate/ds_zero3.json", "fsdp2": None}
 # Bytes of memory, from the vendors' data sheets.
@@ -38,28 +36,35 @@ DRAWN = 20_000  # pairs that stand for the data where only percentiles are known
 
 
 @dataclass(frozen=True)
-class Data:
-    """Truncated lengths of pairs, and how many pairs of the training set each of them stands for."""
+class Cluster:
+    """`num_gpus` GPUs on each of `num_nodes` nodes, with the model FLOPs utilisation that is expected of them.
 
-    cut: Lengths
-    pairs: int
+    Raises:
+        UserError: `gpu` is not in GPU_MEMORY.
+    """
+
+    gpu: str
+    num_gpus: int
+    num_nodes: int = 1
+    mfu: float = MFU
+
+    def __post_init__(self) -> None:
+        if self.gpu not in GPU_MEMORY:
+            raise UserError(f"--gpu {self.gpu.lower()}: choose one of {', '.join(GPU_MEMORY).lower()}")
 
     @property
-    def sequences(self) -> np.ndarray:
-        return np.stack([self.cut.prompt + self.cut.chosen, self.cut.prompt + self.cut.rejected], axis=1)
+    def gpus(self) -> int:
+        return self.num_gpus * self.num_nodes
 
     @property
-    def share(self) -> float:
-        return self.pairs / len(self.cut)
+    def memory(self) -> float:
+        """Bytes of one GPU."""
+        return GPU_MEMORY[self.gpu]
 
-    def micro_batch(self, pairs: int, packed: bool) -> tuple[int, int]:
-        """Computed tokens and response tokens of the largest micro-batch of so many pairs that can occur."""
-        tokens = self.sequences.sum(axis=1)
-        longest = np.argsort(tokens)[-pairs:]
-        repeat = pairs / len(longest)  # fewer pairs than that in the data
-        responses = int((self.cut.chosen + self.cut.rejected)[longest].sum() * repeat)
-        computed = int(tokens[longest].sum() * repeat) if packed else 2 * pairs * int(self.sequences.max())
-        return computed, min(responses, computed)
+    @property
+    def flops_per_second(self) -> float:
+        """Useful ones of all GPUs."""
+        return PEAK_FLOPS[self.gpu] * self.gpus * self.mfu
 
 
 def read_lengths(path: Path) -> tuple[Lengths, int]:
@@ -73,208 +78,204 @@ def read_lengths(path: Path) -> tuple[Lengths, int]:
         UserError: the file is neither.
     """
     try:
-        given = json.loads(path.read_text())
-        pairs, percentiles, rng = int(given["pairs"]), given["percentiles"], np.random.default_rng(0)
-        columns = []
+        content = json.loads(path.read_text())
+        pairs, rng, columns = int(content["pairs"]), np.random.default_rng(0), {}
         for name in ("prompt", "chosen", "rejected"):
             points = sorted(
                 (float(q) / 100, value["tokens"] if isinstance(value, dict) else value)
-                for q, value in percentiles[name].items()
+                for q, value in content["percentiles"][name].items()
                 if q != "mean"
             )
             shares, tokens = zip(*points, strict=True)
-            drawn = np.exp(np.interp(rng.random(DRAWN), shares, np.log(np.maximum(tokens, 1))))
-            columns.append(drawn.round().astype(np.int64))
+            columns[f"{name}_length"] = np.exp(
+                np.interp(rng.random(DRAWN), shares, np.log(np.maximum(tokens, 1)))
+            ).round()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"--lengths {path}: {type(error).__name__} {error}; give the JSON of analyze_dataset.py --json, or "
             '{"pairs": 1000, "percentiles": {"prompt": {"50": 100, "95": 800}, "chosen": {...}, "rejected": {...}}}'
         ) from error
-    prompt, chosen, rejected = columns
-    return Lengths(prompt, chosen, rejected, np.zeros(DRAWN, dtype=np.int64)), pairs
+    return Lengths.from_columns(columns), pairs
 
 
-def load_shape(config: Config) -> PretrainedConfig:
-    """The model's configuration. Raises UserError where neither folder nor Hub gives one."""
-    name = config.model.model_name_or_path
-    check_files(name, ["config.json"])
-    try:
-        return AutoConfig.from_pretrained(
-            name, revision=config.model.model_revision, trust_remote_code=config.train.trust_remote_code
-        )
-    except (OSError, ValueError, StrictDataclassError) as error:
-        raise UserError(
-            f"model_name_or_path {name}: no config.json to be had; give a folder that holds one: {error}"
-        ) from error
-
-
-def make_plan(
-    config: Config,
-    shape: PretrainedConfig,
-    lengths: Lengths,
-    pairs: int,
-    gpu: str,
-    num_gpus: int,
-    num_nodes: int,
-    mfu: float = MFU,
-) -> dict[str, Any]:
-    """Everything that scripts/plan.py prints; bytes, tokens, FLOPs and hours.
+class Planner:
+    """The figures of a run on a cluster.
 
     Args:
+        shape: the model's configuration.
         lengths: of the pairs, not truncated; `pairs`: how many they stand for.
-        gpu: a name in GPU_MEMORY, in any case.
-        num_gpus: on each of `num_nodes`.
 
     Raises:
-        UserError: an unknown GPU, or no pair is left at this max_length.
+        UserError: no pair is left at this max_length, or the GPUs do not divide the global batch.
     """
-    args, gpus = config.train, num_gpus * num_nodes
-    name = next((known for known in GPU_MEMORY if known.lower() == gpu.lower()), None)
-    if name is None:
-        raise UserError(f"--gpu {gpu}: choose one of {', '.join(GPU_MEMORY).lower()}")
-    keep, cut = truncate(lengths, args.max_length or int(lengths.total.max()) + 1, args.max_prompt_length)
-    if not keep.any():
-        raise UserError(f"max_length {args.max_length}: no prompt leaves room for a response; raise it")
-    data = Data(cut, round(pairs * float(keep.mean())))
-    model = memory.meta_model(shape)
-    parameters = trained = sum(p.numel() for p in model.parameters())
-    adapted = None
-    if lora := get_peft_config(config.model):
-        with torch.device("meta"):
-            adapted = get_peft_model(memory.meta_model(shape), lora)
-        trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    per_device = config.asked_per_device
-    unit = per_device * gpus
-    if args.global_batch_size % unit:
-        raise UserError(
-            f"global_batch_size {args.global_batch_size} is no multiple of per_device_train_batch_size {per_device} x "
-            f"{gpus} GPUs; give other --num_gpus, --num_nodes or --per_device_train_batch_size"
-        )
-    micro_batches = args.global_batch_size // unit
-    traced = {on: memory.activations(shape, torch.bfloat16, on) for on in (True, False)}
-    per_rank = args.global_batch_size // gpus
-    choices = [b for b in range(1, per_rank + 1) if per_rank % b == 0]
 
-    def activation(batch: int, checkpointing: bool) -> int:
-        tokens, responses = data.micro_batch(batch, args.padding_free)
-        return traced[checkpointing](tokens, memory.head_bytes(shape, responses, torch.bfloat16, on_gpu=True))
+    def __init__(self, config: Config, shape: PretrainedConfig, lengths: Lengths, pairs: int, cluster: Cluster):
+        self.args, self.shape, self.cluster, self.per_device = config.train, shape, cluster, config.asked_per_device
+        size, max_length = self.args.global_batch_size, self.args.max_length
+        if size % (self.per_device * cluster.gpus):
+            raise UserError(
+                f"global_batch_size {size} is no multiple of per_device_train_batch_size {self.per_device} x "
+                f"{cluster.gpus} GPUs; give other --num_gpus, --num_nodes or --per_device_train_batch_size"
+            )
+        cut = lengths.truncate(max_length, self.args.max_prompt_length)
+        if not cut.trainable.any():
+            raise UserError(f"max_length {max_length}: no prompt leaves room for a response; raise it")
+        self.lengths, self.pairs = cut.select(cut.trainable), round(pairs * float(cut.trainable.mean()))
+        self.scale = self.pairs / len(self.lengths)  # pairs of the training set that each of the lengths stands for
+        self.micro_batches = size // cluster.gpus // self.per_device
+        self.model = meta_model(shape)
+        self.adapter = None
+        if lora := get_peft_config(config.model):
+            with torch.device("meta"):
+                self.adapter = get_peft_model(meta_model(shape), lora)
+        self.parameters = self.model.num_parameters()
+        self.trained = (self.adapter or self.model).num_parameters(only_trainable=True)
+        self.traced = {on: trace_activations(shape, torch.bfloat16, on) for on in (True, False)}
 
-    launches: dict[str, dict[str, Any]] = {}
-    for launch, file in LAUNCHES.items():
-        zero = json.loads((ROOT / file).read_text())["zero_optimization"] if file else {}
-        largest, block = memory.largest_module(model), memory.largest_block(model)
-        states = memory.model_states(trained, largest, block, launch, num_gpus, num_nodes, zero)
-        if adapted:  # ZeRO-2 keeps frozen weights whole, FSDP2 splits them in fp32
-            states["weights"] += int({"zero2": 2, "zero3": 2 / gpus, "fsdp2": 4 / gpus}[launch] * parameters)
-        elif not args.precompute_ref_log_probs:
-            states["reference"] = 2 * parameters // (gpus if launch == "zero3" else 1)
-        held, free = sum(states.values()), GPU_MEMORY[name] * USABLE
-        launches[launch] = {
+    def largest_micro_batch(self, per_device: int) -> tuple[int, int]:
+        """Computed tokens and response tokens of the largest micro-batch of so many pairs that can occur."""
+        tokens = self.lengths.sequences.sum(axis=1)
+        longest = np.argsort(tokens)[-per_device:]
+        repeat = per_device / len(longest)  # above 1 where the data has fewer pairs
+        responses = int(self.lengths.responses[longest].sum() * repeat)
+        padded = 2 * per_device * int(self.lengths.sequences.max())
+        computed = int(tokens[longest].sum() * repeat) if self.args.padding_free else padded
+        return computed, min(responses, computed)
+
+    def activations(self, per_device: int) -> dict[bool, int]:
+        """Bytes of the largest micro-batch of so many pairs, with gradient checkpointing (True) and without."""
+        tokens, responses = self.largest_micro_batch(per_device)
+        head = head_bytes(self.shape, responses, torch.bfloat16, on_gpu=True)
+        return {on: traced.peak_bytes(tokens, head) for on, traced in self.traced.items()}
+
+    def plan_launch(self, launch: str) -> dict[str, Any]:
+        """Memory on each GPU, collectives of a step and size of a checkpoint under zero2, zero3 or fsdp2."""
+        gpus, fsdp, file = self.cluster.gpus, launch == "fsdp2", LAUNCHES[launch]
+        zero = json.loads((PROJECT / file).read_text())["zero_optimization"] if file else {}
+        states = model_states(self.model, self.trained, launch, gpus, zero)
+        if self.adapter:  # ZeRO-2 keeps frozen weights whole, FSDP2 splits them in fp32
+            states["weights"] += int({"zero2": 2, "zero3": 2 / gpus, "fsdp2": 4 / gpus}[launch] * self.parameters)
+        elif not self.args.precompute_ref_log_probs:
+            states["reference"] = 2 * self.parameters // (gpus if launch == "zero3" else 1)
+        room = self.cluster.memory * USABLE - sum(states.values())
+        per_rank = self.args.global_batch_size // gpus
+        held = {n: self.activations(n) for n in range(1, per_rank + 1) if per_rank % n == 0}
+        saved = self.adapter or (meta_model(self.shape, torch.float32) if fsdp else self.model)
+        step = (self.micro_batches, self.args.gradient_checkpointing, zero)
+        return {
             "states": states,
-            "total": {on: held + activation(per_device, on) for on in (True, False)},
+            "total": {on: sum(states.values()) + size for on, size in held[self.per_device].items()},
             "largest_per_device": {
-                on: max((b for b in choices if held + activation(b, on) <= free), default=None) for on in (True, False)
+                on: max((n for n in held if held[n][on] <= room), default=None) for on in (True, False)
             },
-            "collectives": collectives(model, launch, micro_batches, args.gradient_checkpointing, zero),
-            "warning": hybrid_warning(model, micro_batches, args.gradient_checkpointing, zero)
-            if launch == "zero3"
-            else None,
-            "checkpoint": checkpoint_bytes(
-                adapted or (memory.meta_model(shape, torch.float32) if launch == "fsdp2" else model),
-                {"zero2": 2, "zero3": 3, "fsdp2": 0}[launch],
-                launch == "fsdp2",
-            ),
+            "collectives": collectives(self.model, launch, *step),
+            "warning": hybrid_warning(self.model, *step) if launch == "zero3" else None,
+            "checkpoint": checkpoint_bytes(saved, {"zero2": 2, "zero3": 3, "fsdp2": 0}[launch], fsdp),
         }
-    forward_flops = ForwardFlops.of(model)
-    responses = int((cut.chosen + cut.rejected).sum())
-    forward = forward_flops(torch.from_numpy(data.sequences.ravel()), responses) * data.share
-    training = 3 * forward * args.num_train_epochs
-    reference = forward * (1 if args.precompute_ref_log_probs else args.num_train_epochs)
-    peak = peak_flops(name)
-    assert peak is not None  # of each in GPU_MEMORY
-    hours = {
-        part: flops / (peak * gpus * mfu) / 3600 for part, flops in (("training", training), ("reference", reference))
-    }
-    kept = most_at_once(args)
-    return {
-        "model": {"model_type": shape.model_type, "parameters": parameters, "trained": trained},
-        "gpu": {"name": name, "memory": GPU_MEMORY[name], "usable": USABLE, "num_gpus": num_gpus, "nodes": num_nodes},
-        "data": {
-            "pairs": data.pairs,
-            "tokens": round(int(data.sequences.sum()) * data.share),
-            "response_tokens": round(responses * data.share),
-            "longest_sequence": int(data.sequences.max()),
-        },
-        "batch": {
-            "global": args.global_batch_size,
-            "per_device": per_device,
-            "micro_batches": micro_batches,
-            "steps": round(data.pairs * args.num_train_epochs / args.global_batch_size),
-            "packed": args.padding_free,
-            "largest_micro_batch": data.micro_batch(per_device, args.padding_free)[0],
-            "checkpointing": args.gradient_checkpointing,
-            "activations": {on: activation(per_device, on) for on in (True, False)},
-            "activation_per_token": {on: traced[on].peak[1] for on in (True, False)},
-        },
-        "launches": launches,
-        "time": {"flops": {"training": training, "reference": reference}, "mfu": mfu, "hours": hours},
-        "disk": {launch: kept * facts["checkpoint"] for launch, facts in launches.items()} | {"kept": kept},
-    }
+
+    def plan_time(self) -> dict[str, Any]:
+        """FLOPs and hours of training (three forwards a step) and of the reference's forwards."""
+        sequences, responses = self.lengths.sequences.ravel(), int(self.lengths.responses.sum())
+        forward = ForwardFlops.of(self.model)(torch.from_numpy(sequences), responses) * self.scale
+        epochs = self.args.num_train_epochs
+        flops = {
+            "training": 3 * forward * epochs,
+            "reference": forward * (1 if self.args.precompute_ref_log_probs else epochs),
+        }
+        hours = {part: count / self.cluster.flops_per_second / 3600 for part, count in flops.items()}
+        return {"flops": flops, "mfu": self.cluster.mfu, "hours": hours}
+
+    def plan(self) -> dict[str, Any]:
+        """Everything that scripts/plan.py prints; bytes, tokens, FLOPs and hours."""
+        args, cluster, lengths = self.args, self.cluster, self.lengths
+        launches, checkpoints = (
+            {launch: self.plan_launch(launch) for launch in LAUNCHES},
+            most_at_once(args, COLLAPSE_STEPS),
+        )
+        return {
+            "model": {"model_type": self.shape.model_type, "parameters": self.parameters, "trained": self.trained},
+            "gpu": {
+                "name": cluster.gpu,
+                "memory": cluster.memory,
+                "usable": USABLE,
+                "num_gpus": cluster.num_gpus,
+                "nodes": cluster.num_nodes,
+            },
+            "data": {
+                "pairs": self.pairs,
+                "tokens": round(int(lengths.sequences.sum()) * self.scale),
+                "response_tokens": round(int(lengths.responses.sum()) * self.scale),
+                "longest_sequence": int(lengths.sequences.max()),
+            },
+            "batch": {
+                "global": args.global_batch_size,
+                "per_device": self.per_device,
+                "micro_batches": self.micro_batches,
+                "steps": round(self.pairs * args.num_train_epochs / args.global_batch_size),
+                "packed": args.padding_free,
+                "largest_micro_batch": self.largest_micro_batch(self.per_device)[0],
+                "checkpointing": args.gradient_checkpointing,
+                "activations": self.activations(self.per_device),
+                "activation_per_token": {on: traced.peak[1] for on, traced in self.traced.items()},
+            },
+            "launches": launches,
+            "time": self.plan_time(),
+            "disk": {launch: checkpoints * facts["checkpoint"] for launch, facts in launches.items()}
+            | {"kept": checkpoints},
+        }
 
 
-def text(plan: dict[str, Any]) -> str:
-    """The table for people; memory in GiB."""
+def format_plan(plan: dict[str, Any]) -> str:
+    """The plan as text; memory in GiB."""
     model, gpu, data, batch, time = (plan[key] for key in ("model", "gpu", "data", "batch", "time"))
-    gpus = gpu["num_gpus"] * gpu["nodes"]
-    usable = gpu["memory"] * gpu["usable"]
-    launches = plan["launches"]
-
-    def row(name: str, cells: list[Any]) -> str:
-        return f"  {name:<42}" + "".join(f"{cell:>12}" for cell in cells)
-
-    def size(values: list[float]) -> list[str]:
-        return [f"{value / 2**30:.1f}" for value in values]
-
-    on_off = (("with checkpointing", True), ("without", False))
-    tokens = f"{batch['largest_micro_batch']:,} tokens {'packed' if batch['packed'] else 'padded'}"
-    lines = [
-        f"model     {model['model_type']}, {model['parameters']:,} parameters"
-        + (f", {model['trained']:,} trained" if model["trained"] != model["parameters"] else ""),
-        f"data      {data['pairs']:,} pairs, {data['tokens'] / 1e6:,.0f} M tokens "
+    launches, checkpoints, flops, hours = plan["launches"], plan["disk"]["kept"], time["flops"], time["hours"]
+    gpus, usable = gpu["num_gpus"] * gpu["nodes"], gpu["memory"] * gpu["usable"]
+    total, lora = sum(hours.values()), model["trained"] < model["parameters"]
+    summary = {
+        "model": f"{model['model_type']}, {model['parameters']:,} parameters"
+        + (f", {model['trained']:,} trained" if lora else ""),
+        "data": f"{data['pairs']:,} pairs, {data['tokens'] / 1e6:,.0f} M tokens "
         f"({data['response_tokens'] / 1e6:,.0f} M of responses), longest sequence {data['longest_sequence']:,}",
-        f"batch     {batch['global']} = {batch['per_device']} x {batch['micro_batches']} accumulation x {gpus} GPUs, "
-        f"{batch['steps']:,} steps; largest micro-batch {tokens}",
-        f"memory    GiB on each of {gpus} {gpu['name']}, {usable / 2**30:.0f} of {gpu['memory'] / 2**30:.0f} counted "
+        "batch": f"{batch['global']} = {batch['per_device']} x {batch['micro_batches']} accumulation x {gpus} GPUs, "
+        f"{batch['steps']:,} steps; largest micro-batch {batch['largest_micro_batch']:,} tokens "
+        + ("packed" if batch["packed"] else "padded"),
+        "memory": f"GiB on each of {gpus} {gpu['name']}, {usable / 2**30:.0f} of {gpu['memory'] / 2**30:.0f} counted "
         "as usable",
-        row("", list(launches)),
-    ]
-    for part in next(iter(launches.values()))["states"]:
-        lines.append(row(part, size([facts["states"][part] for facts in launches.values()])))
-    for name, on in on_off:
-        lines.append(row(f"activations {name}", size([batch["activations"][on]] * len(launches))))
-    for name, on in on_off:
-        lines.append(row(f"total {name}", size([facts["total"][on] for facts in launches.values()])))
-    for name, on in on_off:
-        largest = [facts["largest_per_device"][on] or "none" for facts in launches.values()]
-        lines.append(row(f"largest per_device {name}", largest))
-    for kind, name in (("all_gather", "gathers of weights a step"), ("reduce", "reductions of gradients a step")):
-        lines.append(row(name, [f"{facts['collectives'][kind]:,}" for facts in launches.values()]))
-    lines.append(row("a checkpoint, GB", [f"{facts['checkpoint'] / 1e9:.0f}" for facts in launches.values()]))
-    kept = plan["disk"]["kept"]
-    lines.append(row(f"disk for {kept} of them, GB", [f"{plan['disk'][launch] / 1e9:.0f}" for launch in launches]))
-    flops, hours = time["flops"], time["hours"]
-    total = sum(hours.values())
-    lines.append(
-        f"time      {flops['training']:.2e} FLOPs of training, {flops['reference']:.2e} of the reference; at "
-        f"{time['mfu']:.1%} MFU {hours['training']:.1f} + {hours['reference']:.1f} = {total:.1f} hours, "
-        f"{total * gpus:,.0f} GPU-hours"
-    )
+    }
+    columns, verdicts = [], []
     for launch, facts in launches.items():
-        as_asked = "fits" if facts["total"][batch["checkpointing"]] <= usable else "does not fit"
-        off = facts["largest_per_device"][False]
-        say = "yes" if facts["total"][False] <= usable else f"with per_device {off} at most" if off else "no"
-        lines.append(f"{launch:<10}{as_asked} as asked; can checkpointing be off? {say}")
-    lines += [f"warning   {facts['warning']}" for facts in launches.values() if facts["warning"]]
-    if model["trained"] < model["parameters"]:
-        lines.append("warning   LoRA: activations and time are those of full training, upper bounds")
-    return "\n".join(lines)
+        most, traffic = facts["largest_per_device"], facts["collectives"]
+        sizes = facts["states"] | {
+            f"{name} {'with checkpointing' if on else 'without'}": values[on]
+            for name, values in (("activations", batch["activations"]), ("total", facts["total"]))
+            for on in (True, False)
+        }
+        cells = {name: f"{size / 2**30:.1f}" for name, size in sizes.items()} | {
+            "largest per_device with checkpointing": most[True] or "none",
+            "largest per_device without": most[False] or "none",
+            "gathers of weights a step": f"{traffic['all_gather']:,}",
+            "reductions of gradients a step": f"{traffic['reduce']:,}",
+            "a checkpoint, GB": f"{facts['checkpoint'] / 1e9:.0f}",
+            f"disk for {checkpoints} of them, GB": f"{plan['disk'][launch] / 1e9:.0f}",
+        }
+        columns.append(cells)
+        fits = "fits" if facts["total"][batch["checkpointing"]] <= usable else "does not fit"
+        off = f"with per_device {most[False]} at most" if most[False] else "no"
+        off = "yes" if facts["total"][False] <= usable else off
+        verdicts.append((launch, f"{fits} as asked; can checkpointing be off? {off}"))
+    warnings = [facts["warning"] for facts in launches.values() if facts["warning"]]
+    if lora:
+        warnings.append("LoRA: activations and time are those of full training, upper bounds")
+    verdicts += [("warning", warning) for warning in warnings]
+    duration = (
+        f"{flops['training']:.2e} FLOPs of training, {flops['reference']:.2e} of the reference; at {time['mfu']:.1%} "
+        f"MFU {hours['training']:.1f} + {hours['reference']:.1f} = {total:.1f} hours, {total * gpus:,.0f} GPU-hours"
+    )
+    table = [(name, *(cells[name] for cells in columns)) for name in columns[0]]
+    return "\n".join(
+        (
+            format_table(summary.items(), indent=0),
+            format_table(table, ["", *launches], "lr"),
+            format_table([("time", duration), *verdicts], indent=0),
+        )
+    )

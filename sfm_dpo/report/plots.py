@@ -1,8 +1,9 @@
-"""How did it go, step by step? The curves of a run as PNG files and as SVG for the report."""
+"""Curves of a run as PNG files and as SVG for the report, and those of two runs compared."""
 
 import io
 import math
 import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+
+from sfm_dpo.run.reader import to_float
 
 matplotlib.use("Agg")
 
@@ -61,7 +64,8 @@ def draw_curves(
     config: dict[str, Any],
     restarts: list[int],
     folder: Path,
-    alarms: tuple[tuple[int, str], ...] = (),
+    alarms: Sequence[tuple[int, str]] = (),
+    panels: Collection[str] | None = None,
 ) -> list[tuple[str, str]]:
     """Writes `folder`/<panel>.png for every panel with a logged value; returns [(title, SVG element)].
 
@@ -69,108 +73,96 @@ def draw_curves(
         log: transformers' log_history; held-out metrics carry the prefix `eval_`. NaN and inf leave a gap.
         config: resolved configuration; `loss_type` decides whether ln 2 is where the loss starts.
         restarts: steps marked with a vertical line.
-        alarms: (step it began, signal) of what the guard found, marked too.
+        alarms: (step it began, signal) of the guard's findings, marked too.
+        panels: names of those to draw; by default all of PANELS, and one for each perf/ metric.
     """
-    panels = dict(PANELS)
-    for key in sorted({key for entry in log for key in entry if key.startswith("perf/")}):
+    chosen = {name: PANELS[name] for name in panels or PANELS}
+    for key in sorted({key for entry in log for key in entry if key.startswith("perf/") and not panels}):
         title, unit = _PERF.get(key, (key, key.removeprefix("perf/").replace("_", " ")))
-        panels[re.sub(r"\W", "_", key)] = (title, {key: title}, unit)
-    drawn = []
+        chosen[re.sub(r"\W", "_", key)] = (title, {key: title}, unit)
+    svgs = []
     with matplotlib.rc_context(STYLE):
-        for name, (title, metrics, unit) in panels.items():
-            figure = _draw(name, title, metrics, unit, log, config, restarts, alarms)
-            if figure is not None:
-                folder.mkdir(exist_ok=True)
-                figure.savefig(folder / f"{name}.png", dpi=160, facecolor="white")
-                figure.set_layout_engine("none")  # it is laid out; each further drawing would do it again
-                drawn.append((title, to_svg(figure, name)))
-    return drawn
+        for name, (title, metrics, unit) in chosen.items():
+            figure = Figure(figsize=(4.4, 2.9), layout="constrained")
+            axes = figure.add_subplot()
+            if not _draw_metrics(axes, name, metrics, log):
+                continue
+            axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+            axes.set_xlabel("optimizer step")
+            axes.set_ylabel(unit)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+            axes.grid(axis="y", linewidth=0.4, alpha=0.25, color=INK)
+            _draw_references(axes, name, config)
+            for i, step in enumerate(restarts):
+                axes.axvline(step, color=INK, linewidth=0.7, linestyle=":", label="restart" if i == 0 else None)
+            for step, signal in alarms:
+                axes.axvline(step, color=ALARM, linewidth=0.9, linestyle="-.", label=f"guard: {signal}")
+            axes.ticklabel_format(axis="y", useOffset=False, scilimits=(-3, 5))
+            low, high = axes.get_ylim()
+            if high - low < 1e-3 * abs(high):  # a constant: no axis that shows its rounding
+                axes.set_ylim(*sorted((0.9 * high, 1.1 * high)))
+            if len(axes.get_legend_handles_labels()[0]) > 1:
+                place = {"loc": "outside lower left", "ncols": 4, "handlelength": 1.4, "columnspacing": 1}
+                figure.legend(frameon=False, fontsize=8, **place)
+            folder.mkdir(exist_ok=True)
+            figure.savefig(folder / f"{name}.png", dpi=160, facecolor="white")
+            figure.set_layout_engine("none")  # it is laid out; each further drawing would do it again
+            svgs.append((title, to_svg(figure, name)))
+    return svgs
 
 
-def _draw(name, title, metrics, unit, log, config, restarts, alarms) -> Figure | None:
-    train = {label: _series(log, metric) for metric, label in metrics.items()}
-    held_out = {label: _series(log, f"eval_{metric}") for metric, label in metrics.items()}
-    if not any(_has_value(points) for points in (*train.values(), *held_out.values())):
-        return None
-    figure = Figure(figsize=(4.4, 2.9), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
-    axes.set_xlabel("optimizer step")
-    axes.set_ylabel(unit)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    axes.grid(axis="y", linewidth=0.4, alpha=0.25, color=INK)
-    several, window = len(metrics) > 1, 1
-    for color, label in zip(COLORS, metrics.values(), strict=False):
-        steps, values = train[label]
-        if _has_value(train[label]):
+def _draw_metrics(axes, name: str, metrics: dict[str, str], log: list[dict[str, Any]]) -> bool:
+    """Draws training values as lines (a running mean over many), held-out ones as dashes; False if there are none."""
+    several, window, held_out = len(metrics) > 1, 1, False
+    dashes: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 0.9, "marker": "o", "markersize": 3.5}
+    dashes["markerfacecolor"] = "none"
+    for color, (metric, label) in zip(COLORS, metrics.items(), strict=False):
+        steps, values = _read_series(log, metric)
+        if np.isfinite(values).any():
             noisy = len(values) >= SMOOTH_FROM and name not in ("learning_rate", "perf_peak_memory_gib")
             window = len(values) // 40 * 2 + 1 if noisy else 1
-            shown = label if several else "training"
             if window > 1:
                 axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.6)
-            axes.plot(steps, _running_mean(values, window), color=color, label=shown, marker="." * (len(values) < 3))
-        steps, values = held_out[label]
-        if _has_value(held_out[label]):
-            style: dict[str, Any] = {
-                "marker": "o",
-                "markersize": 3.5,
-                "markerfacecolor": "none",
-                "linestyle": (0, (4, 2)),
-            }
-            held_color = color if several else COLORS[1]
-            axes.plot(steps, values, color=held_color, linewidth=0.9, label=None if several else "held out", **style)
-    if several and any(_has_value(points) for points in held_out.values()):
-        axes.plot([], [], color=INK, linewidth=0.9, label="held out", **style)
-    _reference_lines(axes, name, config)
-    for i, step in enumerate(restarts):
-        axes.axvline(step, color=INK, linewidth=0.7, linestyle=":", label="restart" if i == 0 else None)
-    for step, signal in alarms:
-        axes.axvline(step, color=ALARM, linewidth=0.9, linestyle="-.", label=f"guard: {signal}")
+            smooth, marker = _running_mean(values, window), "." * (len(values) < 3)
+            axes.plot(steps, smooth, color=color, label=label if several else "training", marker=marker)
+        steps, values = _read_series(log, f"eval_{metric}")
+        if np.isfinite(values).any():
+            held_out = True
+            named = {"color": color} if several else {"color": COLORS[1], "label": "held out"}
+            axes.plot(steps, values, **named, **dashes)
+    if several and held_out:
+        axes.plot([], [], color=INK, label="held out", **dashes)
     if window > 1:
         axes.set_title(f"line: mean of {window} logged values", loc="right", fontsize=7.5)
-    axes.ticklabel_format(axis="y", useOffset=False, scilimits=(-3, 5))
-    low, high = axes.get_ylim()
-    if high - low < 1e-3 * abs(high):  # a constant: no axis that shows its rounding
-        axes.set_ylim(*sorted((0.9 * high, 1.1 * high)))
-    handles, _ = axes.get_legend_handles_labels()
-    if len(handles) > 1:
-        figure.legend(loc="outside lower left", ncols=4, frameon=False, fontsize=8, handlelength=1.4, columnspacing=1)
-    return figure
+    return bool(axes.lines)
 
 
-def _reference_lines(axes, name: str, config: dict[str, Any]) -> None:
+def _draw_references(axes, name: str, config: dict[str, Any]) -> None:
+    line: dict[str, Any] = {"color": INK, "linewidth": 0.7, "linestyle": "--", "alpha": 0.7}
     if name == "loss" and config.get("loss_type") in (["sigmoid_norm"], ["sigmoid"]):
-        axes.axhline(
-            math.log(2), color=INK, linewidth=0.7, linestyle="--", alpha=0.7, label="ln 2: policy = reference"
-        )
+        axes.axhline(math.log(2), label="ln 2: policy = reference", **line)
     if name in ("margin", "rewards"):
         axes.axhline(0, color=INK, linewidth=0.6, alpha=0.5)
     if name == "accuracy":
-        axes.axhline(0.5, color=INK, linewidth=0.7, linestyle="--", alpha=0.7, label="chance")
+        axes.axhline(0.5, label="chance", **line)
         axes.set_ylim(-0.03, 1.03)
     if name == "perf_padding_fraction":
         axes.set_ylim(0, max(0.1, axes.get_ylim()[1]))
 
 
-def _series(log: list[dict[str, Any]], metric: str) -> tuple[list[int], list[float]]:
+def _read_series(log: list[dict[str, Any]], metric: str) -> tuple[list[int], np.ndarray]:
     """Steps and values; what is no finite number becomes NaN, which leaves a gap in the line."""
-    points = [(entry["step"], entry[metric]) for entry in log if metric in entry]
-    finite = [isinstance(value, int | float) and math.isfinite(value) for _, value in points]
-    return [step for step, _ in points], [v if ok else math.nan for (_, v), ok in zip(points, finite, strict=True)]
+    entries = [entry for entry in log if metric in entry]
+    values = np.array([to_float(entry[metric]) for entry in entries])
+    return [entry["step"] for entry in entries], np.where(np.isfinite(values), values, np.nan)
 
 
-def _has_value(points: tuple[list[int], list[float]]) -> bool:
-    return any(math.isfinite(value) for value in points[1])
-
-
-def _running_mean(values: list[float], window: int) -> list[float]:
+def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Centred mean of the finite values within `window` (odd) points; a gap stays a gap."""
-    half = window // 2
-    means = []
-    for i, value in enumerate(values):
-        near = [v for v in values[max(0, i - half) : i + half + 1] if math.isfinite(v)]
-        means.append(sum(near) / len(near) if math.isfinite(value) else math.nan)
-    return means
+    ones = np.ones(window)
+    finite = np.isfinite(values)
+    sums, counts = (np.convolve(x, ones, mode="same") for x in (np.where(finite, values, 0.0), finite.astype(float)))
+    return np.where(finite, sums / np.maximum(counts, 1), np.nan)
 
 
 def to_svg(figure: Figure, name: str) -> str:
@@ -183,43 +175,36 @@ def to_svg(figure: Figure, name: str) -> str:
     return svg.replace(INK, "currentColor")
 
 
-# What is drawn where it was logged: the study's three, and what tells a reference from a forward
-_DRAWN = ("train/loss", "logps/chosen", "logps/rejected", "rewards/margins", "grad_norm")
+# Drawn where they were logged: the metrics that a study of two runs looks at first
+_COMPARED = ("train/loss", "logps/chosen", "logps/rejected", "rewards/margins", "grad_norm")
 
 
 def draw_comparison(result: dict[str, Any], path: Path) -> None:
     """Writes a PNG (or what the suffix says): above the curves of A and B, below |A - B| on a logarithmic scale.
 
     Args:
-        result: from compare.compare.
+        result: from compare.runs.
     """
     rows = {row["metric"]: row for row in result["metrics"]}
-    shown = [name for name in _DRAWN if name in rows] or list(rows)[:4]
+    names = [name for name in _COMPARED if name in rows] or list(rows)[:4]
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(1 + 3.3 * len(shown), 5.0), layout="constrained")
-        grid = figure.subplots(2, len(shown), sharex="col", squeeze=False, height_ratios=(3, 2))
-        for (above, below), name in zip(grid.T, shown, strict=True):
-            _draw_metric(above, below, rows[name], result["series"][name])
+        figure = Figure(figsize=(1 + 3.3 * len(names), 5.0), layout="constrained")
+        grid = figure.subplots(2, len(names), sharex="col", squeeze=False, height_ratios=(3, 2))
+        for (above, below), name in zip(grid.T, names, strict=True):
+            _draw_pair(above, below, rows[name], result["series"][name])
         grid[0, 0].set_ylabel("value")
         grid[1, 0].set_ylabel("|A - B|")
-        found = result["verdict"]
-        if found["step"] is not None:
+        if (step := result["verdict"]["step"]) is not None:
             for axes in grid.flat:
-                axes.axvline(found["step"], color=ALARM, linewidth=0.9, linestyle="-.", label="first beyond tolerance")
+                axes.axvline(step, color=ALARM, linewidth=0.9, linestyle="-.", label="first beyond tolerance")
         handles, labels = grid[0, 0].get_legend_handles_labels()
-        names = {"A": f"A: {result['runs']['a']}", "B": f"B: {result['runs']['b']}"}
-        figure.legend(
-            handles,
-            [names.get(label, label) for label in labels],
-            loc="outside lower left",
-            ncols=1 if max(map(len, names.values())) > 50 else 3,
-            frameon=False,
-            fontsize=8,
-        )
+        labels = [f"{label}: {result['runs'][label.lower()]}" if label in ("A", "B") else label for label in labels]
+        columns = 1 if max(map(len, labels)) > 50 else 3
+        figure.legend(handles, labels, loc="outside lower left", ncols=columns, frameon=False, fontsize=8)
         figure.savefig(path, dpi=160, facecolor="white")
 
 
-def _draw_metric(above, below, row: dict[str, Any], series: dict[str, list]) -> None:
+def _draw_pair(above, below, row: dict[str, Any], series: dict[str, list]) -> None:
     steps, a, b = series["steps"], np.array(series["a"]), np.array(series["b"])
     marker = "." if len(steps) < 40 else ""
     above.plot(steps, a, color=COLORS[0], label="A", marker=marker, markersize=5)

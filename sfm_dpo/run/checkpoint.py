@@ -1,4 +1,4 @@
-"""Where were we? Complete checkpoints, the stop file, and what must be the same to go on.
+"""Checkpoints: which are complete, what a resumed run must agree with, rotation, disk space, the stop file.
 
 A checkpoint is complete when its `complete.json` says so: rank 0 writes it, with the size of every file, when all
 ranks have written theirs. transformers 5.23 has no such mark, and its own rotation would count half-written
@@ -18,7 +18,6 @@ import psutil
 from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import write_atomically
-from sfm_dpo.health.guard_rules import FAST
 
 log = logging.getLogger(__name__)
 
@@ -147,12 +146,12 @@ def check_resume(checkpoint: Path, facts: dict[str, Any], ignore: bool) -> None:
 # ---- disk
 
 
-def most_at_once(args: Any) -> int:
+def most_at_once(args: Any, collapse_steps: int) -> int:
     """Checkpoints that a run has at one time: the limit, the one being written, and those that the guard keeps, which
-    are two where saves are closer than a collapse takes."""
+    are two where saves are closer than `collapse_steps` (see health/guard_rules.py)."""
     if args.save_strategy == "no":
         return 1
-    kept = 0 if args.guard == "skip" else 1 + (args.save_strategy == "steps" and args.save_steps < FAST)
+    kept = 0 if args.guard == "skip" else 1 + (args.save_strategy == "steps" and args.save_steps < collapse_steps)
     return (args.save_total_limit or 1) + 1 + kept
 
 

@@ -1,4 +1,4 @@
-"""What is in the run's folder? Claim it, describe the environment, say how the run stands.
+"""A run's folder: claiming it, its configuration, its state.
 
 Rank 0 alone writes. Files: resolved_config.yaml, environment.json, data.json, status.json (see docs/design.md).
 """
@@ -46,16 +46,16 @@ def read_status(run: str | Path) -> dict[str, Any] | None:
     path = Path(run) / STATUS
     if not path.is_file():
         return None
-    return _mapping(path, json.loads, "state", "remove it: the run is then taken for one that has not ended")
+    return _read_or_raise(path, json.loads, "state", "remove it: the run is then taken for one that has not ended")
 
 
 def read_resolved_config(run: str | Path) -> dict[str, Any]:
     """resolved_config.yaml of a run. Raises UserError where it is damaged."""
     remedy = "restore it, or choose another folder"
-    return _mapping(Path(run) / RESOLVED_CONFIG, yaml.safe_load, "model_name_or_path", remedy)
+    return _read_or_raise(Path(run) / RESOLVED_CONFIG, yaml.safe_load, "model_name_or_path", remedy)
 
 
-def _mapping(path: Path, parse: Callable[[str], Any], key: str, remedy: str) -> dict[str, Any]:
+def _read_or_raise(path: Path, parse: Callable[[str], Any], key: str, remedy: str) -> dict[str, Any]:
     try:
         content = parse(path.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -75,17 +75,12 @@ def write_status(
 ) -> None:
     """Writes status.json: `state` is running, done, stopped, refused, collapsed, failed or push_failed.
 
-    `any_rank`: what rank 0 may not know of; else only rank 0 writes.
+    Rank 0 writes; with `any_rank` whichever rank calls, about what rank 0 may not know.
     """
     if not (is_main_process() or any_rank):
         return
-    status = {
-        "state": state,
-        "exit_code": exit_code,
-        "message": mask(message),
-        "step": None,
-        "checkpoint": None,
-    } | extra
+    status = {"state": state, "exit_code": exit_code, "message": mask(message), "step": None, "checkpoint": None}
+    status |= extra
     status |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID"), "pid": os.getpid()}
     text, path = json.dumps(status, indent=2) + "\n", Path(run) / STATUS
     try:
@@ -153,39 +148,35 @@ def describe(config: "Config", pairs: dict[str, Any], step: int = 0) -> None:
     """
     run = Path(config.train.output_dir)
     run.mkdir(parents=True, exist_ok=True)
-    try:
-        before = dict(json.loads((run / ENVIRONMENT).read_text()))
-    except (OSError, ValueError, TypeError):
-        before = {}
+    before = read_mapping(run / ENVIRONMENT)
     start = {"time": now(), "step": step, "host": platform.node(), "world_size": world_size()}
     start |= {"job": os.environ.get("SLURM_JOB_ID"), "restart": os.environ.get("SLURM_RESTART_COUNT")}
-    kept: dict[str, Any] = {"starts": [*before.get("starts", []), start]}
+    history: dict[str, Any] = {"starts": [*before.get("starts", []), start]}
     if "wandb" in config.train.report_to:  # transformers lets W&B choose an id, another one at each start
-        kept["wandb_run_id"] = os.environ.get("WANDB_RUN_ID") or before.get("wandb_run_id") or secrets.token_hex(4)
-        os.environ["WANDB_RUN_ID"] = kept["wandb_run_id"]
+        history["wandb_run_id"] = os.environ.get("WANDB_RUN_ID") or before.get("wandb_run_id") or secrets.token_hex(4)
+        os.environ["WANDB_RUN_ID"] = history["wandb_run_id"]
         os.environ.setdefault("WANDB_RESUME", "allow")
     write_atomically(run / RESOLVED_CONFIG, yaml.safe_dump(config.as_dict(), sort_keys=False))
     write_atomically(run / DATA, json.dumps(pairs, indent=2) + "\n")
-    write_atomically(run / ENVIRONMENT, json.dumps(environment() | kept, indent=2) + "\n")
+    write_atomically(run / ENVIRONMENT, json.dumps(environment() | history, indent=2) + "\n")
 
 
 def add_data_facts(run: str | Path, facts: dict[str, Any]) -> None:
     """Adds to data.json what is known only once the trainer is there."""
     path = Path(run) / DATA
-    before = json.loads(path.read_text()) if path.is_file() else {}
-    write_atomically(path, json.dumps(before | facts, indent=2) + "\n")
+    write_atomically(path, json.dumps(read_mapping(path) | facts, indent=2) + "\n")
 
 
 def check_not_running(run: str | Path) -> None:
     """Raises UserError if another job, or another process on this node, is known to be training in this folder."""
-    status, environment = _read(Path(run) / STATUS), _read(Path(run) / ENVIRONMENT)
+    status, environment = read_mapping(Path(run) / STATUS), read_mapping(Path(run) / ENVIRONMENT)
     job, who = status.get("job"), None
     if status.get("state") != "running":
         return
     if job is not None and job != os.environ.get("SLURM_JOB_ID"):
         who = f"job {job}" if (squeue_states() or {}).get(job, "PENDING") != "PENDING" else None
     elif status.get("pid") and environment.get("starts", [{}])[-1].get("host") == platform.node():
-        if not _is_alive(status, environment):
+        if not is_alive(status, environment):
             return
         who = f"process {status['pid']}"
     if who:
@@ -204,7 +195,7 @@ def squeue_states() -> dict[str, str] | None:
     return dict(line.split() for line in done.stdout.splitlines()) if done.returncode == 0 else None
 
 
-def _is_alive(status: dict[str, Any], environment: dict[str, Any]) -> bool:
+def is_alive(status: dict[str, Any], environment: dict[str, Any]) -> bool:
     """Whether the process that wrote the status still runs; where it is another machine's, we cannot know."""
     starts = environment.get("starts") or [{}]
     if starts[-1].get("host") != platform.node() or not status.get("pid"):
@@ -216,7 +207,7 @@ def _is_alive(status: dict[str, Any], environment: dict[str, Any]) -> bool:
     return started <= datetime.fromisoformat(status["time"]).timestamp() + 1  # not another one of that number
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_mapping(path: Path) -> dict[str, Any]:
     """A JSON mapping, empty where there is none (a run's first seconds), or none that can be read."""
     try:
         content = json.loads(path.read_text())

@@ -1,12 +1,13 @@
-"""How do all runs stand? One line a run, from its folder alone and from squeue where there is one."""
+"""How runs stand: one line a run, from its folder alone and from squeue where there is one."""
 
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from sfm_dpo.common.tables import format_table
 from sfm_dpo.run.checkpoint import newest_checkpoint
-from sfm_dpo.run.folder import ENVIRONMENT, STATUS, _is_alive, _read, squeue_states
+from sfm_dpo.run.folder import ENVIRONMENT, STATUS, is_alive, read_mapping, squeue_states
 
 STALE_SECONDS = 1800  # longer than a step, an evaluation or a save takes
 COLUMNS = "run state slurm step eta pairs/s loss margin health last checkpoint starts".split()
@@ -14,20 +15,21 @@ COLUMNS = "run state slurm step eta pairs/s loss margin health last checkpoint s
 
 def find_runs(folders: Iterable[str | Path]) -> list[Path]:
     """The given folders that are runs, and the runs directly or one deeper inside the others, by name."""
-    found = []
+    runs: set[Path] = set()
     for folder in map(Path, folders):
-        found += [folder] if _is_run(folder) else [p for p in [*folder.glob("*"), *folder.glob("*/*")] if _is_run(p)]
-    return sorted(set(found))
+        candidates = [folder] if _is_run(folder) else [*folder.glob("*"), *folder.glob("*/*")]
+        runs.update(filter(_is_run, candidates))
+    return sorted(runs)
 
 
-def read_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[str, Any]:
+def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[str, Any]:
     """What is known about a run. Missing facts are None.
 
     Args:
         queue: Slurm's state of each job of ours (squeue_states), None without Slurm.
         now: Unix time, from which ages are counted.
     """
-    status, environment, health = (_read(run / name) for name in (STATUS, ENVIRONMENT, "health.json"))
+    status, environment, health = (read_mapping(run / name) for name in (STATUS, ENVIRONMENT, "health.json"))
     job = status.get("job")
     slurm = None if queue is None or job is None else queue.get(job, "not queued")
     log = newest_log(job)
@@ -35,7 +37,7 @@ def read_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[str, A
     age = max(0.0, now - max(times)) if times else None
     state = status.get("state", "unknown")
     if state == "running":
-        gone = slurm == "not queued" or (job is None and not _is_alive(status, environment))
+        gone = slurm == "not queued" or (job is None and not is_alive(status, environment))
         state = "died" if gone else "stale" if age is not None and age > STALE_SECONDS else state
     elif slurm == "PENDING":
         state += ", waits"
@@ -64,33 +66,30 @@ def newest_log(job: str | None) -> Path | None:
     return found[0] if found else None
 
 
-def table(runs: list[dict[str, Any]]) -> str:
+def format_runs(runs: list[dict[str, Any]]) -> str:
     """The runs as text, a line each, and below it what those that did not end well have said."""
-    rows = [COLUMNS, *map(_cells, runs)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     notes = [f"{run['run']}: {run['message']}" for run in runs if run["message"] and run["state"] != "DONE"]
-    return "\n".join([*lines, *([""] if notes else []), *notes])
+    return "\n".join([format_table(map(_cells, runs), COLUMNS, indent=0), *([""] if notes else []), *notes])
 
 
 def _cells(run: dict[str, Any]) -> list[str]:
-    def shown(name: str, form: str) -> str:
+    def cell(name: str, form: str) -> str:
         return "-" if run[name] is None else format(run[name], form)
 
-    step = shown("step", "d") + (f"/{run['max_steps']}" if run["max_steps"] else "")
+    eta, age, incomplete = run["eta_seconds"], run["seconds_since_update"], run["incomplete_checkpoints"]
     return [
         run["run"],
         run["state"],
         run["slurm"] or "-",
-        step,
-        "-" if run["eta_seconds"] is None else format_clock(run["eta_seconds"]),
-        shown("pairs_per_second", ".2f"),
-        shown("loss", ".4f"),
-        shown("margin", "+.3f"),
+        cell("step", "d") + (f"/{run['max_steps']}" if run["max_steps"] else ""),
+        "-" if eta is None else format_clock(eta),
+        cell("pairs_per_second", ".2f"),
+        cell("loss", ".4f"),
+        cell("margin", "+.3f"),
         run["health"] or "-",
-        "-" if run["seconds_since_update"] is None else f"{format_clock(run['seconds_since_update'])} ago",
-        (run["checkpoint"] or "-") + (f" (+{n} incomplete)" if (n := run["incomplete_checkpoints"]) else ""),
-        shown("starts", "d"),
+        "-" if age is None else f"{format_clock(age)} ago",
+        (run["checkpoint"] or "-") + (f" (+{incomplete} incomplete)" if incomplete else ""),
+        cell("starts", "d"),
     ]
 
 
@@ -98,10 +97,11 @@ def _is_run(folder: Path) -> bool:
     return (folder / STATUS).is_file()
 
 
-def read_all(folders: Iterable[str | Path]) -> list[dict[str, Any]]:
+def describe_runs(folders: Iterable[str | Path]) -> list[dict[str, Any]]:
     queue = squeue_states()
-    return [read_run(run, queue, time.time()) for run in find_runs(folders)]
+    return [describe_run(run, queue, time.time()) for run in find_runs(folders)]
 
 
 def format_clock(seconds: int) -> str:
+    """h:mm:ss."""
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

@@ -12,12 +12,14 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
 from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.files import write_atomically
+from sfm_dpo.common.tables import format_table
 
 log = logging.getLogger(__name__)
 
@@ -36,110 +38,77 @@ _ADVICE = {
     "less logging",
 }
 
+KINDS = ("data loading", "optimizer", "compute", "communication")
 Interval = tuple[float, float]
 
 
-def union(intervals: list[Interval]) -> list[Interval]:
-    """The same moments as disjoint intervals, in order."""
-    out: list[list[float]] = []
-    for start, end in sorted(intervals):
-        if out and start <= out[-1][1]:
-            out[-1][1] = max(out[-1][1], end)
-        elif end > start:
-            out.append([start, end])
-    return [(start, end) for start, end in out]
-
-
-def without(intervals: list[Interval], taken: list[Interval]) -> list[Interval]:
-    """What is left of disjoint `intervals` outside of disjoint `taken`; both in order."""
-    out = []
-    for start, end in intervals:
-        for t_start, t_end in taken:
-            if t_end <= start or t_start >= end:
-                continue
-            if t_start > start:
-                out.append((start, t_start))
-            start = t_end
-            if start >= end:
-                break
-        if start < end:
-            out.append((start, end))
-    return out
-
-
-def seconds(intervals: list[Interval]) -> float:
-    """Their length; the profiler counts microseconds."""
-    return sum(end - start for start, end in intervals) / 1e6
-
-
-def shares(found: dict[str, list[Interval]], wall: Interval) -> dict[str, float]:
+def time_shares(intervals: dict[str, list[Interval]], wall: Interval) -> dict[str, float]:
     """Share of each of the five in `wall`, in the order of the module's first lines; they add up to 1."""
-    out: dict[str, float] = {}
-    taken: list[Interval] = []
-    for name in ("data loading", "optimizer", "compute", "communication"):
-        inside = [(max(start, wall[0]), min(end, wall[1])) for start, end in found.get(name, [])]
-        mine = without(union(inside), taken)
-        out[name] = seconds(mine) / seconds([wall])
-        taken = union(taken + mine)
-    return out | {"idle": 1 - sum(out.values())}
+    every = [np.clip(np.array(intervals.get(name, ())).reshape(-1, 2), *wall) for name in KINDS]
+    edges = np.unique(np.concatenate([np.array(wall), *(spans.ravel() for spans in every)]))
+    lengths, free = np.diff(edges) / (wall[1] - wall[0]), np.ones(len(edges) - 1, dtype=bool)
+    shares: dict[str, float] = {}
+    for name, spans in zip(KINDS, every, strict=True):
+        depth = np.zeros(len(edges))
+        np.add.at(depth, np.searchsorted(edges, spans[:, 0]), 1)
+        np.add.at(depth, np.searchsorted(edges, spans[:, 1]), -1)
+        covered = (depth.cumsum()[:-1] > 0) & free
+        shares[name], free = float(lengths[covered].sum()), free & ~covered
+    return shares | {"idle": float(lengths[free].sum())}
 
 
-def classify(events: list[Any], on_gpu: bool) -> tuple[dict[str, list[Interval]], dict[str, float], dict[str, int]]:
-    """Intervals of each kind; seconds of each kernel, the time of those it calls taken out; collectives by name.
+def classify_events(
+    events: list[Any], on_gpu: bool
+) -> tuple[dict[str, list[Interval]], dict[str, float], dict[str, int]]:
+    """Intervals (microseconds) of each kind, seconds of each kernel without those it calls, collectives by name.
 
-    `events`: of torch.profiler.
+    `events`: of torch.profiler. With a GPU, the optimizer's kernels are those launched from its step.
     """
-    found: dict[str, list[Interval]] = defaultdict(list)
+    intervals: dict[str, list[Interval]] = defaultdict(list)
     kernels: dict[str, float] = defaultdict(float)
-    calls: dict[str, int] = defaultdict(int)
-    stepping = []
+    collectives: dict[str, int] = defaultdict(int)
+    updates = [e for e in events if _is_on_cpu(e) and (e.name == _MARK or e.name.startswith("Optimizer.step"))]
+    launched = {kernel.name for event in updates for child in _descendants(event) for kernel in child.kernels}
     for event in events:
-        span = (event.time_range.start, event.time_range.end)
-        if event.device_type == torch.autograd.DeviceType.CPU:
-            if event.name.startswith("enumerate(DataLoader)"):
-                found["data loading"].append(span)
-            elif event.name == _MARK or event.name.startswith("Optimizer.step"):
-                stepping.append(event)
-    if not on_gpu:
-        found["optimizer"] = [(e.time_range.start, e.time_range.end) for e in stepping]
-    else:  # the kernels that were launched from there; they run later than that
-        launched = [kernel for event in stepping for child in _below(event) for kernel in child.kernels]
-        names = {kernel.name for kernel in launched}
-    for event in events:
-        is_kernel = event.device_type != torch.autograd.DeviceType.CPU
         name, span = event.name, (event.time_range.start, event.time_range.end)
-        talks = name.startswith(_COMMUNICATION)
         if name.startswith("c10d::"):
-            calls[name.removeprefix("c10d::").strip("_")] += 1
-        if on_gpu != is_kernel or name == _MARK:
+            collectives[name.removeprefix("c10d::").strip("_")] += 1
+        if _is_on_cpu(event) and name.startswith("enumerate(DataLoader)"):
+            intervals["data loading"].append(span)
+        elif event in updates:
+            intervals["optimizer"] += [] if on_gpu else [span]
+        elif on_gpu == _is_on_cpu(event):
             continue
-        if talks:
-            found["communication"].append(span)
+        elif name.startswith(_COMMUNICATION):
+            intervals["communication"].append(span)
         elif on_gpu:
-            found["optimizer" if name in names else "compute"].append(span)
-            kernels[name] += seconds([span])
+            intervals["optimizer" if name in launched else "compute"].append(span)
+            kernels[name] += (span[1] - span[0]) / 1e6
         elif name.startswith(("aten::", "sfm_dpo::")):
-            found["compute"].append(span)
+            intervals["compute"].append(span)
             kernels[name] += event.self_cpu_time_total / 1e6
-    return found, kernels, calls
+    return intervals, kernels, collectives
 
 
-def _below(event: Any) -> list[Any]:
-    return [event] + [e for child in event.cpu_children for e in _below(child)]
+def _is_on_cpu(event: Any) -> bool:
+    return event.device_type == torch.autograd.DeviceType.CPU
 
 
-def table(result: dict[str, Any]) -> str:
+def _descendants(event: Any) -> list[Any]:
+    return [event] + [e for child in event.cpu_children for e in _descendants(child)]
+
+
+def format_profile(result: dict[str, Any]) -> str:
     """The plain table of a profile (the dict in profile.json)."""
     first, last = result["steps"]
     lines = [
         f"profile of steps {first} to {last} on rank 0 of {result['ranks']} ({result['device']}): "
         f"{result['seconds']:.2f} s, {result['tokens']:,} tokens of all ranks, "
-        f"{result['tokens'] / result['seconds']:,.0f} tokens/s while profiled"
+        f"{result['tokens'] / result['seconds']:,.0f} tokens/s while profiled",
+        format_table([(name, f"{share:.1%}") for name, share in result["shares"].items()], align="lr"),
     ]
-    lines += [f"  {name:<14} {share:6.1%}" for name, share in result["shares"].items()]
-    lines.append(f"  {'seconds':>9}  {'share':>6}  kernels by time")
-    for name, spent in result["kernels"]:
-        lines.append(f"  {spent:9.3f}  {spent / result['seconds']:6.1%}  {name[:80]}")
+    kernels = [(f"{spent:.3f}", f"{spent / result['seconds']:.1%}", name[:80]) for name, spent in result["kernels"]]
+    lines.append(format_table(kernels, ("seconds", "share", "kernels by time"), align="rrl"))
     if result["collectives"]:
         steps = last - first + 1
         counts = ", ".join(f"{name} {count / steps:g}" for name, count in result["collectives"].items())
@@ -147,9 +116,9 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, f"  {result['bottleneck']}"])
 
 
-def bottleneck(found: dict[str, float]) -> str:
-    name = max(found, key=lambda name: found[name])
-    return f"bottleneck: {name}, {found[name]:.0%} of the time: {_ADVICE[name]}"
+def describe_bottleneck(shares: dict[str, float]) -> str:
+    name = max(shares, key=lambda name: shares[name])
+    return f"bottleneck: {name}, {shares[name]:.0%} of the time: {_ADVICE[name]}"
 
 
 class Profiler(TrainerCallback):
@@ -207,21 +176,21 @@ class Profiler(TrainerCallback):
         profiler.export_chrome_trace(str(folder / "trace.json"))
         events = profiler.events()
         wall = (min(e.time_range.start for e in events), max(e.time_range.end for e in events))
-        found, kernels, calls = classify(events, torch.cuda.is_available())
+        intervals, kernels, collectives = classify_events(events, torch.cuda.is_available())
         result = {
             "steps": [self.first, self.last],
             "ranks": self.trainer.accelerator.num_processes,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-            "seconds": seconds([wall]),
+            "seconds": (wall[1] - wall[0]) / 1e6,
             "tokens": int(self.trainer._total_train_tokens - self.tokens),
-            "shares": shares(found, wall),
+            "shares": time_shares(intervals, wall),
             "kernels": sorted(kernels.items(), key=lambda item: -item[1])[:LISTED],
-            "collectives": dict(calls),
+            "collectives": dict(collectives),
         }
-        result["bottleneck"] = bottleneck(result["shares"])
+        result["bottleneck"] = describe_bottleneck(result["shares"])
         write_atomically(folder / "profile.json", json.dumps(result, indent=2) + "\n")
-        write_atomically(folder / "profile.txt", table(result) + "\n")
-        log.info(table(result))
+        write_atomically(folder / "profile.txt", format_profile(result) + "\n")
+        log.info(format_profile(result))
 
 
 def add_profiler(trainer: Any) -> None:

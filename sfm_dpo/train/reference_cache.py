@@ -30,14 +30,16 @@ from sfm_dpo.run.folder import write_status
 from sfm_dpo.run.status import format_clock
 
 NFS_SECONDS = 60  # its acdirmax: for so long a client may remember that a file was not there
+CACHE_FORMAT = 2  # raise it when the same key would stand for other figures or another layout of the shards
 SHARD_PAIRS = 256  # at 15,000 tokens/s and 8,192 tokens a sequence, under five minutes of work to lose
 
 log = logging.getLogger(__name__)
 
 
 def cache_folder(dataset: Dataset, **settings: object) -> Path:
-    """Folder of the shards for these token ids and settings (weights, dtype, attention, truncation, ...)."""
+    """Folder of the shards for these token ids and settings (weights, configuration, precision, truncation, ...)."""
     settings |= {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
+    settings |= {"format": CACHE_FORMAT}
     text = json.dumps({key: str(value) for key, value in sorted(settings.items())})
     digest = hashlib.sha256(f"{text} {hash_tokens(dataset)}".encode()).hexdigest()[:24]
     return Path(os.path.expanduser(HF_CACHE_HOME)) / "sfm_dpo" / "reference" / digest

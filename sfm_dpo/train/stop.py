@@ -31,6 +31,8 @@ class StopCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self._took("step")
+        # What is logged between two saves is then the same in a run that was killed and resumed from the first
+        control.should_log = control.should_log or control.should_save
         # Rank 0's look counts: a rank that looked a moment later could go on alone, and hang
         if broadcast(stop_requested(args.output_dir)) and state.global_step < state.max_steps:
             self.stopped = control.should_save = control.should_log = control.should_training_stop = True

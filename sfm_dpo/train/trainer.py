@@ -26,14 +26,13 @@ from sfm_dpo.common.errors import DiskFull, StopRequested, UserError
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.data.sampler import ORDER_VERSION, PairSampler
 from sfm_dpo.data.tokenization import pair_tokens
-from sfm_dpo.health.guard_rules import STEP_0_TOLERANCE
 from sfm_dpo.model.attention import describe_kernel
 from sfm_dpo.model.flops import ForwardFlops
-from sfm_dpo.model.loading import load_model
+from sfm_dpo.model.loading import hash_config, load_model
 from sfm_dpo.model.packing import compile_layers, enable_padding_free
-from sfm_dpo.model.sharding import gathered_hash, hybrid_warning, launched_with
+from sfm_dpo.model.sharding import hash_weights, hybrid_warning, launched_with
 from sfm_dpo.run.checkpoint import COMPLETE, mark_complete, newest_checkpoint, rotate, stop_requested
-from sfm_dpo.train.metrics import loss_scale, reward_metrics
+from sfm_dpo.train.metrics import loss_scale, reward_metrics, step_0_tolerance
 from sfm_dpo.train.reference_cache import ReferenceCache, cache_folder, hash_tokens
 from sfm_dpo.train.throughput import Meter, MeterCallback
 from sfm_dpo.train.upstream import UpstreamFixes
@@ -140,8 +139,9 @@ class SFMDPOTrainer(UpstreamFixes):
             if self.ref_model is None and self.is_zero3:
                 model = prepare_deepspeed(self.model, self.accelerator)  # the hooks that gather the weights
             elif self.ref_model is None:
-                if self.is_deepspeed_enabled and self.args.bf16:
-                    model.to(torch.bfloat16)  # what DeepSpeed's engine will do to the policy
+                if self.is_deepspeed_enabled and self.args.bf16:  # what DeepSpeed's engine will do to the policy
+                    for parameter in model.parameters():  # no buffer: RoPE's inv_freq stays fp32
+                        parameter.data = parameter.data.to(torch.bfloat16)
                 model.to(self.accelerator.device)  # Trainer leaves that to DeepSpeed, which comes later
             self._forward_model = model
         return self._forward_model
@@ -191,11 +191,16 @@ class SFMDPOTrainer(UpstreamFixes):
         # splits them, and the metrics of a step have no public name. Canary: test_canary_private_attributes
         accelerator, args, model = self.accelerator, self.args, self.forward_model()
         model.eval()
+        adapter = is_peft_model(self.model)
         settings = {
-            "weights": gathered_hash(model) if self.is_zero3 else self._precompute_model_hash,
+            "weights": hash_weights(model, gather=self.is_zero3, frozen_only=adapter)
+            if self.is_zero3 or adapter
+            else self._precompute_model_hash,
+            "config": hash_config(self.bare_model().config),
             "dtype": next(model.parameters()).dtype,
-            "autocast": accelerator.mixed_precision,
+            "precision": self._precision(),
             "attention": self.bare_model().config._attn_implementation,
+            "kernel": self.attention_kernel() if self.packed else None,
             "packed": self.packed,
             "compilation": self.compilation,
             "max_length": args.max_length,
@@ -205,7 +210,7 @@ class SFMDPOTrainer(UpstreamFixes):
         cache = ReferenceCache(cache_folder(dataset, **settings), pair_tokens(dataset, args.max_length), batch_size)
         # Rank 0 alone looks: on NFS who looks for a file before it is written may not see it for a minute
         missing = broadcast(cache.missing_shards() if accelerator.is_main_process else [])
-        together = self.is_zero3 or (self.is_fsdp_enabled and not is_peft_model(self.model))
+        together = self.is_zero3 or (self.is_fsdp_enabled and not adapter)
         rank, ranks = accelerator.process_index, accelerator.num_processes
 
         def forward(rows: np.ndarray) -> torch.Tensor:
@@ -232,6 +237,13 @@ class SFMDPOTrainer(UpstreamFixes):
             self.reference_facts[name] = cache.describe(settings)
         columns = Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})
         return concatenate_datasets([dataset, columns], axis=1)
+
+    def _precision(self) -> str:
+        """What computes in which precision: in 16 bit the launchers differ."""
+        mixed = self.accelerator.mixed_precision
+        if mixed == "no":
+            return mixed
+        return f"{mixed}, {'DeepSpeed' if self.zero_stage else 'FSDP2' if self.is_fsdp_enabled else 'autocast'}"
 
     # ---- checkpoints
 
@@ -323,28 +335,37 @@ class SFMDPOTrainer(UpstreamFixes):
         """At policy = reference the loss is ln 2. If it is not, training would optimise something else.
 
         Raises:
-            UserError: naming the likeliest of the causes: dropout, a stale cache, other weights.
+            UserError: naming what was found out by computing the batch again.
         """
         self.step_0_checked = True
-        tolerance = STEP_0_TOLERANCE["16-bit" if self.args.bf16 or self.args.fp16 else "32-bit"]
-        # The worst rank's: all must agree, for what follows may be a forward that all have to call
-        error = self.accelerator.gather(margins.abs().mean()).max().item() / 2
-        if self.state.global_step or error <= tolerance:
+        if self.state.global_step:
             return
-        once, again = (torch.cat(self.compute_ref_log_probs(model, inputs)) for _ in range(2))
+        precision = self.accelerator.mixed_precision
+        tolerance = step_0_tolerance(inputs["completion_mask"], scale, self.beta, precision)
+
+        def worst(margin: torch.Tensor, tolerance: torch.Tensor) -> float:
+            """Of all ranks, for all must agree: what follows may be a forward that all have to call."""
+            return self.accelerator.gather(margin.abs().mean() / 2 / tolerance.mean()).max().item()
 
         def differ(a: torch.Tensor, b: torch.Tensor) -> bool:
-            return self.accelerator.gather((self.beta * (a - b) / scale).abs().mean()).max().item() > tolerance
+            return worst(self.beta * (a - b) / scale, tolerance.repeat(2) / 2) > 1
 
+        if worst(margins, tolerance) <= 1:
+            return
+        once, again = (torch.cat(self.compute_ref_log_probs(model, inputs)) for _ in range(2))
         if differ(once, again):
-            cause = "two forwards of one batch differ: dropout is on; set disable_dropout: true"
+            cause = "two forwards of this batch differ: is dropout on? disable_dropout: true turns it off"
+        elif not differ(once, ref_logps):
+            cause = "the training forward differs from an evaluation of the same weights: dropout, or another kernel"
         elif self.reference_folder is not None:
-            cause = f"the cached reference does not fit these weights; remove {self.reference_folder}"
-        else:
             cause = (
-                "policy and reference are different models" if differ(once, ref_logps) else "the forward is unstable"
+                f"the reference log-probs in {self.reference_folder} are not those of the model that is trained; "
+                "precompute_ref_log_probs: false trains without them"
             )
-        raise UserError(f"step 0: the loss is off ln 2 by {error:.3g}, more than {tolerance:g}: {cause}")
+        else:
+            cause = "policy and reference are different models"
+        error, allowed = (self.accelerator.gather(v.mean()).max().item() for v in (margins.abs() / 2, tolerance))
+        raise UserError(f"step 0: the loss is off ln 2 by {error:.3g}, more than {allowed:.3g} of rounding: {cause}")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds perf/*, summed over ranks."""

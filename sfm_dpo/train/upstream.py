@@ -8,6 +8,7 @@ the override can go. tests/train/test_upstream.py holds the canaries and compare
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate import DistributedType
 from accelerate.utils import is_peft_model
 from datasets import Dataset
@@ -55,6 +56,12 @@ class UpstreamFixes(DPOTrainer):
     def _prepare_dataset(self, dataset: Dataset, processing_class: Any, args: Any, dataset_name: str) -> Dataset:
         return dataset
 
+    # Upstream: transformers 5.23, trainer.py, Trainer._prepare_input: casts every floating input to DeepSpeed's dtype,
+    # the fp32 reference log-probs too: a sum of 1,000 nats is rounded to 4. Canary: test_canary_prepare_input
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        exact = {name: value.to(self.args.device) for name, value in inputs.items() if value.is_floating_point()}
+        return super()._prepare_inputs(inputs) | exact
+
     # Upstream: transformers 5.23, trainer.py, Trainer._run_epoch: trains a step too many where a run resumes from its
     # last step and that lies inside an epoch; does not reach a sampler under two wrappers (several ranks, skipped
     # batches) with the epoch. Canary: test_canary_run_epoch
@@ -76,6 +83,35 @@ class UpstreamFixes(DPOTrainer):
                 self._metrics["eval"][name] = [float(np.average(self._metrics["eval"][name], weights=sizes))]
             self._eval_batches.clear()
         super().log(logs, start_time)
+
+    # Upstream: transformers 5.23, trainer.py, Trainer.evaluation_loop: takes the mean of a batch for the loss of each
+    # of its pairs, also of those that only fill up the last batch of several ranks. Canary: test_canary_eval_loss
+    def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        """TRL's; of a last held-out batch that was filled up, the mean over its real pairs. Batches are [2B, ...]."""
+        pairs, state = len(inputs["input_ids"]) // 2, self.accelerator.gradient_state
+        filled = not self.model.training and state.end_of_dataloader
+        filled = filled and 0 < state.remainder < pairs * self.accelerator.num_processes
+        if not filled:
+            return super()._compute_loss(model, inputs, return_outputs)
+        outputs = []
+
+        def forward(**kwargs: Any) -> Any:
+            outputs.append(model(**kwargs))
+            return outputs[-1]
+
+        result = super()._compute_loss(forward, inputs, return_outputs)
+        metrics = {name: list(values) for name, values in self._metrics["eval"].items()}
+        losses = []
+        for i in range(pairs):  # each pair again, without the model; equally often on each rank
+            rows = [i, pairs + i]
+            row = {k: v[rows] if len(v) == 2 * pairs else v[i : i + 1] for k, v in inputs.items()}
+            fields = {k: v[rows] if v.dim() and len(v) == 2 * pairs else v for k, v in outputs[0].items()}
+            one = type(outputs[0])(**fields)
+            losses.append(super()._compute_loss(lambda **kwargs: one, row, False))  # noqa: B023
+        self._metrics["eval"].update(metrics)
+        real = min(max(state.remainder - self.accelerator.process_index * pairs, 0), pairs)
+        loss = torch.stack(losses[: max(real, 1)]).mean()  # of a rank without real pairs nobody reads it
+        return (loss, result[1]) if return_outputs else loss
 
     # Upstream: transformers 5.23, trainer.py, Trainer._load_from_checkpoint: reads the names in the file as they are,
     # but save_pretrained may write others (GPT-NeoX's lm_head becomes embed_out), and only warns of what it did not

@@ -1,7 +1,6 @@
-"""parity.py: correct code paths are off by rounding; a bug planted in the real path is told from it."""
+"""Parity: correct code paths differ by rounding; a bug planted in the real path is told from it."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,20 +8,16 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from scripts import parity as command
 from sfm_dpo.compare.parity import (
-    FACTOR,
-    gradient_difference,
-    nudge,
-    parse_variant,
-    remake_rope,
+    MAX_TIMES_ROUNDING,
+    compare_gradients,
+    nudge_weights,
+    recompute_rope,
     run_parity,
-    why_skipped,
 )
 from sfm_dpo.model import attention, packing
 from sfm_dpo.train import reference_cache
 from tests.e2e.runs import pairs
 from tests.tiny_models import tiny_model
-
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 
 
 @pytest.fixture(scope="module")
@@ -42,31 +37,22 @@ def by_name(result: dict) -> dict[str, dict]:
     return {row["variant"]: row for row in result["variants"]}
 
 
-# ---- correct paths
-
-
 @pytest.mark.parametrize("architecture", ["gpt_neox", "olmo3", "llama"])
 def test_correct_paths_are_rounding(recipe, architecture):
-    names = [
-        "padded",
-        "packed",
-        "separate",
-        "batch_1",
-        "packed+batch_1",
-        "bf16",
-        "packed+bf16",
-        "padded+separate+bf16",
-    ]
+    names = "padded packed separate batch_1 packed+batch_1 bf16 packed+bf16 padded+separate+bf16".split()
     result = run_parity(recipe(architecture), names, pairs=4, steps=3)
     assert result["reference"]["verdict"] == "equal"
-    for name, row in by_name(result).items():
+    rows = by_name(result)
+    for name, row in rows.items():
         assert row["verdict"] in ("rounding", "equal"), (name, row["why"])
-        assert row["times_rounding"] < FACTOR / 2, (name, row["why"])  # no threshold that is met by luck
+        assert row["times_rounding"] < MAX_TIMES_ROUNDING / 2, (name, row["why"])  # no threshold that is met by luck
         assert row["gradient"]["cosine"] > (0.99 if "bf16" in name else 0.999999)
         assert row["loss"] == pytest.approx(0.6931, abs=1e-4)
     # Rounding scales with the precision: 2^16 between them
     ratio = result["levels"]["bfloat16"]["mean"] / result["levels"]["float32"]["mean"]
     assert 2**16 / 16 < ratio < 2**16 * 16
+    # The study's cause: with a reference cache made by another path, the loss of step 0 is off ln 2 by rounding
+    assert rows["bf16"]["step_0"] == 0 < rows["packed+bf16"]["step_0"] < 0.05
 
 
 def test_compiled_layers(recipe):
@@ -74,14 +60,6 @@ def test_compiled_layers(recipe):
     row = by_name(run_parity(argv, ["compile"], pairs=1, steps=0))["compile"]
     torch._dynamo.reset()
     assert row["verdict"] in ("rounding", "equal"), row["why"]
-
-
-def test_each_of_the_studys_causes_moves_step_0(recipe):
-    """A cache made by one path and a policy on another: the loss of step 0 is off ln 2, by rounding."""
-    result = run_parity(recipe("llama"), ["padded+bf16", "packed+bf16", "bf16"], pairs=4, steps=0)
-    rows = by_name(result)
-    assert 0 < rows["padded+bf16"]["step_0"] < 0.05 and 0 < rows["packed+bf16"]["step_0"] < 0.05
-    assert rows["bf16"]["step_0"] == 0
 
 
 # ---- planted bugs
@@ -100,22 +78,10 @@ def off_by_one(cu_seqlens, max_length):
     return boundary_mask(moved, max_length + 1)
 
 
-def with_mask(change):
-    def collate(self, examples):
-        batch = torch_call(self, examples)
-        batch["completion_mask"] = change(batch)
-        return batch
-
-    return collate
-
-
-COLLATORS = {
-    "response a token late": (
-        with_mask(lambda b: b["completion_mask"].roll(1, 1) * b["attention_mask"]),
-        "do not count",
-    ),
-    "response a token early": (with_mask(lambda b: b["completion_mask"].roll(-1, 1)), "the mask is off"),
-    "prompt in the loss": (with_mask(lambda b: b["attention_mask"].clone()), "the prompt's tokens count in the loss"),
+MASKS = {
+    "response a token late": (lambda b: b["completion_mask"].roll(1, 1) * b["attention_mask"], "8 of it do not count"),
+    "response a token early": (lambda b: b["completion_mask"].roll(-1, 1), "the mask is off"),
+    "prompt in the loss": (lambda b: b["attention_mask"].clone(), "the prompt's tokens count in the loss"),
 }
 
 
@@ -127,122 +93,107 @@ def test_planted_boundaries(recipe, monkeypatch, architecture, bug):
     rows = by_name(result)
     for name in ("packed", "packed+bf16"):
         assert rows[name]["verdict"] == "bug" and "boundaries" in rows[name]["why"], rows[name]["why"]
-        assert rows[name]["times_rounding"] > 2 * FACTOR
+        assert rows[name]["times_rounding"] > 2 * MAX_TIMES_ROUNDING
     for name in ("padded", "padded+bf16"):
         assert rows[name]["verdict"] == "rounding"
 
 
-@pytest.mark.parametrize("bug", COLLATORS)
+@pytest.mark.parametrize("bug", MASKS)
 def test_planted_masks(recipe, monkeypatch, bug):
     """In the collator, which all paths share, the reference too: the expected tokens come from the ids alone."""
-    collate, said = COLLATORS[bug]
+    change, why = MASKS[bug]
+
+    def collate(self, examples):
+        batch = torch_call(self, examples)
+        return batch | {"completion_mask": change(batch)}
+
     monkeypatch.setattr(DataCollatorForPreference, "torch_call", collate)
     result = run_parity(recipe("llama"), ["packed", "packed+bf16"], pairs=4, steps=0)
     for row in (result["reference"], *result["variants"]):
-        assert row["verdict"] == "bug" and said in row["why"], row["why"]
+        assert row["verdict"] == "bug" and why in row["why"], row["why"]
 
 
-def test_nothing_but_nan_is_a_bug(recipe, monkeypatch):
-    forward = attention.packed_attention_forward
-    monkeypatch.setattr(
-        attention, "packed_attention_forward", lambda *args, **kw: (forward(*args, **kw)[0] * float("nan"), None)
-    )
-    row = by_name(run_parity(recipe("llama"), ["packed"], pairs=2, steps=0))["packed"]
-    assert row["verdict"] == "bug" and "finite" in row["why"]
-
-
-def test_a_wrong_attention_scale_is_a_bug_of_every_sequence(recipe, monkeypatch):
-    forward = attention.packed_attention_forward
-    monkeypatch.setattr(
-        attention, "packed_attention_forward", lambda *args, **kw: forward(*args, **(kw | {"scaling": 0.2}))
-    )
-    rows = by_name(run_parity(recipe("llama"), ["packed", "packed+bf16"], pairs=2, steps=0))
-    for row in rows.values():
-        assert row["verdict"] == "bug" and "4 of 4 sequences are off" in row["why"]
-
-
-def test_no_reference_cache_is_written(recipe, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "change, why", [({"scaling": float("nan")}, "not finite"), ({"scaling": 0.2}, "4 of 4 sequences are off")]
+)
+def test_planted_attention(recipe, tmp_path, monkeypatch, change, why):
     monkeypatch.setattr(reference_cache, "HF_CACHE_HOME", str(tmp_path))
-    run_parity(recipe("llama"), ["packed"], pairs=2, steps=0)
-    assert not any(tmp_path.iterdir())
+    forward = attention.packed_attention_forward
+    monkeypatch.setattr(attention, "packed_attention_forward", lambda *args, **kw: forward(*args, **(kw | change)))
+    for row in run_parity(recipe("llama"), ["packed", "packed+bf16"], pairs=2, steps=0)["variants"]:
+        assert row["verdict"] == "bug" and why in row["why"]
+    assert not any(tmp_path.iterdir())  # what a bug computes never reaches a cache of reference log-probs
 
 
 # ---- parts
 
 
-def test_gradient_difference_by_layer():
-    a = {
-        "model.layers.0.w": torch.tensor([3.0, 4.0]),
-        "model.layers.1.w": torch.tensor([1.0]),
-        "lm_head.weight": torch.ones(2),
-    }
-    b = a | {"model.layers.0.w": torch.tensor([4.0, 3.0]), "lm_head.weight": -torch.ones(2)}
-    found = gradient_difference(a, b)
-    assert found["layer 0"]["cosine"] == pytest.approx(24 / 25)
-    assert found["layer 0"]["relative"] == pytest.approx(2**0.5 / 5)
-    assert found["layer 0"]["norm"] == found["layer 0"]["expected_norm"] == pytest.approx(5)
-    assert found["layer 1"]["relative"] == 0 and found["lm_head"]["cosine"] == pytest.approx(-1)
+def test_compare_gradients_by_layer():
+    layer_0, layer_1 = "model.layers.0.w", "model.layers.1.w"
+    a = {layer_0: torch.tensor([3.0, 4.0]), layer_1: torch.tensor([1.0]), "lm_head.weight": torch.ones(2)}
+    b = a | {layer_0: torch.tensor([4.0, 3.0]), "lm_head.weight": -torch.ones(2)}
+    layers = compare_gradients(a, b)
+    assert layers["layer 0"]["cosine"] == pytest.approx(24 / 25)
+    assert layers["layer 0"]["relative"] == pytest.approx(2**0.5 / 5)
+    assert layers["layer 0"]["norm"] == layers["layer 0"]["expected_norm"] == pytest.approx(5)
+    assert layers["layer 1"]["relative"] == 0 and layers["lm_head"]["cosine"] == pytest.approx(-1)
 
 
 def test_nudge_moves_every_weight_by_its_last_bit():
     model, before = tiny_model("llama"), tiny_model("llama")
-    nudge(model)
+    nudge_weights(model)
     for after, weight in zip(model.parameters(), before.parameters(), strict=True):
         assert (after != weight).all()
         assert ((after - weight).abs() <= 2.0**-23 * weight.abs().clamp(min=1e-30)).all()
 
 
 @pytest.mark.parametrize("architecture", ["olmo3", "llama"])
-def test_remaking_rope_on_the_same_device_changes_nothing(architecture):
+def test_rope_recomputed_on_the_same_device_is_equal(architecture):
     model, before = tiny_model(architecture), tiny_model(architecture)
-    remade = dict(before.named_buffers())
+    buffers = dict(before.named_buffers())
     for name, buffer in model.named_buffers():
         buffer.zero_() if "inv_freq" in name else None
-    remake_rope(model, torch.device("cpu"))
-    assert remade and all(torch.equal(buffer, remade[name]) for name, buffer in model.named_buffers())
-
-
-@no_gpu
-def test_what_needs_a_gpu_is_skipped_with_a_reason():
-    for name in ("rope_gpu", "flash+bf16", "flash"):
-        assert "no GPU" in why_skipped(parse_variant(name))
-    assert why_skipped(parse_variant("packed+bf16")) is None
+    recompute_rope(model, torch.device("cpu"))
+    assert buffers and all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
 
 
 # ---- the command
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_command(recipe, tmp_path, capsys, monkeypatch):
     file = tmp_path / "parity.json"
-    argv = [*recipe("llama"), "--pairs", "2", "--variants", "packed,rope_gpu", "--json", str(file)]
+    argv = [*recipe("llama"), "--pairs", "2", "--variants", "packed,rope_gpu,flash+bf16", "--json", str(file)]
     assert command.main(argv) == 0
-    out = capsys.readouterr().out
-    assert "reference: eager, fp32, padded" in out and "rounding" in out
+    lines = capsys.readouterr().out.splitlines()
+    assert "reference: eager, fp32, padded, one forward: equal" in lines
+    assert [line.split()[8:10] for line in lines if line.startswith("packed ")] == [["rounding"]]
+    assert sum("skipped: no GPU is visible" in line for line in lines) == 2
     layers = json.loads(file.read_text())["variants"][0]["gradient"]["layers"]
     assert {"layer 0", "layer 1", "layer 2", "lm_head"} <= set(layers)
     monkeypatch.setattr(packing, "boundary_mask", leaking)
-    assert command.main(argv) == 1
-    assert "packed, gradient by layer" in capsys.readouterr().out
+    assert command.main([*argv, "--forward_only"]) == 1
+    assert "boundaries" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "extra, said",
+    "extra, message",
     [
-        (["--variants", "pakced"], "did you mean packed?"),
-        (["--variants", ","], "--variants is empty"),
-        (["--pairs", "99"], "the dataset has 16"),
-        (["--learning_rat", "1"], "unknown option"),
+        ("--variants pakced", "did you mean packed?"),
+        ("--variants ,", "--variants is empty"),
+        ("--pairs 99", "the dataset has 16"),
+        ("--learning_rat 1", "unknown option"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_2(recipe, capsys, extra, said):
-    assert command.main([*recipe("llama"), *extra]) == 2
+def test_mistakes_are_one_line_and_exit_2(recipe, capsys, extra, message):
+    assert command.main([*recipe("llama"), *extra.split()]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: ") and said in error
+    assert error.startswith("error: ") and message in error
 
 
 def test_a_recipe_for_gpus_is_taken_as_it_is(tmp_path, recipe):
     """Tracking, evaluation, checkpoints, bf16, LoRA: nothing of a real recipe stands in the way."""
-    path = Path(tmp_path / "r.yaml")
+    path = tmp_path / "recipe.yaml"
     fields = "bf16: true, report_to: [wandb], eval_fraction: 0.1, eval_strategy: steps, eval_steps: 5, use_peft: true"
     fields += ", global_batch_size: 128, guard_generations: 10, padding_free: true, torch_compile: true"
     fields += ", train_sampling_strategy: batch_rebalance, save_strategy: steps, gradient_checkpointing: true"

@@ -1,6 +1,6 @@
 """Random pairs: nothing but a UserError is raised, no row is lost uncounted, what is trained decodes to the response.
 
-The expectation is computed from how a row was made, not from what data.py says about it.
+The expectation is computed from how a row was made, not from what preferences.py says about it.
 """
 
 import json
@@ -44,7 +44,7 @@ anything = st.recursive(
 
 
 @dataclass
-class Made:
+class Case:
     """A row as it stands in the file, and what becomes of it: a reason, or the text of prompt, chosen, rejected."""
 
     row: dict[str, Any]
@@ -62,12 +62,12 @@ def contents(draw, text: str, parts: bool) -> Any:
     return [{"type": "text", "text": text[:cut]}, {"type": "text", "text": text[cut:]}]
 
 
-def rendered(role: str, text: str) -> str:
+def render(role: str, text: str) -> str:
     """As tiny_models.CHAT_TEMPLATE has it."""
     return f"{IM_START}{role}\n{text}{IM_END}\n"
 
 
-def fate(prompt: str, chosen: str, rejected: str, end: str) -> str | tuple[str, str, str]:
+def predict_outcome(prompt: str, chosen: str, rejected: str, end: str) -> str | tuple[str, str, str]:
     if chosen == rejected:
         return "chosen_equals_rejected"
     if not chosen.strip() or not rejected.strip():
@@ -76,7 +76,7 @@ def fate(prompt: str, chosen: str, rejected: str, end: str) -> str | tuple[str, 
 
 
 @st.composite
-def think(draw, parts: bool) -> Made:
+def think(draw, parts: bool) -> Case:
     """Dolci-Think: the prompt is text, each side a list of one message."""
     prompt, chosen, rejected = draw(texts.filter(bool)), draw(texts), draw(texts)
     # Equal texts under other extra keys would be another pair
@@ -85,12 +85,12 @@ def think(draw, parts: bool) -> Made:
         "chosen": [more | {"role": "assistant", "content": draw(contents(chosen, parts))}],
         "rejected": [more | {"role": "assistant", "content": draw(contents(rejected, parts))}],
     }
-    start = rendered("user", prompt) + f"{IM_START}assistant\n"
-    return Made({"prompt": prompt, **sides}, fate(start, chosen, rejected, f"{IM_END}\n"))
+    start = render("user", prompt) + f"{IM_START}assistant\n"
+    return Case({"prompt": prompt, **sides}, predict_outcome(start, chosen, rejected, f"{IM_END}\n"))
 
 
 @st.composite
-def instruct(draw, parts: bool) -> Made:
+def instruct(draw, parts: bool) -> Case:
     """Dolci-Instruct: no prompt, two whole conversations with the same beginning, of one turn or several."""
     chosen, rejected, more = draw(texts), draw(texts), draw(extras)
     lead, start = [], ""
@@ -98,16 +98,18 @@ def instruct(draw, parts: bool) -> Made:
     for role in roles:
         text = draw(texts)
         lead.append(draw(extras) | {"role": role, "content": draw(contents(text, parts))})
-        start += rendered(role, text)
+        start += render(role, text)
     ends = [more | {"role": "assistant", "content": draw(contents(text, parts))} for text in (chosen, rejected)]
     row = {"chosen": [*lead, ends[0]], "rejected": [*lead, ends[1]], "source": draw(plain)}
-    return Made(row, fate(f"{start}{IM_START}assistant\n", chosen, rejected, f"{IM_END}\n"))
+    return Case(row, predict_outcome(f"{start}{IM_START}assistant\n", chosen, rejected, f"{IM_END}\n"))
 
 
 @st.composite
-def strings(draw) -> Made:
+def strings(draw) -> Case:
     prompt, chosen, rejected = draw(texts), draw(texts), draw(texts)
-    return Made({"prompt": prompt, "chosen": chosen, "rejected": rejected}, fate(prompt, chosen, rejected, IM_END))
+    return Case(
+        {"prompt": prompt, "chosen": chosen, "rejected": rejected}, predict_outcome(prompt, chosen, rejected, IM_END)
+    )
 
 
 def files(*shapes):
@@ -115,7 +117,7 @@ def files(*shapes):
 
 
 # One file, one spelling of text: of a column that holds "42" here and a list there datasets 5.2 makes the number 42.
-made_files = files(strings()) | files(think(False), instruct(False)) | files(think(True), instruct(True))
+case_files = files(strings()) | files(think(False), instruct(False)) | files(think(True), instruct(True))
 garbage = st.fixed_dictionaries(
     {"chosen": anything, "rejected": anything}, optional={"prompt": anything, "x": anything}
 )
@@ -149,7 +151,7 @@ def load(folder, rows: list[dict]):
 
 @settings(max_examples=25, **PROFILE)
 @given(
-    rows=st.lists(garbage | think(True).map(lambda made: made.row), min_size=1, max_size=5), limit=st.integers(2, 99)
+    rows=st.lists(garbage | think(True).map(lambda case: case.row), min_size=1, max_size=5), limit=st.integers(2, 99)
 )
 def test_garbage_is_counted_or_refused(folder, rows, limit):
     try:
@@ -162,12 +164,12 @@ def test_garbage_is_counted_or_refused(folder, rows, limit):
 
 
 @settings(max_examples=30, **PROFILE)
-@given(made=made_files, max_length=st.integers(2, 150), max_prompt_length=st.none() | st.integers(1, 40))
-def test_no_row_is_lost_and_what_is_trained_is_the_response(folder, made, max_length, max_prompt_length):
-    reasons = Counter(m.expected for m in made if isinstance(m.expected, str))
-    expected = [m.expected for m in made if isinstance(m.expected, tuple)]
+@given(cases=case_files, max_length=st.integers(2, 150), max_prompt_length=st.none() | st.integers(1, 40))
+def test_no_row_is_lost_and_what_is_trained_is_the_response(folder, cases, max_length, max_prompt_length):
+    reasons = Counter(case.expected for case in cases if isinstance(case.expected, str))
+    expected = [case.expected for case in cases if isinstance(case.expected, tuple)]
     try:
-        pairs = load(folder, [m.row for m in made])
+        pairs = load(folder, [case.row for case in cases])
     except UserError as error:
         assert not expected and "none of its" in str(error)
         return
@@ -176,7 +178,7 @@ def test_no_row_is_lost_and_what_is_trained_is_the_response(folder, made, max_le
     whole, _ = tokenize_pairs(pairs.train, TOKENIZER, None)
     assert len(whole) == len(expected)
     for row, (prompt, *responses) in zip(whole, expected, strict=True):
-        for side, response in zip(trained(row, None), responses, strict=True):
+        for side, response in zip(read_sides(row, None), responses, strict=True):
             assert side.prompt + side.text == prompt + response
             # Where prompt and response meet in a special token, the prompt gives up its last tokens.
             assert side.text == response or (row["prompt_trimmed"] and side.text.endswith(response))
@@ -187,7 +189,7 @@ def test_no_row_is_lost_and_what_is_trained_is_the_response(folder, made, max_le
     for cut, full in zip(tokens, kept, strict=True):
         n = len(cut["prompt_ids"])
         assert n == min(full["prompt_length"], max_prompt_length or n) and full["prompt_ids"][-n:] == cut["prompt_ids"]
-        for side, uncut in zip(trained(cut, max_length), trained(full, None), strict=True):
+        for side, uncut in zip(read_sides(cut, max_length), read_sides(full, None), strict=True):
             assert side.ids and side.ids == uncut.ids[: max_length - n]  # with the EOS, where that fits
 
 
@@ -198,7 +200,7 @@ class Side:
     text: str
 
 
-def trained(row: dict, max_length: int | None) -> tuple[Side, Side]:
+def read_sides(row: dict, max_length: int | None) -> tuple[Side, Side]:
     """What the loss sees of a pair, from the trainer's own collator: chosen and rejected."""
     batch = DataCollatorForPreference(pad_token_id=TOKENIZER.pad_token_id, max_length=max_length)([row])
     sides = []

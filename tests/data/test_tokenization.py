@@ -1,19 +1,20 @@
-"""Which tokens? TRL's own ids on every shape, a prompt that keeps its end, and a cache that knows what matters."""
+"""Tokenization: TRL's own ids on every shape, prompts that keep their end, and the cache's key."""
 
 import copy
+import importlib.util
 import json
-import random
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from datasets import Dataset
-from tokenizers import AddedToken, normalizers, pre_tokenizers
+from tokenizers import processors
 from trl import DPOTrainer
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
-from sfm_dpo.data import tokenization
+from sfm_dpo.data import preferences, tokenization
 from sfm_dpo.data.preferences import load_pairs
 from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs, tokenizer_key
 from tests.tiny_models import CHAT_TEMPLATE, EOS, tiny_tokenizer
@@ -68,8 +69,6 @@ def tokenizer_with(template: str = CHAT_TEMPLATE, bos: bool = False):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     if bos:  # as Llama's: a BOS before everything that is tokenized with special tokens
-        from tokenizers import processors
-
         bos_id = tokenizer.convert_tokens_to_ids(EOS)
         tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{EOS} $A", special_tokens=[(EOS, bos_id)]
@@ -93,20 +92,18 @@ def our_ids(pairs: Dataset, tokenizer, max_length=None, **kwargs) -> list[tuple]
 # ---- TRL's ids
 
 
-@pytest.mark.parametrize("make", [conversation, text_pair])
 @pytest.mark.parametrize("bos", [False, True])
-def test_ids_are_trls(make, bos):
-    tokenizer = tokenizer_with(bos=bos)
+@pytest.mark.parametrize(
+    ("make", "template"),
+    [(text_pair, CHAT_TEMPLATE)]
+    + [(conversation, template) for template in (CHAT_TEMPLATE, DEFAULT_SYSTEM, THINK, EOS_AFTER_ASSISTANT)],
+)
+def test_ids_are_trls(make, template, bos):
+    tokenizer = tokenizer_with(template, bos)
     ids = our_ids(pairs_of(make), tokenizer)
     assert ids == trl_ids(pairs_of(make), tokenizer) and len(ids) == 12
     prompt, chosen, _ = ids[3]
     assert "".join(tokenizer.batch_decode([prompt, chosen])).count("Köln3" if make is conversation else "ja 3") == 1
-
-
-@pytest.mark.parametrize("template", [DEFAULT_SYSTEM, THINK, EOS_AFTER_ASSISTANT])
-def test_ids_are_trls_under_other_templates(template):
-    tokenizer = tokenizer_with(template)
-    assert our_ids(pairs_of(conversation), tokenizer) == trl_ids(pairs_of(conversation), tokenizer)
 
 
 def test_tools_and_template_arguments_of_a_row_reach_the_template(write_rows):
@@ -150,104 +147,27 @@ def test_ids_are_trls_on_real_pairs(name, template):
     assert our_ids(pairs, tokenizer, max_length=2048) == trl_ids(pairs, tokenizer, max_length=2048)
 
 
-# ---- a lead that is tokenized once
-
-
-def odd_tokenizer(kind: str):
-    """Tokenizers in which what precedes a text could matter."""
-    tokenizer = tiny_tokenizer()
-    backend = tokenizer.backend_tokenizer
-    if kind == "prepend":
-        backend.normalizer = normalizers.Prepend("_")
-    elif kind == "metaspace":
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Metaspace(prepend_scheme="first"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
-    elif kind == "prefix space":
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    elif kind == "lstrip":
-        backend.add_special_tokens([AddedToken("<l>", lstrip=True), AddedToken("<r>", rstrip=True)])
-    elif kind == "overlap":
-        backend.add_special_tokens([AddedToken("<a>", normalized=False), AddedToken("x<a", normalized=False)])
-        backend.add_special_tokens([AddedToken("<|im_start|>u", normalized=False, lstrip=True)])
-    return tokenizer
-
-
-@pytest.mark.parametrize("kind", ["plain", "prepend", "metaspace", "prefix space", "lstrip", "overlap"])
-def test_a_shared_lead_changes_no_id(kind):
-    tokenizer, draw, shared = odd_tokenizer(kind), random.Random(0), 0
-    words = ["<|im_start|>", "<|im_end|>", "<l>", "<r>", "<a>", "x<a", "u", "x", "<", ">", " ", "  ", "\n", "é", "a>"]
-
-    def text():
-        return "".join(draw.choice(words) for _ in range(draw.randrange(9)))
-
-    for _ in range(400):
-        lead, prompt = text(), text()
-        texts = (lead + prompt, lead + draw.choice([prompt, ""]) + text(), lead + draw.choice([prompt, ""]) + text())
-        pieces = tokenization._share_lead(texts, tokenization._cuts(tokenizer))
-        ids = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
-        assert [ids[0] + rest for rest in ids[1:]] == [
-            tokenizer(whole, add_special_tokens=False)["input_ids"] for whole in texts
-        ]
-        shared += bool(pieces[0])
-    assert shared > 40
-
-
-def test_only_tokens_that_match_wherever_they_stand_are_cut_at():
-    assert set(tokenization._cuts(tiny_tokenizer())) == {"<|pad|>", EOS, "<|im_start|>", "<|im_end|>"}
-    assert "<l>" not in tokenization._cuts(odd_tokenizer("lstrip"))
-    assert {"<a>", "<|im_start|>"}.isdisjoint(tokenization._cuts(odd_tokenizer("overlap")))
-    tokenizer = tiny_tokenizer()
-    tokenizer.split_special_tokens = True
-    assert not tokenization._cuts(tokenizer)
-
-
-def test_a_long_prompt_is_tokenized_once():
-    texts = ("long<|im_end|><|im_start|>a", "long<|im_end|><|im_start|>ab", "long<|im_end|><|im_start|>ac")
-    assert tokenization._share_lead(texts, ["<|im_start|>", "<|im_end|>"]) == (
-        "long<|im_end|>",
-        "<|im_start|>a",
-        "<|im_start|>ab",
-        "<|im_start|>ac",
-    )
-
-
 # ---- what happens to the prompt
-
-
-def test_lengths_are_those_of_the_ids():
-    tokens, _ = tokenize_pairs(pairs_of(conversation), tokenizer_with(), None, max_prompt_length=30)
-    for row in tokens:
-        for name in ("prompt", "chosen", "rejected"):
-            assert row[f"{name}_length"] == len(row[f"{name}_ids"])
 
 
 def test_a_long_prompt_keeps_its_end_and_its_responses():
     pairs, tokenizer = pairs_of(conversation), tokenizer_with()
     whole = our_ids(pairs, tokenizer)
     tokens, counts = tokenize_pairs(pairs, tokenizer, None, max_prompt_length=60)
-    long = 0
     for row, (prompt, chosen, rejected) in zip(tokens, whole, strict=True):
         assert row["prompt_ids"] == prompt[-60:]
         assert (row["chosen_ids"], row["rejected_ids"]) == (chosen, rejected)
-        long += len(prompt) > 60
-    assert 0 < long == counts["prompt_cut"]
+        assert all(row[f"{name}_length"] == len(row[f"{name}_ids"]) for name in ("prompt", "chosen", "rejected"))
+    assert 0 < counts["prompt_cut"] == sum(len(prompt) > 60 for prompt, *_ in whole)
     assert tokenizer.decode(tokens[5]["prompt_ids"]).endswith("<|im_start|>assistant\n")
-
-
-def test_max_prompt_length_saves_pairs_from_max_length():
-    pairs, tokenizer = pairs_of(conversation), tokenizer_with()
     assert tokenize_pairs(pairs, tokenizer, 61)[1]["prompt_too_long"] > 0
     assert tokenize_pairs(pairs, tokenizer, 61, max_prompt_length=60)[1]["prompt_too_long"] == 0
 
 
 def test_prompts_that_are_no_prefix_are_counted():
-    pairs = pairs_of(conversation)
-    _, counts = tokenize_pairs(pairs, tokenizer_with(THINK), None)
-    assert counts["prompt_trimmed"] == 12
-    tokens, _ = tokenize_pairs(pairs, tokenizer_with(THINK), None)
-    assert set(tokens["prompt_trimmed"]) == {len("<think>")}
-    assert tokenize_pairs(pairs, tokenizer_with(), None)[1]["prompt_trimmed"] == 0
+    tokens, counts = tokenize_pairs(pairs_of(conversation), tokenizer_with(THINK), None)
+    assert counts["prompt_trimmed"] == 12 and set(tokens["prompt_trimmed"]) == {len("<think>")}
+    assert tokenize_pairs(pairs_of(conversation), tokenizer_with(), None)[1]["prompt_trimmed"] == 0
 
 
 def test_a_template_that_refuses_a_role_drops_the_row_and_counts_it():
@@ -286,46 +206,37 @@ def stored(write_rows):
     return load
 
 
-def cache_files(dataset: Dataset) -> set[str]:
-    return {file["filename"] for file in dataset.cache_files}
-
-
-def tokens_without_work(pairs, tokenizer, monkeypatch, **kwargs) -> Dataset:
+def tokens_from_cache(pairs, tokenizer, monkeypatch, max_length=None, **kwargs) -> Dataset:
     """Fails if a single pair is tokenized."""
 
     def refuse(*args, **kwargs):
         raise AssertionError("tokenized again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(tokenization, "_encode", refuse)
-        return tokenize_pairs(pairs, tokenizer, **kwargs)[0]
+        patch.setattr(type(tokenizer), "__call__", refuse)
+        return tokenize_pairs(pairs, tokenizer, max_length, **kwargs)[0]
 
 
 def test_the_second_start_reads_the_cache(stored, monkeypatch):
     first, _ = tokenize_pairs(stored(), tokenizer_with(), None, max_prompt_length=50)
-    assert cache_files(first)
-    again = tokens_without_work(stored(), tokenizer_with(), monkeypatch, max_length=None, max_prompt_length=50)
+    assert first.cache_files
+    again = tokens_from_cache(stored(), tokenizer_with(), monkeypatch, max_prompt_length=50)
     assert again.to_dict() == first.to_dict()
-    # a tokenizer that has been used, other lengths, other worker counts: nothing of it tokenizes again
     used = tokenizer_with()
-    used(["some text"], padding=True)
-    tokens_without_work(stored(), used, monkeypatch, max_length=100, max_prompt_length=50)
-    for workers in (1, 2):
-        tokens_without_work(
-            stored(), tokenizer_with(), monkeypatch, max_length=None, max_prompt_length=49, num_proc=workers
-        )
+    used(["some text"], padding=True)  # changes its state
+    tokens_from_cache(stored(), used, monkeypatch, max_length=100, max_prompt_length=50, num_proc=2)
 
 
 def test_another_max_prompt_length_is_cut_from_the_same_tokens(stored, monkeypatch):
     whole, _ = tokenize_pairs(stored(), tokenizer_with(), None)
     for limit in (40, 50):
-        tokens = tokens_without_work(stored(), tokenizer_with(), monkeypatch, max_length=None, max_prompt_length=limit)
+        tokens = tokens_from_cache(stored(), tokenizer_with(), monkeypatch, max_prompt_length=limit)
         assert tokens["prompt_ids"][:] == [ids[-limit:] for ids in whole["prompt_ids"]]
         assert tokens["prompt_length"][:] == [min(limit, n) for n in whole["prompt_length"]]
         assert tokens["chosen_ids"][:] == whole["chosen_ids"][:]
 
 
-@pytest.mark.parametrize("change", ["template", "vocabulary", "pairs", "eos"])
+@pytest.mark.parametrize("change", ["template", "vocabulary", "pairs", "eos", "version"])
 def test_what_changes_the_ids_changes_the_key(stored, monkeypatch, change):
     pairs, tokenizer = stored(), tokenizer_with()
     tokenize_pairs(pairs, tokenizer, None)
@@ -336,12 +247,27 @@ def test_what_changes_the_ids_changes_the_key(stored, monkeypatch, change):
         other.add_tokens(["Stadt"])
     elif change == "eos":
         other.eos_token = EOS
+    elif change == "version":
+        monkeypatch.setattr(tokenization, "TOKENS_VERSION", 0)
     else:
         pairs = pairs.select(range(39))
     if change in ("template", "vocabulary", "eos"):
         assert tokenizer_key(other) != tokenizer_key(tokenizer)
     with pytest.raises(AssertionError, match="tokenized again"):
-        tokens_without_work(pairs, other, monkeypatch, max_length=None)
+        tokens_from_cache(pairs, other, monkeypatch)
+
+
+@pytest.mark.parametrize(("module", "function"), [(preferences, "normalize_rows"), (tokenization, "tokenize_pairs")])
+def test_the_key_does_not_depend_on_source_text(stored, tmp_path, monkeypatch, module, function):
+    path = tmp_path / "edited.py"
+    path.write_text(Path(module.__file__).read_text() + "# another comment\n")
+    spec = importlib.util.spec_from_file_location(module.__name__, path)
+    edited = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(edited)
+    arguments = ("source",) if module is preferences else (tokenizer_with(), None)
+    key = getattr(module, function)(stored(), *arguments)[0]._fingerprint
+    monkeypatch.setitem(sys.modules, module.__name__, edited)
+    assert getattr(edited, function)(stored(), *arguments)[0]._fingerprint == key
 
 
 def test_one_and_two_workers_give_equal_ids(stored):

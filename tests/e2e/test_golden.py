@@ -17,6 +17,7 @@ from tests.tiny_models import tiny_model, tiny_tokenizer
 
 GOLDEN = Path(__file__).with_name("golden.json")
 METRICS = ("loss", "rewards/margins", "grad_norm")
+ONE = "llama, packed, cached, 1"
 PATHS = {
     "padded": {"padding_free": "false", "precompute_ref_log_probs": "false", "train_sampling_strategy": "random"},
     "packed": {"precompute_ref_log_probs": "false"},
@@ -37,14 +38,33 @@ def place(tmp_path_factory) -> Place:
 
 @pytest.mark.parametrize("processes", [1, 2], ids=["one process", "ZeRO-2"])
 def test_losses_are_the_recorded_ones(place, processes):
-    names = {
-        f"{architecture}, {path}, {processes}": (architecture, fields)
-        for architecture in ("gpt_neox", "olmo3", "llama")
-        for path, fields in PATHS.items()
-    }
+    logged = train_all(place, processes, [(a, path) for a in ("gpt_neox", "olmo3", "llama") for path in PATHS])
+    golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+    if os.environ.get("RECORD"):
+        lines = [f"{json.dumps(name)}: {json.dumps(steps)}" for name, steps in (golden | logged).items()]
+        GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        pytest.skip("recorded")
+    for name, steps in logged.items():
+        assert len(steps) == 8
+        for mine, expected in zip(steps, golden[name], strict=True):
+            assert mine == pytest.approx(expected, rel=1e-5, abs=1e-5), name
+
+
+def test_one_two_and_four_ranks_agree(place):
+    """The order depends on the global batch alone: what differs is the order of summation."""
+    golden = json.loads(GOLDEN.read_text())
+    golden |= train_all(place, 4, [("llama", "packed, cached")])
+    for ranks in (2, 4):
+        for mine, expected in zip(golden[f"llama, packed, cached, {ranks}"], golden[ONE], strict=True):
+            assert mine == pytest.approx(expected, rel=1e-4, abs=1e-5), ranks
+
+
+def train_all(place: Place, processes: int, runs: list[tuple[str, str]]) -> dict[str, list[list[float]]]:
+    """METRICS of each step of runs (architecture, path), all in one start."""
+    names = {f"{architecture}, {path}, {processes}": (architecture, path) for architecture, path in runs}
     argvs = [
-        as_options(place.values(name, model_name_or_path=place.folder / architecture, **fields))
-        for name, (architecture, fields) in names.items()
+        as_options(place.values(name, model_name_or_path=place.folder / architecture, **PATHS[path]))
+        for name, (architecture, path) in names.items()
     ]
     file = place.folder / f"runs-{processes}.json"
     file.write_text(json.dumps(argvs))
@@ -60,16 +80,7 @@ def test_losses_are_the_recorded_ones(place, processes):
         timeout=500,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    logged = {name: read_metrics(place.folder / name) for name in names}
-    golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
-    if os.environ.get("RECORD"):
-        lines = [f"{json.dumps(name)}: {json.dumps(steps)}" for name, steps in (golden | logged).items()]
-        GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-        pytest.skip("recorded")
-    for name, steps in logged.items():
-        assert len(steps) == 8
-        for mine, expected in zip(steps, golden[name], strict=True):
-            assert mine == pytest.approx(expected, rel=1e-5, abs=1e-5), name
+    return {name: read_metrics(place.folder / name) for name in names}
 
 
 def read_metrics(run: Path) -> list[list[float]]:

@@ -20,7 +20,7 @@ import yaml
 from safetensors.torch import load_file
 
 import train_dpo
-from sfm_dpo.hub.publish import consolidate
+from sfm_dpo.hub.publish import consolidate_shards
 from sfm_dpo.run.checkpoint import STOP, checkpoints, newest_checkpoint, why_incomplete
 from tests.e2e.runs import Place, Run, as_options, assert_same_run, copy_run
 
@@ -274,7 +274,7 @@ def test_a_checkpoint_of_shards_alone_is_put_together(uninterrupted, tmp_path):
     expected = load_file(checkpoint / "model.safetensors")
     (checkpoint / "model.safetensors").unlink()
     (tmp_path / "whole").mkdir()
-    consolidate(checkpoint, tmp_path / "whole")
+    consolidate_shards(checkpoint, tmp_path / "whole")
     found = load_file(tmp_path / "whole" / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -13,7 +13,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.health.generation import repeated_4grams
 from sfm_dpo.health.guard import Guard
-from sfm_dpo.health.guard_rules import FAST, RULES, Run, judge, observed
+from sfm_dpo.health.guard_rules import COLLAPSE_STEPS, RULES, Finding, RunFacts, judge_log, summarize_metrics
 from sfm_dpo.run.checkpoint import checkpoints, mark_complete, rotate
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "health.md"
@@ -28,6 +28,7 @@ SLOW_RUN = [
     *((1, 0.693, 0.001), (10, 0.673, 0.041), (20, 0.558, 0.291), (23, 0.527, 0.366), (28, 0.143, 1.876)),
     *((30, 0.105, 2.203), (35, 0.004, 5.434), (38, 0.001, 6.984), (49, 0.0, 8.638), (52, 0.0, 9.022)),
 ]
+EVERY_TENTH_STEP = [(10, 0.69, 0.0), (20, 0.66, 0.1), (30, 0.55, 0.4), (40, 0.004, 5.9)]  # as such a run might log
 # `make demo` (SmolLM2-135M, sigmoid_norm, beta 5): loss, margin, accuracy, rewards/chosen, grad_norm, entropy
 DEMO = [
     (0.6931, 0.0, 0.5625, 0.0, 45.1439, 2.3486),
@@ -45,30 +46,23 @@ DEMO = [
 ]
 
 
-def run(**changes) -> Run:
-    return Run(
-        **({"sigmoid": True, "beta": 0.1, "chosen_tokens": 200.0, "max_steps": 60, "warmup_steps": 6} | changes)
-    )
-
-
-NORM = {"beta": 5.0, "chosen_tokens": 1.0}
+RUN = RunFacts(sigmoid=True, beta=0.1, chosen_tokens=200.0, max_steps=60, warmup_steps=6)
+NORM = RUN._replace(beta=5.0, chosen_tokens=1.0)
 
 
 def entries(rows, names=("loss", "rewards/margins")) -> list[dict]:
     return [{"step": step} | dict(zip(names, values, strict=True)) for step, *values in rows]
 
 
-def replay(log: list[dict], facts: Run):
-    """Findings as the guard would meet them, entry by entry: [(finding, entry)]; it ends at the first that stops."""
-    met, known = [], set()
+def replay(log: list[dict], run: RunFacts = RUN) -> dict[str, Finding]:
+    """Findings by signal as the guard would meet them, entry by entry; it ends at the first that stops."""
+    findings: dict[str, Finding] = {}
     for i in range(len(log)):
-        for finding in judge(log[: i + 1], facts):
-            if finding.signal not in known:
-                known.add(finding.signal)
-                met.append((finding, log[i]))
-        if any(finding.stops for finding, _ in met):
+        for finding in judge_log(log[: i + 1], run):
+            findings.setdefault(finding.signal, finding)
+        if any(finding.stops for finding in findings.values()):
             break
-    return met
+    return findings
 
 
 def healthy(steps: int, end_loss: float = 0.5, noise: float = 0.03, seed: int = 0, warmup: float = 0.1) -> list[dict]:
@@ -98,27 +92,28 @@ def healthy(steps: int, end_loss: float = 0.5, noise: float = 0.03, seed: int = 
 
 @pytest.mark.parametrize(
     ("rows", "beta", "by_step", "began"),
-    [(FAST_RUN, 0.5, 6, 5), (MIDDLE_RUN, 0.2, 19, 15), (SLOW_RUN, 0.1, 35, 28)],
+    [(FAST_RUN, 0.5, 6, 5), (MIDDLE_RUN, 0.2, 19, 15), (SLOW_RUN, 0.1, 35, 28), (EVERY_TENTH_STEP, 0.1, 40, 40)],
 )
 def test_recorded_collapses_are_stopped_before_margin_6(rows, beta, by_step, began):
-    ((finding, entry),) = replay(entries(rows), run(beta=beta))
+    log = entries(rows)
+    (finding,) = replay(log, RUN._replace(beta=beta)).values()
     assert (finding.signal, finding.stops, finding.began) == ("collapse", True, began)
-    assert entry["step"] <= by_step
-    assert entry["rewards/margins"] < 6
+    assert finding.step <= by_step
+    assert next(entry for entry in log if entry["step"] == finding.step)["rewards/margins"] < 6
 
 
 def test_recorded_standstill_is_named():
     # Of this run only its length is known (lr 5e-6, beta 0.3, 600 steps) and that nothing moved
     rng = random.Random(0)
     log = entries([(i, 0.6931 + rng.gauss(0, 0.002), rng.gauss(0, 0.004)) for i in range(1, 601)])
-    ((finding, entry),) = replay(log, run(beta=0.3, max_steps=600, warmup_steps=60))
-    assert (finding.signal, finding.began, entry["step"]) == ("standstill", 61, 180)
+    (finding,) = replay(log, RUN._replace(beta=0.3, max_steps=600, warmup_steps=60)).values()
+    assert (finding.signal, finding.began, finding.step) == ("standstill", 61, 180)
 
 
 def test_the_demo_passes_without_an_alarm():
     names = ("loss", "rewards/margins", "rewards/accuracies", "rewards/chosen", "grad_norm", "entropy")
     log = entries([(i, *row) for i, row in enumerate(DEMO, 1)], names)
-    assert replay(log, run(max_steps=12, warmup_steps=2, **NORM)) == []
+    assert not replay(log, NORM._replace(max_steps=12, warmup_steps=2))
 
 
 @pytest.mark.parametrize("steps", [12, 60, 300, 1172])
@@ -126,30 +121,21 @@ def test_the_demo_passes_without_an_alarm():
 def test_healthy_runs_pass_without_an_alarm(steps, end_loss):
     for seed in range(3):
         log = healthy(steps, end_loss, seed=seed)
-        assert replay(log, run(max_steps=steps, warmup_steps=math.ceil(0.1 * steps), **NORM)) == []
+        assert not replay(log, NORM._replace(max_steps=steps, warmup_steps=math.ceil(0.1 * steps)))
 
 
 def test_a_slow_start_is_no_standstill():
     """A tenth of OLMo 3 Think's learning rate and long warmup: the loss is still above 0.69 after 200 steps."""
     log = healthy(2000, end_loss=0.66, seed=1)
     assert log[200]["loss"] > 0.68
-    assert replay(log, run(max_steps=2000, warmup_steps=200, **NORM)) == []
-
-
-def test_logging_every_tenth_step_still_stops_a_collapse():
-    log = entries([(10, 0.69, 0.0), (20, 0.66, 0.1), (30, 0.55, 0.4), (40, 0.004, 5.9)])
-    ((finding, _),) = replay(log, run())
-    assert (finding.signal, finding.began) == ("collapse", 40)
+    assert not replay(log, NORM._replace(max_steps=2000, warmup_steps=200))
 
 
 def test_a_margin_made_of_likelier_chosen_answers_is_no_collapse():
-    rows = [
-        (i, math.log1p(math.exp(-margin)), margin, 0.9 * margin) for i, margin in enumerate([0, 0.5, 2, 4, 6, 7], 1)
-    ]
+    rows = [(i, math.log1p(math.exp(-m)), m, 0.9 * m) for i, m in enumerate([0, 0.5, 2, 4, 6, 7], 1)]
     log = entries(rows, ("loss", "rewards/margins", "rewards/chosen"))
-    assert replay(log, run(**NORM)) == []
-    sunk = [entry | {"rewards/chosen": -entry["rewards/chosen"]} for entry in log]
-    assert [finding.signal for finding, _ in replay(sunk, run(**NORM))][-1] == "collapse"
+    assert not replay(log, NORM)
+    assert "collapse" in replay([entry | {"rewards/chosen": -entry["rewards/chosen"]} for entry in log], NORM)
 
 
 def rising(n: int, **metrics) -> list[dict]:
@@ -157,29 +143,29 @@ def rising(n: int, **metrics) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("signal", "log", "facts"),
+    ("signal", "log", "run"),
     [
-        ("non_finite", [*rising(5), {"step": 6, "loss": 0.0, "rewards/margins": math.nan}], {}),
-        ("non_finite", rising(5, grad_norm=lambda i: math.inf if i > 1 else 1.0), {}),
+        ("non_finite", [*rising(5), {"step": 6, "loss": 0.0, "rewards/margins": math.nan}], RUN),
+        ("non_finite", rising(5, grad_norm=lambda i: math.inf if i > 1 else 1.0), RUN),
         ("displacement", rising(9, **{"rewards/chosen": lambda i: -0.9 * i}), NORM),
         # 0.1 x 200 tokens: 1 nat per token is a reward of -20 on sums
-        ("displacement", rising(9, **{"rewards/chosen": lambda i: -4.5 * i}), {}),
-        ("divergence", [entry | {"loss": 0.7 + 0.4 * entry["step"]} for entry in rising(12)], {}),
-        ("floor", [entry | {"loss": 0.004} for entry in rising(30, **{"rewards/margins": lambda i: 6.0})], {}),
-        ("saturated", rising(20, **{"rewards/accuracies": lambda i: float(i > 1)}), {}),
-        ("gradient_spike", rising(25, grad_norm=lambda i: 99.0 if i == 24 else 5.0), {}),
-        ("entropy", rising(20, entropy=lambda i: 1.5 * 0.85**i), {}),
+        ("displacement", rising(9, **{"rewards/chosen": lambda i: -4.5 * i}), RUN),
+        ("divergence", [entry | {"loss": 0.7 + 0.4 * entry["step"]} for entry in rising(12)], RUN),
+        ("floor", [entry | {"loss": 0.004} for entry in rising(30, **{"rewards/margins": lambda i: 6.0})], RUN),
+        ("saturated", rising(20, **{"rewards/accuracies": lambda i: float(i > 1)}), RUN),
+        ("gradient_spike", rising(25, grad_norm=lambda i: 99.0 if i == 24 else 5.0), RUN),
+        ("entropy", rising(20, entropy=lambda i: 1.5 * 0.85**i), RUN),
     ],
 )
-def test_each_signal_is_found_and_none_but_it_where_it_is_mild(signal, log, facts):
-    assert signal in {finding.signal for finding, _ in replay(log, run(**facts))}
-    half = [entry | {k: v / 4 for k, v in entry.items() if k != "step" and math.isfinite(v)} for entry in log]
+def test_each_signal_is_detected_and_not_where_it_is_mild(signal, log, run):
+    assert signal in replay(log, run)
+    mild = [entry | {k: v / 4 for k, v in entry.items() if k != "step" and math.isfinite(v)} for entry in log]
     if signal not in ("non_finite", "gradient_spike", "entropy"):  # those are ratios, or not a number
-        assert signal not in {finding.signal for finding, _ in replay(half, run(**facts))}
+        assert signal not in replay(mild, run)
 
 
 def test_one_infinite_gradient_norm_is_fp16_finding_its_scale():
-    assert replay(rising(5, grad_norm=lambda i: math.inf if i == 2 else 1.0), run()) == []
+    assert not replay(rising(5, grad_norm=lambda i: math.inf if i == 2 else 1.0))
 
 
 def test_generated_answers_that_repeat_or_vanish():
@@ -187,34 +173,31 @@ def test_generated_answers_that_repeat_or_vanish():
     log = rising(21)
     log[0] |= before
     log[10] |= before
-    assert replay(log, run()) == []
+    assert not replay(log)
     for change, signal in (
         ({"guard/repeated_4grams": 0.9}, "repetition"),
         ({"guard/empty_answers": 1.0}, "repetition"),
         ({"guard/answer_tokens": 2.0}, "length_drift"),
     ):
-        bad = [*log[:20], log[20] | before | change]
-        assert signal in {finding.signal for finding, _ in replay(bad, run())}
+        assert signal in replay([*log[:20], log[20] | before | change])
     assert repeated_4grams(["hormonal " * 20]) > 0.9
 
 
 def test_losses_with_another_floor_are_judged_by_margins_alone():
     log = entries([(1, 1.0, 0.0), (5, 0.4, 0.5), (9, 0.2, 5.5)])
-    assert [f.signal for f, _ in replay(log, run(sigmoid=False))] == ["collapse"]
-    assert replay(log, run(sigmoid=True)) == []
+    assert list(replay(log, RUN._replace(sigmoid=False))) == ["collapse"]
+    assert not replay(log)
 
 
 def test_observed_extremes_skip_what_is_not_finite():
-    assert observed([{"loss": 0.7}, {"loss": math.nan}, {"loss": 0.5}])["loss"] == {
-        "min": 0.5,
-        "max": 0.7,
-        "last": 0.5,
-    }
+    metrics = summarize_metrics([{"loss": 0.7}, {"loss": math.nan}, {"loss": 0.5}])
+    assert metrics == {"loss": {"min": 0.5, "max": 0.7, "last": 0.5}}
 
 
 def test_the_table_in_the_docs_is_the_table_in_the_code():
     lines = [
-        f"| `{r.signal}` | {'stop' if r.stops else 'warning'} | {r.when} | {r.source} | {r.remedy} |" for r in RULES
+        f"| `{r.signal}` | {'stop' if r.stops else 'warning'} | {r.condition} | {r.source} | {r.remedy} |"
+        for r in RULES
     ]
     table = "|---|\n" + "\n".join(lines) + "\n\n"  # all of it: from the header's rule to the empty line
     assert table in DOCS.read_text()
@@ -223,34 +206,21 @@ def test_the_table_in_the_docs_is_the_table_in_the_code():
 # ---- the callback, on real training
 
 
-def rows(n: int) -> list[dict]:
-    return [{"prompt": f"question {i}:", "chosen": f" yes {i}" * 3, "rejected": " no no" * 4} for i in range(n)]
+@pytest.fixture
+def command(tiny_folder, write_rows, tmp_path) -> list[str]:
+    rows = [{"prompt": f"question {i}:", "chosen": f" yes {i}" * 3, "rejected": " no no" * 4} for i in range(24)]
+    argv = f"--model_name_or_path {tiny_folder('llama')} --dataset_name {write_rows('p.jsonl', rows)} "
+    argv += f"--output_dir {tmp_path / 'run'} --use_cpu --bf16 false --max_length 128 --num_train_epochs 8 "
+    argv += "--global_batch_size 4 --per_device_train_batch_size 4 --logging_steps 1 --save_steps 2 --preflight warn "
+    return [*argv.split(), "--precompute_ref_log_probs", "true"]
 
 
-def command(folder, data, output, *more: str) -> list[str]:
-    return [
-        *("--model_name_or_path", str(folder), "--dataset_name", str(data), "--output_dir", str(output), "--use_cpu"),
-        *("--global_batch_size", "4", "--per_device_train_batch_size", "4", "--max_length", "128", "--bf16", "false"),
-        *(
-            "--logging_steps",
-            "1",
-            "--save_steps",
-            "2",
-            "--num_train_epochs",
-            "8",
-            "--precompute_ref_log_probs",
-            "true",
-        ),
-        *("--preflight", "warn", *more),
-    ]
+COLLAPSE = ["--learning_rate", "1e-3", "--warmup_steps", "40"]
 
 
-def test_a_run_that_collapses_is_stopped_and_its_last_healthy_checkpoint_kept(
-    tiny_folder, write_rows, tmp_path, capsys
-):
+def test_a_run_that_collapses_is_stopped_and_its_last_healthy_checkpoint_kept(command, tmp_path, capsys):
     out = tmp_path / "run"
-    argv = command(tiny_folder("llama"), write_rows("p.jsonl", rows(24)), out, "--learning_rate", "1e-3")
-    assert train_dpo.main([*argv, "--warmup_steps", "40"]) == 4
+    assert train_dpo.main(command + COLLAPSE) == 4
     status, health = (json.loads((out / name).read_text()) for name in ("status.json", "health.json"))
     assert (status["state"], status["exit_code"]) == ("collapsed", 4)
     assert health["verdict"] == "collapsed"
@@ -268,25 +238,15 @@ def test_a_run_that_collapses_is_stopped_and_its_last_healthy_checkpoint_kept(
     assert finding["signal"] in capsys.readouterr().err
     assert "collapsed" in (out / "report.html").read_text()
 
-    assert train_dpo.main([*argv, "--warmup_steps", "40"]) == 2  # it does not go on by itself
+    assert train_dpo.main(command + COLLAPSE) == 2  # it does not go on by itself
     assert "the guard stopped this run" in capsys.readouterr().err
     assert json.loads((out / "status.json").read_text())["state"] == "collapsed"
 
 
-def test_a_healthy_run_is_left_alone_and_says_so(tiny_folder, write_rows, tmp_path):
+def test_a_healthy_run_is_left_alone_and_says_so(command, tmp_path):
     out = tmp_path / "run"
-    argv = command(tiny_folder("llama"), write_rows("p.jsonl", rows(24)), out, "--learning_rate", "1e-5")
-    argv += [
-        "--eval_fraction",
-        "0.2",
-        "--guard_generations",
-        "10",
-        "--num_train_epochs",
-        "3",
-        "--padding_free",
-        "true",
-    ]
-    assert train_dpo.main(argv) == 0
+    more = "--learning_rate 1e-5 --eval_fraction 0.2 --guard_generations 10 --num_train_epochs 3 --padding_free true"
+    assert train_dpo.main(command + more.split()) == 0
     health = json.loads((out / "health.json").read_text())
     assert (health["verdict"], health["findings"], health["stopped"]) == ("healthy", [], False)
     assert health["observed"]["loss"]["max"] < 0.8
@@ -298,11 +258,9 @@ def test_a_healthy_run_is_left_alone_and_says_so(tiny_folder, write_rows, tmp_pa
     assert samples[0]["before_tokens"] > 0
 
 
-def test_warn_names_what_it_saw_and_goes_on(tiny_folder, write_rows, tmp_path, capsys):
-    out = tmp_path / "run"
-    argv = command(tiny_folder("llama"), write_rows("p.jsonl", rows(24)), out, "--learning_rate", "1e-3")
-    assert train_dpo.main([*argv, "--warmup_steps", "40", "--guard", "warn"]) == 0
-    health = json.loads((out / "health.json").read_text())
+def test_warn_logs_the_collapse_and_goes_on(command, tmp_path, capsys):
+    assert train_dpo.main([*command, *COLLAPSE, "--guard", "warn"]) == 0
+    health = json.loads((tmp_path / "run" / "health.json").read_text())
     assert (health["verdict"], health["stopped"], health["steps"]) == ("collapsed", False, 48)
     assert "guard: warning:" in capsys.readouterr().out
     assert Path(health["last_healthy"]).is_dir()  # still there, after checkpoints up to 48 with save_total_limit 2
@@ -310,7 +268,7 @@ def test_warn_names_what_it_saw_and_goes_on(tiny_folder, write_rows, tmp_path, c
 
 @pytest.mark.parametrize("every", [2, 5, 7, 15, 25])
 def test_a_checkpoint_from_before_the_horizon_survives_rotation(tmp_path, every):
-    """Whatever step a collapse is seen at, one that began up to `FAST` steps ago leaves a checkpoint before it."""
+    """At whatever step a collapse is detected, there is a checkpoint from before it began."""
     args = parse_config(["--model_name_or_path", "x", "--dataset_name", "x", "--output_dir", str(tmp_path)]).train
     state, guard = TrainerState(), Guard(None, "stop")
     (tmp_path / "checkpoint-1").mkdir()  # a user's, and none of the guard's business
@@ -327,11 +285,11 @@ def test_a_checkpoint_from_before_the_horizon_survives_rotation(tmp_path, every)
         assert on_disk[0] == 1
         assert step in on_disk
         assert len(on_disk) <= 1 + 4
-        old = [n for n in on_disk[1:] if n <= step - FAST]
-        assert (max(old) >= step - 2 * FAST - every) if step >= FAST + every else True
+        old = [n for n in on_disk[1:] if n <= step - COLLAPSE_STEPS]
+        assert (max(old) >= step - 2 * COLLAPSE_STEPS - every) if step >= COLLAPSE_STEPS + every else True
 
 
-def test_yaml_off_and_wrong_words_are_answered_in_one_line(tmp_path):
+def test_wrong_modes_are_one_line(tmp_path):
     base = "model_name_or_path: x\ndataset_name: x\n"
     for text, want in (("guard: off", "skip, warn, stop"), ("preflight: no", "skip, warn, abort")):
         recipe = tmp_path / "r.yaml"

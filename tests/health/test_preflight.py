@@ -1,4 +1,4 @@
-"""The preflight: figures against sums written out here, verdicts on recorded log-probs, traps planted one by one."""
+"""The preflight: figures against sums written out here, verdicts on recorded log-probs, faults planted one by one."""
 
 import importlib.util
 import json
@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from torch import nn
 
 import train_dpo
@@ -16,9 +17,18 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.statistics import mean_interval, wilson
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
-from sfm_dpo.health import preflight as phase
-from sfm_dpo.health.preflight import check_vocabulary, data_traps, model_traps, response_lengths, run_preflight
-from sfm_dpo.health.preflight_rules import RULES, judge, pair_figures, rule_values
+from sfm_dpo.health import preflight
+from sfm_dpo.health.generation import generate_answers
+from sfm_dpo.health.preflight import (
+    check_vocabulary,
+    compute_packed_difference,
+    count_wrong_rope_layers,
+    inspect_model,
+    inspect_tokens,
+    response_lengths,
+    run_preflight,
+)
+from sfm_dpo.health.preflight_rules import RULES, compute_figure_values, compute_pair_figures, judge_base_model
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from tests.oracle import by_hand
 from tests.tiny_models import tiny_config, tiny_model, tiny_tokenizer
@@ -30,9 +40,11 @@ RECORDED = np.array([[-1034, -38], [-1045, -18], [-623, -23]], dtype=float)
 RECORDED_LENGTHS = np.abs(RECORDED) / [5.2, 0.8]
 
 
-def verdict_of(logps, lengths, loss_type="sigmoid_norm", beta=5.0, traps=CLEAN):
-    figures = pair_figures(np.asarray(logps, float), np.asarray(lengths, float), ["s"] * len(logps), loss_type, beta)
-    verdict, findings = judge(rule_values(figures, traps), loss_type)
+def verdict_of(logps, lengths, loss_type="sigmoid_norm", beta=5.0, values=CLEAN):
+    figures = compute_pair_figures(
+        np.asarray(logps, float), np.asarray(lengths, float), ["s"] * len(logps), loss_type, beta
+    )
+    verdict, findings = judge_base_model(compute_figure_values(figures) | values, loss_type)
     return verdict, {finding["rule"]: finding["level"] for finding in findings}
 
 
@@ -91,8 +103,8 @@ def test_a_small_sample_does_not_refuse_what_it_cannot_know():
 def test_hopeless_pairs_of_one_source_are_found_there():
     logps, lengths = typical(n=200)
     logps[:60, 0] = -6 * lengths[:60, 0]
-    figures = pair_figures(logps, lengths, ["bad"] * 60 + ["good"] * 140, "sigmoid_norm", 5.0)
-    _, findings = judge(rule_values(figures, CLEAN), "sigmoid_norm")
+    figures = compute_pair_figures(logps, lengths, ["bad"] * 60 + ["good"] * 140, "sigmoid_norm", 5.0)
+    _, findings = judge_base_model(compute_figure_values(figures) | CLEAN, "sigmoid_norm")
     assert "hopeless_pairs" in {finding["rule"] for finding in findings}
     worst, best = figures["by_source"]
     assert (worst["source"], worst["pairs"], worst["hopeless"]) == ("bad", 60, 1.0)
@@ -102,7 +114,7 @@ def test_hopeless_pairs_of_one_source_are_found_there():
 
 def test_figures_are_what_their_names_say():
     logps, lengths = np.array([[-10.0, -30.0], [-40.0, -20.0]]), np.array([[10.0, 10.0], [20.0, 40.0]])
-    figures = pair_figures(logps, lengths, ["a", "a"], "sigmoid", 0.1)
+    figures = compute_pair_figures(logps, lengths, ["a", "a"], "sigmoid", 0.1)
     assert figures["logp_token"]["chosen"][0] == -1.5
     assert figures["logp_token"]["gap"][0] == pytest.approx((2.0 - 1.5) / 2)
     assert figures["logp_sum"]["gap"][0] == 0.0
@@ -112,7 +124,7 @@ def test_figures_are_what_their_names_say():
     weights = sorted(1 / (1 + math.exp(margin)) for margin in (0.2, 0.6))
     assert figures["weight_after_move"][1] == pytest.approx(sum(weights) / 2)
     # On means each token of each side counts once: 5 x 0.2, whatever the lengths
-    norm = pair_figures(logps, lengths, ["a", "a"], "sigmoid_norm", 5.0)
+    norm = compute_pair_figures(logps, lengths, ["a", "a"], "sigmoid_norm", 5.0)
     assert norm["weight_after_move"] == pytest.approx([1 / (1 + math.e)] * 3)
     assert norm["weight_by_base"][0] < 0.5 < norm["weight_by_base"][2]
 
@@ -134,43 +146,32 @@ def test_not_a_number_breaks_every_rule():
 
 
 def test_the_table_in_the_docs_is_the_table_in_the_code():
-    def cell(limit):
-        return "" if limit is None else f"{limit:g}"
-
-    lines = [
-        f"| `{r.quantity}` | {r.what} | {r.worse} | {cell(r.caution)} | {cell(r.no_go)} | {r.losses} | {r.source} | "
-        f"{r.remedy} |"
-        for r in RULES
-    ]
-    table = "|---|\n" + "\n".join(lines) + "\n\n"  # all of it: from the header's rule to the empty line
+    lines = []
+    for r in RULES:
+        caution, no_go = (f"{r.limits[level]:g}" if level in r.limits else "" for level in ("caution", "no-go"))
+        cells = (f"`{r.quantity}`", r.what, r.worse, caution, no_go, r.losses, r.source, r.remedy)
+        lines.append(f"| {' | '.join(cells)} |\n")
+    table = "|---|\n" + "".join(lines) + "\n"  # all of it: from the header's rule to the empty line
     assert table in (ROOT / "docs" / "health.md").read_text()
 
 
-# ---- traps
-
-
-def columns_of(rows):
-    names = ["prompt_length", "chosen_length", "rejected_length", "prompt_trimmed"]
-    return {name: np.array([row[name] for row in rows]) for name in names}
+# ---- tokens and model
 
 
 def tokens_of(texts, tokenizer=None, max_length=64):
-    from datasets import Dataset
-
-    tokenizer = tokenizer or tiny_tokenizer()
     pairs = Dataset.from_list([{"prompt": p, "chosen": c, "rejected": r, "source": "s"} for p, c, r in texts])
-    return tokenize_pairs(pairs, tokenizer, max_length)[0]
+    return tokenize_pairs(pairs, tokenizer or tiny_tokenizer(), max_length)[0]
 
 
 def test_missing_eos_and_cut_responses_are_counted():
-    rows = list(tokens_of([("q", "yes" * 3, "no"), ("q", "x" * 80, "no")]))
-    eos = {tiny_tokenizer().eos_token_id}
-    assert data_traps(rows, columns_of(rows), eos, 64) == {"no_eos": 0.0, "cut": 0.25, "prompt_trimmed": 0.0}
-    assert response_lengths(columns_of(rows), 64)[1].tolist() == [63, 3]
+    tokens, eos = tokens_of([("q", "yes" * 3, "no"), ("q", "x" * 80, "no")]), {tiny_tokenizer().eos_token_id}
+    rows, columns = list(tokens), tokens.with_format("numpy")[:]
+    assert inspect_tokens(rows, columns, eos, 64) == {"no_eos": 0.0, "cut": 0.25, "prompt_trimmed": 0.0}
+    assert response_lengths(columns, 64)[1].tolist() == [63, 3]
     for row in rows:
         row["chosen_ids"] = [i for i in row["chosen_ids"] if i not in eos]
-    assert data_traps(rows, columns_of(rows), eos, 64)["no_eos"] == pytest.approx(1 / 3)  # the cut one is not asked
-    assert judge({"no_eos": 1 / 3, "cut": 0.3}, "sigmoid_norm")[0] == "caution"
+    assert inspect_tokens(rows, columns, eos, 64)["no_eos"] == pytest.approx(1 / 3)  # the cut one does not count
+    assert judge_base_model({"no_eos": 1 / 3, "cut": 0.3}, "sigmoid_norm")[0] == "caution"
 
 
 def test_a_tokenizer_of_another_model_is_one_line():
@@ -182,16 +183,16 @@ def test_a_tokenizer_of_another_model_is_one_line():
 
 def test_dropout_and_rope_scaling_are_seen():
     model = tiny_model("olmo3")
-    assert model_traps(model) == {"dropout": 0.0, "rope_layers": 0.0}
+    assert inspect_model(model) == {"dropout": 0.0, "rope_layers": 0.0}
     model.model.layers[0].add_module("planted", nn.Dropout(0.1))
     model.config.rope_parameters["sliding_attention"] = model.config.rope_parameters["full_attention"]
-    assert model_traps(model) == {"dropout": 1.0, "rope_layers": 1.0}
+    assert inspect_model(model) == {"dropout": 1.0, "rope_layers": 1.0}
     # Flat parameters: transformers reads neither yarn nor its factor for any layer
     flat = tiny_config("olmo3", rope_parameters={"rope_type": "yarn", "factor": 8.0}, max_position_embeddings=65536)
-    assert phase.wrong_rope_layers(flat) == 1
-    assert phase.wrong_rope_layers(tiny_config("olmo3", max_position_embeddings=65536)) == 0
-    assert phase.wrong_rope_layers(tiny_config("llama", max_position_embeddings=65536)) == 0
-    assert judge({"rope_layers": 1.0}, "sigmoid_norm")[0] == "no-go"
+    assert count_wrong_rope_layers(flat) == 1
+    assert count_wrong_rope_layers(tiny_config("olmo3", max_position_embeddings=65536)) == 0
+    assert count_wrong_rope_layers(tiny_config("llama", max_position_embeddings=65536)) == 0
+    assert judge_base_model({"rope_layers": 1.0}, "sigmoid_norm")[0] == "no-go"
 
 
 # ---- with a model
@@ -231,15 +232,15 @@ def test_leaking_boundaries_are_told_from_rounding(tiny_folder, tmp_path, monkey
     import sfm_dpo.model.packing
 
     trainer, _ = make_trainer(tiny_folder("llama"), tmp_path / "run", "--padding_free", "true")
-    assert phase.packed_difference(trainer, np.array([3, 5])) < 0.1
+    assert compute_packed_difference(trainer, np.array([3, 5])) < 0.1
     real = sfm_dpo.model.packing.boundary_mask
 
     def leaking(cu_seqlens, max_length):
         return real(cu_seqlens[[0, -1]], int(cu_seqlens[-1]))  # one sequence out of all
 
     monkeypatch.setattr(sfm_dpo.model.packing, "boundary_mask", leaking)
-    assert phase.packed_difference(trainer, np.array([3, 5])) > 10
-    assert judge({"packed_difference": 10.0}, "sigmoid_norm")[0] == "no-go"
+    assert compute_packed_difference(trainer, np.array([3, 5])) > 10
+    assert judge_base_model({"packed_difference": 10.0}, "sigmoid_norm")[0] == "no-go"
 
 
 def test_a_model_left_in_the_state_it_came_in(tiny_folder, tmp_path):
@@ -252,39 +253,32 @@ def test_a_model_left_in_the_state_it_came_in(tiny_folder, tmp_path):
     assert all(p.grad is None for p in trainer.model.parameters())
 
 
-def command(folder, data, out, *more: str) -> list[str]:
-    argv = (
-        f"--model_name_or_path {folder} --dataset_name {data} --output_dir {out} --use_cpu --bf16 false --max_steps 2"
-    )
-    return [*argv.split(), *"--global_batch_size 4 --per_device_train_batch_size 4 --max_length 96".split(), *more]
-
-
 @pytest.fixture
-def data(write_rows):
-    return write_rows("p.jsonl", [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in TEXTS])
+def command(tiny_folder, write_rows, tmp_path) -> list[str]:
+    data = write_rows("p.jsonl", [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in TEXTS])
+    argv = f"--model_name_or_path {tiny_folder('llama')} --dataset_name {data} --output_dir {tmp_path / 'run'} "
+    argv += "--use_cpu --bf16 false --max_steps 2 --global_batch_size 4 --per_device_train_batch_size 4"
+    return [*argv.split(), "--max_length", "96"]
 
 
-def test_a_no_go_ends_the_run_before_its_first_step(tiny_folder, data, tmp_path, capsys):
+def test_a_no_go_ends_the_run_before_its_first_step(command, tmp_path, capsys):
     out = tmp_path / "run"
-    assert train_dpo.main(command(tiny_folder("llama"), data, out)) == 3
-    status = json.loads((out / "status.json").read_text())
-    assert (status["state"], status["exit_code"]) == ("refused", 3)
-    result = json.loads((out / "preflight.json").read_text())
-    assert result["verdict"] == "no-go"
+    assert train_dpo.main(command) == 3
+    status, result = (json.loads((out / name).read_text()) for name in ("status.json", "preflight.json"))
+    assert (status["state"], status["exit_code"], result["verdict"]) == ("refused", 3, "no-go")
     captured = capsys.readouterr()
-    assert "preflight: no-go" in captured.out
-    assert "perplexity" in captured.out
+    assert "preflight: no-go" in captured.out and "perplexity" in captured.out
     assert captured.err.splitlines()[-1].startswith("error: preflight: no-go: no-go: chosen_logp")
     assert not (out / "model.safetensors").exists()
     assert "no-go" in (out / "report.html").read_text()
 
-    assert train_dpo.main(command(tiny_folder("llama"), data, out, "--preflight", "warn")) == 0
+    assert train_dpo.main([*command, "--preflight", "warn"]) == 0
     assert json.loads((out / "status.json").read_text())["state"] == "done"
 
 
-def test_skip_computes_nothing(tiny_folder, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(phase, "run_preflight", lambda *a: pytest.fail("the preflight ran"))
-    assert train_dpo.main(command(tiny_folder("llama"), data, tmp_path / "run", "--preflight", "skip")) == 0
+def test_skip_computes_nothing(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(preflight, "run_preflight", lambda *a: pytest.fail("the preflight ran"))
+    assert train_dpo.main([*command, "--preflight", "skip"]) == 0
     assert not (tmp_path / "run" / "preflight.json").exists()
 
 
@@ -295,15 +289,13 @@ def load_script():
     return script
 
 
-def test_as_a_command_of_its_own(tiny_folder, data, tmp_path, capsys):
-    script = load_script()
-    out = tmp_path / "f.json"
-    argv = command(tiny_folder("llama"), data, tmp_path / "run", "--preflight_samples", "5")
-    assert script.main([*argv, "--json", str(out)]) == 3
+def test_as_a_command_of_its_own(command, tmp_path, capsys):
+    script, out = load_script(), tmp_path / "f.json"
+    assert script.main([*command, "--preflight_samples", "5", "--json", str(out)]) == 3
     assert not (tmp_path / "run").exists()
     assert "5 of 8, drawn with seed 42" in capsys.readouterr().out
     assert json.loads(out.read_text())["figures"]["pairs"] == 5
-    assert script.main([*argv, "--loss_typo", "x"]) == 2
+    assert script.main([*command, "--loss_typo", "x"]) == 2
 
 
 # ---- a real model: `make demo` or scripts/demo.py makes the folder
@@ -323,8 +315,7 @@ QUESTIONS = [
 @pytest.mark.skipif(not DEMO_MODEL.is_dir(), reason="needs outputs/demo-model, which `make demo` prepares")
 def test_a_real_models_own_answers_are_go_and_impossible_ones_no_go(write_rows, tmp_path):
     """Own answers against shuffled ones; then the shuffled words, or another script, as chosen against the own."""
-    from sfm_dpo.health.generation import generate_answers
-
+    assistant = {"role": "assistant"}
     prompts = [[{"role": "user", "content": question}] for question in QUESTIONS]
     own = [answer.text for answer in generate_answers(str(DEMO_MODEL), prompts, max_new_tokens=24)]
     rng = random.Random(0)
@@ -332,14 +323,10 @@ def test_a_real_models_own_answers_are_go_and_impossible_ones_no_go(write_rows, 
     letters = [*map(chr, range(0x10D0, 0x10F1))]
     georgian = ["".join(rng.choice(letters) if c.isalpha() else c for c in text)[:40] for text in own]
     verdicts = {}
-
-    def message(text):
-        return [{"role": "assistant", "content": text}]
-
     sides = {"own over shuffled": (own, shuffled), "shuffled over own": (shuffled, own), "script": (georgian, own)}
     for name, (chosen, rejected) in sides.items():
         rows = [
-            {"prompt": q, "chosen": message(c), "rejected": message(r)}
+            {"prompt": q, "chosen": [assistant | {"content": c}], "rejected": [assistant | {"content": r}]}
             for q, c, r in zip(QUESTIONS, chosen, rejected, strict=True)
             if c != r
         ]

@@ -1,10 +1,11 @@
-"""throughput.py: the formula against PyTorch's own FLOP counter, and the metrics of a run."""
+"""The FLOP formula against PyTorch's own counter, the GPUs' peaks, and the metrics of a run."""
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
+from sfm_dpo.model.memory import meta_model
 from sfm_dpo.train.throughput import Meter
 from tests.tiny_models import tiny_model
 
@@ -22,6 +23,7 @@ def test_forward_flops_against_torch(architecture):
     matrices = flops.per_token * n + flops.per_response_token * n
     # RoPE's outer product is the one matmul that the formula leaves out
     assert counter.get_total_flops() == pytest.approx(matrices + pairs, rel=0.01)
+    assert ForwardFlops.of(meta_model(model.config)) == flops
 
 
 def test_attention_counts_visible_pairs():
@@ -33,23 +35,25 @@ def test_attention_counts_visible_pairs():
 
 def test_experts_count_as_far_as_they_are_active():
     model = tiny_model("olmoe")
-    config = model.config
-    expert_weights = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    active = expert_weights * config.num_experts_per_tok // config.num_experts
-    others = ForwardFlops.of(model).per_token // 2 - active
-    every = sum(
-        p.numel()
-        for name, p in model.named_parameters()
-        if p.dim() > 1 and ".experts." not in name and "embed" not in name and "lm_head" not in name
-    )
-    assert others == every
+    config, flops = model.config, ForwardFlops.of(model)
+    sizes = {n: p.numel() for n, p in model.named_parameters() if p.dim() > 1 and "embed" not in n and "head" not in n}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    active = experts * config.num_experts_per_tok // config.num_experts
+    assert flops.per_token == 2 * (sum(sizes.values()) - experts + active)
+    assert ForwardFlops.of(meta_model(config)) == flops
 
 
-def test_peak_by_name():
-    assert peak_flops("NVIDIA B200") == 2.25e15
-    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
-    assert peak_flops("NVIDIA H100 PCIe") == 756e12
-    assert peak_flops("Some other card") is None
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA B200", 2.25e15),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("Some other card", None),
+    ],
+)
+def test_peak_by_name(name, peak):
+    assert peak_flops(name) == peak
 
 
 def test_meter_counts_padding_only_where_it_is_computed():

@@ -12,49 +12,20 @@ import matplotlib.image
 import pytest
 import yaml
 
-import train_dpo
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.report.page import changed_fields, main, repeated_4grams, shell_command, summary, wilson, write_report
+from sfm_dpo.common.statistics import wilson
+from sfm_dpo.health.generation import repeated_4grams
+from sfm_dpo.report.page import changed_fields, format_command, format_summary, main, write_report
 from sfm_dpo.report.plots import PANELS, draw_curves
-from sfm_dpo.run.reader import first_and_last, read_run, restarts
+from sfm_dpo.run.reader import first_and_last, list_restarts, read_run
 
 STEPS = 6
 HOSTILE = "</pre></div><script>alert(1)</script><img src=http://x.example/a.png onerror=alert(2)> & \"quoted\" 'text'"
 
 
-@pytest.fixture(scope="module")
-def trained(tiny_folder, tmp_path_factory):
-    """The folder of a real run of 6 steps with 4 held-out pairs; tests that change it copy it first."""
-    root = tmp_path_factory.mktemp("report")
-    rows = [
-        {"prompt": f"What is {i} + {i}?", "chosen": f"It is {2 * i}.", "rejected": f"I do not know {i}."}
-        for i in range(28)
-    ]
-    (root / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0] | {"chosen": ""}]))
-    options = {
-        "model_name_or_path": tiny_folder("llama"),
-        "dataset_name": root / "pairs.jsonl",
-        "output_dir": root / "run",
-        "global_batch_size": 8,
-        "max_length": 64,
-        "num_train_epochs": 2,
-        "logging_steps": 1,
-        "eval_fraction": 0.15,
-        "eval_strategy": "steps",
-        "eval_steps": 3,
-        "save_steps": 4,
-        "learning_rate": 1e-3,
-        "preflight": "warn",  # random weights find every answer impossible
-        "guard": "warn",
-        "report_to": "none",
-    }
-    assert train_dpo.main([word for key, value in options.items() for word in (f"--{key}", str(value))]) == 0
-    return root / "run"
-
-
 @pytest.fixture
-def run(trained, tmp_path):
-    return Path(shutil.copytree(trained, tmp_path / "run"))
+def run(finished_run, tmp_path):
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))
 
 
 @pytest.fixture
@@ -83,15 +54,14 @@ class Page(HTMLParser):
         assert not self.open, f"never closed: {self.open}"
         self.text = " ".join(" ".join(self.words).split())
 
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += attrs
-        if tag not in self.VOID:
-            self.open.append(tag)
-
     def handle_startendtag(self, tag, attrs):
         self.tags.append(tag)
         self.attributes += attrs
+
+    def handle_starttag(self, tag, attrs):
+        self.handle_startendtag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.append(tag)
 
     def handle_endtag(self, tag):
         assert self.open and self.open.pop() == tag, f"</{tag}> closes nothing"
@@ -135,50 +105,38 @@ def test_figures_are_drawn_and_not_blank(run):
     assert len(ids) == len(set(ids)) > 0
 
 
-def test_the_page_loads_nothing(run):
-    save(run, "samples.json", [{"prompt": HOSTILE, "before": HOSTILE, "after": HOSTILE}])
-    page = page_of(run)
-    assert not {"script", "link", "img", "iframe", "object", "base"} & set(page.tags)
-    for name, value in page.attributes:
-        if name in ("src", "srcset", "href", "xlink:href", "data", "poster", "action"):
-            assert value.startswith("#"), (name, value)
-        assert not name.startswith("on")
-        assert "url(#" in value or "url(" not in value if value else True
-    assert "@import" not in (text := (run / "report.html").read_text()) and "url(http" not in text
-    assert "prefers-color-scheme: dark" in text and "width=device-width" in text
-
-
-def test_hostile_text_is_shown_and_not_obeyed(run, without_curves):
-    status = json.loads((run / "status.json").read_text())
+def test_hostile_text_is_shown_and_not_obeyed_and_nothing_is_loaded(run):
+    status, data = (json.loads((run / name).read_text()) for name in ("status.json", "data.json"))
     save(run, "status.json", status | {"state": "failed", "message": HOSTILE})
     save(run, "preflight.json", {"verdict": HOSTILE, "reasons": [HOSTILE, {HOSTILE: HOSTILE}], "more": [HOSTILE]})
     save(run, "health.json", {"signal": HOSTILE, "nested": {"a": HOSTILE}})
-    data = json.loads((run / "data.json").read_text())
     save(run, "data.json", data | {"sources": [HOSTILE], "dropped": {HOSTILE: 3}})
     save(run, "samples.json", [{"prompt": HOSTILE, "before": HOSTILE, "after": HOSTILE}])
     config = yaml.safe_load((run / "resolved_config.yaml").read_text())
     (run / "resolved_config.yaml").write_text(yaml.safe_dump(config | {"run_name": HOSTILE}))
     page = page_of(run)
-    assert "script" not in page.tags and "img" not in page.tags
     assert page.text.count("alert(1)") >= 12  # each place shows it as text
+    assert not {"script", "link", "img", "iframe", "object", "base"} & set(page.tags)
+    for name, value in page.attributes:
+        if name in ("src", "srcset", "href", "xlink:href", "data", "poster", "action"):
+            assert value.startswith("#"), (name, value)
+        assert not name.startswith("on")
+        assert "url(" not in (value or "").replace("url(#", "")
+    assert "@import" not in (text := (run / "report.html").read_text()) and "url(http" not in text
+    assert "prefers-color-scheme: dark" in text and "width=device-width" in text
 
 
 def test_answers_side_by_side_with_their_drift(run, without_curves):
     before = "one two three four one two three four one two three four"
-    save(
-        run,
-        "samples.json",
-        [
-            {"prompt": "Count", "before": before, "after": "one", "before_tokens": 30, "after_tokens": 4},
-            {"prompt": "你好", "before": "a b c d", "after": " ", "before_tokens": 10, "after_tokens": 0},
-        ],
-    )
+    first = {"prompt": "Count", "before": before, "after": "one", "before_tokens": 30, "after_tokens": 4}
+    second = {"prompt": "你好", "before": "a b c d", "after": " ", "before_tokens": 10, "after_tokens": 0}
+    save(run, "samples.json", [first, second])
     page = page_of(run)
     assert repeated_4grams([before, "a b c d"]) == pytest.approx(5 / 10)
     assert "answer length, mean tokens 20 2" in page.text
     assert "repeated 4-grams of words 50.0% 0.0%" in page.text
     assert "empty answers 0 1" in page.text and "你好" in page.text
-    assert "20 -> 2" in summary(run)
+    assert "20 -> 2" in format_summary(run)
 
 
 def test_a_run_that_failed_before_its_first_step(tmp_path):
@@ -186,7 +144,7 @@ def test_a_run_that_failed_before_its_first_step(tmp_path):
     page = page_of(tmp_path)
     assert "The run failed." in page.text and "beta -1: must be above 0" in page.text
     assert "No metric was logged." in page.text and not (tmp_path / "figures").exists()
-    assert "failed, 0 steps" in summary(tmp_path) and "beta -1" in summary(tmp_path)
+    assert "failed, 0 steps" in format_summary(tmp_path) and "beta -1" in format_summary(tmp_path)
 
 
 def test_a_killed_run_is_told_from_its_newest_checkpoint(run, without_curves):
@@ -198,7 +156,7 @@ def test_a_killed_run_is_told_from_its_newest_checkpoint(run, without_curves):
     page = page_of(run)
     assert "was killed" in page.text
     assert "ends at step 4; the run had reached 5" in page.text
-    assert "checkpoint-4" in summary(run)
+    assert "checkpoint-4" in format_summary(run)
 
 
 @pytest.mark.parametrize("name", ["data.json", "environment.json", "resolved_config.yaml", "status.json"])
@@ -208,7 +166,7 @@ def test_a_missing_or_damaged_file_costs_its_own_part_only(run, name, content, w
     if content is not None:
         (run / name).write_text(content)
     text = page_of(run).text
-    assert "0.50" in text and summary(run)
+    assert "0.50" in text and format_summary(run)
     assert ("Could not be read" in text) == (content is not None)
     assert content is None or f"{run.name}/{name}" in text
 
@@ -227,21 +185,15 @@ def test_figures_that_are_no_numbers(run):
     assert math.isfinite(first) and math.isfinite(last)
 
 
-def test_restarts_come_from_the_list_of_starts(run):
-    facts = read_run(run)
-    assert restarts(facts) == []
-    facts["environment"]["starts"] = [{"step": step} for step in (0, 4, 4, 5)]
-    assert restarts(facts) == [4, 5]
+def test_restarts_come_from_the_list_of_starts():
+    assert list_restarts({"environment": {}}) == []
+    assert list_restarts({"environment": {"starts": [{"step": step} for step in (0, 4, 4, 5)]}}) == [4, 5]
 
 
 def test_perf_metrics_and_long_runs_are_drawn_smoothed(tmp_path):
     log = [{"step": i, "loss": 0.7 - i / 1000, "perf/mfu": 0.4, "perf/new_one": i} for i in range(1, 201)]
     drawn = dict(draw_curves(log, {}, [100], tmp_path / "figures"))
-    assert {path.name for path in (tmp_path / "figures").iterdir()} == {
-        "loss.png",
-        "perf_mfu.png",
-        "perf_new_one.png",
-    }
+    assert {path.stem for path in (tmp_path / "figures").iterdir()} == {"loss", "perf_mfu", "perf_new_one"}
     assert "line: mean of 11 logged values" in drawn["Loss"] and "restart" in drawn["Loss"]
     assert "ln 2" not in drawn["Loss"]  # only where the configuration says that the loss starts there
 
@@ -264,12 +216,12 @@ def test_secrets_in_the_files_do_not_reach_the_report(run, without_curves, monke
     save(run, "status.json", {"state": "failed", "message": "401 for canary0123456789canary, hf_" + "A" * 34})
     text = write_report(run).read_text()
     assert "canary" not in text and "hf_AAAA" not in text and "401 for ***" in text
-    assert "canary" not in summary(run)
+    assert "canary" not in format_summary(run)
 
 
 def test_the_command_is_one_that_a_shell_reads():
     command = ["python", "train_dpo.py", "--run_name", "a b --c", "--seed", "1"]
-    shown = shell_command(command)
+    shown = format_command(command)
     assert shown.count("\n") == 2
     read = subprocess.run(["sh", "-c", f"printf '%s|' {shown}"], capture_output=True, text=True, check=True).stdout
     assert read.split("|")[:-1] == command

@@ -14,7 +14,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.run import folder, status
 from sfm_dpo.run.checkpoint import mark_complete
 from sfm_dpo.run.folder import ENVIRONMENT, STATUS, check_not_running, write_status
-from sfm_dpo.run.status import find_runs, read_run, table
+from sfm_dpo.run.status import describe_run, find_runs, format_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNING = {"step": 30, "max_steps": 120, "eta_seconds": 3723, "loss": 0.61, "margin": 0.2, "pairs_per_second": 1.5}
@@ -46,7 +46,7 @@ def test_a_running_run(tmp_path):
         (run / f"checkpoint-{step}" / "model.safetensors").write_bytes(b"x")
     mark_complete(run / "checkpoint-10", {})
     (run / "health.json").write_text('{"verdict": "healthy"}')
-    facts = read_run(run, None, time.time())
+    facts = describe_run(run, None, time.time())
     assert facts == {
         "run": str(run),
         "state": "running",
@@ -61,7 +61,7 @@ def test_a_running_run(tmp_path):
         "starts": 3,
     }
     assert facts["seconds_since_update"] < 60
-    head, line = table([facts]).splitlines()
+    head, line = format_runs([facts]).splitlines()
     assert head.split() == status.COLUMNS
     for cell in ("30/120", "1:02:03", "1.50", "0.6100", "+0.200", "healthy", "checkpoint-10 (+1 incomplete)", "  3"):
         assert cell in line, cell
@@ -69,16 +69,16 @@ def test_a_running_run(tmp_path):
 
 def test_running_by_its_own_word_but_gone(tmp_path):
     run = make(tmp_path / "a", "running")
-    assert read_run(run, None, time.time())["state"] == "running"  # the process that wrote it is this one
+    assert describe_run(run, None, time.time())["state"] == "running"  # the process that wrote it is this one
     ended = subprocess.Popen(["true"])
     ended.wait()
     change(run, pid=ended.pid)
-    assert read_run(run, None, time.time())["state"] == "died"
+    assert describe_run(run, None, time.time())["state"] == "died"
     change(run, pid=os.getpid(), time="2020-01-01T00:00:00+00:00")  # another process has the number now
-    assert read_run(run, None, time.time())["state"] == "died"
+    assert describe_run(run, None, time.time())["state"] == "died"
     elsewhere = make(tmp_path / "b", "running", host="another-node")
     change(elsewhere, pid=ended.pid)
-    assert read_run(elsewhere, None, time.time())["state"] == "running"  # cannot be known
+    assert describe_run(elsewhere, None, time.time())["state"] == "running"  # cannot be known
 
 
 def test_slurm_has_the_last_word(tmp_path, monkeypatch):
@@ -89,11 +89,11 @@ def test_slurm_has_the_last_word(tmp_path, monkeypatch):
         ({}, "died", "not queued"),
         (None, "running", None),
     ):
-        facts = read_run(run, queue, time.time())
+        facts = describe_run(run, queue, time.time())
         assert (facts["state"], facts["slurm"]) == (state, slurm)
     write_status(run, "stopped", 75, "stopped on request", step=4)
-    assert read_run(run, {"4711": "PENDING"}, time.time())["state"] == "stopped, waits"
-    assert read_run(run, {}, time.time())["state"] == "stopped"
+    assert describe_run(run, {"4711": "PENDING"}, time.time())["state"] == "stopped, waits"
+    assert describe_run(run, {}, time.time())["state"] == "stopped"
 
 
 def test_a_folder_in_which_another_trains_is_refused(tmp_path, monkeypatch):
@@ -117,12 +117,12 @@ def test_a_run_that_writes_nothing_is_stale_unless_its_log_moves(tmp_path, monke
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     run = make(tmp_path / "a", "running", host="n1")
     later = time.time() + status.STALE_SECONDS + 5
-    assert read_run(run, None, later)["state"] == "stale"
+    assert describe_run(run, None, later)["state"] == "stale"
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / "dpo-train-4711.out"
     log.write_text("reference, train: 4%\n")
     os.utime(log, (later - 3, later - 3))
-    facts = read_run(run, None, later)
+    facts = describe_run(run, None, later)
     assert (facts["state"], facts["seconds_since_update"]) == ("running", 3)
 
 
@@ -132,13 +132,13 @@ def test_the_end_of_a_run_and_what_it_said(tmp_path):
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / STATUS).write_text("{ha")
     (tmp_path / "no run").mkdir()
-    runs = [read_run(run, None, time.time()) for run in find_runs([tmp_path])]
+    runs = [describe_run(run, None, time.time()) for run in find_runs([tmp_path])]
     assert [(Path(r["run"]).name, r["state"]) for r in runs] == [
         ("bad", "failed"),
         ("good", "DONE"),
         ("odd", "unknown"),
     ]
-    text = table(runs)
+    text = format_runs(runs)
     assert text.splitlines()[-1] == f"{tmp_path}/bad: disk full while writing checkpoint-4"
 
 

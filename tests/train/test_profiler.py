@@ -1,4 +1,4 @@
-"""profiling.py: shares that add up, and a real run whose planted delay is named."""
+"""Profiler: shares that add up, and a real run whose planted delay is named."""
 
 import json
 import time
@@ -6,27 +6,21 @@ import time
 import pytest
 
 import train_dpo
-from sfm_dpo.train.profiler import bottleneck, shares, union, without
+from sfm_dpo.train.profiler import describe_bottleneck, time_shares
 from sfm_dpo.train.trainer import SFMDPOTrainer
 
 
-def test_intervals():
-    assert union([(5, 6), (0, 2), (1, 3), (3, 4), (8, 8)]) == [(0, 4), (5, 6)]
-    assert without([(0, 10), (20, 30)], [(2, 3), (5, 22)]) == [(0, 2), (3, 5), (22, 30)]
-    assert without([(0, 1)], [(0, 1)]) == []
-
-
 def test_every_moment_counts_once_and_hidden_communication_not_at_all():
-    found = {
+    intervals = {
         "data loading": [(0, 10)],
         "compute": [(10, 60), (55, 70)],
         "optimizer": [(70, 80), (72, 75)],
         "communication": [(20, 50), (65, 90)],  # of it 80 to 90 alone is waited for
     }
-    assert shares(found, (0, 100)) == pytest.approx(
+    assert time_shares(intervals, (0, 100)) == pytest.approx(
         {"data loading": 0.1, "optimizer": 0.1, "compute": 0.6, "communication": 0.1, "idle": 0.1}
     )
-    assert bottleneck(shares(found, (0, 100))).startswith("bottleneck: compute, 60% of the time: ")
+    assert describe_bottleneck(time_shares(intervals, (0, 100))).startswith("bottleneck: compute, 60% of the time: ")
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.2])

@@ -21,6 +21,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
 from datasets.fingerprint import get_temporary_cache_files_directory
 from deepspeed.runtime.zero.partition_parameters import free_param
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, SequentialSampler
@@ -207,6 +208,11 @@ def test_canary_hash_module():
     for parameter in (*models[0].parameters(), *models[1].parameters()):
         parameter.data = torch.empty(0)  # as ZeRO-3 leaves it, see test_canary_zero3_parameter
     assert hash_module(models[0]) == hash_module(models[1])
+    adapter = LoraConfig(target_modules=["q_proj"])
+    adapted = [get_peft_model(tiny_model("llama", **SMALL), adapter) for _ in range(2)]
+    with torch.no_grad():
+        adapted[0].base_model.model.model.layers[0].self_attn.q_proj.lora_A.default.weight.zero_()
+    assert hash_module(adapted[0]) != hash_module(adapted[1])  # though both answer as the model without one
 
 
 # ---- transformers: Trainer
@@ -218,6 +224,33 @@ def test_canary_torch_compile(tmp_path):
     assert isinstance(compiled, torch._dynamo.OptimizedModule)
     assert all(layer._compiled_call_impl is None for layer in trainer.model.model.layers)
     assert not [name for name in vars(trainer.args) if "regional" in name]
+
+
+def test_canary_prepare_input(trainer, monkeypatch):
+    config = HfTrainerDeepSpeedConfig({"bf16": {"enabled": True}})
+    config._dtype = torch.bfloat16  # as trainer_config_process fills it in
+    plugins = {
+        "deepspeed_plugins": SimpleNamespace(hf_ds_config=config),
+        "distributed_type": DistributedType.DEEPSPEED,
+    }
+    for name, value in plugins.items():
+        monkeypatch.setitem(trainer.accelerator.state._shared_state, name, value)
+    monkeypatch.setattr(trainer, "is_deepspeed_enabled", True)
+    assert trainer._prepare_inputs({"ref_chosen_logps": torch.tensor([-1001.0])})["ref_chosen_logps"] == -1000
+
+
+def test_canary_eval_loss(tmp_path):
+    trainer = make(tmp_path, tiny_model("llama", seed=1, **SMALL), eval_dataset=pairs(3))
+    loader = DataLoader(trainer.eval_dataset, 2, collate_fn=trainer.data_collator)
+    shard = prepare_data_loader(loader, torch.device("cpu"), num_processes=2, process_index=1)
+    trainer.get_eval_dataloader = lambda dataset: (
+        shard
+    )  # the second rank's of two: the third pair, and again the first
+    with torch.no_grad():
+        trainer.model.eval()
+        losses = [trainer.compute_loss(trainer.model, trainer.data_collator([row])) for row in trainer.eval_dataset]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx((losses[0] + losses[2]).item() / 2)
+    assert abs(losses[0] - losses[2]) > 1e-3
 
 
 def test_canary_run_epoch(trained):
