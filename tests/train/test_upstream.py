@@ -23,8 +23,9 @@ from datasets.fingerprint import get_temporary_cache_files_directory
 from deepspeed.runtime.zero.partition_parameters import free_param
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, SequentialSampler
+from transformers import TrainerCallback
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import DPOConfig, DPOTrainer
@@ -265,18 +266,23 @@ def test_canary_batch_rebalance(trainer, monkeypatch):
     assert sampler.seed != 7  # the run's
 
 
-def test_canary_sync_each_batch(tmp_path, monkeypatch, process_group):
-    layer = fully_shard(torch.nn.Linear(2, 2))
-    layer.set_requires_gradient_sync(False)  # accelerate's no_sync
-    layer(torch.ones(1, 2)).sum().backward()
-    assert layer.weight.grad is None  # whole, where autograd put it; not yet in shards
-    layer.set_requires_gradient_sync(True)
-    layer(torch.ones(1, 2)).sum().backward()
-    assert layer.weight.grad.to_local().sum() == 8  # of both
-    entered, no_sync = [], Accelerator.no_sync
-    monkeypatch.setattr(Accelerator, "no_sync", lambda self, model: entered.append(model) or no_sync(self, model))
-    make(tmp_path, gradient_accumulation_steps=2, max_steps=1).train()
-    assert len(entered) == 1
+def test_canary_sync_each_batch(tmp_path, process_group):
+    trainer, reduced = make(tmp_path, gradient_accumulation_steps=2, max_steps=1), []
+    state, trainer.is_fsdp_enabled = trainer.accelerator.state, True
+    state.distributed_type = PartialState().distributed_type = DistributedType.FSDP  # see test_canary_fsdp_on_cpu
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+
+    class Watch(TrainerCallback):
+        def on_substep_end(self, args, state, control, model, **kwargs):
+            reduced.extend(parameter.grad is not None for parameter in model.parameters())
+
+        def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+            reduced.append(all(isinstance(parameter.grad, DTensor) for parameter in model.parameters()))
+
+    trainer.add_callback(Watch())
+    trainer.train()
+    *after_the_first, in_the_end = reduced
+    assert after_the_first and not any(after_the_first) and in_the_end  # whole until then, where autograd put them
 
 
 def test_canary_load_from_checkpoint(tmp_path):
