@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo chat test lint bench
+.PHONY: setup demo chat check test test-grid lint bench
+PYTEST := "$(BIN)/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 setup: $(VENV)/.complete
 
@@ -24,12 +25,20 @@ demo: setup
 chat: setup
 	"$(BIN)/python" scripts/generate.py "$(or $(MODEL),outputs/demo)"
 
+# Before a commit: lint, types and the fast tests, under 90 seconds on 2 cores.
+check: setup lint
+	$(PYTEST) --ignore tests/e2e --ignore tests/slurm -m "not slow and not grid"
+
 test: setup lint
-	"$(BIN)/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not grid"
+
+test-grid: setup
+	$(PYTEST) -m grid
 
 lint: setup
 	"$(BIN)/ruff" check .
 	"$(BIN)/ruff" format --check .
+	"$(BIN)/lint-imports" --no-logo --no-cache
 	"$(BIN)/mypy"
 
 bench: setup

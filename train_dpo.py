@@ -33,7 +33,7 @@ from sfm_dpo.health.preflight import check_vocabulary, preflight_phase
 from sfm_dpo.hub.callback import PushCheckpoints
 from sfm_dpo.hub.publish import check_push, push_finished
 from sfm_dpo.model.loading import load_model_config, model_init_kwargs
-from sfm_dpo.model.sharding import checkpoint_bytes
+from sfm_dpo.model.sharding import checkpoint_bytes, disable_deepspeed_shm
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import format_summary, write_report
 from sfm_dpo.run.checkpoint import (
@@ -58,6 +58,7 @@ def main(argv: list[str]) -> int:
     """Runs and returns the exit code; every end but a kill is written to status.json."""
     run: Path | None = None  # once the folder is this run's to write into
     try:
+        disable_deepspeed_shm()  # before parse_config, where transformers makes the process group
         config = parse_config(argv)
         pushes = config.train.push_to_hub
         if not claim(config):

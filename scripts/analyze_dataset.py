@@ -10,18 +10,18 @@ Run it with the recipe, on all pairs, and the training run finds their token ids
 recipe can be given too; max_prompt_length is applied where it is given. docs/lengths.md explains the output.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sfm_dpo.common.cli import Arguments, new_figure, new_file, number
+from sfm_dpo.common.cli import Arguments, command, new_figure, new_file, number, write_json
 
 DATASET, MODEL = "allenai/Dolci-Instruct-DPO", "geodesic-research/sfm-sft_dolci_instruct_unfiltered"
 
 
+@command
 def main(argv: list[str]) -> int:
     share = number(float, 0, 1)
     parser = Arguments(usage="analyze_dataset.py [DATASET] [options]", description=__doc__)
@@ -40,7 +40,6 @@ def main(argv: list[str]) -> int:
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes instead; datasets would turn it off with a warning
-    from sfm_dpo.common.errors import UserError
     from sfm_dpo.config import parse_config
     from sfm_dpo.planning.dataset import analyze_dataset
     from sfm_dpo.planning.dataset_report import format_analysis, write_page, write_plot
@@ -48,20 +47,13 @@ def main(argv: list[str]) -> int:
     for name in ("config", "model_name_or_path", "max_samples", "dataset_num_proc"):
         if (value := getattr(args, name)) is not None:
             fields.append(f"--{name}={value}")
-    try:
-        result = analyze_dataset(
-            parse_config(defaults(fields), training=False), args.min_coverage, args.min_tokens_kept
-        )
-        print(format_analysis(result))
-        if args.json:
-            args.json.write_text(json.dumps(result, indent=1) + "\n")
-        if args.plot:
-            write_plot(result, args.plot)
-        if args.html:
-            write_page(result, args.html)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    result = analyze_dataset(parse_config(defaults(fields), training=False), args.min_coverage, args.min_tokens_kept)
+    print(format_analysis(result))
+    write_json(args.json, result)
+    if args.plot:
+        write_plot(result, args.plot)
+    if args.html:
+        write_page(result, args.html)
     return 0
 
 

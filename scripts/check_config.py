@@ -11,42 +11,39 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import sfm_dpo  # noqa: F401  (first: it looks for the packages)
 
 # isort: split
 import yaml
 
+from sfm_dpo.common.cli import command
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.run.folder import check_not_running, claim, read_status
 
 
+@command
 def main(argv: list[str]) -> int:
-    try:
-        if len(argv) < 2 or not argv[1].isdecimal() or int(argv[1]) < 1:
-            given = " ".join(argv[:2]) or "nothing"
-            raise UserError(
-                f"{given}: give a launch configuration, the number of processes, then train_dpo.py's options"
-            )
-        os.environ[f"ACCELERATE_USE_{distributed_type(argv[0])}"] = "true"  # as the launcher does: dtype depends on it
-        config = parse_config(argv[2:], world_size=int(argv[1]))
-        if claim(config):
-            check_not_running(config.train.output_dir)
-            print(config.train.output_dir)
-        elif (status := read_status(config.train.output_dir) or {}).get("state") == "push_failed":
-            print(f"{config.train.output_dir}: trained, but not pushed: {status['message']}", file=sys.stderr)
-        else:
-            print(f"{config.train.output_dir}: already done; choose another output_dir to run again", file=sys.stderr)
-        return 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    if len(argv) < 2 or not argv[1].isdecimal() or int(argv[1]) < 1:
+        words = " ".join(argv[:2]) or "nothing"
+        raise UserError(f"{words}: give a launch configuration, the number of processes, then train_dpo.py's options")
+    os.environ[f"ACCELERATE_USE_{read_distributed_type(argv[0])}"] = "true"  # as the launcher does: dtype follows
+    config = parse_config(argv[2:], world_size=int(argv[1]))
+    run = config.train.output_dir
+    if claim(config):
+        check_not_running(run)
+        print(run)
+    elif (status := read_status(run) or {}).get("state") == "push_failed":
+        print(f"{run}: trained, but not pushed: {status['message']}", file=sys.stderr)
+    else:
+        print(f"{run}: already done; choose another output_dir to run again", file=sys.stderr)
+    return 0
 
 
-def distributed_type(path: str) -> str:
-    """What accelerate's launch configuration says."""
+def read_distributed_type(path: str) -> str:
+    """`distributed_type` of a launch configuration of accelerate."""
     try:
         return yaml.safe_load(Path(path).read_text())["distributed_type"]
     except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError) as error:

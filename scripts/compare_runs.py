@@ -8,19 +8,18 @@ W&B offline folder (wandb/offline-run-...). Exit codes: 0 identical or equal wit
 docs/reproducibility.md explains the tolerance and the suspects.
 """
 
-import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sfm_dpo.common.cli import Arguments, new_figure, new_file, number
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.cli import Arguments, command, new_figure, new_file, number, write_json
 from sfm_dpo.compare.runs import compare_runs, format_comparison
 from sfm_dpo.report.plots import draw_comparison
 from sfm_dpo.run.reader import read_log
 
 
+@command
 def main(argv: list[str]) -> int:
     parser = Arguments(prog="compare_runs.py", description=__doc__)
     parser.add_argument("run_a")
@@ -34,14 +33,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", type=new_file, metavar="FILE", help="all of it, with both series, for programs")
     parser.add_argument("--plot", type=new_figure, metavar="FILE", help="the curves, a .png, .svg or .pdf")
     options = parser.parse_args(argv)
-    try:
-        result = compare_runs(read_log(options.run_a), read_log(options.run_b), options.tolerance, options.until)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    result = compare_runs(read_log(options.run_a), read_log(options.run_b), options.tolerance, options.until)
     print(format_comparison(result))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+    write_json(options.json, result)
     if options.plot:
         draw_comparison(result, options.plot)
     return int(result["verdict"]["verdict"] == "diverging")

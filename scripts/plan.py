@@ -11,21 +11,18 @@ pairs of these lengths. --mfu defaults to 0.225, which open-instruct reached wit
 --json FILE writes all of it. Other options are train_dpo.py's. docs/plan.md explains the figures.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sfm_dpo.common.cli import Arguments, new_file, number
+from sfm_dpo.common.cli import Arguments, command, new_file, number, write_json
 
 
+@command
 def main(argv: list[str]) -> int:
-    if not argv or {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0
-    own = Arguments(add_help=False)
+    own = Arguments(description=__doc__)
     own.add_argument("--gpu", default="b200")
     own.add_argument("--num_gpus", type=number(int, 1), default=4)
     own.add_argument("--num_nodes", type=number(int, 1), default=1)
@@ -33,31 +30,25 @@ def main(argv: list[str]) -> int:
     own.add_argument("--lengths", type=Path)
     own.add_argument("--pairs", type=number(int, 1))
     own.add_argument("--json", type=new_file)
-    ours, fields = own.parse_known_args(argv)
+    ours, fields = own.parse_known_args(argv or ["--help"])
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    from sfm_dpo.common.errors import UserError
     from sfm_dpo.config import parse_config
     from sfm_dpo.data.token_lengths import measure_lengths
     from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
     from sfm_dpo.model.loading import load_model_config
     from sfm_dpo.planning.run_plan import MFU, Cluster, Planner, format_plan, read_lengths
 
-    try:
-        cluster = Cluster(ours.gpu.upper(), ours.num_gpus, ours.num_nodes, ours.mfu or MFU)
-        config = parse_config([*fields, "--report_to", "none"], training=False)
-        shape = load_model_config(config, needs_weights=False)
-        if ours.lengths:
-            lengths, pairs = read_lengths(ours.lengths)
-        else:
-            tokens = load_token_pairs(config, load_tokenizer(config))[0].train
-            lengths, pairs = measure_lengths(tokens)[0], len(tokens)
-        plan = Planner(config, shape, lengths, ours.pairs or pairs, cluster).plan()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    cluster = Cluster(ours.gpu.upper(), ours.num_gpus, ours.num_nodes, ours.mfu or MFU)
+    config = parse_config([*fields, "--report_to", "none"], training=False)
+    shape = load_model_config(config, needs_weights=False)
+    if ours.lengths:
+        lengths, pairs = read_lengths(ours.lengths)
+    else:
+        tokens = load_token_pairs(config, load_tokenizer(config))[0].train
+        lengths, pairs = measure_lengths(tokens)[0], len(tokens)
+    plan = Planner(config, shape, lengths, ours.pairs or pairs, cluster).plan()
     print(format_plan(plan))
-    if ours.json:
-        ours.json.write_text(json.dumps(plan, indent=2) + "\n")
+    write_json(ours.json, plan)
     return 0
 
 

@@ -17,6 +17,7 @@ import sfm_dpo  # noqa: F401  (first: it reads .env)
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
@@ -25,31 +26,20 @@ from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 MODEL_FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"]
 
 
-def main(argv: list[str]) -> int:
-    if not argv or {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0
-    try:
-        config = parse_config(argv, training=False)
-        name = config.model.model_name_or_path
-        if not Path(name).is_dir():
-            print(f"model {name}: {fetch(name, config.model.model_revision)}", flush=True)
-        pairs, _ = load_token_pairs(config, load_tokenizer(config))
-        print(f"data\n{pairs.table()}")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-def fetch(name: str, revision: str | None) -> str:
-    """Downloads a model repository; returns its folder."""
-    try:
-        return snapshot_download(name, revision=revision, allow_patterns=MODEL_FILES)
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise UserError(
-            f"model_name_or_path {name}: cannot be fetched (a gated or private one needs HF_TOKEN): {error}"
-        ) from error
+@command
+def main(argv: list[str]) -> None:
+    _, fields = Arguments(description=__doc__).parse_known_args(argv or ["--help"])
+    config = parse_config(fields, training=False)
+    name = config.model.model_name_or_path
+    if not Path(name).is_dir():
+        try:
+            folder = snapshot_download(name, revision=config.model.model_revision, allow_patterns=MODEL_FILES)
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+            remedy = "a gated or private one needs HF_TOKEN"
+            raise UserError(f"model_name_or_path {name}: cannot be fetched ({remedy}): {error}") from error
+        print(f"model {name}: {folder}", flush=True)
+    pairs, _ = load_token_pairs(config, load_tokenizer(config))
+    print(f"data\n{pairs.table()}")
 
 
 if __name__ == "__main__":

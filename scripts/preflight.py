@@ -8,6 +8,7 @@ Takes the recipe's fields as train_dpo.py does, on one GPU or the CPU (there: --
 """
 
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -15,13 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import sfm_dpo  # noqa: F401  (first: it reads .env)
 
 # isort: split
-import json
-import tempfile
-
 import numpy as np
 
-from sfm_dpo.common.cli import Arguments, new_file
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.cli import Arguments, command, new_file, write_json
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.health.preflight import check_vocabulary, format_preflight, run_preflight
@@ -29,45 +26,41 @@ from sfm_dpo.model.loading import load_model_config, model_init_kwargs
 from sfm_dpo.train.trainer import SFMDPOTrainer
 
 
+@command
 def main(argv: list[str]) -> int:
-    if not argv or {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0
-    own = Arguments()
-    own.add_argument("--json", type=new_file)
-    ours, argv = own.parse_known_args(argv)
-    try:
-        with tempfile.TemporaryDirectory() as folder:  # the trainer wants an output_dir; nothing is kept in it
-            result = preflight([*argv, "--output_dir", folder, "--report_to", "none", "--eval_fraction", "0"])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    parser = Arguments(description=__doc__)
+    parser.add_argument("--json", type=new_file)
+    options, fields = parser.parse_known_args(argv or ["--help"])
+    with tempfile.TemporaryDirectory() as folder:  # the trainer wants an output_dir; nothing is kept in it
+        result = preflight([*fields, "--output_dir", folder, "--report_to", "none", "--eval_fraction", "0"])
     print(format_preflight(result))
-    if ours.json:
-        ours.json.write_text(json.dumps(result, indent=2) + "\n")
+    write_json(options.json, result)
     return 3 if result["verdict"] == "no-go" else 0
 
 
-def preflight(argv: list[str]) -> dict:
-    config = parse_config(argv, world_size=1)
+def preflight(fields: list[str]) -> dict:
+    """The preflight's verdict on a sample of the recipe's pairs."""
+    config = parse_config(fields, world_size=1)
     args = config.train
     model_config = load_model_config(config)
     tokenizer = load_tokenizer(config)
     pairs, _ = load_token_pairs(config, tokenizer)
-    tokens = pairs.train
-    check_vocabulary(tokens, tokenizer, model_config.get_text_config().vocab_size)
+    check_vocabulary(pairs.train, tokenizer, model_config.get_text_config().vocab_size)
     print(f"data\n{pairs.table()}", flush=True)
 
-    total = len(tokens)
-    tokens = tokens.select(np.sort(np.random.default_rng(args.seed).permutation(total)[: args.preflight_samples]))
+    total = len(pairs.train)
+    sample = np.sort(np.random.default_rng(args.seed).permutation(total)[: args.preflight_samples])
     args.precompute_ref_log_probs = True  # otherwise TRL loads the model twice
     if args.bf16:
         config.model.dtype = "bfloat16"  # nothing is trained: no master weights
     args.model_init_kwargs = model_init_kwargs(config)
     trainer = SFMDPOTrainer(
-        model=config.model.model_name_or_path, args=args, train_dataset=tokens, processing_class=tokenizer
+        model=config.model.model_name_or_path,
+        args=args,
+        train_dataset=pairs.train.select(sample),
+        processing_class=tokenizer,
     )
-    return run_preflight(trainer, config) | {"pairs": f"{len(tokens):,} of {total:,}, drawn with seed {args.seed}"}
+    return run_preflight(trainer, config) | {"pairs": f"{len(sample):,} of {total:,}, drawn with seed {args.seed}"}
 
 
 if __name__ == "__main__":

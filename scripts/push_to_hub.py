@@ -22,15 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import sfm_dpo  # noqa: F401  (first: it reads .env)
 
 # isort: split
-from sfm_dpo.common.cli import Arguments
-from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.secrets import mask_traceback
+from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.hub.publish import choose_repo, find_source, publish, push_run
 from sfm_dpo.hub.upload import HubError, check_access, format_push_command
 
 log = logging.getLogger("sfm_dpo.scripts.push_to_hub")  # whose handler the package installs
 
 
+@command
 def main(argv: list[str]) -> int:
     parser = Arguments(prog="push_to_hub.py", description=__doc__)
     parser.add_argument("path", metavar="RUN_OR_CHECKPOINT", type=Path)
@@ -40,12 +39,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--publish_anyway", action="store_true", help="also what the guard stopped, or what the checks refuse"
     )
-    options = parser.parse_args(argv)
-    try:
-        return push(options)
-    except UserError as error:
-        log.error(error)
-        return error.exit_code
+    return push(parser.parse_args(argv))
 
 
 def push(options: argparse.Namespace) -> int:
@@ -69,6 +63,5 @@ def push(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.excepthook = mask_traceback
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it clears up behind itself
     sys.exit(main(sys.argv[1:]))

@@ -9,7 +9,7 @@ import warnings
 
 if _missing := [
     name
-    for name in "dotenv yaml psutil numpy torch transformers accelerate datasets deepspeed peft matplotlib trl".split()
+    for name in "dotenv psutil numpy rich torch transformers accelerate datasets deepspeed peft matplotlib trl".split()
     if not importlib.util.find_spec(name)
 ]:
     print(
@@ -20,13 +20,9 @@ if _missing := [
     raise SystemExit(2)
 
 # isort: split
-from dotenv import load_dotenv
-
 from sfm_dpo.common import log
-from sfm_dpo.common.secrets import check_env_file, env_file, warn_of_open_env_file
+from sfm_dpo.common.secrets import load_env_file
 
 log.install()
-check_env_file()
-load_dotenv(env_file())
-warn_of_open_env_file()
+load_env_file()
 warnings.filterwarnings("ignore", category=FutureWarning)  # deprecations are for developers, not for a job's log

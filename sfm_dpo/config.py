@@ -1,107 +1,96 @@
-"""What was asked? TRL's dataclasses with OLMo 3's defaults, one YAML recipe, command-line overrides.
+"""Configuration: TRL's dataclasses with OLMo 3's defaults, filled from a YAML recipe and the command line.
 
 Precedence: defaults < recipe (`--config`) < command line. Recipe and command line take the same path
 through argparse, so a wrong type is found in either.
 """
 
-import ast
 import dataclasses
+import importlib.util
 import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
+import torch
 import yaml
+from transformers import SchedulerType
+from transformers.hf_argparser import HfArg
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, TrlParser, get_peft_config
+from trl.scripts.utils import DatasetConfig
 
+from sfm_dpo.common import distributed
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config_checks import CHECKS, LOSS_TYPES, nearest, resolve_report_to, validate, validate_mappings
+from sfm_dpo.common.files import PROJECT
+from sfm_dpo.config_checks import LOSS_TYPES, check_fields, check_known, check_machine, check_mappings, nearest
 
 
 @dataclass
 class TrainConfig(DPOConfig):
     """TRL's DPOConfig, with OLMo 3's DPO hyperparameters as defaults (Olmo 3 report, Table 48) and our few fields."""
 
-    output_dir: str = field(default="outputs/dpo", metadata={"help": "The run's folder."})
+    output_dir: str = HfArg(default="outputs/dpo", help="The run's folder.")
 
     # The objective: open-instruct's `dpo_norm` with beta 5.
-    loss_type: list[str] = field(
-        default_factory=lambda: ["sigmoid_norm"], metadata={"help": "TRL loss types: " + ", ".join(LOSS_TYPES)}
+    loss_type: list[str] = HfArg(default_factory=lambda: ["sigmoid_norm"], help=f"Of TRL: {', '.join(LOSS_TYPES)}.")
+    beta: float = HfArg(default=5.0, help="Inverse temperature of the implicit reward.")
+    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = HfArg(
+        default="reverse_kl", help="Divergence between policy and reference (f-DPO)."
     )
-    beta: float = field(default=5.0, metadata={"help": "Inverse temperature of the implicit reward."})
-    learning_rate: float = field(default=1e-6, metadata={"help": "Peak learning rate of AdamW."})
-    lr_scheduler_type: str = field(default="linear", metadata={"help": "Learning rate schedule."})
-    warmup_steps: float = field(default=0.1, metadata={"help": "Warmup: a share of all steps if below 1."})
-    num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the training pairs."})
-    save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints kept; at least 2."})
-    report_to: list[str] = field(
-        default_factory=lambda: ["none"], metadata={"help": "Trackers: wandb, trackio, tensorboard, ..., or none."}
-    )
+    learning_rate: float = HfArg(default=1e-6, help="Peak learning rate of AdamW.")
+    lr_scheduler_type: SchedulerType = HfArg(default="linear", help="Learning rate schedule.")
+    warmup_steps: float = HfArg(default=0.1, help="Warmup: a share of all steps if below 1.")
+    num_train_epochs: float = HfArg(default=1.0, help="Passes over the training pairs.")
+    save_total_limit: int | None = HfArg(default=2, help="Checkpoints kept; at least 2.")
+    report_to: list[str] = HfArg(default_factory=lambda: ["none"], help="wandb, trackio, tensorboard, ..., or none.")
     # Rank 0 tokenises while the others wait; the process group's default of 30 minutes is too short for that.
-    ddp_timeout: int = field(default=14400, metadata={"help": "Seconds a collective may wait."})
-
-    # Batch
-    global_batch_size: int = field(
-        default=128,
-        metadata={"help": "Pairs per optimizer step over all processes; gradient accumulation follows from it."},
+    ddp_timeout: int = HfArg(default=14400, help="Seconds a collective may wait.")
+    global_batch_size: int = HfArg(
+        default=128, help="Pairs per optimizer step over all processes; gradient accumulation follows from it."
     )
 
     # Data
-    dataset_name: str | None = field(
-        default=None, metadata={"help": "Hub id, or a local .json/.jsonl/.parquet file or folder."}
+    dataset_name: str | None = HfArg(default=None, help="Hub id, or a local .json/.jsonl/.parquet file or folder.")
+    dataset_config: str | None = HfArg(default=None, help="Configuration name of a Hub dataset.")
+    dataset_train_split: str = HfArg(default="train", help="Split to train on.")
+    max_samples: int | None = HfArg(default=None, help="Use this many of the usable pairs, drawn with `seed`.")
+    eval_fraction: float = HfArg(default=0.0, help="Share of the pairs held out for evaluation, drawn with `seed`.")
+    max_prompt_length: int | None = HfArg(
+        default=None, help="A longer prompt keeps its last tokens (TRL dropped this)."
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration name of a Hub dataset."})
-    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
-    max_samples: int | None = field(
-        default=None, metadata={"help": "Use this many pairs, drawn with `seed` from the usable ones."}
-    )
-    eval_fraction: float = field(
-        default=0.0, metadata={"help": "Share of the pairs held out for evaluation, drawn with `seed`."}
-    )
-    max_prompt_length: int | None = field(
-        default=None, metadata={"help": "A longer prompt keeps its last tokens. TRL has dropped this field."}
-    )
-    max_dropped_fraction: float = field(
-        default=0.05, metadata={"help": "Stop if a larger share of the rows cannot be used."}
-    )
+    truncation_mode: Literal["keep_start"] = HfArg(default="keep_start", help="A longer pair keeps its first tokens.")
+    max_dropped_fraction: float = HfArg(default=0.05, help="Stop if a larger share of the rows cannot be used.")
 
     # Speed
-    profile_steps: list[int] | None = field(
-        default=None, metadata={"help": "First and last step to profile, for instance 10 12 (docs/speed.md)."}
+    profile_steps: list[int] | None = HfArg(
+        default=None, help="First and last step to profile: 10 12 (docs/speed.md)."
     )
 
     # Hub (docs/hub.md)
-    hub_private_repo: bool | None = field(
-        default=True, metadata={"help": "A repository that is made by the push is private."}
+    hub_private_repo: bool | None = HfArg(default=True, help="A repository that the push creates is private.")
+    # Trainer's other two, checkpoint and all_checkpoints, would publish the optimizer: 80 GB of a 7B model each time
+    hub_strategy: Literal["end", "every_save"] = HfArg(
+        default="end", help="What is pushed: end, the finished model; every_save, checkpoints as well."
     )
-    hub_strategy: str = field(
-        default="end", metadata={"help": "What is pushed: end, the finished model; every_save, checkpoints as well."}
-    )
-    hub_push_every: int = field(default=1, metadata={"help": "With hub_strategy every_save: saves from push to push."})
-    hub_revision: str | None = field(
-        default=None,
-        metadata={"help": "Branch to push to; with {step} in it each checkpoint gets its own, and main the end."},
+    hub_push_every: int = HfArg(default=1, help="With hub_strategy every_save: saves from push to push.")
+    hub_revision: str | None = HfArg(
+        default=None, help="Branch to push to; with {step} in it each checkpoint gets its own, and main the end."
     )
 
     # Safety (docs/health.md)
-    preflight: str = field(default="abort", metadata={"help": "Before training: skip, warn, or abort on a no-go."})
-    preflight_samples: int = field(
-        default=256, metadata={"help": "Pairs the preflight computes; with a reference cache it looks at all."}
+    preflight: Literal["skip", "warn", "abort"] = HfArg(default="abort", help="Before training; abort: on a no-go.")
+    preflight_samples: int = HfArg(default=256, help="Pairs of the preflight; with a reference cache it takes all.")
+    guard: Literal["skip", "warn", "stop"] = HfArg(default="stop", help="While training; stop: a collapsed run.")
+    guard_generations: int = HfArg(
+        default=0, help="Steps between generated answers for the guard; 0: none. Needs eval_fraction."
     )
-    guard: str = field(default="stop", metadata={"help": "While training: skip, warn, or stop a collapsed run."})
-    guard_generations: int = field(
-        default=0, metadata={"help": "Steps between generated answers for the guard; 0: none. Needs eval_fraction."}
-    )
-    allow_unnormalized_beta: bool = field(
-        default=False, metadata={"help": "Allow beta >= 1 with a loss on summed log-probs."}
-    )
-    ignore_resume_mismatch: bool = field(
-        default=False, metadata={"help": "Go on from a checkpoint that other data or another world size wrote."}
+    allow_unnormalized_beta: bool = HfArg(default=False, help="Allow beta >= 1 with a loss on summed log-probs.")
+    ignore_resume_mismatch: bool = HfArg(
+        default=False, help="Go on from a checkpoint that other data or another world size wrote."
     )
 
 
-PROJECT = Path(__file__).resolve().parents[1]
 DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)
 _OPTIONAL = {f.name for cls in DATACLASSES for f in dataclasses.fields(cls) if "None" in str(f.type)}
 
@@ -114,25 +103,33 @@ class Config:
     model: ModelConfig
     data: DatasetMixtureConfig
     notes: list[str] = field(default_factory=list)  # decisions worth a line in the log
-    asked_per_device: int = 0  # per_device_train_batch_size as given, also where `training` is False
+    micro_batch: int = 0  # the recipe's per_device_train_batch_size, also where `training` is False
 
     def as_dict(self) -> dict[str, Any]:
         """The resolved configuration as plain YAML types, without secrets; `--config` reads it back."""
-        plain: dict[str, Any] = {}
-        for part in (self.train, self.model, self.data):
-            for f in dataclasses.fields(part):
-                if f.init and "token" not in f.name.split("_"):  # hub_token, push_to_hub_token
-                    plain[f.name] = _plain(getattr(part, f.name))
-        return plain
+        values = {
+            f.name: getattr(part, f.name)
+            for part in (self.train, self.model, self.data)
+            for f in dataclasses.fields(part)
+            if f.init and "token" not in f.name.split("_")  # hub_token, push_to_hub_token
+        }
+        return json.loads(json.dumps(values, default=dataclasses.asdict))  # enums are strings to it
 
 
-class _Parser(TrlParser):
+class FieldParser(TrlParser):
+    """The command line of train_dpo.py: `--config`, and every field of the three dataclasses."""
+
+    def __init__(self) -> None:
+        super().__init__(DATACLASSES, allow_abbrev=False, prog="train_dpo.py")
+        self.fields = {action.dest: action for action in reversed(self._actions) if action.dest != "help"}
+        self.add_argument("--config", nargs="?", const="", help="YAML recipe; its keys are the fields below")
+
     def error(self, message: str):  # argparse would print several hundred lines of usage
         raise UserError(f"{message} (see --help)")
 
 
 def parse_config(argv: list[str], world_size: int | None = None, training: bool = True) -> Config:
-    """Reads `--config RECIPE` and the overrides after it, and validates them. Loads no model and no data.
+    """Reads `--config RECIPE` and the overrides beside it, and checks them. Loads no model and no data.
 
     Args:
         argv: command line without the program's name.
@@ -142,83 +139,81 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     Raises:
         UserError: unknown field, wrong type or value, or a combination that cannot be meant.
     """
-    world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))
-    parser = _Parser(DATACLASSES, allow_abbrev=False, prog="train_dpo.py")
-    parser.add_argument("--config", help="YAML recipe; its keys are the fields below")
-    known = {action.dest for action in parser._actions} - {"help", "config"}
-    recipe, cli = _split_config(argv)
-    values = _read_recipe(recipe) if recipe else {}
-    _set_env(values.pop("env", None) or {}, recipe)
-    for key in values:
-        if key not in known:
-            raise UserError(f"{recipe}: unknown field {key!r}{nearest(key, known)}")
-    for arg in cli:
-        name = arg[2:].split("=")[0].replace("-", "_")
-        if arg.startswith("--") and name in ("hub_token", "push_to_hub_token"):
-            raise UserError("hub_token: everybody on the machine can read a command line; put HF_TOKEN into .env")
-        if arg.startswith("--") and not {name, name.removeprefix("no_")} & (known | {"help"}):
-            raise UserError(f"unknown option {arg.split('=')[0]}{nearest(name, known, '--')}")
-    if "datasets" in values:  # a list of mappings has no spelling on the command line
-        parser.set_defaults(datasets=_check_mixture(values.pop("datasets"), recipe))
-
-    argv = [arg for key, value in values.items() for arg in _as_args(key, value, parser, recipe)] + cli
-    namespace, extra = parser.parse_known_args(argv)
+    if any(arg.replace("-", "_").startswith(("__hub_token", "__push_to_hub_token")) for arg in argv):
+        raise UserError("hub_token: everybody on the machine can read a command line; put HF_TOKEN into .env")
+    parser = FieldParser()
+    recipe = parser.parse_known_args(argv)[0].config
+    recipe_argv = [] if recipe is None else read_recipe(recipe, parser)
+    namespace, extra = parser.parse_known_args(recipe_argv + argv)
+    for arg in extra:
+        if arg.startswith("--"):
+            name = arg.split("=")[0]
+            raise UserError(f"unknown option {name}{nearest(name[2:].replace('-', '_'), parser.fields, '--')}")
     if extra:
         raise UserError(f"argument {extra[0]!r} belongs to no option")
-    asked_per_device = namespace.per_device_train_batch_size
+
+    world_size = world_size or distributed.world_size()
+    micro_batch = namespace.per_device_train_batch_size
     if not training:
-        world_size = 1
-        namespace.per_device_train_batch_size = namespace.global_batch_size
+        world_size, namespace.per_device_train_batch_size = 1, namespace.global_batch_size
         namespace.use_cpu, namespace.bf16, namespace.fp16, namespace.dtype = True, False, False, None
         namespace.deepspeed = None
-    validate(namespace, world_size, training)
-    steps = namespace.global_batch_size // (namespace.per_device_train_batch_size * world_size)
-    if namespace.gradient_accumulation_steps not in (1, steps):
-        raise UserError(
-            f"gradient_accumulation_steps {namespace.gradient_accumulation_steps}: global_batch_size "
-            f"{namespace.global_batch_size} on {world_size} process(es) makes it {steps}; remove the field"
-        )
-    namespace.gradient_accumulation_steps = steps
+    resolve_precision(namespace)
+    check_fields(namespace, world_size)
+    if training:
+        check_machine(namespace)
+    namespace.gradient_accumulation_steps = namespace.global_batch_size // (
+        namespace.per_device_train_batch_size * world_size
+    )
     if namespace.hub_token:  # Trainer pickles its arguments into training_args.bin, in every checkpoint
         os.environ["HF_TOKEN"], namespace.hub_token = namespace.hub_token, None
     namespace.report_to, tracking = resolve_report_to(namespace.report_to)
     try:
         get_peft_config(namespace)  # looks at the LoRA fields
-        train, model, data = (cls(**_pick(cls, namespace)) for cls in DATACLASSES)
-        config = Config(train, model, data, [tracking], asked_per_device)
-        if config.train.trust_remote_code:
-            config.notes.append(f"trust_remote_code: code that comes with {config.model.model_name_or_path} is run")
+        train, model, data = (
+            cls(**{f.name: getattr(namespace, f.name) for f in dataclasses.fields(cls) if f.init})
+            for cls in DATACLASSES
+        )
     except json.JSONDecodeError as error:  # transformers reads the fields that are mappings, and does not say which
         raise UserError(f"a field that takes a JSON mapping holds {error.doc!r}: {error.msg}") from error
     except (ValueError, TypeError, AttributeError, ImportError, OSError) as error:
         raise UserError(str(error)) from error
-    validate_mappings(config.train)
+    check_mappings(train)
+    config = Config(train, model, data, [tracking], micro_batch)
+    if train.trust_remote_code:
+        config.notes.append(f"trust_remote_code: code that comes with {model.model_name_or_path} is run")
     return config
 
 
-def _split_config(argv: list[str]) -> tuple[str | None, list[str]]:
-    """Takes `--config R` and `--config=R` out of argv; the last one wins, as with every option."""
-    recipe, rest, args = None, [], iter(argv)
-    for arg in args:
-        if arg == "--config":
-            recipe = next(args, "")
-        elif arg.startswith("--config="):
-            recipe = arg.split("=", 1)[1]
-        else:
-            rest.append(arg)
-    if recipe is not None and (not recipe or recipe.startswith("--")):
+# ---- the recipe
+
+
+class _TextLoader(yaml.SafeLoader):
+    """Leaves scalars as they are written, except null: YAML reads `no` as false and 1e-6 as text."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [resolver for resolver in resolvers if resolver[0].endswith((":null", ":merge"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def read_recipe(path: str, parser: FieldParser) -> list[str]:
+    """A recipe's fields as command-line arguments, so that argparse checks their types.
+
+    What has no spelling there (null, an empty list, a mixture) becomes the parser's default; `env` sets variables.
+
+    Raises:
+        UserError: no such file, not a YAML mapping, or an unknown or repeated field.
+    """
+    if not path:
         raise UserError("--config needs the path of a recipe, for instance recipes/think.yaml")
-    return recipe, rest
-
-
-def _read_recipe(path: str) -> dict[str, Any]:
     if not Path(path).is_file():
-        near = ", ".join(sorted(map(str, Path("recipes").glob("*.yaml"))))
-        there = f"; run this from the project's folder, {PROJECT}" if (PROJECT / path).is_file() else ""
-        raise UserError(f"--config {path}: no such file" + (f"; recipes here: {near}" if near else there))
+        recipes = ", ".join(sorted(map(str, Path("recipes").glob("*.yaml"))))
+        folder = f"; run this from the project's folder, {PROJECT}" if (PROJECT / path).is_file() else ""
+        raise UserError(f"--config {path}: no such file" + (f"; recipes here: {recipes}" if recipes else folder))
     try:
         text = Path(path).read_text()
-        values, root = yaml.safe_load(text), yaml.compose(text)
+        typed, values, root = yaml.safe_load(text), yaml.load(text, _TextLoader), yaml.compose(text)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
@@ -226,77 +221,94 @@ def _read_recipe(path: str) -> dict[str, Any]:
     keys = [key.value for key, _ in root.value]
     if repeated := [key for key in keys if keys.count(key) > 1]:  # PyYAML takes the last without a word
         raise UserError(f"{path}: {repeated[0]} is there {keys.count(repeated[0])} times; keep one")
-    return values
+    set_environment(values.pop("env", None) or {}, path)
+    argv: list[str] = []
+    for key, value in values.items():
+        if key not in parser.fields:
+            raise UserError(f"{path}: unknown field {key!r}{nearest(key, parser.fields)}")
+        action = parser.fields[key]
+        if key == "datasets":
+            parser.set_defaults(datasets=check_mixture(typed[key], path))
+        elif value is None or value == []:
+            if not (action.nargs == "+" if value == [] else action.default is None or key in _OPTIONAL):
+                raise UserError(f"{path}: {key} is empty; give it a value, or remove the line for the default")
+            parser.set_defaults(**{key: value})
+        elif isinstance(value, list):
+            if action.nargs != "+":
+                raise UserError(f"{path}: {key} is a list, {value}; it takes one value")
+            argv += [f"--{key}", *map(str, value)]
+        elif isinstance(value, dict):
+            argv.append(f"--{key}={json.dumps(typed[key])}")
+        else:
+            if "bool" in str(action.type) or "no" in (action.choices or ()):  # as YAML reads them
+                value = {"on": "yes", "off": "no"}.get(value.lower(), value)
+            argv.append(f"--{key}={value}")  # with = also a value that begins with a dash
+    return argv
 
 
-def _set_env(env: Any, recipe: str | None) -> None:
-    """A recipe's `env` section, as in TRL."""
+def set_environment(env: Any, recipe: str) -> None:
+    """Applies a recipe's `env` section, as TRL does."""
     if not isinstance(env, dict):
         raise UserError(f"{recipe}: env is {env!r}; it takes a mapping such as 'env: {{WANDB_PROJECT: x}}'")
     for name, value in env.items():
-        if str(name).startswith("HF_"):  # huggingface_hub and datasets read theirs when they are imported
+        if name.startswith("HF_"):  # huggingface_hub and datasets read theirs when they are imported
             raise UserError(f"{recipe}: env: {name} would come too late; set it in the environment or in .env")
-        os.environ[str(name)] = str(value)
+        os.environ[name] = str(value)
 
 
-def _as_args(key: str, value: Any, parser: _Parser, recipe: str | None) -> list[str]:
-    """A recipe's field in command-line spelling, so that argparse checks its type."""
-    action = next(action for action in parser._actions if action.dest == key)
-    if value is None or value == []:  # neither has a spelling on the command line
-        optional = action.default is None or key in _OPTIONAL
-        if not (optional if value is None else action.nargs in ("+", "*")):
-            raise UserError(f"{recipe}: {key} is empty; give it a value, or remove the line for the default")
-        parser.set_defaults(**{key: value})
-        return []
-    if isinstance(value, dict):
-        return [f"--{key}={json.dumps(value)}"]
-    if isinstance(value, list):
-        if action.nargs not in ("+", "*"):
-            raise UserError(f"{recipe}: {key} is a list, {value}; it takes one value")
-        return [f"--{key}", *map(str, value)]
-    if isinstance(value, bool) and "bool" not in getattr(action.type, "__name__", ""):
-        if value is False and key.endswith("_strategy"):  # YAML reads `no` as false
-            return [f"--{key}=no"]
-        if key in CHECKS:  # `off` and `no`
-            raise UserError(f"{recipe}: {key} {value}: must be one of {', '.join(CHECKS[key])}")
-        raise UserError(f"{recipe}: {key} is {value} (YAML reads on, off, yes and no as booleans); put it in quotes")
-    return [f"--{key}={value}"]  # with = also a value that begins with a dash
-
-
-def _check_mixture(datasets: Any, recipe: str | None) -> list[dict]:
+def check_mixture(datasets: Any, recipe: str) -> list[dict]:
+    """A recipe's `datasets`: TRL's DatasetConfig as mappings, each with a path."""
     if not isinstance(datasets, list) or not all(isinstance(d, dict) and d.get("path") for d in datasets):
         raise UserError(f"{recipe}: datasets must be a list of mappings, each with a path")
-    fields = {f.name for f in dataclasses.fields(DatasetMixtureConfig(datasets=[{"path": "x"}]).datasets[0])}
     for entry in datasets:
-        for key in entry:
-            if key not in fields:
-                raise UserError(f"{recipe}: unknown field {key!r} in datasets{nearest(key, fields)}")
-    for entry in datasets:
-        for key in ("path", "name", "split"):
-            if entry.get(key) is not None and not isinstance(entry[key], str):
-                raise UserError(f"{recipe}: datasets: {key} is {entry[key]!r}, which is no text; put it in quotes")
+        for key, value in entry.items():
+            check_known(f"{recipe}: datasets:", key, {f.name for f in dataclasses.fields(DatasetConfig)})
+            if key in ("path", "name", "split") and not isinstance(value, str | None):
+                raise UserError(f"{recipe}: datasets: {key} is {value!r}, which is no text; put it in quotes")
     fractions = [entry.get("fraction") for entry in datasets]
-    numbers = [f for f in fractions if isinstance(f, int | float) and not isinstance(f, bool) and f > 0]
-    if any(f is not None for f in fractions) and len(numbers) < len(fractions):
+    if any(f is not None for f in fractions) and not all(type(f) in (int, float) and f > 0 for f in fractions):
         raise UserError(f"{recipe}: datasets: fraction {fractions} must be above 0 in all entries or in none")
     return datasets
 
 
-def _pick(cls, namespace) -> dict[str, Any]:
-    return {f.name: getattr(namespace, f.name) for f in dataclasses.fields(cls) if f.init}
+# ---- values that follow from the machine
 
 
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
-    if hasattr(value, "to_dict"):  # AcceleratorConfig
-        return _plain(value.to_dict())
-    if hasattr(value, "value"):  # transformers' enums
-        return value.value
-    if isinstance(value, str | int | float | bool) or value is None:
-        return value
-    return ast.literal_eval(repr(value)) if isinstance(value, bytes) else str(value)
+def resolve_precision(namespace: Any) -> None:
+    """Sets use_cpu, bf16 and dtype where they are not given: bf16 on a GPU, fp32 without one.
+
+    Under DeepSpeed, which makes fp32 master weights of a bf16 model, loading in bf16 halves the host memory.
+
+    Raises:
+        UserError: bf16 where no GPU is visible, unless use_cpu says that the CPU is meant.
+    """
+    if namespace.bf16 and not namespace.use_cpu and not torch.cuda.is_available():
+        raise UserError(
+            "bf16 true: no GPU is visible; on CPU say --bf16 false, or --use_cpu true as well (some 20 times slower)"
+        )
+    # accelerate's launcher drops `use_cpu` of a DeepSpeed config file, and without it accelerate finds no backend:
+    # each CPU process would believe that it is alone.
+    namespace.use_cpu = namespace.use_cpu or not torch.cuda.is_available()
+    if namespace.bf16 is None:
+        namespace.bf16 = not namespace.use_cpu and not namespace.fp16  # TRL's default is true everywhere
+    if namespace.dtype is None:
+        sharded = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+        namespace.dtype = "bfloat16" if namespace.bf16 and sharded else "float32"
+
+
+def resolve_report_to(report_to: list[str]) -> tuple[list[str], str]:
+    """Trackers that can work here, and a line that says so. W&B needs a key or WANDB_MODE=offline.
+
+    A batch job must neither crash nor wait at a login prompt for want of a key.
+    """
+    trackers = [tracker for tracker in report_to if tracker != "none"]
+    for tracker in trackers:
+        check_known("report_to", tracker, INTEGRATION_TO_CALLBACK)  # no `all`: it brings W&B and its login prompt
+        packages = ("tensorboard", "tensorboardX") if tracker == "tensorboard" else (tracker,)
+        if tracker in ("wandb", "trackio", "tensorboard") and not any(map(importlib.util.find_spec, packages)):
+            raise UserError(f"report_to {tracker}: is not installed; pip install {tracker}, or remove it")
+    usable = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") in ("offline", "disabled")
+    if "wandb" in trackers and not usable:
+        trackers.remove("wandb")
+        return trackers, "W&B off: neither WANDB_API_KEY nor WANDB_MODE=offline is set"
+    return trackers, f"tracking: {', '.join(trackers) or 'none'}"

@@ -1,4 +1,4 @@
-"""The commands of PROGRAMS in the README and in docs/: found, and sorted by who runs them."""
+"""The commands of PROGRAMS that the README and docs/ name, sorted by who runs them."""
 
 import re
 from pathlib import Path

@@ -1,15 +1,45 @@
-"""What was typed? argparse for the scripts' own options: a mistake is one line and exit code 2, found before the work.
+"""The scripts' command lines: their exit codes, and argparse types that find a mistake before the work.
 
 Imports nothing slow, so that --help answers at once. (train_dpo.py's fields are config.py's.)
 """
 
 import argparse
 import difflib
+import functools
+import json
+import logging
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
+
+from sfm_dpo.common.errors import RunEnd
+from sfm_dpo.common.secrets import mask_traceback
+
+log = logging.getLogger(__name__)
+
+
+def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:
+    """Decorates a script's `main(argv)`, so that it returns the exit code of every end but a crash.
+
+    A RunEnd is one line on stderr, Ctrl-C is exit code 130, and the traceback of a crash masks secrets.
+    """
+
+    @functools.wraps(main)
+    def run(argv: list[str]) -> int:
+        sys.excepthook = mask_traceback
+        try:
+            return main(argv) or 0
+        except RunEnd as end:
+            log.error("%s", end)
+            return end.exit_code
+        except KeyboardInterrupt:
+            print("\ninterrupted", file=sys.stderr)
+            return 130
+
+    return run
 
 
 class Arguments(argparse.ArgumentParser):
@@ -54,6 +84,12 @@ def new_file(text: str) -> Path:
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written; check the permissions, or choose another")
     return path
+
+
+def write_json(path: Path | None, result: Any) -> None:
+    """Writes what --json asks for, where it was given."""
+    if path:
+        path.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def new_figure(text: str) -> Path:

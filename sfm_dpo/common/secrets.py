@@ -1,15 +1,17 @@
-"""What must not be seen? The secrets of the environment and of .env, masked in whatever is written or printed."""
+"""Secrets of the environment and of .env: read, and masked in whatever is written or printed."""
 
 import io
 import os
 import re
-import stat
 import sys
 import traceback
 from pathlib import Path
 
-from dotenv import dotenv_values, find_dotenv
+from dotenv import dotenv_values, find_dotenv, load_dotenv
 from dotenv.parser import parse_stream
+
+from sfm_dpo.common.distributed import is_main_process
+from sfm_dpo.common.files import PROJECT
 
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|WEBHOOK")
 # What .env may hold besides secrets, and logs name for good reasons: folders, projects, modes.
@@ -19,26 +21,32 @@ _SHORTEST = 8  # masking a shorter value would blot out ordinary text, and nobod
 
 def env_file() -> Path:
     """.env of the working directory or of a folder above it; else the project's, whether it is there or not."""
-    return Path(find_dotenv(usecwd=True) or Path(__file__).resolve().parents[2] / ".env")
+    return Path(find_dotenv(usecwd=True) or PROJECT / ".env")
 
 
-def check_env_file() -> None:
-    """Ends the command, with one line and exit code 2, if .env cannot be read as a whole.
+def load_env_file() -> None:
+    """Puts .env into the environment; warns if others on this machine can read it.
 
-    dotenv would raise, or leave out the lines it does not understand: a token would be missing without a word.
+    Raises:
+        SystemExit: after one line, with exit code 2, if a part cannot be read. dotenv would raise, or leave out the
+            lines that it does not understand: a token would be missing without a word.
     """
     path = env_file()
     if not path.is_file():
         return
     try:
-        wrong = [found.original.line for found in parse_stream(io.StringIO(path.read_text())) if found.error]
-        why = f"line {wrong[0]} is not NAME=value" if wrong else ""  # the line itself may be a secret
+        wrong = [part.original.line for part in parse_stream(io.StringIO(path.read_text())) if part.error]
+        reason = f"line {wrong[0]} is not NAME=value" if wrong else ""  # the line itself may be a secret
     except (OSError, UnicodeDecodeError) as error:
-        why = f"cannot be read ({error})"
-    if why:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {path}: {why}; mend it, see .env.example", file=sys.stderr, flush=True)
+        reason = f"cannot be read ({error})"
+    mode = path.stat().st_mode & 0o777
+    if is_main_process() and reason:
+        print(f"error: {path}: {reason}; mend it, see .env.example", file=sys.stderr, flush=True)
+    elif is_main_process() and mode & 0o077:  # not on stdout, where check_config.py prints a result
+        print(f"warning: .env can be read by others (mode {mode:o}): chmod 600 {path}", file=sys.stderr, flush=True)
+    if reason:
         sys.exit(2)
+    load_dotenv(path)
 
 
 def secrets() -> set[str]:
@@ -59,16 +67,3 @@ def mask(text: str) -> str:
 def mask_traceback(kind, error, trace) -> None:
     """For sys.excepthook: a library may have put the token it was given into its message."""
     print(mask("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)
-
-
-def warn_of_open_env_file() -> None:
-    """One line if others on this machine can read .env, by the process of rank 0."""
-    path = env_file()
-    if path.is_file() and os.environ.get("RANK", "0") == "0":
-        mode = stat.S_IMODE(path.stat().st_mode)
-        if mode & 0o077:
-            print(
-                f"warning: {path.name} can be read by others (mode {mode:o}): chmod 600 {path}",
-                file=sys.stderr,
-                flush=True,
-            )

@@ -1,4 +1,4 @@
-"""How sure are we? 95% intervals of a mean and of a share."""
+"""95% confidence intervals of a mean and of a share."""
 
 import math
 from collections.abc import Sequence

@@ -32,6 +32,19 @@ def launched_with() -> str:
     return "fsdp" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "none"
 
 
+def disable_deepspeed_shm() -> None:
+    """Keeps DeepSpeed on CPU processes to gloo. Call it before the process group exists.
+
+    Patch of deepspeed 0.19.8, comm/torch.py, build_shm_op: it compiles an all-reduce of its own for half a minute, and
+    a process that is killed meanwhile leaves a lock file for which every later start waits without end.
+    Canary: test_canary_deepspeed_compiles_an_all_reduce_on_cpu.
+    """
+    if launched_with() == "zero":
+        import deepspeed  # takes seconds
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 # Upstream: deepspeed 0.19, runtime/zero/partition_parameters.py, free_param: puts an empty tensor in a parameter's
 # place; size and shape of the whole are in its attributes ds_numel and ds_shape alone.
 # Canary: test_canary_zero3_parameter

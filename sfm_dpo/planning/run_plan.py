@@ -110,7 +110,7 @@ class Planner:
     """
 
     def __init__(self, config: Config, shape: PretrainedConfig, lengths: Lengths, pairs: int, cluster: Cluster):
-        self.args, self.shape, self.cluster, self.per_device = config.train, shape, cluster, config.asked_per_device
+        self.args, self.shape, self.cluster, self.per_device = config.train, shape, cluster, config.micro_batch
         size, max_length = self.args.global_batch_size, self.args.max_length
         if size % (self.per_device * cluster.gpus):
             raise UserError(

@@ -1,11 +1,13 @@
 """What counts as a secret, and what stays legible."""
 
 import os
-from pathlib import Path
+import subprocess
+import sys
 
 import pytest
 
-from sfm_dpo.common.secrets import check_env_file, env_file, mask, warn_of_open_env_file
+from sfm_dpo.common.files import PROJECT
+from sfm_dpo.common.secrets import env_file, load_env_file, mask
 
 
 @pytest.fixture
@@ -31,9 +33,6 @@ def test_secrets_are_masked_and_settings_stay(write_env, monkeypatch):
 
 
 def test_a_traceback_is_masked(tmp_path):
-    import subprocess
-    import sys
-
     code = "import sys; from sfm_dpo.common.secrets import mask_traceback; sys.excepthook = mask_traceback\n"
     code += "import os; raise ValueError(os.environ['HF_TOKEN'])"
     env = os.environ | {"HF_TOKEN": "hf_canaryInTraceback"}
@@ -41,34 +40,34 @@ def test_a_traceback_is_masked(tmp_path):
     assert done.returncode == 1 and "ValueError: ***" in done.stderr and "canaryIn" not in done.stderr
 
 
-@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, True), (0o604, True)])
-def test_an_env_file_that_others_can_read(write_env, capsys, mode, warned):
-    write_env("X=1\n", mode)
-    warn_of_open_env_file()
+@pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o640, True), (0o604, True)])
+def test_an_env_file_that_others_can_read(write_env, capsys, environment, mode, warns):
+    write_env("# a comment\n\nexport X=1\nHF_TOKEN=\nQUOTED='a b'\n", mode)
+    load_env_file()
     error = capsys.readouterr().err
-    assert (f"can be read by others (mode {mode:o}): chmod 600" in error) is warned and error.count("\n") == warned
+    assert (f"can be read by others (mode {mode:o}): chmod 600" in error) is warns and error.count("\n") == warns
+    assert (os.environ["X"], os.environ["QUOTED"]) == ("1", "a b")
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "reason"),
     [
         (b"X=1\nHF_TOKEN hf_secret\n", "line 2 is not NAME=value"),
         (b'HF_TOKEN="hf_secret\nX=1\n', "line 1 is not NAME=value"),
         (b"\xff\xfeX", "cannot be read ('utf-8' codec"),
     ],
 )
-def test_an_env_file_that_would_be_read_in_part_ends_the_command(write_env, tmp_path, capsys, content, said):
+def test_an_env_file_that_would_be_read_in_part_ends_the_command(write_env, tmp_path, capsys, content, reason):
     (tmp_path / ".env").write_bytes(content)
     with pytest.raises(SystemExit) as end:
-        check_env_file()
+        load_env_file()
     error = capsys.readouterr().err
-    assert end.value.code == 2 and error.startswith(f"error: {tmp_path}/.env: {said}") and error.count("\n") == 1
+    assert end.value.code == 2 and error.startswith(f"error: {tmp_path}/.env: {reason}") and error.count("\n") == 1
     assert "hf_secret" not in error
 
 
-def test_a_whole_env_file_and_none_are_fine(write_env, tmp_path):
-    check_env_file()
-    assert env_file() == Path(__file__).parents[2] / ".env"  # the project's, from wherever a command is typed
-    write_env("# a comment\n\nexport X=1\nHF_TOKEN=\nQUOTED='a b'\n")
-    check_env_file()
+def test_the_nearest_env_file_else_the_projects(write_env, tmp_path):
+    load_env_file()
+    assert env_file() == PROJECT / ".env"  # from wherever a command is typed
+    write_env("X=1\n")
     assert env_file() == tmp_path / ".env"

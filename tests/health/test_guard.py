@@ -291,12 +291,12 @@ def test_a_checkpoint_from_before_the_horizon_survives_rotation(tmp_path, every)
 
 def test_wrong_modes_are_one_line(tmp_path):
     base = "model_name_or_path: x\ndataset_name: x\n"
-    for text, want in (("guard: off", "skip, warn, stop"), ("preflight: no", "skip, warn, abort")):
+    for text, want in (("guard: off", "'skip', 'warn', 'stop'"), ("preflight: no", "'skip', 'warn', 'abort'")):
         recipe = tmp_path / "r.yaml"
         recipe.write_text(base + text)
         with pytest.raises(UserError, match=want):
             parse_config(["--config", str(recipe)])
     with pytest.raises(UserError, match="guard_generations 5: needs prompts: set eval_fraction"):
         parse_config(["--model_name_or_path", "x", "--dataset_name", "x", "--guard_generations", "5"])
-    with pytest.raises(UserError, match="guard halt: must be one of skip, warn, stop"):
+    with pytest.raises(UserError, match="guard: invalid choice: 'halt'"):
         parse_config(["--model_name_or_path", "x", "--dataset_name", "x", "--guard", "halt"])

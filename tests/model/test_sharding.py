@@ -9,7 +9,7 @@ from accelerate import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import fully_shard
 from trl.trainer.utils import add_fused_lm_head
 
-from sfm_dpo.model.sharding import collectives, hybrid_warning, keep_outputs
+from sfm_dpo.model.sharding import collectives, disable_deepspeed_shm, hybrid_warning, keep_outputs
 from tests.tiny_models import tiny_model
 
 ZERO = {"reduce_bucket_size": 5e8}
@@ -42,6 +42,23 @@ def test_zero_counts_buckets():
     total = sum(p.numel() for p in model.parameters())
     zero = {"reduce_bucket_size": total // 3 + 1, "allgather_bucket_size": total // 2 + 1}
     assert collectives(model, "zero2", 5, False, zero) == {"all_gather": 2, "reduce": 15}
+
+
+@pytest.mark.parametrize("disable", [False, True])
+def test_canary_deepspeed_compiles_an_all_reduce_on_cpu(monkeypatch, disable):
+    """Stock DeepSpeed builds it whatever the backend; if that ever ends, disable_deepspeed_shm can go."""
+    import deepspeed
+    from deepspeed.comm.torch import build_shm_op
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    cpu = deepspeed.accelerator.cpu_accelerator.CPU_Accelerator
+    monkeypatch.setattr("deepspeed.comm.torch.get_accelerator", cpu, raising=False)  # imported at its first use
+    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", True)
+    monkeypatch.setattr(ShareMemCommBuilder, "load", lambda self: "compiled")
+    if disable:
+        disable_deepspeed_shm()
+    assert build_shm_op() == (None if disable else "compiled")
 
 
 @pytest.fixture

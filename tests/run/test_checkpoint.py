@@ -253,7 +253,7 @@ def lead(monkeypatch, seconds: float | None, took: dict[str, float]) -> StopCall
         callback.on_step_begin()
         for what, event in (("step", "on_step_end"), ("evaluation", "on_evaluate"), ("save", "on_save")):
             clock[0] += took.get(what, 0)
-            getattr(callback, event)(args, state, SimpleNamespace())
+            getattr(callback, event)(args, state, SimpleNamespace(should_log=False, should_save=False))
     return callback
 
 

@@ -32,40 +32,21 @@ def demo(monkeypatch, tmp_path):
 
 def test_the_committed_file_is_what_the_script_writes(script):
     assert script.PATH.read_bytes() == script.to_jsonl(script.make_pairs()).encode()
-
-
-def test_another_seed_writes_another_file(script):
     assert script.make_pairs(1) != script.make_pairs(2)
 
 
-def test_no_question_comes_twice(script):
-    questions = [row["prompt"].lower() for row in script.make_pairs()]
-    assert len(set(questions)) == len(questions) == 112
-
-
-def test_rows_have_the_shape_of_dolci_think(script):
-    for row in script.make_pairs():
-        assert list(row) == ["prompt", "chosen", "rejected"]
-        assert isinstance(row["prompt"], str)
-        for side in ("chosen", "rejected"):
-            assert [message["role"] for message in row[side]] == ["assistant"]
-
-
-def test_chosen_is_one_short_sentence_and_rejected_rambles(script):
-    for row in script.make_pairs():
+def test_pairs_have_the_shape_of_dolci_think_and_a_short_chosen_answer(script):
+    rows = script.make_pairs()
+    for row in rows:
+        assert list(row) == ["prompt", "chosen", "rejected"] and isinstance(row["prompt"], str)
+        assert [message["role"] for side in ("chosen", "rejected") for message in row[side]] == ["assistant"] * 2
         chosen, rejected = row["chosen"][0]["content"], row["rejected"][0]["content"]
-        assert chosen.endswith(".")
-        assert chosen.count(".") == 1
-        assert len(chosen.split()) <= 20
-        assert len(rejected.split()) >= 2.5 * len(chosen.split())
-        assert "{" not in rejected
-
-
-def test_rambling_answers_vary(script):
-    rejected = [row["rejected"][0]["content"] for row in script.make_pairs()]
-    assert len(set(rejected)) == len(rejected)
-    answered = sum(row["chosen"][0]["content"] in row["rejected"][0]["content"] for row in script.make_pairs())
-    assert 0.5 * len(rejected) < answered < 0.85 * len(rejected)
+        assert chosen.endswith(".") and chosen.count(".") == 1 and len(chosen.split()) <= 20
+        assert len(rejected.split()) >= 2.5 * len(chosen.split()) and "{" not in rejected
+    assert len({row["prompt"].lower() for row in rows}) == len(rows) == 112
+    assert len({row["rejected"][0]["content"] for row in rows}) == len(rows)
+    answered = sum(row["chosen"][0]["content"] in row["rejected"][0]["content"] for row in rows)
+    assert 0.5 * len(rows) < answered < 0.85 * len(rows)  # some rambling answers hold the short one
 
 
 def test_the_recipe_holds_out_16_questions_that_are_not_trained_on(monkeypatch):
