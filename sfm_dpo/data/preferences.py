@@ -81,6 +81,8 @@ class Pairs:
             "dropped": {reason: n for reason, n in self.dropped.items() if n},
             "train": len(self.train),
             "eval": len(self.eval or ()),
+            # Upstream: datasets 5.2, arrow_dataset.py, Dataset: no public name for what its cache knows a dataset by,
+            # which each key of this project starts from. Canary: test_canary_datasets_fingerprint
             "train_fingerprint": self.train._fingerprint,
         }
 

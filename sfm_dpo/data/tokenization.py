@@ -157,7 +157,9 @@ def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> tupl
             raise UserError(
                 f"dataset_name {names}: no {split} pair is left with this model ({n} x {DROP_REASONS[reason]})"
             )
-        # Flat: or every rank would write the rest anew when the trainer adds its column of lengths
+        # Flat: or every rank would write the rest anew when the trainer adds columns
+        # Upstream: datasets 5.2, arrow_dataset.py, Dataset.flatten_indices: writes a flat dataset anew, too, and no
+        # public name says whether it is one. Canary: test_canary_datasets_indices
         setattr(pairs, split, tokens if tokens._indices is None else tokens.flatten_indices())
     pairs.check_dropped(args.max_dropped_fraction)
     return pairs, notes

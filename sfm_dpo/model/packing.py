@@ -121,6 +121,9 @@ def _why_not_packable(model: PreTrainedModel, config) -> str | None:
     return None
 
 
+# Upstream: transformers 5.23, modeling_utils.py, PreTrainedModel._can_set_attn_implementation: says of a model as a
+# whole whether it uses AttentionInterface, also by its source; no flag says it of a layer.
+# Canary: test_canary_attention_interface_of_a_layer
 @functools.cache
 def _calls_attention_interface(module_class: type[torch.nn.Module]) -> bool:
     return "ALL_ATTENTION_FUNCTIONS.get_interface(" in inspect.getsource(module_class.forward)
@@ -130,9 +133,11 @@ def compile_layers(model: PreTrainedModel, backend: str, mode: str | None) -> No
     """torch.compile for each decoder layer of `model`, in place: names in the state dict stay as they were.
 
     Layers that differ in weights only share one graph; kinds of layer (OLMo 3's windows), training and reference
-    forward have one each. `generate` runs uncompiled: its cache would need a graph for every layer.
+    forward have one each. `generate` runs uncompiled.
     """
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.compile(dynamic=True, backend=backend, mode=mode, recompile_limit=32)
+    # Upstream: transformers 5.23, cache_utils.py, Cache.update: takes the layer's index, for each of which
+    # torch.compile makes a graph of the layer. Canary: test_canary_graph_for_every_layer
     model.generate = torch.compiler.set_stance("force_eager")(model.generate)

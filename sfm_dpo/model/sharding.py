@@ -20,7 +20,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from sfm_dpo.common.distributed import broadcast, is_main_process
 
 ATTENTION = {"full_attention", "sliding_attention"}
-# "auto" in the DeepSpeed file, as transformers 5.23 fills it in (integrations/deepspeed.py): times hidden size
+# Upstream: transformers 5.23, integrations/deepspeed.py, HfTrainerDeepSpeedConfig.trainer_config_finalize: fills
+# "auto" in ZeRO-3's persistence threshold with a literal 10 times the hidden size. Canary: test_canary_persistence
 PERSISTENCE = 10
 
 
@@ -44,6 +45,9 @@ def disable_deepspeed_shm() -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+# Upstream: deepspeed 0.19, runtime/zero/partition_parameters.py, free_param: puts an empty tensor in a parameter's
+# place; size and shape of the whole are in its attributes ds_numel and ds_shape alone.
+# Canary: test_canary_zero3_parameter
 def numel(parameter: torch.nn.Parameter) -> int:
     """Elements of the whole tensor; under ZeRO-3 `numel()` is 0."""
     return getattr(parameter, "ds_numel", parameter.numel())
@@ -61,7 +65,7 @@ def local_values(parameter: torch.nn.Parameter) -> torch.Tensor:
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
 
-# Upstream: trl 1.16, trl/trainer/utils.py, hash_module: hashes what ZeRO-3 leaves in each tensor, which is nothing, so
+# Upstream: trl 1.16, trainer/utils.py, hash_module: hashes what ZeRO-3 leaves in each tensor, which is nothing, so
 # that all models would share a reference; and an adapter's random start with the weights it is added to.
 # Canary: test_canary_hash_module
 def hash_weights(model: torch.nn.Module, gather: bool = False, frozen_only: bool = False) -> str:
@@ -86,18 +90,21 @@ def hash_weights(model: torch.nn.Module, gather: bool = False, frozen_only: bool
     return broadcast(digest.hexdigest())
 
 
+# Upstream: accelerate 1.15, state.py, AcceleratorState.__init__: takes no notice of FSDP on CPU processes, says
+# nothing, and trains with DDP. Canary: test_canary_fsdp_on_cpu
 def use_fsdp_on_cpu(accelerator: Accelerator) -> None:
-    """Makes FSDP2 what the launcher asked for, also where there is no GPU: accelerate 1.15 reads `distributed_type:
-    FSDP` on CPU processes, says nothing, and trains with DDP."""
+    """Makes FSDP2 what the launcher asked for, also where there is no GPU."""
     if launched_with() == "fsdp" and accelerator.distributed_type == DistributedType.MULTI_CPU:
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
         for state in (accelerator.state, PartialState()):  # each AcceleratorState() copies from the other
             state.distributed_type = DistributedType.FSDP
 
 
+# Upstream: accelerate 1.15, utils/dataclasses.py, FullyShardedDataParallelPlugin.set_mixed_precision: FSDP2 casts
+# outputs to 16 bit, and no setting keeps them as they are. Canary: test_canary_fsdp_outputs
 def keep_outputs(fsdp_plugin: Any) -> None:
-    """Lets a model under FSDP2 return what it computed. accelerate 1.15 casts outputs to 16 bit, the fp32 log-probs of
-    TRL's fused head with them: rounded by up to 1 part in 256, they bury what the policy has learned."""
+    """Lets a model under FSDP2 return what it computed. Rounded to 16 bit, by up to 1 part in 256, the log-probs of
+    TRL's fused head would bury what the policy has learned."""
     if fsdp_plugin.mixed_precision_policy is not None:
         fsdp_plugin.mixed_precision_policy = dataclasses.replace(fsdp_plugin.mixed_precision_policy, output_dtype=None)
 

@@ -146,8 +146,9 @@ class SFMDPOTrainer(UpstreamFixes):
             self._forward_model = model
         return self._forward_model
 
-    # Upstream: trl 1.16, trl/trainer/dpo_trainer.py, DPOTrainer._precompute_ref_logps: its ZeRO-3 engine of the
-    # reference pass keeps its hooks while training. Canary: test_canary_precompute_ref_logps
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._precompute_ref_logps: never destroys the DeepSpeed engine
+    # of the reference pass, whose hooks gather ZeRO-3's weights a second time while it trains.
+    # Canary: test_canary_precompute_engine
     def _prepare_for_training(self, *args: Any, **kwargs: Any):
         """Lets go of what computed log-probs until now: FSDP2's reference model, ZeRO-3's hooks."""
         if self.is_zero3 and self.ref_model is None and self._forward_model is not None:
@@ -157,8 +158,9 @@ class SFMDPOTrainer(UpstreamFixes):
 
     # ---- data
 
-    # Upstream: transformers 5.23, trainer_pt_utils.py, BatchRebalanceSampler: deals unequal numbers of pairs to the
-    # micro-batches, of which TRL's means then weigh each pair differently. Canary: test_canary_batch_rebalance
+    # Upstream: transformers 5.23, trainer.py, Trainer._get_train_sampler: batch_rebalance deals unequal numbers of
+    # pairs to the micro-batches, in whose means each pair then weighs differently, and ignores the run's seed.
+    # Canary: test_canary_batch_rebalance
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> PairSampler:
         self.train_sampler = build_sampler(self.train_dataset, self.args)
         return self.train_sampler
@@ -172,9 +174,9 @@ class SFMDPOTrainer(UpstreamFixes):
         order = [sampler.fingerprint(epoch) for epoch in range(math.ceil(epochs))]
         return {"train_tokens": self.train_tokens, "reference": self.reference_facts, "order": order}
 
-    # Upstream: trl 1.16, trl/trainer/dpo_trainer.py, DPOTrainer._precompute_ref_logps: its key changes with any
-    # argument, it keeps nothing of a killed pass, and fails with two ranks on in-memory data.
-    # Canary: test_canary_precompute_ref_logps
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._precompute_ref_logps: computes again for another learning
+    # rate, as the fingerprint of the data changes; keeps nothing of a killed pass; fails with two ranks on in-memory
+    # data, for which each has a cache folder of its own. Canary: test_canary_precompute_ref_logps
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
         """`dataset` with ref_chosen_logps and ref_rejected_logps, from the cache, which all ranks complete.
 
@@ -185,6 +187,8 @@ class SFMDPOTrainer(UpstreamFixes):
             StopRequested: the stop file was seen; the shards done are kept.
         """
         self._patch_models()
+        # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: the hash of the weights, taken before FSDP2
+        # splits them, and the metrics of a step have no public name. Canary: test_canary_private_attributes
         accelerator, args, model = self.accelerator, self.args, self.forward_model()
         model.eval()
         adapter = is_peft_model(self.model)
@@ -251,8 +255,9 @@ class SFMDPOTrainer(UpstreamFixes):
         facts = {"world_size": world_size, "launch": launch, "train_tokens": self.train_tokens}
         return facts | {"order_version": ORDER_VERSION}
 
-    # Upstream: transformers 5.23, trainer.py, Trainer._save_checkpoint: has no mark of a complete checkpoint, and
-    # rotates before the new one is safe. Canary: test_canary_save_checkpoint
+    # Upstream: transformers 5.23, trainer.py, Trainer._save_checkpoint: has no mark of a complete checkpoint, counts
+    # one that was killed half-written as one to keep, and deletes others while ranks still write the new one.
+    # Canary: test_canary_save_checkpoint
     def _save_checkpoint(self, model, trial) -> None:
         """transformers', then the mark that it is complete, then the rotation that transformers would do before."""
         limit, self.args.save_total_limit = self.args.save_total_limit, None
@@ -277,7 +282,7 @@ class SFMDPOTrainer(UpstreamFixes):
 
     # ---- loss
 
-    # Upstream: trl 1.16, trl/trainer/dpo_trainer.py, DPOTrainer._compute_loss: logs rewards/* as sums over tokens also
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._compute_loss: logs rewards/* as sums over tokens also
     # where the loss uses means. Canary: test_canary_compute_loss
     def _compute_loss(self, model, inputs: dict[str, torch.Tensor], return_outputs: bool):
         """TRL's loss, and metrics on its scale. The live reference's log-probs are put into the batch first."""

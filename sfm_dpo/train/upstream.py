@@ -27,12 +27,15 @@ class UpstreamFixes(DPOTrainer):
     def __init__(self, *, args: Any, **kwargs: Any):
         self._eval_batches: list[tuple[int, tuple[str, ...]]] = []  # pairs in each, names of the metrics over pairs
         if launched_with() == "fsdp":
-            # FSDP2 would keep the gradients of the whole model on each rank until the last micro-batch of a step
+            # Upstream: transformers 5.23, trainer.py, Trainer._run_epoch: enters no_sync for all micro-batches of a
+            # step but the last, in which FSDP2 keeps the gradients of the whole model on each rank.
+            # Canary: test_canary_sync_each_batch
             args.accelerator_config.gradient_accumulation_kwargs = {"sync_each_batch": True}
-        # Upstream: trl 1.16, trl/trainer/dpo_trainer.py, DPOTrainer.__init__: padding_free only warns and pads.
+        # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: padding_free warns and pads.
         # Canary: test_canary_padding_free
-        # Upstream: transformers 5.23, trainer.py, Trainer.__init__: torch_compile compiles the whole model with static
-        # shapes, so each new length compiles again. Canary: test_canary_torch_compile
+        # Upstream: transformers 5.23, trainer.py, Trainer._build_accelerator_args: torch_compile compiles the model as
+        # a whole, with each layer anew in its graph, and no field asks for accelerate's regional compilation.
+        # Canary: test_canary_torch_compile
         hidden = {"padding_free": False, "torch_compile": False, "torch_compile_backend": None}
         hidden |= {"torch_compile_mode": None, "model_init_kwargs": None}  # TRL says it ignores them; see load_model
         fields = {name: getattr(args, name) for name in hidden}
@@ -47,8 +50,9 @@ class UpstreamFixes(DPOTrainer):
         if self.is_fsdp_enabled:
             keep_outputs(self.accelerator.state.fsdp_plugin)
 
-    # Upstream: trl 1.16, trl/trainer/dpo_trainer.py, DPOTrainer._prepare_dataset: tokenises again though the ids are
-    # there, one row at a time, under a key that changes with any argument. Canary: test_canary_prepare_dataset
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._prepare_dataset: asks for the text and tokenises it
+    # though the ids are there, one row at a time; with truncation_mode keep_start the fingerprint of the result
+    # changes with any argument of the run (its last filter's function holds args). Canary: test_canary_prepare_dataset
     def _prepare_dataset(self, dataset: Dataset, processing_class: Any, args: Any, dataset_name: str) -> Dataset:
         return dataset
 
@@ -61,8 +65,8 @@ class UpstreamFixes(DPOTrainer):
     # Upstream: transformers 5.23, trainer.py, Trainer._run_epoch: trains a step too many where a run resumes from its
     # last step and that lies inside an epoch; does not reach a sampler under two wrappers (several ranks, skipped
     # batches) with the epoch. Canary: test_canary_run_epoch
-    # Upstream: trl 1.16, trl/trainer/dpo_trainer.py, DPOTrainer: counts num_tokens from 0 again in a resumed run.
-    # Canary: test_canary_num_tokens
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: counts num_tokens from 0 again in a resumed run,
+    # in the private _total_train_tokens. Canary: test_canary_num_tokens
     def _run_epoch(self, **kwargs: Any) -> None:
         self.train_sampler.set_epoch(kwargs["epoch"])
         logged = [entry["num_tokens"] for entry in self.state.log_history if "num_tokens" in entry]
@@ -70,8 +74,8 @@ class UpstreamFixes(DPOTrainer):
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(**kwargs)
 
-    # Upstream: trl 1.16, trl/trainer/dpo_trainer.py, DPOTrainer.log: takes the mean of held-out metrics over batches,
-    # in which the pairs of a smaller last one count for more. Canary: test_canary_eval_metrics
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.log: takes the mean of held-out metrics over batches, in
+    # which the pairs of a smaller last one count for more. Canary: test_canary_eval_metrics
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if not self.model.training and self._eval_batches:
             sizes = np.array([size for size, _ in self._eval_batches])
@@ -120,15 +124,16 @@ class UpstreamFixes(DPOTrainer):
             saved = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
             self.model.load_state_dict(saved.state_dict())
 
-    # Upstream: transformers 5.23, trainer.py, Trainer.save_model: saves a whole model under FSDP only where
-    # checkpoints are FULL_STATE_DICT, all of it through rank 0. Canary: test_canary_save_model
+    # Upstream: transformers 5.23, trainer.py, Trainer.save_model: writes no model under FSDP with SHARDED_STATE_DICT
+    # checkpoints, and says nothing; with FULL_STATE_DICT the optimizer, too, goes through rank 0's memory.
+    # Canary: test_canary_save_model
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The whole model, as from_pretrained reads it; under FSDP2 in checkpoints too."""
         if self.is_fsdp_enabled:
             self._save(output_dir or self.args.output_dir, state_dict=self.accelerator.get_state_dict(self.model))
         super().save_model(output_dir, _internal_call)
 
-    # Upstream: trl 1.16, trl/trainer/base_trainer.py, _BaseTrainer.create_model_card: writes a card with every
-    # checkpoint that knows neither the loss nor the data. Canary: test_canary_model_card
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._save_checkpoint: writes a model card into the run's
+    # folder with every checkpoint, which knows neither the loss nor the data. Canary: test_canary_model_card
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: train_dpo.py writes the card (report/model_card.py)."""
