@@ -111,11 +111,10 @@ def head_bytes(config: PretrainedConfig, tokens: int, dtype: torch.dtype, on_gpu
     return copies * (weights + hidden) + tiles
 
 
+# Upstream: torch 2.13, torch/distributed/_tools/mem_tracker.py, MemTracker._update_peak_stats: also updates the peaks of
+# all modules after every operation, so that a trace takes ten times the time.
+# Canary: test_canary_mem_tracker_visits_every_module_after_every_operation
 class _PeakTracker(MemTracker):
-    # Patch of PyTorch 2.13, torch/distributed/_tools/mem_tracker.py, MemTracker._update_peak_stats: after every
-    # operation it also updates the peaks of all modules tracked so far, so that a trace costs operations x modules,
-    # about ten times the time. Only the peak of the whole is used here.
-    # Canary: tests/model/test_memory.py, test_canary_mem_tracker_visits_every_module_after_every_operation.
     def _update_peak_stats(self, peak_state) -> None:
         for device, current in self._curr_mem_snap.items():
             if self._peak_mem.get(device, 0) < current["Total"]:
