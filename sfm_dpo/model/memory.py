@@ -111,7 +111,7 @@ def head_bytes(config: PretrainedConfig, tokens: int, dtype: torch.dtype, on_gpu
     return copies * (weights + hidden) + tiles
 
 
-# Upstream: torch 2.13, torch/distributed/_tools/mem_tracker.py, MemTracker._update_peak_stats: also updates the peaks of
+# Upstream: torch 2.13, distributed/_tools/mem_tracker.py, MemTracker._update_peak_stats: also updates the peaks of
 # all modules after every operation, so that a trace takes ten times the time.
 # Canary: test_canary_mem_tracker_visits_every_module_after_every_operation
 class _PeakTracker(MemTracker):

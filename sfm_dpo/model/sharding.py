@@ -32,8 +32,8 @@ def launched_with() -> str:
     return "fsdp" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "none"
 
 
-# Upstream: deepspeed 0.19, comm/torch.py, build_shm_op: compiles an all-reduce of its own on CPU for half a minute, and
-# a process killed meanwhile leaves a lock file for which every later start waits without end.
+# Upstream: deepspeed 0.19, comm/torch.py, build_shm_op: compiles an all-reduce of its own on CPU for half a minute,
+# and a process killed meanwhile leaves a lock file for which every later start waits without end.
 # Canary: test_canary_deepspeed_compiles_an_all_reduce_on_cpu
 def disable_deepspeed_shm() -> None:
     """Keeps DeepSpeed on CPU processes to gloo. Call it before the process group exists."""

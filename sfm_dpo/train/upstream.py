@@ -56,6 +56,11 @@ class UpstreamFixes(DPOTrainer):
     def _prepare_dataset(self, dataset: Dataset, processing_class: Any, args: Any, dataset_name: str) -> Dataset:
         return dataset
 
+    # Upstream: transformers 5.23, trainer.py, Trainer._get_eval_sampler: sorts held-out rows by length as well where
+    # train_sampling_strategy is group_by_length, and fails without a column of lengths. Canary: test_canary_eval_sampler
+    def _get_eval_sampler(self, eval_dataset: Dataset) -> None:
+        """None: in the order of the data."""
+
     # Upstream: transformers 5.23, trainer.py, Trainer._prepare_input: casts every floating input to DeepSpeed's dtype,
     # the fp32 reference log-probs too: a sum of 1,000 nats is rounded to 4. Canary: test_canary_prepare_input
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:

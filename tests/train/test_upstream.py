@@ -266,6 +266,12 @@ def test_canary_batch_rebalance(trainer, monkeypatch):
     assert sampler.seed != 7  # the run's
 
 
+def test_canary_eval_sampler(trainer, monkeypatch):
+    monkeypatch.setitem(vars(trainer.args), "train_sampling_strategy", "group_by_length")
+    with pytest.raises(ValueError, match="automatically infer lengths"):
+        trainer._get_eval_sampler(trainer.train_dataset)
+
+
 def test_canary_sync_each_batch(tmp_path, process_group):
     trainer, reduced = make(tmp_path, gradient_accumulation_steps=2, max_steps=1), []
     state, trainer.is_fsdp_enabled = trainer.accelerator.state, True
