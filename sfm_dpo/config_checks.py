@@ -19,6 +19,13 @@ from sfm_dpo.common.errors import UserError
 
 # Losses whose log-ratios are means over response tokens; the others in TRL use sums.
 LENGTH_NORMALIZED_LOSSES = {"sigmoid_norm", "ipo"}
+
+
+def main_loss(loss_types: list[str]) -> str:
+    """The loss of a mixture on whose scale rewards are logged: the first that compares the two responses."""
+    return next((loss for loss in loss_types if loss != "sft"), "sft")
+
+
 LOSS_TYPES = (
     "sigmoid sigmoid_norm hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down "
     "discopop sft"

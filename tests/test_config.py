@@ -1,5 +1,6 @@
 """Configuration: precedence, YAML's traps, wrong input, and a dump that reads back."""
 
+import dataclasses
 import json
 import os
 import re
@@ -7,9 +8,13 @@ import re
 import huggingface_hub
 import pytest
 import yaml
+from transformers import TrainingArguments
+from trl import DPOConfig
 
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config import parse_config, resolve_report_to
+from sfm_dpo.config_checks import REFUSED
 
 NEEDED = {"model_name_or_path": "org/model", "dataset_name": "pairs.jsonl", "use_cpu": True}
 
@@ -216,7 +221,7 @@ def test_values_that_no_run_can_have(parse, option):
         ({"gradient_checkpointing_kwargs": {"reentrant": True}}, ["did you mean use_reentrant?"]),
         ({"use_peft": True, "lora_task_type": "NOPE"}, ["'NOPE'", "CAUSAL_LM"]),
         ({"accelerator_config": "nosuch.json"}, ["nosuch.json"]),
-        ({"bf16": True}, ["bf16 True: no GPU is visible"]),
+        ({"bf16": True, "use_cpu": "absent"}, ["bf16 true: no GPU is visible", "--use_cpu true"]),
         ({"fp16": True}, ["fp16 True: no GPU is visible"]),
         ({"dtype": "bfloat16"}, ["dtype bfloat16", "fp32 master weights"]),
     ],
@@ -366,3 +371,20 @@ def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="report_to trackio: is not installed; pip install trackio, or remove it"):
         resolve_report_to(["trackio"])
+
+
+@pytest.mark.parametrize("field", REFUSED)
+def test_fields_that_would_not_work_are_refused(parse, field):
+    value = {"neftune_noise_alpha": 5.0, "label_smoothing_factor": 0.1, "ld_alpha": 0.5, "test_split_size": 0.1}
+    assert refused(parse, {field: value.get(field, True)}).startswith(f"{field} {value.get(field, True)}: ")
+
+
+def test_every_field_of_trl_is_in_the_table_of_the_design():
+    page = (PROJECT / "docs" / "design.md").read_text()
+    ours = {f.name for f in dataclasses.fields(DPOConfig)} - {f.name for f in dataclasses.fields(TrainingArguments)}
+    assert not {name for name in ours | set(REFUSED) - {"streaming", "test_split_size"} if f"`{name}`" not in page}
+
+
+def test_one_target_of_lora_is_a_name(parse):
+    assert parse({"use_peft": True, "lora_target_modules": "q_proj"}).model.lora_target_modules == ["q_proj"]
+    assert parse({"use_peft": True, "lora_target_modules": "all-linear"}).model.lora_target_modules == "all-linear"

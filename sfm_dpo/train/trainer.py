@@ -24,6 +24,7 @@ from trl.models import prepare_deepspeed
 from sfm_dpo.common.distributed import broadcast
 from sfm_dpo.common.errors import DiskFull, StopRequested, UserError
 from sfm_dpo.config import TrainConfig
+from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.sampler import ORDER_VERSION, PairSampler
 from sfm_dpo.data.tokenization import pair_tokens
 from sfm_dpo.model.attention import describe_kernel
@@ -316,7 +317,7 @@ class SFMDPOTrainer(UpstreamFixes):
             inputs: TRL's batch with `completion_mask` [2B, L] and the reference's sums [B] each.
         """
         ref_logps = torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
-        scale = loss_scale(inputs["completion_mask"], self.loss_types[0])
+        scale = loss_scale(inputs["completion_mask"], main_loss(self.loss_types))
         metrics = reward_metrics(per_token_logps.sum(dim=1), ref_logps, scale, self.beta)
         mode = "train" if self.model.training else "eval"
         if mode == "train" and not self.step_0_checked:

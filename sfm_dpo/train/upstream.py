@@ -57,7 +57,7 @@ class UpstreamFixes(DPOTrainer):
         return dataset
 
     # Upstream: transformers 5.23, trainer.py, Trainer._get_eval_sampler: sorts held-out rows by length as well where
-    # train_sampling_strategy is group_by_length, and fails without a column of lengths. Canary: test_canary_eval_sampler
+    # train_sampling_strategy is group_by_length, and fails without a length column. Canary: test_canary_eval_sampler
     def _get_eval_sampler(self, eval_dataset: Dataset) -> None:
         """None: in the order of the data."""
 
