@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Can DPO work with this model on these pairs? Data and base model only, no training; seconds to a minute.
+"""Says whether DPO can work with this model on these pairs: data and base model only, no training, in seconds.
 
     python scripts/preflight.py --config recipes/think.yaml [--field value ...] [--json FILE]
 

@@ -38,7 +38,9 @@ def load_model_config(config: Config, needs_weights: bool = True) -> PretrainedC
             f"model_revision {revision}: is for the Hub, and model_name_or_path {name} is a folder; remove it"
         )
     try:
-        found = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=config.train.trust_remote_code)
+        model_config = AutoConfig.from_pretrained(
+            name, revision=revision, trust_remote_code=config.train.trust_remote_code
+        )
     except (OSError, ValueError, StrictDataclassError) as error:
         why = str(error).split("\n\n")[0]
         why += "; or run scripts/prefetch.py where there is a network" if "couldn't connect" in why else ""
@@ -46,7 +48,7 @@ def load_model_config(config: Config, needs_weights: bool = True) -> PretrainedC
             f"model_name_or_path {name}: neither a folder with a model nor one that the Hub gives: {why}"
         ) from error
     if not needs_weights:
-        return found
+        return model_config
     folder, remedy = (Path(name), "copy them there") if os.path.isdir(name) else (None, "")
     if folder is None and HF_HUB_OFFLINE:
         folder = Path(str(try_to_load_from_cache(name, "config.json", revision=revision))).parent
@@ -58,7 +60,7 @@ def load_model_config(config: Config, needs_weights: bool = True) -> PretrainedC
         )
     if folder is not None and (missing := missing_weights(folder)):
         raise UserError(f"model_name_or_path {name}: {folder} lacks {', '.join(missing[:3])}; {remedy}")
-    return found
+    return model_config
 
 
 def check_files(name: str, patterns: Iterable[str]) -> None:

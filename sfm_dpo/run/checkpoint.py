@@ -28,8 +28,8 @@ PUSHING = "PUSHING"  # nor is one in which this file names a process that lives:
 
 def checkpoints(run: str | Path) -> list[Path]:
     """checkpoint-N of a run, complete or not, oldest first."""
-    found = [p for p in Path(run).glob("checkpoint-*") if p.name.rsplit("-", 1)[1].isdigit()]
-    return sorted(found, key=lambda p: int(p.name.rsplit("-", 1)[1]))
+    folders = [p for p in Path(run).glob("checkpoint-*") if p.name.rsplit("-", 1)[1].isdigit()]
+    return sorted(folders, key=lambda p: int(p.name.rsplit("-", 1)[1]))
 
 
 def step_of(checkpoint: Path | None) -> int:
@@ -151,14 +151,14 @@ def most_at_once(args: Any, collapse_steps: int) -> int:
     are two where saves are closer than `collapse_steps` (see health/guard_rules.py)."""
     if args.save_strategy == "no":
         return 1
-    kept = 0 if args.guard == "skip" else 1 + (args.save_strategy == "steps" and args.save_steps < collapse_steps)
-    return (args.save_total_limit or 1) + 1 + kept
+    protected = 0 if args.guard == "skip" else 1 + (args.save_strategy == "steps" and args.save_steps < collapse_steps)
+    return (args.save_total_limit or 1) + 1 + protected
 
 
 def check_disk(run: str | Path, size: int, most: int) -> None:
     """Raises UserError if the disk cannot take the checkpoints still to come, `most` of them at one time in all."""
-    there = sum(1 for c in checkpoints(run) if why_incomplete(c) is None)
-    needed = size * max(1, most - there)
+    complete = sum(1 for c in checkpoints(run) if why_incomplete(c) is None)
+    needed = size * max(1, most - complete)
     free = shutil.disk_usage(run).free
     if free < needed:
         raise UserError(

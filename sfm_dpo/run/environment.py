@@ -60,5 +60,5 @@ def _git(*command: str) -> str | None:
     if shutil.which("git") is None:
         return None
     root = Path(__file__).parent
-    done = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
+    result = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, check=False)
+    return result.stdout.strip() if result.returncode == 0 else None

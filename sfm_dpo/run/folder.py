@@ -189,10 +189,10 @@ def squeue_states() -> dict[str, str] | None:
         return None
     try:
         command = ["squeue", "--me", "--noheader", "--format=%A %T"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except subprocess.TimeoutExpired:
         return None
-    return dict(line.split() for line in done.stdout.splitlines()) if done.returncode == 0 else None
+    return dict(line.split() for line in result.stdout.splitlines()) if result.returncode == 0 else None
 
 
 def is_alive(status: dict[str, Any], environment: dict[str, Any]) -> bool:

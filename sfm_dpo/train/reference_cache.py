@@ -145,13 +145,13 @@ class ReferenceCache:
         `made` is a list, because several runs may have computed shards of one cache, each with a batch of its own
         shape: in 16 bit such a cache differs from what the run itself would compute, by rounding.
         """
-        made: list[dict[str, Any]] = []
+        provenances: list[dict[str, Any]] = []
         for number in range(len(self.shards)):
             with safe_open(self.path(number), "numpy") as file:
                 entry = json.loads((file.metadata() or {}).get("made", "{}"))
-            if entry not in made:
-                made.append(entry)
-        return {"key": self.folder.name, **{name: str(value) for name, value in settings.items()}, "made": made}
+            if entry not in provenances:
+                provenances.append(entry)
+        return {"key": self.folder.name, **{name: str(value) for name, value in settings.items()}, "made": provenances}
 
     def report_progress(
         self, name: str, numbers: list[int], output_dir: str, every: float = 10.0

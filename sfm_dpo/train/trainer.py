@@ -221,12 +221,14 @@ class SFMDPOTrainer(UpstreamFixes):
         def should_stop() -> bool:
             return broadcast(stop_requested(args.output_dir)) if together else stop_requested(args.output_dir)
 
-        there, shards = len(cache.shards) - len(missing), len(cache.shards)
-        log.info(f"reference log-probs of the {name} pairs: {there} of {shards} shards in {cache.folder}")
-        mine = missing if together else missing[rank::ranks]
-        progress = cache.report_progress(name, mine, args.output_dir)
+        shards = len(cache.shards)
+        log.info(
+            f"reference log-probs of the {name} pairs: {shards - len(missing)} of {shards} shards in {cache.folder}"
+        )
+        own = missing if together else missing[rank::ranks]
+        progress = cache.report_progress(name, own, args.output_dir)
         lockstep = (rank, ranks, gather_object) if together else ()
-        done = cache.compute(mine, forward, progress, should_stop, *lockstep)
+        done = cache.compute(own, forward, progress, should_stop, *lockstep)
         if not accelerator.gather(torch.tensor([done], device=accelerator.device)).all().item():
             message = f"stopped on request during the reference pass; its shards are kept in {cache.folder}"
             raise StopRequested(message, shards=self._reference_shards + cache.count())
