@@ -1,4 +1,4 @@
-"""The scripts' command lines: their exit codes, and argparse types that find a mistake before the work.
+"""The scripts' command lines: a decorator that reports how they end, and argparse types that find a mistake early.
 
 Imports nothing slow, so that --help answers at once. (train_dpo.py's fields are config.py's.)
 """

@@ -1,4 +1,8 @@
-"""How a command ends other than by a crash: one exception for each end, with its exit code and its state."""
+"""How a run ends other than by a crash (1): one exception for each end, with its exit code and state in status.json.
+
+Further exit codes: 5, not pushed (hub/publish.py); 69, the node check failed (health/node_check.py); 130, interrupted
+(common/cli.py).
+"""
 
 from typing import Any, ClassVar
 

@@ -1,4 +1,4 @@
-"""Packing: the padding-free forward, one row of real tokens instead of TRL's padded batch; compilation of layers.
+"""Packing: the padding-free forward, one row of real tokens (attention.py keeps them apart); compiled layers.
 
 TRL pads chosen and rejected to the longest of the batch and has no padding-free DPO (1.16: `padding_free` warns and
 pads). Here padding is undone at the model's door: the forward that TRL's fused LM head put in place is wrapped, so

@@ -1,6 +1,6 @@
 """Reference cache: the reference model's log-probs, computed once and kept on disk in shards.
 
-The key covers what changes the figures and nothing else (`cache_folder`); each shard of pairs is a file of its own, so
+The key covers what changes the figures and nothing else; each shard of pairs is a file of its own, so
 that a killed pass goes on where it was. Folder: $HF_HOME/sfm_dpo/reference/<key>.
 """
 
@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 
 
 def cache_folder(dataset: Dataset, **settings: object) -> Path:
-    """Folder of the shards for these token ids and settings (weights, configuration, precision, truncation, ...)."""
+    """Folder of the shards for these token ids and settings; train/trainer.py, `_precompute_ref_logps`, lists them:
+    weights, configuration, dtype and precision, attention and its kernel, packing, compilation, truncation."""
     settings |= {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
     settings |= {"format": CACHE_FORMAT}
     text = json.dumps({key: str(value) for key, value in sorted(settings.items())})
