@@ -187,13 +187,6 @@ def run_preflight(trainer, config: Config) -> dict[str, Any]:
             "response_start": tokenizer.decode(rows[0]["chosen_ids"][:12]),
             "response_end": tokenizer.decode(rows[0]["chosen_ids"][-6:]),
         },
-        "tokenizer": {
-            "pad": tokenizer.pad_token,
-            "eos": tokenizer.eos_token,
-            "pad_is_eos": tokenizer.pad_token_id == tokenizer.eos_token_id,
-            "vocabulary": len(tokenizer),
-            "embedding": getattr(model.get_input_embeddings(), "num_embeddings", None),
-        },
     }
     return broadcast(result)
 
