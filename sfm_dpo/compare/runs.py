@@ -95,9 +95,9 @@ def align_steps(a: RunLog, b: RunLog, until: int | None = None) -> tuple[dict, d
 
 
 def compare_metric(name: str, steps: list[int], x: np.ndarray, y: np.ndarray, tolerance: float) -> dict[str, Any]:
-    """Of two series [n] at the same steps: `absolute` and `relative` (to the larger value of the step), the largest
-    of all steps; `first` step with a difference of any size; `beyond`, the first with one beyond the tolerance;
-    `at_start`, the difference at the first step in units of the metric's scale. None where there is no such step.
+    """Of two series [n] at the same steps: the largest difference, `absolute` and `relative` to the larger value;
+    `first` step with a difference of any size, and `beyond`, with one beyond the tolerance, or None; `at_start`, the
+    difference at the first step in units of the scale.
 
     The scale is the larger value of a step, but at least the metric's median size, and for the loss and the rewards
     at least 1: they are in nats of the loss, whose gradient they bend by that much. Metrics that do not `decide` are
@@ -128,20 +128,21 @@ def compare_metric(name: str, steps: list[int], x: np.ndarray, y: np.ndarray, to
 # ---- what else differs
 
 _NO_EFFECT = MAY_DIFFER - {"gradient_accumulation_steps"} | {"logging_dir", "eval_strategy", "eval_steps"}
-_OF_THE_START = {"starts", "command", "slurm", "cpus", "wandb_run_id", "git_dirty"}
 # datasets' own fingerprint also changes with the path of a file; the hash of the tokens says it better
 _DATA_FACTS = ("sources", "rows", "train", "eval", "train_tokens", "order")
+_ENVIRONMENT_FACTS = ("git_commit", "cuda", "gpus", "world_size")
 
 
 def find_differences(a: RunLog, b: RunLog) -> dict[str, Any]:
     """{topic: {name: (in A, in B)}}, or a sentence where a topic cannot be compared or is the same."""
     differences: dict[str, Any] = {}
-    topics = {
-        "configuration": [{k: v for k, v in run.config.items() if k not in _NO_EFFECT} for run in (a, b)],
-        "environment": [_flatten(run.environment) for run in (a, b)],
-        "data": [{k: run.data[k] for k in _DATA_FACTS if k in run.data} for run in (a, b)],
-        "reference cache": [_select_reference_facts(run.data) for run in (a, b)],
-    }
+    topics: dict[str, list[dict]] = {"configuration": [], "environment": [], "data": [], "reference cache": []}
+    for run in (a, b):
+        versions = {f"versions.{name}": version for name, version in run.environment.get("versions", {}).items()}
+        topics["configuration"].append({k: v for k, v in run.config.items() if k not in _NO_EFFECT})
+        topics["environment"].append(versions | {k: v for k, v in run.environment.items() if k in _ENVIRONMENT_FACTS})
+        topics["data"].append({k: v for k, v in run.data.items() if k in _DATA_FACTS})
+        topics["reference cache"].append(_select_reference_facts(run.data))
     for topic, (x, y) in topics.items():
         if x and y:
             # A run of another code base has other fields than ours: only common ones can differ
@@ -152,23 +153,15 @@ def find_differences(a: RunLog, b: RunLog) -> dict[str, Any]:
     return differences
 
 
-def _flatten(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in mapping.items():
-        if key not in _OF_THE_START:
-            flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
-
-
 def _select_reference_facts(data: dict[str, Any]) -> dict[str, Any]:
     """Of the training split's cache; that there is none is a fact too."""
     if "reference" not in data:
         return {}
     facts = dict(data["reference"].get("train", {"key": "no cache: computed with every batch"}))
-    made = [
-        f"batches of up to {m['batch_size']} pairs on {m['device']}" if m else "unknown" for m in facts.pop("made", [])
-    ]
-    return facts | ({"made": ", ".join(made)} if made else {})
+    if made := facts.get("made"):
+        words = (f"batches of up to {m['batch_size']} pairs on {m['device']}" if m else "unknown" for m in made)
+        facts["made"] = ", ".join(words)
+    return facts
 
 
 # ---- suspects
@@ -233,10 +226,7 @@ _CACHE_FOLLOWS = {"key", "dtype", "autocast", "attention", "packed", "compilatio
 def rank_suspects(rows: list[dict], first_step: int, differences: dict[str, Any]) -> list[dict[str, str]]:
     """[{cause, why}] in the study's order; what is known to differ before what only may, what step 1 contradicts last.
 
-    Args:
-        rows: from compare_metric, of every metric.
-        first_step: the first common one.
-        differences: from find_differences.
+    `rows` from compare_metric, of every metric; `first_step`, the first common one; from find_differences the rest.
     """
     config, data, reference, environment = (
         facts if isinstance(facts := differences[topic], dict) else {}
@@ -249,8 +239,7 @@ def rank_suspects(rows: list[dict], first_step: int, differences: dict[str, Any]
     # Another batch size alone explains how the shards were made
     follows = _CACHE_FOLLOWS | ({"made"} if "per_device_train_batch_size" in config else set())
     known["reference log-probs"] |= {k: v for k, v in reference.items() if k not in follows}
-    code = ("versions", "gpus", "cuda", "git", "world_size")
-    known["model implementation"] |= {k: v for k, v in environment.items() if k.startswith(code)}
+    known["model implementation"] |= environment
     for name, metric in (("data", "num_tokens"), ("optimisation", "learning_rate")):  # of runs that are logs alone
         if not known[name] and any(row["metric"] == metric and row["absolute"] for row in rows):
             known[name] = {f"logged {metric}": ("one value", "another")}
@@ -258,8 +247,8 @@ def rank_suspects(rows: list[dict], first_step: int, differences: dict[str, Any]
     pattern = find_first_step_pattern(rows) if first_step == 1 else None
     ranked = []
     for name, cause in _CAUSES.items():
-        points_to_it = pattern is not None and cause.patterns[:1] == (pattern,)
-        contradicted = pattern is not None and bool(cause.patterns) and pattern not in cause.patterns
+        points_to_it = pattern in cause.patterns[:1]
+        contradicted = bool(pattern and cause.patterns) and pattern not in cause.patterns
         if known[name] or points_to_it:
             facts = [f"{key} {_shorten(x)} against {_shorten(y)}" for key, (x, y) in known[name].items()]
             parts = [*facts[:4], f"and {len(facts) - 4} more" if len(facts) > 4 else "", cause.explanation]

@@ -290,14 +290,17 @@ def test_a_checkpoint_from_before_the_horizon_survives_rotation(tmp_path, every)
         assert (max(old) >= step - 2 * COLLAPSE_STEPS - every) if step >= COLLAPSE_STEPS + every else True
 
 
-def test_wrong_modes_are_one_line(tmp_path):
-    base = "model_name_or_path: x\ndataset_name: x\n"
-    for text, want in (("guard: off", "'skip', 'warn', 'stop'"), ("preflight: no", "'skip', 'warn', 'abort'")):
-        recipe = tmp_path / "r.yaml"
-        recipe.write_text(base + text)
-        with pytest.raises(UserError, match=want):
-            parse_config(["--config", str(recipe)])
-    with pytest.raises(UserError, match="guard_generations 5: needs prompts: set eval_fraction"):
-        parse_config(["--model_name_or_path", "x", "--dataset_name", "x", "--guard_generations", "5"])
-    with pytest.raises(UserError, match="guard: invalid choice: 'halt'"):
-        parse_config(["--model_name_or_path", "x", "--dataset_name", "x", "--guard", "halt"])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ("guard: off", "'skip', 'warn', 'stop'"),
+        ("preflight: no", "'skip', 'warn', 'abort'"),
+        ("guard: halt", "guard"),
+        ("guard_generations: 5", "guard_generations 5: needs prompts: set eval_fraction"),
+    ],
+)
+def test_wrong_fields_are_one_line(tmp_path, fields, message):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"model_name_or_path: x\ndataset_name: x\n{fields}")
+    with pytest.raises(UserError, match=message):
+        parse_config(["--config", str(recipe)])
