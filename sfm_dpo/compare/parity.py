@@ -118,8 +118,8 @@ class Measurement:
     variant: Variant
     response: list[torch.Tensor]  # Batch's
     logps: list[torch.Tensor]
-    loss: float = 0.0
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    loss: float
+    gradients: dict[str, torch.Tensor]
 
 
 def load_batch(argv: list[str], pairs: int, output_dir: str) -> Batch:
@@ -164,7 +164,7 @@ class ParityTrainer(SFMDPOTrainer):
         model = config.model.model_name_or_path
         super().__init__(model=model, args=args, train_dataset=batch.rows, processing_class=batch.tokenizer)
         self.step_0_checked = True  # the check would stop at what is to be measured
-        self.variant = variant
+        self.variant, self.response = variant, batch.response
         # fp32 weights and bf16 arithmetic, as the Trainer's `bf16: true`
         device, bf16 = self.accelerator.device, variant.dtype == "bfloat16"
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
@@ -188,39 +188,24 @@ class ParityTrainer(SFMDPOTrainer):
         self.log_probs = output.log_probs.detach()
         return output
 
-    def compute_logps(self) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Per-token log-probs as in Measurement, and by micro-batch the sums [B] of chosen and of rejected."""
-        chosen, rejected, sums = [], [], []
+    def measure(self, gradients: bool) -> Measurement:
+        """Log-probs, and with `gradients` also the mean loss over all pairs, with the policy as reference."""
+        chosen, rejected, total = [], [], 0.0
         for inputs in self.micro_batches():
             with self.autocast:
-                sums.append(self.compute_ref_log_probs(self.forward, inputs))
+                reference = self.compute_ref_log_probs(self.forward, inputs)
             lengths = inputs["attention_mask"].sum(dim=1).tolist()
             rows = [row[: n - 1].double().cpu() for row, n in zip(self.log_probs, lengths, strict=True)]
             chosen += rows[: len(rows) // 2]
             rejected += rows[len(rows) // 2 :]
-        return chosen + rejected, sums
-
-    def accumulate_gradients(self, reference: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-        """Backward of the mean loss over all pairs, which it returns. `reference`: sums from `compute_logps`."""
-        total = 0.0
-        for inputs, (chosen, rejected) in zip(self.micro_batches(), reference, strict=True):
-            inputs |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
-            with self.autocast:
-                loss = self.compute_loss(self.forward, inputs) * (len(chosen) / len(self.train_dataset))
-            loss.backward()
-            total += loss.item()
-        return total
-
-
-def measure_variant(batch: Batch, variant: Variant, gradients: bool = True) -> Measurement:
-    """Loads the model anew, computes the batch and its gradients."""
-    trainer = ParityTrainer(batch, variant)
-    logps, reference = trainer.compute_logps()
-    if not gradients:
-        return Measurement(variant, batch.response, logps)
-    loss = trainer.accumulate_gradients(reference)
-    grads = {name: p.grad.cpu() for name, p in trainer.model.named_parameters() if p.grad is not None}
-    return Measurement(variant, batch.response, logps, loss, grads)
+            if gradients:
+                inputs |= dict(zip(("ref_chosen_logps", "ref_rejected_logps"), reference, strict=True))
+                with self.autocast:
+                    loss = self.compute_loss(self.forward, inputs) * (len(reference[0]) / len(self.train_dataset))
+                loss.backward()
+                total += loss.item()
+        grads = {name: p.grad.cpu() for name, p in self.model.named_parameters() if p.grad is not None}
+        return Measurement(self.variant, self.response, chosen + rejected, total, grads)
 
 
 def run_separately(model, *, input_ids, attention_mask, labels, **kwargs):
@@ -358,19 +343,19 @@ def run_parity(argv: list[str], names: list[str], pairs: int = 4, gradients: boo
         batch = load_batch(argv, pairs, folder)
         config = parse_config(batch.argv, world_size=1)
         train = config.train
-        reference = measure_variant(batch, eager, gradients)
+        reference = ParityTrainer(batch, eager).measure(gradients)
         base = {"float32": reference}  # of each precision: the reference path in it
-        nudged = measure_variant(batch, replace(eager, nudged=True), gradients)
+        nudged = ParityTrainer(batch, replace(eager, nudged=True)).measure(gradients)
         levels = {"float32": measure_rounding(reference, nudged)}
         if any(variant.dtype == "bfloat16" and not find_obstacle(variant) for variant in variants):
-            base["bfloat16"] = measure_variant(batch, bf16, gradients)
+            base["bfloat16"] = ParityTrainer(batch, bf16).measure(gradients)
             levels["bfloat16"] = measure_rounding(reference, base["bfloat16"])
         rows: list[dict[str, Any]] = []
         for variant in variants:
             if obstacle := find_obstacle(variant):
                 rows.append({"variant": variant.name, "verdict": "skipped", "why": obstacle})
                 continue
-            measurement = base["bfloat16"] if variant == bf16 else measure_variant(batch, variant, gradients)
+            measurement = base["bfloat16"] if variant == bf16 else ParityTrainer(batch, variant).measure(gradients)
             row = judge_variant(reference, measurement, levels)
             if "times_rounding" in row:
                 row["step_0"] = measure_step_0(base[variant.dtype], measurement, train.loss_type[0], train.beta)

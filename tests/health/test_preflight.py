@@ -283,14 +283,12 @@ def test_as_a_command_of_its_own(command, tmp_path, capsys):
 # ---- a real model: `make demo` or scripts/demo.py makes the folder
 
 DEMO_MODEL = ROOT / "outputs" / "demo-model"
-QUESTIONS = [
-    "What is the capital of France?",
-    "How many days does a week have?",
-    "What color is the sky on a clear day?",
-    "What do bees make?",
-    "Name an animal that can fly.",
-    "What is water made of?",
-]
+QUESTIONS = """What is the capital of France?
+How many days does a week have?
+What color is the sky on a clear day?
+What do bees make?
+Name an animal that can fly.
+What is water made of?""".splitlines()
 
 
 @pytest.mark.slow
