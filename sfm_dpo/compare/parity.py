@@ -32,9 +32,6 @@ from sfm_dpo.train.metrics import loss_scale
 from sfm_dpo.train.trainer import SFMDPOTrainer
 
 MAX_TIMES_ROUNDING = 8.0
-MAX_BF16_SCALING = (
-    32.0  # of the measured rounding of bf16, relative to that of fp32 times the ratio of their roundoffs
-)
 ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 
 # ---- variants
@@ -49,9 +46,8 @@ WORDS: dict[str, dict[str, Any]] = {  # of a variant's name, joined by +: the fi
     "fp32": {"dtype": "float32"},
     "bf16": {"dtype": "bfloat16"},
     "compile": {"compiled": True},
-    "rope_gpu": {"rope_gpu": True},
 }
-DEFAULT_VARIANTS = "padded packed separate batch_1 compile rope_gpu bf16 packed+bf16 flash+bf16".split()
+DEFAULT_VARIANTS = "padded packed separate batch_1 compile bf16 packed+bf16 flash+bf16".split()
 
 
 @dataclass(frozen=True)
@@ -67,7 +63,6 @@ class Variant:
     batch: int | None = None
     dtype: str = "float32"
     compiled: bool = False
-    rope_gpu: bool = False
     nudged: bool = False
 
 
@@ -87,14 +82,13 @@ def parse_variant(name: str) -> Variant:
 
 def find_obstacle(variant: Variant) -> str | None:
     """Why this machine cannot compute a variant; None if it can."""
-    flash = variant.attention == "flash_attention_2"
-    if (flash or variant.rope_gpu) and not torch.cuda.is_available():
-        return "no GPU is visible"
-    if flash and not is_flash_attn_2_available():
-        return "flash-attn is not installed"
-    if flash and variant.dtype == "float32":
+    if variant.attention != "flash_attention_2":
+        return None
+    if variant.dtype == "float32":
         return "flash-attn computes in 16 bit only; ask for flash+bf16"
-    return None
+    if not torch.cuda.is_available():
+        return "no GPU is visible"
+    return None if is_flash_attn_2_available() else "flash-attn is not installed"
 
 
 # ---- measuring
@@ -116,18 +110,16 @@ class Batch:
 
 @dataclass
 class Measurement:
-    """What a variant computed.
+    """What a variant computed: the loss, its gradients by parameter, and per-token log-probs, all on CPU.
 
-    `logps` and, after the optimizer steps, `logps_after`: [tokens - 1] a sequence, in the order of Batch.response,
-    float64 on CPU: the log-prob of each next token, 0 where it does not count. `gradients`: by parameter, on CPU.
+    `logps`: float64, shaped as Batch.response, 0 where a token does not count.
     """
 
     variant: Variant
     response: list[torch.Tensor]  # Batch's
     logps: list[torch.Tensor]
-    loss: float = 0.0
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    logps_after: list[torch.Tensor] = field(default_factory=list)
+    loss: float
+    gradients: dict[str, torch.Tensor]
 
 
 def load_batch(argv: list[str], pairs: int, output_dir: str) -> Batch:
@@ -136,11 +128,11 @@ def load_batch(argv: list[str], pairs: int, output_dir: str) -> Batch:
     Raises:
         UserError: the data set is smaller.
     """
-    argv = [*argv, "--output_dir", output_dir, "--report_to", "none", "--eval_fraction", "0", "--eval_strategy", "no"]
-    argv += ["--guard_generations", "0", "--bf16", "false", "--fp16", "false", "--dtype", "float32"]
-    argv += ["--use_peft", "false", "--torch_compile", "false", "--padding_free", "false"]
-    argv += ["--global_batch_size", str(pairs), "--per_device_train_batch_size", str(pairs)]
-    argv += ["--precompute_ref_log_probs", "true"]  # no second model
+    fields = "--report_to none --eval_fraction 0 --eval_strategy no --guard_generations 0 --bf16 false --fp16 false "
+    fields += "--dtype float32 --use_peft false --torch_compile false --padding_free false "
+    fields += f"--global_batch_size {pairs} --per_device_train_batch_size {pairs} "
+    fields += "--precompute_ref_log_probs true"  # no second model
+    argv = [*argv, "--output_dir", output_dir, *fields.split()]
     config = parse_config(argv, world_size=1)
     tokenizer = load_tokenizer(config)
     tokens = load_token_pairs(config, tokenizer)[0].train
@@ -172,15 +164,13 @@ class ParityTrainer(SFMDPOTrainer):
         model = config.model.model_name_or_path
         super().__init__(model=model, args=args, train_dataset=batch.rows, processing_class=batch.tokenizer)
         self.step_0_checked = True  # the check would stop at what is to be measured
-        self.variant = variant
+        self.variant, self.response = variant, batch.response
         # fp32 weights and bf16 arithmetic, as the Trainer's `bf16: true`
         device, bf16 = self.accelerator.device, variant.dtype == "bfloat16"
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
         self.model.to(device).train()
         if variant.nudged:
             nudge_weights(self.model)
-        if variant.rope_gpu:
-            recompute_rope(self.model, device)
 
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
         return dataset
@@ -198,47 +188,24 @@ class ParityTrainer(SFMDPOTrainer):
         self.log_probs = output.log_probs.detach()
         return output
 
-    def compute_logps(self) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Per-token log-probs as in Measurement, and by micro-batch the sums [B] of chosen and of rejected."""
-        chosen, rejected, sums = [], [], []
+    def measure(self, gradients: bool) -> Measurement:
+        """Log-probs, and with `gradients` also the mean loss over all pairs, with the policy as reference."""
+        chosen, rejected, total = [], [], 0.0
         for inputs in self.micro_batches():
             with self.autocast:
-                sums.append(self.compute_ref_log_probs(self.forward, inputs))
+                reference = self.compute_ref_log_probs(self.forward, inputs)
             lengths = inputs["attention_mask"].sum(dim=1).tolist()
             rows = [row[: n - 1].double().cpu() for row, n in zip(self.log_probs, lengths, strict=True)]
             chosen += rows[: len(rows) // 2]
             rejected += rows[len(rows) // 2 :]
-        return chosen + rejected, sums
-
-    def accumulate_gradients(self, reference: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-        """Backward of the mean loss over all pairs, which it returns. `reference`: sums from `compute_logps`."""
-        total = 0.0
-        for inputs, (chosen, rejected) in zip(self.micro_batches(), reference, strict=True):
-            inputs |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
-            with self.autocast:
-                loss = self.compute_loss(self.forward, inputs) * (len(chosen) / len(self.train_dataset))
-            loss.backward()
-            total += loss.item()
-        return total
-
-
-def measure_variant(batch: Batch, variant: Variant, steps: int = 1, gradients: bool = True) -> Measurement:
-    """Loads the model anew, computes the batch, its gradients, and `steps` of the recipe's optimizer."""
-    trainer = ParityTrainer(batch, variant)
-    logps, reference = trainer.compute_logps()
-    if not gradients:
-        return Measurement(variant, batch.response, logps)
-    model, loss = trainer.model, trainer.accumulate_gradients(reference)
-    grads = {name: p.grad.to("cpu", copy=True) for name, p in model.named_parameters() if p.grad is not None}
-    optimizer = trainer.create_optimizer()
-    for step in range(steps):
-        if step:
-            trainer.accumulate_gradients(reference)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm or math.inf)
-        optimizer.step()
-        optimizer.zero_grad()
-    logps_after = trainer.compute_logps()[0] if steps else []
-    return Measurement(variant, batch.response, logps, loss, grads, logps_after)
+            if gradients:
+                inputs |= dict(zip(("ref_chosen_logps", "ref_rejected_logps"), reference, strict=True))
+                with self.autocast:
+                    loss = self.compute_loss(self.forward, inputs) * (len(reference[0]) / len(self.train_dataset))
+                loss.backward()
+                total += loss.item()
+        grads = {name: p.grad.cpu() for name, p in self.model.named_parameters() if p.grad is not None}
+        return Measurement(self.variant, self.response, chosen + rejected, total, grads)
 
 
 def run_separately(model, *, input_ids, attention_mask, labels, **kwargs):
@@ -265,24 +232,9 @@ def nudge_weights(model) -> None:
         weight.copy_(torch.nextafter(weight, torch.where(up, torch.inf, -torch.inf).to(weight.dtype)))
 
 
-def recompute_rope(model, device: torch.device) -> None:
-    """RoPE frequencies computed on `device`; from_pretrained computes them on the CPU and moves them."""
-    for module in model.modules():
-        if type(module).__name__.endswith("RotaryEmbedding"):
-            with device:  # not all classes of transformers 5.23 take a device
-                new = type(module)(config=module.config)
-            for name, buffer in new.named_buffers():
-                setattr(module, name, buffer)
-
-
 # ---- judging
 
-
-def compare_logps(expected: list[torch.Tensor], actual: list[torch.Tensor]) -> dict[str, float]:
-    """Largest and mean difference in nats a token, over the tokens of all sequences that count in either."""
-    a, b = torch.cat(expected), torch.cat(actual)
-    gap = (a - b).abs()[(a != 0) | (b != 0)]
-    return {"max": gap.max().item(), "mean": gap.mean().item()} if len(gap) else {"max": 0.0, "mean": 0.0}
+JUDGED = ("logp_max", "logp_mean", "gradient")  # figures that are compared with rounding
 
 
 def compare_gradients(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> dict[str, dict]:
@@ -298,74 +250,56 @@ def compare_gradients(expected: dict[str, torch.Tensor], actual: dict[str, torch
     for layer, names in layers.items():
         zeros = {name: torch.zeros_like(expected[name]) for name in names}
         a, b = (torch.cat([(zeros | g)[name].flatten() for name in names]).double() for g in (expected, actual))
-        expected_norm, norm, gap = a.norm().item(), b.norm().item(), (a - b).norm().item()
-        product = norm * expected_norm
         rows[layer] = {
-            "norm": norm,
-            "expected_norm": expected_norm,
-            "cosine": (a @ b).item() / product if product else float(gap == 0),
-            "relative": gap / expected_norm if expected_norm else float(gap > 0),
+            "norm": b.norm().item(),
+            "expected_norm": a.norm().item(),
+            "cosine": F.cosine_similarity(a, b, dim=0, eps=1e-30).item(),
+            "relative": ((a - b).norm() / a.norm().clamp(min=1e-30)).item(),
         }
     return rows
 
 
-def compare_measurements(reference: Measurement, other: Measurement) -> tuple[dict[str, Any], dict[str, float]]:
-    """Figures for --json, and those that are judged: {max, mean, gradient, after}, as far as they were measured."""
-    logps = compare_logps(reference.logps, other.logps)
-    figures: dict[str, Any] = {"logps": logps}
-    judged = dict(logps)
+def compare_measurements(reference: Measurement, other: Measurement) -> dict[str, Any]:
+    """Differences in nats a token, over the tokens that count in either; and of the gradients, if measured."""
+    a, b = torch.cat(reference.logps), torch.cat(other.logps)
+    gap, count = (a - b).abs(), ((a != 0) | (b != 0)).sum().clamp(min=1)
+    figures: dict[str, Any] = {"logp_max": gap.max().item(), "logp_mean": (gap.sum() / count).item()}
     if other.gradients:
         layers = compare_gradients(reference.gradients, other.gradients)
         worst = max(layers, key=lambda name: layers[name]["relative"])
-        figures["gradient"] = {
-            "norm": math.hypot(*(layer["norm"] for layer in layers.values())),
-            "expected_norm": math.hypot(*(layer["expected_norm"] for layer in layers.values())),
-            "cosine": min(layer["cosine"] for layer in layers.values()),
-            "worst": worst,
-            "layers": layers,
-        }
-        judged["gradient"] = layers[worst]["relative"]
-    if other.logps_after:
-        figures["after"] = compare_logps(reference.logps_after, other.logps_after)
-        judged["after"] = figures["after"]["mean"]
-    return figures, judged
+        figures |= {"gradient": layers[worst]["relative"], "worst": worst, "layers": layers}
+        figures["gradient_norm"] = math.hypot(*(layer["norm"] for layer in layers.values()))
+        figures["cosine"] = min(layer["cosine"] for layer in layers.values())
+    return figures
 
 
 def measure_rounding(reference: Measurement, rounded: Measurement) -> dict[str, float]:
-    """How far rounding takes the reference path from itself, for each judged figure; never below one roundoff."""
-    level, size = compare_measurements(reference, rounded)[1], torch.cat(reference.logps).abs()
+    """How far rounding takes the reference path from itself, for each of JUDGED; never below one roundoff."""
+    figures, size = compare_measurements(reference, rounded), torch.cat(reference.logps).abs()
+    largest = {"logp_max": size.max().item(), "logp_mean": size.mean().item(), "gradient": 1.0}
     unit = ROUNDOFF[rounded.variant.dtype]
-    mean = max(level["mean"], unit * size.mean().item())
-    lowest = {"max": unit * size.max().item(), "mean": mean, "gradient": unit, "after": mean}
-    return {figure: max(value, lowest[figure]) for figure, value in level.items()}
+    return {name: max(figures[name], unit * largest[name]) for name in JUDGED if name in figures}
 
 
 def judge_variant(reference: Measurement, measurement: Measurement, levels: dict[str, dict]) -> dict[str, Any]:
     """Figures and verdict; `levels` by dtype, from measure_rounding."""
     variant, level = measurement.variant, levels[measurement.variant.dtype]
-    row: dict[str, Any] = {"dtype": variant.dtype, "loss": measurement.loss}
+    row: dict[str, Any] = {"variant": variant.name, "dtype": variant.dtype, "loss": measurement.loss, "verdict": "bug"}
     if [len(logps) for logps in measurement.logps] != [len(mask) for mask in measurement.response]:
-        return row | {"verdict": "bug", "why": "sequences have other lengths than their token ids"}
-    tensors = (*measurement.logps, *measurement.logps_after, *measurement.gradients.values())
+        return row | {"why": "sequences have other lengths than their token ids"}
+    tensors = (*measurement.logps, *measurement.gradients.values())
     if not all(torch.isfinite(tensor).all() for tensor in tensors):
-        return row | {"verdict": "bug", "why": "a log-prob or a gradient is not finite"}
-    figures, judged = compare_measurements(reference, measurement)
-    times = {figure: value / level[figure] for figure, value in judged.items()}
-    largest = max(times, key=times.__getitem__)
-    labels = {"max": "log-probs, max", "mean": "log-probs, mean", "after": "log-probs after the steps"}
-    label = labels.get(largest) or f"gradient of {figures['gradient']['worst']}"
-    row |= figures | {"times_rounding": times[largest]}
-
-    why = find_wrong_tokens(measurement)
-    bf16 = levels["float32"]["mean"] * ROUNDOFF["bfloat16"] / ROUNDOFF["float32"]
-    if not why and variant.dtype == "bfloat16" and level["mean"] > MAX_BF16_SCALING * bf16:
-        why = f"bf16 is off by {level['mean']:.1e} a token where the rounding of fp32 makes one expect {bf16:.1e}"
-    if not why and times[largest] > MAX_TIMES_ROUNDING:
-        why = f"{label}: {times[largest]:,.0f} times rounding{locate_difference(reference, measurement, level)}"
-    if why:
-        return row | {"verdict": "bug", "why": why}
-    verdict = "rounding" if any(times.values()) else "equal"
-    return row | {"verdict": verdict, "why": f"at most {times[largest]:.1f} times rounding ({label})"}
+        return row | {"why": "a log-prob or a gradient is not finite"}
+    row |= compare_measurements(reference, measurement)
+    times, name = max((row[name] / level[name], name) for name in level)
+    row["times_rounding"] = times
+    if why := find_wrong_tokens(measurement):
+        return row | {"why": why}
+    label = f"gradient of {row['worst']}" if name == "gradient" else name.replace("_", " ")
+    if times > MAX_TIMES_ROUNDING:
+        return row | {"why": f"{label}: {times:,.0f} times rounding{locate_difference(reference, measurement, level)}"}
+    verdict = "rounding" if times else "equal"
+    return row | {"verdict": verdict, "why": f"at most {times:.1f} times rounding ({label})"}
 
 
 def find_wrong_tokens(measurement: Measurement) -> str | None:
@@ -381,10 +315,9 @@ def find_wrong_tokens(measurement: Measurement) -> str | None:
 
 def locate_difference(reference: Measurement, measurement: Measurement, level: dict[str, float]) -> str:
     """Which sequences are off, in words: with leaking boundaries all but the first of a row."""
-    off = []
-    for a, b, mask in zip(reference.logps, measurement.logps, measurement.response, strict=True):
-        gap = (a - b).abs()[mask] / MAX_TIMES_ROUNDING
-        off.append(bool(len(gap)) and (gap.mean() > level["mean"] / 2 or gap.max() > level["max"]).item())
+    gaps = [(a - b).abs() for a, b in zip(reference.logps, measurement.logps, strict=True)]
+    means = [gap.sum() / mask.sum() for gap, mask in zip(gaps, measurement.response, strict=True)]
+    off = [mean.item() > MAX_TIMES_ROUNDING / 2 * level["logp_mean"] for mean in means]
     later = sum(off[1:])
     if measurement.variant.attention == "packed" and not off[0] and later > len(off[1:]) / 2:
         return f"; the first sequence of the row is right, {later} of {len(off) - 1} later ones are not: boundaries"
@@ -402,7 +335,7 @@ def measure_step_0(reference: Measurement, measurement: Measurement, loss_type: 
 # ---- the command
 
 
-def run_parity(argv: list[str], names: list[str], pairs: int = 4, steps: int = 1, gradients: bool = True) -> dict:
+def run_parity(argv: list[str], names: list[str], pairs: int = 4, gradients: bool = True) -> dict:
     """Computes the reference, its rounding, and the variants; returns plain types."""
     variants = [parse_variant(name) for name in names]
     eager, bf16 = parse_variant("eager"), parse_variant("bf16")
@@ -410,21 +343,21 @@ def run_parity(argv: list[str], names: list[str], pairs: int = 4, steps: int = 1
         batch = load_batch(argv, pairs, folder)
         config = parse_config(batch.argv, world_size=1)
         train = config.train
-        reference = measure_variant(batch, eager, steps, gradients)
+        reference = ParityTrainer(batch, eager).measure(gradients)
         base = {"float32": reference}  # of each precision: the reference path in it
-        nudged = measure_variant(batch, replace(eager, nudged=True), steps, gradients)
+        nudged = ParityTrainer(batch, replace(eager, nudged=True)).measure(gradients)
         levels = {"float32": measure_rounding(reference, nudged)}
         if any(variant.dtype == "bfloat16" and not find_obstacle(variant) for variant in variants):
-            base["bfloat16"] = measure_variant(batch, bf16, steps, gradients)
+            base["bfloat16"] = ParityTrainer(batch, bf16).measure(gradients)
             levels["bfloat16"] = measure_rounding(reference, base["bfloat16"])
         rows: list[dict[str, Any]] = []
         for variant in variants:
             if obstacle := find_obstacle(variant):
                 rows.append({"variant": variant.name, "verdict": "skipped", "why": obstacle})
                 continue
-            measurement = base["bfloat16"] if variant == bf16 else measure_variant(batch, variant, steps, gradients)
-            row = judge_variant(reference, measurement, levels) | {"variant": variant.name}
-            if "logps" in row:
+            measurement = base["bfloat16"] if variant == bf16 else ParityTrainer(batch, variant).measure(gradients)
+            row = judge_variant(reference, measurement, levels)
+            if "times_rounding" in row:
                 row["step_0"] = measure_step_0(base[variant.dtype], measurement, train.loss_type[0], train.beta)
             rows.append(row)
     return {
@@ -433,8 +366,6 @@ def run_parity(argv: list[str], names: list[str], pairs: int = 4, steps: int = 1
         "pairs": pairs,
         "tokens": [len(mask) + 1 for mask in batch.response],
         "response_tokens": int(sum(mask.sum() for mask in batch.response)),
-        "steps": steps if gradients else 0,
-        "learning_rate": train.learning_rate,
         "reference": judge_variant(reference, reference, levels),
         "levels": levels,
         "variants": rows,
@@ -443,7 +374,7 @@ def run_parity(argv: list[str], names: list[str], pairs: int = 4, steps: int = 1
 
 def format_parity(result: dict[str, Any]) -> str:
     """What was computed, the rounding that was measured, and the variants."""
-    tokens, steps, reference = result["tokens"], result["steps"], result["reference"]
+    tokens, reference = result["tokens"], result["reference"]
     lines = [
         f"{result['model']} on {result['device']}: {result['pairs']} pairs, sequences of {min(tokens)} to "
         f"{max(tokens)} tokens, {result['response_tokens']:,} response tokens",
@@ -451,31 +382,21 @@ def format_parity(result: dict[str, Any]) -> str:
         + (f": {reference['why']}" if reference["verdict"] == "bug" else ""),
     ]
     for dtype, level in result["levels"].items():
-        gradient = f", gradient {level['gradient']:.1e} of its norm" if "gradient" in level else ""
         lines.append(
-            f"rounding of {dtype}: log-probs max {level['max']:.1e}, mean {level['mean']:.1e} nats a token{gradient}"
+            f"rounding of {dtype}: " + ", ".join(f"{name.replace('_', ' ')} {x:.1e}" for name, x in level.items())
         )
-    after = f"after {steps} step{'s' * (steps != 1)}"
-    headings = ["variant", "logp max", "logp mean", "grad norm", "cosine", after, "step 0", "x rounding", "verdict"]
+    columns = {
+        "logp max": ("logp_max", ".1e"),
+        "logp mean": ("logp_mean", ".1e"),
+        "grad norm": ("gradient_norm", ".5g"),
+        "cosine": ("cosine", ".6f"),
+        "step 0": ("step_0", ".1e"),
+        "x rounding": ("times_rounding", ",.1f"),
+    }
     table = []
     for row in result["variants"]:
-        logps, gradient, later = row.get("logps", {}), row.get("gradient", {}), row.get("after", {})
-        columns = [
-            (logps.get("max"), ".1e"),
-            (logps.get("mean"), ".1e"),
-            (gradient.get("norm"), ".5g"),
-            (gradient.get("cosine"), ".6f"),
-            (later.get("max"), ".1e"),
-            (row.get("step_0"), ".1e"),
-            (row.get("times_rounding"), ",.1f"),
-        ]
+        cells = [format(row[name], form) if name in row else "-" for name, form in columns.values()]
         why = f": {row['why']}" if row["verdict"] in ("bug", "skipped") else ""
-        cells = ["-" if value is None else format(value, form) for value, form in columns]
         table.append([row["variant"], *cells, row["verdict"] + why])
-    lines += ["", format_table(table, headings, "lrrrrrrrl", indent=0), ""]
-    lines.append(
-        "logp: nats a token against the reference; cosine: of the gradient in the layer farthest off; step 0: how far "
-        "the loss is from ln 2 with a\nreference cache made by eager in the same precision; a bug: over "
-        f"{MAX_TIMES_ROUNDING:g} times rounding, or a token that should not count; --json: gradients by layer"
-    )
-    return "\n".join(lines)
+    lines += ["", format_table(table, ["variant", *columns, "verdict"], "lrrrrrrl", indent=0), ""]
+    return "\n".join([*lines, "docs/reproducibility.md explains the columns and the rule; --json: gradients by layer"])

@@ -3,7 +3,8 @@
 docs/reproducibility.md explains the tolerance and the order of the suspects.
 """
 
-import math
+from bisect import bisect_left
+from collections import defaultdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from sfm_dpo.run.reader import RunLog
 # Shown first, in this order; the others follow by name
 _FIRST = """train/loss rewards/margins rewards/chosen rewards/rejected logps/chosen logps/rejected grad_norm entropy
     learning_rate""".split()
+_OF_THE_STEP = ("learning_rate", "num_tokens", "eval/")  # other logged values are means since the last logged step
 
 
 def compare_runs(a: RunLog, b: RunLog, tolerance: float | None = None, until: int | None = None) -> dict[str, Any]:
@@ -35,8 +37,10 @@ def compare_runs(a: RunLog, b: RunLog, tolerance: float | None = None, until: in
     for name in sorted(names[0] & names[1], key=lambda n: (_FIRST.index(n) if n in _FIRST else 99, n)):
         if steps := [step for step in a_log if name in a_log[step] and name in b_log[step]]:
             x, y = (np.array([log[step][name] for step in steps]) for log in (a_log, b_log))
-            for run, values in ((a, x), (b, y)):
-                _check_finite(run, name, steps, values)
+            if not (finite := np.isfinite(x) & np.isfinite(y)).all():
+                i = int(finite.argmin())
+                remedy = f"compare the steps before it with --until {steps[i - 1]}" if i > 1 else "no steps before it"
+                raise UserError(f"{name} at step {steps[i]}: {x[i]} in A, {y[i]} in B; {remedy}")
             rows.append(compare_metric(name, steps, x, y, tolerance))
             series[name] = {"steps": steps, "a": x.tolist(), "b": y.tolist()}
     differences = find_differences(a, b)
@@ -70,41 +74,30 @@ def align_steps(a: RunLog, b: RunLog, until: int | None = None) -> tuple[dict, d
             f"{a.name} and {b.name}: {len(common)} logged step(s) in common (steps {spans[0]} against {spans[1]}); "
             "a comparison needs 2: set logging_steps: 1 and train further"
         )
-    notes = []
-    for i, run in enumerate((a, b)):
-        if any("train/loss" in logs[i][step] for step in set(logs[i]) - set(common) if step < common[-1]):
-            notes.append(f"{run.name} logged more often: its values are averaged over the other's intervals")
-            intervals = zip([0, *common], common, strict=False)
-            logs[i] = {
-                stop: _average([values for step, values in logs[i].items() if start < step <= stop])
-                for start, stop in intervals
+    aligned, notes = [], []
+    for run, log in zip((a, b), logs, strict=True):
+        intervals: dict[int, dict[str, list[float]]] = {step: defaultdict(list) for step in common}
+        log = {step: values for step, values in log.items() if step <= common[-1]}
+        for step, values in log.items():
+            for name, value in values.items():
+                intervals[common[bisect_left(common, step)]][name].append(value)
+        aligned.append(
+            {
+                step: {
+                    name: v[-1] if name.startswith(_OF_THE_STEP) else sum(v) / len(v) for name, v in metrics.items()
+                }
+                for step, metrics in intervals.items()
             }
-    a_log, b_log = ({step: log[step] for step in common} for log in logs)
-    return a_log, b_log, "; ".join(notes)
-
-
-def _average(entries: list[dict[str, float]]) -> dict[str, float]:
-    names = {name for entry in entries for name in entry}
-    means = {name: float(np.mean([entry[name] for entry in entries if name in entry])) for name in names}
-    if "learning_rate" in names:  # that of the step, not a mean
-        means["learning_rate"] = entries[-1].get("learning_rate", math.nan)
-    return means
-
-
-def _check_finite(run: RunLog, name: str, steps: list[int], values: np.ndarray) -> None:
-    bad = np.flatnonzero(~np.isfinite(values))
-    if len(bad):
-        i = bad[0]
-        remedy = (
-            f"compare the steps before it with --until {steps[i - 1]}" if i > 1 else "no steps before it to compare"
         )
-        raise UserError(f"{run.name}: {name} is {values[i]} at step {steps[i]}; {remedy}")
+        if len(log) > len(common):
+            notes.append(f"{run.name} logged more often: its values are averaged over the other's intervals")
+    return aligned[0], aligned[1], "; ".join(notes)
 
 
 def compare_metric(name: str, steps: list[int], x: np.ndarray, y: np.ndarray, tolerance: float) -> dict[str, Any]:
-    """Of two series [n] at the same steps: `absolute` and `relative` (to the larger value of the step), the largest
-    of all steps; `first` step with a difference of any size; `beyond`, the first with one beyond the tolerance;
-    `at_start`, the difference at the first step in units of the metric's scale. None where there is no such step.
+    """Of two series [n] at the same steps: the largest difference, `absolute` and `relative` to the larger value;
+    `first` step with a difference of any size, and `beyond`, with one beyond the tolerance, or None; `at_start`, the
+    difference at the first step in units of the scale.
 
     The scale is the larger value of a step, but at least the metric's median size, and for the loss and the rewards
     at least 1: they are in nats of the loss, whose gradient they bend by that much. Metrics that do not `decide` are
@@ -135,18 +128,21 @@ def compare_metric(name: str, steps: list[int], x: np.ndarray, y: np.ndarray, to
 # ---- what else differs
 
 _NO_EFFECT = MAY_DIFFER - {"gradient_accumulation_steps"} | {"logging_dir", "eval_strategy", "eval_steps"}
-_OF_THE_START = {"starts", "command", "slurm", "cpus", "wandb_run_id", "git_dirty"}
+# datasets' own fingerprint also changes with the path of a file; the hash of the tokens says it better
+_DATA_FACTS = ("sources", "rows", "train", "eval", "train_tokens", "order")
+_ENVIRONMENT_FACTS = ("git_commit", "cuda", "gpus", "world_size")
 
 
 def find_differences(a: RunLog, b: RunLog) -> dict[str, Any]:
     """{topic: {name: (in A, in B)}}, or a sentence where a topic cannot be compared or is the same."""
     differences: dict[str, Any] = {}
-    topics = {
-        "configuration": [{k: v for k, v in run.config.items() if k not in _NO_EFFECT} for run in (a, b)],
-        "environment": [_flatten(run.environment) for run in (a, b)],
-        "data": [_select_data_facts(run.data) for run in (a, b)],
-        "reference cache": [_select_reference_facts(run.data) for run in (a, b)],
-    }
+    topics: dict[str, list[dict]] = {"configuration": [], "environment": [], "data": [], "reference cache": []}
+    for run in (a, b):
+        versions = {f"versions.{name}": version for name, version in run.environment.get("versions", {}).items()}
+        topics["configuration"].append({k: v for k, v in run.config.items() if k not in _NO_EFFECT})
+        topics["environment"].append(versions | {k: v for k, v in run.environment.items() if k in _ENVIRONMENT_FACTS})
+        topics["data"].append({k: v for k, v in run.data.items() if k in _DATA_FACTS})
+        topics["reference cache"].append(_select_reference_facts(run.data))
     for topic, (x, y) in topics.items():
         if x and y:
             # A run of another code base has other fields than ours: only common ones can differ
@@ -154,23 +150,7 @@ def find_differences(a: RunLog, b: RunLog) -> dict[str, Any]:
         else:
             unknown = " and ".join(run.name for run, facts in ((a, x), (b, y)) if not facts)
             differences[topic] = f"not compared: {unknown} does not say"
-    if differences["data"] == "the same":
-        order = "order" in a.data and "order" in b.data
-        differences["data"] = "same pairs, same order" if order else "the same as far as both say"
     return differences
-
-
-def _flatten(mapping: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in mapping.items():
-        if key not in _OF_THE_START:
-            flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
-
-
-def _select_data_facts(data: dict[str, Any]) -> dict[str, Any]:
-    # datasets' own fingerprint also changes with the path of a file; the hash of the tokens says it better
-    return {k: data[k] for k in ("sources", "rows", "train", "eval", "train_tokens", "order") if k in data}
 
 
 def _select_reference_facts(data: dict[str, Any]) -> dict[str, Any]:
@@ -178,10 +158,10 @@ def _select_reference_facts(data: dict[str, Any]) -> dict[str, Any]:
     if "reference" not in data:
         return {}
     facts = dict(data["reference"].get("train", {"key": "no cache: computed with every batch"}))
-    made = [
-        f"batches of up to {m['batch_size']} pairs on {m['device']}" if m else "unknown" for m in facts.pop("made", [])
-    ]
-    return facts | ({"made": ", ".join(made)} if made else {})
+    if made := facts.get("made"):
+        words = (f"batches of up to {m['batch_size']} pairs on {m['device']}" if m else "unknown" for m in made)
+        facts["made"] = ", ".join(words)
+    return facts
 
 
 # ---- suspects
@@ -200,43 +180,43 @@ _LOSSES = ("train/loss", "rewards/chosen", "rewards/rejected", "rewards/margins"
 
 
 class Cause(NamedTuple):
-    """Why two runs may differ. `patterns` that it can make: the first alone points to it; other ones contradict it."""
+    """Why two runs may differ.
 
-    explanation: str
+    `fields` of the configuration (what no cause has is the objective's); `patterns` of step 1 that it can make, of
+    which the first alone points to it and other ones contradict it.
+    """
+
+    fields: str
     patterns: tuple[str, ...]
-    fields: set[str]  # of the configuration; what no cause has is the objective's
+    explanation: str
 
 
 _CAUSES = {  # in the study's order
-    "data": Cause("other pairs, or another order", (), set()),
-    "objective": Cause("", (), set()),
+    "data": Cause("", (), "other pairs, or another order"),
+    "objective": Cause("", (), ""),
     "reference log-probs": Cause(
-        "made in another way than the policy's forward",
+        "precompute_ref_log_probs precompute_ref_batch_size ref_model_mixup_alpha sync_ref_model",
         ("reference",),
-        {"precompute_ref_log_probs", "precompute_ref_batch_size", "ref_model_mixup_alpha", "sync_ref_model"},
+        "made in another way than the policy's forward",
     ),
     "forward": Cause(
-        "another batch shape, or chosen and rejected in separate forwards",
+        "per_device_train_batch_size gradient_accumulation_steps train_sampling_strategy",
         ("forward", "backward"),
-        {"per_device_train_batch_size", "gradient_accumulation_steps", "train_sampling_strategy"},
+        "another batch shape, or chosen and rejected in separate forwards",
     ),
     "model implementation": Cause(
-        "other code, attention, precision or versions",
+        """padding_free attn_implementation torch_compile torch_compile_backend torch_compile_mode bf16 fp16 tf32
+        dtype torch_dtype use_liger_kernel gradient_checkpointing gradient_checkpointing_kwargs bf16_full_eval
+        fp16_full_eval full_determinism use_cpu model_init_kwargs deepspeed fsdp fsdp_config _attn_implementation
+        transformers_version""",
         ("backward", "forward"),
-        set(
-            """padding_free attn_implementation torch_compile torch_compile_backend torch_compile_mode bf16 fp16 tf32
-            dtype torch_dtype use_liger_kernel gradient_checkpointing gradient_checkpointing_kwargs bf16_full_eval
-            fp16_full_eval full_determinism use_cpu model_init_kwargs deepspeed fsdp fsdp_config _attn_implementation
-            transformers_version""".split()
-        ),
+        "other code, attention, precision or versions",
     ),
     "optimisation": Cause(
-        "",
+        """learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio weight_decay max_grad_norm
+        num_train_epochs max_steps optim optim_args adam_beta1 adam_beta2 adam_epsilon""",
         ("update",),
-        set(
-            """learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio weight_decay max_grad_norm
-            num_train_epochs max_steps optim optim_args adam_beta1 adam_beta2 adam_epsilon""".split()
-        ),
+        "",
     ),
 }
 # Facts of a reference cache that follow from the run's own attention path and precision
@@ -246,23 +226,20 @@ _CACHE_FOLLOWS = {"key", "dtype", "autocast", "attention", "packed", "compilatio
 def rank_suspects(rows: list[dict], first_step: int, differences: dict[str, Any]) -> list[dict[str, str]]:
     """[{cause, why}] in the study's order; what is known to differ before what only may, what step 1 contradicts last.
 
-    Args:
-        rows: from compare_metric, of every metric.
-        first_step: the first common one.
-        differences: from find_differences.
+    `rows` from compare_metric, of every metric; `first_step`, the first common one; from find_differences the rest.
     """
     config, data, reference, environment = (
         facts if isinstance(facts := differences[topic], dict) else {}
         for topic in ("configuration", "data", "reference cache", "environment")
     )
-    known = {name: {k: v for k, v in config.items() if k in cause.fields} for name, cause in _CAUSES.items()}
-    known["data"] = data
-    known["objective"] = {k: v for k, v in config.items() if not any(k in cause.fields for cause in _CAUSES.values())}
+    known: dict[str, dict[str, Any]] = {name: {} for name in _CAUSES} | {"data": dict(data)}
+    causes = {field: name for name, cause in _CAUSES.items() for field in cause.fields.split()}
+    for key, values in config.items():
+        known[causes.get(key, "objective")][key] = values
     # Another batch size alone explains how the shards were made
-    follows = _CACHE_FOLLOWS | {"made"} if "per_device_train_batch_size" in config else _CACHE_FOLLOWS
+    follows = _CACHE_FOLLOWS | ({"made"} if "per_device_train_batch_size" in config else set())
     known["reference log-probs"] |= {k: v for k, v in reference.items() if k not in follows}
-    code = ("versions", "gpus", "cuda", "git", "world_size")
-    known["model implementation"] |= {k: v for k, v in environment.items() if k.startswith(code)}
+    known["model implementation"] |= environment
     for name, metric in (("data", "num_tokens"), ("optimisation", "learning_rate")):  # of runs that are logs alone
         if not known[name] and any(row["metric"] == metric and row["absolute"] for row in rows):
             known[name] = {f"logged {metric}": ("one value", "another")}
@@ -270,8 +247,8 @@ def rank_suspects(rows: list[dict], first_step: int, differences: dict[str, Any]
     pattern = find_first_step_pattern(rows) if first_step == 1 else None
     ranked = []
     for name, cause in _CAUSES.items():
-        points_to_it = pattern is not None and cause.patterns[:1] == (pattern,)
-        contradicted = pattern is not None and bool(cause.patterns) and pattern not in cause.patterns
+        points_to_it = pattern in cause.patterns[:1]
+        contradicted = bool(pattern and cause.patterns) and pattern not in cause.patterns
         if known[name] or points_to_it:
             facts = [f"{key} {_shorten(x)} against {_shorten(y)}" for key, (x, y) in known[name].items()]
             parts = [*facts[:4], f"and {len(facts) - 4} more" if len(facts) > 4 else "", cause.explanation]
@@ -290,20 +267,16 @@ def find_first_step_pattern(rows: list[dict]) -> str | None:
 
     None where logps were not logged, or where there are only differences of loss and gradient below RESOLUTION.
     """
-    start = {row["metric"]: row["at_start"] for row in rows}
-    policy = [start[name] for name in ("logps/chosen", "logps/rejected") if name in start]
-    loss = max((start[name] for name in _LOSSES if name in start), default=None)
-    gradient = start.get("grad_norm", 0.0)
-    if not policy:
+    start = defaultdict(float, {row["metric"]: row["at_start"] for row in rows})
+    if "logps/chosen" not in start:
         return None
-    if any(policy):
+    if start["logps/chosen"] or start["logps/rejected"]:
         return "forward"
-    if loss and max(loss, gradient) > RESOLUTION:
-        return "reference"
-    if gradient > RESOLUTION:
-        return "backward"
-    equal = not any(at for name, at in start.items() if name not in ("learning_rate", "num_tokens"))
-    return "update" if equal and loss is not None else None
+    loss, gradient = max(start[name] for name in _LOSSES), start["grad_norm"]
+    if max(loss, gradient) > RESOLUTION:
+        return "reference" if loss else "backward"
+    equal = not any(gap for name, gap in start.items() if name not in ("learning_rate", "num_tokens"))
+    return "update" if equal else None
 
 
 # ---- for a terminal
@@ -315,20 +288,11 @@ def format_comparison(result: dict[str, Any]) -> str:
     lines = [f"A  {result['runs']['a']}", f"B  {result['runs']['b']}"]
     lines.append(f"{count} common steps, {low} to {high}; tolerance {result['tolerance']:g}")
     lines += [*filter(None, [result["note"]]), ""]
-
-    def step(value: int | None) -> str:
-        return "-" if value is None else f"step {value}"
-
-    table = [
-        [
-            row["metric"],
-            f"{row['absolute']:.2e}",
-            f"{row['relative']:.2e}",
-            step(row["first"]),
-            step(row["beyond"]) if row["decides"] else "does not decide",
-        ]
-        for row in result["metrics"]
-    ]
+    table = []
+    for row in result["metrics"]:
+        first, beyond = ("-" if row[key] is None else f"step {row[key]}" for key in ("first", "beyond"))
+        sizes = [f"{row['absolute']:.2e}", f"{row['relative']:.2e}"]
+        table.append([row["metric"], *sizes, first, beyond if row["decides"] else "does not decide"])
     headings = ["metric", "max abs diff", "max rel diff", "differs from", "beyond tolerance"]
     lines += [format_table(table, headings, align="lrrrl", indent=0), ""]
     for topic, entries in result["differences"].items():
@@ -336,21 +300,21 @@ def format_comparison(result: dict[str, Any]) -> str:
             lines.append(f"{topic}: {entries}")
         else:
             lines += [f"{topic}: {name}  A {_shorten(x)}  B {_shorten(y)}" for name, (x, y) in entries.items()]
-    lines += ["", f"verdict: {_format_verdict(result)}"]
+    verdict, step, metric = (result["verdict"][key] for key in ("verdict", "step", "metric"))
+    if verdict == "identical":
+        verdict = "identical, bit by bit, in every common metric"
+    elif verdict == "within noise":
+        verdict = f"equal within noise (tolerance {result['tolerance']:g})"
+    else:
+        series = result["series"][metric]
+        a, b = (series[run][series["steps"].index(step)] for run in ("a", "b"))
+        verdict = (
+            f"diverging from step {step} ({metric}: {a:.6g} in A, {b:.6g} in B; tolerance {result['tolerance']:g})"
+        )
+    lines += ["", f"verdict: {verdict}"]
     for i, suspect in enumerate(result["suspects"]):
         lines.append(f"{'then' if i else 'first suspect'}: {suspect['cause']}: {suspect['why']}")
     return "\n".join(lines)
-
-
-def _format_verdict(result: dict[str, Any]) -> str:
-    verdict, step, metric = (result["verdict"][key] for key in ("verdict", "step", "metric"))
-    if verdict == "identical":
-        return "identical, bit by bit, in every common metric"
-    if verdict == "within noise":
-        return f"equal within noise (tolerance {result['tolerance']:g})"
-    series = result["series"][metric]
-    a, b = (series[run][series["steps"].index(step)] for run in ("a", "b"))
-    return f"diverging from step {step} ({metric}: {a:.6g} in A, {b:.6g} in B; tolerance {result['tolerance']:g})"
 
 
 def _shorten(value: Any) -> str:

@@ -2,14 +2,12 @@
 
 import json
 import logging
-import math
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
 from transformers import TrainerCallback, TrainerState
 
 from sfm_dpo.common.distributed import broadcast, is_main_process
@@ -28,7 +26,6 @@ from sfm_dpo.health.guard_rules import (
     summarize_metrics,
 )
 from sfm_dpo.health.preflight import response_lengths
-from sfm_dpo.model.sharding import local_values
 from sfm_dpo.run.checkpoint import KEEP, checkpoints, keep_before, step_of
 
 log = logging.getLogger(__name__)
@@ -55,7 +52,7 @@ class Guard(TrainerCallback):
         self.stopped: Finding | None = None
         self.last_healthy: str | None = None  # a checkpoint
         self.first_answers: list[Answer] = []
-        self.seconds = {"rules": 0.0, "answers": 0.0}  # what the guard itself cost
+        self.seconds = 0.0  # what the guard itself cost
 
     def on_train_begin(self, args, state, control, **kwargs):
         names = ["prompt_length", "chosen_length", "rejected_length"]
@@ -68,7 +65,6 @@ class Guard(TrainerCallback):
             max_steps=state.max_steps,
             warmup_steps=args.get_warmup_steps(state.max_steps),
         )
-        self.first_weights = _sample_weights(self.trainer.model)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" not in (logs or {}) or self.stopped:
@@ -76,21 +72,21 @@ class Guard(TrainerCallback):
         start = time.monotonic()
         if self.every and is_main_process() and (state.global_step % self.every == 0 or not self.first_answers):
             state.log_history[-1].update(self._generate(args))  # into trainer_state.json
-        generated = time.monotonic()
         entries = _training_entries(state)
         # Metrics are gathered from all ranks, but ranks that came to different findings would wait for each other
         new = broadcast([f for f in judge_log(entries, self.run) if f.signal not in {g.signal for g in self.findings}])
         for finding in new:
             self.findings.append(finding)
-            if finding.stops and self.last_healthy is None and is_main_process():
-                self.last_healthy = self._keep_last_healthy(args, entries, finding)
-            self._log_finding(finding)
-            if finding.stops and self.mode == "stop" and not self.stopped:
+            stops, healthy = finding.stops and self.mode == "stop", ""
+            if finding.stops and is_main_process():
+                self.last_healthy = self.last_healthy or _keep_last_healthy(args, entries, finding)
+                healthy = f"; last healthy checkpoint: {self.last_healthy or 'none'}"
+            log.info(f"guard: {'stop' if stops else 'warning'}: {format_finding(finding)}{healthy}; {finding.remedy}")
+            if stops and not self.stopped:
                 self.stopped = finding
         if self.stopped:
             control.should_training_stop, control.should_save, control.should_evaluate = True, False, False
-        self.seconds["answers"] += generated - start
-        self.seconds["rules"] += time.monotonic() - generated
+        self.seconds += time.monotonic() - start
         if new:
             self._write_health(args, entries)
         return control
@@ -128,22 +124,6 @@ class Guard(TrainerCallback):
                 checkpoint=self.last_healthy,
             )
 
-    def _keep_last_healthy(self, args, entries: Log, finding: Finding) -> str | None:
-        """An entry at step s tells of the weights after s - 1 updates, and checkpoint-s holds s updates."""
-        before = [entry["step"] for entry in entries if entry["step"] < finding.began]
-        checkpoint = keep_before(args.output_dir, before[-1] if before else 0, AUTHOR)
-        return str(checkpoint) if checkpoint else None
-
-    def _log_finding(self, finding: Finding) -> None:
-        line = f"guard: {'stop' if finding.stops and self.mode == 'stop' else 'warning'}: {format_finding(finding)}"
-        if finding.signal == "standstill":
-            weights = _sample_weights(self.trainer.model)
-            changed = (weights != self.first_weights).float().mean().item() if len(weights) else math.nan
-            line += f"; {changed:.1%} of the sampled weights changed"
-        if finding.stops:
-            line += f"; last healthy checkpoint: {self.last_healthy or 'none'}"
-        log.info(f"{line}; {finding.remedy}")
-
     def _generate(self, args) -> dict[str, float]:
         """Greedy answers to the prompts, by rank 0, which holds whole weights under ZeRO-2 as all ranks do."""
         tokenizer = self.trainer.processing_class
@@ -177,7 +157,7 @@ class Guard(TrainerCallback):
             "steps": entries[-1]["step"] if entries else 0,
             "findings": [f._asdict() for f in self.findings],
             "observed": summarize_metrics(entries),
-            "seconds": {name: round(value, 3) for name, value in self.seconds.items()},
+            "seconds": round(self.seconds, 3),
         }
         write_atomically(Path(args.output_dir) / HEALTH, json.dumps(health, indent=2) + "\n")
 
@@ -205,7 +185,8 @@ def _training_entries(state: TrainerState) -> Log:
     return [entry for entry in state.log_history if "loss" in entry]
 
 
-def _sample_weights(model: torch.nn.Module) -> torch.Tensor:
-    """Up to 1,024 elements of each trainable tensor (of what this rank has of it), in one row on the CPU."""
-    parts = [local_values(p).flatten()[:1024].float().cpu() for p in model.parameters() if p.requires_grad]
-    return torch.cat(parts) if parts else torch.empty(0)
+def _keep_last_healthy(args, entries: Log, finding: Finding) -> str | None:
+    """An entry at step s tells of the weights after s - 1 updates, and checkpoint-s holds s updates."""
+    before = [entry["step"] for entry in entries if entry["step"] < finding.began]
+    checkpoint = keep_before(args.output_dir, before[-1] if before else 0, AUTHOR)
+    return str(checkpoint) if checkpoint else None

@@ -1,10 +1,12 @@
 """Rules of the guard: the log of a training run in, findings out.
 
-Pure functions, so that a recorded run can be replayed without a model. All thresholds are here and in docs/health.md.
+Pure functions, so that a recorded run can be replayed without a model. All thresholds are here; docs/health.md has
+them in words, each with its source.
 """
 
 import math
 from collections.abc import Callable
+from itertools import takewhile
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -33,14 +35,12 @@ class RunFacts(NamedTuple):
 
 
 class GuardRule(NamedTuple):
-    """`check` looks at the end of a log. The texts are those of docs/health.md."""
+    """`check` looks at the end of a log."""
 
     signal: str
-    condition: str
-    source: str
-    remedy: str
+    stops: bool
     check: Callable[[Log, RunFacts], Evidence | None]
-    stops: bool = False
+    remedy: str
 
 
 class Finding(NamedTuple):
@@ -66,25 +66,22 @@ def format_finding(finding: Finding) -> str:
     return f"{finding.signal} at step {finding.step}, begun at step {finding.began}: {finding.seen}"
 
 
-def _find_streak(log: Log, n: int, holds: Callable[[Entry], bool], begins: Callable[[Entry], bool] | None = None):
-    """The first step of the unbroken run of entries at the end of `log` for which `begins` holds (by default `holds`),
-    where `holds` is true of the last `n`; None where it is not."""
+def _find_streak(
+    log: Log, n: int, figures: str, holds: Callable[[Entry], bool], begins: Callable[[Entry], bool] | None = None
+) -> Evidence | None:
+    """Evidence where `holds` is true of the last `n` entries; it began where `begins` (default: `holds`) came true."""
     if len(log) < n or not all(map(holds, log[-n:])):
         return None
-    step = log[-n]["step"]
-    for entry in reversed(log[:-n]):
-        if not (begins or holds)(entry):
-            break
-        step = entry["step"]
-    return step
+    streak = [*takewhile(begins or holds, reversed(log[:-n])), log[-n]]
+    return min(entry["step"] for entry in streak), figures
 
 
 def _check_finite(log: Log, run: RunFacts) -> Evidence | None:
     for name in ("loss", "rewards/margins", "logps/chosen", "logps/rejected"):
         if not math.isfinite(log[-1].get(name, 0.0)):
             return log[-1]["step"], f"{name} is {log[-1][name]}"
-    began = _find_streak(log, 3, lambda e: not math.isfinite(e.get("grad_norm", 0.0)))
-    return None if began is None else (began, f"grad_norm is {log[-1]['grad_norm']} for the third time in a row")
+    figures = f"grad_norm is {log[-1].get('grad_norm')} for the third time in a row"
+    return _find_streak(log, 3, figures, lambda e: not math.isfinite(e.get("grad_norm", 0.0)))
 
 
 def _check_collapse(log: Log, run: RunFacts) -> Evidence | None:
@@ -108,13 +105,15 @@ def _check_displacement(log: Log, run: RunFacts, limit: float) -> Evidence | Non
     def loss_per_token(entry: Entry) -> float:
         return -entry.get("rewards/chosen", 0.0) / (run.beta * run.chosen_tokens)
 
-    began = _find_streak(log, 3, lambda e: loss_per_token(e) > limit, lambda e: loss_per_token(e) > 0.3 * limit)
-    return None if began is None else (began, f"chosen answers lost {loss_per_token(log[-1]):.2f} nats per token")
+    figures = f"chosen answers lost {loss_per_token(log[-1]):.2f} nats per token"
+    return _find_streak(
+        log, 3, figures, lambda e: loss_per_token(e) > limit, lambda e: loss_per_token(e) > 0.3 * limit
+    )
 
 
 def _check_divergence(log: Log, run: RunFacts) -> Evidence | None:
-    began = _find_streak(log, 5, lambda e: e["loss"] > 2, lambda e: e["loss"] > 1) if run.sigmoid else None
-    return None if began is None else (began, f"loss {log[-1]['loss']:.2f}, above 2 five times in a row")
+    figures = f"loss {log[-1]['loss']:.2f}, above 2 five times in a row"
+    return _find_streak(log, 5, figures, lambda e: run.sigmoid and e["loss"] > 2, lambda e: e["loss"] > 1)
 
 
 def _check_standstill(log: Log, run: RunFacts) -> Evidence | None:
@@ -134,17 +133,14 @@ def _check_standstill(log: Log, run: RunFacts) -> Evidence | None:
 
 def _check_floor(log: Log, run: RunFacts) -> Evidence | None:
     def at_floor(entry: Entry) -> bool:
-        return entry["loss"] < 0.01 and entry.get("rewards/margins", 0.0) > 5
+        return run.sigmoid and entry["loss"] < 0.01 and entry.get("rewards/margins", 0.0) > 5
 
-    began = _find_streak(log, COLLAPSE_STEPS, at_floor) if run.sigmoid else None
-    return None if began is None else (began, f"loss {log[-1]['loss']:.4f}: the gradient has all but gone")
+    return _find_streak(log, 20, f"loss {log[-1]['loss']:.4f}: the gradient has all but gone", at_floor)
 
 
 def _check_accuracy(log: Log, run: RunFacts) -> Evidence | None:
-    began = _find_streak(log, 10, lambda e: e.get("rewards/accuracies", 0.0) >= 0.99)
-    if began is None or began > 0.1 * run.max_steps:
-        return None
-    return began, f"reward accuracy at 1 since step {began}"
+    evidence = _find_streak(log, 10, "reward accuracy near 1", lambda e: e.get("rewards/accuracies", 0.0) >= 0.99)
+    return evidence if evidence and evidence[0] <= 0.1 * run.max_steps else None
 
 
 def _check_gradient(log: Log, run: RunFacts) -> Evidence | None:
@@ -157,11 +153,11 @@ def _check_gradient(log: Log, run: RunFacts) -> Evidence | None:
 
 def _check_entropy(log: Log, run: RunFacts) -> Evidence | None:
     entries = [e for e in log if "entropy" in e]
-    start = fmean(e["entropy"] for e in entries[:5]) if len(entries) >= 10 else 0.0
-    began = _find_streak(entries, 5, lambda e: e["entropy"] < 0.3 * start)
-    if began is None:
+    if len(entries) < 10:
         return None
-    return began, f"entropy {entries[-1]['entropy']:.3f} nats per token, {start:.3f} at the start"
+    start = fmean(e["entropy"] for e in entries[:5])
+    figures = f"entropy {entries[-1]['entropy']:.3f} nats per token, {start:.3f} at the start"
+    return _find_streak(entries, 5, figures, lambda e: e["entropy"] < 0.3 * start)
 
 
 def _check_answers(log: Log, run: RunFacts) -> Evidence | None:
@@ -169,117 +165,43 @@ def _check_answers(log: Log, run: RunFacts) -> Evidence | None:
     if len(rounds) < 2 or rounds[-1] is not log[-1]:
         return None
     for name, what in (
-        ("guard/repeated_4grams", "of the 4-grams in generated answers repeat"),
-        ("guard/empty_answers", "of the generated answers are empty"),
+        ("repeated_4grams", "of the 4-grams in generated answers repeat"),
+        ("empty_answers", "of the generated answers are empty"),
     ):
-        if log[-1][name] >= 0.5 and rounds[0][name] <= 0.25:
-            return rounds[-2]["step"] + 1, f"{log[-1][name]:.0%} {what}"
+        first, last = (entry[f"guard/{name}"] for entry in (rounds[0], rounds[-1]))
+        if last >= 0.5 and first <= 0.25:
+            return rounds[-2]["step"] + 1, f"{last:.0%} {what}"
     return None
 
 
 def _check_answer_length(log: Log, run: RunFacts) -> Evidence | None:
     lengths = [e["guard/answer_tokens"] for e in log if "guard/answer_tokens" in e]
-    if len(lengths) < 2 or "guard/answer_tokens" not in log[-1] or 0.1 * lengths[0] <= lengths[-1] <= 10 * lengths[0]:
+    if "guard/answer_tokens" not in log[-1] or 0.1 * lengths[0] <= lengths[-1] <= 10 * lengths[0]:
         return None
     return log[-1]["step"], f"generated answers have {lengths[-1]:.0f} tokens, {lengths[0]:.0f} at the start"
 
 
 _LOWER_LR = "lower learning_rate by 3 to 10 times"
-_FAILED = "a failed project's runs (docs/health.md)"
+_CORRUPT = f"{_LOWER_LR}; look for a pair with an empty or corrupt response near this step"
+_DISPLACED = f"{_LOWER_LR}; add an sft term (loss_type: [sigmoid_norm, sft]); filter pairs that are nearly alike"
+_DIVERGED = f"{_LOWER_LR}; check that chosen and rejected are not swapped in part of the data"
+_STUCK = "raise learning_rate 10 times; check that parameters are trainable and kept in fp32 by the optimizer"
+_BEGINS = "watch the generated answers; a lower learning_rate or an sft term holds the chosen answers up"
+_SHORTER = "stop earlier next time: fewer epochs or a lower learning_rate"
+_LENGTHS = "a length-normalised loss; pairs whose lengths differ less"
 RULES = (
-    GuardRule(
-        "non_finite",
-        "loss, margin or log-probs are NaN or infinite once, or grad_norm three times in a row",
-        "arithmetic: every later step is NaN too",
-        f"{_LOWER_LR}; look for a pair with an empty or corrupt response near this step",
-        _check_finite,
-        stops=True,
-    ),
-    GuardRule(
-        "collapse",
-        f"loss below 0.01 and margin above 5, though the margin was below 1 at most {COLLAPSE_STEPS} steps (or one "
-        "log entry) ago; not where chosen answers that became likelier make up half of the margin",
-        _FAILED,
-        f"{_LOWER_LR}, or beta; a loss on sums: use sigmoid_norm",
-        _check_collapse,
-        stops=True,
-    ),
-    GuardRule(
-        "displacement",
-        "the chosen answers have lost more than 1 nat per token, three log entries in a row",
-        "arXiv 2410.08847 (likelihood displacement); 1 nat is a perplexity e times the base model's",
-        f"{_LOWER_LR}; add an sft term (loss_type: [sigmoid_norm, sft]); filter pairs that are nearly alike",
-        lambda log, run: _check_displacement(log, run, 1.0),
-        stops=True,
-    ),
-    GuardRule(
-        "divergence",
-        "loss above 2, three times its start, five log entries in a row",
-        "the loss starts at ln 2 = 0.69, and training lowers it",
-        f"{_LOWER_LR}; check that chosen and rejected are not swapped in part of the data",
-        _check_divergence,
-        stops=True,
-    ),
-    GuardRule(
-        "standstill",
-        "over the second half of the steps since warmup (at least 100 of them and a fifth of the run) the mean margin "
-        "with its 95% interval is within 0.02 of zero, and it is not growing",
-        _FAILED + ": 600 steps in which nothing moved",
-        "raise learning_rate 10 times; check that parameters are trainable and kept in fp32 by the optimizer",
-        _check_standstill,
-        stops=True,
-    ),
-    GuardRule(
-        "repetition",
-        "half of the 4-grams in the generated answers repeat, or half of the answers are empty (a quarter or less at "
-        "the start)",
-        _FAILED + ": 'hormonal hormonal hormonal'",
-        f"{_LOWER_LR}, and go on from an earlier checkpoint",
-        _check_answers,
-        stops=True,
-    ),
-    GuardRule(
-        "displacement_begins",
-        "the chosen answers have lost more than 0.5 nats per token, three log entries in a row",
-        "half of what stops a run",
-        "watch the generated answers; a lower learning_rate or an sft term holds the chosen answers up",
-        lambda log, run: _check_displacement(log, run, 0.5),
-    ),
-    GuardRule(
-        "floor",
-        f"loss below 0.01 and margin above 5 for {COLLAPSE_STEPS} log entries in a row",
-        "the gradient's weight, sigmoid(-margin), is below 0.7%",
-        "stop earlier next time: fewer epochs or a lower learning_rate",
-        _check_floor,
-    ),
-    GuardRule(
-        "saturated",
-        "reward accuracy at 0.99 or more for 10 log entries in a row, from within the first tenth of the run",
-        "pairs told apart so early differ by something simple: length, format, a phrase",
-        "look at the pairs; harder pairs teach more",
-        _check_accuracy,
-    ),
-    GuardRule(
-        "gradient_spike",
-        "gradient norm above 10 times the median of the 20 log entries before",
-        "convention; clipping to max_grad_norm absorbs single spikes",
-        "harmless if rare; often: lower learning_rate",
-        _check_gradient,
-    ),
-    GuardRule(
-        "entropy",
-        "entropy below 0.3 times the mean of the first five log entries, five in a row",
-        "an ever surer model repeats itself",
-        f"{_LOWER_LR}; look at the generated answers",
-        _check_entropy,
-    ),
-    GuardRule(
-        "length_drift",
-        "generated answers ten times longer or shorter than at the start",
-        "length is what DPO learns first (arXiv 2403.19159)",
-        "a length-normalised loss; pairs whose lengths differ less",
-        _check_answer_length,
-    ),
+    GuardRule("non_finite", True, _check_finite, _CORRUPT),
+    GuardRule("collapse", True, _check_collapse, f"{_LOWER_LR}, or beta; a loss on sums: use sigmoid_norm"),
+    GuardRule("displacement", True, lambda log, run: _check_displacement(log, run, 1.0), _DISPLACED),
+    GuardRule("divergence", True, _check_divergence, _DIVERGED),
+    GuardRule("standstill", True, _check_standstill, _STUCK),
+    GuardRule("repetition", True, _check_answers, f"{_LOWER_LR}, and go on from an earlier checkpoint"),
+    GuardRule("displacement_begins", False, lambda log, run: _check_displacement(log, run, 0.5), _BEGINS),
+    GuardRule("floor", False, _check_floor, _SHORTER),
+    GuardRule("saturated", False, _check_accuracy, "look at the pairs; harder pairs teach more"),
+    GuardRule("gradient_spike", False, _check_gradient, "harmless if rare; often: lower learning_rate"),
+    GuardRule("entropy", False, _check_entropy, f"{_LOWER_LR}; look at the generated answers"),
+    GuardRule("length_drift", False, _check_answer_length, _LENGTHS),
 )
 
 

@@ -67,10 +67,8 @@ def inspect_tokens(rows: list[dict], columns: dict[str, np.ndarray], eos: set[in
 def inspect_model(model: PreTrainedModel) -> dict[str, float]:
     """Quantities of the rules about the model."""
     dropout = [m for m in model.modules() if isinstance(m, torch.nn.modules.dropout._DropoutNd) and m.p > 0]
-    return {
-        "dropout": float(len(dropout)),
-        "rope_layers": float(count_wrong_rope_layers(model.config.get_text_config())),
-    }
+    wrong = count_wrong_rope_layers(model.config.get_text_config())
+    return {"dropout": float(len(dropout)), "rope_layers": float(wrong)}
 
 
 def count_wrong_rope_layers(config) -> int:
@@ -173,6 +171,7 @@ def run_preflight(trainer, config: Config) -> dict[str, Any]:
         middle = sample[np.argsort(size[sample], kind="stable")][: max(1, len(sample) // 2)][-1:]
         values["packed_difference"] = compute_packed_difference(trainer, middle)
     verdict, findings = judge_base_model(values, loss_type)
+    prompt, response = rows[0]["prompt_ids"], rows[0]["chosen_ids"]
     scale = "means over tokens" if loss_type in LENGTH_NORMALIZED_LOSSES else "sums over tokens"
     result = {
         "verdict": verdict,
@@ -182,18 +181,7 @@ def run_preflight(trainer, config: Config) -> dict[str, Any]:
         "figures": figures,
         "values": values,
         "findings": findings,
-        "boundary": {  # as the model sees it
-            "prompt_end": tokenizer.decode(rows[0]["prompt_ids"][-12:]),
-            "response_start": tokenizer.decode(rows[0]["chosen_ids"][:12]),
-            "response_end": tokenizer.decode(rows[0]["chosen_ids"][-6:]),
-        },
-        "tokenizer": {
-            "pad": tokenizer.pad_token,
-            "eos": tokenizer.eos_token,
-            "pad_is_eos": tokenizer.pad_token_id == tokenizer.eos_token_id,
-            "vocabulary": len(tokenizer),
-            "embedding": getattr(model.get_input_embeddings(), "num_embeddings", None),
-        },
+        "boundary": [tokenizer.decode(ids) for ids in (prompt[-12:], response[:12], response[-6:])],
     }
     return broadcast(result)
 
@@ -222,7 +210,7 @@ def preflight_phase(trainer, config: Config) -> None:
 
 def format_preflight(result: dict[str, Any]) -> str:
     """The result of `run_preflight` as text, for the log and the report."""
-    figures, boundary, scale = result["figures"], result["boundary"], result["loss"]["scale"]
+    figures, scale = result["figures"], result["loss"]["scale"]
     token, total, perplexity = figures["logp_token"], figures["logp_sum"], figures["perplexity"]
     correlation, (share, low, high) = figures["correlation_gap_length"], figures["preferred"]
     weights = " / ".join(f"{weight:.2g}" for weight in figures["weight_after_move"])
@@ -239,12 +227,9 @@ def format_preflight(result: dict[str, Any]) -> str:
         ("gap, sum", f"{mean(total['gap'], '+.1f')} nats"),
         ("prefers chosen", f"{share:.0%} of pairs ({low:.0%} to {high:.0%}), by {scale}"),
         ("response tokens", "chosen {chosen:.0f}, rejected {rejected:.0f}".format(**figures["length"])),
-        (
-            "gap with length",
-            "no correlation" if correlation is None else f"correlation {correlation:+.2f}, by {scale}",
-        ),
+        ("gap with length", "no correlation" if correlation is None else f"{correlation:+.2f}, by {scale}"),
         ("gradient weight", f"1/2 at the start; after {MOVE:g} nats per token {weights} (5, 50, 95%)"),
-        ("boundary", "...{prompt_end!r} | {response_start!r} ... {response_end!r}".format(**boundary)),
+        ("boundary", "...{!r} | {!r} ... {!r}".format(*result["boundary"])),
     ]
     source = "{source}: {pairs:,} pairs, gap {gap_token:+.2f} per token, {gap_sum:+.0f} in sum, "
     source += "prefers chosen {preferred:.0%}"

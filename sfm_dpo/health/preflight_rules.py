@@ -1,6 +1,6 @@
 """Rules of the preflight: figures of the base model's log-probs on the pairs, their limits, and a verdict.
 
-Pure functions. All thresholds are in RULES, and in docs/health.md with how to read them.
+Pure functions. All thresholds are in RULES, and in docs/health.md with their sources and how to read them.
 """
 
 from collections import Counter
@@ -16,120 +16,39 @@ MOVE = 0.1  # nats per token: each chosen token gains it and each rejected token
 
 
 class PreflightRule(NamedTuple):
-    """`quantity` is worse the higher it is (`worse` "above") or the lower ("below") than `limits` by level."""
+    """`quantity` is worse the higher it is (`worse` "above") or the lower ("below") than its limits."""
 
     quantity: str
-    what: str  # for the reader of docs/health.md
     worse: str
-    limits: dict[str, float]  # "no-go" before "caution"
-    source: str
+    caution: float | None
+    no_go: float | None
+    what: str
     remedy: str
-    losses: str = "all"  # or "sums": only for losses on summed log-probs
+    sums: bool = False  # only for losses on summed log-probs
 
 
-_FAILED = "a failed project's three pairs: 1,034 / 38, 1,045 / 18, 623 / 23 nats, per token 5.2 / 0.8"
 _SFT = "train on the chosen answers first (SFT), or take a base model that can write them"
-RULES = (
-    PreflightRule(
-        "token_gap",
-        "mean log-prob per token of chosen minus rejected, upper end of the 95% interval",
-        "below",
-        {"no-go": -2.5, "caution": -1.0},
-        f"{_FAILED}; its rule: several nats are a capability gap",
-        _SFT,
-    ),
-    PreflightRule(
-        "chosen_logp",
-        "mean log-prob per token of the chosen answers, upper end of the 95% interval",
-        "below",
-        {"no-go": -4.5, "caution": -3.0},
-        f"{_FAILED}; -3 is a perplexity of 20, -4.5 of 90",
-        _SFT,
-    ),
-    PreflightRule(
-        "hopeless_pairs",
-        f"share of pairs with a gap below {HOPELESS:g} nats per token, lower end of the 95% interval",
-        "above",
-        {"no-go": 0.5, "caution": 0.1},
-        "the no-go of token_gap, pair by pair",
-        "filter these pairs (the sources below say where they are)",
-    ),
-    PreflightRule(
-        "sum_gap",
-        "mean summed log-prob of chosen minus rejected, upper end of the 95% interval; a no-go only where token_gap "
-        "is at least a caution, because long answers alone make sums large",
-        "below",
-        {"no-go": -500.0, "caution": -100.0},
-        "the failed project's rule: under 50 is fine, over 100 reconsider, over 500 will not work",
-        "loss_type sigmoid_norm with beta 5, which compares means; or SFT on the chosen answers first",
-        losses="sums",
-    ),
-    PreflightRule(
-        "weight_after_move",
-        f"median gradient weight sigmoid(-margin) after a move of {MOVE:g} nats per token",
-        "below",
-        {"caution": 0.02},
-        "below it the loss is at its floor before a token's probability has changed by a tenth",
-        "a lower beta, or loss_type sigmoid_norm with beta 5",
-        losses="sums",
-    ),
-    PreflightRule(
-        "length_ratio",
-        "mean length of chosen over rejected, or the other way round where that is larger",
-        "above",
-        {"caution": 2.0},
-        "on sums length is what DPO learns first (arXiv 2403.19159)",
-        "loss_type sigmoid_norm, or pairs of closer lengths",
-        losses="sums",
-    ),
-    PreflightRule(
-        "no_eos",
-        "share of whole responses that do not end with EOS (in their last four tokens)",
-        "above",
-        {"caution": 0.05},
-        "a policy that is never shown an end does not learn to stop",
-        "check the chat template and eos_token of the tokenizer",
-    ),
-    PreflightRule(
-        "cut",
-        "share of responses cut by max_length",
-        "above",
-        {"caution": 0.25},
-        "cut responses have no end; OLMo 3's own lengths cut under 15%",
-        "raise max_length",
-    ),
-    PreflightRule(
-        "prompt_trimmed",
-        "share of prompts that are no token prefix of prompt + response",
-        "above",
-        {"caution": 0.05},
-        "what the model sees when it answers is then not what it was trained on",
-        "check the generation prompt of the chat template",
-    ),
-    PreflightRule(
-        "dropout",
-        "modules with dropout above 0",
-        "above",
-        {"caution": 0.0},
-        "policy and reference then differ by noise, and step 0 fails",
-        "disable_dropout: true",
-    ),
-    PreflightRule(
-        "rope_layers",
-        "kinds of layer whose RoPE scaling is not OLMo 3's: full attention may be YaRN-scaled, sliding never is",
-        "above",
-        {"no-go": 0.0, "caution": 0.0},
-        "8,192 tokens of context need no scaling, more do; a flat rope_parameters loses YaRN without a word",
-        "give config.json rope_parameters by layer type: yarn for full_attention, default for sliding_attention",
-    ),
-    PreflightRule(
-        "packed_difference",
-        "largest difference per token between packed and single sequences, over its tolerance (1e-4, 16 bit: 5e-2)",
-        "above",
-        {"no-go": 1.0, "caution": 1.0},
-        "sequences of one row would see each other",
-        "padding_free: false, and report the model",
-    ),
+_FILTER = "filter these pairs (the sources below say where they are)"
+_MEANS = "loss_type sigmoid_norm with beta 5, which compares means; or SFT on the chosen answers first"
+_BETA = "a lower beta, or loss_type sigmoid_norm with beta 5"
+_LENGTHS = "loss_type sigmoid_norm, or pairs of closer lengths"
+_EOS = "check the chat template and eos_token of the tokenizer"
+_PROMPT = "check the generation prompt of the chat template"
+_ROPE = "give config.json rope_parameters by layer type: yarn for full_attention, default for sliding_attention"
+_PACKED = "padding_free: false, and report the model"
+RULES = (  # of a mean or a share the end of its 95% interval that is in doubt's favour
+    PreflightRule("token_gap", "below", -1.0, -2.5, "mean log-prob per token, chosen minus rejected", _SFT),
+    PreflightRule("chosen_logp", "below", -3.0, -4.5, "mean log-prob per token of the chosen answers", _SFT),
+    PreflightRule("hopeless_pairs", "above", 0.1, 0.5, f"share of pairs below {HOPELESS:g} nats per token", _FILTER),
+    PreflightRule("sum_gap", "below", -100.0, -500.0, "mean summed log-prob, chosen minus rejected", _MEANS, True),
+    PreflightRule("weight_after_move", "below", 0.02, None, f"median after {MOVE:g} nats per token", _BETA, True),
+    PreflightRule("length_ratio", "above", 2.0, None, "mean lengths, longer over shorter side", _LENGTHS, True),
+    PreflightRule("no_eos", "above", 0.05, None, "share of whole responses that do not end with EOS", _EOS),
+    PreflightRule("cut", "above", 0.25, None, "share of responses cut by max_length", "raise max_length"),
+    PreflightRule("prompt_trimmed", "above", 0.05, None, "share of prompts that start no prompt + response", _PROMPT),
+    PreflightRule("dropout", "above", 0.0, None, "modules with dropout above 0", "disable_dropout: true"),
+    PreflightRule("rope_layers", "above", None, 0.0, "kinds of layer whose RoPE scaling is not OLMo 3's", _ROPE),
+    PreflightRule("packed_difference", "above", None, 1.0, "packed against single, over its tolerance", _PACKED),
 )
 
 
@@ -146,25 +65,26 @@ def compute_pair_figures(
     Returns:
         Nested figures: means with 95% intervals [mean, low, high], quantiles [5%, 50%, 95%], shares.
     """
-    token = logps / lengths
+    token, sides = logps / lengths, ("chosen", "rejected")
     gap, sum_gap = token[:, 0] - token[:, 1], logps[:, 0] - logps[:, 1]
     normalized = loss_type in LENGTH_NORMALIZED_LOSSES
-    scaled = beta * (gap if normalized else sum_gap)
-    margin_after = beta * MOVE * (np.full(len(gap), 2.0) if normalized else lengths.sum(axis=1))
+    scaled = gap if normalized else sum_gap
+    margins = beta * MOVE * (np.full(len(gap), 2.0) if normalized else lengths.sum(axis=1))
     preferred = float(np.mean((scaled > 0) + 0.5 * (scaled == 0)))
     hopeless = float(np.mean(gap < HOPELESS))
-    difference = lengths[:, 0] - lengths[:, 1]
+    longer = lengths[:, 0] - lengths[:, 1]
+    varied = len(gap) > 2 and scaled.std() > 0 and longer.std() > 0
     return {
         "pairs": len(gap),
         "logp_sum": _intervals(chosen=logps[:, 0], rejected=logps[:, 1], gap=sum_gap),
         "logp_token": _intervals(chosen=token[:, 0], rejected=token[:, 1], gap=gap),
-        "perplexity": {side: float(np.exp(-token[:, i].mean())) for i, side in enumerate(("chosen", "rejected"))},
+        "perplexity": dict(zip(sides, np.exp(-token.mean(axis=0)).tolist(), strict=True)),
         "preferred": [preferred, *wilson(preferred, len(gap))],
         "hopeless": [hopeless, *wilson(hopeless, len(gap))],
-        "length": {"chosen": float(lengths[:, 0].mean()), "rejected": float(lengths[:, 1].mean())},
-        "correlation_gap_length": _correlation(scaled, difference),
-        "weight_by_base": _weight_quantiles(scaled),
-        "weight_after_move": _weight_quantiles(margin_after),
+        "length": dict(zip(sides, lengths.mean(axis=0).tolist(), strict=True)),
+        "correlation_gap_length": float(np.corrcoef(scaled, longer)[0, 1]) if varied else None,
+        # 5%, 50% and 95% of DPO's gradient weight sigmoid(-margin)
+        "weight_after_move": np.quantile(np.exp(-np.logaddexp(0, margins)), [0.05, 0.5, 0.95]).tolist(),
         "by_source": _figures_by_source(gap, sum_gap, scaled, sources),
     }
 
@@ -186,15 +106,14 @@ def judge_base_model(values: dict[str, float], loss_type: str) -> tuple[str, lis
     """(verdict, findings): "go", "caution" or "no-go", and a finding for each rule that `values` break."""
     findings: list[dict[str, Any]] = []
     for rule in RULES:
-        value = values.get(rule.quantity)
-        if value is None or (rule.losses == "sums" and loss_type in LENGTH_NORMALIZED_LOSSES):
+        if rule.quantity not in values or (rule.sums and loss_type in LENGTH_NORMALIZED_LOSSES):
             continue
-        limits = dict(rule.limits)
+        limits = {"no-go": rule.no_go, "caution": rule.caution}
         if rule.quantity == "sum_gap" and not any(f["rule"] == "token_gap" for f in findings):
-            del limits["no-go"]
-        sign = 1 if rule.worse == "above" else -1
+            limits["no-go"] = None  # long answers alone make sums large
+        value, sign = values[rule.quantity], 1 if rule.worse == "above" else -1
         for level, limit in limits.items():
-            if not sign * value <= sign * limit:  # NaN breaks every rule
+            if limit is not None and not sign * value <= sign * limit:  # NaN breaks every rule
                 finding = {"rule": rule.quantity, "level": level, "value": value, "limit": limit}
                 findings.append(finding | {"what": rule.what, "remedy": rule.remedy})
                 break
@@ -212,15 +131,6 @@ def format_finding(finding: dict[str, Any]) -> str:
 
 def _intervals(**values: np.ndarray) -> dict[str, list[float]]:
     return {name: [*mean_interval(column.tolist())] for name, column in values.items()}
-
-
-def _weight_quantiles(margins: np.ndarray) -> list[float]:
-    """5%, 50% and 95% of DPO's gradient weight sigmoid(-margin)."""
-    return np.quantile(np.exp(-np.logaddexp(0, margins)), [0.05, 0.5, 0.95]).tolist()
-
-
-def _correlation(a: np.ndarray, b: np.ndarray) -> float | None:
-    return float(np.corrcoef(a, b)[0, 1]) if len(a) > 2 and a.std() > 0 and b.std() > 0 else None
 
 
 def _figures_by_source(gap, sum_gap, scaled, sources: list[str]) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -54,13 +53,6 @@ def numel(parameter: torch.nn.Parameter) -> int:
 def shape(parameter: torch.nn.Parameter) -> torch.Size:
     """Shape of the whole tensor."""
     return getattr(parameter, "ds_shape", parameter.shape)
-
-
-def local_values(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """What this rank holds of a tensor, without communication."""
-    if hasattr(parameter, "ds_tensor"):
-        return parameter.ds_tensor.detach()
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
 
 
 # Upstream: trl 1.16, trainer/utils.py, hash_module: hashes what ZeRO-3 leaves in each tensor, which is nothing, so

@@ -73,7 +73,7 @@ def first_and_last(log: list[dict[str, Any]], metric: str) -> tuple[float | None
 
 
 def to_float(value: Any) -> float:
-    """A logged value as a float; NaN where it is not a number."""
+    """A logged value as a float; NaN where it is not a number (W&B writes NaN and infinity as text)."""
     return float(value) if isinstance(value, int | float) else math.nan
 
 
@@ -171,10 +171,6 @@ def _read_wandb(path: Path) -> RunLog:
         if update := record.get("run", record).get("config", {}).get("update"):
             config |= {key: value for key, value in update.items() if key != "_wandb"}
         if row := record.get("history", {}).get("item"):
-            # W&B writes what is no JSON as text: "NaN", "Infinity", "-Infinity"
-            row = {
-                key: float(value) if value in ("NaN", "Infinity", "-Infinity") else value for key, value in row.items()
-            }
             entries.append(row | {"step": row.get("train/global_step", row.get("_step"))})
     if result.returncode or not entries:
         why = result.stderr or "it holds no logged metrics"

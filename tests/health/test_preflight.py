@@ -1,9 +1,9 @@
 """The preflight: figures against sums written out here, verdicts on recorded log-probs, faults planted one by one."""
 
-import importlib.util
 import json
 import math
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +13,11 @@ from datasets import Dataset
 from torch import nn
 
 import train_dpo
+from scripts import preflight as script
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.statistics import mean_interval, wilson
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
-from sfm_dpo.health import preflight
 from sfm_dpo.health.generation import generate_answers
 from sfm_dpo.health.preflight import (
     check_vocabulary,
@@ -25,15 +25,18 @@ from sfm_dpo.health.preflight import (
     count_wrong_rope_layers,
     inspect_model,
     inspect_tokens,
+    preflight_phase,
     response_lengths,
     run_preflight,
 )
 from sfm_dpo.health.preflight_rules import RULES, compute_figure_values, compute_pair_figures, judge_base_model
+from sfm_dpo.model import packing
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from tests.oracle import by_hand
 from tests.tiny_models import tiny_config, tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCS = (ROOT / "docs" / "health.md").read_text()
 CLEAN = {"no_eos": 0.0, "cut": 0.0, "prompt_trimmed": 0.0, "dropout": 0.0, "rope_layers": 0.0}
 # A failed project's pairs; of the lengths only the means per token are known (5.2 and 0.8 nats)
 RECORDED = np.array([[-1034, -38], [-1045, -18], [-623, -23]], dtype=float)
@@ -41,9 +44,8 @@ RECORDED_LENGTHS = np.abs(RECORDED) / [5.2, 0.8]
 
 
 def verdict_of(logps, lengths, loss_type="sigmoid_norm", beta=5.0, values=CLEAN):
-    figures = compute_pair_figures(
-        np.asarray(logps, float), np.asarray(lengths, float), ["s"] * len(logps), loss_type, beta
-    )
+    logps, lengths = np.asarray(logps, float), np.asarray(lengths, float)
+    figures = compute_pair_figures(logps, lengths, ["s"] * len(logps), loss_type, beta)
     verdict, findings = judge_base_model(compute_figure_values(figures) | values, loss_type)
     return verdict, {finding["rule"]: finding["level"] for finding in findings}
 
@@ -94,10 +96,9 @@ def test_each_side_of_each_threshold(quantity, kwargs, level):
 
 
 def test_a_small_sample_does_not_refuse_what_it_cannot_know():
-    logps, lengths = typical(n=256, chosen=-3.2, rejected=-0.9)
-    few = logps[:3].copy()
-    few[0, 0] = -0.5 * lengths[0, 0]  # three pairs, one of them fine: the interval reaches far
-    assert verdict_of(few, lengths[:3])[1].get("token_gap") != "no-go"
+    logps, lengths = typical(n=3, chosen=-3.2, rejected=-0.9)
+    logps[0, 0] = -0.5 * lengths[0, 0]  # three pairs, one of them fine: the interval reaches far
+    assert verdict_of(logps, lengths)[1].get("token_gap") != "no-go"
 
 
 def test_hopeless_pairs_of_one_source_are_found_there():
@@ -126,7 +127,6 @@ def test_figures_are_what_their_names_say():
     # On means each token of each side counts once: 5 x 0.2, whatever the lengths
     norm = compute_pair_figures(logps, lengths, ["a", "a"], "sigmoid_norm", 5.0)
     assert norm["weight_after_move"] == pytest.approx([1 / (1 + math.e)] * 3)
-    assert norm["weight_by_base"][0] < 0.5 < norm["weight_by_base"][2]
 
 
 def test_intervals_cover_the_truth_about_95_times_in_100():
@@ -145,14 +145,15 @@ def test_not_a_number_breaks_every_rule():
     assert verdict_of(np.full((4, 2), np.nan), np.ones((4, 2)))[0] == "no-go"
 
 
-def test_the_table_in_the_docs_is_the_table_in_the_code():
-    lines = []
-    for r in RULES:
-        caution, no_go = (f"{r.limits[level]:g}" if level in r.limits else "" for level in ("caution", "no-go"))
-        cells = (f"`{r.quantity}`", r.what, r.worse, caution, no_go, r.losses, r.source, r.remedy)
-        lines.append(f"| {' | '.join(cells)} |\n")
-    table = "|---|\n" + "".join(lines) + "\n"  # all of it: from the header's rule to the empty line
-    assert table in (ROOT / "docs" / "health.md").read_text()
+def test_each_rule_is_in_the_docs():
+    rows = re.findall(
+        r"^\| `(\w+)` \| [^|]* \| (above|below) \| *(\S*) \| *(\S*) \| (all|sums) \|", DOCS, re.MULTILINE
+    )
+    limits = [["" if limit is None else f"{limit:g}" for limit in (rule.caution, rule.no_go)] for rule in RULES]
+    expected = [
+        (r.quantity, r.worse, *pair, "sums" if r.sums else "all") for r, pair in zip(RULES, limits, strict=True)
+    ]
+    assert rows == expected
 
 
 # ---- tokens and model
@@ -214,43 +215,32 @@ def make_trainer(folder, out, *cli: str):
 def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, cli):
     folder = tiny_folder("olmo3")
     trainer, config = make_trainer(folder, tmp_path / "run", *cli)
-    result = run_preflight(trainer, config)
-    logps = by_hand(folder, trainer.model.state_dict(), list(trainer.train_dataset))
-    chosen, rejected = logps["reference_chosen_sum"], logps["reference_rejected_sum"]
-    assert result["figures"]["logp_sum"]["chosen"][0] == pytest.approx(chosen.mean().item(), abs=1e-2)
-    assert result["figures"]["logp_sum"]["gap"][0] == pytest.approx((chosen - rejected).mean().item(), abs=1e-2)
-    assert result["verdict"] == "no-go"  # random weights
-    assert result["pairs"].startswith("all 8" if cli else "8 of 8")
-    assert result["boundary"]["prompt_end"] == "question 0:"
-    assert result["boundary"]["response_end"].endswith("<|im_end|>")
-    if cli:
-        assert result["values"]["packed_difference"] < 0.1
-    json.dumps(result, allow_nan=False)
-
-
-def test_leaking_boundaries_are_told_from_rounding(tiny_folder, tmp_path, monkeypatch):
-    import sfm_dpo.model.packing
-
-    trainer, _ = make_trainer(tiny_folder("llama"), tmp_path / "run", "--padding_free", "true")
-    assert compute_packed_difference(trainer, np.array([3, 5])) < 0.1
-    real = sfm_dpo.model.packing.boundary_mask
-
-    def leaking(cu_seqlens, max_length):
-        return real(cu_seqlens[[0, -1]], int(cu_seqlens[-1]))  # one sequence out of all
-
-    monkeypatch.setattr(sfm_dpo.model.packing, "boundary_mask", leaking)
-    assert compute_packed_difference(trainer, np.array([3, 5])) > 10
-    assert judge_base_model({"packed_difference": 10.0}, "sigmoid_norm")[0] == "no-go"
-
-
-def test_a_model_left_in_the_state_it_came_in(tiny_folder, tmp_path):
-    trainer, config = make_trainer(tiny_folder("llama"), tmp_path / "run", "--padding_free", "true")
     before = {name: p.clone() for name, p in trainer.model.state_dict().items()}
     training = trainer.model.training
-    run_preflight(trainer, config)
+    result = run_preflight(trainer, config)
+    logps = by_hand(folder, before, list(trainer.train_dataset))
+    chosen, rejected = logps["reference_chosen_sum"], logps["reference_rejected_sum"]
+    sums = result["figures"]["logp_sum"]
+    assert sums["chosen"][0] == pytest.approx(chosen.mean().item(), abs=1e-2)
+    assert sums["gap"][0] == pytest.approx((chosen - rejected).mean().item(), abs=1e-2)
+    assert result["verdict"] == "no-go"  # random weights
+    assert result["pairs"].startswith("all 8" if cli else "8 of 8")
+    assert result["boundary"][0] == "question 0:" and result["boundary"][-1].endswith("<|im_end|>")
+    assert not cli or result["values"]["packed_difference"] < 0.1
+    json.dumps(result, allow_nan=False)
+    # The model is left in the state it came in
     assert trainer.model.training == training
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.state_dict().items())
     assert all(p.grad is None for p in trainer.model.parameters())
+
+
+def test_leaking_boundaries_are_told_from_rounding(tiny_folder, tmp_path, monkeypatch):
+    trainer, _ = make_trainer(tiny_folder("llama"), tmp_path / "run", "--padding_free", "true")
+    assert compute_packed_difference(trainer, np.array([3, 5])) < 0.1
+    real = packing.boundary_mask  # and one sequence out of all:
+    monkeypatch.setattr(packing, "boundary_mask", lambda cu_seqlens, _: real(cu_seqlens[[0, -1]], int(cu_seqlens[-1])))
+    assert compute_packed_difference(trainer, np.array([3, 5])) > 10
+    assert judge_base_model({"packed_difference": 10.0}, "sigmoid_norm")[0] == "no-go"
 
 
 @pytest.fixture
@@ -276,21 +266,13 @@ def test_a_no_go_ends_the_run_before_its_first_step(command, tmp_path, capsys):
     assert json.loads((out / "status.json").read_text())["state"] == "done"
 
 
-def test_skip_computes_nothing(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight, "run_preflight", lambda *a: pytest.fail("the preflight ran"))
-    assert train_dpo.main([*command, "--preflight", "skip"]) == 0
+def test_skip_computes_nothing(command, tmp_path):
+    preflight_phase(None, parse_config([*command, "--preflight", "skip"]))  # nothing to compute it with
     assert not (tmp_path / "run" / "preflight.json").exists()
 
 
-def load_script():
-    spec = importlib.util.spec_from_file_location("preflight_script", ROOT / "scripts" / "preflight.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    return script
-
-
 def test_as_a_command_of_its_own(command, tmp_path, capsys):
-    script, out = load_script(), tmp_path / "f.json"
+    out = tmp_path / "f.json"
     assert script.main([*command, "--preflight_samples", "5", "--json", str(out)]) == 3
     assert not (tmp_path / "run").exists()
     assert "5 of 8, drawn with seed 42" in capsys.readouterr().out
@@ -301,29 +283,24 @@ def test_as_a_command_of_its_own(command, tmp_path, capsys):
 # ---- a real model: `make demo` or scripts/demo.py makes the folder
 
 DEMO_MODEL = ROOT / "outputs" / "demo-model"
-QUESTIONS = [
-    "What is the capital of France?",
-    "How many days does a week have?",
-    "What color is the sky on a clear day?",
-    "What do bees make?",
-    "Name an animal that can fly.",
-    "What is water made of?",
-]
+QUESTIONS = """What is the capital of France?
+How many days does a week have?
+What color is the sky on a clear day?
+What do bees make?
+Name an animal that can fly.
+What is water made of?""".splitlines()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not DEMO_MODEL.is_dir(), reason="needs outputs/demo-model, which `make demo` prepares")
-def test_a_real_models_own_answers_are_go_and_impossible_ones_no_go(write_rows, tmp_path):
-    """Own answers against shuffled ones; then the shuffled words, or another script, as chosen against the own."""
+def test_a_real_models_own_answers_are_go_and_their_shuffled_words_no_go(write_rows, tmp_path):
     assistant = {"role": "assistant"}
     prompts = [[{"role": "user", "content": question}] for question in QUESTIONS]
     own = [answer.text for answer in generate_answers(str(DEMO_MODEL), prompts, max_new_tokens=24)]
     rng = random.Random(0)
     shuffled = [" ".join(rng.sample(text.split(), len(text.split()))) for text in own]
-    letters = [*map(chr, range(0x10D0, 0x10F1))]
-    georgian = ["".join(rng.choice(letters) if c.isalpha() else c for c in text)[:40] for text in own]
-    verdicts = {}
-    sides = {"own over shuffled": (own, shuffled), "shuffled over own": (shuffled, own), "script": (georgian, own)}
+    verdicts = []
+    sides = {"own over shuffled": (own, shuffled), "shuffled over own": (shuffled, own)}
     for name, (chosen, rejected) in sides.items():
         rows = [
             {"prompt": q, "chosen": [assistant | {"content": c}], "rejected": [assistant | {"content": r}]}
@@ -332,9 +309,6 @@ def test_a_real_models_own_answers_are_go_and_impossible_ones_no_go(write_rows, 
         ]
         data, out = write_rows(f"{name}.jsonl", rows), tmp_path / f"{name}.json"
         argv = ["--model_name_or_path", str(DEMO_MODEL), "--dataset_name", str(data), "--use_cpu", "--bf16", "false"]
-        code = load_script().main([*argv, "--max_length", "192", "--json", str(out)])
-        verdicts[name] = json.loads(out.read_text())["verdict"]
-        assert code == (3 if verdicts[name] == "no-go" else 0)
-    # Of the three byte tokens of a foreign letter two are predictable: a mean per token is milder than the text is
-    assert verdicts.pop("script") in ("caution", "no-go")
-    assert verdicts == {"own over shuffled": "go", "shuffled over own": "no-go"}
+        code = script.main([*argv, "--max_length", "192", "--json", str(out)])
+        verdicts.append((code, json.loads(out.read_text())["verdict"]))
+    assert verdicts == [(0, "go"), (3, "no-go")]
