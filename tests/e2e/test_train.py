@@ -268,7 +268,7 @@ def wrong(tiny_folder, write_rows, tmp_path, capsys):
 )
 def test_wrong_values(wrong, more, parts):
     if "20" in more:
-        wrong(more, "max_length 20", "no train pair fits")
+        wrong(more, "max_length 20", "no train pair of")
     else:
         wrong(more, *parts)
 
