@@ -204,7 +204,6 @@ class Planner:
                 "largest_micro_batch": self.largest_micro_batch(self.per_device)[0],
                 "checkpointing": args.gradient_checkpointing,
                 "activations": self.activations(self.per_device),
-                "activation_per_token": {on: traced.peak[1] for on, traced in self.traced.items()},
             },
             "launches": launches,
             "time": self.plan_time(),

@@ -315,7 +315,7 @@ def test_training_finds_the_tokens_in_the_cache(write_rows, tiny_folder, monkeyp
         assert len(tokens) == len(split) and (counts["prompt_cut"] > 0) == (limit is not None)
 
 
-@pytest.mark.parametrize("n", [1, 2, 40])
+@pytest.mark.parametrize("n", [1, 40])
 def test_page_and_picture(n, analyze, tmp_path):
     """Also of a single pair. The example is cut where training starts."""
     result = analyze([pair(i, chosen="<script>alert(1)</script> & apples " + "a" * i) for i in range(n)])
