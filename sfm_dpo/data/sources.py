@@ -53,8 +53,9 @@ def load_rows(
     """
     local = Path(path).expanduser()
     if os.path.exists(local):  # not Path.exists, which raises in a folder that may not be entered
-        if name or data_dir or data_files:
-            raise UserError(f"dataset_name {path}: name, data_dir and data_files are for the Hub; remove them")
+        for option, value in {"name": name, "data_dir": data_dir, "data_files": data_files}.items():
+            if value:
+                raise UserError(f"dataset_name {path}: {option} {value} is for the Hub; remove it")
         rows = _load_local(local, split)
     elif local.suffix in LOCAL_FORMATS or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise UserError(f"dataset_name {path}: no such file or folder")

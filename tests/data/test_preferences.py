@@ -218,7 +218,7 @@ def test_a_folder_with_several_splits_gives_the_one_that_is_asked_for(write_rows
     assert len(load_rows(str(tmp_path / "copy"), split="test")) == 2
     with pytest.raises(UserError, match="validation"):
         load_rows(str(tmp_path / "copy"), split="validation")
-    with pytest.raises(UserError, match="data_files are for the Hub"):
+    with pytest.raises(UserError, match="data_files x is for the Hub"):
         load_rows(str(tmp_path / "copy"), data_files="x")
     file = write_rows("rows.jsonl", [PAIR] * 4)
     assert len(load_rows(str(file), split="train[:50%]")) == 2
