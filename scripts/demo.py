@@ -13,10 +13,10 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
+from subprocess import PIPE, STDOUT, Popen
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -44,10 +44,8 @@ QUIET = {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",  # DeepSpeed, which accelerate imports, warns when it finds no GPU
     "HF_HUB_OFFLINE": "1",  # all files are local
-    # Progress bars of things that are over in seconds; the training prints its own lines.
-    "TQDM_DISABLE": "1",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # also those of transformers
-    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    # No progress bars of things that are over in seconds: tqdm's, transformers', datasets'
+    **dict.fromkeys(("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"), "1"),
 }
 
 
@@ -65,7 +63,8 @@ def main(argv: list[str]) -> int:
     print(INTRO, flush=True)
     fields = ["--config", RECIPE, *fields]
     config = parse_config(fields)
-    if not config.train.eval_fraction:
+    held_out = load_pairs(config).eval
+    if held_out is None:
         raise UserError("eval_fraction 0: the demo compares answers to questions that were held out; leave it away")
     prepare_model()
     run = Path(config.train.output_dir)
@@ -73,8 +72,6 @@ def main(argv: list[str]) -> int:
     if code := train(fields):
         print(f"demo: the training ended with exit code {code}; its output is above and in {LOG}", file=sys.stderr)
         return code
-    held_out = load_pairs(config).eval
-    assert held_out is not None  # eval_fraction is above 0
     compare_answers(run, config.model.model_name_or_path, list(held_out["prompt"]))
     print(f"  time     {(time.monotonic() - start) / 60:.1f} minutes")
     return 0
@@ -101,11 +98,9 @@ def prepare_model() -> None:
     del config["quantization_config"]
     model = AutoModelForCausalLM.from_config(type(quantized.config).from_dict(config), dtype=torch.float32)
     model.load_state_dict(quantized.state_dict())
-    model.generation_config = GenerationConfig(
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    model.generation_config = GenerationConfig(**special)
     tokenizer.model_max_length = model.config.max_position_embeddings
-
     partial = MODEL.with_name(".demo-model.partial")  # MODEL appears whole or not at all
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
@@ -128,24 +123,17 @@ def train(argv: list[str]) -> int:
     print(f"run: python {' '.join(command)}\n", flush=True)
     LOG.parent.mkdir(exist_ok=True)
     # Its own session: Ctrl-C reaches it as a plain end from here, without a traceback.
-    process = subprocess.Popen(
-        [sys.executable, "-u", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    with LOG.open("w", encoding="utf-8") as log:
+    words = [sys.executable, "-u", *command]
+    training = Popen(words, stdout=PIPE, stderr=STDOUT, text=True, errors="replace", start_new_session=True)
+    with LOG.open("w", encoding="utf-8") as log, training:
         try:
-            for line in process.stdout or ():
+            for line in training.stdout or ():
                 print(line, end="", flush=True)
                 log.write(line)
         except BaseException:
-            process.terminate()
-            log.write(process.communicate()[0])
+            training.terminate()
             raise
-    return process.wait()
+    return training.returncode
 
 
 def compare_answers(run: Path, base: str, prompts: list[list[dict]]) -> None:
@@ -157,11 +145,9 @@ def compare_answers(run: Path, base: str, prompts: list[list[dict]]) -> None:
     print(f"\nanswering the {len(prompts)} held-out questions with both models, about half a minute\n", flush=True)
     before, after = generate_answers(base, prompts), generate_answers(str(run), prompts)
     rows = [(prompt[-1]["content"], *answers) for prompt, *answers in zip(prompts, before, after, strict=True)]
-    by_change = sorted(rows, key=lambda row: row[2].tokens - row[1].tokens)
-    print("the three answers whose length changed most, and the one that changed least\n")
-    for question, old, new in [*by_change[:3], by_change[-1]]:
-        lengths = [f"{'cut after ' if answer.cut else ''}{answer.tokens} tokens" for answer in (old, new)]
-        print(f"Q: {question}\n{side_by_side(f'before: {lengths[0]}', f'after: {lengths[1]}')}")
+    print("the four answers that became shorter by most tokens\n")
+    for question, old, new in sorted(rows, key=lambda row: row[2].tokens - row[1].tokens)[:4]:
+        print(f"Q: {question}\n{side_by_side(f'before: {old.tokens} tokens', f'after: {new.tokens} tokens')}")
         print(side_by_side(old.text, new.text) + "\n")
 
     keys = ("prompt", "before", "after", "before_tokens", "after_tokens")
@@ -175,7 +161,6 @@ def compare_answers(run: Path, base: str, prompts: list[list[dict]]) -> None:
         ("likelier per token: the chosen answer", *(f"{e['eval_logps/accuracies']:.2f}" for e in (first, last))),
         ("loss", *(f"{e['eval_loss']:.3f}" for e in (first, last))),
         *(page.compare_answers(samples) or {"drift": []})["drift"],
-        ("answers cut at the limit", *(f"{sum(a.cut for a in x)} of {len(x)}" for x in (before, after))),
     ]
     print(format_table(figures, (f"held out: {len(prompts)} questions", "before", "after"), "lr"))
     print("Rewards measure the change since the start: before it all pairs tie, which counts as 0.50 (chance).\n")

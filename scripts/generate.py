@@ -10,7 +10,6 @@ own earlier answers, and /new forgets them. Answers are greedy: the same each ti
 """
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -67,11 +66,11 @@ def main(argv: list[str]) -> None:
     models = [ChatModel(name) for name in (base, options.model) if name]
     chat = not options.prompts and sys.stdin.isatty()
     print(side_by_side("base", "trained") if base else options.model, flush=True)
-    for prompt in read_terminal() if chat else options.prompts or filter(None, map(str.strip, sys.stdin)):
+    for prompt in map(str.strip, options.prompts or (iter(read_prompt, None) if chat else sys.stdin)):
         if not chat or prompt == "/new":
             for model in models:
                 model.turns.clear()
-        if prompt == "/new":
+        if prompt in ("", "/new"):
             continue
         if not chat:
             print(f"\nQ: {prompt}")
@@ -87,15 +86,12 @@ def find_base(model: Path) -> str | None:
     return None
 
 
-def read_terminal() -> Iterator[str]:
-    """Prompts as they are typed, until Ctrl-D."""
-    while True:
-        try:
-            if prompt := input("\n> ").strip():
-                yield prompt
-        except EOFError:
-            print()
-            return
+def read_prompt() -> str | None:
+    """A prompt as it is typed; None at Ctrl-D."""
+    try:
+        return input("\n> ")
+    except EOFError:
+        return print()
 
 
 if __name__ == "__main__":

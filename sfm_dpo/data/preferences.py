@@ -56,14 +56,14 @@ class Pairs:
 
     def check_dropped(self, limit: float) -> None:
         """Raises UserError if more than `limit` (a share of all rows) was dropped."""
-        total = self.dropped.total()
+        total, names = self.dropped.total(), ", ".join(self.sources)
         worst = ", ".join(f"{n} x {DROP_REASONS[reason]}" for reason, n in self.dropped.most_common(3))
         if total == self.rows:
-            raise UserError(f"dataset_name {', '.join(self.sources)}: none of its {total} rows can be used ({worst})")
+            raise UserError(f"dataset_name {names}: none of its {total} rows can be used ({worst})")
         if total > limit * self.rows:
             raise UserError(
-                f"{total} of {self.rows} rows cannot be used ({worst}): more than max_dropped_fraction {limit:g}; "
-                "correct the data, or raise max_dropped_fraction if this is intended"
+                f"dataset_name {names}: {total} of {self.rows} rows cannot be used ({worst}); correct them, or raise "
+                f"max_dropped_fraction {limit:g}"
             )
 
     def table(self) -> str:
@@ -153,11 +153,10 @@ def _normalize_row(row: dict[str, Any]) -> dict[str, Any]:
             template = json.dumps(arguments)
     except (ValueError, TypeError):
         pair = "malformed"
-    if isinstance(pair, str):
-        return {"prompt": [], "chosen": [], "rejected": [], "template": template, "dropped": pair}
+    sides, reason = ([[]] * 3, pair) if isinstance(pair, str) else (pair, "")
     # datasets 5.2 would take text that happens to be JSON, such as 42 or {}, for its content
-    prompt, chosen, rejected = (json.dumps(side) if isinstance(side, str) else side for side in pair)
-    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "template": template, "dropped": ""}
+    sides = [json.dumps(side) if isinstance(side, str) else side for side in sides]
+    return dict(zip(("prompt", "chosen", "rejected"), sides, strict=True)) | {"template": template, "dropped": reason}
 
 
 def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | str:

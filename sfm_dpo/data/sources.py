@@ -27,10 +27,10 @@ def room_in_cache() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        causes: list[BaseException] = [error]  # datasets wraps what its writer raised, and _load_local once more
-        while (cause := causes[-1].__cause__) is not None:
-            causes.append(cause)
-        full = any(isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT) for e in causes)
+        cause: BaseException = error  # datasets wraps what its writer raised, and _load_local once more
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        full = getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
         if full or "Not enough disk space" in str(error):  # datasets' own look at the sizes, without an errno
             raise UserError(
                 f"HF_HOME: no space is left in {datasets.config.HF_DATASETS_CACHE} for the tokens of the pairs; free "
@@ -55,14 +55,12 @@ def load_rows(
     if os.path.exists(local):  # not Path.exists, which raises in a folder that may not be entered
         for option, value in {"name": name, "data_dir": data_dir, "data_files": data_files}.items():
             if value:
-                raise UserError(
-                    f"dataset_name {path}: {option} {value} is for the Hub; give the file or folder itself"
-                )
+                raise UserError(f"dataset_name {path}: {option} {value} is for the Hub; remove it")
         rows = _load_local(local, split)
     elif local.suffix in LOCAL_FORMATS or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise UserError(f"dataset_name {path}: no such file or folder")
     else:
-        rows = _load_hub(path, name, split, data_dir, data_files)
+        rows = _load_hub(path, name, split=split, data_dir=data_dir, data_files=data_files)
     if missing := {"chosen", "rejected"} - set(rows.column_names):
         raise UserError(
             f"dataset_name {path}: no column {' or '.join(sorted(missing))}; it has {', '.join(rows.column_names)}"
@@ -126,9 +124,9 @@ def _find_bad_line(file: Path) -> str | None:
     return None
 
 
-def _load_hub(path: str, name: str | None, split: str, data_dir: str | None, data_files: Any) -> Dataset:
+def _load_hub(path: str, name: str | None, **options: Any) -> Dataset:
     try:
-        return load_dataset(path, name, split=split, data_dir=data_dir, data_files=data_files)
+        return load_dataset(path, name, **options)
     except DatasetNotFoundError as error:
         raise UserError(
             f"dataset_name {path}: neither a local file nor found on the Hub (a gated or private one needs HF_TOKEN)"

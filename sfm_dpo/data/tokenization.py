@@ -96,9 +96,7 @@ def tokenize_pairs(
         new_fingerprint=Hasher.hash((pairs._fingerprint, tokenizer_key(tokenizer), versions)),
         desc="Tokenizing",
     )
-    cut = np.zeros(len(tokens), dtype=bool)
-    if max_prompt_length is not None:
-        cut = tokens.with_format("numpy")["prompt_length"][:] > max_prompt_length
+    cut = tokens.with_format("numpy")["prompt_length"][:] > (max_prompt_length or np.inf)
     if cut.any():
         tokens = tokens.map(
             _cut_prompts,
@@ -113,8 +111,7 @@ def tokenize_pairs(
     reasons = np.asarray(columns["dropped"], dtype=object)
     empty = (columns["chosen_length"] == 0) | (columns["rejected_length"] == 0)
     reasons[(reasons == "") & empty] = "empty_response"
-    if max_length is not None:
-        reasons[(reasons == "") & (columns["prompt_length"] >= max_length)] = "prompt_too_long"
+    reasons[(reasons == "") & (columns["prompt_length"] >= (max_length or np.inf))] = "prompt_too_long"
     keep = reasons == ""
     counts = Counter(reasons[~keep].tolist())
     counts["prompt_cut"] = int(cut[keep].sum())
@@ -138,24 +135,18 @@ def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> tupl
         tokens, counts = tokenize_pairs(
             texts, tokenizer, args.max_length, args.max_prompt_length, args.dataset_num_proc
         )
-        if cut := counts.pop("prompt_cut"):
-            limit = args.max_prompt_length
-            notes.append(f"{split}: {cut:,} prompts are longer than max_prompt_length {limit} and keep their end")
-        if trimmed := counts.pop("prompt_trimmed"):
-            notes.append(
-                f"{split}: {trimmed:,} prompts are no token prefix of prompt+response; their last tokens count as "
-                "response"
-            )
+        for key, text in {
+            "prompt_cut": f"longer than max_prompt_length {args.max_prompt_length} and keep their end",
+            "prompt_trimmed": "no token prefix of prompt+response; their last tokens count as response",
+        }.items():
+            if n := counts.pop(key):
+                notes.append(f"{split}: {n:,} prompts are {text}")
         pairs.dropped.update(counts)
         if not len(tokens):
             reason, n = counts.most_common(1)[0]
-            if reason == "prompt_too_long":
-                raise UserError(
-                    f"max_length {args.max_length}: no {split} pair fits; raise it or set max_prompt_length"
-                )
-            names = ", ".join(pairs.sources)
             raise UserError(
-                f"dataset_name {names}: no {split} pair is left with this model ({n} x {DROP_REASONS[reason]})"
+                f"max_length {args.max_length}: no {split} pair of {', '.join(pairs.sources)} is left ({n} x "
+                f"{DROP_REASONS[reason]}); raise max_length or set max_prompt_length, or correct the data"
             )
         # Flat: or every rank would write the rest anew when the trainer adds columns
         # Upstream: datasets 5.2, arrow_dataset.py, Dataset.flatten_indices: writes a flat dataset anew, too, and no
@@ -184,26 +175,26 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _tokenize_batch(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> dict[str, list]:
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    texts, reasons = zip(*(_render(row, tokenizer) for row in rows), strict=True)
+    texts = [_render(row, tokenizer) for row in rows]
+    out: list[dict[str, Any]] = [{}] * len(rows)
     # Plain text gets the tokenizer's special tokens, a rendered chat template holds its own.
-    out: list[dict[str, Any]] = [{} for _ in rows]
-    for plain in (True, False):
+    for plain in {isinstance(row["prompt"], str) for row in rows}:
         group = [i for i, row in enumerate(rows) if isinstance(row["prompt"], str) is plain]
-        flat = [text for i in group for text in texts[i]]
-        ids = tokenizer(flat, add_special_tokens=plain, return_attention_mask=False)["input_ids"] if flat else []
+        flat = [text for i in group for text in texts[i] or [""] * 3]
+        ids = tokenizer(flat, add_special_tokens=plain, return_attention_mask=False)["input_ids"]
         for n, i in enumerate(group):
             out[i] = _split_ids(*ids[3 * n : 3 * n + 3]) | {"source": rows[i].get("source")}
-            out[i]["dropped"] = reasons[i] or out[i]["dropped"]
+            out[i] |= {} if texts[i] else {"dropped": "malformed"}
     return {name: [row[name] for row in out] for name in _TOKENS}
 
 
-def _render(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[str, str, str], str]:
-    """The texts of prompt, prompt+chosen and prompt+rejected, and why the row cannot be used, or ""."""
+def _render(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str] | None:
+    """The texts of prompt, prompt+chosen and prompt+rejected; None where the chat template refuses the row."""
     prompt, chosen, rejected = row["prompt"], row["chosen"], row["rejected"]
     if isinstance(prompt, str):
         eos = tokenizer.eos_token
         chosen, rejected = (side if side.endswith(eos) else side + eos for side in (chosen, rejected))
-        return (prompt, prompt + chosen, prompt + rejected), ""
+        return [prompt, prompt + chosen, prompt + rejected]
     if tokenizer.chat_template is None:
         raise UserError(
             f"model_name_or_path {tokenizer.name_or_path}: its tokenizer has no chat template, but the data are "
@@ -212,28 +203,29 @@ def _render(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[tu
     arguments = json.loads(row.get("template") or "{}")
     render = functools.partial(tokenizer.apply_chat_template, tokenize=False, **arguments)
     try:
-        return (render(prompt, add_generation_prompt=True), render(prompt + chosen), render(prompt + rejected)), ""
+        return [render(prompt, add_generation_prompt=True), render(prompt + chosen), render(prompt + rejected)]
     except TemplateSyntaxError as error:
         raise UserError(
             f"model_name_or_path {tokenizer.name_or_path}: line {error.lineno} of its chat template is no valid "
             f"Jinja: {error}; mend chat_template.jinja"
         ) from error
     except (TemplateError, TypeError):  # a template that refuses the roles, or their order
-        return ("", "", ""), "malformed"
+        return None
 
 
 def _split_ids(prompt: list[int], prompt_chosen: list[int], prompt_rejected: list[int]) -> dict[str, Any]:
     """As in TRL: the responses start where the prompt stops being a prefix of prompt+response."""
     start = min(common_prefix_length(prompt, prompt_chosen), common_prefix_length(prompt, prompt_rejected))
-    ids = {"prompt": prompt[:start], "chosen": prompt_chosen[start:], "rejected": prompt_rejected[start:]}
+    parts = dict(zip(_PARTS, (prompt[:start], prompt_chosen[start:], prompt_rejected[start:]), strict=True))
+    # A template may leave out what made the two sides differ, or strip white space.
+    row = {
+        "prompt_trimmed": len(prompt) - start,
+        "dropped": "chosen_equals_rejected" * (prompt_chosen == prompt_rejected),
+    }
     return (
-        {f"{name}_ids": part for name, part in ids.items()}
-        | {f"{name}_length": len(part) for name, part in ids.items()}
-        | {
-            "prompt_trimmed": len(prompt) - start,
-            # A template may leave out what made the two sides differ, or strip white space.
-            "dropped": "chosen_equals_rejected" if prompt_chosen == prompt_rejected else "",
-        }
+        row
+        | {f"{part}_ids": ids for part, ids in parts.items()}
+        | {f"{part}_length": len(ids) for part, ids in parts.items()}
     )
 
 

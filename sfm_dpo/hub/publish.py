@@ -111,8 +111,7 @@ def stage_files(source: Path, target: Path) -> None:
             shutil.copytree(source / name, target / name)
         elif (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-    for name in _CLEANED:
-        if (target / name).is_file():
+        if name in _CLEANED and (target / name).is_file():
             _remove_traces(target / name)
     weights = [path for pattern in _WEIGHTS for path in source.glob(pattern)]
     for path in weights:

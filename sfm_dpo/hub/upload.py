@@ -31,8 +31,7 @@ REASONS = {  # by the status of the Hub's answer; {repo} is filled in
     401: "the Hub does not accept the token: put a valid one into .env as HF_TOKEN (huggingface.co/settings/tokens)",
     403: "the token may not write to {repo}: give it write access there, or choose another hub_model_id",
     404: "the Hub knows no {repo} that this token may see: it was removed or renamed, or the token lost its access",
-    409: "another push to {repo} is going on",
-    412: "another push to {repo} is going on",
+    **dict.fromkeys((409, 412), "another push to {repo} is going on"),
     429: "the Hub's rate limit is reached",
 }
 STALE = ["*.safetensors", "*.safetensors.index.json", "figures/*"]  # removed where a new push does not hold them
@@ -128,34 +127,31 @@ def call_hub(request: Callable[[], T], repo: str, waits: Sequence[float]) -> T:
     Raises:
         HubError: with one line for whatever huggingface_hub raised.
     """
-    for wait in (*waits, None):
-        try:
-            return request()
-        except Exception as error:  # hf_xet and the LFS client raise RuntimeError; the model is safe whatever it is
-            reason, transient = explain_error(error, repo)
-            if wait is None or not transient:
-                raise HubError(reason, transient) from error
-            log.info(f"push to {repo}: {reason}; trying again in {wait:g} s")
-            time.sleep(wait)
-    raise AssertionError("unreachable")
+    try:
+        return request()
+    except Exception as error:  # hf_xet and the LFS client raise RuntimeError; the model is safe whatever it is
+        reason, transient = explain_error(error, repo)
+        if not (waits and transient):
+            raise HubError(reason, transient) from error
+    log.info(f"push to {repo}: {reason}; trying again in {waits[0]:g} s")
+    time.sleep(waits[0])
+    return call_hub(request, repo, waits[1:])
 
 
 def explain_error(error: BaseException, repo: str) -> tuple[str, bool]:
     """One line for whatever a call of huggingface_hub raised, and whether trying again may help."""
-    causes = [error]
-    while cause := causes[-1].__cause__ or causes[-1].__context__:
-        causes.append(cause)
-    for cause in causes:
+    cause: BaseException | None = error
+    while cause is not None:
         if isinstance(cause, HfHubHTTPError):
             status = cause.response.status_code
             other = "the Hub has an internal error" if status >= 500 else f"the Hub refuses: {_shorten(cause)}"
             return f"{REASONS.get(status, other).format(repo=repo)} (HTTP {status})", status in TRANSIENT
-    for cause in causes:
         if isinstance(cause, httpx2.TimeoutException):
             return "the Hub did not answer in time", True
         if isinstance(cause, httpx2.TransportError):
             what = "the Hub cannot be reached" if isinstance(cause, httpx2.ConnectError) else "the connection broke"
             return f"{what}: {_shorten(cause)}", True
+        cause = cause.__cause__ or cause.__context__
     return f"{type(error).__name__}: {_shorten(error)}", isinstance(error, ConnectionError | RuntimeError)
 
 

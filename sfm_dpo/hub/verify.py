@@ -9,13 +9,13 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.report.model_card import WeightChange
 
-LAYER_GROUPS = 4  # changes of layers are reported in so many groups
-_LAYER = re.compile(r"\.(\d+)\.")
+# Groups in which changes are reported, and the names of their tensors; embed_out is GPT-NeoX's head
+_GROUPS = {"embeddings": "embed_(tokens|in)", "layers": r"\.\d+\.", "final norm and head": ""}
 
 
 class Unfit(UserError):
@@ -23,7 +23,7 @@ class Unfit(UserError):
 
 
 def compare_weights(trained: Path, base: Path) -> list[WeightChange]:
-    """Changes by group (embeddings, four groups of layers, head), one tensor in memory at a time.
+    """Changes by group (embeddings, layers, head), one tensor in memory at a time.
 
     The base is rounded to the trained model's dtype first: a bf16 model of an fp32 base differs everywhere by rounding
     alone. Tensors that only one of them holds (a tied head) are left out.
@@ -32,24 +32,23 @@ def compare_weights(trained: Path, base: Path) -> list[WeightChange]:
         Unfit: no tensor has the same name and shape in both; a trained weight that is not a finite number.
     """
     new, old = _open_tensors(trained), _open_tensors(base)
-    layers = 1 + max((int(match[1]) for name in new if (match := _LAYER.search(name))), default=0)
-    groups: dict[tuple[int, str], WeightChange] = {}
+    groups = {group: WeightChange(group) for group in _GROUPS}
     for name in new:
         after = _read_finite(new, name)
         if name in old and (before := old[name](name)).shape == after.shape:
-            group = _find_group(name, layers)
-            difference = after.float() - before.to(after.dtype).float()
-            _add_change(groups.setdefault(group, WeightChange(group[1])), difference)
-    if not groups:
+            group = next(group for group, pattern in _GROUPS.items() if re.search(pattern, name))
+            groups[group].add(after.float() - before.to(after.dtype).float())
+    changes = [change for change in groups.values() if change.parameters]
+    if not changes:
         raise Unfit(f"none of its tensors is in the base model {base}: they cannot be compared")
-    return [groups[group] for group in sorted(groups)]
+    return changes
 
 
 def compare_adapter(trained: Path) -> list[WeightChange]:
     """The same for a LoRA adapter: what is not zero in its B matrices, which start at zero."""
     tensors, change = _open_tensors(trained), WeightChange("adapter, B matrices")
     for name in (name for name in tensors if "lora_B" in name):
-        _add_change(change, _read_finite(tensors, name).float())
+        change.add(_read_finite(tensors, name).float())
     return [change]
 
 
@@ -98,11 +97,7 @@ def find_base(name: str, revision: str | None) -> Path:
 
 def _open_tensors(folder: Path) -> dict[str, Callable[[str], torch.Tensor]]:
     """Name of each tensor in the folder's safetensors -> the function that reads it."""
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    files = {path.name for path in folder.glob("*.safetensors")}
-    if index.is_file():
-        files = set(json.loads(index.read_text())["weight_map"].values())
-    readers = [safe_open(folder / file, framework="pt") for file in sorted(files)]
+    readers = [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
     tensors = {name: reader.get_tensor for reader in readers for name in reader.keys()}  # noqa: SIM118 (no mapping)
     if not tensors:
         raise Unfit(f"{folder}: holds no safetensors to compare")
@@ -114,20 +109,3 @@ def _read_finite(tensors: dict[str, Callable[[str], torch.Tensor]], name: str) -
     if not torch.isfinite(tensor).all():
         raise Unfit(f"{name} holds values that are not finite numbers")
     return tensor
-
-
-def _add_change(change: WeightChange, difference: torch.Tensor) -> None:
-    change.parameters += difference.numel()
-    change.changed += int(difference.count_nonzero())
-    change.largest = max(change.largest, difference.abs().max().item())
-
-
-def _find_group(name: str, layers: int) -> tuple[int, str]:
-    """Position and name of the group that a tensor is reported in."""
-    match = _LAYER.search(name)
-    if not match:  # embed_out is GPT-NeoX's head
-        return (-1, "embeddings") if re.search("embed_(tokens|in)", name) else (layers, "final norm and head")
-    size = -(-layers // LAYER_GROUPS)
-    first = int(match[1]) // size * size
-    last = min(first + size, layers) - 1
-    return first, f"layers {first}-{last}" if last > first else f"layer {first}"

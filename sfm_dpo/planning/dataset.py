@@ -78,9 +78,7 @@ def analyze_dataset(config: Config, min_coverage: float, min_tokens_kept: float)
     turns = count_user_turns(concatenate_datasets(splits), args.dataset_num_proc)
     repeats = [len(keys) - len(np.unique(keys)) for keys in (prompt_keys, pair_keys)]
     several_turns = float((turns > 1).mean())
-    result["findings"] = list_findings(
-        result, lengths, (repeats[0], repeats[1]), counts["prompt_trimmed"], several_turns
-    )
+    result["findings"] = list_findings(result, lengths, repeats, counts["prompt_trimmed"], several_turns)
     result["example"] = decode_example(tokens, lengths, tokenizer)
     return result
 
@@ -101,7 +99,7 @@ def read_model_limits(
 
 
 def list_findings(
-    result: dict[str, Any], lengths: Lengths, repeats: tuple[int, int], trimmed: int, several_turns: float
+    result: dict[str, Any], lengths: Lengths, repeats: list[int], trimmed: int, several_turns: float
 ) -> list[dict[str, str]]:
     """What to know before training, each {"level": "warning" or "note", "text"}.
 
@@ -111,54 +109,46 @@ def list_findings(
         trimmed: pairs whose prompt is no token prefix of prompt+response.
         several_turns: share of the prompts with more than one user message.
     """
-    findings: list[dict[str, str]] = []
-
-    def add(text: str, warning: bool = False) -> None:
-        findings.append({"level": "warning" if warning else "note", "text": text})
-
     best, bias, (repeated_prompts, repeated_pairs) = result["recommendation"], result["length_bias"], repeats
-    longer = bias["chosen_longer"] >= 0.5
+    side, learned = ("chosen", "longer") if bias["chosen_longer"] >= 0.5 else ("rejected", "shorter")
     share = max(bias["chosen_longer"], 1 - bias["chosen_longer"])
     biased = share - bias["margin"] >= LENGTH_BIAS
-    add(
-        f"the {'chosen' if longer else 'rejected'} response is the longer one in {share:.1%} of the pairs (median "
-        f"chosen/rejected {bias['median_ratio']:.2f}, means {bias['mean_chosen']:,.0f} and "
-        f"{bias['mean_rejected']:,.0f} tokens)"
-        + (f": DPO will learn that {'longer' if longer else 'shorter'} is better" if biased else ""),
-        biased,
-    )
-    if long := int((lengths.prompt > best["max_length"] // 2).sum()):
-        text = f"{long:,} prompts fill more than half of max_length {best['max_length']:,}"
-        add(text, long > LONG_PROMPTS * len(lengths))
-    if cut := best["prompts_cut"]:
-        add(f"max_prompt_length {best['max_prompt_length']:,} cuts the start of {cut:,} prompts")
-    if best["no_signal"]:
-        add(f"{best['no_signal']:,} pairs are cut to the same tokens on both sides: they teach nothing", True)
-    if repeated_pairs:
-        add(f"{repeated_pairs:,} pairs are exact repeats of earlier ones", True)
-    if repeated_prompts > repeated_pairs:
-        add(f"{repeated_prompts:,} pairs have the prompt of an earlier one")
-    if trimmed:
-        text = f"{trimmed:,} prompts are no token prefix of prompt+response (chat template): their last tokens count "
-        add(text + "as response and are trained", True)
-    add(f"{several_turns:.1%} of the prompts are conversations with several user turns")
-    return findings
+    long = int((lengths.prompt > best["max_length"] // 2).sum())
+    repeated_prompts -= repeated_pairs
+    findings = [  # (is a warning, how many pairs, text); None: always stated
+        (
+            biased,
+            None,
+            f"the {side} response is the longer one in {share:.1%} of the pairs (means {bias['mean_chosen']:,.0f} and "
+            f"{bias['mean_rejected']:,.0f} tokens){f': DPO will learn that {learned} is better' if biased else ''}",
+        ),
+        (
+            long > LONG_PROMPTS * len(lengths),
+            long,
+            f"prompts fill more than half of max_length {best['max_length']:,}",
+        ),
+        (False, best["prompts_cut"], f"prompts lose their start to max_prompt_length {best['max_prompt_length']:,}"),
+        (True, best["no_signal"], "pairs are cut to the same tokens on both sides: they teach nothing"),
+        (True, repeated_pairs, "pairs are exact repeats of earlier ones"),
+        (False, repeated_prompts, "pairs have the prompt of an earlier one and other responses"),
+        (True, trimmed, "prompts are no token prefix of prompt+response: their last tokens are trained as response"),
+        (False, None, f"{several_turns:.1%} of the prompts are conversations with several user turns"),
+    ]
+    return [
+        {"level": "warning" if warning else "note", "text": text if count is None else f"{count:,} {text}"}
+        for warning, count, text in findings
+        if count != 0
+    ]
 
 
 def decode_example(tokens: Dataset, lengths: Lengths, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The pair of median length, decoded, with the tokens on either side of where the response begins."""
+    """The pair of median length, decoded; of a long text the first and last tokens."""
     row = int(np.argsort(lengths.total, kind="stable")[(len(lengths) - 1) // 2])
-    pair, head, tail = tokens[row], 120, 40  # tokens of a long text that are decoded
     example: dict[str, Any] = {"row": row}
     for name in ("prompt", "chosen", "rejected"):
-        ids = pair[f"{name}_ids"]
+        ids = tokens[row][f"{name}_ids"]
         text = tokenizer.decode(ids)
-        if (omitted := len(ids) - head - tail) > 0:
-            text = f"{tokenizer.decode(ids[:head])} [... {omitted:,} tokens ...] {tokenizer.decode(ids[-tail:])}"
-        example[name] = {
-            "tokens": len(ids),
-            "text": text,
-            "first": [tokenizer.decode([i]) for i in ids[:6]],
-            "last": [tokenizer.decode([i]) for i in ids[-6:]],
-        }
+        if len(ids) > 160:
+            text = f"{tokenizer.decode(ids[:120])} [... {len(ids) - 160:,} tokens ...] {tokenizer.decode(ids[-40:])}"
+        example[name] = {"tokens": len(ids), "text": text}
     return example

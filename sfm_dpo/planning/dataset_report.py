@@ -18,17 +18,15 @@ from sfm_dpo.planning.lengths import BATCH_SIZES, MEMORY_BATCH, PERCENTILES
 from sfm_dpo.report.page import render_page
 from sfm_dpo.report.plots import COLORS, INK, STYLE, to_svg
 
-NOTES = {  # under the tables, by their titles
+NOTES = {  # under the tables, by their titles; docs/lengths.md says more
     "what each max_length keeps and costs": (
-        "*: recommended. untouched: pairs of which no token is cut. tokens kept: of all response tokens. cut alike: "
-        "pairs whose responses are cut to the same tokens. dropped: pairs whose prompt fills max_length. tokens: "
-        "real ones of both sequences, an epoch. FLOPs: useful ones (sfm_dpo/model/flops.py), 3 forwards to train and "
-        "1 for the reference. step time and memory: relative to the recommendation, padding-free; memory is of the "
-        f"activations of the longest {MEMORY_BATCH} pairs."
+        "*: recommended. untouched: pairs of which no token is cut. cut alike: both responses cut to the same tokens. "
+        "dropped: the prompt fills max_length. tokens and FLOPs: of an epoch, without padding. step time and memory "
+        f"(activations of the longest {MEMORY_BATCH} pairs): padding-free, relative to the recommendation."
     ),
     "padding": (
-        "Share of the computed tokens that is padding, by pairs per device. padded: TRL's batches in random order "
-        "(exact mean). grouped: train_sampling_strategy group_by_length (one seeded order)."
+        "Share of the computed tokens, by pairs per device. padded: random order, as TRL (exact mean). grouped: "
+        "train_sampling_strategy group_by_length (one seeded order). padding_free has none."
     ),
 }
 
@@ -36,41 +34,39 @@ NOTES = {  # under the tables, by their titles
 def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
     """Rows of cells, the first of them the headings, by the table's title; * marks the recommended max_length."""
     sides, best = result["percentiles"], result["recommendation"]["max_length"]
-    percentiles, coverage, padding = [], [], []
+    percentiles = [["percentile", *(name.replace("total", "prompt + longer") for name in sides)]]
     for q in PERCENTILES:
-        cells = {"percentile": "longest" if q == 100 else f"{q}%"}
-        for side, values in sides.items():
-            low_high = " ({:,}-{:,})".format(*values[str(q)]["interval"]) if "interval" in values[str(q)] else ""
-            cells["prompt + longer" if side == "total" else side] = f"{values[str(q)]['tokens']:,}{low_high}"
-        percentiles.append(cells)
-    percentiles.append({"percentile": "mean"} | {side: f"{values['mean']:,.0f}" for side, values in sides.items()})
+        points = [values[str(q)] for values in sides.values()]
+        intervals = [" ({:,}-{:,})".format(*point["interval"]) if "interval" in point else "" for point in points]
+        cells = [f"{point['tokens']:,}{interval}" for point, interval in zip(points, intervals, strict=True)]
+        percentiles.append(["longest" if q == 100 else f"{q}%", *cells])
+    percentiles.append(["mean", *(f"{values['mean']:,.0f}" for values in sides.values())])
+    coverage = ["max_length,untouched,tokens kept,cut alike,dropped,tokens,FLOPs,step time,memory".split(",")]
+    kinds = [
+        (name, key, str(size)) for name, key in (("padded", "stock"), ("grouped", "grouped")) for size in BATCH_SIZES
+    ]
+    padding = [["max_length", *(f"{name} {size}" for name, _, size in kinds)]]
     for row in result["candidates"]:
-        cells = {"max_length": f"{'* ' if row['max_length'] == best else ''}{row['max_length']:,}"}
+        max_length = f"{'* ' if row['max_length'] == best else ''}{row['max_length']:,}"
+        padding.append([max_length, *(f"{row['padding'][size][key]:.0%}" for _, key, size in kinds)])
         coverage.append(
-            cells
-            | {
-                "untouched": f"{row['untouched']:.1%}",
-                "tokens kept": f"{row['tokens_kept']:.1%}",
-                "cut alike": f"{row['no_signal']:,}",
-                "dropped": f"{row['dropped']:,}",
-                "tokens": f"{row['tokens'] / 1e6:,.2f} M",
-                "FLOPs": "-" if row["flops"] is None else f"{row['flops']:.2e}",
-                "step time": f"x {row['relative_time']:.2f}",
-                "memory": f"x {row['relative_memory']:.2f}",
-            }
+            [
+                max_length,
+                f"{row['untouched']:.1%}",
+                f"{row['tokens_kept']:.1%}",
+                f"{row['no_signal']:,}",
+                f"{row['dropped']:,}",
+                f"{row['tokens'] / 1e6:,.2f} M",
+                "-" if row["flops"] is None else f"{row['flops']:.2e}",
+                f"x {row['relative_time']:.2f}",
+                f"x {row['relative_memory']:.2f}",
+            ]
         )
-        shares = {
-            f"{name} {size}": f"{row['padding'][str(size)][kind]:.0%}"
-            for name, kind in (("padded", "stock"), ("grouped", "grouped"))
-            for size in BATCH_SIZES
-        }
-        padding.append(cells | shares | {"padding_free": "0%"})
-    tables = {
+    return {
         "tokens (in brackets: 95% interval of the percentile)" if result["sampled"] else "tokens": percentiles,
         "what each max_length keeps and costs": coverage,
         "padding": padding,
     }
-    return {title: [list(rows[0]), *(list(row.values()) for row in rows)] for title, rows in tables.items()}
 
 
 def format_recipe_lines(result: dict[str, Any]) -> str:
@@ -86,22 +82,14 @@ def format_recipe_lines(result: dict[str, Any]) -> str:
 
 def format_analysis(result: dict[str, Any]) -> str:
     """The whole analysis for a terminal."""
-    shown, best = result["example"], result["recommendation"]
+    example, best = result["example"], result["recommendation"]
 
     def wrap(line: str) -> str:
         return textwrap.fill(line, 110, initial_indent="  ", subsequent_indent="  ")
 
-    def join(tokens: list[str]) -> str:
-        return "".join(tokens).replace("\n", "\\n").replace("\t", "\\t")
-
-    boundary = (
-        f"  {side:<8}  ...{join(shown['prompt']['last'])} || {join(shown[side]['first'])}...   ends in "
-        f"...{join(shown[side]['last'])}"
-        for side in ("chosen", "rejected")
-    )
     texts = (
-        f"  {side}, {shown[side]['tokens']:,} tokens{', not trained' if side == 'prompt' else ''}\n"
-        + textwrap.indent(shown[side]["text"].rstrip("\n"), "    | ", lambda line: True)
+        f"  {side}, {example[side]['tokens']:,} tokens\n"
+        + textwrap.indent(example[side]["text"].rstrip("\n"), "    | ", lambda line: True)
         for side in ("prompt", "chosen", "rejected")
     )
     tables = (
@@ -111,11 +99,10 @@ def format_analysis(result: dict[str, Any]) -> str:
     parts = [
         "\n  ".join([format_heading(result), *list_drops(result)]),
         *tables,
-        "findings\n" + "\n".join(wrap(f"{f['level']}: {f['text']}") for f in result["findings"]),
+        "\n".join(["findings", *(wrap(f"{f['level']}: {f['text']}") for f in result["findings"])]),
         "\n".join(
-            [f"example: the pair of median length (number {shown['row']:,}); || is where training starts", *boundary]
+            [f"example: the pair of median length (number {example['row']:,}); the prompt is not trained", *texts]
         ),
-        "\n".join(texts),
         f"recommendation: max_length {best['max_length']:,}\n{wrap(best['reason'])}",
         format_recipe_lines(result),
     ]
@@ -140,9 +127,8 @@ def _draw_lengths(axes: Axes, result: dict[str, Any]) -> None:
         density = np.array(counts) / np.diff(np.log2(curves["edges"])) / result["pairs"]
         axes.plot(centres, density, color=color, label=name)
         axes.fill_between(centres, density, color=color, alpha=0.15, linewidth=0)
-    axes.set_title("Lengths", loc="left", fontsize=10, fontweight="bold")
-    axes.set(xlabel="tokens", ylabel="share of pairs per doubling of length", ylim=(0, None))
-    axes.legend(frameon=False, fontsize=8)
+    axes.set(title="Lengths", xlabel="tokens", ylabel="share of pairs per doubling of length", ylim=(0, None))
+    axes.legend()
     _log2_axis(axes, curves["edges"][0], curves["edges"][-1])
 
 
@@ -158,8 +144,12 @@ def _draw_coverage(axes: Axes, result: dict[str, Any]) -> None:
     for length, share in shares.items():
         if length == best["max_length"] or (length & (length - 1) == 0 and share < 0.995):  # an octave apart: legible
             axes.annotate(f"{share:.1%}", (length, share), (5, -10), textcoords="offset points", fontsize=7.5)
-    axes.set_title("Pairs that stay whole", loc="left", fontsize=10, fontweight="bold")
-    axes.set(xlabel="max_length: prompt + longer response, tokens", ylabel="share of pairs", ylim=(0, 1.04))
+    axes.set(
+        title="Pairs that stay whole",
+        xlabel="max_length: prompt + longer response, tokens",
+        ylabel="share of pairs",
+        ylim=(0, 1.04),
+    )
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     _log2_axis(axes, min(curves["length"][0], *shares), 1.5 * max(*shares, curves["length"][-1]))
 
@@ -170,33 +160,33 @@ def _log2_axis(axes: Axes, low: float, high: float) -> None:
     axes.set(xlim=(low, high), xticks=[2.0**power for power in powers[:: 1 + len(powers) // 8]])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-    axes.grid(axis="y", linewidth=0.4, alpha=0.25, color=INK)
+
+
+def draw_panels(result: dict[str, Any]) -> Figure:
+    """Distribution of lengths, and the share of pairs that stay whole by max_length."""
+    figure = Figure(figsize=(9.2, 3.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _draw_lengths(left, result)
+    _draw_coverage(right, result)
+    return figure
 
 
 def write_plot(result: dict[str, Any], path: Path) -> None:
     """Both panels side by side on white, legible in a README; the format follows the name's ending."""
     with rc_context(STYLE):
-        figure = Figure(figsize=(9.2, 3.5), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        _draw_lengths(left, result)
-        _draw_coverage(right, result)
-        figure.savefig(path, dpi=160, facecolor="white")
+        draw_panels(result).savefig(path, facecolor="white")
 
 
 def write_page(result: dict[str, Any], path: Path) -> None:
     """One self-contained page: nothing loaded, no script; light, dark, narrow, wide."""
-    panels = []
     with rc_context(STYLE):
-        for name, draw in (("lengths", _draw_lengths), ("coverage", _draw_coverage)):
-            figure = Figure(figsize=(4.8, 3.3), layout="constrained")
-            draw(figure.add_subplot(), result)
-            panels.append(to_svg(figure, name))
+        picture = to_svg(draw_panels(result), "lengths")
     page = render_page(
         "lengths.html.jinja",
         **result,
         heading=format_heading(result),
         drops=list_drops(result),
-        panels=panels,
+        picture=picture,
         tables=[(title.capitalize(), rows, NOTES.get(title, "")) for title, rows in build_tables(result).items()],
         yaml_lines=format_recipe_lines(result),
     )

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.statistics import Z
@@ -22,43 +24,28 @@ MEMORY_BATCH = 4  # pairs per device for which peak tokens are compared
 FORWARDS = 4  # an epoch: forward and backward of the policy (3 forwards), and one forward of the reference
 
 
-def stock_padding(sequences: np.ndarray, batch_size: int) -> float:
-    """Expected share of padding where `batch_size` random pairs are padded to their longest sequence (TRL).
+def compute_padding(sequences: np.ndarray, global_batch: int) -> dict[str, dict[str, float]]:
+    """Share of the computed tokens that is padding, by pairs per device: {"1": {"stock", "grouped"}, "2": ...}.
+
+    stock: random pairs padded to their longest sequence (TRL), the mean over all orders, exactly: the i-th smallest of
+    N (from 0) is the longest of a batch of B drawn without replacement with probability C(i, B-1) / C(N, B).
+    grouped: transformers' `group_by_length`, one seeded order of one process.
 
     Args:
         sequences: [N, 2] tokens of the chosen and the rejected sequence.
-
-    The mean over all orders, exactly: the i-th smallest of N (from 0) is the longest of a batch of B drawn without
-    replacement with probability C(i, B-1) / C(N, B).
     """
-    longest = np.sort(sequences.max(axis=1)).astype(float)
-    n = len(longest)
-    size = min(batch_size, n)
-    weights = np.full(n, size / n)
-    for j in range(size - 1):
-        weights *= np.maximum(np.arange(n) - j, 0) / (n - 1 - j)
-    return 1 - float(sequences.sum() / (2 * n * (weights * longest).sum()))
-
-
-def grouped_padding(sequences: np.ndarray, batch_size: int, global_batch: int, seed: int = 0) -> float:
-    """Share of padding under transformers' `group_by_length`: shuffled, then sorted within 50 global batches.
-
-    One seeded order of one process; sequences as in stock_padding.
-    """
-    n, cost = len(sequences), sequences.sum(axis=1)
-    order = np.random.default_rng(seed).permutation(n)
-    chunk = max(1, min(n // (global_batch * 4), 50)) * global_batch
-    order = np.concatenate(
-        [part[np.argsort(-cost[part], kind="stable")] for part in (order[i : i + chunk] for i in range(0, n, chunk))]
-    )
-    starts = np.arange(0, n, batch_size)
-    longest = np.maximum.reduceat(sequences.max(axis=1)[order], starts)
-    return 1 - float(cost.sum() / (2 * longest * np.diff(starts, append=n)).sum())
-
-
-def percentile(values: np.ndarray, q: float) -> int:
-    """The smallest value that at least q% of `values` do not exceed: always one that occurs."""
-    return int(np.percentile(values, q, method="inverted_cdf"))
+    n, longest, shares = len(sequences), sequences.max(axis=1), {}
+    generator = torch.Generator().manual_seed(0)
+    order = get_length_grouped_indices(sequences.sum(axis=1).tolist(), global_batch, generator=generator)
+    for size in BATCH_SIZES:
+        drawn, starts = np.arange(min(size, n) - 1), np.arange(0, n, size)
+        chance = min(size, n) / n * np.prod(np.maximum(np.arange(n)[:, None] - drawn, 0) / (n - 1 - drawn), axis=1)
+        computed = {
+            "stock": n * (chance * np.sort(longest)).sum(),
+            "grouped": (np.maximum.reduceat(longest[order], starts) * np.diff(starts, append=n)).sum(),
+        }
+        shares[str(size)] = {name: 1 - float(sequences.sum() / (2 * tokens)) for name, tokens in computed.items()}
+    return shares
 
 
 def percentile_interval(values: np.ndarray, q: float) -> tuple[int, int]:
@@ -93,34 +80,6 @@ def compute_coverage(lengths: Lengths, max_length: int, max_prompt_length: int |
     }
 
 
-def compute_cost(
-    cut: Lengths, global_batch: int, forward_flops: Callable[[np.ndarray, int], int] | None = None
-) -> dict[str, Any]:
-    """What an epoch over truncated, trainable pairs costs.
-
-    padding: {pairs per device: {"stock", "grouped"}} as shares of the computed tokens; padding_free has none.
-    peak_tokens: real tokens of the longest MEMORY_BATCH pairs, the largest micro-batch that can occur padding-free;
-    peak_tokens_padded: the same in a padded batch. flops: of an epoch, or None without `forward_flops`.
-    """
-    sequences, flops = cut.sequences, None
-    if forward_flops is not None:
-        flops = FORWARDS * forward_flops(sequences.ravel(), int(cut.responses.sum()))
-    longest = np.sort(sequences.sum(axis=1))[-MEMORY_BATCH:]
-    return {
-        "padding": {
-            str(size): {
-                "stock": stock_padding(sequences, size),
-                "grouped": grouped_padding(sequences, size, global_batch),
-                "padding_free": 0.0,
-            }
-            for size in BATCH_SIZES
-        },
-        "flops": flops,
-        "peak_tokens": int(longest.sum()),
-        "peak_tokens_padded": 2 * len(longest) * int(sequences.max()),
-    }
-
-
 def list_candidates(longest: int, limit: int | None) -> list[int]:
     """Values of max_length to compare, up to the model's limit, which is one of them where it is no more than double
     the largest of the rest."""
@@ -135,22 +94,20 @@ def recommend(table: list[dict[str, Any]], min_coverage: float, min_tokens_kept:
     """The row of the shortest max_length that leaves at least `min_coverage` of the pairs untouched and keeps at least
     `min_tokens_kept` of the response tokens, or else the longest; and the reason in words. Adds to each row its time
     (FLOPs, or tokens where those are unknown) and memory relative to that one."""
-    best = next((r for r in table if r["untouched"] >= min_coverage and r["tokens_kept"] >= min_tokens_kept), None)
-    base = best or table[-1]
+    fitting = [r for r in table if r["untouched"] >= min_coverage and r["tokens_kept"] >= min_tokens_kept]
+    best = (fitting or table[-1:])[0]
     for row in table:
         work = "tokens" if row["flops"] is None else "flops"
-        row["relative_time"] = row[work] / base[work]
-        row["relative_memory"] = row["peak_tokens"] / base["peak_tokens"]
+        row["relative_time"] = row[work] / best[work]
+        row["relative_memory"] = row["peak_tokens"] / best["peak_tokens"]
 
     def describe(row: dict[str, Any]) -> str:
         return f"{row['max_length']:,} leaves {row['untouched']:.1%} and keeps {row['tokens_kept']:.1%}"
 
-    wanted = (
-        f"{min_coverage:.1%} of the pairs untouched and keeps at least {min_tokens_kept:.1%} of the response tokens"
-    )
-    if best is None:
-        return base, f"No max_length within the model's limit leaves at least {wanted}; the longest, {describe(base)}."
-    reason = f"The shortest that leaves at least {wanted}: {describe(best)}."
+    wanted = f"at least {min_coverage:.1%} of the pairs untouched and {min_tokens_kept:.1%} of the response tokens"
+    if not fitting:
+        return best, f"No max_length within the model's limit leaves {wanted}; the longest, {describe(best)}."
+    reason = f"The shortest that leaves {wanted}: {describe(best)}."
     if index := table.index(best):
         shorter = table[index - 1]
         reason += f" {describe(shorter)}, at {shorter['relative_time']:.2f} times the step time."
@@ -159,12 +116,11 @@ def recommend(table: list[dict[str, Any]], min_coverage: float, min_tokens_kept:
 
 def compute_length_bias(lengths: Lengths) -> dict[str, float]:
     """How the responses differ in length: share of pairs with the longer chosen (ties count one half), its 95% margin,
-    means, and the median of chosen / rejected."""
+    and the means."""
     longer = np.where(lengths.chosen == lengths.rejected, 0.5, lengths.chosen > lengths.rejected)
     return {
         "chosen_longer": float(longer.mean()),
         "margin": Z * float(longer.std()) / math.sqrt(len(longer)),
-        "median_ratio": float(np.median(lengths.chosen / lengths.rejected)),
         "mean_chosen": float(lengths.chosen.mean()),
         "mean_rejected": float(lengths.rejected.mean()),
     }
@@ -183,6 +139,9 @@ def analyze_lengths(
 ) -> dict[str, Any]:
     """Percentiles, a row for each candidate max_length, the recommendation and the curves of the picture.
 
+    A candidate's row is that of `compute_coverage`, with padding (`compute_padding`), FLOPs of an epoch (None without
+    `forward_flops`) and peak_tokens: of the longest MEMORY_BATCH pairs, the largest micro-batch padding-free.
+
     Args:
         limit: the model's longest context.
         max_prompt_length: applied to every candidate above it; where None, prompts are not cut in the table, and half
@@ -197,9 +156,16 @@ def analyze_lengths(
     for length in list_candidates(int(lengths.total.max()), limit):
         prompt_limit = max_prompt_length if max_prompt_length and max_prompt_length < length else None
         cut = lengths.truncate(length, prompt_limit)
-        if cut.trainable.any():
-            costs = compute_cost(cut.select(cut.trainable), global_batch, forward_flops)
-            table.append(compute_coverage(lengths, length, prompt_limit) | costs)
+        cut = cut.select(cut.trainable)
+        if not len(cut):
+            continue
+        flops = forward_flops and FORWARDS * forward_flops(cut.sequences.ravel(), int(cut.responses.sum()))
+        costs = {
+            "padding": compute_padding(cut.sequences, global_batch),
+            "flops": flops,
+            "peak_tokens": int(np.sort(cut.sequences.sum(axis=1))[-MEMORY_BATCH:].sum()),
+        }
+        table.append(compute_coverage(lengths, length, prompt_limit) | costs)
     if not table:
         raise UserError(
             f"model_name_or_path: the model's limit of {limit:,} tokens leaves no room for a response: the shortest "
@@ -222,7 +188,7 @@ def analyze_lengths(
 def _percentiles(values: np.ndarray, sampled: bool) -> dict[str, Any]:
     out: dict[str, Any] = {"mean": float(values.mean())}
     for q in PERCENTILES:
-        out[str(q)] = {"tokens": percentile(values, q)}
+        out[str(q)] = {"tokens": int(np.percentile(values, q, method="inverted_cdf"))}  # one that occurs
         if sampled and q < 100:  # no interval for the longest: the sample says nothing of what it lacks
             out[str(q)]["interval"] = list(percentile_interval(values, q))
     return out

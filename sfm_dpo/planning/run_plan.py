@@ -56,16 +56,6 @@ class Cluster:
     def gpus(self) -> int:
         return self.num_gpus * self.num_nodes
 
-    @property
-    def memory(self) -> float:
-        """Bytes of one GPU."""
-        return GPU_MEMORY[self.gpu]
-
-    @property
-    def flops_per_second(self) -> float:
-        """Useful ones of all GPUs."""
-        return PEAK_FLOPS[self.gpu] * self.gpus * self.mfu
-
 
 def read_lengths(path: Path) -> tuple[Lengths, int]:
     """Lengths drawn from percentiles, and the number of pairs they stand for.
@@ -157,7 +147,7 @@ class Planner:
             states["weights"] += int({"zero2": 2, "zero3": 2 / gpus, "fsdp2": 4 / gpus}[launch] * self.parameters)
         elif not self.args.precompute_ref_log_probs:
             states["reference"] = 2 * self.parameters // (gpus if launch == "zero3" else 1)
-        room = self.cluster.memory * USABLE - sum(states.values())
+        room = GPU_MEMORY[self.cluster.gpu] * USABLE - sum(states.values())
         per_rank = self.args.global_batch_size // gpus
         held = {n: self.activations(n) for n in range(1, per_rank + 1) if per_rank % n == 0}
         saved = self.adapter or (meta_model(self.shape, torch.float32) if fsdp else self.model)
@@ -182,21 +172,19 @@ class Planner:
             "training": 3 * forward * epochs,
             "reference": forward * (1 if self.args.precompute_ref_log_probs else epochs),
         }
-        hours = {part: count / self.cluster.flops_per_second / 3600 for part, count in flops.items()}
-        return {"flops": flops, "mfu": self.cluster.mfu, "hours": hours}
+        per_hour = PEAK_FLOPS[self.cluster.gpu] * self.cluster.gpus * self.cluster.mfu * 3600
+        return {"flops": flops, "mfu": self.cluster.mfu, "hours": {part: n / per_hour for part, n in flops.items()}}
 
     def plan(self) -> dict[str, Any]:
         """Everything that scripts/plan.py prints; bytes, tokens, FLOPs and hours."""
         args, cluster, lengths = self.args, self.cluster, self.lengths
-        launches, checkpoints = (
-            {launch: self.plan_launch(launch) for launch in LAUNCHES},
-            most_at_once(args, COLLAPSE_STEPS),
-        )
+        launches = {launch: self.plan_launch(launch) for launch in LAUNCHES}
+        checkpoints = most_at_once(args, COLLAPSE_STEPS)
         return {
             "model": {"model_type": self.shape.model_type, "parameters": self.parameters, "trained": self.trained},
             "gpu": {
                 "name": cluster.gpu,
-                "memory": cluster.memory,
+                "memory": GPU_MEMORY[cluster.gpu],
                 "usable": USABLE,
                 "num_gpus": cluster.num_gpus,
                 "nodes": cluster.num_nodes,
@@ -216,7 +204,6 @@ class Planner:
                 "largest_micro_batch": self.largest_micro_batch(self.per_device)[0],
                 "checkpointing": args.gradient_checkpointing,
                 "activations": self.activations(self.per_device),
-                "activation_per_token": {on: traced.peak[1] for on, traced in self.traced.items()},
             },
             "launches": launches,
             "time": self.plan_time(),
@@ -228,9 +215,9 @@ class Planner:
 def format_plan(plan: dict[str, Any]) -> str:
     """The plan as text; memory in GiB."""
     model, gpu, data, batch, time = (plan[key] for key in ("model", "gpu", "data", "batch", "time"))
-    launches, checkpoints, flops, hours = plan["launches"], plan["disk"]["kept"], time["flops"], time["hours"]
-    gpus, usable = gpu["num_gpus"] * gpu["nodes"], gpu["memory"] * gpu["usable"]
-    total, lora = sum(hours.values()), model["trained"] < model["parameters"]
+    flops, hours, checkpoints = time["flops"], time["hours"], plan["disk"]["kept"]
+    gpus, usable, total = gpu["num_gpus"] * gpu["nodes"], gpu["memory"] * gpu["usable"], sum(hours.values())
+    lora = model["trained"] < model["parameters"]
     summary = {
         "model": f"{model['model_type']}, {model['parameters']:,} parameters"
         + (f", {model['trained']:,} trained" if lora else ""),
@@ -242,40 +229,34 @@ def format_plan(plan: dict[str, Any]) -> str:
         "memory": f"GiB on each of {gpus} {gpu['name']}, {usable / 2**30:.0f} of {gpu['memory'] / 2**30:.0f} counted "
         "as usable",
     }
-    columns, verdicts = [], []
-    for launch, facts in launches.items():
-        most, traffic = facts["largest_per_device"], facts["collectives"]
+    columns = {}
+    for launch, facts in plan["launches"].items():
         sizes = facts["states"] | {
             f"{name} {'with checkpointing' if on else 'without'}": values[on]
             for name, values in (("activations", batch["activations"]), ("total", facts["total"]))
             for on in (True, False)
         }
-        cells = {name: f"{size / 2**30:.1f}" for name, size in sizes.items()} | {
-            "largest per_device with checkpointing": most[True] or "none",
-            "largest per_device without": most[False] or "none",
-            "gathers of weights a step": f"{traffic['all_gather']:,}",
-            "reductions of gradients a step": f"{traffic['reduce']:,}",
+        columns[launch] = {name: f"{size / 2**30:.1f}" for name, size in sizes.items()} | {
+            "largest per_device with checkpointing": facts["largest_per_device"][True] or "none",
+            "largest per_device without": facts["largest_per_device"][False] or "none",
+            "fits as asked": "yes" if facts["total"][batch["checkpointing"]] <= usable else "no",
+            "gathers of weights a step": f"{facts['collectives']['all_gather']:,}",
+            "reductions of gradients a step": f"{facts['collectives']['reduce']:,}",
             "a checkpoint, GB": f"{facts['checkpoint'] / 1e9:.0f}",
             f"disk for {checkpoints} of them, GB": f"{plan['disk'][launch] / 1e9:.0f}",
         }
-        columns.append(cells)
-        fits = "fits" if facts["total"][batch["checkpointing"]] <= usable else "does not fit"
-        off = f"with per_device {most[False]} at most" if most[False] else "no"
-        off = "yes" if facts["total"][False] <= usable else off
-        verdicts.append((launch, f"{fits} as asked; can checkpointing be off? {off}"))
-    warnings = [facts["warning"] for facts in launches.values() if facts["warning"]]
-    if lora:
-        warnings.append("LoRA: activations and time are those of full training, upper bounds")
-    verdicts += [("warning", warning) for warning in warnings]
     duration = (
         f"{flops['training']:.2e} FLOPs of training, {flops['reference']:.2e} of the reference; at {time['mfu']:.1%} "
         f"MFU {hours['training']:.1f} + {hours['reference']:.1f} = {total:.1f} hours, {total * gpus:,.0f} GPU-hours"
     )
-    table = [(name, *(cells[name] for cells in columns)) for name in columns[0]]
+    notes = [("warning", facts["warning"]) for facts in plan["launches"].values() if facts["warning"]]
+    if lora:
+        notes.append(("warning", "LoRA: activations and time are those of full training, upper bounds"))
+    table = [(name, *(cells[name] for cells in columns.values())) for name in columns["zero2"]]
     return "\n".join(
         (
             format_table(summary.items(), indent=0),
-            format_table(table, ["", *launches], "lr"),
-            format_table([("time", duration), *verdicts], indent=0),
+            format_table(table, ["", *columns], "lr"),
+            format_table([("time", duration), *notes], indent=0),
         )
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from huggingface_hub import EvalResult, ModelCardData, hf_hub_download
 from huggingface_hub.errors import HFValidationError
@@ -46,7 +47,13 @@ class WeightChange:
 
     @property
     def share(self) -> float:
-        return self.changed / self.parameters if self.parameters else 0.0
+        return self.changed / self.parameters
+
+    def add(self, difference: torch.Tensor) -> None:
+        """Counts a tensor of the group, given as trained - base."""
+        self.parameters += difference.numel()
+        self.changed += int(difference.count_nonzero())
+        self.largest = max(self.largest, difference.abs().max().item())
 
 
 def write_model_card(
@@ -78,7 +85,8 @@ def write_model_card(
     if folder != run:
         starts = [start for start in list_restarts(facts) if step is None or start < step]
         draw_curves(log, config, starts, folder / FIGURES, panels=_CURVES)
-    base = config["model_name_or_path"]
+    base, starts = config["model_name_or_path"], env.get("starts") or [1]
+    since = f" since the last of {len(starts)} starts" if len(starts) > 1 else ""
     repo = repo or config["hub_model_id"] or config["output_dir"]
     is_local = {key for key in config if key in _LOCAL or key.startswith(_LOCAL_PREFIXES)}
     recipe = {key: hide_paths(value) for key, value, _ in changed_fields(config) if key not in is_local}
@@ -98,7 +106,7 @@ def write_model_card(
         held_out=held_out_rows(facts),
         figures={f"{FIGURES}/{n}.png": t for n, t in _CURVES.items() if (folder / FIGURES / f"{n}.png").is_file()},
         hardware=f"{env['world_size']} x {env['gpus'][0]}" if env["gpus"] else f"CPU, {env['world_size']} process(es)",
-        time=_format_time(facts),
+        time=f"{format_duration(facts['seconds'])}{since}" if facts["seconds"] else None,
         tokens_per_second=statistics.median(speeds) if speeds else None,
         formula=LOSS_FORMULAS.get(config["loss_type"][0], f"TRL's `{config['loss_type'][0]}`"),
         changes=changes,
@@ -113,23 +121,22 @@ def write_model_card(
 def _build_metadata(facts: dict[str, Any], repo: str) -> ModelCardData:
     config, data = facts["config"], facts["data"]
     base, sources = config["model_name_or_path"], data["sources"]
-    evals = list_evaluations(facts["log"])
-    results = None
-    if evals and data["eval"] and "eval_rewards/accuracies" in evals[-1]:
-        results = [
-            EvalResult(
-                task_type="text-generation",
-                dataset_type=sources[0] if _is_repo(sources[0]) else Path(sources[0]).name,
-                dataset_name=f"{data['eval']} held-out pairs of {' and '.join(Path(name).name for name in sources)}",
-                dataset_split=config["dataset_train_split"],
-                metric_type="accuracy",
-                metric_name="reward accuracy on held-out pairs",
-                metric_value=round(evals[-1]["eval_rewards/accuracies"], 4),
-            )
-        ]
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=sources[0] if _is_repo(sources[0]) else Path(sources[0]).name,
+            dataset_name=f"{data['eval']} held-out pairs of {' and '.join(Path(name).name for name in sources)}",
+            dataset_split=config["dataset_train_split"],
+            metric_type="accuracy",
+            metric_name="reward accuracy on held-out pairs",
+            metric_value=round(evaluation["eval_rewards/accuracies"], 4),
+        )
+        for evaluation in list_evaluations(facts["log"])[-1:]
+        if "eval_rewards/accuracies" in evaluation
+    ]
     return ModelCardData(
         model_name=Path(repo).name if results else None,
-        eval_results=results,
+        eval_results=results or None,
         base_model=base if _is_repo(base) else None,
         datasets=[name for name in sources if _is_repo(name)] or None,
         license=read_licence(base),
@@ -137,14 +144,6 @@ def _build_metadata(facts: dict[str, Any], repo: str) -> ModelCardData:
         pipeline_tag="text-generation",
         tags=["trl", "dpo", "sfm-post-training"],
     )
-
-
-def _format_time(facts: dict[str, Any]) -> str | None:
-    seconds, starts = facts["seconds"], len(facts["environment"].get("starts") or [1])
-    if not seconds:
-        return None
-    since = f", since the last of {starts} starts" if starts > 1 else ""
-    return f"{seconds / 3600:.2f} hours ({format_duration(seconds)}{since})"
 
 
 def hide_paths(value: Any) -> Any:

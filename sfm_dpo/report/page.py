@@ -8,15 +8,16 @@ Works for a run that is done, going on, stopped or failed, also before its first
 import dataclasses
 import math
 import shlex
+import statistics
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
-from sfm_dpo.common.cli import Arguments
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.statistics import wilson
 from sfm_dpo.common.tables import format_table
@@ -33,6 +34,7 @@ STATES = {  # state of status.json: (class in the page, in plain words)
     "stopped": ("open", "The run was stopped on request; the same command goes on from its newest checkpoint."),
     "refused": ("bad", "The preflight refused to train."),
     "collapsed": ("bad", "The guard stopped the run."),
+    "hung": ("bad", "The run made no progress for hang_timeout and was ended."),
     "failed": ("bad", "The run failed."),
     "push_failed": ("open", "The model is trained and saved, but was not pushed to the Hub."),
 }
@@ -71,10 +73,7 @@ def write_report(run: Path) -> Path:
     """
     run = Path(run)
     facts = read_run(run)
-    findings = [
-        f for f in facts["health"].get("findings", []) if isinstance(f, dict) and {"began", "signal"} <= set(f)
-    ]
-    alarms = [(finding["began"], finding["signal"]) for finding in findings]
+    alarms = [(finding["began"], finding["signal"]) for finding in facts["health"].get("findings", [])]
     state = facts["status"].get("state", "unknown")
     page = render_page(
         "report.html.jinja",
@@ -106,29 +105,27 @@ def format_summary(run: Path) -> str:
     facts = read_run(run)
     status = facts["status"]
     took = f" in {format_duration(facts['seconds'])}" if facts["seconds"] else ""
-    rows = [("run", f"{status.get('state', 'unknown')}, {facts['steps']:,} steps{took}")]
-    if status.get("message"):
-        rows.append(("message", status["message"]))
-    held_out = {row["metric"]: row for row in held_out_rows(facts)}
+    rows = {
+        "run": f"{status.get('state', 'unknown')}, {facts['steps']:,} steps{took}",
+        "message": status.get("message"),
+    }
+    held_out = {row["metric"]: f"{row['before']} -> {row['after']}" for row in held_out_rows(facts)}
     if accuracy := held_out.get("rewards/accuracies"):
         pairs = f"{facts['data'].get('eval', 0):,} pairs, 95% interval in brackets"
-        rows.append(("held out", f"reward accuracy {accuracy['before']} -> {accuracy['after']}; {pairs}"))
+        rows["held out"] = f"reward accuracy {accuracy}; {pairs}"
     first, last = first_and_last(facts["log"], "loss")
-    losses = [f"training {first:.3f} -> {last:.3f}"] if first is not None else []
-    if "loss" in held_out:
-        losses.append(f"held out {held_out['loss']['before']} -> {held_out['loss']['after']}")
-    if losses:
-        rows.append(("loss", ", ".join(losses)))
+    if first is not None:
+        rows["loss"] = f"training {first:.3f} -> {last:.3f}"
+        rows["loss"] += f", held out {held_out['loss']}" if "loss" in held_out else ""
     if answers := compare_answers(facts["samples"]):
-        name, before, after = answers["drift"][0]
-        rows.append(("answers", f"{name} {before} -> {after}"))
+        rows["answers"] = "{} {} -> {}".format(*answers["drift"][0])
     if any(run.glob("*.safetensors")):
-        rows.append(("model", str(run)))
+        rows["model"] = str(run)
     elif facts["checkpoints"]:
-        rows.append(("checkpoint", str(run / facts["checkpoints"][-1])))
+        rows["checkpoint"] = str(run / facts["checkpoints"][-1])
     if (run / REPORT).is_file():
-        rows.append(("report", str(run / REPORT)))
-    return format_table(rows)
+        rows["report"] = str(run / REPORT)
+    return format_table((name, value) for name, value in rows.items() if value)
 
 
 def describe_run(facts: dict[str, Any]) -> list[str]:
@@ -158,10 +155,9 @@ def describe_run(facts: dict[str, Any]) -> list[str]:
         lines.append(f"Training loss {first:.3f} at the start, {last:.3f} at the end (mean of the last tenth).")
     lines += _describe_held_out(facts, last)
     for name in ("loss", "grad_norm"):
-        steps = [entry["step"] for entry in log if not math.isfinite(to_float(entry.get(name, 0.0)))]
-        if steps:
-            where = f"{len(steps)} log entries, first at step {steps[0]}"
-            lines.append(f"Warning: {name} was not a finite number in {where}.")
+        if steps := [entry["step"] for entry in log if not math.isfinite(to_float(entry.get(name, 0.0)))]:
+            entries = f"{len(steps)} log entries, first at step {steps[0]}"
+            lines.append(f"Warning: {name} was not a finite number in {entries}.")
     return lines
 
 
@@ -193,43 +189,39 @@ def held_out_rows(facts: dict[str, Any]) -> list[dict[str, str]]:
     rows = []
     for metric, text in _HELD_OUT.items():
         values = [(entry["step"], entry[key]) for entry in evals if (key := f"eval_{metric}") in entry]
-        if values:
-            before, after = (_format_value(metric, to_float(value), pairs) for _, value in (values[0], values[-1]))
-            if metric == "rewards/accuracies" and values[0][0] == 0:  # policy = reference: no answer has gained
-                before = "0.50, all ties"
-            rows.append({"metric": metric, "text": text, "before": before, "after": after})
+        if not values:
+            continue
+        cells = []
+        for _, value in (values[0], values[-1]):
+            cells.append(f"{to_float(value):.3f}")
+            if metric.endswith("accuracies") and pairs:
+                cells[-1] = "{:.2f} ({:.2f} to {:.2f})".format(to_float(value), *wilson(to_float(value), pairs))
+        if metric == "rewards/accuracies" and values[0][0] == 0:  # policy = reference: no answer has gained
+            cells[0] = "0.50, all ties"
+        rows.append({"metric": metric, "text": text, "before": cells[0], "after": cells[1]})
     return rows
-
-
-def _format_value(metric: str, value: float, pairs: int) -> str:
-    if not metric.endswith("accuracies") or not math.isfinite(value) or not pairs:
-        return f"{value:.3f}"
-    low, high = wilson(value, pairs)
-    return f"{value:.2f} ({low:.2f} to {high:.2f})"
 
 
 def compare_answers(samples: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Answers side by side, and how length and repetition drifted; None where nothing was generated."""
-    samples = [s for s in samples if isinstance(s, dict) and {"prompt", "before", "after"} <= s.keys()]
     if not samples:
         return None
-    columns = []  # before and after: mean length or None, repetition, empty answers
+    columns = []
     for side in ("before", "after"):
-        lengths = [s[f"{side}_tokens"] for s in samples if f"{side}_tokens" in s]
-        texts = [s[side] for s in samples]
-        empty = sum(not text.strip() for text in texts)
-        mean = f"{sum(lengths) / len(lengths):.0f}" if lengths else None
-        columns.append((mean, f"{repeated_4grams(texts):.1%}", str(empty)))
+        texts = [sample[side] for sample in samples]
+        length = statistics.mean(sample[f"{side}_tokens"] for sample in samples)
+        columns.append((f"{length:.0f}", f"{repeated_4grams(texts):.1%}", sum(not text.strip() for text in texts)))
     names = ("answer length, mean tokens", "repeated 4-grams of words", "empty answers")
-    return {"samples": samples, "drift": [row for row in zip(names, *columns, strict=True) if None not in row]}
+    return {"samples": samples, "drift": list(zip(names, *columns, strict=True))}
 
 
 def changed_fields(config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """(field, value, default) of the fields that differ from the defaults."""
-    defaults: dict[str, Any] = {}
-    for field in (field for cls in DATACLASSES for field in dataclasses.fields(cls)):
-        factory = field.default_factory
-        defaults[field.name] = field.default if factory is dataclasses.MISSING else factory()
+    defaults = {
+        field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for cls in DATACLASSES
+        for field in dataclasses.fields(cls)
+    }
     changed = [key for key, value in config.items() if value != defaults.get(key) and key not in _DERIVED]
     return [(key, config[key], defaults.get(key)) for key in changed]
 
@@ -241,23 +233,17 @@ def format_command(command: list[str]) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s" if minutes else f"{rest} s"
-    return f"{minutes // 60} h {minutes % 60} min"
+    """hours:minutes:seconds"""
+    return str(timedelta(seconds=round(seconds)))
 
 
-def main(argv: list[str]) -> int:
+@command
+def main(argv: list[str]) -> None:
     parser = Arguments(prog="python -m sfm_dpo.report.page", description="Writes RUN/report.html.")
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, for instance outputs/dpo")
     run = parser.parse_args(argv).run
-    try:
-        write_report(run)
-        print(format_summary(run))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    write_report(run)
+    print(format_summary(run))
 
 
 if __name__ == "__main__":

@@ -35,13 +35,6 @@ PANELS = {
     "grad_norm": ("Gradient norm", {"grad_norm": "gradient norm"}, "L2 norm, before clipping"),
     "learning_rate": ("Learning rate", {"learning_rate": "learning rate"}, "learning rate"),
 }
-_PERF = {  # title and unit; another perf/ metric is drawn under its own name
-    "perf/tokens_per_second": ("Throughput in tokens", "real tokens/s, all ranks"),
-    "perf/pairs_per_second": ("Throughput in pairs", "pairs/s"),
-    "perf/padding_fraction": ("Padding", "share of tokens"),
-    "perf/mfu": ("Model FLOPs utilisation", "share of the GPU's peak"),
-    "perf/peak_memory_gib": ("Peak memory", "GiB, of rank 0"),
-}
 STYLE = {
     "font.size": 9,
     "font.family": "DejaVu Sans",
@@ -53,7 +46,20 @@ STYLE = {
     "axes.linewidth": 0.6,
     "axes.spines.top": False,
     "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": INK,
+    "grid.linewidth": 0.4,
+    "grid.alpha": 0.25,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.formatter.useoffset": False,
+    "axes.formatter.limits": (-3, 5),
+    "legend.frameon": False,
+    "legend.fontsize": 8,
     "lines.linewidth": 1.1,
+    "savefig.dpi": 160,
     "svg.fonttype": "none",  # text stays text: small, sharp, and in the page's colour
     "svg.hashsalt": "sfm-dpo",
 }
@@ -78,8 +84,7 @@ def draw_curves(
     """
     chosen = {name: PANELS[name] for name in panels or PANELS}
     for key in sorted({key for entry in log for key in entry if key.startswith("perf/") and not panels}):
-        title, unit = _PERF.get(key, (key, key.removeprefix("perf/").replace("_", " ")))
-        chosen[re.sub(r"\W", "_", key)] = (title, {key: title}, unit)
+        chosen[re.sub(r"\W", "_", key)] = (key, {key: key}, key.removeprefix("perf/").replace("_", " "))
     svgs = []
     with matplotlib.rc_context(STYLE):
         for name, (title, metrics, unit) in chosen.items():
@@ -87,25 +92,20 @@ def draw_curves(
             axes = figure.add_subplot()
             if not _draw_metrics(axes, name, metrics, log):
                 continue
-            axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
-            axes.set_xlabel("optimizer step")
-            axes.set_ylabel(unit)
+            axes.set(title=title, xlabel="optimizer step", ylabel=unit)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-            axes.grid(axis="y", linewidth=0.4, alpha=0.25, color=INK)
             _draw_references(axes, name, config)
             for i, step in enumerate(restarts):
                 axes.axvline(step, color=INK, linewidth=0.7, linestyle=":", label="restart" if i == 0 else None)
             for step, signal in alarms:
                 axes.axvline(step, color=ALARM, linewidth=0.9, linestyle="-.", label=f"guard: {signal}")
-            axes.ticklabel_format(axis="y", useOffset=False, scilimits=(-3, 5))
             low, high = axes.get_ylim()
             if high - low < 1e-3 * abs(high):  # a constant: no axis that shows its rounding
                 axes.set_ylim(*sorted((0.9 * high, 1.1 * high)))
             if len(axes.get_legend_handles_labels()[0]) > 1:
-                place = {"loc": "outside lower left", "ncols": 4, "handlelength": 1.4, "columnspacing": 1}
-                figure.legend(frameon=False, fontsize=8, **place)
+                figure.legend(loc="outside lower left", ncols=4, handlelength=1.4, columnspacing=1)
             folder.mkdir(exist_ok=True)
-            figure.savefig(folder / f"{name}.png", dpi=160, facecolor="white")
+            figure.savefig(folder / f"{name}.png", facecolor="white")
             figure.set_layout_engine("none")  # it is laid out; each further drawing would do it again
             svgs.append((title, to_svg(figure, name)))
     return svgs
@@ -133,7 +133,7 @@ def _draw_metrics(axes, name: str, metrics: dict[str, str], log: list[dict[str, 
     if several and held_out:
         axes.plot([], [], color=INK, label="held out", **dashes)
     if window > 1:
-        axes.set_title(f"line: mean of {window} logged values", loc="right", fontsize=7.5)
+        axes.set_title(f"line: mean of {window} logged values", loc="right", fontsize=7.5, fontweight="normal")
     return bool(axes.lines)
 
 
@@ -146,8 +146,6 @@ def _draw_references(axes, name: str, config: dict[str, Any]) -> None:
     if name == "accuracy":
         axes.axhline(0.5, label="chance", **line)
         axes.set_ylim(-0.03, 1.03)
-    if name == "perf_padding_fraction":
-        axes.set_ylim(0, max(0.1, axes.get_ylim()[1]))
 
 
 def _read_series(log: list[dict[str, Any]], metric: str) -> tuple[list[int], np.ndarray]:
@@ -191,7 +189,20 @@ def draw_comparison(result: dict[str, Any], path: Path) -> None:
         figure = Figure(figsize=(1 + 3.3 * len(names), 5.0), layout="constrained")
         grid = figure.subplots(2, len(names), sharex="col", squeeze=False, height_ratios=(3, 2))
         for (above, below), name in zip(grid.T, names, strict=True):
-            _draw_pair(above, below, rows[name], result["series"][name])
+            series, row = result["series"][name], rows[name]
+            steps, a, b = series["steps"], np.array(series["a"]), np.array(series["b"])
+            marker = "." if len(steps) < 40 else ""
+            above.plot(steps, a, color=COLORS[0], label="A", marker=marker, markersize=5)
+            above.plot(steps, b, color=COLORS[1], label="B", marker=marker, markersize=3, linestyle=(0, (4, 2)))
+            above.set_title(name)
+            gap = np.where(a == b, np.nan, np.abs(a - b))  # nothing is drawn where they are equal
+            below.semilogy(steps, gap, color=INK, marker=".", markersize=4, linewidth=0.8)
+            largest = (
+                f"max: {row['absolute']:.2e}, relative {row['relative']:.2e}" if row["absolute"] else "no difference"
+            )
+            below.set_title(largest, fontsize=7.5, fontweight="normal")
+            below.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+            below.set_xlabel("optimizer step")
         grid[0, 0].set_ylabel("value")
         grid[1, 0].set_ylabel("|A - B|")
         if (step := result["verdict"]["step"]) is not None:
@@ -199,29 +210,5 @@ def draw_comparison(result: dict[str, Any], path: Path) -> None:
                 axes.axvline(step, color=ALARM, linewidth=0.9, linestyle="-.", label="first beyond tolerance")
         handles, labels = grid[0, 0].get_legend_handles_labels()
         labels = [f"{label}: {result['runs'][label.lower()]}" if label in ("A", "B") else label for label in labels]
-        columns = 1 if max(map(len, labels)) > 50 else 3
-        figure.legend(handles, labels, loc="outside lower left", ncols=columns, frameon=False, fontsize=8)
-        figure.savefig(path, dpi=160, facecolor="white")
-
-
-def _draw_pair(above, below, row: dict[str, Any], series: dict[str, list]) -> None:
-    steps, a, b = series["steps"], np.array(series["a"]), np.array(series["b"])
-    marker = "." if len(steps) < 40 else ""
-    above.plot(steps, a, color=COLORS[0], label="A", marker=marker, markersize=5)
-    above.plot(steps, b, color=COLORS[1], label="B", marker=marker, markersize=3, linestyle=(0, (4, 2)))
-    above.set_title(row["metric"], loc="left", fontsize=10, fontweight="bold")
-    below.set_title(f"max: {row['absolute']:.2e}, relative {row['relative']:.2e}", loc="left", fontsize=7.5)
-    above.ticklabel_format(axis="y", useOffset=False, scilimits=(-3, 5))
-    gap = np.abs(a - b)
-    if gap.any():
-        below.set_yscale("log")
-        below.set_ylim(gap[gap > 0].min() / 10, gap.max() * 10)  # a constant difference has no range of its own
-        below.plot(steps, np.where(gap > 0, gap, np.nan), color=INK, marker=".", markersize=4, linewidth=0.8)
-    else:
-        blank = {"facecolor": "white", "edgecolor": "none"}
-        below.text(0.5, 0.5, "no difference", ha="center", transform=below.transAxes, fontsize=8, bbox=blank)
-        below.set_yticks([])
-    for axes in (above, below):
-        axes.grid(axis="y", linewidth=0.4, alpha=0.25, color=INK)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    below.set_xlabel("optimizer step")
+        figure.legend(handles, labels, loc="outside lower left", ncols=1 if max(map(len, labels)) > 50 else 3)
+        figure.savefig(path, facecolor="white")

@@ -44,10 +44,6 @@ def load(dataset, *cli):
     return load_pairs(config(dataset, *cli))
 
 
-def contents(pairs):
-    return [tuple(row[side][-1]["content"] for side in ("prompt", "chosen", "rejected")) for row in pairs]
-
-
 # ---- shapes
 
 
@@ -111,26 +107,24 @@ def test_drop_reasons(row, reason):
     assert normalize_pair(*row) == reason and reason in DROP_REASONS
 
 
-def test_mixed_shapes_and_extra_columns_in_one_file(write_rows):
+def test_what_a_file_holds_arrives_unchanged(write_rows):
+    calls = [{"function": {"name": "f", "arguments": {"x": 1, "y": [1.5, None, "ü"]}}}]
+    text = "😀\u2028\x00 ü\r\n<|im_end|>"
     rows = [
         {"prompt": "q", "chosen": "a", "rejected": "b", "score": 1.5},
-        {"prompt": "q", "chosen": [assistant("a")], "rejected": [assistant("b", weight=2)], "id": "x"},
+        {"prompt": text, "chosen": [assistant(text, tool_calls=calls)], "rejected": [assistant("b", weight=2)]},
         {"chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")], "dropped": "y", "source": 3},
     ]
     pairs = load(write_rows("mixed.jsonl", rows))
     assert pairs.rows == 3 and not pairs.dropped
     assert pairs.train.column_names == ["prompt", "chosen", "rejected", "template", "source"]
-    assert pairs.train[0]["prompt"] == "q"
+    assert pairs.train["prompt"][:] == ["q", [user(text)], [user("q")]]
+    assert pairs.train[1]["chosen"] == [assistant(text, tool_calls=calls)]
     assert pairs.train[1]["rejected"] == [assistant("b", weight=2)]
-    assert pairs.train[2]["prompt"] == [user("q")]
-
-
-def test_unicode_and_numbers_in_tool_calls_survive(write_rows):
-    calls = [{"function": {"name": "f", "arguments": {"x": 1, "y": [1.5, None, "ü"]}}}]
-    text = "😀\u2028\x00 ü\r\n<|im_end|>"
-    row = {"prompt": text, "chosen": [assistant(text, tool_calls=calls)], "rejected": [assistant("b")]}
-    [pair] = load(write_rows("unicode.jsonl", [row])).train
-    assert pair["prompt"] == [user(text)] and pair["chosen"] == [assistant(text, tool_calls=calls)]
+    answers = ["42", "0.", "null", "true", '{"a": 1}', "[1, 2]", '"quoted"', "1e5"]  # text, though it could be JSON
+    rows = [{"prompt": "7", "chosen": answer, "rejected": "no"} for answer in answers]
+    pairs = load(write_rows("json_like.jsonl", rows))
+    assert pairs.train["chosen"][:] == answers and pairs.train["prompt"][:] == ["7"] * len(answers)
 
 
 # ---- the account
@@ -143,14 +137,6 @@ BAD = {
     "empty_response": {"prompt": "q", "chosen": [assistant("")], "rejected": [assistant("b")]},
     "chosen_equals_rejected": {"prompt": "q", "chosen": [assistant("b")], "rejected": [assistant("b")]},
 }
-
-
-def test_plain_text_that_looks_like_json_stays_text(write_rows):
-    answers = ["42", "0.", "null", "true", '{"a": 1}', "[1, 2]", '"quoted"', "1e5"]
-    rows = [{"prompt": "7", "chosen": answer, "rejected": "no"} for answer in answers]
-    pairs = load_pairs(config(write_rows("json_like.jsonl", rows)))
-    assert pairs.train["chosen"][:] == answers
-    assert pairs.train["prompt"][:] == ["7"] * len(answers)
 
 
 def test_every_row_is_kept_or_counted(write_rows):
@@ -242,16 +228,17 @@ def test_a_folder_with_several_splits_gives_the_one_that_is_asked_for(write_rows
 
 @pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.json", "pairs.parquet", "folder with ü/pairs.jsonl"])
 def test_formats(write_rows, name):
-    rows = [PAIR, {"prompt": "r", "chosen": [assistant("x")], "rejected": [assistant("y")]}]
-    path = write_rows(name, rows)
+    path = write_rows(name, [PAIR, {"prompt": "r", "chosen": [assistant("x")], "rejected": [assistant("y")]}])
     for dataset in (path, path.parent) if "/" in name else (path,):
-        assert contents(load(dataset).train) == [("q", "good", "bad"), ("r", "x", "y")]
+        rows = [
+            tuple(row[side][-1]["content"] for side in ("prompt", "chosen", "rejected")) for row in load(dataset).train
+        ]
+        assert rows == [("q", "good", "bad"), ("r", "x", "y")]
 
 
 def test_a_folder_is_the_sum_of_its_files_but_not_of_hidden_ones(write_rows, tmp_path):
-    write_rows("d/a.jsonl", numbered(2, "a"))
-    write_rows("d/sub/b.jsonl", numbered(3, "b"))
-    write_rows("d/.cache/c.parquet", numbered(4, "c"))
+    for name, n in (("a.jsonl", 2), ("sub/b.jsonl", 3), (".cache/c.parquet", 4)):
+        write_rows(f"d/{name}", numbered(n, name[-7]))
     (tmp_path / "d" / "README.md").write_text("notes")
     assert sorted(prompts(load(tmp_path / "d").train)) == ["a0", "a1", "b0", "b1", "b2"]
 
@@ -284,7 +271,7 @@ def test_broken_files_are_one_line(tmp_path, name, content, parts):
     assert "\n" not in message and all(part in message for part in parts), message
 
 
-def test_missing_empty_and_mixed_folders(write_rows, tmp_path):
+def test_missing_empty_and_mixed_folders_and_no_network(write_rows, tmp_path):
     for path in ("nowhere.jsonl", "./nowhere", "/nowhere/at/all", "~/nowhere.parquet", "a/b/c"):
         with pytest.raises(UserError, match="no such file or folder"):
             load(path)
@@ -295,37 +282,25 @@ def test_missing_empty_and_mixed_folders(write_rows, tmp_path):
     write_rows("two/b.parquet", [PAIR])
     with pytest.raises(UserError, match=r"found \.jsonl, \.parquet"):
         load(tmp_path / "two")
-
-
-def test_without_a_network_a_hub_id_is_one_line():
     with pytest.raises(UserError, match=r"dataset_name org/pairs: the Hub cannot be reached .*prefetch"):
         load("org/pairs")
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs Unix permissions")
 @pytest.mark.parametrize("name", ["secret.jsonl", "closed"])
 def test_unreadable_file_and_folder(name):
-    """In a child that is not root, whom permissions would not stop."""
+    """As a user who is not root, whom permissions would not stop."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
         Path(folder).chmod(0o755)
         path.mkdir() if name == "closed" else path.write_text(json.dumps(PAIR))
         path.chmod(0)
-        message = Path(folder) / "message"
-        message.touch()
-        message.chmod(0o666)
-        child = os.fork()
-        if child == 0:
-            if os.getuid() == 0:
-                os.setuid(65534)
-            try:
+        users = os.getresuid()
+        os.setresuid(*([users[0] or 65534] * 2), users[2])
+        try:
+            with pytest.raises(UserError, match=f"^dataset_name {path}: cannot be read; check its permissions$"):
                 load_rows(str(path))
-            except BaseException as error:
-                message.write_text(f"{type(error).__name__}: {error}")
-            os._exit(0)
-        os.waitpid(child, 0)
-        path.chmod(0o755)
-        assert message.read_text() == f"UserError: dataset_name {path}: cannot be read; check its permissions"
+        finally:
+            os.setresuid(*users)
 
 
 # ---- real pairs, where they are

@@ -77,7 +77,7 @@ def test_what_it_prints_and_writes(write_rows, tiny_folder, tmp_path):
     assert pasted == {"max_length": 256, "max_prompt_length": 128} and result["seed"] == 3
     assert all(row["flops"] > row["tokens"] for row in result["candidates"])  # from the folder's config.json
     assert best["limit"] == 512 and max(row["max_length"] for row in result["candidates"]) == 512
-    assert re.search(r"chosen +\.\.\.stant\\n \|\| two ", done.stdout)
+    assert re.search(r"assistant\n  chosen, \d+ tokens\n    \| two ", done.stdout)
     assert "Tokenizing" in done.stderr and "/60" in done.stderr  # a bar with an ETA
     assert files["plot"].stat().st_size > 10_000 and "max_length 256" in files["html"].read_text()
 

@@ -25,12 +25,10 @@ from sfm_dpo.planning.lengths import (
     PERCENTILES,
     analyze_lengths,
     compute_coverage,
-    grouped_padding,
+    compute_padding,
     list_candidates,
-    percentile,
     percentile_interval,
     recommend,
-    stock_padding,
 )
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -193,30 +191,26 @@ def test_the_tables_reproduce_the_published_percentiles(kind):
 def test_intervals_hold_the_true_percentile_95_times_of_100(q):
     rng = np.random.default_rng(1)
     population = np.exp(rng.standard_normal(200_000) + 6).round()
-    true, hits = percentile(population, q), 0
-    for _ in range(600):
-        low, high = percentile_interval(rng.choice(population, 400), q)
-        hits += low <= true <= high
-    assert 0.93 <= hits / 600 <= 0.99
+    true, intervals = (
+        np.percentile(population, q),
+        [percentile_interval(rng.choice(population, 400), q) for _ in range(600)],
+    )
+    assert 0.93 <= np.mean([low <= true <= high for low, high in intervals]) <= 0.99
 
 
-def test_stock_padding_is_the_mean_over_all_batches():
-    sequences = np.array([[3, 5], [10, 2], [7, 7], [1, 4], [20, 19]])
-    for size in (1, 2, 3, 5):
-        combos = list(itertools.combinations(range(5), size))
-        grid = sum(2 * size * sequences[list(rows)].max() for rows in combos)
-        real = sum(sequences[list(rows)].sum() for rows in combos)
-        assert stock_padding(sequences, size) == pytest.approx(1 - real / grid)
-    assert stock_padding(sequences, 8) == pytest.approx(stock_padding(sequences, 5))  # more than there are
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_grouped_padding_is_that_of_transformers_sampler(size):
-    sequences = lengths_of("think", 6000).truncate(8192).sequences
-    order = get_length_grouped_indices(sequences.sum(axis=1).tolist(), 128, generator=torch.Generator().manual_seed(0))
-    longest = sequences.max(axis=1)[order]
-    computed = sum(2 * size * longest[i : i + size].max() for i in range(0, 6000, size))
-    assert grouped_padding(sequences, size, 128) == pytest.approx(1 - sequences.sum() / computed, abs=0.01)
+def test_padding_is_the_mean_over_all_batches_and_that_of_transformers_sampler():
+    few = np.array([[3, 5], [10, 2], [7, 7], [1, 4], [20, 19]])
+    many = lengths_of("think", 6000).truncate(8192).sequences
+    order = get_length_grouped_indices(many.sum(axis=1).tolist(), 128, generator=torch.Generator().manual_seed(1))
+    longest = many.max(axis=1)[order]
+    for size in (1, 2, 4, 8):
+        batches = list(itertools.combinations(range(5), min(size, 5)))  # 8: more than there are
+        computed = sum(2 * len(rows) * few[list(rows)].max() for rows in batches)
+        real = sum(few[list(rows)].sum() for rows in batches)
+        assert compute_padding(few, 128)[str(size)]["stock"] == pytest.approx(1 - real / computed)
+        computed = sum(2 * size * longest[i : i + size].max() for i in range(0, 6000, size))
+        grouped = compute_padding(many, 128)[str(size)]["grouped"]
+        assert grouped == pytest.approx(1 - many.sum() / computed, abs=0.01)
 
 
 def test_flops_and_memory_of_an_epoch():
@@ -230,7 +224,7 @@ def test_flops_and_memory_of_an_epoch():
     row = analyze_lengths(lengths, min_coverage=0, min_tokens_kept=0, forward_flops=forward)["candidates"][0]
     assert row["max_length"] == 256 and calls[0] == ([10, 15, 18, 256], 5 + 8 + 6 + 252)
     assert row["flops"] == 4 * (10 + 15 + 18 + 256)
-    assert row["peak_tokens"] == 15 + 18 + 10 + 256 and row["peak_tokens_padded"] == 2 * 2 * 256
+    assert row["peak_tokens"] == 15 + 18 + 10 + 256
 
 
 # ---- the recommendation
@@ -282,7 +276,7 @@ def test_findings_name_what_is_wrong(analyze, tmp_path):
         ("warning", "1 pairs are exact repeats"),
         ("warning", "1 pairs are cut to the same tokens"),
         ("warning", "43 prompts are no token prefix"),
-        ("note", "2 pairs have the prompt of an earlier one"),
+        ("note", "1 pairs have the prompt of an earlier one and other responses"),
         ("note", f"{several:.1%} of the prompts are conversations with several user turns"),
     ):
         assert sum(level == known and words in text for known, text in findings) == 1, words
@@ -290,24 +284,18 @@ def test_findings_name_what_is_wrong(analyze, tmp_path):
     assert "<think>" not in result["example"]["chosen"]["text"]
 
 
-def test_results_are_the_same_with_one_and_two_processes(analyze, tmp_path, monkeypatch):
-    rows = [pair(i, chosen="a" * (i * 7 % 50 + 1)) for i in range(250)]
-    results = []
+def test_a_sample_has_intervals_and_is_the_same_with_one_and_two_processes(analyze, tmp_path, monkeypatch):
+    rows, results = [pair(i, chosen="a" * (i * 7 % 50 + 1)) for i in range(250)], []
     for workers in ("1", "2"):  # of another file: nothing is read from the cache
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / f"cache-{workers}")
         more = ("--dataset_num_proc", workers, "--max_samples", "200")
         results.append(analyze(rows, *more, file=f"pairs-{workers}.jsonl") | {"dataset": []})
-    assert results[0] == results[1]
-
-
-def test_a_sample_has_intervals(analyze):
-    rows = [pair(i) for i in range(300)]
-    part = analyze(rows, "--max_samples", "50")
-    assert part["sampled"] and (part["pairs"], part["usable"]) == (50, 300)
+    part = results[0]
+    assert part == results[1] and part["sampled"] and (part["pairs"], part["usable"]) == (200, 250)
     low, high = part["percentiles"]["total"]["50"]["interval"]
     assert low <= part["percentiles"]["total"]["50"]["tokens"] <= high
-    assert "a sample of 300" in dataset_report.format_analysis(part)
-    whole = analyze(rows, "--max_samples", "300")
+    assert "a sample of 250" in dataset_report.format_analysis(part)
+    whole = analyze(rows, "--max_samples", "250")
     assert not whole["sampled"] and "interval" not in whole["percentiles"]["total"]["50"]
 
 
@@ -327,20 +315,19 @@ def test_training_finds_the_tokens_in_the_cache(write_rows, tiny_folder, monkeyp
         assert len(tokens) == len(split) and (counts["prompt_cut"] > 0) == (limit is not None)
 
 
-@pytest.mark.parametrize("n", [1, 2, 40])
+@pytest.mark.parametrize("n", [1, 40])
 def test_page_and_picture(n, analyze, tmp_path):
     """Also of a single pair. The example is cut where training starts."""
     result = analyze([pair(i, chosen="<script>alert(1)</script> & apples " + "a" * i) for i in range(n)])
     shown = result["example"]
     assert shown["prompt"]["text"].endswith("<|im_start|>assistant\n")
     assert shown["chosen"]["text"].startswith("<script>alert") and shown["chosen"]["text"].endswith("<|im_end|>\n")
-    assert "".join(shown["chosen"]["first"]) == "<scrip"
     assert result["recommendation"]["max_length"] == 256
     json.dumps(result, allow_nan=False)
     dataset_report.write_page(result, tmp_path / "page.html")
     dataset_report.write_plot(result, tmp_path / "picture.png")
     page = (tmp_path / "page.html").read_text()
-    assert page.count("<svg") == 2 and "<script" not in page and "&lt;script&gt;" in page
+    assert page.count("<svg") == 1 and "<script" not in page and "&lt;script&gt;" in page
     assert "src=" not in page and "http" not in page.replace("http://www.w3.org", "")
     text = dataset_report.format_analysis(result)
     for cell in itertools.chain(*itertools.chain(*dataset_report.build_tables(result).values())):

@@ -240,7 +240,7 @@ CASES = {
         (f"{ON}/tokenizer_noise", "tokenizer.json is damaged", "utf-8"),
         (f"{ON}/tokenizer_config_list", "tokenizer_config.json is damaged"),
         (f"{CHATS}/template_syntax", "line 1 of its chat template is no valid Jinja", "mend chat_template.jinja"),
-        (f"{CHATS}/template_refuses", "no train pair is left with this model (8 x malformed"),
+        (f"{CHATS}/template_refuses", "is left (8 x malformed"),
         (f"{ON}/weights_cut", "model.safetensors is damaged", "copy it anew"),
         (f"{ON}/weights_lfs", "a pointer of Git LFS", "git lfs pull"),
         (f"{ON}/index_cut", "model.safetensors.index.json is damaged"),
