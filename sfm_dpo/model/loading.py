@@ -91,7 +91,9 @@ def load_model(name: str, init_kwargs: dict[str, Any]) -> PreTrainedModel:
     if PartialState().distributed_type == DistributedType.NO and PartialState().device.type == "cuda":
         kwargs.setdefault("device_map", "auto")  # as TRL: read straight into the GPU
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(name, output_loading_info=True, **kwargs)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+        )
     except TypeError as error:  # of the model's class, to which from_pretrained hands on what it does not know
         key = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if key is None or key[1] not in init_kwargs:

@@ -10,12 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import DistributedType
-from accelerate.utils import is_peft_model
+from accelerate.utils import fsdp2_prepare_model, is_peft_model
 from datasets import Dataset
 from trl import DPOTrainer
+from trl.trainer import dpo_trainer
 
 from sfm_dpo.data.sampler import PairSampler
 from sfm_dpo.model.sharding import keep_outputs, launched_with, use_fsdp_on_cpu
+
+# Upstream: trl 1.16, models/utils.py, prepare_fsdp: makes one FSDP2 unit of the whole reference model, where
+# accelerate makes one of each block of the policy: 16-bit inputs are cast at other places, and step 0 is not ln 2.
+# Canary: test_canary_prepare_fsdp
+dpo_trainer.prepare_fsdp = lambda model, accelerator: fsdp2_prepare_model(accelerator, model).eval()
 
 
 class UpstreamFixes(DPOTrainer):
