@@ -26,6 +26,7 @@ FIELDS = {
     "learning_rate": 1e-3,
     "logging_steps": 1,
     "save_steps": 2,
+    "save_total_limit": 8,
     "dataset_num_proc": 1,
     "padding_free": "true",
     "precompute_ref_log_probs": "true",
