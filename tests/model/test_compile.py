@@ -25,6 +25,7 @@ from sfm_dpo.run.folder import write_status
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_report")]
 KINDS_OF_LAYER = {"gpt_neox": 1, "llama": 1, "olmo3": 2}
 ALL_FLAGS = "--padding_free true --precompute_ref_log_probs true --train_sampling_strategy batch_rebalance"
 
@@ -108,7 +109,6 @@ def test_one_graph_per_kind_of_layer_whatever_the_batch(architecture, packed, ch
     assert torch._dynamo.utils.counters["graph_break"] == {}
 
 
-@pytest.mark.slow
 def test_inductor_gives_the_same_figures():
     torch._dynamo.reset()
     plain = make_model("olmo3", checkpointing=True)
@@ -162,7 +162,6 @@ def make_trainer(folder: Path, out: Path, extra: str) -> SFMDPOTrainer:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("flags", [ALL_FLAGS, "--gradient_checkpointing false"])
 def test_training_with_and_without(folder, tmp_path, monkeypatch, graphs, flags):
     monkeypatch.setattr("sfm_dpo.train.reference_cache.HF_CACHE_HOME", str(tmp_path))
@@ -186,7 +185,6 @@ def test_training_with_and_without(folder, tmp_path, monkeypatch, graphs, flags)
         torch.testing.assert_close(models[1].state_dict()[name], tensor, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_checkpoints_have_plain_names_and_resume(folder, tmp_path, graphs):
     """A compiled run's checkpoint against an uncompiled run's, and the run continued from it against the whole one."""
     saving = "--padding_free true --save_strategy steps --save_steps 2"

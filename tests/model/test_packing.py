@@ -253,7 +253,6 @@ def loss_and_gradient_norm(trainer):
     return loss.item(), norm(gradients), metrics
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "loss"),
     [("olmoe", {"loss_type": ["sigmoid_norm"]}), *(("olmo3", loss) for loss in LOSSES)],
