@@ -6,13 +6,11 @@ of the pairs or the initial weights justifies. Machines differ in the last bits,
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import ROOT, Place, as_options, clean_environment, free_port, pairs
+from tests.e2e.runs import Place, as_options, pairs
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -68,20 +66,7 @@ def train_all(place: Place, processes: int, runs: list[tuple[str, str]]) -> dict
         as_options(place.values(name, model_name_or_path=place.folder / architecture, **PATHS[path]))
         for name, (architecture, path) in names.items()
     ]
-    file = place.folder / f"runs-{processes}.json"
-    file.write_text(json.dumps(argvs))
-    launcher = f"-m accelerate.commands.launch --config_file configs/accelerate/cpu.yaml --num_processes {processes}"
-    command = [sys.executable, *(launcher.split() if processes > 1 else [])]
-    command += ["--main_process_port", str(free_port())] if processes > 1 else []
-    done = subprocess.run(
-        [*command, "tests/e2e/many_runs.py", str(file)],
-        cwd=ROOT,
-        env=clean_environment(place.hf_home),
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    place.start_together(argvs, processes)
     return {name: read_metrics(place.folder / name) for name in names}
 
 
