@@ -95,7 +95,7 @@ class Place:
 
 
 def launcher(processes: int, launch: str) -> list:
-    """What stands before a script: Python; with more than one process accelerate, with configs/accelerate's `launch`."""
+    """What stands before a script: Python; for more than one process also accelerate with configs/accelerate."""
     if processes == 1:
         return [sys.executable]
     config = ["--config_file", ROOT / f"configs/accelerate/{launch}.yaml", "--num_processes", processes]

@@ -177,8 +177,9 @@ def test_kill_9_of_a_random_rank_at_random_moments(place, uninterrupted, tmp_pat
         code = run.wait(120)  # the launcher ends the other ranks
         assert code != 0, "the run was over before it was killed: nothing was shown"
         newest, skipped = newest_checkpoint(run.folder)
+        written = {path: path.stat().st_mtime_ns for path in shards(here)}
         half = [c.name for c in half_written(run)]
-        reached = len(shards(here)) if phase == "reference pass" else run.log.count("\nstep ")
+        reached = len(written) if phase == "reference pass" else run.log.count("\nstep ")
 
         done = run.status["state"] == "done"  # killed after the last file: everything must be there
         again = here.start(name, processes).finish()
@@ -189,6 +190,7 @@ def test_kill_9_of_a_random_rank_at_random_moments(place, uninterrupted, tmp_pat
         for line in skipped if not done else ():
             assert line in again.log
         assert_same_run(again, expected)
+        assert written == {path: path.stat().st_mtime_ns for path in written}, "a shard was computed twice"
         unit = "shards" if phase == "reference pass" else "steps"
         went_on = "had said done" if done else newest.name if newest else "the beginning"
         row = (number + 1, processes, victim, phase, f"{reached} {unit}", ", ".join(half) or "-", went_on)

@@ -40,17 +40,6 @@ def prompt_rows() -> list[dict]:
     ]
 
 
-def chat_rows() -> list[dict]:
-    """The shape of Dolci-Instruct: whole conversations, some of several turns, keys that are None."""
-    rows = []
-    for i, row in enumerate(prompt_rows()):
-        lead = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}] * (i % 2)
-        lead.append({"role": "user", "content": row["prompt"]})
-        sides = {side: [{**m, "functions": None} for m in lead + row[side]] for side in ("chosen", "rejected")}
-        rows.append(sides | {"prompt_id": f"i{i}"})
-    return rows
-
-
 def arguments(model, data, out, *more: str) -> list[str]:
     """A CPU run of a few steps of 4 pairs."""
     return [
@@ -108,9 +97,8 @@ def assert_trained(run: Path, base: Path) -> None:
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(base).chat_template
 
 
-@pytest.mark.parametrize(("architecture", "rows"), [("gpt_neox", prompt_rows), ("olmo3", chat_rows)])
-def test_trains_to_a_documented_model(tiny_folder, write_rows, tmp_path, capsys, architecture, rows):
-    base, run, data = tiny_folder(architecture), tmp_path / "run", write_rows("pairs.jsonl", rows())
+def test_trains_to_a_documented_model_and_refuses_another_run(tiny_folder, write_rows, tmp_path, capsys):
+    base, run, data = tiny_folder("olmo3"), tmp_path / "run", write_rows("pairs.jsonl", prompt_rows())
     assert train_dpo.main(arguments(base, data, run)) == 0
     assert_trained(run, base)
     assert len(losses(run)) == 6
@@ -203,7 +191,7 @@ def test_two_processes_stop_together_where_the_guard_says_so(tiny_folder, write_
 def test_incomplete_model_is_one_line_and_the_folder_can_be_used(
     tiny_folder, write_rows, tmp_path, capsys, files, message
 ):
-    base, data, run = tiny_folder("llama"), write_rows("pairs.jsonl", chat_rows()), tmp_path / "run"
+    base, data, run = tiny_folder("llama"), write_rows("pairs.jsonl", prompt_rows()), tmp_path / "run"
     (tmp_path / "bare").mkdir()
     for name in files:
         shutil.copy(base / name, tmp_path / "bare")
@@ -216,11 +204,3 @@ def test_incomplete_model_is_one_line_and_the_folder_can_be_used(
     assert (status["state"], status["exit_code"]) == ("failed", 2) and message in status["message"]
     if not files:
         assert train_dpo.main(arguments(base, data, run, "--max_steps", "1")) == 0
-
-
-def test_help_explains_and_succeeds(capsys):
-    with pytest.raises(SystemExit) as ended:
-        train_dpo.main(["--help"])
-    assert not ended.value.code
-    output = capsys.readouterr().out
-    assert "--global_batch_size" in output and "--config" in output

@@ -162,37 +162,20 @@ def make_trainer(folder: Path, out: Path, extra: str) -> SFMDPOTrainer:
     )
 
 
-@pytest.mark.parametrize("flags", [ALL_FLAGS, "--gradient_checkpointing false"])
-def test_training_with_and_without(folder, tmp_path, monkeypatch, graphs, flags):
-    monkeypatch.setattr("sfm_dpo.train.reference_cache.HF_CACHE_HOME", str(tmp_path))
-    trainers = {}
-    for compiled in ("", "--torch_compile true --torch_compile_backend counting"):
-        trainer = make_trainer(folder, tmp_path / f"run{len(trainers)}", f"{flags} {compiled}")
-        assert trainer.args.torch_compile is bool(compiled)
-        trainer.train()
-        trainers[bool(compiled)] = trainer
-        assert bool(graphs) is bool(compiled)
-    # Training and reference forward, sliding and full layers. Neither number of batches nor of layers
-    assert len(graphs) <= 4
-    for expected, got in zip(trainers[False].state.log_history, trainers[True].state.log_history, strict=True):
-        for name in ("loss", "grad_norm", "rewards/margins"):
-            if name in expected:
-                assert got[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5)
-    assert len(trainers[True].state.log_history) == 4
-    models = trainers[False].model, trainers[True].model
-    assert list(models[0].state_dict()) == list(models[1].state_dict())
-    for name, tensor in models[0].state_dict().items():
-        torch.testing.assert_close(models[1].state_dict()[name], tensor, rtol=1e-3, atol=1e-4)
-
-
-def test_checkpoints_have_plain_names_and_resume(folder, tmp_path, graphs):
-    """A compiled run's checkpoint against an uncompiled run's, and the run continued from it against the whole one."""
-    saving = "--padding_free true --save_strategy steps --save_steps 2"
+def test_checkpoints_have_plain_names_and_resume(folder, tmp_path, monkeypatch, graphs):
+    """All flags: a compiled run against an uncompiled one, and the run continued from its checkpoint against the whole."""
+    saving = f"{ALL_FLAGS} --save_strategy steps --save_steps 2"
     compiled = f"{saving} --torch_compile true --torch_compile_backend counting"
+    monkeypatch.setattr("sfm_dpo.train.reference_cache.HF_CACHE_HOME", str(tmp_path))
     whole, run = tmp_path / "whole", tmp_path / "run"
     for out, flags in ((whole, saving), (run, compiled)):
         assert train_dpo.main(arguments(folder, out, flags)) == 0
-    assert len(graphs) > 0
+    # Training and reference forward, sliding and full layers. Neither number of batches nor of layers
+    assert 0 < len(graphs) <= 4
+    histories = [json.loads((out / "trainer_state.json").read_text())["log_history"] for out in (whole, run)]
+    for expected, got in zip(*histories, strict=True):
+        for name in {"loss", "grad_norm", "rewards/margins"} & expected.keys():
+            assert got[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5)
 
     def tensors(path: Path) -> dict[str, torch.Tensor]:
         return load_file(path / "model.safetensors")

@@ -1,11 +1,9 @@
-"""Reference cache: the key covers what changes the figures and nothing else; shards survive kills and damage."""
+"""Reference cache: the key covers what changes the figures and nothing else; shards survive damage.
+
+Kills: tests/e2e/test_resume.py.
+"""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +17,6 @@ from sfm_dpo.train import reference_cache
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("no_report")
-ROOT = Path(__file__).parents[2]
 
 
 def tokens(rows: int = 40, seed: int = 0) -> Dataset:
@@ -192,25 +189,3 @@ def test_damaged_shards_are_computed_again_and_stale_ones_caught_at_step_0(
     assert train_dpo.main(arguments(model, pairs, tmp_path / "c", "--eval_fraction", "0.25")) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "step 0" in error and "are not those of the model that is trained" in error
-
-
-@pytest.mark.slow
-def test_killed_in_the_middle_no_shard_is_computed_twice(model, pairs, tmp_path):
-    """kill -9 once some shards are there; the next start leaves them alone and computes the rest."""
-    env = os.environ | {"HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"}
-    cache = tmp_path / "hf" / "sfm_dpo" / "reference"
-    argv = [sys.executable, str(ROOT / "train_dpo.py"), *arguments(model, pairs, tmp_path / "run")]
-    process = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while len(written(cache)) < 3 and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    before = written(cache)
-    assert before
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    after = written(cache)
-    assert len(before) < len(after)  # the kill did come in the middle
-    assert before.items() <= after.items()
-    assert f"reference log-probs of the train pairs: {len(before)} of {len(after)} shards" in done.stdout

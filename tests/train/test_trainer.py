@@ -169,15 +169,6 @@ def losses(trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_reference_from_the_cache_or_in_memory_trains_alike(tiny_folder, tmp_path):
-    folder, cli = tiny_folder("llama"), ("--num_train_epochs", "3")
-    live = losses(make_trainer(folder, tmp_path / "live", *cli))
-    cached = losses(make_trainer(folder, tmp_path / "cached", *cli, "--precompute_ref_log_probs"))
-    assert len(live) == 6 and live[0] == pytest.approx(math.log(2), abs=1e-5)
-    assert min(live) < 0.5  # it learns
-    assert cached == pytest.approx(live, abs=2e-5)
-
-
 @pytest.mark.parametrize("architecture", ["gpt_neox", "olmoe"])
 def test_a_resumed_run_equals_an_uninterrupted_one(tiny_folder, tmp_path, architecture):
     """All weights must come back: save_pretrained gives some another name than the module's (GPT-NeoX's head)."""
