@@ -110,11 +110,8 @@ def test_a_token_that_may_not_write_costs_seconds(start, hub):
     assert run.status["state"] == "failed" and "Loading weights" not in run.log and not re.search("Traceback", run.log)
 
 
-@pytest.mark.parametrize("tracker", ["tensorboard", "trackio"])
-def test_other_trackers_get_the_figures(place, tracker, tmp_path):
-    pytest.importorskip(tracker)
-    env = {"TRACKIO_DIR": str(tmp_path / "trackio")}
-    run = place.start(f"tracked-{tracker}", report_to=tracker, project="canary", max_steps=2, env=env).finish()
-    assert f"tracking: {tracker}" in run.log
-    files = [*run.folder.rglob("events.out.tfevents.*"), *(tmp_path / "trackio").rglob("canary*")]
-    assert any(b"rewards/margins" in path.read_bytes() for path in files if path.is_file()), files
+def test_other_trackers_get_the_figures(place, tmp_path):
+    env, trackers = {"TRACKIO_DIR": str(tmp_path / "trackio")}, ["tensorboard", "trackio"]
+    run = place.start("tracked", report_to=trackers, project="canary", max_steps=2, env=env).finish()
+    for files in (run.folder.rglob("events.out.tfevents.*"), (tmp_path / "trackio").rglob("canary*")):
+        assert any(b"rewards/margins" in path.read_bytes() for path in files if path.is_file()), run.log[-2000:]

@@ -163,7 +163,7 @@ def make_trainer(folder: Path, out: Path, extra: str) -> SFMDPOTrainer:
 
 
 def test_checkpoints_have_plain_names_and_resume(folder, tmp_path, monkeypatch, graphs):
-    """All flags: a compiled run against an uncompiled one, and the run continued from its checkpoint against the whole."""
+    """All flags: a compiled run against an uncompiled one, and the run continued from its checkpoint."""
     saving = f"{ALL_FLAGS} --save_strategy steps --save_steps 2"
     compiled = f"{saving} --torch_compile true --torch_compile_backend counting"
     monkeypatch.setattr("sfm_dpo.train.reference_cache.HF_CACHE_HOME", str(tmp_path))
