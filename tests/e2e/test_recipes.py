@@ -137,7 +137,11 @@ def computed(figures: dict, launch: str) -> str:
     return f"{total:.1f} GiB on {on} {gpu['name']}; {long} at {time['mfu']:.1%} MFU; not measured"
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+# Tracing a hybrid's layers takes a minute of CPU
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(r, id=r.stem, marks=[pytest.mark.grid] if "hybrid" in r.stem else []) for r in RECIPES],
+)
 def test_header_says_what_plan_says(recipe, tmp_path, monkeypatch):
     if not (command := shlex.split(header(recipe, "Plan").removeprefix("python scripts/plan.py"))):
         pytest.skip("runs on a CPU; its header says what was measured")

@@ -5,6 +5,7 @@ does twenty and prints the table of docs/slurm.md; `KILL_SEED` makes another ser
 """
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -69,12 +70,17 @@ def test_stop_file_during_the_reference_pass_keeps_its_shards(place, uninterrupt
     assert_same_run(again, uninterrupted(1))
 
 
+def write_killed(run: Path, step: int) -> None:
+    """The status of a process that was killed after this step and is no more."""
+    (run / "status.json").write_text(json.dumps({"state": "running", "exit_code": None, "step": step, "message": ""}))
+
+
 def test_a_run_that_had_finished_but_was_killed_before_it_said_so(place, uninterrupted):
     """Killed in save_model, or right after it: all steps are done, the final files are half there."""
     copy = copy_run(uninterrupted(1), "half-saved")
     (copy / "model.safetensors").write_bytes(b"half")
     (copy / "trainer_state.json").unlink()
-    write_status(copy, "running", step=8)
+    write_killed(copy, 8)
     again = place.start("half-saved").finish()
     assert "going on from" in again.log and "step 8/8" not in again.log
     assert_same_run(again, uninterrupted(1))
@@ -85,7 +91,7 @@ def test_max_steps_in_the_middle_of_an_epoch_is_not_exceeded_by_a_start_after_th
     first = place.start("middle", max_steps=3).finish()
     weights, losses = first.weights(), first.losses()
     (first.folder / "model.safetensors").write_bytes(b"half")
-    write_status(first.folder, "running", step=3)
+    write_killed(first.folder, 3)
     again = place.start("middle", max_steps=3).finish()
     assert again.status["step"] == 3
     assert again.losses() == losses
@@ -96,7 +102,7 @@ def test_damaged_and_half_written_checkpoints_are_named_and_skipped_and_stay(pla
     """The newest lacks its mark, the one before is cut short: the run goes on from the one before that."""
     base = uninterrupted(1)
     folder = copy_run(base, "damaged")
-    write_status(folder, "running", step=7)
+    write_killed(folder, 7)
     shutil.rmtree(folder / "checkpoint-8")
     (folder / "checkpoint-6" / "complete.json").unlink()
     optimizer = folder / "checkpoint-4" / "optimizer.pt"
