@@ -65,6 +65,12 @@ def environment():
     os.environ.update(before)
 
 
+@pytest.fixture
+def no_report(monkeypatch):
+    """Runs of train_dpo.py in this process write none: its pictures take longer than training a tiny model does."""
+    monkeypatch.setattr("train_dpo.write_report", lambda run: None)
+
+
 @pytest.fixture(scope="session")
 def finished_run(tiny_folder, tmp_path_factory) -> Path:
     """A real run of 6 steps on 24 pairs: 4 held-out pairs, one dropped row, checkpoint-4 and checkpoint-6."""

@@ -10,18 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import DistributedType
-from accelerate.utils import fsdp2_prepare_model, is_peft_model
+from accelerate.utils import is_peft_model
 from datasets import Dataset
 from trl import DPOTrainer
-from trl.trainer import dpo_trainer
 
 from sfm_dpo.data.sampler import PairSampler
 from sfm_dpo.model.sharding import keep_outputs, launched_with, use_fsdp_on_cpu
-
-# Upstream: trl 1.16, models/utils.py, prepare_fsdp: makes one FSDP2 unit of the whole reference model, where
-# accelerate makes one of each block of the policy: 16-bit inputs are cast at other places, and step 0 is not ln 2.
-# Canary: test_canary_prepare_fsdp
-dpo_trainer.prepare_fsdp = lambda model, accelerator: fsdp2_prepare_model(accelerator, model).eval()
 
 
 class UpstreamFixes(DPOTrainer):
@@ -94,6 +88,17 @@ class UpstreamFixes(DPOTrainer):
                 self._metrics["eval"][name] = [float(np.average(self._metrics["eval"][name], weights=sizes))]
             self._eval_batches.clear()
         super().log(logs, start_time)
+
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.compute_ref_log_probs: computes under autocast, which FSDP2's
+    # policy does not: in 16 bit step 0 is not ln 2. Canary: test_canary_compute_ref_log_probs
+    def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """Sums of log-probs ([B] chosen, [B] rejected) by `model`, in the policy's precision."""
+
+        def forward(**kwargs: Any) -> Any:
+            with torch.autocast(self.accelerator.device.type, enabled=False):
+                return model(**kwargs)
+
+        return super().compute_ref_log_probs(forward if self.is_fsdp_enabled else model, inputs)
 
     # Upstream: transformers 5.23, trainer.py, Trainer.evaluation_loop: takes the mean of a batch for the loss of each
     # of its pairs, also of those that only fill up the last batch of several ranks. Canary: test_canary_eval_loss

@@ -13,6 +13,8 @@ from sfm_dpo.train import reference_cache
 from tests.e2e.runs import pairs
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory, tiny_folder):

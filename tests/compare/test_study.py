@@ -19,6 +19,8 @@ from sfm_dpo.config import parse_config
 from sfm_dpo.run.reader import read_log
 from sfm_dpo.train import reference_cache
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory, tiny_folder) -> Path:

@@ -26,6 +26,7 @@ FIELDS = {
     "learning_rate": 1e-3,
     "logging_steps": 1,
     "save_steps": 2,
+    "save_total_limit": 8,
     "dataset_num_proc": 1,
     "padding_free": "true",
     "precompute_ref_log_probs": "true",
@@ -62,21 +63,27 @@ class Place:
         values = FIELDS | {"model_name_or_path": self.model, "dataset_name": self.folder / "pairs.jsonl"}
         return values | {"output_dir": self.folder / run} | self.defaults | fields
 
+    def start_together(self, argvs: list[list[str]], processes: int, launch: str = "cpu") -> None:
+        """Runs of these command lines, one after another in one set of processes; all must end well."""
+        file = self.folder / f"{launch}-{processes}.json"
+        file.write_text(json.dumps(argvs))
+        command = [*launcher(processes, launch), ROOT / "tests/e2e/many_runs.py", file]
+        done = subprocess.run(
+            [str(part) for part in command],
+            cwd=ROOT,
+            env=clean_environment(self.hf_home),
+            capture_output=True,
+            text=True,
+            timeout=1200,
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-4000:]
+
     def start(
         self, run: str, processes: int = 1, env: dict | None = None, cwd: Path = ROOT, launch: str = "cpu", **fields
     ) -> "Run":
         """Starts train_dpo.py; with more than one process under accelerate's launcher, by default ZeRO-2 on CPU."""
         values = self.values(run, **fields)
-        command = [sys.executable]
-        if processes > 1:
-            command += [
-                "-m",
-                "accelerate.commands.launch",
-                "--config_file",
-                ROOT / f"configs/accelerate/{launch}.yaml",
-            ]
-            command += ["--num_processes", processes, "--main_process_port", free_port()]
-        command += [ROOT / "train_dpo.py", *as_options(values)]
+        command = [*launcher(processes, launch), ROOT / "train_dpo.py", *as_options(values)]
         log = (self.folder / f"{run}.log").open("ab")
         clean = clean_environment(self.hf_home) | (env or {})
         with log:
@@ -85,6 +92,14 @@ class Place:
                 [str(part) for part in command], cwd=cwd, env=clean, stdout=log, stderr=subprocess.STDOUT
             )
         return Run(Path(values["output_dir"]), Path(log.name), start, process)
+
+
+def launcher(processes: int, launch: str) -> list:
+    """What stands before a script: Python; for more than one process also accelerate with configs/accelerate."""
+    if processes == 1:
+        return [sys.executable]
+    config = ["--config_file", ROOT / f"configs/accelerate/{launch}.yaml", "--num_processes", processes]
+    return [sys.executable, "-m", "accelerate.commands.launch", *config, "--main_process_port", free_port()]
 
 
 def as_options(values: dict) -> list[str]:
@@ -209,15 +224,7 @@ def run_many(place: Place, launch: str, runs: dict[str, dict]) -> dict[str, Path
 
     `launch`: single, or a name of configs/accelerate with its number of processes: "cpu 2".
     """
-    file = place.folder / f"runs-{launch}.json"
-    file.write_text(json.dumps([as_options(place.values(name, **fields)) for name, fields in runs.items()]))
-    command = [sys.executable]
-    if launch != "single":
-        name, processes = launch.split()
-        command += f"-m accelerate.commands.launch --config_file configs/accelerate/{name}.yaml".split()
-        command += ["--num_processes", processes, "--main_process_port", str(free_port())]
-    command += ["tests/e2e/many_runs.py", str(file)]
-    env = clean_environment(place.hf_home)
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    name, _, processes = launch.partition(" ")
+    argvs = [as_options(place.values(run, **fields)) for run, fields in runs.items()]
+    place.start_together(argvs, int(processes or 1), name)
     return {name: place.folder / name for name in runs}

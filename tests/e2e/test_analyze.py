@@ -82,9 +82,17 @@ def test_what_it_prints_and_writes(write_rows, tiny_folder, tmp_path):
     assert files["plot"].stat().st_size > 10_000 and "max_length 256" in files["html"].read_text()
 
 
-def test_every_key_of_the_json_is_documented(write_rows, tiny_folder, tmp_path, start):
-    model, file = ("--model_name_or_path", tiny_folder("llama")), tmp_path / "out.json"
-    start(write_rows("p.jsonl", ROWS), *model, "--json", file, "--max_samples", "40")
+def test_options_override_the_recipe_and_every_key_of_the_json_is_documented(write_rows, tiny_folder, tmp_path, start):
+    recipe = {"model_name_or_path": str(tiny_folder("llama")), "dataset_name": "nobody/nothing", "bf16": True}
+    recipe |= {"global_batch_size": 8, "max_length": 64, "max_prompt_length": 30, "output_dir": str(tmp_path / "run")}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
+    data, file = write_rows("pairs.jsonl", ROWS), tmp_path / "out.json"
+    argv = (data, "--config", tmp_path / "r.yaml", "--json", file, "--min_coverage", "0", "--max_samples", "40")
+    done = start(*argv)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    assert result["dataset"] == [str(data)] and result["recommendation"]["max_prompt_length"] == 30
+    assert not (tmp_path / "run").exists()  # nothing is written but --json
 
     def keys(value):
         if isinstance(value, dict):
@@ -92,27 +100,8 @@ def test_every_key_of_the_json_is_documented(write_rows, tiny_folder, tmp_path, 
         for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
             yield from keys(inner)
 
-    names, documented = set(keys(json.loads(file.read_text()))), (PROJECT / "docs" / "lengths.md").read_text()
+    names, documented = set(keys(result)), (PROJECT / "docs" / "lengths.md").read_text()
     assert len(names) > 40 and not {name for name in names if f"`{name}`" not in documented}
-
-
-def test_options_override_the_recipe(write_rows, tiny_folder, tmp_path, start):
-    recipe = {
-        "model_name_or_path": str(tiny_folder("llama")),
-        "dataset_name": "nobody/nothing",
-        "global_batch_size": 8,
-        "max_length": 64,
-        "max_prompt_length": 30,
-        "output_dir": str(tmp_path / "run"),
-        "bf16": True,
-    }
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
-    data = write_rows("pairs.jsonl", ROWS)
-    done = start(data, "--config", tmp_path / "r.yaml", "--json", tmp_path / "out.json", "--min_coverage", "0")
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "out.json").read_text())
-    assert result["dataset"] == [str(data)] and result["recommendation"]["max_prompt_length"] == 30
-    assert not (tmp_path / "run").exists()  # nothing is written but --json
 
 
 @pytest.mark.parametrize(
@@ -132,14 +121,9 @@ def test_mistakes_are_one_line(argv, expected, write_rows, tiny_folder, tmp_path
     tokenizer.save_pretrained(tmp_path / "bare")
     places = {"tmp": tmp_path, "data": write_rows("pairs.jsonl", ROWS), "model": tiny_folder("llama")}
     assert expected in error_line(start(*(word.format(**places) for word in argv)))
-
-
-def test_plain_text_needs_no_chat_template(write_rows, tmp_path, start):
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(tmp_path)
-    text = [{k: v if k == "prompt" else v[0]["content"] for k, v in row.items()} for row in ROWS]
-    assert start(write_rows("text.jsonl", text), "--model_name_or_path", tmp_path).returncode == 0
+    if "bare" in argv[-1]:  # plain text needs none
+        text = [{k: v if k == "prompt" else v[0]["content"] for k, v in row.items()} for row in ROWS]
+        assert start(write_rows("text.jsonl", text), "--model_name_or_path", tmp_path / "bare").returncode == 0
 
 
 def test_a_closed_port_of_the_hub(tiny_folder, tmp_path):

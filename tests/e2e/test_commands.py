@@ -28,7 +28,8 @@ from tests.project import SOURCE, link, make_project
 
 # Run elsewhere, or not ours to run
 ELSEWHERE = {
-    r"make (test|setup)|python -m pytest .*|KILLS=20 python -m pytest .*": "how these tests are run",
+    r"make (test|setup|lint|check|test-grid)|(KILLS=20 )?python -m pytest .*": "how these tests are run",
+    r"python -m sfm_dpo\..*": "tests/health/test_node_check.py, tests/report/test_page.py; old names in migration.md",
     r"make demo": "README.md marks it: 4 minutes",
     r"(?!.*\.\.\.)([A-Z_]+=\S+ )*sbatch .*|for i in .*": "tests/slurm/test_submit.py",
     r"LAUNCH=fsdp2 sbatch scripts/dpo_train.sh \.\.\.": "test_launch.py, with LAUNCH=cpu_fsdp2's file",
@@ -40,7 +41,7 @@ ELSEWHERE = {
     r".*python bench/throughput.py --rounds 3": "half an hour, as docs/speed.md says; test_bench.py runs --quick",
     r".*python bench/startup.py": "six minutes, as docs/speed.md says",
     r"python bench/analyze.py .*": "a minute, and a tokenizer with words",
-    r"source .*|trl dpo.*|hf auth login|pip install .*|git lfs pull|apt-get .*|wandb sync .*": "other programs",
+    r"source .*|trl dpo.*|hf auth login|pip install .*|git lfs pull|apt-get .*|wandb (sync|leet) .*": "other programs",
     r"scontrol show job": "Slurm's",
     r"scontrol gives no address for node": "an error text",
 }

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+import train_dpo
 from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.reader import read_log
-from tests.e2e.runs import Place
+from tests.e2e.runs import Place, as_options
 
 MODEL = "somebody/tiny-model"
 
@@ -34,10 +35,6 @@ def cached(place, tmp_path_factory) -> Place:
     return Place(folder, MODEL, folder / "hf")
 
 
-def snapshot_of(cached: Place) -> Path:
-    return next(cached.hf_home.glob("hub/models--*/snapshots/*"))
-
-
 def test_stops_and_goes_on_offline_and_w_and_b_has_one_run(cached):
     env = {"WANDB_MODE": "offline", "WANDB_DIR": str(cached.folder), "WANDB_SILENT": "true"}
     run = cached.start("run", report_to="wandb", env=env)
@@ -59,26 +56,25 @@ def test_stops_and_goes_on_offline_and_w_and_b_has_one_run(cached):
     assert all(log.config["learning_rate"] == 1e-3 and log.config["beta"] == 5 for log in logs)
 
 
-@pytest.mark.parametrize("missing", ["a shard", "all weights", "the model"])
-def test_what_is_missing_is_named_before_the_model_is_loaded(cached, tmp_path, missing):
-    here = Place(tmp_path, cached.model, tmp_path / "hf")
-    shutil.copy(cached.folder / "pairs.jsonl", tmp_path)
-    shutil.copytree(cached.hf_home / "hub", here.hf_home / "hub")
-    snapshot = snapshot_of(here)
-    weights = sorted(snapshot.glob("*.safetensors"))
-    gone = {"a shard": weights[1:2], "all weights": [*weights, *snapshot.glob("*.index.json")]}
-    for path in gone.get(missing, ()):
-        path.unlink()
-    if missing == "the model":
-        shutil.rmtree(here.hf_home / "hub")
-    run = here.start("run")
-    assert run.wait() == 2, run.log[-3000:]
-    errors = [line for line in run.log.splitlines() if line.startswith("error: ")]
-    expected = {
-        "a shard": f"lacks {weights[1].name}; run scripts/prefetch.py where there is a network",
-        "all weights": "lacks weights (*.safetensors); run scripts/prefetch.py where there is a network",
-        "the model": "neither a folder with a model nor one that the Hub gives",
-    }
-    assert len(errors) == 1 and f"model_name_or_path {MODEL}: " in errors[0], run.log[-3000:]
-    assert expected[missing] in errors[0]
-    assert "Traceback" not in run.log and "Loading weights" not in run.log
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("snapshots/*/*-00002-of-*", "00002-of-"),
+        (
+            "snapshots/*/*.safetensors*",
+            "lacks weights (*.safetensors); run scripts/prefetch.py where there is a network",
+        ),
+        ("*/*", "neither a folder with a model nor one that the Hub gives"),
+    ],
+)
+def test_what_is_missing_is_named_before_the_model_is_loaded(cached, tmp_path, monkeypatch, capsys, missing, message):
+    """In this process, which is offline as well (tests/conftest.py)."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    shutil.copytree(cached.hf_home / "hub", tmp_path / "hub")
+    for path in list(tmp_path.glob(f"hub/models--*/{missing}")):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert train_dpo.main([*as_options(cached.values("missing", output_dir=tmp_path / "run")), "--use_cpu"]) == 2
+    captured = capsys.readouterr()
+    errors = [line for line in captured.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and f"model_name_or_path {MODEL}: " in errors[0] and message in errors[0], captured.err
+    assert "Traceback" not in captured.err and "Loading weights" not in captured.err + captured.out

@@ -15,15 +15,13 @@ import math
 import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from scripts import plan
-from tests.e2e.runs import ROOT, clean_environment, free_port
+from tests.e2e.runs import ROOT, Place, as_options
 
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
 PROCESSES, MICRO_BATCHES, STEPS = 2, 2, 2
@@ -31,62 +29,46 @@ OVERRIDDEN = {
     *("model_name_or_path", "dataset_name", "output_dir", "max_steps", "global_batch_size", "bf16", "dtype"),
     *("dataset_num_proc", "report_to", "preflight"),
 }
-# model_type is that of the shape which the header's plan names; the demo's model is a Llama
-ARCHITECTURE = {"demo": "llama"}
 
 
-def header(recipe: Path) -> str:
-    """The comment at the top, commands joined to one line each."""
-    lines = recipe.read_text().split("\nmodel_name_or_path", 1)[0]
-    return re.sub(r" \\\n# +", " ", lines)
-
-
-def launch_line(recipe: Path) -> str:
-    return re.search(r"^# Launch +(.*)$", header(recipe), re.M)[1]
+def header(recipe: Path, name: str) -> str:
+    """The command behind Launch or Plan in the comment at the top, joined to one line; empty where there is none."""
+    lines = re.sub(r" \\\n# +", " ", recipe.read_text().split("\nmodel_name_or_path", 1)[0])
+    command = re.search(rf"^# {name} +(.*)$", lines, re.M)
+    return command[1] if command else ""
 
 
 def launcher(recipe: Path) -> str:
     """What the header's Launch line uses: zero2, a name in configs/accelerate, or none for a single process."""
-    launch = launch_line(recipe)
-    named = re.search(r"LAUNCH=(\w+)", launch)
-    if named:
+    launch = header(recipe, "Launch")
+    if named := re.search(r"LAUNCH=(\w+)", launch):
         return named[1]
     return "zero2" if re.search(r"\b(sbatch|accelerate launch)\b", launch) else "none"
 
 
-def plan_command(recipe: Path) -> list[str]:
-    found = re.search(r"^# Plan +python scripts/plan\.py (.*)$", header(recipe), re.M)
-    return shlex.split(found[1]) if found else []
-
-
 def architecture(recipe: Path) -> str:
-    command = plan_command(recipe)
-    if not command:
-        return ARCHITECTURE[recipe.stem]
-    shape = command[command.index("--model_name_or_path") + 1]
-    return json.loads((ROOT / shape / "config.json").read_text())["model_type"]
+    """model_type of the shape which the header's plan names; the demo's model is a Llama."""
+    shape = re.search(r"--model_name_or_path (\S+)", header(recipe, "Plan"))
+    return json.loads((ROOT / shape[1] / "config.json").read_text())["model_type"] if shape else "llama"
 
 
 def rows(dataset: str) -> list[dict]:
     """Rows in the shape of the recipe's data, 32 pairs of many lengths."""
-    made = []
+    pairs = []
     for i in range(32):
         question = [{"role": "user", "content": f"What is {i} and {i * i}?"}]
-        answers = [
-            f"{i + i * i}." + " Indeed." * (i % 5),
-            "Well, that depends on many things, " * (1 + i % 3) + f"{i}.",
-        ]
+        answers = f"{i + i * i}." + " Indeed." * (i % 5), "Well, that depends on many things, " * (1 + i % 3) + f"{i}."
         chosen, rejected = ([{"role": "assistant", "content": text}] for text in answers)
         if "Dolci-Think" in dataset:
-            made.append({"prompt": question[0]["content"], "chosen": chosen, "rejected": rejected, "dataset": "x"})
+            pair = {"prompt": question[0]["content"], "chosen": chosen, "rejected": rejected, "dataset": "x"}
         elif "Dolci-Instruct" in dataset:
             extra = {"function_calls": None, "functions": None}
-            sides = [[message | extra for message in question + side] for side in (chosen, rejected)]
-            made.append({"chosen": sides[0], "rejected": sides[1], "prompt_id": str(i)})
+            chosen, rejected = ([message | extra for message in question + side] for side in (chosen, rejected))
+            pair = {"chosen": chosen, "rejected": rejected, "prompt_id": str(i)}
         else:  # the mixes of Tulu 3 and OLMo 2: whole conversations beside the prompt
-            prompt = question[0]["content"]
-            made.append({"prompt": prompt, "chosen": question + chosen, "rejected": question + rejected, "id": str(i)})
-    return made
+            pair = {"prompt": question[0]["content"], "chosen": question + chosen, "rejected": question + rejected}
+        pairs.append(pair)
+    return pairs
 
 
 @pytest.fixture(scope="module")
@@ -114,23 +96,10 @@ def runs(tmp_path_factory, tiny_folder) -> dict[str, Path]:
             "preflight": "skip",
         }
         assert fields.keys() == OVERRIDDEN
-        argv = ["--config", str(recipe)]
-        argv += [part for name, value in fields.items() for part in (f"--{name}", str(value))]
-        by_launcher.setdefault(launch, []).append(argv)
-
-    env = clean_environment(folder / "hf")
+        by_launcher.setdefault(launch, []).append(["--config", str(recipe), *as_options(fields)])
     for launch, argvs in by_launcher.items():
-        (folder / f"{launch}.json").write_text(json.dumps(argvs))
-        command = [sys.executable]
-        if launch != "none":
-            config = "cpu" if launch == "zero2" else f"cpu_{launch}"
-            command += ["-m", "accelerate.commands.launch", "--num_processes", str(PROCESSES)]
-            command += ["--config_file", str(ROOT / f"configs/accelerate/{config}.yaml")]
-            command += ["--main_process_port", str(free_port())]
-        command += [str(ROOT / "tests/e2e/many_runs.py"), str(folder / f"{launch}.json")]
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
-        print(done.stdout)
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        config = "cpu" if launch in ("zero2", "none") else f"cpu_{launch}"
+        Place(folder, folder, folder / "hf").start_together(argvs, 1 if launch == "none" else PROCESSES, config)
     return {recipe.stem: folder / recipe.stem for recipe in RECIPES}
 
 
@@ -168,10 +137,13 @@ def computed(figures: dict, launch: str) -> str:
     return f"{total:.1f} GiB on {on} {gpu['name']}; {long} at {time['mfu']:.1%} MFU; not measured"
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+# Tracing a hybrid's layers takes a minute of CPU
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(r, id=r.stem, marks=[pytest.mark.grid] if "hybrid" in r.stem else []) for r in RECIPES],
+)
 def test_header_says_what_plan_says(recipe, tmp_path, monkeypatch):
-    command = plan_command(recipe)
-    if not command:
+    if not (command := shlex.split(header(recipe, "Plan").removeprefix("python scripts/plan.py"))):
         pytest.skip("runs on a CPU; its header says what was measured")
     monkeypatch.chdir(ROOT)
     monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "")  # plan.py sets it for good
@@ -183,6 +155,6 @@ def test_header_says_what_plan_says(recipe, tmp_path, monkeypatch):
     assert f"# Computed   {line}\n" in recipe.read_text(), line
     assert facts["total"]["true"] <= figures["gpu"]["memory"] * figures["gpu"]["usable"]
     # the plan is of as many GPUs as Launch asks for
-    options = dict(re.findall(r"--(nodes|gpus-per-node)=(\d+)", launch_line(recipe)))
+    options = dict(re.findall(r"--(nodes|gpus-per-node)=(\d+)", header(recipe, "Launch")))
     asked = int(options.get("nodes", 1)), int(options.get("gpus-per-node", 4))  # the batch scripts' defaults
     assert (figures["gpu"]["nodes"], figures["gpu"]["num_gpus"]) == asked

@@ -16,27 +16,17 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 import train_dpo
 from sfm_dpo.hub.publish import consolidate_shards
 from sfm_dpo.run.checkpoint import STOP, checkpoints, newest_checkpoint, why_incomplete
+from sfm_dpo.run.folder import write_status
 from tests.e2e.runs import Place, Run, as_options, assert_same_run, copy_run
 
 KILLS = int(os.environ.get("KILLS", "3"))
 KILL_SEED = int(os.environ.get("KILL_SEED", "4"))
 PHASES = ("reference pass", "training", "saving a checkpoint", "saving the model")
-
-
-def test_zero_2_on_two_processes_gives_the_losses_of_one(uninterrupted):
-    one, two = uninterrupted(1), uninterrupted(2)
-    steps = [yaml.safe_load((run.folder / "resolved_config.yaml").read_text()) for run in (one, two)]
-    assert [fields["gradient_accumulation_steps"] for fields in steps] == [4, 2]
-    for metric, tolerance in (("loss", 1e-4), ("logps/chosen", 1e-2), ("grad_norm", 1e-2)):
-        mine, theirs = ([entry[metric] for entry in run.losses()] for run in (two, one))
-        assert mine == pytest.approx(theirs, abs=tolerance), metric
-    assert one.losses()[0]["loss"] - one.losses()[-1]["loss"] > 0.05  # it moved
 
 
 @pytest.mark.parametrize("processes", [1, 2], ids=["one process", "ZeRO-2"])
@@ -80,12 +70,17 @@ def test_stop_file_during_the_reference_pass_keeps_its_shards(place, uninterrupt
     assert_same_run(again, uninterrupted(1))
 
 
+def write_killed(run: Path, step: int) -> None:
+    """The status of a process that was killed after this step and is no more."""
+    (run / "status.json").write_text(json.dumps({"state": "running", "exit_code": None, "step": step, "message": ""}))
+
+
 def test_a_run_that_had_finished_but_was_killed_before_it_said_so(place, uninterrupted):
     """Killed in save_model, or right after it: all steps are done, the final files are half there."""
     copy = copy_run(uninterrupted(1), "half-saved")
     (copy / "model.safetensors").write_bytes(b"half")
     (copy / "trainer_state.json").unlink()
-    (copy / "status.json").write_text(json.dumps({"state": "running", "exit_code": None, "step": 8, "message": ""}))
+    write_killed(copy, 8)
     again = place.start("half-saved").finish()
     assert "going on from" in again.log and "step 8/8" not in again.log
     assert_same_run(again, uninterrupted(1))
@@ -96,7 +91,7 @@ def test_max_steps_in_the_middle_of_an_epoch_is_not_exceeded_by_a_start_after_th
     first = place.start("middle", max_steps=3).finish()
     weights, losses = first.weights(), first.losses()
     (first.folder / "model.safetensors").write_bytes(b"half")
-    (first.folder / "status.json").write_text(json.dumps({"state": "running", "step": 3, "message": ""}))
+    write_killed(first.folder, 3)
     again = place.start("middle", max_steps=3).finish()
     assert again.status["step"] == 3
     assert again.losses() == losses
@@ -106,16 +101,13 @@ def test_max_steps_in_the_middle_of_an_epoch_is_not_exceeded_by_a_start_after_th
 def test_damaged_and_half_written_checkpoints_are_named_and_skipped_and_stay(place, uninterrupted):
     """The newest lacks its mark, the one before is cut short: the run goes on from the one before that."""
     base = uninterrupted(1)
-    first = place.start("damaged", save_total_limit=8)
-    assert first.until_step(7)
-    first.kill()
-    folder = first.folder
-    while (newest := newest_checkpoint(folder)[0]).name != "checkpoint-6":
-        shutil.rmtree(newest)
+    folder = copy_run(base, "damaged")
+    write_killed(folder, 7)
+    shutil.rmtree(folder / "checkpoint-8")
     (folder / "checkpoint-6" / "complete.json").unlink()
     optimizer = folder / "checkpoint-4" / "optimizer.pt"
     optimizer.write_bytes(optimizer.read_bytes()[:1000])
-    again = place.start("damaged", save_total_limit=8).finish()
+    again = place.start("damaged").finish()
     assert f"{folder}/checkpoint-6 was not written to the end: skipped" in again.log
     assert f"{folder}/checkpoint-4 has a damaged optimizer.pt (1,000 bytes of" in again.log
     assert f"going on from {folder}/checkpoint-2" in again.log
@@ -123,33 +115,17 @@ def test_damaged_and_half_written_checkpoints_are_named_and_skipped_and_stay(pla
     assert_same_run(again, base)
 
 
-@pytest.mark.parametrize(
-    ("processes", "fields", "message"),
-    [
-        (2, {}, "was written with world_size 2, now it is 1"),
-        (1, {"dataset_name": "other.jsonl"}, "holds another run (dataset_name is "),
-        (1, {"learning_rate": 5e-4}, "holds another run (learning_rate is 0.001 there, 0.0005 here)"),
-        (1, {}, "was written with train_tokens "),
-    ],
-    ids=["world size", "dataset", "recipe", "the file's content"],
-)
-def test_what_differs_is_an_error_that_names_it(
-    place, uninterrupted, tmp_path, processes, fields, message, capsys, environment
-):
-    """In this process: nothing is trained."""
-    unfinished = copy_run(uninterrupted(processes), f"mismatch-{tmp_path.name}")
-    (unfinished / "status.json").write_text(json.dumps({"state": "stopped", "exit_code": 75, "step": 8}))
-    values = place.values(unfinished.name, **fields)
-    if "train_tokens" in message:  # the same name, other pairs in it
-        pairs = tmp_path / "pairs.jsonl"
-        pairs.write_text((place.folder / "pairs.jsonl").read_text().replace("Indeed", "Surely"))
-        resolved = unfinished / "resolved_config.yaml"
-        resolved.write_text(resolved.read_text().replace(str(place.folder / "pairs.jsonl"), str(pairs)))
-        values["dataset_name"] = pairs
+def test_other_pairs_in_the_file_are_an_error(place, uninterrupted, tmp_path, capsys, environment):
+    """In this process: nothing is trained. Other fields: tests/run/test_folder.py, world sizes: train/test_ends.py."""
+    unfinished = copy_run(uninterrupted(1), "other-pairs")
+    write_status(unfinished, "stopped", 75, step=8)
+    pairs, resolved = tmp_path / "pairs.jsonl", unfinished / "resolved_config.yaml"
+    pairs.write_text((place.folder / "pairs.jsonl").read_text().replace("Indeed", "Surely"))
+    resolved.write_text(resolved.read_text().replace(str(place.folder / "pairs.jsonl"), str(pairs)))
     before = sorted(p.name for p in unfinished.iterdir())
-    assert train_dpo.main(as_options(values)) == 2
+    assert train_dpo.main(as_options(place.values(unfinished.name, dataset_name=pairs))) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and message in errors[0]
+    assert len(errors) == 1 and "was written with train_tokens " in errors[0]
     assert sorted(p.name for p in unfinished.iterdir()) == before
 
 
@@ -207,8 +183,9 @@ def test_kill_9_of_a_random_rank_at_random_moments(place, uninterrupted, tmp_pat
         code = run.wait(120)  # the launcher ends the other ranks
         assert code != 0, "the run was over before it was killed: nothing was shown"
         newest, skipped = newest_checkpoint(run.folder)
+        written = {path: path.stat().st_mtime_ns for path in shards(here)}
         half = [c.name for c in half_written(run)]
-        reached = len(shards(here)) if phase == "reference pass" else run.log.count("\nstep ")
+        reached = len(written) if phase == "reference pass" else run.log.count("\nstep ")
 
         done = run.status["state"] == "done"  # killed after the last file: everything must be there
         again = here.start(name, processes).finish()
@@ -219,6 +196,7 @@ def test_kill_9_of_a_random_rank_at_random_moments(place, uninterrupted, tmp_pat
         for line in skipped if not done else ():
             assert line in again.log
         assert_same_run(again, expected)
+        assert written == {path: path.stat().st_mtime_ns for path in written}, "a shard was computed twice"
         unit = "shards" if phase == "reference pass" else "steps"
         went_on = "had said done" if done else newest.name if newest else "the beginning"
         row = (number + 1, processes, victim, phase, f"{reached} {unit}", ", ".join(half) or "-", went_on)
@@ -243,8 +221,10 @@ def small_disk(tmp_path):
 
 
 def test_full_disk_during_a_save_leaves_the_previous_checkpoint_and_one_line(place, uninterrupted, small_disk):
-    expected = uninterrupted(1)
-    run = place.start("disk", output_dir=small_disk / "run")
+    def start() -> Run:
+        return place.start("disk", output_dir=small_disk / "run", save_total_limit=2)
+
+    expected, run = uninterrupted(1), start()
     assert run.until_step(3)
     assert run.until(lambda: newest_checkpoint(run.folder)[0] is not None)
     filler = small_disk / "others"  # somebody else's data
@@ -259,11 +239,11 @@ def test_full_disk_during_a_save_leaves_the_previous_checkpoint_and_one_line(pla
     assert "Traceback" not in run.log
     assert run.status["state"] == "failed" and "disk full" in run.status["message"]
 
-    early = place.start("disk", output_dir=small_disk / "run")  # still full: said before the first step
+    early = start()  # still full: said before the first step
     assert early.wait() == 2, early.log[-4000:]
     assert "are free, checkpoints will take" in early.log and "step " not in early.log.split("data\n")[1]
     filler.unlink()
-    again = place.start("disk", output_dir=small_disk / "run").finish()
+    again = start().finish()
     assert f"going on from {newest}" in again.log
     assert_same_run(again, expected)
 

@@ -50,15 +50,18 @@ def check_against_written_out(device, dtype, tolerance, kv_heads, window, head_d
     torch.testing.assert_close(grads, expected_grads, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("window", [None, 1, 8, 12, 100])
-def test_equals_attention_written_out(kv_heads, window):
-    check_against_written_out("cpu", torch.float32, 1e-5, kv_heads, window)
-
-
-@pytest.mark.parametrize("window", [1, 100, 128, 129, 200, 299])
-def test_windows_over_several_blocks_of_queries(window):
-    check_against_written_out("cpu", torch.float32, 1e-5, 2, window, lengths=[300, 7, 128, 129, 256])
+@pytest.mark.parametrize(
+    ("lengths", "kv_heads", "window"),
+    [
+        *((LENGTHS, kv_heads, window) for kv_heads in (4, 2, 1) for window in (None, 1, 8, 12, 100)),
+        *(
+            ([300, 7, 128, 129, 256], 2, window) for window in (1, 100, 128, 129, 200, 299)
+        ),  # several blocks of queries
+        ([4, 0, 3], 4, None),
+    ],
+)
+def test_equals_attention_written_out(lengths, kv_heads, window):
+    check_against_written_out("cpu", torch.float32, 1e-5, kv_heads, window, lengths=lengths)
 
 
 @pytest.mark.gpu
@@ -72,36 +75,30 @@ def test_equals_attention_written_out_on_cuda(kv_heads, window, dtype, tolerance
     check_against_written_out("cuda", dtype, tolerance, kv_heads, window, head_dim=64)
 
 
-def test_an_empty_sequence_is_no_obstacle():
-    qkv, mask = inputs([4, 0, 3])
-    output, _ = packed_attention_forward(SimpleNamespace(is_causal=True), *qkv, mask, scaling=0.25)
-    torch.testing.assert_close(output.double(), written_out(*qkv, [4, 0, 3], None), atol=1e-5, rtol=1e-5)
-
-
 def test_boundaries_take_no_memory_and_carry_both_numbers():
     mask = boundary_mask(torch.tensor([0, 5, 9], dtype=torch.int32), 5)
     assert mask.shape == (1, 1, 5, 3) and mask.untyped_storage().nbytes() == 3 * 4
     assert mask[0, 0, 0].tolist() == [0, 5, 9]
 
 
-@pytest.mark.parametrize("keyword", ["softcap", "s_aux", "sinks", "position_bias", "head_mask"])
-def test_what_the_kernel_cannot_do_is_an_error(keyword):
-    qkv, mask = inputs(LENGTHS)
-    module = SimpleNamespace(config=SimpleNamespace(model_type="demo"))
-    with pytest.raises(ValueError, match=f"'demo': packed attention has no '{keyword}'; set padding_free: false"):
-        packed_attention_forward(module, *qkv, mask, **{keyword: torch.ones(4)})
-
-
-def test_dropout_and_bidirectional_attention_are_errors():
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        *(
+            ({name: torch.ones(4)}, f"'demo': packed attention has no '{name}'; set padding_free: false")
+            for name in ("softcap", "s_aux", "sinks", "position_bias", "head_mask")
+        ),
+        ({"dropout": 0.1}, "no dropout; set attention_dropout to"),
+        ({"is_causal": False}, "causal only"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_an_error(asked, message):
     qkv, mask = inputs(LENGTHS)
     module = SimpleNamespace(config=SimpleNamespace(model_type="demo"), is_causal=True)
-    with pytest.raises(ValueError, match="no dropout; set attention_dropout to"):
-        packed_attention_forward(module, *qkv, mask, dropout=0.1)
+    with pytest.raises(ValueError, match=message):
+        packed_attention_forward(module, *qkv, mask, **asked)
     with pytest.raises(ValueError, match="causal only"):
-        packed_attention_forward(module, *qkv, mask, is_causal=False)
-    module.is_causal = False
-    with pytest.raises(ValueError, match="causal only"):
-        packed_attention_forward(module, *qkv, mask)
+        packed_attention_forward(SimpleNamespace(config=module.config, is_causal=False), *qkv, mask)
 
 
 def test_autocast_gives_what_it_gives_sdpa():
@@ -117,11 +114,12 @@ def test_autocast_gives_what_it_gives_sdpa():
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_without_boundaries_it_is_sdpa(architecture):
     """Padded forwards (right and left padding, none) and generate are exactly those of attn_implementation sdpa."""
-    register()
     # transformers' own `generate` of a MoE model with padding fails while router logits are asked for
     router = {"output_router_logits": False} if architecture == "olmoe" else {}
     plain = tiny_model(architecture, **router).eval()
-    packed = tiny_model(architecture, attn_implementation=PACKED, **router).eval()
+    packed = tiny_model(architecture, **router).eval()
+    add_fused_lm_head(packed)
+    enable_padding_free(packed)  # sets attn_implementation PACKED
     ids = torch.randint(0, 250, (3, 20), generator=torch.Generator().manual_seed(0))
     right = (torch.arange(20) < torch.tensor([[20], [3], [11]])).long()
     for mask in (None, torch.ones_like(ids), right, right.flip(1)):
@@ -134,18 +132,6 @@ def test_without_boundaries_it_is_sdpa(architecture):
         assert got.shape == (3, 32) and torch.equal(expected, got)
 
 
-def test_generate_is_untouched_after_enable_padding_free():
-    plain, packed = tiny_model("olmo3").eval(), tiny_model("olmo3").eval()
-    add_fused_lm_head(packed)
-    enable_padding_free(packed)
-    ids = torch.randint(0, 250, (2, 20), generator=torch.Generator().manual_seed(0))
-    mask = (torch.arange(20) >= torch.tensor([[0], [9]])).long()
-    arguments = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 256}
-    assert torch.equal(
-        plain.generate(ids, attention_mask=mask, **arguments), packed.generate(ids, attention_mask=mask, **arguments)
-    )
-
-
 def test_the_kernel_is_named():
     line = describe_kernel(torch.device("cpu"), torch.bfloat16, 128)
     assert line == "scaled_dot_product_attention, sequence by sequence (varlen_attn has no cpu kernel)"
@@ -155,8 +141,8 @@ def test_the_kernel_is_named():
     assert "not 60 and 60" in describe_kernel(torch.device("cuda"), torch.bfloat16, 60)
 
 
-@pytest.mark.parametrize("architecture", ["olmo3", "llama"])
-def test_the_varlen_branch_compiles_once_for_every_shape(architecture, monkeypatch):
+@pytest.mark.slow
+def test_the_varlen_branch_compiles_once_for_every_shape(monkeypatch):
     """The branch taken on CUDA, on the meta device (shapes without a GPU): checkpointed layers compiled one by one as
     whole graphs, forward and backward, are not compiled again for another total, count or longest of the sequences."""
     monkeypatch.setattr("sfm_dpo.model.attention._why_not_varlen", lambda *_: None)
@@ -164,7 +150,7 @@ def test_the_varlen_branch_compiles_once_for_every_shape(architecture, monkeypat
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     register()
-    model = tiny_model(architecture, attn_implementation=PACKED, dtype=torch.bfloat16).to("meta").train()
+    model = tiny_model("olmo3", attn_implementation=PACKED, dtype=torch.bfloat16).to("meta").train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for layer in model.base_model.layers:
         layer.compile(fullgraph=True, dynamic=True, backend="aot_eager")

@@ -6,13 +6,13 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GPT2Config, JambaConfig, MambaConfig, OlmoHybridConfig, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, MambaConfig, OlmoHybridConfig
 from trl import DPOConfig, DPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 import sfm_dpo.model.packing
 from sfm_dpo.model.packing import enable_padding_free
-from tests.tiny_models import ARCHITECTURES, tiny_model, tiny_tokenizer
+from tests.tiny_models import ARCHITECTURES, tiny_config, tiny_model, tiny_tokenizer
 
 FIELDS = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 LOG_PROB_TOLERANCE = 1e-5  # absolute, fp32
@@ -84,20 +84,13 @@ def assert_equal_runs(padded, packed, log_prob_tolerance=LOG_PROB_TOLERANCE, gra
     assert norm(difference) < gradient_tolerance * norm(expected_grads)
 
 
-@pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES.keys())
-@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+@pytest.mark.parametrize("rows", BATCHES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_equals_the_padded_path(architecture, attn_implementation, rows):
-    padded, packed = padded_and_packed(architecture, attn_implementation)
-    batch = make_batch(rows)
-    assert (batch["attention_mask"].sum() < batch["attention_mask"].numel()) == (rows is not BATCHES["no padding"])
-    assert_equal_runs(run(padded, batch), run(packed, batch))
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_equals_the_padded_path_with_padding_on_the_left(architecture):
-    padded, packed = padded_and_packed(architecture)
-    batch = make_batch(BATCHES["very unequal"], padding_side="left")
+def test_equals_the_padded_path(architecture, rows, padding_side):
+    padded, packed = padded_and_packed(architecture, "eager" if padding_side == "right" else "sdpa")
+    batch = make_batch(BATCHES[rows], padding_side)
+    assert (batch["attention_mask"].sum() < batch["attention_mask"].numel()) == (rows != "no padding")
     assert_equal_runs(run(padded, batch), run(packed, batch))
 
 
@@ -140,8 +133,7 @@ def test_gradient_checkpointing_recomputes_with_the_same_boundaries(architecture
     assert_equal_runs(expected, (first, {name: p.grad for name, p in packed.named_parameters() if p.grad is not None}))
 
 
-@pytest.mark.parametrize("use_reentrant", [None, False, True])
-@pytest.mark.parametrize("architecture", ["gpt_neox", "olmo3", "llama"])
+@pytest.mark.parametrize(("architecture", "use_reentrant"), [("gpt_neox", None), ("olmo3", False), ("llama", True)])
 def test_lora_with_and_without_checkpointing(architecture, use_reentrant):
     batch = make_batch(BATCHES["very unequal"])
     results = []
@@ -261,25 +253,18 @@ def loss_and_gradient_norm(trainer):
     return loss.item(), norm(gradients), metrics
 
 
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: "-".join(str(value) for value in loss.values()))
-def test_every_loss_of_trl(tmp_path, loss):
+@pytest.mark.parametrize(
+    ("architecture", "loss"),
+    [("olmoe", {"loss_type": ["sigmoid_norm"]}), *(("olmo3", loss) for loss in LOSSES)],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
+)
+def test_every_loss_of_trl(tmp_path, architecture, loss):
     stock, packed = (
-        loss_and_gradient_norm(make_trainer(tmp_path, "olmo3", packed=packed, **loss)) for packed in (False, True)
+        loss_and_gradient_norm(make_trainer(tmp_path, architecture, packed=packed, **loss)) for packed in (False, True)
     )
     assert packed[0] == pytest.approx(stock[0], rel=1e-5, abs=1e-6)
     assert packed[1] == pytest.approx(stock[1], rel=GRADIENT_TOLERANCE) and stock[1] > 0
     assert packed[2] == pytest.approx(stock[2], rel=1e-4, abs=1e-5)  # every metric TRL logs
-
-
-@pytest.mark.parametrize("architecture", ["gpt_neox", "llama", "olmoe"])
-def test_other_architectures_through_the_trainer(tmp_path, architecture):
-    stock, packed = (
-        loss_and_gradient_norm(make_trainer(tmp_path, architecture, packed=packed, loss_type="sigmoid_norm"))
-        for packed in (False, True)
-    )
-    assert packed[0] == pytest.approx(stock[0], rel=1e-5, abs=1e-6)
-    assert packed[1] == pytest.approx(stock[1], rel=GRADIENT_TOLERANCE)
-    assert packed[2] == pytest.approx(stock[2], rel=1e-4, abs=1e-5)
     assert ("aux_loss" in stock[2]) == (architecture == "olmoe")
 
 
@@ -301,72 +286,37 @@ def test_training_follows_stock_trl(tmp_path, peft_config):
 
 # ---- what cannot be packed ----
 
-SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-HYBRID = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, **SPECIAL_TOKENS}
-REFUSED = {
-    "olmo_hybrid": (
-        OlmoHybridConfig(**HYBRID, num_attention_heads=2, layer_types=["linear_attention", "full_attention"]),
-        "linear_attention",
-    ),
-    "qwen3_next": (
-        Qwen3NextConfig(
-            **HYBRID,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            num_experts=0,
-            layer_types=["linear_attention", "full_attention"],
-        ),
-        "linear_attention",
-    ),
-    "mamba": (MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, **SPECIAL_TOKENS), "linear_attention"),
-    "jamba": (
-        JambaConfig(
-            **HYBRID,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            attn_layer_period=2,
-            attn_layer_offset=1,
-            num_experts=1,
-            use_mamba_kernels=False,
-        ),
-        "linear_attention|Conv1d",
-    ),
-}
+SHAPE = {"vocab_size": 64, "hidden_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+HYBRID = OlmoHybridConfig(
+    **SHAPE,
+    intermediate_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    layer_types=["linear_attention", "full_attention"],
+)
 
 
-@pytest.mark.parametrize(("config", "kind"), REFUSED.values(), ids=REFUSED.keys())
-def test_layers_that_carry_state_are_refused(config, kind):
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (HYBRID, "linear_attention"),
+        (MambaConfig(**SHAPE, num_hidden_layers=1), "linear_attention"),
+        (BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2), "its attention does not go through"),
+        (tiny_config("gpt_neox", attention_dropout=0.1), "attention_dropout"),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_models_that_cannot_be_packed_are_refused(config, reason):
     model = AutoModelForCausalLM.from_config(config)
     add_fused_lm_head(model)
-    with pytest.raises(ValueError, match=kind) as error:
+    with pytest.raises(ValueError, match=rf"^[^\n]*'{config.model_type}'[^\n]*$") as error:
         enable_padding_free(model)
-    message = str(error.value)
-    assert f"'{config.model_type}'" in message and "set padding_free: false" in message and "\n" not in message
-
-
-def test_state_is_found_in_the_modules_when_the_config_hides_it():
-    """The declared kinds of layer are not the only thing looked at."""
-    model = AutoModelForCausalLM.from_config(REFUSED["olmo_hybrid"][0])
-    model.config.layer_types = ["full_attention", "full_attention"]
-    add_fused_lm_head(model)
-    with pytest.raises(ValueError, match="Conv1d in OlmoHybridLinearAttentionDecoderLayer"):
-        enable_padding_free(model)
-
-
-def test_attention_outside_the_interface_is_refused():
-    from transformers import BloomConfig
-
-    model = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2))
-    add_fused_lm_head(model)
-    with pytest.raises(ValueError, match="'bloom': its attention does not go through"):
-        enable_padding_free(model)
-
-
-def test_attention_dropout_is_refused():
-    model = tiny_model("gpt_neox", attention_dropout=0.1)
-    add_fused_lm_head(model)
-    with pytest.raises(ValueError, match="attention_dropout"):
-        enable_padding_free(model)
+    assert reason in str(error.value)
+    if config is HYBRID:
+        assert "set padding_free: false" in str(error.value)
+        model.config.layer_types = ["full_attention", "full_attention"]  # the modules are looked at, too
+        with pytest.raises(ValueError, match="Conv1d in OlmoHybridLinearAttentionDecoderLayer"):
+            enable_padding_free(model)
 
 
 def test_inputs_it_cannot_pack_are_refused():

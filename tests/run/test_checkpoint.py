@@ -52,14 +52,6 @@ def names(run: Path) -> list[str]:
     return [c.name for c in checkpoints(run)]
 
 
-def test_checkpoints_are_sorted_by_step_and_other_folders_are_none(tmp_path):
-    for step in (100, 20, 3):
-        write_checkpoint(tmp_path, step)
-    for other in ("checkpoint-best", "checkpoint-7.tmp", "figures"):
-        (tmp_path / other).mkdir()
-    assert names(tmp_path) == ["checkpoint-3", "checkpoint-20", "checkpoint-100"]
-
-
 def test_a_marked_checkpoint_is_complete(tmp_path):
     folder = write_checkpoint(tmp_path, 3)
     assert why_incomplete(folder) is None
@@ -98,34 +90,25 @@ def test_damage_is_named_and_skipped_and_nothing_is_deleted(tmp_path, damage, re
     assert sorted(p for p in bad.rglob("*")) == left
 
 
-def test_newest_of_none(tmp_path):
-    assert newest_checkpoint(tmp_path) == (None, [])
-    assert newest_checkpoint(tmp_path / "absent") == (None, [])
-    write_checkpoint(tmp_path, 1, complete=False)
+def test_newest_is_by_step_and_older_damage_is_not_spoken_of(tmp_path):
+    assert newest_checkpoint(tmp_path) == newest_checkpoint(tmp_path / "absent") == (None, [])
+    write_checkpoint(tmp_path, 3, complete=False)
     newest, skipped = newest_checkpoint(tmp_path)
     assert newest is None and len(skipped) == 1
-
-
-def test_older_damage_is_not_spoken_of(tmp_path):
-    write_checkpoint(tmp_path, 1, complete=False)
-    assert newest_checkpoint(write_checkpoint(tmp_path, 2).parent) == (tmp_path / "checkpoint-2", [])
-
-
-def test_rotation_keeps_the_newest_complete_ones(tmp_path):
-    for step in range(1, 6):
-        write_checkpoint(tmp_path, step)
-    rotate(tmp_path, None)
-    assert len(names(tmp_path)) == 5
-    rotate(tmp_path, 5)
-    assert len(names(tmp_path)) == 5
-    rotate(tmp_path, 2)
-    assert names(tmp_path) == ["checkpoint-4", "checkpoint-5"]
+    for other in ("checkpoint-best", "checkpoint-7.tmp", "figures"):
+        (tmp_path / other).mkdir()
+    write_checkpoint(tmp_path, 20)
+    assert newest_checkpoint(write_checkpoint(tmp_path, 100).parent) == (tmp_path / "checkpoint-100", [])
+    assert names(tmp_path) == ["checkpoint-3", "checkpoint-20", "checkpoint-100"]
 
 
 def test_rotation_neither_counts_nor_deletes_incomplete_and_kept_ones(tmp_path):
     for step in range(1, 7):
         write_checkpoint(tmp_path, step, complete=step not in (1, 6))
     (tmp_path / "checkpoint-2" / KEEP).touch()
+    for limit in (None, 3):
+        rotate(tmp_path, limit)
+        assert len(names(tmp_path)) == 6
     rotate(tmp_path, 2)
     # 1 and 6 are incomplete, 2 is kept; of 3, 4, 5 the newest two stay
     assert names(tmp_path) == [f"checkpoint-{n}" for n in (1, 2, 4, 5, 6)]
@@ -161,18 +144,15 @@ def test_a_run_goes_on_only_with_what_wrote_the_checkpoint(tmp_path):
 # ---- disk
 
 
-def disk_with(monkeypatch, free: int) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-
-
 @pytest.mark.parametrize(("there", "most", "fits"), [(0, 4, 4), (1, 4, 3), (3, 4, 1), (5, 4, 1), (0, 1, 1)])
 def test_disk_must_hold_the_checkpoints_to_come(tmp_path, monkeypatch, there, most, fits):
     for step in range(there):
         write_checkpoint(tmp_path, step)
     size = 2**30
-    disk_with(monkeypatch, fits * size)
+    free = SimpleNamespace(free=fits * size)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     check_disk(tmp_path, size, most)
-    disk_with(monkeypatch, fits * size - 1)
+    free.free -= 1
     with pytest.raises(UserError, match=rf"checkpoints will take {fits}\.0 GiB \(1\.0 GiB each\); free space"):
         check_disk(tmp_path, size, most)
 
@@ -201,76 +181,62 @@ def test_checkpoints_at_one_time():
 # ---- the stop file
 
 
-def test_a_stop_file_from_before_the_job_is_removed(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("written", "job_start", "rank", "is_old"),
+    [
+        (5, None, 0, False),  # made since this process began: meant for it
+        (-5, None, 0, True),
+        (-5, None, 1, True),  # all ranks see the same, rank 0 removes it
+        # under Slurm the job counts: the batch script may write STOP between its start and that of Python
+        (-5, -60, 0, False),
+        (5, 60, 0, True),
+    ],
+)
+def test_a_stop_file_from_before_the_job_is_removed(tmp_path, monkeypatch, written, job_start, rank, is_old):
+    """`written` and `job_start`: seconds after the start of this process."""
+    stop, start = tmp_path / STOP, psutil.Process().create_time()
     monkeypatch.delenv("SLURM_JOB_START_TIME", raising=False)
-    stop = tmp_path / STOP
+    if job_start:
+        monkeypatch.setenv("SLURM_JOB_START_TIME", str(int(start) + job_start))
+    monkeypatch.setenv("RANK", str(rank))
     assert clear_old_stop(tmp_path) is False
     stop.touch()
-    # made since this process began: meant for it
-    assert clear_old_stop(tmp_path) is False and stop_requested(tmp_path)
-    before = psutil.Process().create_time() - 5
-    os.utime(stop, (before, before))
-    assert clear_old_stop(tmp_path) is True
-    assert not stop.exists()
-
-
-def test_under_slurm_the_job_is_what_counts_not_the_process(tmp_path, monkeypatch):
-    """The batch script may write STOP between the job's start and that of Python: it must not be thrown away."""
-    stop = tmp_path / STOP
-    stop.touch()
-    early = psutil.Process().create_time() - 5
-    os.utime(stop, (early, early))
-    monkeypatch.setenv("SLURM_JOB_START_TIME", str(int(early) - 60))
-    assert clear_old_stop(tmp_path) is False and stop.exists()
-    monkeypatch.setenv("SLURM_JOB_START_TIME", str(int(time.time()) + 60))
-    assert clear_old_stop(tmp_path) is True and not stop.exists()
-
-
-def test_only_rank_0_removes_it(tmp_path, monkeypatch):
-    stop = tmp_path / STOP
-    stop.touch()
-    os.utime(stop, (1, 1))
-    monkeypatch.setenv("RANK", "1")
-    assert clear_old_stop(tmp_path) is True  # all ranks see the same
-    assert stop.exists()
+    os.utime(stop, (start + written, start + written))
+    assert clear_old_stop(tmp_path) is is_old
+    assert stop_requested(tmp_path) is stop.exists() is (not is_old or rank > 0)
 
 
 # ---- lead time
 
 
-def lead(monkeypatch, seconds: float | None, took: dict[str, float]) -> StopCallback:
-    """A callback that has seen a step, an evaluation and a save of these seconds, by a clock that we turn."""
+@pytest.mark.parametrize(
+    ("lead", "save", "warnings"),
+    [
+        (600, 501, ["600 s before the time limit", "STOP_LEAD_SECONDS=960 "]),
+        (600, 500, []),
+        (None, 5000, []),  # no batch script
+    ],
+)
+def test_a_lead_shorter_than_step_evaluation_and_save_is_warned_about_once(monkeypatch, capsys, lead, save, warnings):
+    """A callback that sees steps, evaluations and saves by a clock that we turn."""
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr("sfm_dpo.train.stop.broadcast", lambda value: value)
-    if seconds is None:
-        monkeypatch.delenv("STOP_LEAD_SECONDS", raising=False)
-    else:
-        monkeypatch.setenv("STOP_LEAD_SECONDS", str(seconds))
+    monkeypatch.delenv("STOP_LEAD_SECONDS", raising=False)
+    if lead:
+        monkeypatch.setenv("STOP_LEAD_SECONDS", str(lead))
     callback = StopCallback()
     args, state = SimpleNamespace(output_dir="/absent"), SimpleNamespace(global_step=1, max_steps=9)
     for _ in range(3):
         callback.on_step_begin()
-        for what, event in (("step", "on_step_end"), ("evaluation", "on_evaluate"), ("save", "on_save")):
-            clock[0] += took.get(what, 0)
-            getattr(callback, event)(args, state, SimpleNamespace(should_log=False, should_save=False))
-    return callback
-
-
-def test_a_lead_shorter_than_step_evaluation_and_save_is_warned_about_once(monkeypatch, capsys):
-    callback = lead(monkeypatch, 600, {"step": 40, "evaluation": 60, "save": 501})
-    assert callback.seconds == {"step": 40, "evaluation": 60, "save": 501}
-    warnings = capsys.readouterr().out.splitlines()
-    assert len(warnings) == 1
-    assert "600 s before the time limit" in warnings[0]
-    assert "takes 601 s (step 40 s + evaluation 60 s + save 501 s)" in warnings[0]
-    assert "STOP_LEAD_SECONDS=960 " in warnings[0]
-
-
-@pytest.mark.parametrize("seconds", [600, None], ids=["long enough", "no batch script"])
-def test_no_warning_where_the_lead_is_long_enough_or_nobody_has_one(monkeypatch, capsys, seconds):
-    lead(monkeypatch, seconds, {"step": 40, "evaluation": 60, "save": 500 if seconds else 5000})
-    assert capsys.readouterr().out == ""
+        for seconds, event in ((40, callback.on_step_end), (60, callback.on_evaluate), (save, callback.on_save)):
+            clock[0] += seconds
+            event(args, state, SimpleNamespace(should_log=False, should_save=False))
+    assert callback.seconds == {"step": 40, "evaluation": 60, "save": save}
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == bool(warnings)
+    for text in (*warnings, f"takes {100 + save} s (step 40 s + evaluation 60 s + save {save} s)")[: 3 * len(lines)]:
+        assert text in lines[0]
 
 
 def test_a_checkpoint_asked_for_must_be_complete(tmp_path, capsys):

@@ -14,7 +14,6 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.config import parse_config
 from sfm_dpo.run import folder
-from sfm_dpo.run.environment import environment
 from sfm_dpo.run.folder import ENVIRONMENT, RESOLVED_CONFIG, STATUS, claim, describe, read_status, write_status
 
 
@@ -29,30 +28,22 @@ def started(run, *cli, state="running"):
     write_status(run, state)
 
 
-def test_a_new_or_empty_folder_is_free(tmp_path):
+def test_a_new_or_empty_folder_or_one_with_an_earlier_mistake_alone_is_free(tmp_path):
     assert claim(config(tmp_path / "new" / "deep"))
     (tmp_path / "empty").mkdir()
-    assert claim(config(tmp_path / "empty"))
     (tmp_path / "empty" / ".nfs001").touch()
     assert claim(config(tmp_path / "empty"))
+    write_status(tmp_path / "empty", "failed", 2, "no such file")
+    assert claim(config(tmp_path / "empty", "--seed", "1"))
 
 
-def test_a_folder_that_holds_an_earlier_mistake_alone_is_free(tmp_path):
-    write_status(tmp_path, "failed", 2, "no such file")
-    assert claim(config(tmp_path, "--seed", "1"))
-
-
-@pytest.mark.parametrize("state", ["running", "failed", "stopped", "refused"])
-def test_the_same_run_goes_on(tmp_path, state):
+@pytest.mark.parametrize("state", ["running", "failed", "stopped", "refused", "done"])
+def test_the_same_run_goes_on_and_a_finished_one_is_left_alone(tmp_path, state):
     started(tmp_path, state=state)
-    assert claim(config(tmp_path))
+    assert claim(config(tmp_path)) is (state != "done")
     # what touches neither objective nor data may change
-    assert claim(config(tmp_path, "--save_steps", "7", "--logging_steps", "3", "--dataset_num_proc", "2"))
-
-
-def test_a_finished_run_is_left_alone(tmp_path):
-    started(tmp_path, state="done")
-    assert claim(config(tmp_path)) is False
+    changed = config(tmp_path, "--save_steps", "7", "--logging_steps", "3", "--dataset_num_proc", "2")
+    assert claim(changed) is (state != "done")
 
 
 @pytest.mark.parametrize("change", ["learning_rate", "seed", "beta", "max_length"])
@@ -60,12 +51,8 @@ def test_a_finished_run_is_left_alone(tmp_path):
 def test_another_runs_folder_is_refused_and_the_difference_named(tmp_path, change, state):
     started(tmp_path, state=state)
     before = config(tmp_path).as_dict()[change]
-    value = before * 2
-    with pytest.raises(UserError) as caught:
-        claim(config(tmp_path, f"--{change}", str(value)))
-    message = str(caught.value)
-    assert f"{change} is {before} there, {value} here" in message
-    assert str(tmp_path) in message
+    with pytest.raises(UserError, match=rf"{tmp_path}.*{change} is {before} there, {before * 2} here"):
+        claim(config(tmp_path, f"--{change}", str(before * 2)))
 
 
 def test_foreign_files_are_never_overwritten(tmp_path):
@@ -90,17 +77,10 @@ def test_status_holds_the_contract(tmp_path):
     assert read_status(tmp_path) is None
     write_status(tmp_path, "stopped", 75, "on request", step=30, checkpoint="checkpoint-30")
     status = read_status(tmp_path)
-    assert datetime.now(UTC) - datetime.fromisoformat(status["time"]) < timedelta(seconds=60)
-    assert status | {"pid": 0, "job": None, "time": ""} == {
-        "state": "stopped",
-        "exit_code": 75,
-        "message": "on request",
-        "step": 30,
-        "checkpoint": "checkpoint-30",
-        "job": None,
-        "pid": 0,
-        "time": "",
-    }
+    assert datetime.now(UTC) - datetime.fromisoformat(status.pop("time")) < timedelta(seconds=60)
+    assert (status.pop("pid"), status.pop("job")) == (os.getpid(), os.environ.get("SLURM_JOB_ID"))
+    expected = {"state": "stopped", "exit_code": 75, "message": "on request", "step": 30}
+    assert status == expected | {"checkpoint": "checkpoint-30"}
 
 
 def test_the_verdict_is_written_on_a_full_disk_too(tmp_path, monkeypatch):
@@ -116,18 +96,17 @@ def test_the_verdict_is_written_on_a_full_disk_too(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == [STATUS]
 
 
-def test_every_start_is_kept_with_its_step_and_job(tmp_path, monkeypatch):
-    for restart, step in (("0", 0), ("1", 4), ("2", 6)):
-        monkeypatch.setenv("SLURM_JOB_ID", "4711")
+def test_every_start_is_kept_with_its_step_and_job_and_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    expected = [("4711", "0", 0), ("4711", "1", 4), ("4711", "2", 6)]
+    for _, restart, step in expected:
         monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
         describe(config(tmp_path), {}, step)
-    starts = json.loads((tmp_path / ENVIRONMENT).read_text())["starts"]
-    assert [(s["job"], s["restart"], s["step"]) for s in starts] == [
-        ("4711", "0", 0),
-        ("4711", "1", 4),
-        ("4711", "2", 6),
-    ]
-    assert all(datetime.fromisoformat(s["time"]) for s in starts)
+    environment = json.loads((tmp_path / ENVIRONMENT).read_text())
+    assert [(s["job"], s["restart"], s["step"]) for s in environment["starts"]] == expected
+    assert all(datetime.fromisoformat(s["time"]) for s in environment["starts"])
+    assert environment["slurm"]["SLURM_JOB_ID"] == "4711" and environment["cpus"] == os.cpu_count()
+    assert environment["versions"]["trl"] and environment["versions"]["torch"]
 
 
 def test_w_and_b_knows_all_starts_of_a_run_as_one(tmp_path, monkeypatch):
@@ -146,10 +125,12 @@ def test_w_and_b_knows_all_starts_of_a_run_as_one(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "run" / ENVIRONMENT).read_text())["wandb_run_id"] == "mine"
 
 
-def test_only_rank_0_writes(tmp_path, monkeypatch):
+def test_rank_0_writes_and_others_what_they_alone_know(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     write_status(tmp_path, "done", 0)
     assert list(tmp_path.iterdir()) == []
+    write_status(tmp_path, "failed", 1, "disk full", any_rank=True)
+    assert read_status(tmp_path)["message"] == "disk full"
 
 
 def test_a_reader_never_sees_half_a_status(tmp_path):
@@ -185,10 +166,3 @@ def test_no_secret_is_written_down(tmp_path, monkeypatch):
     command = json.loads((tmp_path / ENVIRONMENT).read_text())["command"]
     assert command[1:] == ["train_dpo.py", "--hub_token", "***", "--hub-token=***", "--seed", "1"]
     assert yaml.safe_load((tmp_path / RESOLVED_CONFIG).read_text())["seed"] == 42
-
-
-def test_environment_says_where_it_ran(monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    env = environment()
-    assert env["slurm"]["SLURM_JOB_ID"] == "4711"
-    assert env["versions"]["trl"] and env["versions"]["torch"] and env["cpus"] == os.cpu_count()

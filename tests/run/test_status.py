@@ -33,6 +33,10 @@ def change(run: Path, **facts) -> None:
     (run / STATUS).write_text(json.dumps(status | facts))
 
 
+def state(run: Path, queue: dict[str, str] | None = None) -> str:
+    return describe_run(run, queue, time.time())["state"]
+
+
 @pytest.fixture(autouse=True)
 def no_job(monkeypatch, tmp_path):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
@@ -69,31 +73,25 @@ def test_a_running_run(tmp_path):
 
 def test_running_by_its_own_word_but_gone(tmp_path):
     run = make(tmp_path / "a", "running")
-    assert describe_run(run, None, time.time())["state"] == "running"  # the process that wrote it is this one
+    assert state(run) == "running"  # the process that wrote it is this one
     ended = subprocess.Popen(["true"])
     ended.wait()
     change(run, pid=ended.pid)
-    assert describe_run(run, None, time.time())["state"] == "died"
+    assert state(run) == "died"
     change(run, pid=os.getpid(), time="2020-01-01T00:00:00+00:00")  # another process has the number now
-    assert describe_run(run, None, time.time())["state"] == "died"
+    assert state(run) == "died"
     elsewhere = make(tmp_path / "b", "running", host="another-node")
     change(elsewhere, pid=ended.pid)
-    assert describe_run(elsewhere, None, time.time())["state"] == "running"  # cannot be known
+    assert state(elsewhere) == "running"  # cannot be known
 
 
 def test_slurm_has_the_last_word(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     run = make(tmp_path / "a", "running", host="n1")
-    for queue, state, slurm in (
-        ({"4711": "RUNNING"}, "running", "RUNNING"),
-        ({}, "died", "not queued"),
-        (None, "running", None),
-    ):
-        facts = describe_run(run, queue, time.time())
-        assert (facts["state"], facts["slurm"]) == (state, slurm)
+    assert [state(run, queue) for queue in ({"4711": "RUNNING"}, {}, None)] == ["running", "died", "running"]
+    assert describe_run(run, {}, time.time())["slurm"] == "not queued"
     write_status(run, "stopped", 75, "stopped on request", step=4)
-    assert describe_run(run, {"4711": "PENDING"}, time.time())["state"] == "stopped, waits"
-    assert describe_run(run, {}, time.time())["state"] == "stopped"
+    assert [state(run, queue) for queue in ({"4711": "PENDING"}, {})] == ["stopped, waits", "stopped"]
 
 
 def test_a_folder_in_which_another_trains_is_refused(tmp_path, monkeypatch):
@@ -104,12 +102,10 @@ def test_a_folder_in_which_another_trains_is_refused(tmp_path, monkeypatch):
     change(run, job="7")
     with pytest.raises(UserError, match="job 7 is training in it"):
         check_not_running(run)
-    change(run, job="8", pid=0)  # requeued by hand after a crash, or gone
-    check_not_running(run)
-    change(run, job=None, pid=2**22)  # killed
-    check_not_running(run)
-    change(run, state="stopped", job="7")
-    check_not_running(run)
+    # requeued by hand after a crash, or gone; killed; stopped
+    for facts in ({"job": "8", "pid": 0}, {"job": None, "pid": 2**22}, {"state": "stopped", "job": "7"}):
+        change(run, **facts)
+        check_not_running(run)
     check_not_running(tmp_path / "new")
 
 
@@ -126,27 +122,20 @@ def test_a_run_that_writes_nothing_is_stale_unless_its_log_moves(tmp_path, monke
     assert (facts["state"], facts["seconds_since_update"]) == ("running", 3)
 
 
-def test_the_end_of_a_run_and_what_it_said(tmp_path):
-    make(tmp_path / "good", "done", exit_code=0, step=9)
-    make(tmp_path / "bad", "failed", exit_code=1, message="disk full while writing checkpoint-4")
+def test_runs_are_found_given_and_one_folder_deeper_and_told_with_their_last_words(tmp_path):
+    good = make(tmp_path / "sweep" / "good", "done", exit_code=0, step=9)
+    bad = make(tmp_path / "bad", "failed", exit_code=1, message="disk full while writing checkpoint-4")
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / STATUS).write_text("{ha")
     (tmp_path / "no run").mkdir()
     runs = [describe_run(run, None, time.time()) for run in find_runs([tmp_path])]
     assert [(Path(r["run"]).name, r["state"]) for r in runs] == [
         ("bad", "failed"),
-        ("good", "DONE"),
         ("odd", "unknown"),
+        ("good", "DONE"),
     ]
-    text = format_runs(runs)
-    assert text.splitlines()[-1] == f"{tmp_path}/bad: disk full while writing checkpoint-4"
-
-
-def test_runs_are_found_given_and_one_folder_deeper(tmp_path):
-    runs = [make(tmp_path / name, "done") for name in ("a", "sweep/lr1", "sweep/lr2")]
-    assert find_runs([tmp_path]) == runs
-    assert find_runs([tmp_path / "a", tmp_path / "sweep"]) == runs
-    assert find_runs([tmp_path / "a", tmp_path / "a"]) == runs[:1]
+    assert format_runs(runs).splitlines()[-1] == f"{bad}: disk full while writing checkpoint-4"
+    assert find_runs([bad, tmp_path / "sweep", bad]) == [bad, good]
 
 
 def command(*arguments, cwd: Path, path: str | None = None) -> subprocess.CompletedProcess:

@@ -258,6 +258,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "case"), [(command, case) for command in CASES for case in CASES[command]])
 def test_wrong_input_is_one_line_and_exit_code_2(command, case, kit, tmp_path, capsys, environment):
     text, *parts = case

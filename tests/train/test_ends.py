@@ -6,9 +6,10 @@ import pytest
 
 import train_dpo
 from sfm_dpo.run.checkpoint import COMPLETE, STOP
-from sfm_dpo.run.folder import read_status, write_status
+from sfm_dpo.run.folder import read_status
 
 
+@pytest.mark.usefixtures("no_report")
 def test_a_mismatch_at_resume_is_in_the_status_and_the_end_is_evaluated(tiny_folder, write_rows, tmp_path, capsys):
     rows = [{"prompt": f"{i}?", "chosen": "yes " * (i % 5 + 1), "rejected": "no " * 3} for i in range(16)]
     run = tmp_path / "output_dir"
@@ -33,11 +34,3 @@ def test_a_mismatch_at_resume_is_in_the_status_and_the_end_is_evaluated(tiny_fol
     evals = {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
     assert set(evals) == {0, 3} and evals[3] < evals[0] == pytest.approx(0.6931, abs=1e-4)
     assert f"{evals[3]:.3f}" in capsys.readouterr().out.rpartition("held out")[2]
-
-
-def test_what_one_rank_alone_knows_it_writes(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    write_status(tmp_path, "running")
-    assert read_status(tmp_path) is None
-    write_status(tmp_path, "failed", 1, "disk full", any_rank=True)
-    assert read_status(tmp_path)["message"] == "disk full"

@@ -1,11 +1,9 @@
-"""Reference cache: the key covers what changes the figures and nothing else; shards survive kills and damage."""
+"""Reference cache: the key covers what changes the figures and nothing else; shards survive damage.
+
+Kills: tests/e2e/test_resume.py.
+"""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +16,7 @@ import train_dpo
 from sfm_dpo.train import reference_cache
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("no_report")
 
 
 def tokens(rows: int = 40, seed: int = 0) -> Dataset:
@@ -28,22 +26,18 @@ def tokens(rows: int = 40, seed: int = 0) -> Dataset:
 
 
 def test_key_covers_tokens_and_settings(monkeypatch):
-    base = reference_cache.cache_folder(tokens(), weights="w", max_length=64)
+    def key(data: Dataset, weights: str = "w", max_length: int = 64) -> Path:
+        return reference_cache.cache_folder(data, weights=weights, max_length=max_length)
+
+    base, reordered = key(tokens()), tokens().select([1, 0, *range(2, 40)])
     assert base == reference_cache.cache_folder(tokens(), max_length=64, weights="w")
-    assert base != reference_cache.cache_folder(tokens(seed=1), weights="w", max_length=64)
-    assert base != reference_cache.cache_folder(tokens(), weights="v", max_length=64)
-    assert base != reference_cache.cache_folder(tokens(), weights="w", max_length=32)
-    assert base != reference_cache.cache_folder(tokens().select(range(39)), weights="w", max_length=64)
-    reordered = tokens().select([1, 0, *range(2, 40)])
-    assert base != reference_cache.cache_folder(reordered, weights="w", max_length=64)
-    monkeypatch.setattr(reference_cache.trl, "__version__", "0.0")
-    assert base != reference_cache.cache_folder(tokens(), weights="w", max_length=64)
-
-
-def test_moving_a_token_between_prompt_and_response_changes_the_key():
+    others = [key(tokens(seed=1)), key(tokens(), weights="v"), key(tokens(), max_length=32), key(reordered)]
+    assert len({base, *others, key(tokens().select(range(39)))}) == 6
     one = Dataset.from_dict({"prompt_ids": [[1, 2]], "chosen_ids": [[3]], "rejected_ids": [[4]]})
-    two = Dataset.from_dict({"prompt_ids": [[1]], "chosen_ids": [[2, 3]], "rejected_ids": [[2, 4]]})
-    assert reference_cache.cache_folder(one) != reference_cache.cache_folder(two)
+    moved = Dataset.from_dict({"prompt_ids": [[1]], "chosen_ids": [[2, 3]], "rejected_ids": [[2, 4]]})
+    assert reference_cache.cache_folder(one) != reference_cache.cache_folder(moved)
+    monkeypatch.setattr(reference_cache.trl, "__version__", "0.0")
+    assert base != key(tokens())
 
 
 def make_cache(lengths: np.ndarray, batch_size: int = 1) -> reference_cache.ReferenceCache:
@@ -132,29 +126,29 @@ def pairs(tmp_path_factory) -> Path:
     return path
 
 
-def train(model: Path, pairs: Path, out: Path, *extra: str) -> list[dict]:
+def arguments(model: Path, pairs: Path, out: Path, *extra: str) -> list[str]:
     argv = f"--model_name_or_path {model} --dataset_name {pairs} --output_dir {out} --global_batch_size 8".split()
-    argv += "--per_device_train_batch_size 4 --max_length 64 --max_steps 3 --logging_steps 1".split()
-    argv += "--save_strategy no --learning_rate 1e-3 --precompute_ref_log_probs true --report_to none".split()
-    argv += ["--preflight", "skip", *extra]  # random weights find every answer impossible
-    assert train_dpo.main(argv) == 0
-    return [e for e in json.loads((out / "trainer_state.json").read_text())["log_history"] if "loss" in e]
+    argv += "--per_device_train_batch_size 4 --max_length 64 --max_steps 1 --save_strategy no".split()
+    argv += "--precompute_ref_log_probs true --report_to none --guard skip".split()
+    return [*argv, "--preflight", "skip", *extra]  # random weights find every answer impossible
+
+
+def train(*args) -> None:
+    assert train_dpo.main(arguments(*args)) == 0
 
 
 def written(cache: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in cache.glob("*/*.safetensors")}
 
 
+@pytest.mark.slow
 def test_cache_is_reused_or_not_as_it_should(model, pairs, cache, tmp_path):
-    live = train(model, pairs, tmp_path / "live", "--precompute_ref_log_probs", "false")
-    first = train(model, pairs, tmp_path / "a")
-    assert [e["loss"] for e in first] == pytest.approx([e["loss"] for e in live], abs=1e-5)
+    train(model, pairs, tmp_path / "a")
     shards = written(cache)
     assert shards
     # Another lr, epoch count, output folder, batch: the same shards, untouched
-    train(
-        model, pairs, tmp_path / "b", "--learning_rate", "1e-4", "--num_train_epochs", "2", "--global_batch_size", "4"
-    )
+    same = ("--learning_rate", "1e-4", "--num_train_epochs", "2", "--global_batch_size", "4")
+    train(model, pairs, tmp_path / "b", *same)
     assert written(cache) == shards
     # What changes the figures computes again
     train(model, pairs, tmp_path / "c", "--max_length", "32")
@@ -168,8 +162,17 @@ def test_cache_is_reused_or_not_as_it_should(model, pairs, cache, tmp_path):
     assert shards.items() <= written(cache).items()
 
 
-def test_train_and_eval_split_and_a_damaged_shard(model, pairs, cache, tmp_path):
+def test_damaged_shards_are_computed_again_and_stale_ones_caught_at_step_0(
+    model, pairs, cache, tmp_path, capsys, monkeypatch
+):
+    trainers = []
+    original = train_dpo.SFMDPOTrainer.train
+    monkeypatch.setattr(
+        train_dpo.SFMDPOTrainer, "train", lambda self, **kw: (trainers.append(self), original(self, **kw))[1]
+    )
     train(model, pairs, tmp_path / "a", "--eval_fraction", "0.25")
+    assert trainers[0].ref_model is None  # not in memory beside the policy
+    assert np.isfinite(trainers[0].train_dataset["ref_chosen_logps"]).all()
     assert len(list(cache.iterdir())) == 2  # a folder a split
     shards = written(cache)
     victim = Path(min(shards))
@@ -180,49 +183,9 @@ def test_train_and_eval_split_and_a_damaged_shard(model, pairs, cache, tmp_path)
     assert {path for path in shards if now[path] != shards[path]} == {str(victim)}
     np.testing.assert_allclose(load_file(victim)["logps"], before["logps"], atol=1e-5)
 
-
-def test_a_stale_cache_is_caught_at_step_0(model, pairs, cache, tmp_path, capsys):
-    train(model, pairs, tmp_path / "a")
-    for path in map(Path, written(cache)):
+    for path in map(Path, now):
         data = load_file(path)
         reference_cache.write_shard(path, data["rows"], data["logps"] - 3.0 * np.array([1, -1]))
-    argv = f"--model_name_or_path {model} --dataset_name {pairs} --output_dir {tmp_path / 'b'} --global_batch_size 8"
-    argv += " --per_device_train_batch_size 4 --max_length 64 --max_steps 3 --precompute_ref_log_probs true"
-    assert train_dpo.main([*argv.split(), "--preflight", "skip"]) == 2
+    assert train_dpo.main(arguments(model, pairs, tmp_path / "c", "--eval_fraction", "0.25")) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert "step 0" in error and "are not those of the model that is trained" in error
-
-
-def test_killed_in_the_middle_no_shard_is_computed_twice(model, pairs, tmp_path):
-    """kill -9 once some shards are there; the next start leaves them alone and computes the rest."""
-    env = os.environ | {"HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"}
-    cache = tmp_path / "hf" / "sfm_dpo" / "reference"
-    argv = f"{sys.executable} {ROOT / 'train_dpo.py'} --model_name_or_path {model} --dataset_name {pairs} --output_dir"
-    argv = [*argv.split(), str(tmp_path / "run"), *"--global_batch_size 8 --per_device_train_batch_size 4".split()]
-    argv += "--max_length 64 --max_steps 1 --save_strategy no --precompute_ref_log_probs true --preflight skip".split()
-    process = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while len(written(cache)) < 3 and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    before = written(cache)
-    assert before
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    after = written(cache)
-    assert len(before) < len(after)  # the kill did come in the middle
-    assert before.items() <= after.items()
-    assert f"reference log-probs of the train pairs: {len(before)} of {len(after)} shards" in done.stdout
-
-
-def test_reference_model_is_not_in_memory(model, pairs, cache, tmp_path, monkeypatch):
-    seen = []
-    original = train_dpo.SFMDPOTrainer.train
-    monkeypatch.setattr(
-        train_dpo.SFMDPOTrainer, "train", lambda self, **kw: (seen.append(self), original(self, **kw))[1]
-    )
-    train(model, pairs, tmp_path / "a")
-    assert seen[0].ref_model is None
-    assert seen[0].train_dataset.column_names.count("ref_chosen_logps") == 1
-    assert torch.isfinite(torch.tensor(seen[0].train_dataset["ref_chosen_logps"])).all()

@@ -16,6 +16,7 @@ from sfm_dpo.run.folder import describe
 from sfm_dpo.train.metrics import share_above
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from tests.oracle import by_hand, open_instruct_dpo_norm
+from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
 def pairs(n: int = 8) -> Dataset:
@@ -32,21 +33,9 @@ def pairs(n: int = 8) -> Dataset:
 
 
 def make_trainer(folder, output_dir, *cli: str, peft=None, n=8) -> SFMDPOTrainer:
-    config = parse_config(
-        [
-            *(
-                "--model_name_or_path",
-                str(folder),
-                "--dataset_name",
-                "x",
-                "--output_dir",
-                str(output_dir),
-                "--use_cpu",
-            ),
-            *("--global_batch_size", "4", "--per_device_train_batch_size", "4", "--max_length", "128"),
-            *("--learning_rate", "1e-3", "--logging_steps", "1", "--save_strategy", "no", *cli),
-        ]
-    )
+    argv = f"--model_name_or_path={folder} --dataset_name=x --output_dir={output_dir} --use_cpu --global_batch_size=4"
+    argv += " --per_device_train_batch_size=4 --max_length=128 --learning_rate=1e-3 --logging_steps=1"
+    config = parse_config([*argv.split(), "--save_strategy=no", *cli])
     tokenizer = load_tokenizer(config)
     tokens, _ = tokenize_pairs(pairs(n), tokenizer, config.train.max_length)
     return SFMDPOTrainer(
@@ -77,7 +66,7 @@ def one_batch(trainer, n: int = 4):
 # ---- the loss
 
 
-@pytest.mark.parametrize("architecture", ["gpt_neox", "llama", "olmo3"])
+@pytest.mark.parametrize("architecture", ["gpt_neox", "olmo3"])
 @pytest.mark.parametrize("packed", ["--padding_free=false", "--padding_free=true"])
 def test_sigmoid_norm_with_beta_5_is_open_instructs_dpo_norm(tiny_folder, tmp_path, architecture, packed):
     trainer = make_trainer(tiny_folder(architecture), tmp_path, packed)
@@ -91,7 +80,7 @@ def test_sigmoid_norm_with_beta_5_is_open_instructs_dpo_norm(tiny_folder, tmp_pa
         assert metrics[f"logps/{side}"] == pytest.approx(logps[f"policy_{side}_sum"].mean().item(), abs=1e-3)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_dpo_norm_on_random_log_probs_and_lengths(tiny_folder, tmp_path, seed):
     """The same on any numbers: the model's place is taken by a function that answers random log-probs."""
     trainer = make_trainer(tiny_folder("llama"), tmp_path)
@@ -160,26 +149,13 @@ def test_rewards_are_on_the_scale_of_the_loss(tiny_folder, tmp_path, cli, scale,
         assert loss == pytest.approx(-F.logsigmoid(margins).mean().item(), abs=1e-5)
 
 
-def test_the_loss_of_one_pair_follows_from_its_margin(tiny_folder, tmp_path):
-    trainer = make_trainer(tiny_folder("llama"), tmp_path)
-    move(trainer.model)
-    for i in range(4):
-        trainer.train_dataset = trainer.train_dataset.select([*range(1, len(trainer.train_dataset)), 0])
-        loss, metrics, _ = one_batch(trainer, n=1)
-        assert loss == pytest.approx(math.log1p(math.exp(-metrics["rewards/margins"])), abs=1e-5), i
-        assert metrics["rewards/accuracies"] == float(metrics["rewards/margins"] > 0)
-
-
 def test_policy_equal_to_reference_scores_chance(tiny_folder, tmp_path):
     assert share_above(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 2.0, 2.0])).tolist() == [0.0, 0.5, 1.0]
-    loss, metrics, _ = one_batch(make_trainer(tiny_folder("gpt_neox"), tmp_path))
+    trainer = make_trainer(tiny_folder("gpt_neox"), tmp_path)
+    loss, metrics, rows = one_batch(trainer)
     assert loss == pytest.approx(math.log(2), abs=1e-6)
     assert (metrics["rewards/margins"], metrics["rewards/accuracies"]) == (0.0, 0.5)
-
-
-def test_every_metric_is_recorded_once_a_batch(tiny_folder, tmp_path):
-    trainer = make_trainer(tiny_folder("gpt_neox"), tmp_path)
-    rows = one_batch(trainer)[2]
+    # every metric is recorded once a batch
     trainer.compute_loss(trainer.model, trainer._prepare_inputs(trainer.data_collator(rows)))
     counts = {name: len(values) for name, values in trainer._metrics["train"].items() if name != "num_tokens"}
     assert set(counts.values()) == {2}, counts
@@ -188,33 +164,17 @@ def test_every_metric_is_recorded_once_a_batch(tiny_folder, tmp_path):
 # ---- training
 
 
-def write_run(folder) -> None:
-    """What a checkpoint's model card is written from; train_dpo.py writes it before the trainer is made."""
-    config = parse_config(["--model_name_or_path", "m", "--dataset_name", "x", "--use_cpu", f"--output_dir={folder}"])
-    describe(config, {"sources": ["x"], "train": 8, "eval": 0, "dropped": {}})
-
-
 def losses(trainer) -> list[float]:
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("packed", ["--padding_free=false", "--padding_free=true"])
-def test_reference_from_the_cache_or_in_memory_trains_alike(tiny_folder, tmp_path, packed):
-    folder = tiny_folder("llama")
-    cli = (packed, "--num_train_epochs", "3")
-    live = losses(make_trainer(folder, tmp_path / "live", *cli))
-    cached = losses(make_trainer(folder, tmp_path / "cached", *cli, "--precompute_ref_log_probs"))
-    assert len(live) == 6 and live[0] == pytest.approx(math.log(2), abs=1e-5)
-    assert min(live) < 0.5  # it learns
-    assert cached == pytest.approx(live, abs=2e-5)
-
-
-@pytest.mark.parametrize("architecture", ["gpt_neox", "olmo3", "llama", "olmoe"])
+@pytest.mark.parametrize("architecture", ["gpt_neox", "olmoe"])
 def test_a_resumed_run_equals_an_uninterrupted_one(tiny_folder, tmp_path, architecture):
     """All weights must come back: save_pretrained gives some another name than the module's (GPT-NeoX's head)."""
     cli = ("--max_steps", "5", "--save_strategy", "steps", "--save_steps", "3", "--save_total_limit", "9")
-    write_run(tmp_path / "run")
+    config = parse_config(["--model_name_or_path=m", "--dataset_name=x", "--use_cpu", f"--output_dir={tmp_path}/run"])
+    describe(config, {"sources": ["x"], "train": 8, "eval": 0, "dropped": {}})  # a checkpoint's model card needs it
     whole = make_trainer(tiny_folder(architecture), tmp_path / "run", *cli)
     curve = losses(whole)
     resumed = make_trainer(tiny_folder(architecture), tmp_path / "run", *cli)
@@ -254,8 +214,6 @@ def test_step_0_stops_a_run_whose_policy_is_not_its_reference(tiny_folder, tmp_p
 
 
 def test_step_0_names_dropout(tiny_folder, tmp_path):
-    from tests.tiny_models import tiny_model, tiny_tokenizer
-
     tiny_model("gpt_neox", hidden_dropout=0.3).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     with pytest.raises(UserError, match=r"step 0: .*dropout"):

@@ -8,6 +8,7 @@ docs/design.md; `RECORD=1 pytest tests/train/test_upstream.py` writes the table 
 import inspect
 import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -264,6 +265,18 @@ def test_canary_batch_rebalance(trainer, monkeypatch):
     sizes = [len(micro_batch) for micro_batch in sampler]
     assert sum(sizes) == 8 and len(sizes) == 4 and max(sizes) > min(sizes)
     assert sampler.seed != 7  # the run's
+
+
+def test_canary_compute_ref_log_probs(trainer, monkeypatch):
+    entered = []
+    monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
+    monkeypatch.setattr(trainer.accelerator, "autocast", lambda: entered.append(True) or nullcontext())
+    batch = trainer._prepare_inputs(trainer.data_collator(list(trainer.train_dataset.select(range(2)))))
+    trainer.compute_ref_log_probs(trainer.ref_model, batch)
+    assert entered
+    entered.clear()
+    trainer.compute_loss(trainer.model, batch)
+    assert len(entered) == 0  # the policy's autocast is in the forward that accelerate prepares, but for FSDP2
 
 
 def test_canary_eval_sampler(trainer, monkeypatch):
