@@ -24,7 +24,7 @@ from transformers.utils import is_flash_attn_2_available
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import parse_config
-from sfm_dpo.config_checks import nearest
+from sfm_dpo.config_checks import main_loss, nearest
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.health.preflight import check_vocabulary
 from sfm_dpo.model.loading import load_model_config, model_init_kwargs
@@ -358,7 +358,8 @@ def run_parity(argv: list[str], names: list[str], pairs: int = 4, gradients: boo
             measurement = base["bfloat16"] if variant == bf16 else ParityTrainer(batch, variant).measure(gradients)
             row = judge_variant(reference, measurement, levels)
             if "times_rounding" in row:
-                row["step_0"] = measure_step_0(base[variant.dtype], measurement, train.loss_type[0], train.beta)
+                loss = main_loss(train.loss_type)
+                row["step_0"] = measure_step_0(base[variant.dtype], measurement, loss, train.beta)
             rows.append(row)
     return {
         "model": config.model.model_name_or_path,

@@ -137,7 +137,7 @@ def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> tupl
         )
         for key, text in {
             "prompt_cut": f"longer than max_prompt_length {args.max_prompt_length} and keep their end",
-            "prompt_trimmed": "no token prefix of prompt+response; their last tokens count as response",
+            "prompt_trimmed": "no token prefix of prompt+response; what follows the shared tokens is left out of them",
         }.items():
             if n := counts.pop(key):
                 notes.append(f"{split}: {n:,} prompts are {text}")

@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerState
 from sfm_dpo.common.distributed import broadcast, is_main_process
 from sfm_dpo.common.errors import GuardStopped, UserError
 from sfm_dpo.common.files import write_atomically
-from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES
+from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.health.generation import Answer, continue_prompts, repeated_4grams
 from sfm_dpo.health.guard_rules import (
     COLLAPSE_STEPS,
@@ -57,9 +57,9 @@ class Guard(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         names = ["prompt_length", "chosen_length", "rejected_length"]
         columns = self.trainer.train_dataset.select_columns(names).with_format("numpy")[:]
-        normalized = args.loss_type[0] in LENGTH_NORMALIZED_LOSSES
+        normalized = main_loss(args.loss_type) in LENGTH_NORMALIZED_LOSSES
         self.run = RunFacts(
-            sigmoid=len(args.loss_type) == 1 and args.loss_type[0] in SIGMOID_LOSSES,
+            sigmoid=len(args.loss_type) == 1 and main_loss(args.loss_type) in SIGMOID_LOSSES,
             beta=args.beta,
             chosen_tokens=1.0 if normalized else float(response_lengths(columns, args.max_length)[:, 0].mean()),
             max_steps=state.max_steps,

@@ -22,7 +22,7 @@ from sfm_dpo.common.errors import PreflightRefused, UserError
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import Config
-from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES
+from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.data.token_lengths import Lengths
 from sfm_dpo.health.preflight_rules import (
     MOVE,
@@ -145,7 +145,7 @@ def run_preflight(trainer, config: Config) -> dict[str, Any]:
     but one pair for the comparison of packed and single sequences.
     """
     args, dataset, tokenizer = config.train, trainer.train_dataset, trainer.processing_class
-    total, loss_type = len(dataset), args.loss_type[0]
+    total, loss_type = len(dataset), main_loss(args.loss_type)
     sample = np.sort(np.random.default_rng(args.seed).permutation(total)[: args.preflight_samples])
     names = ["prompt_length", "chosen_length", "rejected_length", "prompt_trimmed"]
     columns = dataset.select_columns(names).with_format("numpy")[:]

@@ -131,7 +131,7 @@ def list_findings(
         (True, best["no_signal"], "pairs are cut to the same tokens on both sides: they teach nothing"),
         (True, repeated_pairs, "pairs are exact repeats of earlier ones"),
         (False, repeated_prompts, "pairs have the prompt of an earlier one and other responses"),
-        (True, trimmed, "prompts are no token prefix of prompt+response: their last tokens are trained as response"),
+        (True, trimmed, "prompts are no token prefix of prompt+response: what follows the shared tokens is left out"),
         (False, None, f"{several_turns:.1%} of the prompts are conversations with several user turns"),
     ]
     return [

@@ -89,8 +89,8 @@ class UpstreamFixes(DPOTrainer):
             self._eval_batches.clear()
         super().log(logs, start_time)
 
-    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.compute_ref_log_probs: computes under autocast, which FSDP2's
-    # policy does not: in 16 bit step 0 is not ln 2. Canary: test_canary_compute_ref_log_probs
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.compute_ref_log_probs: computes under autocast, which the
+    # policy under FSDP2 does not: in 16 bit step 0 is not ln 2. Canary: test_canary_compute_ref_log_probs
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
         """Sums of log-probs ([B] chosen, [B] rejected) by `model`, in the policy's precision."""
 
