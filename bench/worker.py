@@ -277,6 +277,7 @@ def make_trainer(job: dict) -> DPOTrainer:
         settings |= VARIANTS[name]
     stock = job["variant"] == "stock"
     trainer_class, config_class = (Stock, DPOConfig) if stock else (Ours, TrainConfig)
+    settings |= {} if stock else {"global_batch_size": job["batch"] * job["accumulation"]}
     Ours.warm_up = warm_up_pairs(job)
     return trainer_class(
         model=str(scratch / "model"),

@@ -19,7 +19,7 @@ from sfm_dpo.config import parse_config
 from sfm_dpo.run.reader import read_log
 from sfm_dpo.train import reference_cache
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.grid]
 
 
 @pytest.fixture(scope="module")

@@ -83,6 +83,7 @@ def test_step_0_is_ln_2_and_dtypes_are_right(place, launch, combinations):
         assert any("inv_freq" in key for key in dtypes["buffers"])
 
 
+@pytest.mark.grid
 def test_a_stop_and_the_same_command_is_the_uninterrupted_run(place):
     fields = {"max_length": 96, "max_steps": 6, "save_strategy": "steps", "save_steps": 2, "eval_fraction": 0}
     whole = place.start("whole", 2, **fields).finish()

@@ -28,7 +28,7 @@ from tests.project import SOURCE, link, make_project
 
 # Run elsewhere, or not ours to run
 ELSEWHERE = {
-    r"make (test|setup|lint|check|test-grid)|(KILLS=20 )?python -m pytest .*": "how these tests are run",
+    r"make (test|setup|lint|check|test-grid)|([A-Z]+=\S+ )?(python -m )?pytest .*": "how these tests are run",
     r"python -m sfm_dpo\..*": "tests/health/test_node_check.py, tests/report/test_page.py; old names in migration.md",
     r"make demo": "README.md marks it: 4 minutes",
     r"(?!.*\.\.\.)([A-Z_]+=\S+ )*sbatch .*|for i in .*": "tests/slurm/test_submit.py",

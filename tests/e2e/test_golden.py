@@ -50,6 +50,7 @@ def test_losses_are_the_recorded_ones(place, processes):
             assert mine == pytest.approx(expected, rel=1e-5, abs=1e-5), name
 
 
+@pytest.mark.grid
 def test_one_two_and_four_ranks_agree_compiled_or_not_cached_or_not(place):
     """The order depends on the global batch alone: what differs is the order of summation."""
     golden = json.loads(GOLDEN.read_text())

@@ -252,7 +252,7 @@ CASES = {
         (f"{TRAIN} --output_dir {{kit}}/runs/config_noise", "resolved_config.yaml is damaged", "restore it"),
         (f"{TRAIN} --resume_from_checkpoint {{kit}}/runs/unmarked/checkpoint-2", "was not written to the end"),
         (f"{TRAIN} --model_init_kwargs '{{{{\"atn\": 1}}}}'", "model_init_kwargs atn: is unknown"),
-        (f"{TRAIN} --use_peft --lora_target_modules nosuch", "lora_target_modules", "nosuch not found"),
+        (f"{TRAIN} --use_peft --lora_target_modules nosuch", "lora_target_modules", "'nosuch'"),
         (f"{TRAIN} --pad_token '<none>'", "pad_token <none>: is not in the tokenizer"),
     ],
 }
