@@ -25,7 +25,7 @@ from sfm_dpo.run.folder import write_status
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.grid]
+pytestmark = [pytest.mark.slow, pytest.mark.grid, pytest.mark.usefixtures("no_report")]
 KINDS_OF_LAYER = {"gpt_neox": 1, "llama": 1, "olmo3": 2}
 ALL_FLAGS = "--padding_free true --precompute_ref_log_probs true --train_sampling_strategy batch_rebalance"
 
