@@ -121,6 +121,7 @@ def test_a_run_that_logged_more_often_is_averaged(tmp_path):
 # ---- whoever wrote it
 
 
+@pytest.mark.slow
 def test_our_run_a_state_file_a_checkpoint_and_wandb_are_one_form(tmp_path):
     series = healthy()
     ours = write_run(tmp_path / "run", series)

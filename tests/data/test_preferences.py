@@ -318,6 +318,7 @@ def test_real_pairs(name, rows):
 
 
 @pytest.mark.parametrize("size", ["100k", "1m"])  # full when the rows are copied, when they are normalised
+@pytest.mark.slow
 def test_a_full_cache_is_one_line(write_rows, tmp_path, size):
     """On a file system that is really full: needs root, and the right to mount."""
     path = write_rows("pairs.jsonl", [PAIR | {"prompt": f"{i} " + "q" * 1000} for i in range(600)])

@@ -95,6 +95,7 @@ def train(tmp_path: Path, tiny_folder, *fields: str) -> Path:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.slow
 def test_what_is_written_is_what_was_trained_on(tmp_path, tiny_folder, monkeypatch, capsys, strategy):
     """Rows that the trainer's loss saw, found by their tokens."""
     micro_batches, trainers = [], []
@@ -126,6 +127,7 @@ def nondeterministic_afterwards():
     torch.backends.cudnn.deterministic = False
 
 
+@pytest.mark.slow
 def test_full_determinism_gives_bitwise_equal_runs(tmp_path, tiny_folder, nondeterministic_afterwards):
     """Padding-free, cached reference, balanced batches, a worker: metrics and weights bit by bit."""
     fields = "--full_determinism true --padding_free true --precompute_ref_log_probs true"

@@ -208,6 +208,7 @@ def command(tiny_folder, write_rows, tmp_path) -> list[str]:
 COLLAPSE = ["--learning_rate", "1e-3", "--warmup_steps", "40"]
 
 
+@pytest.mark.slow
 def test_a_run_that_collapses_is_stopped_and_its_last_healthy_checkpoint_kept(command, tmp_path, capsys):
     out = tmp_path / "run"
     assert train_dpo.main(command + COLLAPSE) == 4
@@ -230,6 +231,7 @@ def test_a_run_that_collapses_is_stopped_and_its_last_healthy_checkpoint_kept(co
     assert json.loads((out / "status.json").read_text())["state"] == "collapsed"
 
 
+@pytest.mark.slow
 def test_a_healthy_run_is_left_alone_and_says_so(command, tmp_path):
     out = tmp_path / "run"
     more = "--learning_rate 1e-5 --eval_fraction 0.2 --guard_generations 10 --num_train_epochs 3 --padding_free true"
@@ -243,6 +245,7 @@ def test_a_healthy_run_is_left_alone_and_says_so(command, tmp_path):
     assert len(samples) == 4 and samples[0]["prompt"].startswith("question") and samples[0]["before_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_warn_logs_the_collapse_and_goes_on(command, tmp_path, capsys):
     assert train_dpo.main([*command, *COLLAPSE, "--guard", "warn"]) == 0
     health = json.loads((tmp_path / "run" / "health.json").read_text())

@@ -28,6 +28,7 @@ def check(tmp_path, ranks: int = 2, env: list[dict] | None = None) -> tuple[list
     return [process.returncode for process in processes], "".join(outputs)
 
 
+@pytest.mark.slow
 def test_healthy_nodes_leave_nothing_behind(tmp_path):
     codes, output = check(tmp_path)
     assert codes == [0, 0], output
@@ -35,6 +36,7 @@ def test_healthy_nodes_leave_nothing_behind(tmp_path):
     assert [p for folder in ("run", "hf") for p in (tmp_path / folder).iterdir()] == []
 
 
+@pytest.mark.slow
 def test_findings_of_all_ranks_are_reported_and_the_good_node_is_not_excluded(tmp_path):
     lost = {"SLURM_GPUS_ON_NODE": "4", "DS_ACCELERATOR": "cuda", "LOCAL_WORLD_SIZE": "4", "CUDA_VISIBLE_DEVICES": ""}
     env = [{}, {"HF_HOME": "/proc/hf"}, {"HF_HOME": str(tmp_path / "local")}, lost]
@@ -47,6 +49,7 @@ def test_findings_of_all_ranks_are_reported_and_the_good_node_is_not_excluded(tm
     assert "n1" not in output and "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes(tmp_path):
     wait = "import sfm_dpo.health.node_check as h, sys; h.JOIN_SECONDS = 3; sys.exit(h.main(sys.argv[1:]))"
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "RANK": "0"}

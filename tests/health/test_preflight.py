@@ -251,6 +251,7 @@ def command(tiny_folder, write_rows, tmp_path) -> list[str]:
     return [*argv.split(), "--max_length", "96"]
 
 
+@pytest.mark.slow
 def test_a_no_go_ends_the_run_before_its_first_step(command, tmp_path, capsys):
     out = tmp_path / "run"
     assert train_dpo.main(command) == 3

@@ -281,6 +281,7 @@ def test_access_makes_a_private_repository_and_its_branch(hub):
         (500, "the Hub has an internal error", 4),
     ],
 )
+@pytest.mark.slow
 def test_a_push_that_the_hub_refuses_says_why_and_how_to_push_later(hub, run, capsys, status, message, attempts):
     hub.fault("POST .*/commit/", status, times=99)
     assert push(run) == 5
@@ -320,6 +321,7 @@ def test_a_fault_that_passes_is_waited_for(hub, run, capsys, monkeypatch, reques
     assert files(hub)[WEIGHTS] == (run / WEIGHTS).read_bytes() and read_status(run)["state"] == "done"
 
 
+@pytest.mark.slow
 def test_a_line_that_stays_cut_leaves_the_model_and_the_next_push_sends_the_rest(hub, run, capsys, monkeypatch):
     monkeypatch.setattr(upload, "UPLOAD_WAITS", ())
     AutoModelForCausalLM.from_pretrained(run).save_pretrained(run, max_shard_size="250KB")

@@ -61,6 +61,7 @@ def test_figures_are_deepspeeds_and_the_formulas(plan_of):
         assert facts["largest_per_device"][False] <= facts["largest_per_device"][True]
 
 
+@pytest.mark.slow
 def test_padding_and_a_second_model_cost_memory(plan_of, tiny_folder):
     shape = AutoConfig.from_pretrained(tiny_folder("olmo3"))
     mixed = Lengths(
@@ -88,6 +89,7 @@ def test_lora_trains_the_adapter_alone(plan_of):
     assert "LoRA" in format_plan(plan)
 
 
+@pytest.mark.slow
 def test_command_with_stated_percentiles(tmp_path):
     stated = {"pairs": 1000, "percentiles": {name: {"0": 50, "50": 100, "100": 200} for name in ("prompt", "chosen")}}
     stated["percentiles"]["rejected"] = {"0": 10, "50": {"tokens": 20}, "100": 40}

@@ -3,10 +3,13 @@
 import json
 import shutil
 
+import pytest
+
 import train_dpo
 from tests.e2e.runs import FIELDS, as_options, pairs
 
 
+@pytest.mark.slow
 def test_a_killed_run_logs_the_same_figures(tmp_path, tiny_folder, write_rows):
     fields = FIELDS | {
         "model_name_or_path": tiny_folder("llama"),

@@ -279,6 +279,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(command, case, kit, tmp_path, c
         (("-m", "sfm_dpo.report.page", "no where"), "no where: no such folder"),
     ],
 )
+@pytest.mark.slow
 def test_as_a_command(words, part):
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
     assert_one_line(done.returncode, done.stderr, [part])

@@ -162,6 +162,7 @@ def test_cache_is_reused_or_not_as_it_should(model, pairs, cache, tmp_path):
     assert shards.items() <= written(cache).items()
 
 
+@pytest.mark.slow
 def test_damaged_shards_are_computed_again_and_stale_ones_caught_at_step_0(
     model, pairs, cache, tmp_path, capsys, monkeypatch
 ):

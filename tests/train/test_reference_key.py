@@ -41,6 +41,7 @@ def edited(folder: Path, target: Path, **fields) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_the_models_configuration_is_in_the_key(tmp_path, tiny_folder, cache, train):
     model = tiny_folder("olmo3")
     rope = json.loads((model / "config.json").read_text())["rope_parameters"]
@@ -55,6 +56,7 @@ def test_the_models_configuration_is_in_the_key(tmp_path, tiny_folder, cache, tr
     assert len(list(cache.iterdir())) == 5, "a path, a version or the KV cache changes no log-prob"
 
 
+@pytest.mark.slow
 def test_an_adapters_random_start_is_not_in_the_key(tiny_folder, cache, train):
     lora = ["--use_peft", "true", "--lora_target_modules", "q_proj"]
     train(tiny_folder("llama"), *lora)
