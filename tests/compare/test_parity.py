@@ -13,7 +13,7 @@ from sfm_dpo.train import reference_cache
 from tests.e2e.runs import pairs
 from tests.tiny_models import tiny_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.grid]
 
 
 @pytest.fixture(scope="module")
