@@ -127,7 +127,7 @@ def list_findings(
             long,
             f"prompts fill more than half of max_length {best['max_length']:,}",
         ),
-        (False, best["prompts_cut"], f"prompts lose their start to max_prompt_length {best['max_prompt_length']:,}"),
+        (False, best["prompts_cut"], f"prompts lose their start to max_prompt_length {best['max_prompt_length']}"),
         (True, best["no_signal"], "pairs are cut to the same tokens on both sides: they teach nothing"),
         (True, repeated_pairs, "pairs are exact repeats of earlier ones"),
         (False, repeated_prompts, "pairs have the prompt of an earlier one and other responses"),

@@ -20,9 +20,10 @@ from sfm_dpo.report.plots import COLORS, INK, STYLE, to_svg
 
 NOTES = {  # under the tables, by their titles; docs/lengths.md says more
     "what each max_length keeps and costs": (
-        "*: recommended. untouched: pairs of which no token is cut. cut alike: both responses cut to the same tokens. "
-        "dropped: the prompt fills max_length. tokens and FLOPs: of an epoch, without padding. step time and memory "
-        f"(activations of the longest {MEMORY_BATCH} pairs): padding-free, relative to the recommendation."
+        "*: recommended. prompt: max_prompt_length, where prompts leave no room. untouched: pairs of which no token "
+        "is cut. cut alike: both responses cut to the same tokens. dropped: the prompt fills max_length. tokens and "
+        f"FLOPs: of an epoch, without padding. step time and memory (activations of the longest {MEMORY_BATCH} "
+        "pairs): padding-free, relative to the recommendation."
     ),
     "padding": (
         "Share of the computed tokens, by pairs per device. padded: random order, as TRL (exact mean). grouped: "
@@ -41,7 +42,7 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
         cells = [f"{point['tokens']:,}{interval}" for point, interval in zip(points, intervals, strict=True)]
         percentiles.append(["longest" if q == 100 else f"{q}%", *cells])
     percentiles.append(["mean", *(f"{values['mean']:,.0f}" for values in sides.values())])
-    coverage = ["max_length,untouched,tokens kept,cut alike,dropped,tokens,FLOPs,step time,memory".split(",")]
+    coverage = ["max_length,prompt,untouched,tokens kept,cut alike,dropped,tokens,FLOPs,step time,memory".split(",")]
     kinds = [
         (name, key, str(size)) for name, key in (("padded", "stock"), ("grouped", "grouped")) for size in BATCH_SIZES
     ]
@@ -52,6 +53,7 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
         coverage.append(
             [
                 max_length,
+                f"{row['max_prompt_length'] or '-'}",
                 f"{row['untouched']:.1%}",
                 f"{row['tokens_kept']:.1%}",
                 f"{row['no_signal']:,}",
@@ -72,11 +74,20 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
 def format_recipe_lines(result: dict[str, Any]) -> str:
     """What to paste into a recipe."""
     best = result["recommendation"]
+    if best["max_prompt_length"]:
+        prompts = (
+            f"max_prompt_length: {best['max_prompt_length']}  # cuts the start of {best['prompts_cut']:,} prompts: "
+            f"{best['saved']:,} would leave no room for a response, {best['whole_cut']:,} are of pairs that fit whole"
+        )
+    else:
+        prompts = "# max_prompt_length: " + (
+            f"none; {best['dropped']:,} prompts leave no room for a response, and their pairs are dropped"
+            if best["dropped"]
+            else "not needed, each prompt leaves room for a response"
+        )
     return (
         f"max_length: {best['max_length']}  # leaves {best['untouched']:.1%} of the pairs whole, keeps "
-        f"{best['tokens_kept']:.1%} of the response tokens\n"
-        f"max_prompt_length: {best['max_prompt_length']}  # a longer prompt keeps its end: "
-        f"{best['prompts_cut']:,} pairs"
+        f"{best['tokens_kept']:.1%} of the response tokens\n{prompts}"
     )
 
 

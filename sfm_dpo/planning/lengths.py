@@ -4,6 +4,7 @@ Pure arithmetic on `Lengths`, in tokens as training counts them. `analyze_length
 (docs/lengths.md), which dataset_report.py formats as text, picture and page.
 """
 
+import bisect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +17,11 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.statistics import Z
 from sfm_dpo.data.token_lengths import Lengths
 
+# Rows of the tables, beside the recommendation and the candidate below it
 CANDIDATES = (2048, 4096, 8192, 12288, 16384, 24576, 32768)
 SHORT_CANDIDATES = (256, 512, 1024)  # added where every pair fits into the first of CANDIDATES
+# What can be recommended, as max_length and as max_prompt_length
+STEPS = (*range(128, 4096, 128), *range(4096, 2**20 + 1, 1024))
 PERCENTILES = (1, 10, 25, 50, 75, 90, 95, 99, 100)
 BATCH_SIZES = (1, 2, 4, 8)  # pairs per device
 MEMORY_BATCH = 4  # pairs per device for which peak tokens are compared
@@ -81,7 +85,7 @@ def compute_coverage(lengths: Lengths, max_length: int, max_prompt_length: int |
 
 
 def list_candidates(longest: int, limit: int | None) -> list[int]:
-    """Values of max_length to compare, up to the model's limit, which is one of them where it is no more than double
+    """Values of max_length to show, up to the model's limit, which is one of them where it is no more than double
     the largest of the rest."""
     lengths = CANDIDATES if longest > CANDIDATES[0] else SHORT_CANDIDATES + CANDIDATES
     if limit is None:
@@ -90,28 +94,66 @@ def list_candidates(longest: int, limit: int | None) -> list[int]:
     return [*below, limit] if limit <= 2 * lengths[-1] else below
 
 
-def recommend(table: list[dict[str, Any]], min_coverage: float, min_tokens_kept: float) -> tuple[dict[str, Any], str]:
-    """The row of the shortest max_length that leaves at least `min_coverage` of the pairs untouched and keeps at least
-    `min_tokens_kept` of the response tokens, or else the longest; and the reason in words. Adds to each row its time
-    (FLOPs, or tokens where those are unknown) and memory relative to that one."""
-    fitting = [r for r in table if r["untouched"] >= min_coverage and r["tokens_kept"] >= min_tokens_kept]
-    best = (fitting or table[-1:])[0]
-    for row in table:
-        work = "tokens" if row["flops"] is None else "flops"
-        row["relative_time"] = row[work] / best[work]
-        row["relative_memory"] = row["peak_tokens"] / best["peak_tokens"]
+def choose_max_prompt_length(lengths: Lengths, max_length: int, min_coverage: float) -> int | None:
+    """The limit that trains the most response tokens of the pairs whose prompt leaves no room for a response.
+
+    None where every prompt leaves room, or where each limit would cut the prompts of more pairs that are whole
+    without it than it saves, or of so many that fewer than `min_coverage` of all pairs stay whole.
+    """
+    whole = np.sort(lengths.prompt[lengths.total <= max_length])[::-1]
+    saved = int((lengths.prompt >= max_length).sum())
+    spare = len(whole) - math.ceil(min_coverage * len(lengths))
+    allowed = min(saved, spare) if spare >= 0 else saved
+    shortest = whole[allowed] if allowed < len(whole) else 1
+    steps = [step for step in STEPS if shortest <= step < max_length]
+    if not saved or not steps:
+        return None
+    long = lengths.select(lengths.prompt > steps[0])
+    return max(steps, key=lambda step: (int(long.truncate(max_length, step).responses.sum()), step))
+
+
+def recommend(
+    lengths: Lengths, min_coverage: float, min_tokens_kept: float, limit: int | None, max_prompt_length: int | None
+) -> tuple[dict[str, Any], int | None, bool]:
+    """The shortest max_length of STEPS, or the model's limit, that with its max_prompt_length leaves at least
+    `min_coverage` of the pairs untouched and keeps at least `min_tokens_kept` of the response tokens, or else the
+    longest.
+
+    Args:
+        max_prompt_length: applied where it is below max_length; where None, `choose_max_prompt_length` decides.
+
+    Returns:
+        Its row (`compute_coverage`), the candidate below it (None: there is none), and whether it meets both.
+    """
+    longest = int(lengths.total.max())
+    steps = [step for step in STEPS if limit is None or step < limit]
+    steps = steps[: bisect.bisect_left(steps, longest) + 1]
+    if limit and (not steps or steps[-1] < longest):
+        steps.append(limit)
+    covered = np.searchsorted(np.sort(lengths.total), steps, side="right") / len(lengths)
+    for i, step in enumerate(steps):
+        if covered[i] >= min_coverage or step == steps[-1]:
+            prompt_limit = max_prompt_length or choose_max_prompt_length(lengths, step, min_coverage)
+            row = compute_coverage(lengths, step, prompt_limit if prompt_limit and prompt_limit < step else None)
+            meets = row["untouched"] >= min_coverage and row["tokens_kept"] >= min_tokens_kept
+            if meets or step == steps[-1]:
+                return row, steps[i - 1] if i else None, meets
+    raise AssertionError("the last step always returns")
+
+
+def describe_choice(
+    best: dict[str, Any], below: dict[str, Any] | None, meets: bool, min_coverage: float, min_tokens_kept: float
+) -> str:
+    """Why `best` is recommended, and what `below`, the next shorter candidate, would keep."""
 
     def describe(row: dict[str, Any]) -> str:
         return f"{row['max_length']:,} leaves {row['untouched']:.1%} and keeps {row['tokens_kept']:.1%}"
 
     wanted = f"at least {min_coverage:.1%} of the pairs untouched and {min_tokens_kept:.1%} of the response tokens"
-    if not fitting:
-        return best, f"No max_length within the model's limit leaves {wanted}; the longest, {describe(best)}."
-    reason = f"The shortest that leaves {wanted}: {describe(best)}."
-    if index := table.index(best):
-        shorter = table[index - 1]
-        reason += f" {describe(shorter)}, at {shorter['relative_time']:.2f} times the step time."
-    return best, reason
+    if not meets:
+        return f"No max_length within the model's limit leaves {wanted}; the longest, {describe(best)}."
+    shorter = f" {describe(below)}, at {below['relative_time']:.2f} times the step time." if below else ""
+    return f"The shortest that leaves {wanted}: {describe(best)}.{shorter}"
 
 
 def compute_length_bias(lengths: Lengths) -> dict[str, float]:
@@ -144,17 +186,19 @@ def analyze_lengths(
 
     Args:
         limit: the model's longest context.
-        max_prompt_length: applied to every candidate above it; where None, prompts are not cut in the table, and half
-            of the recommended max_length is recommended.
+        max_prompt_length: applied to every candidate above it; where None, each has that of
+            `choose_max_prompt_length`.
         sampled: the pairs are a random sample, so percentiles get a 95% interval.
         forward_flops: sequences' lengths, number of response tokens -> FLOPs of a forward (flops.ForwardFlops).
 
     Raises:
         UserError: every prompt fills the model's limit.
     """
+    best, below, meets = recommend(lengths, min_coverage, min_tokens_kept, limit, max_prompt_length)
     table = []
-    for length in list_candidates(int(lengths.total.max()), limit):
-        prompt_limit = max_prompt_length if max_prompt_length and max_prompt_length < length else None
+    for length in sorted({*list_candidates(int(lengths.total.max()), limit), best["max_length"], below or 0} - {0}):
+        prompt_limit = max_prompt_length or choose_max_prompt_length(lengths, length, min_coverage)
+        prompt_limit = prompt_limit if prompt_limit and prompt_limit < length else None
         cut = lengths.truncate(length, prompt_limit)
         cut = cut.select(cut.trainable)
         if not len(cut):
@@ -166,19 +210,28 @@ def analyze_lengths(
             "peak_tokens": int(np.sort(cut.sequences.sum(axis=1))[-MEMORY_BATCH:].sum()),
         }
         table.append(compute_coverage(lengths, length, prompt_limit) | costs)
-    if not table:
+    rows = {row["max_length"]: row for row in table}
+    if best["max_length"] not in rows:
         raise UserError(
             f"model_name_or_path: the model's limit of {limit:,} tokens leaves no room for a response: the shortest "
             f"prompt has {int(lengths.prompt.min()):,}; set max_prompt_length, or take a model with a longer context"
         )
-    best, reason = recommend(table, min_coverage, min_tokens_kept)
-    prompt_limit = best["max_prompt_length"] or best["max_length"] // 2
+    work, chosen = "tokens" if forward_flops is None else "flops", rows[best["max_length"]]
+    for row in table:
+        row["relative_time"] = row[work] / chosen[work]
+        row["relative_memory"] = row["peak_tokens"] / chosen["peak_tokens"]
+    reason = describe_choice(best, rows.get(below), meets, min_coverage, min_tokens_kept)
+    whole = lengths.total <= best["max_length"]
+    best |= {
+        "saved": int((lengths.prompt >= best["max_length"]).sum()) - best["dropped"],
+        "whole_cut": int((whole & (lengths.prompt > (best["max_prompt_length"] or np.inf))).sum()),
+    }
     return {
         "percentiles": {
             name: _percentiles(getattr(lengths, name), sampled) for name in ("total", "prompt", "chosen", "rejected")
         },
         "candidates": table,
-        "recommendation": compute_coverage(lengths, best["max_length"], prompt_limit)
+        "recommendation": best
         | {"reason": reason, "min_coverage": min_coverage, "min_tokens_kept": min_tokens_kept, "limit": limit},
         "length_bias": compute_length_bias(lengths),
         "curves": _curves(lengths),

@@ -73,13 +73,13 @@ def test_what_it_prints_and_writes(write_rows, tiny_folder, tmp_path):
     result = json.loads(files["json"].read_text())
     best = result["recommendation"]
     pasted = yaml.safe_load(done.stdout[done.stdout.index("\nmax_length:") :])
-    assert pasted == {"max_length": best["max_length"], "max_prompt_length": best["max_prompt_length"]}
-    assert pasted == {"max_length": 256, "max_prompt_length": 128} and result["seed"] == 3
+    assert pasted == {"max_length": best["max_length"]} == {"max_length": 128} and result["seed"] == 3
+    assert "max_prompt_length: not needed" in done.stdout
     assert all(row["flops"] > row["tokens"] for row in result["candidates"])  # from the folder's config.json
     assert best["limit"] == 512 and max(row["max_length"] for row in result["candidates"]) == 512
     assert re.search(r"assistant\n  chosen, \d+ tokens\n    \| two ", done.stdout)
     assert "Tokenizing" in done.stderr and "/60" in done.stderr  # a bar with an ETA
-    assert files["plot"].stat().st_size > 10_000 and "max_length 256" in files["html"].read_text()
+    assert files["plot"].stat().st_size > 10_000 and "max_length 128" in files["html"].read_text()
 
 
 def test_options_override_the_recipe_and_every_key_of_the_json_is_documented(write_rows, tiny_folder, tmp_path, start):

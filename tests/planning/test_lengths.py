@@ -28,7 +28,6 @@ from sfm_dpo.planning.lengths import (
     compute_padding,
     list_candidates,
     percentile_interval,
-    recommend,
 )
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 
@@ -141,7 +140,8 @@ def test_counts_are_those_of_a_slow_reference(has_prompt, limit, analyze, tiny_f
     for row in [*result["candidates"], result["recommendation"]]:
         expected = slow_row(slow, row["max_length"], row["max_prompt_length"])
         assert {k: row[k] for k in expected} == pytest.approx(expected)
-    assert {row["max_prompt_length"] for row in result["candidates"]} == {limit}
+    if limit:
+        assert {row["max_prompt_length"] for row in result["candidates"]} == {limit}
     assert result["length_bias"]["chosen_longer"] == pytest.approx(
         sum((len(c) > len(r)) + 0.5 * (len(c) == len(r)) for _, c, r in slow) / len(slow)
     )
@@ -184,7 +184,7 @@ def test_the_tables_reproduce_the_published_percentiles(kind):
     for side, known in (("prompt", PROMPT), ("chosen", CHOSEN), ("rejected", REJECTED)):
         for q, tokens in zip(("50", "95"), known.get(kind, ()), strict=False):
             assert result["percentiles"][side][q]["tokens"] == pytest.approx(tokens, rel=0.06)
-    assert result["recommendation"]["max_length"] == {"think": 16384, "instruct": 4096}[kind]
+    assert result["recommendation"]["max_length"] in {"think": (15360, 16384), "instruct": (3456, 3584)}[kind]
 
 
 @pytest.mark.parametrize("q", [50, 90, 95])
@@ -214,34 +214,74 @@ def test_padding_is_the_mean_over_all_batches_and_that_of_transformers_sampler()
 
 
 def test_flops_and_memory_of_an_epoch():
-    lengths = Lengths(*(np.array(x) for x in ([10, 4, 300], [5, 6, 7], [8, 300, 9], [0, 0, 0])))
-    calls = []
+    lengths = Lengths(*(np.array(x) for x in ([10, 4, 200], [5, 6, 7], [8, 300, 9], [0, 0, 0])))
+    calls, sizes = [], [10, 15, 18, 207, 209, 256]
 
     def forward(sequences, responses):
         calls.append((sorted(sequences.tolist()), responses))
         return int(sequences.sum())
 
-    row = analyze_lengths(lengths, min_coverage=0, min_tokens_kept=0, forward_flops=forward)["candidates"][0]
-    assert row["max_length"] == 256 and calls[0] == ([10, 15, 18, 256], 5 + 8 + 6 + 252)
-    assert row["flops"] == 4 * (10 + 15 + 18 + 256)
-    assert row["peak_tokens"] == 15 + 18 + 10 + 256
+    row = analyze_lengths(lengths, min_coverage=0, min_tokens_kept=0, forward_flops=forward)["candidates"][1]
+    assert row["max_length"] == 256 and calls[1] == (sizes, 5 + 8 + 6 + 252 + 7 + 9)
+    assert row["flops"] == 4 * sum(sizes) and row["peak_tokens"] == sum(sizes)
 
 
 # ---- the recommendation
 
 
-def test_the_shortest_that_meets_both_conditions_is_recommended():
-    table = [
-        {"max_length": n, "untouched": u, "tokens_kept": k, "flops": None, "tokens": n, "peak_tokens": n}
-        for n, u, k in ((2048, 0.9, 0.5), (4096, 0.96, 0.85), (8192, 0.98, 0.95))
+def conversations(seed: int, n: int = 1500, system: int = 0) -> Lengths:
+    """Long prompts and short answers, as in chat with several turns."""
+    rng = np.random.default_rng(seed)
+    prompt, chosen, rejected = (
+        np.maximum(1, np.exp(rng.normal(np.log(mean) - sigma**2 / 2, sigma, n))).astype(np.int64)
+        for mean, sigma in ((149, 0.9), (42, 1.1), (52, 1.1))
+    )
+    return Lengths(prompt + system, chosen, rejected, np.zeros(n, dtype=np.int64))
+
+
+@pytest.mark.parametrize("min_tokens_kept", [0.5, 0.9, 0.99])
+@pytest.mark.parametrize("min_coverage", [0.5, 0.9, 0.95])
+@pytest.mark.parametrize("lengths", [conversations(0), conversations(1, system=400), lengths_of("instruct", 1500)])
+def test_both_lengths_together_meet_the_rule_and_the_next_shorter_one_does_not(lengths, min_coverage, min_tokens_kept):
+    pairs = [
+        ([0] * p, [1] * c, [2] * r) for p, c, r in zip(lengths.prompt, lengths.chosen, lengths.rejected, strict=True)
     ]
-    row, reason = recommend(table, 0.95, 0.9)
-    assert row["max_length"] == 8192 and "4,096 leaves 96.0% and keeps 85.0%, at 0.50 times the step time" in reason
-    assert [row["relative_memory"] for row in table] == [0.25, 0.5, 1]
-    assert recommend(table, 0.95, 0.8)[0]["max_length"] == 4096
-    assert recommend(table, 0.9, 0.5)[0]["max_length"] == 2048
-    row, reason = recommend(table, 0.99, 0.9)
-    assert row["max_length"] == 8192 and reason.startswith("No max_length")
+
+    def meets(row):
+        return row["untouched"] >= min_coverage and row["tokens_kept"] >= min_tokens_kept
+
+    result = analyze_lengths(lengths, min_coverage=min_coverage, min_tokens_kept=min_tokens_kept)
+    best = result["recommendation"]
+    row = slow_row(pairs, best["max_length"], best["max_prompt_length"])
+    assert meets(row) and {key: best[key] for key in row} == pytest.approx(row)
+    [shown] = [r for r in result["candidates"] if r["max_length"] == best["max_length"]]
+    assert {key: best[key] for key in shown if key in best} == {key: shown[key] for key in shown if key in best}
+    step = 128 if best["max_length"] <= 4096 else 1024
+    assert best["max_length"] % step == 0
+    if best["max_length"] > 128:
+        [below] = [r for r in result["candidates"] if r["max_length"] == best["max_length"] - step]
+        assert not meets(slow_row(pairs, below["max_length"], below["max_prompt_length"]))
+        assert not meets(slow_row(pairs, below["max_length"], None))
+    without = slow_row(pairs, best["max_length"], None)
+    if best["max_prompt_length"] is None:
+        assert not best["saved"] and not best["prompts_cut"]
+    else:  # it helps, and costs no more whole pairs than it saves
+        assert best["saved"] == without["dropped"] - row["dropped"] > 0
+        assert best["whole_cut"] == round((without["untouched"] - row["untouched"]) * len(pairs)) <= best["saved"]
+        assert row["response_tokens"] > without["response_tokens"]
+
+
+def test_a_limit_of_prompts_is_recommended_only_where_prompts_leave_no_room():
+    n = np.arange(1, 1001)
+    short = Lengths(n % 50 + 1, n, n // 2, 0 * n)
+    best = analyze_lengths(short, min_coverage=0.95, min_tokens_kept=0.9)
+    assert best["recommendation"]["max_prompt_length"] is None
+    assert "max_prompt_length: not needed" in dataset_report.format_recipe_lines(best)
+    long = Lengths(np.where(n % 25, short.prompt, 5000), short.chosen, short.rejected, short.shared)
+    best = analyze_lengths(long, min_coverage=0.95, min_tokens_kept=0.9)
+    lines = dataset_report.format_recipe_lines(best)
+    assert best["recommendation"]["saved"] == 40 and best["recommendation"]["whole_cut"] == 0
+    assert "40 would leave no room for a response, 0 are of pairs that fit whole" in lines
 
 
 def test_nothing_beyond_the_models_limit_is_considered():
@@ -251,7 +291,7 @@ def test_nothing_beyond_the_models_limit_is_considered():
     assert list_candidates(100, 2048) == [256, 512, 1024, 2048]
     result = analyze_lengths(lengths_of("think", 500), min_coverage=0.99, min_tokens_kept=0.99, limit=4096)
     best = result["recommendation"]
-    assert (best["max_length"], best["max_prompt_length"]) == (4096, 2048)
+    assert best["max_length"] == 4096 and best["reason"].startswith("No max_length")
     with pytest.raises(UserError, match="limit of 10 tokens"):
         analyze_lengths(lengths_of("think", 500), min_coverage=0.9, min_tokens_kept=0.9, limit=10)
 
@@ -267,7 +307,7 @@ def test_findings_name_what_is_wrong(analyze, tmp_path):
     rows += [pair(90, chosen="same", rejected="same"), pair(91, chosen="")]
     rows += [pair(92, chosen="x" * 600 + "a", rejected="x" * 600 + "b")]
     result = analyze(rows, model=tmp_path / "thinking", min_coverage=0.5, min_tokens_kept=0.2)
-    assert result["recommendation"]["max_length"] == 256
+    assert result["recommendation"]["max_length"] == 128
     assert result["dropped"] == {"chosen_equals_rejected": 1, "empty_response": 1}
     several = sum(len(row["chosen"]) > 2 for row in rows[:42]) / 43
     findings = [(finding["level"], finding["text"]) for finding in result["findings"]]
@@ -322,7 +362,7 @@ def test_page_and_picture(n, analyze, tmp_path):
     shown = result["example"]
     assert shown["prompt"]["text"].endswith("<|im_start|>assistant\n")
     assert shown["chosen"]["text"].startswith("<script>alert") and shown["chosen"]["text"].endswith("<|im_end|>\n")
-    assert result["recommendation"]["max_length"] == 256
+    assert result["recommendation"]["max_length"] == (128 if n == 1 else 256)
     json.dumps(result, allow_nan=False)
     dataset_report.write_page(result, tmp_path / "page.html")
     dataset_report.write_plot(result, tmp_path / "picture.png")
