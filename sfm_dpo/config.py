@@ -86,6 +86,7 @@ class TrainConfig(DPOConfig):
         default=0, help="Steps between generated answers for the guard; 0: none. Needs eval_fraction."
     )
     allow_unnormalized_beta: bool = HfArg(default=False, help="Allow beta >= 1 with a loss on summed log-probs.")
+    verify_checkpoints: bool = HfArg(default=True, help="Before going on: compare a checkpoint with its checksums.")
     ignore_resume_mismatch: bool = HfArg(
         default=False, help="Go on from a checkpoint that other data or another world size wrote."
     )

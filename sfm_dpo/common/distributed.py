@@ -14,6 +14,11 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def rank() -> int:
+    """By the launcher's environment, as is_main_process."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def world_size() -> int:
     """Processes over all nodes, by the launcher's environment."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -26,6 +31,13 @@ def broadcast(value: T) -> T:
     values = [value]
     broadcast_object_list(values, from_process=0)
     return values[0]
+
+
+def gather(value: T) -> list[T]:
+    """The values of all ranks, on every rank. All ranks must call it; the values are pickled."""
+    from accelerate.utils import gather_object
+
+    return gather_object([value])
 
 
 def main_process_first(action: Callable[[], T]) -> T:

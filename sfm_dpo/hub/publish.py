@@ -21,7 +21,7 @@ from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.hub import upload, verify
 from sfm_dpo.report.model_card import WeightChange, write_model_card
-from sfm_dpo.run.checkpoint import PUSHING, step_of, why_incomplete
+from sfm_dpo.run.checkpoint import PUSHING, step_of, why_damaged, why_incomplete
 from sfm_dpo.run.folder import RESOLVED_CONFIG, read_resolved_config, read_status, write_status
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,8 @@ def find_source(path: Path, publish_anyway: bool = False) -> Source:
             raise UserError(f"{path}: the guard stopped this run; {better}add --publish_anyway if it is meant")
     elif is_run and state not in ("done", "push_failed"):
         raise UserError(f"{path}: the run is not finished (state {state}); push one of its checkpoints, checkpoint-N")
-    if not is_run and (reason := why_incomplete(path)):
+    files = "*.safetensors" if any(path.glob("*.safetensors")) else "*"  # shards alone hold the weights
+    if not is_run and (reason := why_incomplete(path) or why_damaged(path, files, alone=True)):
         raise UserError(f"{path}: {reason}; push another checkpoint")
     return Source(path, run, None if is_run else step_of(path), read_resolved_config(run))
 

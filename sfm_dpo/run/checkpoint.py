@@ -1,21 +1,25 @@
 """Checkpoints: which are complete, what a resumed run must agree with, rotation, disk space, the stop file.
 
-A checkpoint is complete when its `complete.json` says so: rank 0 writes it, with the size of every file, when all
-ranks have written theirs. transformers 5.23 has no such mark, and its own rotation would count half-written
+A checkpoint is complete when its `complete.json` says so: rank 0 writes it, with the size and checksum of every file,
+when all ranks have written theirs. transformers 5.23 has no such mark, and its own rotation would count half-written
 checkpoints and delete a complete one for their sake; so rotation is done here, after the mark.
 """
 
+import hashlib
 import json
 import logging
 import os
+import re
 import shlex
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import psutil
+import xxhash
 
-from sfm_dpo.common.distributed import is_main_process
+from sfm_dpo.common.distributed import broadcast, gather, is_main_process, rank, world_size
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import write_atomically
 
@@ -24,6 +28,8 @@ log = logging.getLogger(__name__)
 COMPLETE, STOP = "complete.json", "STOP"
 KEEP = "KEEP"  # a checkpoint that holds a file of this name is never rotated away
 PUSHING = "PUSHING"  # nor is one in which this file names a process that lives: it is on its way to the Hub
+# The rank in the file names of DeepSpeed, transformers and torch.distributed.checkpoint; all others are rank 0's
+_WRITER = re.compile(r"(?:pp_rank_|rng_state_|__)(\d+)[_.]")
 
 
 def checkpoints(run: str | Path) -> list[Path]:
@@ -41,9 +47,12 @@ def step_of(checkpoint: Path | None) -> int:
 def why_incomplete(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint; None if it is complete."""
     try:
-        files = json.loads((checkpoint / COMPLETE).read_text())["files"].items()
+        mark = json.loads((checkpoint / COMPLETE).read_text())
+        files = mark["files"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "was not written to the end"
+    if damage := mark.get("damage"):
+        return damage
     for name, size in files:
         path = checkpoint / name
         if not path.is_file():
@@ -51,6 +60,49 @@ def why_incomplete(checkpoint: Path) -> str | None:
         if path.stat().st_size != size:
             return f"has a damaged {name} ({path.stat().st_size:,} bytes of {size:,})"
     return None
+
+
+def why_damaged(checkpoint: Path, pattern: str = "*", alone: bool = False) -> str | None:
+    """What is wrong with the contents of a complete checkpoint, by its checksums; None if they agree or are absent.
+
+    Each rank reads the files that it wrote, all must call it, and all get the same answer; or one rank, `alone`, reads
+    all of them. `pattern`: of the files to read.
+    """
+    checksums = json.loads((checkpoint / COMPLETE).read_text()).get("xxh3_128", {})
+    damage, read, begin = None, 0, time.monotonic()
+    for name in checksums:
+        if (alone or _is_mine(name)) and Path(name).match(pattern) and not damage:
+            try:
+                size, checksum = _hash_file(checkpoint / name)
+            except OSError as error:
+                damage = f"has a {name} that cannot be read ({error.strerror})"
+                continue
+            read += size
+            damage = f"has a damaged {name} (its checksum is another)" if checksum != checksums[name] else None
+    if alone:
+        return damage
+    damage = next(filter(None, gather(damage)), None)
+    if not checksums:
+        log.info(f"{checkpoint}: an earlier version wrote it, without checksums; it is not verified")
+    elif not damage:
+        _log_rate(checkpoint, "verified", read, begin)
+    return damage
+
+
+def _is_mine(name: str) -> bool:
+    """Whether this rank wrote a checkpoint's file, or stands for one that did where there were more ranks."""
+    writer = _WRITER.search(name)
+    return int(writer[1] if writer else 0) % world_size() == rank()
+
+
+def _hash_file(path: Path) -> tuple[int, str]:
+    with path.open("rb") as file:
+        return path.stat().st_size, hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+def _log_rate(checkpoint: Path, done: str, size: int, begin: float) -> None:
+    """Of rank 0, which has the most to read."""
+    log.info(f"{checkpoint}: checksums {done} in {time.monotonic() - begin:.1f} s ({size / 1e9:.2f} GB of rank 0)")
 
 
 def keep_before(run: str | Path, step: float, author: str) -> Path | None:
@@ -81,18 +133,28 @@ def newest_checkpoint(run: str | Path) -> tuple[Path | None, list[str]]:
 
 
 def find_start(args: Any) -> Path | None:
-    """The checkpoint a run goes on from: the one asked for, or the newest complete one. Says what it skips."""
-    if clear_old_stop(args.output_dir):
-        log.info(f"{args.output_dir}/{STOP} was left over from earlier: removed")
-    if args.resume_from_checkpoint:
-        checkpoint = Path(args.resume_from_checkpoint)
-        if reason := why_incomplete(checkpoint):
+    """The checkpoint a run goes on from: the one asked for, or the newest whole one. Says what it skips.
+
+    All ranks must call it, and get the same. A damaged one is marked, so that it never counts as complete again.
+    """
+    run, asked = args.output_dir, args.resume_from_checkpoint
+    if clear_old_stop(run):
+        log.info(f"{run}/{STOP} was left over from earlier: removed")
+    newest = None
+    for checkpoint in broadcast([Path(asked)] if asked else checkpoints(run)[::-1]):
+        reason = broadcast(why_incomplete(checkpoint))
+        if reason is None and args.verify_checkpoints:
+            reason = why_damaged(checkpoint)
+            if reason and not asked and is_main_process():
+                mark = json.loads((checkpoint / COMPLETE).read_text()) | {"damage": reason}
+                write_atomically(checkpoint / COMPLETE, json.dumps(mark, indent=2) + "\n")
+        if reason is None:
+            newest = checkpoint
+            break
+        if asked:
             raise UserError(f"resume_from_checkpoint {checkpoint}: {reason}; choose another, or remove the field")
-        return checkpoint
-    newest, skipped = newest_checkpoint(args.output_dir)
-    for line in skipped:
-        log.info(line)
-    if left := [c for c in checkpoints(args.output_dir) if why_incomplete(c)]:  # also the older ones
+        log.info(f"{checkpoint} {reason}: skipped")
+    if not asked and (left := [c for c in checkpoints(run) if why_incomplete(c)]):  # also the older ones
         size = sum(file.stat().st_size for c in left for file in c.rglob("*") if file.is_file())
         delete = shlex.join(["rm", "-r", *map(str, left)])
         log.info(f"{len(left)} incomplete checkpoint(s) take {size / 2**30:.1f} GiB; to delete them: {delete}")
@@ -100,13 +162,21 @@ def find_start(args: Any) -> Path | None:
 
 
 def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
-    """Writes the mark; `facts` is what a resumed run must agree with."""
-    files = {
-        str(path.relative_to(checkpoint)): path.stat().st_size
-        for path in sorted(checkpoint.rglob("*"))
-        if path.is_file() and path.name not in (COMPLETE, KEEP, PUSHING)
-    }
-    write_atomically(checkpoint / COMPLETE, json.dumps({**facts, "files": files}, indent=2) + "\n")
+    """Writes the mark; `facts` is what a resumed run must agree with.
+
+    All ranks must call it, once all have written: each hashes the files that it wrote.
+    """
+    begin, mine = time.monotonic(), {}
+    for path in sorted(checkpoint.rglob("*")):
+        name = str(path.relative_to(checkpoint))
+        if path.is_file() and path.name not in (COMPLETE, KEEP, PUSHING) and _is_mine(name):
+            mine[name] = _hash_file(path)
+    files = sorted(item for part in gather(mine) for item in part.items())
+    _log_rate(checkpoint, "written", sum(size for size, _ in mine.values()), begin)
+    mark = {**facts, "files": {name: size for name, (size, _) in files}}
+    mark["xxh3_128"] = {name: checksum for name, (_, checksum) in files}
+    if is_main_process():
+        write_atomically(checkpoint / COMPLETE, json.dumps(mark, indent=2) + "\n")
 
 
 def rotate(run: str | Path, limit: int | None) -> None:

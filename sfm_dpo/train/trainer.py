@@ -278,8 +278,8 @@ class SFMDPOTrainer(UpstreamFixes):
         finally:
             self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
+        mark_complete(checkpoint, {"step": self.state.global_step, **self.resume_facts()})
         if self.is_world_process_zero():
-            mark_complete(checkpoint, {"step": self.state.global_step, **self.resume_facts()})
             rotate(self.args.output_dir, limit)
         self.accelerator.wait_for_everyone()
 

@@ -115,6 +115,27 @@ def test_damaged_and_half_written_checkpoints_are_named_and_skipped_and_stay(pla
     assert_same_run(again, base)
 
 
+def test_a_flipped_byte_of_any_rank_is_found_by_its_checksum(place, uninterrupted):
+    """One in what rank 1 wrote and rank 0 never reads, one in the header of the weights; no file changes its size."""
+    base = uninterrupted(2)
+    folder = copy_run(base, "flipped")
+    write_killed(folder, 8)
+    damaged = {8: "global_step8/zero_pp_rank_1_mp_rank_00_optim_states.pt", 6: "model.safetensors"}
+    for step, name in damaged.items():
+        with (folder / f"checkpoint-{step}" / name).open("r+b") as file:
+            file.seek(12)
+            byte = file.read(1)
+            file.seek(12)
+            file.write(bytes([byte[0] ^ 1]))
+    again = place.start(folder.name, 2).finish()
+    for step, name in damaged.items():
+        assert f"{folder}/checkpoint-{step} has a damaged {name} (its checksum is another): skipped" in again.log
+        assert f"{folder}/checkpoint-{step}: checksums written in " in again.log
+    assert f"{folder}/checkpoint-4: checksums verified in " in again.log
+    assert f"going on from {folder}/checkpoint-4" in again.log
+    assert_same_run(again, base)
+
+
 def test_other_pairs_in_the_file_are_an_error(place, uninterrupted, tmp_path, capsys, environment):
     """In this process: nothing is trained. Other fields: tests/run/test_folder.py, world sizes: train/test_ends.py."""
     unfinished = copy_run(uninterrupted(1), "other-pairs")

@@ -29,6 +29,7 @@ from sfm_dpo.run.checkpoint import (
     rotate,
     step_of,
     stop_requested,
+    why_damaged,
     why_incomplete,
 )
 from sfm_dpo.train.stop import StopCallback
@@ -242,11 +243,65 @@ def test_a_lead_shorter_than_step_evaluation_and_save_is_warned_about_once(monke
 def test_a_checkpoint_asked_for_must_be_complete(tmp_path, capsys):
     bad = write_checkpoint(tmp_path, 3, complete=False)
     with pytest.raises(UserError, match=r"resume_from_checkpoint .*checkpoint-3: was not written to the end; choose"):
-        find_start(SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=str(bad)))
+        find_start(SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=str(bad), verify_checkpoints=True))
     good = write_checkpoint(tmp_path, 2)
-    args = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=None)
+    args = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=None, verify_checkpoints=False)
+    capsys.readouterr()
     assert find_start(args) == good
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{bad} was not written to the end: skipped"
     assert lines[1:] == [f"1 incomplete checkpoint(s) take 0.0 GiB; to delete them: rm -r {bad}"]
     assert (step_of(good), step_of(None), step_of(tmp_path / "base")) == (2, 0, 0)
+
+
+# ---- damage that keeps the size
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def start_from(run: Path, asked: Path | None = None, verify: bool = True) -> Path | None:
+    return find_start(SimpleNamespace(output_dir=str(run), resume_from_checkpoint=asked, verify_checkpoints=verify))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer_state.json", "global_step3/zero_pp_rank_0.pt"])
+def test_a_flipped_bit_is_named_and_the_checkpoint_before_is_used(tmp_path, capsys, name):
+    good, bad = write_checkpoint(tmp_path, 2), write_checkpoint(tmp_path, 3)
+    flip(bad / name)
+    assert why_incomplete(bad) is None and start_from(tmp_path, verify=False) == bad
+    with pytest.raises(UserError, match=f"resume_from_checkpoint .*checkpoint-3: has a damaged {name}"):
+        start_from(tmp_path, asked=bad)
+    assert why_incomplete(bad) is None, "a checkpoint that was asked for may be another run's: it is left as it is"
+    capsys.readouterr()
+    assert start_from(tmp_path) == good
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{bad} has a damaged {name} (its checksum is another): skipped"
+    assert re.fullmatch(rf"{good}: checksums verified in [\d.]+ s \(0\.00 GB of rank 0\)", lines[1])
+    # From now on it counts for nobody: neither for the next start, nor for the rotation
+    assert newest_checkpoint(tmp_path)[0] == start_from(tmp_path, verify=False) == good
+    write_checkpoint(tmp_path, 4)
+    rotate(tmp_path, 2)
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
+    assert start_from(write_checkpoint(tmp_path, 3).parent) == tmp_path / "checkpoint-4"
+    assert why_incomplete(bad) is None  # written anew
+
+
+def test_a_mark_without_checksums_is_believed_and_said(tmp_path, capsys):
+    folder = write_checkpoint(tmp_path, 3)
+    mark = json.loads((folder / COMPLETE).read_text())
+    del mark["xxh3_128"]
+    (folder / COMPLETE).write_text(json.dumps(mark))
+    capsys.readouterr()
+    assert start_from(tmp_path) == folder
+    assert "an earlier version wrote it, without checksums" in capsys.readouterr().out
+
+
+def test_what_cannot_be_read_is_damage(tmp_path):
+    folder = write_checkpoint(tmp_path, 3)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    assert why_damaged(folder) == "has a model.safetensors that cannot be read (Is a directory)"
+    assert why_damaged(folder, "*.json", alone=True) is None
