@@ -7,12 +7,15 @@
 
 Lengths of the pairs: --lengths FILE, the JSON of analyze_dataset.py or stated percentiles; without it the data set's
 own, from the cache that training and analyze_dataset.py fill, or tokenised now. --pairs N: as if the data had so many
-pairs of these lengths. --mfu defaults to 0.225, which open-instruct reached with DPO of OLMo 2 7B on 16 H100.
---json FILE writes all of it. Other options are train_dpo.py's. docs/plan.md explains the figures.
+pairs of these lengths. Hours and memory are corrected by what check_gpu.sh measured on a GPU of this kind
+(--calibration, by default outputs/check-gpu/calibration.json where that is); without it hours are those of three
+published efficiencies, or of --mfu. --json FILE writes all of it. Other options are train_dpo.py's. docs/plan.md
+explains the figures.
 """
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -27,6 +30,7 @@ def main(argv: list[str]) -> int:
     own.add_argument("--num_gpus", type=number(int, 1), default=4)
     own.add_argument("--num_nodes", type=number(int, 1), default=1)
     own.add_argument("--mfu", type=number(float, 0.001, 1))
+    own.add_argument("--calibration", type=Path)
     own.add_argument("--lengths", type=Path)
     own.add_argument("--pairs", type=number(int, 1))
     own.add_argument("--json", type=new_file)
@@ -36,9 +40,13 @@ def main(argv: list[str]) -> int:
     from sfm_dpo.data.token_lengths import measure_lengths
     from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
     from sfm_dpo.model.loading import load_model_config
-    from sfm_dpo.planning.run_plan import MFU, Cluster, Planner, format_plan, read_lengths
+    from sfm_dpo.planning.run_plan import CALIBRATION, Cluster, Planner, format_plan, read_lengths
 
-    cluster = Cluster(ours.gpu.upper(), ours.num_gpus, ours.num_nodes, ours.mfu or MFU)
+    cluster = Cluster(ours.gpu.upper(), ours.num_gpus, ours.num_nodes)
+    if ours.calibration or CALIBRATION.is_file():
+        cluster = cluster.calibrated(ours.calibration or CALIBRATION)
+    if ours.mfu:
+        cluster = replace(cluster, mfu={ours.mfu: "--mfu"})
     config = parse_config([*fields, "--report_to", "none"], training=False)
     shape = load_model_config(config, needs_weights=False)
     if ours.lengths:

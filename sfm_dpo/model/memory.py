@@ -32,7 +32,9 @@ HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768  # a tile of logits (TRL 1.16, kernels/c
 
 
 class _Flash(torch.autograd.Function):
-    """What a flash attention saves for its backward: query, key, value, output, and a number a head and token."""
+    """What a flash attention saves for its backward: query, key, value, output, and a number a head and token; and
+    what its backward computes in: FlashAttention 2's fp32 gradient of the queries (`dq_accum`), and the gradients of
+    key and value for each head of the queries (flash_api.cpp, mha_varlen_bwd)."""
 
     @staticmethod
     def forward(ctx, query, key, value):
@@ -43,7 +45,11 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+        query, key, value = ctx.saved_tensors[:3]
+        buffers = [query.new_empty(query.shape, dtype=torch.float32)]
+        if key.shape[1] != query.shape[1]:
+            buffers += [torch.empty_like(query), torch.empty_like(query)]
+        return tuple(torch.empty_like(tensor) for tensor in (query, key, value))
 
 
 AttentionInterface.register(

@@ -4,8 +4,13 @@ From the model's configuration and the lengths of the pairs alone: no weights ar
 explains how each figure is made.
 """
 
+import copy
 import json
-from dataclasses import dataclass
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import Config
+from sfm_dpo.data.sampler import PairSampler
 from sfm_dpo.data.token_lengths import Lengths
 from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
 from sfm_dpo.model.flops import PEAK_FLOPS, ForwardFlops
@@ -26,18 +32,30 @@ from sfm_dpo.model.memory import head_bytes, meta_model, model_states, trace_act
 from sfm_dpo.model.sharding import checkpoint_bytes, collectives, hybrid_warning
 from sfm_dpo.run.checkpoint import most_at_once
 
+log = logging.getLogger(__name__)
+
 LAUNCHES = {"zero2": "ds_config.json", "zero3": "configs/accelerate/ds_zero3.json", "fsdp2": None}
 # Bytes of memory, from the vendors' data sheets.
 GPU_MEMORY = {"B300": 288e9, "B200": 180e9, "H200": 141e9, "H100": 80e9, "A100": 80e9, "L40S": 48e9}
 USABLE = 0.9  # the rest: CUDA's context, NCCL, and what the allocator cannot join
-# open-instruct's DPO of OLMo 2 7B on 16 H100, packed and compiled: the best published figure for DPO at this size
-MFU = 0.225
+# Published model FLOPs utilisation of DPO at 7B, all of open-instruct on H100: what hours are computed at where this
+# cluster has no figure of its own.
+PUBLISHED_MFU = {
+    0.225: "OLMo 2 7B, 16 GPUs, OLMo-core, packed and compiled; of the last step alone (open-instruct #1466)",
+    0.0856: "OLMo 3 7B, 32 GPUs, OLMo-core, packed, 16k, steady (open-instruct #1827)",
+    0.0277: "the same with DeepSpeed ZeRO-3, packed (open-instruct #1827)",
+}
+CALIBRATION = PROJECT / "outputs/check-gpu/calibration.json"  # written by scripts/check_gpu.sh
 DRAWN = 20_000  # pairs that stand for the data where only percentiles are known
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """`num_gpus` GPUs on each of `num_nodes` nodes, with the model FLOPs utilisation that is expected of them.
+    """`num_gpus` GPUs on each of `num_nodes` nodes.
+
+    Attributes:
+        mfu: each model FLOPs utilisation that hours are computed at, with its source.
+        memory_ratio: measured over planned memory.
 
     Raises:
         UserError: `gpu` is not in GPU_MEMORY.
@@ -46,7 +64,8 @@ class Cluster:
     gpu: str
     num_gpus: int
     num_nodes: int = 1
-    mfu: float = MFU
+    mfu: Mapping[float, str] = field(default_factory=PUBLISHED_MFU.copy)
+    memory_ratio: float = 1.0
 
     def __post_init__(self) -> None:
         if self.gpu not in GPU_MEMORY:
@@ -55,6 +74,30 @@ class Cluster:
     @property
     def gpus(self) -> int:
         return self.num_gpus * self.num_nodes
+
+    def calibrated(self, path: Path) -> "Cluster":
+        """With the efficiency and the memory that check_gpu.sh measured; unchanged where that was on another GPU.
+
+        Raises:
+            UserError: the file is no calibration.
+        """
+        try:
+            measured = json.loads(path.read_text())
+            gpu, mfu, ratio = str(measured["gpu"]), float(measured["mfu"]), float(measured["memory_ratio"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"--calibration {path}: {type(error).__name__} {error}; give the calibration.json of "
+                "scripts/check_gpu.sh, or remove the file"
+            ) from error
+        if find_gpu(gpu) != self.gpu:
+            log.warning(f"{path}: measured on {gpu}, not on {self.gpu}; not used")
+            return self
+        return replace(self, mfu={mfu: f"measured on {gpu}: {path}"}, memory_ratio=ratio)
+
+
+def find_gpu(text: str) -> str | None:
+    """The name in GPU_MEMORY that torch's name of a GPU or Slurm's type of one holds, if any."""
+    return next((name for name in GPU_MEMORY if name in text.upper()), None)
 
 
 def read_lengths(path: Path) -> tuple[Lengths, int]:
@@ -101,17 +144,14 @@ class Planner:
 
     def __init__(self, config: Config, shape: PretrainedConfig, lengths: Lengths, pairs: int, cluster: Cluster):
         self.args, self.shape, self.cluster, self.per_device = config.train, shape, cluster, config.micro_batch
-        size, max_length = self.args.global_batch_size, self.args.max_length
+        size = self.args.global_batch_size
         if size % (self.per_device * cluster.gpus):
             raise UserError(
                 f"global_batch_size {size} is no multiple of per_device_train_batch_size {self.per_device} x "
                 f"{cluster.gpus} GPUs; give other --num_gpus, --num_nodes or --per_device_train_batch_size"
             )
-        cut = lengths.truncate(max_length, self.args.max_prompt_length)
-        if not cut.trainable.any():
-            raise UserError(f"max_length {max_length}: no prompt leaves room for a response; raise it")
-        self.lengths, self.pairs = cut.select(cut.trainable), round(pairs * float(cut.trainable.mean()))
-        self.scale = self.pairs / len(self.lengths)  # pairs of the training set that each of the lengths stands for
+        self.whole, self.whole_pairs = lengths, pairs
+        self._truncate(self.args.max_length, self.args.max_prompt_length)
         self.micro_batches = size // cluster.gpus // self.per_device
         self.model = meta_model(shape)
         self.adapter = None
@@ -122,19 +162,50 @@ class Planner:
         self.trained = (self.adapter or self.model).num_parameters(only_trainable=True)
         self.traced = {on: trace_activations(shape, torch.bfloat16, on) for on in (True, False)}
 
-    def largest_micro_batch(self, per_device: int) -> tuple[int, int]:
-        """Computed tokens and response tokens of the largest micro-batch of so many pairs that can occur."""
-        tokens = self.lengths.sequences.sum(axis=1)
-        longest = np.argsort(tokens)[-per_device:]
-        repeat = per_device / len(longest)  # above 1 where the data has fewer pairs
-        responses = int(self.lengths.responses[longest].sum() * repeat)
-        padded = 2 * per_device * int(self.lengths.sequences.max())
-        computed = int(tokens[longest].sum() * repeat) if self.args.padding_free else padded
-        return computed, min(responses, computed)
+    def truncated(self, max_length: int, max_prompt_length: int | None) -> "Planner":
+        """The plan of the same run with pairs cut at other lengths; in a second or two, for nothing is traced again.
+
+        Raises:
+            UserError: no pair is left at this max_length.
+        """
+        other = copy.copy(self)
+        other.__dict__.pop("largest_micro_batches", None)
+        other._truncate(max_length, max_prompt_length)
+        return other
+
+    def _truncate(self, max_length: int | None, max_prompt_length: int | None) -> None:
+        cut = self.whole.truncate(max_length, max_prompt_length)
+        if not cut.trainable.any():
+            raise UserError(f"max_length {max_length}: no prompt leaves room for a response; raise it")
+        self.lengths = cut.select(cut.trainable)
+        self.pairs = round(self.whole_pairs * float(cut.trainable.mean()))
+        self.scale = self.pairs / len(self.lengths)  # pairs of the training set that each of the lengths stands for
+
+    @cached_property
+    def largest_micro_batches(self) -> dict[int, tuple[int, int]]:
+        """For each number of pairs on a device that divides a rank's share of a step: the computed tokens of the
+        largest micro-batch that the sampler deals, and the response tokens of the one with most.
+
+        Lengths that stand for more pairs are repeated. Raises UserError for fewer pairs than a global batch.
+        """
+        args, rows = self.args, np.arange(self.pairs) % len(self.lengths)
+        sequences, responses = self.lengths.sequences[rows], self.lengths.responses.sum(axis=1)[rows]
+        tokens, seed = sequences.sum(axis=1), args.seed if args.data_seed is None else args.data_seed
+        batch = args.global_batch_size, self.per_device
+        sampler = PairSampler(tokens, args.train_sampling_strategy, *batch, seed, args.padding_free)
+        steps = [step for epoch in range(math.ceil(args.num_train_epochs)) for step in sampler.steps(epoch)]
+        per_rank, largest = args.global_batch_size // self.cluster.gpus, {}
+        for n in (n for n in range(1, per_rank + 1) if per_rank % n == 0):
+            sampler.micro_batch = n
+            micro_batches = np.concatenate([sampler.micro_batches(step) for step in steps])
+            sizes = sequences[micro_batches]  # [M, n, 2]
+            computed = sizes.sum(axis=(1, 2)) if args.padding_free else 2 * n * sizes.max(axis=(1, 2))
+            largest[n] = int(computed.max()), int(responses[micro_batches].sum(axis=1).max())
+        return largest
 
     def activations(self, per_device: int) -> dict[bool, int]:
         """Bytes of the largest micro-batch of so many pairs, with gradient checkpointing (True) and without."""
-        tokens, responses = self.largest_micro_batch(per_device)
+        tokens, responses = self.largest_micro_batches[per_device]
         head = head_bytes(self.shape, responses, torch.bfloat16, on_gpu=True)
         return {on: traced.peak_bytes(tokens, head) for on, traced in self.traced.items()}
 
@@ -147,16 +218,16 @@ class Planner:
             states["weights"] += int({"zero2": 2, "zero3": 2 / gpus, "fsdp2": 4 / gpus}[launch] * self.parameters)
         elif not self.args.precompute_ref_log_probs:
             states["reference"] = 2 * self.parameters // (gpus if launch == "zero3" else 1)
-        room = GPU_MEMORY[self.cluster.gpu] * USABLE - sum(states.values())
-        per_rank = self.args.global_batch_size // gpus
-        held = {n: self.activations(n) for n in range(1, per_rank + 1) if per_rank % n == 0}
+        total = lambda activations: round(self.cluster.memory_ratio * (sum(states.values()) + activations))  # noqa: E731
+        usable = GPU_MEMORY[self.cluster.gpu] * USABLE
+        held = {n: self.activations(n) for n in self.largest_micro_batches}
         saved = self.adapter or (meta_model(self.shape, torch.float32) if fsdp else self.model)
         step = (self.micro_batches, self.args.gradient_checkpointing, zero)
         return {
             "states": states,
-            "total": {on: sum(states.values()) + size for on, size in held[self.per_device].items()},
+            "total": {on: total(size) for on, size in held[self.per_device].items()},
             "largest_per_device": {
-                on: max((n for n in held if held[n][on] <= room), default=None) for on in (True, False)
+                on: max((n for n in held if total(held[n][on]) <= usable), default=None) for on in (True, False)
             },
             "collectives": collectives(self.model, launch, *step),
             "warning": hybrid_warning(self.model, *step) if launch == "zero3" else None,
@@ -164,7 +235,7 @@ class Planner:
         }
 
     def plan_time(self) -> dict[str, Any]:
-        """FLOPs and hours of training (three forwards a step) and of the reference's forwards."""
+        """FLOPs of training (three forwards a step) and of the reference's forwards, and hours at each efficiency."""
         sequences, responses = self.lengths.sequences.ravel(), int(self.lengths.responses.sum())
         forward = ForwardFlops.of(self.model)(torch.from_numpy(sequences), responses) * self.scale
         epochs = self.args.num_train_epochs
@@ -172,8 +243,12 @@ class Planner:
             "training": 3 * forward * epochs,
             "reference": forward * (1 if self.args.precompute_ref_log_probs else epochs),
         }
-        per_hour = PEAK_FLOPS[self.cluster.gpu] * self.cluster.gpus * self.cluster.mfu * 3600
-        return {"flops": flops, "mfu": self.cluster.mfu, "hours": {part: n / per_hour for part, n in flops.items()}}
+        peak = PEAK_FLOPS[self.cluster.gpu] * self.cluster.gpus * 3600
+        hours = [
+            {"mfu": mfu, "source": source} | {part: n / peak / mfu for part, n in flops.items()}
+            for mfu, source in self.cluster.mfu.items()
+        ]
+        return {"flops": flops, "hours": hours}
 
     def plan(self) -> dict[str, Any]:
         """Everything that scripts/plan.py prints; bytes, tokens, FLOPs and hours."""
@@ -186,6 +261,7 @@ class Planner:
                 "name": cluster.gpu,
                 "memory": GPU_MEMORY[cluster.gpu],
                 "usable": USABLE,
+                "memory_ratio": cluster.memory_ratio,
                 "num_gpus": cluster.num_gpus,
                 "nodes": cluster.num_nodes,
             },
@@ -201,7 +277,7 @@ class Planner:
                 "micro_batches": self.micro_batches,
                 "steps": round(self.pairs * args.num_train_epochs / args.global_batch_size),
                 "packed": args.padding_free,
-                "largest_micro_batch": self.largest_micro_batch(self.per_device)[0],
+                "largest_micro_batch": self.largest_micro_batches[self.per_device][0],
                 "checkpointing": args.gradient_checkpointing,
                 "activations": self.activations(self.per_device),
             },
@@ -215,8 +291,8 @@ class Planner:
 def format_plan(plan: dict[str, Any]) -> str:
     """The plan as text; memory in GiB."""
     model, gpu, data, batch, time = (plan[key] for key in ("model", "gpu", "data", "batch", "time"))
-    flops, hours, checkpoints = time["flops"], time["hours"], plan["disk"]["kept"]
-    gpus, usable, total = gpu["num_gpus"] * gpu["nodes"], gpu["memory"] * gpu["usable"], sum(hours.values())
+    flops, checkpoints, ratio = time["flops"], plan["disk"]["kept"], gpu["memory_ratio"]
+    gpus, usable = gpu["num_gpus"] * gpu["nodes"], gpu["memory"] * gpu["usable"]
     lora = model["trained"] < model["parameters"]
     summary = {
         "model": f"{model['model_type']}, {model['parameters']:,} parameters"
@@ -227,7 +303,7 @@ def format_plan(plan: dict[str, Any]) -> str:
         f"{batch['steps']:,} steps; largest micro-batch {batch['largest_micro_batch']:,} tokens "
         + ("packed" if batch["packed"] else "padded"),
         "memory": f"GiB on each of {gpus} {gpu['name']}, {usable / 2**30:.0f} of {gpu['memory'] / 2**30:.0f} counted "
-        "as usable",
+        "as usable" + (f"; totals are {ratio:.2f} times their parts, as measured" if ratio != 1 else ""),
     }
     columns = {}
     for launch, facts in plan["launches"].items():
@@ -245,10 +321,12 @@ def format_plan(plan: dict[str, Any]) -> str:
             "a checkpoint, GB": f"{facts['checkpoint'] / 1e9:.0f}",
             f"disk for {checkpoints} of them, GB": f"{plan['disk'][launch] / 1e9:.0f}",
         }
-    duration = (
-        f"{flops['training']:.2e} FLOPs of training, {flops['reference']:.2e} of the reference; at {time['mfu']:.1%} "
-        f"MFU {hours['training']:.1f} + {hours['reference']:.1f} = {total:.1f} hours, {total * gpus:,.0f} GPU-hours"
-    )
+    flops_text = f"{flops['training']:.2e} FLOPs of training, {flops['reference']:.2e} of the reference"
+    durations = [
+        (f"{hours:.1f}", f"{hours * gpus:,.0f}", f"{entry['mfu']:.2%}", entry["source"])
+        for entry in time["hours"]
+        for hours in (entry["training"] + entry["reference"],)
+    ]
     notes = [("warning", facts["warning"]) for facts in plan["launches"].values() if facts["warning"]]
     if lora:
         notes.append(("warning", "LoRA: activations and time are those of full training, upper bounds"))
@@ -257,6 +335,7 @@ def format_plan(plan: dict[str, Any]) -> str:
         (
             format_table(summary.items(), indent=0),
             format_table(table, ["", *columns], "lr"),
-            format_table([("time", duration), *notes], indent=0),
+            format_table([("time", flops_text), *notes], indent=0),
+            format_table(durations, ["hours", "GPU-hours", "MFU", "of"], "rrrl"),
         )
     )

@@ -21,6 +21,7 @@ import pytest
 import yaml
 
 from scripts import plan
+from sfm_dpo.planning import run_plan
 from tests.e2e.runs import ROOT, Place, as_options
 
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
@@ -128,13 +129,14 @@ def test_recipe_trains_two_steps(runs, recipe):
 
 def computed(figures: dict, launch: str) -> str:
     """The header's line of what plan.py says."""
-    gpu, batch, time = figures["gpu"], figures["batch"], figures["time"]
+    gpu, batch, times = figures["gpu"], figures["batch"], figures["time"]["hours"]
     gpus = gpu["num_gpus"] * gpu["nodes"]
     total = figures["launches"][launch]["total"][json.dumps(batch["checkpointing"])] / 2**30
-    hours = sum(time["hours"].values())
-    long = f"{hours:.1f} hours, {hours * gpus:.0f} GPU-hours" if hours >= 0.05 else "a few minutes"
+    hours = [time["training"] + time["reference"] for time in times]
+    long = f"{hours[0]:.1f} to {hours[-1]:.0f} hours" if hours[-1] >= 1 else "minutes"
     on = f"each of {gpus}" if gpus > 1 else "a"
-    return f"{total:.1f} GiB on {on} {gpu['name']}; {long} at {time['mfu']:.1%} MFU; not measured"
+    at = f"{times[0]['mfu']:.1%} to {times[-1]['mfu']:.1%} MFU"
+    return f"{total:.1f} GiB on {on} {gpu['name']}; {long} at {at}, as published; not measured"
 
 
 # Tracing a hybrid's layers takes a minute of CPU
@@ -147,6 +149,7 @@ def test_header_says_what_plan_says(recipe, tmp_path, monkeypatch):
         pytest.skip("runs on a CPU; its header says what was measured")
     monkeypatch.chdir(ROOT)
     monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "")  # plan.py sets it for good
+    monkeypatch.setattr(run_plan, "CALIBRATION", tmp_path / "none")
     with contextlib.redirect_stdout(io.StringIO()):
         assert plan.main([*command, "--json", str(tmp_path / "plan.json")]) == 0
     figures = json.loads((tmp_path / "plan.json").read_text())
@@ -154,6 +157,11 @@ def test_header_says_what_plan_says(recipe, tmp_path, monkeypatch):
     line = computed(figures, launcher(recipe))
     assert f"# Computed   {line}\n" in recipe.read_text(), line
     assert facts["total"]["true"] <= figures["gpu"]["memory"] * figures["gpu"]["usable"]
+    row = next(line for line in (ROOT / "docs/recipes.md").read_text().splitlines() if f"| `{recipe.stem}` |" in line)
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    hours = [entry["training"] + entry["reference"] for entry in figures["time"]["hours"]]
+    assert cells[6].split()[0] == line.split()[0]
+    assert cells[7].split(" (")[0] == (" / ".join(f"{h:.1f}" for h in hours) if hours[-1] >= 1 else "minutes"), hours
     # the plan is of as many GPUs as Launch asks for
     options = dict(re.findall(r"--(nodes|gpus-per-node)=(\d+)", header(recipe, "Launch")))
     asked = int(options.get("nodes", 1)), int(options.get("gpus-per-node", 4))  # the batch scripts' defaults

@@ -19,13 +19,14 @@ from sfm_dpo.planning.run_plan import Cluster, Planner, format_plan
 
 @pytest.fixture
 def plan_of(tmp_path, monkeypatch):
-    """A function: (shape, lengths, command-line fields, num_gpus) -> the plan for B200s."""
+    """A function: (shape, lengths, command-line fields, num_gpus) -> the plan for B200s, of 16 times the lengths."""
 
-    def make(shape, lengths, fields=(), num_gpus=4):
+    def make(shape, lengths, fields=(), num_gpus=4, calibration=None):
         monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED", raising=False)
         argv = ["--config", str(PROJECT / "recipes/think.yaml"), "--output_dir", str(tmp_path), *fields]
         cluster = Cluster("B200", num_gpus)
-        return Planner(parse_config(argv, training=False), shape, lengths, len(lengths), cluster).plan()
+        cluster = cluster.calibrated(calibration) if calibration else cluster
+        return Planner(parse_config(argv, training=False), shape, lengths, 16 * len(lengths), cluster)
 
     return make
 
@@ -36,7 +37,8 @@ def lengths_of(n: int, prompt: int, chosen: int, rejected: int) -> Lengths:
 
 def test_figures_are_deepspeeds_and_the_formulas(plan_of):
     shape = AutoConfig.from_pretrained(PROJECT / "bench/shapes/gpt_neox_6.9b")
-    plan = plan_of(shape, lengths_of(1280, 100, 900, 400))
+    planner = plan_of(shape, lengths_of(80, 100, 900, 400))
+    plan = planner.plan()
     n = plan["model"]["parameters"]
     assert n == 6_857_302_016  # Pythia 6.9B, as published
     _, zero2 = estimate_zero2_model_states_mem_needs(n, num_gpus_per_node=4, num_nodes=1, cpu_offload=False)
@@ -50,36 +52,60 @@ def test_figures_are_deepspeeds_and_the_formulas(plan_of):
     dense = 6 * (n - 2 * embedding) * plan["data"]["tokens"]
     assert dense < plan["time"]["flops"]["training"] < 1.15 * dense
     assert plan["time"]["flops"]["training"] == pytest.approx(3 * plan["time"]["flops"]["reference"])
-    assert plan["time"]["hours"]["training"] == pytest.approx(
-        plan["time"]["flops"]["training"] / (4 * 2.25e15 * 0.225 * 3600)
-    )
+    hours = {entry["mfu"]: entry["training"] for entry in plan["time"]["hours"]}
+    assert list(hours) == [0.225, 0.0856, 0.0277]
+    for mfu, value in hours.items():
+        assert value == pytest.approx(plan["time"]["flops"]["training"] / (4 * 2.25e15 * mfu * 3600))
     assert plan["batch"]["largest_micro_batch"] == 4 * 1500
     assert plan["launches"]["zero2"]["checkpoint"] == 16 * n and plan["launches"]["fsdp2"]["checkpoint"] == 16 * n
     # the largest batch fits, the next one does not
     for facts in plan["launches"].values():
         assert facts["total"][True] < facts["total"][False]
         assert facts["largest_per_device"][False] <= facts["largest_per_device"][True]
+    shorter = planner.truncated(500, 50)
+    assert shorter.plan()["data"]["tokens"] == 1280 * (500 + 450) and planner.plan() == plan
 
 
 @pytest.mark.slow
-def test_padding_and_a_second_model_cost_memory(plan_of, tiny_folder):
+def test_the_largest_micro_batch_is_the_samplers_and_a_second_model_costs_memory(plan_of, tiny_folder):
+    """One pair in 16 is long: of the 8 in a step no two meet in a micro-batch of 4 where tokens are balanced."""
     shape = AutoConfig.from_pretrained(tiny_folder("olmo3"))
-    mixed = Lengths(
-        *(np.concatenate([np.full(60, a), np.full(4, b)]) for a, b in ((9, 9), (20, 900), (20, 900), (0, 0)))
-    )
-    packed = plan_of(shape, mixed)
-    padded = plan_of(shape, mixed, ["--padding_free", "false", "--precompute_ref_log_probs", "false"])
-    assert packed["batch"]["largest_micro_batch"] == padded["batch"]["largest_micro_batch"] == 8 * 909
-    short = plan_of(shape, lengths_of(64, 9, 20, 900))
-    assert short["batch"]["largest_micro_batch"] == 4 * (29 + 909)
+    mixed = Lengths(*(np.resize([a] + [b] * 15, 128) for a, b in ((9, 9), (900, 20), (900, 20), (0, 0))))
+    packed = plan_of(shape, mixed, ["--train_sampling_strategy", "sequential"]).plan()
+    assert packed["batch"]["largest_micro_batch"] == 2 * 909 + 3 * 2 * 29
+    padding = ["--padding_free", "false", "--precompute_ref_log_probs", "false"]
+    padded = plan_of(shape, mixed, [*padding, "--train_sampling_strategy", "sequential"]).plan()
+    assert padded["batch"]["largest_micro_batch"] == 8 * 909
     assert padded["launches"]["zero2"]["states"]["reference"] == 2 * packed["model"]["parameters"]
     assert "reference" not in packed["launches"]["zero2"]["states"]
+    # balanced: a step of 128 random pairs has 32 micro-batches, and hardly ever more long pairs than those
+    planner = plan_of(shape, mixed)
+    assert planner.largest_micro_batches[4][0] == 2 * 909 + 3 * 2 * 29
+    assert planner.largest_micro_batches[32][0] < 5 * 2 * 909
+
+
+def test_a_calibration_of_this_gpu_is_used_and_of_another_is_not(plan_of, tiny_folder, tmp_path, capsys):
+    shape, file = AutoConfig.from_pretrained(tiny_folder("olmo3")), tmp_path / "calibration.json"
+    measured = {"gpu": "NVIDIA B200", "mfu": 0.31, "memory_ratio": 1.1}
+    file.write_text(json.dumps(measured))
+    pairs = lengths_of(8, 9, 20, 30)
+    plain, plan = (plan_of(shape, pairs, calibration=path).plan() for path in (None, file))
+    assert [entry["mfu"] for entry in plan["time"]["hours"]] == [0.31]
+    assert plan["launches"]["zero3"]["total"][True] == pytest.approx(1.1 * plain["launches"]["zero3"]["total"][True])
+    text = format_plan(plan)
+    assert f"31.00%  measured on NVIDIA B200: {file}" in text and "totals are 1.10 times" in text
+    file.write_text(json.dumps(measured | {"gpu": "NVIDIA H100 80GB HBM3"}))
+    assert plan_of(shape, pairs, calibration=file).plan() == plain
+    assert "measured on NVIDIA H100 80GB HBM3, not on B200; not used" in capsys.readouterr().out
+    file.write_text("{}")
+    with pytest.raises(UserError, match=r"--calibration .*KeyError 'gpu'"):
+        plan_of(shape, pairs, calibration=file)
 
 
 def test_lora_trains_the_adapter_alone(plan_of):
     shape = AutoConfig.from_pretrained(PROJECT / "bench/shapes/gpt_neox_6.9b")
     fields = ["--use_peft", "true", "--lora_r", "64", "--lora_target_modules", "all-linear"]
-    plan = plan_of(shape, lengths_of(1280, 100, 900, 400), fields)
+    plan = plan_of(shape, lengths_of(80, 100, 900, 400), fields).plan()
     n, trained = plan["model"]["parameters"], plan["model"]["trained"]
     assert trained == 32 * 64 * (4096 + 3 * 4096 + 2 * 4096 + 2 * (4096 + 16384))  # a block's four matrices
     zero2 = plan["launches"]["zero2"]
