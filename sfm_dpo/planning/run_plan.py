@@ -45,7 +45,7 @@ PUBLISHED_MFU = {
     0.0856: "OLMo 3 7B, 32 GPUs, OLMo-core, packed, 16k, steady (open-instruct #1827)",
     0.0277: "the same with DeepSpeed ZeRO-3, packed (open-instruct #1827)",
 }
-CALIBRATION = PROJECT / "outputs/check-gpu/calibration.json"  # written by scripts/check_gpu.sh
+CALIBRATION = PROJECT / "outputs/check-gpu/calibration.json"  # written by check_gpu.sh
 DRAWN = 20_000  # pairs that stand for the data where only percentiles are known
 
 
@@ -87,7 +87,7 @@ class Cluster:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"--calibration {path}: {type(error).__name__} {error}; give the calibration.json of "
-                "scripts/check_gpu.sh, or remove the file"
+                "check_gpu.sh, or remove the file"
             ) from error
         if find_gpu(gpu) != self.gpu:
             log.warning(f"{path}: measured on {gpu}, not on {self.gpu}; not used")
