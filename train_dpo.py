@@ -45,7 +45,8 @@ from sfm_dpo.run.checkpoint import (
     newest_checkpoint,
     step_of,
 )
-from sfm_dpo.run.folder import RESOLVED_CONFIG, add_data_facts, check_not_running, claim, describe, write_status
+from sfm_dpo.run.folder import LOCK, RESOLVED_CONFIG, add_data_facts, claim, describe, write_status
+from sfm_dpo.run.lock import release_lock
 from sfm_dpo.train.profiler import add_profiler
 from sfm_dpo.train.progress import ProgressLine
 from sfm_dpo.train.stop import StopCallback
@@ -61,10 +62,9 @@ def main(argv: list[str]) -> int:
         disable_deepspeed_shm()  # before parse_config, where transformers makes the process group
         config = parse_config(argv)
         pushes = config.train.push_to_hub
-        if not claim(config):
+        if not main_process_first(lambda: claim(config)):
             log.info(f"{config.train.output_dir}: already done; to run again remove it or choose another output_dir")
             return push(config) if pushes else 0
-        check_not_running(config.train.output_dir)
         run = Path(config.train.output_dir)
         pairs, tokenizer, checkpoint = load(config)
         trainer = build_trainer(config, pairs, tokenizer, checkpoint)
@@ -78,6 +78,9 @@ def main(argv: list[str]) -> int:
             write_status(run, "failed", 1, f"{type(error).__name__}: {error}")
             report(run)
         raise
+    finally:
+        if run is not None and is_main_process():
+            release_lock(run / LOCK)
 
 
 def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:

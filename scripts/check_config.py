@@ -4,7 +4,8 @@
     python scripts/check_config.py accelerate_config.yaml 4 --config recipes/think.yaml --learning_rate 5e-7
 
 The first two arguments are the launch configuration and the number of processes over all nodes. Loads no model and no
-data. A mistake is one line and exit code 2. A run that is already done prints no output_dir.
+data. A mistake is one line and exit code 2. A run that is already done prints no output_dir. KEEP_LOCK=1, which the
+batch scripts set, leaves the folder locked for the Slurm job.
 """
 
 import os
@@ -21,7 +22,8 @@ import yaml
 from sfm_dpo.common.cli import command
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
-from sfm_dpo.run.folder import check_not_running, claim, read_status
+from sfm_dpo.run.folder import LOCK, claim, read_status
+from sfm_dpo.run.lock import release_lock
 
 
 @command
@@ -33,8 +35,9 @@ def main(argv: list[str]) -> int:
     config = parse_config(argv[2:], world_size=int(argv[1]))
     run = config.train.output_dir
     if claim(config):
-        check_not_running(run)
         print(run)
+        if os.environ.get("KEEP_LOCK") != "1":
+            release_lock(Path(run) / LOCK)
     elif (status := read_status(run) or {}).get("state") == "push_failed":
         print(f"{run}: trained, but not pushed: {status['message']}", file=sys.stderr)
     else:

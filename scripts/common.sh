@@ -20,8 +20,8 @@ fail() {
 
 run_dpo() {
     [[ -n ${SLURM_JOB_ID:-} ]] || fail "no Slurm job: run 'sbatch scripts/...', or without Slurm 'accelerate launch'"
-    trap 'fail "asked to stop before training began: --time must exceed the lead of --signal=B:USR1@600"' USR1
     export STOP_LEAD_SECONDS=${STOP_LEAD_SECONDS:-600}
+    trap 'fail "asked to stop before training began: --time must exceed the lead of --signal=B:USR1@$STOP_LEAD_SECONDS"' USR1
     export SLURM_JOB_START_TIME=${SLURM_JOB_START_TIME:-$(date +%s)} # not before 23.02; tells an old STOP from a new one
     cd "$SLURM_SUBMIT_DIR"
     use_environment
@@ -29,11 +29,13 @@ run_dpo() {
     first_host
     set -- --config "$@" # the recipe; train_dpo.py takes the last --config, so the user's wins
 
-    # One process reads the configuration before any node starts: a mistake is one line, and costs seconds.
+    # One process reads the configuration before any node starts: a mistake is one line, and costs seconds. It takes the
+    # folder's lock for this job.
     local world=$((SLURM_JOB_NUM_NODES * per_node))
-    output_dir=$(python scripts/check_config.py "$config_file" "$world" "$@") || exit
+    output_dir=$(KEEP_LOCK=1 python scripts/check_config.py "$config_file" "$world" "$@") || exit
     output_dir=${output_dir##*$'\n'} # libraries may print, too
     [[ -n $output_dir ]] || exit 0    # already done; check_config.py said so
+    trap 'rm -f "$output_dir/.lock"' EXIT
     status=$output_dir/status.json
     status_before=$(cat "$status" 2>/dev/null) || true
 
@@ -164,7 +166,7 @@ launch() {
 # Ends the job with the run's own verdict. The launcher turns every failure into 1, and a stop on request into 0.
 finish() {
     local code=$launcher_code state=unknown step='' message='' progress='' fields=()
-    if [[ -f $status && $(cat "$status") != "$status_before" ]]; then
+    if [[ -f $status && $(cat "$status") != "$status_before" ]] && grep -q "\"job\": \"$SLURM_JOB_ID\"" "$status"; then
         # Progress is a step more than this start began with (the one before may have been killed beyond it), or a
         # shard of the reference cache more than when that one stopped.
         mapfile -t fields < <(python -c '

@@ -1,6 +1,6 @@
 """A run's folder: claiming it, its configuration, its state.
 
-Rank 0 alone writes. Files: resolved_config.yaml, environment.json, data.json, status.json (see docs/design.md).
+Rank 0 alone writes. Files: resolved_config.yaml, environment.json, data.json, status.json, .lock (see docs/design.md).
 """
 
 import dataclasses
@@ -9,14 +9,10 @@ import json
 import os
 import platform
 import secrets
-import shutil
-import subprocess
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import yaml
 
 from sfm_dpo.common.distributed import is_main_process, world_size
@@ -24,11 +20,13 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import now, write_atomically
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.run.environment import environment
+from sfm_dpo.run.lock import release_lock, take_lock
 
 if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
     from sfm_dpo.config import Config
 
 RESOLVED_CONFIG, ENVIRONMENT, DATA, STATUS = "resolved_config.yaml", "environment.json", "data.json", "status.json"
+LOCK = ".lock"  # names who may write into the folder (run/lock.py)
 
 # A run may go on with these changed: they touch neither the objective, nor the data, nor their order. Accumulation
 # follows from the number of processes, about which the checkpoint has the say (checkpoint.check_resume).
@@ -93,23 +91,41 @@ def write_status(
 
 
 def claim(config: "Config") -> bool:
-    """Decides what an existing output_dir means; makes the folder, and writes nothing into it.
+    """Takes the folder's lock, and decides what an existing output_dir means; makes the folder.
 
     Empty or absent: a new run. The same configuration, unfinished: the run goes on. Trained to the end:
-    False.
+    False, and the lock is given up.
 
     Raises:
-        UserError: the folder holds something else, which is never overwritten.
+        UserError: another run has the folder, or it holds something else, which is never overwritten.
     """
-    run = Path(config.train.output_dir)
-    if os.path.isfile(run):
-        raise UserError(f"output_dir {run}: is a file; choose another output_dir")
+    run, goes_on = Path(config.train.output_dir), False
+    if os.path.lexists(run) and not run.is_dir():
+        what = f"is a link to {os.readlink(run)}, which is no folder" if run.is_symlink() else "is a file"
+        raise UserError(f"output_dir {run}: {what}; choose another output_dir")
     try:
         run.mkdir(parents=True, exist_ok=True)
+        owner = take_lock(run / LOCK) if is_main_process() else None
     except OSError as error:
         raise UserError(f"output_dir {run}: cannot be written: {error.strerror}; choose another output_dir") from error
-    if not os.access(run, os.W_OK | os.X_OK):
-        raise UserError(f"output_dir {run}: cannot be written; check its permissions, or choose another output_dir")
+    except ValueError as error:
+        raise UserError(f"output_dir {run}: {LOCK} is damaged; remove it if nothing trains there") from error
+    if owner:
+        who = f"job {owner['job']}" if owner["job"] else f"process {owner['pid']}"
+        unknown = f" (if it has ended, which cannot be seen from here: remove {run / LOCK})"
+        raise UserError(
+            f"output_dir {run}: {who} on {owner['host']} has it since {owner['time']}; wait, end it, or choose "
+            f"another output_dir{'' if owner['running'] else unknown}"
+        )
+    try:
+        goes_on = _goes_on(config, run)
+    finally:
+        if not goes_on:
+            release_lock(run / LOCK)
+    return goes_on
+
+
+def _goes_on(config: "Config", run: Path) -> bool:
     entries = [p.name for p in run.iterdir() if not p.name.startswith(".")]
     status = read_status(run)
     if not set(entries) - {STATUS, "STOP"} and (status is None or status["state"] == "failed"):
@@ -165,46 +181,6 @@ def add_data_facts(run: str | Path, facts: dict[str, Any]) -> None:
     """Adds to data.json what is known only once the trainer is there."""
     path = Path(run) / DATA
     write_atomically(path, json.dumps(read_mapping(path) | facts, indent=2) + "\n")
-
-
-def check_not_running(run: str | Path) -> None:
-    """Raises UserError if another job, or another process on this node, is known to be training in this folder."""
-    status, environment = read_mapping(Path(run) / STATUS), read_mapping(Path(run) / ENVIRONMENT)
-    job, who = status.get("job"), None
-    if status.get("state") != "running":
-        return
-    if job is not None and job != os.environ.get("SLURM_JOB_ID"):
-        who = f"job {job}" if (squeue_states() or {}).get(job, "PENDING") != "PENDING" else None
-    elif status.get("pid") and environment.get("starts", [{}])[-1].get("host") == platform.node():
-        if not is_alive(status, environment):
-            return
-        who = f"process {status['pid']}"
-    if who:
-        raise UserError(f"output_dir {run}: {who} is training in it; wait, end it, or choose another output_dir")
-
-
-def squeue_states() -> dict[str, str] | None:
-    """Slurm's state of each of our jobs in the queue; None where there is no Slurm, or it does not answer."""
-    if shutil.which("squeue") is None:
-        return None
-    try:
-        command = ["squeue", "--me", "--noheader", "--format=%A %T"]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except subprocess.TimeoutExpired:
-        return None
-    return dict(line.split() for line in result.stdout.splitlines()) if result.returncode == 0 else None
-
-
-def is_alive(status: dict[str, Any], environment: dict[str, Any]) -> bool:
-    """Whether the process that wrote the status still runs; where it is another machine's, we cannot know."""
-    starts = environment.get("starts") or [{}]
-    if starts[-1].get("host") != platform.node() or not status.get("pid"):
-        return True
-    try:
-        started = psutil.Process(status["pid"]).create_time()
-    except psutil.NoSuchProcess:
-        return False
-    return started <= datetime.fromisoformat(status["time"]).timestamp() + 1  # not another one of that number
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

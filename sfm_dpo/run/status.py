@@ -7,7 +7,8 @@ from typing import Any
 
 from sfm_dpo.common.tables import format_table
 from sfm_dpo.run.checkpoint import newest_checkpoint
-from sfm_dpo.run.folder import ENVIRONMENT, STATUS, is_alive, read_mapping, squeue_states
+from sfm_dpo.run.folder import ENVIRONMENT, LOCK, STATUS, read_mapping
+from sfm_dpo.run.lock import is_running, squeue_states
 
 STALE_SECONDS = 1800  # longer than a step, an evaluation or a save takes
 COLUMNS = "run state slurm step eta pairs/s loss margin health last checkpoint starts".split()
@@ -37,9 +38,9 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
     age = max(0.0, now - max(times)) if times else None
     state = status.get("state", "unknown")
     if state == "running":
-        gone = slurm == "not queued" or (job is None and not is_alive(status, environment))
+        gone = is_running(read_mapping(run / LOCK), queue) is False
         state = "died" if gone else "stale" if age is not None and age > STALE_SECONDS else state
-    elif slurm == "PENDING":
+    if slurm == "PENDING":
         state += ", waits"
     checkpoint, skipped = newest_checkpoint(run)
     return {

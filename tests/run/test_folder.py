@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import platform
+import re
 import sys
 import threading
 from datetime import UTC, datetime, timedelta
@@ -14,7 +16,8 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.config import parse_config
 from sfm_dpo.run import folder
-from sfm_dpo.run.folder import ENVIRONMENT, RESOLVED_CONFIG, STATUS, claim, describe, read_status, write_status
+from sfm_dpo.run.folder import ENVIRONMENT, LOCK, RESOLVED_CONFIG, STATUS, claim, describe, read_status, write_status
+from sfm_dpo.run.lock import take_lock
 
 
 def config(output_dir, *cli):
@@ -62,12 +65,31 @@ def test_foreign_files_are_never_overwritten(tmp_path):
     write_status(tmp_path, "failed", 2)
     with pytest.raises(UserError, match="something else"):
         claim(config(tmp_path))
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_a_folder_that_another_run_has_is_refused_with_its_name(tmp_path):
+    take_lock(tmp_path / LOCK)
+    owner = json.loads((tmp_path / LOCK).read_text()) | {"id": "other", "host": "n7", "pid": 99}
+    (tmp_path / LOCK).write_text(json.dumps(owner))
+    since = f"output_dir {tmp_path}: process 99 on n7 has it since {owner['time']}; wait, end it, or choose another"
+    with pytest.raises(UserError, match=re.escape(since)) as refused:
+        claim(config(tmp_path))
+    assert f"which cannot be seen from here: remove {tmp_path / LOCK}" in str(refused.value)
+    (tmp_path / LOCK).write_text(json.dumps(owner | {"host": platform.node(), "pid": 1, "started": -9}))
+    assert claim(config(tmp_path))  # process 1 is another one
+    (tmp_path / LOCK).write_text("{")
+    with pytest.raises(UserError, match="lock is damaged; remove it"):
+        claim(config(tmp_path))
 
 
 def test_output_dir_that_cannot_be_a_folder(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="is a file"):
         claim(config(tmp_path / "file"))
+    (tmp_path / "link").symlink_to("nowhere")
+    with pytest.raises(UserError, match="is a link to nowhere, which is no folder; choose another"):
+        claim(config(tmp_path / "link"))
     for impossible in (tmp_path / "file" / "run", "/proc/run"):
         with pytest.raises(UserError, match="cannot be written"):
             claim(config(impossible))

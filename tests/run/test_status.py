@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from sfm_dpo.common.errors import UserError
-from sfm_dpo.run import folder, status
+from sfm_dpo.run import status
 from sfm_dpo.run.checkpoint import mark_complete
-from sfm_dpo.run.folder import ENVIRONMENT, STATUS, check_not_running, write_status
+from sfm_dpo.run.folder import ENVIRONMENT, LOCK, STATUS, write_status
+from sfm_dpo.run.lock import take_lock
 from sfm_dpo.run.status import describe_run, find_runs, format_runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,15 +22,17 @@ RUNNING = {"step": 30, "max_steps": 120, "eta_seconds": 3723, "loss": 0.61, "mar
 
 def make(folder: Path, state: str, starts: int = 1, host: str | None = None, **facts) -> Path:
     folder.mkdir(parents=True)
-    start = {"host": host or platform.node(), "step": 0}
-    (folder / ENVIRONMENT).write_text(json.dumps({"starts": [start] * starts}))
+    (folder / ENVIRONMENT).write_text(json.dumps({"starts": [{"step": 0}] * starts}))
     write_status(folder, state, facts.pop("exit_code", None), facts.pop("message", ""), **facts)
+    if state == "running":
+        take_lock(folder / LOCK)
+        change_owner(folder, host=host or platform.node())
     return folder
 
 
-def change(run: Path, **facts) -> None:
-    status = json.loads((run / STATUS).read_text())
-    (run / STATUS).write_text(json.dumps(status | facts))
+def change_owner(run: Path, **facts) -> None:
+    owner = json.loads((run / LOCK).read_text())
+    (run / LOCK).write_text(json.dumps(owner | facts))
 
 
 def state(run: Path, queue: dict[str, str] | None = None) -> str:
@@ -76,37 +78,23 @@ def test_running_by_its_own_word_but_gone(tmp_path):
     assert state(run) == "running"  # the process that wrote it is this one
     ended = subprocess.Popen(["true"])
     ended.wait()
-    change(run, pid=ended.pid)
-    assert state(run) == "died"
-    change(run, pid=os.getpid(), time="2020-01-01T00:00:00+00:00")  # another process has the number now
+    change_owner(run, pid=ended.pid)
     assert state(run) == "died"
     elsewhere = make(tmp_path / "b", "running", host="another-node")
-    change(elsewhere, pid=ended.pid)
+    change_owner(elsewhere, pid=ended.pid)
     assert state(elsewhere) == "running"  # cannot be known
+    (elsewhere / LOCK).unlink()
+    assert state(elsewhere) == "died"
 
 
 def test_slurm_has_the_last_word(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     run = make(tmp_path / "a", "running", host="n1")
     assert [state(run, queue) for queue in ({"4711": "RUNNING"}, {}, None)] == ["running", "died", "running"]
+    assert state(run, {"4711": "PENDING"}) == "died, waits"  # its node failed
     assert describe_run(run, {}, time.time())["slurm"] == "not queued"
     write_status(run, "stopped", 75, "stopped on request", step=4)
     assert [state(run, queue) for queue in ({"4711": "PENDING"}, {})] == ["stopped, waits", "stopped"]
-
-
-def test_a_folder_in_which_another_trains_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "squeue_states", lambda: {"7": "RUNNING", "8": "PENDING"})
-    run = make(tmp_path / "a", "running", **RUNNING)
-    with pytest.raises(UserError, match=rf"output_dir {run}: process {os.getpid()} is training in it; wait"):
-        check_not_running(run)
-    change(run, job="7")
-    with pytest.raises(UserError, match="job 7 is training in it"):
-        check_not_running(run)
-    # requeued by hand after a crash, or gone; killed; stopped
-    for facts in ({"job": "8", "pid": 0}, {"job": None, "pid": 2**22}, {"state": "stopped", "job": "7"}):
-        change(run, **facts)
-        check_not_running(run)
-    check_not_running(tmp_path / "new")
 
 
 def test_a_run_that_writes_nothing_is_stale_unless_its_log_moves(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from sfm_dpo.config import parse_config
 from tests.commands import runnable
@@ -88,6 +89,31 @@ def test_finished_run_is_not_trained_again(cluster, project, jobs):
     assert cluster.wait(job, 60)["JobState"] == "COMPLETED"
     assert "outputs/dpo: already done" in log_of(project, job).splitlines()[-1]
     assert (project / "outputs/dpo/model.safetensors").stat().st_mtime_ns == before
+
+
+def test_two_jobs_at_once_in_one_folder(cluster, project):
+    """One has the lock, and trains; the other ends with code 2 and says who has it, in a line."""
+    runs = [
+        cluster.sbatch(
+            f"--nodelist={node}",
+            "scripts/dpo_train.sh",
+            *overrides(output_dir="outputs/contested", learning_rate=rate),
+            cwd=project,
+            **CPU | {"NUM_PROCESSES": "1"},
+        )
+        for node, rate in (("n1", 1e-4), ("n2", 2e-4))
+    ]
+    codes = {job: cluster.wait(job, 240)["ExitCode"] for job in runs}
+    assert sorted(codes.values()) == ["0:0", "2:0"], [log_of(project, job)[-3000:] for job in runs]
+    winner, other = sorted(codes, key=codes.get)
+    run = project / "outputs/contested"
+    assert json.loads((run / "status.json").read_text())["job"] == winner
+    resolved = yaml.safe_load((run / "resolved_config.yaml").read_text())
+    assert resolved["learning_rate"] == (1e-4 if winner == runs[0] else 2e-4)
+    assert len(json.loads((run / "environment.json").read_text())["starts"]) == 1
+    assert not (run / ".lock").exists()
+    last = log_of(project, other).splitlines()[-1]
+    assert re.fullmatch(f"error: output_dir outputs/contested: job {winner} on .* has it since .*; wait, .*", last)
 
 
 @pytest.mark.parametrize("line", [line for line in runnable("sbatch|for") if "..." not in line])
