@@ -16,13 +16,14 @@ import sfm_dpo  # noqa: F401  (first: it reads .env)
 import logging
 import os
 import sys
+import traceback
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback
 from trl import get_peft_config, get_quantization_config
 
 from sfm_dpo.common.distributed import is_main_process, main_process_first
-from sfm_dpo.common.errors import DiskFull, RunEnd, StopRequested
+from sfm_dpo.common.errors import RunEnd, StopRequested
 from sfm_dpo.common.secrets import mask_traceback
 from sfm_dpo.config import Config, parse_config
 from sfm_dpo.data.preferences import Pairs
@@ -45,7 +46,16 @@ from sfm_dpo.run.checkpoint import (
     newest_checkpoint,
     step_of,
 )
-from sfm_dpo.run.folder import LOCK, RESOLVED_CONFIG, add_data_facts, claim, describe, write_status
+from sfm_dpo.run.folder import (
+    LOCK,
+    RESOLVED_CONFIG,
+    add_data_facts,
+    claim,
+    describe,
+    has_failed,
+    message_of_rank,
+    write_status,
+)
 from sfm_dpo.run.lock import release_lock
 from sfm_dpo.train.profiler import add_profiler
 from sfm_dpo.train.progress import ProgressLine
@@ -74,8 +84,9 @@ def main(argv: list[str]) -> int:
     except RunEnd as end:
         return close(run, end)
     except BaseException as error:
-        if run is not None and run.is_dir():
-            write_status(run, "failed", 1, f"{type(error).__name__}: {error}")
+        if run is not None and run.is_dir() and not has_failed(run):
+            if message := message_of_rank(run, "".join(traceback.format_exception_only(error)).strip()):
+                write_status(run, "failed", 1, message, any_rank=True)
             report(run)
         raise
     finally:
@@ -193,21 +204,22 @@ def push(config: Config) -> int:
 
 def close(run: Path | None, end: RunEnd) -> int:
     """Reports an end that is no crash; returns the exit code."""
-    alone, status = isinstance(end, DiskFull), end.status  # a disk is full: perhaps no other rank knows
-    if isinstance(end, StopRequested):
+    stopped, status = isinstance(end, StopRequested), end.status
+    message = str(end) if stopped else message_of_rank(run, str(end))
+    if stopped:
         assert run is not None
         clear_stop(run)
         checkpoint, _ = newest_checkpoint(run)
         status = {"step": step_of(checkpoint), "checkpoint": checkpoint and str(checkpoint)} | status
         log.info(f"{end}; the same command goes on from {checkpoint or 'the beginning'}")
-    elif is_main_process() or alone:
-        log.error(end)
-    if run is not None:
+    elif message:
+        log.error(message)
+    if run is not None and message:
         run.mkdir(parents=True, exist_ok=True)
-        write_status(run, end.state, end.exit_code, str(end), any_rank=alone, **status)
+        write_status(run, end.state, end.exit_code, message, any_rank=not stopped, **status)
         report(run)
     # A launcher would make a crash of 75: there the ranks leave with 0, and status.json says it
-    return 0 if isinstance(end, StopRequested) and "TORCHELASTIC_RUN_ID" in os.environ else end.exit_code
+    return 0 if stopped and "TORCHELASTIC_RUN_ID" in os.environ else end.exit_code
 
 
 def report(run: Path) -> None:

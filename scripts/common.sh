@@ -132,12 +132,12 @@ launch() {
     # srun sets CUDA_VISIBLE_DEVICES anew.
     # shellcheck disable=SC2016
     local on_node='[[ ${DS_ACCELERATOR:-} != cpu ]] || export CUDA_VISIBLE_DEVICES=
-        stop=$1/STOP
+        run=$1
         shift
         trap "" TERM
         export PET_SIGNALS_TO_HANDLE=SIGINT PET_SHUTDOWN_TIMEOUT=5 # torchrun: ranks ignore its TERM too, so kill soon
-        accelerate launch --machine_rank "$SLURM_NODEID" "$@" &
-        trap "signalled=1; touch \"\$stop\"" TERM
+        python -m sfm_dpo.run.launch "$run" --machine_rank "$SLURM_NODEID" "$@" &
+        trap "signalled=1; touch \"\$run/STOP\"" TERM
         signalled=1
         while [[ -n $signalled ]]; do # a signal ends the wait as well
             signalled=
@@ -163,7 +163,7 @@ launch() {
     trap '' USR1 TERM # too late to stop
 }
 
-# Ends the job with the run's own verdict. The launcher turns every failure into 1, and a stop on request into 0.
+# Ends the job with the run's own verdict: a stop on request is 0 under a launcher.
 finish() {
     local code=$launcher_code state=unknown step='' message='' progress='' fields=()
     if [[ -f $status && $(cat "$status") != "$status_before" ]] && grep -q "\"job\": \"$SLURM_JOB_ID\"" "$status"; then

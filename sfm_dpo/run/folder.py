@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import secrets
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,9 @@ if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds tha
 
 RESOLVED_CONFIG, ENVIRONMENT, DATA, STATUS = "resolved_config.yaml", "environment.json", "data.json", "status.json"
 LOCK = ".lock"  # names who may write into the folder (run/lock.py)
+
+STARTED = now()  # this process
+SAID_SECONDS = 3  # after which rank 0 has said how a run ends that ends on all ranks alike
 
 # A run may go on with these changed: they touch neither the objective, nor the data, nor their order. Accumulation
 # follows from the number of processes, about which the checkpoint has the say (checkpoint.check_resume).
@@ -88,6 +92,27 @@ def write_status(
             raise
         path.with_name(f".{STATUS}.partial").unlink(missing_ok=True)
         path.write_text(text)  # over the old one, which has its block: the verdict matters most when the disk is full
+
+
+def has_failed(run: str | Path) -> bool:
+    """Whether a rank has written why this start failed: what others then run into follows from that."""
+    status = read_mapping(Path(run) / STATUS)
+    return status.get("state") in ("failed", "refused", "collapsed") and status["time"] >= STARTED
+
+
+def message_of_rank(run: Path | None, error: str) -> str | None:
+    """What this rank is to say about an end with `error`; None where it is rank 0's to say, which ends with the same.
+
+    A launcher of torch's quotes it in its own report.
+    """
+    if not is_main_process():
+        time.sleep(SAID_SECONDS)
+        if run is None or has_failed(run):
+            return None
+        error = f"rank {os.environ['RANK']} on {platform.node()}: {error}"
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(file).write_text(json.dumps({"message": mask(error), "timestamp": int(time.time())}))
+    return error
 
 
 def claim(config: "Config") -> bool:

@@ -186,8 +186,7 @@ def test_mistake_ends_the_job_with_code_2_and_one_line(cluster, project, options
     assert message in log.strip().splitlines()[-1]
     if "missing" in message:
         assert sum(line.startswith("error: ") for line in log.splitlines()) == 1, log[-3000:]
-    else:  # the launcher was not even started
-        assert "Traceback" not in log
+    assert "Traceback" not in log
 
 
 def test_submitted_from_another_folder(cluster, project, tmp_path):
@@ -241,4 +240,6 @@ def test_killed_run_is_not_taken_for_a_good_one_nor_requeued(cluster, ends):
     record = cluster.wait(job, 120)
     assert (record["JobState"], record["ExitCode"], record["Restarts"]) == ("FAILED", "1:0", "0")
     log = log_of(ends, job)
-    assert "ended: state died, exit code 1, step 3" in log.splitlines()[-1]
+    assert "error: rank 0 on " in log and "Traceback" not in log
+    assert "ended: state failed, exit code 1, step 3" in log.splitlines()[-1]
+    assert "was killed by signal 9 (SIGKILL)" in log.splitlines()[-1]

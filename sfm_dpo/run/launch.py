@@ -1,0 +1,50 @@
+"""accelerate's launcher with the exit code and the last line of the rank that failed, for the batch scripts.
+
+    python -m sfm_dpo.run.launch outputs/dpo --config_file accelerate_config.yaml train_dpo.py --config R
+
+The first argument is the run's folder, the others are those of `accelerate launch`, which itself makes 1 of every exit
+code and prints a traceback of its own.
+"""
+
+import logging
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+from accelerate.commands.launch import launch_command, launch_command_parser
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from sfm_dpo.run.folder import STATUS, read_mapping, write_status
+
+log = logging.getLogger("sfm_dpo.run.launch")  # __name__ is __main__
+
+
+def main(argv: list[str]) -> int:
+    """Launches, and returns the exit code of the rank that failed first, 1 where a signal killed it."""
+    run = Path(argv[0])
+    before = read_mapping(run / STATUS)
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True  # "Sending process ... SIGTERM"
+    try:
+        launch_command(launch_command_parser().parse_args(argv[1:]))
+    except subprocess.CalledProcessError as error:  # of a single process
+        return error.returncode if error.returncode > 0 else 1
+    except ChildFailedError as error:
+        rank, failure = next(iter(error.failures.items()))  # then those that the launcher has ended itself
+        status = read_mapping(run / STATUS)
+        if failure.exitcode > 1:  # an end that is no crash: the rank has said why
+            return failure.exitcode
+        if failure.exitcode == 1 and status != before and status.get("message"):
+            log.error(status["message"])
+            return 1
+        what = f"was killed by signal {-failure.exitcode} ({failure.signal_name()})"
+        message = f"rank {rank} on {platform.node()} {what if failure.exitcode < 0 else 'ended with exit code 1'}"
+        if status == before or status.get("state") in ("running", "failed"):  # not where it had said how it ended
+            write_status(run, "failed", 1, message, any_rank=True, step=status.get("step"))
+        log.error(message)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
