@@ -3,6 +3,7 @@
 
     python scripts/push_to_hub.py outputs/dpo
     python scripts/push_to_hub.py outputs/dpo/checkpoint-500 --hub_model_id my-org/my-model --hub_revision step-500
+    python scripts/push_to_hub.py outputs/dpo --check_serving [ENV]     pushes nothing: does it load elsewhere?
 
 First it checks that the weights differ from the base model's and that everything loads with the plain Auto classes;
 then model, tokenizer, model card and figures go up in one commit. The same command continues an interrupted push, and
@@ -16,6 +17,7 @@ import logging
 import signal
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -23,8 +25,10 @@ import sfm_dpo  # noqa: F401  (first: it reads .env)
 
 # isort: split
 from sfm_dpo.common.cli import Arguments, command
-from sfm_dpo.hub.publish import choose_repo, find_source, publish, push_run
+from sfm_dpo.hub.publish import choose_repo, find_source, publish, push_run, stage_files
+from sfm_dpo.hub.serving import OLDER, check_serving, make_environment
 from sfm_dpo.hub.upload import HubError, check_access, format_push_command
+from sfm_dpo.hub.verify import check_loads
 
 log = logging.getLogger("sfm_dpo.scripts.push_to_hub")  # whose handler the package installs
 
@@ -39,7 +43,23 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--publish_anyway", action="store_true", help="also what the guard stopped, or what the checks refuse"
     )
-    return push(parser.parse_args(argv))
+    parser.add_argument(
+        "--check_serving",
+        nargs="?",
+        type=Path,
+        const=OLDER,
+        metavar="ENV",
+        help=f"read the files with the Transformers of this virtual environment; default: {OLDER}, installed once",
+    )
+    options = parser.parse_args(argv)
+    if options.check_serving is None:
+        return push(options)
+    environment = make_environment() if options.check_serving == OLDER else options.check_serving
+    with TemporaryDirectory() as staged:
+        stage_files(find_source(options.path, options.publish_anyway).folder, Path(staged))
+        check_loads(Path(staged))
+        check_serving(Path(staged), environment)
+    return 0
 
 
 def push(options: argparse.Namespace) -> int:

@@ -19,7 +19,8 @@ from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import TrainConfig
-from sfm_dpo.hub import upload, verify
+from sfm_dpo.hub import serving, upload, verify
+from sfm_dpo.model.saving import MENDED, mend_saved_files
 from sfm_dpo.report.model_card import WeightChange, write_model_card
 from sfm_dpo.run.checkpoint import PUSHING, step_of, why_damaged, why_incomplete
 from sfm_dpo.run.folder import RESOLVED_CONFIG, read_resolved_config, read_status, write_status
@@ -32,8 +33,6 @@ _FILES = """config.json generation_config.json adapter_config.json chat_template
     tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt
     tokenizer.model spiece.model sentencepiece.bpe.model""".split()
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
-_CLEANED = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
-_SESSION = ("_name_or_path", "name_or_path", "is_local", "local_files_only")  # how it was loaded here
 
 
 @dataclass
@@ -112,13 +111,14 @@ def stage_files(source: Path, target: Path) -> None:
             shutil.copytree(source / name, target / name)
         elif (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-        if name in _CLEANED and (target / name).is_file():
-            _remove_traces(target / name)
     weights = [path for pattern in _WEIGHTS for path in source.glob(pattern)]
     for path in weights:
         (target / path.name).symlink_to(path.resolve())
     if not weights:
         consolidate_shards(source, target)
+    mend_saved_files(target)  # an earlier version may have saved them
+    for path in filter(Path.is_file, (target / name for name in MENDED)):
+        _check_paths(path)
 
 
 def consolidate_shards(checkpoint: Path, target: Path) -> None:
@@ -167,6 +167,8 @@ def _check_fitness(source: Source, staged: Path, publish_anyway: bool) -> list[W
         if not any(change.changed for change in changes):
             raise verify.Unfit("the weights are those of the base model, bit by bit: nothing was learned")
         verify.check_loads(staged)
+        if (serving.ENVIRONMENTS / serving.OLDER).is_dir() and not (staged / ADAPTER_CONFIG_NAME).is_file():
+            serving.check_serving(staged, serving.ENVIRONMENTS / serving.OLDER)  # --check_serving has made it
     except verify.Unfit as error:
         reason = str(error).replace(str(staged), str(source.folder))
         if not publish_anyway:
@@ -175,14 +177,12 @@ def _check_fitness(source: Source, staged: Path, publish_anyway: bool) -> list[W
     return changes
 
 
-def _remove_traces(path: Path) -> None:
-    """Takes out of a configuration how it was loaded here, and refuses what else names a file of this machine."""
-    content = {key: value for key, value in json.loads(path.read_text()).items() if key not in _SESSION}
-    for key, value in content.items():
+def _check_paths(path: Path) -> None:
+    """Refuses a configuration that names a file of this machine."""
+    for key, value in json.loads(path.read_text()).items():
         is_path = isinstance(value, str) and os.path.isabs(value) and os.path.exists(value)
         if is_path and key != "base_model_name_or_path":  # of that one check_loads has more to say
             raise UserError(f"{path.name}: {key} is {value}, a path of this machine; remove it there")
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 # ---- a run that pushes

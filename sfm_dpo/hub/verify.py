@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from sfm_dpo.common.errors import UserError
@@ -69,6 +69,8 @@ def check_loads(folder: Path) -> None:
         raise Unfit("the tokenizer has no chat template; put chat_template.jinja beside it")
     if not adapter.is_file() and not (folder / "generation_config.json").is_file():
         raise Unfit("generation_config.json is missing; take the base model's")
+    if not adapter.is_file():
+        _check_end(tokenizer, GenerationConfig.from_pretrained(folder).eos_token_id)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
     except Exception as error:  # each library that takes part has its own
@@ -79,6 +81,18 @@ def check_loads(folder: Path) -> None:
     size = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > size:
         raise Unfit(f"the tokenizer has {len(tokenizer)} tokens, the model embeds {size}")
+
+
+def _check_end(tokenizer: PreTrainedTokenizerBase, eos: int | list[int] | None) -> None:
+    """Raises Unfit if generation would not stop at the special token that ends an answer in the chat template."""
+    turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("ANSWER")[2]
+    ends = [id for id in tokenizer(text, add_special_tokens=False)["input_ids"] if id in tokenizer.all_special_ids]
+    if ends and ends[0] not in (eos if isinstance(eos, list) else [eos]):
+        token = tokenizer.convert_ids_to_tokens(ends[0])
+        raise Unfit(
+            f"generation_config.json: eos_token_id {eos} lacks {ends[0]} ({token}), which ends an answer; add it"
+        )
 
 
 def find_base(name: str, revision: str | None) -> Path:

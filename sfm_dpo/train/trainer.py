@@ -31,6 +31,7 @@ from sfm_dpo.model.attention import describe_kernel
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import hash_config, load_model
 from sfm_dpo.model.packing import compile_layers, enable_padding_free
+from sfm_dpo.model.saving import mend_saved_files, read_base_config
 from sfm_dpo.model.sharding import hash_weights, hybrid_warning, launched_with
 from sfm_dpo.run.checkpoint import COMPLETE, mark_complete, newest_checkpoint, rotate, stop_requested
 from sfm_dpo.train.metrics import loss_scale, reward_metrics, step_0_tolerance
@@ -74,8 +75,10 @@ class SFMDPOTrainer(UpstreamFixes):
             init_kwargs["quantization_config"] = quantization_config
         live = not args.precompute_ref_log_probs or launched_with() == "fsdp"  # which splits the policy later
         reference = load_model(model, init_kwargs) if live and kwargs.get("peft_config") is None else None
+        policy = load_model(model, init_kwargs)
+        self.base_config = read_base_config(model, init_kwargs.get("revision"), policy.config)
         try:
-            super().__init__(model=load_model(model, init_kwargs), ref_model=reference, args=args, **kwargs)
+            super().__init__(model=policy, ref_model=reference, args=args, **kwargs)
         except NoMatchingPeftModuleError as error:
             raise UserError(f"lora_target_modules: {error}") from error
         if args.precompute_ref_log_probs:
@@ -282,6 +285,11 @@ class SFMDPOTrainer(UpstreamFixes):
         if self.is_world_process_zero():
             rotate(self.args.output_dir, limit)
         self.accelerator.wait_for_everyone()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            mend_saved_files(Path(output_dir or self.args.output_dir), self.base_config)
 
     # ---- loss
 

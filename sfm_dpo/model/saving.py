@@ -1,0 +1,75 @@
+"""The small files of a saved model, in a form that Transformers 4 and vLLM read as Transformers 5 does.
+
+Transformers 5.23 writes fields that older readers do not know (rope_parameters, dtype), or refuse (the tokenizer class
+TokenizersBackend, a list in extra_special_tokens), and how the model was loaded here. Trainer turns use_cache off.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+# How the files were loaded here, and what was loaded from a checkpoint: nothing that a reader needs
+_SESSION = ("_name_or_path", "name_or_path", "is_local", "local_files_only", "_commit_hash")
+MENDED = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
+_NOT_TRAINED = ("use_cache", "transformers_version")
+
+
+def read_base_config(name: str, revision: str | None, loaded: PretrainedConfig) -> dict[str, Any]:
+    """For `mend_saved_files`: config.json of a base model as it is in its file, and as Transformers understood it."""
+    raw, _ = PretrainedConfig.get_config_dict(name, revision=revision)
+    return {"file": raw, "loaded": json.loads(json.dumps(loaded.to_dict(), default=str))}
+
+
+def mend_saved_files(folder: Path, base: dict[str, Any] | None = None) -> None:
+    """Rewrites config.json, generation_config.json, adapter_config.json and tokenizer_config.json in `folder`.
+
+    Doing it twice changes nothing. Fields that Transformers 5 reads keep their meaning.
+
+    Args:
+        base: of `read_base_config`; with it config.json is the base model's but for what training changed.
+    """
+    for name in MENDED:
+        path = folder / name
+        if not path.is_file():
+            continue
+        content = {key: value for key, value in json.loads(path.read_text()).items() if key not in _SESSION}
+        if name == "config.json":
+            content = _mend_config(content, base)
+        elif name == "tokenizer_config.json":
+            _mend_tokenizer(content, folder / "chat_template.jinja")
+        path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def _mend_config(config: dict[str, Any], base: dict[str, Any] | None) -> dict[str, Any]:
+    if base:
+        loaded = base["loaded"]
+        changed = {k: v for k, v in config.items() if k not in _NOT_TRAINED and loaded.get(k, base) != v}
+        version = config.get("transformers_version")
+        config = {k: v for k, v in base["file"].items() if k not in _SESSION} | changed
+        config |= {"rope_parameters": loaded["rope_parameters"]} if loaded.get("rope_parameters") else {}
+        config |= {"transformers_version": version}
+    if dtype := config.get("dtype") or config.get("torch_dtype"):
+        config |= {"dtype": dtype, "torch_dtype": dtype}
+    rope = dict(config.get("rope_parameters") or {})
+    if config.get("model_type") == "olmo3":  # its sliding layers are never scaled, in Transformers 4 neither
+        rope = dict(rope.get("full_attention") or {})
+    if "rope_theta" not in rope:  # none, or by layer in a way that has no older form
+        return config
+    theta, rotary = rope.pop("rope_theta"), rope.pop("partial_rotary_factor", None)
+    if config["model_type"] == "gpt_neox":
+        config |= {"rotary_emb_base": theta, "rotary_pct": rotary}
+    else:
+        config |= {"rope_theta": theta} | ({} if rotary is None else {"partial_rotary_factor": rotary})
+    return config | ({"rope_scaling": rope} if rope.get("rope_type", "default") != "default" else {})
+
+
+def _mend_tokenizer(config: dict[str, Any], template: Path) -> None:
+    config.pop("backend", None)
+    if (template.parent / "tokenizer.json").is_file() and config.get("tokenizer_class", "").endswith("Backend"):
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"  # takes tokenizer.json as it is, in both
+    if isinstance(config.get("extra_special_tokens"), list):
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    if template.is_file():  # which Transformers 4.45 does not look for
+        config["chat_template"] = template.read_text()

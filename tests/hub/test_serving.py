@@ -1,0 +1,176 @@
+"""What a run saves loads elsewhere: in two older versions of Transformers, without torch, with the same meaning.
+
+The tokenizers are made here as those of the real models are: the same classes, pre-tokenizers and special tokens.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import train_dpo
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.hub import serving
+from sfm_dpo.hub.verify import Unfit, check_loads
+from sfm_dpo.model.saving import mend_saved_files
+from tests.tiny_models import CHAT_TEMPLATE, tiny_config, tiny_model
+
+LINES = [
+    "the quick brown fox jumps over 1234567 lazy dogs, don't stop",
+    "def f(x):\n    return x + 12",
+    "naïve Öfen 東京",
+]
+GPT4 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+KINDS = {  # architecture, tokenizer_class on the Hub, BOS, EOS of the pretrained model, pad
+    "gpt_neox": ("gpt_neox", "GPTNeoXTokenizer", None, "<|endoftext|>", "<|padding|>"),
+    "olmo2": ("olmo2", "GPT2Tokenizer", None, "<|endoftext|>", "<|pad|>"),
+    "olmo3": ("olmo3", "GPT2Tokenizer", None, "<|endoftext|>", "<|pad|>"),
+    "llama2": ("llama", "LlamaTokenizer", "<s>", "</s>", "<unk>"),
+    "llama3": ("llama", "PreTrainedTokenizerFast", "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"),
+    "saved_by_5": ("llama", "TokenizersBackend", None, "<|endoftext|>", "<|pad|>"),
+}
+
+
+def make_tokenizer(kind: str, folder: Path) -> None:
+    """tokenizer.json and tokenizer_config.json as Transformers 4 wrote them, with ChatML and one token more."""
+    _, name, bos, eos, pad = KINDS[kind]
+    special = list(filter(None, (pad, bos, eos)))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if kind == "llama2":
+        tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        tokenizer.decoder, alphabet = decoders.Sequence(steps), []
+        special += [f"<0x{byte:02X}>" for byte in range(256)]
+    else:
+        tokenizer = Tokenizer(models.BPE())
+        split = pre_tokenizers.Split(Regex(GPT4), "isolated")
+        bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_of])
+        if kind == "gpt_neox":
+            tokenizer.normalizer = normalizers.NFC()
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(LINES * 5, trainer)
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")])
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    fields = {"tokenizer_class": name, "eos_token": "<|im_end|>", "pad_token": pad, "chat_template": CHAT_TEMPLATE}
+    fields |= {"additional_special_tokens": ["<|im_start|>", eos]} | ({"bos_token": bos} if bos else {})
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+
+
+def make_base(kind: str, folder: Path) -> Path:
+    """A base model whose config.json is in the form of Transformers 4."""
+    size = 512
+    tiny_model(KINDS[kind][0], num_hidden_layers=2, vocab_size=size, layer_types=None).save_pretrained(folder)
+    make_tokenizer(kind, folder)
+    config = json.loads((folder / "config.json").read_text())
+    rope, end = config.pop("rope_parameters"), AutoTokenizer.from_pretrained(folder).eos_token_id
+    rope = rope.get("full_attention", rope)
+    theta, share = rope.pop("rope_theta"), rope.pop("partial_rotary_factor", None)
+    names = {"rotary_emb_base": theta, "rotary_pct": share} if share else {"rope_theta": theta}
+    config |= names | ({} if share else {"rope_scaling": rope if rope["rope_type"] != "default" else None})
+    config |= {"torch_dtype": config.pop("dtype"), "use_cache": True, "eos_token_id": end, "unknown_field": 7}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end, "pad_token_id": 0}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def environments() -> dict[str, Path]:
+    try:
+        return {version: serving.make_environment(version) for version in ("4.57.6", "4.45.2")}
+    except UserError as error:
+        pytest.skip(f"no older Transformers: {error}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_run_saves_means_the_same_to_older_transformers(kind, environments, tmp_path, no_report):
+    base, run = make_base(kind, tmp_path / "base"), tmp_path / "run"
+    rows = [{"prompt": f"{i} + {i}?", "chosen": f"It is {2 * i}.", "rejected": f"No {i}."} for i in range(4)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = f"""--model_name_or_path {base} --dataset_name {tmp_path}/pairs.jsonl --use_cpu --output_dir {run}
+        --global_batch_size 4 --per_device_train_batch_size 4 --max_length 64 --max_steps 2 --save_steps 1
+        --preflight skip --guard skip"""
+    assert train_dpo.main(words.split()) == 0
+    for folder in (run, run / "checkpoint-1"):
+        for version, environment in environments.items():
+            if version == "4.57.6" or kind not in ("olmo2", "olmo3"):  # which 4.45 does not know
+                serving.check_serving(folder, environment)
+
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (base, run))
+    changed = {name: value for name, value in after.items() if before.get(name, value) != value}
+    # the Trainer gives the model the tokenizer's special tokens
+    assert set(changed) <= {"pad_token_id", "bos_token_id", "transformers_version"}
+    assert after["use_cache"] and after["unknown_field"]
+    assert (set(after) - set(before)) == {"dtype", "rope_parameters"}
+    text = (run / "tokenizer_config.json").read_text()
+    assert not any(
+        word in text for word in ("is_local", "local_files_only", "Backend", "extra_special", str(tmp_path))
+    )
+
+    tokenizer, ours = AutoTokenizer.from_pretrained(run), AutoTokenizer.from_pretrained(base)  # today's Transformers
+    texts = [*LINES, "<|im_start|> a <think>"]
+    assert tokenizer(texts)["input_ids"] == ours(texts)["input_ids"]
+    assert tokenizer.chat_template == ours.chat_template and tokenizer.all_special_ids == ours.all_special_ids
+    assert AutoConfig.from_pretrained(run).rope_parameters == AutoConfig.from_pretrained(base).rope_parameters
+    check_loads(run)
+
+
+@pytest.mark.slow
+def test_what_does_not_mean_the_same_is_refused(environments, tmp_path):
+    folder, older = make_base("gpt_neox", tmp_path), environments["4.57.6"]
+    mend_saved_files(folder)
+    serving.check_serving(folder, older)
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}  # 4 reads rotary_pct, 0.25
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+    with pytest.raises(Unfit, match=r"Transformers 4.57.6 reads another rope parameters"):
+        serving.check_serving(folder, older)
+    (folder / "config.json").write_text(json.dumps(config))
+    fields = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields | {"tokenizer_class": "TokenizersBackend"}))
+    with pytest.raises(Unfit, match=r"cannot read it: .*TokenizersBackend"):
+        serving.check_serving(folder, older)
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
+    with pytest.raises(Unfit, match=r"eos_token_id 2 lacks \d+ \(<\|im_end\|>\), which ends an answer"):
+        check_loads(folder)
+
+
+@pytest.mark.parametrize("architecture", ["gpt_neox", "llama", "olmo3"])
+def test_the_mended_configuration_is_the_same_model(architecture, tmp_path):
+    model = tiny_model(architecture)
+    model.save_pretrained(tmp_path)
+    mend_saved_files(tmp_path)
+    once = (tmp_path / "config.json").read_text()
+    mend_saved_files(tmp_path)
+    assert (tmp_path / "config.json").read_text() == once
+    loaded, ids = AutoModelForCausalLM.from_pretrained(tmp_path), torch.arange(40)[None]
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert loaded.config.rope_parameters == tiny_config(architecture).rope_parameters
