@@ -31,10 +31,10 @@ def compare_weights(trained: Path, base: Path) -> list[WeightChange]:
     Raises:
         Unfit: no tensor has the same name and shape in both; a trained weight that is not a finite number.
     """
-    new, old = _open_tensors(trained), _open_tensors(base)
+    new, old = open_tensors(trained), open_tensors(base)
     groups = {group: WeightChange(group) for group in _GROUPS}
     for name in new:
-        after = _read_finite(new, name)
+        after = read_finite(new, name)
         if name in old and (before := old[name](name)).shape == after.shape:
             group = next(group for group, pattern in _GROUPS.items() if re.search(pattern, name))
             groups[group].add(after.float() - before.to(after.dtype).float())
@@ -46,9 +46,9 @@ def compare_weights(trained: Path, base: Path) -> list[WeightChange]:
 
 def compare_adapter(trained: Path) -> list[WeightChange]:
     """The same for a LoRA adapter: what is not zero in its B matrices, which start at zero."""
-    tensors, change = _open_tensors(trained), WeightChange("adapter, B matrices")
+    tensors, change = open_tensors(trained), WeightChange("adapter, B matrices")
     for name in (name for name in tensors if "lora_B" in name):
-        change.add(_read_finite(tensors, name).float())
+        change.add(read_finite(tensors, name).float())
     return [change]
 
 
@@ -109,8 +109,8 @@ def find_base(name: str, revision: str | None) -> Path:
         raise Unfit(f"the base model {name} cannot be loaded to compare with: {error}") from error
 
 
-def _open_tensors(folder: Path) -> dict[str, Callable[[str], torch.Tensor]]:
-    """Name of each tensor in the folder's safetensors -> the function that reads it."""
+def open_tensors(folder: Path) -> dict[str, Callable[[str], torch.Tensor]]:
+    """Name of each tensor in the folder's safetensors -> the function that reads it. Raises Unfit if there is none."""
     readers = [safe_open(file, framework="pt") for file in sorted(folder.glob("*.safetensors"))]
     tensors = {name: reader.get_tensor for reader in readers for name in reader.keys()}  # noqa: SIM118 (no mapping)
     if not tensors:
@@ -118,7 +118,8 @@ def _open_tensors(folder: Path) -> dict[str, Callable[[str], torch.Tensor]]:
     return tensors
 
 
-def _read_finite(tensors: dict[str, Callable[[str], torch.Tensor]], name: str) -> torch.Tensor:
+def read_finite(tensors: dict[str, Callable[[str], torch.Tensor]], name: str) -> torch.Tensor:
+    """A tensor of `open_tensors`. Raises Unfit if a value is NaN or infinite."""
     tensor = tensors[name](name)
     if not torch.isfinite(tensor).all():
         raise Unfit(f"{name} holds values that are not finite numbers")

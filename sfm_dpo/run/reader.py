@@ -16,6 +16,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, STATUS
 
+EVALUATION, PARENTS = "evaluation.json", "parents.json"
 _FILES = {  # key in the facts: (file, type of its content)
     "config": (RESOLVED_CONFIG, dict),
     "environment": (ENVIRONMENT, dict),
@@ -24,6 +25,8 @@ _FILES = {  # key in the facts: (file, type of its content)
     "preflight": ("preflight.json", dict),
     "health": ("health.json", dict),
     "samples": ("samples.json", list),
+    "evaluation": (EVALUATION, dict),
+    "parents": (PARENTS, list),
 }
 
 

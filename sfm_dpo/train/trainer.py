@@ -286,6 +286,9 @@ class SFMDPOTrainer(UpstreamFixes):
             rotate(self.args.output_dir, limit)
         self.accelerator.wait_for_everyone()
 
+    # Upstream: transformers 5.23, tokenization_utils_base.py, PreTrainedTokenizerBase.save_pretrained: writes a
+    # tokenizer class and a list of special tokens that Transformers 4 refuses, and how it was loaded here; the Trainer
+    # saves use_cache: false. Canary: test_canary_saved_files
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         super()._save(output_dir, state_dict)
         if self.args.should_save:

@@ -192,6 +192,15 @@ CASES = {
         (f"{RUN} --check_serving {{kit}}/model", "model: no Python there"),
         ("{kit}/model --check_serving", "model: neither a run's folder nor a checkpoint in one"),
     ],
+    "average": [
+        (f"{RUN} --output_dir {{out}}", "run: an average needs at least two runs or checkpoints"),
+        (f"{RUN} {RUN} --output_dir {{out}} --weights 1", "--weights: 1 for 2 models; give one for each"),
+        (f"{RUN} {RUN} --output_dir {{out}} --weights 1 0", "--weights: '0' must be a number from 1e-09 on"),
+        (f"{RUN} {RUN} --output_dir {{kit}}/model", "model: exists and is not empty; choose another"),
+        (f"{RUN} {{kit}}/model --output_dir {{out}}", "model: neither a run's folder nor a checkpoint"),
+        (f"{RUN} {{kit}}/runs/unmarked/checkpoint-2 --output_dir {{out}}", "was not written to the end"),
+        (f"{RUN} {RUN}", "required: --output_dir"),
+    ],
     "generate": [
         (f"{RUN} hi --max_new_tokens 0", "--max_new_tokens: '0' must be a whole number from 1 on"),
         ("{kit}/nothing hi", "nothing: neither a folder with a model nor"),

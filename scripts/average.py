@@ -1,0 +1,35 @@
+#!/usr/bin/env python
+"""Averages the weights of runs or checkpoints that started from one base model.
+
+    python scripts/average.py outputs/seed0 outputs/seed1 outputs/seed2 --output_dir outputs/mean
+    python scripts/average.py outputs/dpo/checkpoint-500 outputs/dpo --weights 1 3 --output_dir outputs/mean
+
+The result is a folder like a run's: evaluate.py, generate.py and push_to_hub.py take it, and its card names the models
+that it was made of. Nothing is loaded whole: a file of weights is in memory at a time.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import sfm_dpo  # noqa: F401  (first: it looks for the packages)
+
+# isort: split
+from sfm_dpo.common.cli import Arguments, command, number
+from sfm_dpo.jobs.averaging import average_models
+
+
+@command
+def main(argv: list[str]) -> None:
+    parser = Arguments(prog="average.py", description=__doc__)
+    parser.add_argument("models", metavar="RUN_OR_CHECKPOINT", nargs="+", type=Path)
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--weights", type=number(float, 1e-9), nargs="+", help="one for each model; default: equal")
+    options = parser.parse_args(argv)
+    average_models(options.models, options.output_dir, options.weights)
+    print(f"mean of {len(options.models)} models: {options.output_dir}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

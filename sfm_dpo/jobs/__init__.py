@@ -1,0 +1,1 @@
+"""Verbs around finished runs: averaging, benchmarks, preference evaluation."""

@@ -1,0 +1,101 @@
+"""Averages against a mean computed here in fp64, through the command; what cannot be averaged is one line."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from sfm_dpo.hub.publish import find_source
+from sfm_dpo.run.folder import read_status
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import average
+
+
+def state(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.fixture
+def parents(finished_run, tmp_path):
+    """A function: (options of the model) -> three runs that hold such models with different weights."""
+
+    def make(shard: str = "5GB", dtype: torch.dtype = torch.float32, **fields) -> list[Path]:
+        runs = [tmp_path / f"seed{seed}" for seed in range(3)]
+        for seed, run in enumerate(runs):
+            run.mkdir()
+            for name in ("resolved_config.yaml", "data.json", "environment.json", "status.json"):
+                shutil.copy(finished_run / name, run)
+            model = tiny_model("llama", seed=seed, dtype=dtype, **fields)
+            model.save_pretrained(run, max_shard_size=shard if seed == 0 else "5GB")  # sharded in different ways
+            tiny_tokenizer().save_pretrained(run)
+        return runs
+
+    return make
+
+
+@pytest.mark.parametrize("weights", [None, [1, 2, 5]])
+@pytest.mark.parametrize(
+    ("tied", "dtype", "tolerance"), [(True, torch.float32, 1e-7), (False, torch.bfloat16, 2**-8)], ids=str
+)
+def test_the_mean_is_exact_sharded_as_the_first_and_loads(parents, tmp_path, weights, tied, dtype, tolerance):
+    runs, output = parents("100KB", dtype, tie_word_embeddings=tied), tmp_path / "mean"
+    words = ["--weights", *map(str, weights)] if weights else []
+    assert average.main([*map(str, runs), "--output_dir", str(output), *words]) == 0
+
+    states, mean, total = [state(run) for run in runs], state(output), sum(weights or [1, 1, 1])
+    shares = [weight / total for weight in weights or [1, 1, 1]]
+    assert mean.keys() == states[0].keys() and ("lm_head.weight" in mean) != tied
+    for name, tensor in mean.items():
+        expected = sum(share * other[name].double() for share, other in zip(shares, states, strict=True))
+        assert tensor.dtype == dtype
+        assert torch.allclose(tensor.double(), expected, rtol=tolerance, atol=1e-9), name
+    files = {path.name for path in runs[0].glob("*.safetensors*")}
+    assert {path.name for path in output.glob("*.safetensors*")} == files and len(files) > 2
+
+    loaded, info = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
+    assert not any(info.values()) and loaded.dtype == dtype
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    assert find_source(output).step is None and read_status(output)["state"] == "done"
+    card = (output / "README.md").read_text()
+    assert "mean of those of seed0 (" in card and f"seed2 ({shares[2]:.3g})" in card
+    assert [path for path in output.iterdir() if path.name.startswith(".")] == []
+
+
+def test_checkpoints_of_a_run(finished_run, tmp_path):
+    paths = [finished_run / "checkpoint-4", finished_run]
+    assert average.main([*map(str, paths), "--output_dir", str(tmp_path / "mean")]) == 0
+    first, second, mean = (state(folder) for folder in (*paths, tmp_path / "mean"))
+    assert all(torch.allclose(mean[name], (first[name] + second[name]) / 2, rtol=1e-6) for name in mean)
+    parents = json.loads((tmp_path / "mean" / "parents.json").read_text())
+    assert [parent["model"] for parent in parents] == ["run/checkpoint-4", "run"]
+
+
+def rewrite(path: Path, old: str, new: str) -> None:
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+
+
+SPOILS = {  # what is wrong with the second model: the message
+    "base": (lambda run: rewrite(run / "resolved_config.yaml", "gpt_neox", "other"), "another base model than"),
+    "shape": (lambda run: tiny_model("llama", intermediate_size=80).save_pretrained(run), "intermediate_size is 80"),
+    "dtype": (lambda run: tiny_model("llama", dtype=torch.bfloat16).save_pretrained(run), "dtype is bfloat16"),
+    "tokenizer": (lambda run: rewrite(run / "chat_template.jinja", "im_end", "end"), "another tokenizer than"),
+    "adapter": (lambda run: (run / "adapter_config.json").write_text("{}"), "is an adapter; merge"),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_models_that_do_not_go_together(parents, tmp_path, capsys, spoil):
+    runs, (change, message) = parents(), SPOILS[spoil]
+    change(runs[1])
+    assert average.main([*map(str, runs), "--output_dir", str(tmp_path / "mean")]) == 2
+    error = capsys.readouterr().err
+    assert message in error and str(runs[1]) in error and "Traceback" not in error
+    assert not list((tmp_path / "mean").iterdir())
