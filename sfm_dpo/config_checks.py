@@ -37,7 +37,8 @@ _RANGES = [
         lambda v: v >= 1,
         "at least 1",
         "max_prompt_length max_samples preflight_samples global_batch_size per_device_train_batch_size "
-        "per_device_eval_batch_size dataset_num_proc lora_r hub_push_every precompute_ref_batch_size ddp_timeout",
+        "per_device_eval_batch_size dataset_num_proc max_pairs_per_prompt min_response_tokens max_response_tokens "
+        "max_length_ratio lora_r hub_push_every precompute_ref_batch_size ddp_timeout",
     ),
     (lambda v: v >= 2, "at least 2", "max_length"),
     (lambda v: v >= 2, "at least 2: with 1, a kill while saving can leave no complete checkpoint", "save_total_limit"),
@@ -54,6 +55,7 @@ _RANGES = [
         "max_dropped_fraction adam_beta1 adam_beta2 lora_dropout label_smoothing",
     ),
     (lambda v: 0 <= v < 1, "at least 0 and below 1", "eval_fraction"),
+    (lambda v: 0 < v <= 1, "above 0 and at most 1", "duplicate_threshold max_response_similarity"),
     (lambda v: 0 <= v < 2**32, "at least 0 and below 2**32", "seed"),
 ]
 
@@ -110,6 +112,8 @@ def check_fields(namespace: Any, world_size: int) -> None:
     if ns.guard_generations:
         require(ns.eval_fraction, "guard_generations", "needs prompts: set eval_fraction")
         require(ns.guard != "skip", "guard_generations", "guard is skip; set guard: warn")
+    remedy = "without drop_duplicates nothing is compared; set drop_duplicates: pairs or prompts"
+    require(ns.duplicate_threshold == 1 or ns.drop_duplicates != "no", "duplicate_threshold", remedy)
     if ns.profile_steps is not None:
         ordered = len(ns.profile_steps) == 2 and 1 <= ns.profile_steps[0] <= ns.profile_steps[1]
         require(ordered, "profile_steps", "must be the first and the last step to profile, for instance [10, 12]")

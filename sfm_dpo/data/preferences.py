@@ -20,6 +20,7 @@ from trl.scripts.utils import DatasetConfig
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import Config, TrainConfig
+from sfm_dpo.data.filters import FILTER_REASONS, filter_pairs, judge_row, row_rules
 from sfm_dpo.data.sources import load_rows, room_in_cache
 
 # Part of the cache's key. Raise it with any change of this module that changes a normalised row or its drop reason.
@@ -33,7 +34,7 @@ DROP_REASONS = {
     "empty_response": "empty response",
     "chosen_equals_rejected": "chosen equals rejected",
     "prompt_too_long": "prompt leaves no room for a response within max_length",
-}
+} | FILTER_REASONS
 _PAIR = Features(
     {name: Json() for name in ("prompt", "chosen", "rejected")}
     | {name: Value("string") for name in ("template", "source", "dropped")}
@@ -55,11 +56,13 @@ class Pairs:
     dropped: Counter = field(default_factory=Counter)
 
     def check_dropped(self, limit: float) -> None:
-        """Raises UserError if more than `limit` (a share of all rows) was dropped."""
-        total, names = self.dropped.total(), ", ".join(self.sources)
+        """Raises UserError if no pair is left, or more than `limit` (a share of all rows) cannot be used; what filters
+        leave out does not count."""
+        total = sum(n for reason, n in self.dropped.items() if reason not in FILTER_REASONS)
         worst = ", ".join(f"{n} x {DROP_REASONS[reason]}" for reason, n in self.dropped.most_common(3))
-        if total == self.rows:
-            raise UserError(f"dataset_name {names}: none of its {total} rows can be used ({worst})")
+        names = ", ".join(self.sources)
+        if self.dropped.total() == self.rows:
+            raise UserError(f"dataset_name {names}: none of its {self.rows} rows can be used ({worst})")
         if total > limit * self.rows:
             raise UserError(
                 f"dataset_name {names}: {total} of {self.rows} rows cannot be used ({worst}); correct them, or raise "
@@ -97,12 +100,18 @@ def load_pairs(config: Config) -> Pairs:
     entries = config.data.datasets or [
         DatasetConfig(str(args.dataset_name), args.dataset_config, split=args.dataset_train_split)
     ]
+    rules = row_rules(args.keep_values, args.filter_script)
     parts, rows = [], 0
     dropped: Counter[str] = Counter()
     for entry in entries:
         raw = load_rows(entry.path, entry.name, entry.split, entry.data_dir, entry.data_files)
+        if missing := set(rules.get("values", ())) - set(raw.column_names):
+            raise UserError(
+                f"keep_values {args.keep_values}: {entry.path} has no column {', '.join(sorted(missing))}; it has "
+                f"{', '.join(raw.column_names)}"
+            )
         try:
-            part, part_dropped = normalize_rows(raw, entry.path, args.dataset_num_proc)
+            part, part_dropped = normalize_rows(raw, entry.path, args.dataset_num_proc, rules)
         except UnicodeDecodeError as error:  # pyarrow reads the bytes of a JSON file as they are
             raise UserError(f"dataset_name {entry.path}: is not UTF-8: {error}") from error
         rows, dropped = rows + len(raw), dropped + part_dropped
@@ -110,6 +119,9 @@ def load_pairs(config: Config) -> Pairs:
 
     sources = [entry.path for entry in entries]
     pairs = Pairs(_mix(parts, [entry.fraction for entry in entries]), None, sources, rows, dropped)
+    if len(pairs.train):
+        pairs.train, filtered = filter_pairs(pairs.train, args)
+        pairs.dropped += filtered
     pairs.check_dropped(args.max_dropped_fraction)
     if not len(pairs.train):
         raise UserError(f"datasets: the fractions leave no pair of {', '.join(sources)}")
@@ -117,16 +129,21 @@ def load_pairs(config: Config) -> Pairs:
 
 
 @room_in_cache()
-def normalize_rows(rows: Dataset, source: str, num_proc: int | None = None) -> tuple[Dataset, Counter]:
-    """Usable pairs of `rows` in the form of this module's docstring, and the count of the others by reason."""
+def normalize_rows(
+    rows: Dataset, source: str, num_proc: int | None = None, rules: dict[str, Any] | None = None
+) -> tuple[Dataset, Counter]:
+    """Usable pairs of `rows` in the form of this module's docstring, and the count of the others by reason.
+
+    `rules`: of filters.row_rules; what they leave out is counted, too.
+    """
     pairs = rows.map(
         _normalize_batch,
         batched=True,
-        fn_kwargs={"source": source},
+        fn_kwargs={"source": source, "rules": rules},
         remove_columns=rows.column_names,
         features=_PAIR,
         num_proc=num_proc,
-        new_fingerprint=Hasher.hash((rows._fingerprint, source, PAIRS_VERSION)),
+        new_fingerprint=Hasher.hash((rows._fingerprint, source, PAIRS_VERSION, *([rules["key"]] if rules else []))),
         desc=f"Reading {source}",
     )
     reasons = pairs.data.column("dropped").to_pylist()
@@ -136,9 +153,12 @@ def normalize_rows(rows: Dataset, source: str, num_proc: int | None = None) -> t
     return pairs.remove_columns("dropped"), dropped
 
 
-def _normalize_batch(batch: dict[str, list], source: str) -> dict[str, list]:
+def _normalize_batch(batch: dict[str, list], source: str, rules: dict[str, Any] | None) -> dict[str, list]:
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    reasons = [judge_row(row, **rules) if rules else "" for row in rows]
     rows = [_normalize_row(row) | {"source": source} for row in rows]
+    for row, reason in zip(rows, reasons, strict=True):
+        row["dropped"] = reason or row["dropped"]
     return {name: [row[name] for row in rows] for name in _PAIR}
 
 

@@ -20,6 +20,7 @@ from trl.data_utils import common_prefix_length
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config
+from sfm_dpo.data.filters import filter_lengths
 from sfm_dpo.data.preferences import DROP_REASONS, Pairs, load_pairs
 from sfm_dpo.data.sources import room_in_cache
 from sfm_dpo.data.token_lengths import Lengths
@@ -135,6 +136,8 @@ def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> tupl
         tokens, counts = tokenize_pairs(
             texts, tokenizer, args.max_length, args.max_prompt_length, args.dataset_num_proc
         )
+        tokens, filtered = filter_lengths(tokens, args)
+        counts.update(filtered)
         for key, text in {
             "prompt_cut": f"longer than max_prompt_length {args.max_prompt_length} and keep their end",
             "prompt_trimmed": "no token prefix of prompt+response; what follows the shared tokens is left out of them",
@@ -146,7 +149,7 @@ def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> tupl
             reason, n = counts.most_common(1)[0]
             raise UserError(
                 f"max_length {args.max_length}: no {split} pair of {', '.join(pairs.sources)} is left ({n} x "
-                f"{DROP_REASONS[reason]}); raise max_length or set max_prompt_length, or correct the data"
+                f"{DROP_REASONS[reason]}); raise max_length or set max_prompt_length, or change the filter or the data"
             )
         # Flat: or every rank would write the rest anew when the trainer adds columns
         # Upstream: datasets 5.2, arrow_dataset.py, Dataset.flatten_indices: writes a flat dataset anew, too, and no

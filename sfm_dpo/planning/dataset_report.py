@@ -29,6 +29,7 @@ NOTES = {  # under the tables, by their titles; docs/lengths.md says more
         "Share of the computed tokens, by pairs per device. padded: random order, as TRL (exact mean). grouped: "
         "train_sampling_strategy group_by_length (one seeded order). padding_free has none."
     ),
+    "filters": "What each would leave out, alone; all are off by default (docs/filters.md).",
 }
 
 
@@ -68,6 +69,10 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
         "tokens (in brackets: 95% interval of the percentile)" if result["sampled"] else "tokens": percentiles,
         "what each max_length keeps and costs": coverage,
         "padding": padding,
+        "filters": [["fields of a recipe", "pairs left out", "share"]]
+        + [
+            [row["setting"], f"{row['pairs']:,}", f"{row['pairs'] / result['pairs']:.2%}"] for row in result["filters"]
+        ],
     }
 
 

@@ -17,6 +17,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.secrets import mask
+from sfm_dpo.data.preferences import DROP_REASONS
 from sfm_dpo.report.page import FIGURES, changed_fields, format_command, format_duration, held_out_rows, render_page
 from sfm_dpo.report.plots import draw_curves
 from sfm_dpo.run.reader import list_evaluations, list_restarts, read_run
@@ -104,6 +105,7 @@ def write_model_card(
             for name in data["sources"]
         ],
         held_out=held_out_rows(facts),
+        drop_reasons=DROP_REASONS,
         figures={f"{FIGURES}/{n}.png": t for n, t in _CURVES.items() if (folder / FIGURES / f"{n}.png").is_file()},
         hardware=f"{env['world_size']} x {env['gpus'][0]}" if env["gpus"] else f"CPU, {env['world_size']} process(es)",
         time=f"{format_duration(facts['seconds'])}{since}" if facts["seconds"] else None,
