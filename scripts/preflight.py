@@ -49,6 +49,8 @@ def preflight(fields: list[str]) -> dict:
     print(f"data\n{pairs.table()}", flush=True)
 
     total = len(pairs.train)
+    if total < args.global_batch_size:
+        print(f"warning: {total} pairs are less than global_batch_size {args.global_batch_size}: nothing to train on")
     sample = np.sort(np.random.default_rng(args.seed).permutation(total)[: args.preflight_samples])
     args.precompute_ref_log_probs = True  # otherwise TRL loads the model twice
     if args.bf16:

@@ -13,6 +13,15 @@ def write_atomically(path: Path, text: str) -> None:
     partial.replace(path)
 
 
+def format_size(size: float) -> str:
+    """Bytes as text, up to GiB."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.{int(unit != 'bytes')}f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
 def now() -> str:
     """The time with its zone, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")

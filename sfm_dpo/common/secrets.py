@@ -1,5 +1,6 @@
 """Secrets of the environment and of .env: read, and masked in whatever is written or printed."""
 
+import contextlib
 import io
 import os
 import re
@@ -16,6 +17,7 @@ from sfm_dpo.common.files import PROJECT
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|WEBHOOK")
 # What .env may hold besides secrets, and logs name for good reasons: folders, projects, modes.
 _SETTING = re.compile(r"^(HF|WANDB|TRACKIO|TENSORBOARD|CUDA|NCCL|OMP|TORCH|PYTORCH|SBATCH|SLURM|DS)_")
+_in_file: set[tuple[str, str]] = set()  # what .env has held
 _SHORTEST = 8  # masking a shorter value would blot out ordinary text, and nobody's token is one
 
 
@@ -50,10 +52,12 @@ def load_env_file() -> None:
 
 
 def secrets() -> set[str]:
-    """Values of the environment's variables with a secret's name, and of whatever else .env holds but settings."""
-    in_file = {name: value for name, value in dotenv_values(env_file()).items() if value}
-    named = {value for name, value in (*os.environ.items(), *in_file.items()) if _SECRET.search(name.upper())}
-    others = {value for name, value in in_file.items() if not _SETTING.search(name.upper())}
+    """Values of the environment's variables with a secret's name, and of whatever else .env holds, or has held since
+    this process began, but settings."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):  # someone may edit it while a run goes on
+        _in_file.update((name, value) for name, value in dotenv_values(env_file()).items() if value)
+    named = {value for name, value in (*os.environ.items(), *_in_file) if _SECRET.search(name.upper())}
+    others = {value for name, value in _in_file if not _SETTING.search(name.upper())}
     return {value for value in named | others if len(value) >= _SHORTEST}
 
 

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from sfm_dpo.common.distributed import is_main_process
+from sfm_dpo.common.files import format_size
 
 log = logging.getLogger("sfm_dpo.health.node_check")  # __name__ is __main__
 
@@ -130,8 +131,9 @@ def check_folder(name: str, folder: Path) -> list[str]:
             os.fsync(file.fileno())
     except OSError as error:
         return [f"{name} {folder} cannot be written: {error.strerror}"]
-    free = shutil.disk_usage(folder).free / 2**30
-    return [f"{name} {folder} has {free:.1f} GiB free, {MIN_FREE_GIB:g} are needed"] if free < MIN_FREE_GIB else []
+    free = shutil.disk_usage(folder).free
+    low = f"{name} {folder} has {format_size(free)} free, {MIN_FREE_GIB:g} GiB are needed"
+    return [low] if free < MIN_FREE_GIB * 2**30 else []
 
 
 def gather_findings(findings: list[str], folders: dict[str, Path]) -> list[tuple[str, list[str]]]:

@@ -204,7 +204,7 @@ def preflight_phase(trainer, config: Config) -> None:
     if result["verdict"] == "no-go" and mode == "abort":
         worst = next(finding for finding in result["findings"] if finding["level"] == "no-go")
         raise PreflightRefused(
-            f"preflight: no-go: {format_finding(worst)}; nothing was trained; preflight: warn trains regardless"
+            f"preflight: {format_finding(worst)}; nothing was trained; preflight: warn trains regardless"
         )
 
 

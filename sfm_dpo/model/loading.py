@@ -75,7 +75,11 @@ def check_files(name: str, patterns: Iterable[str]) -> None:
             elif not isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
                 raise ValueError("it holds no JSON mapping")
         except (OSError, ValueError, SafetensorError) as error:
-            lfs = path.stat().st_size < 200 and path.read_bytes().startswith(b"version https://git-lfs")
+            lfs = (
+                path.is_file()
+                and path.stat().st_size < 200
+                and path.read_bytes().startswith(b"version https://git-lfs")
+            )
             why = "it is a pointer of Git LFS; fetch the file: git lfs pull" if lfs else f"{error}; copy it anew"
             raise UserError(f"model_name_or_path {name}: {path.name} is damaged: {why}") from error
 

@@ -328,6 +328,8 @@ def format_plan(plan: dict[str, Any]) -> str:
         for hours in (entry["training"] + entry["reference"],)
     ]
     notes = [("warning", facts["warning"]) for facts in plan["launches"].values() if facts["warning"]]
+    if data["pairs"] < batch["global"]:
+        notes.append(("warning", f"{data['pairs']:,} pairs are less than global_batch_size: nothing could be trained"))
     if lora:
         notes.append(("warning", "LoRA: activations and time are those of full training, upper bounds"))
     table = [(name, *(cells[name] for cells in columns.values())) for name in columns["zero2"]]

@@ -21,7 +21,7 @@ import xxhash
 
 from sfm_dpo.common.distributed import broadcast, gather, is_main_process, rank, world_size
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import write_atomically
+from sfm_dpo.common.files import format_size, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ def find_start(args: Any) -> Path | None:
     if not asked and (left := [c for c in checkpoints(run) if why_incomplete(c)]):  # also the older ones
         size = sum(file.stat().st_size for c in left for file in c.rglob("*") if file.is_file())
         delete = shlex.join(["rm", "-r", *map(str, left)])
-        log.info(f"{len(left)} incomplete checkpoint(s) take {size / 2**30:.1f} GiB; to delete them: {delete}")
+        log.info(f"{len(left)} incomplete checkpoint(s) take {format_size(size)}; to delete them: {delete}")
     return newest
 
 
@@ -232,8 +232,8 @@ def check_disk(run: str | Path, size: int, most: int) -> None:
     free = shutil.disk_usage(run).free
     if free < needed:
         raise UserError(
-            f"output_dir {run}: {free / 2**30:.1f} GiB are free, checkpoints will take {needed / 2**30:.1f} GiB "
-            f"({size / 2**30:.1f} GiB each); free space, or choose an output_dir on another disk"
+            f"output_dir {run}: {format_size(free)} are free, checkpoints will take {format_size(needed)} "
+            f"({format_size(size)} each); free space, or choose an output_dir on another disk"
         )
 
 
@@ -241,7 +241,7 @@ def check_disk(run: str | Path, size: int, most: int) -> None:
 
 
 def stop_requested(run: str | Path) -> bool:
-    return (Path(run) / STOP).exists()
+    return (Path(run) / STOP).is_file()
 
 
 def clear_stop(run: str | Path) -> None:
@@ -250,7 +250,13 @@ def clear_stop(run: str | Path) -> None:
 
 
 def clear_old_stop(run: str | Path) -> bool:
-    """Removes a stop file from before this job; True if there was one. A newer one is meant for this run."""
+    """Removes a stop file from before this job; True if there was one. A newer one is meant for this run.
+
+    Raises:
+        UserError: a folder of that name, which nothing here removes.
+    """
+    if (Path(run) / STOP).is_dir():
+        raise UserError(f"output_dir {run}: {STOP} in it is a folder, not the file that stops a run; remove it")
     started = float(os.environ.get("SLURM_JOB_START_TIME") or psutil.Process().create_time())
     try:
         old = (Path(run) / STOP).stat().st_mtime < started

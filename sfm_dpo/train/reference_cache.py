@@ -191,7 +191,13 @@ def write_shard(path: Path, rows: np.ndarray, logps: np.ndarray, provenance: dic
 
 
 def read_shard(path: Path, rows: np.ndarray) -> np.ndarray | None:
-    """[n, 2] log-probs of `rows`, or None where the file is absent, damaged, or about other rows."""
+    """[n, 2] log-probs of `rows`, or None where the file is absent, damaged, or about other rows.
+
+    Raises:
+        UserError: a folder of that name.
+    """
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder where a shard of the reference cache belongs; remove it")
     try:
         with safe_open(path, "numpy") as file:
             stored, logps = file.get_tensor("rows"), file.get_tensor("logps")

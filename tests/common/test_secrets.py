@@ -32,6 +32,17 @@ def test_secrets_are_masked_and_settings_stay(write_env, monkeypatch):
     assert mask(text) == "*** /shared/huggingface my-project *** 12 *** *** ***"
 
 
+def test_an_env_file_that_is_edited_while_a_run_goes_on(write_env, tmp_path):
+    write_env("OTHER=from-the-file\n")
+    assert mask("from-the-file") == "***"
+    for content in (b"\xff\xfeX", b"OTHER from-the-file\n", b"OTHER=changed-since\n"):
+        (tmp_path / ".env").write_bytes(content)
+        assert mask("from-the-file") == "***"  # it is in the environment of this process
+    (tmp_path / ".env").unlink()
+    (tmp_path / ".env").mkdir()
+    assert mask("from-the-file, changed-since") == "***, ***"
+
+
 def test_a_traceback_is_masked(tmp_path):
     code = "import sys; from sfm_dpo.common.secrets import mask_traceback; sys.excepthook = mask_traceback\n"
     code += "import os; raise ValueError(os.environ['HF_TOKEN'])"

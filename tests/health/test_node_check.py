@@ -83,7 +83,7 @@ def test_full_and_impossible_folders(tmp_path, monkeypatch):
         f"output_dir {tmp_path}/file/x cannot be written: Not a directory"
     ]
     monkeypatch.setattr(node_check, "MIN_FREE_GIB", 1e9)
-    assert re.fullmatch(r"TMPDIR \S+ has [\d.]+ GiB free, 1e\+09 are needed", check_folder("TMPDIR", tmp_path)[0])
+    assert re.fullmatch(r"TMPDIR \S+ has [\d.]+ GiB free, 1e\+09 GiB are needed", check_folder("TMPDIR", tmp_path)[0])
 
 
 @pytest.mark.parametrize("expected", [0, 1], ids=["right", "wrong"])

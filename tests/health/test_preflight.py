@@ -259,7 +259,7 @@ def test_a_no_go_ends_the_run_before_its_first_step(command, tmp_path, capsys):
     assert (status["state"], status["exit_code"], result["verdict"]) == ("refused", 3, "no-go")
     captured = capsys.readouterr()
     assert "preflight: no-go" in captured.out and "perplexity" in captured.out
-    assert captured.err.splitlines()[-1].startswith("error: preflight: no-go: no-go: chosen_logp")
+    assert captured.err.splitlines()[-1].startswith("error: preflight: no-go: chosen_logp")
     assert not (out / "model.safetensors").exists()
     assert "no-go" in (out / "report.html").read_text()
 
@@ -276,8 +276,11 @@ def test_as_a_command_of_its_own(command, tmp_path, capsys):
     out = tmp_path / "f.json"
     assert script.main([*command, "--preflight_samples", "5", "--json", str(out)]) == 3
     assert not (tmp_path / "run").exists()
-    assert "5 of 8, drawn with seed 42" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "5 of 8, drawn with seed 42" in said and "warning" not in said
     assert json.loads(out.read_text())["figures"]["pairs"] == 5
+    script.main([*command, "--preflight_samples", "5", "--global_batch_size", "12"])
+    assert "warning: 8 pairs are less than global_batch_size 12" in capsys.readouterr().out
     assert script.main([*command, "--loss_typo", "x"]) == 2
 
 

@@ -131,6 +131,9 @@ def test_command_with_stated_percentiles(tmp_path):
     prompt, rejected = (150 / np.log(4), 30 / np.log(4))  # means of a log-uniform; chosen is as prompt
     assert plan["data"]["tokens"] == pytest.approx(2000 * (3 * prompt + rejected), rel=0.02)
 
+    done = subprocess.run([*command, "--pairs", "127"], cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert "127 pairs are less than global_batch_size: nothing could be trained" in done.stdout
+
     (tmp_path / "l.json").write_text("{}")
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "error: --lengths" in done.stderr

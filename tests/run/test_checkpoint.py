@@ -153,6 +153,10 @@ def test_disk_must_hold_the_checkpoints_to_come(tmp_path, monkeypatch, there, mo
     free = SimpleNamespace(free=fits * size)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     check_disk(tmp_path, size, most)
+    with pytest.raises(UserError, match=r"1\.5 MiB are free, checkpoints will take .* \(2\.0 MiB each\)"):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1.5 * 2**20))
+        check_disk(tmp_path, 2**21, most)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     free.free -= 1
     with pytest.raises(UserError, match=rf"checkpoints will take {fits}\.0 GiB \(1\.0 GiB each\); free space"):
         check_disk(tmp_path, size, most)
@@ -201,6 +205,11 @@ def test_a_stop_file_from_before_the_job_is_removed(tmp_path, monkeypatch, writt
         monkeypatch.setenv("SLURM_JOB_START_TIME", str(int(start) + job_start))
     monkeypatch.setenv("RANK", str(rank))
     assert clear_old_stop(tmp_path) is False
+    stop.mkdir()
+    with pytest.raises(UserError, match="STOP in it is a folder, not the file that stops a run; remove it"):
+        clear_old_stop(tmp_path)
+    assert not stop_requested(tmp_path)
+    stop.rmdir()
     stop.touch()
     os.utime(stop, (start + written, start + written))
     assert clear_old_stop(tmp_path) is is_old
@@ -250,7 +259,7 @@ def test_a_checkpoint_asked_for_must_be_complete(tmp_path, capsys):
     assert find_start(args) == good
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{bad} was not written to the end: skipped"
-    assert lines[1:] == [f"1 incomplete checkpoint(s) take 0.0 GiB; to delete them: rm -r {bad}"]
+    assert lines[1:] == [f"1 incomplete checkpoint(s) take 300 bytes; to delete them: rm -r {bad}"]
     assert (step_of(good), step_of(None), step_of(tmp_path / "base")) == (2, 0, 0)
 
 

@@ -29,12 +29,14 @@ DATA = "{kit}/pairs.jsonl --model_name_or_path {kit}/model"
 RUN = "{kit}/run"
 
 
-def with_file(name: str, content: bytes | str | None) -> Callable[[Path], None]:
-    """A change to a folder: file `name` gets this content; None removes it."""
+def with_file(name: str, content: bytes | str | dict | None) -> Callable[[Path], None]:
+    """A change to a folder: file `name` gets this content; None removes it, a mapping puts a folder in its place."""
 
     def change(folder: Path) -> None:
-        if content is None:
+        if content is None or isinstance(content, dict):
             (folder / name).unlink()
+            if content is not None:
+                (folder / name).mkdir()
         else:
             (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
@@ -75,6 +77,7 @@ MODELS = {
     "template_refuses": with_file("chat_template.jinja", "{{ raise_exception('no') }}"),
     "weights_cut": with_file("model.safetensors", NOISE),
     "weights_lfs": with_file("model.safetensors", LFS),
+    "weights_folder": with_file("model.safetensors", {}),
     "index_cut": as_shards('{"weight_map": {"a'),
     "index_without_map": as_shards("{}"),
 }
@@ -255,6 +258,7 @@ CASES = {
         (f"{CHATS}/template_refuses", "is left (8 x malformed"),
         (f"{ON}/weights_cut", "model.safetensors is damaged", "copy it anew"),
         (f"{ON}/weights_lfs", "a pointer of Git LFS", "git lfs pull"),
+        (f"{ON}/weights_folder", "model.safetensors is damaged", "copy it anew"),
         (f"{ON}/index_cut", "model.safetensors.index.json is damaged"),
         (f"{ON}/index_without_map", "lacks a weight_map"),
         (f"{TRAIN} --model_name_or_path {{kit}}/pairs.jsonl", "model_name_or_path", "pairs.jsonl"),

@@ -13,6 +13,7 @@ from datasets import Dataset
 from safetensors.numpy import load_file
 
 import train_dpo
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.train import reference_cache
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -99,6 +100,12 @@ def test_damaged_shards_are_noticed(tmp_path, damage):
     reference_cache.write_shard(path, rows, np.ones((4, 2)))
     assert (reference_cache.read_shard(path, rows) == 1).all()
     assert not list(tmp_path.glob("*.partial"))
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(
+        UserError, match=f"{path}: is a folder where a shard of the reference cache belongs; remove it"
+    ):
+        reference_cache.read_shard(path, rows)
 
 
 # ---- real runs
