@@ -59,6 +59,7 @@ from sfm_dpo.run.folder import (
 from sfm_dpo.run.lock import release_lock
 from sfm_dpo.train.profiler import add_profiler
 from sfm_dpo.train.progress import ProgressLine
+from sfm_dpo.train.reference_cache import make_folder
 from sfm_dpo.train.stop import StopCallback
 from sfm_dpo.train.trainer import SFMDPOTrainer, build_sampler
 
@@ -102,6 +103,8 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
     model_config = load_model_config(config)  # first: a wrong path costs a second, not a download
     tokenizer = load_tokenizer(config)
     checkpoint = find_start(args)
+    if args.precompute_ref_log_probs:
+        main_process_first(make_folder)  # now, and not when the model has been loaded
     if args.push_to_hub:
         main_process_first(lambda: check_push(args, bool(checkpoint)) if is_main_process() else None)
     pairs, notes = main_process_first(lambda: load_token_pairs(config, tokenizer))

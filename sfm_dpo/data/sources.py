@@ -3,13 +3,15 @@
 import errno
 import json
 import os
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import datasets
 from datasets import Dataset, load_dataset
+from datasets.config import HF_CACHE_HOME
 from datasets.exceptions import DatasetNotFoundError
 
 from sfm_dpo.common.errors import UserError
@@ -18,25 +20,52 @@ LOCAL_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
 @contextmanager
-def room_in_cache() -> Iterator[None]:
-    """Around what writes to the cache of `datasets`.
+def room_in_cache(folder: Path | None = None, end: type[UserError] = UserError) -> Iterator[None]:
+    """Around what writes into HF_HOME: by default to the cache of `datasets`.
+
+    What is new there is the group's as well, where the folder is (g+ws): a umask of 077 would shut out the others.
 
     Raises:
-        UserError: the disk is full, or the quota used up.
+        end: the disk is full, or the quota used up; or the folder, or a file in it, is not ours to write.
     """
+    folder = folder or Path(datasets.config.HF_DATASETS_CACHE).expanduser()
+    mode = _nearest(folder).stat().st_mode
+    umask = os.umask(0o077)
+    os.umask(umask & ~0o070 if mode & stat.S_ISGID and mode & stat.S_IWGRP else umask)
     try:
         yield
     except Exception as error:
         cause: BaseException = error  # datasets wraps what its writer raised, and _load_local once more
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        full = getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-        if full or "Not enough disk space" in str(error):  # datasets' own look at the sizes, without an errno
-            raise UserError(
-                f"HF_HOME: no space is left in {datasets.config.HF_DATASETS_CACHE} for the tokens of the pairs; free "
-                "some, or set HF_HOME (in .env) to a folder on another disk"
-            ) from error
+        number = getattr(cause, "errno", None)
+        if number in (errno.ENOSPC, errno.EDQUOT) or "Not enough disk space" in str(error):  # datasets' own look
+            remedy = "free some, or set HF_HOME (in .env) to a folder on another disk"
+            raise end(f"HF_HOME: no space is left in {folder}; {remedy}") from error
+        path = Path(getattr(cause, "filename", None) or folder)
+        ours = path.is_relative_to(Path(HF_CACHE_HOME).expanduser()) or path.is_relative_to(folder)
+        if number in (errno.EACCES, errno.EPERM, errno.EROFS) and (ours or folder.is_relative_to(path)):
+            raise end(deny(path)) from error
         raise
+    finally:
+        os.umask(umask)
+
+
+def deny(path: Path) -> str:
+    """Why a file or folder in HF_HOME cannot be read or written, and what to do."""
+    path = _nearest(path)
+    owner = f"uid {path.stat().st_uid}"
+    with suppress(KeyError):
+        owner = path.owner()
+    return (
+        f"HF_HOME: {path} cannot be written (owner {owner}, mode {path.stat().st_mode & 0o7777:o}); set HF_HOME (in "
+        f".env) to a folder of your own, or ask {owner} to share it: chmod -R g+rwX and docs/slurm.md"
+    )
+
+
+def _nearest(path: Path) -> Path:
+    """The path, or the first folder above it that is there, as far as we may see."""
+    return next(p for p in (path.absolute(), *path.absolute().parents) if os.path.exists(p))
 
 
 @room_in_cache()

@@ -1,9 +1,11 @@
 """Reference cache: the reference model's log-probs, computed once and kept on disk in shards.
 
 The key covers what changes the figures and nothing else; each shard of pairs is a file of its own, so
-that a killed pass goes on where it was. Folder: $HF_HOME/sfm_dpo/reference/<key>.
+that a killed pass goes on where it was, and jobs of one key that run at the same time share the work.
+Folder: $HF_HOME/sfm_dpo/reference/<key>.
 """
 
+import errno
 import hashlib
 import json
 import logging
@@ -23,14 +25,17 @@ import xxhash
 from datasets import Dataset
 from datasets.config import HF_CACHE_HOME
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.claims import Claims
+from sfm_dpo.common.errors import DiskFull, UserError
+from sfm_dpo.data.sources import room_in_cache
 from sfm_dpo.run.folder import write_status
 from sfm_dpo.run.status import format_clock
 
 NFS_SECONDS = 60  # its acdirmax: for so long a client may remember that a file was not there
 CACHE_FORMAT = 2  # raise it when the same key would stand for other figures or another layout of the shards
+POLL_SECONDS = 0.5  # between looks at the shards that others compute
 SHARD_PAIRS = 256  # at 15,000 tokens/s and 8,192 tokens a sequence, under five minutes of work to lose
 
 log = logging.getLogger(__name__)
@@ -43,7 +48,20 @@ def cache_folder(dataset: Dataset, **settings: object) -> Path:
     settings |= {"format": CACHE_FORMAT}
     text = json.dumps({key: str(value) for key, value in sorted(settings.items())})
     digest = hashlib.sha256(f"{text} {hash_tokens(dataset)}".encode()).hexdigest()[:24]
-    return Path(os.path.expanduser(HF_CACHE_HOME)) / "sfm_dpo" / "reference" / digest
+    return _root() / digest
+
+
+def _root() -> Path:
+    return Path(os.path.expanduser(HF_CACHE_HOME)) / "sfm_dpo" / "reference"
+
+
+def make_folder(folder: Path | None = None) -> None:
+    """Makes the folder of a cache, or that of all. Raises UserError if it cannot be written."""
+    folder = folder or _root()
+    with room_in_cache(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "cannot be written", str(folder))
 
 
 class ReferenceCache:
@@ -62,12 +80,17 @@ class ReferenceCache:
         order = np.argsort(-lengths, kind="stable")
         size = max(1, min(SHARD_PAIRS, math.ceil(len(order) / 64)))
         self.shards = [order[i : i + size] for i in range(0, len(order), size)]
+        self.computed = 0  # shards, by this process
+        self.claims = Claims(folder)
 
     def path(self, number: int) -> Path:
         return self.folder / f"{number:06}.safetensors"
 
     def missing_shards(self) -> list[int]:
-        return [n for n, rows in enumerate(self.shards) if read_shard(self.path(n), rows) is None]
+        return [number for number in range(len(self.shards)) if not self.is_done(number)]
+
+    def is_done(self, number: int) -> bool:
+        return read_shard(self.path(number), self.shards[number]) is not None
 
     def count(self) -> int:
         """Shards that are there, whole or not."""
@@ -86,39 +109,88 @@ class ReferenceCache:
         self,
         numbers: list[int],
         forward: Callable[[np.ndarray], torch.Tensor],
-        progress: Callable[[int], None] = lambda tokens: None,
+        progress: Callable[[int, str], None] = lambda left, holder: None,
         should_stop: Callable[[], bool] = lambda: False,
         rank: int = 0,
         ranks: int = 1,
         gather: Callable[[list], list] = lambda results: results,
+        broadcast: Callable[[Any], Any] = lambda value: value,
     ) -> bool:
-        """Computes and writes shards. Returns whether all of them are done.
+        """Computes and writes the shards that no other process computes. Returns whether all of `numbers` are done.
 
-        With several ranks, where each forward needs all of them because the weights are split: the batches are dealt
-        in turn, so those of one round are about as long; the last round is filled up with its last batch, whose
-        further results nobody reads. Rank 0 writes.
+        A process computes what it can claim (common/claims.py), and then waits for what others have claimed, or takes
+        it over where they are gone.
+
+        With several ranks, where each forward needs all of them because the weights are split: rank 0 claims as many
+        shards as there are ranks; their batches are dealt in turn, so those of one round are about as long; the last
+        round is filled up with its last batch, whose further results nobody reads. Rank 0 writes.
 
         Args:
             forward: rows of a batch -> [B, 2] sums of log-probs, chosen and rejected.
-            progress: told the tokens of each batch done.
+            progress: told the tokens still to compute, and who has the shards that this process waits for.
             should_stop: asked before each round; must answer the same on all `ranks`.
             gather: a list on each rank -> the lists of all ranks as one.
+            broadcast: rank 0's value -> the same on all `ranks`.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        work = [(number, rows) for number in numbers for rows in self.batches(self.shards[number])]
-        parts: dict[int, list[np.ndarray]] = {number: [] for number in numbers}
+        with room_in_cache(self.folder, DiskFull):  # on perhaps one rank alone
+            return self._compute(numbers, forward, progress, should_stop, rank, ranks, gather, broadcast)
+
+    def _compute(self, todo, forward, progress, should_stop, rank, ranks, gather, broadcast) -> bool:
+        while todo and not should_stop():
+            mine, todo, holder = broadcast(self._claim(todo, ranks) if rank == 0 else None)
+            try:
+                if not self._compute_claimed(mine, todo, forward, progress, should_stop, rank, ranks, gather):
+                    return False
+            finally:
+                for number in mine if rank == 0 else ():
+                    self.claims.release(self.path(number).stem)
+            if not mine:
+                progress(self._count_tokens(todo), holder)
+                time.sleep(POLL_SECONDS if todo else 0)
+        return not todo
+
+    def _claim(self, todo: list[int], most: int) -> tuple[list[int], list[int], str]:
+        """Up to `most` shards that this process has claimed, those still to do besides, and who has the first."""
+        mine: list[int] = []
+        left: list[int] = []
+        holders: list[str] = []
+        for number in todo:
+            if len(mine) == most:
+                left.append(number)
+            elif self.is_done(number):
+                continue
+            elif holder := self.claims.take(self.path(number).stem):
+                left.append(number)
+                holders.append(holder)
+            elif self.is_done(number):  # between the two looks; the new file in the folder makes NFS look again
+                self.claims.release(self.path(number).stem)
+            else:
+                mine.append(number)
+        return mine, left, next(iter(holders), "")
+
+    def _compute_claimed(self, mine, todo, forward, progress, should_stop, rank, ranks, gather) -> bool:
+        """`compute`, of the shards that are claimed."""
+        work = [(number, rows) for number in mine for rows in self.batches(self.shards[number])]
+        parts: dict[int, list[np.ndarray]] = {number: [] for number in mine}
+        left = self._count_tokens([*mine, *todo])
         for start in range(0, len(work), ranks):
             if should_stop():
                 return False
             _, rows = work[min(start + rank, len(work) - 1)]
             results = gather([forward(rows).float().cpu().numpy()])
+            self.claims.renew()
             for (number, rows), logps in zip(work[start : start + ranks], results, strict=False):
                 parts[number].append(logps)
-                progress(int(self.lengths[rows].sum()))
+                left -= int(self.lengths[rows].sum())
+                progress(left, "")
                 if rank == 0 and sum(map(len, parts[number])) == len(self.shards[number]):
                     logps = np.concatenate(parts.pop(number))
-                    write_shard(self.path(number), self.shards[number], logps, self._provenance())
+                    write_shard(self.path(number), self.shards[number], logps, self._provenance(), self.claims.owner)
+                    self.computed += 1
         return True
+
+    def _count_tokens(self, numbers: list[int]) -> int:
+        return int(sum(self.lengths[self.shards[number]].sum() for number in numbers))
 
     def _provenance(self) -> dict[str, Any]:
         """How a shard is computed, beyond what the key covers."""
@@ -156,37 +228,44 @@ class ReferenceCache:
 
     def report_progress(
         self, name: str, numbers: list[int], output_dir: str, every: float = 10.0
-    ) -> Callable[[int], None]:
+    ) -> Callable[[int, str], None]:
         """For `compute`: writes how far the pass is into the log and status.json, at most every `every` seconds."""
-        total = int(sum(self.lengths[self.shards[number]].sum() for number in numbers))
-        done, begin = 0, time.monotonic()
+        total, begin = self._count_tokens(numbers), time.monotonic()
         reported = begin
 
-        def report(tokens: int) -> None:
-            nonlocal done, reported
-            done, now = done + tokens, time.monotonic()
-            if now - reported < every and done < total:
+        def report(left: int, holder: str) -> None:
+            nonlocal reported
+            done, now = total - left, time.monotonic()
+            if now - reported < every and left:
                 return
             reported, rate = now, done / max(now - begin, 1e-9)
-            line = (
-                f"reference, {name}: {done / total:.0%} of {total:,} tokens, {rate:,.0f} tokens/s, "
-                f"ETA {format_clock(int((total - done) / rate))}"
-            )
+            line = f"reference, {name}: {done / total:.0%} of {total:,} tokens, {rate:,.0f} tokens/s"
+            if holder:
+                line += f", waiting for {holder}"
+            elif done:
+                line += f", ETA {format_clock(int(left / rate))}"
             log.info(line)
             write_status(output_dir, "running", message=line)
 
         return report
 
 
-def write_shard(path: Path, rows: np.ndarray, logps: np.ndarray, provenance: dict[str, Any] | None = None) -> None:
-    """Atomic: the file is whole or absent. `logps` is [n, 2] float32, `provenance` says how they were computed."""
+def write_shard(
+    path: Path,
+    rows: np.ndarray,
+    logps: np.ndarray,
+    provenance: dict[str, Any] | None = None,
+    owner: dict[str, Any] | None = None,
+) -> None:
+    """Atomic: the file is whole or absent. `logps` is [n, 2] float32; computed by `owner`, how `provenance` says."""
     data: dict[str, np.ndarray] = {
         "rows": np.ascontiguousarray(rows, dtype=np.int64),
         "logps": np.ascontiguousarray(logps, dtype=np.float32),
     }
     partial = path.with_suffix(f".{os.getpid()}.partial")
     checksum = _checksum(data["rows"], data["logps"])
-    save_file(data, partial, metadata={"checksum": checksum, "made": json.dumps(provenance or {}, sort_keys=True)})
+    metadata = {"checksum": checksum, "made": json.dumps(provenance or {}, sort_keys=True), "by": json.dumps(owner)}
+    partial.write_bytes(save(data, metadata))  # save_file makes files that nobody else can read
     partial.replace(path)
 
 

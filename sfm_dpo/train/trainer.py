@@ -21,7 +21,7 @@ from datasets import Dataset, concatenate_datasets
 from peft.utils.error import NoMatchingPeftModuleError
 from trl.models import prepare_deepspeed
 
-from sfm_dpo.common.distributed import broadcast
+from sfm_dpo.common.distributed import broadcast, main_process_first
 from sfm_dpo.common.errors import DiskFull, StopRequested, UserError
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.config_checks import main_loss
@@ -35,7 +35,7 @@ from sfm_dpo.model.saving import mend_saved_files, read_base_config
 from sfm_dpo.model.sharding import hash_weights, hybrid_warning, launched_with
 from sfm_dpo.run.checkpoint import COMPLETE, mark_complete, newest_checkpoint, rotate, stop_requested
 from sfm_dpo.train.metrics import loss_scale, reward_metrics, step_0_tolerance
-from sfm_dpo.train.reference_cache import ReferenceCache, cache_folder, hash_tokens
+from sfm_dpo.train.reference_cache import ReferenceCache, cache_folder, hash_tokens, make_folder
 from sfm_dpo.train.throughput import Meter, MeterCallback
 from sfm_dpo.train.upstream import UpstreamFixes
 
@@ -213,6 +213,8 @@ class SFMDPOTrainer(UpstreamFixes):
         cache = ReferenceCache(cache_folder(dataset, **settings), pair_tokens(dataset, args.max_length), batch_size)
         # Rank 0 alone looks: on NFS who looks for a file before it is written may not see it for a minute
         missing = broadcast(cache.missing_shards() if accelerator.is_main_process else [])
+        if missing:
+            main_process_first(lambda: make_folder(cache.folder))
         together = self.is_zero3 or (self.is_fsdp_enabled and not adapter)
         rank, ranks = accelerator.process_index, accelerator.num_processes
 
@@ -228,13 +230,16 @@ class SFMDPOTrainer(UpstreamFixes):
         log.info(
             f"reference log-probs of the {name} pairs: {shards - len(missing)} of {shards} shards in {cache.folder}"
         )
-        own = missing if together else missing[rank::ranks]
-        progress = cache.report_progress(name, own, args.output_dir)
-        lockstep = (rank, ranks, gather_object) if together else ()
-        done = cache.compute(own, forward, progress, should_stop, *lockstep)
-        if not accelerator.gather(torch.tensor([done], device=accelerator.device)).all().item():
+        progress = cache.report_progress(name, missing, args.output_dir)
+        lockstep = (rank, ranks, gather_object, broadcast) if together else ()
+        done = cache.compute(missing, forward, progress, should_stop, *lockstep)
+        counts = accelerator.gather(torch.tensor([[int(done), cache.computed]], device=accelerator.device))
+        if not counts[:, 0].all():
             message = f"stopped on request during the reference pass; its shards are kept in {cache.folder}"
             raise StopRequested(message, shards=self._reference_shards + cache.count())
+        if missing:
+            computed = counts[:, 1].sum().item()
+            log.info(f"reference, {name}: {computed} shards computed here, {len(missing) - computed} by other jobs")
         self._reference_shards += len(cache.shards)
         self.reference_folder = cache.folder
         logps = cache.read_all()

@@ -10,19 +10,22 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 import train_dpo
 from sfm_dpo.hub.publish import consolidate_shards
 from sfm_dpo.run.checkpoint import STOP, checkpoints, newest_checkpoint, why_incomplete
 from sfm_dpo.run.folder import write_status
-from tests.e2e.runs import Place, Run, as_options, assert_same_run, copy_run
+from tests.e2e.runs import ROOT, Place, Run, as_options, assert_same_run, clean_environment, copy_run
 
 KILLS = int(os.environ.get("KILLS", "3"))
 KILL_SEED = int(os.environ.get("KILL_SEED", "4"))
@@ -68,6 +71,46 @@ def test_stop_file_during_the_reference_pass_keeps_its_shards(place, uninterrupt
     assert f"reference log-probs of the train pairs: {len(kept)} of 64 shards" in again.log
     assert {path: path.stat().st_mtime_ns for path in kept} == kept, "a shard was computed twice"
     assert_same_run(again, uninterrupted(1))
+
+
+def test_a_run_and_a_prefetch_share_the_reference_pass_and_the_killed_one_is_taken_over(
+    place, uninterrupted, tmp_path
+):
+    apart = Place(tmp_path, place.model, tmp_path / "hf")
+    shutil.copy(place.folder / "pairs.jsonl", tmp_path)
+    log = tmp_path / "prefetch.log"
+    fields = as_options(apart.values("prefetched", learning_rate=1e-4))
+    command = [sys.executable, str(ROOT / "scripts" / "prefetch.py"), *fields, "--reference"]
+
+    def prefetch() -> subprocess.Popen:
+        with log.open("wb") as file:
+            return subprocess.Popen(command, cwd=ROOT, env=clean_environment(apart.hf_home), stdout=file, stderr=file)
+
+    first = prefetch()
+    while len(shards(apart)) < 3:
+        assert first.poll() is None, log.read_text()
+        time.sleep(0.002)
+    psutil.Process(first.pid).suspend()  # it lives, and holds a shard: the run does all others, and waits
+    run = apart.start("run")
+    assert run.until(lambda: f", waiting for process {first.pid} on " in run.log), run.log[-4000:]
+    first.kill()
+    first.wait()
+    run.finish()
+    assert_same_run(run, uninterrupted(1))  # which learnt at another rate
+    by = Counter()
+    for shard in shards(apart):
+        with safe_open(shard, "numpy") as file:
+            by[json.loads(file.metadata()["by"])["pid"]] += 1
+    assert by.keys() == {first.pid, run.process.pid} and by.total() == 64
+    mine = by[run.process.pid]
+    assert f"reference, train: {mine} shards computed here, {64 - by[first.pid] - mine} by other jobs" in run.log
+
+    before = {path: path.stat().st_mtime_ns for path in shards(apart)}
+    assert prefetch().wait() == 0, log.read_text()
+    assert before == {path: path.stat().st_mtime_ns for path in shards(apart)}
+    key = next((apart.hf_home / "sfm_dpo" / "reference").iterdir()).name
+    assert f"reference log-probs of the train pairs: key {key}" in log.read_text()
+    assert not (tmp_path / "prefetched").exists()
 
 
 def write_killed(run: Path, step: int) -> None:

@@ -4,12 +4,16 @@ Kills: tests/e2e/test_resume.py.
 """
 
 import json
+import multiprocessing
+import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import train_dpo
@@ -79,6 +83,49 @@ def test_ranks_in_lockstep_write_the_shards_of_one(tmp_path, ranks):
     todo = list(range(len(cache.shards)))
     assert cache.compute(todo, lambda rows: logps[rows], rank=0, ranks=ranks, gather=gather)
     assert (cache.read_all() == logps.numpy()).all() and not cache.missing_shards()
+
+
+def compute_slowly(folder: Path, log: Path, lengths: np.ndarray) -> None:
+    """A job: writes the rows of each forward into `log`."""
+
+    def forward(rows: np.ndarray) -> torch.Tensor:
+        time.sleep(0.02)
+        with log.open("a") as file:
+            file.write("".join(f"{row}\n" for row in rows))
+        return torch.from_numpy(np.stack([rows, lengths[rows]], axis=1))
+
+    cache = reference_cache.ReferenceCache(folder, lengths, batch_size=1)
+    assert cache.compute(cache.missing_shards(), forward)
+
+
+def test_jobs_compute_each_shard_once_between_them_and_take_over_what_a_killed_one_had(tmp_path):
+    lengths = np.random.default_rng(0).integers(1, 50, 128)
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    fork = multiprocessing.get_context("fork")
+    logs = [tmp_path / str(job) for job in range(3)]
+    jobs = [fork.Process(target=compute_slowly, args=(folder, log, lengths)) for log in logs]
+    for job in jobs:
+        job.start()
+    while not all(log.exists() for log in logs):
+        time.sleep(0.01)
+    jobs[0].kill()
+    for job in jobs:
+        job.join(60)
+    assert [job.exitcode for job in jobs] == [-9, 0, 0]
+    cache = reference_cache.ReferenceCache(folder, lengths, batch_size=1)
+    assert (cache.read_all() == np.stack([np.arange(128), lengths], axis=1)).all()
+    owners = Counter()
+    for number in range(len(cache.shards)):
+        with safe_open(cache.path(number), "numpy") as file:
+            owners[json.loads(file.metadata()["by"])["pid"]] += len(cache.shards[number])
+    assert set(owners) <= {job.pid for job in jobs} and len(owners) >= 2
+    for job, log in list(zip(jobs, logs, strict=True))[1:]:
+        rows = log.read_text().split()
+        assert len(set(rows)) == len(rows) == owners[job.pid], "a row was computed that another has written"
+    lost = len(logs[0].read_text().split()) - owners[jobs[0].pid]
+    assert 0 <= lost <= 2  # the shard that it had in hand
+    assert not list(folder.glob("*.claim*"))
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "other rows", "nan"])
