@@ -1,12 +1,11 @@
 """Claims: files by which processes, also on other hosts, share out work, and take it over from those that are gone.
 
-For NFS, too: of all who try, one creates a file (O_EXCL), and no clock of a host is compared with another's. An owner
-is gone when its process is, on the same host, or else when the time of its file, which it renews, stands still for as
-long as the lease by the clock of the one who waits. A claim is taken over by the creation of the next in the series
-NAME.claim0, NAME.claim1, ..., in which again one succeeds; nobody deletes what another may have just made.
+For NFS, too: one of all who try creates a file (O_EXCL), and clocks of hosts are never compared. An owner is gone when
+its process is, on this host, or when the time of its file, which it renews, stands still for the lease by the clock of
+the one who waits. To take a claim over is to create the next of NAME.claim0, NAME.claim1, ..., in which again one
+succeeds. A process that was only stopped is taken for gone: its work is done twice, which must do no other harm.
 """
 
-import itertools
 import json
 import os
 import platform
@@ -20,48 +19,40 @@ LEASE_SECONDS = 300  # longer than a batch takes, and than an NFS client remembe
 
 
 class Claims:
-    """The claims of this process in a folder. A mistaken takeover, of a process that was only stopped, costs work that
-    is done twice, and must do no other harm.
-
-    Args:
-        lease: seconds.
-    """
+    """The claims of this process in a folder; `lease` in seconds."""
 
     def __init__(self, folder: Path, lease: float = LEASE_SECONDS):
         self.folder, self.lease = folder, lease
-        self._held: dict[str, list[Path]] = {}
+        started, job = psutil.Process().create_time(), os.environ.get("SLURM_JOB_ID")
+        self.owner = {"host": platform.node(), "pid": os.getpid(), "started": started, "job": job}
+        self._held: list[Path] = []  # and what they took over
         self._seen: dict[Path, tuple[int, float]] = {}  # time of a file, by the server, and when we saw it first
-        started = psutil.Process().create_time()
-        self.owner = {"host": platform.node(), "pid": os.getpid(), "started": started}
-        self.owner["job"] = os.environ.get("SLURM_JOB_ID")
 
     def take(self, name: str) -> str | None:
         """Claims `name` for this process; returns None, or who has it."""
         series: list[Path] = []
-        for number in itertools.count():
-            series.append(self.folder / f"{name}.claim{number}")
+        while True:
+            series.append(self.folder / f"{name}.claim{len(series)}")
             try:
                 with series[-1].open("x") as file:
                     file.write(json.dumps(self.owner))
+                self._held += series
+                return None
             except FileExistsError:
                 if holder := self._holder(series[-1]):
                     return holder
-            else:
-                self._held[name] = series
-                return None
-        raise AssertionError  # for mypy
 
     def renew(self) -> None:
         """To be called more often than the lease is long."""
-        for series in self._held.values():
-            with suppress(FileNotFoundError):  # taken over, and done
-                os.utime(series[-1])
+        for path in self._held:
+            with suppress(OSError):  # taken over, and done; or the file of another user that is gone
+                os.utime(path)
 
-    def release(self, name: str) -> None:
-        """Gives a claim back, with those that it took over."""
-        for path in self._held.pop(name):
+    def release_all(self) -> None:
+        for path in self._held:
             with suppress(OSError):
                 path.unlink()
+        self._held.clear()
 
     def _holder(self, path: Path) -> str | None:
         """Who has a claim; None if its owner is gone."""
@@ -85,7 +76,7 @@ class Claims:
 def _is_alive(owner: dict) -> bool:
     try:
         process = psutil.Process(owner["pid"])
-        same = abs(process.create_time() - owner["started"]) < 5  # the kernel's time of the start of all wavers
+        same = abs(process.create_time() - owner["started"]) < 5  # it is derived from the clock, and wavers
         return same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

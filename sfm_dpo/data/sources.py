@@ -45,22 +45,17 @@ def room_in_cache(folder: Path | None = None, end: type[UserError] = UserError) 
         path = Path(getattr(cause, "filename", None) or folder)
         ours = path.is_relative_to(Path(HF_CACHE_HOME).expanduser()) or path.is_relative_to(folder)
         if number in (errno.EACCES, errno.EPERM, errno.EROFS) and (ours or folder.is_relative_to(path)):
-            raise end(deny(path)) from error
+            path = _nearest(path)
+            owner, mode = f"uid {path.stat().st_uid}", path.stat().st_mode & 0o7777
+            with suppress(KeyError):  # a user whom this machine does not know
+                owner = path.owner()
+            raise end(
+                f"HF_HOME: {path} cannot be written (owner {owner}, mode {mode:o}); set HF_HOME (in .env) to a folder "
+                f"of your own, or ask {owner} to share it: chmod -R g+rwX and docs/slurm.md"
+            ) from error
         raise
     finally:
         os.umask(umask)
-
-
-def deny(path: Path) -> str:
-    """Why a file or folder in HF_HOME cannot be read or written, and what to do."""
-    path = _nearest(path)
-    owner = f"uid {path.stat().st_uid}"
-    with suppress(KeyError):
-        owner = path.owner()
-    return (
-        f"HF_HOME: {path} cannot be written (owner {owner}, mode {path.stat().st_mode & 0o7777:o}); set HF_HOME (in "
-        f".env) to a folder of your own, or ask {owner} to share it: chmod -R g+rwX and docs/slurm.md"
-    )
 
 
 def _nearest(path: Path) -> Path:

@@ -63,22 +63,21 @@ def why_incomplete(checkpoint: Path) -> str | None:
 
 
 def why_damaged(checkpoint: Path, pattern: str = "*", alone: bool = False) -> str | None:
-    """What is wrong with the contents of a complete checkpoint, by its checksums; None if they agree or are absent.
+    """Which file of a complete checkpoint has another checksum than in its mark; None if all agree, or it has none.
 
-    Each rank reads the files that it wrote, all must call it, and all get the same answer; or one rank, `alone`, reads
-    all of them. `pattern`: of the files to read.
+    All ranks must call it, each reads what it wrote, and all get the same answer; or one, `alone`, reads all.
     """
     checksums = json.loads((checkpoint / COMPLETE).read_text()).get("xxh3_128", {})
     damage, read, begin = None, 0, time.monotonic()
     for name in checksums:
-        if (alone or _is_mine(name)) and Path(name).match(pattern) and not damage:
-            try:
-                size, checksum = _hash_file(checkpoint / name)
-            except OSError as error:
-                damage = f"has a {name} that cannot be read ({error.strerror})"
-                continue
+        if damage or not (alone or _is_mine(name)) or not Path(name).match(pattern):
+            continue
+        try:
+            size, checksum = _hash_file(checkpoint / name)
             read += size
             damage = f"has a damaged {name} (its checksum is another)" if checksum != checksums[name] else None
+        except OSError as error:
+            damage = f"has a {name} that cannot be read ({error.strerror})"
     if alone:
         return damage
     damage = next(filter(None, gather(damage)), None)

@@ -118,8 +118,7 @@ class ReferenceCache:
     ) -> bool:
         """Computes and writes the shards that no other process computes. Returns whether all of `numbers` are done.
 
-        A process computes what it can claim (common/claims.py), and then waits for what others have claimed, or takes
-        it over where they are gone.
+        A process computes what it can claim, then waits for what others have claimed (common/claims.py).
 
         With several ranks, where each forward needs all of them because the weights are split: rank 0 claims as many
         shards as there are ranks; their batches are dealt in turn, so those of one round are about as long; the last
@@ -131,29 +130,42 @@ class ReferenceCache:
             should_stop: asked before each round; must answer the same on all `ranks`.
             gather: a list on each rank -> the lists of all ranks as one.
             broadcast: rank 0's value -> the same on all `ranks`.
-        """
-        with room_in_cache(self.folder, DiskFull):  # on perhaps one rank alone
-            return self._compute(numbers, forward, progress, should_stop, rank, ranks, gather, broadcast)
 
-    def _compute(self, todo, forward, progress, should_stop, rank, ranks, gather, broadcast) -> bool:
-        while todo and not should_stop():
-            mine, todo, holder = broadcast(self._claim(todo, ranks) if rank == 0 else None)
-            try:
-                if not self._compute_claimed(mine, todo, forward, progress, should_stop, rank, ranks, gather):
-                    return False
-            finally:
-                for number in mine if rank == 0 else ():
-                    self.claims.release(self.path(number).stem)
-            if not mine:
-                progress(self._count_tokens(todo), holder)
-                time.sleep(POLL_SECONDS if todo else 0)
+        Raises:
+            DiskFull: HF_HOME cannot be written; perhaps on one rank alone.
+        """
+        todo = numbers
+        with room_in_cache(self.folder, DiskFull):
+            while todo and not should_stop():
+                mine, todo, holder = broadcast(self._claim(todo, ranks) if rank == 0 else None)
+                if not mine:
+                    progress(self._count_tokens(todo), holder)
+                    time.sleep(POLL_SECONDS if todo else 0)
+                work = [(number, rows) for number in mine for rows in self.batches(self.shards[number])]
+                parts: dict[int, list[np.ndarray]] = {number: [] for number in mine}
+                left = self._count_tokens([*mine, *todo])
+                try:
+                    for start in range(0, len(work), ranks):
+                        if should_stop():
+                            return False
+                        _, rows = work[min(start + rank, len(work) - 1)]
+                        results = gather([forward(rows).float().cpu().numpy()])
+                        self.claims.renew()
+                        for (number, rows), logps in zip(work[start : start + ranks], results, strict=False):
+                            parts[number].append(logps)
+                            left -= int(self.lengths[rows].sum())
+                            progress(left, "")
+                            if rank == 0 and sum(map(len, parts[number])) == len(self.shards[number]):
+                                self._write(number, np.concatenate(parts.pop(number)))
+                finally:
+                    self.claims.release_all()
         return not todo
 
     def _claim(self, todo: list[int], most: int) -> tuple[list[int], list[int], str]:
         """Up to `most` shards that this process has claimed, those still to do besides, and who has the first."""
         mine: list[int] = []
         left: list[int] = []
-        holders: list[str] = []
+        first = ""
         for number in todo:
             if len(mine) == most:
                 left.append(number)
@@ -161,33 +173,14 @@ class ReferenceCache:
                 continue
             elif holder := self.claims.take(self.path(number).stem):
                 left.append(number)
-                holders.append(holder)
-            elif self.is_done(number):  # between the two looks; the new file in the folder makes NFS look again
-                self.claims.release(self.path(number).stem)
-            else:
+                first = first or holder
+            elif not self.is_done(number):  # looked at again: the new file in the folder makes NFS ask the server
                 mine.append(number)
-        return mine, left, next(iter(holders), "")
+        return mine, left, first
 
-    def _compute_claimed(self, mine, todo, forward, progress, should_stop, rank, ranks, gather) -> bool:
-        """`compute`, of the shards that are claimed."""
-        work = [(number, rows) for number in mine for rows in self.batches(self.shards[number])]
-        parts: dict[int, list[np.ndarray]] = {number: [] for number in mine}
-        left = self._count_tokens([*mine, *todo])
-        for start in range(0, len(work), ranks):
-            if should_stop():
-                return False
-            _, rows = work[min(start + rank, len(work) - 1)]
-            results = gather([forward(rows).float().cpu().numpy()])
-            self.claims.renew()
-            for (number, rows), logps in zip(work[start : start + ranks], results, strict=False):
-                parts[number].append(logps)
-                left -= int(self.lengths[rows].sum())
-                progress(left, "")
-                if rank == 0 and sum(map(len, parts[number])) == len(self.shards[number]):
-                    logps = np.concatenate(parts.pop(number))
-                    write_shard(self.path(number), self.shards[number], logps, self._provenance(), self.claims.owner)
-                    self.computed += 1
-        return True
+    def _write(self, number: int, logps: np.ndarray) -> None:
+        write_shard(self.path(number), self.shards[number], logps, self._provenance(), self.claims.owner)
+        self.computed += 1
 
     def _count_tokens(self, numbers: list[int]) -> int:
         return int(sum(self.lengths[self.shards[number]].sum() for number in numbers))

@@ -18,10 +18,9 @@ def test_one_has_it_until_it_gives_it_back(tmp_path):
     one, two = Claims(tmp_path), Claims(tmp_path)
     assert one.take("a") is None and two.take("b") is None
     assert two.take("a") == one.take("b") == ME
-    one.release("a")
+    one.release_all()
     assert two.take("a") is None
-    two.release("a")
-    two.release("b")
+    two.release_all()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -46,7 +45,7 @@ def test_what_a_killed_process_had_is_taken_over_by_one_of_those_who_wait(tmp_pa
         time.sleep(0.01)
     owner.wait()
     assert two.take("a") == f"job 77, {ME}"
-    one.release("a")
+    one.release_all()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -68,8 +67,8 @@ def test_an_owner_on_another_host_has_it_while_it_renews(tmp_path, monkeypatch):
     assert one.take("a") is None
     assert two.take("a") == ME
     other.renew()  # it was only stopped, and has not lost what it is about to write
-    other.release("a")
-    one.release("a")
+    other.release_all()
+    one.release_all()
     assert list(tmp_path.iterdir()) == []
 
 
