@@ -35,6 +35,8 @@ def main(argv: list[str]) -> int:
     config = parse_config(argv[2:], world_size=int(argv[1]))
     run = config.train.output_dir
     if claim(config):
+        if config.train.eval_tasks:
+            print("evaluation:", *config.train.eval_tasks)
         print(run)
         if os.environ.get("KEEP_LOCK") != "1":
             release_lock(Path(run) / LOCK)

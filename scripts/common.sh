@@ -9,6 +9,7 @@
 #   MAX_REQUEUES   how often a run that stopped on request goes back into the queue; default 20
 #   STOP_LEAD_SECONDS  the seconds in --signal=B:USR1@SECONDS, default 600 as in the header: the run warns if too short
 #   SKIP_HEALTHCHECK   1: train without looking at GPUs, disks and network first
+#   EVAL_OPTIONS   options of sbatch for the evaluation of eval_tasks, for instance "--time=2:00:00 --gpus-per-node=1"
 # Secrets and HF_HOME belong in .env, which train_dpo.py reads by itself: nothing here prints or sources it.
 
 set -euo pipefail
@@ -32,8 +33,9 @@ run_dpo() {
     # One process reads the configuration before any node starts: a mistake is one line, and costs seconds. It takes the
     # folder's lock for this job.
     local world=$((SLURM_JOB_NUM_NODES * per_node))
-    output_dir=$(KEEP_LOCK=1 python scripts/check_config.py "$config_file" "$world" "$@") || exit
-    output_dir=${output_dir##*$'\n'} # libraries may print, too
+    local facts
+    facts=$(KEEP_LOCK=1 python scripts/check_config.py "$config_file" "$world" "$@") || exit
+    output_dir=${facts##*$'\n'} # libraries may print, too
     [[ -n $output_dir ]] || exit 0    # already done; check_config.py said so
     trap 'rm -f "$output_dir/.lock"' EXIT
     status=$output_dir/status.json
@@ -43,8 +45,31 @@ run_dpo() {
     say "$SLURM_JOB_NUM_NODES node(s) x $per_node process(es), $config_file, environment $(command -v python)"
     say "train_dpo.py $(printf '%q ' "$@" | sed -E 's/(token[= ])[^ ]+/\1***/g')-> $output_dir"
     check_health
+    [[ $'\n'$facts != *$'\nevaluation: '* ]] || submit_evaluation
     launch "$@"
     finish
+}
+
+# eval_tasks as a job of its own, which starts if this one ends well: whatever becomes of it, the model is trained.
+submit_evaluation() {
+    ((${SLURM_RESTART_COUNT:-0} == 0)) || return 0 # it waits since the first start
+    local job options=(--parsable --dependency="afterok:$SLURM_JOB_ID" --kill-on-invalid-dep=yes)
+    [[ -z ${SLURM_JOB_PARTITION:-} ]] || options+=(--partition="$SLURM_JOB_PARTITION")
+    [[ -z ${SLURM_JOB_ACCOUNT:-} ]] || options+=(--account="$SLURM_JOB_ACCOUNT")
+    # shellcheck disable=SC2206 # several options
+    options+=(${EVAL_OPTIONS:-})
+    if job=$(VENV=${VIRTUAL_ENV:-} sbatch "${options[@]}" scripts/evaluate.sh "$output_dir"); then
+        say "evaluation: job ${job%%;*} follows this one"
+    else
+        say "evaluation: not submitted; later: sbatch scripts/evaluate.sh $output_dir"
+    fi
+}
+
+evaluate_run() {
+    cd "$SLURM_SUBMIT_DIR"
+    use_environment
+    [[ ${LAUNCH:-} != cpu* ]] || export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES=
+    exec python scripts/evaluate.py "$@"
 }
 
 say() { echo "[${SLURM_JOB_NAME:-dpo} $(date '+%F %T')] $*"; }

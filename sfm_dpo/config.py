@@ -89,6 +89,10 @@ class TrainConfig(DPOConfig):
         default=None, help="First and last step to profile: 10 12 (docs/speed.md)."
     )
 
+    eval_tasks: list[str] | None = HfArg(
+        default=None, help="lm-eval's tasks: the batch script submits their evaluation (docs/evaluation.md)."
+    )
+
     # Hub (docs/hub.md)
     hub_private_repo: bool | None = HfArg(default=True, help="A repository that the push creates is private.")
     # Trainer's other two, checkpoint and all_checkpoints, would publish the optimizer: 80 GB of a 7B model each time

@@ -18,9 +18,11 @@ from huggingface_hub.utils import validate_repo_id
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.data.preferences import DROP_REASONS
+from sfm_dpo.report.evaluation import evaluation_tables
 from sfm_dpo.report.page import FIGURES, changed_fields, format_command, format_duration, held_out_rows, render_page
 from sfm_dpo.report.plots import draw_curves
-from sfm_dpo.run.reader import list_evaluations, list_restarts, read_run
+from sfm_dpo.run.folder import read_mapping
+from sfm_dpo.run.reader import EVALUATION, list_evaluations, list_restarts, read_run
 
 # With h the log-ratio of chosen (y⁺) over rejected (y⁻), a sum over tokens; /|y| makes means of the sums.
 _PER_TOKEN = r"(log π(y⁺|x) - log π_ref(y⁺|x)) / |y⁺| - (log π(y⁻|x) - log π_ref(y⁻|x)) / |y⁻|"
@@ -82,6 +84,8 @@ def write_model_card(
     folder = folder or run
     facts = read_run(run)
     facts["log"] = log = [entry for entry in facts["log"] if step is None or entry["step"] <= step]
+    if step is not None:  # the run's own is about the finished model
+        facts["evaluation"] = read_mapping(run / f"checkpoint-{step}" / EVALUATION)
     config, data, env = facts["config"], facts["data"], facts["environment"]
     if folder != run:
         starts = [start for start in list_restarts(facts) if step is None or start < step]
@@ -106,6 +110,7 @@ def write_model_card(
         ],
         held_out=held_out_rows(facts),
         drop_reasons=DROP_REASONS,
+        evaluation_tables=evaluation_tables(facts["evaluation"]),
         figures={f"{FIGURES}/{n}.png": t for n, t in _CURVES.items() if (folder / FIGURES / f"{n}.png").is_file()},
         hardware=f"{env['world_size']} x {env['gpus'][0]}" if env["gpus"] else f"CPU, {env['world_size']} process(es)",
         time=f"{format_duration(facts['seconds'])}{since}" if facts["seconds"] else None,
@@ -135,6 +140,17 @@ def _build_metadata(facts: dict[str, Any], repo: str) -> ModelCardData:
         )
         for evaluation in list_evaluations(facts["log"])[-1:]
         if "eval_rewards/accuracies" in evaluation
+    ]
+    results += [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=row["task"],
+            dataset_name=row["task"],
+            metric_type=row["metric"],
+            metric_name=f"{row['metric']}, {row['num_fewshot'] or 0}-shot, {row['samples']} samples",
+            metric_value=round(row["trained"]["value"], 4),
+        )
+        for row in facts["evaluation"].get("benchmarks", [])
     ]
     return ModelCardData(
         model_name=Path(repo).name if results else None,

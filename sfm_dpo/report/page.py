@@ -24,6 +24,7 @@ from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import DATACLASSES
 from sfm_dpo.data.preferences import DROP_REASONS
 from sfm_dpo.health.generation import repeated_4grams
+from sfm_dpo.report.evaluation import evaluation_tables
 from sfm_dpo.report.plots import draw_curves
 from sfm_dpo.run.reader import first_and_last, list_evaluations, list_restarts, read_run, to_float
 
@@ -83,6 +84,7 @@ def write_report(run: Path) -> Path:
         state_class=STATES.get(state, ("open",))[0],
         sentences=describe_run(facts),
         held_out=held_out_rows(facts),
+        evaluation_tables=evaluation_tables(facts["evaluation"]),
         curves=draw_curves(facts["log"], facts["config"], list_restarts(facts), run / FIGURES, alarms),
         restarts=list_restarts(facts),
         answers=compare_answers(facts["samples"]),

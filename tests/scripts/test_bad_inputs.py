@@ -125,6 +125,8 @@ def kit(tmp_path_factory, tiny_folder) -> Path:
         "half.jsonl": (kit / "pairs.jsonl").read_bytes() + b'{"prompt": "\\ud83d", "chosen": "a", "rejected": "b"}\n',
         "nul.yaml": b"beta: 5\x00\n",
         "launch.yaml": b"distributed: no\n",
+        "task.yaml": b"task: t\ndataset_path: json\ndataset_kwargs: {data_files: {test: nowhere.jsonl}}\n"
+        b"test_split: test\noutput_type: generate_until\ndoc_to_text: a\ndoc_to_target: b\n",
     }.items():
         (kit / name).write_bytes(content)
     (kit / "folder.json").mkdir()
@@ -203,6 +205,19 @@ CASES = {
         (f"{RUN} {{kit}}/model --output_dir {{out}}", "model: neither a run's folder nor a checkpoint"),
         (f"{RUN} {{kit}}/runs/unmarked/checkpoint-2 --output_dir {{out}}", "was not written to the end"),
         (f"{RUN} {RUN}", "required: --output_dir"),
+    ],
+    "evaluate": [
+        (RUN, "run: nothing to evaluate; give --tasks or --pairs, or eval_tasks in the recipe"),
+        (f"{RUN} --tasks arc_esy", "--tasks arc_esy: lm-eval knows no such task; did you mean arc_easy?"),
+        (f"{RUN} --tasks arc_easy", "--tasks arc_easy: cannot be loaded", "no network? run it once where there is"),
+        (f"{RUN} --tasks {{kit}}/no.yaml", "no.yaml: lm-eval knows no such task"),
+        (f"{RUN} --tasks {{kit}}/task.yaml", "task.yaml: cannot be loaded", "nowhere.jsonl"),
+        (f"{RUN} --pairs {{kit}}/no.jsonl", "no.jsonl"),
+        (f"{RUN} --pairs {{kit}}/cut.jsonl", "cut.jsonl: line 1 is not a JSON object"),
+        (f"{RUN} --tasks x --vllm {{kit}}/nowhere", "nowhere: no Python there", "name an environment"),
+        (f"{RUN} --tasks x --model_args dtype", "--model_args: invalid", "'dtype'"),
+        (f"{RUN} --tasks x --limit 0", "--limit: '0' must be a whole number from 1 on"),
+        ("{kit}/model --tasks x", "model: neither a run's folder nor a checkpoint in one"),
     ],
     "generate": [
         (f"{RUN} hi --max_new_tokens 0", "--max_new_tokens: '0' must be a whole number from 1 on"),

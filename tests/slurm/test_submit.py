@@ -132,6 +132,8 @@ def test_documented(cluster, project, line, monkeypatch):
         assert "ended: state done, exit code 0, step 2, outputs/rehearsal" in log_of(project, said)
         return
     cluster.run("bash", "-c", line.replace("sbatch", "sbatch --test-only"), cwd=project)
+    if "scripts/evaluate.sh" in line:
+        return
     script, arguments = re.search(r"scripts/(\w+)\.sh([^;]*)", line).groups()
     recipe = {"dpo_train": "think", "dpo_instruct_train": "instruct"}[script]
     shutil.copy(project / "recipes" / "think.yaml", project / "recipes" / "mine.yaml")
@@ -187,6 +189,44 @@ def test_mistake_ends_the_job_with_code_2_and_one_line(cluster, project, options
     if "missing" in message:
         assert sum(line.startswith("error: ") for line in log.splitlines()) == 1, log[-3000:]
     assert "Traceback" not in log
+
+
+def test_eval_tasks_are_evaluated_by_a_job_of_their_own(cluster, project):
+    """One that fails leaves the trained model as it was; of a training that fails nothing is evaluated."""
+    rows = [{"question": f"What is {i} and {i}?", "choices": [f"{2 * i}.", "No."]} for i in range(8)]
+    (project / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (project / "sums.yaml").write_text("""\
+task: sums
+dataset_path: json
+dataset_kwargs: {data_files: {test: sums.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: choices
+doc_to_target: 0
+metric_list: [{metric: acc, higher_is_better: true}]
+""")
+    env = CPU | {"NUM_PROCESSES": "1", "EVAL_OPTIONS": "--gpus-per-node=0 --time=0:20:00"}
+
+    def train(name: str, tasks: str, **fields) -> tuple[str, str]:
+        """The ids of the training's job and of the one that it submitted."""
+        fields |= {"output_dir": f"outputs/{name}", "eval_tasks": tasks}
+        job = cluster.sbatch("scripts/dpo_train.sh", *overrides(**fields), cwd=project, **env)
+        ended = cluster.wait(job, 240)
+        assert (ended["JobState"] == "COMPLETED") == ("dataset_name" not in fields), log_of(project, job)[-3000:]
+        return job, re.search(r"evaluation: job (\d+) follows this one", log_of(project, job))[1]
+
+    _, good = train("evaluated", "sums.yaml")
+    _, bad = train("not_evaluated", "nothing.yaml")
+    _, never = train("failed", "sums.yaml", dataset_name="missing.jsonl")
+    assert cluster.wait(good, 240)["TimeLimit"] == "00:20:00"
+    (row,) = json.loads((project / "outputs/evaluated/evaluation.json").read_text())["benchmarks"]
+    assert (row["task"], row["metric"], row["samples"]) == ("sums", "acc", 8)
+    assert cluster.wait(bad, 120)["ExitCode"] == "2:0"
+    assert "nothing.yaml: lm-eval knows no such task" in log_of(project, bad, "evaluate")
+    for run in ("evaluated", "not_evaluated"):
+        assert json.loads((project / f"outputs/{run}/status.json").read_text())["state"] == "done"
+    assert cluster.wait(never, 120)["JobState"] == "CANCELLED"
 
 
 def test_submitted_from_another_folder(cluster, project, tmp_path):

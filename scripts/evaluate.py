@@ -1,0 +1,61 @@
+#!/usr/bin/env python
+"""Is the trained model better than its base? Benchmarks of lm-eval, and log-probs on another preference set.
+
+    python scripts/evaluate.py outputs/dpo --tasks ifeval gsm8k --limit 200
+    python scripts/evaluate.py outputs/dpo --tasks mine.yaml              a task of your own (docs/evaluation.md)
+    python scripts/evaluate.py outputs/dpo --pairs my-org/my-pairs        reward accuracy on other pairs
+    python scripts/evaluate.py outputs/dpo                                the recipe's eval_tasks
+    sbatch scripts/evaluate.sh outputs/dpo --tasks ifeval                 on a GPU of its own
+
+Base and trained model get the same tasks, chat template and few-shot examples, and answer greedily. The results go
+into evaluation.json of the run, or of the checkpoint, its report and its model card. Needs requirements-eval.txt.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import sfm_dpo  # noqa: F401  (first: it reads .env)
+
+# isort: split
+from sfm_dpo.common.cli import Arguments, command, number
+from sfm_dpo.jobs.benchmarks import Settings, evaluate_run
+
+
+def key_value(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise ValueError
+    return key, value
+
+
+@command
+def main(argv: list[str]) -> None:
+    parser = Arguments(prog="evaluate.py", description=__doc__)
+    parser.add_argument("run", metavar="RUN_OR_CHECKPOINT", type=Path)
+    parser.add_argument("--tasks", nargs="+", help="names of lm-eval, or .yaml files; default: the run's eval_tasks")
+    parser.add_argument("--pairs", metavar="FILE_OR_DATASET", help="a preference set: Hub id, file or folder")
+    parser.add_argument("--limit", type=number(int, 1), help="samples of each task, and pairs; default: all")
+    parser.add_argument("--num_fewshot", type=number(int, 0), help="default: the task's own")
+    parser.add_argument("--batch_size", type=number(int, 1), default=8)
+    parser.add_argument("--no_chat_template", action="store_true", help="plain prompts")
+    parser.add_argument(
+        "--model_args", nargs="+", type=key_value, default=[], metavar="KEY=VALUE", help="for lm-eval's model"
+    )
+    parser.add_argument("--vllm", type=Path, metavar="ENV", help="virtual environment with lm-eval and vLLM")
+    options = parser.parse_args(argv)
+    settings = Settings(
+        options.tasks or [],
+        options.limit,
+        options.num_fewshot,
+        str(options.batch_size),
+        not options.no_chat_template,
+        dict(options.model_args),
+        options.vllm,
+    )
+    print(evaluate_run(options.run, settings, options.pairs))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Evaluates a run or checkpoint on one GPU (docs/evaluation.md), log in logs/evaluate-JOB.out. A recipe's eval_tasks are
+# submitted like this by the training's job.
+#
+#   sbatch scripts/evaluate.sh outputs/dpo --tasks ifeval gsm8k
+#   LAUNCH=cpu sbatch --gpus-per-node=0 scripts/evaluate.sh ...          on a CPU node
+#
+#SBATCH --job-name=evaluate
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=1
+#SBATCH --cpus-per-task=8
+#SBATCH --mem=128G
+#SBATCH --time=8:00:00
+#SBATCH --output=logs/%x-%j.out
+
+common="${SLURM_SUBMIT_DIR:-.}/scripts/common.sh"
+if [[ ! -f $common ]]; then
+    echo "error: ${SLURM_SUBMIT_DIR:-$PWD} is not the project folder; cd there and run: sbatch scripts/evaluate.sh" >&2
+    exit 2
+fi
+# shellcheck source=scripts/common.sh
+source "$common"
+evaluate_run "$@"

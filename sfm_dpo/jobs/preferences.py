@@ -1,0 +1,100 @@
+"""Preference evaluation without a benchmark: log-probs of base and trained model on another preference set."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+
+from sfm_dpo.common.statistics import mean_interval
+from sfm_dpo.config import parse_config
+from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES, main_loss
+from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
+from sfm_dpo.hub.publish import Source
+from sfm_dpo.model.loading import load_model
+from sfm_dpo.run.folder import RESOLVED_CONFIG
+
+
+def evaluate_pairs(source: Source, model: Path, dataset: str, limit: int | None) -> list[dict[str, Any]]:
+    """`summarize_pairs` of the whole set and of each source in it; texts are prepared as in the run.
+
+    Args:
+        model: folder of the trained model's whole weights.
+        dataset: a Hub id, a file or a folder, as dataset_name.
+        limit: this many of the pairs, drawn with the run's seed.
+
+    Raises:
+        UserError: as the training would of these data.
+    """
+    recipe = ["--config", str(source.run / RESOLVED_CONFIG), "--dataset_name", dataset, "--push_to_hub", "false"]
+    recipe += ["--eval_fraction", "0", "--eval_strategy", "no", "--guard_generations", "0"]
+    recipe += ["--max_samples", str(limit)] if limit else []
+    config = parse_config(recipe, training=False)
+    config.train.max_samples = limit  # not the run's own
+    tokens = load_token_pairs(config, load_tokenizer(config))[0].train
+    device, dtype = ("cuda", "auto") if torch.cuda.is_available() else ("cpu", "float32")
+    logps = []
+    for name in (config.model.model_name_or_path, str(model)):
+        revision = config.model.model_revision if name != str(model) else None
+        loaded = load_model(name, {"dtype": dtype, "revision": revision}).to(device).eval()
+        logps.append(sum_logps(loaded, tokens, config.train.max_length))
+        del loaded
+    sources = np.array(list(map(str, tokens["source"])))
+    groups = {dataset: np.full(len(sources), True)}
+    if len(names := sorted(set(sources))) > 1:
+        groups |= {name: sources == name for name in names}
+    (base, lengths), (trained, _) = logps
+    scale = config.train.beta, main_loss(config.train.loss_type) in LENGTH_NORMALIZED_LOSSES
+    return [
+        {"source": name} | summarize_pairs(base[rows], trained[rows], lengths[rows], *scale)
+        for name, rows in groups.items()
+    ]
+
+
+@torch.inference_mode()
+def sum_logps(model: Any, tokens: Dataset, max_length: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Sums of log-probs (nats) and lengths of the responses, each [N, 2], chosen first; a sequence at a time."""
+    sums, lengths = [], []
+    for row in tokens:
+        for side in ("chosen", "rejected"):
+            ids = torch.tensor((row["prompt_ids"] + row[f"{side}_ids"])[:max_length], device=model.device)
+            count = len(ids) - len(row["prompt_ids"])
+            logits = model(input_ids=ids[None], logits_to_keep=count + 1).logits[0, :-1].float()
+            logps = torch.log_softmax(logits, dim=-1).gather(1, ids[-count:, None])
+            sums.append(logps.double().sum().item())
+            lengths.append(count)
+    return np.array(sums).reshape(-1, 2), np.array(lengths).reshape(-1, 2)
+
+
+def summarize_pairs(
+    base: np.ndarray, trained: np.ndarray, lengths: np.ndarray, beta: float, per_token: bool
+) -> dict[str, Any]:
+    """Figures with their 95% interval (mean, low, high) of sums of log-probs, each [N, 2] with chosen first.
+
+    reward_accuracy: share of pairs whose chosen answer gained more. equal_length: the same with pairs whose chosen
+    answer is the longer one and those whose is the shorter one weighing alike, so that a taste for length counts as
+    chance; None where one of them is absent. margin: of the rewards, on the loss's scale (`per_token`: of means).
+    base, trained: share of pairs whose chosen answer is the likelier one, on that scale.
+    """
+    scale = lengths if per_token else np.ones_like(lengths)
+    rewards = beta * (trained - base) / scale
+    wins = _share_first(rewards)
+    longer = np.sign(lengths[:, 0] - lengths[:, 1])
+    strata = [mean_interval(wins[longer == sign].tolist()) for sign in (1, -1)]
+    middle = sum(mean for mean, *_ in strata) / 2
+    half = math.hypot(*(high - mean for mean, _, high in strata)) / 2
+    return {
+        "pairs": len(base),
+        "reward_accuracy": mean_interval(wins.tolist()),
+        "equal_length": (middle, middle - half, middle + half) if math.isfinite(half) else None,
+        "margin": mean_interval((rewards[:, 0] - rewards[:, 1]).tolist()),
+        "base": mean_interval(_share_first(base / scale).tolist()),
+        "trained": mean_interval(_share_first(trained / scale).tolist()),
+    }
+
+
+def _share_first(values: np.ndarray) -> np.ndarray:
+    """1 where the first column is larger, 0.5 where both are equal, else 0."""
+    return (1 + np.sign(values[:, 0] - values[:, 1])) / 2

@@ -1,0 +1,68 @@
+"""evaluation.json as tables of text: base and trained model on the same tasks and pairs, for log, page and card."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from sfm_dpo.common.tables import format_table
+from sfm_dpo.run.folder import read_mapping
+from sfm_dpo.run.reader import EVALUATION
+
+PAIR_FIGURES = {  # of a row of `pairs`: its heading
+    "reward_accuracy": "reward accuracy",
+    "equal_length": "at equal length",
+    "margin": "reward margin",
+    "base": "likelier: chosen, base",
+    "trained": "trained",
+}
+HEADINGS = ("task", "metric", "samples", "base", "trained", "difference (95%)", "verdict")
+
+
+def evaluation_rows(evaluation: dict[str, Any]) -> list[list[str]]:
+    """A row of HEADINGS for each metric of `evaluation`; after ± is the standard error."""
+    return [
+        [
+            row["task"],
+            row["metric"] if row["filter"] == "none" else f"{row['metric']}, {row['filter']}",
+            str(row["samples"]),
+            *(_format_value(row[side]) for side in ("base", "trained")),
+            "-" if row["low"] is None else f"{row['difference']:+.3f} ({row['low']:+.3f} to {row['high']:+.3f})",
+            row["verdict"],
+        ]
+        for row in evaluation.get("benchmarks", [])
+    ]
+
+
+def pair_rows(evaluation: dict[str, Any]) -> list[list[str]]:
+    """A row of (source, pairs, *PAIR_FIGURES) for each preference set and source, with 95% intervals."""
+    return [
+        [row["source"], str(row["pairs"])]
+        + ["{:.2f} ({:.2f} to {:.2f})".format(*row[name]) if row[name] else "-" for name in PAIR_FIGURES]
+        for row in evaluation.get("pairs", [])
+    ]
+
+
+def evaluation_tables(evaluation: dict[str, Any]) -> list[tuple[tuple[str, ...], list[list[str]]]]:
+    """(headings, rows) of the benchmarks and of the preference sets, those that there are."""
+    pairs = ("preference set", "pairs", *PAIR_FIGURES.values())
+    tables = [(HEADINGS, evaluation_rows(evaluation)), (pairs, pair_rows(evaluation))]
+    return [(headings, rows) for headings, rows in tables if rows]
+
+
+def format_evaluation(evaluation: dict[str, Any]) -> str:
+    """The tables as text for the terminal."""
+    return "\n\n".join(format_table(rows, headings, "llrrrll") for headings, rows in evaluation_tables(evaluation))
+
+
+def compare_evaluations(a: Path, b: Path) -> str:
+    """The trained models of two runs side by side in what both were evaluated on; empty where there is nothing."""
+    of_a, of_b = (
+        {tuple(row[:2]): row for row in evaluation_rows(read_mapping(run / EVALUATION)) if run.is_dir()}
+        for run in (a, b)
+    )
+    rows = [[*key, of_a[key][4], of_b[key][4]] for key in of_a if key in of_b]
+    return format_table(rows, ("benchmark", "metric", "A", "B"), "llrr", indent=0) if rows else ""
+
+
+def _format_value(side: dict[str, float | None]) -> str:
+    return f"{side['value']:.3f}" + (f" ± {side['stderr']:.3f}" if math.isfinite(side["stderr"] or math.nan) else "")

@@ -1,0 +1,227 @@
+"""evaluate.py: real lm-eval on tiny models against figures computed here; intervals and verdicts; where results go."""
+
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sfm_dpo.jobs.benchmarks import Settings, compare_results, load_tasks, run_lm_eval
+from sfm_dpo.jobs.preferences import summarize_pairs
+from sfm_dpo.run.folder import read_resolved_config
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import compare_runs
+import evaluate
+
+
+def make_result(values: list[float], higher_is_better: bool | None = True, stderr: float = 0.1) -> dict:
+    samples = [{"doc_id": i, "filter": "none", "acc": value} for i, value in enumerate(values)]
+    return {
+        "results": {"t": {"alias": "t", "acc,none": float(np.mean(values)), "acc_stderr,none": stderr}},
+        "samples": {"t": samples},
+        "higher_is_better": {"t": {"acc": higher_is_better}},
+        "n-shot": {"t": 0},
+        "n-samples": {"t": {"effective": len(values)}},
+    }
+
+
+def test_the_interval_is_that_of_the_differences():
+    generator = np.random.default_rng(0)
+    before = generator.normal(size=200)
+    after = before + generator.normal(0.05, 0.1, size=200)  # a small gain, far below the spread of the samples
+    (row,) = compare_results(make_result(before.tolist()), make_result(after.tolist()))
+    half = 1.959964 * (after - before).std(ddof=1) / math.sqrt(200)
+    assert row["paired"] and row["samples"] == 200 and row["difference"] == pytest.approx((after - before).mean())
+    assert (row["low"], row["high"]) == pytest.approx(((after - before).mean() - half, (after - before).mean() + half))
+    assert row["verdict"] == "better" and row["base"] == {"value": pytest.approx(before.mean()), "stderr": 0.1}
+
+
+ZEROS, ONES = [0.0] * 20, [1.0] * 20
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "higher", "verdict"),
+    [
+        (ZEROS, ONES, True, "better"),
+        (ONES, ZEROS, True, "worse"),
+        (ONES, ZEROS, False, "better"),
+        (ZEROS, ONES, None, "higher"),
+        (ZEROS, ZEROS, True, "no difference that 20 samples can show"),
+        ([0.0] * 5, [1.0] * 5, True, "no difference that 5 samples can show"),  # a sign test: p = 1/16
+        ([0.0, 1.0] * 10, [1.0, 0.0] * 10, True, "no difference that 20 samples can show"),
+    ],
+)
+def test_verdict(before, after, higher, verdict):
+    (row,) = compare_results(make_result(before, higher), make_result(after, higher))
+    assert row["verdict"] == verdict
+
+
+def test_without_samples_the_standard_errors_decide():
+    base, trained = make_result([0.5] * 4), make_result([0.9] * 4)
+    del base["samples"]
+    (row,) = compare_results(base, trained)
+    half = 1.959964 * math.hypot(0.1, 0.1)
+    assert not row["paired"] and row["high"] == pytest.approx(0.4 + half) and row["verdict"] == "better"
+    base["results"]["t"]["acc_stderr,none"] = "N/A"
+    (row,) = compare_results(base, trained)
+    assert row["low"] is None and "no difference" in row["verdict"]
+
+
+@pytest.fixture
+def run(finished_run, tmp_path) -> Path:
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))
+
+
+@pytest.fixture
+def tasks(tmp_path) -> list[str]:
+    """A multiple-choice and a generation task over one local file; the second asks for sampling, which is not done."""
+    rows = [{"question": f"{i} + {i}?", "choices": [str(2 * i), "I forgot it.", f"{i}!"]} for i in range(9)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}}
+    data |= {"test_split": "test", "doc_to_text": "{{question}}"}
+    choice = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": 0}
+    answer = {"output_type": "generate_until", "doc_to_target": "{{choices[0]}}"}
+    answer["generation_kwargs"] = {"until": ["\n\n"], "max_gen_toks": 4, "do_sample": True, "temperature": 2.0}
+    for name, fields, metric in (("choice", choice, "acc"), ("answer", answer, "exact_match")):
+        fields |= {"task": f"local_{name}", "metric_list": [{"metric": metric, "higher_is_better": True}]}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(data | fields))
+    return [str(tmp_path / f"{name}.yaml") for name in ("choice", "answer")]
+
+
+def score(folder: str | Path) -> list[float]:
+    """1 where the first choice is the likeliest continuation of the rendered chat, by a plain forward."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    hits = []
+    for i in range(9):
+        chat = [{"role": "user", "content": f"{i} + {i}?"}]
+        prompt = tokenizer(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)).input_ids
+        sums = []
+        for choice in (str(2 * i), "I forgot it.", f"{i}!"):
+            ids = tokenizer(choice).input_ids
+            logps = model(torch.tensor([prompt + ids])).logits[0].log_softmax(-1)
+            sums.append(sum(logps[len(prompt) - 1 + n, id].item() for n, id in enumerate(ids)))
+        hits.append(float(np.argmax(sums) == 0))
+    return hits
+
+
+@pytest.mark.slow
+def test_evaluation_of_a_run(run, tasks, capsys):
+    assert evaluate.main([str(run), "--tasks", *tasks]) == 0
+    out = capsys.readouterr().out
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    choice, answer = evaluation["benchmarks"]
+    base, trained = score(read_resolved_config(run)["model_name_or_path"]), score(run)
+    assert (choice["base"]["value"], choice["trained"]["value"]) == (np.mean(base), np.mean(trained))
+    assert choice["base"]["stderr"] == pytest.approx(np.std(base, ddof=1) / 3)
+    assert choice["difference"] == pytest.approx(np.mean(trained) - np.mean(base)) and choice["paired"]
+    assert (answer["metric"], answer["samples"], answer["num_fewshot"], answer["chat_template"]) == (
+        "exact_match", 9, 0, True,
+    )  # fmt: skip
+    assert "local_choice" in out and "verdict" in out
+    assert "local_choice" in (run / "report.html").read_text()
+    card = ModelCard.load(run / "README.md")
+    card.validate  # noqa: B018 (asks the Hub; what it checks there huggingface_hub has parsed here)
+    results = {result.dataset_type: result for result in card.data.eval_results}
+    assert results["local_choice"].metric_value == round(float(np.mean(trained)), 4)
+    assert "| local_choice | acc | 9 |" in card.text
+
+    assert evaluate.main([str(run / "checkpoint-4"), "--tasks", tasks[0], "--limit", "3", "--no_chat_template"]) == 0
+    (row,) = json.loads((run / "checkpoint-4" / "evaluation.json").read_text())["benchmarks"]
+    assert (row["samples"], row["limit"], row["chat_template"]) == (3, 3, False)
+    assert json.loads((run / "evaluation.json").read_text()) == evaluation  # the run's own is as it was
+    capsys.readouterr()
+    compare_runs.main([str(run), str(run)])
+    assert "benchmark" in capsys.readouterr().out
+
+    (run / "chat_template.jinja").unlink()
+    config = json.loads((run / "tokenizer_config.json").read_text())
+    (run / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": None}))
+    assert evaluate.main([str(run), "--tasks", tasks[0]]) == 2
+    assert "has no chat template; add --no_chat_template" in capsys.readouterr().err
+
+
+@pytest.mark.grid
+def test_the_command_of_another_environment_gives_the_same(run, tasks):
+    """As for vLLM, which needs a GPU; here with lm-eval's HF backend in this environment."""
+    model = {"pretrained": str(run), "tokenizer": str(run), "dtype": "float32"}
+    here = run_lm_eval(model, Settings(tasks), load_tasks(tasks))
+    elsewhere = Settings(tasks, vllm=Path(sys.prefix))
+    there = run_lm_eval(model, elsewhere, model="hf")
+    rows = compare_results(here, there)
+    assert len(rows) == 2 and all(row["paired"] and row["difference"] == 0 for row in rows)
+    assert all(row["base"]["value"] == row["trained"]["value"] for row in rows)
+
+
+def test_lm_eval_is_missing(run, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert evaluate.main([str(run), "--tasks", "x"]) == 2
+    assert "lm-eval is missing" in (error := capsys.readouterr().err) and "requirements-eval.txt" in error
+
+
+# ---- preference sets
+
+
+def test_figures_of_pairs():
+    generator = np.random.default_rng(1)
+    base = -generator.uniform(10, 90, (60, 2))
+    trained = base + generator.normal(0.5, 3, (60, 2))
+    trained[0] = base[0]  # a tie
+    lengths = generator.integers(1, 30, (60, 2))
+    for per_token in (True, False):
+        figures = summarize_pairs(base, trained, lengths, 5.0, per_token)
+        scale = lengths if per_token else 1
+        margins = (5.0 * (trained - base) / scale) @ np.array([1, -1])
+        wins = np.where(margins > 0, 1, np.where(margins == 0, 0.5, 0))
+        longer, shorter = lengths[:, 0] > lengths[:, 1], lengths[:, 0] < lengths[:, 1]
+        assert figures["reward_accuracy"][0] == pytest.approx(wins.mean())
+        assert figures["margin"][0] == pytest.approx(margins.mean())
+        assert figures["equal_length"][0] == pytest.approx((wins[longer].mean() + wins[shorter].mean()) / 2)
+        half = 1.959964 * margins.std(ddof=1) / math.sqrt(60)
+        assert figures["margin"][2] - figures["margin"][0] == pytest.approx(half)
+        likelier = (base / scale)[:, 0] > (base / scale)[:, 1]
+        assert figures["base"][0] == pytest.approx(likelier.mean())
+
+
+def test_a_taste_for_long_answers_is_no_skill():
+    lengths = np.array([[20, 10]] * 30 + [[10, 20]] * 10)
+    gain = 0.1 * lengths  # log-probs rise with length alone
+    figures = summarize_pairs(-1.0 * lengths, -1.0 * lengths + gain, lengths, 0.1, False)
+    assert figures["reward_accuracy"][0] == 0.75 and figures["equal_length"][0] == 0.5
+
+
+@pytest.mark.slow
+def test_pairs_of_a_run(run, tmp_path, capsys):
+    rows = [
+        {"prompt": f"{i} + {i + 1}?", "chosen": f"It is {2 * i + 1}.", "rejected": f"I forgot {i}, or so."}
+        for i in range(6)
+    ]
+    (tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert evaluate.main([str(run), "--pairs", str(tmp_path / "other.jsonl")]) == 0
+    (row,) = json.loads((run / "evaluation.json").read_text())["pairs"]
+    config = read_resolved_config(run)
+    sums = []
+    for folder in (config["model_name_or_path"], run):
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+        for pair in rows:
+            for side in ("chosen", "rejected"):
+                start = len(tokenizer(pair["prompt"]).input_ids)
+                ids = tokenizer(pair["prompt"] + pair[side] + tokenizer.eos_token).input_ids
+                logps = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+                values = [logps[n - 1, ids[n]].item() for n in range(start, len(ids))]
+                sums.append(np.mean(values))
+    base, trained = np.array(sums).reshape(2, 6, 2)
+    margins = config["beta"] * (trained - base) @ np.array([1, -1])
+    assert row["pairs"] == 6 and row["margin"][0] == pytest.approx(margins.mean(), abs=1e-4)
+    assert row["reward_accuracy"][0] == np.mean(margins > 0)
+    assert row["base"][0] == np.mean(base[:, 0] > base[:, 1]) and row["trained"][0] == np.mean(trained @ [1, -1] > 0)
+    assert "reward accuracy" in capsys.readouterr().out
+    assert str(tmp_path / "other.jsonl") in (run / "report.html").read_text()
