@@ -14,7 +14,10 @@ from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.hub.publish import Source
 from sfm_dpo.model.loading import load_model
-from sfm_dpo.run.folder import RESOLVED_CONFIG
+
+# Fields of the run that decide what becomes of a text
+_TEXTS = """model_name_or_path model_revision trust_remote_code max_length max_prompt_length pad_token seed
+    dataset_num_proc max_dropped_fraction""".split()
 
 
 def evaluate_pairs(source: Source, model: Path, dataset: str, limit: int | None) -> list[dict[str, Any]]:
@@ -28,11 +31,10 @@ def evaluate_pairs(source: Source, model: Path, dataset: str, limit: int | None)
     Raises:
         UserError: as the training would of these data.
     """
-    recipe = ["--config", str(source.run / RESOLVED_CONFIG), "--dataset_name", dataset, "--push_to_hub", "false"]
-    recipe += ["--eval_fraction", "0", "--eval_strategy", "no", "--guard_generations", "0"]
-    recipe += ["--max_samples", str(limit)] if limit else []
-    config = parse_config(recipe, training=False)
-    config.train.max_samples = limit  # not the run's own
+    run = source.config
+    words = [f"--{name}={run[name]}" for name in _TEXTS if run.get(name) is not None]
+    words += [f"--max_samples={limit}"] if limit else []
+    config = parse_config([*words, f"--dataset_name={dataset}"], training=False)
     tokens = load_token_pairs(config, load_tokenizer(config))[0].train
     device, dtype = ("cuda", "auto") if torch.cuda.is_available() else ("cpu", "float32")
     logps = []
@@ -46,7 +48,7 @@ def evaluate_pairs(source: Source, model: Path, dataset: str, limit: int | None)
     if len(names := sorted(set(sources))) > 1:
         groups |= {name: sources == name for name in names}
     (base, lengths), (trained, _) = logps
-    scale = config.train.beta, main_loss(config.train.loss_type) in LENGTH_NORMALIZED_LOSSES
+    scale = run["beta"], main_loss(run["loss_type"]) in LENGTH_NORMALIZED_LOSSES
     return [
         {"source": name} | summarize_pairs(base[rows], trained[rows], lengths[rows], *scale)
         for name, rows in groups.items()
