@@ -12,7 +12,8 @@ from tests.commands import PAGES, ROOT, text
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
 SLURM = (
     "account array begin cpus-per-task dependency exclude export format gpus-per-node gres kill-on-bad-exit "
-    "kill-on-invalid-dep label mem name nodes ntasks ntasks-per-node open-mode output partition requeue signal time wait batch"
+    "kill-on-invalid-dep label mem name nodes ntasks ntasks-per-node open-mode output partition requeue signal time "
+    "wait batch"
 )
 OTHER = "no-deps append help nproc-per-node"  # of git, pip, wandb sync, trl and torchrun
 OWN_FOLDERS = "bench|configs|data|docs|recipes|scripts|sfm_dpo|tests"
