@@ -34,27 +34,21 @@ def key_value(text: str) -> tuple[str, str]:
 def main(argv: list[str]) -> None:
     parser = Arguments(prog="evaluate.py", description=__doc__)
     parser.add_argument("run", metavar="RUN_OR_CHECKPOINT", type=Path)
-    parser.add_argument("--tasks", nargs="+", help="names of lm-eval, or .yaml files; default: the run's eval_tasks")
+    parser.add_argument(
+        "--tasks", nargs="+", default=[], help="names of lm-eval, or .yaml files; default: the run's eval_tasks"
+    )
     parser.add_argument("--pairs", metavar="FILE_OR_DATASET", help="a preference set: Hub id, file or folder")
     parser.add_argument("--limit", type=number(int, 1), help="samples of each task, and pairs; default: all")
     parser.add_argument("--num_fewshot", type=number(int, 0), help="default: the task's own")
     parser.add_argument("--batch_size", type=number(int, 1), default=8)
-    parser.add_argument("--no_chat_template", action="store_true", help="plain prompts")
+    parser.add_argument("--no_chat_template", dest="chat_template", action="store_false", help="plain prompts")
     parser.add_argument(
         "--model_args", nargs="+", type=key_value, default=[], metavar="KEY=VALUE", help="for lm-eval's model"
     )
     parser.add_argument("--vllm", type=Path, metavar="ENV", help="virtual environment with lm-eval and vLLM")
-    options = parser.parse_args(argv)
-    settings = Settings(
-        options.tasks or [],
-        options.limit,
-        options.num_fewshot,
-        str(options.batch_size),
-        not options.no_chat_template,
-        dict(options.model_args),
-        options.vllm,
-    )
-    print(evaluate_run(options.run, settings, options.pairs))
+    options = vars(parser.parse_args(argv))
+    run, pairs = options.pop("run"), options.pop("pairs")
+    print(evaluate_run(run, Settings(**options), pairs))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import json
 import math
 import subprocess
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,9 @@ class Settings:
     tasks: list[str]  # names, or paths of YAML files
     limit: int | None = None
     num_fewshot: int | None = None
-    batch_size: str = "8"
+    batch_size: int = 8
     chat_template: bool = True
-    model_args: dict[str, str] = field(default_factory=dict)
+    model_args: Sequence[tuple[str, str]] = ()
     vllm: Path | None = None  # a virtual environment with lm-eval and vLLM, which pins a torch of its own
 
 
@@ -125,7 +126,7 @@ def run_lm_eval(model_args: dict[str, str], settings: Settings, tasks: Any = Non
         UserError: that command fails.
     """
     cuda = torch.cuda.is_available() or settings.vllm is not None
-    model_args = {"dtype": "auto" if cuda else "float32"} | model_args | settings.model_args
+    model_args = {"dtype": "auto" if cuda else "float32"} | model_args | dict(settings.model_args)
     if settings.vllm is None:
         return importlib.import_module("lm_eval").simple_evaluate(
             model="hf",
@@ -143,7 +144,7 @@ def run_lm_eval(model_args: dict[str, str], settings: Settings, tasks: Any = Non
     with tempfile.TemporaryDirectory() as folder:
         command = [str(settings.vllm / "bin/python"), "-m", "lm_eval", "run", "--model", model, "--log_samples"]
         command += ["--model_args", *(f"{key}={value}" for key, value in model_args.items())]
-        command += ["--tasks", *settings.tasks, "--batch_size", settings.batch_size, "--output_path", folder]
+        command += ["--tasks", *settings.tasks, "--batch_size", str(settings.batch_size), "--output_path", folder]
         command += ["--gen_kwargs", *(f"{key}={value}" for key, value in GREEDY.items())]
         command += ["--apply_chat_template"] * settings.chat_template
         for name in ("limit", "num_fewshot"):
@@ -158,7 +159,7 @@ def run_lm_eval(model_args: dict[str, str], settings: Settings, tasks: Any = Non
             raise UserError(f"--vllm {settings.vllm}: lm-eval fails there: {reason}")
         result = json.loads(next(Path(folder).rglob("results_*.json")).read_text())
         names = [name for name in result["results"] if name in result["configs"]]
-        samples = {name: next(Path(folder).rglob(f"samples_{name}_*.jsonl")).read_text() for name in names}
+        samples = {name: next(Path(folder).rglob(f"samples_{name}_20*.jsonl")).read_text() for name in names}
         result["samples"] = {name: list(map(json.loads, text.splitlines())) for name, text in samples.items()}
         return result
 
