@@ -5,9 +5,11 @@
     python scripts/analyze_dataset.py allenai/Dolci-Think-DPO-7B --max_samples 5000
     python scripts/analyze_dataset.py pairs.jsonl --model_name_or_path my/model --html lengths.html
     python scripts/analyze_dataset.py --config recipes/think.yaml --json lengths.json --plot lengths.png
+    python scripts/analyze_dataset.py pairs.jsonl --against gsm8k.jsonl:question --json found.json
 
 Run it with the recipe, on all pairs, and the training run finds their token ids in the cache. All other fields of a
-recipe can be given too; max_prompt_length is applied where it is given. docs/lengths.md explains the output.
+recipe can be given too; max_prompt_length is applied where it is given. docs/lengths.md and
+docs/filters.md explain the output.
 """
 
 import os
@@ -33,6 +35,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dataset_num_proc", metavar="N", help="processes (default: one a core)")
     parser.add_argument("--min_coverage", type=share, default=0.95, help="pairs to leave whole (default 0.95)")
     parser.add_argument("--min_tokens_kept", type=share, default=0.9, help="response tokens to keep (default 0.9)")
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        default=[],
+        metavar="SET",
+        help="evaluation sets, FILE_OR_DATASET[:column]: what is in both",
+    )
+    parser.add_argument("--ngram", type=number(int, 1), default=13, help="words in common that count (default 13)")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="writes everything, for machines")
     parser.add_argument("--plot", type=new_figure, metavar="FILE", help="writes the picture, .png, .svg or .pdf")
     parser.add_argument("--html", type=new_file, metavar="FILE", help="writes one page with all")
@@ -47,7 +57,8 @@ def main(argv: list[str]) -> int:
     for name in ("config", "model_name_or_path", "max_samples", "dataset_num_proc"):
         if (value := getattr(args, name)) is not None:
             fields.append(f"--{name}={value}")
-    result = analyze_dataset(parse_config(defaults(fields), training=False), args.min_coverage, args.min_tokens_kept)
+    config = parse_config(defaults(fields), training=False)
+    result = analyze_dataset(config, args.min_coverage, args.min_tokens_kept, args.against, args.ngram)
     print(format_analysis(result))
     write_json(args.json, result)
     if args.plot:

@@ -4,8 +4,10 @@
 dict is the JSON that docs/lengths.md describes.
 """
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,19 +17,25 @@ from transformers import PreTrainedTokenizerBase
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config, TrainConfig
+from sfm_dpo.data.contamination import NGRAM, report_contamination
+from sfm_dpo.data.faults import find_faults, summarize_faults
 from sfm_dpo.data.filters import filter_lengths, judge_lengths, judge_texts, measure_texts
 from sfm_dpo.data.preferences import load_pairs
 from sfm_dpo.data.token_lengths import Lengths, count_user_turns, measure_lengths
 from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
+from sfm_dpo.health.preflight import PREFLIGHT
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.model.memory import meta_model
 from sfm_dpo.planning.lengths import analyze_lengths
+from sfm_dpo.run.folder import read_mapping
 
 # Chosen longer in this share of the pairs or more, or rejected: length alone then predicts the preference.
 LENGTH_BIAS = 0.6
 # More prompts than this share over half of max_length are worth a warning.
 LONG_PROMPTS = 0.01
+# A base model's preference differs less than that between sources whose sides are right (it follows length and style).
+SWAPPED = 0.2
 # Whose effect is shown where a field is off. 0.8: one word in 45 differs. Answers of 4 to 1 in length, of fewer than 4
 # tokens (a word and the end of turn), or with 95% of their word pairs in common are worth a look.
 SUGGESTED_FILTERS: tuple[dict[str, Any], ...] = (
@@ -42,11 +50,16 @@ SUGGESTED_FILTERS: tuple[dict[str, Any], ...] = (
 )
 
 
-def analyze_dataset(config: Config, min_coverage: float, min_tokens_kept: float) -> dict[str, Any]:
+def analyze_dataset(
+    config: Config, min_coverage: float, min_tokens_kept: float, against: Sequence[str] = (), ngram: int = NGRAM
+) -> dict[str, Any]:
     """Everything about the pairs of a configuration; of its fields those of data and tokenizer count.
 
+    Args:
+        against: evaluation sets, FILE_OR_DATASET[:column], with which pairs may share n-grams of `ngram` words.
+
     Raises:
-        UserError: as load_pairs and load_tokenizer; or no pair is left after tokenization.
+        UserError: as load_pairs, load_tokenizer and report_contamination; or no pair is left after tokenization.
     """
     args = config.train
     args.max_dropped_fraction = 1.0  # unusable rows are reported here; training stops at them
@@ -89,17 +102,50 @@ def analyze_dataset(config: Config, min_coverage: float, min_tokens_kept: float)
         sampled=result["sampled"],
         forward_flops=forward_flops,
     )
-    turns = count_user_turns(concatenate_datasets(splits), args.dataset_num_proc)
+    texts = concatenate_datasets(splits)
+    turns = count_user_turns(texts, args.dataset_num_proc)
     repeats = [len(keys) - len(np.unique(keys)) for keys in (prompt_keys, pair_keys)]
     several_turns = float((turns > 1).mean())
     result["findings"] = list_findings(result, lengths, repeats, counts["prompt_trimmed"], several_turns)
     result["example"] = decode_example(tokens, lengths, tokenizer)
-    measures = measure_texts(concatenate_datasets(splits), args.dataset_num_proc)[:]
+    measures = measure_texts(texts, args.dataset_num_proc)[:]
     longest = result["recommendation"]["max_length"]
     result["filters"] = preview_filters(
         measures, lengths, args, (*SUGGESTED_FILTERS, {"max_response_tokens": longest})
     )
+    result["faults"] = summarize_faults(texts, find_faults(texts, args.dataset_num_proc))
+    if against:
+        keys = measures["pair_key"]
+        result["contamination"] = report_contamination(texts, keys, list(against), ngram, args.dataset_num_proc)
+    base = read_mapping(Path(args.output_dir) / PREFLIGHT).get("figures", {})
+    for source in find_swapped_sources(base.get("by_source", [])):
+        text = (
+            "the base model prefers the chosen answers of {source} in {preferred:.0%} of {pairs:,} pairs, those of "
+            "the other sources in {others:.0%}: chosen and rejected may be swapped there"
+        )
+        result["findings"].append({"level": "warning", "text": text.format(**source)})
     return result
+
+
+def find_swapped_sources(by_source: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Sources in which the base model prefers the other side than in the rest, with the share of the rest as `others`.
+
+    That is: on the other side of one half, by SWAPPED or more, and by 4 standard errors (by chance one source in
+    15,000).
+
+    Args:
+        by_source: of preflight.json: `source`, `pairs`, and the share `preferred`.
+    """
+    swapped = []
+    for row in by_source:
+        rest = [other for other in by_source if other is not row]
+        if n := sum(other["pairs"] for other in rest):
+            others = sum(other["pairs"] * other["preferred"] for other in rest) / n
+            error = math.sqrt(0.25 / row["pairs"] + 0.25 / n)
+            far = abs(row["preferred"] - others) >= max(SWAPPED, 4 * error)
+            if far and (row["preferred"] < 0.5) != (others < 0.5):
+                swapped.append(row | {"others": others})
+    return swapped
 
 
 def preview_filters(

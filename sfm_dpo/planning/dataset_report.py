@@ -30,6 +30,7 @@ NOTES = {  # under the tables, by their titles; docs/lengths.md says more
         "train_sampling_strategy group_by_length (one seeded order). padding_free has none."
     ),
     "filters": "What each would leave out, alone; all are off by default (docs/filters.md).",
+    "what looks wrong": "By the texts alone: docs/filters.md says what these checks miss and name falsely.",
 }
 
 
@@ -73,6 +74,18 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
         + [
             [row["setting"], f"{row['pairs']:,}", f"{row['pairs'] / result['pairs']:.2%}"] for row in result["filters"]
         ],
+        **tabulate_contamination(result),
+        "what looks wrong": [["pairs", "share", "chosen", "rejected", "what"]]
+        + [
+            [
+                f"{row['pairs']:,}",
+                f"{row['pairs'] / result['pairs']:.2%}",
+                f"{row['chosen']:,}",
+                f"{row['rejected']:,}",
+                row["text"],
+            ]
+            for row in result["faults"]
+        ],
     }
 
 
@@ -115,6 +128,8 @@ def format_analysis(result: dict[str, Any]) -> str:
     parts = [
         "\n  ".join([format_heading(result), *list_drops(result)]),
         *tables,
+        *(["\n".join(["in common with evaluation sets", *matches])] if (matches := list_matches(result)) else []),
+        "\n".join(["examples of what looks wrong", *list_examples(result["faults"])]),
         "\n".join(["findings", *(wrap(f"{f['level']}: {f['text']}") for f in result["findings"])]),
         "\n".join(
             [f"example: the pair of median length (number {example['row']:,}); the prompt is not trained", *texts]
@@ -129,6 +144,35 @@ def format_heading(result: dict[str, Any]) -> str:
     of, limit = f", a sample of {result['usable']:,}" if result["sampled"] else "", result["recommendation"]["limit"]
     heading = f"{' + '.join(result['dataset'])}: {result['pairs']:,} pairs{of}, tokens of {result['model']}"
     return heading + (f" (limit {limit:,})" if limit else "")
+
+
+def tabulate_contamination(result: dict[str, Any]) -> dict[str, list[list[str]]]:
+    """The table of what pairs share with evaluation sets, by its title; empty where none was given."""
+    if "contamination" not in result:
+        return {}
+    rows = [["evaluation set", "rows", "too short", "in pairs", "share", "pairs", "share"]]
+    for found in result["contamination"]["sets"]:
+        shares = (f"{found['set_rows'] / found['rows']:.2%}", f"{found['pairs'] / result['pairs']:.2%}")
+        counts = [f"{found[name]:,}" for name in ("rows", "short", "set_rows", "pairs")]
+        rows.append([found["set"], *counts[:3], shares[0], counts[3], shares[1]])
+    return {f"n-grams of {result['contamination']['ngram']} words in common with evaluation sets": rows}
+
+
+def list_matches(result: dict[str, Any]) -> list[str]:
+    """The worst pair of each evaluation set, above the row that it shares most with."""
+    sets = [found for found in result.get("contamination", {}).get("sets", ()) if found["examples"]]
+    return [
+        "  {set}\n    pair {row:,}, {side}: {text!r}\n    row {set_row:,} of the set: {set_text!r}".format(
+            set=found["set"], **{k: v[:300] if isinstance(v, str) else v for k, v in found["examples"][0].items()}
+        )
+        for found in sets
+    ]
+
+
+def list_examples(faults: list[dict[str, Any]]) -> list[str]:
+    """The first example of each, in a line."""
+    lines = ((row["text"], row["examples"][0]) for row in faults)
+    return [f"  {text}\n    row {one['row']:,}, {one['side']}: {one['text'][:200]!r}" for text, one in lines]
 
 
 def list_drops(result: dict[str, Any]) -> list[str]:

@@ -1,0 +1,142 @@
+"""Contamination: pairs that share long n-grams of words with evaluation sets.
+
+The usual convention (GPT-3, Tulu 3): 13 words in lower case and without punctuation; an n-gram that more than
+COMMON_ROWS rows of a set share is a stock phrase and does not count. Paraphrases, translations, and rows of a set with
+fewer words than n are not found.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset
+from datasets.fingerprint import Hasher
+
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.data.faults import read_sides
+from sfm_dpo.data.filters import hash_ngrams, hash_words, read_text
+from sfm_dpo.data.sources import LOCAL_FORMATS, room_in_cache
+
+# Part of the cache's key. Raise it when _match_batch finds something else.
+CONTAMINATION_VERSION = 1
+
+NGRAM = 13
+COMMON_ROWS = 10
+_PARTS = ("prompt", "chosen", "rejected")
+
+
+def read_evaluation_texts(name: str) -> list[str]:
+    """The rows of FILE_OR_DATASET[:column] as text: the column, or all text; of a Hub dataset the test split.
+
+    Raises:
+        UserError: not found, not readable, no such column, or no text.
+    """
+    path, _, column = (name, "", "") if Path(name).exists() or ":" not in name else name.rpartition(":")
+    try:
+        suffix = Path(path).suffix
+        loaded = (
+            load_dataset(LOCAL_FORMATS[suffix], data_files=path) if suffix in LOCAL_FORMATS else load_dataset(path)
+        )
+    except Exception as error:  # of the Hub, of pyarrow, of the builder
+        raise UserError(
+            f"--against {name}: cannot be read: {str(error.__cause__ or error).splitlines()[0]}"
+        ) from error
+    assert isinstance(loaded, DatasetDict)
+    rows = loaded["test"] if "test" in loaded else concatenate_datasets(list(loaded.values()))
+    if column and column not in rows.column_names:
+        raise UserError(f"--against {name}: no column {column}; it has {', '.join(rows.column_names)}")
+    names = [column] if column else rows.column_names
+    texts = ["\n".join(_list_texts([row[name] for name in names])) for row in rows]
+    if not any(texts):
+        raise UserError(f"--against {name}: holds no text; name a column of {', '.join(rows.column_names)}")
+    return texts
+
+
+def _list_texts(value: Any) -> list[str]:
+    """All text in nested lists and mappings."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return (
+        [text for item in value for text in _list_texts(item)]
+        if isinstance(value, list)
+        else ([value] if isinstance(value, str) else [])
+    )
+
+
+def index_ngrams(texts: list[str], n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sorted hashes of the n-grams of an evaluation set that are no stock phrase, and the first row with each."""
+    grams = [np.unique(hash_ngrams(hash_words(text), n)) for text in texts]
+    rows = np.repeat(np.arange(len(texts)), [len(found) for found in grams])
+    unique, first, counts = np.unique(np.concatenate(grams), return_index=True, return_counts=True)
+    return unique[counts <= COMMON_ROWS], rows[first][counts <= COMMON_ROWS]
+
+
+@room_in_cache()
+def match_pairs(
+    pairs: Dataset, indexes: list[np.ndarray], n: int, num_proc: int | None = None
+) -> dict[str, np.ndarray]:
+    """For each pair (preferences.py) and set: `shared` [N, sets] n-grams in common, and of the first one its `gram`,
+    the position in the set's index, and `part`, 0 to 2 for prompt, chosen, rejected."""
+    return pairs.map(
+        _match_batch,
+        batched=True,
+        batch_size=200,
+        fn_kwargs={"indexes": indexes, "n": n},
+        remove_columns=pairs.column_names,
+        num_proc=num_proc,
+        new_fingerprint=Hasher.hash((pairs._fingerprint, indexes, n, CONTAMINATION_VERSION)),
+        desc="Matching",
+    ).with_format("numpy")[:]
+
+
+def _match_batch(batch: dict[str, list], indexes: list[np.ndarray], n: int) -> dict[str, list]:
+    found: dict[str, list] = {"shared": [], "gram": [], "part": []}
+    for sides in zip(*(batch[name] for name in _PARTS), strict=True):
+        grams = [np.unique(hash_ngrams(hash_words(read_text(side)), n)) for side in sides]
+        parts, joined = np.repeat(np.arange(3), [len(part) for part in grams]), np.concatenate(grams)
+        columns = []
+        for index in indexes:
+            at = np.searchsorted(index, joined).clip(max=max(len(index) - 1, 0))
+            hits = np.flatnonzero(index[at] == joined) if len(index) else at[:0]
+            columns.append((len(hits), int(at[hits[0]]), int(parts[hits[0]])) if len(hits) else (0, 0, 0))
+        for name, values in zip(found, zip(*columns, strict=True), strict=True):
+            found[name].append(list(values))
+    return found
+
+
+def report_contamination(
+    pairs: Dataset, keys: np.ndarray, names: list[str], n: int, num_proc: int | None = None, examples: int = 5
+) -> dict[str, Any]:
+    """Shares and worst examples of each evaluation set, and all pairs that share an n-gram with any of them.
+
+    Args:
+        keys: [N] pair keys (filters.measure_texts), by which `drop_contaminated` knows the pairs.
+        names: of evaluation sets, FILE_OR_DATASET[:column].
+
+    Raises:
+        UserError: as `read_evaluation_texts`.
+    """
+    texts = [read_evaluation_texts(name) for name in names]
+    indexes = [index_ngrams(rows, n) for rows in texts]
+    found = match_pairs(pairs, [index for index, _ in indexes], n, num_proc)
+    sets = []
+    for i, (name, rows, (_, owners)) in enumerate(zip(names, texts, indexes, strict=True)):
+        shared = found["shared"][:, i]
+        hit = np.flatnonzero(shared)
+        worst = []
+        for row in hit[np.argsort(-shared[hit], kind="stable")][:examples].tolist():
+            part, owner = int(found["part"][row, i]), int(owners[found["gram"][row, i]])
+            sides = read_sides(pairs[row])
+            worst.append(
+                {"row": row, "side": _PARTS[part], "shared": int(shared[row]), "text": sides[part][:600]}
+                | {"set_row": owner, "set_text": rows[owner][:600]}
+            )
+        sets.append(
+            {"set": name, "rows": len(rows), "short": sum(len(hash_words(text)) < n for text in rows)}
+            | {"pairs": len(hit), "set_rows": len(np.unique(owners[found["gram"][hit, i]])), "examples": worst}
+        )
+    listed = [
+        {"row": row, "key": f"{int(keys[row]) % 2**64:016x}"}
+        for row in np.flatnonzero(found["shared"].any(axis=1)).tolist()
+    ]
+    return {"ngram": n, "sets": sets, "pairs": listed}
