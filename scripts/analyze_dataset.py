@@ -5,6 +5,7 @@
     python scripts/analyze_dataset.py allenai/Dolci-Think-DPO-7B --max_samples 5000
     python scripts/analyze_dataset.py pairs.jsonl --model_name_or_path my/model --html lengths.html
     python scripts/analyze_dataset.py --config recipes/think.yaml --json lengths.json --plot lengths.png
+    python scripts/analyze_dataset.py --config recipes/think.yaml --gpu b200 --num_gpus 4
     python scripts/analyze_dataset.py pairs.jsonl --against gsm8k.jsonl:question --json found.json
 
 Run it with the recipe, on all pairs, and the training run finds their token ids in the cache. All other fields of a
@@ -43,6 +44,10 @@ def main(argv: list[str]) -> int:
         help="evaluation sets, FILE_OR_DATASET[:column]: what is in both",
     )
     parser.add_argument("--ngram", type=number(int, 1), default=13, help="words in common that count (default 13)")
+    parser.add_argument(
+        "--gpu", metavar="GPU", help="b200, h100, ...: hours and memory of each max_length (docs/plan.md)"
+    )
+    parser.add_argument("--num_gpus", type=number(int, 1), default=4, metavar="N", help="GPUs of --gpu (default 4)")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="writes everything, for machines")
     parser.add_argument("--plot", type=new_figure, metavar="FILE", help="writes the picture, .png, .svg or .pdf")
     parser.add_argument("--html", type=new_file, metavar="FILE", help="writes one page with all")
@@ -53,12 +58,16 @@ def main(argv: list[str]) -> int:
     from sfm_dpo.config import parse_config
     from sfm_dpo.planning.dataset import analyze_dataset
     from sfm_dpo.planning.dataset_report import format_analysis, write_page, write_plot
+    from sfm_dpo.planning.run_plan import CALIBRATION, Cluster
 
     for name in ("config", "model_name_or_path", "max_samples", "dataset_num_proc"):
         if (value := getattr(args, name)) is not None:
             fields.append(f"--{name}={value}")
     config = parse_config(defaults(fields), training=False)
-    result = analyze_dataset(config, args.min_coverage, args.min_tokens_kept, args.against, args.ngram)
+    cluster = Cluster(args.gpu.upper(), args.num_gpus) if args.gpu else None
+    if cluster and CALIBRATION.is_file():
+        cluster = cluster.calibrated(CALIBRATION)
+    result = analyze_dataset(config, args.min_coverage, args.min_tokens_kept, args.against, args.ngram, cluster)
     print(format_analysis(result))
     write_json(args.json, result)
     if args.plot:

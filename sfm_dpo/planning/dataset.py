@@ -28,6 +28,7 @@ from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.model.memory import meta_model
 from sfm_dpo.planning.lengths import analyze_lengths
+from sfm_dpo.planning.run_plan import Cluster, Planner
 from sfm_dpo.run.folder import read_mapping
 
 # Chosen longer in this share of the pairs or more, or rejected: length alone then predicts the preference.
@@ -51,12 +52,18 @@ SUGGESTED_FILTERS: tuple[dict[str, Any], ...] = (
 
 
 def analyze_dataset(
-    config: Config, min_coverage: float, min_tokens_kept: float, against: Sequence[str] = (), ngram: int = NGRAM
+    config: Config,
+    min_coverage: float,
+    min_tokens_kept: float,
+    against: Sequence[str] = (),
+    ngram: int = NGRAM,
+    cluster: Cluster | None = None,
 ) -> dict[str, Any]:
     """Everything about the pairs of a configuration; of its fields those of data and tokenizer count.
 
     Args:
         against: evaluation sets, FILE_OR_DATASET[:column], with which pairs may share n-grams of `ngram` words.
+        cluster: of which hours and memory are planned for each candidate.
 
     Raises:
         UserError: as load_pairs, load_tokenizer and report_contamination; or no pair is left after tokenization.
@@ -103,6 +110,8 @@ def analyze_dataset(
         forward_flops=forward_flops,
     )
     texts = concatenate_datasets(splits)
+    if cluster:
+        add_costs(result, config, lengths, usable if result["sampled"] else len(tokens), cluster)
     turns = count_user_turns(texts, args.dataset_num_proc)
     repeats = [len(keys) - len(np.unique(keys)) for keys in (prompt_keys, pair_keys)]
     several_turns = float((turns > 1).mean())
@@ -125,6 +134,24 @@ def analyze_dataset(
         )
         result["findings"].append({"level": "warning", "text": text.format(**source)})
     return result
+
+
+def add_costs(result: dict[str, Any], config: Config, lengths: Lengths, pairs: int, cluster: Cluster) -> None:
+    """Adds to each candidate the `hours` of the run [least, most] and the bytes on each GPU (`gpu_memory`) under
+    ZeRO-2, as scripts/plan.py plans the configuration.
+
+    Raises:
+        UserError: the model has no config.json, or the GPUs do not divide the global batch.
+    """
+    args, best = config.train, result["recommendation"]
+    args.max_length, args.max_prompt_length = best["max_length"], best["max_prompt_length"]
+    planner = Planner(config, load_model_config(config, needs_weights=False), lengths, pairs, cluster)
+    result["cluster"] = {"gpu": cluster.gpu, "gpus": cluster.gpus, "per_device": config.micro_batch}
+    for row in result["candidates"]:
+        plan = planner.truncated(row["max_length"], row["max_prompt_length"])
+        hours = [entry["training"] + entry["reference"] for entry in plan.plan_time()["hours"]]
+        row["hours"] = [min(hours), max(hours)]
+        row["gpu_memory"] = plan.plan_launch("zero2")["total"][args.gradient_checkpointing]
 
 
 def find_swapped_sources(by_source: list[dict[str, Any]]) -> list[dict[str, Any]]:

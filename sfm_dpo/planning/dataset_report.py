@@ -23,7 +23,8 @@ NOTES = {  # under the tables, by their titles; docs/lengths.md says more
         "*: recommended. prompt: max_prompt_length, where prompts leave no room. untouched: pairs of which no token "
         "is cut. cut alike: both responses cut to the same tokens. dropped: the prompt fills max_length. tokens and "
         f"FLOPs: of an epoch, without padding. step time and memory (activations of the longest {MEMORY_BATCH} "
-        "pairs): padding-free, relative to the recommendation."
+        "pairs): padding-free, relative to the recommendation. hours and GiB, with --gpu: this recipe under ZeRO-2, "
+        "at the efficiencies of scripts/plan.py."
     ),
     "padding": (
         "Share of the computed tokens, by pairs per device. padded: random order, as TRL (exact mean). grouped: "
@@ -45,6 +46,8 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
         percentiles.append(["longest" if q == 100 else f"{q}%", *cells])
     percentiles.append(["mean", *(f"{values['mean']:,.0f}" for values in sides.values())])
     coverage = ["max_length,prompt,untouched,tokens kept,cut alike,dropped,tokens,FLOPs,step time,memory".split(",")]
+    if cluster := result.get("cluster"):
+        coverage[0] += [f"hours on {cluster['gpus']} {cluster['gpu']}", "GiB a GPU"]
     kinds = [
         (name, key, str(size)) for name, key in (("padded", "stock"), ("grouped", "grouped")) for size in BATCH_SIZES
     ]
@@ -65,6 +68,7 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
                 f"x {row['relative_time']:.2f}",
                 f"x {row['relative_memory']:.2f}",
             ]
+            + (["{:.1f}-{:.1f}".format(*row["hours"]), f"{row['gpu_memory'] / 2**30:.0f}"] if cluster else [])
         )
     return {
         "tokens (in brackets: 95% interval of the percentile)" if result["sampled"] else "tokens": percentiles,
@@ -75,15 +79,10 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
             [row["setting"], f"{row['pairs']:,}", f"{row['pairs'] / result['pairs']:.2%}"] for row in result["filters"]
         ],
         **tabulate_contamination(result),
-        "what looks wrong": [["pairs", "share", "chosen", "rejected", "what"]]
+        "what looks wrong": [["what", "pairs", "share", "in chosen", "in rejected"]]
         + [
-            [
-                f"{row['pairs']:,}",
-                f"{row['pairs'] / result['pairs']:.2%}",
-                f"{row['chosen']:,}",
-                f"{row['rejected']:,}",
-                row["text"],
-            ]
+            [row["text"], f"{row['pairs']:,}", f"{row['pairs'] / result['pairs']:.2%}"]
+            + [f"{row[side]:,}" for side in ("chosen", "rejected")]
             for row in result["faults"]
         ],
     }

@@ -88,11 +88,23 @@ def test_options_override_the_recipe_and_every_key_of_the_json_is_documented(wri
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
     data, file = write_rows("pairs.jsonl", ROWS), tmp_path / "out.json"
     argv = (data, "--config", tmp_path / "r.yaml", "--json", file, "--min_coverage", "0", "--max_samples", "40")
+    against = write_rows(
+        "set.jsonl", [{"question": f"{ROWS[3]['prompt']} {'two ' * 9}", "answer": "I cannot say " * 9}]
+    )
+    argv = (*argv, "--against", against, f"{against}:answer", "--ngram", "6", "--gpu", "b200", "--num_gpus", "2")
+    argv = (*argv, "--html", tmp_path / "page.html", "--precompute_ref_log_probs", "true")
     done = start(*argv)
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
     assert result["dataset"] == [str(data)] and result["recommendation"]["max_prompt_length"] == 30
-    assert not (tmp_path / "run").exists()  # nothing is written but --json
+    assert not (tmp_path / "run").exists()  # nothing is written but --json and --html
+    shown = done.stdout + (tmp_path / "page.html").read_text()
+    for row in result["candidates"]:
+        assert 0 < row["hours"][0] < row["hours"][1] and row["gpu_memory"] > 2**20
+        assert shown.count("{:.1f}-{:.1f}".format(*row["hours"])) >= 2
+    sets = result["contamination"]["sets"]
+    assert sets[1]["set"].endswith(":answer") and sets[0]["pairs"] > sets[1]["pairs"] > 0 and sets[0]["examples"]
+    assert shown.count(sets[1]["examples"][0]["set_text"][:60]) >= 2
 
     def keys(value):
         if isinstance(value, dict):
