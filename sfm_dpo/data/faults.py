@@ -28,7 +28,8 @@ _REFUSAL = re.compile(
     r"\bi(?:['’]m| am) (?:unable|not able) to\b|\bi must (?:decline|refuse)\b|\bi(?:['’]m| am) not comfortable\b|"
     r"\bi (?:can ?not|can['’]t|won['’]t|will not) (?:help|assist|provide|comply|answer|fulfil|discuss|engage|create|"
     r"write|generate|give|support|participate|continue|offer|share|do that)\b|"
-    r"\bas an ai\b[^.]{0,60}\bi (?:can|do|am)\b"
+    r"\bas an ai\b[^.]{0,60}\bi (?:can|do|am)\b",
+    re.I,
 )
 _MARKDOWN = re.compile(r"```|\*\*\w[^*\n]*\*\*|^(?:#{1,6} |\s*[-*+] |\s*\d+[.)] )\S", re.M)
 _EMOJI = re.compile("[\U0001f300-\U0001faff\u2600-\u27bf]")
@@ -39,22 +40,29 @@ _ROLE_TAG = re.compile(
 )
 _EMPTY_THINK = re.compile(r"<think>\s*</think>")
 # UTF-8 read as Latin-1 or Windows-1252, control characters that no text has, and what a decoder puts for a bad byte
-_MOJIBAKE = re.compile(
-    "[\u00c2\u00c3][\x80-\xbf\u2018-\u2122]|\u00e2[\x80-\x9f\u20ac]|\u00ef\u00bf\u00bd|[\x80-\x9f\ufffd]"
+_MOJIBAKE = re.compile(  # a class first, which re finds several times as fast as alternatives
+    "[\x80-\x9f\ufffd\u00c2\u00c3\u00e2\u00ef](?:(?<=[\x80-\x9f\ufffd])|(?<=[\u00c2\u00c3])[\x80-\xbf\u2018-\u2122]|"
+    "(?<=\u00e2)[\x80-\x9f\u20ac]|(?<=\u00ef)\u00bf\u00bd)"
 )
 _ITEM = re.compile(r"\s*(?:[-*+>|#]|\d+[.)]|\t| {4})")
 
 
-def _start(match: re.Match | None) -> int | None:
-    return match and match.start()
+Check = Callable[[str, str, str], int | None]
+
+
+def search(pattern: re.Pattern, end: int | None = None, alone: bool = False, ascii: bool = True) -> Check:
+    """The check that looks for a pattern, in the first `end` characters; `alone`: only where the other has none;
+    `ascii`: whether it can be in a text of ASCII alone."""
+
+    def find(answer: str, other: str, prompt: str) -> int | None:
+        match = pattern.search(answer[:end]) if ascii or not answer.isascii() else None
+        return match.start() if match and not (alone and pattern.search(other)) else None
+
+    return find
 
 
 def find_same_start(answer: str, other: str, prompt: str) -> int | None:
     return 0 if len(answer) >= SAME_START and answer[:SAME_START] == other[:SAME_START] else None
-
-
-def find_refusal(answer: str, other: str, prompt: str) -> int | None:
-    return _start(_REFUSAL.search(answer[:OPENING].lower()))
 
 
 def find_cut(answer: str, other: str, prompt: str) -> int | None:
@@ -67,26 +75,13 @@ def find_cut(answer: str, other: str, prompt: str) -> int | None:
     return len(text) if (prose and (text[-1].isalnum() or text[-1] in ",;(-")) or text.count("```") % 2 else None
 
 
-def find_markdown(answer: str, other: str, prompt: str) -> int | None:
-    match = _MARKDOWN.search(answer)
-    return match.start() if match and not _MARKDOWN.search(other) else None
-
-
-def find_emoji(answer: str, other: str, prompt: str) -> int | None:
-    match = None if answer.isascii() else _EMOJI.search(answer)
-    return match.start() if match and not _EMOJI.search(other) else None
-
-
-def find_role_tag(answer: str, other: str, prompt: str) -> int | None:
-    return _start(_ROLE_TAG.search(answer))
-
-
 def find_bad_think(answer: str, other: str, prompt: str) -> int | None:
     """A think block without content, or that is not closed; one that the generation prompt opens is."""
     opened = answer.rfind("<think>")
     if opened > answer.rfind("</think>"):
         return opened
-    return _start(_EMPTY_THINK.search(answer)) if opened >= 0 else None
+    match = _EMPTY_THINK.search(answer) if opened >= 0 else None
+    return match.start() if match else None
 
 
 def find_prompt(answer: str, other: str, prompt: str) -> int | None:
@@ -94,20 +89,16 @@ def find_prompt(answer: str, other: str, prompt: str) -> int | None:
     return found if found >= 0 else None
 
 
-def find_mojibake(answer: str, other: str, prompt: str) -> int | None:
-    return None if answer.isascii() else _start(_MOJIBAKE.search(answer))
-
-
-CHECKS: dict[str, tuple[Callable[[str, str, str], int | None], str]] = {
+CHECKS: dict[str, tuple[Check, str]] = {
     "same_start": (find_same_start, f"both answers start with the same {SAME_START} characters: they teach nothing"),
-    "refusal": (find_refusal, "the answer refuses"),
+    "refusal": (search(_REFUSAL, end=OPENING), "the answer refuses"),
     "cut": (find_cut, "the answer ends inside a sentence or a code block"),
-    "markdown": (find_markdown, "Markdown in this answer alone: DPO learns the format"),
-    "emoji": (find_emoji, "emoji in this answer alone: DPO learns the format"),
-    "role_tag": (find_role_tag, "a role tag of a chat format is part of the answer"),
+    "markdown": (search(_MARKDOWN, alone=True), "Markdown in this answer alone: DPO learns the format"),
+    "emoji": (search(_EMOJI, alone=True, ascii=False), "emoji in this answer alone: DPO learns the format"),
+    "role_tag": (search(_ROLE_TAG), "a role tag of a chat format is part of the answer"),
     "bad_think": (find_bad_think, "an empty think block, or one that is not closed"),
     "repeats_prompt": (find_prompt, f"the answer holds the whole prompt (of {QUOTED_PROMPT} characters and more)"),
-    "mojibake": (find_mojibake, "damaged encoding"),
+    "mojibake": (search(_MOJIBAKE, ascii=False), "damaged encoding"),
 }
 
 

@@ -9,14 +9,14 @@ import functools
 import json
 import re
 import runpy
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
-from datasets import Dataset, Features, List, Value
+from datasets import Dataset
 from datasets.fingerprint import Hasher
 from datasketch import MinHash, MinHashLSH
 
@@ -44,11 +44,8 @@ NUM_PERM = 128  # MinHash values: the similarity is known within 0.04 (standard 
 SKETCH = 256  # smallest shingles that stand for a text: a long one costs no more than a page
 # A word, or a single character of the scripts that put no space between words
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u9fff]+")
+_SPACES = "".join(chr(i) if chr(i).isalnum() else " " for i in range(128))
 _PERMUTATIONS = MinHash(num_perm=NUM_PERM).permutations
-_MEASURES = Features(
-    {"prompt_key": Value("int64"), "pair_key": Value("int64"), "similarity": Value("float32")}
-    | {name: List(Value("uint32"), length=NUM_PERM) for name in ("prompt_minhash", "responses_minhash")}
-)
 
 
 # ---- rows as they are stored
@@ -125,7 +122,10 @@ def _hash_word(word: str) -> int:
 
 def hash_words(text: str) -> np.ndarray:
     """uint64 hashes of the words of a text, in lower case and without punctuation."""
-    words = _WORD.findall(text.lower())
+    lower = text.lower()
+    words = (
+        lower.translate(_SPACES).split() if lower.isascii() else _WORD.findall(lower)
+    )  # the same, three times as fast
     return np.fromiter(map(_hash_word, words), np.uint64, len(words))
 
 
@@ -160,7 +160,6 @@ def measure_texts(pairs: Dataset, num_proc: int | None = None) -> Dataset:
         batched=True,
         batch_size=200,
         remove_columns=pairs.column_names,
-        features=_MEASURES,
         num_proc=num_proc,
         new_fingerprint=Hasher.hash((pairs._fingerprint, "texts", FILTERS_VERSION)),
         desc="Comparing",
@@ -168,7 +167,7 @@ def measure_texts(pairs: Dataset, num_proc: int | None = None) -> Dataset:
 
 
 def _measure_batch(batch: dict[str, list]) -> dict[str, Any]:
-    columns: dict[str, list] = {name: [] for name in _MEASURES}
+    columns: dict[str, list] = defaultdict(list)
     for prompt, chosen, rejected, template in zip(
         *(batch[name] for name in ("prompt", "chosen", "rejected", "template")), strict=True
     ):
