@@ -127,8 +127,7 @@ def format_analysis(result: dict[str, Any]) -> str:
     parts = [
         "\n  ".join([format_heading(result), *list_drops(result)]),
         *tables,
-        *(["\n".join(["in common with evaluation sets", *matches])] if (matches := list_matches(result)) else []),
-        "\n".join(["examples of what looks wrong", *list_examples(result["faults"])]),
+        *("\n".join([title, *lines]) for title, lines in list_examples(result).items() if lines),
         "\n".join(["findings", *(wrap(f"{f['level']}: {f['text']}") for f in result["findings"])]),
         "\n".join(
             [f"example: the pair of median length (number {example['row']:,}); the prompt is not trained", *texts]
@@ -157,21 +156,23 @@ def tabulate_contamination(result: dict[str, Any]) -> dict[str, list[list[str]]]
     return {f"n-grams of {result['contamination']['ngram']} words in common with evaluation sets": rows}
 
 
-def list_matches(result: dict[str, Any]) -> list[str]:
-    """The worst pair of each evaluation set, above the row that it shares most with."""
-    sets = [found for found in result.get("contamination", {}).get("sets", ()) if found["examples"]]
-    return [
-        "  {set}\n    pair {row:,}, {side}: {text!r}\n    row {set_row:,} of the set: {set_text!r}".format(
-            set=found["set"], **{k: v[:300] if isinstance(v, str) else v for k, v in found["examples"][0].items()}
-        )
-        for found in sets
-    ]
-
-
-def list_examples(faults: list[dict[str, Any]]) -> list[str]:
-    """The first example of each, in a line."""
-    lines = ((row["text"], row["examples"][0]) for row in faults)
-    return [f"  {text}\n    row {one['row']:,}, {one['side']}: {one['text'][:200]!r}" for text, one in lines]
+def list_examples(result: dict[str, Any]) -> dict[str, list[str]]:
+    """By title, of each evaluation set the worst pair above the row it shares most with, and of each fault the first
+    example."""
+    matches = ((found["set"], found["examples"]) for found in result.get("contamination", {}).get("sets", ()))
+    return {
+        "in common with evaluation sets": [
+            f"  {name}\n    pair {one['row']:,}, {one['side']}: {one['text'][:300]!r}\n"
+            f"    row {one['set_row']:,} of the set: {one['set_text'][:300]!r}"
+            for name, examples in matches
+            for one in examples[:1]
+        ],
+        "examples of what looks wrong": [
+            f"  {fault['text']}\n    row {one['row']:,}, {one['side']}: {one['text'][:200]!r}"
+            for fault in result["faults"]
+            for one in fault["examples"][:1]
+        ],
+    }
 
 
 def list_drops(result: dict[str, Any]) -> list[str]:

@@ -92,7 +92,7 @@ def test_options_override_the_recipe_and_every_key_of_the_json_is_documented(wri
         "set.jsonl", [{"question": f"{ROWS[3]['prompt']} {'two ' * 9}", "answer": "I cannot say " * 9}]
     )
     argv = (*argv, "--against", against, f"{against}:answer", "--ngram", "6", "--gpu", "b200", "--num_gpus", "2")
-    argv = (*argv, "--html", tmp_path / "page.html", "--precompute_ref_log_probs", "true")
+    argv = (*argv, "--html", tmp_path / "page.html", "--per_device_train_batch_size", "4")
     done = start(*argv)
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
