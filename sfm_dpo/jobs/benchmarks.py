@@ -168,8 +168,8 @@ def compare_results(base: dict, trained: dict) -> list[dict[str, Any]]:
     """A row for each task and metric of two results of lm-eval.
 
     Keys: task, metric, filter, samples, num_fewshot; base and trained: value, stderr (None where unknown); difference
-    (trained - base) with its 95% interval low, high (None where unknown); paired: whether that rests on the difference
-    in each sample, where the metric is their mean, or on the two standard errors; verdict.
+    (trained - base) with its 95% interval low, high (None where unknown, or too few samples changed); paired: whether
+    that rests on the difference in each sample, where the metric is their mean, or on two standard errors; verdict.
     """
     rows = []
     for task, after in trained["results"].items():
@@ -192,7 +192,7 @@ def compare_results(base: dict, trained: dict) -> list[dict[str, Any]]:
             samples = (trained.get("n-samples") or {}).get(task, {}).get("effective", len(pairs))
             enough = not paired or sum(map(bool, differences)) >= FEWEST_CHANGED
             higher = (trained.get("higher_is_better") or {}).get(task, {}).get(metric)
-            known = math.isfinite(interval[0]) and math.isfinite(interval[1])
+            known = enough and math.isfinite(interval[0]) and math.isfinite(interval[1])
             rows.append(
                 {"task": task, "metric": metric, "filter": name, "samples": samples}
                 | {"num_fewshot": (trained.get("n-shot") or {}).get(task)}

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from sfm_dpo.common.statistics import mean_interval
+from sfm_dpo.common.statistics import mean_interval, wilson
 from sfm_dpo.config import parse_config
 from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
@@ -84,17 +84,23 @@ def summarize_pairs(
     rewards = beta * (trained - base) / scale
     wins = _share_first(rewards)
     longer = np.sign(lengths[:, 0] - lengths[:, 1])
-    strata = [mean_interval(wins[longer == sign].tolist()) for sign in (1, -1)]
-    middle = sum(mean for mean, *_ in strata) / 2
-    half = math.hypot(*(high - mean for mean, _, high in strata)) / 2
+    strata = [_share(wins[longer == sign]) for sign in (1, -1)]
+    middle, low, high = (sum(values) / 2 for values in zip(*strata, strict=True))
+    below, above = (math.hypot(*(stratum[i] - stratum[0] for stratum in strata)) / 2 for i in (1, 2))  # Newcombe 1998
     return {
         "pairs": len(base),
-        "reward_accuracy": mean_interval(wins.tolist()),
-        "equal_length": (middle, middle - half, middle + half) if math.isfinite(half) else None,
+        "reward_accuracy": _share(wins),
+        "equal_length": (middle, middle - below, middle + above) if math.isfinite(low + high) else None,
         "margin": mean_interval((rewards[:, 0] - rewards[:, 1]).tolist()),
-        "base": mean_interval(_share_first(base / scale).tolist()),
-        "trained": mean_interval(_share_first(trained / scale).tolist()),
+        "base": _share(_share_first(base / scale)),
+        "trained": _share(_share_first(trained / scale)),
     }
+
+
+def _share(wins: np.ndarray) -> tuple[float, float, float]:
+    """Mean of wins and its 95% interval; NaN where there are none."""
+    share = float(wins.mean()) if len(wins) else math.nan
+    return share, *(wilson(share, len(wins)) if len(wins) else (math.nan, math.nan))
 
 
 def _share_first(values: np.ndarray) -> np.ndarray:

@@ -1,6 +1,5 @@
 """evaluation.json as tables of text: base and trained model on the same tasks and pairs, for log, page and card."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,8 @@ def evaluation_rows(evaluation: dict[str, Any]) -> list[list[str]]:
             row["metric"] if row["filter"] == "none" else f"{row['metric']}, {row['filter']}",
             str(row["samples"]),
             *(_format_value(row[side]) for side in ("base", "trained")),
-            "-" if row["low"] is None else f"{row['difference']:+.3f} ({row['low']:+.3f} to {row['high']:+.3f})",
+            f"{row['difference']:+.3f}"
+            + ("" if row["low"] is None else f" ({row['low']:+.3f} to {row['high']:+.3f})"),
             row["verdict"],
         ]
         for row in evaluation.get("benchmarks", [])
@@ -65,4 +65,4 @@ def compare_evaluations(a: Path, b: Path) -> str:
 
 
 def _format_value(side: dict[str, float | None]) -> str:
-    return f"{side['value']:.3f}" + (f" ± {side['stderr']:.3f}" if math.isfinite(side["stderr"] or math.nan) else "")
+    return f"{side['value']:.3f}" + ("" if side["stderr"] is None else f" ± {side['stderr']:.3f}")

@@ -189,6 +189,11 @@ def test_figures_of_pairs():
         assert figures["margin"][2] - figures["margin"][0] == pytest.approx(half)
         likelier = (base / scale)[:, 0] > (base / scale)[:, 1]
         assert figures["base"][0] == pytest.approx(likelier.mean())
+        for name in ("reward_accuracy", "equal_length", "base", "trained"):
+            share, low, high = figures[name]
+            assert 0 <= low < share < high <= 1 and 0.2 < high - low < 0.4, (
+                name
+            )  # 60 pairs: about 1 / sqrt(60) each way
 
 
 def test_a_taste_for_long_answers_is_no_skill():
