@@ -44,7 +44,7 @@ def evaluate_pairs(source: Source, model: Path, dataset: str, limit: int | None)
         logps.append(sum_logps(loaded, tokens, config.train.max_length))
         del loaded
     sources = np.array(list(map(str, tokens["source"])))
-    groups = {dataset: np.full(len(sources), True)}
+    groups = {Path(dataset).name if Path(dataset).exists() else dataset: np.full(len(sources), True)}
     if len(names := sorted(set(sources))) > 1:
         groups |= {name: sources == name for name in names}
     (base, lengths), (trained, _) = logps

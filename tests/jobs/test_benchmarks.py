@@ -229,4 +229,5 @@ def test_pairs_of_a_run(run, tmp_path, capsys):
     assert row["reward_accuracy"][0] == np.mean(margins > 0)
     assert row["base"][0] == np.mean(base[:, 0] > base[:, 1]) and row["trained"][0] == np.mean(trained @ [1, -1] > 0)
     assert "reward accuracy" in capsys.readouterr().out
-    assert str(tmp_path / "other.jsonl") in (run / "report.html").read_text()
+    assert row["source"] == "other.jsonl" and "other.jsonl" in (run / "report.html").read_text()
+    assert str(tmp_path / "other.jsonl") not in (run / "README.md").read_text()  # which is published
