@@ -163,6 +163,8 @@ def train(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
     )
     if args.padding_free:
         log.info(f"padding-free, attention by {trainer.attention_kernel()}")
+    if trainer.prefix_sharing:
+        log.info(trainer.describe_sharing())
     if is_main_process():
         add_data_facts(run, trainer.describe_data())
     if checkpoint:

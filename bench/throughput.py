@@ -30,9 +30,10 @@ ROOT = Path(__file__).resolve().parents[1]
 VARIANTS = {
     "stock": {},
     "off": {},
-    "padding_free": {"padding_free": True},
+    "padding_free": {"padding_free": True, "prefix_sharing": False},
     "precompute_ref_log_probs": {"precompute_ref_log_probs": True},
     "batch_rebalance": {"train_sampling_strategy": "batch_rebalance"},
+    "prefix_sharing": {"prefix_sharing": True},
     "no_gradient_checkpointing": {"gradient_checkpointing": False},
     "torch_compile": {"torch_compile": True},
 }

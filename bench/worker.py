@@ -208,13 +208,13 @@ def train(job: dict) -> dict:
     """Trains one variant for one epoch of the measured pairs, after a few batches of others."""
     trainer = make_trainer(job)
     trainer.remove_callback(PrinterCallback)
-    packed = trainer.args.padding_free
+    packed, sharing = trainer.args.padding_free, getattr(trainer, "prefix_sharing", False)
     meter = Meter(ForwardFlops.of(trainer.model), reference_in_step=not trainer.args.precompute_ref_log_probs)
     collate = trainer.data_collator
 
     def counting(examples):
         batch = collate(examples)
-        meter.add(batch["attention_mask"], batch["completion_mask"], packed)
+        meter.add(batch, packed, sharing)
         return batch
 
     trainer.data_collator = counting
@@ -241,7 +241,7 @@ def train(job: dict) -> dict:
         "pairs_per_second": counts["pairs"] / seconds,
         "epoch_pairs_per_second": counts["pairs"] / (seconds + trainer.reference_seconds),
         "tokens_per_second": counts["tokens"] / seconds,
-        "padding_fraction": 1 - counts["tokens"] / counts["grid"],
+        "padding_fraction": 1 - counts["computed"] / counts["grid"],
         "peak_memory_gib": peak,
         "mfu": counts["flops"] / seconds / rate,
         "matmul_flops_per_second": rate,

@@ -85,6 +85,10 @@ class TrainConfig(DPOConfig):
     )
 
     # Speed
+    prefix_sharing: bool | None = HfArg(
+        default=None,
+        help="Compute a pair's prompt once for both answers; by default where padding_free is true and the model can.",
+    )
     profile_steps: list[int] | None = HfArg(
         default=None, help="First and last step to profile: 10 12 (docs/speed.md)."
     )

@@ -121,6 +121,7 @@ def check_fields(namespace: Any, world_size: int) -> None:
         require(reached, "profile_steps", f"the run ends at step {ns.max_steps} (max_steps)")
     if ns.push_to_hub and ns.save_strategy == "no":
         require(ns.hub_strategy == "end", "hub_strategy", "save_strategy is no; set hub_strategy: end")
+    require(ns.padding_free or not ns.prefix_sharing, "prefix_sharing", "needs padding_free: true")
     require(ns.num_train_epochs > 0 or ns.max_steps > 0, "num_train_epochs", "must be above 0")
     remedy = "nothing is held out; set eval_fraction, for instance 0.02"
     require(ns.eval_strategy == "no" or ns.eval_fraction, "eval_strategy", remedy)

@@ -41,18 +41,20 @@ WORDS: dict[str, dict[str, Any]] = {  # of a variant's name, joined by +: the fi
     "sdpa": {"attention": "sdpa"},
     "padded": {"attention": "sdpa"},
     "packed": {"attention": "packed"},
+    "shared": {"attention": "packed", "shared": True},
     "flash": {"attention": "flash_attention_2"},
     "separate": {"separate": True},
     "fp32": {"dtype": "float32"},
     "bf16": {"dtype": "bfloat16"},
     "compile": {"compiled": True},
 }
-DEFAULT_VARIANTS = "padded packed separate batch_1 compile bf16 packed+bf16 flash+bf16".split()
+DEFAULT_VARIANTS = "padded packed shared separate batch_1 compile bf16 packed+bf16 flash+bf16".split()
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to compute a batch. `batch`: pairs in one forward, None for all; `dtype` bfloat16 is autocast.
+    """A way to compute a batch. `batch`: pairs in one forward, None for all; `dtype` bfloat16 is autocast; `shared`:
+    with prefix sharing.
 
     `nudged`, which has no word: every weight is moved by its last bit, to measure rounding.
     """
@@ -60,6 +62,7 @@ class Variant:
     name: str = field(compare=False)
     attention: str = "eager"
     separate: bool = False
+    shared: bool = False
     batch: int | None = None
     dtype: str = "float32"
     compiled: bool = False
@@ -129,7 +132,7 @@ def load_batch(argv: list[str], pairs: int, output_dir: str) -> Batch:
         UserError: the data set is smaller.
     """
     fields = "--report_to none --eval_fraction 0 --eval_strategy no --guard_generations 0 --bf16 false --fp16 false "
-    fields += "--dtype float32 --use_peft false --torch_compile false --padding_free false "
+    fields += "--dtype float32 --use_peft false --torch_compile false --padding_free false --prefix_sharing false "
     fields += f"--global_batch_size {pairs} --per_device_train_batch_size {pairs} "
     fields += "--precompute_ref_log_probs true"  # no second model
     argv = [*argv, "--output_dir", output_dir, *fields.split()]
@@ -157,6 +160,7 @@ class ParityTrainer(SFMDPOTrainer):
         config = parse_config(batch.argv, world_size=1)
         args = config.train
         args.padding_free, args.torch_compile = variant.attention == "packed", variant.compiled
+        args.prefix_sharing = None if variant.shared else False  # None: where the model can
         args.torch_compile_backend = (args.torch_compile_backend or "inductor") if variant.compiled else None
         if variant.attention != "packed":  # TRL would load it by that name, before it is registered
             config.model.attn_implementation = variant.attention

@@ -205,10 +205,10 @@ _CAUSES = {  # in the study's order
         "another batch shape, or chosen and rejected in separate forwards",
     ),
     "model implementation": Cause(
-        """padding_free attn_implementation torch_compile torch_compile_backend torch_compile_mode bf16 fp16 tf32
-        dtype torch_dtype use_liger_kernel gradient_checkpointing gradient_checkpointing_kwargs bf16_full_eval
-        fp16_full_eval full_determinism use_cpu model_init_kwargs deepspeed fsdp fsdp_config _attn_implementation
-        transformers_version""",
+        """padding_free prefix_sharing attn_implementation torch_compile torch_compile_backend torch_compile_mode bf16
+        fp16 tf32 dtype torch_dtype use_liger_kernel gradient_checkpointing gradient_checkpointing_kwargs
+        bf16_full_eval fp16_full_eval full_determinism use_cpu model_init_kwargs deepspeed fsdp fsdp_config
+        _attn_implementation transformers_version""",
         ("backward", "forward"),
         "other code, attention, precision or versions",
     ),
@@ -220,7 +220,7 @@ _CAUSES = {  # in the study's order
     ),
 }
 # Facts of a reference cache that follow from the run's own attention path and precision
-_CACHE_FOLLOWS = {"key", "dtype", "autocast", "attention", "packed", "compilation"}
+_CACHE_FOLLOWS = {"key", "dtype", "autocast", "attention", "packed", "prefix_sharing", "compilation"}
 
 
 def rank_suspects(rows: list[dict], first_step: int, differences: dict[str, Any]) -> list[dict[str, str]]:

@@ -42,6 +42,10 @@ class Lengths:
         """[N, 2] tokens of prompt + chosen and prompt + rejected."""
         return np.stack([self.prompt + self.chosen, self.prompt + self.rejected], axis=1)
 
+    def computed(self, prefix_sharing: bool) -> np.ndarray:
+        """[N] tokens of both sequences of a pair; with prefix sharing all of the prompt but its last token once."""
+        return self.sequences.sum(axis=1) - prefix_sharing * np.maximum(self.prompt - 1, 0)
+
     @property
     def responses(self) -> np.ndarray:
         """[N, 2] tokens of chosen and rejected, those that are trained."""

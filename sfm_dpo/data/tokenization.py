@@ -159,10 +159,10 @@ def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> tupl
     return pairs, notes
 
 
-def pair_tokens(tokens: Dataset, max_length: int | None) -> np.ndarray:
-    """[N] tokens of each pair, chosen and rejected sequence together, after truncation to `max_length`."""
+def pair_tokens(tokens: Dataset, max_length: int | None, prefix_sharing: bool = False) -> np.ndarray:
+    """[N] computed tokens of each pair, chosen and rejected sequence together, after truncation to `max_length`."""
     columns = tokens.select_columns(["prompt_length", "chosen_length", "rejected_length"]).with_format("numpy")[:]
-    return Lengths.from_columns(columns).truncate(max_length).sequences.sum(axis=1)
+    return Lengths.from_columns(columns).truncate(max_length).computed(prefix_sharing)
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -7,9 +7,15 @@ a recomputed layer sees the same boundaries by construction; nothing is kept bes
 the backward pass comes. (FlashAttention's keywords `cu_seq_lens_q`, ... would survive too, but only a 4-D mask also
 keeps transformers from building a [T, T] mask of its own.)
 
+Under prefix sharing a row holds [prompt, chosen] and, of the rejected sequence, only what follows the shared tokens.
+Its queries see the keys of the prompt in the chosen sequence: keys and values are gathered, and have boundaries of
+their own, longer than those of the queries, whose causal mask is aligned at the end.
+
 A call with any other mask (padded evaluation, `generate`) goes to transformers' own SDPA with the mask made for it.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,13 +40,19 @@ def register() -> None:
     AttentionMaskInterface.register(PACKED, sdpa_mask)
 
 
-def boundary_mask(cu_seqlens: torch.Tensor, max_length: int) -> torch.Tensor:
+def boundary_mask(
+    cu_seqlens: torch.Tensor, max_length: int, cu_keys: torch.Tensor | None = None, keys: torch.Tensor | None = None
+) -> torch.Tensor:
     """Boundaries in the form of a 4-D attention mask: int32 `[1, 1, max_length, n + 1]`, a view without memory.
 
-    `cu_seqlens`: int32 `[n + 1]`, where the n sequences begin, and the total. Its length in the shape spares every
-    layer the device sync that reading it from the tensor would be, and is a dynamic size to torch.compile.
+    `cu_seqlens`: int32 `[n + 1]`, where the n sequences begin, and the total; `max_length`: of the longest with its
+    keys. Sizes in the shape spare every layer the device sync that reading them from the tensor would be, and are
+    dynamic to torch.compile. With other keys than queries it is `[n + 1, 1, max_length, 2 (n + 1) + T_k]`: sequence i
+    sees the tokens `keys[cu_keys[i]:cu_keys[i + 1]]` of the row, the last of which are its own (int32 both).
     """
-    return cu_seqlens.view(1, 1, 1, -1).expand(1, 1, max_length, -1)
+    if cu_keys is None or keys is None:
+        return cu_seqlens.view(1, 1, 1, -1).expand(1, 1, max_length, -1)
+    return torch.cat([cu_seqlens, cu_keys, keys]).view(1, 1, 1, -1).expand(len(cu_seqlens), 1, max_length, -1)
 
 
 def describe_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
@@ -98,23 +110,59 @@ def packed_attention_forward(
         dtype = torch.get_autocast_dtype(device_type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
 
-    cu_seqlens, max_length = attention_mask[0, 0, 0], attention_mask.shape[2]
+    cu_seqlens, max_length, n = attention_mask[0, 0, 0], attention_mask.shape[2], attention_mask.shape[0]
+    cu_keys = cu_seqlens
+    if n > 1:
+        cu_seqlens, cu_keys, keys = cu_seqlens[:n], cu_seqlens[n : 2 * n], cu_seqlens[2 * n :]
+        key, value = (x.transpose(1, 2).index_select(1, keys).transpose(1, 2) for x in (key, value))
     if _why_not_varlen(query.device, query.dtype, query.shape[-1], value.shape[-1]) is not None:
         by_sequence = _compiled_sdpa_by_sequence if torch.compiler.is_compiling() else _sdpa_by_sequence
-        return by_sequence(query, key, value, cu_seqlens, scaling, sliding_window), None
+        return by_sequence(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window), None
+    return _varlen(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window, max_length), None
+
+
+def _varlen(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window, max_length) -> torch.Tensor:
     output: Any = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         cu_seqlens,
-        cu_seqlens,
+        cu_keys,
         max_length,
         max_length,
         scale=scaling,
         window_size=(-1, 0) if sliding_window is None else (sliding_window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return output.unsqueeze(0), None
+    return output.unsqueeze(0)
+
+
+def check_shared_keys(
+    device: torch.device, dtype: torch.dtype, head_dim: int, kernel: Callable[..., torch.Tensor] = _varlen
+) -> None:
+    """Compares a small call of the kernel with SDPA in fp32, forward and backward: more keys than queries, grouped
+    queries, with and without a window.
+
+    `varlen_attn` does not document where it aligns a causal mask that is not square, and step 0 cannot see it: policy
+    and reference would be wrong alike. Raises ValueError where they differ.
+    """
+    generator, own, seen = torch.Generator().manual_seed(0), [150, 9, 70, 1], [150, 9, 170, 6]
+    cu_seqlens, cu_keys = (torch.tensor([0, *n]).cumsum(0).to(device, torch.int32) for n in (own, seen))
+    shapes = (4, sum(own)), (2, sum(seen)), (2, sum(seen)), (4, sum(own))
+    *qkv, weight = (torch.randn(1, *shape, head_dim, generator=generator).to(device, dtype) for shape in shapes)
+    for window in (None, 16):
+        results = []
+        for attend, precision in ((_sdpa_by_sequence, torch.float32), (partial(kernel, max_length=max(seen)), dtype)):
+            q, k, v = tensors = [x.to(precision).requires_grad_() for x in qkv]
+            output = attend(q, k, v, cu_seqlens, cu_keys, None, window)
+            results.append([output, *torch.autograd.grad(output, tensors, weight.transpose(1, 2).to(precision))])
+        for expected, got, name in zip(*results, ("output", "d query", "d key", "d value"), strict=True):
+            error = ((expected - got).norm() / expected.norm()).item()
+            if not error < 0.05:  # rounding to 16 bit: 0.005; a mask that is aligned at the start: 0.7
+                raise ValueError(
+                    f"prefix_sharing: {describe_kernel(device, dtype, head_dim)} is off SDPA by {error:.0%} (window "
+                    f"{window}, {name}) where keys outnumber queries; set prefix_sharing: false"
+                )
 
 
 def _model_type(module: Any) -> str:
@@ -126,33 +174,33 @@ def _sdpa_by_sequence(
     key: torch.Tensor,
     value: torch.Tensor,
     cu_seqlens: torch.Tensor,
+    cu_keys: torch.Tensor,
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """`[1, H, T, D]` to `[1, T, H, D]`.
+    """`[1, H, T, D]` to `[1, T, H, D]`; `key` and `value` may hold more tokens before those of `query`.
 
-    Where a window cuts, blocks of queries with the keys they can see: one masked call would compute every score
-    (measured on the CPU: 1.9 times the time at 1,024 tokens with a window of 512). On CUDA (fp32, for parity checks)
-    reading the lengths is a device sync in each layer.
+    Where a window cuts or keys come before, blocks of queries with the keys they can see: one masked call would
+    compute every score (measured on the CPU: 1.9 times the time at 1,024 tokens with a window of 512). On CUDA (fp32,
+    for parity checks) reading the lengths is a device sync in each layer.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    lengths = cu_seqlens.diff().tolist()
-    if sliding_window is not None:
-        # Row i, column i + d: the key d - (sliding_window - 1) tokens from query i. Slices of it mask every block.
-        band = torch.ones(_BLOCK, sliding_window + _BLOCK - 1, dtype=torch.bool, device=query.device)
-        band = band.triu().tril(sliding_window - 1)
+    own, seen = cu_seqlens.diff().tolist(), cu_keys.diff().tolist()
+    window = max(seen) if sliding_window is None else sliding_window
+    # Row i, column i + d: the key d - (window - 1) tokens from query i. Slices of it mask every block.
+    band = torch.ones(_BLOCK, window + _BLOCK - 1, dtype=torch.bool, device=query.device).triu().tril(window - 1)
     outputs = []
-    for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True):
-        n = q.shape[2]
-        if sliding_window is None or n <= sliding_window:
+    for q, k, v in zip(query.split(own, 2), key.split(seen, 2), value.split(seen, 2), strict=True):
+        n, before = k.shape[2], k.shape[2] - q.shape[2]
+        if n <= window and not before:
             outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling))
             continue
-        for start in range(0, n, _BLOCK):
-            stop, origin = min(start + _BLOCK, n), start - sliding_window + 1
+        for start in range(before, n, _BLOCK):
+            stop, origin = min(start + _BLOCK, n), start - window + 1
             first = max(0, origin)
             mask = band[: stop - start, first - origin : stop - origin]
-            block = q[:, :, start:stop], k[:, :, first:stop], v[:, :, first:stop]
+            block = q[:, :, start - before : stop - before], k[:, :, first:stop], v[:, :, first:stop]
             outputs.append(F.scaled_dot_product_attention(*block, attn_mask=mask, scale=scaling))
     return torch.cat([output.transpose(1, 2) for output in outputs], dim=1)
 
@@ -166,14 +214,15 @@ def _compiled_sdpa_by_sequence(
     key: torch.Tensor,
     value: torch.Tensor,
     cu_seqlens: torch.Tensor,
+    cu_keys: torch.Tensor,
     scaling: float | None,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    return _sdpa_by_sequence(query, key, value, cu_seqlens, scaling, sliding_window)
+    return _sdpa_by_sequence(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window)
 
 
 @_compiled_sdpa_by_sequence.register_fake
-def _(query, key, value, cu_seqlens, scaling, sliding_window):
+def _(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window):
     batch, heads, tokens, _ = query.shape
     return query.new_empty(batch, tokens, heads, value.shape[-1])
 
@@ -185,11 +234,12 @@ def _compiled_backward(
     key: torch.Tensor,
     value: torch.Tensor,
     cu_seqlens: torch.Tensor,
+    cu_keys: torch.Tensor,
     scaling: float | None,
     sliding_window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # vjp, because autograd's tape is off inside an operator
-    attention = lambda q, k, v: _sdpa_by_sequence(q, k, v, cu_seqlens, scaling, sliding_window)  # noqa: E731
+    attention = lambda q, k, v: _sdpa_by_sequence(q, k, v, cu_seqlens, cu_keys, scaling, sliding_window)  # noqa: E731
     d_query, d_key, d_value = torch.func.vjp(attention, query, key, value)[1](grad)
     return d_query.contiguous(), d_key.contiguous(), d_value.contiguous()
 
@@ -207,6 +257,7 @@ def _setup_context(ctx, inputs, output) -> None:
 _compiled_sdpa_by_sequence.register_autograd(
     lambda ctx, grad: (
         *_compiled_backward(grad, *ctx.saved_tensors, ctx.scaling, ctx.sliding_window),
+        None,
         None,
         None,
         None,

@@ -1,10 +1,11 @@
 """Model FLOPs by formula, and the peak FLOP/s of known GPUs.
 
-FLOPs counted are the useful ones, for real tokens only: 2 for each weight a token is multiplied with, 4 x head size x
-heads for each (query, key) pair that attention lets see each other, in the window of the layer; the LM head for
-response tokens; for a training step the backward's gradients of activations once more, and of the weights that are
-trained once more: three forwards, under LoRA about 2.3. Padding, recomputation under
-gradient checkpointing and the optimizer are not counted; a reference forward in the step is counted once more.
+FLOPs counted are the useful ones, for real tokens only (under prefix sharing for a pair's prompt once): 2 for each
+weight a token is multiplied with, 4 x head size x heads for each (query, key) pair that attention lets see each other,
+in the window of the layer; the LM head for response tokens; for a training step the backward's gradients of
+activations once more, and of the weights that are trained once more: three forwards, under LoRA about 2.3. Padding,
+recomputation under gradient checkpointing and the optimizer are not counted; a reference forward in the step is
+counted once more.
 """
 
 from dataclasses import dataclass
@@ -63,16 +64,30 @@ class ForwardFlops:
             trained += int(numel(parameter) * active) * parameter.requires_grad
         return cls(2 * weights, 2 * numel(head), _attention(config), (trained / weights, float(head.requires_grad)))
 
-    def __call__(self, lengths: torch.Tensor, response_tokens: int, training: bool = False) -> int:
-        """FLOPs of a forward, or of a forward and backward, over sequences of these lengths, [n] real tokens each."""
+    def __call__(
+        self,
+        lengths: torch.Tensor,
+        response_tokens: int,
+        training: bool = False,
+        shared: torch.Tensor | None = None,
+    ) -> int:
+        """FLOPs of a forward, or of a forward and backward, over sequences of these lengths, [n] real tokens each, of
+        which prefix sharing does not compute the first `shared` [n]."""
         layers, head = (2 + share if training else 1 for share in self.trained)
-        total = layers * self.per_token * int(lengths.sum()) + head * self.per_response_token * response_tokens
-        n = lengths.double()
+        shared = torch.zeros_like(lengths) if shared is None else shared
+        tokens = int((lengths - shared).sum())
+        total = layers * self.per_token * tokens + head * self.per_response_token * response_tokens
         for window, flops in self.attention:
-            inside = n.clamp(max=window) if window is not None else n
-            visible = inside * (inside + 1) / 2 + (n - inside) * inside  # causal pairs within the window
+            visible = _visible(lengths, window) - _visible(shared, window)
             total += (3 if training else 1) * flops * float(visible.sum())
         return int(total)
+
+
+def _visible(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
+    """[n] causal (query, key) pairs within the window in sequences of these lengths."""
+    n = lengths.double()
+    inside = n.clamp(max=window) if window is not None else n
+    return inside * (inside + 1) / 2 + (n - inside) * inside
 
 
 def _attention(config: PretrainedConfig) -> tuple[tuple[int | None, int], ...]:

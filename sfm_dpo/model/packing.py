@@ -20,13 +20,14 @@ from sfm_dpo.model.attention import PACKED, boundary_mask, register
 _PACKABLE_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def enable_padding_free(model: PreTrainedModel) -> None:
+def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) -> None:
     """Make `model(input_ids=..., attention_mask=..., labels=..., fused_lm_head=True)` compute only real tokens.
 
     `model` has been given TRL's `add_fused_lm_head`; under PEFT it is the base model. Such a call takes TRL's padded
     `[rows, L]` batch, runs the fused forward once on one row `[1, T]` of the T real tokens, and returns TRL's
     `FusedCausalLMOutput` with each per-token field back in `[rows, L - 1]`, zero where the padded path has zero. Every
-    other call (`generate`, a plain forward) goes to the forward that was there.
+    other call (`generate`, a plain forward) goes to the forward that was there. With `prefix_sharing` the row holds
+    the prompt of a pair once (`find_shared`), and neither log-probs nor gradients change.
 
     Raises ValueError, one line, where sequences in one row would not be independent of each other.
     """
@@ -44,22 +45,30 @@ def enable_padding_free(model: PreTrainedModel) -> None:
     @functools.wraps(type(model).forward)
     def packed_forward(self, *args, fused_lm_head=False, **kwargs):
         if fused_lm_head and kwargs.get("attention_mask") is not None:
-            return _run_packed(fused_forward, gap, *args, **kwargs)
+            return _run_packed(fused_forward, gap, prefix_sharing, *args, **kwargs)
         return fused_forward(*args, fused_lm_head=fused_lm_head, **kwargs)
 
     model.forward = types.MethodType(packed_forward, model)
 
 
-def _run_packed(fused_forward, gap, *, input_ids, attention_mask, labels, num_items_in_batch=None, **kwargs):
+def _run_packed(
+    fused_forward, gap, prefix_sharing, *, input_ids, attention_mask, labels, num_items_in_batch=None, **kwargs
+):
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor):
             raise ValueError(f"padding_free: true cannot pack the model input '{name}'; set padding_free: false")
     rows, length = input_ids.shape
-    # The only two places where the host waits for the device: how many real tokens, and the longest sequence
+    # The host waits for the device for the numbers of tokens and the longest sequence, and nowhere else
     real = attention_mask.flatten().nonzero().squeeze(1)
     lengths = attention_mask.sum(dim=1)
-    cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    boundaries = boundary_mask(cu_seqlens, int(lengths.max()))
+    boundaries = (_cumulate(lengths), int(lengths.max()))
+    if prefix_sharing:
+        shared = find_shared(input_ids, attention_mask, labels != -100)
+        computed = attention_mask.bool() & ~shared
+        position = (computed.flatten().cumsum(0, dtype=torch.int32) - 1).view(rows, length)  # in the row
+        keys = torch.where(shared, position.roll(rows // 2, 0), position).flatten()[real]
+        boundaries = (_cumulate(computed.sum(dim=1)), boundaries[1], boundaries[0], keys)
+        real = computed.flatten().nonzero().squeeze(1)
     # What each position predicts: shifted in the grid, where no sequence's last position can reach the next sequence
     next_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
 
@@ -68,7 +77,7 @@ def _run_packed(fused_forward, gap, *, input_ids, attention_mask, labels, num_it
         # By position: TRL also looks for a keyword `attention_mask`, to leave padding out of the routers' balancing
         # loss, and there is none left
         *[None] * gap,
-        boundaries,
+        boundary_mask(*boundaries),
         position_ids=(attention_mask.cumsum(dim=1) - 1).flatten()[real][None],
         shift_labels=next_labels.flatten()[real][None],
         num_items_in_batch=num_items_in_batch,
@@ -80,6 +89,40 @@ def _run_packed(fused_forward, gap, *, input_ids, attention_mask, labels, num_it
             grid = value.new_zeros(rows * length).index_copy(0, real, value[0])
             output[name] = grid.view(rows, length)[:, :-1].clone()  # FSDP2 wants no view: it hooks the tensor itself
     return output
+
+
+def _cumulate(lengths: torch.Tensor) -> torch.Tensor:
+    return F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def find_shared(input_ids: torch.Tensor, attention_mask: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
+    """Tokens that prefix sharing does not compute, of TRL's batch `[2B, L]` with chosen rows before rejected ones.
+
+    In the row of a rejected sequence the tokens with which the chosen one of its pair begins, too, up to the last
+    token before the first response: that one predicts another token in each. Returns bool `[2B, L]`. Decided by the
+    ids alone, so that of two rows that begin differently nothing is shared.
+    """
+    half = len(input_ids) // 2
+    ids = input_ids.masked_fill(attention_mask == 0, -1)
+    predicts = F.pad(responses[:, 1:], (0, 1))
+    alike = (ids[:half] == ids[half : 2 * half]) & ~predicts[:half] & ~predicts[half : 2 * half]
+    prefix = alike.cumprod(dim=1).bool() & (attention_mask[half : 2 * half] == 1)
+    return F.pad(prefix, (0, 0, half, len(input_ids) - 2 * half))
+
+
+def why_not_shared(model: PreTrainedModel, padding_free: bool, router_aux_loss_coef: float | None) -> str | None:
+    """What keeps a model from computing a pair's prompt once for both answers; None where it can."""
+    config = model.config.get_text_config()
+    if not padding_free:
+        return "padding_free is false"
+    for layer_type in getattr(config, "layer_types", None) or ():
+        if layer_type not in _PACKABLE_LAYER_TYPES:
+            return f"'{layer_type}' layers of model_type '{config.model_type}' carry state along the sequence"
+    if router_aux_loss_coef is None:  # as in TRL
+        router_aux_loss_coef = getattr(config, "router_aux_loss_coef", 0.0)
+    if router_aux_loss_coef and hasattr(config, "output_router_logits"):
+        return f"router_aux_loss_coef {router_aux_loss_coef:g}: that loss counts the tokens of both prompts"
+    return None
 
 
 def check_packable(model: PreTrainedModel) -> None:

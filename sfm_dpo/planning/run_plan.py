@@ -29,6 +29,7 @@ from sfm_dpo.data.token_lengths import Lengths
 from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
 from sfm_dpo.model.flops import PEAK_FLOPS, ForwardFlops
 from sfm_dpo.model.memory import head_bytes, meta_model, model_states, trace_activations
+from sfm_dpo.model.packing import why_not_shared
 from sfm_dpo.model.sharding import checkpoint_bytes, collectives, hybrid_warning
 from sfm_dpo.run.checkpoint import most_at_once
 
@@ -160,6 +161,8 @@ class Planner:
                 self.adapter = get_peft_model(meta_model(shape), lora)
         self.parameters = self.model.num_parameters()
         self.trained = (self.adapter or self.model).num_parameters(only_trainable=True)
+        cannot = why_not_shared(self.model, self.args.padding_free, self.args.router_aux_loss_coef)
+        self.prefix_sharing = not cannot and self.args.prefix_sharing is not False
         self.traced = {on: trace_activations(shape, torch.bfloat16, on) for on in (True, False)}
 
     def truncated(self, max_length: int, max_prompt_length: int | None) -> "Planner":
@@ -190,7 +193,8 @@ class Planner:
         """
         args, rows = self.args, np.arange(self.pairs) % len(self.lengths)
         sequences, responses = self.lengths.sequences[rows], self.lengths.responses.sum(axis=1)[rows]
-        tokens, seed = sequences.sum(axis=1), args.seed if args.data_seed is None else args.data_seed
+        tokens = self.lengths.computed(self.prefix_sharing)[rows]
+        seed = args.seed if args.data_seed is None else args.data_seed
         batch = args.global_batch_size, self.per_device
         sampler = PairSampler(tokens, args.train_sampling_strategy, *batch, seed, args.padding_free)
         steps = [step for epoch in range(math.ceil(args.num_train_epochs)) for step in sampler.steps(epoch)]
@@ -198,8 +202,8 @@ class Planner:
         for n in (n for n in range(1, per_rank + 1) if per_rank % n == 0):
             sampler.micro_batch = n
             micro_batches = np.concatenate([sampler.micro_batches(step) for step in steps])
-            sizes = sequences[micro_batches]  # [M, n, 2]
-            computed = sizes.sum(axis=(1, 2)) if args.padding_free else 2 * n * sizes.max(axis=(1, 2))
+            packed, padded = tokens[micro_batches].sum(axis=1), 2 * n * sequences[micro_batches].max(axis=(1, 2))
+            computed = packed if args.padding_free else padded
             largest[n] = int(computed.max()), int(responses[micro_batches].sum(axis=1).max())
         return largest
 
@@ -236,8 +240,11 @@ class Planner:
 
     def plan_time(self) -> dict[str, Any]:
         """FLOPs of training (three forwards a step) and of the reference's forwards, and hours at each efficiency."""
-        sequences, responses = self.lengths.sequences.ravel(), int(self.lengths.responses.sum())
-        forward = ForwardFlops.of(self.model)(torch.from_numpy(sequences), responses) * self.scale
+        sequences, responses = self.lengths.sequences, int(self.lengths.responses.sum())
+        saved = np.zeros_like(sequences)
+        saved[:, 1] = sequences.sum(axis=1) - self.lengths.computed(self.prefix_sharing)
+        tokens, shared = (torch.from_numpy(array.ravel()) for array in (sequences, saved))
+        forward = ForwardFlops.of(self.model)(tokens, responses, shared=shared) * self.scale
         epochs = self.args.num_train_epochs
         flops = {
             "training": 3 * forward * epochs,

@@ -197,7 +197,7 @@ def is_pushed(checkpoint: Path) -> bool:
 
 def check_resume(checkpoint: Path, facts: dict[str, Any], ignore: bool) -> None:
     """Raises UserError if the run that wrote `checkpoint` had other processes or data than this one."""
-    before = {"order_version": 1} | json.loads((checkpoint / COMPLETE).read_text())
+    before = {"order_version": 1, "prefix_sharing": False} | json.loads((checkpoint / COMPLETE).read_text())
     for name, value in facts.items():
         if name == "order_version" and before[name] != value and not ignore:
             raise UserError(

@@ -2,12 +2,16 @@
 
 import resource
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from transformers import TrainerCallback
 
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
+from sfm_dpo.model.packing import find_shared
+
+COUNTS = ("pairs", "tokens", "computed", "grid", "flops")
 
 
 @dataclass
@@ -16,21 +20,26 @@ class Meter:
 
     forward_flops: ForwardFlops
     reference_in_step: bool
-    counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("pairs", "tokens", "grid", "flops"), 0.0))
+    counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0.0))
     seconds: float = 0.0
     mark: float = field(default_factory=time.monotonic)
 
-    def add(self, attention_mask: torch.Tensor, completion_mask: torch.Tensor, packed: bool) -> None:
-        """A micro-batch: masks are [2B, L]."""
-        lengths = attention_mask.sum(dim=1).cpu()
-        tokens = int(lengths.sum())
+    def add(self, batch: Mapping[str, torch.Tensor], packed: bool, prefix_sharing: bool) -> None:
+        """A micro-batch of TRL's collator, tensors [2B, L]."""
+        ids, mask, completion = (batch[name] for name in ("input_ids", "attention_mask", "completion_mask"))
+        lengths = mask.sum(dim=1).cpu()
+        shared = torch.zeros_like(lengths)
+        if prefix_sharing:
+            shared = find_shared(ids, mask, completion == 1).sum(dim=1).cpu()
+        computed = int((lengths - shared).sum())
         self.counts["pairs"] += len(lengths) // 2
-        self.counts["tokens"] += tokens
-        self.counts["grid"] += tokens if packed else attention_mask.numel()
-        responses = int(completion_mask.sum())
-        self.counts["flops"] += self.forward_flops(lengths, responses, training=True)
+        self.counts["tokens"] += int(lengths.sum())
+        self.counts["computed"] += computed
+        self.counts["grid"] += computed if packed else mask.numel()
+        responses = int(completion.sum())
+        self.counts["flops"] += self.forward_flops(lengths, responses, training=True, shared=shared)
         if self.reference_in_step:
-            self.counts["flops"] += self.forward_flops(lengths, responses)
+            self.counts["flops"] += self.forward_flops(lengths, responses, shared=shared)
 
     def skip(self) -> None:
         """Leaves out the time since the last step's end: evaluation, saving."""
@@ -47,7 +56,8 @@ class Meter:
         out = {
             "perf/tokens_per_second": totals["tokens"] / seconds,
             "perf/pairs_per_second": totals["pairs"] / seconds,
-            "perf/padding_fraction": 1 - totals["tokens"] / max(totals["grid"], 1),
+            "perf/padding_fraction": 1 - totals["computed"] / max(totals["grid"], 1),
+            "perf/shared_fraction": 1 - totals["computed"] / max(totals["tokens"], 1),
             "perf/peak_memory_gib": peak_memory_gib(),
         }
         peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None

@@ -27,10 +27,10 @@ from sfm_dpo.config import TrainConfig
 from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.sampler import ORDER_VERSION, PairSampler
 from sfm_dpo.data.tokenization import pair_tokens
-from sfm_dpo.model.attention import describe_kernel
+from sfm_dpo.model.attention import check_shared_keys, describe_kernel
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import hash_config, load_model
-from sfm_dpo.model.packing import compile_layers, enable_padding_free
+from sfm_dpo.model.packing import compile_layers, enable_padding_free, why_not_shared
 from sfm_dpo.model.saving import mend_saved_files, read_base_config
 from sfm_dpo.model.sharding import hash_weights, hybrid_warning, launched_with
 from sfm_dpo.run.checkpoint import COMPLETE, mark_complete, newest_checkpoint, rotate, stop_requested
@@ -59,7 +59,7 @@ class SFMDPOTrainer(UpstreamFixes):
     precompute_ref_logps: bool  # TRL's
 
     def __init__(self, *, model: str, args: TrainConfig, quantization_config: Any = None, **kwargs: Any):
-        self.packed = args.padding_free
+        self.packed, self.prefix_sharing = args.padding_free, False
         self.compilation = {
             name: getattr(args, name) for name in ("torch_compile", "torch_compile_backend", "torch_compile_mode")
         }
@@ -95,11 +95,12 @@ class SFMDPOTrainer(UpstreamFixes):
         """Packs and compiles policy and reference, as asked, once TRL has given them their fused LM head."""
         if self._patched:
             return
+        self.prefix_sharing = self._resolve_prefix_sharing()
         for model in filter(None, (self.bare_model(), self.ref_model)):
             model = self.accelerator.unwrap_model(model)
             try:
                 if self.packed:
-                    enable_padding_free(model)
+                    enable_padding_free(model, self.prefix_sharing)
             except ValueError as error:  # a model in which sequences of one row would see each other
                 raise UserError(str(error)) from error
             if self.compilation["torch_compile"]:
@@ -108,12 +109,41 @@ class SFMDPOTrainer(UpstreamFixes):
                 )
         self._patched = True
 
-    def attention_kernel(self) -> str:
-        """What computes packed attention, for the log; it takes the place of `attn_implementation`."""
+    def _resolve_prefix_sharing(self) -> bool:
+        """Whether prompts are shared. Raises UserError where that was asked for and the model or the kernel cannot."""
+        asked, args = self.args.prefix_sharing, self.args
+        obstacle = why_not_shared(self.bare_model(), self.packed, args.router_aux_loss_coef)
+        if obstacle and asked:
+            raise UserError(f"prefix_sharing True: {obstacle}; set prefix_sharing: false")
+        if obstacle and asked is None:
+            log.info(f"prefix_sharing is off: {obstacle}")
+        if obstacle or asked is False:
+            return False
+        if self.accelerator.device.type == "cuda" and (args.bf16 or args.fp16):
+            try:
+                check_shared_keys(*self._attention_call())
+            except ValueError as error:
+                raise UserError(str(error)) from error
+        return True
+
+    def _attention_call(self) -> tuple[torch.device, torch.dtype, int]:
+        """Device, dtype and head size of the attention."""
         config = self.bare_model().config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         dtype = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
-        return describe_kernel(self.accelerator.device, dtype, head_dim)
+        return self.accelerator.device, dtype, head_dim
+
+    def attention_kernel(self) -> str:
+        """What computes packed attention, for the log; it takes the place of `attn_implementation`."""
+        return describe_kernel(*self._attention_call())
+
+    def describe_sharing(self) -> str:
+        """For the log: how much prefix sharing saves."""
+        real, computed = (pair_tokens(self.train_dataset, self.args.max_length, on) for on in (False, True))
+        return (
+            f"prefix sharing: {1 - computed.sum() / real.sum():.1%} of {real.sum():,} tokens are not computed; "
+            f"{(real == computed).sum():,} of {len(real):,} pairs have no prompt to share"
+        )
 
     # ---- launchers
 
@@ -166,12 +196,12 @@ class SFMDPOTrainer(UpstreamFixes):
     # pairs to the micro-batches, in whose means each pair then weighs differently, and ignores the run's seed.
     # Canary: test_canary_batch_rebalance
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> PairSampler:
-        self.train_sampler = build_sampler(self.train_dataset, self.args)
+        self.train_sampler = build_sampler(self.train_dataset, self.args, self.prefix_sharing)
         return self.train_sampler
 
     def describe_data(self) -> dict[str, Any]:
         """For data.json: the hash of the tokens, the order of each epoch, and the reference cache of each split."""
-        args, sampler = self.args, build_sampler(self.train_dataset, self.args)
+        args, sampler = self.args, build_sampler(self.train_dataset, self.args, self.prefix_sharing)
         epochs = args.num_train_epochs
         if args.max_steps > 0:
             epochs = args.max_steps * args.global_batch_size / len(sampler)
@@ -210,7 +240,10 @@ class SFMDPOTrainer(UpstreamFixes):
             "max_length": args.max_length,
             "truncation_mode": args.truncation_mode,
         }
-        cache = ReferenceCache(cache_folder(dataset, **settings), pair_tokens(dataset, args.max_length), batch_size)
+        if self.prefix_sharing:  # a key without it is that of a cache from before there was such a thing
+            settings["prefix_sharing"] = True
+        tokens = pair_tokens(dataset, args.max_length, self.prefix_sharing)
+        cache = ReferenceCache(cache_folder(dataset, **settings), tokens, batch_size)
         # Rank 0 alone looks: on NFS who looks for a file before it is written may not see it for a minute
         missing = broadcast(cache.missing_shards() if accelerator.is_main_process else [])
         if missing:
@@ -264,7 +297,7 @@ class SFMDPOTrainer(UpstreamFixes):
             launch = f"ZeRO-{self.zero_stage}"
         world_size = self.accelerator.num_processes
         facts = {"world_size": world_size, "launch": launch, "train_tokens": self.train_tokens}
-        return facts | {"order_version": ORDER_VERSION}
+        return facts | {"order_version": ORDER_VERSION, "prefix_sharing": self.prefix_sharing}
 
     # Upstream: transformers 5.23, trainer.py, Trainer._save_checkpoint: has no mark of a complete checkpoint, counts
     # one that was killed half-written as one to keep, and deletes others while ranks still write the new one.
@@ -306,7 +339,7 @@ class SFMDPOTrainer(UpstreamFixes):
     def _compute_loss(self, model, inputs: dict[str, torch.Tensor], return_outputs: bool):
         """TRL's loss, and metrics on its scale. The live reference's log-probs are put into the batch first."""
         if self.model.training:
-            self.meter.add(inputs["attention_mask"], inputs["completion_mask"], self.packed)
+            self.meter.add(inputs, self.packed, self.prefix_sharing)
         cached = self.precompute_ref_logps
         if not cached:
             chosen, rejected = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
@@ -394,9 +427,9 @@ class SFMDPOTrainer(UpstreamFixes):
         super().log(logs, start_time)
 
 
-def build_sampler(dataset: Dataset, args: TrainConfig) -> PairSampler:
+def build_sampler(dataset: Dataset, args: TrainConfig, prefix_sharing: bool = False) -> PairSampler:
     """The order in which a run trains on tokenised pairs. Raises UserError for fewer pairs than a global batch."""
-    tokens, strategy = pair_tokens(dataset, args.max_length), args.train_sampling_strategy
+    tokens, strategy = pair_tokens(dataset, args.max_length, prefix_sharing), args.train_sampling_strategy
     seed = args.seed if args.data_seed is None else args.data_seed
     batch = args.global_batch_size, args.per_device_train_batch_size
     return PairSampler(tokens, strategy, *batch, seed, args.padding_free)

@@ -24,7 +24,8 @@ FIELDS = {
 }
 LOSSES = {"sigmoid_norm": 5, "sigmoid": 0.1}
 PATHS = {
-    "packed, cached": {},
+    "shared, cached": {},
+    "packed, cached": {"prefix_sharing": "false"},
     "padded, live": {"padding_free": "false", "precompute_ref_log_probs": "false"},
 }
 
@@ -47,7 +48,7 @@ def place(tmp_path_factory) -> Place:
 
 
 EVERY = [(architecture, loss, path) for architecture in ("gpt_neox", "olmo3") for loss in LOSSES for path in PATHS]
-FEW = [("gpt_neox", "sigmoid", "packed, cached"), ("olmo3", "sigmoid_norm", "padded, live")]
+FEW = [("gpt_neox", "sigmoid", "shared, cached"), ("olmo3", "sigmoid_norm", "padded, live")]
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,17 @@ PATHS = {
     "packed": {"precompute_ref_log_probs": "false"},
     "packed, cached": {},
     "compiled": {"torch_compile": "true", "torch_compile_backend": "aot_eager"},  # else packed, cached
+    "shared": {"prefix_sharing": "true"},
+    "shared, compiled": {"prefix_sharing": "true", "torch_compile": "true", "torch_compile_backend": "aot_eager"},
 }
-FIELDS = {"save_strategy": "no", "preflight": "skip", "guard": "skip", "max_steps": 8, "learning_rate": 5e-5}
+FIELDS = {
+    "prefix_sharing": "false",
+    "save_strategy": "no",
+    "preflight": "skip",
+    "guard": "skip",
+    "max_steps": 8,
+    "learning_rate": 5e-5,
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +46,7 @@ def place(tmp_path_factory) -> Place:
 
 @pytest.mark.parametrize("processes", [1, 2], ids=["one process", "ZeRO-2"])
 def test_losses_are_the_recorded_ones(place, processes):
-    paths = [path for path in PATHS if path != "compiled"]
+    paths = ["padded", "packed", "packed, cached"]
     logged = train_all(place, processes, [(a, path) for a in ("gpt_neox", "olmo3", "llama") for path in paths])
     golden = json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
     if os.environ.get("RECORD"):
@@ -50,13 +59,26 @@ def test_losses_are_the_recorded_ones(place, processes):
             assert mine == pytest.approx(expected, rel=1e-5, abs=1e-5), name
 
 
+def test_shared_prompts_give_the_recorded_losses(place):
+    golden = json.loads(GOLDEN.read_text())
+    for steps in train_all(place, 1, [("llama", "shared")]).values():
+        for mine, expected in zip(steps, golden[ONE], strict=True):
+            assert mine == pytest.approx(expected, rel=5e-5, abs=5e-5)
+
+
 @pytest.mark.grid
 def test_one_two_and_four_ranks_agree_compiled_or_not_cached_or_not(place):
     """The order depends on the global batch alone: what differs is the order of summation."""
     golden = json.loads(GOLDEN.read_text())
-    golden |= train_all(place, 4, [("llama", "packed, cached"), ("llama", "compiled")])
+    golden |= train_all(place, 4, [("llama", path) for path in ("packed, cached", "compiled", "shared, compiled")])
     live = "llama, packed, 1"  # the reference in memory instead of its log-probs in the cache
-    for name in (live, "llama, packed, cached, 2", "llama, packed, cached, 4", "llama, compiled, 4"):
+    for name in (
+        live,
+        "llama, packed, cached, 2",
+        "llama, packed, cached, 4",
+        "llama, compiled, 4",
+        "llama, shared, compiled, 4",
+    ):
         for mine, expected in zip(golden[name], golden[ONE], strict=True):
             assert mine == pytest.approx(expected, rel=1e-4, abs=1e-5), name
 

@@ -38,8 +38,10 @@ FIELDS = {
 LOSSES = {"sigmoid_norm": 5.0, "sigmoid": 0.1, "ipo": 0.1, "hinge": 0.1, "apo_zero": 0.1, "bco_pair": 0.1}
 PATHS = {
     "padded, live": {"padding_free": "false", "precompute_ref_log_probs": "false"},
-    "packed, cached": {"padding_free": "true", "precompute_ref_log_probs": "true"},
-    "packed, live": {"padding_free": "true", "precompute_ref_log_probs": "false"},
+    "packed, cached": {"padding_free": "true", "prefix_sharing": "false", "precompute_ref_log_probs": "true"},
+    "packed, live": {"padding_free": "true", "prefix_sharing": "false", "precompute_ref_log_probs": "false"},
+    "shared, cached": {"padding_free": "true", "prefix_sharing": "true", "precompute_ref_log_probs": "true"},
+    "shared, live": {"padding_free": "true", "prefix_sharing": "true", "precompute_ref_log_probs": "false"},
 }
 SAMPLERS = ["random", "batch_rebalance", "group_by_length"]
 LAUNCHES = ["single", "cpu 2", "cpu_zero3 2", "cpu_fsdp2 2"]
@@ -47,6 +49,7 @@ Combination = tuple[str, str, str]  # loss, path, sampler
 FEW: list[Combination] = [
     ("sigmoid_norm", "packed, cached", "batch_rebalance"),
     ("sigmoid", "padded, live", "random"),
+    ("sigmoid_norm", "shared, live", "group_by_length"),
 ]
 ALL: list[Combination] = [(loss, "packed, cached", "batch_rebalance") for loss in LOSSES]
 ALL += [("sigmoid_norm", path, sampler) for path in PATHS for sampler in SAMPLERS if (path, sampler) != ALL[0][1:]]
@@ -104,7 +107,7 @@ def oracle(place: Place, fields: dict) -> tuple[list[dict[str, float]], dict[str
     """Metrics of each training step, then of the two held-out evaluations; and the weights at the end."""
     config = parse_config(as_options(place.values("nowhere", per_device_train_batch_size=2, **fields)), world_size=1)
     split = load_token_pairs(config, load_tokenizer(config))[0]
-    steps = build_sampler(split.train, config.train).steps(0)[:STEPS]
+    steps = build_sampler(split.train, config.train, bool(config.train.prefix_sharing)).steps(0)[:STEPS]
     policy = AutoModelForCausalLM.from_pretrained(place.model, dtype=torch.float64)
     reference = copy.deepcopy(policy)
     loss_type, beta = fields["loss_type"], fields["beta"]

@@ -4,9 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention.varlen import varlen_attn
 from trl.trainer.utils import add_fused_lm_head
 
-from sfm_dpo.model.attention import PACKED, boundary_mask, describe_kernel, packed_attention_forward, register
+from sfm_dpo.model.attention import (
+    PACKED,
+    boundary_mask,
+    check_shared_keys,
+    describe_kernel,
+    packed_attention_forward,
+    register,
+)
 from sfm_dpo.model.packing import enable_padding_free
 from tests.tiny_models import ARCHITECTURES, tiny_model
 
@@ -75,10 +83,123 @@ def test_equals_attention_written_out_on_cuda(kv_heads, window, dtype, tolerance
     check_against_written_out("cuda", dtype, tolerance, kv_heads, window, head_dim=64)
 
 
+# Own and seen tokens of each sequence: [7 of a prompt and 5 of its chosen answer] is seen by a rejected one of 4, ...
+SHARED = [([12, 4, 9, 1], [0, 0, 7, 0]), ([300, 140, 150, 1], [0, 130, 0, 299]), ([5, 5], [0, 4])]
+
+
+def shared_inputs(own, before, kv_heads, device="cpu", dtype=torch.float32, head_dim=16):
+    """Queries and keys of a row in which every sequence also sees the first `before` tokens of the row."""
+    qkv, _ = inputs(own, kv_heads=kv_heads, device=device, dtype=dtype, head_dim=head_dim)
+    starts = [sum(own[:i]) for i in range(len(own))]
+    keys = [torch.cat([torch.arange(b), torch.arange(s, s + n)]) for n, b, s in zip(own, before, starts, strict=True)]
+    cu_seqlens, cu_keys = (torch.tensor([0, *n]).cumsum(0).int() for n in (own, list(map(len, keys))))
+    mask = boundary_mask(cu_seqlens, max(map(len, keys)), cu_keys, torch.cat(keys).int()).to(device)
+    return qkv, keys, starts, mask
+
+
+def written_out_shared(qkv, keys, own, starts, window):
+    """Each sequence alone, float64: its queries stand at the end of its keys."""
+    query, key, value = (x.double() for x in qkv)
+    groups, outputs = query.shape[1] // key.shape[1], []
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    for seen, n, start in zip(keys, own, starts, strict=True):
+        distance = torch.arange(len(seen) - n, len(seen))[:, None] - torch.arange(len(seen))[None]
+        visible = (distance >= 0) & (distance < (window or len(seen)))
+        scores = query[:, :, start : start + n] @ key[:, :, seen].transpose(2, 3) / query.shape[-1] ** 0.5
+        scores = scores.masked_fill(~visible.to(scores.device), -torch.inf)
+        outputs.append((scores.softmax(-1) @ value[:, :, seen]).transpose(1, 2))
+    return torch.cat(outputs, dim=1)
+
+
+@pytest.mark.parametrize(("own", "before"), SHARED)
+@pytest.mark.parametrize("window", [None, 1, 3, 8, 129, 200, 1000])
+def test_more_keys_than_queries_equal_attention_written_out(own, before, window):
+    qkv, keys, starts, mask = shared_inputs(own, before, kv_heads=2)
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    output, _ = packed_attention_forward(module, *qkv, mask, scaling=0.25, sliding_window=window)
+    expected = written_out_shared(qkv, keys, own, starts, window)
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
+    grads, expected_grads = (torch.autograd.grad((x * weight).sum(), qkv) for x in (output, expected))
+    torch.testing.assert_close(grads, expected_grads, atol=1e-5, rtol=1e-5)
+
+
+def sdpa_kernel(query, key, value, cu_seqlens, cu_keys, scaling, window, max_length, at_end=True, no_grad=None):
+    """Attention of more keys than queries in one masked call a sequence."""
+    outputs = []
+    own, seen = cu_seqlens.diff().tolist(), cu_keys.diff().tolist()
+    if no_grad == "key":
+        key = key.detach() + 0 * key
+    for q, k, v in zip(query.split(own, 2), key.split(seen, 2), value.split(seen, 2), strict=True):
+        rows = torch.arange(q.shape[2])[:, None] + (k.shape[2] - q.shape[2] if at_end else 0)
+        distance = rows - torch.arange(k.shape[2])[None]
+        mask = (distance >= 0) & (distance < (window or max_length))
+        outputs.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True))
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "what"),
+    [
+        ({}, None),
+        ({"at_end": False}, "window None, output"),  # the mask of a kernel that aligns at the start
+        ({"window": None}, "window 16, output"),
+        ({"no_grad": "key"}, "d key"),
+    ],
+    ids=str,
+)
+def test_the_check_at_the_start_refuses_a_kernel_that_is_wrong(wrong, what):
+    kernel = lambda *args, **kwargs: sdpa_kernel(*args[:6], wrong.get("window", args[6]), **kwargs, **options)  # noqa: E731
+    options = {name: value for name, value in wrong.items() if name != "window"}
+    call = torch.device("cpu"), torch.bfloat16, 64, kernel
+    if what is None:
+        check_shared_keys(*call)
+    else:
+        with pytest.raises(ValueError, match=f"^prefix_sharing: .*{what}.*; set prefix_sharing: false$"):
+            check_shared_keys(*call)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(("own", "before"), SHARED)
+@pytest.mark.parametrize("window", [None, 8, 129])
+def test_more_keys_than_queries_on_cuda(own, before, window):
+    check_shared_keys(torch.device("cuda"), torch.bfloat16, 64)
+    qkv, keys, starts, mask = shared_inputs(own, before, 2, "cuda", torch.bfloat16, 64)
+    output, _ = packed_attention_forward(SimpleNamespace(is_causal=True), *qkv, mask, sliding_window=window)
+    expected = written_out_shared(qkv, keys, own, starts, window)
+    torch.testing.assert_close(output.double(), expected, atol=3e-2, rtol=3e-2)
+
+
+def test_the_varlen_call_of_shared_keys(monkeypatch):
+    """No CPU can run the kernel, but its operator knows shapes: what it is given on CUDA, and that gradients fit. (On
+    the meta device: autograd aborts on fake CUDA tensors where PyTorch was built without CUDA.)"""
+    calls = []
+
+    def spy(*args, **kwargs):
+        calls.append((args, kwargs))
+        return varlen_attn(*args, **kwargs)
+
+    monkeypatch.setattr("sfm_dpo.model.attention.varlen_attn", spy)
+    monkeypatch.setattr("sfm_dpo.model.attention._why_not_varlen", lambda *_: None)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # unknown for the meta device
+    qkv, _, _, mask = shared_inputs([12, 4, 9, 1], [0, 0, 7, 0], 2, "meta", torch.bfloat16, 64)
+    assert mask.shape == (5, 1, 16, 5 + 5 + 33)
+    output, _ = packed_attention_forward(SimpleNamespace(is_causal=True), *qkv, mask, sliding_window=8)
+    grads = torch.autograd.grad(output.sum(), qkv)
+    (query, key, value, cu_seqlens, cu_keys, *longest), options = calls[0]
+    assert output.shape == (1, 26, 4, 64) and [g.shape for g in grads] == [x.shape for x in qkv]
+    assert query.shape == (26, 4, 64) and key.shape == value.shape == (33, 2, 64) and longest == [16, 16]
+    assert len(cu_seqlens) == len(cu_keys) == 5 and cu_keys.dtype == torch.int32
+    assert options["window_size"] == (7, 0) and options["enable_gqa"]
+
+
 def test_boundaries_take_no_memory_and_carry_both_numbers():
     mask = boundary_mask(torch.tensor([0, 5, 9], dtype=torch.int32), 5)
     assert mask.shape == (1, 1, 5, 3) and mask.untyped_storage().nbytes() == 3 * 4
     assert mask[0, 0, 0].tolist() == [0, 5, 9]
+    mask = boundary_mask(*(torch.tensor(x, dtype=torch.int32) for x in ([0, 5, 6], 5, [0, 5, 9], [0, 1, 2, 3, 4])))
+    assert mask.shape == (3, 1, 5, 11) and mask.untyped_storage().nbytes() == 11 * 4
 
 
 @pytest.mark.parametrize(

@@ -50,25 +50,28 @@ def graphs():
 
 
 def make_batch(seed: int, device: str = "cpu", longest: int = 60) -> dict[str, torch.Tensor]:
-    """TRL's batch: between 2 and 6 sequences of 4 to `longest` tokens."""
+    """TRL's batch: between 2 and 6 sequences of 4 to `longest` tokens, prompts of 3."""
     generator = torch.Generator().manual_seed(seed)
     rows = 2 * int(torch.randint(1, 4, (1,), generator=generator))
     lengths = torch.randint(4, longest, (rows, 1), generator=generator)
     position = torch.arange(int(lengths.max()))[None]
     ids = torch.randint(0, 250, (rows, position.shape[1]), generator=generator)
+    ids[rows // 2 :, :3] = ids[: rows // 2, :3]
     batch = {
         "input_ids": ids.where(position < lengths, 256),
         "attention_mask": (position < lengths).long(),
-        "labels": ids.where((position < lengths) & (position > 1), -100),
+        "labels": ids.where((position < lengths) & (position > 2), -100),
     }
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def make_model(architecture: str, *, packed=True, checkpointing=False, backend=None, device="cpu", **kwargs):
+def make_model(
+    architecture: str, *, packed=True, sharing=False, checkpointing=False, backend=None, device="cpu", **kwargs
+):
     model = tiny_model(architecture, **kwargs).to(device).train()
     add_fused_lm_head(model)
     if packed:
-        enable_padding_free(model)
+        enable_padding_free(model, sharing)
     if checkpointing:
         model.gradient_checkpointing_enable()
     if backend:
@@ -89,13 +92,20 @@ def assert_equal(expected, got, tolerance=1e-5):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "packed", "checkpointing"),
-    [("llama", False, True), ("gpt_neox", True, False), ("olmo3", True, False), ("olmo3", True, True)],
+    ("architecture", "packed", "sharing", "checkpointing"),
+    [
+        ("llama", False, False, True),
+        ("gpt_neox", True, False, False),
+        ("olmo3", True, False, False),
+        ("olmo3", True, True, False),
+        ("olmo3", True, True, True),
+    ],
 )
-def test_one_graph_per_kind_of_layer_whatever_the_batch(architecture, packed, checkpointing, graphs):
+def test_one_graph_per_kind_of_layer_whatever_the_batch(architecture, packed, sharing, checkpointing, graphs):
     """6 batches, and a reference forward (no gradients) with each."""
     plain = make_model(architecture, packed=packed, checkpointing=checkpointing)
-    compiled = make_model(architecture, packed=packed, checkpointing=checkpointing, backend="counting")
+    options = {"packed": packed, "sharing": sharing, "checkpointing": checkpointing}
+    compiled = make_model(architecture, **options, backend="counting")
     batches = [make_batch(seed) for seed in range(6)]
     assert len({batch["input_ids"].shape for batch in batches}) > 4
     for batch in batches:
@@ -112,7 +122,7 @@ def test_one_graph_per_kind_of_layer_whatever_the_batch(architecture, packed, ch
 def test_inductor_gives_the_same_figures():
     torch._dynamo.reset()
     plain = make_model("olmo3", checkpointing=True)
-    compiled = make_model("olmo3", checkpointing=True, backend="inductor")
+    compiled = make_model("olmo3", sharing=True, checkpointing=True, backend="inductor")
     for seed in range(2):
         batch = make_batch(seed)
         assert_equal(loss_and_gradients(plain, batch), loss_and_gradients(compiled, batch))

@@ -78,9 +78,10 @@ def test_peak_by_name(name, peak):
 def test_meter_counts_padding_only_where_it_is_computed():
     attention = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     completion = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0]])
+    batch = {"input_ids": attention, "attention_mask": attention, "completion_mask": completion}
     for packed, fraction in ((False, 0.25), (True, 0.0)):
         meter = Meter(ForwardFlops(1, 0, ()), reference_in_step=False)
-        meter.add(attention, completion, packed)
+        meter.add(batch, packed, prefix_sharing=False)
         assert meter.counts["tokens"] == 6 and meter.counts["pairs"] == 1
         assert meter.counts["flops"] == 3 * 6
         meter.seconds = 2.0
@@ -89,3 +90,18 @@ def test_meter_counts_padding_only_where_it_is_computed():
         assert metrics["perf/tokens_per_second"] == 3.0
         assert metrics["perf/pairs_per_second"] == 0.5
         assert meter.seconds == 0.0 and meter.counts["tokens"] == 0
+
+
+def test_meter_counts_a_shared_prompt_once():
+    """Prompts of 3 tokens, the second pair's different: 2 of 15 real tokens are not computed."""
+    ids = torch.tensor([[5, 6, 7, 1, 2], [5, 6, 7, 3, 0], [5, 6, 7, 4, 0], [9, 6, 7, 1, 0]])
+    attention = (ids != 0).long()
+    batch = {"input_ids": ids, "attention_mask": attention, "completion_mask": attention * (torch.arange(5) > 2)}
+    meter = Meter(ForwardFlops(1, 0, ((None, 1),)), reference_in_step=True)
+    meter.add(batch, packed=True, prefix_sharing=True)
+    visible = sum(range(1, 6)) + 2 * sum(range(1, 5)) + 3 + 4  # of the third row only the last two queries
+    assert meter.counts == {"pairs": 2, "tokens": 17, "computed": 15, "grid": 15, "flops": 4 * (15 + visible)}
+    meter.seconds = 2.0
+    metrics = meter.metrics(dict(meter.counts), world_size=1)
+    assert metrics["perf/shared_fraction"] == pytest.approx(2 / 17) and metrics["perf/padding_fraction"] == 0
+    assert metrics["perf/tokens_per_second"] == 8.5

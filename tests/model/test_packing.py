@@ -193,6 +193,110 @@ def test_no_sequence_sees_another(architecture, monkeypatch):
     assert others > 1e-2
 
 
+# ---- prefix sharing ----
+
+# (prompt, chosen, rejected) tokens of each pair; OLMo 3's windows hold 8 tokens
+PROMPTS = {
+    "long and short": [(20, 30, 1), (3, 1, 90), (12, 2, 140)],
+    "a prompt of one token": [(1, 5, 9), (9, 1, 1)],
+    "prompts that differ": [(20, 4, 7), (15, 30, 6)],  # the first pair's, from token 11 on
+}
+
+
+def make_pairs(pairs, differ=None):
+    """TRL's batch in which the rows i and B + i begin with the same prompt; `differ` changes a token of row B."""
+    batch = make_batch([(p, c) for p, c, _ in pairs] + [(p, r) for p, _, r in pairs])
+    for i, (prompt, _, _) in enumerate(pairs):
+        batch["input_ids"][len(pairs) + i, :prompt] = batch["input_ids"][i, :prompt]
+    if differ is not None:
+        batch["input_ids"][len(pairs), differ] += 1
+    return batch
+
+
+def one_by_one(model, batch, weights):
+    """Log-probs [rows, L - 1] by transformers' own forward of each sequence alone, and gradients of their weighted
+    sum."""
+    expected = torch.zeros(weights.shape)
+    model.zero_grad()
+    for row, (ids, mask, labels) in enumerate(zip(*batch.values(), strict=True)):
+        n = int(mask.sum())
+        logps = torch.log_softmax(model(ids[None, :n]).logits[0, :-1], dim=-1).gather(1, ids[1:n, None])[:, 0]
+        logps = logps * (labels[1:n] != -100)
+        (logps * weights[row, : n - 1]).sum().backward()
+        expected[row, : n - 1] = logps.detach()
+    return expected, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def shared_model(architecture, **kwargs):
+    model = tiny_model(architecture, **({"router_aux_loss_coef": 0.0} if architecture == "olmoe" else {}), **kwargs)
+    model.config.output_router_logits = False
+    add_fused_lm_head(model, outputs=FIELDS)
+    enable_padding_free(model, prefix_sharing=True)
+    return model
+
+
+@pytest.mark.parametrize("case", PROMPTS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_shared_prompts_change_neither_log_probs_nor_gradients(architecture, case):
+    """Against each sequence alone, and against the row in which nothing is shared."""
+    pairs = PROMPTS[case]
+    batch = make_pairs(pairs, differ=11 if case == "prompts that differ" else None)
+    model, unshared, alone = shared_model(architecture), *padded_and_packed(architecture)[::-1]
+    unshared.config.output_router_logits = False
+    computed = []
+    model.get_input_embeddings().register_forward_hook(lambda _, args, __: computed.append(args[0].shape[1]))
+    output, gradients = run(model, batch)
+    weights = torch.linspace(-1, 1, output.log_probs.numel()).view_as(output.log_probs)
+    expected, expected_gradients = one_by_one(alone, batch, weights)
+    assert (output.log_probs - expected).abs().max() <= LOG_PROB_TOLERANCE
+    difference = {name: gradients[name] - gradient for name, gradient in expected_gradients.items()}
+    assert norm(difference) < GRADIENT_TOLERANCE * norm(expected_gradients)
+    assert norm(gradients) == pytest.approx(norm(expected_gradients), rel=GRADIENT_TOLERANCE)
+    assert_equal_runs(run(unshared, batch), (output, gradients))
+    shared = [prompt - 1 for prompt, _, _ in pairs]
+    shared[0] = min(shared[0], 11) if case == "prompts that differ" else shared[0]
+    assert computed == [int(batch["attention_mask"].sum()) - sum(shared)]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("architecture", ["gpt_neox", "olmo3", "llama"])
+def test_shared_prompts_with_checkpointing_and_lora(architecture, lora, use_reentrant):
+    batch, results = make_pairs(PROMPTS["long and short"]), []
+    for model in (padded_and_packed(architecture)[0], shared_model(architecture)):
+        torch.manual_seed(0)
+        sharing = len(results) == 1
+        if lora:
+            config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+            model = get_peft_model(model, config)
+        model.train()
+        if sharing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+            model.enable_input_require_grads()
+            model(**make_pairs([(5, 60, 2), (2, 9, 4)]), fused_lm_head=True)  # boundaries are those of the call
+        results.append(run(model, batch))
+    assert_equal_runs(*results)
+
+
+def test_a_shared_prompt_lets_no_answer_see_another():
+    model = shared_model("olmo3")
+    batch = make_pairs([(20, 30, 12), (9, 5, 7)])
+    with torch.no_grad():
+        before = model(**batch, fused_lm_head=True).log_probs
+        changed = {name: tensor.clone() for name, tensor in batch.items()}
+        changed["input_ids"][0, 20:50] = (batch["input_ids"][0, 20:50] + 100) % 250
+        changed["labels"][0, 20:50] = changed["input_ids"][0, 20:50]
+        after = model(**changed, fused_lm_head=True).log_probs
+    assert (before - after)[1:].abs().max() < 1e-5 and (before - after)[0].abs().max() > 0.1
+
+
+@pytest.mark.parametrize("rows", BATCHES)
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_rows_that_share_nothing_are_computed_as_they_are(rows, padding_side):
+    batch = make_batch(BATCHES[rows], padding_side)
+    assert_equal_runs(run(padded_and_packed("olmo3")[0], batch), run(shared_model("olmo3"), batch))
+
+
 # ---- through TRL's trainer: every loss, policy and reference ----
 
 PAIRS = [
@@ -215,7 +319,7 @@ LOSSES = [
 ]
 
 
-def make_trainer(tmp_path, architecture, packed, peft_config=None, **args):
+def make_trainer(tmp_path, architecture, packed, peft_config=None, sharing=False, **args):
     defaults = {
         "output_dir": str(tmp_path),
         "per_device_train_batch_size": len(PAIRS),
@@ -237,9 +341,9 @@ def make_trainer(tmp_path, architecture, packed, peft_config=None, **args):
         peft_config=peft_config,
     )
     if packed:
-        enable_padding_free(trainer.model.get_base_model() if peft_config else trainer.model)
+        enable_padding_free(trainer.model.get_base_model() if peft_config else trainer.model, sharing)
         if trainer.ref_model is not None:
-            enable_padding_free(trainer.ref_model)
+            enable_padding_free(trainer.ref_model, sharing)
     return trainer
 
 
@@ -259,12 +363,15 @@ def loss_and_gradient_norm(trainer):
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
 def test_every_loss_of_trl(tmp_path, architecture, loss):
-    stock, packed = (
-        loss_and_gradient_norm(make_trainer(tmp_path, architecture, packed=packed, **loss)) for packed in (False, True)
+    paths = (False, False), (True, False), *([(True, True)] if architecture == "olmo3" else [])
+    stock, *others = (
+        loss_and_gradient_norm(make_trainer(tmp_path, architecture, packed, sharing=sharing, **loss))
+        for packed, sharing in paths
     )
-    assert packed[0] == pytest.approx(stock[0], rel=1e-5, abs=1e-6)
-    assert packed[1] == pytest.approx(stock[1], rel=GRADIENT_TOLERANCE) and stock[1] > 0
-    assert packed[2] == pytest.approx(stock[2], rel=1e-4, abs=1e-5)  # every metric TRL logs
+    for packed in others:
+        assert packed[0] == pytest.approx(stock[0], rel=1e-5, abs=1e-6)
+        assert packed[1] == pytest.approx(stock[1], rel=GRADIENT_TOLERANCE) and stock[1] > 0
+        assert packed[2] == pytest.approx(stock[2], rel=1e-4, abs=1e-5)  # every metric TRL logs
     assert ("aux_loss" in stock[2]) == (architecture == "olmoe")
 
 

@@ -49,14 +49,14 @@ def test_figures_are_deepspeeds_and_the_formulas(plan_of):
         assert states["weights"] + states["gradients"] + states["optimizer"] == pytest.approx(estimate, abs=2)
     # an epoch: 2 FLOPs a weight and token, three forwards; attention and head on top
     assert plan["data"]["tokens"] == 1280 * (1000 + 500)
-    dense = 6 * (n - 2 * embedding) * plan["data"]["tokens"]
+    dense = 6 * (n - 2 * embedding) * 1280 * (1000 + 500 - 99)  # of the prompt all but the last token once
     assert dense < plan["time"]["flops"]["training"] < 1.15 * dense
     assert plan["time"]["flops"]["training"] == pytest.approx(3 * plan["time"]["flops"]["reference"])
     hours = {entry["mfu"]: entry["training"] for entry in plan["time"]["hours"]}
     assert list(hours) == [0.225, 0.0856, 0.0277]
     for mfu, value in hours.items():
         assert value == pytest.approx(plan["time"]["flops"]["training"] / (4 * 2.25e15 * mfu * 3600))
-    assert plan["batch"]["largest_micro_batch"] == 4 * 1500
+    assert plan["batch"]["largest_micro_batch"] == 4 * (1500 - 99)
     assert plan["launches"]["zero2"]["checkpoint"] == 16 * n and plan["launches"]["fsdp2"]["checkpoint"] == 16 * n
     # the largest batch fits, the next one does not
     for facts in plan["launches"].values():
@@ -71,10 +71,13 @@ def test_the_largest_micro_batch_is_the_samplers_and_a_second_model_costs_memory
     """One pair in 16 is long: of the 8 in a step no two meet in a micro-batch of 4 where tokens are balanced."""
     shape = AutoConfig.from_pretrained(tiny_folder("olmo3"))
     mixed = Lengths(*(np.resize([a] + [b] * 15, 128) for a, b in ((9, 9), (900, 20), (900, 20), (0, 0))))
-    packed = plan_of(shape, mixed, ["--train_sampling_strategy", "sequential"]).plan()
+    sequential = ["--prefix_sharing", "false", "--train_sampling_strategy", "sequential"]
+    packed = plan_of(shape, mixed, sequential).plan()
     assert packed["batch"]["largest_micro_batch"] == 2 * 909 + 3 * 2 * 29
+    shared = plan_of(shape, mixed, sequential[2:]).plan()
+    assert shared["batch"]["largest_micro_batch"] == 2 * 909 + 3 * 2 * 29 - 4 * 8
     padding = ["--padding_free", "false", "--precompute_ref_log_probs", "false"]
-    padded = plan_of(shape, mixed, [*padding, "--train_sampling_strategy", "sequential"]).plan()
+    padded = plan_of(shape, mixed, [*padding, *sequential]).plan()
     assert padded["batch"]["largest_micro_batch"] == 8 * 909
     assert padded["launches"]["zero2"]["states"]["reference"] == 2 * packed["model"]["parameters"]
     assert "reference" not in packed["launches"]["zero2"]["states"]

@@ -57,6 +57,16 @@ def test_the_models_configuration_is_in_the_key(tmp_path, tiny_folder, cache, tr
 
 
 @pytest.mark.slow
+def test_prefix_sharing_is_in_the_key(tiny_folder, cache, train):
+    """Another row means other rounding in 16 bit; what is off leaves the key as it was before the field existed."""
+    train(tiny_folder("llama"))
+    train(tiny_folder("llama"), "--prefix_sharing", "true")
+    assert len(list(cache.iterdir())) == 1
+    train(tiny_folder("llama"), "--prefix_sharing", "false")
+    assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.slow
 def test_an_adapters_random_start_is_not_in_the_key(tiny_folder, cache, train):
     lora = ["--use_peft", "true", "--lora_target_modules", "q_proj"]
     train(tiny_folder("llama"), *lora)

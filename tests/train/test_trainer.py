@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from peft import LoraConfig
+from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
-from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
+from sfm_dpo.data.tokenization import load_tokenizer, pair_tokens, tokenize_pairs
+from sfm_dpo.model.packing import find_shared
 from sfm_dpo.run.folder import describe
 from sfm_dpo.train.metrics import share_above
 from sfm_dpo.train.trainer import SFMDPOTrainer
@@ -109,6 +111,66 @@ def test_dpo_norm_on_random_log_probs_and_lengths(tiny_folder, tmp_path, seed):
     expected = open_instruct_dpo_norm(means, beta=5)
     assert expected.std() > 0.1
     assert loss.item() == pytest.approx(expected.mean().item(), rel=1e-5)
+
+
+# ---- prefix sharing
+
+
+def test_prefix_sharing_is_on_where_the_model_can(tiny_folder, tmp_path, caplog):
+    caplog.set_level("INFO", "sfm_dpo")
+    trainer = make_trainer(tiny_folder("olmo3"), tmp_path, "--padding_free=true")
+    assert trainer.prefix_sharing and trainer.resume_facts()["prefix_sharing"]
+    columns = trainer.train_dataset.with_format("numpy")
+    tokens = (2 * columns["prompt_length"][:] + columns["chosen_length"][:] + columns["rejected_length"][:]).sum()
+    saved = (columns["prompt_length"][:] - 1).sum() / tokens
+    assert trainer.describe_sharing() == (
+        f"prefix sharing: {saved:.1%} of {tokens:,} tokens are not computed; 0 of 8 pairs have no prompt to share"
+    )
+    one_batch(trainer)
+    counts = trainer.meter.counts
+    assert counts["computed"] == counts["grid"] < counts["tokens"]
+    for cli, line in (
+        (["--padding_free=false"], "prefix_sharing is off: padding_free is false"),
+        (["--padding_free=true", "--prefix_sharing=false"], None),
+    ):
+        caplog.clear()
+        assert not make_trainer(tiny_folder("olmo3"), tmp_path, *cli).prefix_sharing
+        assert [record.message for record in caplog.records if "prefix_sharing" in record.message] == [line] * bool(
+            line
+        )
+
+
+def test_prefix_sharing_and_a_loss_over_prompt_tokens(tiny_folder, tmp_path, caplog):
+    """The routers' balancing loss would count the tokens of a shared prompt once."""
+    caplog.set_level("INFO", "sfm_dpo")
+    assert not make_trainer(tiny_folder("olmoe"), tmp_path, "--padding_free=true").prefix_sharing
+    assert "prefix_sharing is off: router_aux_loss_coef 0.1: that loss counts" in caplog.text
+    with pytest.raises(
+        UserError, match=r"^prefix_sharing True: router_aux_loss_coef 0.1.*; set prefix_sharing: false$"
+    ):
+        make_trainer(tiny_folder("olmoe"), tmp_path, "--padding_free=true", "--prefix_sharing=true")
+    off = "--padding_free=true", "--prefix_sharing=true", "--router_aux_loss_coef=0"
+    assert make_trainer(tiny_folder("olmoe"), tmp_path, *off).prefix_sharing
+
+
+def test_the_length_column_is_what_is_computed(tiny_folder, tmp_path):
+    """Also of prompts that were cut, and of pairs whose two renderings share only part of the prompt, or nothing."""
+    tokenizer = tiny_tokenizer()
+    texts = [("a long prompt of many words", "yes", "no"), ("p", "yes", "no"), ("prompt", "x" * 200, "y" * 90)]
+    rows = [dict(zip(("prompt", "chosen", "rejected"), text, strict=True)) for text in texts]
+    tokens, counts = tokenize_pairs(Dataset.from_list(rows), tokenizer, 64, max_prompt_length=9)
+    assert counts["prompt_cut"] == 1
+    tokens = [*tokens.to_list(), {"prompt_ids": [], "chosen_ids": [5, 6, 7], "rejected_ids": [8, 6]}]
+    for row in tokens:
+        row.update({f"{name}_length": len(row[f"{name}_ids"]) for name in ("prompt", "chosen", "rejected")})
+    tokens = Dataset.from_list(tokens)
+    batch = DataCollatorForPreference(pad_token_id=0, max_length=64)(tokens.to_list())
+    shared = find_shared(batch["input_ids"], batch["attention_mask"], batch["completion_mask"] == 1)
+    assert shared[:4].sum() == 0 and shared[4:].sum(dim=1).tolist() == [8, 0, 5, 0]
+    computed = (batch["attention_mask"].bool() & ~shared).sum(dim=1)
+    assert pair_tokens(tokens, 64, True).tolist() == (computed[:4] + computed[4:]).tolist()
+    real = batch["attention_mask"].sum(dim=1)
+    assert pair_tokens(tokens, 64).tolist() == (real[:4] + real[4:]).tolist()
 
 
 # ---- metrics
