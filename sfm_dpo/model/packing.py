@@ -61,13 +61,14 @@ def _run_packed(
     # The host waits for the device for the numbers of tokens and the longest sequence, and nowhere else
     real = attention_mask.flatten().nonzero().squeeze(1)
     lengths = attention_mask.sum(dim=1)
-    boundaries = (_cumulate(lengths), int(lengths.max()))
+    cu_seqlens, longest = _cumulate(lengths), int(lengths.max())
+    shared_keys: tuple[torch.Tensor, ...] = ()
     if prefix_sharing:
         shared = find_shared(input_ids, attention_mask, labels != -100)
         computed = attention_mask.bool() & ~shared
         position = (computed.flatten().cumsum(0, dtype=torch.int32) - 1).view(rows, length)  # in the row
         keys = torch.where(shared, position.roll(rows // 2, 0), position).flatten()[real]
-        boundaries = (_cumulate(computed.sum(dim=1)), boundaries[1], boundaries[0], keys)
+        cu_seqlens, shared_keys = _cumulate(computed.sum(dim=1)), (cu_seqlens, keys)
         real = computed.flatten().nonzero().squeeze(1)
     # What each position predicts: shifted in the grid, where no sequence's last position can reach the next sequence
     next_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
@@ -77,7 +78,7 @@ def _run_packed(
         # By position: TRL also looks for a keyword `attention_mask`, to leave padding out of the routers' balancing
         # loss, and there is none left
         *[None] * gap,
-        boundary_mask(*boundaries),
+        boundary_mask(cu_seqlens, longest, *shared_keys),
         position_ids=(attention_mask.cumsum(dim=1) - 1).flatten()[real][None],
         shift_labels=next_labels.flatten()[real][None],
         num_items_in_batch=num_items_in_batch,
