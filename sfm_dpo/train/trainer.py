@@ -119,11 +119,10 @@ class SFMDPOTrainer(UpstreamFixes):
             log.info(f"prefix_sharing is off: {obstacle}")
         if obstacle or asked is False:
             return False
-        if self.accelerator.device.type == "cuda" and (args.bf16 or args.fp16):
-            try:
-                check_shared_keys(*self._attention_call())
-            except ValueError as error:
-                raise UserError(str(error)) from error
+        try:
+            check_shared_keys(*self._attention_call())
+        except ValueError as error:
+            raise UserError(str(error)) from error
         return True
 
     def _attention_call(self) -> tuple[torch.device, torch.dtype, int]:
