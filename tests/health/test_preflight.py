@@ -238,7 +238,7 @@ def test_leaking_boundaries_are_told_from_rounding(tiny_folder, tmp_path, monkey
     trainer, _ = make_trainer(tiny_folder("llama"), tmp_path / "run", "--padding_free", "true")
     assert compute_packed_difference(trainer, np.array([3, 5])) < 0.1
     real = packing.boundary_mask  # and one sequence out of all:
-    monkeypatch.setattr(packing, "boundary_mask", lambda cu_seqlens, _: real(cu_seqlens[[0, -1]], int(cu_seqlens[-1])))
+    monkeypatch.setattr(packing, "boundary_mask", lambda cu, *_: real(cu[[0, -1]], int(cu[-1])))
     assert compute_packed_difference(trainer, np.array([3, 5])) > 10
     assert judge_base_model({"packed_difference": 10.0}, "sigmoid_norm")[0] == "no-go"
 
