@@ -39,7 +39,7 @@ VARIANTS = {
 }
 # hidden size, MLP size, layers, heads, vocabulary. CUDA: Pythia 6.9B and OLMo 3 7B, Llama 3 8B without grouped queries
 SHAPES = {
-    "cpu": dict.fromkeys(("olmo3", "gpt_neox", "llama"), (256, 688, 6, 4, 1024)),
+    "cpu": dict.fromkeys(("olmo3", "gpt_neox", "llama", "olmo_hybrid"), (256, 688, 6, 4, 1024)),
     "cuda": {
         "gpt_neox": (4096, 16384, 8, 32, 50432),
         "olmo3": (4096, 11008, 8, 32, 100278),
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
 def parse(argv: list[str]) -> argparse.Namespace:
     parser, count = cli.Arguments(description=__doc__), cli.number(int, 1)
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
-    parser.add_argument("--model", choices=["olmo3", "gpt_neox", "llama"], default="olmo3", help="architecture")
+    parser.add_argument("--model", choices=list(SHAPES["cpu"]), default="olmo3", help="architecture")
     parser.add_argument("--layers", type=count, help="default: 6 on the CPU, 8 on a GPU (the real models have 32)")
     parser.add_argument("--lengths", choices=["think", "instruct"], default="think", help="Dolci-Think or -Instruct")
     parser.add_argument("--scale", type=count, help="divides all lengths; default: 8 on the CPU, 1 on a GPU")

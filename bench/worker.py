@@ -134,6 +134,7 @@ def model_config(job: dict):
         },
         "llama": {"num_key_value_heads": heads // 4},
         "gpt_neox": {},
+        "olmo_hybrid": {},
     }
     return AutoConfig.for_model(
         job["model"],

@@ -83,7 +83,7 @@ def tiny_config(architecture: str, **overrides) -> PreTrainedConfig:
     }
     if architecture == "olmo2":  # not among ARCHITECTURES: OLMo 3 has all it has
         specific[architecture] = (Olmo2Config, {})
-    if architecture == "olmo_hybrid":  # not among ARCHITECTURES: it cannot be packed
+    if architecture == "olmo_hybrid":  # not among ARCHITECTURES: see tests/model/test_hybrid.py
         specific[architecture] = (OlmoHybridConfig, {"num_key_value_heads": 4})
     config_class, extra = specific[architecture]
     return config_class(**{**shape, **extra, **overrides})

@@ -6,6 +6,7 @@ collator, losses and metrics stay TRL's and never see the difference.
 """
 
 import functools
+import importlib.util
 import inspect
 import types
 
@@ -17,7 +18,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from sfm_dpo.model.attention import PACKED, boundary_mask, register
 
 # Kinds of layer (config.layer_types) in which only attention carries anything from one token to another
-_PACKABLE_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_KERNELS = ("fla", "causal_conv1d")  # packages whose kernels keep the sequences of a gated delta net apart
 
 
 def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) -> None:
@@ -36,6 +38,9 @@ def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) ->
         raise ValueError("enable_padding_free needs a model on which TRL's add_fused_lm_head was called")
     register()
     model.set_attn_implementation(PACKED)
+    nets = _find_delta_nets(model)
+    for net in nets if not has_delta_net_kernels() else ():
+        net.forward = functools.partial(_run_by_sequence, net.forward)
     fused_forward = model.forward
     # How many arguments stand between input_ids and attention_mask: none but in GPT-2, whose cache does
     gap = list(inspect.signature(type(model.base_model).forward).parameters).index("attention_mask") - 2
@@ -45,14 +50,14 @@ def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) ->
     @functools.wraps(type(model).forward)
     def packed_forward(self, *args, fused_lm_head=False, **kwargs):
         if fused_lm_head and kwargs.get("attention_mask") is not None:
-            return _run_packed(fused_forward, gap, prefix_sharing, *args, **kwargs)
+            return _run_packed(fused_forward, gap, prefix_sharing, bool(nets), *args, **kwargs)
         return fused_forward(*args, fused_lm_head=fused_lm_head, **kwargs)
 
     model.forward = types.MethodType(packed_forward, model)
 
 
 def _run_packed(
-    fused_forward, gap, prefix_sharing, *, input_ids, attention_mask, labels, num_items_in_batch=None, **kwargs
+    fused_forward, gap, prefix_sharing, hybrid, *, input_ids, attention_mask, labels, num_items_in_batch=None, **kwargs
 ):
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor):
@@ -70,6 +75,10 @@ def _run_packed(
         keys = torch.where(shared, position.roll(rows // 2, 0), position).flatten()[real]
         cu_seqlens, shared_keys = _cumulate(computed.sum(dim=1)), (cu_seqlens, keys)
         real = computed.flatten().nonzero().squeeze(1)
+    if hybrid:
+        kwargs["cu_seq_lens_q"] = cu_seqlens
+        if has_delta_net_kernels():  # the convolution takes this alone, and leaks without a word where it is missing
+            kwargs["seq_idx"] = torch.repeat_interleave(lengths).to(torch.int32)[None]
     # What each position predicts: shifted in the grid, where no sequence's last position can reach the next sequence
     next_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
 
@@ -90,6 +99,27 @@ def _run_packed(
             grid = value.new_zeros(rows * length).index_copy(0, real, value[0])
             output[name] = grid.view(rows, length)[:, :-1].clone()  # FSDP2 wants no view: it hooks the tensor itself
     return output
+
+
+def has_delta_net_kernels() -> bool:
+    """Whether transformers computes gated delta nets by kernels, which take boundaries; its own code takes none."""
+    return all(map(importlib.util.find_spec, _KERNELS))
+
+
+def describe_delta_nets(model: PreTrainedModel) -> str:
+    """How gated delta nets are packed: for the log and the reference cache's key, after the attention's kernel."""
+    if not _find_delta_nets(model):
+        return ""
+    return "; gated delta nets " + ("by fla and causal_conv1d" if has_delta_net_kernels() else "sequence by sequence")
+
+
+@torch.compiler.disable
+def _run_by_sequence(forward, hidden_states: torch.Tensor, *args, cu_seq_lens_q=None, **kwargs) -> torch.Tensor:
+    """A gated delta net's forward, `[1, T, hidden]`, for one sequence after another, each from an empty state."""
+    if cu_seq_lens_q is None:
+        return forward(hidden_states, *args, **kwargs)
+    sequences = hidden_states.split(cu_seq_lens_q.diff().tolist(), dim=1)
+    return torch.cat([forward(sequence, *args, **kwargs) for sequence in sequences], dim=1)
 
 
 def _cumulate(lengths: torch.Tensor) -> torch.Tensor:
@@ -117,7 +147,7 @@ def why_not_shared(model: PreTrainedModel, padding_free: bool, router_aux_loss_c
     if not padding_free:
         return "padding_free is false"
     for layer_type in getattr(config, "layer_types", None) or ():
-        if layer_type not in _PACKABLE_LAYER_TYPES:
+        if layer_type not in _ATTENTION_LAYER_TYPES:
             return f"'{layer_type}' layers of model_type '{config.model_type}' carry state along the sequence"
     if router_aux_loss_coef is None:  # as in TRL
         router_aux_loss_coef = getattr(config, "router_aux_loss_coef", 0.0)
@@ -127,10 +157,11 @@ def why_not_shared(model: PreTrainedModel, padding_free: bool, router_aux_loss_c
 
 
 def check_packable(model: PreTrainedModel) -> None:
-    """Raise ValueError if anything but attention with boundaries could carry one sequence into the next.
+    """Raise ValueError if anything but layers with boundaries could carry one sequence into the next.
 
     Decided by what the model is, not by its name: the kinds of layer it declares, transformers' own flags, and the
-    modules themselves (each layer must compute its attention through AttentionInterface, and none may convolve).
+    modules themselves (each layer must compute its attention through AttentionInterface or be a gated delta net that
+    takes boundaries, and no other may convolve).
     """
     config = model.config.get_text_config()
     obstacle = _why_not_packable(model, config)
@@ -144,21 +175,23 @@ def check_packable(model: PreTrainedModel) -> None:
 def _why_not_packable(model: PreTrainedModel, config) -> str | None:
     carries = "carry state along the row, from one sequence into the next"
     for layer_type in getattr(config, "layer_types", None) or ():
-        if layer_type not in _PACKABLE_LAYER_TYPES:
+        if layer_type not in {*_ATTENTION_LAYER_TYPES, "linear_attention"}:
             return f"its '{layer_type}' layers {carries} or see whom packed attention does not know"
     layers = [module for module in model.base_model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    nets = _find_delta_nets(model)
+    inside = {module for net in nets for module in net.modules()}
     for layer in layers:
         for module in layer.modules():
-            if isinstance(module, torch.nn.modules.conv._ConvNd):
+            if isinstance(module, torch.nn.modules.conv._ConvNd) and module not in inside:
                 return f"convolutions ({type(module).__name__} in {type(layer).__name__}) {carries}"
-    if model._is_stateful:
+    if model._is_stateful and not nets:
         return f"it has recurrent layers (transformers marks it stateful), which {carries}"
     # A model that transformers runs with FlashAttention tells its attention everything by keyword (window, sinks,
     # softcap); another one may say it in a mask, and packed attention has none to read
     if not layers or not model._supports_flash_attn or not model._can_set_attn_implementation():
         return "its attention does not go through transformers' AttentionInterface with FlashAttention's arguments"
     for layer in layers:
-        if not any(map(_calls_attention_interface, map(type, layer.modules()))):
+        if not _find_delta_nets(layer) and not any(map(_calls_attention_interface, map(type, layer.modules()))):
             return f"{type(layer).__name__} does not compute attention through transformers' AttentionInterface"
     if getattr(config, "attention_dropout", 0.0):
         return "packed attention has no dropout (attention_dropout > 0: set it to 0.0 in model_init_kwargs)"
@@ -171,6 +204,17 @@ def _why_not_packable(model: PreTrainedModel, config) -> str | None:
 @functools.cache
 def _calls_attention_interface(module_class: type[torch.nn.Module]) -> bool:
     return "ALL_ATTENTION_FUNCTIONS.get_interface(" in inspect.getsource(module_class.forward)
+
+
+def _find_delta_nets(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Gated delta nets of transformers whose code hands boundaries to its kernels (OLMo-Hybrid, Qwen3-Next, 3.5)."""
+    modules = list(model.modules())
+    return [net for net, takes in zip(modules, map(_takes_boundaries, map(type, modules)), strict=True) if takes]
+
+
+@functools.cache
+def _takes_boundaries(module_class: type[torch.nn.Module]) -> bool:
+    return 'cu_seqlens=kwargs.pop("cu_seq_lens_q"' in inspect.getsource(module_class.forward)
 
 
 def compile_layers(model: PreTrainedModel, backend: str, mode: str | None) -> None:

@@ -30,7 +30,7 @@ from sfm_dpo.data.tokenization import pair_tokens
 from sfm_dpo.model.attention import check_shared_keys, describe_kernel
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import hash_config, load_model
-from sfm_dpo.model.packing import compile_layers, enable_padding_free, why_not_shared
+from sfm_dpo.model.packing import compile_layers, describe_delta_nets, enable_padding_free, why_not_shared
 from sfm_dpo.model.saving import mend_saved_files, read_base_config
 from sfm_dpo.model.sharding import hash_weights, hybrid_warning, launched_with
 from sfm_dpo.run.checkpoint import COMPLETE, mark_complete, newest_checkpoint, rotate, stop_requested
@@ -134,7 +134,7 @@ class SFMDPOTrainer(UpstreamFixes):
 
     def attention_kernel(self) -> str:
         """What computes packed attention, for the log; it takes the place of `attn_implementation`."""
-        return describe_kernel(*self._attention_call())
+        return describe_kernel(*self._attention_call()) + describe_delta_nets(self.bare_model())
 
     def describe_sharing(self) -> str:
         """For the log: how much prefix sharing saves."""

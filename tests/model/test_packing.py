@@ -6,7 +6,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, MambaConfig, OlmoHybridConfig
+from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, MambaConfig
 from trl import DPOConfig, DPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
@@ -394,20 +394,12 @@ def test_training_follows_stock_trl(tmp_path, peft_config):
 # ---- what cannot be packed ----
 
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-HYBRID = OlmoHybridConfig(
-    **SHAPE,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    layer_types=["linear_attention", "full_attention"],
-)
 
 
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (HYBRID, "linear_attention"),
-        (MambaConfig(**SHAPE, num_hidden_layers=1), "linear_attention"),
+        (MambaConfig(**SHAPE, num_hidden_layers=1), "convolutions"),
         (BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2), "its attention does not go through"),
         (tiny_config("gpt_neox", attention_dropout=0.1), "attention_dropout"),
     ],
@@ -419,11 +411,7 @@ def test_models_that_cannot_be_packed_are_refused(config, reason):
     with pytest.raises(ValueError, match=rf"^[^\n]*'{config.model_type}'[^\n]*$") as error:
         enable_padding_free(model)
     assert reason in str(error.value)
-    if config is HYBRID:
-        assert "set padding_free: false" in str(error.value)
-        model.config.layer_types = ["full_attention", "full_attention"]  # the modules are looked at, too
-        with pytest.raises(ValueError, match="Conv1d in OlmoHybridLinearAttentionDecoderLayer"):
-            enable_padding_free(model)
+    assert "set padding_free: false" in str(error.value)
 
 
 def test_inputs_it_cannot_pack_are_refused():
