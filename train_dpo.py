@@ -7,7 +7,8 @@ Slurm:              sbatch scripts/dpo_train.sh --learning_rate 5e-7
 
 Any field of TRL's DPOConfig, of its ModelConfig and of sfm_dpo/config.py can be given in the recipe and overridden
 after it. Exit codes: 0 done, 1 crashed, 2 wrong configuration or data, 3 refused by the preflight, 4 stopped by the
-guard (docs/health.md), 5 trained and saved but not pushed to the Hub (docs/hub.md), 75 stopped on request.
+guard (docs/health.md), 5 trained and saved but not pushed to the Hub (docs/hub.md), 70 no progress
+(docs/slurm.md), 75 stopped on request.
 """
 
 import sfm_dpo  # noqa: F401  (first: it reads .env)
@@ -57,11 +58,13 @@ from sfm_dpo.run.folder import (
     write_status,
 )
 from sfm_dpo.run.lock import release_lock
+from sfm_dpo.train.memory_use import explain_out_of_memory
 from sfm_dpo.train.profiler import add_profiler
 from sfm_dpo.train.progress import ProgressLine
 from sfm_dpo.train.reference_cache import make_folder
 from sfm_dpo.train.stop import StopCallback
 from sfm_dpo.train.trainer import SFMDPOTrainer, build_sampler
+from sfm_dpo.train.watchdog import Watchdog
 
 log = logging.getLogger("sfm_dpo")
 
@@ -69,6 +72,7 @@ log = logging.getLogger("sfm_dpo")
 def main(argv: list[str]) -> int:
     """Runs and returns the exit code; every end but a kill is written to status.json."""
     run: Path | None = None  # once the folder is this run's to write into
+    watchdog = trainer = None
     try:
         disable_deepspeed_shm()  # before parse_config, where transformers makes the process group
         config = parse_config(argv)
@@ -77,20 +81,25 @@ def main(argv: list[str]) -> int:
             log.info(f"{config.train.output_dir}: already done; to run again remove it or choose another output_dir")
             return push(config) if pushes else 0
         run = Path(config.train.output_dir)
+        watchdog = Watchdog(run, config.train.hang_timeout)
         pairs, tokenizer, checkpoint = load(config)
-        trainer = build_trainer(config, pairs, tokenizer, checkpoint)
+        trainer = build_trainer(config, pairs, tokenizer, checkpoint, watchdog)
         train(config, trainer, checkpoint)
         finish(config, trainer)
         return push(config) if pushes else 0
     except RunEnd as end:
         return close(run, end)
     except BaseException as error:
+        if watchdog and (memory := explain_out_of_memory(error, watchdog, trainer)):
+            return close(run, memory)
         if run is not None and run.is_dir() and not has_failed(run):
             if message := message_of_rank(run, "".join(traceback.format_exception_only(error)).strip()):
                 write_status(run, "failed", 1, message, any_rank=True)
             report(run)
         raise
     finally:
+        if watchdog:
+            watchdog.stop()
         if run is not None and is_main_process():
             release_lock(run / LOCK)
 
@@ -116,6 +125,9 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
     if left_out := len(pairs.train) - len(sampler):
         which = "the last ones" if args.train_sampling_strategy == "sequential" else "another random few each time"
         log.info(f"{left_out} pairs do not fill a last batch of {args.global_batch_size} and are left out: {which}")
+    largest = max(sampler.largest(rows, sampler.micro_batch) for rows in sampler.steps(0))
+    where = "" if args.train_sampling_strategy == "sequential" else ", and is in the first step: what fits there fits"
+    log.info(f"the largest micro-batch has {largest:,} tokens{where}")
     if is_main_process():
         describe(config, pairs.as_dict(), step_of(checkpoint))
         write_status(args.output_dir, "running", step=step_of(checkpoint))
@@ -123,7 +135,7 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
 
 
 def build_trainer(
-    config: Config, pairs: Pairs, tokenizer: PreTrainedTokenizerBase, checkpoint: Path | None
+    config: Config, pairs: Pairs, tokenizer: PreTrainedTokenizerBase, checkpoint: Path | None, watchdog: Watchdog
 ) -> SFMDPOTrainer:
     """Loads the model; computes the reference log-probs, where they are cached."""
     args = config.train
@@ -138,7 +150,8 @@ def build_trainer(
         processing_class=tokenizer,
         quantization_config=get_quantization_config(config.model),
         peft_config=get_peft_config(config.model),
-        callbacks=[ProgressLine(), *([PushCheckpoints()] if pushes else [])],
+        watchdog=watchdog,
+        callbacks=[ProgressLine(), *([PushCheckpoints(watchdog.beat)] if pushes else [])],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
@@ -191,6 +204,7 @@ def finish(config: Config, trainer: SFMDPOTrainer) -> None:
         trainer.evaluate()
     trainer.save_model()
     trainer.save_state()
+    trainer.watchdog.stop()
     clear_stop(run)  # it came too late
     write_status(run, "done", 0, step=trainer.state.global_step)
     report(run)

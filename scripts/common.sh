@@ -213,6 +213,7 @@ print(run["state"], run["exit_code"], run["step"], " ".join(run["message"].split
         fi
     fi
     [[ $state != stopped ]] || requeue "$progress"
+    [[ $state != hung ]] || requeue_hung
     say "ended: state $state, exit code $code, step ${step:-None}, $output_dir${message:+: $message}"
     exit "$code"
 }
@@ -221,14 +222,37 @@ requeue() {
     local restarts=${SLURM_RESTART_COUNT:-0} limit=${MAX_REQUEUES:-20} job_state
     job_state=$(scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n 's/.* JobState=\([^ ]*\).*/\1/p')
     if [[ $job_state != RUNNING ]]; then # a cancelled job is COMPLETING by now, and requeue would bring it back
-        say "stopped, not requeued: Slurm is ending the job ($job_state), as scancel asks it to; submit again to go on"
+        say "$state, not requeued: Slurm is ending the job ($job_state), as scancel asks it to; submit again to go on"
     elif ((restarts >= limit)); then
-        say "stopped, not requeued: restarted $restarts times, MAX_REQUEUES=$limit; submit again to go on"
+        say "$state, not requeued: restarted $restarts times, MAX_REQUEUES=$limit; submit again to go on"
     elif ((restarts > 0)) && [[ $1 != True ]]; then
-        say "stopped, not requeued: this restart did no step and no shard; a longer --time is needed to get anywhere"
+        say "$state, not requeued: this restart did no step and no shard; a longer --time is needed to get anywhere"
     elif scontrol requeue "$SLURM_JOB_ID"; then
-        say "stopped and requeued (restart $((restarts + 1)) of at most $limit)"
+        say "$state and requeued (restart $((restarts + 1)) of at most $limit)"
     else
-        say "stopped, and Slurm refused to requeue; submit again to go on"
+        say "$state, and Slurm refused to requeue; submit again to go on"
+    fi
+}
+
+# A hang is often a node's. The job goes back twice at most, if there is a checkpoint; where the node of the rank that
+# stood is known and the partition has enough others, without that node.
+requeue_hung() {
+    local hangs=0 node='' checkpoint='' excluded others
+    read -r hangs checkpoint node < <(python -c '
+import json, sys
+run, environment = (json.load(open(path)) for path in sys.argv[1:])
+hangs = sum(hang["job"] == run["job"] for hang in environment["hangs"])
+print(hangs, run["checkpoint"] is not None, run["host"] or "")' "$status" "$output_dir/environment.json") || true
+    if [[ $checkpoint != True ]] || ((hangs > 2)); then
+        say "hung, not requeued: for the $hangs. time in this job, complete checkpoint: $checkpoint; submit again to go on"
+        return
+    fi
+    requeue True
+    excluded=$(scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n 's/.* ExcNodeList=\([^( ]*\).*/\1/p')
+    others=$(sinfo --noheader --partition="$SLURM_JOB_PARTITION" --Node --format=%N | sort -u |
+        grep -vxFf <(scontrol show hostnames "${excluded:+$excluded,}$node")) || true
+    if [[ -n $node ]] && (($(wc -w <<<"$others") >= SLURM_JOB_NUM_NODES)); then
+        scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${excluded:+$excluded,}$node" &&
+            say "it goes on without $node; to allow it again: scontrol update JobId=$SLURM_JOB_ID ExcNodeList=$excluded"
     fi
 }

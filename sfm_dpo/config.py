@@ -46,6 +46,7 @@ class TrainConfig(DPOConfig):
     report_to: list[str] = HfArg(default_factory=lambda: ["none"], help="wandb, trackio, tensorboard, ..., or none.")
     # Rank 0 tokenises while the others wait; the process group's default of 30 minutes is too short for that.
     ddp_timeout: int = HfArg(default=14400, help="Seconds a collective may wait.")
+    hang_timeout: int = HfArg(default=1800, help="Seconds without progress of any rank that end the run; 0: never.")
     global_batch_size: int = HfArg(
         default=128, help="Pairs per optimizer step over all processes; gradient accumulation follows from it."
     )

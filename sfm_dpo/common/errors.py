@@ -35,6 +35,16 @@ class DiskFull(UserError):
     exit_code = 1
 
 
+class OutOfMemory(UserError):
+    """A micro-batch does not fit; perhaps on one rank alone."""
+
+
+class Hung(RunEnd):
+    """No rank moved for `hang_timeout` (train/watchdog.py, which leaves without raising it)."""
+
+    exit_code, state = 70, "hung"
+
+
 class PreflightRefused(UserError):
     exit_code, state = 3, "refused"
 

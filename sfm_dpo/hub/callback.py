@@ -9,6 +9,8 @@ import os
 import shlex
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -33,7 +35,8 @@ class PushCheckpoints(TrainerCallback):
     says so and changes nothing about the training. Those on their way when the run stops before its end are ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, beat: Callable[[], None]) -> None:
+        self._beat = beat  # told while the end of the run waits for pushes
         self._pushes: dict[Path, subprocess.Popen] = {}
 
     def on_save(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
@@ -62,7 +65,9 @@ class PushCheckpoints(TrainerCallback):
                 log.info(
                     f"the push of {checkpoint} was ended; push it later with: {_format_command(checkpoint, args)}"
                 )
-            push.wait()
+            while push.poll() is None:
+                self._beat()
+                time.sleep(1)
 
 
 def _format_command(checkpoint: Path, args: TrainConfig) -> str:

@@ -39,7 +39,7 @@ MAY_DIFFER = set(
     dataloader_num_workers dataloader_pin_memory push_to_hub hub_model_id hub_strategy hub_private_repo hub_revision
     hub_always_push hub_push_every save_steps save_total_limit ddp_timeout output_dir resume_from_checkpoint
     max_dropped_fraction trackio_space_id preflight preflight_samples guard guard_generations profile_steps
-    ignore_resume_mismatch verify_checkpoints eval_tasks gradient_accumulation_steps""".split()
+    ignore_resume_mismatch verify_checkpoints eval_tasks gradient_accumulation_steps hang_timeout""".split()
 )
 
 
@@ -75,7 +75,7 @@ def write_status(
     any_rank: bool = False,
     **extra: Any,
 ) -> None:
-    """Writes status.json: `state` is running, done, stopped, refused, collapsed, failed or push_failed.
+    """Writes status.json: `state` is running, done, stopped, refused, collapsed, hung, failed or push_failed.
 
     Rank 0 writes; with `any_rank` whichever rank calls, about what rank 0 may not know.
     """
@@ -97,7 +97,7 @@ def write_status(
 def has_failed(run: str | Path) -> bool:
     """Whether a rank has written why this start failed: what others then run into follows from that."""
     status = read_mapping(Path(run) / STATUS)
-    return status.get("state") in ("failed", "refused", "collapsed") and status["time"] >= STARTED
+    return status.get("state") in ("failed", "refused", "collapsed", "hung") and status["time"] >= STARTED
 
 
 def message_of_rank(run: Path | None, error: str) -> str | None:
@@ -184,15 +184,15 @@ def _goes_on(config: "Config", run: Path) -> bool:
 def describe(config: "Config", pairs: dict[str, Any], step: int = 0) -> None:
     """Writes what was asked (resolved_config.yaml), on what (data.json) and where (environment.json).
 
-    environment.json is that of this start; its list `starts`, and the id under which W&B knows the run, are kept from
-    the earlier ones. `step` is the one this start goes on from.
+    environment.json is that of this start; its lists `starts` and `hangs`, and the id under which W&B knows the run,
+    are kept from the earlier ones. `step` is the one this start goes on from.
     """
     run = Path(config.train.output_dir)
     run.mkdir(parents=True, exist_ok=True)
     before = read_mapping(run / ENVIRONMENT)
     start = {"time": now(), "step": step, "host": platform.node(), "world_size": world_size()}
     start |= {"job": os.environ.get("SLURM_JOB_ID"), "restart": os.environ.get("SLURM_RESTART_COUNT")}
-    history: dict[str, Any] = {"starts": [*before.get("starts", []), start]}
+    history: dict[str, Any] = {"starts": [*before.get("starts", []), start], "hangs": before.get("hangs", [])}
     if "wandb" in config.train.report_to:  # transformers lets W&B choose an id, another one at each start
         history["wandb_run_id"] = os.environ.get("WANDB_RUN_ID") or before.get("wandb_run_id") or secrets.token_hex(4)
         os.environ["WANDB_RUN_ID"] = history["wandb_run_id"]

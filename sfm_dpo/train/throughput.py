@@ -22,6 +22,7 @@ class Meter:
     reference_in_step: bool
     counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0.0))
     seconds: float = 0.0
+    largest: tuple[int, int] = (0, 0)  # computed tokens of a micro-batch, and those of its responses
     mark: float = field(default_factory=time.monotonic)
 
     def add(self, batch: Mapping[str, torch.Tensor], packed: bool, prefix_sharing: bool) -> None:
@@ -35,8 +36,10 @@ class Meter:
         self.counts["pairs"] += len(lengths) // 2
         self.counts["tokens"] += int(lengths.sum())
         self.counts["computed"] += computed
-        self.counts["grid"] += computed if packed else mask.numel()
+        grid = computed if packed else mask.numel()
+        self.counts["grid"] += grid
         responses = int(completion.sum())
+        self.largest = max(self.largest, (grid, responses))
         self.counts["flops"] += self.forward_flops(lengths, responses, training=True, shared=shared)
         if self.reference_in_step:
             self.counts["flops"] += self.forward_flops(lengths, responses, shared=shared)

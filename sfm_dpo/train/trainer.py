@@ -34,10 +34,12 @@ from sfm_dpo.model.packing import compile_layers, describe_delta_nets, enable_pa
 from sfm_dpo.model.saving import mend_saved_files, read_base_config
 from sfm_dpo.model.sharding import hash_weights, hybrid_warning, launched_with
 from sfm_dpo.run.checkpoint import COMPLETE, mark_complete, newest_checkpoint, rotate, stop_requested
+from sfm_dpo.train.memory_use import FirstStepMemory, allocate_optimizer_state
 from sfm_dpo.train.metrics import loss_scale, reward_metrics, step_0_tolerance
 from sfm_dpo.train.reference_cache import ReferenceCache, cache_folder, hash_tokens, make_folder
 from sfm_dpo.train.throughput import Meter, MeterCallback
 from sfm_dpo.train.upstream import UpstreamFixes
+from sfm_dpo.train.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class SFMDPOTrainer(UpstreamFixes):
     Args:
         model: folder or Hub id, loaded with `args.model_init_kwargs`.
         args: our TrainConfig.
+        watchdog: is told of each micro-batch.
         kwargs: as DPOTrainer's.
 
     Raises:
@@ -58,7 +61,16 @@ class SFMDPOTrainer(UpstreamFixes):
 
     precompute_ref_logps: bool  # TRL's
 
-    def __init__(self, *, model: str, args: TrainConfig, quantization_config: Any = None, **kwargs: Any):
+    def __init__(
+        self,
+        *,
+        model: str,
+        args: TrainConfig,
+        quantization_config: Any = None,
+        watchdog: Watchdog | None = None,
+        **kwargs: Any,
+    ):
+        self.watchdog = watchdog or Watchdog(args.output_dir, 0)
         self.packed, self.prefix_sharing = args.padding_free, False
         self.compilation = {
             name: getattr(args, name) for name in ("torch_compile", "torch_compile_backend", "torch_compile_mode")
@@ -85,7 +97,8 @@ class SFMDPOTrainer(UpstreamFixes):
             self.ref_model = None
         self._patch_models()
         self.meter = Meter(ForwardFlops.of(self.bare_model()), reference_in_step=not self.precompute_ref_logps)
-        self.add_callback(MeterCallback(self.meter))
+        for callback in (MeterCallback(self.meter), FirstStepMemory(self), self.watchdog):
+            self.add_callback(callback)
 
     def bare_model(self) -> Any:
         """The policy without PEFT's wrapper."""
@@ -187,7 +200,17 @@ class SFMDPOTrainer(UpstreamFixes):
         if self.is_zero3 and self.ref_model is None and self._forward_model is not None:
             self._forward_model.optimizer.destroy()  # or the engine that trains would gather everything twice
         self._forward_model = None
-        return super()._prepare_for_training(*args, **kwargs)
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if not self.zero_stage:  # DeepSpeed has it already
+            allocate_optimizer_state(self.optimizer.optimizer)  # of accelerate's wrapper
+        return prepared
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Called for each micro-batch, also of evaluation, preflight and reference pass."""
+        begun = self.is_in_train or self.state.global_step > 0
+        phase = "the reference's forward" if not begun else "training" if self.model.training else "evaluation"
+        self.watchdog.beat(phase=phase, step=self.state.global_step, inputs=inputs)
+        return super()._prepare_inputs(inputs)
 
     # ---- data
 
@@ -304,7 +327,7 @@ class SFMDPOTrainer(UpstreamFixes):
     def _save_checkpoint(self, model, trial) -> None:
         """transformers', then the mark that it is complete, then the rotation that transformers would do before."""
         limit, self.args.save_total_limit = self.args.save_total_limit, None
-        checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        self.watchdog.saving = checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         if self.is_world_process_zero():  # a skipped one of this step is written anew: it must not look complete now
             (checkpoint / COMPLETE).unlink(missing_ok=True)
         try:
@@ -319,6 +342,7 @@ class SFMDPOTrainer(UpstreamFixes):
             self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
         mark_complete(checkpoint, {"step": self.state.global_step, **self.resume_facts()})
+        self.watchdog.saving = None
         if self.is_world_process_zero():
             rotate(self.args.output_dir, limit)
         self.accelerator.wait_for_everyone()
@@ -370,6 +394,7 @@ class SFMDPOTrainer(UpstreamFixes):
         scale = loss_scale(inputs["completion_mask"], main_loss(self.loss_types))
         metrics = reward_metrics(per_token_logps.sum(dim=1), ref_logps, scale, self.beta)
         mode = "train" if self.model.training else "eval"
+        self.watchdog.beat()  # what follows waits for the other ranks
         if mode == "train" and not self.step_0_checked:
             self._check_step_0(metrics["rewards/margins"], ref_logps, scale, inputs, model)
         gather = self.accelerator.gather if mode == "train" else self.accelerator.gather_for_metrics

@@ -79,11 +79,19 @@ class Place:
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-4000:]
 
     def start(
-        self, run: str, processes: int = 1, env: dict | None = None, cwd: Path = ROOT, launch: str = "cpu", **fields
+        self,
+        run: str,
+        processes: int = 1,
+        env: dict | None = None,
+        cwd: Path = ROOT,
+        launch: str = "cpu",
+        script: Path = ROOT / "train_dpo.py",
+        **fields,
     ) -> "Run":
-        """Starts train_dpo.py; with more than one process under accelerate's launcher, by default ZeRO-2 on CPU."""
+        """Starts train_dpo.py, or a script of this name that does more. More than one process: under accelerate's
+        launcher, by default ZeRO-2 on CPU."""
         values = self.values(run, **fields)
-        command = [*launcher(processes, launch), ROOT / "train_dpo.py", *as_options(values)]
+        command = [*launcher(processes, launch), script, *as_options(values)]
         log = (self.folder / f"{run}.log").open("ab")
         clean = clean_environment(self.hf_home) | (env or {})
         with log:

@@ -1,0 +1,95 @@
+"""A rank that stops or waits alone: the run ends with what the watchdog found, and leaves nothing behind."""
+
+import json
+import time
+
+import psutil
+import pytest
+
+from tests.e2e.runs import ROOT, Place, Run
+
+TIMEOUT = 10
+FIELDS = {"hang_timeout": TIMEOUT, "num_train_epochs": 60, "save_steps": 2, "save_total_limit": 2}
+QUICK = {"PET_SHUTDOWN_TIMEOUT": "2"}  # torchrun's patience with a stopped process after TERM
+
+
+def until_training(run: Run) -> dict[int, psutil.Process]:
+    ranks = {int(process.environ()["RANK"]): process for process in run.all_ranks(2)}
+    assert run.until_step(3), run.log[-3000:]
+    return ranks
+
+
+def assert_hung(run: Run, ranks: dict[int, psutil.Process], rank: int, since: float) -> None:
+    assert run.until(lambda: run.status["state"] == "hung", timeout=6 * TIMEOUT, every=0.1), run.log[-3000:]
+    seconds = time.monotonic() - since
+    assert TIMEOUT * 0.9 < seconds < TIMEOUT + 15, seconds
+    assert run.wait(60) == 1  # the launcher's; the rank's is in the log
+    print(f"verdict {seconds:.1f} s after rank {rank} stopped")
+    status = run.status
+    assert (status["exit_code"], status["rank"], status["step"] >= 3) == (70, rank, True)
+    assert (run.folder / f"checkpoint-{status['step'] // 2 * 2}").is_dir() and "/checkpoint-" in status["checkpoint"]
+    assert f"rank {rank} on {status['host']} stands in " in status["message"]
+    environment = json.loads((run.folder / "environment.json").read_text())
+    assert [hang["rank"] for hang in environment["hangs"]] == [rank]
+    assert not any(process.is_running() for process in ranks.values())
+
+
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.grid)])
+def test_a_stopped_rank_is_named_and_a_shorter_stop_is_not(place: Place, rank):
+    run = place.start(f"stands-{rank}", 2, env=QUICK, **FIELDS)
+    ranks = until_training(run)
+    ranks[rank].suspend()
+    time.sleep(TIMEOUT * 0.5)
+    ranks[rank].resume()
+    step = run.status["step"]
+    assert run.until(lambda: run.status["step"] > step, timeout=60, every=0.1), run.log[-3000:]
+    assert run.status["state"] == "running"
+    since = time.monotonic()
+    ranks[rank].suspend()
+    assert_hung(run, ranks, rank, since)
+    assert "its process is stopped" in run.status["message"]
+    stacks = (run.folder / f"stacks/rank-{1 - rank}.txt").read_text()
+    assert "most recent call first" in stacks and "in train" in stacks
+
+
+SLEEPS = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+import train_dpo
+
+step = train_dpo.SFMDPOTrainer.training_step
+
+def training_step(self, *args, **kwargs):
+    if os.environ["RANK"] == "1" and self.state.global_step == 4:
+        time.sleep(1000)
+    return step(self, *args, **kwargs)
+
+train_dpo.SFMDPOTrainer.training_step = training_step
+sys.exit(train_dpo.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.grid
+def test_a_rank_that_waits_in_a_collective_alone(place: Place, tmp_path):
+    """Rank 1 lives, but does something else: it is behind, and the line says where."""
+    script = tmp_path / "train_dpo.py"
+    script.write_text(SLEEPS.format(root=str(ROOT)))
+    run = place.start("alone", 2, env=QUICK, script=script, **FIELDS)
+    ranks = until_training(run)
+    assert run.until(lambda: "step 4/" in run.log, every=0.01)
+    assert_hung(run, ranks, 1, time.monotonic())
+    assert "stands in training_step (train_dpo.py:" in run.status["message"]
+    assert "it is behind the others" in run.status["message"]
+
+
+def test_out_of_memory_on_one_rank_alone_is_the_runs_one_line(place: Place):
+    """The limit is real: from step 3 on the kernel gives rank 1 no more address space."""
+    run = place.start("memory", 2, env=QUICK | {"MALLOC_MMAP_THRESHOLD_": "8192"}, **FIELDS)
+    ranks = until_training(run)
+    ranks[1].rlimit(psutil.RLIMIT_AS, (ranks[1].memory_info().vms + 2**19,) * 2)
+    assert run.wait(120) != 0
+    status, errors = run.status, [line for line in run.log.splitlines() if line.startswith("error: ")]
+    assert (status["state"], status["exit_code"]) == ("failed", 2), run.log[-4000:]
+    assert len(errors) == 1 and "out of memory in " in errors[0], errors
+    assert status["message"] in errors[0]
+    assert 'train_dpo.py", line' not in run.log, "no rank may print a traceback"
