@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import DistributedType
-from accelerate.utils import is_peft_model
+from accelerate.utils import is_peft_model, load_fsdp_model
 from datasets import Dataset
 from trl import DPOTrainer
 
@@ -132,9 +132,14 @@ class UpstreamFixes(DPOTrainer):
     # Upstream: transformers 5.23, trainer.py, Trainer._load_from_checkpoint: reads the names in the file as they are,
     # but save_pretrained may write others (GPT-NeoX's lm_head becomes embed_out), and only warns of what it did not
     # find: the head of the base model would train on. Canary: test_canary_load_from_checkpoint
+    # Upstream: transformers 5.23, trainer.py, Trainer._load_from_checkpoint: reads config.json as a PreTrainedConfig,
+    # which fails on the rope_scaling of Transformers 4's files. Canary: test_canary_rope_scaling_of_a_checkpoint
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Loads every weight of a checkpoint, or raises. ZeRO and FSDP have checkpoints of their own."""
-        if self.is_fsdp_enabled or is_peft_model(self.model):
+        if self.is_fsdp_enabled:
+            plugin, adapter = self.accelerator.state.fsdp_plugin, is_peft_model(self.model)
+            load_fsdp_model(plugin, self.accelerator, model, resume_from_checkpoint, adapter_only=adapter)
+        elif is_peft_model(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
             saved = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)

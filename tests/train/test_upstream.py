@@ -314,6 +314,14 @@ def test_canary_load_from_checkpoint(tmp_path):
     assert not torch.equal(trainer.model.lm_head.weight, saved.lm_head.weight)
 
 
+def test_canary_rope_scaling_of_a_checkpoint(tmp_path, trainer):
+    config = {"rope_theta": 1e4, "rope_scaling": {"rope_type": "yarn", "factor": 8.0}, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(AttributeError, match="max_position_embeddings"):
+        trainer._load_from_checkpoint(str(tmp_path))
+
+
 def test_canary_save_model(tmp_path, trainer, monkeypatch):
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
     monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
