@@ -8,7 +8,6 @@ code and prints a traceback of its own.
 
 import logging
 import platform
-import subprocess
 import sys
 from pathlib import Path
 
@@ -27,22 +26,17 @@ def main(argv: list[str]) -> int:
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True  # "Sending process ... SIGTERM"
     try:
         launch_command(launch_command_parser().parse_args(argv[1:]))
-    except subprocess.CalledProcessError as error:  # of a single process
-        return error.returncode if error.returncode > 0 else 1
     except ChildFailedError as error:
         rank, failure = next(iter(error.failures.items()))  # then those that the launcher has ended itself
         status = read_mapping(run / STATUS)
-        if failure.exitcode > 1:  # an end that is no crash: the rank has said why
-            return failure.exitcode
-        if failure.exitcode == 1 and status != before and status.get("message"):
-            log.error(status["message"])
-            return 1
-        what = f"was killed by signal {-failure.exitcode} ({failure.signal_name()})"
-        message = f"rank {rank} on {platform.node()} {what if failure.exitcode < 0 else 'ended with exit code 1'}"
-        if status == before or status.get("state") in ("running", "failed"):  # not where it had said how it ended
-            write_status(run, "failed", 1, message, any_rank=True, step=status.get("step"))
-        log.error(message)
-        return 1
+        if failure.exitcode < 0:
+            message = f"rank {rank} on {platform.node()} was killed by {failure.signal_name()}"
+            if status == before or status.get("state") in ("running", "failed"):  # not where it had said how it ended
+                write_status(run, "failed", 1, message, any_rank=True, step=status.get("step"))
+            log.error(message)
+        elif failure.exitcode == 1 and status != before and status.get("message"):
+            log.error(status["message"])  # of the others the rank's own line is the last
+        return max(1, failure.exitcode)
     return 0
 
 

@@ -21,13 +21,18 @@ from sfm_dpo.common.files import now
 def take_lock(path: Path) -> dict[str, Any] | None:
     """Takes the lock and returns None; or returns the owner that keeps it from us, with `running` as in is_running.
 
-    A lock of this job counts as taken. Of several who try at once, one wins: link(2) creates a file with its content
-    or fails. Who finds a stale lock competes in the same way for a file named after it, and replaces it with that.
-
-    Raises:
-        OSError: the folder cannot be written.
+    The lock of an earlier start of this job, or of its batch script, counts as ours. Of several who try at once, one
+    wins: link(2) creates a file with its content or fails. Who finds a stale lock competes in the same way for a file
+    named after it, which then takes its place.
     """
-    owner = _this_owner()
+    job, pid = os.environ.get("SLURM_JOB_ID"), os.getpid()
+    owner: dict[str, Any] = {
+        "job": job,
+        "cluster": os.environ.get("SLURM_CLUSTER_NAME"),
+        "uid": os.getuid(),
+        "host": platform.node(),
+    }
+    owner |= {"pid": pid, "started": _start_time(pid), "time": now(), "id": secrets.token_hex(8)}
     mine = path.with_name(f"{path.name}-{owner['id']}")
     created = [mine]
     try:
@@ -42,7 +47,7 @@ def take_lock(path: Path) -> dict[str, Any] | None:
                 mine.replace(path)
                 created += chain[1:]
                 return None
-            if holder and _is_ours(holder, owner):
+            if holder and (holder["pid"] == pid if _lives(holder) else job and holder["job"] == job):
                 return None
             if holder and (running := is_running(holder, squeue_states())) is not False:
                 return holder | {"running": running}
@@ -58,7 +63,8 @@ def take_lock(path: Path) -> dict[str, Any] | None:
 
 def release_lock(path: Path) -> None:
     """Gives up the lock if this process took it."""
-    if _is_process(read_owner(path), os.getpid()):
+    owner = read_owner(path)
+    if owner.get("pid") == os.getpid() and _lives(owner):
         path.unlink(missing_ok=True)
 
 
@@ -83,7 +89,7 @@ def is_running(owner: dict[str, Any], queue: dict[str, str] | None) -> bool | No
             return queue[job] != "PENDING"
         here = os.environ.get("SLURM_CLUSTER_NAME", owner["cluster"]), os.getuid()  # whose jobs squeue shows for sure
         return None if queue is None or here != (owner["cluster"], owner["uid"]) else False
-    return _is_process(owner, owner["pid"]) if owner["host"] == platform.node() else None
+    return _lives(owner) if owner["host"] == platform.node() else None
 
 
 def squeue_states() -> dict[str, str] | None:
@@ -98,32 +104,10 @@ def squeue_states() -> dict[str, str] | None:
     return dict(line.split() for line in result.stdout.splitlines()) if result.returncode == 0 else None
 
 
-def _this_owner() -> dict[str, Any]:
-    return {
-        "job": os.environ.get("SLURM_JOB_ID"),
-        "cluster": os.environ.get("SLURM_CLUSTER_NAME"),
-        "host": platform.node(),
-        "pid": os.getpid(),
-        "started": _start_time(os.getpid()),
-        "uid": os.getuid(),
-        "time": now(),
-        "id": secrets.token_hex(8),
-    }
-
-
-def _is_ours(other: dict[str, Any], owner: dict[str, Any]) -> bool:
-    """Whether a lock is this process's; or this job's, from an earlier start or from the batch script."""
-    if other["job"] is not None and other["job"] == owner["job"] and not _is_process(other, other["pid"]):
-        return True
-    return _is_process(other, owner["pid"])
-
-
-def _is_process(owner: dict[str, Any], pid: int) -> bool:
-    """Whether process `pid` of this host lives and is the owner, and not another one of that number."""
-    if not owner or (owner["host"], owner["pid"]) != (platform.node(), pid):
-        return False
+def _lives(owner: dict[str, Any]) -> bool:
+    """Whether the process that took the lock lives on this host, and its number is not another's by now."""
     try:
-        return abs(_start_time(pid) - owner["started"]) < 1
+        return owner["host"] == platform.node() and abs(_start_time(owner["pid"]) - owner["started"]) < 1
     except psutil.NoSuchProcess:
         return False
 
