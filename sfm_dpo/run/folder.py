@@ -97,7 +97,8 @@ def write_status(
 def has_failed(run: str | Path) -> bool:
     """Whether a rank has written why this start failed: what others then run into follows from that."""
     status = read_mapping(Path(run) / STATUS)
-    return status.get("state") in ("failed", "refused", "collapsed", "hung") and status["time"] >= STARTED
+    good = ("running", "done", "stopped", "push_failed")
+    return status.get("state", "running") not in good and status["time"] >= STARTED
 
 
 def message_of_rank(run: Path | None, error: str) -> str | None:
