@@ -14,6 +14,7 @@ guard (docs/health.md), 5 trained and saved but not pushed to the Hub (docs/hub.
 import sfm_dpo  # noqa: F401  (first: it reads .env)
 
 # isort: split
+import errno
 import logging
 import os
 import sys
@@ -24,7 +25,7 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallb
 from trl import get_peft_config, get_quantization_config
 
 from sfm_dpo.common.distributed import is_main_process, main_process_first
-from sfm_dpo.common.errors import RunEnd, StopRequested
+from sfm_dpo.common.errors import DiskFull, RunEnd, StopRequested
 from sfm_dpo.common.secrets import mask_traceback
 from sfm_dpo.config import Config, parse_config
 from sfm_dpo.data.preferences import Pairs
@@ -92,6 +93,9 @@ def main(argv: list[str]) -> int:
     except BaseException as error:
         if watchdog and (memory := explain_out_of_memory(error, watchdog, trainer)):
             return close(run, memory)
+        if run is not None and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            where = error.filename or run
+            return close(run, DiskFull(f"{where}: {error.strerror}; free some, and the same command goes on"))
         if run is not None and run.is_dir() and not has_failed(run):
             if message := message_of_rank(run, "".join(traceback.format_exception_only(error)).strip()):
                 write_status(run, "failed", 1, message, any_rank=True)
