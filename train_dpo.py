@@ -69,6 +69,8 @@ from sfm_dpo.train.watchdog import Watchdog
 
 log = logging.getLogger("sfm_dpo")
 
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+
 
 def main(argv: list[str]) -> int:
     """Runs and returns the exit code; every end but a kill is written to status.json."""
@@ -93,9 +95,9 @@ def main(argv: list[str]) -> int:
     except BaseException as error:
         if watchdog and (memory := explain_out_of_memory(error, watchdog, trainer)):
             return close(run, memory)
-        if run is not None and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if run is not None and isinstance(error, OSError) and error.errno in UNWRITABLE:
             where = error.filename or run
-            return close(run, DiskFull(f"{where}: {error.strerror}; free some, and the same command goes on"))
+            return close(run, DiskFull(f"{where}: {error.strerror}; mend that, and the same command goes on"))
         if run is not None and run.is_dir() and not has_failed(run):
             if message := message_of_rank(run, "".join(traceback.format_exception_only(error)).strip()):
                 write_status(run, "failed", 1, message, any_rank=True)

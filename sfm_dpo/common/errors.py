@@ -30,7 +30,7 @@ class UserError(RunEnd):
 
 
 class DiskFull(UserError):
-    """No space is left for a checkpoint; perhaps on one rank alone."""
+    """A disk is full or has become read-only; perhaps for one rank alone."""
 
     exit_code = 1
 

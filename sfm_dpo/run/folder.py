@@ -88,6 +88,8 @@ def write_status(
     try:
         write_atomically(path, text)
     except OSError as error:
+        if error.errno in (errno.EROFS, errno.EACCES):
+            return  # the log has said so
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         path.with_name(f".{STATUS}.partial").unlink(missing_ok=True)

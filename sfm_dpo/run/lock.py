@@ -3,6 +3,7 @@
 The owner is a Slurm job, or without Slurm a process on a host.
 """
 
+import contextlib
 import json
 import os
 import platform
@@ -65,7 +66,8 @@ def release_lock(path: Path) -> None:
     """Gives up the lock if this process took it."""
     owner = read_owner(path)
     if owner.get("pid") == os.getpid() and _lives(owner):
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # read-only meanwhile; it is stale once this process is gone
+            path.unlink(missing_ok=True)
 
 
 def read_owner(path: Path) -> dict[str, Any]:

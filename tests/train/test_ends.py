@@ -1,10 +1,13 @@
 """How a run ends, and what it says then: train_dpo.py in this process."""
 
+import errno
 import json
+import os
 
 import pytest
 
 import train_dpo
+from sfm_dpo.run import folder
 from sfm_dpo.run.checkpoint import COMPLETE, STOP
 from sfm_dpo.run.folder import read_status
 
@@ -34,3 +37,19 @@ def test_a_mismatch_at_resume_is_in_the_status_and_the_end_is_evaluated(tiny_fol
     evals = {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
     assert set(evals) == {0, 3} and evals[3] < evals[0] == pytest.approx(0.6931, abs=1e-4)
     assert f"{evals[3]:.3f}" in capsys.readouterr().out.rpartition("held out")[2]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, monkeypatch, capsys, number, environment):
+    error = OSError(number, os.strerror(number), "/disk/file")
+
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(train_dpo, "load", fail)
+    monkeypatch.setattr(folder, "write_atomically", fail)
+    fields = f"--model_name_or_path m --dataset_name d.jsonl --use_cpu --output_dir {tmp_path / 'run'}"
+    assert train_dpo.main(fields.split()) == 1
+    line = f"error: /disk/file: {error.strerror}; mend that, and the same command goes on\n"
+    assert capsys.readouterr().err == line
+    assert (read_status(tmp_path / "run") is not None) == (number == errno.ENOSPC)
