@@ -100,7 +100,8 @@ def generate(n: int, seed: int = 0) -> tuple[list[dict], dict[str, set[int]], li
     rng = random.Random(seed)
     text = " ".join(" ".join(topics.values()).split())
     found = {s for s in sentences_of(text) if re.fullmatch(r"[A-Z][\w ,;()'-]{50,240}\.", s)}
-    sentences = sorted(found, key=lambda s: (rng.random(), s))
+    sentences = sorted(found)
+    rng.shuffle(sentences)
     words = sorted({word for s in sentences for word in re.findall("[a-z]+", s)})
     grams = {s: set(hash_ngrams(hash_words(s), NGRAM).tolist()) for s in sentences}
     often = Counter(gram for known in grams.values() for gram in known)  # sentences that the documentation repeats

@@ -183,7 +183,8 @@ def _measure_batch(batch: dict[str, list]) -> dict[str, Any]:
         columns["prompt_minhash"].append(_sketch((texts[0], words[0])))
         columns["responses_minhash"].append(_sketch(*zip(texts[1:], words[1:], strict=True)))
     keys = {name: np.array(columns[name], np.uint64).view(np.int64) for name in ("prompt_key", "pair_key")}
-    return columns | keys
+    sketches = {name: np.stack(columns[name]) for name in ("prompt_minhash", "responses_minhash")}  # written at once
+    return columns | keys | sketches
 
 
 def judge_texts(
@@ -210,7 +211,7 @@ def judge_texts(
         keys = columns["prompt_key" if drop_duplicates == "prompts" else "pair_key"][left]
         reasons[np.delete(left, np.unique(keys, return_index=True)[1])] = "duplicate"
         if duplicate_threshold < 1:
-            names = ["prompt_minhash"] + ["responses_minhash"] * (drop_duplicates == "pairs")
+            names = ["responses_minhash"] * (drop_duplicates == "pairs") + ["prompt_minhash"]  # many share a prompt
             left = np.flatnonzero(reasons == "")
             near = find_near_duplicates([columns[name][left] for name in names], duplicate_threshold)
             reasons[left[near]] = "near_duplicate"
