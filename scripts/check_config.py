@@ -5,7 +5,8 @@
 
 The first two arguments are the launch configuration and the number of processes over all nodes. Loads no model and no
 data. A mistake is one line and exit code 2. A run that is already done prints no output_dir. KEEP_LOCK=1, which the
-batch scripts set, leaves the folder locked for the Slurm job.
+batch scripts set, leaves the folder locked for the Slurm job. Where the GPU is known (Slurm's --gpus-per-node=b200:4,
+or torch sees it), a line on stderr says whether the run fits into its memory.
 """
 
 import os
@@ -17,11 +18,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import sfm_dpo  # noqa: F401  (first: it looks for the packages)
 
 # isort: split
+import torch
 import yaml
 
 from sfm_dpo.common.cli import command
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config import parse_config
+from sfm_dpo.config import Config, parse_config
 from sfm_dpo.run.folder import LOCK, claim, read_status
 from sfm_dpo.run.lock import release_lock
 
@@ -34,9 +36,12 @@ def main(argv: list[str]) -> int:
     os.environ[f"ACCELERATE_USE_{read_distributed_type(argv[0])}"] = "true"  # as the launcher does: dtype follows
     config = parse_config(argv[2:], world_size=int(argv[1]))
     run = config.train.output_dir
+    fit = describe_memory(config, int(argv[1]), Path(argv[0]).stem)
     if claim(config):
         if config.train.eval_tasks:
             print("evaluation:", *config.train.eval_tasks)
+        if fit:
+            print(fit, file=sys.stderr)
         print(run)
         if os.environ.get("KEEP_LOCK") != "1":
             release_lock(Path(run) / LOCK)
@@ -45,6 +50,21 @@ def main(argv: list[str]) -> int:
     else:
         print(f"{run}: already done; choose another output_dir to run again", file=sys.stderr)
     return 0
+
+
+def describe_memory(config: Config, gpus: int, launch: str) -> str | None:
+    """Whether the run fits, in a line; None where neither Slurm nor torch says what GPU it is."""
+    from sfm_dpo.model.loading import load_model_config
+    from sfm_dpo.planning.run_plan import LAUNCHES, Cluster, bound_memory, find_gpu
+
+    names = [os.environ.get("SLURM_GPUS_PER_NODE", ""), os.environ.get("SLURM_GPUS", "")]
+    if torch.cuda.is_available():
+        names.append(torch.cuda.get_device_name())
+    gpu = next(filter(None, map(find_gpu, names)), None)
+    if gpu is None or os.environ.get("DS_ACCELERATOR") == "cpu":
+        return None
+    shape = load_model_config(config, needs_weights=False)
+    return bound_memory(config, shape, Cluster(gpu, gpus), launch if launch in LAUNCHES else "zero2")
 
 
 def read_distributed_type(path: str) -> str:

@@ -4,6 +4,7 @@ Importing the package reads .env, so commands import it before the libraries tha
 """
 
 import importlib.util
+import os
 import sys
 import warnings
 
@@ -25,4 +26,7 @@ from sfm_dpo.common.secrets import load_env_file
 
 log.install()
 load_env_file()
+# Packed rows differ in length: fixed segments of the CUDA allocator would fragment. (torch prefers the older name.)
+if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 warnings.filterwarnings("ignore", category=FutureWarning)  # deprecations are for developers, not for a job's log

@@ -23,6 +23,7 @@ from trl.scripts.utils import DatasetConfig
 from sfm_dpo.common import distributed
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
+from sfm_dpo.common.gpus import explain_missing_gpus
 from sfm_dpo.config_checks import LOSS_TYPES, check_fields, check_known, check_machine, check_mappings, nearest
 
 
@@ -317,8 +318,11 @@ def resolve_precision(namespace: Any) -> None:
     Under DeepSpeed, which makes fp32 master weights of a bf16 model, loading in bf16 halves the host memory.
 
     Raises:
-        UserError: bf16 where no GPU is visible, unless use_cpu says that the CPU is meant.
+        UserError: bf16 where no GPU is visible, unless use_cpu says that the CPU is meant; a GPU that torch should see
+            and does not.
     """
+    if not namespace.use_cpu and (reason := explain_missing_gpus()):
+        raise UserError(f"{reason}. To train on the CPU all the same: --use_cpu true")
     if namespace.bf16 and not namespace.use_cpu and not torch.cuda.is_available():
         raise UserError(
             "bf16 true: no GPU is visible; on CPU say --bf16 false, or --use_cpu true as well (some 20 times slower)"

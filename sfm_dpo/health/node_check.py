@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from contextlib import suppress
 from datetime import timedelta
@@ -26,6 +27,7 @@ import torch.distributed as dist
 
 from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.files import format_size
+from sfm_dpo.common.gpus import explain_missing_gpus
 
 log = logging.getLogger("sfm_dpo.health.node_check")  # __name__ is __main__
 
@@ -50,6 +52,7 @@ def main(argv: list[str]) -> int:
         findings += check_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         for name, folder in folders.items():
             findings += check_folder(name, folder)
+        findings += check_triton()
     findings += check_matmul()
     alone = False
     try:
@@ -75,7 +78,10 @@ def check_gpus(processes: int) -> list[str]:
     if not on_gpu():
         return []
     if torch.cuda.device_count() < processes:
-        return [f"{torch.cuda.device_count()} GPU(s) for {processes} processes"]
+        reason = explain_missing_gpus()
+        return [f"{torch.cuda.device_count()} GPU(s) for {processes} processes" + (f": {reason}" if reason else "")]
+    if before := os.environ.get("SMI_BEFORE_RANKS"):
+        return read_smi(before)
     command = ["nvidia-smi", f"--query-gpu={SMI_FIELDS}", "--format=csv,noheader,nounits"]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         command.append(f"--id={visible}")
@@ -97,6 +103,32 @@ def read_smi(text: str) -> list[str]:
             findings.append(f"GPU {index} has {int(used):,} MiB in use before the run")
         if errors.isdigit() and int(errors):
             findings.append(f"GPU {index} has {errors} uncorrected ECC errors")
+    return findings
+
+
+def check_triton() -> list[str]:
+    """Compiles and runs a Triton kernel: TRL's LM head is one, and Triton builds a C file where it first runs."""
+    if not on_gpu() or not torch.cuda.is_available():
+        return []
+    if findings := check_compiler():
+        return findings
+    try:
+        numbers = torch.arange(1024.0, device=select_device())
+        right = torch.equal(torch.compile(lambda x: 2 * x + 1)(numbers), 2 * numbers + 1)
+    except Exception as error:  # of Triton, Inductor or the C compiler
+        return [f"a Triton kernel could not be compiled: {str(error).strip().splitlines()[-1][:300]}"]
+    return [] if right else ["a Triton kernel gave wrong values"]
+
+
+def check_compiler() -> list[str]:
+    """What Triton lacks to build its launcher."""
+    findings = []
+    if not any(map(shutil.which, [os.environ.get("CC") or "gcc", "clang", "cc"])):
+        findings.append("no C compiler, which Triton needs: load a module with gcc, or set CC")
+    if not (header := Path(sysconfig.get_path("include"), "Python.h")).is_file():
+        findings.append(
+            f"no {header}, which Triton needs: install python3-dev, or use a Python that has it (conda, uv)"
+        )
     return findings
 
 

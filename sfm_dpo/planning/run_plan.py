@@ -295,6 +295,25 @@ class Planner:
         }
 
 
+def bound_memory(config: Config, shape: PretrainedConfig, cluster: Cluster, launch: str) -> str:
+    """One line: whether a run fits, before any pair is read: from every response empty to every sequence full."""
+    length = config.train.max_length or 0
+    full = Lengths(*(np.full(1, tokens) for tokens in (0, length, length, 0)))
+    facts = Planner(config, shape, full, config.train.global_batch_size, cluster).plan_launch(launch)
+    least = cluster.memory_ratio * sum(facts["states"].values()) / 2**30
+    most = facts["total"][config.train.gradient_checkpointing] / 2**30
+    usable = GPU_MEMORY[cluster.gpu] * USABLE / 2**30
+    of = f"GiB of {usable:.0f} usable on each of {cluster.gpus} {cluster.gpu} under {launch} (computed)"
+    if least > usable:
+        return (
+            f"memory: does not fit: weights, gradients and optimizer alone take {least:.1f} {of}; take more GPUs, or "
+            "LAUNCH=zero3 or fsdp2"
+        )
+    if most > usable:
+        return f"memory: {least:.1f} to {most:.1f} {of}, by the lengths of the pairs: scripts/plan.py knows more"
+    return f"memory: fits, at most {most:.1f} {of}"
+
+
 def format_plan(plan: dict[str, Any]) -> str:
     """The plan as text; memory in GiB."""
     model, gpu, data, batch, time = (plan[key] for key in ("model", "gpu", "data", "batch", "time"))

@@ -91,3 +91,20 @@ def test_matmul(monkeypatch, expected):
     if expected:  # a device that returns garbage
         monkeypatch.setattr(node_check.torch, "randn", lambda *shape, **kwargs: node_check.torch.full(shape, 1e30))
     assert check_matmul() == ["CPU: 262,144 wrong values in a matmul"] * expected
+
+
+def test_what_triton_needs(tmp_path, monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    assert len(node_check.check_compiler()) <= 1  # this machine has a compiler; perhaps not Python.h
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(node_check.sysconfig, "get_path", lambda name: str(tmp_path))
+    missing = ["no C compiler, which Triton needs: ", f"no {tmp_path}/Python.h, which Triton needs: "]
+    assert [line[: len(text)] for line, text in zip(node_check.check_compiler(), missing, strict=True)] == missing
+
+
+def test_memory_in_use_is_what_was_read_before_the_ranks(monkeypatch):
+    monkeypatch.setattr(node_check.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(node_check.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setenv("SMI_BEFORE_RANKS", "0, 70000, 0")
+    assert node_check.check_gpus(1) == ["GPU 0 has 70,000 MiB in use before the run"]

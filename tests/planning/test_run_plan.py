@@ -10,6 +10,7 @@ from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 from transformers import AutoConfig
 
+from scripts import check_config
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config import parse_config
@@ -140,6 +141,23 @@ def test_command_with_stated_percentiles(tmp_path):
     (tmp_path / "l.json").write_text("{}")
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "error: --lengths" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("gpu", "line"),
+    [("b200:4", "memory: fits, at most "), ("h100:4", "GiB of 67 usable on each of 4 H100")],
+)
+def test_check_config_says_at_submission_whether_it_fits(tmp_path, monkeypatch, capsys, gpu, line):
+    monkeypatch.chdir(PROJECT)
+    for name in ("DS_ACCELERATOR", "ACCELERATE_USE_DEEPSPEED"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("SLURM_GPUS_PER_NODE", gpu)
+    fields = ["--model_name_or_path", "bench/shapes/gpt_neox_6.9b", "--output_dir", str(tmp_path / "run")]
+    fields = ["--config", "recipes/think.yaml", "--use_cpu", "true", *fields]
+    assert check_config.main(["accelerate_config.yaml", "4", *fields]) == 0
+    out, err = capsys.readouterr()
+    assert line in err and out == f"{tmp_path / 'run'}\n"
 
 
 def test_mistakes_are_named(plan_of, tiny_folder):
