@@ -77,8 +77,8 @@ def classify_events(
             intervals["data loading"].append(span)
         elif event in updates:
             intervals["optimizer"] += [] if on_gpu else [span]
-        elif on_gpu == _is_on_cpu(event):
-            continue
+        elif on_gpu == _is_on_cpu(event) or (on_gpu and event.is_user_annotation):
+            continue  # record_function of FSDP2 and the optimizer spans kernels on the GPU's own row, and is none
         elif name.startswith(_COMMUNICATION):
             intervals["communication"].append(span)
         elif on_gpu:

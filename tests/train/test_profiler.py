@@ -4,9 +4,11 @@ import json
 import time
 
 import pytest
+import torch
+from torch.autograd.profiler_util import FunctionEvent
 
 import train_dpo
-from sfm_dpo.train.profiler import describe_bottleneck, time_shares
+from sfm_dpo.train.profiler import classify_events, describe_bottleneck, time_shares
 from sfm_dpo.train.trainer import SFMDPOTrainer
 
 
@@ -21,6 +23,19 @@ def test_every_moment_counts_once_and_hidden_communication_not_at_all():
         {"data loading": 0.1, "optimizer": 0.1, "compute": 0.6, "communication": 0.1, "idle": 0.1}
     )
     assert describe_bottleneck(time_shares(intervals, (0, 100))).startswith("bottleneck: compute, 60% of the time: ")
+
+
+def test_annotations_on_the_gpus_row_are_no_kernels():
+    """record_function of FSDP2 and the optimizer: Kineto repeats it on the GPU, over the kernels it spans."""
+
+    def event(name: str, start: int, end: int, annotation: bool = False) -> FunctionEvent:
+        cuda = torch.autograd.DeviceType.CUDA
+        return FunctionEvent(start, name, 0, start, end, device_type=cuda, is_user_annotation=annotation)
+
+    events = [event("FSDP::all_gather", 0, 100, True), event("gemm", 10, 30), event("ncclDevKernel_AllGather", 40, 50)]
+    intervals, kernels, _ = classify_events(events, on_gpu=True)
+    assert dict(intervals) == {"compute": [(10, 30)], "communication": [(40, 50)]}
+    assert list(kernels) == ["gemm"]
 
 
 @pytest.mark.slow
