@@ -85,6 +85,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser, count = cli.Arguments(description=__doc__), cli.number(int, 1)
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where there is one")
     parser.add_argument("--model", choices=list(SHAPES["cpu"]), default="olmo3", help="architecture")
+    parser.add_argument("--shape", help="folder whose config.json is the model's, instead of --model and --layers")
     parser.add_argument("--layers", type=count, help="default: 6 on the CPU, 8 on a GPU (the real models have 32)")
     parser.add_argument("--lengths", choices=["think", "instruct"], default="think", help="Dolci-Think or -Instruct")
     parser.add_argument("--scale", type=count, help="divides all lengths; default: 8 on the CPU, 1 on a GPU")

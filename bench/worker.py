@@ -121,6 +121,8 @@ def prepare(job: dict) -> dict:
 
 def model_config(job: dict):
     """The architecture's own features (windows, grouped queries, partial RoPE) at the size asked for."""
+    if job["shape"]:
+        return AutoConfig.from_pretrained(job["shape"])
     device = device_of(job)
     hidden, mlp, layers, heads, vocabulary = SHAPES[device][job["model"]]
     if job["quick"]:
@@ -247,6 +249,8 @@ def train(job: dict) -> dict:
         "mfu": counts["flops"] / seconds / rate,
         "matmul_flops_per_second": rate,
         "flops": counts["flops"],
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],  # with torch_compile; more than the kinds of
+        # layer, forward and backward, are recompilations
         "loss": trainer.state.log_history[-1]["train_loss"],
     }
 

@@ -84,15 +84,16 @@ class Cluster:
         """
         try:
             measured = json.loads(path.read_text())
-            gpu, mfu, ratio = str(measured["gpu"]), float(measured["mfu"]), float(measured["memory_ratio"])
+            gpu = str(measured["gpu"])
+            if find_gpu(gpu) != self.gpu:
+                log.warning(f"{path}: measured on {gpu}, not on {self.gpu}; not used")
+                return self
+            mfu, ratio = float(measured["mfu"]), float(measured["memory_ratio"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"--calibration {path}: {type(error).__name__} {error}; give the calibration.json of "
                 "check_gpu.sh, or remove the file"
             ) from error
-        if find_gpu(gpu) != self.gpu:
-            log.warning(f"{path}: measured on {gpu}, not on {self.gpu}; not used")
-            return self
         return replace(self, mfu={mfu: f"measured on {gpu}: {path}"}, memory_ratio=ratio)
 
 

@@ -42,6 +42,7 @@ class StopCallback(TrainerCallback):
 
     def on_save(self, *args, **kwargs) -> None:
         self._took("save")
+        log.info(f"checkpoint saved in {self.seconds['save']:.1f} s")
 
     def _took(self, what: str) -> None:
         now = time.monotonic()

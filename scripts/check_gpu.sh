@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Is everything right and fast on this cluster? At most 15 minutes on one node; one table at the end (docs/gpu.md).
+#
+#   sbatch scripts/check_gpu.sh                                 a model of four layers
+#   sbatch scripts/check_gpu.sh --config recipes/think.yaml     the recipe's model: few layers, and once as a whole
+#   LAUNCH=cpu sbatch scripts/check_gpu.sh                      its twin on two CPU processes, without GPUs
+#
+# Account, partition and variables: as for scripts/dpo_train.sh. Results: outputs/check-gpu, log in logs/check-gpu-JOB.out.
+#
+#SBATCH --job-name=check-gpu
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=4
+#SBATCH --cpus-per-task=32
+#SBATCH --mem=500G
+#SBATCH --time=0:30:00
+#SBATCH --output=logs/%x-%j.out
+
+common="${SLURM_SUBMIT_DIR:-.}/scripts/common.sh"
+if [[ ! -f $common ]]; then
+    echo "error: ${SLURM_SUBMIT_DIR:-$PWD} is not the project folder; cd there and run: sbatch scripts/check_gpu.sh" >&2
+    exit 2
+fi
+# shellcheck source=scripts/common.sh
+source "$common"
+cd "${SLURM_SUBMIT_DIR:-.}"
+use_environment
+choose_launch
+python scripts/check_gpu.py --processes "$per_node" "$@"
