@@ -21,6 +21,7 @@ import sys
 import traceback
 from pathlib import Path
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback
 from trl import get_peft_config, get_quantization_config
 
@@ -29,7 +30,7 @@ from sfm_dpo.common.errors import DiskFull, RunEnd, StopRequested
 from sfm_dpo.common.secrets import mask_traceback
 from sfm_dpo.config import Config, parse_config
 from sfm_dpo.data.preferences import Pairs
-from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
+from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer, row_keys
 from sfm_dpo.health.guard import add_guard
 from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
 from sfm_dpo.health.preflight import check_vocabulary, preflight_phase
@@ -40,8 +41,11 @@ from sfm_dpo.model.sharding import checkpoint_bytes, disable_deepspeed_shm
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import format_summary, write_report
 from sfm_dpo.run.checkpoint import (
+    ROW_KEYS,
+    check_data,
     check_disk,
     check_resume,
+    check_world_size,
     clear_stop,
     find_start,
     most_at_once,
@@ -62,7 +66,7 @@ from sfm_dpo.run.lock import release_lock
 from sfm_dpo.train.memory_use import explain_out_of_memory
 from sfm_dpo.train.profiler import add_profiler
 from sfm_dpo.train.progress import ProgressLine
-from sfm_dpo.train.reference_cache import make_folder
+from sfm_dpo.train.reference_cache import hash_tokens, make_folder
 from sfm_dpo.train.stop import StopCallback
 from sfm_dpo.train.trainer import SFMDPOTrainer, build_sampler
 from sfm_dpo.train.watchdog import Watchdog
@@ -118,6 +122,7 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
     model_config = load_model_config(config)  # first: a wrong path costs a second, not a download
     tokenizer = load_tokenizer(config)
     checkpoint = find_start(args)
+    check_world_size(args, args.world_size, checkpoint)
     if args.precompute_ref_log_probs:
         main_process_first(make_folder)  # now, and not when the model has been loaded
     if args.push_to_hub:
@@ -127,6 +132,8 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
         log.info(note)
     check_vocabulary(pairs.train, tokenizer, model_config.get_text_config().vocab_size)
     log.info(f"data\n{pairs.table()}")
+    if checkpoint:  # before the model is loaded
+        check_data(checkpoint, hash_tokens(pairs.train), row_keys(pairs.train), args.ignore_resume_mismatch)
     sampler = build_sampler(pairs.train, args)
     if left_out := len(pairs.train) - len(sampler):
         which = "the last ones" if args.train_sampling_strategy == "sequential" else "another random few each time"
@@ -136,6 +143,8 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
     log.info(f"the largest micro-batch has {largest:,} tokens{where}")
     if is_main_process():
         describe(config, pairs.as_dict(), step_of(checkpoint))
+        pairs.write_dropped(Path(args.output_dir) / "dropped.jsonl")
+        np.save(Path(args.output_dir) / ROW_KEYS, row_keys(pairs.train))
         write_status(args.output_dir, "running", step=step_of(checkpoint))
     return pairs, tokenizer, checkpoint
 

@@ -51,6 +51,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", type=new_file, metavar="FILE", help="writes everything, for machines")
     parser.add_argument("--plot", type=new_figure, metavar="FILE", help="writes the picture, .png, .svg or .pdf")
     parser.add_argument("--html", type=new_file, metavar="FILE", help="writes one page with all")
+    parser.add_argument("--dropped", type=new_file, metavar="FILE", help="lists the unusable rows, a JSON line each")
     args, fields = parser.parse_known_args(argv)  # answers --help before the slow imports
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -67,7 +68,9 @@ def main(argv: list[str]) -> int:
     cluster = Cluster(args.gpu.upper(), args.num_gpus) if args.gpu else None
     if cluster and CALIBRATION.is_file():
         cluster = cluster.calibrated(CALIBRATION)
-    result = analyze_dataset(config, args.min_coverage, args.min_tokens_kept, args.against, args.ngram, cluster)
+    result = analyze_dataset(
+        config, args.min_coverage, args.min_tokens_kept, args.against, args.ngram, cluster, args.dropped
+    )
     print(format_analysis(result))
     write_json(args.json, result)
     if args.plot:

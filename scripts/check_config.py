@@ -24,6 +24,7 @@ import yaml
 from sfm_dpo.common.cli import command
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config, parse_config
+from sfm_dpo.run.checkpoint import check_world_size
 from sfm_dpo.run.folder import LOCK, claim, read_status
 from sfm_dpo.run.lock import release_lock
 
@@ -38,6 +39,7 @@ def main(argv: list[str]) -> int:
     run = config.train.output_dir
     fit = describe_memory(config, int(argv[1]), Path(argv[0]).stem)
     if claim(config):
+        check_world_size(config.train, int(argv[1]))
         if config.train.eval_tasks:
             print("evaluation:", *config.train.eval_tasks)
         if fit:

@@ -47,7 +47,8 @@ _RANGES = [
     (
         lambda v: v >= 0,
         "at least 0",
-        "weight_decay adam_epsilon max_grad_norm data_seed dataloader_num_workers guard_generations hang_timeout",
+        "score_margin weight_decay adam_epsilon max_grad_norm data_seed dataloader_num_workers guard_generations "
+        "hang_timeout",
     ),
     (
         lambda v: 0 <= v <= 1,

@@ -21,7 +21,7 @@ from datasets.fingerprint import Hasher
 from datasketch import MinHash, MinHashLSH
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.data.sources import room_in_cache
+from sfm_dpo.data.sources import list_dropped, room_in_cache
 
 # Part of the cache's keys. Raise it when measure_texts or judge_texts gives something else.
 FILTERS_VERSION = 1
@@ -262,11 +262,12 @@ def judge_lengths(
 # ---- what a recipe asks for
 
 
-def filter_pairs(pairs: Dataset, args: Any) -> tuple[Dataset, Counter]:
+def filter_pairs(pairs: Dataset, args: Any, dropped_rows: list[Dataset] | None = None) -> tuple[Dataset, Counter]:
     """What the filters of texts leave of `pairs` (preferences.py), and the count of the others by reason.
 
     Args:
         args: a TrainConfig.
+        dropped_rows: what is left out is appended to it, as in preferences.Pairs.
 
     Raises:
         UserError: drop_contaminated lists pairs that are not among these, or cannot be read.
@@ -291,18 +292,20 @@ def filter_pairs(pairs: Dataset, args: Any) -> tuple[Dataset, Counter]:
         new_fingerprint=Hasher.hash((measures._fingerprint, rules, listed)),
         desc="Filtering",
     )
-    return _select(pairs, np.array(judged["reason"][:]))
+    return _select(pairs, np.array(judged["reason"][:]), dropped_rows)
 
 
-def filter_lengths(tokens: Dataset, args: Any) -> tuple[Dataset, Counter]:
+def filter_lengths(tokens: Dataset, args: Any, dropped_rows: list[Dataset] | None = None) -> tuple[Dataset, Counter]:
     """What the filters of lengths leave of tokenised pairs (tokenization.py), and the count of the others."""
     columns = tokens.select_columns(["chosen_length", "rejected_length"]).with_format("numpy")[:]
     rules = {name: getattr(args, name) for name in ("min_response_tokens", "max_response_tokens", "max_length_ratio")}
-    return _select(tokens, judge_lengths(columns["chosen_length"], columns["rejected_length"], **rules))
+    return _select(tokens, judge_lengths(columns["chosen_length"], columns["rejected_length"], **rules), dropped_rows)
 
 
-def _select(rows: Dataset, reasons: np.ndarray) -> tuple[Dataset, Counter]:
+def _select(rows: Dataset, reasons: np.ndarray, dropped_rows: list[Dataset] | None) -> tuple[Dataset, Counter]:
     dropped = Counter(reasons[reasons != ""].tolist())
+    if dropped and dropped_rows is not None:
+        dropped_rows.append(list_dropped(rows, reasons))
     return (rows.select(np.flatnonzero(reasons == "")) if dropped else rows), dropped
 
 

@@ -1,8 +1,9 @@
 """Preference pairs: rows of any published shape normalised, checked, mixed, sampled and split.
 
-A usable row becomes {"prompt", "chosen", "rejected", "template", "source"}. For conversations the first three are
-message lists ({"role", "content", ...}), `prompt` being the shared beginning; for plain text they are strings.
+A usable row becomes {"prompt", "chosen", "rejected", "template", "source", "row"}. For conversations the first three
+are message lists ({"role", "content", ...}), `prompt` being the shared beginning; for plain text they are strings.
 `template` is JSON of further arguments of the chat template: the row's `tools` and `chat_template_kwargs`, as in TRL.
+`row` is the row's number in its source, from 1: of a JSON Lines file the line, blank ones not counted.
 """
 
 import json
@@ -10,21 +11,26 @@ import os
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from datasets import Dataset, Features, Json, Value, concatenate_datasets
 from datasets.fingerprint import Hasher
 from trl.data_utils import common_prefix_length
 from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import Config, TrainConfig
+from sfm_dpo.data import json_rows
 from sfm_dpo.data.filters import FILTER_REASONS, filter_pairs, judge_row, row_rules
-from sfm_dpo.data.sources import load_rows, room_in_cache
+from sfm_dpo.data.raw_shapes import NO_PREFERENCE, make_pairs, read_transcript
+from sfm_dpo.data.sources import ACCOUNT, column_names, load_rows, room_in_cache
 
 # Part of the cache's key. Raise it with any change of this module that changes a normalised row or its drop reason.
-PAIRS_VERSION = 1
+PAIRS_VERSION = 2
 
 # Why a row cannot be used; the order is that of the table.
 DROP_REASONS = {
@@ -33,11 +39,13 @@ DROP_REASONS = {
     "prompts_differ": "prompts of the two sides differ",
     "empty_response": "empty response",
     "chosen_equals_rejected": "chosen equals rejected",
+    "no_preference": "no preference: a tie, or less than score_margin",
     "prompt_too_long": "prompt leaves no room for a response within max_length",
 } | FILTER_REASONS
 _PAIR = Features(
     {name: Json() for name in ("prompt", "chosen", "rejected")}
     | {name: Value("string") for name in ("template", "source", "dropped")}
+    | {"row": Value("int64")}
 )
 
 
@@ -45,8 +53,9 @@ _PAIR = Features(
 class Pairs:
     """Usable pairs and the account of the rest.
 
-    `train` and `eval` hold a row's five columns (above); `eval` is None if nothing is held out.
-    `rows` counts the rows read, `dropped` the unusable ones by reason (keys of DROP_REASONS).
+    `train` and `eval` hold a row's columns (above); `eval` is None if nothing is held out.
+    `rows` counts the rows read, `dropped` the unusable ones by reason (keys of DROP_REASONS); `dropped_rows` lists
+    those, in datasets with the columns sources.ACCOUNT.
     """
 
     train: Dataset
@@ -54,27 +63,51 @@ class Pairs:
     sources: list[str]
     rows: int
     dropped: Counter = field(default_factory=Counter)
+    dropped_rows: list[Dataset] = field(default_factory=list)
 
     def check_dropped(self, limit: float) -> None:
         """Raises UserError if no pair is left, or more than `limit` (a share of all rows) cannot be used; what filters
         leave out does not count."""
-        total = sum(n for reason, n in self.dropped.items() if reason not in FILTER_REASONS)
-        worst = ", ".join(f"{n} x {DROP_REASONS[reason]}" for reason, n in self.dropped.most_common(3))
-        names = ", ".join(self.sources)
+        total = sum(n for reason, n in self.dropped.items() if reason not in {"no_preference", *FILTER_REASONS})
+        first, names = self.first_dropped(), ", ".join(self.sources)
+        worst = ", ".join(f"{n} x {DROP_REASONS[key]} ({first.get(key)})" for key, n in self.dropped.most_common(3))
         if self.dropped.total() == self.rows:
             raise UserError(f"dataset_name {names}: none of its {self.rows} rows can be used ({worst})")
         if total > limit * self.rows:
             raise UserError(
-                f"dataset_name {names}: {total} of {self.rows} rows cannot be used ({worst}); correct them, or raise "
-                f"max_dropped_fraction {limit:g}"
+                f"dataset_name {names}: {total} of {self.rows} rows cannot be used ({worst}); correct them "
+                f"(analyze_dataset.py --dropped FILE lists them), or raise max_dropped_fraction {limit:g}"
             )
 
     def table(self) -> str:
         """The account as text, one line a reason."""
-        rows = [("source", ", ".join(self.sources)), ("rows", f"{self.rows:,}")]
-        rows += [(f"dropped: {text}", f"{self.dropped[key]:,}") for key, text in DROP_REASONS.items()]
+        rows: list[tuple[str, ...]] = [("source", ", ".join(self.sources)), ("rows", f"{self.rows:,}")]
+        first = self.first_dropped()
+        rows += [
+            (f"dropped: {text}", f"{self.dropped[key]:,}", first.get(key, "")) for key, text in DROP_REASONS.items()
+        ]
         rows += [("pairs to train on", f"{len(self.train):,}"), ("pairs held out", f"{len(self.eval or ()):,}")]
         return format_table(row for row in rows if row[1] != "0")
+
+    def first_dropped(self, count: int = 3) -> dict[str, str]:
+        """The numbers of the first rows that were dropped, as text by reason."""
+        first = {}
+        for reason, rows in self._dropped_frame().groupby("dropped"):
+            by_source = rows.head(count).groupby("source")["row"]
+            lists = {source: ", ".join(map(str, numbers)) for source, numbers in by_source}
+            named = [f"{text} of {source}" if len(self.sources) > 1 else text for source, text in lists.items()]
+            first[reason] = "row" + "s" * (len(rows) > 1) + " " + "; ".join(named) + ", ..." * (len(rows) > count)
+        return first
+
+    def write_dropped(self, path: Path) -> None:
+        """Writes a JSON line for each dropped row: row, reason (a key of DROP_REASONS) and source."""
+        rows = self._dropped_frame().rename(columns={"dropped": "reason"}).to_dict("records")
+        write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+    def _dropped_frame(self) -> Any:
+        """A pandas.DataFrame of the dropped rows in the order of their sources."""
+        empty = Dataset.from_dict({name: [] for name in ACCOUNT}, ACCOUNT)
+        return concatenate_datasets([empty, *self.dropped_rows]).to_pandas().sort_values(["source", "row"])
 
     def as_dict(self) -> dict[str, Any]:
         """The account for data.json."""
@@ -101,26 +134,25 @@ def load_pairs(config: Config) -> Pairs:
         DatasetConfig(str(args.dataset_name), args.dataset_config, split=args.dataset_train_split)
     ]
     rules = row_rules(args.keep_values, args.filter_script)
-    parts, rows = [], 0
-    dropped: Counter[str] = Counter()
+    parts, dropped, rows = [], [], 0
     for entry in entries:
         raw = load_rows(entry.path, entry.name, entry.split, entry.data_dir, entry.data_files)
-        if missing := set(rules.get("values", ())) - set(raw.column_names):
+        raw = make_pairs(raw, entry.path, args)
+        if missing := set(rules.get("values", ())) - set(columns := column_names(raw)):
             raise UserError(
                 f"keep_values {args.keep_values}: {entry.path} has no column {', '.join(sorted(missing))}; it has "
-                f"{', '.join(raw.column_names)}"
+                f"{', '.join(columns)}"
             )
-        try:
-            part, part_dropped = normalize_rows(raw, entry.path, args.dataset_num_proc, rules)
-        except UnicodeDecodeError as error:  # pyarrow reads the bytes of a JSON file as they are
-            raise UserError(f"dataset_name {entry.path}: is not UTF-8: {error}") from error
-        rows, dropped = rows + len(raw), dropped + part_dropped
+        part, part_dropped = normalize_rows(raw, entry.path, args.dataset_num_proc, rules)
         parts.append(part)
+        dropped.append(part_dropped)
+        rows += len(raw)
 
     sources = [entry.path for entry in entries]
-    pairs = Pairs(_mix(parts, [entry.fraction for entry in entries]), None, sources, rows, dropped)
+    reasons = Counter(reason for part in dropped for reason in part["dropped"][:])
+    pairs = Pairs(_mix(parts, [entry.fraction for entry in entries]), None, sources, rows, reasons, dropped)
     if len(pairs.train):
-        pairs.train, filtered = filter_pairs(pairs.train, args)
+        pairs.train, filtered = filter_pairs(pairs.train, args, pairs.dropped_rows)
         pairs.dropped += filtered
     pairs.check_dropped(args.max_dropped_fraction)
     if not len(pairs.train):
@@ -131,14 +163,15 @@ def load_pairs(config: Config) -> Pairs:
 @room_in_cache()
 def normalize_rows(
     rows: Dataset, source: str, num_proc: int | None = None, rules: dict[str, Any] | None = None
-) -> tuple[Dataset, Counter]:
-    """Usable pairs of `rows` in the form of this module's docstring, and the count of the others by reason.
+) -> tuple[Dataset, Dataset]:
+    """Usable pairs of `rows` in the form of this module's docstring, and the others (columns sources.ACCOUNT).
 
-    `rules`: of filters.row_rules; what they leave out is counted, too.
+    `rules`: of filters.row_rules; what they leave out is among the others, too.
     """
     pairs = rows.map(
         _normalize_batch,
         batched=True,
+        with_indices=True,
         fn_kwargs={"source": source, "rules": rules},
         remove_columns=rows.column_names,
         features=_PAIR,
@@ -146,25 +179,33 @@ def normalize_rows(
         new_fingerprint=Hasher.hash((rows._fingerprint, source, PAIRS_VERSION, *([rules["key"]] if rules else []))),
         desc=f"Reading {source}",
     )
-    reasons = pairs.data.column("dropped").to_pylist()
-    dropped = Counter(reason for reason in reasons if reason)
-    if dropped:
-        pairs = pairs.select([i for i, reason in enumerate(reasons) if not reason])
+    usable = pairs.with_format("numpy")["dropped"][:] == ""
+    dropped = pairs.select_columns(list(ACCOUNT)).select(np.flatnonzero(~usable))
+    if len(dropped):
+        pairs = pairs.select(np.flatnonzero(usable))
     return pairs.remove_columns("dropped"), dropped
 
 
-def _normalize_batch(batch: dict[str, list], source: str, rules: dict[str, Any] | None) -> dict[str, list]:
+def _normalize_batch(
+    batch: dict[str, list], indices: list[int], source: str, rules: dict[str, Any] | None
+) -> dict[str, list]:
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    if json_rows.COLUMN in batch:
+        rows = [json.loads(row) for row in batch[json_rows.COLUMN]]
     reasons = [judge_row(row, **rules) if rules else "" for row in rows]
-    rows = [_normalize_row(row) | {"source": source} for row in rows]
+    numbers = batch.get("source_row") or [i + 1 for i in indices]  # raw_shapes.py
+    rows = [_normalize_row(row) | {"source": source, "row": n} for n, row in zip(numbers, rows, strict=True)]
     for row, reason in zip(rows, reasons, strict=True):
         row["dropped"] = reason or row["dropped"]
     return {name: [row[name] for row in rows] for name in _PAIR}
 
 
 def _normalize_row(row: dict[str, Any]) -> dict[str, Any]:
-    """The columns of _PAIR but `source`."""
-    pair, template = normalize_pair(row.get("prompt"), row["chosen"], row["rejected"]), None
+    """The columns of _PAIR but `source` and `row`."""
+    pair: Any = "no_preference"
+    template = None
+    if row != NO_PREFERENCE:
+        pair = normalize_pair(row.get("prompt"), row.get("chosen"), row.get("rejected"))
     try:
         tools = row.get("tools")
         arguments = {"tools": json.loads(tools) if isinstance(tools, str) else tools}
@@ -174,8 +215,7 @@ def _normalize_row(row: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, TypeError):
         pair = "malformed"
     sides, reason = ([[]] * 3, pair) if isinstance(pair, str) else (pair, "")
-    # datasets 5.2 would take text that happens to be JSON, such as 42 or {}, for its content
-    sides = [json.dumps(side) if isinstance(side, str) else side for side in sides]
+    sides = [json.dumps(side) for side in sides]  # datasets 5.2 would take text that could be JSON for its value
     return dict(zip(("prompt", "chosen", "rejected"), sides, strict=True)) | {"template": template, "dropped": reason}
 
 
@@ -184,8 +224,10 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
 
     Three shapes, as found in published sets: `prompt` text and message lists that hold the response alone
     (Dolci-Think); no `prompt` and whole conversations whose shared beginning is the prompt (Dolci-Instruct);
-    plain strings.
+    plain strings, which become messages where they are transcripts of Human and Assistant.
     """
+    if prompt is None:  # hh-rlhf's plain text
+        chosen, rejected = read_transcript(chosen) or chosen, read_transcript(rejected) or rejected
     if isinstance(chosen, str) and isinstance(rejected, str) and (prompt is None or isinstance(prompt, str)):
         return _normalize_text(prompt, chosen, rejected)
     chosen, rejected = (_read_messages(side, "assistant") for side in (chosen, rejected))

@@ -8,14 +8,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
-from datasets import Dataset, load_dataset
+import numpy as np
+from datasets import Dataset, Features, Value, load_dataset
 from datasets.config import HF_CACHE_HOME
-from datasets.exceptions import DatasetNotFoundError
+from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.data import json_rows
 
+# Columns of the list of dropped rows: number in the source, the reason (preferences.DROP_REASONS), the source
+ACCOUNT = Features({"row": Value("int64"), "dropped": Value("string"), "source": Value("string")})
 LOCAL_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
@@ -73,7 +79,7 @@ def load_rows(
         name, data_dir, data_files: as in `datasets.load_dataset`, for Hub ids alone.
 
     Raises:
-        UserError: not found, not readable, damaged, empty, or without the columns chosen and rejected.
+        UserError: not found, not readable, damaged, or empty.
     """
     local = Path(path).expanduser()
     if os.path.exists(local):  # not Path.exists, which raises in a folder that may not be entered
@@ -85,11 +91,34 @@ def load_rows(
         raise UserError(f"dataset_name {path}: no such file or folder")
     else:
         rows = _load_hub(path, name, split=split, data_dir=data_dir, data_files=data_files)
-    if missing := {"chosen", "rejected"} - set(rows.column_names):
-        raise UserError(
-            f"dataset_name {path}: no column {' or '.join(sorted(missing))}; it has {', '.join(rows.column_names)}"
-        )
     return rows
+
+
+def column_names(rows: Dataset) -> list[str]:
+    """The columns; of JSON rows (json_rows.py) those of the first 100."""
+    if json_rows.COLUMN not in rows.column_names:
+        return rows.column_names
+    return list(dict.fromkeys(name for row in rows[:100][json_rows.COLUMN] for name in json.loads(row)))
+
+
+def list_dropped(rows: Dataset, reasons: np.ndarray) -> Dataset:
+    """Rows (with columns row and source) for which [N] `reasons` has one, as a dataset with the columns ACCOUNT."""
+    dropped = np.flatnonzero(reasons != "")
+    columns = rows.select_columns(["row", "source"]).select(dropped)[:]
+    return Dataset.from_dict(columns | {"dropped": reasons[dropped]}, ACCOUNT)
+
+
+def _load(*args: Any, **options: Any) -> Dataset:
+    """datasets' `load_dataset`, whose JSON files are read by json_rows.py."""
+    # Upstream: datasets 5.2, utils/json.py, json_encode_field: leaves text that could be JSON as it is where it writes
+    # all other values of a field as JSON, so that it is read as a value. Canary: test_canary_datasets_json
+    with mock.patch.dict(_PACKAGED_DATASETS_MODULES, json=(json_rows.__name__, json_rows.VERSION)):
+        try:
+            return load_dataset(*args, **options)
+        except DatasetGenerationError as error:
+            if isinstance(error.__cause__, UserError):
+                raise error.__cause__ from None
+            raise
 
 
 def _load_local(path: Path, split: str) -> Dataset:
@@ -108,16 +137,13 @@ def _load_local(path: Path, split: str) -> Dataset:
             start = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
         if not start:
             raise UserError(f"dataset_name {file}: the file is empty")
-        if LOCAL_FORMATS[file.suffix] == "json" and not start.startswith((b"{", b"[")):  # pyarrow 26 dies of a null
-            raise UserError(f"dataset_name {file}: line 1 is not a JSON object, or the file not UTF-8")
     try:
         if path.is_dir():  # its files may be of several splits, told by their names, as in a copy of a Hub dataset
-            return load_dataset(str(path), split=split)
-        return load_dataset(formats.pop(), data_files=[str(path)], split=split)
+            return _load(str(path), split=split)
+        return _load(formats.pop(), data_files=[str(path)], split=split)
     except Exception as error:  # of pyarrow, of the builder, of the card of a copied dataset
-        for file in files:
-            if LOCAL_FORMATS[file.suffix] == "json" and (problem := _find_bad_line(file)):
-                raise UserError(f"dataset_name {file}: {problem}") from error
+        if isinstance(error, UserError):
+            raise
         if "corresponds to no data" in str(error):  # a plain ValueError
             raise UserError(f"dataset_name {path}: holds no rows") from error
         raise UserError(f"dataset_name {path}: cannot be read: {error.__cause__ or error}") from error
@@ -128,29 +154,9 @@ def _check_readable(path: Path) -> None:
         raise UserError(f"dataset_name {path}: cannot be read; check its permissions")
 
 
-def _find_bad_line(file: Path) -> str | None:
-    """What is wrong with a JSON file, by line; pyarrow counts rows within a block."""
-    with file.open(encoding="utf-8", errors="replace") as stream:
-        is_array = stream.read(4096).lstrip().startswith("[")
-        stream.seek(0)
-        for number, line in enumerate([stream.read()] if is_array else stream, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.rstrip())
-                json.dumps(row, ensure_ascii=False).encode()
-            except json.JSONDecodeError as error:
-                return f"line {number + error.lineno - 1} is not valid JSON: {error.msg}"
-            except UnicodeEncodeError:
-                return f"line {number} holds half of a surrogate pair (\\ud800 to \\udfff)"
-            if not (is_array or isinstance(row, dict)):
-                return f"line {number} is not a JSON object"
-    return None
-
-
 def _load_hub(path: str, name: str | None, **options: Any) -> Dataset:
     try:
-        return load_dataset(path, name, **options)
+        return _load(path, name, **options)
     except DatasetNotFoundError as error:
         raise UserError(
             f"dataset_name {path}: neither a local file nor found on the Hub (a gated or private one needs HF_TOKEN)"

@@ -12,6 +12,7 @@ from typing import Any
 import datasets
 import numpy as np
 import transformers
+import xxhash
 from datasets import Dataset, Features, List, Value
 from datasets.fingerprint import Hasher
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
@@ -22,12 +23,12 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config
 from sfm_dpo.data.filters import filter_lengths
 from sfm_dpo.data.preferences import DROP_REASONS, Pairs, load_pairs
-from sfm_dpo.data.sources import room_in_cache
+from sfm_dpo.data.sources import list_dropped, room_in_cache
 from sfm_dpo.data.token_lengths import Lengths
 from sfm_dpo.model.loading import TOKENIZER_FILES, check_files
 
 # Part of the cache's key. Raise it with any change of this module that changes an id, a length or a drop reason.
-TOKENS_VERSION = 1
+TOKENS_VERSION = 2
 # Rows a call of the tokenizer: it holds some 300 bytes a token beside the ids, and a long pair has 50,000 tokens.
 BATCH_ROWS = 100
 _PARTS = ("prompt", "chosen", "rejected")
@@ -36,6 +37,7 @@ _TOKENS = Features(
     | {f"{part}_length": Value("int32") for part in _PARTS}
     # Tokens taken from the prompt's end because prompt+response diverges from it
     | {"prompt_trimmed": Value("int32"), "source": Value("string"), "dropped": Value("string")}
+    | {"row": Value("int64")}
 )
 
 
@@ -72,12 +74,13 @@ def tokenize_pairs(
     max_length: int | None,
     max_prompt_length: int | None = None,
     num_proc: int | None = None,
+    dropped_rows: list[Dataset] | None = None,
 ) -> tuple[Dataset, Counter]:
     """Token ids and lengths of `pairs` (see preferences.py), and counts of what happened to them.
 
     A second call with the same pairs and tokenizer reads the cache, whatever the two lengths: `max_prompt_length`
     copies it with the starts of longer prompts left out, and `max_length` truncates in TRL's collator and here only
-    drops the pairs whose prompt fills it.
+    drops the pairs whose prompt fills it. What is dropped is appended to `dropped_rows`, as in preferences.Pairs.
 
     Returns:
         The dataset (columns of _TOKENS but `dropped`; ids are lists of int) and a Counter over the keys
@@ -118,6 +121,8 @@ def tokenize_pairs(
     counts["prompt_cut"] = int(cut[keep].sum())
     counts["prompt_trimmed"] = int((columns["prompt_trimmed"][keep] > 0).sum())
     if not keep.all():
+        if dropped_rows is not None:
+            dropped_rows.append(list_dropped(tokens, reasons))
         tokens = tokens.select(np.flatnonzero(keep))
     return tokens.remove_columns("dropped"), counts
 
@@ -134,9 +139,9 @@ def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> tupl
         if texts is None:
             continue
         tokens, counts = tokenize_pairs(
-            texts, tokenizer, args.max_length, args.max_prompt_length, args.dataset_num_proc
+            texts, tokenizer, args.max_length, args.max_prompt_length, args.dataset_num_proc, pairs.dropped_rows
         )
-        tokens, filtered = filter_lengths(tokens, args)
+        tokens, filtered = filter_lengths(tokens, args, pairs.dropped_rows)
         counts.update(filtered)
         for key, text in {
             "prompt_cut": f"longer than max_prompt_length {args.max_prompt_length} and keep their end",
@@ -165,6 +170,19 @@ def pair_tokens(tokens: Dataset, max_length: int | None, prefix_sharing: bool = 
     return Lengths.from_columns(columns).truncate(max_length).computed(prefix_sharing)
 
 
+def row_keys(tokens: Dataset) -> np.ndarray:
+    """[N, 2] uint64: hashes of each pair's prompt, and of the whole pair."""
+    keys = []
+    columns = [f"{part}_ids" for part in _PARTS]
+    for table in tokens.select_columns(columns).with_format("arrow").iter(batch_size=1000):
+        lists = [table.column(name).combine_chunks() for name in columns]
+        ids = [np.split(part.flatten().to_numpy(), np.cumsum(part.value_lengths())[:-1]) for part in lists]
+        for sides in zip(*ids, strict=True):
+            hashes = [xxhash.xxh3_64_intdigest(side.tobytes()) for side in sides]
+            keys.append((hashes[0], xxhash.xxh3_64_intdigest(np.array(hashes, np.uint64).tobytes())))
+    return np.array(keys, np.uint64).reshape(-1, 2)
+
+
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of what decides the ids: vocabulary, merges, normaliser, special tokens, chat template."""
     if tokenizer.is_fast:
@@ -186,7 +204,7 @@ def _tokenize_batch(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) 
         flat = [text for i in group for text in texts[i] or [""] * 3]
         ids = tokenizer(flat, add_special_tokens=plain, return_attention_mask=False)["input_ids"]
         for n, i in enumerate(group):
-            out[i] = _split_ids(*ids[3 * n : 3 * n + 3]) | {"source": rows[i].get("source")}
+            out[i] = _split_ids(*ids[3 * n : 3 * n + 3]) | {name: rows[i].get(name) for name in ("source", "row")}
             out[i] |= {} if texts[i] else {"dropped": "malformed"}
     return {name: [row[name] for row in out] for name in _TOKENS}
 

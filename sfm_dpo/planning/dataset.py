@@ -58,12 +58,14 @@ def analyze_dataset(
     against: Sequence[str] = (),
     ngram: int = NGRAM,
     cluster: Cluster | None = None,
+    dropped_file: Path | None = None,
 ) -> dict[str, Any]:
     """Everything about the pairs of a configuration; of its fields those of data and tokenizer count.
 
     Args:
         against: evaluation sets, FILE_OR_DATASET[:column], with which pairs may share n-grams of `ngram` words.
         cluster: of which hours and memory are planned for each candidate.
+        dropped_file: receives a JSON line for each row that cannot be used.
 
     Raises:
         UserError: as load_pairs, load_tokenizer and report_contamination; or no pair is left after tokenization.
@@ -76,10 +78,12 @@ def analyze_dataset(
     counts: Counter = Counter()
     parts = []
     for split in splits:  # one by one, as training tokenises them: the cache knows each by its fingerprint
-        part, part_counts = tokenize_pairs(split, tokenizer, None, None, args.dataset_num_proc)
-        part, filtered = filter_lengths(part, args)
+        part, part_counts = tokenize_pairs(split, tokenizer, None, None, args.dataset_num_proc, pairs.dropped_rows)
+        part, filtered = filter_lengths(part, args, pairs.dropped_rows)
         parts.append(part)
         counts += part_counts + filtered
+    if dropped_file:
+        pairs.write_dropped(dropped_file)
     tokens = concatenate_datasets(parts)
     dropped = pairs.dropped + Counter({k: n for k, n in counts.items() if not k.startswith("prompt_")})
     if not len(tokens):

@@ -13,9 +13,11 @@ import re
 import shlex
 import shutil
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import xxhash
 
@@ -26,6 +28,7 @@ from sfm_dpo.common.files import format_size, write_atomically
 log = logging.getLogger(__name__)
 
 COMPLETE, STOP = "complete.json", "STOP"
+ROW_KEYS = "row_keys.npy"  # beside the checkpoints: keys of the pairs (tokenization.row_keys)
 KEEP = "KEEP"  # a checkpoint that holds a file of this name is never rotated away
 PUSHING = "PUSHING"  # nor is one in which this file names a process that lives: it is on its way to the Hub
 # The rank in the file names of DeepSpeed, transformers and torch.distributed.checkpoint; all others are rank 0's
@@ -195,21 +198,85 @@ def is_pushed(checkpoint: Path) -> bool:
         return False
 
 
+def check_world_size(args: Any, world_size: int, checkpoint: Path | None = None) -> None:
+    """Raises UserError if a run cannot go on from its checkpoint with so many processes, or is not said to.
+
+    Args:
+        checkpoint: by default the one that the run would go on from.
+    """
+    if checkpoint is None:
+        asked = args.resume_from_checkpoint
+        checkpoint = Path(asked) if asked else newest_checkpoint(args.output_dir)[0]
+    before = _read_facts(checkpoint) if checkpoint else {}
+    if (was := before.get("world_size", world_size)) == world_size:
+        return
+    found = f"{checkpoint}: was written by {was} process(es), now there are {world_size}"
+    if before.get("launch", "").startswith("ZeRO"):
+        raise UserError(
+            f"{found}, and DeepSpeed cannot divide the optimizer of a ZeRO checkpoint among another number; "
+            f"go on with {was}, or start again in another output_dir"
+        )
+    if not args.ignore_resume_mismatch:
+        remedy = "choose another output_dir, or say ignore_resume_mismatch: true"
+        raise UserError(f"{found}; go on with {was}, {remedy}")
+
+
+def check_data(checkpoint: Path, train_tokens: str, keys: np.ndarray, ignore: bool) -> None:
+    """Raises UserError if the run that wrote `checkpoint` trained on other pairs.
+
+    Args:
+        train_tokens: of `reference_cache.hash_tokens`.
+        keys: [N, 2] of `tokenization.row_keys`; those of the earlier pairs are beside the checkpoint.
+    """
+    if ignore or _read_facts(checkpoint).get("train_tokens") == train_tokens:
+        return
+    try:
+        counts = ": " + describe_changes(np.load(checkpoint.parent / ROW_KEYS), keys)
+    except (OSError, ValueError):  # of an earlier version, or moved away from its run
+        counts = ""
+    raise UserError(
+        f"{checkpoint}: the data have changed since it was written{counts}; go on with the earlier data, start again "
+        "in another output_dir, or say ignore_resume_mismatch: true (some pairs then train twice, others never)"
+    )
+
+
+def describe_changes(before: np.ndarray, now: np.ndarray) -> str:
+    """How [N, 2] keys of prompts and pairs differ from [M, 2] earlier ones, in words."""
+    gone, new = (
+        Counter(map(tuple, a.tolist())) - Counter(map(tuple, b.tolist())) for a, b in ((before, now), (now, before))
+    )
+    prompts = [Counter(prompt for prompt, _ in keys.elements()) for keys in (gone, new)]
+    changed = (prompts[0] & prompts[1]).total()
+    if not gone and not new:
+        return f"the same {len(now):,} pairs are in another order"
+    return f"{new.total() - changed:,} rows added, {gone.total() - changed:,} removed, {changed:,} changed"
+
+
 def check_resume(checkpoint: Path, facts: dict[str, Any], ignore: bool) -> None:
-    """Raises UserError if the run that wrote `checkpoint` had other processes or data than this one."""
-    before = {"order_version": 1, "prefix_sharing": False} | json.loads((checkpoint / COMPLETE).read_text())
-    for name, value in facts.items():
-        if name == "order_version" and before[name] != value and not ignore:
-            raise UserError(
-                f"{checkpoint}: was written by a version of this project that put the pairs in another order (version "
-                f"{before[name]}, now {value}), so some pairs would be trained twice and others never; finish the run "
-                "with that version, start again in another output_dir, or say ignore_resume_mismatch: true"
-            )
-        if before.get(name) != value and not ignore:
-            raise UserError(
-                f"{checkpoint}: was written with {name} {before.get(name)}, now it is {value}; go on as before, "
-                "choose another output_dir, or say ignore_resume_mismatch: true if it is meant"
-            )
+    """Raises UserError if the run that wrote `checkpoint` was launched in another way, or ordered its pairs so."""
+    before = {"order_version": 1, "prefix_sharing": False} | _read_facts(checkpoint)
+    if before["order_version"] != facts["order_version"] and not ignore:
+        raise UserError(
+            f"{checkpoint}: was written by a version of this project that put the pairs in another order (version "
+            f"{before['order_version']}, now {facts['order_version']}), so some pairs would be trained twice and "
+            "others never; finish the run with that version, start again in another output_dir, or say "
+            "ignore_resume_mismatch: true"
+        )
+    if before["prefix_sharing"] != facts["prefix_sharing"] and not ignore:
+        raise UserError(
+            f"{checkpoint}: was written with prefix_sharing {before['prefix_sharing']}, now it is "
+            f"{facts['prefix_sharing']}, under which the lengths of the pairs order them otherwise; go on as before, "
+            "choose another output_dir, or say ignore_resume_mismatch: true"
+        )
+    if before.get("launch") != facts["launch"]:
+        raise UserError(
+            f"{checkpoint}: was written with launch {before.get('launch')}, now it is {facts['launch']}, which cannot "
+            "read its optimizer; go on as before, or choose another output_dir"
+        )
+
+
+def _read_facts(checkpoint: Path) -> dict[str, Any]:
+    return json.loads((checkpoint / COMPLETE).read_text())
 
 
 # ---- disk

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,8 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.preferences import DROP_REASONS, load_pairs, normalize_pair
 from sfm_dpo.data.sources import load_rows
+from sfm_dpo.data.tokenization import load_token_pairs
+from tests.tiny_models import tiny_tokenizer
 
 
 def user(text):
@@ -117,7 +120,7 @@ def test_what_a_file_holds_arrives_unchanged(write_rows):
     ]
     pairs = load(write_rows("mixed.jsonl", rows))
     assert pairs.rows == 3 and not pairs.dropped
-    assert pairs.train.column_names == ["prompt", "chosen", "rejected", "template", "source"]
+    assert pairs.train.column_names == ["prompt", "chosen", "rejected", "template", "source", "row"]
     assert pairs.train["prompt"][:] == ["q", [user(text)], [user("q")]]
     assert pairs.train[1]["chosen"] == [assistant(text, tool_calls=calls)]
     assert pairs.train[1]["rejected"] == [assistant("b", weight=2)]
@@ -125,6 +128,40 @@ def test_what_a_file_holds_arrives_unchanged(write_rows):
     rows = [{"prompt": "7", "chosen": answer, "rejected": "no"} for answer in answers]
     pairs = load(write_rows("json_like.jsonl", rows))
     assert pairs.train["chosen"][:] == answers and pairs.train["prompt"][:] == ["7"] * len(answers)
+
+
+JSON_LIKE = ["42", "true", "null", "[1, 2]", '{"answer": 42}', "1e5", '"Yes, quoted."', "2024-01-31", "plain"]
+NEIGHBOURS = {
+    "parts": {"prompt": "q", "chosen": [assistant([{"type": "text", "text": "x"}])], "rejected": [assistant("y")]},
+    "text": {"prompt": "q", "chosen": "x", "rejected": [assistant("y")]},
+    "messages": {
+        "prompt": [user("q")],
+        "chosen": [user("q"), assistant("x")],
+        "rejected": [user("q"), assistant("y")],
+    },
+    "numbers": {"prompt": "q", "chosen": 4, "rejected": [assistant(5)]},
+    "another key": {"prompt": "q", "chosen": [assistant("x", weight=2)], "rejected": [assistant("y", name=None)]},
+}
+
+
+@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.json", "folder/train-0.jsonl", "late.jsonl"])
+@pytest.mark.parametrize("shape", [str, list])
+@pytest.mark.parametrize("neighbour", NEIGHBOURS)
+def test_text_stays_text_whatever_its_neighbours_are(write_rows, neighbour, shape, name):
+    """`late`: the neighbour comes 11 MB after the first row, further than a reader looks that infers types."""
+    rows = [
+        {"prompt": text, "chosen": text, "rejected": "no"}
+        if shape is str
+        else {"prompt": text, "chosen": [assistant(text)], "rejected": [assistant("no")]}
+        for text in JSON_LIKE
+    ]
+    filler = [PAIR | {"chosen": [assistant("x" * 11 * 2**20)]}] if name == "late.jsonl" else []
+    path = write_rows(name, [*rows, *filler, NEIGHBOURS[neighbour]])
+    pairs = load(path.parent if "/" in name else path, "--max_dropped_fraction", "1")
+    assert pairs.dropped.total() == (neighbour == "numbers")
+    expected = JSON_LIKE if shape is str else [[assistant(text)] for text in JSON_LIKE]
+    assert pairs.train["chosen"][: len(rows)] == expected
+    assert pairs.train["prompt"][: len(rows)] == (JSON_LIKE if shape is str else [[user(text)] for text in JSON_LIKE])
 
 
 # ---- the account
@@ -150,6 +187,32 @@ def test_every_row_is_kept_or_counted(write_rows):
     table = pairs.table()
     assert all(DROP_REASONS[reason] in table for reason in BAD) and DROP_REASONS["prompt_too_long"] not in table
     assert pairs.as_dict()["dropped"] == dict(pairs.dropped)
+    assert re.search(r"last turn is not the assistant's +2 +rows 7, 8\n", table), table
+    assert re.search(r"empty response +4 +rows 12, 13, 14, \.\.\.\n", table), table
+
+
+def test_dropped_rows_are_listed_by_the_number_in_their_own_file(write_rows, tmp_path):
+    """Two sources, shuffled before the tokens are looked at."""
+    first = write_rows("first.jsonl", [PAIR, BAD["empty_response"], *numbered(8), BAD["prompts_differ"]])
+    long = PAIR | {"prompt": "word " * 200}
+    second = write_rows("second.parquet", [*numbered(3), PAIR | {"rejected": PAIR["chosen"]}, long, *numbered(5)])
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(json.dumps({"datasets": [{"path": str(first)}, {"path": str(second)}]}))
+    cli = ["--max_dropped_fraction", "1", "--max_length", "64", "--eval_fraction", "0.2"]
+    pairs, _ = load_token_pairs(config(None, *cli, recipe=recipe), tiny_tokenizer())
+    pairs.write_dropped(tmp_path / "dropped.jsonl")
+    expected = [
+        (str(first), 2, "empty_response"),
+        (str(first), 11, "prompts_differ"),
+        (str(second), 4, "chosen_equals_rejected"),
+        (str(second), 5, "prompt_too_long"),
+    ]
+    lines = [json.loads(line) for line in (tmp_path / "dropped.jsonl").read_text().splitlines()]
+    assert [(line["source"], line["row"], line["reason"]) for line in lines] == expected
+    assert f"row 11 of {first}\n" in pairs.table() and f"row 5 of {second}\n" in pairs.table()
+    kept = [row for split in (pairs.train, pairs.eval) for row in zip(split["source"], split["row"], strict=True)]
+    numbers = {(str(first), i) for i in range(1, 12)} | {(str(second), i) for i in range(1, 11)}
+    assert sorted(kept) == sorted(numbers - {row[:2] for row in expected})
 
 
 def test_max_dropped_fraction(write_rows):
@@ -157,7 +220,7 @@ def test_max_dropped_fraction(write_rows):
     assert len(load(path).train) == 19  # exactly the default of 5%
     with pytest.raises(UserError, match=r"1 of 20 rows .*empty response.*max_dropped_fraction 0\.04"):
         load(path, "--max_dropped_fraction", "0.04")
-    with pytest.raises(UserError, match=r"none of its 3 rows can be used \(3 x prompts of the two sides differ\)"):
+    with pytest.raises(UserError, match=r"none of its 3 rows can be used \(3 x prompts .* differ \(rows 1, 2, 3\)\)"):
         load(write_rows("all.jsonl", [BAD["prompts_differ"]] * 3), "--max_dropped_fraction", "1")
 
 

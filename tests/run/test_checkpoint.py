@@ -8,18 +8,24 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
+from datasets import Dataset, Features, List, Value
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import TrainConfig
+from sfm_dpo.data.tokenization import row_keys
 from sfm_dpo.model.sharding import checkpoint_bytes
 from sfm_dpo.run.checkpoint import (
     COMPLETE,
     KEEP,
+    ROW_KEYS,
     STOP,
+    check_data,
     check_disk,
     check_resume,
+    check_world_size,
     checkpoints,
     clear_old_stop,
     find_start,
@@ -129,17 +135,65 @@ def test_a_kill_in_the_middle_of_a_rotation_leaves_no_complete_looking_half(tmp_
     assert newest_checkpoint(tmp_path)[0] == tmp_path / "checkpoint-3"
 
 
+def test_another_number_of_processes(tmp_path):
+    folder = write_checkpoint(tmp_path, 3)
+    args = SimpleNamespace(output_dir=tmp_path, resume_from_checkpoint=None, ignore_resume_mismatch=False)
+    check_world_size(args, 2)
+    with pytest.raises(UserError, match=r"by 2 process\(es\), now there are 4; .*ignore_resume_mismatch: true"):
+        check_world_size(args, 4)
+    args.ignore_resume_mismatch = True
+    check_world_size(args, 4)
+    mark_complete(folder, FACTS | {"launch": "ZeRO-2"})
+    check_world_size(args, 2)
+    with pytest.raises(UserError, match=r"DeepSpeed cannot divide .* go on with 2") as caught:
+        check_world_size(args, 4)
+    assert "ignore_resume_mismatch" not in str(caught.value)
+    check_world_size(SimpleNamespace(**vars(args) | {"output_dir": tmp_path / "new"}), 4)
+
+
+def tokens(rows: list[tuple[int, int, int]]) -> Dataset:
+    """A pair for each (prompt, chosen, rejected): a number becomes that many tokens, and one that tells it apart."""
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    columns = {name: [[*range(row[i]), row[i]] for row in rows] for i, name in enumerate(names)}
+    return Dataset.from_dict(columns, Features({name: List(Value("int32")) for name in names}))
+
+
+ROWS = [(i, 100 + i, 200 + i) for i in range(9)] + [(3, 50, 60)] * 2
+
+
+@pytest.mark.parametrize(
+    ("now", "expected"),
+    [
+        (ROWS[::-1], "the same 11 pairs are in another order"),
+        ([(20, 1, 2), *ROWS], "1 rows added, 0 removed, 0 changed"),  # in front: all others move by one
+        (ROWS[2:], "0 rows added, 2 removed, 0 changed"),
+        (ROWS[:-1], "0 rows added, 1 removed, 0 changed"),  # one of two that are alike
+        ([(0, 7, 200), *ROWS[2:], (30, 1, 1), (31, 1, 1)], "2 rows added, 1 removed, 1 changed"),
+    ],
+)
+def test_changed_data_are_counted(tmp_path, now, expected):
+    folder = write_checkpoint(tmp_path, 3)
+    np.save(tmp_path / ROW_KEYS, row_keys(tokens(ROWS)))
+    check_data(folder, "abc", row_keys(tokens(ROWS)), ignore=False)
+    with pytest.raises(UserError, match=f"{folder}: the data have changed since it was written: {expected}; "):
+        check_data(folder, "xyz", row_keys(tokens(now)), ignore=False)
+    check_data(folder, "xyz", row_keys(tokens(now)), ignore=True)
+    (tmp_path / ROW_KEYS).unlink()
+    with pytest.raises(UserError, match="the data have changed since it was written; go on"):
+        check_data(folder, "xyz", row_keys(tokens(now)), ignore=False)
+
+
 def test_a_run_goes_on_only_with_what_wrote_the_checkpoint(tmp_path):
     folder = write_checkpoint(tmp_path, 3)
-    now = {"world_size": 2, "train_tokens": "abc"}
+    mark_complete(folder, FACTS | {"launch": "ZeRO-2", "order_version": 2})
+    now = {"launch": "ZeRO-2", "order_version": 2}
     check_resume(folder, now, ignore=False)
-    for name, value, before in (("world_size", 4, "2"), ("train_tokens", "xyz", "abc")):
-        with pytest.raises(UserError) as caught:
-            check_resume(folder, now | {name: value}, ignore=False)
-        message = str(caught.value)
-        assert f"{folder}: was written with {name} {before}, now it is {value}" in message
-        assert "ignore_resume_mismatch: true" in message
-        check_resume(folder, now | {name: value}, ignore=True)
+    with pytest.raises(UserError, match=r"another order .*ignore_resume_mismatch: true"):
+        check_resume(folder, now | {"order_version": 3}, ignore=False)
+    check_resume(folder, now | {"order_version": 3}, ignore=True)
+    with pytest.raises(UserError, match=f"{folder}: was written with launch ZeRO-2, now it is FSDP2") as caught:
+        check_resume(folder, now | {"launch": "FSDP2"}, ignore=True)
+    assert "ignore_resume_mismatch" not in str(caught.value)
 
 
 # ---- disk

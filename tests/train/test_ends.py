@@ -29,7 +29,7 @@ def test_a_mismatch_at_resume_is_in_the_status_and_the_end_is_evaluated(tiny_fol
     assert train_dpo.main(fields) == 2
     status = read_status(run)
     assert (status["state"], status["exit_code"]) == ("failed", 2)
-    assert "was written with world_size 4, now it is 1" in status["message"]
+    assert "was written by 4 process(es), now there are 1" in status["message"]
 
     mark.write_text(json.dumps(complete))
     assert train_dpo.main(fields) == 0

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.data_loader import prepare_data_loader
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from datasets import Dataset
+from datasets import Dataset, load_dataset
 from datasets.fingerprint import get_temporary_cache_files_directory
 from deepspeed.runtime.zero.partition_parameters import free_param
 from peft import LoraConfig, get_peft_model
@@ -421,6 +421,13 @@ def test_canary_datasets_indices():
     assert [name for name in dir(rows) if "indices" in name and name[0] != "_"] == ["flatten_indices"]
     assert rows._indices is None and rows.select([1, 0])._indices is not None
     assert rows.flatten_indices()._fingerprint != rows._fingerprint  # written anew, though there is nothing to do
+
+
+def test_canary_datasets_json(tmp_path):
+    rows = [{"content": "42"}, {"content": '"Yes."'}, {"content": ["parts"]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), split="train")
+    assert loaded["content"][:] == [42, "Yes.", ["parts"]]
 
 
 # ---- The comments

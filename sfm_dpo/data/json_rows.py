@@ -1,0 +1,72 @@
+"""A builder of `datasets` for JSON files that leaves each row as it stands in the file: one column of JSON text.
+
+The library's own infers a type for each field from all rows, and text among other types may come out as another value.
+"""
+
+import json
+from collections.abc import Iterator
+
+import pyarrow as pa
+from datasets import DatasetInfo, Features, Value
+from datasets.builder import Key
+from datasets.packaged_modules.json.json import Json
+
+from sfm_dpo.common.errors import UserError
+
+VERSION = "sfm-json-rows-1"  # part of the cache's key: raise it with any change of this module that changes a row
+COLUMN = "json_row"
+CHUNK_BYTES = 10 << 20
+
+
+class JsonRows(Json):
+    def _info(self) -> DatasetInfo:
+        return DatasetInfo(features=Features({COLUMN: Value("string")}))
+
+    def _generate_tables(self, base_files, files_iterables, original_files) -> Iterator[tuple[Key, pa.Table]]:
+        for shard, files in enumerate(files_iterables):
+            chunks = (chunk for file in files for chunk in read_rows(file, original_files[shard]))
+            for number, chunk in enumerate(chunks):
+                yield Key(shard, number), pa.table({COLUMN: chunk})
+
+
+def read_rows(file: str, name: str) -> Iterator[list[str]]:
+    """The rows of a file, an object a line or a list of objects, as JSON text, in lists of some CHUNK_BYTES.
+
+    Raises:
+        UserError: the file, by `name`, and its line that is not UTF-8, not JSON, or no object.
+    """
+    rows: list[str] = []
+    size = 0
+    with open(file, "rb") as stream:
+        is_list = stream.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+        stream.seek(0)
+        for number, line in enumerate([stream.read()] if is_list else stream, 1):
+            if not line.strip():
+                continue
+            try:
+                text = line.decode("utf-8-sig").rstrip()
+                value = json.loads(text)
+                if b"\\ud" in line or b"\\uD" in line:
+                    json.dumps(value, ensure_ascii=False).encode()
+                if not all(isinstance(row, dict) for row in (value if is_list else [value])):
+                    raise ValueError("is not a JSON object")
+            except ValueError as error:
+                raise UserError(f"dataset_name {name}: {_explain(error, number)}") from error
+            rows += map(json.dumps, value) if is_list else [text]
+            size += len(line)
+            if size > CHUNK_BYTES:
+                yield rows
+                rows, size = [], 0
+    if rows:
+        yield rows
+
+
+def _explain(error: ValueError, number: int) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"line {number + error.lineno - 1} is not valid JSON: {error.msg}"
+    if isinstance(error, UnicodeDecodeError):
+        before = error.object[: error.start]
+        return f"line {number + before.count(10)} is not UTF-8: {error.reason}"
+    if isinstance(error, UnicodeEncodeError):
+        return f"line {number} holds half of a surrogate pair (\\ud800 to \\udfff)"
+    return f"line {number} {error}"
