@@ -42,6 +42,8 @@ DROP_REASONS = {
     "no_preference": "no preference: a tie, or less than score_margin",
     "prompt_too_long": "prompt leaves no room for a response within max_length",
 } | FILTER_REASONS
+TOOL_ROLES = ("tool", "environment")  # of messages that hold the result of a call
+CALL_KEYS = ("tool_calls", "function_calls", "function_call")  # of an assistant's message
 _PAIR = Features(
     {name: Json() for name in ("prompt", "chosen", "rejected")}
     | {name: Value("string") for name in ("template", "source", "dropped")}
@@ -55,7 +57,7 @@ class Pairs:
 
     `train` and `eval` hold a row's columns (above); `eval` is None if nothing is held out.
     `rows` counts the rows read, `dropped` the unusable ones by reason (keys of DROP_REASONS); `dropped_rows` lists
-    those, in datasets with the columns sources.ACCOUNT.
+    those, in datasets with the columns sources.ACCOUNT. `early_difference` is of find_early_difference.
     """
 
     train: Dataset
@@ -64,6 +66,7 @@ class Pairs:
     rows: int
     dropped: Counter = field(default_factory=Counter)
     dropped_rows: list[Dataset] = field(default_factory=list)
+    early_difference: dict[str, Any] | None = None
 
     def check_dropped(self, limit: float) -> None:
         """Raises UserError if no pair is left, or more than `limit` (a share of all rows) cannot be used; what filters
@@ -134,7 +137,7 @@ def load_pairs(config: Config) -> Pairs:
         DatasetConfig(str(args.dataset_name), args.dataset_config, split=args.dataset_train_split)
     ]
     rules = row_rules(args.keep_values, args.filter_script)
-    parts, dropped, rows = [], [], 0
+    parts, dropped, rows, differs = [], [], 0, None
     for entry in entries:
         raw = load_rows(entry.path, entry.name, entry.split, entry.data_dir, entry.data_files)
         raw = make_pairs(raw, entry.path, args)
@@ -147,10 +150,11 @@ def load_pairs(config: Config) -> Pairs:
         parts.append(part)
         dropped.append(part_dropped)
         rows += len(raw)
+        differs = differs or find_early_difference(raw, part_dropped)
 
     sources = [entry.path for entry in entries]
     reasons = Counter(reason for part in dropped for reason in part["dropped"][:])
-    pairs = Pairs(_mix(parts, [entry.fraction for entry in entries]), None, sources, rows, reasons, dropped)
+    pairs = Pairs(_mix(parts, [entry.fraction for entry in entries]), None, sources, rows, reasons, dropped, differs)
     if len(pairs.train):
         pairs.train, filtered = filter_pairs(pairs.train, args, pairs.dropped_rows)
         pairs.dropped += filtered
@@ -158,6 +162,26 @@ def load_pairs(config: Config) -> Pairs:
     if not len(pairs.train):
         raise UserError(f"datasets: the fractions leave no pair of {', '.join(sources)}")
     return _sample_and_split(pairs, args)
+
+
+def find_early_difference(rows: Dataset, dropped: Dataset) -> dict[str, Any] | None:
+    """The first of `rows` that was `dropped` as prompts_differ: `row`, `source`, how many messages both sides `shared`
+    and from there on the beginnings of `chosen` and `rejected` as text; None where there is none."""
+    reasons = dropped["dropped"][:]
+    if "prompts_differ" not in reasons:
+        return None
+    found = dropped[reasons.index("prompts_differ")]
+    at = rows["source_row"][:].index(found["row"]) if "source_row" in rows.column_names else found["row"] - 1
+    row = json.loads(rows[at][json_rows.COLUMN]) if json_rows.COLUMN in rows.column_names else rows[at]
+    sides, shared = [row["chosen"], row["rejected"]], 0
+    if row.get("prompt") is None:
+        sides = [read_transcript(side) or side for side in sides]
+    if not all(isinstance(side, str) for side in sides):
+        messages = [_read_messages(side, "assistant") or [] for side in sides]
+        shared = common_prefix_length(*messages)
+        sides = ["\n".join(f"{m['role']}: {m['content']}" for m in side[shared:]) for side in messages]
+    texts = {"chosen": sides[0][:600], "rejected": sides[1][:600]}
+    return {"row": found["row"], "source": found["source"], "shared": shared} | texts
 
 
 @room_in_cache()
@@ -243,7 +267,7 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
     shared = common_prefix_length(chosen, rejected)  # in messages
     prompt = _join_prompts(lead, chosen[:shared])
     chosen, rejected = chosen[shared:], rejected[shared:]
-    if any(message["role"] not in ("assistant", "tool", "environment") for message in chosen + rejected):
+    if any(message["role"] not in ("assistant", *TOOL_ROLES) for message in chosen + rejected):
         return "prompts_differ"
     if not chosen or not rejected or _is_empty(chosen[-1]) or _is_empty(rejected[-1]):
         return "empty_response"
@@ -299,8 +323,8 @@ def _read_messages(value: Any, role: str) -> list[dict] | None:
 
 
 def _is_empty(message: dict) -> bool:
-    calls = ("tool_calls", "function_calls", "function_call")  # a response may be a call and no text
-    return not message["content"].strip() and not any(message.get(key) for key in calls)
+    # A response may be a call and no text
+    return not message["content"].strip() and not any(message.get(key) for key in CALL_KEYS)
 
 
 def _mix(parts: list[Dataset], fractions: list[float | None]) -> Dataset:

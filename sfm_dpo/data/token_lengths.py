@@ -8,10 +8,12 @@ import xxhash
 from datasets import Dataset
 from datasets.fingerprint import Hasher
 
+from sfm_dpo.data.preferences import CALL_KEYS, TOOL_ROLES
 from sfm_dpo.data.sources import room_in_cache
 
-# Part of the cache keys below. Raise it when _measure_batch or _count_turns_batch computes something else.
+# Part of the cache keys below. Raise it when _measure_batch or _describe_batch computes something else.
 VERSION = 1
+_TEXT_ROLES = ("user", "assistant", "assistant")  # of prompt, chosen and rejected where they are plain text
 
 
 @dataclass(frozen=True)
@@ -113,23 +115,29 @@ def _measure_batch(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 @room_in_cache()
-def count_user_turns(pairs: Dataset, num_proc: int | None = None) -> np.ndarray:
-    """[N] user messages in the prompt of each pair (preferences.py); a prompt that is plain text counts as one."""
-    counts = pairs.select_columns(["prompt"]).map(
-        _count_turns_batch,
+def describe_turns(pairs: Dataset, num_proc: int | None = None) -> dict[str, np.ndarray]:
+    """Of each pair (preferences.py) [N] `user_turns` in the prompt (plain text: 1), and [N] bool: whether it has a
+    `system` prompt, `tools` (a call, or its result), and in a response `several` messages."""
+    columns = pairs.map(
+        _describe_batch,
         batched=True,
-        remove_columns=["prompt"],
+        remove_columns=pairs.column_names,
         num_proc=num_proc,
-        new_fingerprint=Hasher.hash((pairs._fingerprint, "turns", VERSION)),
+        new_fingerprint=Hasher.hash((pairs._fingerprint, "conversations", VERSION)),
         desc="Counting turns",
     )
-    return counts.with_format("numpy")["turns"][:]
+    return columns.with_format("numpy")[:]
 
 
-def _count_turns_batch(batch: dict[str, list]) -> dict[str, list[int]]:
-    return {
-        "turns": [
-            1 if isinstance(prompt, str) else sum(message["role"] == "user" for message in prompt)
-            for prompt in batch["prompt"]
-        ]
-    }
+def _describe_batch(batch: dict[str, list]) -> dict[str, list]:
+    columns: dict[str, list] = {"user_turns": [], "system": [], "tools": [], "several": []}
+    for values in zip(*(batch[name] for name in ("prompt", "chosen", "rejected")), strict=True):
+        sides = [[{"role": role}] if isinstance(v, str) else v for v, role in zip(values, _TEXT_ROLES, strict=True)]
+        messages = [message for side in sides for message in side]
+        roles = {message["role"] for message in messages}
+        columns["user_turns"].append(sum(message["role"] == "user" for message in sides[0]))
+        columns["system"].append(not roles.isdisjoint(("system", "developer")))
+        called = any(message.get(key) for message in messages for key in CALL_KEYS)
+        columns["tools"].append(called or not roles.isdisjoint(TOOL_ROLES))
+        columns["several"].append(max(map(len, sides[1:])) > 1)
+    return columns

@@ -20,8 +20,8 @@ from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.data.contamination import NGRAM, report_contamination
 from sfm_dpo.data.faults import find_faults, summarize_faults
 from sfm_dpo.data.filters import filter_lengths, judge_lengths, judge_texts, measure_texts
-from sfm_dpo.data.preferences import load_pairs
-from sfm_dpo.data.token_lengths import Lengths, count_user_turns, measure_lengths
+from sfm_dpo.data.preferences import Pairs, load_pairs
+from sfm_dpo.data.token_lengths import Lengths, describe_turns, measure_lengths
 from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
 from sfm_dpo.health.preflight import PREFLIGHT
 from sfm_dpo.model.flops import ForwardFlops
@@ -116,9 +116,10 @@ def analyze_dataset(
     texts = concatenate_datasets(splits)
     if cluster:
         add_costs(result, config, lengths, usable if result["sampled"] else len(tokens), cluster)
-    turns = count_user_turns(texts, args.dataset_num_proc)
+    turns = describe_turns(texts, args.dataset_num_proc)
+    result["turns"] = summarize_turns(pairs, turns, np.array(texts["source"][:]))
     repeats = [len(keys) - len(np.unique(keys)) for keys in (prompt_keys, pair_keys)]
-    several_turns = float((turns > 1).mean())
+    several_turns = float((turns["user_turns"] > 1).mean())
     result["findings"] = list_findings(result, lengths, repeats, counts["prompt_trimmed"], several_turns)
     result["example"] = decode_example(tokens, lengths, tokenizer)
     measures = measure_texts(texts, args.dataset_num_proc)[:]
@@ -138,6 +139,22 @@ def analyze_dataset(
         )
         result["findings"].append({"level": "warning", "text": text.format(**source)})
     return result
+
+
+def summarize_turns(pairs: Pairs, turns: dict[str, np.ndarray], sources: np.ndarray) -> dict[str, Any]:
+    """Of each source the pairs that describe_turns counts and the rows dropped as prompts_differ, with an example."""
+    dropped = Counter(
+        key for part in pairs.dropped_rows for key in zip(part["source"][:], part["dropped"][:], strict=True)
+    )
+    marks = turns | {"user_turns": turns["user_turns"] > 1}
+    rows = []
+    for source in dict.fromkeys(pairs.sources):
+        of = sources == source
+        counts = {name: int(values[of].sum()) for name, values in marks.items()}
+        rows.append(
+            {"source": source, "pairs": int(of.sum())} | counts | {"differ": dropped[source, "prompts_differ"]}
+        )
+    return {"sources": rows, "example": pairs.early_difference}
 
 
 def add_costs(result: dict[str, Any], config: Config, lengths: Lengths, pairs: int, cluster: Cluster) -> None:
@@ -229,6 +246,7 @@ def list_findings(
     biased = share - bias["margin"] >= LENGTH_BIAS
     long = int((lengths.prompt > best["max_length"] // 2).sum())
     repeated_prompts -= repeated_pairs
+    differ = result["dropped"].get("prompts_differ", 0)
     findings = [  # (is a warning, how many pairs, text); None: always stated
         (
             biased,
@@ -246,6 +264,7 @@ def list_findings(
         (True, repeated_pairs, "pairs are exact repeats of earlier ones"),
         (False, repeated_prompts, "pairs have the prompt of an earlier one and other responses"),
         (True, trimmed, "prompts are no token prefix of prompt+response: what follows the shared tokens is left out"),
+        (True, differ, f"rows ({differ / result['rows']:.2%}) differ before the last assistant turn, and are dropped"),
         (False, None, f"{several_turns:.1%} of the prompts are conversations with several user turns"),
     ]
     return [

@@ -30,6 +30,11 @@ NOTES = {  # under the tables, by their titles; docs/lengths.md says more
         "Share of the computed tokens, by pairs per device. padded: random order, as TRL (exact mean). grouped: "
         "train_sampling_strategy group_by_length (one seeded order). padding_free has none."
     ),
+    "which turns are trained": (
+        "Trained is what follows the messages that both sides share: the last assistant turn, or several messages "
+        "where tools are called. All before it is prompt. differ earlier: rows whose sides differ before the last "
+        "assistant turn; they are dropped (prompts_differ)."
+    ),
     "filters": "What each would leave out, alone; all are off by default (docs/filters.md).",
     "what looks wrong": "By the texts alone: docs/filters.md says what these checks miss and name falsely.",
 }
@@ -74,6 +79,10 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
         "tokens (in brackets: 95% interval of the percentile)" if result["sampled"] else "tokens": percentiles,
         "what each max_length keeps and costs": coverage,
         "padding": padding,
+        "which turns are trained": [
+            ["source", "pairs", "several user turns", "system prompt", "tools", "several trained", "differ earlier"],
+            *([row["source"], *(f"{n:,}" for n in list(row.values())[1:])] for row in result["turns"]["sources"]),
+        ],
         "filters": [["fields of a recipe", "pairs left out", "share"]]
         + [
             [row["setting"], f"{row['pairs']:,}", f"{row['pairs'] / result['pairs']:.2%}"] for row in result["filters"]
@@ -157,10 +166,16 @@ def tabulate_contamination(result: dict[str, Any]) -> dict[str, list[list[str]]]
 
 
 def list_examples(result: dict[str, Any]) -> dict[str, list[str]]:
-    """By title, of each evaluation set the worst pair above the row it shares most with, and of each fault the first
-    example."""
+    """By title, a row whose sides differ too early, of each evaluation set the worst pair above the row it shares most
+    with, and of each fault the first example."""
+    differ = result["turns"]["example"]
     matches = ((found["set"], found["examples"]) for found in result.get("contamination", {}).get("sets", ()))
     return {
+        "sides that differ before the last assistant turn": [
+            f"  row {one['row']:,} of {one['source']}, after {one['shared']} messages in common\n"
+            f"    chosen: {one['chosen'][:300]!r}\n    rejected: {one['rejected'][:300]!r}"
+            for one in [differ] * (differ is not None)
+        ],
         "in common with evaluation sets": [
             f"  {name}\n    pair {one['row']:,}, {one['side']}: {one['text'][:300]!r}\n"
             f"    row {one['set_row']:,} of the set: {one['set_text'][:300]!r}"

@@ -164,6 +164,39 @@ def test_lengths_in_tokens(config_of):
     assert pairs.dropped == Counter(response_short=2, response_long=1, length_ratio=1)
 
 
+def test_what_each_filter_drops_is_listed_with_row_and_reason(config_of, tmp_path):
+    rows = [
+        {
+            "prompt": f"p{text} {i}",
+            "chosen": "good " * 3,
+            "rejected": text,
+            "language": "de" if text == "value" else "en",
+        }
+        for i, text in enumerate(["value", "script", "an answer", "b" * 90, "c" * 200, "d"])
+    ]
+    rows += [rows[2], rows[2] | {"rejected": "second"}, rows[2] | {"rejected": "good good good!"}]
+    script = tmp_path / "keep.py"
+    script.write_text("def keep(row):\n    return row['rejected'] != 'script'\n")
+    config = config_of(
+        rows,
+        keep_values='{"language": "en"}',
+        filter_script=script,
+        drop_duplicates="pairs",
+        max_pairs_per_prompt=1,
+        max_response_similarity=0.9,
+        min_response_tokens=4,
+        max_response_tokens=150,
+        max_length_ratio=5,
+    )
+    pairs, _ = load_token_pairs(config, load_tokenizer(config))
+    pairs.write_dropped(tmp_path / "dropped.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "dropped.jsonl").read_text().splitlines()]
+    expected = {1: "value", 2: "script", 4: "length_ratio", 5: "response_long", 6: "response_short"}
+    expected |= {7: "duplicate", 8: "prompt_limit", 9: "responses_alike"}
+    assert {line["row"]: line["reason"] for line in lines} == expected and len(lines) == len(expected)
+    assert pairs.dropped == Counter(expected.values()) and pairs.train["row"][:] == [3]
+
+
 @pytest.mark.slow
 def test_the_same_rows_with_one_process_and_with_three(config_of, monkeypatch, tmp_path):
     rng = random.Random(3)

@@ -215,6 +215,33 @@ def test_dropped_rows_are_listed_by_the_number_in_their_own_file(write_rows, tmp
     assert sorted(kept) == sorted(numbers - {row[:2] for row in expected})
 
 
+@pytest.mark.parametrize(
+    ("row", "shared", "chosen"),
+    [
+        ({"chosen": [S, Q, A], "rejected": [S, user("p"), B]}, 1, "user: q\nassistant: a"),
+        ({"chosen": [Q, A], "rejected": [Q, A, Q, B]}, 2, ""),  # one conversation goes on
+        (
+            {"chosen": "\n\nHuman: x\n\nAssistant: a", "rejected": "\n\nHuman: y\n\nAssistant: a"},
+            0,
+            "user: x\nassistant: a",
+        ),
+        ({"chosen": "one", "rejected": "two " * 400}, 0, "one"),
+        (
+            {"winner": "model_a", "conversation_a": [Q, A], "conversation_b": [user("p"), B]},
+            0,
+            "user: q\nassistant: a",
+        ),
+    ],
+)
+def test_the_first_row_whose_sides_differ_too_early_is_shown(write_rows, row, shared, chosen):
+    tie = {"winner": "tie", "conversation_a": [Q, A], "conversation_b": [Q, B]}
+    fine = [tie, tie | {"winner": "model_b"}] if "winner" in row else [BAD["empty_response"], PAIR]
+    pairs = load(write_rows("early.jsonl", [*fine, row, row]), "--max_dropped_fraction", "1")
+    shown = pairs.early_difference
+    assert pairs.dropped["prompts_differ"] == 2 and (shown["row"], shown["shared"]) == (3, shared)
+    assert shown["chosen"] == chosen and len(shown["rejected"]) <= 600
+
+
 def test_max_dropped_fraction(write_rows):
     path = write_rows("bad.jsonl", [PAIR] * 19 + [BAD["empty_response"]])
     assert len(load(path).train) == 19  # exactly the default of 5%

@@ -324,6 +324,38 @@ def test_findings_name_what_is_wrong(analyze, tmp_path):
     assert "<think>" not in result["example"]["chosen"]["text"]
 
 
+def test_which_turns_are_trained_is_shown_by_source(write_rows, tiny_folder, tmp_path):
+    system, call, result = (
+        turn("system", "s"),
+        turn("assistant", "") | {"tool_calls": [{"name": "f"}]},
+        turn("tool", "7"),
+    )
+    lead, end = [turn("user", "<b>?"), turn("assistant", "<i>!")], [turn("user", "more"), turn("assistant", "end")]
+    early = {"chosen": [*lead, *end], "rejected": [lead[0], turn("assistant", "other"), *end]}
+    first = [pair(i) for i in range(5)] + [early]
+    first += [{side: [system, *pair(1)[side]] for side in ("chosen", "rejected")}]
+    second = [{"prompt": "q", "chosen": [call, result, *end[1:]], "rejected": [turn("assistant", "no")]}, early]
+    second += [pair(7) | {"chosen": [turn("user", "another"), turn("assistant", "a")]}, pair(8)]
+    second += [{"prompt": [turn("user", "q"), call, result, turn("user", "?")], "chosen": "a", "rejected": "b"}]
+    paths = [str(write_rows(name, rows)) for name, rows in (("first.jsonl", first), ("second.jsonl", second))]
+    (tmp_path / "r.yaml").write_text(json.dumps({"datasets": [{"path": path} for path in paths]}))
+    argv = ["--config", str(tmp_path / "r.yaml"), "--model_name_or_path", str(tiny_folder("llama"))]
+    found = analyze_dataset(parse_config(argv, training=False), 0.9, 0.9)
+    assert found["turns"]["sources"] == [
+        {"source": paths[0], "pairs": 6, "user_turns": 3, "system": 1, "tools": 0, "several": 0, "differ": 1},
+        {"source": paths[1], "pairs": 3, "user_turns": 1, "system": 0, "tools": 2, "several": 1, "differ": 2},
+    ]
+    rest = "\nuser: more\nassistant: end"
+    sides = {"chosen": f"assistant: <i>!{rest}", "rejected": f"assistant: other{rest}"}
+    assert found["turns"]["example"] == {"row": 6, "source": paths[0], "shared": 1, **sides}
+    text = dataset_report.format_analysis(found)
+    assert "warning: 3 rows (25.00%) differ before the last assistant turn" in text
+    assert f"row 6 of {paths[0]}, after 1 messages in common" in text and repr(sides["rejected"]) in text
+    dataset_report.write_page(found, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert f"<pre>assistant: &lt;i&gt;!{rest}</pre><pre>{sides['rejected']}</pre>" in page
+
+
 def test_a_sample_has_intervals_and_is_the_same_with_one_and_two_processes(analyze, tmp_path, monkeypatch):
     rows, results = [pair(i, chosen="a" * (i * 7 % 50 + 1)) for i in range(250)], []
     for workers in ("1", "2"):  # of another file: nothing is read from the cache
