@@ -13,7 +13,6 @@ from sfm_dpo.data.sources import room_in_cache
 
 # Part of the cache keys below. Raise it when _measure_batch or _describe_batch computes something else.
 VERSION = 1
-_TEXT_ROLES = ("user", "assistant", "assistant")  # of prompt, chosen and rejected where they are plain text
 
 
 @dataclass(frozen=True)
@@ -116,8 +115,8 @@ def _measure_batch(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 @room_in_cache()
 def describe_turns(pairs: Dataset, num_proc: int | None = None) -> dict[str, np.ndarray]:
-    """Of each pair (preferences.py) [N] `user_turns` in the prompt (plain text: 1), and [N] bool: whether it has a
-    `system` prompt, `tools` (a call, or its result), and in a response `several` messages."""
+    """[N] bool of each pair (preferences.py): `multi_turn` (several user messages in the prompt), a `system` prompt,
+    `tools` (a call, or its result), `multi_message` (a response of several messages)."""
     columns = pairs.map(
         _describe_batch,
         batched=True,
@@ -129,15 +128,14 @@ def describe_turns(pairs: Dataset, num_proc: int | None = None) -> dict[str, np.
     return columns.with_format("numpy")[:]
 
 
-def _describe_batch(batch: dict[str, list]) -> dict[str, list]:
-    columns: dict[str, list] = {"user_turns": [], "system": [], "tools": [], "several": []}
+def _describe_batch(batch: dict[str, list]) -> dict[str, list[bool]]:
+    columns: dict[str, list[bool]] = {"multi_turn": [], "system": [], "tools": [], "multi_message": []}
     for values in zip(*(batch[name] for name in ("prompt", "chosen", "rejected")), strict=True):
-        sides = [[{"role": role}] if isinstance(v, str) else v for v, role in zip(values, _TEXT_ROLES, strict=True)]
-        messages = [message for side in sides for message in side]
-        roles = {message["role"] for message in messages}
-        columns["user_turns"].append(sum(message["role"] == "user" for message in sides[0]))
+        prompt, *responses = sides = [[] if isinstance(side, str) else side for side in values]
+        roles = {message["role"] for side in sides for message in side}
+        called = any(message.get(key) for side in sides for message in side for key in CALL_KEYS)
+        columns["multi_turn"].append(sum(message["role"] == "user" for message in prompt) > 1)
         columns["system"].append(not roles.isdisjoint(("system", "developer")))
-        called = any(message.get(key) for message in messages for key in CALL_KEYS)
         columns["tools"].append(called or not roles.isdisjoint(TOOL_ROLES))
-        columns["several"].append(max(map(len, sides[1:])) > 1)
+        columns["multi_message"].append(max(map(len, responses)) > 1)
     return columns

@@ -119,7 +119,7 @@ def analyze_dataset(
     turns = describe_turns(texts, args.dataset_num_proc)
     result["turns"] = summarize_turns(pairs, turns, np.array(texts["source"][:]))
     repeats = [len(keys) - len(np.unique(keys)) for keys in (prompt_keys, pair_keys)]
-    several_turns = float((turns["user_turns"] > 1).mean())
+    several_turns = float(turns["multi_turn"].mean())
     result["findings"] = list_findings(result, lengths, repeats, counts["prompt_trimmed"], several_turns)
     result["example"] = decode_example(tokens, lengths, tokenizer)
     measures = measure_texts(texts, args.dataset_num_proc)[:]
@@ -142,18 +142,16 @@ def analyze_dataset(
 
 
 def summarize_turns(pairs: Pairs, turns: dict[str, np.ndarray], sources: np.ndarray) -> dict[str, Any]:
-    """Of each source the pairs that describe_turns counts and the rows dropped as prompts_differ, with an example."""
-    dropped = Counter(
-        key for part in pairs.dropped_rows for key in zip(part["source"][:], part["dropped"][:], strict=True)
-    )
-    marks = turns | {"user_turns": turns["user_turns"] > 1}
+    """Of each source the pairs that describe_turns marks and the rows dropped as prompts_differ, with an example."""
+    dropped: Counter = Counter()
+    for part in pairs.dropped_rows:
+        dropped.update(zip(part["source"][:], part["dropped"][:], strict=True))
     rows = []
     for source in dict.fromkeys(pairs.sources):
         of = sources == source
-        counts = {name: int(values[of].sum()) for name, values in marks.items()}
-        rows.append(
-            {"source": source, "pairs": int(of.sum())} | counts | {"differ": dropped[source, "prompts_differ"]}
-        )
+        counts = {name: int(marks[of].sum()) for name, marks in turns.items()}
+        differ = dropped[source, "prompts_differ"]
+        rows.append({"source": source, "pairs": int(of.sum()), **counts, "prompts_differ": differ})
     return {"sources": rows, "example": pairs.early_difference}
 
 

@@ -168,13 +168,13 @@ def tabulate_contamination(result: dict[str, Any]) -> dict[str, list[list[str]]]
 def list_examples(result: dict[str, Any]) -> dict[str, list[str]]:
     """By title, a row whose sides differ too early, of each evaluation set the worst pair above the row it shares most
     with, and of each fault the first example."""
-    differ = result["turns"]["example"]
+    early = result["turns"]["example"]
     matches = ((found["set"], found["examples"]) for found in result.get("contamination", {}).get("sets", ()))
     return {
         "sides that differ before the last assistant turn": [
-            f"  row {one['row']:,} of {one['source']}, after {one['shared']} messages in common\n"
+            f"  row {one['row']:,} of {one['source']}, messages in common: {one['shared']}\n"
             f"    chosen: {one['chosen'][:300]!r}\n    rejected: {one['rejected'][:300]!r}"
-            for one in [differ] * (differ is not None)
+            for one in filter(None, [early])
         ],
         "in common with evaluation sets": [
             f"  {name}\n    pair {one['row']:,}, {one['side']}: {one['text'][:300]!r}\n"

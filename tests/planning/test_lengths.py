@@ -336,21 +336,37 @@ def test_which_turns_are_trained_is_shown_by_source(write_rows, tiny_folder, tmp
     first += [{side: [system, *pair(1)[side]] for side in ("chosen", "rejected")}]
     second = [{"prompt": "q", "chosen": [call, result, *end[1:]], "rejected": [turn("assistant", "no")]}, early]
     second += [pair(7) | {"chosen": [turn("user", "another"), turn("assistant", "a")]}, pair(8)]
-    second += [{"prompt": [turn("user", "q"), call, result, turn("user", "?")], "chosen": "a", "rejected": "b"}]
+    second += [{"prompt": [turn("user", "q"), call, turn("user", "?")], "chosen": "a", "rejected": "b"}]
     paths = [str(write_rows(name, rows)) for name, rows in (("first.jsonl", first), ("second.jsonl", second))]
     (tmp_path / "r.yaml").write_text(json.dumps({"datasets": [{"path": path} for path in paths]}))
     argv = ["--config", str(tmp_path / "r.yaml"), "--model_name_or_path", str(tiny_folder("llama"))]
     found = analyze_dataset(parse_config(argv, training=False), 0.9, 0.9)
     assert found["turns"]["sources"] == [
-        {"source": paths[0], "pairs": 6, "user_turns": 3, "system": 1, "tools": 0, "several": 0, "differ": 1},
-        {"source": paths[1], "pairs": 3, "user_turns": 1, "system": 0, "tools": 2, "several": 1, "differ": 2},
+        {
+            "source": paths[0],
+            "pairs": 6,
+            "multi_turn": 3,
+            "system": 1,
+            "tools": 0,
+            "multi_message": 0,
+            "prompts_differ": 1,
+        },
+        {
+            "source": paths[1],
+            "pairs": 3,
+            "multi_turn": 1,
+            "system": 0,
+            "tools": 2,
+            "multi_message": 1,
+            "prompts_differ": 2,
+        },
     ]
     rest = "\nuser: more\nassistant: end"
     sides = {"chosen": f"assistant: <i>!{rest}", "rejected": f"assistant: other{rest}"}
     assert found["turns"]["example"] == {"row": 6, "source": paths[0], "shared": 1, **sides}
     text = dataset_report.format_analysis(found)
     assert "warning: 3 rows (25.00%) differ before the last assistant turn" in text
-    assert f"row 6 of {paths[0]}, after 1 messages in common" in text and repr(sides["rejected"]) in text
+    assert f"row 6 of {paths[0]}, messages in common: 1\n" in text and repr(sides["rejected"]) in text
     dataset_report.write_page(found, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     assert f"<pre>assistant: &lt;i&gt;!{rest}</pre><pre>{sides['rejected']}</pre>" in page
