@@ -378,6 +378,7 @@ def test_a_sample_has_intervals_and_is_the_same_with_one_and_two_processes(analy
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / f"cache-{workers}")
         more = ("--dataset_num_proc", workers, "--max_samples", "200")
         results.append(analyze(rows, *more, file=f"pairs-{workers}.jsonl") | {"dataset": []})
+        results[-1]["turns"]["sources"][0]["source"] = "pairs"
     part = results[0]
     assert part == results[1] and part["sampled"] and (part["pairs"], part["usable"]) == (200, 250)
     low, high = part["percentiles"]["total"]["50"]["interval"]
