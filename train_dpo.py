@@ -53,6 +53,7 @@ from sfm_dpo.run.checkpoint import (
     step_of,
 )
 from sfm_dpo.run.folder import (
+    DATA,
     LOCK,
     RESOLVED_CONFIG,
     add_data_facts,
@@ -60,9 +61,11 @@ from sfm_dpo.run.folder import (
     describe,
     has_failed,
     message_of_rank,
+    read_mapping,
     write_status,
 )
 from sfm_dpo.run.lock import release_lock
+from sfm_dpo.train.fit_memory import fit_memory
 from sfm_dpo.train.memory_use import explain_out_of_memory
 from sfm_dpo.train.profiler import add_profiler
 from sfm_dpo.train.progress import ProgressLine
@@ -134,6 +137,10 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
     log.info(f"data\n{pairs.table()}")
     if checkpoint:  # before the model is loaded
         check_data(checkpoint, hash_tokens(pairs.train), row_keys(pairs.train), args.ignore_resume_mismatch)
+    facts = pairs.as_dict()
+    if args.fit_memory:
+        kept = read_mapping(Path(args.output_dir) / DATA).get("fit_memory", {}) if checkpoint else {}
+        facts["fit_memory"] = fit_memory(config, pairs.train, model_config, kept)
     sampler = build_sampler(pairs.train, args)
     if left_out := len(pairs.train) - len(sampler):
         which = "the last ones" if args.train_sampling_strategy == "sequential" else "another random few each time"
@@ -142,7 +149,7 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
     where = "" if args.train_sampling_strategy == "sequential" else ", and is in the first step: what fits there fits"
     log.info(f"the largest micro-batch has {largest:,} tokens{where}")
     if is_main_process():
-        describe(config, pairs.as_dict(), step_of(checkpoint))
+        describe(config, facts, step_of(checkpoint))
         pairs.write_dropped(Path(args.output_dir) / "dropped.jsonl")
         np.save(Path(args.output_dir) / ROW_KEYS, row_keys(pairs.train))
         write_status(args.output_dir, "running", step=step_of(checkpoint))

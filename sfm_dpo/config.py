@@ -99,6 +99,12 @@ class TrainConfig(DPOConfig):
         default=None,
         help="Compute a pair's prompt once for both answers; by default where padding_free is true and the model can.",
     )
+    fit_memory: bool = HfArg(
+        default=False, help="Choose pairs per device and checkpointed layers by memory, where they are not given."
+    )
+    memory_gib: float | None = HfArg(
+        default=None, help="With fit_memory: GiB of a process; default: 0.9 of the GPU, or of a CPU node's share."
+    )
     profile_steps: list[int] | None = HfArg(
         default=None, help="First and last step to profile: 10 12 (docs/speed.md)."
     )
@@ -145,6 +151,7 @@ class Config:
     data: DatasetMixtureConfig
     notes: list[str] = field(default_factory=list)  # decisions worth a line in the log
     micro_batch: int = 0  # the recipe's per_device_train_batch_size, also where `training` is False
+    fitted: list[str] = field(default_factory=list)  # fields that fit_memory chooses
 
     def as_dict(self) -> dict[str, Any]:
         """The resolved configuration as plain YAML types, without secrets; `--config` reads it back."""
@@ -152,7 +159,9 @@ class Config:
             f.name: getattr(part, f.name)
             for part in (self.train, self.model, self.data)
             for f in dataclasses.fields(part)
-            if f.init and "token" not in f.name.split("_")  # hub_token, push_to_hub_token
+            if f.init
+            and "token" not in f.name.split("_")  # hub_token, push_to_hub_token
+            and f.name not in self.fitted
         }
         return json.loads(json.dumps(values, default=dataclasses.asdict))  # enums are strings to it
 
@@ -162,6 +171,7 @@ class FieldParser(TrlParser):
 
     def __init__(self) -> None:
         super().__init__(DATACLASSES, allow_abbrev=False, prog="train_dpo.py")
+        self.set_defaults(per_device_train_batch_size=None, gradient_checkpointing=None)  # see resolve_fitted
         self.fields = {action.dest: action for action in reversed(self._actions) if action.dest != "help"}
         self.add_argument("--config", nargs="?", const="", help="YAML recipe; its keys are the fields below")
 
@@ -194,6 +204,7 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
         raise UserError(f"argument {extra[0]!r} belongs to no option")
 
     world_size = world_size or distributed.world_size()
+    fitted = resolve_fitted(namespace)
     micro_batch = namespace.per_device_train_batch_size
     if not training:
         world_size, namespace.per_device_train_batch_size = 1, namespace.global_batch_size
@@ -225,7 +236,7 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
         isinstance(names, str) and names.isidentifier()
     ):  # TRL makes a string of a single name, and PEFT a pattern of it
         model.lora_target_modules = [names]
-    config = Config(train, model, data, [tracking], micro_batch)
+    config = Config(train, model, data, [tracking], micro_batch, fitted)
     if train.trust_remote_code:
         config.notes.append(f"trust_remote_code: code that comes with {model.model_name_or_path} is run")
     return config
@@ -343,6 +354,19 @@ def resolve_precision(namespace: Any) -> None:
     if namespace.dtype is None:
         sharded = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
         namespace.dtype = "bfloat16" if namespace.bf16 and sharded else "float32"
+
+
+def resolve_fitted(namespace: Any) -> list[str]:
+    """Fills in pairs per device and gradient checkpointing where they are not given, and returns the fields of these
+    that fit_memory is to choose; until then they hold what needs the least memory."""
+    fitted, checkpointing = [], ["gradient_checkpointing", "activation_checkpointing"]
+    if namespace.per_device_train_batch_size is None:
+        fitted += ["per_device_train_batch_size", "gradient_accumulation_steps"]
+        namespace.per_device_train_batch_size = 1 if namespace.fit_memory else TrainConfig.per_device_train_batch_size
+    if all(getattr(namespace, name) is None for name in checkpointing):
+        fitted += [name + suffix for name in checkpointing for suffix in ("", "_kwargs")]
+        namespace.gradient_checkpointing = True
+    return fitted if namespace.fit_memory else []
 
 
 def resolve_report_to(report_to: list[str]) -> tuple[list[str], str]:

@@ -42,7 +42,7 @@ _RANGES = [
     ),
     (lambda v: v >= 2, "at least 2", "max_length"),
     (lambda v: v >= 2, "at least 2: with 1, a kill while saving can leave no complete checkpoint", "save_total_limit"),
-    (lambda v: v > 0, "above 0", "beta learning_rate"),
+    (lambda v: v > 0, "above 0", "beta learning_rate memory_gib"),
     (lambda v: v > 0, "above 0 (below 1: a share of all steps)", "save_steps logging_steps eval_steps"),
     (
         lambda v: v >= 0,
@@ -120,6 +120,10 @@ def check_fields(namespace: Any, world_size: int) -> None:
         require(ordered, "profile_steps", "must be the first and the last step to profile, for instance [10, 12]")
         reached = ns.max_steps < 1 or ns.profile_steps[1] <= ns.max_steps
         require(reached, "profile_steps", f"the run ends at step {ns.max_steps} (max_steps)")
+    require(ns.fit_memory or ns.memory_gib is None, "memory_gib", "is the limit of fit_memory; set fit_memory: true")
+    require(
+        not (ns.fit_memory and ns.deepspeed), "deepspeed", "fit_memory: true needs accelerate launch --config_file"
+    )
     if ns.push_to_hub and ns.save_strategy == "no":
         require(ns.hub_strategy == "end", "hub_strategy", "save_strategy is no; set hub_strategy: end")
     require(ns.padding_free or not ns.prefix_sharing, "prefix_sharing", "needs padding_free: true")
@@ -232,7 +236,7 @@ def check_mappings(args: Any) -> None:
     if not isinstance(kernel, str | None):
         raise UserError(f"attn_implementation {kernel}: must be the name of a kernel")
     for key in args.gradient_checkpointing_kwargs or {}:
-        known = set(inspect.signature(checkpoint).parameters) - {"function", "args", "kwargs"}
+        known = set(inspect.signature(checkpoint).parameters) - {"function", "args", "kwargs"} | {"every_n_layers"}
         check_known("gradient_checkpointing_kwargs", key, known)
     if args.lr_scheduler_kwargs:
         schedule, name = args.lr_scheduler_kwargs, args.lr_scheduler_type.value

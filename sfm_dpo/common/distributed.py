@@ -24,6 +24,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def local_world_size() -> int:
+    """Processes on this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def broadcast(value: T) -> T:
     """Rank 0's value, on every rank. All ranks must call it; the value is pickled."""
     from accelerate.utils import broadcast_object_list

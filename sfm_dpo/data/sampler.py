@@ -7,6 +7,7 @@ that order. ORDER_VERSION goes into every checkpoint: a run resumes only where t
 
 import hashlib
 import heapq
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -70,6 +71,7 @@ class PairSampler(Sampler[int]):
         self.tokens, self.strategy, self.seed = tokens, strategy, seed
         self.global_batch, self.micro_batch, self.packed = global_batch, micro_batch, packed
         self.epoch = 0
+        self._steps: dict[int, list[np.ndarray]] = {}  # of the epoch that was asked for last
 
     def __len__(self) -> int:
         return len(self.tokens) // self.global_batch * self.global_batch
@@ -84,6 +86,11 @@ class PairSampler(Sampler[int]):
 
     def steps(self, epoch: int) -> list[np.ndarray]:
         """The rows [global_batch] of each optimizer step of an epoch."""
+        if epoch not in self._steps:
+            self._steps = {epoch: self._order_steps(epoch)}
+        return self._steps[epoch]
+
+    def _order_steps(self, epoch: int) -> list[np.ndarray]:
         if self.strategy == "sequential":
             return np.split(np.arange(len(self)), len(self) // self.global_batch)
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.tokens))[: len(self)]
@@ -98,12 +105,13 @@ class PairSampler(Sampler[int]):
             steps = [steps[i] for i in first] + [rows for i, rows in enumerate(steps) if i not in first]
         return steps
 
-    def micro_batches(self, rows: np.ndarray) -> list[np.ndarray]:
-        """The rows [micro_batch] of each micro-batch of an optimizer step, in the order of the ranks."""
+    def micro_batches(self, rows: np.ndarray, size: int | None = None) -> list[np.ndarray]:
+        """The rows [size, by default micro_batch] of each micro-batch of an optimizer step, in the order of ranks."""
+        size = size or self.micro_batch
         if self.strategy == "batch_rebalance" and not self.packed:  # pairs of one length share less padding
             rows = rows[np.argsort(-self.tokens[rows], kind="stable")]
-            return np.split(rows, len(rows) // self.micro_batch)
-        return self._deal(rows, self.micro_batch)
+            return np.split(rows, len(rows) // size)
+        return self._deal(rows, size)
 
     def _deal(self, rows: np.ndarray, size: int) -> list[np.ndarray]:
         if self.strategy == "batch_rebalance":
@@ -113,6 +121,31 @@ class PairSampler(Sampler[int]):
     def largest(self, rows: np.ndarray, size: int) -> int:
         """Tokens of the largest of a step's packed micro-batches of `size` pairs."""
         return max(int(self.tokens[micro_batch].sum()) for micro_batch in self._deal(rows, size))
+
+    def largest_micro_batch(self, size: int, epochs: int = 1) -> np.ndarray:
+        """The rows [size] of the packed micro-batch with the most tokens in the first `epochs` epochs."""
+        steps = []
+        for epoch in range(epochs):
+            ordered = epoch == 0 and size in FIRST_STEPS_FOR and self.strategy != "sequential"
+            front = len(FIRST_STEPS_FOR) if ordered else None
+            steps += self.steps(epoch)[:front]
+        micro_batches = (micro_batch for rows in steps for micro_batch in self._deal(rows, size))
+        return max(micro_batches, key=lambda rows: int(self.tokens[rows].sum()))
+
+    def imbalance(self, size: int, ranks: int, longest: np.ndarray | None = None) -> float:
+        """Tokens of the slowest rank over those of the mean one, where each rank takes micro-batches of `size` pairs
+        and waits for the others after each; over at most 100 steps of the first epoch.
+
+        Args:
+            longest: [N] tokens of the longer sequence of each pair, to which a micro-batch is padded; None: packed.
+        """
+        steps, computed = self.steps(0), []
+        for rows in steps[:: math.ceil(len(steps) / 100)]:
+            for micro_batch in self.micro_batches(rows, size):
+                padded = None if longest is None else 2 * size * int(longest[micro_batch].max())
+                computed.append(padded or int(self.tokens[micro_batch].sum()))
+        together = np.array(computed).reshape(-1, ranks)
+        return float(together.max(axis=1).sum() / together.mean(axis=1).sum())
 
     def fingerprint(self, epoch: int) -> str:
         """24 hex digits of the sha256 over the rows of each step, sorted within it: which rank and micro-batch a pair

@@ -24,10 +24,11 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from sfm_dpo.model.sharding import blocks
+from sfm_dpo.model.sharding import blocks, config_number
 
 SHAPES = "shapes_only"  # transformers takes a name with "flash" in it for a package
 TRACED_TOKENS = 1024
+USABLE = 0.9  # of a GPU's memory; the rest: CUDA's context, NCCL, and what the allocator cannot join
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768  # a tile of logits (TRL 1.16, kernels/chunked_logprob.py)
 
 
@@ -75,6 +76,14 @@ class Activations(NamedTuple):
         saved, peak = (fixed + per_token * tokens for fixed, per_token in self)
         return int(max(saved + head, peak))
 
+    @classmethod
+    def mix(cls, some: "Activations", none: "Activations", share: float) -> "Activations":
+        """Where a `share` of the layers is checkpointed, from those of all layers checkpointed (`some`) and of none.
+        A layer's backward takes what it takes in either, whichever is more."""
+        saved = share * np.array(some.saved) + (1 - share) * np.array(none.saved)
+        backward = np.maximum(np.subtract(some.peak, some.saved), np.subtract(none.peak, none.saved))
+        return cls(tuple(saved), tuple(saved + backward))
+
 
 def meta_model(config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     """A model on the meta device: shapes without memory."""
@@ -90,6 +99,12 @@ def trace_activations(config: PretrainedConfig, dtype: torch.dtype, checkpointin
     installed, PyTorch's reference implementation is traced, which saves more.
     """
     text = config.get_text_config()
+    if dtype == torch.float32 and getattr(
+        text, "num_experts", None
+    ):  # the product over experts is traced in 16 bit only
+        return Activations(
+            *(tuple(2 * part) for part in np.array(trace_activations(config, torch.bfloat16, checkpointing)))
+        )
     counts = Counter(getattr(text, "layer_types", None) or ["block"] * text.num_hidden_layers)
     trace = partial(_trace_peak, config, dtype, checkpointing)
     totals = []
@@ -158,28 +173,48 @@ def _trace_peak(
     return np.array([saved - start, peak - start], dtype=float)
 
 
-def model_states(model: PreTrainedModel, trained: int, launch: str, gpus: int, zero: dict[str, Any]) -> dict[str, int]:
-    """Bytes on each GPU of 16-bit training with AdamW: weights, gradients, optimizer, buffers.
+def model_states(
+    model: PreTrainedModel,
+    trained: int,
+    launch: str,
+    gpus: int,
+    zero: dict[str, Any],
+    reference: bool = False,
+    half: bool = True,
+) -> dict[str, int]:
+    """Bytes on each GPU of training with AdamW: weights, gradients, optimizer, buffers, and a live reference model.
 
     Args:
-        trained: parameters that are trained: all of the model's, or an adapter's. Frozen weights are not counted.
-        launch: zero2, zero3 or fsdp2.
+        trained: parameters that are trained: all of the model's, or an adapter's.
+        launch: zero2, zero3, fsdp2, or none (one process, or DDP).
         zero: `zero_optimization` of the DeepSpeed file, for the sizes of its buckets.
+        reference: a second model is in memory.
+        half: computed in 16 bit; otherwise all in fp32.
 
     ZeRO: as DeepSpeed's estimators (estimate_zero2_model_states_mem_needs, estimate_zero3_model_states_mem_needs):
     16-bit weights, gradients in 16 and 32 bit, fp32 weights and two moments. Buckets come on top: of gradients, two in
     flight under overlap_comm. FSDP2: fp32 weights, gradients and moments; a 16-bit copy of two gathered units (the
-    current block and the next), as much for gradients on their way, and the embedding or head.
+    current block and the next), as much for gradients on their way, and the embedding or head. One process or DDP:
+    fp32 weights, gradients and moments, autocast's 16-bit copy of the weights, and DDP's buckets of the gradients.
     """
+    size, total = 2 if half else 4, model.num_parameters()
+    total += trained if trained != total else 0  # an adapter comes on top
     largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
-    weights, gradients, optimizer = {"zero2": (2 * gpus, 6, 12), "zero3": (2, 4, 12), "fsdp2": (4, 4, 8)}[launch]
+    whole = {"zero2": size, "none": 6 if half else 4}
+    weights = whole[launch] if launch in whole else {"zero3": size, "fsdp2": 4}[launch] / gpus  # bytes a parameter
+    gradients = {"zero2": (6 if half else 4) / gpus, "none": 4 if gpus == 1 else 8}.get(launch, 4 / gpus)
+    optimizer = {"none": 8, "fsdp2": 8 / gpus}.get(launch, 12 / gpus)
+    buffers = 0
     if launch == "fsdp2":
-        buffers = 8 * max(sum(p.numel() for p in block.parameters()) for block in blocks(model)) + 2 * largest
-    else:
-        buffers = 2 * min(int(zero["reduce_bucket_size"]), trained) * (2 if zero.get("overlap_comm") else 1)
-    return {
-        "weights": weights * trained // gpus + (4 * largest if launch == "zero3" else 0),
-        "gradients": gradients * trained // gpus,
-        "optimizer": optimizer * trained // gpus,
+        buffers = 4 * size * max(sum(p.numel() for p in block.parameters()) for block in blocks(model))
+        buffers += size * largest
+    elif launch != "none":
+        bucket = min(config_number(zero, "reduce_bucket_size", model), trained)
+        buffers = size * bucket * (2 if zero.get("overlap_comm") else 1)
+    states = {
+        "weights": int(weights * total) + (2 * size * largest if launch == "zero3" else 0),
+        "gradients": int(gradients * trained),
+        "optimizer": int(optimizer * trained),
         "buffers": buffers,
     }
+    return states | ({"reference": int(size * total / (gpus if launch == "zero3" else 1))} if reference else {})

@@ -134,16 +134,17 @@ def collectives(
             "all_gather": micro_batches * (2 * len(units) + tail),
             "reduce": micro_batches * (len(units) + tail),
         }
-    reduce = micro_batches * math.ceil(total / _number(zero, "reduce_bucket_size", model))
+    reduce = micro_batches * math.ceil(total / config_number(zero, "reduce_bucket_size", model))
     if launch == "zero2":
-        return {"all_gather": math.ceil(total / _number(zero, "allgather_bucket_size", model)), "reduce": reduce}
-    threshold = _number(zero, "stage3_param_persistence_threshold", model)
+        return {"all_gather": math.ceil(total / config_number(zero, "allgather_bucket_size", model)), "reduce": reduce}
+    threshold = config_number(zero, "stage3_param_persistence_threshold", model)
     inside = sum(1 for block in blocks(model) for p in block.parameters() if numel(p) > threshold)
     outside = sum(1 for p in parameters if numel(p) > threshold) - inside
     return {"all_gather": micro_batches * (inside * (2 + checkpointing) + 2 * outside), "reduce": reduce}
 
 
-def _number(zero: dict[str, Any], name: str, model: PreTrainedModel) -> int:
+def config_number(zero: dict[str, Any], name: str, model: PreTrainedModel) -> int:
+    """A number of `zero_optimization` in the DeepSpeed file, "auto" filled in as transformers does."""
     value = zero.get(name, "auto")
     hidden = model.config.get_text_config().hidden_size
     if value == "auto":

@@ -9,7 +9,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,17 +28,24 @@ from sfm_dpo.data.sampler import PairSampler
 from sfm_dpo.data.token_lengths import Lengths
 from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
 from sfm_dpo.model.flops import PEAK_FLOPS, ForwardFlops
-from sfm_dpo.model.memory import head_bytes, meta_model, model_states, trace_activations
+from sfm_dpo.model.memory import USABLE, meta_model, model_states
 from sfm_dpo.model.packing import why_not_shared
 from sfm_dpo.model.sharding import checkpoint_bytes, collectives, hybrid_warning
 from sfm_dpo.run.checkpoint import most_at_once
+from sfm_dpo.train.fit_memory import (
+    EVERY_N_LAYERS,
+    ActivationModel,
+    Setting,
+    checkpointed_layers,
+    choose_setting,
+    list_settings,
+)
 
 log = logging.getLogger(__name__)
 
 LAUNCHES = {"zero2": "ds_config.json", "zero3": "configs/accelerate/ds_zero3.json", "fsdp2": None}
 # Bytes of memory, from the vendors' data sheets.
 GPU_MEMORY = {"B300": 288e9, "B200": 180e9, "H200": 141e9, "H100": 80e9, "A100": 80e9, "L40S": 48e9}
-USABLE = 0.9  # the rest: CUDA's context, NCCL, and what the allocator cannot join
 # Published model FLOPs utilisation of DPO at 7B, all of open-instruct on H100: what hours are computed at where this
 # cluster has no figure of its own.
 PUBLISHED_MFU = {
@@ -97,6 +104,12 @@ class Cluster:
         return replace(self, mfu={mfu: f"measured on {gpu}: {path}"}, memory_ratio=ratio)
 
 
+def zero_config(launch: str) -> dict[str, Any]:
+    """`zero_optimization` of a launcher's DeepSpeed file; empty for FSDP2."""
+    file = LAUNCHES[launch]
+    return json.loads((PROJECT / file).read_text())["zero_optimization"] if file else {}
+
+
 def find_gpu(text: str) -> str | None:
     """The name in GPU_MEMORY that torch's name of a GPU or Slurm's type of one holds, if any."""
     return next((name for name in GPU_MEMORY if name in text.upper()), None)
@@ -145,16 +158,15 @@ class Planner:
     """
 
     def __init__(self, config: Config, shape: PretrainedConfig, lengths: Lengths, pairs: int, cluster: Cluster):
-        self.args, self.shape, self.cluster, self.per_device = config.train, shape, cluster, config.micro_batch
-        size = self.args.global_batch_size
-        if size % (self.per_device * cluster.gpus):
+        self.config, self.args, self.shape, self.cluster = config, config.train, shape, cluster
+        if self.args.global_batch_size % (config.micro_batch * cluster.gpus):
             raise UserError(
-                f"global_batch_size {size} is no multiple of per_device_train_batch_size {self.per_device} x "
+                f"global_batch_size {self.args.global_batch_size} is no multiple of per_device_train_batch_size "
+                f"{config.micro_batch} x "
                 f"{cluster.gpus} GPUs; give other --num_gpus, --num_nodes or --per_device_train_batch_size"
             )
         self.whole, self.whole_pairs = lengths, pairs
         self._truncate(self.args.max_length, self.args.max_prompt_length)
-        self.micro_batches = size // cluster.gpus // self.per_device
         self.model = meta_model(shape)
         self.adapter = None
         if lora := get_peft_config(config.model):
@@ -164,7 +176,7 @@ class Planner:
         self.trained = (self.adapter or self.model).num_parameters(only_trainable=True)
         cannot = why_not_shared(self.model, self.args.padding_free, self.args.router_aux_loss_coef)
         self.prefix_sharing = not cannot and self.args.prefix_sharing is not False
-        self.traced = {on: trace_activations(shape, torch.bfloat16, on) for on in (True, False)}
+        self.activations = ActivationModel(shape, torch.bfloat16, on_gpu=True)
 
     def truncated(self, max_length: int, max_prompt_length: int | None) -> "Planner":
         """The plan of the same run with pairs cut at other lengths; in a second or two, for nothing is traced again.
@@ -173,7 +185,7 @@ class Planner:
             UserError: no pair is left at this max_length.
         """
         other = copy.copy(self)
-        other.__dict__.pop("largest_micro_batches", None)
+        other.__dict__.pop("settings", None)
         other._truncate(max_length, max_prompt_length)
         return other
 
@@ -186,58 +198,73 @@ class Planner:
         self.scale = self.pairs / len(self.lengths)  # pairs of the training set that each of the lengths stands for
 
     @cached_property
-    def largest_micro_batches(self) -> dict[int, tuple[int, int]]:
-        """For each number of pairs on a device that divides a rank's share of a step: the computed tokens of the
-        largest micro-batch that the sampler deals, and the response tokens of the one with most.
+    def settings(self) -> list[Setting]:
+        """Every number of pairs on a device with every number of checkpointed layers; bytes of the activations.
 
         Lengths that stand for more pairs are repeated. Raises UserError for fewer pairs than a global batch.
         """
-        args, rows = self.args, np.arange(self.pairs) % len(self.lengths)
-        sequences, responses = self.lengths.sequences[rows], self.lengths.responses.sum(axis=1)[rows]
-        tokens = self.lengths.computed(self.prefix_sharing)[rows]
-        seed = args.seed if args.data_seed is None else args.data_seed
-        batch = args.global_batch_size, self.per_device
-        sampler = PairSampler(tokens, args.train_sampling_strategy, *batch, seed, args.padding_free)
-        steps = [step for epoch in range(math.ceil(args.num_train_epochs)) for step in sampler.steps(epoch)]
-        per_rank, largest = args.global_batch_size // self.cluster.gpus, {}
-        for n in (n for n in range(1, per_rank + 1) if per_rank % n == 0):
-            sampler.micro_batch = n
-            micro_batches = np.concatenate([sampler.micro_batches(step) for step in steps])
-            packed, padded = tokens[micro_batches].sum(axis=1), 2 * n * sequences[micro_batches].max(axis=(1, 2))
-            computed = packed if args.padding_free else padded
-            largest[n] = int(computed.max()), int(responses[micro_batches].sum(axis=1).max())
-        return largest
+        args, gpus, lengths = self.args, self.cluster.gpus, self.lengths
+        lengths = lengths.select(np.arange(self.pairs) % len(lengths))
+        tokens, seed = lengths.computed(self.prefix_sharing), args.seed if args.data_seed is None else args.data_seed
+        batch, per_rank = args.global_batch_size, args.global_batch_size // gpus
+        return list_settings(
+            PairSampler(tokens, args.train_sampling_strategy, batch, 1, seed, args.padding_free),
+            lengths,
+            gpus,
+            self.activations,
+            epochs=math.ceil(args.num_train_epochs),
+            forwards=3 + (not args.precompute_ref_log_probs),
+            sizes=[n for n in range(1, per_rank + 1) if per_rank % n == 0],
+            every_n_layers={*EVERY_N_LAYERS, checkpointed_layers(args)},
+        )
 
-    def activations(self, per_device: int) -> dict[bool, int]:
-        """Bytes of the largest micro-batch of so many pairs, with gradient checkpointing (True) and without."""
-        tokens, responses = self.largest_micro_batches[per_device]
-        head = head_bytes(self.shape, responses, torch.bfloat16, on_gpu=True)
-        return {on: traced.peak_bytes(tokens, head) for on, traced in self.traced.items()}
+    def states(self, launch: str) -> dict[str, int]:
+        """Bytes on each GPU of weights, gradients, optimizer and buffers under zero2, zero3 or fsdp2."""
+        live = not self.adapter and not self.args.precompute_ref_log_probs
+        return model_states(self.model, self.trained, launch, self.cluster.gpus, zero_config(launch), live)
+
+    def fit(self, launch: str) -> Setting | None:
+        """What is asked for or fit_memory chooses, with the bytes of a process; None where nothing fits."""
+        states, ratio = sum(self.states(launch).values()), self.cluster.memory_ratio
+        settings = [replace(setting, bytes=round(ratio * (states + setting.bytes))) for setting in self.settings]
+        try:
+            return choose_setting(settings, GPU_MEMORY[self.cluster.gpu] * USABLE, self.config)
+        except UserError:
+            return None
+
+    @property
+    def setting(self) -> Setting:
+        """Of ZeRO-2; where nothing fits, what is asked for, and of what is left open what needs least."""
+        return self.fit("zero2") or choose_setting(self.settings[::-1], math.inf, self.config)
 
     def plan_launch(self, launch: str) -> dict[str, Any]:
         """Memory on each GPU, collectives of a step and size of a checkpoint under zero2, zero3 or fsdp2."""
-        gpus, fsdp, file = self.cluster.gpus, launch == "fsdp2", LAUNCHES[launch]
-        zero = json.loads((PROJECT / file).read_text())["zero_optimization"] if file else {}
-        states = model_states(self.model, self.trained, launch, gpus, zero)
-        if self.adapter:  # ZeRO-2 keeps frozen weights whole, FSDP2 splits them in fp32
-            states["weights"] += int({"zero2": 2, "zero3": 2 / gpus, "fsdp2": 4 / gpus}[launch] * self.parameters)
-        elif not self.args.precompute_ref_log_probs:
-            states["reference"] = 2 * self.parameters // (gpus if launch == "zero3" else 1)
-        total = lambda activations: round(self.cluster.memory_ratio * (sum(states.values()) + activations))  # noqa: E731
+        fsdp, setting, choice = launch == "fsdp2", self.setting, self.fit(launch)
+        states, ratio = self.states(launch), self.cluster.memory_ratio
+        held = {
+            (setting.per_device, setting.every_n_layers): round(ratio * (sum(states.values()) + setting.bytes))
+            for setting in self.settings
+        }
         usable = GPU_MEMORY[self.cluster.gpu] * USABLE
-        held = {n: self.activations(n) for n in self.largest_micro_batches}
+        fitting = [key for key, size in held.items() if size <= usable]
         saved = self.adapter or (meta_model(self.shape, torch.float32) if fsdp else self.model)
-        step = (self.micro_batches, self.args.gradient_checkpointing, zero)
+        step = (self.micro_batches, setting.every_n_layers > 0, zero_config(launch))
         return {
             "states": states,
-            "total": {on: total(size) for on, size in held[self.per_device].items()},
+            "total": {on: held[setting.per_device, int(on)] for on in (True, False)},
             "largest_per_device": {
-                on: max((n for n in held if total(held[n][on]) <= usable), default=None) for on in (True, False)
+                on: max((size for size, every in fitting if every == on), default=None) for on in (True, False)
             },
+            "choice": choice and asdict(choice),
             "collectives": collectives(self.model, launch, *step),
             "warning": hybrid_warning(self.model, *step) if launch == "zero3" else None,
             "checkpoint": checkpoint_bytes(saved, {"zero2": 2, "zero3": 3, "fsdp2": 0}[launch], fsdp),
         }
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a rank in a step."""
+        return self.args.global_batch_size // self.cluster.gpus // self.setting.per_device
 
     def plan_time(self) -> dict[str, Any]:
         """FLOPs of training (three forwards a step) and of the reference's forwards, and hours at each efficiency."""
@@ -260,7 +287,7 @@ class Planner:
 
     def plan(self) -> dict[str, Any]:
         """Everything that scripts/plan.py prints; bytes, tokens, FLOPs and hours."""
-        args, cluster, lengths = self.args, self.cluster, self.lengths
+        args, cluster, lengths, setting = self.args, self.cluster, self.lengths, self.setting
         launches = {launch: self.plan_launch(launch) for launch in LAUNCHES}
         checkpoints = most_at_once(args, COLLAPSE_STEPS)
         return {
@@ -281,13 +308,18 @@ class Planner:
             },
             "batch": {
                 "global": args.global_batch_size,
-                "per_device": self.per_device,
+                "per_device": setting.per_device,
                 "micro_batches": self.micro_batches,
                 "steps": round(self.pairs * args.num_train_epochs / args.global_batch_size),
                 "packed": args.padding_free,
-                "largest_micro_batch": self.largest_micro_batches[self.per_device][0],
-                "checkpointing": args.gradient_checkpointing,
-                "activations": self.activations(self.per_device),
+                "chosen": bool(self.config.fitted),
+                "largest_micro_batch": setting.tokens,
+                "every_n_layers": setting.every_n_layers,
+                "activations": {
+                    bool(s.every_n_layers): s.bytes
+                    for s in self.settings
+                    if s.every_n_layers < 2 and s.per_device == setting.per_device
+                },
             },
             "launches": launches,
             "time": self.plan_time(),
@@ -300,9 +332,8 @@ def bound_memory(config: Config, shape: PretrainedConfig, cluster: Cluster, laun
     """One line: whether a run fits, before any pair is read: from every response empty to every sequence full."""
     length = config.train.max_length or 0
     full = Lengths(*(np.full(1, tokens) for tokens in (0, length, length, 0)))
-    facts = Planner(config, shape, full, config.train.global_batch_size, cluster).plan_launch(launch)
-    least = cluster.memory_ratio * sum(facts["states"].values()) / 2**30
-    most = facts["total"][config.train.gradient_checkpointing] / 2**30
+    planner = Planner(config, shape, full, config.train.global_batch_size, cluster)
+    least = cluster.memory_ratio * sum(planner.states(launch).values()) / 2**30
     usable = GPU_MEMORY[cluster.gpu] * USABLE / 2**30
     of = f"GiB of {usable:.0f} usable on each of {cluster.gpus} {cluster.gpu} under {launch} (computed)"
     if least > usable:
@@ -310,9 +341,21 @@ def bound_memory(config: Config, shape: PretrainedConfig, cluster: Cluster, laun
             f"memory: does not fit: weights, gradients and optimizer alone take {least:.1f} {of}; take more GPUs, or "
             "LAUNCH=zero3 or fsdp2"
         )
-    if most > usable:
-        return f"memory: {least:.1f} to {most:.1f} {of}, by the lengths of the pairs: scripts/plan.py knows more"
-    return f"memory: fits, at most {most:.1f} {of}"
+    if setting := planner.fit(launch):
+        return f"memory: fits, at most {setting.bytes / 2**30:.1f} {of}"
+    return f"memory: {least:.1f} {of} before the first pair; scripts/plan.py knows more by the lengths of the pairs"
+
+
+def format_choice(choice: dict[str, Any] | None, chosen: bool) -> dict[str, str]:
+    """Whether what is asked for fits; where fit_memory chooses, its choice."""
+    if not chosen:
+        return {"fits as asked": "yes" if choice else "no"}
+    names = ("pairs per device", "layers checkpointed", "total")
+    values = ["none", "none", "none"]
+    if choice:
+        setting = Setting(**choice)
+        values = [str(setting.per_device), setting.layers, f"{setting.bytes / 2**30:.1f}"]
+    return {f"fit_memory: {name}": value for name, value in zip(names, values, strict=True)}
 
 
 def format_plan(plan: dict[str, Any]) -> str:
@@ -342,7 +385,7 @@ def format_plan(plan: dict[str, Any]) -> str:
         columns[launch] = {name: f"{size / 2**30:.1f}" for name, size in sizes.items()} | {
             "largest per_device with checkpointing": facts["largest_per_device"][True] or "none",
             "largest per_device without": facts["largest_per_device"][False] or "none",
-            "fits as asked": "yes" if facts["total"][batch["checkpointing"]] <= usable else "no",
+            **format_choice(facts["choice"], batch["chosen"]),
             "gathers of weights a step": f"{facts['collectives']['all_gather']:,}",
             "reductions of gradients a step": f"{facts['collectives']['reduce']:,}",
             "a checkpoint, GB": f"{facts['checkpoint'] / 1e9:.0f}",

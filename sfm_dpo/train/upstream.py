@@ -91,6 +91,8 @@ class UpstreamFixes(DPOTrainer):
 
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.compute_ref_log_probs: computes under autocast, which the
     # policy under FSDP2 does not: in 16 bit step 0 is not ln 2. Canary: test_canary_compute_ref_log_probs
+    # Upstream: trl 1.16, models/utils.py, disable_gradient_checkpointing: checkpoints every layer afterwards, also
+    # those that were not (every_n_layers). Canary: test_canary_checkpointed_layers
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
         """Sums of log-probs ([B] chosen, [B] rejected) by `model`, in the policy's precision."""
 
@@ -98,7 +100,15 @@ class UpstreamFixes(DPOTrainer):
             with torch.autocast(self.accelerator.device.type, enabled=False):
                 return model(**kwargs)
 
-        return super().compute_ref_log_probs(forward if self.is_fsdp_enabled else model, inputs)
+        names = ("gradient_checkpointing", "_gradient_checkpointing_func")
+        layers = [module for module in self.model.modules() if hasattr(module, names[1])]
+        before = [[getattr(module, name) for name in names] for module in layers]
+        try:
+            return super().compute_ref_log_probs(forward if self.is_fsdp_enabled else model, inputs)
+        finally:
+            for module, values in zip(layers, before, strict=True):
+                for name, value in zip(names, values, strict=True):
+                    setattr(module, name, value)
 
     # Upstream: transformers 5.23, trainer.py, Trainer.evaluation_loop: takes the mean of a batch for the loss of each
     # of its pairs, also of those that only fill up the last batch of several ranks. Canary: test_canary_eval_loss

@@ -22,6 +22,7 @@ import yaml
 
 from scripts import plan
 from sfm_dpo.planning import run_plan
+from sfm_dpo.train.fit_memory import Setting
 from tests.e2e.runs import ROOT, Place, as_options
 
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
@@ -83,7 +84,7 @@ def runs(tmp_path_factory, tiny_folder) -> dict[str, Path]:
         data.write_text("".join(json.dumps(row) + "\n" for row in rows(given["dataset_name"])))
         launch = launcher(recipe)
         processes = 1 if launch == "none" else PROCESSES
-        batch = given["per_device_train_batch_size"] * processes * MICRO_BATCHES
+        batch = given.get("per_device_train_batch_size", 2) * processes * MICRO_BATCHES
         fields = {
             "model_name_or_path": tiny_folder(architecture(recipe)),
             "dataset_name": data,
@@ -131,12 +132,13 @@ def computed(figures: dict, launch: str) -> str:
     """The header's line of what plan.py says."""
     gpu, batch, times = figures["gpu"], figures["batch"], figures["time"]["hours"]
     gpus = gpu["num_gpus"] * gpu["nodes"]
-    total = figures["launches"][launch]["total"][json.dumps(batch["checkpointing"])] / 2**30
+    choice = Setting(**figures["launches"][launch]["choice"])
+    setting = f" ({choice.per_device} pairs each, {choice.layers} checkpointed)" if batch["chosen"] else ""
     hours = [time["training"] + time["reference"] for time in times]
     long = f"{hours[0]:.1f} to {hours[-1]:.0f} hours" if hours[-1] >= 1 else "minutes"
     on = f"each of {gpus}" if gpus > 1 else "a"
     at = f"{times[0]['mfu']:.1%} to {times[-1]['mfu']:.1%} MFU"
-    return f"{total:.1f} GiB on {on} {gpu['name']}; {long} at {at}, as published; not measured"
+    return f"{choice.bytes / 2**30:.1f} GiB on {on} {gpu['name']}{setting}; {long} at {at}, as published; not measured"
 
 
 # Tracing a hybrid's layers takes a minute of CPU
@@ -156,7 +158,7 @@ def test_header_says_what_plan_says(recipe, tmp_path, monkeypatch):
     facts = figures["launches"][launcher(recipe)]
     line = computed(figures, launcher(recipe))
     assert f"# Computed   {line}\n" in recipe.read_text(), line
-    assert facts["total"]["true"] <= figures["gpu"]["memory"] * figures["gpu"]["usable"]
+    assert facts["choice"]["bytes"] <= figures["gpu"]["memory"] * figures["gpu"]["usable"]
     row = next(line for line in (ROOT / "docs/recipes.md").read_text().splitlines() if f"| `{recipe.stem}` |" in line)
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     hours = [entry["training"] + entry["reference"] for entry in figures["time"]["hours"]]

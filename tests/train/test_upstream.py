@@ -31,6 +31,7 @@ from transformers import AutoTokenizer, TrainerCallback
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import DPOConfig, DPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import dpo_trainer
 from trl.trainer.utils import hash_module
 
@@ -278,6 +279,16 @@ def test_canary_compute_ref_log_probs(trainer, monkeypatch):
     entered.clear()
     trainer.compute_loss(trainer.model, batch)
     assert len(entered) == 0  # the policy's autocast is in the forward that accelerate prepares, but for FSDP2
+
+
+def test_canary_checkpointed_layers(trainer):
+    every_second = {"use_reentrant": False, "every_n_layers": 2}
+    trainer.model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=2)
+    with disable_gradient_checkpointing(trainer.model, every_second):
+        assert not trainer.model.is_gradient_checkpointing
+    layers = [module for module in trainer.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    assert all(layer.gradient_checkpointing for layer in layers)
+    trainer.model.gradient_checkpointing_disable()
 
 
 def test_canary_eval_sampler(trainer, monkeypatch):

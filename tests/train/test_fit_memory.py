@@ -1,0 +1,165 @@
+"""fit_memory: the choice of pairs per device and checkpointed layers, and that it changes no loss."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+
+import train_dpo
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.config import parse_config
+from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler
+from sfm_dpo.data.token_lengths import Lengths
+from sfm_dpo.model.memory import Activations
+from sfm_dpo.run.checkpoint import STOP
+from sfm_dpo.run.folder import read_resolved_config
+from sfm_dpo.train.fit_memory import ActivationModel, choose_setting, list_settings
+from tests.tiny_models import tiny_config
+from tests.train.test_trainer import make_trainer
+
+MIB = 2**20
+
+
+def settings(ranks: int = 4, packed: bool = True):
+    rng = np.random.default_rng(0)
+    responses = np.exp(rng.normal(5, 1, (2, 1024))).astype(np.int64).clip(4, 4000)
+    lengths = Lengths(np.full(1024, 50), *responses, np.zeros(1024, dtype=np.int64))
+    sampler = PairSampler(lengths.sequences.sum(axis=1), "batch_rebalance", 128, 4, seed=0, packed=packed)
+    activations = ActivationModel(tiny_config("gpt_neox", num_hidden_layers=8), torch.float32, on_gpu=False)
+    return list_settings(sampler, lengths, ranks, activations, 100 * MIB), lengths, sampler
+
+
+def configuration(*fields: str):
+    return parse_config(["--model_name_or_path=m", "--dataset_name=d", "--use_cpu", "--fit_memory=true", *fields])
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_less_memory_means_more_work_and_never_more_than_the_limit(packed):
+    every, lengths, _ = settings(packed=packed)
+    assert {setting.per_device for setting in every} == set(FIRST_STEPS_FOR)
+    open_config = configuration()
+    limits = sorted({setting.bytes for setting in every})
+    chosen = [choose_setting(every, limit, open_config) for limit in limits]
+    assert all(setting.bytes <= limit for setting, limit in zip(chosen, limits, strict=True))
+    assert [setting.work for setting in chosen] == sorted((setting.work for setting in chosen), reverse=True)
+    assert (chosen[-1].every_n_layers, chosen[0].every_n_layers) == (0, 1)
+    assert chosen[0].per_device == 1
+    if not packed:  # TRL's grid: the longest sequence, twice for each pair
+        assert chosen[0].tokens == 2 * int(lengths.sequences.max())
+    with pytest.raises(UserError, match=r"fit_memory true: .* GiB hold no setting; the smallest needs 1 pairs"):
+        choose_setting(every, limits[0] - 1, open_config)
+
+
+def test_the_largest_micro_batch_is_the_largest_of_all_that_are_dealt():
+    _, lengths, sampler = settings()
+    tokens = lengths.sequences.sum(axis=1)
+    for size in (1, 4, 8):
+        dealt = PairSampler(tokens, "batch_rebalance", 128, size, seed=0)
+        for epochs in (1, 3):
+            rows = [row for epoch in range(epochs) for row in (dealt.set_epoch(epoch), list(dealt))[1]]
+            largest = tokens[np.array(rows)].reshape(-1, size).sum(axis=1).max()
+            assert tokens[sampler.largest_micro_batch(size, epochs)].sum() == largest
+
+
+def test_what_the_configuration_names_is_kept():
+    every, *_ = settings()
+    named = configuration("--per_device_train_batch_size=2", "--gradient_checkpointing=true")
+    assert (choose_setting(every, math.inf, named).per_device, choose_setting(every, math.inf, named).layers) == (
+        2,
+        "all layers",
+    )
+    named = configuration("--gradient_checkpointing=false")
+    assert choose_setting(every, min(s.bytes for s in every if s.every_n_layers == 0), named).per_device == 1
+
+
+def test_mixed_activations_lie_between_none_and_all():
+    some, none = Activations((10, 1.0), (40, 5.0)), Activations((10, 9.0), (20, 9.5))
+    assert (
+        Activations.mix(some, none, 1.0).saved == some.saved and Activations.mix(some, none, 0.0).saved == none.saved
+    )
+    half = Activations.mix(some, none, 0.5)
+    assert half.saved == (10, 5.0) and half.peak == (40, 9.0)
+
+
+FIELDS = "--use_cpu --bf16 false --global_batch_size 8 --padding_free true --preflight skip --guard skip --max_steps 3"
+FIELDS += " --learning_rate 1e-3 --logging_steps 1 --train_sampling_strategy batch_rebalance"
+
+
+@pytest.fixture
+def train(tiny_folder, write_rows, tmp_path):
+    """A function: name of a run and fields -> (exit code, losses, its folder)."""
+    rows = [
+        {"prompt": f"{i}?", "chosen": "yes " * (i * 7 % 23 + 1), "rejected": "no, " * (i * 5 % 19 + 1)}
+        for i in range(32)
+    ]
+    data = write_rows("p.jsonl", rows)
+
+    def run(name: str, more: str = ""):
+        folder = tmp_path / name
+        argv = (
+            f"--model_name_or_path {tiny_folder('olmo3')} --dataset_name {data} --output_dir {folder} {FIELDS} {more}"
+        )
+        code = train_dpo.main(argv.split())
+        state = folder / "trainer_state.json"
+        history = json.loads(state.read_text())["log_history"] if state.is_file() else []
+        return code, [entry["loss"] for entry in history if "loss" in entry], folder
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_report")
+@pytest.mark.parametrize("live", ["true", "false"])
+def test_losses_do_not_depend_on_the_setting(train, live):
+    shared = f"--precompute_ref_log_probs {live} --save_strategy no"
+    runs = {}
+    for pairs, every in ((4, 0), (4, 2), (2, 1), (1, 2)):
+        kwargs = json.dumps({"use_reentrant": False, "every_n_layers": max(every, 1)}, separators=(",", ":"))
+        fields = f"--per_device_train_batch_size {pairs} --gradient_checkpointing {bool(every)}"
+        code, losses, _ = train(f"{pairs}-{every}", f"{shared} {fields} --gradient_checkpointing_kwargs {kwargs}")
+        assert code == 0 and len(losses) == 3
+        runs[pairs, every] = losses
+    for losses in runs.values():
+        assert losses == pytest.approx(runs[4, 0], abs=1e-5)
+    assert abs(runs[4, 0][2] - runs[4, 0][0]) > 1e-3  # they moved
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_report")
+def test_the_choice_is_kept_at_resume_and_is_no_part_of_what_was_asked(train, tmp_path, capsys):
+    fit = "--fit_memory true --save_steps 100"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / STOP).touch()
+    code, _, run = train("run", f"{fit} --memory_gib 64")
+    assert code == 75
+    chosen = json.loads((run / "data.json").read_text())["fit_memory"]
+    assert (chosen["per_device"], chosen["every_n_layers"]) == (8, 0)
+    asked = read_resolved_config(run)
+    assert asked["fit_memory"] is True and not {"per_device_train_batch_size", "gradient_checkpointing"} & set(asked)
+    code, resumed, _ = train("run", f"{fit} --memory_gib 0.0001")
+    assert code == 0 and json.loads((run / "data.json").read_text())["fit_memory"] == chosen
+    code, losses, _ = train("whole", f"{fit} --memory_gib 64")
+    assert resumed == losses
+    code, _, _ = train("other", f"{fit} --memory_gib 0.0001")
+    assert code == 2 and "hold no setting; the smallest needs 1 pairs per device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("peft", [None, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")])
+def test_the_layers_stay_checkpointed_as_asked(tiny_folder, tmp_path, peft):
+    kwargs = '--gradient_checkpointing_kwargs={"use_reentrant":false,"every_n_layers":2}'
+    live = "--precompute_ref_log_probs=false"
+    trainer = make_trainer(tiny_folder("olmo3"), tmp_path, "--max_steps=1", live, kwargs, peft=peft)
+    trainer.eval_dataset = trainer.train_dataset
+
+    def checkpointed():
+        return [layer.gradient_checkpointing for layer in trainer.bare_model().model.layers]
+
+    trainer.train()
+    assert checkpointed() == [True, False, True]
+    trainer.evaluate()
+    batch = trainer._prepare_inputs(trainer.data_collator([trainer.train_dataset[0]]))
+    trainer.compute_ref_log_probs(trainer.ref_model or trainer.model, batch)
+    assert checkpointed() == [True, False, True]
