@@ -145,9 +145,6 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
     if left_out := len(pairs.train) - len(sampler):
         which = "the last ones" if args.train_sampling_strategy == "sequential" else "another random few each time"
         log.info(f"{left_out} pairs do not fill a last batch of {args.global_batch_size} and are left out: {which}")
-    largest = max(sampler.largest(rows, sampler.micro_batch) for rows in sampler.steps(0))
-    where = "" if args.train_sampling_strategy == "sequential" else ", and is in the first step: what fits there fits"
-    log.info(f"the largest micro-batch has {largest:,} tokens{where}")
     if is_main_process():
         describe(config, facts, step_of(checkpoint))
         pairs.write_dropped(Path(args.output_dir) / "dropped.jsonl")
@@ -200,6 +197,10 @@ def train(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
         log.info(f"padding-free, attention by {trainer.attention_kernel()}")
     if trainer.prefix_sharing:
         log.info(trainer.describe_sharing())
+    sampler = build_sampler(trainer.train_dataset, args, trainer.prefix_sharing)
+    largest = int(sampler.tokens[sampler.largest_micro_batch(sampler.micro_batch)].sum())
+    where = "" if args.train_sampling_strategy == "sequential" else ", and comes first: what fits there fits"
+    log.info(f"the largest micro-batch has {largest:,} tokens{where}")
     if is_main_process():
         add_data_facts(run, trainer.describe_data())
     if checkpoint:

@@ -28,6 +28,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT, now, write_atomically
 from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import Config, parse_config
+from sfm_dpo.data.sampler import FIRST_STEPS_FOR
 from sfm_dpo.data.token_lengths import measure_lengths
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.model.loading import load_model_config
@@ -298,10 +299,11 @@ def check_memory(place: Place) -> Result:
     """The whole model where there is a recipe, its own batch and lengths; leaves MFU and save time to later checks."""
     fields: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 4, "learning_rate": 1e-6}
     if place.recipe:
-        train = read_recipe(place).train
+        recipe = read_recipe(place)
+        train, size = recipe.train, max(FIRST_STEPS_FOR) if recipe.fitted else recipe.micro_batch
         of_recipe = "max_length max_prompt_length per_device_train_batch_size padding_free train_sampling_strategy "
         fields |= dict.fromkeys((of_recipe + "model_name_or_path precompute_ref_log_probs use_peft").split())
-        fields["global_batch_size"] = 2 * train.per_device_train_batch_size * place.processes
+        fields["global_batch_size"] = 2 * size * place.processes
         fields["dataset_name"] = place.folder / "long.jsonl"
         write_pairs(place.folder / "long.jsonl", 4 * fields["global_batch_size"], train.max_length)
     steps = place.train("memory", "zero2", **fields)
@@ -310,14 +312,12 @@ def check_memory(place: Place) -> Result:
     shape, gpu = load_model_config(config, needs_weights=False), place.facts["gpu"]
     cluster = Cluster(find_gpu(gpu) or "H100", place.processes)
     plan = Planner(config, shape, measure_lengths(tokens)[0], len(tokens), cluster)
-    planned = plan.plan_launch("zero2")["total"][config.train.gradient_checkpointing] / 2**30
+    planned = plan.plan_launch("zero2")["total"][plan.setting.every_n_layers > 0] / 2**30
     measured = max(step["perf/peak_memory_gib"] for step in steps)
     saves = re.findall(r"checkpoint saved in ([\d.]+) s", place.read_log("memory"))
     place.facts |= {"memory_ratio": measured / planned, "steps": steps[1:], "save": max(map(float, saves))}
     shutil.rmtree(place.folder / "memory")  # a checkpoint of the whole model
-    figure = (
-        f"largest micro-batch {plan.largest_micro_batches[plan.per_device][0]:,} tokens: {planned:.3g} GiB planned, "
-    )
+    figure = f"largest micro-batch {plan.setting.tokens:,} tokens: {planned:.3g} GiB planned, "
     if not place.on_gpu:
         return Result(None, f"{figure}{measured:.2f} resident, with Python and PyTorch")
     return Result(measured <= MEMORY_TOLERANCE * planned, f"{figure}{measured:.3g} measured")

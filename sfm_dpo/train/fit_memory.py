@@ -24,6 +24,7 @@ from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler
 from sfm_dpo.data.token_lengths import Lengths
 from sfm_dpo.model.memory import USABLE, Activations, head_bytes, meta_model, model_states, trace_activations
+from sfm_dpo.model.packing import why_not_shared
 from sfm_dpo.model.sharding import launched_with
 from sfm_dpo.train.trainer import build_sampler
 
@@ -193,9 +194,12 @@ def _choose(config: Config, dataset: Dataset, shape: PretrainedConfig) -> dict[s
         limit = psutil.virtual_memory().total * USABLE / local_world_size()
     if args.memory_gib:
         limit = args.memory_gib * 2**30
+    sharing = args.prefix_sharing is not False and not why_not_shared(
+        model, args.padding_free, args.router_aux_loss_coef
+    )
     columns = dataset.select_columns(["prompt_length", "chosen_length", "rejected_length"]).with_format("numpy")[:]
     settings = list_settings(
-        build_sampler(dataset, args),
+        build_sampler(dataset, args, sharing),
         Lengths.from_columns(columns).truncate(args.max_length),
         args.world_size,
         ActivationModel(shape, torch.bfloat16 if half else torch.float32, on_gpu),
