@@ -16,9 +16,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
-    AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -88,7 +88,12 @@ class Activations(NamedTuple):
 def meta_model(config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     """A model on the meta device: shapes without memory."""
     with torch.device("meta"), no_init_weights():
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+        return _build(config, dtype)
+
+
+def _build(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model as its class makes it. `from_config` would split it under ZeRO-3, which all ranks must do together."""
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).to(dtype)
 
 
 def trace_activations(config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool) -> Activations:
@@ -154,7 +159,8 @@ def _trace_peak(
         text.layer_types = kinds
     text.vocab_size, text.pad_token_id = min(text.vocab_size, 1024), None  # its gradient is no activation
     with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=SHAPES, dtype=dtype).train()
+        config._attn_implementation = SHAPES
+        model = _build(config, dtype).train()
         if checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         for parameter in model.parameters():  # as the launchers do: a gradient is reduced, and gone

@@ -201,10 +201,10 @@ class Planner:
     def settings(self) -> list[Setting]:
         """Every number of pairs on a device with every number of checkpointed layers; bytes of the activations.
 
-        Lengths that stand for more pairs are repeated. Raises UserError for fewer pairs than a global batch.
+        Lengths that stand for more pairs are repeated, and fewer than a global batch until they fill one.
         """
         args, gpus, lengths = self.args, self.cluster.gpus, self.lengths
-        lengths = lengths.select(np.arange(self.pairs) % len(lengths))
+        lengths = lengths.select(np.arange(max(self.pairs, args.global_batch_size)) % len(lengths))
         tokens, seed = lengths.computed(self.prefix_sharing), args.seed if args.data_seed is None else args.data_seed
         batch, per_rank = args.global_batch_size, args.global_batch_size // gpus
         return list_settings(

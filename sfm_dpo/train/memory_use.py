@@ -20,6 +20,7 @@ from transformers.trainer_pt_utils import get_model_param_count
 
 from sfm_dpo.common.errors import OutOfMemory
 from sfm_dpo.model.memory import head_bytes, meta_model, model_states, trace_activations
+from sfm_dpo.model.packing import find_shared
 from sfm_dpo.train.throughput import peak_memory_gib
 from sfm_dpo.train.watchdog import Watchdog
 
@@ -136,8 +137,12 @@ def explain_out_of_memory(error: BaseException, watchdog: Watchdog, trainer: Any
         amount = f": {float(asked[1]) * UNITS[asked[2]] / 2**30:.2f} GiB asked, {free / 2**30:.2f} GiB free"
     remedy = REMEDIES[watchdog.phase]
     if watchdog.inputs:
-        mask = watchdog.inputs["attention_mask"].cpu()
+        ids, mask, completion = (
+            watchdog.inputs[name].cpu() for name in ("input_ids", "attention_mask", "completion_mask")
+        )
         tokens = int(mask.sum()) if trainer is None or trainer.packed else mask.numel()
+        if trainer is not None and trainer.prefix_sharing:
+            tokens -= int(find_shared(ids, mask, completion == 1).sum())
         what += f", micro-batch of {len(mask) // 2} pairs and {tokens:,} tokens"
         if watchdog.phase == "training" and trainer is not None and (fitting := what_fits(trainer, watchdog.inputs)):
             remedy = f"by the memory model these fit: {fitting}"

@@ -59,7 +59,7 @@ def test_a_wrong_window_is_an_error_that_attention_does_not_pass(place, monkeypa
     assert max(row["error"] for row in rows) < gpu_check.ATTENTION_TOLERANCE
 
     right = attention._sdpa_by_sequence
-    wrong = lambda *args: right(*args[:5], args[5] and args[5] + 1)  # noqa: E731
+    wrong = lambda *args: right(*args[:6], args[6] and args[6] + 1)  # noqa: E731
     monkeypatch.setattr(attention, "_sdpa_by_sequence", wrong)
     measure_attention(place.folder)
     rows = {row["case"]: row["error"] for row in json.loads((place.folder / "attention.json").read_text())}

@@ -17,6 +17,8 @@ from sfm_dpo.config import parse_config
 from sfm_dpo.data.token_lengths import Lengths
 from sfm_dpo.planning.run_plan import Cluster, Planner, format_plan
 
+AS_NAMED = "--fit_memory false --per_device_train_batch_size 4 --gradient_checkpointing true".split()
+
 
 @pytest.fixture
 def plan_of(tmp_path, monkeypatch):
@@ -24,7 +26,7 @@ def plan_of(tmp_path, monkeypatch):
 
     def make(shape, lengths, fields=(), num_gpus=4, calibration=None):
         monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED", raising=False)
-        argv = ["--config", str(PROJECT / "recipes/think.yaml"), "--output_dir", str(tmp_path), *fields]
+        argv = ["--config", str(PROJECT / "recipes/think.yaml"), "--output_dir", str(tmp_path), *AS_NAMED, *fields]
         cluster = Cluster("B200", num_gpus)
         cluster = cluster.calibrated(calibration) if calibration else cluster
         return Planner(parse_config(argv, training=False), shape, lengths, 16 * len(lengths), cluster)

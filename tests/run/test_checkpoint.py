@@ -186,11 +186,13 @@ def test_changed_data_are_counted(tmp_path, now, expected):
 def test_a_run_goes_on_only_with_what_wrote_the_checkpoint(tmp_path):
     folder = write_checkpoint(tmp_path, 3)
     mark_complete(folder, FACTS | {"launch": "ZeRO-2", "order_version": 2})
-    now = {"launch": "ZeRO-2", "order_version": 2}
+    now = {"launch": "ZeRO-2", "order_version": 2, "prefix_sharing": False}
     check_resume(folder, now, ignore=False)
     with pytest.raises(UserError, match=r"another order .*ignore_resume_mismatch: true"):
         check_resume(folder, now | {"order_version": 3}, ignore=False)
     check_resume(folder, now | {"order_version": 3}, ignore=True)
+    with pytest.raises(UserError, match="was written with prefix_sharing False, now it is True"):
+        check_resume(folder, now | {"prefix_sharing": True}, ignore=False)
     with pytest.raises(UserError, match=f"{folder}: was written with launch ZeRO-2, now it is FSDP2") as caught:
         check_resume(folder, now | {"launch": "FSDP2"}, ignore=True)
     assert "ignore_resume_mismatch" not in str(caught.value)

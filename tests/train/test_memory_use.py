@@ -105,7 +105,7 @@ def test_a_micro_batch_that_does_not_fit_ends_at_step_1_with_a_line_whose_offer_
     errors = [line for line in log.splitlines() if line.startswith("error: ")]
     assert (code, status["state"], status["step"]) == (2, "failed", 0), log[-3000:]
     assert len(errors) == 1 and "Traceback" not in log, log[-3000:]
-    largest = re.search(r"the largest micro-batch has ([\d,]+) tokens, and is in the first step", log)[1]
+    largest = re.search(r"the largest micro-batch has ([\d,]+) tokens, and comes first", log)[1]
     assert f"out of memory in training, step 1, micro-batch of 8 pairs and {largest} tokens: " in errors[0]
     asked, free = map(float, re.search(r": ([\d.]+) GiB asked, ([\d.]+) GiB free; ", errors[0]).groups())
     assert asked > free
