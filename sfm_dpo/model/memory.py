@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
+from transformers.modeling_utils import local_torch_dtype
 
 from sfm_dpo.model.sharding import blocks, config_number
 
@@ -93,7 +94,8 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16) ->
 
 def _build(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model as its class makes it. `from_config` would split it under ZeRO-3, which all ranks must do together."""
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).to(dtype)
+    with local_torch_dtype(dtype):
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
 
 
 def trace_activations(config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool) -> Activations:

@@ -85,9 +85,9 @@ def test_the_largest_micro_batch_is_the_samplers_and_a_second_model_costs_memory
     assert padded["launches"]["zero2"]["states"]["reference"] == 2 * packed["model"]["parameters"]
     assert "reference" not in packed["launches"]["zero2"]["states"]
     # balanced: a step of 128 random pairs has 32 micro-batches, and hardly ever more long pairs than those
-    planner = plan_of(shape, mixed)
-    assert planner.largest_micro_batches[4][0] == 2 * 909 + 3 * 2 * 29
-    assert planner.largest_micro_batches[32][0] < 5 * 2 * 909
+    planner = plan_of(shape, mixed, sequential[:2])
+    tokens = {setting.per_device: setting.tokens for setting in planner.settings}
+    assert tokens[4] == 2 * 909 + 3 * 2 * 29 and tokens[32] < 5 * 2 * 909
 
 
 def test_a_calibration_of_this_gpu_is_used_and_of_another_is_not(plan_of, tiny_folder, tmp_path, capsys):
