@@ -23,11 +23,18 @@ run_dpo() {
     [[ -n ${SLURM_JOB_ID:-} ]] || fail "no Slurm job: run 'sbatch scripts/...', or without Slurm 'accelerate launch'"
     export STOP_LEAD_SECONDS=${STOP_LEAD_SECONDS:-600}
     trap 'fail "asked to stop before training began: --time must exceed the lead of --signal=B:USR1@$STOP_LEAD_SECONDS"' USR1
+    # The id of one task of an array is also that of the array, by which Slurm would requeue all of them
+    job_id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}
+    job_id=${job_id:-$SLURM_JOB_ID}
     export SLURM_JOB_START_TIME=${SLURM_JOB_START_TIME:-$(date +%s)} # not before 23.02; tells an old STOP from a new one
     cd "$SLURM_SUBMIT_DIR"
     use_environment
     choose_launch
     first_host
+    if [[ ${2:-} == --members ]]; then # of scripts/sweep.py: each task of its array has a line of arguments
+        [[ -n ${SLURM_ARRAY_TASK_ID:-} ]] || fail "--members $3: no array; submit it with: python scripts/sweep.py"
+        eval "set -- $(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" "$3")"
+    fi
     set -- --config "$@" # the recipe; train_dpo.py takes the last --config, so the user's wins
 
     # One process reads the configuration before any node starts: a mistake is one line, and costs seconds. It takes the
@@ -53,7 +60,7 @@ run_dpo() {
 # eval_tasks as a job of its own, which starts if this one ends well: whatever becomes of it, the model is trained.
 submit_evaluation() {
     ((${SLURM_RESTART_COUNT:-0} == 0)) || return 0 # it waits since the first start
-    local job options=(--parsable --dependency="afterok:$SLURM_JOB_ID" --kill-on-invalid-dep=yes)
+    local job options=(--parsable --dependency="afterok:$job_id" --kill-on-invalid-dep=yes)
     [[ -z ${SLURM_JOB_PARTITION:-} ]] || options+=(--partition="$SLURM_JOB_PARTITION")
     [[ -z ${SLURM_JOB_ACCOUNT:-} ]] || options+=(--account="$SLURM_JOB_ACCOUNT")
     # shellcheck disable=SC2206 # several options
@@ -224,14 +231,14 @@ print(run["state"], run["exit_code"], run["step"], " ".join(run["message"].split
 
 requeue() {
     local restarts=${SLURM_RESTART_COUNT:-0} limit=${MAX_REQUEUES:-20} job_state
-    job_state=$(scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n 's/.* JobState=\([^ ]*\).*/\1/p')
+    job_state=$(scontrol --oneliner show job "$job_id" | sed -n 's/.* JobState=\([^ ]*\).*/\1/p')
     if [[ $job_state != RUNNING ]]; then # a cancelled job is COMPLETING by now, and requeue would bring it back
         say "$state, not requeued: Slurm is ending the job ($job_state), as scancel asks it to; submit again to go on"
     elif ((restarts >= limit)); then
         say "$state, not requeued: restarted $restarts times, MAX_REQUEUES=$limit; submit again to go on"
     elif ((restarts > 0)) && [[ $1 != True ]]; then
         say "$state, not requeued: this restart did no step and no shard; a longer --time is needed to get anywhere"
-    elif scontrol requeue "$SLURM_JOB_ID"; then
+    elif scontrol requeue "$job_id"; then
         say "$state and requeued (restart $((restarts + 1)) of at most $limit)"
     else
         say "$state, and Slurm refused to requeue; submit again to go on"
@@ -252,11 +259,11 @@ print(hangs, run["checkpoint"] is not None, run["host"] or "")' "$status" "$outp
         return
     fi
     requeue True
-    excluded=$(scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n 's/.* ExcNodeList=\([^( ]*\).*/\1/p')
+    excluded=$(scontrol --oneliner show job "$job_id" | sed -n 's/.* ExcNodeList=\([^( ]*\).*/\1/p')
     others=$(sinfo --noheader --partition="$SLURM_JOB_PARTITION" --Node --format=%N | sort -u |
         grep -vxFf <(scontrol show hostnames "${excluded:+$excluded,}$node")) || true
     if [[ -n $node ]] && (($(wc -w <<<"$others") >= SLURM_JOB_NUM_NODES)); then
-        scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${excluded:+$excluded,}$node" &&
-            say "it goes on without $node; to allow it again: scontrol update JobId=$SLURM_JOB_ID ExcNodeList=$excluded"
+        scontrol update JobId="$job_id" ExcNodeList="${excluded:+$excluded,}$node" &&
+            say "it goes on without $node; to allow it again: scontrol update JobId=$job_id ExcNodeList=$excluded"
     fi
 }

@@ -206,6 +206,13 @@ CASES = {
         (f"{RUN} {{kit}}/runs/unmarked/checkpoint-2 --output_dir {{out}}", "was not written to the end"),
         (f"{RUN} {RUN}", "required: --output_dir"),
     ],
+    "sweep": [  # grids: tests/jobs/test_sweep.py
+        ("", "the following arguments are required: GRID.yaml"),
+        ("{kit}/nowhere.yaml", "nowhere.yaml: no YAML that can be read: [Errno 2]"),
+        ("{kit}/noise.yaml", "noise.yaml: no YAML that can be read"),
+        ("{kit}/list.json", "list.json: holds no grid; give recipe, output_dir and fields"),
+        ("{kit}/task.yaml --table", "task.yaml: task: is unknown; the known ones are at_once"),
+    ],
     "evaluate": [
         (RUN, "run: nothing to evaluate; give --tasks or --pairs, or eval_tasks in the recipe"),
         (f"{RUN} --tasks arc_esy", "--tasks arc_esy: lm-eval knows no such task; did you mean arc_easy?"),
