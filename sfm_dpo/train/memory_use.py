@@ -144,8 +144,10 @@ def explain_out_of_memory(error: BaseException, watchdog: Watchdog, trainer: Any
         if trainer is not None and trainer.prefix_sharing:
             tokens -= int(find_shared(ids, mask, completion == 1).sum())
         what += f", micro-batch of {len(mask) // 2} pairs and {tokens:,} tokens"
-        if watchdog.phase == "training" and trainer is not None and (fitting := what_fits(trainer, watchdog.inputs)):
-            remedy = f"by the memory model these fit: {fitting}"
+        if watchdog.phase == "training" and trainer is not None:
+            with contextlib.suppress(Exception):  # too little is left even to compute it; torch then raises anything
+                if fitting := what_fits(trainer, watchdog.inputs):
+                    remedy = f"by the memory model these fit: {fitting}"
     return OutOfMemory(f"{what}{amount}; {remedy}", step=watchdog.step)
 
 
