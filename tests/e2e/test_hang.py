@@ -27,7 +27,7 @@ def assert_hung(run: Run, ranks: dict[int, psutil.Process], rank: int, since: fl
     print(f"verdict {seconds:.1f} s after rank {rank} stopped")
     status = run.status
     assert (status["exit_code"], status["rank"], status["step"] >= 3) == (70, rank, True)
-    assert (run.folder / f"checkpoint-{status['step'] // 2 * 2}").is_dir() and "/checkpoint-" in status["checkpoint"]
+    assert "/checkpoint-" in status["checkpoint"] and (ROOT / status["checkpoint"] / "complete.json").is_file()
     assert f"rank {rank} on {status['host']} stands in " in status["message"]
     environment = json.loads((run.folder / "environment.json").read_text())
     assert [hang["rank"] for hang in environment["hangs"]] == [rank]
@@ -80,16 +80,3 @@ def test_a_rank_that_waits_in_a_collective_alone(place: Place, tmp_path):
     assert_hung(run, ranks, 1, time.monotonic())
     assert "stands in training_step (train_dpo.py:" in run.status["message"]
     assert "it is behind the others" in run.status["message"]
-
-
-def test_out_of_memory_on_one_rank_alone_is_the_runs_one_line(place: Place):
-    """The limit is real: from step 3 on the kernel gives rank 1 no more address space."""
-    run = place.start("memory", 2, env=QUICK | {"MALLOC_MMAP_THRESHOLD_": "8192"}, **FIELDS)
-    ranks = until_training(run)
-    ranks[1].rlimit(psutil.RLIMIT_AS, (ranks[1].memory_info().vms + 2**19,) * 2)
-    assert run.wait(120) != 0
-    status, errors = run.status, [line for line in run.log.splitlines() if line.startswith("error: ")]
-    assert (status["state"], status["exit_code"]) == ("failed", 2), run.log[-4000:]
-    assert len(errors) == 1 and "out of memory in " in errors[0], errors
-    assert status["message"] in errors[0]
-    assert 'train_dpo.py", line' not in run.log, "no rank may print a traceback"
