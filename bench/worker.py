@@ -163,7 +163,7 @@ def machine(device: str) -> str:
 
 
 def warm_up_pairs(job: dict) -> int:
-    return WARM_UP_BATCHES * job["batch"]
+    return max(WARM_UP_BATCHES, job["accumulation"]) * job["batch"]  # a whole optimizer step at least
 
 
 # ---- train
