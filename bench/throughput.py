@@ -37,6 +37,9 @@ VARIANTS = {
     "no_gradient_checkpointing": {"gradient_checkpointing": False},
     "torch_compile": {"torch_compile": True},
 }
+# The recipe's own flags, with --memory_gib as the limit of fit_memory, and with the peak of stock's first run.
+SHIPPED = ("as_shipped", "as_shipped_in_stock_memory")
+RECIPES = {"think": "think", "instruct": "instruct", "chat": "instruct"}
 # hidden size, MLP size, layers, heads, vocabulary. CUDA: Pythia 6.9B and OLMo 3 7B, Llama 3 8B without grouped queries
 SHAPES = {
     "cpu": dict.fromkeys(("olmo3", "gpt_neox", "llama", "olmo_hybrid"), (256, 688, 6, 4, 1024)),
@@ -68,13 +71,16 @@ def main(argv: list[str]) -> int:
         runs = []
         for number in range(options.rounds):
             for variant in options.variants[:: -1 if number % 2 else 1]:
-                runs.append(work({"job": "train", "variant": variant, **settings}) | {"round": number})
+                stock = next((run for run in runs if run["variant"] == "stock"), {})
+                job = {"job": "train", "variant": variant, "stock_peak_gib": stock.get("peak_memory_gib"), **settings}
+                runs.append(work(job) | {"round": number})
                 print(f"round {number + 1}/{options.rounds}  {line(variant, runs[-1])}", flush=True)
     said = {name: value for name, value in vars(options).items() if name != "out"}
     result = {**facts, "options": said, "summary": summarise(runs, options.variants), "runs": runs}
     print("\n" + table(result["summary"]))
+    print(f"as_shipped: the flags of {recipe_of(settings)}, as the recipe sets them")
     name = re.sub(r"[^A-Za-z0-9]+", "-", options.machine or facts["machine"]).strip("-").lower()
-    path = Path(options.out) / f"{name}-{datetime.date.today()}.json"
+    path = Path(options.out) / f"{name}-{options.model}-{options.lengths}-{datetime.date.today()}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(f"\nwritten: {path}")
@@ -87,13 +93,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", choices=list(SHAPES["cpu"]), default="olmo3", help="architecture")
     parser.add_argument("--shape", help="folder whose config.json is the model's, instead of --model and --layers")
     parser.add_argument("--layers", type=count, help="default: 6 on the CPU, 8 on a GPU (the real models have 32)")
-    parser.add_argument("--lengths", choices=["think", "instruct"], default="think", help="Dolci-Think or -Instruct")
-    parser.add_argument("--scale", type=count, help="divides all lengths; default: 8 on the CPU, 1 on a GPU")
+    parser.add_argument("--lengths", choices=list(RECIPES), default="think", help="of which data")
+    parser.add_argument("--scale", type=count, help="divides all lengths; default: 8 on the CPU, 1 on a GPU and for chat")
     parser.add_argument("--pairs", type=count, help="measured pairs; default: 96")
     parser.add_argument("--batch", type=count, default=4, help="pairs in a micro-batch")
     parser.add_argument("--accumulation", type=count, default=4, help="micro-batches in an optimizer step")
     parser.add_argument("--rounds", type=count, help="default: 5")
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), help="default: all")
+    parser.add_argument(
+        "--variants", nargs="+", choices=[*VARIANTS, *SHIPPED], default=[*VARIANTS, *SHIPPED], help="default: all"
+    )
+    parser.add_argument("--memory_gib", type=float, help="limit of as_shipped; default: 0.9 of the machine's")
     parser.add_argument("--machine", help="its name in the file; default: cores and CPU, or the GPU")
     parser.add_argument("--out", default=str(ROOT / "bench" / "results"), help="folder of the JSON file")
     parser.add_argument("--quick", action="store_true", help="tiny model, few pairs, one round: checks the script")
@@ -105,7 +114,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
         options.scale, options.batch, options.accumulation, unit = 128, 2, 2, 4
     if options.pairs % unit:
         parser.error(f"--pairs {options.pairs} is not a multiple of --batch x --accumulation = {unit}")
+    if SHIPPED[1] in options.variants and options.variants[0] != "stock":
+        parser.error(f"--variants {SHIPPED[1]} takes its limit from stock, which must come first")
     return options
+
+
+def recipe_of(job: dict) -> Path:
+    """The recipe for such a model and such data."""
+    name = "olmo_hybrid_7b_instruct" if job["model"] == "olmo_hybrid" else RECIPES[job["lengths"]]
+    return ROOT / "recipes" / f"{name}.yaml"
 
 
 def work(job: dict) -> dict:
@@ -151,7 +168,7 @@ def table(summary: dict[str, dict]) -> str:
     head = ["variant", *COLUMNS, f"steps / {base}", f"epoch / {base}", f"peak / {base}", "spread"]
     rows = [head, ["---"] * len(head)]
     for variant, entry in summary.items():
-        name = variant if variant in ("stock", "off") else f"+ {variant}"
+        name = variant if variant in ("stock", "off", *SHIPPED) else f"+ {variant}"
         if "error" in entry:
             rows.append([name, entry["error"], *[""] * (len(head) - 2)])
             continue

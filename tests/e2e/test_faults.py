@@ -165,6 +165,7 @@ def one_fault(
         lines = [line for line in run.log.splitlines() if line.startswith("error: ") or "Error: " in line]
         said = lines[-1][:100] if lines else ""
         assert code == 0 or any(word in run.log for word in ("space", "Read-only", "disk full")), run.log[-3000:]
+        assert processes > 1 or "Traceback" not in run.log, run.log[-3000:]
     again = here.start(f"fault-{number}", processes, env=env, **fields).finish()
     then = "already done" if "already done" in again.log else "bitwise"
     starts = len(json.loads((output_dir / "environment.json").read_text())["starts"])

@@ -1,14 +1,12 @@
 """scripts/check_gpu.sh as its twin on two CPU processes: every check passes, and the table is there."""
 
 import json
-import os
 
 import pytest
 
 from tests.slurm.jobs import CPU, log_of
 
 
-@pytest.mark.skipif(not os.environ.get("CHECK_GPU"), reason="six minutes or more: CHECK_GPU=1")
 @pytest.mark.grid
 @pytest.mark.timeout(1500)
 def test_the_twin_passes_and_writes_its_table(cluster, project):
