@@ -200,12 +200,12 @@ def _sdpa_by_sequence(
         if n <= window and not before:
             outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling))
             continue
-        for start in range(before, n, _BLOCK):
-            stop, origin = min(start + _BLOCK, n), start - window + 1
+        for part, start in zip(q.split(_BLOCK, 2), range(before, n, _BLOCK), strict=True):
+            stop, origin = start + part.shape[2], start - window + 1
             first = max(0, origin)
             mask = band[: stop - start, first - origin : stop - origin]
-            block = q[:, :, start - before : stop - before], k[:, :, first:stop], v[:, :, first:stop]
-            outputs.append(F.scaled_dot_product_attention(*block, attn_mask=mask, scale=scaling))
+            k_seen, v_seen = k[:, :, first:stop], v[:, :, first:stop]
+            outputs.append(F.scaled_dot_product_attention(part, k_seen, v_seen, attn_mask=mask, scale=scaling))
     return torch.cat([output.transpose(1, 2) for output in outputs], dim=1)
 
 
