@@ -159,7 +159,7 @@ def _select_reference_facts(data: dict[str, Any]) -> dict[str, Any]:
         return {}
     facts = dict(data["reference"].get("train", {"key": "no cache: computed with every batch"}))
     if made := facts.get("made"):
-        words = (f"batches of up to {m['batch_size']} pairs on {m['device']}" if m else "unknown" for m in made)
+        words = (f"batches of up to {m['batch_tokens']:,} tokens on {m['device']}" if m else "unknown" for m in made)
         facts["made"] = ", ".join(words)
     return facts
 

@@ -11,21 +11,21 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import psutil
 import torch
 from datasets import Dataset
 from peft import get_peft_model
 from transformers import PretrainedConfig
 from trl import get_peft_config
 
-from sfm_dpo.common.distributed import broadcast, is_main_process, local_world_size, main_process_first
+from sfm_dpo.common.distributed import broadcast, is_main_process, main_process_first
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler
 from sfm_dpo.data.token_lengths import Lengths
-from sfm_dpo.model.memory import USABLE, Activations, head_bytes, meta_model, model_states, trace_activations
+from sfm_dpo.model.memory import Activations, head_bytes, meta_model, model_states, trace_activations
 from sfm_dpo.model.packing import why_not_shared
 from sfm_dpo.model.sharding import launched_with
+from sfm_dpo.train.memory_use import memory_in_use, memory_limit
 from sfm_dpo.train.trainer import build_sampler
 
 log = logging.getLogger(__name__)
@@ -187,13 +187,9 @@ def _choose(config: Config, dataset: Dataset, shape: PretrainedConfig) -> dict[s
         )
     live, half = not args.precompute_ref_log_probs, args.bf16 or args.fp16
     states = sum(model_states(model, trained, launch, args.world_size, zero, live and not lora, half).values())
-    if on_gpu:
-        limit = torch.cuda.mem_get_info()[1] * USABLE
-    else:  # a share of the machine, of which the process itself has taken some
-        states += psutil.Process().memory_info().rss
-        limit = psutil.virtual_memory().total * USABLE / local_world_size()
-    if args.memory_gib:
-        limit = args.memory_gib * 2**30
+    if not on_gpu:  # a share of the machine, of which the process itself has taken some
+        states += memory_in_use()
+    limit = memory_limit(args)
     sharing = args.prefix_sharing is not False and not why_not_shared(
         model, args.padding_free, args.router_aux_loss_coef
     )

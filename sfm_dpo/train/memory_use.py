@@ -13,19 +13,24 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import get_model_param_count
 
+from sfm_dpo.common.distributed import local_world_size
 from sfm_dpo.common.errors import OutOfMemory
-from sfm_dpo.model.memory import head_bytes, meta_model, model_states, trace_activations
+from sfm_dpo.config import TrainConfig
+from sfm_dpo.model.memory import Activations, head_bytes, meta_model, model_states, trace_activations
 from sfm_dpo.model.packing import find_shared
 from sfm_dpo.train.throughput import peak_memory_gib
 from sfm_dpo.train.watchdog import Watchdog
 
 PLANNED_FROM = 10_000_000  # parameters: planning takes seconds, and a smaller model fits anywhere
-USABLE = 0.9  # of free memory: an allocator cannot join all of it
+# The most at once, beyond which a GPU's matrix products gain nothing, and a CPU's caches lose
+FORWARD_TOKENS = {"cuda": 65_536, "cpu": 8_192}
+USABLE = 0.9  # of memory: an allocator cannot join all of it
 # torch on CUDA and on CPU, CUDA's libraries, the operating system
 SIGNS = re.compile("out of memory|can't allocate memory|Cannot allocate memory|_ALLOC_FAILED")
 ASKED = re.compile(r"allocate ([\d.]+) (bytes|[KMG]iB)")  # also numpy's
@@ -69,8 +74,7 @@ class FirstStepMemory(TrainerCallback):
         self.trainer, self.logged = trainer, False
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        cuda = torch.cuda.is_available()
-        self.in_use = torch.cuda.memory_allocated() if cuda else psutil.Process().memory_info().rss
+        self.in_use = memory_in_use()
         self.peak = peak_memory_gib()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -100,12 +104,50 @@ def gradient_bytes(trainer: Any) -> int:
     return states["gradients"] + states["buffers"]
 
 
-def activation_bytes(trainer: Any, checkpointing: bool) -> Callable[[int, int], int]:
-    """A function: computed tokens of a micro-batch, and how many of them belong to responses -> its peak in bytes."""
+def activation_bytes(trainer: Any, checkpointing: bool, saved: bool = True) -> Callable[[int, int], int]:
+    """A function: computed tokens of a micro-batch, and how many of them belong to responses -> its peak in bytes.
+
+    Args:
+        saved: with what the forward keeps for the backward.
+    """
     args, config = trainer.args, trainer.bare_model().config
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     traced, on_gpu = trace_activations(config, dtype, checkpointing), torch.cuda.is_available()
+    if not saved:
+        traced = Activations((0, 0), tuple(np.subtract(traced.peak, traced.saved)))
     return lambda tokens, responses: traced.peak_bytes(tokens, head_bytes(config, responses, dtype, on_gpu))
+
+
+def tokens_of_forward(trainer: Any) -> int:
+    """Tokens that a forward without gradients takes at once, by memory: the most, halved until they fit.
+
+    It keeps no activations: at its worst it holds less than a layer's backward does beyond what the forward saved.
+    """
+    tokens = FORWARD_TOKENS["cpu" if trainer.args.use_cpu else "cuda"]
+    if get_model_param_count(trainer.model) >= PLANNED_FROM:
+        room = memory_limit(trainer.args) - memory_in_use()
+        try:
+            needed = activation_bytes(trainer, True, saved=False)
+        except Exception as error:
+            log.info(f"the reference's forward is not planned: {error}")
+            return tokens // 8
+        while tokens > 1 and needed(tokens, tokens) > room:
+            tokens //= 2
+    return tokens
+
+
+def memory_in_use() -> int:
+    """Bytes of this process, on its GPU or resident."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss
+
+
+def memory_limit(args: TrainConfig) -> float:
+    """Bytes that a process may take: `memory_gib`, or a share of its GPU, or without one of the node."""
+    if args.memory_gib:
+        return args.memory_gib * 2**30
+    if not args.use_cpu:
+        return USABLE * torch.cuda.mem_get_info()[1]
+    return USABLE * psutil.virtual_memory().total / local_world_size()
 
 
 def free_memory() -> int:

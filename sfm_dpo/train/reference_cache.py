@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import platform
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,11 +30,13 @@ from safetensors.numpy import save
 
 from sfm_dpo.common.claims import Claims
 from sfm_dpo.common.errors import DiskFull, UserError
+from sfm_dpo.common.files import write_atomically
 from sfm_dpo.data.sources import room_in_cache
 from sfm_dpo.run.folder import write_status
 from sfm_dpo.run.status import format_clock
 
 NFS_SECONDS = 60  # its acdirmax: for so long a client may remember that a file was not there
+BATCH = "batch.json"
 CACHE_FORMAT = 2  # raise it when the same key would stand for other figures or another layout of the shards
 POLL_SECONDS = 0.5  # between looks at the shards that others compute
 SHARD_PAIRS = 256  # at 15,000 tokens/s and 8,192 tokens a sequence, under five minutes of work to lose
@@ -71,12 +74,11 @@ class ReferenceCache:
         folder: of `cache_folder`.
         lengths: [N] tokens of each pair after truncation; the rows of a shard depend on them alone: longest pairs
             first, so that a batch holds pairs of one length.
-        batch_size: as many tokens as so many of the longest pairs are computed at once.
+        batch_tokens: computed at once, and at least one pair; see `agree_on_batch`.
     """
 
-    def __init__(self, folder: Path, lengths: np.ndarray, batch_size: int):
-        self.folder, self.lengths, self.batch_size = folder, lengths, batch_size
-        self.batch_tokens = batch_size * int(lengths.max(initial=1))
+    def __init__(self, folder: Path, lengths: np.ndarray, batch_tokens: int = 0):
+        self.folder, self.lengths, self.batch_tokens = folder, lengths, batch_tokens
         order = np.argsort(-lengths, kind="stable")
         size = max(1, min(SHARD_PAIRS, math.ceil(len(order) / 64)))
         self.shards = [order[i : i + size] for i in range(0, len(order), size)]
@@ -95,6 +97,26 @@ class ReferenceCache:
     def count(self) -> int:
         """Shards that are there, whole or not."""
         return sum(self.path(n).exists() for n in range(len(self.shards)))
+
+    def agree_on_batch(self, choose: Callable[[], int]) -> int:
+        """Tokens of a batch: what the first job in this folder chose, so that jobs that share it compute alike.
+
+        Raises:
+            UserError: the folder's file holds no number of tokens.
+            DiskFull: HF_HOME cannot be written.
+        """
+        path = self.folder / BATCH
+        with room_in_cache(self.folder, DiskFull):
+            while not path.exists():
+                if self.claims.take(path.stem):
+                    time.sleep(POLL_SECONDS)
+                elif not path.exists():  # looked at again, as a shard is
+                    write_atomically(path, json.dumps({"batch_tokens": choose()}))
+                self.claims.release_all()
+            text = path.read_text()
+        if not (match := re.fullmatch(r'{"batch_tokens": ([1-9]\d*)}', text)):
+            raise UserError(f"{path}: {text[:80]!r} is no number of tokens; remove the file, and it is chosen again")
+        return int(match[1])
 
     def batches(self, rows: np.ndarray) -> list[np.ndarray]:
         """Splits rows, longest first, into batches of at most `batch_tokens` tokens, padding counted."""
@@ -188,7 +210,7 @@ class ReferenceCache:
     def _provenance(self) -> dict[str, Any]:
         """How a shard is computed, beyond what the key covers."""
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        return {"batch_size": self.batch_size, "batch_tokens": self.batch_tokens, "device": device}
+        return {"batch_tokens": self.batch_tokens, "device": device}
 
     def read_all(self) -> np.ndarray:
         """[N, 2] log-probs of all rows. Raises UserError where a shard that another rank wrote cannot be read, also

@@ -34,7 +34,7 @@ from sfm_dpo.model.packing import compile_layers, describe_delta_nets, enable_pa
 from sfm_dpo.model.saving import mend_saved_files, read_base_config
 from sfm_dpo.model.sharding import hash_weights, hybrid_warning, launched_with
 from sfm_dpo.run.checkpoint import COMPLETE, mark_complete, newest_checkpoint, rotate, stop_requested
-from sfm_dpo.train.memory_use import FirstStepMemory, allocate_optimizer_state
+from sfm_dpo.train.memory_use import FirstStepMemory, allocate_optimizer_state, tokens_of_forward
 from sfm_dpo.train.metrics import loss_scale, reward_metrics, step_0_tolerance
 from sfm_dpo.train.reference_cache import ReferenceCache, cache_folder, hash_tokens, make_folder
 from sfm_dpo.train.throughput import Meter, MeterCallback
@@ -265,11 +265,13 @@ class SFMDPOTrainer(UpstreamFixes):
         if self.prefix_sharing:  # a key without it is that of a cache from before there was such a thing
             settings["prefix_sharing"] = True
         tokens = pair_tokens(dataset, args.max_length, self.prefix_sharing)
-        cache = ReferenceCache(cache_folder(dataset, **settings), tokens, batch_size)
+        cache = ReferenceCache(cache_folder(dataset, **settings), tokens)
         # Rank 0 alone looks: on NFS who looks for a file before it is written may not see it for a minute
         missing = broadcast(cache.missing_shards() if accelerator.is_main_process else [])
         if missing:
             main_process_first(lambda: make_folder(cache.folder))
+            cache.batch_tokens = self._choose_reference_batch(cache)
+            log.info(f"reference, {name}: up to {cache.batch_tokens:,} tokens at once, and at least a pair")
         together = self.is_zero3 or (self.is_fsdp_enabled and not adapter)
         rank, ranks = accelerator.process_index, accelerator.num_processes
 
@@ -302,6 +304,15 @@ class SFMDPOTrainer(UpstreamFixes):
             self.reference_facts[name] = cache.describe(settings)
         columns = Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})
         return concatenate_datasets([dataset, columns], axis=1)
+
+    def _choose_reference_batch(self, cache: ReferenceCache) -> int:
+        """Tokens at once: of so many of the longest pairs where `precompute_ref_batch_size` is named, else the cache's
+        own, which its first job chose by memory."""
+        if named := self.args.precompute_ref_batch_size:
+            return named * int(cache.lengths.max(initial=1))
+        choose = lambda: tokens_of_forward(self) // (1 if self.packed else 2)  # noqa: E731  (padded to the longer)
+        rank_0 = self.accelerator.is_main_process
+        return broadcast(main_process_first(lambda: cache.agree_on_batch(choose) if rank_0 else 0))
 
     def _precision(self) -> str:
         """What computes in which precision: in 16 bit the launchers differ."""

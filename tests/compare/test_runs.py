@@ -163,8 +163,8 @@ run.finish()
 # ---- suspects
 
 
-CACHE = {"key": "k", "packed": "False", "weights": "w", "made": [{"batch_size": 1, "device": "cpu"}]}
-OTHER_CACHE = CACHE | {"made": [{"batch_size": 4, "device": "cpu"}]}
+CACHE = {"key": "k", "packed": "False", "weights": "w", "made": [{"batch_tokens": 1, "device": "cpu"}]}
+OTHER_CACHE = CACHE | {"made": [{"batch_tokens": 4, "device": "cpu"}]}
 
 
 @pytest.mark.parametrize(

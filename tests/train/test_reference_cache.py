@@ -45,8 +45,8 @@ def test_key_covers_tokens_and_settings(monkeypatch):
     assert base != key(tokens())
 
 
-def make_cache(lengths: np.ndarray, batch_size: int = 1) -> reference_cache.ReferenceCache:
-    return reference_cache.ReferenceCache(Path("nowhere"), lengths, batch_size)
+def make_cache(lengths: np.ndarray, batch_tokens: int = 0) -> reference_cache.ReferenceCache:
+    return reference_cache.ReferenceCache(Path("nowhere"), lengths, batch_tokens)
 
 
 def test_shards_hold_every_row_once_longest_first():
@@ -59,7 +59,7 @@ def test_shards_hold_every_row_once_longest_first():
 
 def test_batches_respect_the_budget_and_keep_all_rows():
     lengths = np.sort(np.random.default_rng(0).integers(1, 500, 300))[::-1].copy()
-    cache = make_cache(lengths, batch_size=2)
+    cache = make_cache(lengths, 2 * int(lengths.max()))
     parts = cache.batches(np.arange(300))
     assert np.concatenate(parts).tolist() == list(range(300))
     assert all(len(rows) * lengths[rows].max() <= 2 * lengths.max() for rows in parts)
@@ -71,7 +71,7 @@ def test_ranks_in_lockstep_write_the_shards_of_one(tmp_path, ranks):
     """Each rank computes its share of every round; rank 0 writes. The ranks take turns here."""
     lengths = np.random.default_rng(0).integers(1, 50, 37)
     logps = torch.arange(74.0).view(37, 2)
-    cache = reference_cache.ReferenceCache(tmp_path, lengths, batch_size=3)
+    cache = reference_cache.ReferenceCache(tmp_path, lengths, 3 * int(lengths.max()))
     work = [rows for shard in cache.shards for rows in cache.batches(shard)]
     rounds = iter(range(0, len(work), ranks))
 
@@ -94,7 +94,7 @@ def compute_slowly(folder: Path, log: Path, lengths: np.ndarray) -> None:
             file.write("".join(f"{row}\n" for row in rows))
         return torch.from_numpy(np.stack([rows, lengths[rows]], axis=1))
 
-    cache = reference_cache.ReferenceCache(folder, lengths, batch_size=1)
+    cache = reference_cache.ReferenceCache(folder, lengths, int(lengths.max()))
     assert cache.compute(cache.missing_shards(), forward)
 
 
@@ -113,7 +113,7 @@ def test_jobs_compute_each_shard_once_between_them_and_take_over_what_a_killed_o
     for job in jobs:
         job.join(60)
     assert [job.exitcode for job in jobs] == [-9, 0, 0]
-    cache = reference_cache.ReferenceCache(folder, lengths, batch_size=1)
+    cache = reference_cache.ReferenceCache(folder, lengths, int(lengths.max()))
     assert (cache.read_all() == np.stack([np.arange(128), lengths], axis=1)).all()
     owners = Counter()
     for number in range(len(cache.shards)):
@@ -126,6 +126,42 @@ def test_jobs_compute_each_shard_once_between_them_and_take_over_what_a_killed_o
     lost = len(logs[0].read_text().split()) - owners[jobs[0].pid]
     assert 0 <= lost <= 2  # the shard that it had in hand
     assert not list(folder.glob("*.claim*"))
+
+
+def agree(folder: Path, log: Path, tokens: int) -> None:
+    def choose() -> int:
+        time.sleep(0.2)
+        return tokens
+
+    log.write_text(str(reference_cache.ReferenceCache(folder, np.ones(1)).agree_on_batch(choose)))
+
+
+def test_jobs_that_begin_together_agree_on_one_batch(tmp_path):
+    folder, logs = tmp_path / "cache", [tmp_path / str(job) for job in range(3)]
+    folder.mkdir()
+    fork = multiprocessing.get_context("fork")
+    jobs = [fork.Process(target=agree, args=(folder, log, 100 + n)) for n, log in enumerate(logs)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(60)
+    chosen = {log.read_text() for log in logs}
+    assert len(chosen) == 1 and int(chosen.pop()) in (100, 101, 102)
+    assert [path.name for path in folder.iterdir()] == ["batch.json"]
+
+
+def never() -> int:
+    raise AssertionError
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"batch_tokens": 0}', '{"batch_tokens": "many"}'])
+def test_a_corrupt_batch_file_is_one_line(tmp_path, text):
+    cache = reference_cache.ReferenceCache(tmp_path, np.ones(1))
+    (tmp_path / "batch.json").write_text(text)
+    with pytest.raises(UserError, match=rf"^{tmp_path}/batch.json: .* is no number of tokens; remove the file"):
+        cache.agree_on_batch(never)
+    (tmp_path / "batch.json").write_text('{"batch_tokens": 77}')
+    assert cache.agree_on_batch(never) == 77
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "other rows", "nan"])
@@ -195,8 +231,13 @@ def written(cache: Path) -> dict[str, int]:
     return {str(path): path.stat().st_mtime_ns for path in cache.glob("*/*.safetensors")}
 
 
+def made_with(shard: Path) -> int:
+    with safe_open(shard, "numpy") as file:
+        return json.loads(file.metadata()["made"])["batch_tokens"]
+
+
 @pytest.mark.slow
-def test_cache_is_reused_or_not_as_it_should(model, pairs, cache, tmp_path):
+def test_cache_is_reused_or_not_as_it_should(model, pairs, cache, tmp_path, monkeypatch):
     train(model, pairs, tmp_path / "a")
     shards = written(cache)
     assert shards
@@ -204,6 +245,23 @@ def test_cache_is_reused_or_not_as_it_should(model, pairs, cache, tmp_path):
     same = ("--learning_rate", "1e-4", "--num_train_epochs", "2", "--global_batch_size", "4")
     train(model, pairs, tmp_path / "b", *same)
     assert written(cache) == shards
+    # Another micro-batch in a cache of its own: the same bits, for the reference's batch is not training's
+    monkeypatch.setattr(reference_cache, "HF_CACHE_HOME", str(tmp_path / "hf-2"))
+    train(model, pairs, tmp_path / "two", "--per_device_train_batch_size", "1")
+    for path in cache.glob("*/*.safetensors"):
+        other = tmp_path / "hf-2/sfm_dpo/reference" / path.relative_to(cache)
+        assert (load_file(other)["logps"] == load_file(path)["logps"]).all()
+    monkeypatch.setattr(reference_cache, "HF_CACHE_HOME", str(tmp_path / "hf"))
+    # The folder's batch is what is left to compute with, and what is complete needs none
+    chosen, victim = next(cache.glob("*/batch.json")), Path(min(shards))
+    chosen.write_text('{"batch_tokens": 33}')
+    victim.unlink()
+    train(model, pairs, tmp_path / "rest")
+    assert made_with(victim) == 33 != made_with(Path(max(shards)))
+    chosen.unlink()
+    shards = written(cache)
+    train(model, pairs, tmp_path / "old")
+    assert written(cache) == shards and not chosen.exists()
     # What changes the figures computes again
     train(model, pairs, tmp_path / "c", "--max_length", "32")
     train(model, pairs, tmp_path / "d", "--padding_free", "true")
