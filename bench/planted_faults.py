@@ -103,7 +103,7 @@ def generate(n: int, seed: int = 0) -> tuple[list[dict], dict[str, set[int]], li
     sentences = sorted(found)
     rng.shuffle(sentences)
     words = sorted({word for s in sentences for word in re.findall("[a-z]+", s)})
-    grams = {s: set(hash_ngrams(hash_words(s), NGRAM).tolist()) for s in sentences}
+    grams = {s: set(hash_ngrams([hash_words(s)], NGRAM)[0].tolist()) for s in sentences}
     often = Counter(gram for known in grams.values() for gram in known)  # sentences that the documentation repeats
     held = [s for s in sentences if grams[s] and all(often[gram] == 1 for gram in grams[s])][:100]
     free = [s for s in sentences if s not in set(held)]

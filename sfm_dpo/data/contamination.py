@@ -14,15 +14,14 @@ from datasets.fingerprint import Hasher
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.faults import read_sides
-from sfm_dpo.data.filters import hash_ngrams, hash_words, read_text
+from sfm_dpo.data.filters import PARTS, hash_ngrams, hash_words, read_texts
 from sfm_dpo.data.sources import LOCAL_FORMATS, room_in_cache
 
 # Part of the cache's key. Raise it when _match_batch finds something else.
-CONTAMINATION_VERSION = 1
+CONTAMINATION_VERSION = 2
 
 NGRAM = 13
 COMMON_ROWS = 10
-_PARTS = ("prompt", "chosen", "rejected")
 
 
 def read_evaluation_texts(name: str) -> list[str]:
@@ -65,10 +64,12 @@ def _list_texts(value: Any) -> list[str]:
 
 def index_ngrams(texts: list[str], n: int) -> tuple[np.ndarray, np.ndarray]:
     """Sorted hashes of the n-grams of an evaluation set that are no stock phrase, and the first row with each."""
-    grams = [np.unique(hash_ngrams(hash_words(text), n)) for text in texts]
-    rows = np.repeat(np.arange(len(texts)), [len(found) for found in grams])
-    unique, first, counts = np.unique(np.concatenate(grams), return_index=True, return_counts=True)
-    return unique[counts <= COMMON_ROWS], rows[first][counts <= COMMON_ROWS]
+    grams, rows = hash_ngrams([hash_words(text) for text in texts], n)
+    order = np.lexsort((rows, grams))
+    grams, rows = grams[order], rows[order]
+    fresh = (np.diff(grams, prepend=~grams[:1]) != 0) | (np.diff(rows, prepend=-1) != 0)  # once a row
+    unique, first, counts = np.unique(grams[fresh], return_index=True, return_counts=True)
+    return unique[counts <= COMMON_ROWS], rows[fresh][first][counts <= COMMON_ROWS]
 
 
 @room_in_cache()
@@ -89,19 +90,18 @@ def match_pairs(
     ).with_format("numpy")[:]
 
 
-def _match_batch(batch: dict[str, list], indexes: list[np.ndarray], n: int) -> dict[str, list]:
-    found: dict[str, list] = {"shared": [], "gram": [], "part": []}
-    for sides in zip(*(batch[name] for name in _PARTS), strict=True):
-        grams = [np.unique(hash_ngrams(hash_words(read_text(side)), n)) for side in sides]
-        parts, joined = np.repeat(np.arange(3), [len(part) for part in grams]), np.concatenate(grams)
-        columns = []
-        for index in indexes:
-            at = np.searchsorted(index, joined).clip(max=max(len(index) - 1, 0))
-            hits = np.flatnonzero(index[at] == joined) if len(index) else at[:0]
-            columns.append((len(hits), int(at[hits[0]]), int(parts[hits[0]])) if len(hits) else (0, 0, 0))
-        for name, values in zip(found, zip(*columns, strict=True), strict=True):
-            found[name].append(list(values))
-    return found
+def _match_batch(batch: dict[str, list], indexes: list[np.ndarray], n: int) -> dict[str, np.ndarray]:
+    size = len(batch["prompt"])
+    grams, owners = hash_ngrams([hash_words(text) for text in read_texts(batch)], n)
+    shared, gram, part = (np.zeros((size, len(indexes)), int) for _ in range(3))
+    for i, index in enumerate(indexes):
+        at = np.searchsorted(index, grams)
+        hits = np.append(index, np.uint64(0))[at] == grams
+        texts, at = np.divmod(np.unique(owners[hits] * (len(index) + 1) + at[hits]), len(index) + 1)  # once a text
+        pairs, first = np.unique(texts % size, return_index=True)
+        shared[:, i] = np.bincount(texts % size, minlength=size)
+        gram[pairs, i], part[pairs, i] = at[first], texts[first] // size
+    return {"shared": shared, "gram": gram, "part": part}
 
 
 def report_contamination(
@@ -128,7 +128,7 @@ def report_contamination(
             part, owner = int(found["part"][row, i]), int(owners[found["gram"][row, i]])
             sides = read_sides(pairs[row])
             worst.append(
-                {"row": row, "side": _PARTS[part], "shared": int(shared[row]), "text": sides[part][:600]}
+                {"row": row, "side": PARTS[part], "shared": int(shared[row]), "text": sides[part][:600]}
                 | {"set_row": owner, "set_text": rows[owner][:600]}
             )
         sets.append(

@@ -24,23 +24,23 @@ OPENING = 160  # characters in which a refusal refuses: later words such as "can
 LONG_ANSWER = 200  # characters: titles, names, formulas and one-line answers need no full stop
 LONG_LINE = 60  # characters of a last line that is prose: items of lists and signatures are shorter
 QUOTED_PROMPT = 60  # characters: answers take up a short question in their own sentence
+# A class first, which re finds several times as fast as alternatives; "\n" is before the text as well
 _REFUSAL = re.compile(
-    r"\bi(?:['’]m| am) (?:unable|not able) to\b|\bi must (?:decline|refuse)\b|\bi(?:['’]m| am) not comfortable\b|"
-    r"\bi (?:can ?not|can['’]t|won['’]t|will not) (?:help|assist|provide|comply|answer|fulfil|discuss|engage|create|"
+    r"[IiAa](?<!\w.)(?i:(?:['’]m| am) (?:unable|not able) to\b| must (?:decline|refuse)\b|"
+    r"(?:['’]m| am) not comfortable\b|"
+    r" (?:can ?not|can['’]t|won['’]t|will not) (?:help|assist|provide|comply|answer|fulfil|discuss|engage|create|"
     r"write|generate|give|support|participate|continue|offer|share|do that)\b|"
-    r"\bas an ai\b[^.]{0,60}\bi (?:can|do|am)\b",
-    re.I,
+    r"s an ai\b[^.]{0,60}\bi (?:can|do|am)\b)"
 )
-_MARKDOWN = re.compile(r"```|\*\*\w[^*\n]*\*\*|^(?:#{1,6} |\s*[-*+] |\s*\d+[.)] )\S", re.M)
+_MARKDOWN = re.compile(r"[`*\n](?:(?<=`)``|(?<=\*)\*\w[^*\n]*\*\*|(?<=\n)(?:#{1,6} |\s*[-*+] |\s*\d+[.)] )\S)")
 _EMOJI = re.compile("[\U0001f300-\U0001faff\u2600-\u27bf]")
 _ROLE_TAG = re.compile(
-    r"<\|(?:im_start|im_end|user|assistant|system|eot_id|start_header_id|end_header_id|endoftext)\|>|\[/?INST\]|"
-    r"<</?SYS>>|^(?:Human|Assistant|### (?:Instruction|Response)):",
-    re.M,
+    r"[<\[\n](?:(?<=<)\|(?:im_start|im_end|user|assistant|system|eot_id|start_header_id|end_header_id|endoftext)\|>|"
+    r"(?<=<)</?SYS>>|(?<=\[)/?INST\]|(?<=\n)(?:Human|Assistant|### (?:Instruction|Response)):)"
 )
 _EMPTY_THINK = re.compile(r"<think>\s*</think>")
 # UTF-8 read as Latin-1 or Windows-1252, control characters that no text has, and what a decoder puts for a bad byte
-_MOJIBAKE = re.compile(  # a class first, which re finds several times as fast as alternatives
+_MOJIBAKE = re.compile(
     "[\x80-\x9f\ufffd\u00c2\u00c3\u00e2\u00ef](?:(?<=[\x80-\x9f\ufffd])|(?<=[\u00c2\u00c3])[\x80-\xbf\u2018-\u2122]|"
     "(?<=\u00e2)[\x80-\x9f\u20ac]|(?<=\u00ef)\u00bf\u00bd)"
 )
@@ -55,8 +55,8 @@ def search(pattern: re.Pattern, end: int | None = None, alone: bool = False, asc
     `ascii`: whether it can be in a text of ASCII alone."""
 
     def find(answer: str, other: str, prompt: str) -> int | None:
-        match = pattern.search(answer[:end]) if ascii or not answer.isascii() else None
-        return match.start() if match and not (alone and pattern.search(other)) else None
+        match = pattern.search("\n" + answer[:end]) if ascii or not answer.isascii() else None
+        return max(match.start() - 1, 0) if match and not (alone and pattern.search("\n" + other)) else None
 
     return find
 

@@ -9,14 +9,14 @@ import functools
 import json
 import re
 import runpy
-from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
-from datasets import Dataset
+from datasets import Dataset, Features, Sequence, Value
 from datasets.fingerprint import Hasher
 from datasketch import MinHash, MinHashLSH
 
@@ -24,7 +24,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.sources import list_dropped, room_in_cache
 
 # Part of the cache's keys. Raise it when measure_texts or judge_texts gives something else.
-FILTERS_VERSION = 1
+FILTERS_VERSION = 2
 
 FILTER_REASONS = {
     "value": "value of a column is not in keep_values",
@@ -42,6 +42,7 @@ FILTER_REASONS = {
 SHINGLE = 5  # words; usual for near duplicates of web text
 NUM_PERM = 128  # MinHash values: the similarity is known within 0.04 (standard error at 0.8: 0.035)
 SKETCH = 256  # smallest shingles that stand for a text: a long one costs no more than a page
+PARTS = ("prompt", "chosen", "rejected")
 # A word, or a single character of the scripts that put no space between words
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u9fff]+")
 _SPACES = "".join(chr(i) if chr(i).isalnum() else " " for i in range(128))
@@ -115,6 +116,11 @@ def read_text(side: str | list[dict]) -> str:
     return "\n".join(message["content"] for message in side if message["role"] != "system")
 
 
+def read_texts(batch: dict[str, list]) -> list[str]:
+    """The texts of all prompts, then of all chosen and all rejected responses."""
+    return [read_text(side) for name in PARTS for side in batch[name]]
+
+
 @functools.lru_cache(maxsize=2**20)
 def _hash_word(word: str) -> int:
     return xxhash.xxh3_64_intdigest(word.encode("utf-8", "replace"))
@@ -129,37 +135,46 @@ def hash_words(text: str) -> np.ndarray:
     return np.fromiter(map(_hash_word, words), np.uint64, len(words))
 
 
-def hash_ngrams(words: np.ndarray, n: int) -> np.ndarray:
-    """uint64 hashes of the n-grams of hashed words; fewer than n words give none."""
-    grams = np.zeros(max(len(words) - n + 1, 0), np.uint64)
-    for i in range(n):  # a polynomial modulo 2**64
-        grams = grams * np.uint64(0x9E3779B97F4A7C15) + words[i : i + len(grams)]
-    return grams
+def _combine(columns: Iterable[np.ndarray]) -> np.ndarray:
+    """uint64 hashes of rows of integers: a polynomial modulo 2**64."""
+    return functools.reduce(lambda hashes, column: hashes * np.uint64(0x9E3779B97F4A7C15) + column, columns)
 
 
-def _sketch(*texts: tuple[str, np.ndarray]) -> np.ndarray:
-    """[NUM_PERM] MinHash of the shingles of texts, each given with its hashed words; the order of the texts counts."""
-    shingles = []
-    for i, (text, words) in enumerate(texts):
-        grams = hash_ngrams(words, SHINGLE)
-        if not len(grams):  # a short text counts as one shingle, and one without words as it is
-            grams = np.array([_hash_word(text) if not len(words) else hash_ngrams(words, len(words))[0]], np.uint64)
-        shingles.append(grams * np.uint64(2 * i + 1))
-    smallest = np.unique(np.concatenate(shingles) >> np.uint64(32))[:SKETCH]
-    minhash = MinHash(num_perm=NUM_PERM, hashfunc=int, permutations=_PERMUTATIONS, scheme="affine32")
-    minhash.update_batch(smallest.tolist())
-    return minhash.hashvalues
+def hash_ngrams(texts: list[np.ndarray], n: int, whole: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """uint64 hashes of the n-grams of texts, each given as its hashed words, and of each n-gram its text's number.
+
+    Args:
+        whole: a text of fewer than n words counts as one n-gram; it has none otherwise.
+    """
+    if whole:
+        texts = [np.append(text, np.zeros(n - len(text), np.uint64)) if len(text) < n else text for text in texts]
+    words = np.concatenate(texts)
+    owners = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
+    size = max(len(words) - n + 1, 0)
+    inside = owners[:size] == owners[n - 1 :]
+    return _combine(words[i : i + size] for i in range(n))[inside], owners[:size][inside]
+
+
+def _sort_unique(values: np.ndarray) -> np.ndarray:
+    """np.unique of uint64, which for these sizes is several times as fast as its hash table."""
+    values = np.sort(values)
+    return values[np.diff(values, prepend=~values[:1]) != 0]
 
 
 @room_in_cache()
 def measure_texts(pairs: Dataset, num_proc: int | None = None) -> Dataset:
     """Of each pair (preferences.py), as numpy columns: keys equal for equal prompts and pairs, `similarity` of the
     responses (shared word pairs, as a share of both responses' on average: Dice), MinHash of prompt and responses."""
+    minhash, key = Sequence(Value("uint32"), NUM_PERM), Value("int64")
     return pairs.map(
         _measure_batch,
         batched=True,
         batch_size=200,
         remove_columns=pairs.column_names,
+        features=Features(
+            {"prompt_key": key, "pair_key": key, "similarity": Value("float32")}
+            | {"prompt_minhash": minhash, "responses_minhash": minhash}
+        ),
         num_proc=num_proc,
         new_fingerprint=Hasher.hash((pairs._fingerprint, "texts", FILTERS_VERSION)),
         desc="Comparing",
@@ -167,24 +182,52 @@ def measure_texts(pairs: Dataset, num_proc: int | None = None) -> Dataset:
 
 
 def _measure_batch(batch: dict[str, list]) -> dict[str, Any]:
-    columns: dict[str, list] = defaultdict(list)
-    for prompt, chosen, rejected, template in zip(
-        *(batch[name] for name in ("prompt", "chosen", "rejected", "template")), strict=True
-    ):
-        texts = [read_text(side) for side in (prompt, chosen, rejected)]
-        words = [hash_words(text) for text in texts]
+    keys: dict[str, list[int]] = {"prompt_key": [], "pair_key": []}
+    for prompt, chosen, rejected, template in zip(*(batch[name] for name in (*PARTS, "template")), strict=True):
         digest = xxhash.xxh3_64(json.dumps([prompt, template]).encode())
-        columns["prompt_key"].append(digest.intdigest())
+        keys["prompt_key"].append(digest.intdigest())
         digest.update(json.dumps([chosen, rejected]).encode())
-        columns["pair_key"].append(digest.intdigest())
-        grams = [np.unique(hash_ngrams(side, 2)) for side in words[1:]]
-        shared, total = len(np.intersect1d(grams[0], grams[1], assume_unique=True)), sum(map(len, grams))
-        columns["similarity"].append(2 * shared / total if total else float(texts[1] == texts[2]))
-        columns["prompt_minhash"].append(_sketch((texts[0], words[0])))
-        columns["responses_minhash"].append(_sketch(*zip(texts[1:], words[1:], strict=True)))
-    keys = {name: np.array(columns[name], np.uint64).view(np.int64) for name in ("prompt_key", "pair_key")}
-    sketches = {name: np.stack(columns[name]) for name in ("prompt_minhash", "responses_minhash")}  # written at once
-    return columns | keys | sketches
+        keys["pair_key"].append(digest.intdigest())
+    texts = read_texts(batch)
+    words = [hash_words(text) for text in texts]
+    words = [
+        found if len(found) else np.array([_hash_word(text)], np.uint64)
+        for found, text in zip(words, texts, strict=True)
+    ]
+    n = len(texts) // 3
+    minhashes = _sketch(words, n)
+    columns = {name: np.array(values, np.uint64).view(np.int64) for name, values in keys.items()}
+    return columns | {
+        "similarity": _compare(words[n : 2 * n], words[2 * n :]),
+        "prompt_minhash": minhashes[:n],
+        "responses_minhash": minhashes[n:],
+    }
+
+
+def _compare(chosen: list[np.ndarray], rejected: list[np.ndarray]) -> np.ndarray:
+    """[N] Dice similarity of the word pairs of responses, given as hashed words."""
+    sides = []
+    for texts in (chosen, rejected):
+        grams, owners = hash_ngrams(texts, 2, whole=True)
+        sides.append(_sort_unique(owners.astype(np.uint64) << np.uint64(48) | grams >> np.uint64(16)))
+    both = np.sort(np.concatenate(sides))
+    owners = (both >> np.uint64(48)).astype(int)
+    return 2 * np.bincount(owners[1:][both[1:] == both[:-1]], minlength=len(chosen)) / np.bincount(owners)
+
+
+def _sketch(words: list[np.ndarray], n: int) -> np.ndarray:
+    """[2n, NUM_PERM] MinHash of n prompts and n pairs of responses, given as hashed words of all prompts, all chosen
+    and all rejected."""
+    grams, owners = hash_ngrams(words, SHINGLE, whole=True)
+    rejected = owners >= 2 * n
+    grams[rejected] *= np.uint64(3)  # chosen and rejected are not the same the other way round
+    groups = (owners - n * rejected).astype(np.uint64) << np.uint64(32)
+    shingles = _sort_unique(groups | grams >> np.uint64(32))
+    starts = np.searchsorted(shingles, np.arange(1, 2 * n, dtype=np.uint64) << np.uint64(32))
+    a, b = _PERMUTATIONS
+    return np.stack(
+        [(smallest[:SKETCH, None] * a + b).min(axis=0) for smallest in np.split(shingles.astype(np.uint32), starts)]
+    )
 
 
 def judge_texts(
@@ -228,9 +271,15 @@ def find_near_duplicates(sketches: list[np.ndarray], threshold: float) -> np.nda
     """[N] bool: whether an earlier row that stays has a Jaccard similarity of at least `threshold` in every one of
     `sketches`, each [N, NUM_PERM] MinHash values. Candidates come from locality-sensitive hashing of the first."""
     index = MinHashLSH(threshold, NUM_PERM, weights=(0.1, 0.9))  # rather look at more than miss one
-    near = np.zeros(len(sketches[0]), dtype=bool)
-    for i, values in enumerate(sketches[0]):
-        minhash = MinHash(hashvalues=values, permutations=_PERMUTATIONS, scheme="affine32")
+    candidates = np.zeros(len(sketches[0]), dtype=bool)  # the others share no band with any row
+    for start, end in index.hashranges:
+        bands = _combine(sketches[0].T[start:end].astype(np.uint64))
+        order = np.argsort(bands)
+        same = np.flatnonzero(bands[order[1:]] == bands[order[:-1]])
+        candidates[order[same]] = candidates[order[same + 1]] = True
+    near = np.zeros(len(candidates), dtype=bool)
+    for i in np.flatnonzero(candidates).tolist():
+        minhash = MinHash(hashvalues=sketches[0][i], permutations=_PERMUTATIONS, scheme="affine32")
         if earlier := index.query(minhash):
             alike = [(sketch[earlier] == sketch[i]).mean(axis=1) >= threshold for sketch in sketches]
             near[i] = np.logical_and.reduce(alike).any()
