@@ -39,14 +39,18 @@ def main(argv: list[str]) -> int:
     run = config.train.output_dir
     fit = describe_memory(config, int(argv[1]), Path(argv[0]).stem)
     if claim(config):
-        check_world_size(config.train, int(argv[1]))
+        keep = False
+        try:
+            check_world_size(config.train, int(argv[1]))
+            keep = os.environ.get("KEEP_LOCK") == "1"
+        finally:
+            if not keep:
+                release_lock(Path(run) / LOCK)
         if config.train.eval_tasks:
             print("evaluation:", *config.train.eval_tasks)
         if fit:
             print(fit, file=sys.stderr)
         print(run)
-        if os.environ.get("KEEP_LOCK") != "1":
-            release_lock(Path(run) / LOCK)
     elif (status := read_status(run) or {}).get("state") == "push_failed":
         print(f"{run}: trained, but not pushed: {status['message']}", file=sys.stderr)
     else:

@@ -50,11 +50,7 @@ _RANGES = [
         "score_margin weight_decay adam_epsilon max_grad_norm data_seed dataloader_num_workers guard_generations "
         "hang_timeout",
     ),
-    (
-        lambda v: 0 <= v <= 1,
-        "in 0..1",
-        "max_dropped_fraction adam_beta1 adam_beta2 lora_dropout label_smoothing",
-    ),
+    (lambda v: 0 <= v <= 1, "in 0..1", "max_dropped_fraction adam_beta1 adam_beta2 lora_dropout label_smoothing"),
     (lambda v: 0 <= v < 1, "at least 0 and below 1", "eval_fraction"),
     (lambda v: 0 < v <= 1, "above 0 and at most 1", "duplicate_threshold max_response_similarity"),
     (lambda v: 0 <= v < 2**32, "at least 0 and below 2**32", "seed"),
@@ -232,7 +228,10 @@ def check_mappings(args: Any) -> None:
         value = getattr(args, name)
         if not isinstance(value, dict | None):
             raise UserError(f"{name} {value}: must be a mapping such as {{a: 1}}")
-    kernel = (args.model_init_kwargs or {}).get("attn_implementation")
+    kwargs = args.model_init_kwargs or {}
+    kernel = kwargs.get("attn_implementation")
+    if kwargs.get("use_kernels") and importlib.util.find_spec("kernels") is None:
+        raise UserError("model_init_kwargs use_kernels: kernels is not installed; pip install kernels, or remove it")
     if not isinstance(kernel, str | None):
         raise UserError(f"attn_implementation {kernel}: must be the name of a kernel")
     for key in args.gradient_checkpointing_kwargs or {}:

@@ -215,6 +215,7 @@ def test_values_that_no_run_can_have(parse, option):
         ({"guard_generations": 5}, ["guard_generations 5: needs prompts"]),
         ({"attn_implementation": "spda"}, ["attn_implementation spda: is unknown; did you mean sdpa?"]),
         ({"attn_implementation": "flash_attention_2"}, ["flash-attn is not installed", "padding_free: true"]),
+        ({"model_init_kwargs": {"use_kernels": True}}, ["use_kernels: kernels is not installed; pip install kernels"]),
         ({"torch_compile_backend": "inductr"}, ["inductr: is unknown; did you mean inductor?"]),
         ({"torch_compile_mode": "fast"}, ["torch_compile_mode fast: is unknown"]),
         ({"lr_scheduler_kwargs": "[1]"}, ["lr_scheduler_kwargs [1]: must be a mapping"]),

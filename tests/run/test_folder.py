@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import yaml
 
+from scripts import check_config
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.config import parse_config
@@ -20,9 +21,12 @@ from sfm_dpo.run.folder import ENVIRONMENT, LOCK, RESOLVED_CONFIG, STATUS, claim
 from sfm_dpo.run.lock import take_lock
 
 
+def needed(output_dir) -> list[str]:
+    return ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--use_cpu", "--output_dir", str(output_dir)]
+
+
 def config(output_dir, *cli):
-    needed = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--use_cpu", "--output_dir", str(output_dir)]
-    return parse_config([*needed, *cli])
+    return parse_config([*needed(output_dir), *cli])
 
 
 def started(run, *cli, state="running"):
@@ -188,3 +192,17 @@ def test_no_secret_is_written_down(tmp_path, monkeypatch):
     command = json.loads((tmp_path / ENVIRONMENT).read_text())["command"]
     assert command[1:] == ["train_dpo.py", "--hub_token", "***", "--hub-token=***", "--seed", "1"]
     assert yaml.safe_load((tmp_path / RESOLVED_CONFIG).read_text())["seed"] == 42
+
+
+def test_the_check_of_the_batch_scripts_keeps_the_folder_only_where_the_run_can_go_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("KEEP_LOCK", "1")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "")  # check_config sets it
+    run, checkpoint = tmp_path / "run", tmp_path / "checkpoint-3"
+    checkpoint.mkdir()
+    (checkpoint / "complete.json").write_text(json.dumps({"world_size": 2, "files": {}}))
+    fields = [*needed(run), "--resume_from_checkpoint", str(checkpoint)]
+    assert check_config.main(["configs/accelerate/cpu.yaml", "4", *fields]) == 2
+    assert "was written by 2 process(es), now there are 4" in capsys.readouterr().err
+    assert not (run / LOCK).exists()
+    assert check_config.main(["configs/accelerate/cpu.yaml", "2", *fields]) == 0
+    assert (run / LOCK).exists()
