@@ -13,9 +13,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import sfm_dpo  # noqa: F401  (first: it looks for the packages)
-
-# isort: split
 from sfm_dpo.common.cli import Arguments, command, number
 from sfm_dpo.jobs.averaging import average_models
 

@@ -72,13 +72,6 @@ submit_evaluation() {
     fi
 }
 
-evaluate_run() {
-    cd "$SLURM_SUBMIT_DIR"
-    use_environment
-    [[ ${LAUNCH:-} != cpu* ]] || export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES=
-    exec python scripts/evaluate.py "$@"
-}
-
 say() { echo "[${SLURM_JOB_NAME:-dpo} $(date '+%F %T')] $*"; }
 
 use_environment() {
@@ -116,8 +109,8 @@ choose_launch() {
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 }
 
-# Sets host and port of the rendezvous, and srun_options: one task a node. Every node must meet at the same place: there is no fallback to localhost, with
-# which each node would train alone. The address is the one under which Slurm itself reaches the node.
+# Sets host and port of the rendezvous, and srun_options: one task a node. Every node must meet at the same place: there
+# is no fallback to localhost, with which each node would train alone. The address is that by which Slurm reaches the node.
 first_host() {
     local name
     name=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

@@ -26,9 +26,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run_a")
     parser.add_argument("run_b")
     parser.add_argument(
-        "--tolerance",
-        type=number(float, 1e-12),
-        help="relative; 0.001, or 0.05 where a run says bf16 or fp16",
+        "--tolerance", type=number(float, 1e-12), help="relative; 0.001, or 0.05 where a run says bf16 or fp16"
     )
     parser.add_argument("--until", type=number(int, 1), metavar="STEP", help="leave out later steps")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="all of it, with both series, for programs")

@@ -2,15 +2,7 @@
 # DPO on Dolci-Instruct (recipes/instruct.yaml): 1 node with 4 GPUs, output in outputs/dpo-instruct,
 # log in logs/dpo-instruct-train-JOB.out.
 #
-#   sbatch scripts/dpo_instruct_train.sh                                          from the project folder
-#   sbatch scripts/dpo_instruct_train.sh --learning_rate 5e-7 --output_dir outputs/lr5e-7
-#                                                                                 overrides reach train_dpo.py
-#   sbatch scripts/dpo_instruct_train.sh --config recipes/mine.yaml               another recipe
-#   sbatch --nodes=2 --gpus-per-node=8 --time=12:00:00 scripts/dpo_instruct_train.sh  Slurm's options come first
-#   LAUNCH=cpu sbatch scripts/dpo_instruct_train.sh ...                           rehearsal without GPUs
-#
-# Account and partition: --account=A --partition=P after sbatch, or SBATCH_ACCOUNT and SBATCH_PARTITION in your shell.
-# Variables read from the environment: see scripts/common.sh. Without Slurm: accelerate launch, see README.md.
+#   sbatch scripts/dpo_instruct_train.sh --learning_rate 5e-7      from the project folder; more as in dpo_train.sh
 #
 #SBATCH --job-name=dpo-instruct-train
 #SBATCH --nodes=1

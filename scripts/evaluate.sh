@@ -21,4 +21,7 @@ if [[ ! -f $common ]]; then
 fi
 # shellcheck source=scripts/common.sh
 source "$common"
-evaluate_run "$@"
+cd "${SLURM_SUBMIT_DIR:-.}"
+use_environment
+[[ ${LAUNCH:-} != cpu* ]] || export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES=
+exec python scripts/evaluate.py "$@"

@@ -22,8 +22,9 @@ from sfm_dpo.common.cli import Arguments, command, new_file, write_json
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.health.preflight import check_vocabulary, format_preflight, run_preflight
-from sfm_dpo.model.loading import load_model_config, model_init_kwargs
-from sfm_dpo.train.trainer import SFMDPOTrainer
+from sfm_dpo.model.loading import load_model_config
+from sfm_dpo.train.watchdog import Watchdog
+from train_dpo import build_trainer
 
 
 @command
@@ -52,16 +53,11 @@ def preflight(fields: list[str]) -> dict:
     if total < args.global_batch_size:
         print(f"warning: {total} pairs are less than global_batch_size {args.global_batch_size}: nothing to train on")
     sample = np.sort(np.random.default_rng(args.seed).permutation(total)[: args.preflight_samples])
+    pairs.train = pairs.train.select(sample)
     args.precompute_ref_log_probs = True  # otherwise TRL loads the model twice
     if args.bf16:
         config.model.dtype = "bfloat16"  # nothing is trained: no master weights
-    args.model_init_kwargs = model_init_kwargs(config)
-    trainer = SFMDPOTrainer(
-        model=config.model.model_name_or_path,
-        args=args,
-        train_dataset=pairs.train.select(sample),
-        processing_class=tokenizer,
-    )
+    trainer = build_trainer(config, pairs, tokenizer, None, Watchdog(args.output_dir, timeout=0))
     return run_preflight(trainer, config) | {"pairs": f"{len(sample):,} of {total:,}, drawn with seed {args.seed}"}
 
 

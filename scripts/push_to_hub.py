@@ -21,9 +21,6 @@ from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import sfm_dpo  # noqa: F401  (first: it reads .env)
-
-# isort: split
 from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.hub.publish import choose_repo, find_source, publish, push_run, stage_files
 from sfm_dpo.hub.serving import OLDER, check_serving, make_environment

@@ -232,9 +232,7 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
         raise UserError(str(error)) from error
     check_mappings(train)
     names = model.lora_target_modules
-    if (
-        isinstance(names, str) and names.isidentifier()
-    ):  # TRL makes a string of a single name, and PEFT a pattern of it
+    if isinstance(names, str) and names.isidentifier():  # TRL's form of a single name, a pattern to PEFT
         model.lora_target_modules = [names]
     config = Config(train, model, data, [tracking], micro_batch, fitted)
     if train.trust_remote_code:

@@ -12,19 +12,40 @@ import platform
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 LEASE_SECONDS = 300  # longer than a batch takes, and than an NFS client remembers a file's time (60)
 
 
+def this_process() -> dict[str, Any]:
+    """The owner of a file: Slurm job, host, process, and when that started, for its number may be another's later."""
+    pid, job = os.getpid(), os.environ.get("SLURM_JOB_ID")
+    return {"job": job, "host": platform.node(), "pid": pid, "started": _start_time(pid)}
+
+
+def is_alive(owner: dict[str, Any]) -> bool:
+    """Whether the process of `this_process` is there, on this host."""
+    try:
+        same = (
+            owner["host"] == platform.node() and abs(_start_time(owner["pid"]) - owner["started"]) < 5
+        )  # of the two clocks one may waver
+        return same and psutil.Process(owner["pid"]).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _start_time(pid: int) -> float:
+    """Seconds from boot to the start of the process, which stay the same when the clock is set."""
+    return psutil.Process(pid).create_time() - psutil.boot_time()
+
+
 class Claims:
     """The claims of this process in a folder; `lease` in seconds."""
 
     def __init__(self, folder: Path, lease: float = LEASE_SECONDS):
-        self.folder, self.lease = folder, lease
-        started, job = psutil.Process().create_time(), os.environ.get("SLURM_JOB_ID")
-        self.owner = {"host": platform.node(), "pid": os.getpid(), "started": started, "job": job}
+        self.folder, self.lease, self.owner = folder, lease, this_process()
         self._held: list[Path] = []  # and what they took over
         self._seen: dict[Path, tuple[int, float]] = {}  # time of a file, by the server, and when we saw it first
 
@@ -62,7 +83,7 @@ class Claims:
         except FileNotFoundError:
             return "a process that has just released it"
         owner = json.loads(text) if text.endswith("}") else {}  # its owner is writing, or was killed then
-        if owner.get("host") == platform.node() and not _is_alive(owner):
+        if owner.get("host") == platform.node() and not is_alive(owner):
             return None
         before, since = self._seen.setdefault(path, (changed, time.monotonic()))
         if before != changed:
@@ -71,12 +92,3 @@ class Claims:
             return None
         job = f"job {owner['job']}, " if owner.get("job") else ""
         return f"{job}process {owner.get('pid')} on {owner.get('host')}"
-
-
-def _is_alive(owner: dict) -> bool:
-    try:
-        process = psutil.Process(owner["pid"])
-        same = abs(process.create_time() - owner["started"]) < 5  # it is derived from the clock, and wavers
-        return same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

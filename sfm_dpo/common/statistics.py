@@ -18,8 +18,8 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
     return mean, mean - Z * error, mean + Z * error
 
 
-def wilson(share: float, n: int, z: float = Z) -> tuple[float, float]:
-    """Wilson's score interval (1927) of a share observed in n trials; 95% by default. NaN where share is."""
-    centre, square = share + z * z / (2 * n), z * z / n
-    half = z * math.sqrt(share * (1 - share) / n + square / (4 * n))
+def wilson(share: float, n: int) -> tuple[float, float]:
+    """Wilson's 95% score interval (1927) of a share observed in n trials. NaN where share is."""
+    square = Z * Z / n
+    centre, half = share + square / 2, Z * math.sqrt(share * (1 - share) / n + square / (4 * n))
     return max(0.0, (centre - half) / (1 + square)), min(1.0, (centre + half) / (1 + square))

@@ -18,17 +18,15 @@ class Answer(NamedTuple):
     cut: bool
 
 
-def generate_answers(
-    model_path: str, prompts: list[list[dict]], max_new_tokens: int = 128, device: str = "cpu"
-) -> list[Answer]:
-    """Greedy answers of the model in `model_path`, all prompts in one batch.
+def generate_answers(model_path: str, prompts: list[list[dict]], max_new_tokens: int = 128) -> list[Answer]:
+    """Greedy answers of the model in `model_path` on the CPU, all prompts in one batch.
 
     Args:
         model_path: folder or Hub id with model, tokenizer and chat template.
         prompts: conversations (lists of {"role", "content"}) that end with the user's turn.
     """
     tokenizer = AutoTokenizer.from_pretrained(model_path)
-    model = AutoModelForCausalLM.from_pretrained(model_path).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_path).eval()
     ids = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
     return continue_prompts(model, tokenizer, ids, max_new_tokens)
 

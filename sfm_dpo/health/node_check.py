@@ -86,12 +86,10 @@ def check_gpus(processes: int) -> list[str]:
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         command.append(f"--id={visible}")
     try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except subprocess.CalledProcessError as error:
-        return [f"nvidia-smi: {(error.stdout + error.stderr).strip()}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return [f"nvidia-smi: {error}"]
-    return read_smi(output)
+    return [f"nvidia-smi: {(done.stdout + done.stderr).strip()}"] if done.returncode else read_smi(done.stdout)
 
 
 def read_smi(text: str) -> list[str]:

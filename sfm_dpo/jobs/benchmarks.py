@@ -92,9 +92,10 @@ def evaluate_benchmarks(source: Source, folder: Path, settings: Settings, tasks:
         base["revision"] = revision
     adapter = (folder / ADAPTER_CONFIG_NAME).is_file()
     trained = base | {"peft": str(folder)} if adapter else {"pretrained": str(folder), "tokenizer": str(folder)}
-    before, after = (run_lm_eval(model, settings, tasks) for model in (base, trained))
+    backend = "vllm" if settings.vllm else "hf"
+    before, after = (run_lm_eval(model, settings, tasks, backend) for model in (base, trained))
     facts = {"limit": settings.limit, "chat_template": settings.chat_template, "time": now()}
-    facts |= {"backend": "vllm" if settings.vllm else "hf", "lm_eval": after["lm_eval_version"]}
+    facts |= {"backend": backend, "lm_eval": after["lm_eval_version"]}
     return [row | facts for row in compare_results(before, after)]
 
 
@@ -119,37 +120,40 @@ def load_tasks(names: list[str]) -> Any:
     return manager
 
 
-def run_lm_eval(model_args: dict[str, str], settings: Settings, tasks: Any = None, model: str = "vllm") -> dict:
-    """lm-eval's results with `samples`, by its API with `tasks` of load_tasks, else by its command in `settings.vllm`.
+# What the Python of another environment runs: arguments and results are JSON
+_EVALUATE = """
+import json, sys
+from lm_eval import simple_evaluate
+from lm_eval.utils import handle_non_serializable
+with open(sys.argv[2], "w") as file:
+    json.dump(simple_evaluate(**json.loads(sys.argv[1])), file, default=handle_non_serializable)
+"""
+
+
+def run_lm_eval(model_args: dict[str, str], settings: Settings, tasks: Any = None, model: str = "hf") -> dict:
+    """lm-eval's results with `samples`, here with `tasks` of load_tasks, or in the environment `settings.vllm`.
 
     Raises:
-        UserError: that command fails.
+        UserError: it fails there.
     """
-    cuda = torch.cuda.is_available() or settings.vllm is not None
-    model_args = {"dtype": "auto" if cuda else "float32"} | model_args | dict(settings.model_args)
+    device, dtype = ("cuda", "auto") if torch.cuda.is_available() or model == "vllm" else ("cpu", "float32")
+    arguments = {
+        "model": model,
+        "model_args": {"dtype": dtype} | model_args | dict(settings.model_args),
+        "tasks": settings.tasks,
+        "num_fewshot": settings.num_fewshot,
+        "batch_size": settings.batch_size,
+        "device": device,
+        "limit": settings.limit,
+        "apply_chat_template": settings.chat_template,
+        "gen_kwargs": dict(GREEDY),
+        "bootstrap_iters": 1000,
+    }
     if settings.vllm is None:
-        return importlib.import_module("lm_eval").simple_evaluate(
-            model="hf",
-            model_args=model_args,
-            tasks=settings.tasks,
-            num_fewshot=settings.num_fewshot,
-            batch_size=settings.batch_size,
-            device="cuda" if cuda else "cpu",
-            limit=settings.limit,
-            apply_chat_template=settings.chat_template,
-            gen_kwargs=dict(GREEDY),
-            bootstrap_iters=1000,
-            task_manager=tasks,
-        )
+        return importlib.import_module("lm_eval").simple_evaluate(**arguments, task_manager=tasks)
     with tempfile.TemporaryDirectory() as folder:
-        command = [str(settings.vllm / "bin/python"), "-m", "lm_eval", "run", "--model", model, "--log_samples"]
-        command += ["--model_args", *(f"{key}={value}" for key, value in model_args.items())]
-        command += ["--tasks", *settings.tasks, "--batch_size", str(settings.batch_size), "--output_path", folder]
-        command += ["--gen_kwargs", *(f"{key}={value}" for key, value in GREEDY.items())]
-        command += ["--apply_chat_template"] * settings.chat_template
-        for name in ("limit", "num_fewshot"):
-            if (value := getattr(settings, name)) is not None:
-                command += [f"--{name}", str(value)]
+        result = Path(folder) / "result.json"
+        command = [str(settings.vllm / "bin/python"), "-c", _EVALUATE, json.dumps(arguments), str(result)]
         try:
             done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
         except OSError as error:
@@ -157,11 +161,7 @@ def run_lm_eval(model_args: dict[str, str], settings: Settings, tasks: Any = Non
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
             raise UserError(f"--vllm {settings.vllm}: lm-eval fails there: {reason}")
-        result = json.loads(next(Path(folder).rglob("results_*.json")).read_text())
-        names = [name for name in result["results"] if name in result["configs"]]
-        samples = {name: next(Path(folder).rglob(f"samples_{name}_20*.jsonl")).read_text() for name in names}
-        result["samples"] = {name: list(map(json.loads, text.splitlines())) for name, text in samples.items()}
-        return result
+        return json.loads(result.read_text())
 
 
 def compare_results(base: dict, trained: dict) -> list[dict[str, Any]]:
@@ -192,7 +192,7 @@ def compare_results(base: dict, trained: dict) -> list[dict[str, Any]]:
             samples = (trained.get("n-samples") or {}).get(task, {}).get("effective", len(pairs))
             enough = not paired or sum(map(bool, differences)) >= FEWEST_CHANGED
             higher = (trained.get("higher_is_better") or {}).get(task, {}).get(metric)
-            known = enough and math.isfinite(interval[0]) and math.isfinite(interval[1])
+            known = enough and all(map(math.isfinite, interval))
             rows.append(
                 {"task": task, "metric": metric, "filter": name, "samples": samples}
                 | {"num_fewshot": (trained.get("n-shot") or {}).get(task)}
@@ -202,7 +202,7 @@ def compare_results(base: dict, trained: dict) -> list[dict[str, Any]]:
                 }
                 | dict(zip(("low", "high"), interval if known else (None, None), strict=True))
                 | {"difference": difference, "paired": paired}
-                | {"verdict": judge(interval, higher, samples) if enough else _no_difference(samples)}
+                | {"verdict": judge(interval if known else (-math.inf, math.inf), higher, samples)}
             )
     return rows
 
@@ -211,13 +211,9 @@ def judge(interval: tuple[float, float], higher_is_better: bool | None, samples:
     """better, worse (higher, lower where the direction is unknown), or that the samples show no difference."""
     low, high = interval
     if not (low > 0 or high < 0):
-        return _no_difference(samples)
+        return f"no difference that {samples} samples can show"
     words = ("better", "worse") if higher_is_better is not None else ("higher", "lower")
     return words[(low > 0) != (higher_is_better is not False)]
-
-
-def _no_difference(samples: int) -> str:
-    return f"no difference that {samples} samples can show"
 
 
 def _pair_samples(base: dict, trained: dict, task: str, metric: str, name: str) -> list[tuple[float, float]]:

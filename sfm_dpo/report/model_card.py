@@ -19,10 +19,11 @@ from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.data.preferences import DROP_REASONS
 from sfm_dpo.report.evaluation import evaluation_tables
-from sfm_dpo.report.page import FIGURES, changed_fields, format_command, format_duration, held_out_rows, render_page
+from sfm_dpo.report.page import FIGURES, changed_fields, format_command, held_out_rows, render_page
 from sfm_dpo.report.plots import draw_curves
 from sfm_dpo.run.folder import read_mapping
 from sfm_dpo.run.reader import EVALUATION, list_evaluations, list_restarts, read_run
+from sfm_dpo.run.status import format_clock
 
 # With h the log-ratio of chosen (y⁺) over rejected (y⁻), a sum over tokens; /|y| makes means of the sums.
 _PER_TOKEN = r"(log π(y⁺|x) - log π_ref(y⁺|x)) / |y⁺| - (log π(y⁻|x) - log π_ref(y⁻|x)) / |y⁻|"
@@ -113,7 +114,7 @@ def write_model_card(
         evaluation_tables=evaluation_tables(facts["evaluation"]),
         figures={f"{FIGURES}/{n}.png": t for n, t in _CURVES.items() if (folder / FIGURES / f"{n}.png").is_file()},
         hardware=f"{env['world_size']} x {env['gpus'][0]}" if env["gpus"] else f"CPU, {env['world_size']} process(es)",
-        time=f"{format_duration(facts['seconds'])}{since}" if facts["seconds"] else None,
+        time=f"{format_clock(facts['seconds'])}{since}" if facts["seconds"] else None,
         tokens_per_second=statistics.median(speeds) if speeds else None,
         formula=LOSS_FORMULAS.get(config["loss_type"][0], f"TRL's `{config['loss_type'][0]}`"),
         changes=changes,

@@ -10,7 +10,6 @@ import math
 import shlex
 import statistics
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from sfm_dpo.health.generation import repeated_4grams
 from sfm_dpo.report.evaluation import evaluation_tables
 from sfm_dpo.report.plots import draw_curves
 from sfm_dpo.run.reader import first_and_last, list_evaluations, list_restarts, read_run, to_float
+from sfm_dpo.run.status import format_clock
 
 REPORT, FIGURES = "report.html", "figures"
 STATES = {  # state of status.json: (class in the page, in plain words)
@@ -106,7 +106,7 @@ def format_summary(run: Path) -> str:
     run = Path(run)
     facts = read_run(run)
     status = facts["status"]
-    took = f" in {format_duration(facts['seconds'])}" if facts["seconds"] else ""
+    took = f" in {format_clock(facts['seconds'])}" if facts["seconds"] else ""
     rows = {
         "run": f"{status.get('state', 'unknown')}, {facts['steps']:,} steps{took}",
         "message": status.get("message"),
@@ -141,7 +141,7 @@ def describe_run(facts: dict[str, Any]) -> list[str]:
         source = config.get("dataset_name")
         if data:
             source = f"{data.get('train', 0):,} preference pairs of {' and '.join(data.get('sources', []))}"
-        took = f", {format_duration(facts['seconds'])}" if facts["seconds"] else ""
+        took = f", {format_clock(facts['seconds'])}" if facts["seconds"] else ""
         took += " since the last start" if took and list_restarts(facts) else ""
         lines.append(
             f"{config.get('model_name_or_path')}, trained with DPO ({' + '.join(config.get('loss_type') or ['?'])}, "
@@ -232,11 +232,6 @@ def format_command(command: list[str]) -> str:
     """The command line as one types it, an option a line."""
     words = [shlex.quote(str(word)) for word in command]
     return "".join(f" \\\n  {word}" if word.startswith("--") else f" {word}" for word in words).strip()
-
-
-def format_duration(seconds: float) -> str:
-    """hours:minutes:seconds"""
-    return str(timedelta(seconds=round(seconds)))
 
 
 @command

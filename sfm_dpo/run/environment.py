@@ -20,29 +20,19 @@ def environment() -> dict[str, Any]:
     """Git commit, versions, hardware, Slurm ids and the command line, without secrets."""
     import torch
 
-    gpus = (
-        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    )
     return {
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain")),
         "command": _without_secrets([Path(sys.executable).name, *sys.argv]),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": {name: metadata.version(name) for name in _PACKAGES},
         "cuda": torch.version.cuda,
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cpus": os.cpu_count(),
         "world_size": world_size(),
         "slurm": {key: os.environ[key] for key in _SLURM.split() if key in os.environ},
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _without_secrets(command: list[str]) -> list[str]:

@@ -68,12 +68,7 @@ def _read_or_raise(path: Path, parse: Callable[[str], Any], key: str, remedy: st
 
 
 def write_status(
-    run: str | Path,
-    state: str,
-    exit_code: int | None = None,
-    message: str = "",
-    any_rank: bool = False,
-    **extra: Any,
+    run: str | Path, state: str, exit_code: int | None = None, message: str = "", any_rank: bool = False, **extra: Any
 ) -> None:
     """Writes status.json: `state` is running, done, stopped, refused, collapsed, hung, failed or push_failed.
 

@@ -8,14 +8,12 @@ import json
 import os
 import platform
 import secrets
-import shutil
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
+from sfm_dpo.common.claims import is_alive, this_process
 from sfm_dpo.common.files import now
 
 
@@ -26,14 +24,8 @@ def take_lock(path: Path) -> dict[str, Any] | None:
     wins: link(2) creates a file with its content or fails. Who finds a stale lock competes in the same way for a file
     named after it, which then takes its place.
     """
-    job, pid = os.environ.get("SLURM_JOB_ID"), os.getpid()
-    owner: dict[str, Any] = {
-        "job": job,
-        "cluster": os.environ.get("SLURM_CLUSTER_NAME"),
-        "uid": os.getuid(),
-        "host": platform.node(),
-    }
-    owner |= {"pid": pid, "started": _start_time(pid), "time": now(), "id": secrets.token_hex(8)}
+    owner = this_process() | {"cluster": os.environ.get("SLURM_CLUSTER_NAME"), "uid": os.getuid()}
+    owner |= {"time": now(), "id": secrets.token_hex(8)}
     mine = path.with_name(f"{path.name}-{owner['id']}")
     created = [mine]
     try:
@@ -48,7 +40,8 @@ def take_lock(path: Path) -> dict[str, Any] | None:
                 mine.replace(path)
                 created += chain[1:]
                 return None
-            if holder and (holder["pid"] == pid if _lives(holder) else job and holder["job"] == job):
+            same = "pid" if holder and is_alive(holder) else "job"
+            if holder.get(same) and holder[same] == owner[same]:
                 return None
             if holder and (running := is_running(holder, squeue_states())) is not False:
                 return holder | {"running": running}
@@ -65,7 +58,7 @@ def take_lock(path: Path) -> dict[str, Any] | None:
 def release_lock(path: Path) -> None:
     """Gives up the lock if this process took it."""
     owner = read_owner(path)
-    if owner.get("pid") == os.getpid() and _lives(owner):
+    if owner.get("pid") == os.getpid() and is_alive(owner):
         with contextlib.suppress(OSError):  # read-only meanwhile; it is stale once this process is gone
             path.unlink(missing_ok=True)
 
@@ -91,29 +84,14 @@ def is_running(owner: dict[str, Any], queue: dict[str, str] | None) -> bool | No
             return queue[job] != "PENDING"
         here = os.environ.get("SLURM_CLUSTER_NAME", owner["cluster"]), os.getuid()  # whose jobs squeue shows for sure
         return None if queue is None or here != (owner["cluster"], owner["uid"]) else False
-    return _lives(owner) if owner["host"] == platform.node() else None
+    return is_alive(owner) if owner["host"] == platform.node() else None
 
 
 def squeue_states() -> dict[str, str] | None:
     """Slurm's state of each job in the queue; None where there is no Slurm, or it does not answer."""
-    if shutil.which("squeue") is None:
-        return None
     try:
         command = ["squeue", "--noheader", "--format=%A %T"]
         result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except subprocess.TimeoutExpired:
+    except (OSError, subprocess.TimeoutExpired):
         return None
     return dict(line.split() for line in result.stdout.splitlines()) if result.returncode == 0 else None
-
-
-def _lives(owner: dict[str, Any]) -> bool:
-    """Whether the process that took the lock lives on this host, and its number is not another's by now."""
-    try:
-        return owner["host"] == platform.node() and abs(_start_time(owner["pid"]) - owner["started"]) < 1
-    except psutil.NoSuchProcess:
-        return False
-
-
-def _start_time(pid: int) -> float:
-    """Seconds from boot to the start of the process, which stay the same when the clock is set."""
-    return psutil.Process(pid).create_time() - psutil.boot_time()

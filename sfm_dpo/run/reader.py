@@ -14,6 +14,7 @@ import yaml
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.secrets import mask
+from sfm_dpo.run.checkpoint import checkpoints
 from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, STATUS
 
 EVALUATION, PARENTS = "evaluation.json", "parents.json"
@@ -41,7 +42,7 @@ def read_run(run: Path) -> dict[str, Any]:
         raise UserError(f"{run}: no such folder")
     unreadable: list[str] = []
     facts = {key: _read_file(run / file, kind, unreadable) for key, (file, kind) in _FILES.items()}
-    by_step = sorted(run.glob("checkpoint-*"), key=lambda p: int("0" + re.sub(r"\D", "", p.name)))
+    by_step = checkpoints(run)
     states = [_read_file(folder / "trainer_state.json", dict, unreadable) for folder in (run, *by_step)]
     state = max(states, key=lambda s: s.get("global_step", -1))  # a killed run has only those of its checkpoints
     if not any(facts.values()) and not state:
@@ -123,7 +124,11 @@ def read_log(path: str | Path) -> RunLog:
     if path.suffix == ".wandb" or (path.is_dir() and len(list(path.glob("run-*.wandb"))) == 1):
         log = _read_wandb(path)
     elif path.is_file():
-        log = RunLog(str(path), "trainer_state.json", _metrics_by_step(_read_log_history(path)))
+        try:
+            entries = list(json.loads(path.read_text())["log_history"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{path}: is no trainer_state.json with a log_history ({error!r})") from error
+        log = RunLog(str(path), "trainer_state.json", _metrics_by_step(entries))
     else:
         facts = read_run(path)
         config, environment, data = facts["config"], facts["environment"], facts["data"]
@@ -150,13 +155,6 @@ def _metrics_by_step(entries: list[dict[str, Any]]) -> dict[int, dict[str, float
             name = "train/loss" if name in ("loss", "train_loss") else name
             steps.setdefault(entry["step"], {})[name] = to_float(value)
     return dict(sorted(steps.items()))
-
-
-def _read_log_history(path: Path) -> list[dict[str, Any]]:
-    try:
-        return list(json.loads(path.read_text())["log_history"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path}: is no trainer_state.json with a log_history ({error!r})") from error
 
 
 def _read_wandb(path: Path) -> RunLog:

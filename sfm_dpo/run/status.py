@@ -33,7 +33,7 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
     status, environment, health = (read_mapping(run / name) for name in (STATUS, ENVIRONMENT, "health.json"))
     job = status.get("job")
     slurm = None if queue is None or job is None else queue.get(job, "not queued")
-    log = newest_log(job)
+    log = next(Path("logs").glob(f"*-{job}.out"), None) if job else None  # where the batch scripts put it
     times = [path.stat().st_mtime for path in (run / STATUS, log) if path is not None and path.exists()]
     age = max(0.0, now - max(times)) if times else None
     state = status.get("state", "unknown")
@@ -59,12 +59,6 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
         "incomplete_checkpoints": len(skipped),
         "starts": len(environment.get("starts", [])) or None,
     }
-
-
-def newest_log(job: str | None) -> Path | None:
-    """The log of a Slurm job, where the batch scripts put it."""
-    found = list(Path("logs").glob(f"*-{job}.out")) if job else []
-    return found[0] if found else None
 
 
 def format_runs(runs: list[dict[str, Any]]) -> str:
@@ -103,6 +97,7 @@ def describe_runs(folders: Iterable[str | Path]) -> list[dict[str, Any]]:
     return [describe_run(run, queue, time.time()) for run in find_runs(folders)]
 
 
-def format_clock(seconds: int) -> str:
+def format_clock(seconds: float) -> str:
     """h:mm:ss."""
+    seconds = round(seconds)
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

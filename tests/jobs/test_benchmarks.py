@@ -150,12 +150,12 @@ def test_evaluation_of_a_run(run, tasks, capsys):
 
 
 @pytest.mark.grid
-def test_the_command_of_another_environment_gives_the_same(run, tasks):
+def test_another_environment_gives_the_same(run, tasks):
     """As for vLLM, which needs a GPU; here with lm-eval's HF backend in this environment."""
     model = {"pretrained": str(run), "tokenizer": str(run), "dtype": "float32"}
     here = run_lm_eval(model, Settings(tasks), load_tasks(tasks))
     elsewhere = Settings(tasks, vllm=Path(sys.prefix))
-    there = run_lm_eval(model, elsewhere, model="hf")
+    there = run_lm_eval(model, elsewhere)
     rows = compare_results(here, there)
     assert len(rows) == 2 and all(row["paired"] and row["difference"] == 0 for row in rows)
     assert all(row["base"]["value"] == row["trained"]["value"] for row in rows)

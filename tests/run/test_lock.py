@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from sfm_dpo.run import lock
@@ -97,10 +98,10 @@ def test_another_process_of_that_number_is_not_the_owner_and_a_clock_that_is_set
     assert take_lock(tmp_path / ".lock") is None
     owner = read_owner(tmp_path / ".lock")
     assert is_running(owner, None) and not is_running(owner | {"started": owner["started"] - 3600}, None)
-    boot = lock.psutil.boot_time()
-    created = lock.psutil.Process().create_time()
-    monkeypatch.setattr(lock.psutil, "boot_time", lambda: boot - 3600)  # as /proc has it, once the clock is set back
-    monkeypatch.setattr(lock.psutil.Process, "create_time", lambda self: created - 3600)
+    boot = psutil.boot_time()
+    created = psutil.Process().create_time()
+    monkeypatch.setattr(psutil, "boot_time", lambda: boot - 3600)  # as /proc has it, once the clock is set back
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: created - 3600)
     assert is_running(owner, None)
 
 
