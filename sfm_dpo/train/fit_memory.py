@@ -5,6 +5,7 @@ from the memory that model/memory.py computes for it. Of the settings that fit, 
 recomputation adds to it, and so does waiting, which grows as a micro-batch holds fewer pairs.
 """
 
+import json
 import logging
 import math
 from collections.abc import Iterable
@@ -55,6 +56,14 @@ class Setting:
     def layers(self) -> str:
         """Which layers are checkpointed."""
         return {0: "no layer", 1: "all layers"}.get(self.every_n_layers, f"1 of {self.every_n_layers} layers")
+
+    @property
+    def options(self) -> str:
+        """That train_dpo.py takes for it."""
+        every = self.every_n_layers
+        kwargs = json.dumps({"use_reentrant": False, "every_n_layers": every})
+        some = f" --gradient_checkpointing_kwargs '{kwargs}'" if every > 1 else ""
+        return f"--per_device_train_batch_size {self.per_device} --gradient_checkpointing {every > 0}{some}"
 
     def __str__(self) -> str:
         return (
@@ -207,4 +216,5 @@ def _choose(config: Config, dataset: Dataset, shape: PretrainedConfig) -> dict[s
     )
     setting = choose_setting(settings, limit, config)
     log.info(f"fit_memory: {setting}, of {limit / 2**30:.2f} GiB; work {setting.work:.3f} times the least")
-    return asdict(setting) | {"limit": int(limit)}
+    smaller = next((other.options for other in settings if other.bytes < setting.bytes), None)
+    return asdict(setting) | {"limit": int(limit), "smaller": smaller}

@@ -11,6 +11,7 @@ import re
 import resource
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,12 +25,12 @@ from sfm_dpo.common.errors import OutOfMemory
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.model.memory import Activations, head_bytes, meta_model, model_states, trace_activations
 from sfm_dpo.model.packing import find_shared
+from sfm_dpo.run.folder import DATA, read_mapping
 from sfm_dpo.train.throughput import peak_memory_gib
 from sfm_dpo.train.watchdog import Watchdog
 
 PLANNED_FROM = 10_000_000  # parameters: planning takes seconds, and a smaller model fits anywhere
-# The most at once, beyond which a GPU's matrix products gain nothing, and a CPU's caches lose
-FORWARD_TOKENS = {"cuda": 65_536, "cpu": 8_192}
+FORWARD_TOKENS = {"cuda": 65_536, "cpu": 8_192}  # at most: matrix products as large are no faster
 USABLE = 0.9  # of memory: an allocator cannot join all of it
 # torch on CUDA and on CPU, CUDA's libraries, the operating system
 SIGNS = re.compile("out of memory|can't allocate memory|Cannot allocate memory|_ALLOC_FAILED")
@@ -105,11 +106,8 @@ def gradient_bytes(trainer: Any) -> int:
 
 
 def activation_bytes(trainer: Any, checkpointing: bool, saved: bool = True) -> Callable[[int, int], int]:
-    """A function: computed tokens of a micro-batch, and how many of them belong to responses -> its peak in bytes.
-
-    Args:
-        saved: with what the forward keeps for the backward.
-    """
+    """A function: computed tokens of a micro-batch, and how many of them belong to responses -> its peak in bytes,
+    with what the forward keeps for the backward if `saved`."""
     args, config = trainer.args, trainer.bare_model().config
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     traced, on_gpu = trace_activations(config, dtype, checkpointing), torch.cuda.is_available()
@@ -188,7 +186,10 @@ def explain_out_of_memory(error: BaseException, watchdog: Watchdog, trainer: Any
         what += f", micro-batch of {len(mask) // 2} pairs and {tokens:,} tokens"
         if watchdog.phase == "training" and trainer is not None:
             with contextlib.suppress(Exception):  # too little is left even to compute it; torch then raises anything
-                if fitting := what_fits(trainer, watchdog.inputs):
+                chosen = read_mapping(Path(trainer.args.output_dir) / DATA).get("fit_memory", {})
+                if smaller := chosen.get("smaller"):
+                    remedy = f"the next smaller setting of fit_memory: {smaller}"
+                elif fitting := what_fits(trainer, watchdog.inputs):
                     remedy = f"by the memory model these fit: {fitting}"
     return OutOfMemory(f"{what}{amount}; {remedy}", step=watchdog.step)
 

@@ -100,11 +100,7 @@ class ReferenceCache:
 
     def agree_on_batch(self, choose: Callable[[], int]) -> int:
         """Tokens of a batch: what the first job in this folder chose, so that jobs that share it compute alike.
-
-        Raises:
-            UserError: the folder's file holds no number of tokens.
-            DiskFull: HF_HOME cannot be written.
-        """
+        Raises UserError where its file holds no number of tokens, and DiskFull."""
         path = self.folder / BATCH
         with room_in_cache(self.folder, DiskFull):
             while not path.exists():

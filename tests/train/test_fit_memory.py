@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from sfm_dpo.data.token_lengths import Lengths
 from sfm_dpo.model.memory import Activations
 from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.folder import read_resolved_config
+from sfm_dpo.train import memory_use
 from sfm_dpo.train.fit_memory import ActivationModel, choose_setting, list_settings
 from tests.tiny_models import tiny_config
 from tests.train.test_trainer import make_trainer
@@ -73,6 +75,14 @@ def test_what_the_configuration_names_is_kept():
     )
     named = configuration("--gradient_checkpointing=false")
     assert choose_setting(every, min(s.bytes for s in every if s.every_n_layers == 0), named).per_device == 1
+
+
+def test_a_settings_options_choose_it():
+    every, *_ = settings()
+    for setting in every:
+        named = configuration(*shlex.split(setting.options))
+        assert named.fitted == [] or not {"per_device_train_batch_size", "gradient_checkpointing"} & set(named.fitted)
+        assert choose_setting(every, math.inf, named) == setting
 
 
 def test_mixed_activations_lie_between_none_and_all():
@@ -163,3 +173,18 @@ def test_the_layers_stay_checkpointed_as_asked(tiny_folder, tmp_path, peft):
     batch = trainer._prepare_inputs(trainer.data_collator([trainer.train_dataset[0]]))
     trainer.compute_ref_log_probs(trainer.ref_model or trainer.model, batch)
     assert checkpointed() == [True, False, True]
+
+
+def test_the_references_batch_follows_from_memory_and_not_from_the_training_batch(tiny_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_use, "PLANNED_FROM", 0)
+    trainer = make_trainer(tiny_folder("olmo3"), tmp_path, "--fit_memory=true")
+    in_use, chosen = memory_use.memory_in_use() / 2**30, []
+    monkeypatch.setattr(memory_use, "memory_in_use", lambda: int(in_use * 2**30))
+    for room in (100, 0.01, 0.002, -1):
+        trainer.args.memory_gib = in_use + room
+        chosen.append(memory_use.tokens_of_forward(trainer))
+        for per_device in (1, 4):
+            trainer.args.per_device_train_batch_size = per_device
+            assert memory_use.tokens_of_forward(trainer) == chosen[-1]
+    assert chosen == sorted(set(chosen), reverse=True)
+    assert (chosen[0], chosen[-1]) == (memory_use.FORWARD_TOKENS["cpu"], 1)

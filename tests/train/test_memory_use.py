@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -114,3 +115,12 @@ def test_a_micro_batch_that_does_not_fit_ends_at_step_1_with_a_line_whose_offer_
     assert (code, status["state"], status["step"]) == (0, "done", 2), log[-3000:]
     measured, planned = map(float, re.search(r"at once: ([\d.]+) GiB, planned ([\d.]+)", log).groups())
     assert planned == pytest.approx(measured, rel=0.3)
+
+    fit = ["--fit_memory", "true", "--memory_gib", "1000"]
+    code, log, _ = train("fitted", *fit)
+    smaller = re.search(r"GiB free; the next smaller setting of fit_memory: (--per_device.*)\n", log)[1]
+    train("smaller", *fit, *shlex.split(smaller))
+    first, second = (
+        json.loads((tmp_path / name / "data.json").read_text())["fit_memory"] for name in ("fitted", "smaller")
+    )
+    assert code == 2 and first["per_device"] == 8 and second["bytes"] < first["bytes"]
