@@ -56,10 +56,11 @@ def main(argv: list[str]) -> int:
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes instead; datasets would turn it off with a warning
+    from sfm_dpo.common.files import CALIBRATION
     from sfm_dpo.config import parse_config
     from sfm_dpo.planning.dataset import analyze_dataset
     from sfm_dpo.planning.dataset_report import format_analysis, write_page, write_plot
-    from sfm_dpo.planning.run_plan import CALIBRATION, Cluster
+    from sfm_dpo.planning.run_plan import Cluster
 
     for name in ("config", "model_name_or_path", "max_samples", "dataset_num_proc"):
         if (value := getattr(args, name)) is not None:

@@ -36,11 +36,12 @@ def main(argv: list[str]) -> int:
     own.add_argument("--json", type=new_file)
     ours, fields = own.parse_known_args(argv or ["--help"])
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    from sfm_dpo.common.files import CALIBRATION
     from sfm_dpo.config import parse_config
     from sfm_dpo.data.token_lengths import measure_lengths
     from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
     from sfm_dpo.model.loading import load_model_config
-    from sfm_dpo.planning.run_plan import CALIBRATION, Cluster, Planner, format_plan, read_lengths
+    from sfm_dpo.planning.run_plan import Cluster, Planner, format_plan, read_lengths
 
     cluster = Cluster(ours.gpu.upper(), ours.num_gpus, ours.num_nodes)
     if ours.calibration or CALIBRATION.is_file():

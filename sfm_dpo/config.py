@@ -99,6 +99,10 @@ class TrainConfig(DPOConfig):
         default=None,
         help="Compute a pair's prompt once for both answers; by default where padding_free is true and the model can.",
     )
+    flash_attention: Literal["auto", "fa2", "fa3", "fa4"] = HfArg(
+        default="auto",
+        help="Kernel of packed attention on a GPU; auto: check_gpu.sh's fastest, else FA2.",
+    )
     fit_memory: bool = HfArg(
         default=False, help="Choose pairs per device and checkpointed layers by memory, where they are not given."
     )

@@ -200,6 +200,8 @@ def check_machine(namespace: Any) -> None:
                 "attn_implementation flash_attention_2: flash-attn is not installed, or no GPU is visible; remove it: "
                 "padding_free: true needs no such package"
             )
+    if ns.use_cpu and ns.flash_attention != "auto":
+        raise UserError(f"flash_attention {ns.flash_attention}: is a kernel of GPUs; on the CPU remove it")
     for name in ("load_in_4bit", "load_in_8bit"):
         if getattr(ns, name) and importlib.util.find_spec("bitsandbytes") is None:
             raise UserError(f"{name} True: bitsandbytes is not installed; pip install bitsandbytes, or remove it")

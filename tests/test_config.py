@@ -212,6 +212,7 @@ def test_values_that_no_run_can_have(parse, option):
         ({"profile_steps": [10, 12], "max_steps": 5}, ["profile_steps [10, 12]: the run ends at step 5"]),
         ({"profile_steps": [5, 3]}, ["profile_steps [5, 3]: must be the first and the last step"]),
         ({"prefix_sharing": True}, ["prefix_sharing True: needs padding_free: true"]),
+        ({"flash_attention": "fa2", "padding_free": True}, ["flash_attention fa2: is a kernel of GPUs"]),
         ({"guard_generations": 5}, ["guard_generations 5: needs prompts"]),
         ({"attn_implementation": "spda"}, ["attn_implementation spda: is unknown; did you mean sdpa?"]),
         ({"attn_implementation": "flash_attention_2"}, ["flash-attn is not installed", "padding_free: true"]),

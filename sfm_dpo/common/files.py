@@ -4,6 +4,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 PROJECT = Path(__file__).resolve().parents[2]
+CALIBRATION = PROJECT / "outputs/check-gpu/calibration.json"  # written by check_gpu.sh
 
 
 def write_atomically(path: Path, text: str) -> None:

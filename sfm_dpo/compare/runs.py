@@ -205,10 +205,10 @@ _CAUSES = {  # in the study's order
         "another batch shape, or chosen and rejected in separate forwards",
     ),
     "model implementation": Cause(
-        """padding_free prefix_sharing attn_implementation torch_compile torch_compile_backend torch_compile_mode bf16
-        fp16 tf32 dtype torch_dtype use_liger_kernel gradient_checkpointing gradient_checkpointing_kwargs
-        bf16_full_eval fp16_full_eval full_determinism use_cpu model_init_kwargs deepspeed fsdp fsdp_config
-        _attn_implementation transformers_version""",
+        """padding_free prefix_sharing flash_attention attn_implementation torch_compile torch_compile_backend
+        torch_compile_mode bf16 fp16 tf32 dtype torch_dtype use_liger_kernel gradient_checkpointing
+        gradient_checkpointing_kwargs bf16_full_eval fp16_full_eval full_determinism use_cpu model_init_kwargs
+        deepspeed fsdp fsdp_config _attn_implementation transformers_version""",
         ("backward", "forward"),
         "other code, attention, precision or versions",
     ),

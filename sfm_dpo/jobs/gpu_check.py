@@ -22,20 +22,19 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import PROJECT, now, write_atomically
+from sfm_dpo.common.files import CALIBRATION, PROJECT, now, write_atomically
 from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import Config, parse_config
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR
-from sfm_dpo.data.token_lengths import measure_lengths
-from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
+from sfm_dpo.data.tokenization import load_tokenizer
 from sfm_dpo.model.loading import load_model_config
-from sfm_dpo.planning.run_plan import CALIBRATION, Cluster, Planner, find_gpu
+from sfm_dpo.model.packing import describe_delta_nets
 from sfm_dpo.report.page import render_page
 from sfm_dpo.run.checkpoint import STOP
-from sfm_dpo.run.folder import read_status
+from sfm_dpo.run.folder import DATA, read_status
 
 LAYERS, STEPS, PER_DEVICE = 4, 6, 2
 SHAPE = PROJECT / "bench/shapes/olmo3_7b"  # where no recipe is given: windows and full attention
@@ -234,15 +233,53 @@ def check_attention(place: Place) -> Result:
         f"{row['kernel']} {row['case']} " + (row.get("obstacle") or f"error {row['error']:.1e}, {row['ms']:.1f} ms")
         for row in wrong or rows
     ]
+    right = {row["kernel"] for row in rows if "ms" in row} - {row["kernel"] for row in wrong}
+    if place.on_gpu and right:
+        place.facts["flash"] = min(right, key=lambda kernel: sum(row["ms"] for row in rows if row["kernel"] == kernel))
     return Result(not wrong, "; ".join(texts))
 
 
+def compare_paths(place: Place, name: str, variants: str, **fields: Any) -> dict[str, str]:
+    """The verdict of parity.py on each variant's log-probs and gradients; where one is a bug it exits with 1."""
+    out = place.folder / f"{name}.json"
+    command = ["scripts/parity.py", "--variants", variants, "--json", str(out)]
+    try:
+        place.call(f"{name}-single", sys.executable, *command, *place.fields(name, bf16="false", **fields))
+    except RuntimeError:
+        if not out.exists():
+            raise
+    return {row["variant"]: row["verdict"] for row in json.loads(out.read_text())["variants"]}
+
+
+def judge_paths(verdicts: dict[str, str]) -> Result:
+    return Result("bug" not in verdicts.values(), ", ".join(map(" ".join, verdicts.items())))
+
+
 def check_parity(place: Place) -> Result:
-    variants = ["--variants", "padded,packed,packed+bf16", "--json", str(place.folder / "parity.json")]
-    place.call("parity-single", sys.executable, "scripts/parity.py", *variants, *place.fields("parity", bf16="false"))
-    result = json.loads((place.folder / "parity.json").read_text())
-    rows = [f"{row['variant']} {row['verdict']}" for row in result["variants"]]
-    return Result(True, ", ".join(rows))
+    verdicts = compare_paths(place, "parity", "padded,packed,packed+bf16,shared,shared+bf16")
+    place.facts["shared"] = {name: verdicts.pop(name) for name in ("shared", "shared+bf16")}
+    return judge_paths(verdicts)
+
+
+def check_sharing(place: Place) -> Result:
+    off = re.search(r"prefix_sharing is off: .*", place.read_log("parity-single"))
+    return Result(None, off[0]) if off else judge_paths(place.facts["shared"])
+
+
+def check_hybrid(place: Place) -> Result:
+    """OLMo-Hybrid's layers, narrow: packed against single sequences."""
+    folder, tokenizer = place.folder / "hybrid", AutoTokenizer.from_pretrained(place.model)
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    sizes |= {f"{name}_heads": 4 for name in ("num_attention", "num_key_value", "linear_num_key", "linear_num_value")}
+    sizes |= {"vocab_size": len(tokenizer), "num_hidden_layers": len(kinds), "pad_token_id": tokenizer.pad_token_id}
+    shape = AutoConfig.for_model("olmo_hybrid", layer_types=kinds, eos_token_id=None, bos_token_id=None, **sizes)
+    model = AutoModelForCausalLM.from_config(shape)
+    for part in (model, tokenizer):
+        part.save_pretrained(folder)
+    variants = "separate+batch_1,packed,packed+bf16"
+    result = judge_paths(compare_paths(place, "hybrid-paths", variants, model_name_or_path=folder))
+    return Result(result.passed, result.figure + describe_delta_nets(model))
 
 
 def check_launcher(launch: str) -> Callable[[Place], Result]:
@@ -298,29 +335,26 @@ def check_resume(place: Place) -> Result:
 def check_memory(place: Place) -> Result:
     """The whole model where there is a recipe, its own batch and lengths; leaves MFU and save time to later checks."""
     fields: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 4, "learning_rate": 1e-6}
+    fields |= {"fit_memory": "true", "per_device_train_batch_size": None}
     if place.recipe:
         recipe = read_recipe(place)
         train, size = recipe.train, max(FIRST_STEPS_FOR) if recipe.fitted else recipe.micro_batch
-        of_recipe = "max_length max_prompt_length per_device_train_batch_size padding_free train_sampling_strategy "
-        fields |= dict.fromkeys((of_recipe + "model_name_or_path precompute_ref_log_probs use_peft").split())
+        of_recipe = "max_length max_prompt_length padding_free train_sampling_strategy model_name_or_path "
+        fields |= dict.fromkeys((of_recipe + "precompute_ref_log_probs use_peft").split())
+        if not train.fit_memory:  # then what it asks for is named, and kept
+            fields |= {"per_device_train_batch_size": size, "gradient_checkpointing": train.gradient_checkpointing}
         fields["global_batch_size"] = 2 * size * place.processes
         fields["dataset_name"] = place.folder / "long.jsonl"
         write_pairs(place.folder / "long.jsonl", 4 * fields["global_batch_size"], train.max_length)
     steps = place.train("memory", "zero2", **fields)
-    config = parse_config(place.fields("plan", bf16=None, **fields | {"max_steps": -1}), training=False)
-    tokens = load_token_pairs(config, load_tokenizer(config))[0].train
-    shape, gpu = load_model_config(config, needs_weights=False), place.facts["gpu"]
-    cluster = Cluster(find_gpu(gpu) or "H100", place.processes)
-    plan = Planner(config, shape, measure_lengths(tokens)[0], len(tokens), cluster)
-    planned = plan.plan_launch("zero2")["total"][plan.setting.every_n_layers > 0] / 2**30
-    measured = max(step["perf/peak_memory_gib"] for step in steps)
-    saves = re.findall(r"checkpoint saved in ([\d.]+) s", place.read_log("memory"))
+    chosen = json.loads((place.folder / "memory" / DATA).read_text())["fit_memory"]
+    planned, measured = chosen["bytes"] / 2**30, max(step["perf/peak_memory_gib"] for step in steps)
+    text = place.read_log("memory")
+    saves, setting = re.findall(r"checkpoint saved in ([\d.]+) s", text), re.findall("fit_memory: (.*), of", text)[0]
     place.facts |= {"memory_ratio": measured / planned, "steps": steps[1:], "save": max(map(float, saves))}
     shutil.rmtree(place.folder / "memory")  # a checkpoint of the whole model
-    figure = f"largest micro-batch {plan.setting.tokens:,} tokens: {planned:.3g} GiB planned, "
-    if not place.on_gpu:
-        return Result(None, f"{figure}{measured:.2f} resident, with Python and PyTorch")
-    return Result(measured <= MEMORY_TOLERANCE * planned, f"{figure}{measured:.3g} measured")
+    passed = measured <= MEMORY_TOLERANCE * planned if place.on_gpu else None
+    return Result(passed, f"{setting}; {measured:.2f} GiB measured")
 
 
 def check_save(place: Place) -> Result:
@@ -365,6 +399,8 @@ CHECKS = [
     Check("node", check_node, "another node (--exclude); the lines that begin with unhealthy say why"),
     Check("packed attention", check_attention, "padding_free: false; a newer PyTorch or driver"),
     Check("packed against padded", check_parity, "padding_free: false"),
+    Check("prefix sharing", check_sharing, "prefix_sharing: false"),
+    Check("hybrid layers", check_hybrid, "padding_free: false for OLMo-Hybrid; other versions of fla, causal_conv1d"),
     Check("ZeRO-2", check_launcher("zero2"), "LAUNCH=fsdp2"),
     Check("FSDP2", check_launcher("fsdp2"), "LAUNCH=zero2"),
     Check("ZeRO-3", check_launcher("zero3"), "LAUNCH=fsdp2"),
@@ -392,7 +428,7 @@ def run_checks(place: Place) -> list[dict[str, Any]]:
         rows.append({"check": check.name, "result": verdict, "figure": result.figure})
         rows[-1] |= {"remedy": check.remedy if verdict == "FAIL" else "", "seconds": round(time.monotonic() - start)}
         print(f"{verdict:<7} {check.name}: {result.figure}", flush=True)
-    facts = {name: place.facts.get(name) for name in ("gpu", "mfu", "memory_ratio")}
+    facts = {name: place.facts.get(name) for name in ("gpu", "mfu", "memory_ratio", "flash")}
     facts |= {"model": " ".join(place.recipe) or SHAPE.name, "processes": place.processes, "time": now()}
     if facts["memory_ratio"]:
         write_atomically(place.folder / CALIBRATION.name, json.dumps(facts, indent=2) + "\n")
@@ -437,9 +473,9 @@ def measure_attention(folder: Path) -> None:
 
     The oracle is softmax over a mask in fp32, from the same bf16 inputs.
     """
-    from torch.nn.attention import activate_flash_attention_impl, list_flash_attention_impls
+    from torch.nn.attention import list_flash_attention_impls
 
-    from sfm_dpo.model.attention import boundary_mask, packed_attention_forward
+    from sfm_dpo.model.attention import activate_flash, boundary_mask, packed_attention_forward
 
     config = AutoConfig.from_pretrained(folder / "model").get_text_config()
     on_gpu = torch.cuda.is_available()
@@ -461,34 +497,35 @@ def measure_attention(folder: Path) -> None:
         visible = same if window is None else same & (distance < window)
         return (scores.masked_fill(~visible, -torch.inf).softmax(-1) @ v).transpose(1, 2)
 
+    def measure(kernel: str, case: str, kv_heads: int, size: int | None) -> dict[str, Any]:
+        torch.manual_seed(0)
+        inputs = [torch.randn(1, n, total, head_dim, device=device).bfloat16() for n in (heads, kv_heads, kv_heads)]
+        gradient = torch.randn(1, total, heads, head_dim, device=device).bfloat16()
+        ours = [tensor.clone().requires_grad_() for tensor in inputs]
+        oracle = [tensor.float().requires_grad_() for tensor in inputs]
+        for _ in range(2):  # the first one loads the kernel
+            start = time.perf_counter()
+            output = packed_attention_forward(module, ours[0], ours[1], ours[2], mask, sliding_window=size)[0]
+            found = [output, *torch.autograd.grad(output, ours, gradient)]
+            if on_gpu:
+                torch.cuda.synchronize()
+            ms = 1000 * (time.perf_counter() - start)
+        truth = expected(oracle[0], oracle[1], oracle[2], size)
+        pairs = zip(found, [truth, *torch.autograd.grad(truth, oracle, gradient.float())], strict=True)
+        worst = max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in pairs)
+        return {"kernel": kernel, "case": case, "error": worst, "ms": ms}
+
     module = torch.nn.Module()
-    for kernel in [None, *(list_flash_attention_impls() if on_gpu else [])]:
-        name = kernel or ("FA2" if on_gpu else "SDPA")
+    cases = ("full", heads, None), ("window", heads, window), ("grouped", heads // 2, None)
+    for kernel in ["FA2", *list_flash_attention_impls()] if on_gpu else ["SDPA"]:
         try:
-            if kernel:
-                activate_flash_attention_impl(kernel)
+            if on_gpu:
+                activate_flash(kernel.lower())
+            rows += [measure(kernel, *case) for case in cases]
         except Exception as error:  # its package is not installed, or has no kernel for this GPU
-            rows.append({"kernel": name, "case": "", "obstacle": f"not activated: {str(error).splitlines()[0][:100]}"})
-            continue
-        for case, kv_heads, size in (("full", heads, None), ("window", heads, window), ("grouped", heads // 2, None)):
-            torch.manual_seed(0)
-            inputs = [
-                torch.randn(1, n, total, head_dim, device=device).bfloat16() for n in (heads, kv_heads, kv_heads)
-            ]
-            gradient = torch.randn(1, total, heads, head_dim, device=device).bfloat16()
-            ours = [tensor.clone().requires_grad_() for tensor in inputs]
-            oracle = [tensor.float().requires_grad_() for tensor in inputs]
-            for _ in range(2):  # the first one loads the kernel
-                start = time.perf_counter()
-                output = packed_attention_forward(module, ours[0], ours[1], ours[2], mask, sliding_window=size)[0]
-                found = [output, *torch.autograd.grad(output, ours, gradient)]
-                if on_gpu:
-                    torch.cuda.synchronize()
-                ms = 1000 * (time.perf_counter() - start)
-            truth = expected(oracle[0], oracle[1], oracle[2], size)
-            pairs = zip(found, [truth, *torch.autograd.grad(truth, oracle, gradient.float())], strict=True)
-            worst = max(float((a.float() - b).abs().max() / b.abs().max()) for a, b in pairs)
-            rows.append({"kernel": name, "case": case, "error": worst, "ms": ms})
+            if kernel in ("FA2", "SDPA"):
+                raise
+            rows.append({"kernel": kernel, "case": "", "obstacle": str(error).splitlines()[0][:150]})
     write_atomically(folder / "attention.json", json.dumps(rows))
 
 

@@ -14,17 +14,21 @@ their own, longer than those of the queries, whose causal mask is aligned at the
 A call with any other mask (padded evaluation, `generate`) goes to transformers' own SDPA with the mask made for it.
 """
 
+import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import current_flash_attention_impl
+from torch.nn import attention as torch_attention
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import CALIBRATION
 
 PACKED = "packed"
 _BLOCK = 128  # queries in one call where a window cuts
@@ -55,11 +59,29 @@ def boundary_mask(
     return torch.cat([cu_seqlens, cu_keys, keys]).view(1, 1, 1, -1).expand(len(cu_seqlens), 1, max_length, -1)
 
 
+def activate_flash(choice: str) -> None:
+    """Makes `varlen_attn` compute by FA2, PyTorch's own, FA3 or FA4; auto: by the one that check_gpu.sh measured as
+    fastest on this GPU, else FA2. Raises UserError where that cannot be activated."""
+    name, source = "FA2" if choice == "auto" else choice.upper(), ""
+    try:
+        if choice == "auto" and CALIBRATION.exists():
+            source = f" (by {CALIBRATION})"
+            measured = json.loads(CALIBRATION.read_text())
+            if measured["gpu"] == torch.cuda.get_device_name():
+                name = measured.get("flash") or name
+        torch_attention.restore_flash_attention_impl(_raise_warn=False)
+        if name != "FA2":
+            torch_attention.activate_flash_attention_impl(name)
+    except Exception as error:  # its package is not installed, or raises anything
+        message = f"flash_attention {choice}{source}: cannot be activated: {error}; set flash_attention: fa2"
+        raise UserError(message) from error
+
+
 def describe_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """One line for the log: which kernel computes packed attention for these heads."""
     obstacle = _why_not_varlen(device, dtype, head_dim, head_dim)
     if obstacle is None:
-        flash = current_flash_attention_impl() or "FA2"
+        flash = torch_attention.current_flash_attention_impl() or "FA2"
         return f"torch.nn.attention.varlen.varlen_attn ({flash}), all sequences in one call"
     return f"scaled_dot_product_attention, sequence by sequence ({obstacle})"
 

@@ -53,7 +53,6 @@ PUBLISHED_MFU = {
     0.0856: "OLMo 3 7B, 32 GPUs, OLMo-core, packed, 16k, steady (open-instruct #1827)",
     0.0277: "the same with DeepSpeed ZeRO-3, packed (open-instruct #1827)",
 }
-CALIBRATION = PROJECT / "outputs/check-gpu/calibration.json"  # written by check_gpu.sh
 DRAWN = 20_000  # pairs that stand for the data where only percentiles are known
 
 

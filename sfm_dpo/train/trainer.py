@@ -27,7 +27,7 @@ from sfm_dpo.config import TrainConfig
 from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.sampler import ORDER_VERSION, PairSampler
 from sfm_dpo.data.tokenization import pair_tokens
-from sfm_dpo.model.attention import check_shared_keys, describe_kernel
+from sfm_dpo.model.attention import activate_flash, check_shared_keys, describe_kernel
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import hash_config, load_model
 from sfm_dpo.model.packing import compile_layers, describe_delta_nets, enable_padding_free, why_not_shared
@@ -82,6 +82,8 @@ class SFMDPOTrainer(UpstreamFixes):
         self._reference_shards = 0  # of the splits whose pass is over
         self.train_tokens = hash_tokens(kwargs["train_dataset"])
         self.reference_facts: dict[str, Any] = {}  # by split
+        if self.packed and not args.use_cpu:
+            activate_flash(args.flash_attention)
         init_kwargs = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
         if quantization_config is not None:
             init_kwargs["quantization_config"] = quantization_config
@@ -310,7 +312,7 @@ class SFMDPOTrainer(UpstreamFixes):
         own, which its first job chose by memory."""
         if named := self.args.precompute_ref_batch_size:
             return named * int(cache.lengths.max(initial=1))
-        choose = lambda: tokens_of_forward(self) // (1 if self.packed else 2)  # noqa: E731  (padded to the longer)
+        choose = lambda: max(1, tokens_of_forward(self) // (1 if self.packed else 2))  # noqa: E731  (padding)
         rank_0 = self.accelerator.is_main_process
         return broadcast(main_process_first(lambda: cache.agree_on_batch(choose) if rank_0 else 0))
 

@@ -1,14 +1,19 @@
 """Packed attention alone: against attention written out, what it refuses, and what it leaves to SDPA."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention import register_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from trl.trainer.utils import add_fused_lm_head
 
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.model import attention
 from sfm_dpo.model.attention import (
     PACKED,
+    activate_flash,
     boundary_mask,
     check_shared_keys,
     describe_kernel,
@@ -260,6 +265,32 @@ def test_the_kernel_is_named():
     assert "not float32" in describe_kernel(torch.device("cuda"), torch.float32, 128)
     assert "not 80 and" not in describe_kernel(torch.device("cuda"), torch.bfloat16, 80)
     assert "not 60 and 60" in describe_kernel(torch.device("cuda"), torch.bfloat16, 60)
+
+
+def test_the_flash_kernel_is_the_one_asked_for_or_measured_as_fastest_on_this_gpu(tmp_path, monkeypatch):
+    removed = []
+    register_flash_attention_impl("FA9", register_fn=lambda: SimpleNamespace(remove=lambda: removed.append(True)))
+    measured = tmp_path / "calibration.json"
+    monkeypatch.setattr(attention, "CALIBRATION", measured)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "B200")
+
+    def kernel(choice: str) -> str:
+        activate_flash(choice)
+        return describe_kernel(torch.device("cuda"), torch.bfloat16, 64)
+
+    assert "(FA2)" in kernel("auto")
+    measured.write_text(json.dumps({"gpu": "B200", "flash": "FA9"}))
+    assert "(FA9)" in kernel("auto") and not removed
+    assert "(FA2)" in kernel("fa2") and removed
+    measured.write_text(json.dumps({"gpu": "H100", "flash": "FA9"}))
+    assert "(FA2)" in kernel("auto")
+    measured.write_text("{")
+    with pytest.raises(
+        UserError, match=r"flash_attention auto \(by .*calibration.json\): cannot be activated: .+; set"
+    ):
+        kernel("auto")
+    with pytest.raises(UserError, match=r"^flash_attention fa3: cannot be activated: No module named .+: fa2$"):
+        kernel("fa3")
 
 
 @pytest.mark.slow

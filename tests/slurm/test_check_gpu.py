@@ -18,11 +18,13 @@ def test_the_twin_passes_and_writes_its_table(cluster, project):
     rows = json.loads((folder / "checks.json").read_text())
     results = {row["check"]: row["result"] for row in rows}
     figures = {"memory", "throughput", "speed flags"}
-    assert results == {name: "figure" if name in figures else "pass" for name in results} and len(results) == 12
+    assert results == {name: "figure" if name in figures else "pass" for name in results} and len(results) == 14
     text = {row["check"]: row["figure"] for row in rows}
     assert text["node"] == "health: 1 node(s), 2 rank(s) fine"
     assert "SDPA window error" in text["packed attention"]
     assert "packed+bf16 rounding" in text["packed against padded"]
+    assert "shared+bf16 rounding" in text["prefix sharing"] and "packed rounding" in text["hybrid layers"]
+    assert "pairs per device" in text["memory"]
     assert "loss bitwise" in text["stop and resume"]
     assert "torch_compile made" in text["speed flags"]
     calibration = json.loads((folder / "calibration.json").read_text())
