@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
         nargs="+",
         default=[],
         metavar="SET",
-        help="evaluation sets, FILE_OR_DATASET[:column]: what is in both",
+        help="evaluation sets, FILE_OR_DATASET[@split][:column]: what is in both",
     )
     parser.add_argument("--ngram", type=number(int, 1), default=13, help="words in common that count (default 13)")
     parser.add_argument(

@@ -5,11 +5,12 @@ COMMON_ROWS rows of a set share is a stock phrase and does not count. Paraphrase
 fewer words than n are not found.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, DatasetDict, concatenate_datasets, load_dataset
+from datasets import Dataset, concatenate_datasets, load_dataset
 from datasets.fingerprint import Hasher
 
 from sfm_dpo.common.errors import UserError
@@ -22,30 +23,36 @@ CONTAMINATION_VERSION = 2
 
 NGRAM = 13
 COMMON_ROWS = 10
+_NAME = re.compile(r"(.+?)(?:@(\w+))?(?::([^:/]+))?")  # of an evaluation set: path, split, column
 
 
 def read_evaluation_texts(name: str) -> list[str]:
-    """The rows of FILE_OR_DATASET[:column] as text: the column, or all text; of a Hub dataset the test split.
+    """The rows of an evaluation set as text.
+
+    Args:
+        name: FILE or DATASET[/configuration], with [@split] (default: test, where there is one, otherwise all) and
+            [:column] (default: all text).
 
     Raises:
-        UserError: not found, not readable, no such column, or no text.
+        UserError: not found, not readable, no such split or column, or no text.
     """
-    path, _, column = (name, "", "") if Path(name).exists() or ":" not in name else name.rpartition(":")
+    path, split, column = (name, None, None) if Path(name).exists() else _NAME.fullmatch(name).groups()  # type: ignore[union-attr]
+    suffix, config = Path(path).suffix, None
+    if path.count("/") > 1 and suffix not in LOCAL_FORMATS and not Path(path).exists():
+        path, _, config = path.rpartition("/")
     try:
-        suffix = Path(path).suffix
-        loaded = (
-            load_dataset(LOCAL_FORMATS[suffix], data_files=path) if suffix in LOCAL_FORMATS else load_dataset(path)
-        )
+        local = suffix in LOCAL_FORMATS
+        sets = load_dataset(LOCAL_FORMATS[suffix], data_files=path) if local else load_dataset(path, config)
     except Exception as error:  # of the Hub, of pyarrow, of the builder
-        raise UserError(
-            f"--against {name}: cannot be read: {str(error.__cause__ or error).splitlines()[0]}"
-        ) from error
-    assert isinstance(loaded, DatasetDict)
-    rows = loaded["test"] if "test" in loaded else concatenate_datasets(list(loaded.values()))
+        reason = " ".join(str(error.__cause__ or error).split())
+        raise UserError(f"--against {name}: cannot be read: {reason[:300]}") from error
+    if split and split not in sets:
+        raise UserError(f"--against {name}: no split {split}; it has {', '.join(sets)}")
+    split = split or ("test" if "test" in sets else None)
+    rows = sets[split] if split else concatenate_datasets(list(sets.values()))
     if column and column not in rows.column_names:
         raise UserError(f"--against {name}: no column {column}; it has {', '.join(rows.column_names)}")
-    names = [column] if column else rows.column_names
-    texts = ["\n".join(_list_texts([row[name] for name in names])) for row in rows]
+    texts = ["\n".join(_list_texts(row[column] if column else row)) for row in rows]
     if not any(texts):
         raise UserError(f"--against {name}: holds no text; name a column of {', '.join(rows.column_names)}")
     return texts
@@ -53,13 +60,10 @@ def read_evaluation_texts(name: str) -> list[str]:
 
 def _list_texts(value: Any) -> list[str]:
     """All text in nested lists and mappings."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    return (
-        [text for item in value for text in _list_texts(item)]
-        if isinstance(value, list)
-        else ([value] if isinstance(value, str) else [])
-    )
+    if isinstance(value, str):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for item in items for text in _list_texts(item)]
 
 
 def index_ngrams(texts: list[str], n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -111,7 +115,7 @@ def report_contamination(
 
     Args:
         keys: [N] pair keys (filters.measure_texts), by which `drop_contaminated` knows the pairs.
-        names: of evaluation sets, FILE_OR_DATASET[:column].
+        names: of evaluation sets, as in `read_evaluation_texts`.
 
     Raises:
         UserError: as `read_evaluation_texts`.

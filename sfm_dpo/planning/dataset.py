@@ -63,7 +63,7 @@ def analyze_dataset(
     """Everything about the pairs of a configuration; of its fields those of data and tokenizer count.
 
     Args:
-        against: evaluation sets, FILE_OR_DATASET[:column], with which pairs may share n-grams of `ngram` words.
+        against: evaluation sets (see read_evaluation_texts) with which pairs may share n-grams of `ngram` words.
         cluster: of which hours and memory are planned for each candidate.
         dropped_file: receives a JSON line for each row that cannot be used.
 

@@ -128,6 +128,22 @@ def test_pairs_in_common_with_evaluation_sets_are_those_of_plain_python(load, wr
     listed.write_text(json.dumps({"sampled": True, "contamination": result}))
     with pytest.raises(UserError, match="made from a sample"):
         load(rows, "--drop_contaminated", str(listed))
-    for name, words in ((f"{file}:quest", "no column quest; it has"), ("none.jsonl", "cannot be read")):
+    folder = file.parent / "a@set"  # as on the Hub: configurations and splits
+    for split, kept in (("test", slice(0, None)), ("train", slice(0, 1))):
+        write_rows(f"a@set/{split}.parquet", [{"question": " ".join(q), "x": "?"} for q in questions[kept]])
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: main\n  data_files:\n  - {split: test, path: test.parquet}\n"
+        "  - {split: train, path: train.parquet}\n---\n"
+    )
+    for name, size in (("", 60), ("/main", 60), ("@test:question", 60), ("@train", 1), ("/main@train:question", 1)):
+        [found] = report_contamination(pairs, keys, [f"{folder}{name}"], 13)["sets"]
+        assert (found["rows"], found["pairs"] == len(expected)) == (size, size == 60), name
+    for name, words in (
+        (f"{file}:quest", "no column quest; it has"),
+        ("none.jsonl", "cannot be read"),
+        (f"{folder}@dev", "no split dev; it has test, train"),
+        (f"{folder}@test:quest", "no column quest; it has question, x"),
+        (f"{folder}/other@test", "cannot be read: BuilderConfig 'other' not found. Available: .*main"),
+    ):
         with pytest.raises(UserError, match=words):
             report_contamination(pairs, keys, [name], 13)
