@@ -13,7 +13,7 @@ import numpy as np
 from datasets import Dataset, Features, Value
 from datasets.fingerprint import Hasher
 
-from sfm_dpo.data.filters import read_text
+from sfm_dpo.data.filters import PARTS, read_text
 from sfm_dpo.data.sources import room_in_cache
 
 # Part of the cache's key. Raise it when a check finds something else.
@@ -125,11 +125,11 @@ def find_faults(pairs: Dataset, num_proc: int | None = None) -> dict[str, np.nda
 
 def _check_batch(batch: dict[str, list]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {name: [] for name in CHECKS}
-    for values in zip(*(batch[name] for name in ("prompt", "chosen", "rejected")), strict=True):
-        prompt, chosen, rejected = read_sides(dict(zip(("prompt", "chosen", "rejected"), values, strict=True)))
+    for sides in zip(*(batch[name] for name in PARTS), strict=True):
+        prompt, chosen, rejected = read_sides(dict(zip(PARTS, sides, strict=True)))
         for name, (find, _) in CHECKS.items():
-            sides = (find(chosen, rejected, prompt), find(rejected, chosen, prompt))
-            found[name].append((sides[0] is not None) + 2 * (sides[1] is not None))
+            in_chosen = find(chosen, rejected, prompt) is not None
+            found[name].append(in_chosen + 2 * (find(rejected, chosen, prompt) is not None))
     return found
 
 

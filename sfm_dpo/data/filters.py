@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from datasets import Dataset, Features, Sequence, Value
+from datasets import Dataset
 from datasets.fingerprint import Hasher
 from datasketch import MinHash, MinHashLSH
 
@@ -24,7 +24,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.sources import list_dropped, room_in_cache
 
 # Part of the cache's keys. Raise it when measure_texts or judge_texts gives something else.
-FILTERS_VERSION = 2
+FILTERS_VERSION = 3
 
 FILTER_REASONS = {
     "value": "value of a column is not in keep_values",
@@ -127,12 +127,10 @@ def _hash_word(word: str) -> int:
 
 
 def hash_words(text: str) -> np.ndarray:
-    """uint64 hashes of the words of a text, in lower case and without punctuation."""
-    lower = text.lower()
-    words = (
-        lower.translate(_SPACES).split() if lower.isascii() else _WORD.findall(lower)
-    )  # the same, three times as fast
-    return np.fromiter(map(_hash_word, words), np.uint64, len(words))
+    """uint64 hashes of the words of a text, in lower case and without punctuation; without words, of the text."""
+    lower = text.lower()  # of ASCII the second way does the same three times as fast
+    words = _WORD.findall(lower) if not lower.isascii() else lower.translate(_SPACES).split()
+    return np.fromiter(map(_hash_word, words or [text]), np.uint64)
 
 
 def _combine(columns: Iterable[np.ndarray]) -> np.ndarray:
@@ -165,43 +163,33 @@ def _sort_unique(values: np.ndarray) -> np.ndarray:
 def measure_texts(pairs: Dataset, num_proc: int | None = None) -> Dataset:
     """Of each pair (preferences.py), as numpy columns: keys equal for equal prompts and pairs, `similarity` of the
     responses (shared word pairs, as a share of both responses' on average: Dice), MinHash of prompt and responses."""
-    minhash, key = Sequence(Value("uint32"), NUM_PERM), Value("int64")
     return pairs.map(
         _measure_batch,
         batched=True,
         batch_size=200,
         remove_columns=pairs.column_names,
-        features=Features(
-            {"prompt_key": key, "pair_key": key, "similarity": Value("float32")}
-            | {"prompt_minhash": minhash, "responses_minhash": minhash}
-        ),
         num_proc=num_proc,
         new_fingerprint=Hasher.hash((pairs._fingerprint, "texts", FILTERS_VERSION)),
         desc="Comparing",
     ).with_format("numpy")
 
 
-def _measure_batch(batch: dict[str, list]) -> dict[str, Any]:
-    keys: dict[str, list[int]] = {"prompt_key": [], "pair_key": []}
-    for prompt, chosen, rejected, template in zip(*(batch[name] for name in (*PARTS, "template")), strict=True):
-        digest = xxhash.xxh3_64(json.dumps([prompt, template]).encode())
-        keys["prompt_key"].append(digest.intdigest())
-        digest.update(json.dumps([chosen, rejected]).encode())
-        keys["pair_key"].append(digest.intdigest())
-    texts = read_texts(batch)
-    words = [hash_words(text) for text in texts]
-    words = [
-        found if len(found) else np.array([_hash_word(text)], np.uint64)
-        for found, text in zip(words, texts, strict=True)
-    ]
-    n = len(texts) // 3
+def _measure_batch(batch: dict[str, list]) -> dict[str, np.ndarray]:
+    words = [hash_words(text) for text in read_texts(batch)]
+    n = len(words) // 3
     minhashes = _sketch(words, n)
-    columns = {name: np.array(values, np.uint64).view(np.int64) for name, values in keys.items()}
-    return columns | {
+    return {
+        "prompt_key": _hash_rows(batch["prompt"], batch["template"]),
+        "pair_key": _hash_rows(*(batch[name] for name in (*PARTS, "template"))),
         "similarity": _compare(words[n : 2 * n], words[2 * n :]),
         "prompt_minhash": minhashes[:n],
         "responses_minhash": minhashes[n:],
     }
+
+
+def _hash_rows(*columns: list) -> np.ndarray:
+    rows = (json.dumps(row).encode() for row in zip(*columns, strict=True))
+    return np.fromiter(map(xxhash.xxh3_64_intdigest, rows), np.uint64).view(np.int64)
 
 
 def _compare(chosen: list[np.ndarray], rejected: list[np.ndarray]) -> np.ndarray:
