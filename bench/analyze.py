@@ -1,7 +1,7 @@
 """Speed and peak memory of tokenising pairs, against one row at a time and tokenizers' own encode_batch.
 
     python bench/analyze.py MODEL [--lengths think] [--rows 1000] [--num_proc 2] [--repeats 3]      speed
-    python bench/analyze.py MODEL --memory 10000 100000        peak memory, on Dolci-Instruct's lengths divided by 8
+    python bench/analyze.py MODEL --memory 10000 100000        peak memory and CPU, Dolci-Instruct's lengths over 8
 
 MODEL is a folder or Hub id with a tokenizer and a chat template. The ways alternate in one run; the figure is the
 median of wall times. CPU seconds, children included, say the same on a machine that others use too.
@@ -116,15 +116,16 @@ def measure_memory(args: argparse.Namespace, words: list[str]) -> None:
                     out.write(json.dumps(row) + "\n")
             command = [sys.executable, str(SCRIPT), str(file), "--model_name_or_path"]
             command += [args.model, "--dataset_num_proc", str(args.num_proc)]
-            start, peak = time.perf_counter(), 0
+            start, used, peak = time.perf_counter(), sum(os.times()[2:4]), 0
             child = subprocess.Popen(
                 command, env=os.environ | {"HF_HOME": folder}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
             )
             while child.poll() is None:
                 peak = max(peak, private_bytes(child.pid))
                 time.sleep(0.2)
-            took, size = time.perf_counter() - start, file.stat().st_size
-        print(f"{n:,} rows, {size / 2**20:,.0f} MiB of JSON: peak {peak / 2**30:.2f} GiB in {took:,.0f} s", flush=True)
+            took, used, size = time.perf_counter() - start, sum(os.times()[2:4]) - used, file.stat().st_size
+        cost = f"peak {peak / 2**30:.2f} GiB in {took:,.0f} s, {used:,.0f} CPU s"
+        print(f"{n:,} rows, {size / 2**20:,.0f} MiB of JSON: {cost}", flush=True)
 
 
 def private_bytes(pid: int) -> int:

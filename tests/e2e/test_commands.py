@@ -121,7 +121,13 @@ def is_trained(project: Path, words: list[str]) -> bool:
     return read_status(project / run)["state"] == "done"
 
 
-@pytest.mark.parametrize("line", SCRIPTS)
+# Two minutes and half a minute of CPU; tests/scripts/test_bench.py, compare/test_parity.py
+LONG = re.compile(r"python (bench/throughput|scripts/parity)\.py .*")
+
+
+@pytest.mark.parametrize(
+    "line", [pytest.param(line, marks=[pytest.mark.grid] if LONG.fullmatch(line) else []) for line in SCRIPTS]
+)
 def test_script(project, line, monkeypatch, capsys, as_before):
     if "train_dpo.py" in line:  # outputs/dpo is the finished run of the others
         shutil.rmtree(project / "outputs" / "dpo")

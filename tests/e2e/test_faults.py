@@ -1,7 +1,7 @@
 """Faults of every kind at random moments, each followed by the same command, which ends bitwise where it would have.
 
-4 of them by default: `FAULTS=50 python -m pytest tests/e2e/test_faults.py -s` does fifty and prints a table;
-`FAULT_SEED` makes another series. Kills alone, and what they leave behind: test_resume.py.
+Two of them by default, four in the grid; `FAULTS=50 python -m pytest tests/e2e/test_faults.py -s` does fifty and
+prints a table; `FAULT_SEED` makes another series. Kills alone, and what they leave behind: test_resume.py.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from tests.e2e.runs import Place, Run, assert_same_run
 from tests.e2e.test_resume import shards, wait_for_phase
 from tests.hub_server import TOKEN, HubServer
 
-FAULTS = int(os.environ.get("FAULTS", "4"))
+FAULTS = [int(os.environ["FAULTS"])] if "FAULTS" in os.environ else [2, pytest.param(4, marks=pytest.mark.grid)]
 FAULT_SEED = int(os.environ.get("FAULT_SEED", "1"))
 PHASES = ("tokenisation", "reference pass", "training", "saving a checkpoint", "pushing")
 KINDS = (
@@ -110,13 +110,14 @@ def second_start(run: Run) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300 + 240 * FAULTS)
-def test_each_fault_then_the_same_command_ends_where_it_would_have(place, uninterrupted, tmp_path):
+@pytest.mark.timeout(300 + 240 * int(os.environ.get("FAULTS", "4")))
+@pytest.mark.parametrize("faults", FAULTS)
+def test_each_fault_then_the_same_command_ends_where_it_would_have(place, uninterrupted, tmp_path, faults):
     dice = random.Random(FAULT_SEED)
     print("\n| # | fault | processes | during | first end | what it said | then |")
     print("|---|---|---|---|---|---|---|", flush=True)
     with HubServer() as hub:
-        for number in range(FAULTS):
+        for number in range(faults):
             kind, phase = KINDS[number % len(KINDS)], PHASES[(number + 2) % len(PHASES)]
             if kind in DAMAGE:
                 phase = dice.choice(("training", "saving a checkpoint"))  # when there is something to damage

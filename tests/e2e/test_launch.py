@@ -55,7 +55,7 @@ def figures(run: Run) -> dict[tuple[int, str], float]:
     }
 
 
-@pytest.mark.parametrize("launch", ["cpu_fsdp2", "cpu_zero3"])
+@pytest.mark.parametrize("launch", ["cpu_fsdp2", pytest.param("cpu_zero3", marks=pytest.mark.grid)])
 def test_same_run_stopped_and_resumed_and_saved_whole(place, whole, tmp_path, launch):
     expected, expected_place = whole
     apart = Place(place.folder, place.model, tmp_path)

@@ -64,7 +64,7 @@ def place(tmp_path_factory) -> Place:
     return Place(folder, folder / "model", folder / "hf", defaults=FIELDS)
 
 
-@pytest.mark.parametrize("launch", LAUNCHES[:2])
+@pytest.mark.parametrize("launch", [LAUNCHES[0], pytest.param(LAUNCHES[1], marks=pytest.mark.grid)])
 def test_against_plain_pytorch(place, launch):
     compare_all(place, launch, FEW)
 

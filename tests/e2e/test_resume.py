@@ -1,7 +1,8 @@
 """Stopped, killed, damaged, disk full: a run goes on where it was, and ends bitwise where it would have ended.
 
-The kills come at random moments, 3 of them by default: `KILLS=20 python -m pytest tests/e2e/test_resume.py -k kill -s`
-does twenty and prints the table of docs/slurm.md; `KILL_SEED` makes another series.
+The kills come at random moments, two of them by default, four in the grid:
+`KILLS=20 python -m pytest tests/e2e/test_resume.py -k kill -s` does twenty and prints the table of docs/slurm.md;
+`KILL_SEED` makes another series.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ from sfm_dpo.run.checkpoint import STOP, checkpoints, newest_checkpoint, why_inc
 from sfm_dpo.run.folder import write_status
 from tests.e2e.runs import ROOT, Place, Run, as_options, assert_same_run, clean_environment, copy_run
 
-KILLS = int(os.environ.get("KILLS", "3"))
+KILLS = [int(os.environ["KILLS"])] if "KILLS" in os.environ else [2, pytest.param(4, marks=pytest.mark.grid)]
 KILL_SEED = int(os.environ.get("KILL_SEED", "4"))
 PHASES = ("reference pass", "training", "saving a checkpoint", "saving the model")
 
@@ -227,12 +228,13 @@ def wait_for_phase(run: Run, phase: str, place: Place, dice: random.Random) -> b
     return reached
 
 
-@pytest.mark.timeout(300 + 240 * KILLS)
-def test_kill_9_of_a_random_rank_at_random_moments(place, uninterrupted, tmp_path):
+@pytest.mark.timeout(300 + 240 * int(os.environ.get("KILLS", "4")))
+@pytest.mark.parametrize("kills", KILLS)
+def test_kill_9_of_a_random_rank_at_random_moments(place, uninterrupted, tmp_path, kills):
     dice = random.Random(KILL_SEED)
     print("\n| # | processes | rank killed | during | had done | half-written | went on from | equal |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
-    for number in range(KILLS):
+    for number in range(kills):
         phase, processes = PHASES[number % len(PHASES)], 1 + (number + number // len(PHASES)) % 2
         expected = uninterrupted(processes)
         here = place

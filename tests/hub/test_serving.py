@@ -108,7 +108,7 @@ def environments() -> dict[str, Path]:
         pytest.skip(f"no older Transformers: {error}")
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_run_saves_means_the_same_to_older_transformers(kind, environments, tmp_path, no_report):
     base, run = make_base(kind, tmp_path / "base"), tmp_path / "run"
@@ -142,7 +142,7 @@ def test_what_a_run_saves_means_the_same_to_older_transformers(kind, environment
     check_loads(run)
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_what_does_not_mean_the_same_is_refused(environments, tmp_path):
     folder, older = make_base("gpt_neox", tmp_path), environments["4.57.6"]
     mend_saved_files(folder)

@@ -58,7 +58,7 @@ print("\\n" + json.dumps({"off": run(big, "off", "false"), "on": run(big, "on", 
 """
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_memory_of_a_real_run_is_within_15_percent(tmp_path, tiny_folder, write_rows):
     config = Olmo3Config(**SHAPE)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "big")

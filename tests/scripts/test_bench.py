@@ -69,7 +69,7 @@ def test_pairs_must_fill_steps(capsys):
     assert "--pairs 30 is not a multiple" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.timeout(400)
 def test_quick_run(tmp_path):
     variants = ["stock", "padding_free", "batch_rebalance"]

@@ -99,6 +99,7 @@ def test_scancel_without_options_saves_and_is_not_requeued(cluster, project):
     assert "requeued (restart" not in log
 
 
+@pytest.mark.grid
 def test_preempted_job_saves_and_comes_back_when_the_urgent_one_is_through(cluster, project, whole):
     """PreemptMode=REQUEUE: Slurm sends TERM; after the partition's GraceTime, 90 s here, it would kill and requeue."""
     run = project / "outputs/preempted"

@@ -191,6 +191,7 @@ def test_mistake_ends_the_job_with_code_2_and_one_line(cluster, project, options
     assert "Traceback" not in log
 
 
+@pytest.mark.grid
 def test_eval_tasks_are_evaluated_by_a_job_of_their_own(cluster, project):
     """One that fails leaves the trained model as it was; of a training that fails nothing is evaluated."""
     rows = [{"question": f"What is {i} and {i}?", "choices": [f"{2 * i}.", "No."]} for i in range(8)]

@@ -82,7 +82,7 @@ sys.exit(train_dpo.main(sys.argv[2:]))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 @pytest.mark.timeout(600)
 def test_a_micro_batch_that_does_not_fit_ends_at_step_1_with_a_line_whose_offer_fits(tmp_path, write_rows):
     AutoModelForCausalLM.from_config(Olmo3Config(**SHAPE)).save_pretrained(tmp_path / "model")
