@@ -259,6 +259,7 @@ def close(run: Path | None, end: RunEnd) -> int:
     if run is not None and message:
         run.mkdir(parents=True, exist_ok=True)
         write_status(run, end.state, end.exit_code, message, any_rank=not stopped, **status)
+        release_lock(run / LOCK)  # before the report: a launcher ends this rank soon after another one has left
         report(run)
     # A launcher would make a crash of 75: there the ranks leave with 0, and status.json says it
     return 0 if stopped and "TORCHELASTIC_RUN_ID" in os.environ else end.exit_code

@@ -175,16 +175,14 @@ launch() {
         done
         exit "$code"'
 
-    local signalled=
+    local signalled=1
     trap 'signalled=1; say "asked to stop: $output_dir/STOP"; mkdir -p "$output_dir"; touch "$output_dir/STOP"' USR1 TERM
     # --wait=0: rank 0 may push to the Hub long after the other nodes have left; a crash ends all by --kill-on-bad-exit.
     srun "${srun_options[@]}" --wait=0 --kill-on-bad-exit=1 bash -c "$on_node" node "$output_dir" \
         --config_file "$config_file" --num_machines "$SLURM_JOB_NUM_NODES" \
         --num_processes "$((SLURM_JOB_NUM_NODES * per_node))" --main_process_ip "$host" --main_process_port "$port" \
         train_dpo.py "$@" &
-    launcher_code=0
-    wait $! || launcher_code=$?
-    while [[ -n $signalled ]]; do # the signal, not the end of srun, ended the wait
+    while [[ -n $signalled ]]; do # a signal ends the wait as well
         signalled=
         launcher_code=0
         wait $! || launcher_code=$?
@@ -194,7 +192,7 @@ launch() {
 
 # Ends the job with the run's own verdict: a stop on request is 0 under a launcher.
 finish() {
-    local code=$launcher_code state=unknown step='' message='' progress='' fields=()
+    local code=$launcher_code state=unknown step='' message='' fields=()
     if [[ -f $status && $(cat "$status") != "$status_before" ]] && grep -q "\"job\": \"$SLURM_JOB_ID\"" "$status"; then
         # Progress is a step more than this start began with (the one before may have been killed beyond it), or a
         # shard of the reference cache more than when that one stopped.
@@ -202,13 +200,16 @@ finish() {
 import json, sys
 run, before = json.load(open(sys.argv[1])), json.loads(sys.argv[2] or "{}")
 try:
-    began = json.load(open(sys.argv[3]))["starts"][-1]["step"]
-except (OSError, ValueError, LookupError):
-    began = before.get("step")
+    environment = json.load(open(sys.argv[3]))
+except (OSError, ValueError):
+    environment = {}
+began = environment["starts"][-1]["step"] if environment.get("starts") else before.get("step")
 done, had = [run["step"] or 0, run.get("shards") or 0], [began or 0, before.get("shards") or 0]
+hangs = sum(hang["job"] == run["job"] for hang in environment.get("hangs", []))
 print(run["state"], run["exit_code"], run["step"], " ".join(run["message"].split()), done > had, sep="\n")
+print(hangs, run["checkpoint"] is not None, run.get("host") or "", sep="\n")
 ' "$status" "$status_before" "$output_dir/environment.json")
-        state=${fields[0]} step=${fields[2]} message=${fields[3]} progress=${fields[4]}
+        state=${fields[0]} step=${fields[2]} message=${fields[3]}
         if [[ $state == running ]]; then # killed: nobody was left to write how it ended
             state=died message="the processes ended without a word (launcher's exit code $launcher_code)"
             ((code != 0)) || code=1
@@ -216,8 +217,8 @@ print(run["state"], run["exit_code"], run["step"], " ".join(run["message"].split
             code=${fields[1]}
         fi
     fi
-    [[ $state != stopped ]] || requeue "$progress"
-    [[ $state != hung ]] || requeue_hung
+    [[ $state != stopped ]] || requeue "${fields[4]}"
+    [[ $state != hung ]] || requeue_hung "${fields[@]:5}"
     say "ended: state $state, exit code $code, step ${step:-None}, $output_dir${message:+: $message}"
     exit "$code"
 }
@@ -241,12 +242,7 @@ requeue() {
 # A hang is often a node's. The job goes back twice at most, if there is a checkpoint; where the node of the rank that
 # stood is known and the partition has enough others, without that node.
 requeue_hung() {
-    local hangs=0 node='' checkpoint='' excluded others
-    read -r hangs checkpoint node < <(python -c '
-import json, sys
-run, environment = (json.load(open(path)) for path in sys.argv[1:])
-hangs = sum(hang["job"] == run["job"] for hang in environment["hangs"])
-print(hangs, run["checkpoint"] is not None, run["host"] or "")' "$status" "$output_dir/environment.json") || true
+    local hangs=$1 checkpoint=$2 node=$3 excluded others
     if [[ $checkpoint != True ]] || ((hangs > 2)); then
         say "hung, not requeued: for the $hangs. time in this job, complete checkpoint: $checkpoint; submit again to go on"
         return

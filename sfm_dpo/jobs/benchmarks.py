@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from transformers import AutoTokenizer
 from transformers.utils import ADAPTER_CONFIG_NAME
 
@@ -73,9 +74,8 @@ def evaluate_run(path: Path, settings: Settings, pairs: str | None = None) -> st
     keys = {"benchmarks": ("task", "metric", "filter"), "pairs": ("source",)}
     evaluation = read_mapping(source.folder / EVALUATION)
     for part, rows in found.items():
-        new = {tuple(row[key] for key in keys[part]) for row in rows}
-        kept = [row for row in evaluation.get(part, []) if tuple(row[key] for key in keys[part]) not in new]
-        evaluation[part] = kept + rows
+        rows = [*evaluation.get(part, []), *rows]  # a new row takes the place of its earlier one
+        evaluation[part] = list({tuple(row[key] for key in keys[part]): row for row in rows}.values())
     write_atomically(source.folder / EVALUATION, json.dumps(evaluation, indent=2) + "\n")
     if source.step is None:
         write_report(source.run)
@@ -137,9 +137,10 @@ def run_lm_eval(model_args: dict[str, str], settings: Settings, tasks: Any = Non
         UserError: it fails there.
     """
     device, dtype = ("cuda", "auto") if torch.cuda.is_available() or model == "vllm" else ("cpu", "float32")
+    extra = {key: yaml.safe_load(value) for key, value in settings.model_args}  # 4 as a number, as vLLM wants it
     arguments = {
         "model": model,
-        "model_args": {"dtype": dtype} | model_args | dict(settings.model_args),
+        "model_args": {"dtype": dtype} | model_args | extra,
         "tasks": settings.tasks,
         "num_fewshot": settings.num_fewshot,
         "batch_size": settings.batch_size,

@@ -236,13 +236,8 @@ def draw_sweep(rows: list[dict[str, Any]], metric: str, path: Path) -> None:
         axes = figure.add_subplot(title=f"{metric} over {field}", xlabel=field, ylabel=metric)
         for i, (label, points) in enumerate(sorted(lines.items())):
             xs, means, spreads = zip(*sorted(points), strict=True)
-            style: dict[str, Any] = {
-                "color": COLORS[i % 3],
-                "marker": "os^v"[i // 3 % 4],
-                "markersize": 4,
-                "capsize": 3,
-            }
-            axes.errorbar(xs, means, spreads, label=label, **style)
+            color, marker = COLORS[i % 3], "os^v"[i // 3 % 4]
+            axes.errorbar(xs, means, spreads, label=label, color=color, marker=marker, markersize=4, capsize=3)
         if is_number(field):
             ticks = sorted({x for points in lines.values() for x, *_ in points})
             if ticks[0] > 0 and ticks[-1] >= 5 * ticks[0]:
