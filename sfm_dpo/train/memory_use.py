@@ -30,7 +30,7 @@ from sfm_dpo.train.throughput import peak_memory_gib
 from sfm_dpo.train.watchdog import Watchdog
 
 PLANNED_FROM = 10_000_000  # parameters: planning takes seconds, and a smaller model fits anywhere
-FORWARD_TOKENS = {"cuda": 65_536, "cpu": 8_192}  # at most: matrix products as large are no faster
+FORWARD_TOKENS = {"cuda": 65_536, "cpu": 4_096}  # at most: matrix products as large are no faster
 USABLE = 0.9  # of memory: an allocator cannot join all of it
 # torch on CUDA and on CPU, CUDA's libraries, the operating system
 SIGNS = re.compile("out of memory|can't allocate memory|Cannot allocate memory|_ALLOC_FAILED")

@@ -80,7 +80,7 @@ def test_a_reference_cache_made_at_another_batch_shape(train):
     result, logps_differ = compare(train("base", "own cache"), train("other cache", "cache of 1"))
     first = result["suspects"][0]
     assert first["cause"] == "reference log-probs"
-    assert first["why"].count("batches of up to") == 2 and "up to 4,096 tokens" in first["why"]
+    assert first["why"].count("batches of up to") == 2 and "up to 2,048 tokens" in first["why"]
     loss = next(row for row in result["metrics"] if row["metric"] == "train/loss")
     assert loss["first"] == 1 and not logps_differ  # before the first update the loss alone does
     assert result["verdict"]["verdict"] == "within noise"
