@@ -121,13 +121,13 @@ def is_trained(project: Path, words: list[str]) -> bool:
     return read_status(project / run)["state"] == "done"
 
 
-# Two minutes and half a minute of CPU; tests/scripts/test_bench.py, compare/test_parity.py
-LONG = re.compile(r"python (bench/throughput|scripts/parity)\.py .*")
+def parameters(lines: list[str]) -> list:
+    """The lines as parameters; those that take twenty seconds of CPU and more are in the grid."""
+    long = re.compile(r"python (bench/throughput|scripts/parity)\.py .*|accelerate launch .*recipes/demo.yaml")
+    return [pytest.param(line, marks=[pytest.mark.grid] if long.fullmatch(line) else []) for line in lines]
 
 
-@pytest.mark.parametrize(
-    "line", [pytest.param(line, marks=[pytest.mark.grid] if LONG.fullmatch(line) else []) for line in SCRIPTS]
-)
+@pytest.mark.parametrize("line", parameters(SCRIPTS))
 def test_script(project, line, monkeypatch, capsys, as_before):
     if "train_dpo.py" in line:  # outputs/dpo is the finished run of the others
         shutil.rmtree(project / "outputs" / "dpo")
@@ -154,7 +154,7 @@ def test_script(project, line, monkeypatch, capsys, as_before):
         assert option not in ("--json", "--html", "--plot") or (project / file).stat().st_size > 100, file
 
 
-@pytest.mark.parametrize("line", LAUNCHED)
+@pytest.mark.parametrize("line", parameters(LAUNCHED))
 def test_launched(project, line):
     env = clean_environment(project / "hf") | {"PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
     words = shlex.split(line)

@@ -108,12 +108,10 @@ def runs(request, tmp_path_factory, tiny_folder) -> dict[str, Path]:
 
 # The others, under ZeRO-3 and FSDP2 as well, in the grid; the demo: test_commands.py
 FIRST = {"think", "instruct", "instruct_lora"}
+PARAMETERS = [pytest.param(r, id=r.stem, marks=[] if r.stem in FIRST else [pytest.mark.grid]) for r in RECIPES]
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(r, id=r.stem, marks=[] if r.stem in FIRST else [pytest.mark.grid]) for r in RECIPES],
-)
+@pytest.mark.parametrize("recipe", PARAMETERS)
 def test_recipe_trains_two_steps(runs, recipe):
     run = runs[recipe.stem]
     status = json.loads((run / "status.json").read_text())
@@ -149,11 +147,7 @@ def computed(figures: dict, launch: str) -> str:
     return f"{choice.bytes / 2**30:.1f} GiB on {on} {gpu['name']}{setting}; {long} at {at}, as published; not measured"
 
 
-# Tracing a hybrid's layers takes a minute of CPU
-@pytest.mark.parametrize(
-    "recipe",
-    [pytest.param(r, id=r.stem, marks=[pytest.mark.grid] if "hybrid" in r.stem else []) for r in RECIPES],
-)
+@pytest.mark.parametrize("recipe", PARAMETERS)
 def test_header_says_what_plan_says(recipe, tmp_path, monkeypatch):
     if not (command := shlex.split(header(recipe, "Plan").removeprefix("python scripts/plan.py"))):
         pytest.skip("runs on a CPU; its header says what was measured")

@@ -75,6 +75,7 @@ def test_stop_file_during_the_reference_pass_keeps_its_shards(place, uninterrupt
     assert_same_run(again, uninterrupted(1))
 
 
+@pytest.mark.grid
 def test_a_run_and_a_prefetch_share_the_reference_pass_and_the_killed_one_is_taken_over(
     place, uninterrupted, tmp_path
 ):

@@ -293,7 +293,7 @@ def test_the_flash_kernel_is_the_one_asked_for_or_measured_as_fastest_on_this_gp
         kernel("fa3")
 
 
-@pytest.mark.slow
+@pytest.mark.grid
 def test_the_varlen_branch_compiles_once_for_every_shape(monkeypatch):
     """The branch taken on CUDA, on the meta device (shapes without a GPU): checkpointed layers compiled one by one as
     whole graphs, forward and backward, are not compiled again for another total, count or longest of the sequences."""
