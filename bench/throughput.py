@@ -68,10 +68,10 @@ def main(argv: list[str]) -> int:
         facts = json.loads(Path(scratch, "facts.json").read_text())
         print(f"{facts['machine']}, PyTorch {facts['torch']}: {facts['model']}", flush=True)
         print(f"{facts['pairs']} pairs of '{options.lengths}' lengths, {facts['data']}", flush=True)
-        runs = []
+        runs: list[dict] = []
         for number in range(options.rounds):
             for variant in options.variants[:: -1 if number % 2 else 1]:
-                stock = next((run for run in runs if run["variant"] == "stock"), {})
+                stock: dict = next((run for run in runs if run["variant"] == "stock"), {})
                 job = {"job": "train", "variant": variant, "stock_peak_gib": stock.get("peak_memory_gib"), **settings}
                 runs.append(work(job) | {"round": number})
                 print(f"round {number + 1}/{options.rounds}  {line(variant, runs[-1])}", flush=True)
@@ -94,7 +94,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--shape", help="folder whose config.json is the model's, instead of --model and --layers")
     parser.add_argument("--layers", type=count, help="default: 6 on the CPU, 8 on a GPU (the real models have 32)")
     parser.add_argument("--lengths", choices=list(RECIPES), default="think", help="of which data")
-    parser.add_argument("--scale", type=count, help="divides all lengths; default: 8 on the CPU, 1 on a GPU and for chat")
+    parser.add_argument("--scale", type=count, help="divides all lengths; default: 8, and 1 on a GPU or for chat")
     parser.add_argument("--pairs", type=count, help="measured pairs; default: 96")
     parser.add_argument("--batch", type=count, default=4, help="pairs in a micro-batch")
     parser.add_argument("--accumulation", type=count, default=4, help="micro-batches in an optimizer step")
@@ -183,10 +183,10 @@ def table(summary: dict[str, dict]) -> str:
 
 def line(variant: str, run: dict) -> str:
     if "error" in run:
-        return f"{variant:<26}{run['error']}"
+        return f"{variant:<28}{run['error']}"
     figures = "  ".join(f"{name} {number(run[key])}" for name, key in COLUMNS.items())
     return (
-        f"{variant:<26}{figures}  reference {run['reference_seconds']:.1f} s  warm-up {run['warm_up_seconds']:.1f} s"
+        f"{variant:<28}{figures}  reference {run['reference_seconds']:.1f} s  warm-up {run['warm_up_seconds']:.1f} s"
     )
 
 

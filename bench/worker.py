@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -267,7 +268,7 @@ def make_trainer(job: dict) -> DPOTrainer:
     """The variant's trainer. What is not a flag is the same for all."""
     scratch, device, variant = Path(job["scratch"]), device_of(job), job["variant"]
     pairs = load_from_disk(str(scratch / "pairs"))
-    settings = {
+    settings: dict[str, Any] = {
         "output_dir": str(Path(job["home"]) / "run"),
         "max_length": max_length_of(job),
         "num_train_epochs": 1,

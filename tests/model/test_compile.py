@@ -5,7 +5,10 @@ Under ZeRO-2: tests/e2e/test_golden.py.
 
 import json
 import shutil
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -216,6 +219,8 @@ def test_kernel_flags_reach_transformers(folder, tmp_path, monkeypatch, flags, p
     """The Hub's kernels when the model is loaded, Liger's when training starts; both need a GPU and their packages."""
     calls = []
     monkeypatch.setattr(*patched, lambda *args: calls.append(args[1]))
+    monkeypatch.setitem(sys.modules, "kernels", ModuleType("kernels"))
+    sys.modules["kernels"].__spec__ = ModuleSpec("kernels", None)
     monkeypatch.setattr("sfm_dpo.train.reference_cache.HF_CACHE_HOME", str(tmp_path))
     trainer = make_trainer(folder, tmp_path, f"--padding_free true --precompute_ref_log_probs true {flags}")
     if trainer.args.use_liger_kernel:
