@@ -1,8 +1,6 @@
 """The plan of a run: its figures against DeepSpeed's estimators and formulas, and the command."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -10,7 +8,7 @@ from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 from transformers import AutoConfig
 
-from scripts import check_config
+from scripts import check_config, plan
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config import parse_config
@@ -122,27 +120,30 @@ def test_lora_trains_the_adapter_alone(plan_of):
 
 
 @pytest.mark.slow
-def test_command_with_stated_percentiles(tmp_path):
+def test_command_with_stated_percentiles(tmp_path, monkeypatch, capsys):
     stated = {"pairs": 1000, "percentiles": {name: {"0": 50, "50": 100, "100": 200} for name in ("prompt", "chosen")}}
     stated["percentiles"]["rejected"] = {"0": 10, "50": {"tokens": 20}, "100": 40}
     (tmp_path / "l.json").write_text(json.dumps(stated))
-    command = [sys.executable, "scripts/plan.py", "--config", "recipes/olmo_hybrid_7b_instruct.yaml"]
-    command += ["--model_name_or_path", "bench/shapes/olmo3_7b", "--lengths", tmp_path / "l.json", "--pairs", "2000"]
-    command += ["--gpu", "h100", "--num_gpus", "8", "--num_nodes", "4", "--json", tmp_path / "plan.json"]
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "7,298,011,136 parameters" in done.stdout and "GPU-hours" in done.stdout
-    plan = json.loads((tmp_path / "plan.json").read_text())
-    assert plan["data"]["pairs"] == 2000
+    monkeypatch.chdir(PROJECT)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # plan.py sets it for good
+    command = ["--config", "recipes/olmo_hybrid_7b_instruct.yaml", "--lengths", str(tmp_path / "l.json")]
+    command += ["--model_name_or_path", "bench/shapes/olmo3_7b", "--pairs", "2000", "--gpu", "h100", "--num_gpus", "8"]
+    command += ["--num_nodes", "4", "--json", str(tmp_path / "plan.json")]
+    assert plan.main(command) == 0
+    out = capsys.readouterr().out
+    assert "7,298,011,136 parameters" in out and "GPU-hours" in out
+    figures = json.loads((tmp_path / "plan.json").read_text())
+    assert figures["data"]["pairs"] == 2000
     prompt, rejected = (150 / np.log(4), 30 / np.log(4))  # means of a log-uniform; chosen is as prompt
-    assert plan["data"]["tokens"] == pytest.approx(2000 * (3 * prompt + rejected), rel=0.02)
+    assert figures["data"]["tokens"] == pytest.approx(2000 * (3 * prompt + rejected), rel=0.02)
 
-    done = subprocess.run([*command, "--pairs", "127"], cwd=PROJECT, capture_output=True, text=True, check=False)
-    assert "127 pairs are less than global_batch_size: nothing could be trained" in done.stdout
+    assert plan.main([*command, "--pairs", "127"]) == 0
+    assert "127 pairs are less than global_batch_size: nothing could be trained" in capsys.readouterr().out
 
     (tmp_path / "l.json").write_text("{}")
-    done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "error: --lengths" in done.stderr
+    assert plan.main(command) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "error: --lengths" in err
 
 
 @pytest.mark.slow
