@@ -42,14 +42,17 @@ from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import format_summary, write_report
 from sfm_dpo.run.checkpoint import (
     ROW_KEYS,
+    check_best,
     check_data,
     check_disk,
     check_resume,
     check_world_size,
     clear_stop,
+    copy_best,
     find_start,
     most_at_once,
     newest_checkpoint,
+    read_best,
     step_of,
 )
 from sfm_dpo.run.folder import (
@@ -65,10 +68,11 @@ from sfm_dpo.run.folder import (
     write_status,
 )
 from sfm_dpo.run.lock import release_lock
+from sfm_dpo.run.reader import eval_prefix
 from sfm_dpo.train.fit_memory import fit_memory
 from sfm_dpo.train.memory_use import explain_out_of_memory
 from sfm_dpo.train.profiler import add_profiler
-from sfm_dpo.train.progress import ProgressLine
+from sfm_dpo.train.progress import ProgressLine, describe_best
 from sfm_dpo.train.reference_cache import hash_tokens, make_folder
 from sfm_dpo.train.stop import StopCallback
 from sfm_dpo.train.trainer import SFMDPOTrainer, build_sampler
@@ -159,13 +163,13 @@ def build_trainer(
     """Loads the model; computes the reference log-probs, where they are cached."""
     args = config.train
     pushes, args.push_to_hub = args.push_to_hub, False  # see hub/callback.py for what Trainer would do
-    args.eval_on_start = pairs.eval is not None and checkpoint is None  # held-out figures before as well as after
+    args.eval_on_start = bool(pairs.held_out()) and checkpoint is None  # held-out figures before as well as after
     args.model_init_kwargs = model_init_kwargs(config)
     trainer = SFMDPOTrainer(
         model=config.model.model_name_or_path,
         args=args,
         train_dataset=pairs.train,
-        eval_dataset=pairs.eval,
+        eval_dataset=pairs.held_out() or None,
         processing_class=tokenizer,
         quantization_config=get_quantization_config(config.model),
         peft_config=get_peft_config(config.model),
@@ -205,6 +209,8 @@ def train(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
         add_data_facts(run, trainer.describe_data())
     if checkpoint:
         check_resume(checkpoint, trainer.resume_facts(), args.ignore_resume_mismatch)
+        if args.load_best_model_at_end and (best := read_best(checkpoint)):
+            check_best(best, args)
         log.info(f"going on from {checkpoint}")
     else:
         preflight_phase(trainer, config)
@@ -223,13 +229,15 @@ def finish(config: Config, trainer: SFMDPOTrainer) -> None:
     """Evaluates, saves and reports a trained model."""
     run = Path(config.train.output_dir)
     last = [entry for entry in trainer.state.log_history if entry["step"] == trainer.state.global_step]
-    if trainer.eval_dataset is not None and not any("eval_loss" in entry for entry in last):
+    if trainer.eval_dataset is not None and not any(map(eval_prefix, last)):
         trainer.evaluate()
     trainer.save_model()
     trainer.save_state()
+    if config.train.load_best_model_at_end:
+        copy_best(trainer.state.best_model_checkpoint, config.train)
     trainer.watchdog.stop()
     clear_stop(run)  # it came too late
-    write_status(run, "done", 0, step=trainer.state.global_step)
+    write_status(run, "done", 0, step=trainer.state.global_step, **describe_best(config.train, trainer.state))
     report(run)
     if is_main_process():
         write_model_card(run)

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sfm_dpo.common.cli import Arguments, command, new_figure, new_file, number, write_json
 from sfm_dpo.compare.runs import compare_runs, format_comparison
-from sfm_dpo.report.evaluation import compare_evaluations
+from sfm_dpo.report.evaluation import compare_evaluations, format_benchmarks
 from sfm_dpo.report.plots import draw_comparison
 from sfm_dpo.run.reader import read_log
 
@@ -35,8 +35,8 @@ def main(argv: list[str]) -> int:
     result = compare_runs(read_log(options.run_a), read_log(options.run_b), options.tolerance, options.until)
     print(format_comparison(result))
     if benchmarks := compare_evaluations(Path(options.run_a), Path(options.run_b)):
-        print(f"\n{benchmarks}")
-    write_json(options.json, result)
+        print(f"\n{format_benchmarks(benchmarks)}")
+    write_json(options.json, result | {"benchmarks": benchmarks})
     if options.plot:
         draw_comparison(result, options.plot)
     return int(result["verdict"]["verdict"] == "diverging")

@@ -155,7 +155,7 @@ def compare_answers(run: Path, base: str, prompts: list[list[dict]]) -> None:
     (run / "samples.json").write_text(json.dumps(samples, indent=2) + "\n")
     report = page.write_report(run)  # once more, with the answers
 
-    first, *_, last = list_evaluations(read_run(run)["log"])
+    first, *_, last = list_evaluations(read_run(run))
     figures = [
         ("reward accuracy", "0.50", f"{last['eval_rewards/accuracies']:.2f}"),
         ("likelier per token: the chosen answer", *(f"{e['eval_logps/accuracies']:.2f}" for e in (first, last))),

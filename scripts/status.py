@@ -9,6 +9,8 @@ slurm       the job's state in the queue; - without Slurm
 last        when status.json or the job's log was last written
 checkpoint  the newest complete one
 starts      how often the run was started: one more than it was requeued
+
+Below it the table of a sweep, where a folder given is one (scripts/sweep.py).
 """
 
 import json
@@ -40,6 +42,11 @@ def main(argv: list[str]) -> None:
             text = json.dumps(runs, indent=2) if options.json else format_runs(runs) if runs else "no runs here"
             clear = "\033[2J\033[H" if options.watch and sys.stdout.isatty() else ""
             print(f"{clear}{text}", flush=True)
+            for grid in () if options.json else (Path(folder) / "grid.yaml" for folder in options.folders):
+                if grid.is_file():
+                    from sfm_dpo.jobs.sweep import format_sweep, read_grid  # these take seconds to import
+
+                    print(f"\n{format_sweep(read_grid(grid))}")
             if not options.watch:
                 return
             time.sleep(options.watch)

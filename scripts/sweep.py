@@ -20,7 +20,7 @@ import sfm_dpo  # noqa: F401  (first: it reads .env)
 # isort: split
 from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.common.files import write_atomically
-from sfm_dpo.jobs.sweep import MEMBERS, format_sweep, plan_sweep, read_grid
+from sfm_dpo.jobs.sweep import GRID, MEMBERS, format_sweep, plan_sweep, read_grid
 
 
 @command
@@ -55,6 +55,7 @@ def main(argv: list[str]) -> int:
         return 0
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, "".join(f"{line}\n" for line in lines))
+    write_atomically(file.with_name(GRID), options.grid.read_text())
     codes = [subprocess.run(words, check=False).returncode for words in commands]
     return next(filter(None, codes), 0)
 

@@ -66,6 +66,9 @@ class TrainConfig(DPOConfig):
     )
     max_samples: int | None = HfArg(default=None, help="Use this many of the usable pairs, drawn with `seed`.")
     eval_fraction: float = HfArg(default=0.0, help="Share of the pairs held out for evaluation, drawn with `seed`.")
+    eval_datasets: str | None = HfArg(
+        default=None, help="More held-out sets: {math: math.jsonl, code: {path: org/set, split: test}}."
+    )
     max_prompt_length: int | None = HfArg(
         default=None, help="A longer prompt keeps its last tokens (TRL dropped this)."
     )

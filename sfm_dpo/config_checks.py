@@ -3,8 +3,10 @@
 import difflib
 import importlib.util
 import inspect
+import json
 import math
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -70,13 +72,38 @@ REFUSED = {
     "ignore_data_skip": "a resumed run would train on some pairs twice; remove it",
     "label_smoothing_factor": "is of Trainer's cross-entropy; DPO's robust and exo_pair have label_smoothing",
     "ld_alpha": "its weighted log-probs reach neither the metrics, nor the preflight, nor step 0; remove it",
-    "load_best_model_at_end": "the best checkpoint may be rotated away; remove it, and evaluate those kept",
     "neftune_noise_alpha": "noise in the policy alone, so that step 0 is not ln 2; remove it",
     "save_only_model": "a run could not be resumed without its optimizer; remove it",
     "streaming": "pairs are checked before training, so they cannot be streamed",
     "sync_ref_model": "checkpoints do not hold the synchronised reference, a resumed run would lose it; remove it",
     "test_split_size": "set eval_fraction instead, which is seeded",
 }
+
+
+HELD_OUT = "eval"  # the pairs of eval_fraction, beside the names of eval_datasets
+EVAL_METRICS = """loss rewards/chosen rewards/rejected rewards/margins rewards/average rewards/accuracies logps/chosen
+    logps/rejected logps/accuracies logits/chosen logits/rejected entropy mean_token_accuracy""".split()
+
+
+def read_eval_sets(text: str | None) -> dict[str, dict[str, str]]:
+    """`eval_datasets`: by name the path of each set, and its configuration `name` and `split` where given.
+
+    Raises:
+        UserError: names the set and what is wrong with it.
+    """
+    try:
+        sets = {name: {"path": v} if isinstance(v, str) else dict(v) for name, v in json.loads(text or "{}").items()}
+        if not all(isinstance(v, str) for entry in sets.values() for v in (entry["path"], *entry.values())):
+            raise ValueError
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        remedy = "must be a mapping of names to sets, such as {math: math.jsonl, code: {path: org/set, split: test}}"
+        raise UserError(f"eval_datasets {text}: {remedy}") from error
+    for name, entry in sets.items():
+        if not re.fullmatch(r"[\w-]+", name) or name in (HELD_OUT, "train"):
+            raise UserError(f"eval_datasets {name}: give a name of letters and digits other than {HELD_OUT} and train")
+        for key in entry:
+            check_known(f"eval_datasets {name}:", key, ("path", "name", "split"))
+    return sets
 
 
 def check_known(field: str, name: Any, known: Iterable[str]) -> None:
@@ -124,8 +151,19 @@ def check_fields(namespace: Any, world_size: int) -> None:
         require(ns.hub_strategy == "end", "hub_strategy", "save_strategy is no; set hub_strategy: end")
     require(ns.padding_free or not ns.prefix_sharing, "prefix_sharing", "needs padding_free: true")
     require(ns.num_train_epochs > 0 or ns.max_steps > 0, "num_train_epochs", "must be above 0")
-    remedy = "nothing is held out; set eval_fraction, for instance 0.02"
-    require(ns.eval_strategy == "no" or ns.eval_fraction, "eval_strategy", remedy)
+    remedy = "nothing is held out; set eval_fraction, for instance 0.02, or eval_datasets"
+    sets = read_eval_sets(ns.eval_datasets)
+    require(ns.eval_strategy == "no" or ns.eval_fraction or sets, "eval_strategy", remedy)
+    require(ns.save_strategy != "best", "save_strategy", "nothing to go on from between; set load_best_model_at_end")
+    if ns.metric_for_best_model or ns.load_best_model_at_end:
+        prefixes = [*(["eval_"] if ns.eval_fraction else []), *(f"eval_{name}_" for name in sets)]
+        metric = f"eval_{(ns.metric_for_best_model or 'loss').removeprefix('eval_')}"
+        check_known("metric_for_best_model", metric, [prefix + name for prefix in prefixes for name in EVAL_METRICS])
+        remedy = f"the best checkpoint must be an evaluated one; set it to save_strategy's value, {ns.save_strategy}"
+        require(ns.eval_strategy == ns.save_strategy != "no", "eval_strategy", remedy)
+        remedy = f"each evaluated step must be a checkpoint; set it to save_steps, {ns.save_steps:g}"
+        same = ns.save_strategy != "steps" or (ns.eval_steps or ns.logging_steps) == ns.save_steps
+        require(same, "eval_steps", remedy)
     for name, remedy in REFUSED.items():
         require(not getattr(ns, name), name, remedy)
     logged = ns.logging_strategy != "no" or ns.guard == "skip"

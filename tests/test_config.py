@@ -188,6 +188,10 @@ def test_values_that_no_run_can_have(parse, option):
     assert option.replace("=", " ") + ": " in refused(parse, None, f"--{option}")
 
 
+BEST = {"load_best_model_at_end": True, "eval_fraction": 0.1, "eval_datasets": {"math": "m.jsonl"}}
+BEST |= {"eval_strategy": "steps", "eval_steps": 500}
+
+
 @pytest.mark.parametrize(
     ("fields", "parts"),
     [
@@ -214,6 +218,23 @@ def test_values_that_no_run_can_have(parse, option):
         ({"prefix_sharing": True}, ["prefix_sharing True: needs padding_free: true"]),
         ({"flash_attention": "fa2", "padding_free": True}, ["flash_attention fa2: is a kernel of GPUs"]),
         ({"guard_generations": 5}, ["guard_generations 5: needs prompts"]),
+        ({"eval_datasets": "a.jsonl"}, ["eval_datasets a.jsonl: must be a mapping of names to sets, such as {math:"]),
+        ({"eval_datasets": {"a": {"split": "test"}}}, ["eval_datasets {", "must be a mapping"]),
+        ({"eval_datasets": {"a": {"path": "x", "fraction": "1"}}}, ["eval_datasets a: fraction: is unknown"]),
+        ({"eval_datasets": {"eval": "x"}}, ["eval_datasets eval: give a name", "other than eval and train"]),
+        (
+            BEST | {"metric_for_best_model": "reward/margins"},
+            ["eval_reward/margins: is unknown; did you mean"],
+        ),
+        (
+            BEST | {"metric_for_best_model": "eval_mth_loss"},
+            ["eval_mth_loss: is unknown; did you mean eval_math"],
+        ),
+        (BEST | {"eval_fraction": 0}, ["metric_for_best_model eval_loss: is unknown; did you mean eval_math_loss?"]),
+        (BEST | {"eval_steps": 250}, ["eval_steps 250", "set it to save_steps, 500"]),
+        (BEST | {"save_strategy": "epoch"}, ["eval_strategy steps", "set it to save_strategy's value, epoch"]),
+        (BEST | {"save_strategy": "no", "eval_strategy": "no"}, ["eval_strategy no: the best checkpoint must be"]),
+        ({"save_strategy": "best"}, ["save_strategy best", "set load_best_model_at_end"]),
         ({"attn_implementation": "spda"}, ["attn_implementation spda: is unknown; did you mean sdpa?"]),
         ({"attn_implementation": "flash_attention_2"}, ["flash-attn is not installed", "padding_free: true"]),
         ({"model_init_kwargs": {"use_kernels": True}}, ["use_kernels: kernels is not installed; pip install kernels"]),

@@ -24,6 +24,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import Config, TrainConfig
+from sfm_dpo.config_checks import HELD_OUT
 from sfm_dpo.data import json_rows
 from sfm_dpo.data.filters import FILTER_REASONS, filter_pairs, judge_row, row_rules
 from sfm_dpo.data.raw_shapes import NO_PREFERENCE, make_pairs, read_transcript
@@ -57,7 +58,8 @@ class Pairs:
 
     `train` and `eval` hold a row's columns (above); `eval` is None if nothing is held out.
     `rows` counts the rows read, `dropped` the unusable ones by reason (keys of DROP_REASONS); `dropped_rows` lists
-    those, in datasets with the columns sources.ACCOUNT. `early_difference` is of find_early_difference.
+    those, in datasets with the columns sources.ACCOUNT. `early_difference` is of find_early_difference. `eval_sets`
+    are those of eval_datasets by name, for which nothing else here counts.
     """
 
     train: Dataset
@@ -67,6 +69,11 @@ class Pairs:
     dropped: Counter = field(default_factory=Counter)
     dropped_rows: list[Dataset] = field(default_factory=list)
     early_difference: dict[str, Any] | None = None
+    eval_sets: dict[str, Dataset] = field(default_factory=dict)
+
+    def held_out(self) -> dict[str, Dataset]:
+        """`eval` as HELD_OUT, where there is one, and `eval_sets`."""
+        return ({} if self.eval is None else {HELD_OUT: self.eval}) | self.eval_sets
 
     def check_dropped(self, limit: float) -> None:
         """Raises UserError if no pair is left, or more than `limit` (a share of all rows) cannot be used; what filters
@@ -90,6 +97,7 @@ class Pairs:
             (f"dropped: {text}", f"{self.dropped[key]:,}", first.get(key, "")) for key, text in DROP_REASONS.items()
         ]
         rows += [("pairs to train on", f"{len(self.train):,}"), ("pairs held out", f"{len(self.eval or ()):,}")]
+        rows += [(f"pairs held out: {name}", f"{len(pairs):,}") for name, pairs in self.eval_sets.items()]
         return format_table(row for row in rows if row[1] != "0")
 
     def first_dropped(self, count: int = 3) -> dict[str, str]:
@@ -120,6 +128,7 @@ class Pairs:
             "dropped": {reason: n for reason, n in self.dropped.items() if n},
             "train": len(self.train),
             "eval": len(self.eval or ()),
+            "eval_sets": {name: len(pairs) for name, pairs in self.eval_sets.items()},
             # Upstream: datasets 5.2, arrow_dataset.py, Dataset: no public name for what its cache knows a dataset by,
             # which each key of this project starts from. Canary: test_canary_datasets_fingerprint
             "train_fingerprint": self.train._fingerprint,

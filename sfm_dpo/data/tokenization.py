@@ -4,6 +4,8 @@ The ids are those of TRL's own preparation (`DPOTrainer._prepare_dataset`), whic
 whose cache key covers every training argument.
 """
 
+import copy
+import dataclasses
 import functools
 import json
 from collections import Counter
@@ -17,10 +19,13 @@ from datasets import Dataset, Features, List, Value
 from datasets.fingerprint import Hasher
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from trl import DatasetMixtureConfig
 from trl.data_utils import common_prefix_length
+from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config import Config
+from sfm_dpo.config import Config, TrainConfig
+from sfm_dpo.config_checks import read_eval_sets
 from sfm_dpo.data.filters import filter_lengths
 from sfm_dpo.data.preferences import DROP_REASONS, Pairs, load_pairs
 from sfm_dpo.data.sources import list_dropped, room_in_cache
@@ -32,6 +37,10 @@ TOKENS_VERSION = 2
 # Rows a call of the tokenizer: it holds some 300 bytes a token beside the ids, and a long pair has 50,000 tokens.
 BATCH_ROWS = 100
 _PARTS = ("prompt", "chosen", "rejected")
+# Fields that choose among the pairs to train on; a set of eval_datasets is taken as it is
+_OF_TRAINING = """eval_datasets eval_fraction max_samples pair_by keep_values filter_script drop_duplicates
+    max_pairs_per_prompt max_response_similarity min_response_tokens max_response_tokens max_length_ratio
+    drop_contaminated""".split()
 _TOKENS = Features(
     {f"{part}_ids": List(Value("int32")) for part in _PARTS}
     | {f"{part}_length": Value("int32") for part in _PARTS}
@@ -161,6 +170,17 @@ def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> tupl
         # public name says whether it is one. Canary: test_canary_datasets_indices
         setattr(pairs, split, tokens if tokens._indices is None else tokens.flatten_indices())
     pairs.check_dropped(args.max_dropped_fraction)
+    for name, entry in read_eval_sets(args.eval_datasets).items():
+        part, data = copy.copy(args), DatasetMixtureConfig([DatasetConfig(**entry)])
+        for field in _OF_TRAINING:
+            setattr(part, field, getattr(TrainConfig, field))
+        try:
+            loaded, texts = load_token_pairs(dataclasses.replace(config, train=part, data=data), tokenizer)
+        except UserError as error:
+            raise UserError(f"eval_datasets {name}: {error}") from error
+        pairs.eval_sets[name] = loaded.train
+        texts += [f": {n:,} of {loaded.rows:,} rows cannot be used"] if (n := loaded.dropped.total()) else []
+        notes += [f"{name}: {text.partition(': ')[2]}" for text in texts]
     return pairs, notes
 
 

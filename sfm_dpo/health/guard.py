@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerState
 from sfm_dpo.common.distributed import broadcast, is_main_process
 from sfm_dpo.common.errors import GuardStopped, UserError
 from sfm_dpo.common.files import write_atomically
-from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES, main_loss
+from sfm_dpo.config_checks import HELD_OUT, LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.health.generation import Answer, continue_prompts, repeated_4grams
 from sfm_dpo.health.guard_rules import (
     COLLAPSE_STEPS,
@@ -175,7 +175,7 @@ def add_guard(trainer: Any) -> Guard | None:
         raise UserError(
             f"guard_generations {args.guard_generations}: needs whole weights on each rank; use ZeRO-2, or 0"
         )
-    prompts = list(trainer.eval_dataset[:PROMPTS]["prompt_ids"]) if args.guard_generations else []
+    prompts = list(trainer.eval_dataset[HELD_OUT][:PROMPTS]["prompt_ids"]) if args.guard_generations else []
     guard = Guard(trainer, args.guard, prompts, args.guard_generations)
     trainer.add_callback(guard)
     return guard

@@ -64,9 +64,8 @@ def evaluate_run(path: Path, settings: Settings, pairs: str | None = None) -> st
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix=".evaluate-", dir=source.run) as folder:
         stage_files(source.folder, Path(folder))  # shards put together, in a form that vLLM reads, too
-        adapter = (Path(folder) / ADAPTER_CONFIG_NAME).is_file()
-        if adapter and (settings.vllm or pairs):
-            raise UserError(f"{path}: is an adapter; merge it into its base model, or evaluate --tasks without --vllm")
+        if settings.vllm and (Path(folder) / ADAPTER_CONFIG_NAME).is_file():
+            raise UserError(f"{path}: is an adapter; merge it into its base model, or evaluate it without --vllm")
         if settings.tasks:
             found["benchmarks"] = evaluate_benchmarks(source, Path(folder), settings, tasks)
         if pairs:

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
+from peft import PeftModel
+from transformers.utils import ADAPTER_CONFIG_NAME
 
 from sfm_dpo.common.statistics import mean_interval, wilson
 from sfm_dpo.config import parse_config
@@ -24,7 +26,7 @@ def evaluate_pairs(source: Source, model: Path, dataset: str, limit: int | None)
     """`summarize_pairs` of the whole set and of each source in it; texts are prepared as in the run.
 
     Args:
-        model: folder of the trained model's whole weights.
+        model: folder of the trained model's whole weights, or of its adapter.
         dataset: a Hub id, a file or a folder, as dataset_name.
         limit: this many of the pairs, drawn with the run's seed.
 
@@ -38,9 +40,14 @@ def evaluate_pairs(source: Source, model: Path, dataset: str, limit: int | None)
     tokens = load_token_pairs(config, load_tokenizer(config))[0].train
     device, dtype = ("cuda", "auto") if torch.cuda.is_available() else ("cpu", "float32")
     logps = []
-    for name in (config.model.model_name_or_path, str(model)):
-        revision = config.model.model_revision if name != str(model) else None
-        loaded = load_model(name, {"dtype": dtype, "revision": revision}).to(device).eval()
+    adapter = (model / ADAPTER_CONFIG_NAME).is_file()
+    for folder in (None, model):
+        name, revision = config.model.model_name_or_path, config.model.model_revision
+        if folder and not adapter:
+            name, revision = str(folder), None
+        loaded = load_model(name, {"dtype": dtype, "revision": revision})
+        loaded = PeftModel.from_pretrained(loaded, folder) if folder and adapter else loaded
+        loaded = loaded.to(device).eval()
         logps.append(sum_logps(loaded, tokens, config.train.max_length))
         del loaded
     sources = np.array(list(map(str, tokens["source"])))

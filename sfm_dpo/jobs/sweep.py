@@ -17,13 +17,15 @@ from sfm_dpo.common.statistics import Z, wilson
 from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import parse_config
 from sfm_dpo.config_checks import check_known
+from sfm_dpo.report.evaluation import PAIR_FIGURES
 from sfm_dpo.report.plots import draw_sweep
 from sfm_dpo.run.folder import STATUS, read_mapping
 from sfm_dpo.run.reader import first_and_last, read_run
 
-MEMBERS = "members.txt"  # in the sweep's folder: a member's arguments a line, which scripts/common.sh reads
+# In the sweep's folder: a member's arguments a line, which scripts/common.sh reads, and the grid last submitted
+MEMBERS, GRID = "members.txt", "grid.yaml"
 SEEDS = ("seed", "data_seed")  # members that differ in these alone are one setting
-ACCURACY = "eval_rewards/accuracies"
+ACCURACY, TOKENS = "eval_rewards/accuracies", "guard/answer_tokens"
 _LOWER = re.compile("loss|perplexity|bits_per_byte|brier")  # metrics of which less is better
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t, 97.5%, by degrees of freedom
 
@@ -133,7 +135,7 @@ def summarize_settings(grid: Grid) -> list[dict[str, Any]]:
     for folder, words in list_members(grid).items():
         values = {name: " ".join(texts) for name, texts in words.items() if name not in SEEDS}
         label = ", ".join(f"{name} {value}" for name, value in values.items()) or "all seeds"
-        lists: dict[str, Any] = {name: [] for name in ("states", "guard", "accuracy", "drift")}
+        lists: dict[str, Any] = {name: [] for name in ("states", "guard", "accuracy", "drift", "tokens")}
         row = settings.setdefault(label, {"label": label, "values": values, "metric": {}, "errors": {}} | lists)
         begun = (folder / STATUS).is_file()
         run: dict[str, Any] = read_run(folder) if begun else {"status": {"state": "not started"}, "health": {}}
@@ -149,6 +151,7 @@ def summarize_settings(grid: Grid) -> list[dict[str, Any]]:
         row["accuracy"] += [metrics[ACCURACY][0]] if ACCURACY in metrics else []
         first, last = first_and_last(run["log"], f"{'eval_' * ('eval_loss' in metrics)}logps/chosen")
         row["drift"] += [last - first] if first is not None and last is not None else []
+        row["tokens"] += [metrics[TOKENS][0]] if TOKENS in metrics else []
     if known and grid.rank_by not in known:
         offer = ", ".join(sorted(name for name in known if name.startswith("eval_") or "/" in name))
         raise UserError(f"rank_by {grid.rank_by}: no member has it; choose one of {offer}")
@@ -161,7 +164,7 @@ def summarize_settings(grid: Grid) -> list[dict[str, Any]]:
 
 
 def read_metrics(run: dict[str, Any]) -> dict[str, tuple[float, float | None]]:
-    """Each logged metric's last value, and TASK/METRIC of evaluation.json, with the standard error where known."""
+    """Each logged metric's last value; TASK/METRIC and SET/FIGURE of evaluation.json; standard errors where known."""
     metrics: dict[str, tuple[float, float | None]] = {}
     for entry in run["log"]:
         metrics |= {name: (value, None) for name, value in entry.items() if isinstance(value, int | float)}
@@ -170,6 +173,9 @@ def read_metrics(run: dict[str, Any]) -> dict[str, tuple[float, float | None]]:
         metrics[ACCURACY] = metrics[ACCURACY][0], (high - low) / 2 / Z
     for row in run["evaluation"].get("benchmarks", []):
         metrics[f"{row['task']}/{row['metric']}"] = row["trained"]["value"], row["trained"]["stderr"]
+    for row in run["evaluation"].get("pairs", []):
+        found = {f"{row['source']}/{name}": row[name] for name in PAIR_FIGURES if row[name]}
+        metrics |= {name: (mean, (high - low) / 2 / Z) for name, (mean, low, high) in found.items()}
     return metrics
 
 
@@ -216,15 +222,15 @@ def format_sweep(grid: Grid) -> str:
     """The table, the sentence and the picture's path; writes sweep.png."""
     rows, cells = summarize_settings(grid), []
     for row in rows:
-        accuracy, drift = (
+        figures = (
             f"{np.mean(row[key]):{form}}" if row[key] else "-"
-            for key, form in (("accuracy", ".3f"), ("drift", "+.2f"))
+            for key, form in (("accuracy", ".3f"), ("drift", "+.2f"), ("tokens", ".0f"))
         )
         guard = next((verdict for verdict in ("collapsed", "warned", "healthy") if verdict in row["guard"]), "-")
         states = ", ".join(f"{row['states'].count(state)} {state}" for state in sorted(set(row["states"])))
-        cells.append([*row["values"].values(), _format_mean(row), accuracy, drift, guard, states])
+        cells.append([*row["values"].values(), _format_mean(row), *figures, guard, states])
     names = list(rows[0]["values"])
-    headings = [*names, grid.rank_by, "reward accuracy", "chosen log-prob", "guard", "members"]
+    headings = [*names, grid.rank_by, "reward accuracy", "chosen log-prob", "answer tokens", "guard", "members"]
     text = f"{format_table(cells, headings, indent=0)}\n\n{recommend(rows, grid.rank_by)}"
     if names and any(row["metric"] for row in rows):
         picture = Path(grid.output_dir) / "sweep.png"

@@ -22,7 +22,7 @@ def evaluation_rows(evaluation: dict[str, Any]) -> list[list[str]]:
     return [
         [
             row["task"],
-            row["metric"] if row["filter"] == "none" else f"{row['metric']}, {row['filter']}",
+            _format_metric(row),
             str(row["samples"]),
             *(_format_value(row[side]) for side in ("base", "trained")),
             f"{row['difference']:+.3f}"
@@ -54,14 +54,21 @@ def format_evaluation(evaluation: dict[str, Any]) -> str:
     return "\n\n".join(format_table(rows, headings, "llrrrll") for headings, rows in evaluation_tables(evaluation))
 
 
-def compare_evaluations(a: Path, b: Path) -> str:
-    """The trained models of two runs side by side in what both were evaluated on; empty where there is nothing."""
-    of_a, of_b = (
-        {tuple(row[:2]): row for row in evaluation_rows(read_mapping(run / EVALUATION)) if run.is_dir()}
-        for run in (a, b)
-    )
-    rows = [[*key, of_a[key][4], of_b[key][4]] for key in of_a if key in of_b]
-    return format_table(rows, ("benchmark", "metric", "A", "B"), "llrr", indent=0) if rows else ""
+def compare_evaluations(a: Path, b: Path) -> list[dict[str, Any]]:
+    """A row for each benchmark on which both runs were evaluated, `a` and `b` being those of the trained models."""
+    found = (read_mapping(run / EVALUATION).get("benchmarks", []) if run.is_dir() else [] for run in (a, b))
+    of_a, of_b = ({(row["task"], _format_metric(row)): row["trained"] for row in rows} for rows in found)
+    return [{"task": key[0], "metric": key[1], "a": of_a[key], "b": of_b[key]} for key in of_a if key in of_b]
+
+
+def format_benchmarks(rows: list[dict[str, Any]]) -> str:
+    """The rows of `compare_evaluations` as text."""
+    cells = [[row["task"], row["metric"], *(_format_value(row[run]) for run in "ab")] for row in rows]
+    return format_table(cells, ("benchmark", "metric", "A", "B"), "llrr", indent=0)
+
+
+def _format_metric(row: dict[str, Any]) -> str:
+    return row["metric"] if row["filter"] == "none" else f"{row['metric']}, {row['filter']}"
 
 
 def _format_value(side: dict[str, float | None]) -> str:

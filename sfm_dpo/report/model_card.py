@@ -19,7 +19,7 @@ from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.data.preferences import DROP_REASONS
 from sfm_dpo.report.evaluation import evaluation_tables
-from sfm_dpo.report.page import FIGURES, changed_fields, format_command, held_out_rows, render_page
+from sfm_dpo.report.page import FIGURES, changed_fields, format_command, list_held_out, render_page
 from sfm_dpo.report.plots import draw_curves
 from sfm_dpo.run.folder import read_mapping
 from sfm_dpo.run.reader import EVALUATION, list_evaluations, list_restarts, read_run
@@ -109,7 +109,7 @@ def write_model_card(
             {"link": _format_link(name, "datasets/"), "licence": read_licence(name, "dataset")}
             for name in data["sources"]
         ],
-        held_out=held_out_rows(facts),
+        held_out=list_held_out(facts),
         drop_reasons=DROP_REASONS,
         evaluation_tables=evaluation_tables(facts["evaluation"]),
         figures={f"{FIGURES}/{n}.png": t for n, t in _CURVES.items() if (folder / FIGURES / f"{n}.png").is_file()},
@@ -139,7 +139,7 @@ def _build_metadata(facts: dict[str, Any], repo: str) -> ModelCardData:
             metric_name="reward accuracy on held-out pairs",
             metric_value=round(evaluation["eval_rewards/accuracies"], 4),
         )
-        for evaluation in list_evaluations(facts["log"])[-1:]
+        for evaluation in list_evaluations(facts)[-1:]
         if "eval_rewards/accuracies" in evaluation
     ]
     results += [

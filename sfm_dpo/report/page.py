@@ -83,7 +83,7 @@ def write_report(run: Path) -> Path:
         state=state,
         state_class=STATES.get(state, ("open",))[0],
         sentences=describe_run(facts),
-        held_out=held_out_rows(facts),
+        held_out=list_held_out(facts),
         evaluation_tables=evaluation_tables(facts["evaluation"]),
         curves=draw_curves(facts["log"], facts["config"], list_restarts(facts), run / FIGURES, alarms),
         restarts=list_restarts(facts),
@@ -111,10 +111,11 @@ def format_summary(run: Path) -> str:
         "run": f"{status.get('state', 'unknown')}, {facts['steps']:,} steps{took}",
         "message": status.get("message"),
     }
-    held_out = {row["metric"]: f"{row['before']} -> {row['after']}" for row in held_out_rows(facts)}
-    if accuracy := held_out.get("rewards/accuracies"):
-        pairs = f"{facts['data'].get('eval', 0):,} pairs, 95% interval in brackets"
-        rows["held out"] = f"reward accuracy {accuracy}; {pairs}"
+    held_out: dict[str, str] = {}
+    for title, table in reversed(list_held_out(facts)):
+        held_out = {row["metric"]: f"{row['before']} -> {row['after']}" for row in table}
+        if accuracy := held_out.get("rewards/accuracies"):
+            rows["held out"] = f"reward accuracy {accuracy}; {title}, 95% interval in brackets"
     first, last = first_and_last(facts["log"], "loss")
     if first is not None:
         rows["loss"] = f"training {first:.3f} -> {last:.3f}"
@@ -164,12 +165,11 @@ def describe_run(facts: dict[str, Any]) -> list[str]:
 
 
 def _describe_held_out(facts: dict[str, Any], train_loss: float | None) -> list[str]:
-    evals, pairs = list_evaluations(facts["log"]), facts["data"].get("eval", 0)
-    if not pairs:
+    if not (facts["data"].get("eval") or facts["data"].get("eval_sets")):
         return ["Nothing was held out: training figures alone cannot tell learning from memorising."]
+    evals, pairs, lines = list_evaluations(facts), facts["data"].get("eval", 0), []
     if not evals or evals[-1]["step"] == 0:
         return []
-    lines = []
     share = evals[-1].get("eval_rewards/accuracies", math.nan)
     if math.isfinite(share):
         low, high = wilson(share, pairs)
@@ -185,12 +185,21 @@ def _describe_held_out(facts: dict[str, Any], train_loss: float | None) -> list[
     return lines
 
 
-def held_out_rows(facts: dict[str, Any]) -> list[dict[str, str]]:
+def list_held_out(facts: dict[str, Any]) -> list[tuple[str, list[dict[str, str]]]]:
+    """(what was held out, its rows) of eval_fraction and of each set of eval_datasets, where it was evaluated."""
+    sets = {"": facts["data"].get("eval", 0)} | facts["data"].get("eval_sets", {})
+    tables = {
+        f"{n:,} held-out pairs{name and f' of {name}'}": _held_out_rows(facts, name, n) for name, n in sets.items()
+    }
+    return [(title, rows) for title, rows in tables.items() if rows]
+
+
+def _held_out_rows(facts: dict[str, Any], name: str, pairs: int) -> list[dict[str, str]]:
     """First and last held-out value of each metric of `_HELD_OUT` as text, shares with their 95% interval."""
-    evals, pairs = list_evaluations(facts["log"]), facts["data"].get("eval", 0)
-    rows = []
+    prefix, rows = f"eval_{name}{name and '_'}", []
+    evals = list_evaluations(facts, prefix)
     for metric, text in _HELD_OUT.items():
-        values = [(entry["step"], entry[key]) for entry in evals if (key := f"eval_{metric}") in entry]
+        values = [(entry["step"], entry[key]) for entry in evals if (key := f"{prefix}{metric}") in entry]
         if not values:
             continue
         cells = []

@@ -12,6 +12,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from sfm_dpo.config_checks import read_eval_sets
 from sfm_dpo.run.reader import to_float
 
 matplotlib.use("Agg")
@@ -90,7 +91,7 @@ def draw_curves(
         for name, (title, metrics, unit) in chosen.items():
             figure = Figure(figsize=(4.4, 2.9), layout="constrained")
             axes = figure.add_subplot()
-            if not _draw_metrics(axes, name, metrics, log):
+            if not _draw_metrics(axes, name, metrics, log, list(read_eval_sets(config.get("eval_datasets")))):
                 continue
             axes.set(title=title, xlabel="optimizer step", ylabel=unit)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
@@ -111,8 +112,9 @@ def draw_curves(
     return svgs
 
 
-def _draw_metrics(axes, name: str, metrics: dict[str, str], log: list[dict[str, Any]]) -> bool:
-    """Draws training values as lines (a running mean over many), held-out ones as dashes; False if there are none."""
+def _draw_metrics(axes, name: str, metrics: dict[str, str], log: list[dict[str, Any]], sets: list[str]) -> bool:
+    """Draws training values as lines (a running mean over many), held-out ones as dashes; False if there are none.
+    `sets`, the names of eval_datasets, are drawn where there is a single metric."""
     several, window, held_out = len(metrics) > 1, 1, False
     dashes: dict[str, Any] = {"linestyle": (0, (4, 2)), "linewidth": 0.9, "marker": "o", "markersize": 3.5}
     dashes["markerfacecolor"] = "none"
@@ -130,6 +132,9 @@ def _draw_metrics(axes, name: str, metrics: dict[str, str], log: list[dict[str, 
             held_out = True
             named = {"color": color} if several else {"color": COLORS[1], "label": "held out"}
             axes.plot(steps, values, **named, **dashes)
+        for i, held_out_set in enumerate([] if several else sets):
+            style = dashes | {"color": COLORS[(i + 2) % 3], "marker": "s^vD"[i % 4]}
+            axes.plot(*_read_series(log, f"eval_{held_out_set}_{metric}"), label=held_out_set, **style)
     if several and held_out:
         axes.plot([], [], color=INK, label="held out", **dashes)
     if window > 1:

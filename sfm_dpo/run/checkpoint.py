@@ -24,6 +24,7 @@ import xxhash
 from sfm_dpo.common.distributed import broadcast, gather, is_main_process, rank, world_size
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import format_size, write_atomically
+from sfm_dpo.run.folder import read_mapping
 
 log = logging.getLogger(__name__)
 
@@ -181,11 +182,39 @@ def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
         write_atomically(checkpoint / COMPLETE, json.dumps(mark, indent=2) + "\n")
 
 
+def read_best(checkpoint: Path) -> Path | None:
+    """The best checkpoint when `checkpoint` was written, by metric_for_best_model; None where there was none."""
+    step = read_mapping(checkpoint / "trainer_state.json").get("best_global_step")
+    return checkpoint.with_name(f"checkpoint-{step}") if step else None
+
+
+def check_best(best: str | Path | None, args: Any) -> None:
+    """Raises UserError if there is no best checkpoint, or it is not what was written. All ranks must call it."""
+    reason = broadcast(why_incomplete(Path(best)) if best else "does not exist: the metric was never finite")
+    if reason is None and best and args.verify_checkpoints:
+        reason = why_damaged(Path(best), "*.safetensors")
+    if reason:
+        raise UserError(
+            f"load_best_model_at_end: the best checkpoint {best or ''} {reason}; to save the last weights: "
+            f"--load_best_model_at_end false --metric_for_best_model {args.metric_for_best_model}"
+        )
+
+
+def copy_best(best: str | None, args: Any) -> None:
+    """Puts the weights of the best checkpoint in the place of the last ones in output_dir, once they are checked."""
+    check_best(best, args)
+    for file in Path(best or "").glob("*.safetensors") if is_main_process() else ():
+        shutil.copyfile(file, Path(args.output_dir) / file.name)
+
+
 def rotate(run: str | Path, limit: int | None) -> None:
-    """Deletes the oldest complete checkpoints beyond `limit`, but none that is kept or being pushed."""
+    """Deletes the oldest complete checkpoints beyond `limit`, but none that is kept, being pushed, or the best one
+    of a newer checkpoint, from which a run may go on."""
     complete = [c for c in checkpoints(run) if why_incomplete(c) is None and not (c / KEEP).exists()]
     complete = [c for c in complete if not is_pushed(c)]
-    for checkpoint in complete[: -limit or None] if limit is not None and len(complete) > limit else []:
+    old = complete[: -limit or None] if limit is not None and len(complete) > limit else []
+    best = [read_best(checkpoint) for checkpoint in complete[len(old) :]]
+    for checkpoint in (checkpoint for checkpoint in old if checkpoint not in best):
         (checkpoint / COMPLETE).unlink()  # first: a kill in the middle must not leave half of a complete one
         shutil.rmtree(checkpoint)
 
@@ -283,12 +312,12 @@ def _read_facts(checkpoint: Path) -> dict[str, Any]:
 
 
 def most_at_once(args: Any, collapse_steps: int) -> int:
-    """Checkpoints that a run has at one time: the limit, the one being written, and those that the guard keeps, which
-    are two where saves are closer than `collapse_steps` (see health/guard_rules.py)."""
+    """Checkpoints that a run has at one time: the limit, the one being written, the best, and those that the guard
+    keeps, which are two where saves are closer than `collapse_steps` (see health/guard_rules.py)."""
     if args.save_strategy == "no":
         return 1
     protected = 0 if args.guard == "skip" else 1 + (args.save_strategy == "steps" and args.save_steps < collapse_steps)
-    return (args.save_total_limit or 1) + 1 + protected
+    return (args.save_total_limit or 1) + 1 + protected + bool(args.metric_for_best_model)
 
 
 def check_disk(run: str | Path, size: int, most: int) -> None:

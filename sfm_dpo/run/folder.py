@@ -39,7 +39,8 @@ MAY_DIFFER = set(
     dataloader_num_workers dataloader_pin_memory push_to_hub hub_model_id hub_strategy hub_private_repo hub_revision
     hub_always_push hub_push_every save_steps save_total_limit ddp_timeout output_dir resume_from_checkpoint
     max_dropped_fraction trackio_space_id preflight preflight_samples guard guard_generations profile_steps
-    ignore_resume_mismatch verify_checkpoints eval_tasks gradient_accumulation_steps hang_timeout memory_gib""".split()
+    ignore_resume_mismatch verify_checkpoints eval_tasks gradient_accumulation_steps hang_timeout memory_gib
+    load_best_model_at_end eval_datasets""".split()
 )
 
 
@@ -77,7 +78,7 @@ def write_status(
     if not (is_main_process() or any_rank):
         return
     status = {"state": state, "exit_code": exit_code, "message": mask(message), "step": None, "checkpoint": None}
-    status |= extra
+    status |= {"best": read_mapping(Path(run) / STATUS).get("best")} | extra
     status |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID"), "pid": os.getpid()}
     text, path = json.dumps(status, indent=2) + "\n", Path(run) / STATUS
     try:

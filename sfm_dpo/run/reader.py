@@ -58,9 +58,17 @@ def read_run(run: Path) -> dict[str, Any]:
     }
 
 
-def list_evaluations(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The entries of held-out evaluations, in order."""
-    return [entry for entry in log if "eval_loss" in entry]
+def eval_prefix(entry: dict[str, Any]) -> str:
+    """`eval_` of the entry of a held-out evaluation, `eval_NAME_` where its set has a name, else nothing."""
+    losses = [name for name in entry if name.startswith("eval_") and name.endswith("loss")]
+    return min(losses, key=len, default="").removesuffix("loss")
+
+
+def list_evaluations(facts: dict[str, Any], prefix: str = "eval_") -> list[dict[str, Any]]:
+    """The entries of a held-out set's evaluations in order, the last being that of the weights that are the model."""
+    best = facts["config"].get("load_best_model_at_end") and facts["status"].get("best")
+    entries = [entry for entry in facts["log"] if f"{prefix}loss" in entry]
+    return [entry for entry in entries if not best or entry["step"] <= best["step"]]
 
 
 def list_restarts(facts: dict[str, Any]) -> list[int]:

@@ -2,10 +2,12 @@
 
 import logging
 import time
+from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from sfm_dpo.run.folder import write_status
+from sfm_dpo.run.reader import eval_prefix
 from sfm_dpo.run.status import format_clock
 
 log = logging.getLogger(__name__)
@@ -24,6 +26,13 @@ _SHOWN = (
 _KEPT = {"loss": "loss", "margin": "rewards/margins", "pairs_per_second": "perf/pairs_per_second"}
 
 
+def describe_best(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
+    """For status.json: the best checkpoint so far by metric_for_best_model, or None."""
+    step, metric = state.best_global_step, f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
+    best = {"checkpoint": f"{args.output_dir}/checkpoint-{step}", "step": step, "metric": metric}
+    return {"best": best | {"value": state.best_metric} if step else None}
+
+
 class ProgressLine(TrainerCallback):
     """Takes the place of transformers' progress bar, which fills a batch job's log with control characters."""
 
@@ -35,9 +44,9 @@ class ProgressLine(TrainerCallback):
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):
         if not state.is_world_process_zero or not logs:
             return
-        if "eval_loss" in logs:
-            logs = {key.removeprefix("eval_"): value for key, value in logs.items()}
-            head = f"held out at step {state.global_step}"
+        if prefix := eval_prefix(logs):
+            logs = {key.removeprefix(prefix): value for key, value in logs.items()}
+            head = f"{prefix[5:-1] or 'held out'} at step {state.global_step}"
         elif "loss" in logs:
             head = f"step {state.global_step}/{state.max_steps}"
         else:
@@ -48,6 +57,7 @@ class ProgressLine(TrainerCallback):
         if "loss" in logs:
             self.shown = {key: float(logs[name]) for key, name in _KEPT.items() if name in logs}
         facts = {"step": state.global_step, "max_steps": state.max_steps, "eta_seconds": seconds} | self.shown
+        facts |= describe_best(args, state)
         write_status(args.output_dir, "running", **facts)
 
     def _seconds_left(self, state: TrainerState) -> int | None:

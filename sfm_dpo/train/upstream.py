@@ -14,6 +14,7 @@ from accelerate.utils import is_peft_model, load_fsdp_model
 from datasets import Dataset
 from trl import DPOTrainer
 
+from sfm_dpo.config_checks import HELD_OUT
 from sfm_dpo.data.sampler import PairSampler
 from sfm_dpo.model.sharding import keep_outputs, launched_with, use_fsdp_on_cpu
 
@@ -22,6 +23,7 @@ class UpstreamFixes(DPOTrainer):
     """DPOTrainer without the faults of TRL 1.16, transformers 5.23 and accelerate 1.15 that this project meets."""
 
     _total_train_tokens: int  # TRL's
+    _eval_prefix = "eval"
     train_sampler: PairSampler
 
     def __init__(self, *, args: Any, **kwargs: Any):
@@ -83,11 +85,20 @@ class UpstreamFixes(DPOTrainer):
     # which the pairs of a smaller last one count for more. Canary: test_canary_eval_metrics
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if not self.model.training and self._eval_batches:
-            sizes = np.array([size for size, _ in self._eval_batches])
+            metrics, sizes = self._metrics["eval"], np.array([size for size, _ in self._eval_batches])
             for name in self._eval_batches[0][1]:
-                self._metrics["eval"][name] = [float(np.average(self._metrics["eval"][name], weights=sizes))]
+                metrics[name] = [float(np.average(metrics[name], weights=sizes))]
+            for name in list(metrics):
+                metrics[f"{self._eval_prefix}_{name}".removeprefix("eval_")] = metrics.pop(name)
             self._eval_batches.clear()
         super().log(logs, start_time)
+
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.log: logs the rewards of several held-out sets under one
+    # name, without that of the set. Canary: test_canary_eval_names
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
+        """transformers'; of a mapping of sets that named HELD_OUT keeps the prefix `eval_`."""
+        self._eval_prefix = metric_key_prefix.removesuffix(f"_{HELD_OUT}")
+        return super().evaluate(eval_dataset, ignore_keys, self._eval_prefix)
 
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.compute_ref_log_probs: computes under autocast, which the
     # policy under FSDP2 does not: in 16 bit step 0 is not ln 2. Canary: test_canary_compute_ref_log_probs
@@ -154,6 +165,11 @@ class UpstreamFixes(DPOTrainer):
         else:
             saved = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
             self.model.load_state_dict(saved.state_dict())
+
+    # Upstream: transformers 5.23, trainer.py, Trainer._load_best_model: reads the names in the file as they are, and
+    # only warns of what it did not find: the head of the last step would be saved. Canary: test_canary_load_best_model
+    def _load_best_model(self) -> None:
+        """Nothing: train_dpo.py copies the files of the best checkpoint (run/checkpoint.py), whatever the launcher."""
 
     # Upstream: transformers 5.23, trainer.py, Trainer.save_model: writes no model under FSDP with SHARDED_STATE_DICT
     # checkpoints, and says nothing; with FULL_STATE_DICT the optimizer, too, goes through rank 0's memory.

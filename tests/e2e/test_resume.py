@@ -27,7 +27,7 @@ import train_dpo
 from sfm_dpo.hub.publish import consolidate_shards
 from sfm_dpo.run.checkpoint import STOP, checkpoints, newest_checkpoint, why_incomplete
 from sfm_dpo.run.folder import write_status
-from tests.e2e.runs import ROOT, Place, Run, as_options, assert_same_run, clean_environment, copy_run
+from tests.e2e.runs import ROOT, Place, Run, as_options, assert_same_run, clean_environment, copy_run, pairs
 
 KILLS = [int(os.environ["KILLS"])] if "KILLS" in os.environ else [2, pytest.param(4, marks=pytest.mark.grid)]
 KILL_SEED = int(os.environ.get("KILL_SEED", "4"))
@@ -55,6 +55,39 @@ def test_stop_file_then_the_same_command_is_bitwise_the_uninterrupted_run(place,
     assert f"going on from {run.folder}/checkpoint-{step}" in again.log
     assert "step 1/8" not in again.log
     assert_same_run(again, expected)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("processes", [1, 2], ids=["one process", "ZeRO-2"])
+def test_the_best_checkpoint_is_the_same_through_a_stop(place, processes):
+    """By the loss on pairs whose sides are swapped, which rises from the first evaluation on."""
+    swapped = [row | {"chosen": row["rejected"], "rejected": row["chosen"]} for row in pairs(5)]
+    (place.folder / "swapped.jsonl").write_text("".join(json.dumps(row) + "\n" for row in swapped))
+    fields = {"eval_datasets": json.dumps({"swapped": str(place.folder / "swapped.jsonl")}), "eval_strategy": "steps"}
+    fields |= {"eval_steps": 2, "save_steps": 2, "save_total_limit": 2, "load_best_model_at_end": "true"}
+    fields |= {"metric_for_best_model": "swapped_loss"}
+    expected = place.start(f"best-{processes}", processes, **fields).finish()
+    run = place.start(f"best-stopped-{processes}", processes, **fields)
+    assert run.until_step(5)
+    (run.folder / STOP).touch()
+    run.wait()
+    assert run.status["state"] == "stopped" and run.status["best"]["step"] == 2, run.log[-3000:]
+    run = place.start(f"best-stopped-{processes}", processes, **fields).finish()
+    assert "going on from" in run.log
+    assert_same_run(run, expected)
+    for found in (run, expected):
+        assert found.status["best"] == expected.status["best"] | {"checkpoint": str(found.folder / "checkpoint-2")}
+        assert {path.name for path in found.folder.glob("checkpoint-*")} >= {"checkpoint-2", "checkpoint-8"}
+        saved = (found.folder / "checkpoint-2/model.safetensors").read_bytes()
+        assert found.weights() == saved != (found.folder / "checkpoint-8/model.safetensors").read_bytes()
+    assert [e["step"] for e in figures(run, "eval_swapped_loss")] == [0, 2, 4, 6, 8]
+    assert figures(run, "eval_swapped_loss") == figures(expected, "eval_swapped_loss")
+
+
+def figures(run: Run, metric: str) -> list[dict]:
+    """The log's entries with this metric, without figures about time."""
+    history = json.loads((run.folder / "trainer_state.json").read_text())["log_history"]
+    return [{k: v for k, v in e.items() if "runtime" not in k and "second" not in k} for e in history if metric in e]
 
 
 def test_stop_file_during_the_reference_pass_keeps_its_shards(place, uninterrupted, tmp_path):

@@ -20,6 +20,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_dpo
+from sfm_dpo.config_checks import EVAL_METRICS
 
 ROOT = Path(__file__).parents[2]
 FILES = """README.md config.json data.json environment.json model.safetensors resolved_config.yaml status.json
@@ -110,23 +111,64 @@ def test_trains_to_a_documented_model_and_refuses_another_run(tiny_folder, write
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-def test_held_out_pairs_are_scored_and_dropped_rows_are_counted(tiny_folder, write_rows, tmp_path, capsys):
+def test_held_out_sets_are_scored_apart_and_the_best_checkpoint_is_the_model(
+    tiny_folder, write_rows, tmp_path, capsys
+):
+    """One of the named sets is the other with its sides swapped: by its loss the first checkpoint is the best."""
     rows, run = prompt_rows(), tmp_path / "run"
+    few = write_rows("few.jsonl", rows[:7])
+    swapped = write_rows("swapped.jsonl", [r | {"chosen": r["rejected"], "rejected": r["chosen"]} for r in rows[:7]])
+    sets = json.dumps({"few": {"path": str(few), "split": "train"}, "swapped": str(swapped)})
     rows += [rows[0] | {"rejected": rows[0]["chosen"]}, rows[1] | {"prompt": "long " * 100}]
     rows += [rows[2] | {"chosen": [{"role": "assistant", "content": " "}]}]
     more = ["--eval_fraction", "0.25", "--num_train_epochs", "4", "--learning_rate", "1e-3"]
-    more += ["--max_dropped_fraction", "0.2"]
-    assert train_dpo.main(arguments(tiny_folder("llama"), write_rows("p.jsonl", rows), run, *more)) == 0
+    more += ["--max_dropped_fraction", "0.2", "--precompute_ref_log_probs", "true", "--eval_datasets", sets]
+    more += ["--eval_strategy", "steps", "--eval_steps", "4", "--save_steps", "4", "--load_best_model_at_end"]
+    more += ["--metric_for_best_model", "eval_swapped_loss"]
+    argv = arguments(tiny_folder("gpt_neox"), write_rows("p.jsonl", rows), run, *more)
+    assert train_dpo.main(argv) == 0
     history = json.loads((run / "trainer_state.json").read_text())["log_history"]
     scores = [(entry["step"], entry["eval_rewards/accuracies"]) for entry in history if "eval_loss" in entry]
     assert scores[0] == (0, 0.5)
     assert scores[-1][0] == 16 and scores[-1][1] > 0.7
     data = json.loads((run / "data.json").read_text())
     assert (data["rows"], data["train"], data["eval"]) == (27, 18, 6)
+    assert data["eval_sets"] == {"few": 7, "swapped": 7}
+    assert data["reference"].keys() == {"train", "eval", "few", "swapped"}
     assert data["dropped"] == {"chosen_equals_rejected": 1, "empty_response": 1, "prompt_too_long": 1}
     out = capsys.readouterr().out
     assert "held out at step 0" in out
+    assert "swapped at step 16" in out and "pairs held out: few" in out
     assert "dropped: empty response" in out and "dropped: prompt leaves no room" in out
+
+    few, swapped = ([e for e in history if f"eval_{name}_loss" in e] for name in ("few", "swapped"))
+    assert [e["step"] for e in few] == [e["step"] for e in swapped] == [0, 4, 8, 12, 16]
+    assert {name.removeprefix("eval_few_") for name in few[0] if name.startswith("eval_")} >= set(EVAL_METRICS)
+    for one, other in zip(few[1:], swapped[1:], strict=True):
+        assert one["eval_few_rewards/margins"] == pytest.approx(-other["eval_swapped_rewards/margins"], rel=1e-4)
+        assert one["eval_few_rewards/accuracies"] == pytest.approx(1 - other["eval_swapped_rewards/accuracies"])
+    best = min(swapped[1:], key=lambda e: e["eval_swapped_loss"])
+    assert best["step"] == 4, "the best checkpoint must be one that rotation would delete"
+    assert {path.name for path in run.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-12", "checkpoint-16"}
+    weights = {step: (run / f"checkpoint-{step}/model.safetensors").read_bytes() for step in (4, 16)}
+    assert weights[4] != weights[16] and (run / "model.safetensors").read_bytes() == weights[4]
+    named = {"checkpoint": str(run / "checkpoint-4"), "step": 4, "metric": "eval_swapped_loss"}
+    assert json.loads((run / "status.json").read_text())["best"] == named | {"value": best["eval_swapped_loss"]}
+    sentence = f"The best checkpoint by eval_swapped_loss, {best['eval_swapped_loss']:.4f}, is that of step 4; the"
+    for page in ("README.md", "report.html"):
+        text = (run / page).read_text()
+        assert sentence in text and "7 held-out pairs of swapped" in text
+        assert f"| loss | 0.693 | {best['eval_swapped_loss']:.3f} |" in text or page != "README.md"
+
+    damaged = bytearray(weights[4])
+    damaged[-1] ^= 1
+    (run / "checkpoint-4/model.safetensors").write_bytes(damaged)
+    (run / "status.json").write_text(json.dumps({"state": "stopped", "time": ""}))
+    assert train_dpo.main(argv) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(error) == 1 and "checkpoint-4 has a damaged model.safetensors" in error[0]
+    assert train_dpo.main([*argv, "--load_best_model_at_end", "false"]) == 0
+    assert (run / "model.safetensors").read_bytes() == weights[16]
 
 
 def test_as_a_command_with_a_recipe_spaces_and_secrets(tiny_folder, write_rows, tmp_path):

@@ -11,8 +11,10 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import train_dpo
 from sfm_dpo.jobs.benchmarks import Settings, compare_results, load_tasks, run_lm_eval
 from sfm_dpo.jobs.preferences import summarize_pairs
 from sfm_dpo.run.folder import read_resolved_config
@@ -139,8 +141,11 @@ def test_evaluation_of_a_run(run, tasks, capsys):
     assert (row["samples"], row["limit"], row["chat_template"]) == (3, 3, False)
     assert json.loads((run / "evaluation.json").read_text()) == evaluation  # the run's own is as it was
     capsys.readouterr()
-    compare_runs.main([str(run), str(run)])
+    compare_runs.main([str(run), str(run), "--json", str(run / "compared.json")])
     assert "benchmark" in capsys.readouterr().out
+    rows = json.loads((run / "compared.json").read_text())["benchmarks"]
+    assert [row["task"] for row in rows] == ["local_choice", "local_answer"]
+    assert rows[0]["a"] == rows[0]["b"] and rows[0]["a"]["value"] == pytest.approx(float(np.mean(trained)))
 
     (run / "chat_template.jinja").unlink()
     config = json.loads((run / "tokenizer_config.json").read_text())
@@ -231,3 +236,23 @@ def test_pairs_of_a_run(run, tmp_path, capsys):
     assert "reward accuracy" in capsys.readouterr().out
     assert row["source"] == "other.jsonl" and "other.jsonl" in (run / "report.html").read_text()
     assert str(tmp_path / "other.jsonl") not in (run / "README.md").read_text()  # which is published
+
+
+@pytest.mark.slow
+def test_an_adapter_is_evaluated_as_what_it_makes_of_the_base_model(finished_run, tasks, tmp_path):
+    recipe = ["--config", str(finished_run / "resolved_config.yaml"), "--max_steps", "2", "--learning_rate", "1e-2"]
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    assert train_dpo.main([*recipe, "--use_peft", "true", "--output_dir", str(adapter)]) == 0
+    base = AutoModelForCausalLM.from_pretrained(read_resolved_config(adapter)["model_name_or_path"])
+    shutil.copytree(adapter, merged, ignore=shutil.ignore_patterns("adapter_*", "checkpoint-*"))
+    PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(merged)
+    data = read_resolved_config(adapter)["dataset_name"]
+    found = []
+    for run in (adapter, merged):
+        assert evaluate.main([str(run), "--pairs", data, "--tasks", *tasks]) == 0
+        found.append(json.loads((run / "evaluation.json").read_text()))
+    (mine,), (theirs,) = (evaluation["pairs"] for evaluation in found)
+    assert mine["margin"] == pytest.approx(theirs["margin"], abs=1e-4) and abs(mine["margin"][0]) > 1e-3
+    assert mine["trained"] == theirs["trained"] and mine["base"] == theirs["base"]
+    for one, other in zip(*(evaluation["benchmarks"] for evaluation in found), strict=True):
+        assert one["trained"] == other["trained"] and one["base"] == other["base"]

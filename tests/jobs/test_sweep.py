@@ -15,6 +15,7 @@ from sfm_dpo.jobs.sweep import MEMBERS, format_sweep, list_members, plan_sweep, 
 from sfm_dpo.run.folder import read_status
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import status
 import sweep
 
 RATES = {"learning_rate": ["1e-6", 1.0e-5]}
@@ -128,8 +129,21 @@ def test_rank_by_a_benchmark_without_what_collapsed_or_is_not_there(grid, train)
     text = format_sweep(read_grid(path))
     assert [line.split()[0] for line in text.splitlines()[1:5]] == ["0.0001", "1e-05", "1e-06", "0.001"]
     assert "Take learning_rate 1e-05 (sums/acc 0.6000 ± 0.0100)" in text and "1 not started" in text
-    with pytest.raises(UserError, match=r"rank_by sums/f1: no member has it; choose one of .*eval_loss.*sums/acc"):
-        format_sweep(read_grid(grid(rank_by="sums/f1")))
+    pairs = {"source": "hard", "equal_length": None}
+    for folder, (value, low, high) in zip(members, ((0.7, 0.6, 0.8), (0.4, 0.3, 0.5)), strict=False):
+        row = pairs | dict.fromkeys(("reward_accuracy", "margin", "base", "trained"), (value, low, high))
+        (folder / "evaluation.json").write_text(json.dumps({"pairs": [row]}))
+        entry = {"step": 6, "guard/answer_tokens": 40 * value}
+        state = json.loads((folder / "trainer_state.json").read_text())
+        edit(folder / "trainer_state.json", log_history=[*state["log_history"], entry])
+    text = format_sweep(read_grid(grid(fields={"learning_rate": ["1e-6", "1e-5"]}, rank_by="hard/reward_accuracy")))
+    assert "Take learning_rate 1e-06 (hard/reward_accuracy 0.7000 ± 0.0510)" in text  # 0.1 / 1.96
+    assert re.search(r"^1e-06 .* 28 ", text, re.M) and re.search(r"^1e-05 .* 16 ", text, re.M)
+    path = grid(fields={"learning_rate": ["1e-6", "1e-5", "1e-4", "1e-3"]})
+    with pytest.raises(
+        UserError, match=r"rank_by sums/f1: no member has it; choose one of .*eval_loss.*hard/reward.*sums/acc"
+    ):
+        format_sweep(read_grid(grid(fields={"learning_rate": ["1e-6", "1e-4"]}, rank_by="sums/f1")))
 
 
 @pytest.mark.slow
@@ -175,4 +189,7 @@ def test_without_slurm_members_train_one_after_the_other(grid, capfd, monkeypatc
     for folder in list_members(read_grid(path)):
         assert read_status(folder)["state"] == "done"
     assert sweep.main([str(path), "--table"]) == 0
-    assert capfd.readouterr().out.count("1 done") == 2
+    table = capfd.readouterr().out
+    assert table.count("1 done") == 2
+    status.main([str(path.parent / "sweep")])
+    assert capfd.readouterr().out.endswith(f"\n\n{table}")

@@ -32,6 +32,7 @@ from sfm_dpo.run.checkpoint import (
     mark_complete,
     most_at_once,
     newest_checkpoint,
+    read_best,
     rotate,
     step_of,
     stop_requested,
@@ -119,6 +120,17 @@ def test_rotation_neither_counts_nor_deletes_incomplete_and_kept_ones(tmp_path):
     rotate(tmp_path, 2)
     # 1 and 6 are incomplete, 2 is kept; of 3, 4, 5 the newest two stay
     assert names(tmp_path) == [f"checkpoint-{n}" for n in (1, 2, 4, 5, 6)]
+
+
+def test_rotation_leaves_the_best_checkpoint_of_each_that_a_run_may_go_on_from(tmp_path):
+    """By steps: 3 is the best until 5 is; 5 goes on being it, 3 is kept for 4 alone."""
+    for step, best, left in ((3, 3, [3]), (4, 3, [3, 4]), (5, 5, [3, 4, 5]), (6, 5, [5, 6]), (7, 5, [5, 6, 7])):
+        folder = write_checkpoint(tmp_path, step)
+        (folder / "trainer_state.json").write_text(json.dumps({"best_global_step": best}))
+        mark_complete(folder, {})
+        rotate(tmp_path, 2)
+        assert names(tmp_path) == [f"checkpoint-{n}" for n in left], step
+    assert read_best(tmp_path / "checkpoint-7") == tmp_path / "checkpoint-5"
 
 
 def test_a_kill_in_the_middle_of_a_rotation_leaves_no_complete_looking_half(tmp_path, monkeypatch):

@@ -106,7 +106,10 @@ def test_status_holds_the_contract(tmp_path):
     assert datetime.now(UTC) - datetime.fromisoformat(status.pop("time")) < timedelta(seconds=60)
     assert (status.pop("pid"), status.pop("job")) == (os.getpid(), os.environ.get("SLURM_JOB_ID"))
     expected = {"state": "stopped", "exit_code": 75, "message": "on request", "step": 30}
-    assert status == expected | {"checkpoint": "checkpoint-30"}
+    assert status == expected | {"checkpoint": "checkpoint-30", "best": None}
+    write_status(tmp_path, "running", best={"step": 20})
+    write_status(tmp_path, "done", 0)
+    assert read_status(tmp_path)["best"] == {"step": 20}
 
 
 def test_the_verdict_is_written_on_a_full_disk_too(tmp_path, monkeypatch):

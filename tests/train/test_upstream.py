@@ -183,6 +183,12 @@ def test_canary_eval_metrics(tmp_path):
     assert by_batch[2] != pytest.approx(by_batch[3], rel=1e-2)
 
 
+def test_canary_eval_names(tmp_path):
+    logged = make(tmp_path, eval_dataset={"math": pairs(2)}).evaluate()
+    assert "eval_math_loss" in logged and "eval_rewards/accuracies" in logged
+    assert not [name for name in logged if name.startswith("eval_math_") and "rewards" in name]
+
+
 def test_canary_private_attributes(tmp_path, trainer):
     """What the overrides read has no public name."""
     assert make(tmp_path, precompute_ref_log_probs=True)._precompute_model_hash == hash_module(trainer.model)
@@ -321,6 +327,15 @@ def test_canary_load_from_checkpoint(tmp_path):
     saved.save_pretrained(tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     trainer._load_from_checkpoint(str(tmp_path))
+    assert torch.equal(trainer.model.get_input_embeddings().weight, saved.get_input_embeddings().weight)
+    assert not torch.equal(trainer.model.lm_head.weight, saved.lm_head.weight)
+
+
+def test_canary_load_best_model(tmp_path):
+    saved, trainer = tiny_model("gpt_neox", seed=1), make(tmp_path, tiny_model("gpt_neox"))
+    saved.save_pretrained(tmp_path)
+    trainer.state.best_model_checkpoint = str(tmp_path)
+    trainer._load_best_model()
     assert torch.equal(trainer.model.get_input_embeddings().weight, saved.get_input_embeddings().weight)
     assert not torch.equal(trainer.model.lm_head.weight, saved.lm_head.weight)
 
