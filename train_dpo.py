@@ -259,7 +259,7 @@ def close(run: Path | None, end: RunEnd) -> int:
     if stopped:
         assert run is not None
         clear_stop(run)
-        checkpoint, _ = newest_checkpoint(run)
+        checkpoint = newest_checkpoint(run)
         status = {"step": step_of(checkpoint), "checkpoint": checkpoint and str(checkpoint)} | status
         log.info(f"{end}; the same command goes on from {checkpoint or 'the beginning'}")
     elif message:

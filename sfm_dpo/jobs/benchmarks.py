@@ -189,13 +189,13 @@ def compare_results(base: dict, trained: dict) -> list[dict[str, Any]]:
             )
             difference, half = means[1] - means[0], Z * math.hypot(*errors)
             interval = mean_interval(differences)[1:] if paired else (difference - half, difference + half)
-            samples = (trained.get("n-samples") or {}).get(task, {}).get("effective", len(pairs))
+            samples = trained["n-samples"].get(task, {}).get("effective", len(pairs))
             enough = not paired or sum(map(bool, differences)) >= FEWEST_CHANGED
-            higher = (trained.get("higher_is_better") or {}).get(task, {}).get(metric)
+            higher = trained["higher_is_better"].get(task, {}).get(metric)
             known = enough and all(map(math.isfinite, interval))
             rows.append(
                 {"task": task, "metric": metric, "filter": name, "samples": samples}
-                | {"num_fewshot": (trained.get("n-shot") or {}).get(task)}
+                | {"num_fewshot": trained["n-shot"].get(task)}
                 | {
                     side: {"value": mean, "stderr": error if math.isfinite(error) else None}
                     for side, mean, error in zip(("base", "trained"), means, errors, strict=True)

@@ -81,7 +81,6 @@ def write_model_card(
     Raises:
         UserError: `run` is no run's folder.
     """
-    run = Path(run)
     folder = folder or run
     facts = read_run(run)
     facts["log"] = log = [entry for entry in facts["log"] if step is None or entry["step"] <= step]

@@ -72,7 +72,6 @@ def write_report(run: Path) -> Path:
     Raises:
         UserError: `run` is no run's folder.
     """
-    run = Path(run)
     facts = read_run(run)
     alarms = [(finding["began"], finding["signal"]) for finding in facts["health"].get("findings", [])]
     state = facts["status"].get("state", "unknown")
@@ -103,7 +102,6 @@ def format_summary(run: Path) -> str:
     Raises:
         UserError: `run` is no run's folder.
     """
-    run = Path(run)
     facts = read_run(run)
     status = facts["status"]
     took = f" in {format_clock(facts['seconds'])}" if facts["seconds"] else ""

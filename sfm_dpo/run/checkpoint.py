@@ -124,15 +124,9 @@ def keep_before(run: str | Path, step: float, author: str) -> Path | None:
     return older[-1] if older else None
 
 
-def newest_checkpoint(run: str | Path) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint, and a line about each newer one that is skipped (never deleted)."""
-    skipped: list[str] = []
-    for checkpoint in reversed(checkpoints(run)):
-        reason = why_incomplete(checkpoint)
-        if reason is None:
-            return checkpoint, skipped
-        skipped.append(f"{checkpoint} {reason}: skipped")
-    return None, skipped
+def newest_checkpoint(run: str | Path) -> Path | None:
+    """The newest complete checkpoint."""
+    return next((c for c in reversed(checkpoints(run)) if why_incomplete(c) is None), None)
 
 
 def find_start(args: Any) -> Path | None:
@@ -235,7 +229,7 @@ def check_world_size(args: Any, world_size: int, checkpoint: Path | None = None)
     """
     if checkpoint is None:
         asked = args.resume_from_checkpoint
-        checkpoint = Path(asked) if asked else newest_checkpoint(args.output_dir)[0]
+        checkpoint = Path(asked) if asked else newest_checkpoint(args.output_dir)
     before = _read_facts(checkpoint) if checkpoint else {}
     if (was := before.get("world_size", world_size)) == world_size:
         return

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sfm_dpo.common.tables import format_table
-from sfm_dpo.run.checkpoint import newest_checkpoint
+from sfm_dpo.run.checkpoint import checkpoints, newest_checkpoint, step_of
 from sfm_dpo.run.folder import ENVIRONMENT, LOCK, STATUS, read_mapping
 from sfm_dpo.run.lock import is_running, squeue_states
 
@@ -42,7 +42,7 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
         state = "died" if gone else "stale" if age is not None and age > STALE_SECONDS else state
     if slurm == "PENDING":
         state += ", waits"
-    checkpoint, skipped = newest_checkpoint(run)
+    checkpoint = newest_checkpoint(run)
     return {
         "run": str(run),
         "state": "DONE" if state == "done" else state,
@@ -56,7 +56,7 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
         "health": health.get("verdict"),
         "seconds_since_update": age and round(age),
         "checkpoint": checkpoint and checkpoint.name,
-        "incomplete_checkpoints": len(skipped),
+        "incomplete_checkpoints": sum(step_of(c) > step_of(checkpoint) for c in checkpoints(run)),
         "starts": len(environment.get("starts", [])) or None,
     }
 

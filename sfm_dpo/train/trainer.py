@@ -349,7 +349,7 @@ class SFMDPOTrainer(UpstreamFixes):
             full = "No space left" in str(error) or "quota exceeded" in str(error)
             if not full and shutil.disk_usage(self.args.output_dir).free > 64 * 2**20:
                 raise
-            newest = newest_checkpoint(self.args.output_dir)[0]
+            newest = newest_checkpoint(self.args.output_dir)
             raise DiskFull(f"disk full while writing {checkpoint}; the run can go on from {newest}") from error
         finally:
             self.args.save_total_limit = limit

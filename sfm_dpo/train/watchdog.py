@@ -127,7 +127,7 @@ class Watchdog(TrainerCallback):
             start = read_mapping(self.run / ENVIRONMENT)
             start["hangs"] = [*start.get("hangs", []), fault | {"time": now(), "job": os.environ.get("SLURM_JOB_ID")}]
             write_atomically(self.run / ENVIRONMENT, json.dumps(start, indent=2) + "\n")
-            checkpoint, _ = newest_checkpoint(self.run)
+            checkpoint = newest_checkpoint(self.run)
             fault |= {"checkpoint": checkpoint and str(checkpoint)}
             write_status(self.run, Hung.state, Hung.exit_code, message, any_rank=True, **fault)
         time.sleep(2 * self.interval)  # the other ranks' turn: the launcher ends them once this one has left

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 
 import train_dpo
 from sfm_dpo.hub.publish import consolidate_shards
-from sfm_dpo.run.checkpoint import STOP, checkpoints, newest_checkpoint, why_incomplete
+from sfm_dpo.run.checkpoint import STOP, checkpoints, newest_checkpoint, step_of, why_incomplete
 from sfm_dpo.run.folder import write_status
 from tests.e2e.runs import ROOT, Place, Run, as_options, assert_same_run, clean_environment, copy_run, pairs
 
@@ -283,7 +283,10 @@ def test_kill_9_of_a_random_rank_at_random_moments(place, uninterrupted, tmp_pat
             rank.kill()
         code = run.wait(120)  # the launcher ends the other ranks
         assert code != 0, "the run was over before it was killed: nothing was shown"
-        newest, skipped = newest_checkpoint(run.folder)
+        newest = newest_checkpoint(run.folder)
+        skipped = [
+            f"{c} {why_incomplete(c)}: skipped" for c in checkpoints(run.folder) if step_of(c) > step_of(newest)
+        ]
         written = {path: path.stat().st_mtime_ns for path in shards(here)}
         half = [c.name for c in half_written(run)]
         reached = len(written) if phase == "reference pass" else run.log.count("\nstep ")
@@ -327,12 +330,12 @@ def test_full_disk_during_a_save_leaves_the_previous_checkpoint_and_one_line(pla
 
     expected, run = uninterrupted(1), start()
     assert run.until_step(3)
-    assert run.until(lambda: newest_checkpoint(run.folder)[0] is not None)
+    assert run.until(lambda: newest_checkpoint(run.folder) is not None)
     filler = small_disk / "others"  # somebody else's data
     with filler.open("wb", buffering=0) as file:
         file.write(b"x" * (shutil.disk_usage(small_disk).free - 2**19))
     assert run.wait() == 1, run.log[-4000:]
-    newest, _ = newest_checkpoint(run.folder)
+    newest = newest_checkpoint(run.folder)
     assert newest is not None
     errors = [line for line in run.log.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "disk full while writing" in errors[0], run.log[-4000:]

@@ -91,22 +91,19 @@ def test_damage_is_named_and_skipped_and_nothing_is_deleted(tmp_path, damage, re
     bad = write_checkpoint(tmp_path, 3)
     damage(bad)
     left = sorted(p for p in bad.rglob("*"))
-    newest, skipped = newest_checkpoint(tmp_path)
-    assert newest == good
-    assert len(skipped) == 1
-    assert re.fullmatch(rf"{re.escape(str(bad))} {reason}: skipped", skipped[0]), skipped
+    assert newest_checkpoint(tmp_path) == good
+    assert re.fullmatch(reason, why_incomplete(bad))
     assert sorted(p for p in bad.rglob("*")) == left
 
 
-def test_newest_is_by_step_and_older_damage_is_not_spoken_of(tmp_path):
-    assert newest_checkpoint(tmp_path) == newest_checkpoint(tmp_path / "absent") == (None, [])
+def test_newest_is_by_step(tmp_path):
+    assert newest_checkpoint(tmp_path) is newest_checkpoint(tmp_path / "absent") is None
     write_checkpoint(tmp_path, 3, complete=False)
-    newest, skipped = newest_checkpoint(tmp_path)
-    assert newest is None and len(skipped) == 1
+    assert newest_checkpoint(tmp_path) is None
     for other in ("checkpoint-best", "checkpoint-7.tmp", "figures"):
         (tmp_path / other).mkdir()
     write_checkpoint(tmp_path, 20)
-    assert newest_checkpoint(write_checkpoint(tmp_path, 100).parent) == (tmp_path / "checkpoint-100", [])
+    assert newest_checkpoint(write_checkpoint(tmp_path, 100).parent) == tmp_path / "checkpoint-100"
     assert names(tmp_path) == ["checkpoint-3", "checkpoint-20", "checkpoint-100"]
 
 
@@ -144,7 +141,7 @@ def test_a_kill_in_the_middle_of_a_rotation_leaves_no_complete_looking_half(tmp_
     with pytest.raises(KeyboardInterrupt):
         rotate(tmp_path, 2)
     assert why_incomplete(tmp_path / "checkpoint-1") == "was not written to the end"
-    assert newest_checkpoint(tmp_path)[0] == tmp_path / "checkpoint-3"
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
 
 
 def test_another_number_of_processes(tmp_path):
@@ -361,7 +358,7 @@ def test_a_flipped_bit_is_named_and_the_checkpoint_before_is_used(tmp_path, caps
     assert lines[0] == f"{bad} has a damaged {name} (its checksum is another): skipped"
     assert re.fullmatch(rf"{good}: checksums verified in [\d.]+ s \(0\.00 GB of rank 0\)", lines[1])
     # From now on it counts for nobody: neither for the next start, nor for the rotation
-    assert newest_checkpoint(tmp_path)[0] == start_from(tmp_path, verify=False) == good
+    assert newest_checkpoint(tmp_path) == start_from(tmp_path, verify=False) == good
     write_checkpoint(tmp_path, 4)
     rotate(tmp_path, 2)
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
