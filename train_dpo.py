@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallb
 from trl import get_peft_config, get_quantization_config
 
 from sfm_dpo.common.distributed import is_main_process, main_process_first
-from sfm_dpo.common.errors import DiskFull, RunEnd, StopRequested
+from sfm_dpo.common.errors import DiskFull, PreflightDone, RunEnd, StopRequested
 from sfm_dpo.common.secrets import mask_traceback
 from sfm_dpo.config import Config, parse_config
 from sfm_dpo.data.preferences import Pairs
@@ -214,6 +214,8 @@ def train(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
         log.info(f"going on from {checkpoint}")
     else:
         preflight_phase(trainer, config)
+    if args.preflight_only:
+        raise PreflightDone("preflight_only: nothing was trained")
     stop, guard = StopCallback(), add_guard(trainer)
     trainer.add_callback(stop)
     add_profiler(trainer)

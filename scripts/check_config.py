@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
         finally:
             if not keep:
                 release_lock(Path(run) / LOCK)
-        if config.train.eval_tasks:
+        if config.train.eval_tasks and not config.train.preflight_only:
             print("evaluation:", *config.train.eval_tasks)
         if fit:
             print(fit, file=sys.stderr)

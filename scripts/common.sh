@@ -33,7 +33,7 @@ run_dpo() {
     first_host
     if [[ ${2:-} == --members ]]; then # of scripts/sweep.py: each task of its array has a line of arguments
         [[ -n ${SLURM_ARRAY_TASK_ID:-} ]] || fail "--members $3: no array; submit it with: python scripts/sweep.py"
-        eval "set -- $(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" "$3")"
+        eval "set -- $(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" "$3") ${*:4}"
     fi
     set -- --config "$@" # the recipe; train_dpo.py takes the last --config, so the user's wins
 
@@ -217,7 +217,7 @@ print(hangs, run["checkpoint"] is not None, run.get("host") or "", sep="\n")
             code=${fields[1]}
         fi
     fi
-    [[ $state != stopped ]] || requeue "${fields[4]}"
+    [[ $state != stopped ]] || ((code == 0)) || requeue "${fields[4]}" # 0: no more than the preflight was asked for
     [[ $state != hung ]] || requeue_hung "${fields[@]:5}"
     say "ended: state $state, exit code $code, step ${step:-None}, $output_dir${message:+: $message}"
     exit "$code"

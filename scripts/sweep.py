@@ -48,14 +48,23 @@ def main(argv: list[str]) -> int:
         commands = [[*launch, "train_dpo.py", "--config", *shlex.split(lines[number])] for number in numbers]
     else:
         array = ",".join(map(str, numbers)) + (f"%{grid.at_once}" if grid.at_once else "")
-        script = ["scripts/dpo_train.sh", "--members", str(file)]
-        commands = [["sbatch", f"--array={array}", *shlex.split(grid.sbatch), *script]]
+        script = [*shlex.split(grid.sbatch), "scripts/dpo_train.sh", "--members", str(file)]
+        commands, waits = [], []
+        if len(numbers) > 1:  # preflight and reference pass once, before the array
+            commands = [["sbatch", "--parsable", f"--array={numbers[0]}", *script, "--preflight_only", "true"]]
+            waits = ["--kill-on-invalid-dep=yes", "--dependency=afterok:JOB"]
+        commands.append(["sbatch", *waits, f"--array={array}", *script])
     if options.dry_run:
         print(*map(shlex.join, commands), *(f"# {number}: {line}" for number, line in enumerate(lines)), sep="\n")
         return 0
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, "".join(f"{line}\n" for line in lines))
     write_atomically(file.with_name(GRID), options.grid.read_text())
+    if "--parsable" in commands[0]:
+        first = subprocess.run(commands.pop(0), check=False, stdout=subprocess.PIPE, text=True)
+        if first.returncode:
+            return first.returncode
+        commands[0][2] = commands[0][2].replace("JOB", first.stdout.split(";")[0].strip())
     codes = [subprocess.run(words, check=False).returncode for words in commands]
     return next(filter(None, codes), 0)
 

@@ -133,6 +133,7 @@ class TrainConfig(DPOConfig):
 
     # Safety (docs/health.md)
     preflight: Literal["skip", "warn", "abort"] = HfArg(default="abort", help="Before training; abort: on a no-go.")
+    preflight_only: bool = HfArg(default=False, help="End after reference pass and preflight; the next start trains.")
     preflight_samples: int = HfArg(default=256, help="Pairs of the preflight; with a reference cache it takes all.")
     guard: Literal["skip", "warn", "stop"] = HfArg(default="stop", help="While training; stop: a collapsed run.")
     guard_generations: int = HfArg(

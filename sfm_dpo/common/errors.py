@@ -57,3 +57,9 @@ class StopRequested(RunEnd):
     """Stopped by the stop file; the same command goes on."""
 
     exit_code, state = 75, "stopped"
+
+
+class PreflightDone(StopRequested):
+    """Nothing but the preflight was asked for."""
+
+    exit_code = 0

@@ -1,55 +1,65 @@
-"""scripts/sweep.py on real Slurm: an array of three runs, of which one is stopped; the table of what they came to."""
+"""scripts/sweep.py on real Slurm: one preflight and reference pass, then an array of four runs, one of them killed."""
 
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.slurm.jobs import CPU, wait_for
-from tests.slurm.test_requeue import is_at
 
 
 @pytest.mark.grid
-@pytest.mark.timeout(900)
-def test_a_stopped_member_resumes_alone_and_the_reference_pass_is_shared(cluster, project, tmp_path):
+@pytest.mark.timeout(1200)
+def test_one_reference_pass_before_the_array_and_a_killed_member_goes_on(cluster, project, tmp_path):
     recipe = yaml.safe_load((project / "recipes/think.yaml").read_text())
-    recipe |= {"global_batch_size": 12, "per_device_train_batch_size": 6, "max_steps": 40, "save_steps": 10}
+    recipe |= {"global_batch_size": 12, "per_device_train_batch_size": 6, "max_steps": 24, "save_steps": 6}
     recipe |= {"logging_steps": 1, "eval_fraction": 0.25}
     (project / "recipes/swept.yaml").write_text(yaml.safe_dump(recipe))
     grid = {"recipe": "recipes/swept.yaml", "output_dir": "outputs/my sweep", "at_once": 2}
-    grid |= {"fields": {"learning_rate": [1e-7, 1e-5, 1e-3]}, "rank_by": "eval_loss"}
+    grid |= {"fields": {"learning_rate": [1e-7, 1e-5, 1e-4, 1e-3]}, "rank_by": "eval_loss"}
     (project / "grid.yaml").write_text(yaml.safe_dump(grid))
     env = CPU | {"HF_HOME": str(tmp_path / "hf"), "NUM_PROCESSES": "2"}
 
     def sweep(*options: str) -> str:
         return cluster.run(sys.executable, "scripts/sweep.py", "grid.yaml", *options, cwd=project, **env)
 
-    assert "sbatch --array=0,1,2%2 scripts/dpo_train.sh --members " in sweep("--dry_run")
-    array = re.search(r"Submitted batch job (\d+)", sweep())[1]
-    runs = [project / f"outputs/my sweep/learning_rate={rate}" for rate in ("1e-07", "1e-05", "0.001")]
-    wait_for(lambda: (runs[2] / "status.json").exists(), 240)  # the last task has the id of the array
-    status = runs[2] / "status.json"
-    wait_for(lambda: json.loads(status.read_text())["job"] == array, 60)
-    wait_for(is_at(runs[2], 4, 0, project, array), 240)
-    cluster.run("scancel", "--signal=USR1", "--batch", f"{array}_2")
-    logs = {}
-    for number, run in enumerate(runs):
-        record = cluster.wait(f"{array}_{number}", 300)
+    def log_of(run: Path) -> str:
         job = json.loads((run / "status.json").read_text())["job"]
-        logs[number] = (project / f"logs/dpo-train-{job}.out").read_text()
-        assert (record["JobState"], record["Restarts"]) == ("COMPLETED", str(int(number == 2))), logs[number][-3000:]
-    assert "stopped and requeued (restart 1 of at most 20)" in logs[2]
-    assert "going on from outputs/my sweep/learning_rate=0.001/checkpoint-" in logs[2]
+        return (project / f"logs/dpo-train-{job}.out").read_text()
 
-    text = "".join(logs.values())
-    computed = [int(n) for n in re.findall(r"reference, train: (\d+) shards computed here", text)]
-    shards = {int(n) for n in re.findall(r"reference log-probs of the train pairs: \d+ of (\d+) shards", text)}
-    assert {sum(computed)} == shards, text[-3000:]
+    commands = sweep("--dry_run").splitlines()[:2]
+    assert commands[0].startswith("sbatch --parsable --array=0 ") and commands[0].endswith(" --preflight_only true")
+    assert "--dependency=afterok:JOB --array=0,1,2,3%2 scripts/dpo_train.sh --members " in commands[1]
+    array = re.search(r"Submitted batch job (\d+)", sweep())[1]
+    runs = [project / f"outputs/my sweep/learning_rate={rate}" for rate in ("1e-07", "1e-05", "0.0001", "0.001")]
+    wait_for(lambda: read_state(runs[0]) == "stopped" and "ended: " in log_of(runs[0]), 300)
+    first = log_of(runs[0])
+    assert "ended: state stopped, exit code 0" in first and "preflight_only: nothing was trained" in first
+    assert (runs[0] / "preflight.json").is_file() and not any(run.exists() for run in runs[1:])
 
-    assert "all 3 members of outputs/my sweep are done" in sweep()
+    wait_for(lambda: list(runs[1].glob("checkpoint-*/complete.json")), 300)
+    cluster.run("scancel", "--signal=KILL", f"{array}_1")
+    states = [cluster.wait(f"{array}_{number}", 400)["JobState"] for number in range(4)]
+    assert [states[n] for n in (0, 2, 3)] == ["COMPLETED"] * 3 and states[1] != "COMPLETED"
+    text = "".join(map(log_of, runs))
+    shards = [int(n) for n in re.findall(r"reference, train: (\d+) shards computed here", first)]
+    assert re.findall(r"reference log-probs of the train pairs: (\d+) of (\d+) shards", first) == [("0", str(*shards))]
+    cached = re.findall(r"reference log-probs of the train pairs: (\d+) of (\d+) shards", text)
+    assert cached == [(str(*shards), str(*shards))] * 4 and "shards computed here" not in text
+
+    assert "sbatch --array=1%2 " in sweep("--dry_run")
+    array = re.search(r"Submitted batch job (\d+)", sweep())[1]
+    record = cluster.wait(f"{array}_1", 400)
+    assert record["JobState"] == "COMPLETED" and f"going on from outputs/my sweep/{runs[1].name}/ch" in log_of(runs[1])
+    assert "all 4 members of outputs/my sweep are done" in sweep()
     table = sweep("--table")
-    assert table.count("1 done") == 3 and "Take learning_rate 0.001" not in table  # one seed
+    assert table.count("1 done") == 4 and "Take learning_rate 0.001" not in table  # one seed
     assert table.splitlines()[1].startswith("0.001 ")  # at the others the tiny model hardly moves
     assert (project / "outputs/my sweep/sweep.png").stat().st_size > 5000
+
+
+def read_state(run: Path) -> str | None:
+    return json.loads((run / "status.json").read_text())["state"] if (run / "status.json").exists() else None
