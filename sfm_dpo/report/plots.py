@@ -1,6 +1,7 @@
 """Curves of a run as PNG files and as SVG for the report, and those of two runs compared."""
 
 import io
+import json
 import math
 import re
 from collections.abc import Collection, Sequence
@@ -12,7 +13,6 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from sfm_dpo.config_checks import read_eval_sets
 from sfm_dpo.run.reader import to_float
 
 matplotlib.use("Agg")
@@ -91,7 +91,7 @@ def draw_curves(
         for name, (title, metrics, unit) in chosen.items():
             figure = Figure(figsize=(4.4, 2.9), layout="constrained")
             axes = figure.add_subplot()
-            if not _draw_metrics(axes, name, metrics, log, list(read_eval_sets(config.get("eval_datasets")))):
+            if not _draw_metrics(axes, name, metrics, log, list(json.loads(config.get("eval_datasets") or "{}"))):
                 continue
             axes.set(title=title, xlabel="optimizer step", ylabel=unit)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))

@@ -63,7 +63,7 @@ def act(user: int, umask: int, action: Callable[[], object], groups: tuple[int, 
 def fill(home: Path) -> str:
     """Loads the pairs, and computes a reference cache: what a run writes there. Returns counts."""
     rows = sources.load_rows(str(home.parent / "pairs.jsonl"))
-    cache = reference_cache.ReferenceCache(home / "sfm_dpo" / "reference" / "key", np.arange(1, 9), batch_size=1)
+    cache = reference_cache.ReferenceCache(home / "sfm_dpo" / "reference" / "key", np.arange(1, 9), 1)
     missing = cache.missing_shards()
     if missing:
         reference_cache.make_folder(cache.folder)
@@ -118,7 +118,7 @@ def test_a_full_disk_in_the_reference_pass_is_one_line_of_whichever_rank(home):
     if mounted.returncode:
         pytest.skip(f"cannot mount: {mounted.stderr.decode().strip()}")
     try:
-        cache = reference_cache.ReferenceCache(home / "sfm_dpo" / "reference" / "key", np.arange(1, 65), batch_size=1)
+        cache = reference_cache.ReferenceCache(home / "sfm_dpo" / "reference" / "key", np.arange(1, 65), 1)
         reference_cache.make_folder(cache.folder)
         with pytest.raises(DiskFull) as caught:
             cache.compute(cache.missing_shards(), lambda rows: torch.zeros(len(rows), 2))
