@@ -21,7 +21,6 @@ import pytest
 import yaml
 
 from scripts import plan
-from sfm_dpo.planning import run_plan
 from sfm_dpo.train.fit_memory import Setting
 from tests.e2e.runs import ROOT, Place, as_options
 
@@ -153,7 +152,7 @@ def test_header_says_what_plan_says(recipe, tmp_path, monkeypatch):
         pytest.skip("runs on a CPU; its header says what was measured")
     monkeypatch.chdir(ROOT)
     monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "")  # plan.py sets it for good
-    monkeypatch.setattr(run_plan, "CALIBRATION", tmp_path / "none")
+    monkeypatch.setattr("sfm_dpo.common.files.CALIBRATION", tmp_path / "none")
     with contextlib.redirect_stdout(io.StringIO()):
         assert plan.main([*command, "--json", str(tmp_path / "plan.json")]) == 0
     figures = json.loads((tmp_path / "plan.json").read_text())
