@@ -113,6 +113,8 @@ def load_tasks(names: list[str]) -> Any:
         except KeyError as error:
             hint = nearest(name, manager.all_tasks) or "; name a task of `lm-eval ls tasks`, or a .yaml file"
             raise UserError(f"--tasks {name}: lm-eval knows no such task{hint}") from error
+        except ImportError as error:  # lm-eval leaves some tasks' packages out
+            raise UserError(f"--tasks {name}: {error}; pip install that package, or leave the task out") from error
         except Exception as error:  # of datasets, of the Hub's client, of YAML, of the task's own code
             remedy = "no network? run it once where there is one, with the same HF_HOME"
             raise UserError(f"--tasks {name}: cannot be loaded ({type(error).__name__}: {error}); {remedy}") from error

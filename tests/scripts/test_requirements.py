@@ -20,7 +20,7 @@ def read_pins(name: str) -> dict[str, str]:
             pins |= read_pins(line.split()[1])
         elif line:
             package, pin = line.split("==")
-            pins[package.lower().replace("_", "-")] = pin
+            pins[package.partition("[")[0].lower().replace("_", "-")] = pin  # without extras
     return pins
 
 
