@@ -188,6 +188,7 @@ def test_without_slurm_members_train_one_after_the_other(grid, capfd, monkeypatc
     assert sweep.main([str(path), "--local"]) == 0
     for folder in list_members(read_grid(path)):
         assert read_status(folder)["state"] == "done"
+    capfd.readouterr()  # of the training
     assert sweep.main([str(path), "--table"]) == 0
     table = capfd.readouterr().out
     assert table.count("1 done") == 2
