@@ -17,7 +17,7 @@ from sfm_dpo.data.filters import PARTS, read_text
 from sfm_dpo.data.sources import room_in_cache
 
 # Part of the cache's key. Raise it when a check finds something else.
-FAULTS_VERSION = 1
+FAULTS_VERSION = 2
 
 SAME_START = 200  # characters, some 50 tokens: two answers share a stock phrase, never that much by chance
 OPENING = 160  # characters in which a refusal refuses: later words such as "cannot help" are part of an answer
@@ -26,11 +26,11 @@ LONG_LINE = 60  # characters of a last line that is prose: items of lists and si
 QUOTED_PROMPT = 60  # characters: answers take up a short question in their own sentence
 # A class first, which re finds several times as fast as alternatives; "\n" is before the text as well
 _REFUSAL = re.compile(
-    r"[IiAa](?<!\w.)(?i:(?:['’]m| am) (?:unable|not able) to\b| must (?:decline|refuse)\b|"
+    r"[IiAa](?<!\w.)(?i:(?<=i)(?:(?:['’]m| am) (?:unable|not able) to\b| must (?:decline|refuse)\b|"
     r"(?:['’]m| am) not comfortable\b|"
     r" (?:can ?not|can['’]t|won['’]t|will not) (?:help|assist|provide|comply|answer|fulfil|discuss|engage|create|"
-    r"write|generate|give|support|participate|continue|offer|share|do that)\b|"
-    r"s an ai\b[^.]{0,60}\bi (?:can|do|am)\b)"
+    r"write|generate|give|support|participate|continue|offer|share|do that)\b)|"
+    r"(?<=a)s an ai\b[^.]{0,60}\bi (?:can|do|am)\b)"
 )
 _MARKDOWN = re.compile(r"[`*\n](?:(?<=`)``|(?<=\*)\*\w[^*\n]*\*\*|(?<=\n)(?:#{1,6} |\s*[-*+] |\s*\d+[.)] )\S)")
 _EMOJI = re.compile("[\U0001f300-\U0001faff\u2600-\u27bf]")

@@ -23,7 +23,7 @@ from transformers.trainer_pt_utils import get_model_param_count
 from sfm_dpo.common.distributed import local_world_size
 from sfm_dpo.common.errors import OutOfMemory
 from sfm_dpo.config import TrainConfig
-from sfm_dpo.model.memory import Activations, head_bytes, meta_model, model_states, trace_activations
+from sfm_dpo.model.memory import USABLE, Activations, head_bytes, meta_model, model_states, trace_activations
 from sfm_dpo.model.packing import find_shared
 from sfm_dpo.run.folder import DATA, read_mapping
 from sfm_dpo.train.throughput import peak_memory_gib
@@ -31,7 +31,6 @@ from sfm_dpo.train.watchdog import Watchdog
 
 PLANNED_FROM = 10_000_000  # parameters: planning takes seconds, and a smaller model fits anywhere
 FORWARD_TOKENS = {"cuda": 65_536, "cpu": 4_096}  # at most: matrix products as large are no faster
-USABLE = 0.9  # of memory: an allocator cannot join all of it
 # torch on CUDA and on CPU, CUDA's libraries, the operating system
 SIGNS = re.compile("out of memory|can't allocate memory|Cannot allocate memory|_ALLOC_FAILED")
 ASKED = re.compile(r"allocate ([\d.]+) (bytes|[KMG]iB)")  # also numpy's

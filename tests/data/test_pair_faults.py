@@ -41,6 +41,7 @@ SOUND = [
     ("x = 3", "x = 4"),
     ("2 * 3 * 4 is 24", "It is 25 - 1"),
     ("Grün \U0001f600", "Blau \U0001f600"),
+    ("This is an AI that I can recommend.", "A doctor must decline it; a cat cannot help it."),
     ("A human: that is what he is. The assistant: his name.", "A man."),
     ("<think>Let me see.</think>\nYes.", "</think>\nNo."),
     ("Größe, café, naïve, Ångström, São Paulo, 5 €, “quotes”", "日本語のテキスト"),

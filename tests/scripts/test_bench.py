@@ -39,6 +39,13 @@ def test_lengths_are_those_of_the_data_sets(kind, quantiles, covered):
         assert np.quantile(lengths["rejected"], 0.95) == pytest.approx(9518, rel=0.02)
 
 
+def test_chat_has_the_means_that_are_claimed():
+    lengths = worker.sample_lengths("chat", 65536)
+    means = {"prompt": 149, "chosen": 42, "rejected": 52}
+    assert {name: tokens.mean() for name, tokens in lengths.items()} == pytest.approx(means, rel=0.03)
+    assert (lengths["prompt"] > 256).mean() == pytest.approx(0.15, abs=0.01)
+
+
 def run(variant: str, number: int, rate: float, peak: float = 1.0, **extra) -> dict:
     figures = {"epoch_pairs_per_second": rate, "tokens_per_second": 100 * rate, "mfu": 0.1, "padding_fraction": 0.0}
     return {"variant": variant, "round": number, "pairs_per_second": rate, "peak_memory_gib": peak} | figures | extra
@@ -72,7 +79,7 @@ def test_pairs_must_fill_steps(capsys):
 @pytest.mark.grid
 @pytest.mark.timeout(400)
 def test_quick_run(tmp_path):
-    variants = ["stock", "padding_free", "batch_rebalance"]
+    variants = ["stock", "padding_free", "batch_rebalance", "as_shipped", "as_shipped_in_stock_memory"]
     command = [sys.executable, str(BENCH / "throughput.py"), "--quick", "--device", "cpu", "--machine", "Test box"]
     command += ["--out", str(tmp_path), "--variants", *variants]
     done = subprocess.run(command, capture_output=True, text=True, timeout=390)
@@ -87,8 +94,11 @@ def test_quick_run(tmp_path):
         assert figures["loss"] == pytest.approx(math.log(2), abs=2e-3)  # nothing learnt at lr 1e-6: all do the same
         assert figures["pairs_per_second"] == pytest.approx(result["options"]["pairs"] / figures["seconds"])
         assert (figures["padding_fraction"] > 0.1) is (variant == "stock")
-        assert (figures["reference_seconds"] > 0) is (variant == "batch_rebalance")
+        assert (figures["reference_seconds"] > 0) is (variant not in variants[:2])
         assert 0 < figures["mfu"] < 1 and figures["peak_memory_gib"] > 0.1
+    limit = runs["as_shipped_in_stock_memory"]["setting"]["memory_gib"]
+    assert limit == runs["stock"]["peak_memory_gib"] and runs["as_shipped"]["setting"]["memory_gib"] is None
+    assert runs["as_shipped"]["flops"] < runs["batch_rebalance"]["flops"]  # prefix_sharing, which the recipe sets
     # The reference forward is in the step of the first two
     assert runs["stock"]["flops"] == runs["padding_free"]["flops"]
     assert runs["batch_rebalance"]["flops"] * 4 == pytest.approx(runs["stock"]["flops"] * 3)
