@@ -187,7 +187,8 @@ def list_held_out(facts: dict[str, Any]) -> list[tuple[str, list[dict[str, str]]
     """(what was held out, its rows) of eval_fraction and of each set of eval_datasets, where it was evaluated."""
     sets = {"": facts["data"].get("eval", 0)} | facts["data"].get("eval_sets", {})
     tables = {
-        f"{n:,} held-out pairs{name and f' of {name}'}": _held_out_rows(facts, name, n) for name, n in sets.items()
+        f"{n:,} pairs of {name}" if name else f"{n:,} held-out pairs": _held_out_rows(facts, name, n)
+        for name, n in sets.items()
     }
     return [(title, rows) for title, rows in tables.items() if rows]
 
@@ -202,7 +203,7 @@ def _held_out_rows(facts: dict[str, Any], name: str, pairs: int) -> list[dict[st
             continue
         cells = []
         for _, value in (values[0], values[-1]):
-            cells.append(f"{to_float(value):.3f}")
+            cells.append(f"{to_float(value):z.3f}")
             if metric.endswith("accuracies") and pairs:
                 cells[-1] = "{:.2f} ({:.2f} to {:.2f})".format(to_float(value), *wilson(to_float(value), pairs))
         if metric == "rewards/accuracies" and values[0][0] == 0:  # policy = reference: no answer has gained
