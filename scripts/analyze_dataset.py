@@ -19,7 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sfm_dpo.common.cli import Arguments, command, new_figure, new_file, number, write_json
+from sfm_dpo.common.cli import Arguments, command, new_figure, new_file, number
+from sfm_dpo.common.files import write_json
 
 DATASET, MODEL = "allenai/Dolci-Instruct-DPO", "geodesic-research/sfm-sft_dolci_instruct_unfiltered"
 
@@ -73,7 +74,8 @@ def main(argv: list[str]) -> int:
         config, args.min_coverage, args.min_tokens_kept, args.against, args.ngram, cluster, args.dropped
     )
     print(format_analysis(result))
-    write_json(args.json, result)
+    if args.json:
+        write_json(args.json, result)
     if args.plot:
         write_plot(result, args.plot)
     if args.html:

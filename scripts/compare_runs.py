@@ -13,7 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sfm_dpo.common.cli import Arguments, command, new_figure, new_file, number, write_json
+from sfm_dpo.common.cli import Arguments, command, new_figure, new_file, number
+from sfm_dpo.common.files import write_json
 from sfm_dpo.compare.runs import compare_runs, format_comparison
 from sfm_dpo.report.evaluation import compare_evaluations, format_benchmarks
 from sfm_dpo.report.plots import draw_comparison
@@ -36,7 +37,8 @@ def main(argv: list[str]) -> int:
     print(format_comparison(result))
     if benchmarks := compare_evaluations(Path(options.run_a), Path(options.run_b)):
         print(f"\n{format_benchmarks(benchmarks)}")
-    write_json(options.json, result | {"benchmarks": benchmarks})
+    if options.json:
+        write_json(options.json, result | {"benchmarks": benchmarks})
     if options.plot:
         draw_comparison(result, options.plot)
     return int(result["verdict"]["verdict"] == "diverging")

@@ -9,7 +9,6 @@ before and after on questions that were held out. The run's folder of an earlier
 """
 
 import importlib.util
-import json
 import os
 import shutil
 import signal
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import PROJECT
+from sfm_dpo.common.files import PROJECT, write_json
 from sfm_dpo.common.tables import format_table
 
 RECIPE = "recipes/demo.yaml"
@@ -152,7 +151,7 @@ def compare_answers(run: Path, base: str, prompts: list[list[dict]]) -> None:
 
     keys = ("prompt", "before", "after", "before_tokens", "after_tokens")
     samples = [dict(zip(keys, (q, old.text, new.text, old.tokens, new.tokens), strict=True)) for q, old, new in rows]
-    (run / "samples.json").write_text(json.dumps(samples, indent=2) + "\n")
+    write_json(run / "samples.json", samples)
     report = page.write_report(run)  # once more, with the answers
 
     first, *_, last = list_evaluations(read_run(run))

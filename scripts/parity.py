@@ -15,8 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sfm_dpo.common.cli import Arguments, command, new_file, number, write_json
+from sfm_dpo.common.cli import Arguments, command, new_file, number
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import write_json
 from sfm_dpo.compare.parity import DEFAULT_VARIANTS, format_parity, run_parity
 
 
@@ -33,7 +34,8 @@ def main(argv: list[str]) -> int:
         raise UserError("--variants is empty; name at least one, for instance packed")
     result = run_parity(argv, names, ours.pairs, not ours.forward_only)
     print(format_parity(result))
-    write_json(ours.json, result)
+    if ours.json:
+        write_json(ours.json, result)
     return int(any(row["verdict"] == "bug" for row in [result["reference"], *result["variants"]]))
 
 

@@ -20,7 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sfm_dpo.common.cli import Arguments, command, new_file, number, write_json
+from sfm_dpo.common.cli import Arguments, command, new_file, number
+from sfm_dpo.common.files import write_json
 
 
 @command
@@ -57,7 +58,8 @@ def main(argv: list[str]) -> int:
         lengths, pairs = measure_lengths(tokens)[0], len(tokens)
     plan = Planner(config, shape, lengths, ours.pairs or pairs, cluster).plan()
     print(format_plan(plan))
-    write_json(ours.json, plan)
+    if ours.json:
+        write_json(ours.json, plan)
     return 0
 
 

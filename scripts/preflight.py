@@ -18,7 +18,8 @@ import sfm_dpo  # noqa: F401  (first: it reads .env)
 # isort: split
 import numpy as np
 
-from sfm_dpo.common.cli import Arguments, command, new_file, write_json
+from sfm_dpo.common.cli import Arguments, command, new_file
+from sfm_dpo.common.files import write_json
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.health.preflight import check_vocabulary, format_preflight, run_preflight
@@ -35,7 +36,8 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:  # the trainer wants an output_dir; nothing is kept in it
         result = preflight([*fields, "--output_dir", folder, "--report_to", "none", "--eval_fraction", "0"])
     print(format_preflight(result))
-    write_json(options.json, result)
+    if options.json:
+        write_json(options.json, result)
     return 3 if result["verdict"] == "no-go" else 0
 
 

@@ -6,7 +6,6 @@ Imports nothing slow, so that --help answers at once. (train_dpo.py's fields are
 import argparse
 import difflib
 import functools
-import json
 import logging
 import math
 import os
@@ -77,19 +76,13 @@ def new_file(text: str) -> Path:
     """For `type=`: a file that can be written. Found out before the work whose result it is to hold."""
     path = Path(text)
     folder = path.absolute().parent
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file in it")
+    if path.exists() and not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder or a device; name a file")
     if not folder.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r}: its folder does not exist; make it first")
-    if not os.access(path if path.exists() else folder, os.W_OK):
+    if not os.access(folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written; check the permissions, or choose another")
     return path
-
-
-def write_json(path: Path | None, result: Any) -> None:
-    """Writes what --json asks for, where it was given."""
-    if path:
-        path.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def new_figure(text: str) -> Path:

@@ -1,7 +1,9 @@
 """Files: the project's folder, writing atomically, the time."""
 
+import json
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 PROJECT = Path(__file__).resolve().parents[2]
 CALIBRATION = PROJECT / "outputs/check-gpu/calibration.json"  # written by check_gpu.sh
@@ -12,6 +14,11 @@ def write_atomically(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text)
     partial.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes `value` as indented JSON, atomically."""
+    write_atomically(path, json.dumps(value, indent=2) + "\n")
 
 
 def format_size(size: float) -> str:

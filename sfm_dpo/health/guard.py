@@ -1,6 +1,5 @@
 """The guard: applies the rules of guard_rules.py while training, and stops a run that has collapsed."""
 
-import json
 import logging
 import time
 from collections.abc import Iterable
@@ -12,7 +11,7 @@ from transformers import TrainerCallback, TrainerState
 
 from sfm_dpo.common.distributed import broadcast, is_main_process
 from sfm_dpo.common.errors import GuardStopped, UserError
-from sfm_dpo.common.files import write_atomically
+from sfm_dpo.common.files import write_json
 from sfm_dpo.config_checks import HELD_OUT, LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.health.generation import Answer, continue_prompts, repeated_4grams
 from sfm_dpo.health.guard_rules import (
@@ -137,7 +136,7 @@ class Guard(TrainerCallback):
             {"prompt": p, "before": b.text, "after": a.text, "before_tokens": b.tokens, "after_tokens": a.tokens}
             for p, b, a in zip(prompts, self.first_answers, answers, strict=True)
         ]
-        write_atomically(Path(args.output_dir) / SAMPLES, json.dumps(samples, indent=2) + "\n")
+        write_json(Path(args.output_dir) / SAMPLES, samples)
         return {
             "guard/repeated_4grams": repeated_4grams([a.text for a in answers]),
             "guard/empty_answers": fmean(not a.text for a in answers),
@@ -159,7 +158,7 @@ class Guard(TrainerCallback):
             "observed": summarize_metrics(entries),
             "seconds": round(self.seconds, 3),
         }
-        write_atomically(Path(args.output_dir) / HEALTH, json.dumps(health, indent=2) + "\n")
+        write_json(Path(args.output_dir) / HEALTH, health)
 
 
 def add_guard(trainer: Any) -> Guard | None:

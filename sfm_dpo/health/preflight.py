@@ -4,7 +4,6 @@ DPO moves a policy away from its base model. Where the base model finds the chos
 still falls, but by making the rejected answers impossible too. The figures that show it exist before training.
 """
 
-import json
 import logging
 import math
 import time
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sfm_dpo.common.distributed import broadcast, is_main_process
 from sfm_dpo.common.errors import PreflightRefused, UserError
-from sfm_dpo.common.files import write_atomically
+from sfm_dpo.common.files import write_json
 from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import Config
 from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES, main_loss
@@ -199,7 +198,7 @@ def preflight_phase(trainer, config: Config) -> None:
     result = run_preflight(trainer, config) | {"preflight": mode}
     result |= {"seconds": round(time.monotonic() - start, 3), "text": format_preflight(result)}
     if is_main_process():
-        write_atomically(path, json.dumps(result, indent=2) + "\n")
+        write_json(path, result)
     log.info(result["text"])
     if result["verdict"] == "no-go" and mode == "abort":
         worst = next(finding for finding in result["findings"] if finding["level"] == "no-go")

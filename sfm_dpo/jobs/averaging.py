@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import write_json
 from sfm_dpo.data.tokenization import tokenizer_key
 from sfm_dpo.hub.publish import Source, find_source, stage_files
 from sfm_dpo.hub.verify import open_tensors, read_finite
@@ -115,7 +116,7 @@ def _describe(first: Source, parents: list[dict[str, Any]], output: Path) -> Non
     config = first.config | {"output_dir": str(output), "hub_model_id": None}
     (output / RESOLVED_CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
     shutil.copy(first.run / DATA, output)
-    (output / ENVIRONMENT).write_text(json.dumps(environment(), indent=2) + "\n")
-    (output / PARENTS).write_text(json.dumps(parents, indent=2) + "\n")
+    write_json(output / ENVIRONMENT, environment())
+    write_json(output / PARENTS, parents)
     write_status(output, "done", 0, f"mean of the weights of {len(parents)} models")
     write_model_card(output)

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import now, write_atomically
+from sfm_dpo.common.files import now, write_json
 from sfm_dpo.common.statistics import Z, mean_interval
 from sfm_dpo.config_checks import nearest
 from sfm_dpo.hub.publish import Source, find_source, stage_files
@@ -75,7 +75,7 @@ def evaluate_run(path: Path, settings: Settings, pairs: str | None = None) -> st
     for part, rows in found.items():
         rows = [*evaluation.get(part, []), *rows]  # a new row takes the place of its earlier one
         evaluation[part] = list({tuple(row[key] for key in keys[part]): row for row in rows}.values())
-    write_atomically(source.folder / EVALUATION, json.dumps(evaluation, indent=2) + "\n")
+    write_json(source.folder / EVALUATION, evaluation)
     if source.step is None:
         write_report(source.run)
         write_model_card(source.run)

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import CALIBRATION, PROJECT, now, write_atomically
+from sfm_dpo.common.files import CALIBRATION, PROJECT, now, write_atomically, write_json
 from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import Config, parse_config
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR
@@ -431,8 +431,8 @@ def run_checks(place: Place) -> list[dict[str, Any]]:
     facts = {name: place.facts.get(name) for name in ("gpu", "mfu", "memory_ratio", "flash")}
     facts |= {"model": " ".join(place.recipe) or SHAPE.name, "processes": place.processes, "time": now()}
     if facts["memory_ratio"]:
-        write_atomically(place.folder / CALIBRATION.name, json.dumps(facts, indent=2) + "\n")
-    write_atomically(place.folder / "checks.json", json.dumps(rows, indent=2) + "\n")
+        write_json(place.folder / CALIBRATION.name, facts)
+    write_json(place.folder / "checks.json", rows)
     write_atomically(place.folder / "report.html", render_page("gpu_check.html.jinja", rows=rows, facts=facts))
     return rows
 
@@ -462,7 +462,7 @@ def record_dtypes(trainer_class: Any) -> None:
                 "optimizer": [t for t in masters + moments if isinstance(t, torch.Tensor) and t.dim()],
             }
             dtypes = {kind: sorted({str(tensor.dtype) for tensor in tensors}) for kind, tensors in kinds.items()}
-            write_atomically(Path(self.args.output_dir) / "dtypes.json", json.dumps(dtypes))
+            write_json(Path(self.args.output_dir) / "dtypes.json", dtypes)
         return compute_loss(self, model, inputs, return_outputs)
 
     trainer_class._compute_loss = recording
@@ -526,7 +526,7 @@ def measure_attention(folder: Path) -> None:
             if kernel in ("FA2", "SDPA"):
                 raise
             rows.append({"kernel": kernel, "case": "", "obstacle": str(error).splitlines()[0][:150]})
-    write_atomically(folder / "attention.json", json.dumps(rows))
+    write_json(folder / "attention.json", rows)
 
 
 def make_place(recipe: list[str], processes: int | None) -> Place:

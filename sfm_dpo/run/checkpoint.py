@@ -23,7 +23,7 @@ import xxhash
 
 from sfm_dpo.common.distributed import broadcast, gather, is_main_process, rank, world_size
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import format_size, write_atomically
+from sfm_dpo.common.files import format_size, write_json
 from sfm_dpo.run.folder import read_mapping
 
 log = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ def find_start(args: Any) -> Path | None:
             reason = why_damaged(checkpoint)
             if reason and not asked and is_main_process():
                 mark = json.loads((checkpoint / COMPLETE).read_text()) | {"damage": reason}
-                write_atomically(checkpoint / COMPLETE, json.dumps(mark, indent=2) + "\n")
+                write_json(checkpoint / COMPLETE, mark)
         if reason is None:
             newest = checkpoint
             break
@@ -173,7 +173,7 @@ def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
     mark = {**facts, "files": {name: size for name, (size, _) in files}}
     mark["xxh3_128"] = {name: checksum for name, (_, checksum) in files}
     if is_main_process():
-        write_atomically(checkpoint / COMPLETE, json.dumps(mark, indent=2) + "\n")
+        write_json(checkpoint / COMPLETE, mark)
 
 
 def read_best(checkpoint: Path) -> Path | None:

@@ -18,7 +18,7 @@ import yaml
 
 from sfm_dpo.common.distributed import is_main_process, world_size
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import now, write_atomically
+from sfm_dpo.common.files import now, write_atomically, write_json
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.run.environment import environment
 from sfm_dpo.run.lock import release_lock, take_lock
@@ -197,14 +197,14 @@ def describe(config: "Config", pairs: dict[str, Any], step: int = 0) -> None:
         os.environ["WANDB_RUN_ID"] = history["wandb_run_id"]
         os.environ.setdefault("WANDB_RESUME", "allow")
     write_atomically(run / RESOLVED_CONFIG, yaml.safe_dump(config.as_dict(), sort_keys=False))
-    write_atomically(run / DATA, json.dumps(pairs, indent=2) + "\n")
-    write_atomically(run / ENVIRONMENT, json.dumps(environment() | history, indent=2) + "\n")
+    write_json(run / DATA, pairs)
+    write_json(run / ENVIRONMENT, environment() | history)
 
 
 def add_data_facts(run: str | Path, facts: dict[str, Any]) -> None:
     """Adds to data.json what is known only once the trainer is there."""
     path = Path(run) / DATA
-    write_atomically(path, json.dumps(read_mapping(path) | facts, indent=2) + "\n")
+    write_json(path, read_mapping(path) | facts)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ are its kernels, and idle is a GPU that waits for Python or for the host. Withou
 the CPU and gloo's, and idle is Python between them; the profiler itself adds to that, more the smaller the model.
 """
 
-import json
 import logging
 from collections import defaultdict
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import TrainerCallback
 
 from sfm_dpo.common.distributed import is_main_process
-from sfm_dpo.common.files import write_atomically
+from sfm_dpo.common.files import write_atomically, write_json
 from sfm_dpo.common.tables import format_table
 
 log = logging.getLogger(__name__)
@@ -188,7 +187,7 @@ class Profiler(TrainerCallback):
             "collectives": dict(collectives),
         }
         result["bottleneck"] = describe_bottleneck(result["shares"])
-        write_atomically(folder / "profile.json", json.dumps(result, indent=2) + "\n")
+        write_json(folder / "profile.json", result)
         write_atomically(folder / "profile.txt", format_profile(result) + "\n")
         log.info(format_profile(result))
 

@@ -8,7 +8,6 @@ Time is counted in turns of the thread: a job that Slurm suspends and resumes do
 
 import contextlib
 import faulthandler
-import json
 import logging
 import os
 import platform
@@ -23,7 +22,7 @@ from transformers import TrainerCallback
 
 from sfm_dpo.common.distributed import is_main_process, world_size
 from sfm_dpo.common.errors import Hung
-from sfm_dpo.common.files import now, write_atomically
+from sfm_dpo.common.files import now, write_json
 from sfm_dpo.run.checkpoint import newest_checkpoint
 from sfm_dpo.run.folder import ENVIRONMENT, read_mapping, write_status
 
@@ -107,7 +106,7 @@ class Watchdog(TrainerCallback):
         beat = {"count": [self.count, written], "pulse": self.pulse, "step": self.step, "phase": self.phase}
         beat |= {"where": where, "host": os.environ.get("SLURMD_NODENAME") or platform.node()}
         with contextlib.suppress(OSError):  # a full disk; this rank knows its own count
-            write_atomically(path, json.dumps(beat))
+            write_json(path, beat)
         return beat
 
     def _end(self, stacks: IO[str], beats: dict[int, dict[str, Any]], stopped: list[int]) -> NoReturn:
@@ -126,7 +125,7 @@ class Watchdog(TrainerCallback):
             fault = {"step": self.step, "rank": rank, "host": host}
             start = read_mapping(self.run / ENVIRONMENT)
             start["hangs"] = [*start.get("hangs", []), fault | {"time": now(), "job": os.environ.get("SLURM_JOB_ID")}]
-            write_atomically(self.run / ENVIRONMENT, json.dumps(start, indent=2) + "\n")
+            write_json(self.run / ENVIRONMENT, start)
             checkpoint = newest_checkpoint(self.run)
             fault |= {"checkpoint": checkpoint and str(checkpoint)}
             write_status(self.run, Hung.state, Hung.exit_code, message, any_rank=True, **fault)
