@@ -11,9 +11,10 @@ guard (docs/health.md), 5 trained and saved but not pushed to the Hub (docs/hub.
 (docs/slurm.md), 75 stopped on request.
 """
 
-import sfm_dpo  # noqa: F401  (first: it reads .env)
+import sfm_dpo
 
-# isort: split
+sfm_dpo.setup()
+
 import errno
 import logging
 import os

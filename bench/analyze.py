@@ -20,9 +20,10 @@ from pydoc_data.topics import topics  # some 700 kB of English that comes with P
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import sfm_dpo  # noqa: F401  (first: it reads .env)
+import sfm_dpo
 
-# isort: split
+sfm_dpo.setup()
+
 import psutil
 from datasets import Dataset, load_from_disk
 from transformers import AutoTokenizer

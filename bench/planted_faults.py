@@ -19,9 +19,10 @@ from pydoc_data.topics import topics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import sfm_dpo  # noqa: F401  (first: it reads .env)
+import sfm_dpo
 
-# isort: split
+sfm_dpo.setup()
+
 import numpy as np
 
 from sfm_dpo.data.contamination import NGRAM, report_contamination

@@ -22,12 +22,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
-import sfm_dpo  # noqa: E402, F401  (first: it looks for the packages)
+import sfm_dpo
 
-# isort: split
-import dolci_lengths  # noqa: E402
+sfm_dpo.setup()
 
-from tests.tiny_models import tiny_model, tiny_tokenizer  # noqa: E402
+import dolci_lengths
+
+from tests.tiny_models import tiny_model, tiny_tokenizer
 
 FIELDS = {
     "max_steps": 1,

@@ -23,6 +23,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import sfm_dpo
+
+sfm_dpo.setup()
+
 from sfm_dpo.common import cli
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,6 +9,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import sfm_dpo
+
+sfm_dpo.setup()
+
 import numpy as np
 import torch
 from datasets import Dataset, concatenate_datasets, load_from_disk

@@ -19,6 +19,10 @@ from subprocess import PIPE, STDOUT, Popen
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import sfm_dpo
+
+sfm_dpo.setup()
+
 from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT, write_json

@@ -14,9 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import sfm_dpo  # noqa: F401  (first: it reads .env)
+import sfm_dpo
 
-# isort: split
+sfm_dpo.setup()
+
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer

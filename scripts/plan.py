@@ -20,6 +20,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import sfm_dpo
+
+sfm_dpo.setup()
+
 from sfm_dpo.common.cli import Arguments, command, new_file, number
 from sfm_dpo.common.files import write_json
 

@@ -21,6 +21,10 @@ from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import sfm_dpo
+
+sfm_dpo.setup()
+
 from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.hub.publish import choose_repo, find_source, publish, push_run, stage_files
 from sfm_dpo.hub.serving import OLDER, check_serving, make_environment

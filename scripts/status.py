@@ -21,6 +21,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import sfm_dpo
+
+sfm_dpo.setup()
+
 from sfm_dpo.common.cli import Arguments, command, number
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.run.status import describe_runs, format_runs

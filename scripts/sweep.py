@@ -15,9 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import sfm_dpo  # noqa: F401  (first: it reads .env)
+import sfm_dpo
 
-# isort: split
+sfm_dpo.setup()
+
 from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.jobs.sweep import GRID, MEMBERS, format_sweep, plan_sweep, read_grid

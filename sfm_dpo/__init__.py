@@ -1,32 +1,33 @@
-"""DPO post-training: TRL's own flags, made to work together under DeepSpeed ZeRO-2.
-
-Importing the package reads .env, so commands import it before the libraries that look at HF_HOME and the tokens.
-"""
+"""DPO post-training: TRL's own flags, made to work together under DeepSpeed ZeRO-2."""
 
 import importlib.util
 import os
 import sys
 import warnings
 
-if _missing := [
-    name
-    for name in "dotenv psutil numpy rich torch transformers accelerate datasets deepspeed peft matplotlib trl".split()
-    if not importlib.util.find_spec(name)
-]:
-    print(
-        f"error: {', '.join(_missing)}: not installed for {sys.executable}; type `make setup` once, then "
-        "`source .venv/bin/activate`",
-        file=sys.stderr,
-    )
-    raise SystemExit(2)
+PACKAGES = "dotenv psutil numpy rich torch transformers accelerate datasets deepspeed peft matplotlib trl".split()
 
-# isort: split
-from sfm_dpo.common import log
-from sfm_dpo.common.secrets import load_env_file
 
-log.install()
-load_env_file()
-# Packed rows differ in length: fixed segments of the CUDA allocator would fragment. (torch prefers the older name.)
-if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-warnings.filterwarnings("ignore", category=FutureWarning)  # deprecations are for developers, not for a job's log
+def setup() -> None:
+    """Prepares the process of a command: packages, log, .env, the CUDA allocator.
+
+    Commands call it before they import Hugging Face's libraries, which read HF_HOME from the environment once.
+
+    Raises:
+        SystemExit: after one line, with exit code 2, if a package is missing or .env cannot be read.
+    """
+    missing = [name for name in PACKAGES if not importlib.util.find_spec(name)]
+    if missing:
+        remedy = "type `make setup` once, then `source .venv/bin/activate`"
+        print(f"error: {', '.join(missing)}: not installed for {sys.executable}; {remedy}", file=sys.stderr)
+        raise SystemExit(2)
+
+    from sfm_dpo.common import log
+    from sfm_dpo.common.secrets import load_env_file
+
+    log.install()
+    load_env_file()
+    # Packed rows differ in length: fixed segments of the CUDA allocator would fragment. torch prefers the older name.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    warnings.filterwarnings("ignore", category=FutureWarning)  # deprecations are for developers, not for a job's log

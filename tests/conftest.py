@@ -21,6 +21,9 @@ gc.set_threshold(700, 10, 10)  # as Python has it: here models come and go for m
 for _name in ("HF_TOKEN", "HF_DATASETS_CACHE", "HF_HUB_CACHE", "WANDB_API_KEY", "WANDB_MODE"):
     os.environ.pop(_name, None)
 
+import sfm_dpo
+
+sfm_dpo.setup()
 
 _HERE = {None, "", "127.0.0.1", "::1", "localhost", socket.gethostname(), socket.getfqdn()}
 _resolve = socket.getaddrinfo

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import sfm_dpo
 from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.files import format_size
 from sfm_dpo.common.gpus import explain_missing_gpus
@@ -44,6 +45,7 @@ RANK, LOCAL_RANK = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_R
 
 
 def main(argv: list[str]) -> int:
+    sfm_dpo.setup()
     parser = argparse.ArgumentParser(prog="python -m sfm_dpo.health.node_check", description=__doc__.splitlines()[0])
     parser.add_argument("--output_dir", required=True)
     folders = list_folders(parser.parse_args(argv).output_dir)

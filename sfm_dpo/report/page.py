@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
+import sfm_dpo
 from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.statistics import wilson
@@ -252,4 +253,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    sfm_dpo.setup()
     sys.exit(main(sys.argv[1:]))

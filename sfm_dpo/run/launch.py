@@ -14,6 +14,7 @@ from pathlib import Path
 from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+import sfm_dpo
 from sfm_dpo.run.folder import STATUS, read_mapping, write_status
 
 log = logging.getLogger("sfm_dpo.run.launch")  # __name__ is __main__
@@ -21,6 +22,7 @@ log = logging.getLogger("sfm_dpo.run.launch")  # __name__ is __main__
 
 def main(argv: list[str]) -> int:
     """Launches, and returns the exit code of the rank that failed first, 1 where a signal killed it."""
+    sfm_dpo.setup()
     run = Path(argv[0])
     before = read_mapping(run / STATUS)
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True  # "Sending process ... SIGTERM"
