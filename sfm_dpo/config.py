@@ -8,6 +8,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -147,6 +148,16 @@ class TrainConfig(DPOConfig):
 
 
 DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)
+
+# Fields of earlier versions, and what to do instead
+_USE_MAKE_PAIRS = "make pairs of scored answers with scripts/make_pairs.py"
+REMOVED = {
+    "pair_by": _USE_MAKE_PAIRS,
+    "score_field": _USE_MAKE_PAIRS,
+    "score_margin": _USE_MAKE_PAIRS,
+    "score_pairs": _USE_MAKE_PAIRS,
+}
+
 _OPTIONAL = {f.name for cls in DATACLASSES for f in dataclasses.fields(cls) if "None" in str(f.type)}
 
 
@@ -207,7 +218,7 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     for arg in extra:
         if arg.startswith("--"):
             name = arg.split("=")[0]
-            raise UserError(f"unknown option {name}{nearest(name[2:].replace('-', '_'), parser.fields, '--')}")
+            raise UserError(f"unknown option {name}{explain_unknown(name[2:], parser.fields, '--')}")
     if extra:
         raise UserError(f"argument {extra[0]!r} belongs to no option")
 
@@ -246,6 +257,14 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     if train.trust_remote_code:
         config.notes.append(f"trust_remote_code: code that comes with {model.model_name_or_path} is run")
     return config
+
+
+def explain_unknown(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """The end of an error message: what replaces a removed field, or the known name that resembles `name`."""
+    field_name = name.replace("-", "_")
+    if field_name in REMOVED:
+        return f", which was removed: {REMOVED[field_name]}"
+    return nearest(field_name, known, prefix)
 
 
 # ---- the recipe
@@ -288,7 +307,7 @@ def read_recipe(path: str, parser: FieldParser) -> list[str]:
     argv: list[str] = []
     for key, value in values.items():
         if key not in parser.fields:
-            raise UserError(f"{path}: unknown field {key!r}{nearest(key, parser.fields)}")
+            raise UserError(f"{path}: unknown field {key!r}{explain_unknown(str(key), parser.fields)}")
         action = parser.fields[key]
         if key == "datasets":
             parser.set_defaults(datasets=check_mixture(typed[key], path))

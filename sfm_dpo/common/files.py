@@ -1,4 +1,4 @@
-"""Files: the project's folder, writing atomically, the time."""
+"""Files, written atomically; sizes and times as text."""
 
 import json
 from datetime import UTC, datetime
@@ -33,3 +33,9 @@ def format_size(size: float) -> str:
 def now() -> str:
     """The time with its zone, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def format_clock(seconds: float) -> str:
+    """A duration as h:mm:ss."""
+    seconds = round(seconds)
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

@@ -15,7 +15,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.repocard import RepoCard
 from huggingface_hub.utils import validate_repo_id
 
-from sfm_dpo.common.files import write_atomically
+from sfm_dpo.common.files import format_clock, write_atomically
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.data.preferences import DROP_REASONS
 from sfm_dpo.report.evaluation import evaluation_tables
@@ -23,7 +23,6 @@ from sfm_dpo.report.page import FIGURES, changed_fields, format_command, list_he
 from sfm_dpo.report.plots import draw_curves
 from sfm_dpo.run.folder import read_mapping
 from sfm_dpo.run.reader import EVALUATION, list_evaluations, list_restarts, read_run
-from sfm_dpo.run.status import format_clock
 
 # With h the log-ratio of chosen (y⁺) over rejected (y⁻), a sum over tokens; /|y| makes means of the sums.
 _PER_TOKEN = r"(log π(y⁺|x) - log π_ref(y⁺|x)) / |y⁺| - (log π(y⁻|x) - log π_ref(y⁻|x)) / |y⁻|"

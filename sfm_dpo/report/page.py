@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 
 import sfm_dpo
 from sfm_dpo.common.cli import Arguments, command
-from sfm_dpo.common.files import write_atomically
+from sfm_dpo.common.files import format_clock, write_atomically
 from sfm_dpo.common.statistics import wilson
 from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import DATACLASSES
@@ -27,7 +27,6 @@ from sfm_dpo.health.generation import repeated_4grams
 from sfm_dpo.report.evaluation import evaluation_tables
 from sfm_dpo.report.plots import draw_curves
 from sfm_dpo.run.reader import first_and_last, list_evaluations, list_restarts, read_run, to_float
-from sfm_dpo.run.status import format_clock
 
 REPORT, FIGURES = "report.html", "figures"
 STATES = {  # state of status.json: (class in the page, in plain words)

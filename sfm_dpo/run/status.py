@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from sfm_dpo.common.files import format_clock
 from sfm_dpo.common.tables import format_table
 from sfm_dpo.run.checkpoint import checkpoints, newest_checkpoint, step_of
 from sfm_dpo.run.folder import ENVIRONMENT, LOCK, STATUS, read_mapping
@@ -95,9 +96,3 @@ def _is_run(folder: Path) -> bool:
 def describe_runs(folders: Iterable[str | Path]) -> list[dict[str, Any]]:
     queue = squeue_states()
     return [describe_run(run, queue, time.time()) for run in find_runs(folders)]
-
-
-def format_clock(seconds: float) -> str:
-    """h:mm:ss."""
-    seconds = round(seconds)
-    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"

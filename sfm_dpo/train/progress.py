@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from sfm_dpo.common.files import format_clock
 from sfm_dpo.run.folder import write_status
 from sfm_dpo.run.reader import eval_prefix
-from sfm_dpo.run.status import format_clock
 
 log = logging.getLogger(__name__)
 

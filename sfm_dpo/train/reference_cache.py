@@ -30,10 +30,9 @@ from safetensors.numpy import save
 
 from sfm_dpo.common.claims import Claims
 from sfm_dpo.common.errors import DiskFull, UserError
-from sfm_dpo.common.files import write_atomically
+from sfm_dpo.common.files import format_clock, write_atomically
 from sfm_dpo.data.sources import room_in_cache
 from sfm_dpo.run.folder import write_status
-from sfm_dpo.run.status import format_clock
 
 NFS_SECONDS = 60  # its acdirmax: for so long a client may remember that a file was not there
 BATCH = "batch.json"

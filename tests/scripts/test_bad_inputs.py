@@ -161,7 +161,7 @@ CASES = {
         ("--config", "--config needs the path of a recipe"),
     ],
     "preflight": [
-        (f"{RECIPE} --json {{kit}}/folder.json", "--json", "is a folder; name a file in it"),
+        (f"{RECIPE} --json {{kit}}/folder.json", "--json", "is a folder or a device; name a file"),
         (f"{RECIPE} --preflight_samples many", "--preflight_samples", "invalid int value: 'many'"),
     ],
     "parity": [
@@ -181,7 +181,7 @@ CASES = {
         (RUN, "the following arguments are required: run_b"),
         (f"{RUN} {RUN} --tolerance nan", "--tolerance: 'nan' must be a number"),
         (f"{RUN} {RUN} --plot x.txt", "'x.txt': the name must end in .png, .svg or .pdf"),
-        (f"{RUN} {RUN} --json {{kit}}/folder.json", "is a folder; name a file in it"),
+        (f"{RUN} {RUN} --json {{kit}}/folder.json", "is a folder or a device; name a file"),
         (f"{RUN} {RUN} --tol 0.1", "unrecognized arguments: --tol"),
         (f"{{kit}}/runs/state_list/trainer_state.json {RUN}", "trainer_state.json: is no trainer_state.json"),
     ],
@@ -244,7 +244,7 @@ CASES = {
     "report": [("", "required: RUN"), ("{kit}/model", "model: not a run's folder")],
     "analyze_dataset": [
         (f"{DATA} --plot lengths.txt", "the name must end in .png, .svg or .pdf"),
-        (f"{DATA} --html {{kit}}/folder.json", "is a folder; name a file in it"),
+        (f"{DATA} --html {{kit}}/folder.json", "is a folder or a device; name a file"),
         (f"{DATA} --max_samples", "--max_samples: expected one argument"),
         (f"{DATA} {{kit}}/pairs.jsonl", "pairs.jsonl' belongs to no option"),
     ],
