@@ -72,6 +72,7 @@ from sfm_dpo.run.lock import release_lock
 from sfm_dpo.run.reader import eval_prefix
 from sfm_dpo.train.fit_memory import fit_memory
 from sfm_dpo.train.memory_use import explain_out_of_memory
+from sfm_dpo.train.position import Position
 from sfm_dpo.train.profiler import add_profiler
 from sfm_dpo.train.progress import ProgressLine, describe_best
 from sfm_dpo.train.reference_cache import hash_tokens, make_folder
@@ -87,6 +88,7 @@ UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 def main(argv: list[str]) -> int:
     """Runs and returns the exit code; every end but a kill is written to status.json."""
     run: Path | None = None  # once the folder is this run's to write into
+    position = Position()
     watchdog = trainer = None
     try:
         disable_deepspeed_shm()  # before parse_config, where transformers makes the process group
@@ -96,16 +98,16 @@ def main(argv: list[str]) -> int:
             log.info(f"{config.train.output_dir}: already done; to run again remove it or choose another output_dir")
             return push(config) if pushes else 0
         run = Path(config.train.output_dir)
-        watchdog = Watchdog(run, config.train.hang_timeout)
+        watchdog = Watchdog(run, config.train.hang_timeout, position)
         pairs, tokenizer, checkpoint = load(config)
-        trainer = build_trainer(config, pairs, tokenizer, checkpoint, watchdog)
+        trainer = build_trainer(config, pairs, tokenizer, checkpoint, position)
         train(config, trainer, checkpoint)
-        finish(config, trainer)
+        finish(config, trainer, watchdog)
         return push(config) if pushes else 0
     except RunEnd as end:
         return close(run, end)
     except BaseException as error:
-        if watchdog and (memory := explain_out_of_memory(error, watchdog, trainer)):
+        if watchdog and (memory := explain_out_of_memory(error, position, trainer)):
             return close(run, memory)
         if run is not None and isinstance(error, OSError) and error.errno in UNWRITABLE:
             where = error.filename or run
@@ -159,7 +161,7 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
 
 
 def build_trainer(
-    config: Config, pairs: Pairs, tokenizer: PreTrainedTokenizerBase, checkpoint: Path | None, watchdog: Watchdog
+    config: Config, pairs: Pairs, tokenizer: PreTrainedTokenizerBase, checkpoint: Path | None, position: Position
 ) -> SFMDPOTrainer:
     """Loads the model; computes the reference log-probs, where they are cached."""
     args = config.train
@@ -174,8 +176,8 @@ def build_trainer(
         processing_class=tokenizer,
         quantization_config=get_quantization_config(config.model),
         peft_config=get_peft_config(config.model),
-        watchdog=watchdog,
-        callbacks=[ProgressLine(), *([PushCheckpoints(watchdog.beat)] if pushes else [])],
+        position=position,
+        callbacks=[ProgressLine(), *([PushCheckpoints(position.advance)] if pushes else [])],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
@@ -228,7 +230,7 @@ def train(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
         raise StopRequested(f"stopped on request at step {trainer.state.global_step} of {trainer.state.max_steps}")
 
 
-def finish(config: Config, trainer: SFMDPOTrainer) -> None:
+def finish(config: Config, trainer: SFMDPOTrainer, watchdog: Watchdog) -> None:
     """Evaluates, saves and reports a trained model."""
     run = Path(config.train.output_dir)
     last = [entry for entry in trainer.state.log_history if entry["step"] == trainer.state.global_step]
@@ -238,7 +240,7 @@ def finish(config: Config, trainer: SFMDPOTrainer) -> None:
     trainer.save_state()
     if config.train.load_best_model_at_end:
         copy_best(trainer.state.best_model_checkpoint, config.train)
-    trainer.watchdog.stop()
+    watchdog.stop()
     clear_stop(run)  # it came too late
     write_status(run, "done", 0, step=trainer.state.global_step, **describe_best(config.train, trainer.state))
     report(run)

@@ -25,7 +25,7 @@ from sfm_dpo.config import parse_config
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.health.preflight import check_vocabulary, format_preflight, run_preflight
 from sfm_dpo.model.loading import load_model_config
-from sfm_dpo.train.watchdog import Watchdog
+from sfm_dpo.train.position import Position
 from train_dpo import build_trainer
 
 
@@ -60,7 +60,7 @@ def preflight(fields: list[str]) -> dict:
     args.precompute_ref_log_probs = True  # otherwise TRL loads the model twice
     if args.bf16:
         config.model.dtype = "bfloat16"  # nothing is trained: no master weights
-    trainer = build_trainer(config, pairs, tokenizer, None, Watchdog(args.output_dir, timeout=0))
+    trainer = build_trainer(config, pairs, tokenizer, None, Position())
     return run_preflight(trainer, config) | {"pairs": f"{len(sample):,} of {total:,}, drawn with seed {args.seed}"}
 
 

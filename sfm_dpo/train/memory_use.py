@@ -26,8 +26,8 @@ from sfm_dpo.config import TrainConfig
 from sfm_dpo.model.memory import USABLE, Activations, head_bytes, meta_model, model_states, trace_activations
 from sfm_dpo.model.packing import find_shared
 from sfm_dpo.run.folder import DATA, read_mapping
+from sfm_dpo.train.position import Position
 from sfm_dpo.train.throughput import peak_memory_gib
-from sfm_dpo.train.watchdog import Watchdog
 
 PLANNED_FROM = 10_000_000  # parameters: planning takes seconds, and a smaller model fits anywhere
 FORWARD_TOKENS = {"cuda": 65_536, "cpu": 4_096}  # at most: matrix products as large are no faster
@@ -155,11 +155,11 @@ def free_memory() -> int:
     return free if limit == resource.RLIM_INFINITY else min(free, limit - psutil.Process().memory_info().vms)
 
 
-def explain_out_of_memory(error: BaseException, watchdog: Watchdog, trainer: Any) -> OutOfMemory | None:
+def explain_out_of_memory(error: BaseException, position: Position, trainer: Any) -> OutOfMemory | None:
     """One line about what did not fit and what would; None for any other error. Frees what the failed step held.
 
     Args:
-        watchdog: knows the micro-batch in hand.
+        position: has the micro-batch in hand.
         trainer: None before there is one.
     """
     if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not SIGNS.search(str(error)):
@@ -169,28 +169,28 @@ def explain_out_of_memory(error: BaseException, watchdog: Watchdog, trainer: Any
         free = free_memory()
     traceback.clear_frames(error.__traceback__)
     gc.collect()
-    what, amount = f"out of memory in {watchdog.phase}", ""
-    if watchdog.phase == "training":
-        what += f", step {watchdog.step + 1}"
+    what, amount = f"out of memory in {position.phase}", ""
+    if position.phase == "training":
+        what += f", step {position.step + 1}"
     if asked:
         amount = f": {float(asked[1]) * UNITS[asked[2]] / 2**30:.2f} GiB asked, {free / 2**30:.2f} GiB free"
-    remedy = REMEDIES[watchdog.phase]
-    if watchdog.inputs:
+    remedy = REMEDIES[position.phase]
+    if position.inputs:
         ids, mask, completion = (
-            watchdog.inputs[name].cpu() for name in ("input_ids", "attention_mask", "completion_mask")
+            position.inputs[name].cpu() for name in ("input_ids", "attention_mask", "completion_mask")
         )
         tokens = int(mask.sum()) if trainer is None or trainer.packed else mask.numel()
         if trainer is not None and trainer.prefix_sharing:
             tokens -= int(find_shared(ids, mask, completion == 1).sum())
         what += f", micro-batch of {len(mask) // 2} pairs and {tokens:,} tokens"
-        if watchdog.phase == "training" and trainer is not None:
+        if position.phase == "training" and trainer is not None:
             with contextlib.suppress(Exception):  # too little is left even to compute it; torch then raises anything
                 chosen = read_mapping(Path(trainer.args.output_dir) / DATA).get("fit_memory", {})
                 if smaller := chosen.get("smaller"):
                     remedy = f"the next smaller setting of fit_memory: {smaller}"
-                elif fitting := what_fits(trainer, watchdog.inputs):
+                elif fitting := what_fits(trainer, position.inputs):
                     remedy = f"by the memory model these fit: {fitting}"
-    return OutOfMemory(f"{what}{amount}; {remedy}", step=watchdog.step)
+    return OutOfMemory(f"{what}{amount}; {remedy}", step=position.step)
 
 
 def what_fits(trainer: Any, inputs: dict[str, torch.Tensor]) -> str:

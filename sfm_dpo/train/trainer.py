@@ -36,10 +36,10 @@ from sfm_dpo.model.sharding import hash_weights, hybrid_warning, launched_with
 from sfm_dpo.run.checkpoint import COMPLETE, mark_complete, newest_checkpoint, rotate, stop_requested
 from sfm_dpo.train.memory_use import FirstStepMemory, allocate_optimizer_state, tokens_of_forward
 from sfm_dpo.train.metrics import loss_scale, reward_metrics, step_0_tolerance
+from sfm_dpo.train.position import Position
 from sfm_dpo.train.reference_cache import ReferenceCache, cache_folder, hash_tokens, make_folder
 from sfm_dpo.train.throughput import Meter, MeterCallback
 from sfm_dpo.train.upstream import UpstreamFixes
-from sfm_dpo.train.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class SFMDPOTrainer(UpstreamFixes):
     Args:
         model: folder or Hub id, loaded with `args.model_init_kwargs`.
         args: our TrainConfig.
-        watchdog: is told of each micro-batch.
+        position: is told of each micro-batch.
         kwargs: as DPOTrainer's.
 
     Raises:
@@ -67,10 +67,10 @@ class SFMDPOTrainer(UpstreamFixes):
         model: str,
         args: TrainConfig,
         quantization_config: Any = None,
-        watchdog: Watchdog | None = None,
+        position: Position | None = None,
         **kwargs: Any,
     ):
-        self.watchdog = watchdog or Watchdog(args.output_dir, 0)
+        self.position = position or Position()
         self.packed, self.prefix_sharing = args.padding_free, False
         self.compilation = {
             name: getattr(args, name) for name in ("torch_compile", "torch_compile_backend", "torch_compile_mode")
@@ -99,7 +99,7 @@ class SFMDPOTrainer(UpstreamFixes):
             self.ref_model = None
         self._patch_models()
         self.meter = Meter(ForwardFlops.of(self.bare_model()), reference_in_step=not self.precompute_ref_logps)
-        for callback in (MeterCallback(self.meter), FirstStepMemory(self), self.watchdog):
+        for callback in (MeterCallback(self.meter), FirstStepMemory(self), self.position):
             self.add_callback(callback)
 
     def bare_model(self) -> Any:
@@ -211,7 +211,7 @@ class SFMDPOTrainer(UpstreamFixes):
         """Called for each micro-batch, also of evaluation, preflight and reference pass."""
         begun = self.is_in_train or self.state.global_step > 0
         phase = "the reference's forward" if not begun else "training" if self.model.training else "evaluation"
-        self.watchdog.beat(phase=phase, step=self.state.global_step, inputs=inputs)
+        self.position.begin_micro_batch(phase, self.state.global_step, inputs)
         return super()._prepare_inputs(inputs)
 
     # ---- data
@@ -340,7 +340,7 @@ class SFMDPOTrainer(UpstreamFixes):
     def _save_checkpoint(self, model, trial) -> None:
         """transformers', then the mark that it is complete, then the rotation that transformers would do before."""
         limit, self.args.save_total_limit = self.args.save_total_limit, None
-        self.watchdog.saving = checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        self.position.saving = checkpoint = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         if self.is_world_process_zero():  # a skipped one of this step is written anew: it must not look complete now
             (checkpoint / COMPLETE).unlink(missing_ok=True)
         try:
@@ -355,7 +355,7 @@ class SFMDPOTrainer(UpstreamFixes):
             self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
         mark_complete(checkpoint, {"step": self.state.global_step, **self.resume_facts()})
-        self.watchdog.saving = None
+        self.position.saving = None
         if self.is_world_process_zero():
             rotate(self.args.output_dir, limit)
         self.accelerator.wait_for_everyone()
@@ -407,7 +407,7 @@ class SFMDPOTrainer(UpstreamFixes):
         scale = loss_scale(inputs["completion_mask"], main_loss(self.loss_types))
         metrics = reward_metrics(per_token_logps.sum(dim=1), ref_logps, scale, self.beta)
         mode = "train" if self.model.training else "eval"
-        self.watchdog.beat()  # what follows waits for the other ranks
+        self.position.advance()  # what follows waits for the other ranks
         if mode == "train" and not self.step_0_checked:
             self._check_step_0(metrics["rewards/margins"], ref_logps, scale, inputs, model)
         gather = self.accelerator.gather if mode == "train" else self.accelerator.gather_for_metrics

@@ -28,7 +28,7 @@ def assert_hung(run: Run, ranks: dict[int, psutil.Process], rank: int, since: fl
     status = run.status
     assert (status["exit_code"], status["rank"], status["step"] >= 3) == (70, rank, True)
     assert "/checkpoint-" in status["checkpoint"] and (ROOT / status["checkpoint"] / "complete.json").is_file()
-    assert f"rank {rank} on {status['host']} stands in " in status["message"]
+    assert f"rank {rank} on {status['host']} is stuck in " in status["message"]
     environment = json.loads((run.folder / "environment.json").read_text())
     assert [hang["rank"] for hang in environment["hangs"]] == [rank]
     assert not any(process.is_running() for process in ranks.values())
@@ -78,5 +78,5 @@ def test_a_rank_that_waits_in_a_collective_alone(place: Place, tmp_path):
     ranks = until_training(run)
     assert run.until(lambda: "step 4/" in run.log, every=0.01)
     assert_hung(run, ranks, 1, time.monotonic())
-    assert "stands in training_step (train_dpo.py:" in run.status["message"]
+    assert "is stuck in training_step (train_dpo.py:" in run.status["message"]
     assert "it is behind the others" in run.status["message"]

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Olmo3Config
 
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.train.memory_use import allocate_optimizer_state, explain_out_of_memory
-from sfm_dpo.train.watchdog import Watchdog
+from sfm_dpo.train.position import Position
 from tests.model.test_memory import SHAPE
 from tests.tiny_models import tiny_tokenizer
 
@@ -64,10 +64,10 @@ CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capaci
     ],
     ids=["CUDA", "cuBLAS", "Python", "another"],
 )
-def test_errors_that_are_out_of_memory(error, asked, tmp_path):
-    watchdog = Watchdog(tmp_path, 0)
-    watchdog.beat(phase="training", step=7)
-    end = explain_out_of_memory(error, watchdog, None)
+def test_errors_that_are_out_of_memory(error, asked):
+    position = Position()
+    position.begin_micro_batch("training", 7, {})
+    end = explain_out_of_memory(error, position, None)
     assert (end is None) == (asked is None)
     if end:
         assert (end.exit_code, end.state) == (2, "failed") and asked in str(end) and "step 8" in str(end)
