@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sfm_dpo.common.claims import is_alive, this_process
 from sfm_dpo.common.files import now
+from sfm_dpo.common.leases import is_alive, this_process
 
 
 def take_lock(path: Path) -> dict[str, Any] | None:

@@ -28,9 +28,9 @@ from datasets.config import HF_CACHE_HOME
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from sfm_dpo.common.claims import Claims
 from sfm_dpo.common.errors import DiskFull, UserError
 from sfm_dpo.common.files import format_clock, write_atomically
+from sfm_dpo.common.leases import Lease, describe_owner, this_process
 from sfm_dpo.data.sources import room_in_cache
 from sfm_dpo.run.folder import write_status
 
@@ -82,7 +82,7 @@ class ReferenceCache:
         size = max(1, min(SHARD_PAIRS, math.ceil(len(order) / 64)))
         self.shards = [order[i : i + size] for i in range(0, len(order), size)]
         self.computed = 0  # shards, by this process
-        self.claims = Claims(folder)
+        self._leases: dict[str, Lease] = {}  # held or waited for, by the name of what is computed
 
     def path(self, number: int) -> Path:
         return self.folder / f"{number:06}.safetensors"
@@ -103,11 +103,11 @@ class ReferenceCache:
         path = self.folder / BATCH
         with room_in_cache(self.folder, DiskFull):
             while not path.exists():
-                if self.claims.take(path.stem):
+                if self._take(path.stem):
                     time.sleep(POLL_SECONDS)
                 elif not path.exists():  # looked at again, as a shard is
                     write_atomically(path, json.dumps({"batch_tokens": choose()}))
-                self.claims.release_all()
+                self._release()
             text = path.read_text()
         if not (match := re.fullmatch(r'{"batch_tokens": ([1-9]\d*)}', text)):
             raise UserError(f"{path}: {text[:80]!r} is no number of tokens; remove the file, and it is chosen again")
@@ -135,7 +135,7 @@ class ReferenceCache:
     ) -> bool:
         """Computes and writes the shards that no other process computes. Returns whether all of `numbers` are done.
 
-        A process computes what it can claim, then waits for what others have claimed (common/claims.py).
+        A process computes what it can take a lease of, then waits for what others hold (common/leases.py).
 
         With several ranks, where each forward needs all of them because the weights are split: rank 0 claims as many
         shards as there are ranks; their batches are dealt in turn, so those of one round are about as long; the last
@@ -167,7 +167,6 @@ class ReferenceCache:
                             return False
                         _, rows = work[min(start + rank, len(work) - 1)]
                         results = gather([forward(rows).float().cpu().numpy()])
-                        self.claims.renew()
                         for (number, rows), logps in zip(work[start : start + ranks], results, strict=False):
                             parts[number].append(logps)
                             left -= int(self.lengths[rows].sum())
@@ -175,7 +174,7 @@ class ReferenceCache:
                             if rank == 0 and sum(map(len, parts[number])) == len(self.shards[number]):
                                 self._write(number, np.concatenate(parts.pop(number)))
                 finally:
-                    self.claims.release_all()
+                    self._release()
         return not todo
 
     def _claim(self, todo: list[int], most: int) -> tuple[list[int], list[int], str]:
@@ -188,15 +187,24 @@ class ReferenceCache:
                 left.append(number)
             elif self.is_done(number):
                 continue
-            elif holder := self.claims.take(self.path(number).stem):
+            elif holder := self._take(self.path(number).stem):
                 left.append(number)
                 first = first or holder
             elif not self.is_done(number):  # looked at again: the new file in the folder makes NFS ask the server
                 mine.append(number)
         return mine, left, first
 
+    def _take(self, name: str) -> str | None:
+        """Takes a lease; returns None, or who has it."""
+        lease = self._leases.setdefault(name, Lease(self.folder / f"{name}.lease"))
+        return None if lease.take() else describe_owner(lease.path)
+
+    def _release(self) -> None:
+        for lease in self._leases.values():
+            lease.release()
+
     def _write(self, number: int, logps: np.ndarray) -> None:
-        write_shard(self.path(number), self.shards[number], logps, self._provenance(), self.claims.owner)
+        write_shard(self.path(number), self.shards[number], logps, self._provenance(), this_process())
         self.computed += 1
 
     def _count_tokens(self, numbers: list[int]) -> int:

@@ -123,7 +123,7 @@ def test_a_full_disk_in_the_reference_pass_is_one_line_of_whichever_rank(home):
         with pytest.raises(DiskFull) as caught:
             cache.compute(cache.missing_shards(), lambda rows: torch.zeros(len(rows), 2))
         assert f"HF_HOME: no space is left in {cache.folder}; free some, or set HF_HOME" in str(caught.value)
-        assert not list(cache.folder.glob("*.claim*")), "the others wait for nothing"
+        assert not list(cache.folder.glob("*.lease*")), "the others wait for nothing"
         assert isinstance(caught.value, UserError)
     finally:
         subprocess.run(["umount", home], check=True)

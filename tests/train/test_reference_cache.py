@@ -125,7 +125,7 @@ def test_jobs_compute_each_shard_once_between_them_and_take_over_what_a_killed_o
         assert len(set(rows)) == len(rows) == owners[job.pid], "a row was computed that another has written"
     lost = len(logs[0].read_text().split()) - owners[jobs[0].pid]
     assert 0 <= lost <= 2  # the shard that it had in hand
-    assert not list(folder.glob("*.claim*"))
+    assert not list(folder.glob("*.lease*"))
 
 
 def agree(folder: Path, log: Path, tokens: int) -> None:
