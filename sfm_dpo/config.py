@@ -57,14 +57,6 @@ class TrainConfig(DPOConfig):
     dataset_name: str | None = HfArg(default=None, help="Hub id, or a local .json/.jsonl/.parquet file or folder.")
     dataset_config: str | None = HfArg(default=None, help="Configuration name of a Hub dataset.")
     dataset_train_split: str = HfArg(default="train", help="Split to train on.")
-    pair_by: Literal["score"] | None = HfArg(
-        default=None, help="Make pairs of rows that hold several scored or ranked answers (docs/data.md)."
-    )
-    score_field: str | None = HfArg(default=None, help="Which score of an answer; by default the set's overall one.")
-    score_margin: float = HfArg(default=0.0, help="Only pairs whose scores differ by at least so much.")
-    score_pairs: Literal["best_worst", "all"] = HfArg(
-        default="best_worst", help="Of several answers: the best against the worst, or all that differ."
-    )
     max_samples: int | None = HfArg(default=None, help="Use this many of the usable pairs, drawn with `seed`.")
     eval_fraction: float = HfArg(default=0.0, help="Share of the pairs held out for evaluation, drawn with `seed`.")
     eval_datasets: str | None = HfArg(

@@ -49,8 +49,7 @@ _RANGES = [
     (
         lambda v: v >= 0,
         "at least 0",
-        "score_margin weight_decay adam_epsilon max_grad_norm data_seed dataloader_num_workers guard_generations "
-        "hang_timeout",
+        "weight_decay adam_epsilon max_grad_norm data_seed dataloader_num_workers guard_generations hang_timeout",
     ),
     (lambda v: 0 <= v <= 1, "in 0..1", "max_dropped_fraction adam_beta1 adam_beta2 lora_dropout label_smoothing"),
     (lambda v: 0 <= v < 1, "at least 0 and below 1", "eval_fraction"),

@@ -115,6 +115,7 @@ def test_env_section_reaches_the_environment(parse, monkeypatch):
     [
         ("--learning_rat 1", ["--learning_rat", "did you mean --learning_rate"]),  # no abbreviations
         ("--learning_rat=1", ["--learning_rat;", "did you mean --learning_rate"]),
+        ("--pair-by=score", ["--pair-by, which was removed", "scripts/make_pairs.py"]),
         ("--warmup_ratio 0.1", ["--warmup_ratio", "--warmup_steps"]),
         ("--zzzzqqq 1", ["--zzzzqqq"]),
         ("--learning_rate fast", ["learning_rate", "'fast'"]),
@@ -140,6 +141,7 @@ def test_wrong_command_line(parse, cli, parts):
     [
         ("learning_rat: 1.0e-6", ["learning_rat", "did you mean learning_rate"]),
         ("learning-rate: 1.0e-6", ["'learning-rate'", "did you mean learning_rate"]),
+        ("score_margin: 2", ["score_margin', which was removed", "scripts/make_pairs.py"]),
         ("3: x", ["unknown field '3'"]),
         ("config: other.yaml", ["unknown field 'config'"]),
         ("learning_rate: fast", ["learning_rate", "'fast'"]),

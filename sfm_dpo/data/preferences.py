@@ -27,7 +27,7 @@ from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import HELD_OUT
 from sfm_dpo.data import json_rows
 from sfm_dpo.data.filters import FILTER_REASONS, filter_pairs, judge_row, row_rules
-from sfm_dpo.data.raw_shapes import NO_PREFERENCE, make_pairs, read_transcript
+from sfm_dpo.data.raw_shapes import check_columns, read_transcript
 from sfm_dpo.data.sources import ACCOUNT, column_names, load_rows, room_in_cache
 
 # Part of the cache's key. Raise it with any change of this module that changes a normalised row or its drop reason.
@@ -40,7 +40,6 @@ DROP_REASONS = {
     "prompts_differ": "prompts of the two sides differ",
     "empty_response": "empty response",
     "chosen_equals_rejected": "chosen equals rejected",
-    "no_preference": "no preference: a tie, or less than score_margin",
     "prompt_too_long": "prompt leaves no room for a response within max_length",
 } | FILTER_REASONS
 TOOL_ROLES = ("tool", "environment")  # of messages that hold the result of a call
@@ -78,7 +77,7 @@ class Pairs:
     def check_dropped(self, limit: float) -> None:
         """Raises UserError if no pair is left, or more than `limit` (a share of all rows) cannot be used; what filters
         leave out does not count."""
-        total = sum(n for reason, n in self.dropped.items() if reason not in {"no_preference", *FILTER_REASONS})
+        total = sum(n for reason, n in self.dropped.items() if reason not in FILTER_REASONS)
         first, names = self.first_dropped(), ", ".join(self.sources)
         worst = ", ".join(f"{n} x {DROP_REASONS[key]} ({first.get(key)})" for key, n in self.dropped.most_common(3))
         if self.dropped.total() == self.rows:
@@ -149,7 +148,7 @@ def load_pairs(config: Config) -> Pairs:
     parts, dropped, rows, differs = [], [], 0, None
     for entry in entries:
         raw = load_rows(entry.path, entry.name, entry.split, entry.data_dir, entry.data_files)
-        raw = make_pairs(raw, entry.path, args)
+        check_columns(raw, entry.path)
         if missing := set(rules.get("values", ())) - set(columns := column_names(raw)):
             raise UserError(
                 f"keep_values {args.keep_values}: {entry.path} has no column {', '.join(sorted(missing))}; it has "
@@ -180,8 +179,8 @@ def find_early_difference(rows: Dataset, dropped: Dataset) -> dict[str, Any] | N
     if "prompts_differ" not in reasons:
         return None
     found = dropped[reasons.index("prompts_differ")]
-    at = rows["source_row"][:].index(found["row"]) if "source_row" in rows.column_names else found["row"] - 1
-    row = json.loads(rows[at][json_rows.COLUMN]) if json_rows.COLUMN in rows.column_names else rows[at]
+    row = rows[found["row"] - 1]
+    row = json.loads(row[json_rows.COLUMN]) if json_rows.COLUMN in row else row
     sides, shared = [row["chosen"], row["rejected"]], 0
     if row.get("prompt") is None:
         sides = [read_transcript(side) or side for side in sides]
@@ -226,8 +225,7 @@ def _normalize_batch(
     if json_rows.COLUMN in batch:
         rows = [json.loads(row) for row in batch[json_rows.COLUMN]]
     reasons = [judge_row(row, **rules) if rules else "" for row in rows]
-    numbers = batch.get("source_row") or [i + 1 for i in indices]  # raw_shapes.py
-    rows = [_normalize_row(row) | {"source": source, "row": n} for n, row in zip(numbers, rows, strict=True)]
+    rows = [_normalize_row(row) | {"source": source, "row": i + 1} for i, row in zip(indices, rows, strict=True)]
     for row, reason in zip(rows, reasons, strict=True):
         row["dropped"] = reason or row["dropped"]
     return {name: [row[name] for row in rows] for name in _PAIR}
@@ -235,10 +233,8 @@ def _normalize_batch(
 
 def _normalize_row(row: dict[str, Any]) -> dict[str, Any]:
     """The columns of _PAIR but `source` and `row`."""
-    pair: Any = "no_preference"
+    pair = normalize_pair(row.get("prompt"), row.get("chosen"), row.get("rejected"))
     template = None
-    if row != NO_PREFERENCE:
-        pair = normalize_pair(row.get("prompt"), row.get("chosen"), row.get("rejected"))
     try:
         tools = row.get("tools")
         arguments = {"tools": json.loads(tools) if isinstance(tools, str) else tools}

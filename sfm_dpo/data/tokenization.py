@@ -38,7 +38,7 @@ TOKENS_VERSION = 2
 BATCH_ROWS = 100
 _PARTS = ("prompt", "chosen", "rejected")
 # Fields that choose among the pairs to train on; a set of eval_datasets is taken as it is
-_OF_TRAINING = """eval_datasets eval_fraction max_samples pair_by keep_values filter_script drop_duplicates
+_OF_TRAINING = """eval_datasets eval_fraction max_samples keep_values filter_script drop_duplicates
     max_pairs_per_prompt max_response_similarity min_response_tokens max_response_tokens max_length_ratio
     drop_contaminated""".split()
 _TOKENS = Features(

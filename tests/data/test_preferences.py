@@ -226,17 +226,10 @@ def test_dropped_rows_are_listed_by_the_number_in_their_own_file(write_rows, tmp
             "user: x\nassistant: a",
         ),
         ({"chosen": "one", "rejected": "two " * 400}, 0, "one"),
-        (
-            {"winner": "model_a", "conversation_a": [Q, A], "conversation_b": [user("p"), B]},
-            0,
-            "user: q\nassistant: a",
-        ),
     ],
 )
 def test_the_first_row_whose_sides_differ_too_early_is_shown(write_rows, row, shared, chosen):
-    tie = {"winner": "tie", "conversation_a": [Q, A], "conversation_b": [Q, B]}
-    fine = [tie, tie | {"winner": "model_b"}] if "winner" in row else [BAD["empty_response"], PAIR]
-    pairs = load(write_rows("early.jsonl", [*fine, row, row]), "--max_dropped_fraction", "1")
+    pairs = load(write_rows("early.jsonl", [BAD["empty_response"], PAIR, row, row]), "--max_dropped_fraction", "1")
     shown = pairs.early_difference
     assert pairs.dropped["prompts_differ"] == 2 and (shown["row"], shown["shared"]) == (3, shared)
     assert shown["chosen"] == chosen and len(shown["rejected"]) <= 600

@@ -1,10 +1,8 @@
-"""Raw preference sets: files in the columns of the public sets become the pairs that a reader of the set expects."""
-
-import json
+"""scripts/make_pairs.py: files in the columns of the public sets become the pairs that a reader of the set expects."""
 
 import pytest
 
-import train_dpo
+from scripts import make_pairs
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.preferences import load_pairs
@@ -37,115 +35,99 @@ NECTAR = {
     "turns": 1,
 }
 PREFERENCE = {"prompt": "q", "response_1": "a", "response_2": "b", "preference_statement": "s"}
-HH = {"chosen": "\n\nHuman: q\n\nAssistant: a\n\nHuman: r\n\nAssistant: yes"}
-# name: (rows, options, expected (source row, prompt, chosen, rejected), rows that hold no pair)
+HELPSTEER = [
+    helpsteer("q", "a", 3, 4),
+    helpsteer("q", "b", 4, 1),
+    helpsteer("r", "c", 2, 2),
+    helpsteer("r", "d", 2, 1),
+]
+# name: (rows, options, expected (prompt, chosen, rejected), prompts without a pair)
 RAW = {
-    "ultrafeedback": (
-        [ultrafeedback(0, [5.0, 8.5, 2.0]), ultrafeedback(1, [3.0, 3.0])],
-        ["--pair_by", "score"],
-        [(1, "q0", "a1", "a2")],
-        1,
-    ),
+    "ultrafeedback": ([ultrafeedback(0, [5, 8.5, 2, None]), ultrafeedback(1, [3, 3])], "", [("q0", "a1", "a2")], 1),
     "all": (
         [ultrafeedback(0, [5.0, 8.5, 2.0, 4.5])],
-        ["--pair_by", "score", "--score_pairs", "all", "--score_margin", "2.5"],
-        [(1, "q0", *sides) for sides in (("a1", "a0"), ("a1", "a3"), ("a1", "a2"), ("a0", "a2"), ("a3", "a2"))],
+        "--score_pairs all --score_margin 2.5",
+        [("q0", *sides) for sides in (("a1", "a0"), ("a1", "a3"), ("a1", "a2"), ("a0", "a2"), ("a3", "a2"))],
         0,
     ),
-    "nectar": ([NECTAR], ["--pair_by", "score"], [(1, "q", "a1", "a3")], 0),
-    "helpsteer2": (
-        [helpsteer("q", "a", 3, 4), helpsteer("q", "b", 4, 1), helpsteer("r", "c", 2, 2), helpsteer("r", "d", 2, 1)],
-        ["--pair_by", "score"],
-        [(1, "q", "b", "a")],
-        1,
-    ),
-    "correctness": (
-        [helpsteer("q", "a", 3, 4), helpsteer("q", "b", 4, 1), helpsteer("r", "c", 2, 2), helpsteer("r", "d", 2, 1)],
-        ["--pair_by", "score", "--score_field", "correctness"],
-        [(1, "q", "a", "b"), (3, "r", "c", "d")],
-        0,
-    ),
+    "nectar": ([NECTAR], "", [("q", "a1", "a3")], 0),
+    "helpsteer2": (HELPSTEER, "", [("q", "b", "a")], 1),
+    "correctness": (HELPSTEER, "--by correctness", [("q", "a", "b"), ("r", "c", "d")], 0),
     "helpsteer preference": (
         [PREFERENCE | {"preference_strength": n} for n in (-2, 3, 0)],
-        ["--pair_by", "score"],
-        [(1, "q", "a", "b"), (2, "q", "b", "a")],
+        "",
+        [("q", "a", "b"), ("q", "b", "a")],
         1,
     ),
     "arena": (
         [arena(winner) for winner in ("model_b", "tie", "model_a", "tie (bothbad)")],
-        [],
-        [(1, "q", "b", "a"), (3, "q", "a", "b")],
+        "",
+        [("q", "b", "a"), ("q", "a", "b")],
         2,
     ),
-    "hh": ([HH | {"rejected": HH["chosen"].replace("yes", "no")}], [], [(1, "r", "yes", "no")], 0),
-    "binarized": (
-        [{"prompt": "q", "chosen": turns("q", "a"), "rejected": turns("q", "b"), "score_chosen": 8.0}],
-        [],
-        [(1, "q", "a", "b")],
-        0,
-    ),
-}  # fmt: skip
+}
 
 
-def fields(path, *more):
-    return ["--model_name_or_path", "org/model", "--use_cpu", "--dataset_name", str(path), *more]
-
-
-def text(side):
-    return side if isinstance(side, str) else side[-1]["content"]
+def load(path):
+    return load_pairs(parse_config(["--model_name_or_path", "org/model", "--use_cpu", "--dataset_name", str(path)]))
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 @pytest.mark.parametrize("name", RAW)
-def test_raw_sets_become_pairs(write_rows, name, suffix):
+def test_raw_sets_become_pairs(write_rows, tmp_path, capsys, name, suffix):
     rows, options, expected, without = RAW[name]
-    pairs = load_pairs(parse_config(fields(write_rows(f"raw.{suffix}", rows), *options)))
-    found = [(row["row"], *(text(row[side]) for side in ("prompt", "chosen", "rejected"))) for row in pairs.train]
-    assert found == expected
-    assert all(isinstance(row[side], list) for row in pairs.train for side in ("prompt", "chosen", "rejected"))
-    assert pairs.rows == len(expected) + without and pairs.dropped == ({"no_preference": without} if without else {})
+    raw, out = write_rows(f"raw.{suffix}", rows), tmp_path / "pairs.jsonl"
+    assert make_pairs.main([str(raw), "--by", "score", *options.split(), str(out)]) == 0
+    assert f"pairs.jsonl: {len(expected)} pairs; {without} prompts" in capsys.readouterr().out
+    pairs = load(out)
+    assert [tuple(row[side][-1]["content"] for side in ("prompt", "chosen", "rejected")) for row in pairs.train] == (
+        expected
+    )
+    with pytest.raises(UserError, match=f"not pairs; .* python scripts/make_pairs.py {raw} --by score"):
+        load(raw)
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        ({"text": "x"}, "", "has the columns text; needed are those of a known set: instruction, completions (Ultra"),
+        (arena("tie"), "", "no prompt of RAW has answers that differ in it"),
+        (ultrafeedback(0, [1, 2]), "--by overal_score", "--by overal_score: no prompt of RAW has answers that differ"),
+        (ultrafeedback(0, ["high"]), "", "a row is not one of UltraFeedback's ratings: ValueError: could not convert"),
+        (ultrafeedback(0, [1, 2]), "--score_margin -1", "--score_margin: '-1' must be a number from 0 on"),
+        (ultrafeedback(0, [1, 2]), "--dataset_train_split dev", "dev"),
+    ],
+)
+def test_what_cannot_be_paired_is_one_line(write_rows, tmp_path, capsys, caplog, row, options, message):
+    raw, out = write_rows("raw.jsonl", [row]), tmp_path / "pairs.jsonl"
+    try:
+        code = make_pairs.main([str(raw), "--by", "score", *options.split(), str(out)])
+    except SystemExit as end:
+        code = end.code
+    lines = [*caplog.messages, *capsys.readouterr().err.splitlines()]
+    assert code == 2 and any(message.replace("RAW", str(raw)) in line for line in lines), lines
+    assert not list(tmp_path.glob("*pairs.jsonl*"))
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (
+            {f: "\n\nHuman: q\n\nAssistant: a\n\nHuman: r\n\nAssistant: " + f for f in ("chosen", "rejected")},
+            ("r", "chosen", "rejected"),
+        ),
+        (
+            {"prompt": "q", "chosen": turns("q", "a"), "rejected": turns("q", "b"), "score_chosen": 8.0},
+            ("q", "a", "b"),
+        ),
+    ],
+)
+def test_published_pairs_are_read_as_they_are(write_rows, row, expected):
+    [pair] = load(write_rows("pairs.jsonl", [row])).train
+    assert tuple(pair[side][-1]["content"] for side in ("prompt", "chosen", "rejected")) == expected
 
 
 def test_transcripts():
     text = "\n\nHuman: Hi\n\nwell\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant:"
     assert read_transcript(text) == turns("Hi\n\nwell", "Hello", "Bye")
     assert read_transcript("Human: Hi") is None and read_transcript([]) is None
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        (ultrafeedback(0, [1.0, 2.0]), "holds UltraFeedback's ratings, not pairs; say pair_by: score"),
-        (NECTAR, "holds Nectar's rankings, not pairs; say pair_by: score"),
-        (
-            {"prompt": "q", "response_1": "a", "response_2": "b"},
-            "no column chosen or rejected; it has prompt, response_1, response_2; the nearest shape is that of "
-            "HelpSteer's preferences, with prompt, response_1, response_2, preference_strength; the first row is "
-            '{"prompt": "q", "response_1": "a", "response_2": "b"}; docs/data.md',
-        ),
-        ({"text": "x" * 999}, f'the first row is {{"text": "{"x" * 290} ...; docs/data.md'),
-    ],
-)
-def test_other_columns_are_an_error_that_shows_the_first_row(write_rows, row, message):
-    path = write_rows("raw.jsonl", [row])
-    with pytest.raises(UserError) as caught:
-        load_pairs(parse_config(fields(path)))
-    assert message in str(caught.value)
-
-
-def test_an_unknown_score_is_an_error(write_rows):
-    path = write_rows("raw.jsonl", [ultrafeedback(0, [1.0, 2.0])])
-    with pytest.raises(UserError, match=r"score_field overal_score: .*did you mean overall_score"):
-        load_pairs(parse_config(fields(path, "--pair_by", "score", "--score_field", "overal_score")))
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize("name", RAW)
-def test_each_raw_set_trains_two_steps(tiny_folder, write_rows, tmp_path, name):
-    rows, options, *_ = RAW[name]
-    argv = fields(write_rows("raw.jsonl", rows * 2), *options, "--output_dir", str(tmp_path / "run"))
-    argv += ["--model_name_or_path", str(tiny_folder("llama")), "--global_batch_size", "1", "--max_steps", "2"]
-    argv += ["--per_device_train_batch_size", "1", "--preflight", "skip", "--guard", "skip", "--logging_steps", "1"]
-    assert train_dpo.main(argv) == 0
-    history = json.loads((tmp_path / "run" / "trainer_state.json").read_text())["log_history"]
-    assert [entry["step"] for entry in history if "loss" in entry] == [1, 2]

@@ -44,6 +44,7 @@ ELSEWHERE = {
     r".*python bench/startup.py": "six minutes, as docs/speed.md says",
     r"python scripts/analyze_dataset.py pairs.jsonl --against .*": "test_analyze.py",
     r"python train_dpo.py .* --drop_contaminated .*": "tests/data/test_pair_faults.py",
+    r"python scripts/make_pairs.py .*": "tests/data/test_raw_shapes.py",
     r"python bench/planted_faults.py": "a minute or two, and nothing to compare",
     r"python bench/analyze.py .*": "a minute, and a tokenizer with words",
     r"source .*|trl dpo.*|hf auth login|pip install .*|git lfs pull|apt-get .*|wandb (sync|leet) .*": "other programs",

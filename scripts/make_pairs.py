@@ -1,0 +1,57 @@
+#!/usr/bin/env python
+"""Makes preference pairs of scored or ranked answers, as JSON Lines that dataset_name reads.
+
+    python scripts/make_pairs.py openbmb/UltraFeedback --by score pairs.jsonl
+    python scripts/make_pairs.py nvidia/HelpSteer2 --by correctness --score_margin 2 pairs.jsonl
+
+DATASET is a Hub id, or a local .json/.jsonl/.parquet file or folder; docs/data.md lists the sets whose columns are
+known. Prompts without a preferred answer are left out and counted.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import sfm_dpo
+
+sfm_dpo.setup()
+
+from sfm_dpo.common.cli import Arguments, command, new_file, number
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import write_atomically
+from sfm_dpo.data.raw_shapes import pair_rows
+from sfm_dpo.data.sources import load_rows
+
+
+@command
+def main(argv: list[str]) -> None:
+    parser = Arguments(prog="make_pairs.py", description=__doc__)
+    parser.add_argument("dataset", metavar="DATASET")
+    parser.add_argument("out", metavar="OUT.jsonl", type=new_file, help="is written anew")
+    parser.add_argument("--by", required=True, help="score: the set's overall one; or the name of another score")
+    parser.add_argument("--score_margin", type=number(float, 0), default=0.0, help="least difference of a pair")
+    parser.add_argument(
+        "--score_pairs",
+        choices=("best_worst", "all"),
+        default="best_worst",
+        help="the best answer against the worst, or all pairs of answers whose scores differ",
+    )
+    parser.add_argument("--dataset_config", help="configuration of a Hub dataset")
+    parser.add_argument("--dataset_train_split", default="train", help="default: train")
+    options = parser.parse_args(argv)
+
+    rows = load_rows(options.dataset, options.dataset_config, options.dataset_train_split)
+    every = options.score_pairs == "all"
+    prompts = list(pair_rows(rows, options.dataset, options.by, options.score_margin, every))
+    lines = [json.dumps(pair) + "\n" for pairs in prompts for pair in pairs]
+    if not lines:
+        raise UserError(f"--by {options.by}: no prompt of {options.dataset} has answers that differ in it")
+    write_atomically(options.out, "".join(lines))
+    ties = prompts.count([])
+    print(f"{options.out}: {len(lines):,} pairs; {ties:,} prompts have no preferred answer and are left out")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
