@@ -31,7 +31,7 @@ from trl import DPOConfig, DPOTrainer
 from sfm_dpo.config import TrainConfig, parse_config
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.train.fit_memory import fit_memory
-from sfm_dpo.train.throughput import Meter, peak_memory_gib
+from sfm_dpo.train.throughput import CountingCollator, Meter, peak_memory_gib
 from sfm_dpo.train.trainer import SFMDPOTrainer
 
 # Tokens at these quantiles, linear in log(tokens) between. Think: median and p95 of prompt, chosen and rejected are
@@ -224,12 +224,13 @@ def train(job: dict) -> dict:
     trainer = make_trainer(job)
     trainer.remove_callback(PrinterCallback)
     packed, sharing = trainer.args.padding_free, getattr(trainer, "prefix_sharing", False)
-    meter = Meter(ForwardFlops.of(trainer.model), reference_in_step=not trainer.args.precompute_ref_log_probs)
-    collate = trainer.data_collator
+    meter, flops = Meter(), ForwardFlops.of(trainer.model)
+    live_reference = not trainer.args.precompute_ref_log_probs
+    collate = CountingCollator(trainer.data_collator, flops, live_reference, packed, sharing)
 
     def counting(examples):
         batch = collate(examples)
-        meter.add(batch, packed, sharing)
+        meter.add(batch["counts"])
         return batch
 
     trainer.data_collator = counting

@@ -2,47 +2,73 @@
 
 import resource
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
-from sfm_dpo.model.packing import find_shared
 
-COUNTS = ("pairs", "tokens", "computed", "grid", "flops")
+COUNTS = ("pairs", "tokens", "responses", "computed", "grid", "flops")
+
+
+@dataclass
+class CountingCollator:
+    """TRL's collator, whose batch also gets `counts`, the numbers of COUNTS. They are taken on the CPU.
+
+    `tokens` are real ones of both sequences of a pair, `responses` those of its answers, `computed` those without the
+    prompts that prefix sharing computes once, and `grid` is what the model computes, padding included.
+    """
+
+    collate: Callable[[list[dict]], dict[str, Any]]
+    forward_flops: ForwardFlops
+    reference_in_step: bool
+    packed: bool
+    prefix_sharing: bool
+
+    def __call__(self, rows: list[dict]) -> dict[str, Any]:
+        batch = self.collate(rows)
+        return batch | {"counts": self.count(batch["attention_mask"], batch["completion_mask"])}
+
+    def count(self, mask: torch.Tensor, completion: torch.Tensor) -> dict[str, float]:
+        """Of a micro-batch with masks [2B, L] of its tokens and of the responses', chosen rows first."""
+        lengths = mask.sum(dim=1)
+        prompts = lengths - completion.sum(dim=1)
+        shared = torch.zeros_like(lengths)
+        if self.prefix_sharing:
+            half = len(prompts) // 2
+            shared[half:] = (prompts[half:] - 1).clamp(min=0)  # the last token of a prompt predicts each answer
+        responses = int(completion.sum())
+        computed = int((lengths - shared).sum())
+        flops = self.forward_flops(lengths, responses, training=True, shared=shared)
+        if self.reference_in_step:
+            flops += self.forward_flops(lengths, responses, shared=shared)
+        return {
+            "pairs": len(mask) // 2,
+            "tokens": int(lengths.sum()),
+            "responses": responses,
+            "computed": computed,
+            "grid": computed if self.packed else mask.numel(),
+            "flops": flops,
+        }
 
 
 @dataclass
 class Meter:
-    """Counts the work of this rank between two logs."""
+    """Adds up the work of this rank between two logs."""
 
-    forward_flops: ForwardFlops
-    reference_in_step: bool
     counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0.0))
     seconds: float = 0.0
     largest: tuple[int, int] = (0, 0)  # computed tokens of a micro-batch, and those of its responses
     mark: float = field(default_factory=time.monotonic)
 
-    def add(self, batch: Mapping[str, torch.Tensor], packed: bool, prefix_sharing: bool) -> None:
-        """A micro-batch of TRL's collator, tensors [2B, L]."""
-        ids, mask, completion = (batch[name] for name in ("input_ids", "attention_mask", "completion_mask"))
-        lengths = mask.sum(dim=1).cpu()
-        shared = torch.zeros_like(lengths)
-        if prefix_sharing:
-            shared = find_shared(ids, mask, completion == 1).sum(dim=1).cpu()
-        computed = int((lengths - shared).sum())
-        self.counts["pairs"] += len(lengths) // 2
-        self.counts["tokens"] += int(lengths.sum())
-        self.counts["computed"] += computed
-        grid = computed if packed else mask.numel()
-        self.counts["grid"] += grid
-        responses = int(completion.sum())
-        self.largest = max(self.largest, (grid, responses))
-        self.counts["flops"] += self.forward_flops(lengths, responses, training=True, shared=shared)
-        if self.reference_in_step:
-            self.counts["flops"] += self.forward_flops(lengths, responses, shared=shared)
+    def add(self, counts: dict[str, float]) -> None:
+        """A micro-batch's `counts` of CountingCollator."""
+        for name in COUNTS:
+            self.counts[name] += counts[name]
+        self.largest = max(self.largest, (int(counts["grid"]), int(counts["responses"])))
 
     def skip(self) -> None:
         """Leaves out the time since the last step's end: evaluation, saving."""

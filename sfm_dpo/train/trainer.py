@@ -38,7 +38,7 @@ from sfm_dpo.train.memory_use import FirstStepMemory, allocate_optimizer_state, 
 from sfm_dpo.train.metrics import loss_scale, reward_metrics, step_0_tolerance
 from sfm_dpo.train.position import Position
 from sfm_dpo.train.reference_cache import ReferenceCache, cache_folder, hash_tokens, make_folder
-from sfm_dpo.train.throughput import Meter, MeterCallback
+from sfm_dpo.train.throughput import CountingCollator, Meter, MeterCallback
 from sfm_dpo.train.upstream import UpstreamFixes
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,11 @@ class SFMDPOTrainer(UpstreamFixes):
         if args.precompute_ref_log_probs:
             self.ref_model = None
         self._patch_models()
-        self.meter = Meter(ForwardFlops.of(self.bare_model()), reference_in_step=not self.precompute_ref_logps)
+        self.meter = Meter()
+        flops = ForwardFlops.of(self.bare_model())
+        self.data_collator = CountingCollator(
+            self.data_collator, flops, not self.precompute_ref_logps, self.packed, self.prefix_sharing
+        )
         for callback in (MeterCallback(self.meter), FirstStepMemory(self), self.position):
             self.add_callback(callback)
 
@@ -212,6 +216,8 @@ class SFMDPOTrainer(UpstreamFixes):
         begun = self.is_in_train or self.state.global_step > 0
         phase = "the reference's forward" if not begun else "training" if self.model.training else "evaluation"
         self.position.begin_micro_batch(phase, self.state.global_step, inputs)
+        if self.model.training:
+            self.meter.add(inputs["counts"])
         return super()._prepare_inputs(inputs)
 
     # ---- data
@@ -374,8 +380,6 @@ class SFMDPOTrainer(UpstreamFixes):
     # where the loss uses means. Canary: test_canary_compute_loss
     def _compute_loss(self, model, inputs: dict[str, torch.Tensor], return_outputs: bool):
         """TRL's loss, and metrics on its scale. The live reference's log-probs are put into the batch first."""
-        if self.model.training:
-            self.meter.add(inputs, self.packed, self.prefix_sharing)
         cached = self.precompute_ref_logps
         if not cached:
             chosen, rejected = self.compute_ref_log_probs(self.ref_model or self.model, inputs)

@@ -66,7 +66,8 @@ class UpstreamFixes(DPOTrainer):
     # Upstream: transformers 5.23, trainer.py, Trainer._prepare_input: casts every floating input to DeepSpeed's dtype,
     # the fp32 reference log-probs too: a sum of 1,000 nats is rounded to 4. Canary: test_canary_prepare_input
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        exact = {name: value.to(self.args.device) for name, value in inputs.items() if value.is_floating_point()}
+        tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value)}
+        exact = {name: value.to(self.args.device) for name, value in tensors.items() if value.is_floating_point()}
         return super()._prepare_inputs(inputs) | exact
 
     # Upstream: transformers 5.23, trainer.py, Trainer._run_epoch: trains a step too many where a run resumes from its

@@ -7,7 +7,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
 from sfm_dpo.model.memory import meta_model
-from sfm_dpo.train.throughput import Meter
+from sfm_dpo.model.packing import find_shared
+from sfm_dpo.train.throughput import CountingCollator, Meter
 from tests.tiny_models import tiny_model
 
 
@@ -75,33 +76,35 @@ def test_peak_by_name(name, peak):
     assert peak_flops(name) == peak
 
 
-def test_meter_counts_padding_only_where_it_is_computed():
-    attention = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
+def collator(reference_in_step: bool, packed: bool, prefix_sharing: bool) -> CountingCollator:
+    return CountingCollator(dict, ForwardFlops(1, 0, ((None, 1),)), reference_in_step, packed, prefix_sharing)
+
+
+@pytest.mark.parametrize(("packed", "fraction"), [(False, 0.25), (True, 0.0)])
+def test_padding_counts_only_where_it_is_computed(packed, fraction):
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     completion = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0]])
-    batch = {"input_ids": attention, "attention_mask": attention, "completion_mask": completion}
-    for packed, fraction in ((False, 0.25), (True, 0.0)):
-        meter = Meter(ForwardFlops(1, 0, ()), reference_in_step=False)
-        meter.add(batch, packed, prefix_sharing=False)
-        assert meter.counts["tokens"] == 6 and meter.counts["pairs"] == 1
-        assert meter.counts["flops"] == 3 * 6
-        meter.seconds = 2.0
-        metrics = meter.metrics(dict(meter.counts), world_size=1)
-        assert metrics["perf/padding_fraction"] == fraction
-        assert metrics["perf/tokens_per_second"] == 3.0
-        assert metrics["perf/pairs_per_second"] == 0.5
-        assert meter.seconds == 0.0 and meter.counts["tokens"] == 0
-
-
-def test_meter_counts_a_shared_prompt_once():
-    """Prompts of 3 tokens, the second pair's different: 2 of 15 real tokens are not computed."""
-    ids = torch.tensor([[5, 6, 7, 1, 2], [5, 6, 7, 3, 0], [5, 6, 7, 4, 0], [9, 6, 7, 1, 0]])
-    attention = (ids != 0).long()
-    batch = {"input_ids": ids, "attention_mask": attention, "completion_mask": attention * (torch.arange(5) > 2)}
-    meter = Meter(ForwardFlops(1, 0, ((None, 1),)), reference_in_step=True)
-    meter.add(batch, packed=True, prefix_sharing=True)
-    visible = sum(range(1, 6)) + 2 * sum(range(1, 5)) + 3 + 4  # of the third row only the last two queries
-    assert meter.counts == {"pairs": 2, "tokens": 17, "computed": 15, "grid": 15, "flops": 4 * (15 + visible)}
+    meter = Meter()
+    meter.add(collator(False, packed, prefix_sharing=False).count(mask, completion))
+    visible = sum(range(1, 5)) + sum(range(1, 3))
+    assert (meter.counts["tokens"], meter.counts["pairs"], meter.counts["flops"]) == (6, 1, 3 * (6 + visible))
     meter.seconds = 2.0
     metrics = meter.metrics(dict(meter.counts), world_size=1)
-    assert metrics["perf/shared_fraction"] == pytest.approx(2 / 17) and metrics["perf/padding_fraction"] == 0
-    assert metrics["perf/tokens_per_second"] == 8.5
+    assert metrics["perf/padding_fraction"] == fraction
+    assert (metrics["perf/tokens_per_second"], metrics["perf/pairs_per_second"]) == (3.0, 0.5)
+    assert meter.seconds == 0.0 and meter.counts["tokens"] == 0
+
+
+def test_a_shared_prompt_counts_once_as_in_the_packed_forward():
+    """Prompts of 3 tokens and of 1: 2 of the 13 real tokens are not computed."""
+    ids = torch.tensor([[5, 6, 7, 1, 2], [8, 1, 0, 0, 0], [5, 6, 7, 4, 0], [8, 3, 0, 0, 0]])
+    mask = (ids != 0).long()
+    completion = mask * (torch.arange(5) >= torch.tensor([[3], [1], [3], [1]]))
+    assert find_shared(ids, mask, completion == 1).sum() == 2
+    counts = collator(reference_in_step=True, packed=True, prefix_sharing=True).count(mask, completion)
+    visible = sum(range(1, 6)) + 2 * sum(range(1, 3)) + 3 + 4  # of the third row only the last two queries
+    expected = {"pairs": 2, "tokens": 13, "responses": 5, "computed": 11, "grid": 11, "flops": 4 * (11 + visible)}
+    assert counts == expected
+    meter = Meter(seconds=1.0)
+    meter.add(counts)
+    assert meter.metrics(counts, world_size=1)["perf/shared_fraction"] == pytest.approx(2 / 13)
