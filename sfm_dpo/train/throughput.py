@@ -3,7 +3,7 @@
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +16,8 @@ COUNTS = ("pairs", "tokens", "responses", "computed", "grid", "flops")
 
 @dataclass
 class CountingCollator:
-    """TRL's collator, whose batch also gets `counts`, the numbers of COUNTS. They are taken on the CPU.
-
-    `tokens` are real ones of both sequences of a pair, `responses` those of its answers, `computed` those without the
-    prompts that prefix sharing computes once, and `grid` is what the model computes, padding included.
-    """
+    """TRL's collator, whose batch also gets `counts`, taken on the CPU: pairs, real tokens, those of the responses,
+    computed tokens (a shared prompt once), the grid of computed tokens with padding, FLOPs."""
 
     collate: Callable[[list[dict]], dict[str, Any]]
     forward_flops: ForwardFlops
@@ -55,14 +52,17 @@ class CountingCollator:
         }
 
 
-@dataclass
-class Meter:
-    """Adds up the work of this rank between two logs."""
+class Meter(TrainerCallback):
+    """Adds up the work of this rank between two logs, and the seconds of its steps without evaluation and saving.
 
-    counts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0.0))
-    seconds: float = 0.0
-    largest: tuple[int, int] = (0, 0)  # computed tokens of a micro-batch, and those of its responses
-    mark: float = field(default_factory=time.monotonic)
+    `largest`: what a micro-batch computed at most, (tokens, those of its responses).
+    """
+
+    def __init__(self) -> None:
+        self.counts = dict.fromkeys(COUNTS, 0.0)
+        self.seconds = 0.0
+        self.largest = (0, 0)
+        self._mark = time.monotonic()
 
     def add(self, counts: dict[str, float]) -> None:
         """A micro-batch's `counts` of CountingCollator."""
@@ -70,19 +70,22 @@ class Meter:
             self.counts[name] += counts[name]
         self.largest = max(self.largest, (int(counts["grid"]), int(counts["responses"])))
 
-    def skip(self) -> None:
-        """Leaves out the time since the last step's end: evaluation, saving."""
-        self.mark = time.monotonic()
-
-    def step_ended(self) -> None:
+    def on_step_end(self, *args, **kwargs) -> None:
         now = time.monotonic()
-        self.seconds, self.mark = self.seconds + now - self.mark, now
+        self.seconds += now - self._mark
+        self._mark = now
+
+    def on_train_begin(self, *args, **kwargs) -> None:
+        self._mark = time.monotonic()
+
+    on_evaluate = on_save = on_train_begin
 
     def metrics(self, totals: dict[str, float], world_size: int) -> dict[str, float]:
-        """perf/* from the counts summed over ranks, and a fresh start."""
-        seconds, self.seconds = max(self.seconds, 1e-9), 0.0
-        self.counts = dict.fromkeys(self.counts, 0.0)
-        out = {
+        """perf/* from the counts summed over ranks; begins anew."""
+        seconds = max(self.seconds, 1e-9)
+        self.seconds = 0.0
+        self.counts = dict.fromkeys(COUNTS, 0.0)
+        metrics = {
             "perf/tokens_per_second": totals["tokens"] / seconds,
             "perf/pairs_per_second": totals["pairs"] / seconds,
             "perf/padding_fraction": 1 - totals["computed"] / max(totals["grid"], 1),
@@ -91,8 +94,8 @@ class Meter:
         }
         peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
         if peak is not None:
-            out["perf/mfu"] = totals["flops"] / seconds / (peak * world_size)
-        return out
+            metrics["perf/mfu"] = totals["flops"] / seconds / (peak * world_size)
+        return metrics
 
 
 def peak_memory_gib() -> float:
@@ -100,18 +103,3 @@ def peak_memory_gib() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
-
-
-class MeterCallback(TrainerCallback):
-    """Tells the meter when a step ended, and what time was not training."""
-
-    def __init__(self, meter: Meter):
-        self.meter = meter
-
-    def on_step_end(self, *args, **kwargs) -> None:
-        self.meter.step_ended()
-
-    def on_train_begin(self, *args, **kwargs) -> None:
-        self.meter.skip()
-
-    on_evaluate = on_save = on_train_begin

@@ -38,7 +38,7 @@ from sfm_dpo.train.memory_use import FirstStepMemory, allocate_optimizer_state, 
 from sfm_dpo.train.metrics import loss_scale, reward_metrics, step_0_tolerance
 from sfm_dpo.train.position import Position
 from sfm_dpo.train.reference_cache import ReferenceCache, cache_folder, hash_tokens, make_folder
-from sfm_dpo.train.throughput import CountingCollator, Meter, MeterCallback
+from sfm_dpo.train.throughput import CountingCollator, Meter
 from sfm_dpo.train.upstream import UpstreamFixes
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class SFMDPOTrainer(UpstreamFixes):
         self.data_collator = CountingCollator(
             self.data_collator, flops, not self.precompute_ref_logps, self.packed, self.prefix_sharing
         )
-        for callback in (MeterCallback(self.meter), FirstStepMemory(self), self.position):
+        for callback in (self.meter, FirstStepMemory(self), self.position):
             self.add_callback(callback)
 
     def bare_model(self) -> Any:
