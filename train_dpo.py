@@ -28,6 +28,7 @@ from trl import get_peft_config, get_quantization_config
 
 from sfm_dpo.common.distributed import is_main_process, main_process_first
 from sfm_dpo.common.errors import DiskFull, PreflightDone, RunEnd, StopRequested
+from sfm_dpo.common.leases import Lease
 from sfm_dpo.common.secrets import mask_traceback
 from sfm_dpo.config import Config, parse_config
 from sfm_dpo.data.preferences import Pairs
@@ -58,17 +59,15 @@ from sfm_dpo.run.checkpoint import (
 )
 from sfm_dpo.run.folder import (
     DATA,
-    LOCK,
     RESOLVED_CONFIG,
+    acquire,
     add_data_facts,
-    claim,
     describe,
     has_failed,
     message_of_rank,
     read_mapping,
     write_status,
 )
-from sfm_dpo.run.lock import release_lock
 from sfm_dpo.run.reader import eval_prefix
 from sfm_dpo.train.fit_memory import fit_memory
 from sfm_dpo.train.memory_use import explain_out_of_memory
@@ -89,12 +88,13 @@ def main(argv: list[str]) -> int:
     """Runs and returns the exit code; every end but a kill is written to status.json."""
     run: Path | None = None  # once the folder is this run's to write into
     position = Position()
-    watchdog = trainer = None
+    watchdog = trainer = lease = None
     try:
         disable_deepspeed_shm()  # before parse_config, where transformers makes the process group
         config = parse_config(argv)
         pushes = config.train.push_to_hub
-        if not main_process_first(lambda: claim(config)):
+        lease = main_process_first(lambda: acquire(config))
+        if lease is None:
             log.info(f"{config.train.output_dir}: already done; to run again remove it or choose another output_dir")
             return push(config) if pushes else 0
         run = Path(config.train.output_dir)
@@ -105,13 +105,13 @@ def main(argv: list[str]) -> int:
         finish(config, trainer, watchdog)
         return push(config) if pushes else 0
     except RunEnd as end:
-        return close(run, end)
+        return close(run, end, lease)
     except BaseException as error:
         if watchdog and (memory := explain_out_of_memory(error, position, trainer)):
-            return close(run, memory)
+            return close(run, memory, lease)
         if run is not None and isinstance(error, OSError) and error.errno in UNWRITABLE:
             where = error.filename or run
-            return close(run, DiskFull(f"{where}: {error.strerror}; mend that, and the same command goes on"))
+            return close(run, DiskFull(f"{where}: {error.strerror}; mend that, and the same command goes on"), lease)
         if run is not None and run.is_dir() and not has_failed(run):
             if message := message_of_rank(run, "".join(traceback.format_exception_only(error)).strip()):
                 write_status(run, "failed", 1, message, any_rank=True)
@@ -120,8 +120,8 @@ def main(argv: list[str]) -> int:
     finally:
         if watchdog:
             watchdog.stop()
-        if run is not None and is_main_process():
-            release_lock(run / LOCK)
+        if lease:
+            lease.release()
 
 
 def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
@@ -257,7 +257,7 @@ def push(config: Config) -> int:
     return code
 
 
-def close(run: Path | None, end: RunEnd) -> int:
+def close(run: Path | None, end: RunEnd, lease: Lease | None) -> int:
     """Reports an end that is no crash; returns the exit code."""
     stopped, status = isinstance(end, StopRequested), end.status
     message = str(end) if stopped else message_of_rank(run, str(end))
@@ -272,7 +272,8 @@ def close(run: Path | None, end: RunEnd) -> int:
     if run is not None and message:
         run.mkdir(parents=True, exist_ok=True)
         write_status(run, end.state, end.exit_code, message, any_rank=not stopped, **status)
-        release_lock(run / LOCK)  # before the report: a launcher ends this rank soon after another one has left
+        if lease:
+            lease.release()  # before the report: a launcher ends this rank soon after another one has left
         report(run)
     # A launcher would make a crash of 75: there the ranks leave with 0, and status.json says it
     return 0 if stopped and "TORCHELASTIC_RUN_ID" in os.environ else end.exit_code

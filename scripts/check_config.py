@@ -4,9 +4,8 @@
     python scripts/check_config.py accelerate_config.yaml 4 --config recipes/think.yaml --learning_rate 5e-7
 
 The first two arguments are the launch configuration and the number of processes over all nodes. Loads no model and no
-data. A mistake is one line and exit code 2. A run that is already done prints no output_dir. KEEP_LOCK=1, which the
-batch scripts set, leaves the folder locked for the Slurm job. Where the GPU is known (Slurm's --gpus-per-node=b200:4,
-or torch sees it), a line on stderr says whether the run fits into its memory.
+data. A mistake is one line and exit code 2. A run that is already done prints no output_dir. Where the GPU is known
+(Slurm's --gpus-per-node=b200:4, or torch sees it), a line on stderr says whether the run fits into its memory.
 """
 
 import os
@@ -26,8 +25,7 @@ from sfm_dpo.common.cli import command
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config, parse_config
 from sfm_dpo.run.checkpoint import check_world_size
-from sfm_dpo.run.folder import LOCK, claim, read_status
-from sfm_dpo.run.lock import release_lock
+from sfm_dpo.run.folder import check_folder, read_status
 
 
 @command
@@ -39,14 +37,8 @@ def main(argv: list[str]) -> int:
     config = parse_config(argv[2:], world_size=int(argv[1]))
     run = config.train.output_dir
     fit = describe_memory(config, int(argv[1]), Path(argv[0]).stem)
-    if claim(config):
-        keep = False
-        try:
-            check_world_size(config.train, int(argv[1]))
-            keep = os.environ.get("KEEP_LOCK") == "1"
-        finally:
-            if not keep:
-                release_lock(Path(run) / LOCK)
+    if check_folder(config):
+        check_world_size(config.train, int(argv[1]))
         if config.train.eval_tasks and not config.train.preflight_only:
             print("evaluation:", *config.train.eval_tasks)
         if fit:

@@ -37,14 +37,12 @@ run_dpo() {
     fi
     set -- --config "$@" # the recipe; train_dpo.py takes the last --config, so the user's wins
 
-    # One process reads the configuration before any node starts: a mistake is one line, and costs seconds. It takes the
-    # folder's lock for this job.
+    # One process reads the configuration before any node starts: a mistake is one line, and costs seconds.
     local world=$((SLURM_JOB_NUM_NODES * per_node))
     local facts
-    facts=$(KEEP_LOCK=1 python scripts/check_config.py "$config_file" "$world" "$@") || exit
+    facts=$(python scripts/check_config.py "$config_file" "$world" "$@") || exit
     output_dir=${facts##*$'\n'} # libraries may print, too
     [[ -n $output_dir ]] || exit 0    # already done; check_config.py said so
-    trap 'rm -f "$output_dir/.lock"' EXIT
     status=$output_dir/status.json
     status_before=$(cat "$status" 2>/dev/null) || true
 

@@ -27,6 +27,7 @@ from sfm_dpo.common.files import now
 
 LEASE_SECONDS = 300.0  # filelock demands that all contenders agree on it
 SETTLE_SECONDS = 1.0
+_OWNER_KEYS = {"job", "cluster", "host", "uid", "pid", "started", "time"}
 
 
 class Lease:
@@ -124,7 +125,7 @@ def read_owner(path: Path) -> dict[str, Any]:
         owner = json.loads(path.read_text().rpartition("owner=")[2])
     except (OSError, ValueError):
         return {}
-    return owner if isinstance(owner, dict) and {"host", "pid", "started"} <= owner.keys() else {}
+    return owner if isinstance(owner, dict) and owner.keys() >= _OWNER_KEYS else {}
 
 
 def describe_owner(path: Path) -> str:
@@ -132,5 +133,5 @@ def describe_owner(path: Path) -> str:
     owner = read_owner(path)
     if not owner:
         return "a process that has just taken or released it"
-    job = f"job {owner['job']}, " if owner.get("job") else ""
+    job = f"job {owner['job']}, " if owner["job"] else ""
     return f"{job}process {owner['pid']} on {owner['host']}"

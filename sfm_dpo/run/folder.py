@@ -1,4 +1,4 @@
-"""A run's folder: claiming it, its configuration, its state.
+"""A run's folder: taking it, its configuration, its state.
 
 Rank 0 alone writes. Files: resolved_config.yaml, environment.json, data.json, status.json, .lock (see docs/design.md).
 """
@@ -19,15 +19,15 @@ import yaml
 from sfm_dpo.common.distributed import is_main_process, world_size
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import now, write_atomically, write_json
+from sfm_dpo.common.leases import Lease
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.run.environment import environment
-from sfm_dpo.run.lock import release_lock, take_lock
+from sfm_dpo.run.lock import LOCK, check_owner, take_folder
 
 if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
     from sfm_dpo.config import Config
 
 RESOLVED_CONFIG, ENVIRONMENT, DATA, STATUS = "resolved_config.yaml", "environment.json", "data.json", "status.json"
-LOCK = ".lock"  # names who may write into the folder (run/lock.py)
 
 STARTED = now()  # this process
 SAID_SECONDS = 3  # after which rank 0 has said how a run ends that ends on all ranks alike
@@ -114,42 +114,57 @@ def message_of_rank(run: Path | None, error: str) -> str | None:
     return error
 
 
-def claim(config: "Config") -> bool:
-    """Takes the folder's lock, and decides what an existing output_dir means; makes the folder.
+def acquire(config: "Config") -> Lease | None:
+    """Makes and takes the run's folder, and decides what an existing output_dir means.
 
-    Empty or absent: a new run. The same configuration, unfinished: the run goes on. Trained to the end:
-    False, and the lock is given up.
+    Empty or absent: a new run. The same configuration, unfinished: the run resumes. Trained to the end: None.
+
+    Returns:
+        The lease of the folder, which rank 0 holds until it is released.
 
     Raises:
         UserError: another run has the folder, or it holds something else, which is never overwritten.
     """
-    run, goes_on = Path(config.train.output_dir), False
+    run = Path(config.train.output_dir)
+    make_folder(run)
+    try:
+        lease = take_folder(run) if is_main_process() else Lease(run / LOCK)
+    except OSError as error:
+        raise UserError(f"output_dir {run}: cannot be written: {error.strerror}; choose another output_dir") from error
+    try:
+        if is_unfinished(config):
+            return lease
+    except UserError:
+        lease.release()
+        raise
+    lease.release()
+    return None
+
+
+def check_folder(config: "Config") -> bool:
+    """Whether there is something to train, as `acquire` decides; leaves the folder to nobody. Raises UserError."""
+    run = Path(config.train.output_dir)
+    make_folder(run)
+    check_owner(run)
+    return is_unfinished(config)
+
+
+def make_folder(run: Path) -> None:
+    """Raises UserError if it cannot be made or written."""
     if os.path.lexists(run) and not run.is_dir():
         what = f"is a link to {os.readlink(run)}, which is no folder" if run.is_symlink() else "is a file"
         raise UserError(f"output_dir {run}: {what}; choose another output_dir")
     try:
         run.mkdir(parents=True, exist_ok=True)
-        owner = take_lock(run / LOCK) if is_main_process() else None
     except OSError as error:
         raise UserError(f"output_dir {run}: cannot be written: {error.strerror}; choose another output_dir") from error
-    except ValueError as error:
-        raise UserError(f"output_dir {run}: {LOCK} is damaged; remove it if nothing trains there") from error
-    if owner:
-        who = f"job {owner['job']}" if owner["job"] else f"process {owner['pid']}"
-        unknown = f" (if it has ended, which cannot be seen from here: remove {run / LOCK})"
-        raise UserError(
-            f"output_dir {run}: {who} on {owner['host']} has it since {owner['time']}; wait, end it, or choose "
-            f"another output_dir{'' if owner['running'] else unknown}"
-        )
-    try:
-        goes_on = _goes_on(config, run)
-    finally:
-        if not goes_on:
-            release_lock(run / LOCK)
-    return goes_on
+    if not os.access(run, os.W_OK):
+        raise UserError(f"output_dir {run}: cannot be written; choose another output_dir")
 
 
-def _goes_on(config: "Config", run: Path) -> bool:
+def is_unfinished(config: "Config") -> bool:
+    """Whether the folder is that of a new run, or of this one before its end. Raises UserError if it is neither."""
+    run = Path(config.train.output_dir)
     entries = [p.name for p in run.iterdir() if not p.name.startswith(".")]
     status = read_status(run)
     if not set(entries) - {STATUS, "STOP"} and (status is None or status["state"] == "failed"):

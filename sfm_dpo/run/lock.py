@@ -1,80 +1,89 @@
-"""Lock files on a shared file system, also NFS: one owner at a time, taken over when the owner is gone.
+"""Who has a run's folder: rank 0 of train_dpo.py holds a lease of it while it lives (common/leases.py).
 
-The owner is a Slurm job, or without Slurm a process on a host.
+Nobody waits for this lease to expire: a start that finds it held ends at once, unless the owner is gone by its process
+(on this host) or by Slurm's word (anywhere). The heartbeat serves the owner: a run whose lease another process has
+taken after all, because somebody removed the file, ends before the two write into one folder for long.
 """
 
-import contextlib
-import json
+import logging
 import os
 import platform
-import secrets
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
-from sfm_dpo.common.files import now
-from sfm_dpo.common.leases import is_alive, this_process
+from filelock import LeaseCompromise
+
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.leases import SETTLE_SECONDS, Lease, is_alive, read_owner
+
+log = logging.getLogger(__name__)
+
+LOCK = ".lock"
+ATTEMPTS = 5  # to replace the file of an owner that is gone; others may try at the same time
 
 
-def take_lock(path: Path) -> dict[str, Any] | None:
-    """Takes the lock and returns None; or returns the owner that keeps it from us, with `running` as in is_running.
+def take_folder(run: Path) -> Lease:
+    """Takes the lease of a run's folder.
 
-    The lock of an earlier start of this job, or of its batch script, counts as ours. Of several who try at once, one
-    wins: link(2) creates a file with its content or fails. Who finds a stale lock competes in the same way for a file
-    named after it, which then takes its place.
+    Raises:
+        UserError: another run has it.
+        OSError: the folder cannot be written.
     """
-    owner = this_process() | {"cluster": os.environ.get("SLURM_CLUSTER_NAME"), "uid": os.getuid()}
-    owner |= {"time": now(), "id": secrets.token_hex(8)}
-    mine = path.with_name(f"{path.name}-{owner['id']}")
-    created = [mine]
-    try:
-        mine.write_text(json.dumps(owner))
-        while True:
-            holder: dict[str, Any] = {}
-            chain = [path]
-            while there := read_owner(chain[-1]):
-                holder = there
-                chain.append(path.with_name(f"{path.name}-after-{holder['id']}"))
-            if holder == owner:
-                mine.replace(path)
-                created += chain[1:]
-                return None
-            same = "pid" if holder and is_alive(holder) else "job"
-            if holder.get(same) and holder[same] == owner[same]:
-                return None
-            if holder and (running := is_running(holder, squeue_states())) is not False:
-                return holder | {"running": running}
-            try:
-                os.link(mine, chain[-1])
-                created += chain[-1:] if holder else []
-            except FileExistsError:
-                time.sleep(0.05)  # NFS may show it a little later
-    finally:
-        for file in created:
-            file.unlink(missing_ok=True)
+    lease = Lease(run / LOCK, on_loss=_end_superseded_run)
+    for _ in range(ATTEMPTS):
+        if lease.take():
+            return lease
+        check_owner(run)
+        if lease.take_over():
+            return lease
+    raise UserError(f"output_dir {run}: {LOCK} cannot be replaced; remove it if nothing trains there")
 
 
-def release_lock(path: Path) -> None:
-    """Gives up the lock if this process took it."""
+def check_owner(run: Path) -> None:
+    """Raises UserError if another process or job has the folder. An earlier start of this job is none."""
+    path = run / LOCK
     owner = read_owner(path)
-    if owner.get("pid") == os.getpid() and is_alive(owner):
-        with contextlib.suppress(OSError):  # read-only meanwhile; it is stale once this process is gone
-            path.unlink(missing_ok=True)
+    if path.exists() and not owner:
+        time.sleep(SETTLE_SECONDS)  # its owner may be writing it
+        owner = read_owner(path)
+    if not owner:
+        if path.exists():
+            raise UserError(f"output_dir {run}: {LOCK} is damaged; remove it if nothing trains there")
+        return
+    if owner["job"] and owner["job"] == os.environ.get("SLURM_JOB_ID") and not is_alive(owner):
+        return
+    running = is_running(owner, squeue_states())
+    if running is False:
+        return
+    unknown = "" if running else f" (if it has ended, which cannot be seen from here: remove {path})"
+    raise UserError(
+        f"output_dir {run}: {_describe(owner)} has it since {owner['time']}; wait, end it, or choose another "
+        f"output_dir{unknown}"
+    )
 
 
-def read_owner(path: Path) -> dict[str, Any]:
-    """The owner of a lock; empty where there is none. Raises ValueError where the file is damaged."""
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
+def _describe(owner: dict[str, Any]) -> str:
+    who = f"job {owner['job']}" if owner["job"] else f"process {owner['pid']}"
+    return f"{who} on {owner['host']}"
+
+
+def _end_superseded_run(loss: LeaseCompromise) -> None:
+    """Ends this process, from the thread of the heartbeat, if the folder is another's; status.json is, too."""
+    path = Path(loss.lock_file)
+    owner = read_owner(path)
+    if owner and (owner["host"], owner["pid"]) != (platform.node(), os.getpid()):
+        log.error(f"output_dir {path.parent}: {_describe(owner)} has taken it from this run, which ends here")
+        os._exit(UserError.exit_code)
+    log.warning(f"{path} was removed or cannot be renewed: nothing keeps another run out of the folder any more")
 
 
 def is_running(owner: dict[str, Any], queue: dict[str, str] | None) -> bool | None:
-    """Whether the owner of a lock still runs; None where that cannot be known from here.
+    """Whether the owner of a folder still runs; None where that cannot be known from here.
 
     Args:
+        owner: of `read_owner`.
         queue: Slurm's state of each job (squeue_states). A job that waits in it is not running.
     """
     if not owner:

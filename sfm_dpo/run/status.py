@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from sfm_dpo.common.files import format_clock
+from sfm_dpo.common.leases import read_owner
 from sfm_dpo.common.tables import format_table
 from sfm_dpo.run.checkpoint import checkpoints, newest_checkpoint, step_of
-from sfm_dpo.run.folder import ENVIRONMENT, LOCK, STATUS, read_mapping
-from sfm_dpo.run.lock import is_running, squeue_states
+from sfm_dpo.run.folder import ENVIRONMENT, STATUS, read_mapping
+from sfm_dpo.run.lock import LOCK, is_running, squeue_states
 
 STALE_SECONDS = 1800  # longer than a step, an evaluation or a save takes
 COLUMNS = "run state slurm step eta pairs/s loss margin health last checkpoint starts".split()
@@ -39,7 +40,7 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
     age = max(0.0, now - max(times)) if times else None
     state = status.get("state", "unknown")
     if state == "running":
-        gone = is_running(read_mapping(run / LOCK), queue) is False
+        gone = is_running(read_owner(run / LOCK), queue) is False
         state = "died" if gone else "stale" if age is not None and age > STALE_SECONDS else state
     if slurm == "PENDING":
         state += ", waits"

@@ -1,32 +1,46 @@
-"""Who has a run's folder: one of many at once, whoever died, jobs and processes as owners."""
+"""Who has a run's folder: one of many at once, whoever died, jobs and processes as owners, earlier versions."""
 
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import filelock._soft
 import psutil
 import pytest
 
+from sfm_dpo.common import leases
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.leases import read_owner, this_process
 from sfm_dpo.run import lock
-from sfm_dpo.run.lock import is_running, read_owner, release_lock, squeue_states, take_lock
+from sfm_dpo.run.lock import LOCK, is_running, squeue_states, take_folder
 
 ROOT = Path(__file__).resolve().parents[2]
-ROUNDS, PROCESSES = 10, 6
+ROUNDS = 8
+PROCESSES = 5
 # Each waits for the round's folder, all try at once, and live until all rounds are over.
 CONTENDER = """
 import sys, time
 from pathlib import Path
-from sfm_dpo.run.lock import take_lock
+import filelock._soft
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.run.lock import take_folder
+if sys.argv[1] == "no exchange":
+    filelock._soft.exchange_names = lambda source, target: False
 print("ready", flush=True)
-for name in sys.argv[1:]:
-    go = Path(name) / "go"
-    while not go.exists():
+leases = []
+for name in sys.argv[2:]:
+    while not (Path(name) / "go").exists():
         pass
-    print("refused" if take_lock(Path(name) / ".lock") else "won", flush=True)
+    try:
+        leases.append(take_folder(Path(name)))
+        print("won", flush=True)
+    except UserError as error:
+        print(error, flush=True)
 sys.stdin.read()
 """
 
@@ -35,6 +49,8 @@ sys.stdin.read()
 def no_job(monkeypatch):
     for name in ("SLURM_JOB_ID", "SLURM_CLUSTER_NAME"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(leases, "SETTLE_SECONDS", 0.1)
+    monkeypatch.setattr(lock, "SETTLE_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -51,52 +67,66 @@ def dead() -> dict:
     return {"host": platform.node(), "pid": ended.pid, "started": 5.0}
 
 
-def write_lock(path: Path, **facts) -> None:
+def write_lock(run: Path, **facts) -> None:
+    """As an earlier version wrote it; a lease's file has the same in its last line."""
     owner = {"job": None, "cluster": None, "uid": os.getuid(), "time": "2026-01-31T18:03:11+00:00", "id": "old"}
-    path.write_text(json.dumps(owner | {"host": "n1", "pid": 1, "started": 1.0} | facts))
+    (run / LOCK).write_text(json.dumps(owner | {"host": "n1", "pid": 1, "started": 1.0} | facts))
 
 
-@pytest.mark.parametrize("stale", [False, True], ids=["no lock", "a stale lock"])
-def test_one_of_many_at_once_wins(tmp_path, dead, stale):
-    folders = [tmp_path / str(n) for n in range(ROUNDS)]
-    for folder in folders:
-        folder.mkdir()
-        if stale:
-            write_lock(folder / ".lock", **dead)
-    command = [sys.executable, "-c", CONTENDER, *map(str, folders)]
+def refused(run: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        take_folder(run)
+    return str(caught.value).removeprefix(f"output_dir {run}: ")
+
+
+def start_contender(*arguments) -> subprocess.Popen:
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    contenders = [subprocess.Popen(command, cwd=ROOT, **pipes) for _ in range(PROCESSES)]
+    contender = subprocess.Popen([sys.executable, "-c", CONTENDER, *map(str, arguments)], cwd=ROOT, **pipes)
+    assert contender.stdout.readline() == "ready\n"
+    return contender
+
+
+@pytest.mark.parametrize("disk", ["exchange", "no exchange"])
+def test_one_of_many_at_once_wins_and_a_stale_lock_is_taken_over_by_one(tmp_path, dead, disk):
+    folders = [tmp_path / str(n) for n in range(ROUNDS)]
+    for number, folder in enumerate(folders):
+        folder.mkdir()
+        if number % 2:
+            write_lock(folder, **dead)
+    contenders = [start_contender(disk, *folders) for _ in range(PROCESSES)]
     try:
-        for contender in contenders:
-            assert contender.stdout.readline() == "ready\n"
         for folder in folders:
             (folder / "go").touch()
             answers = [contender.stdout.readline().strip() for contender in contenders]
-            assert sorted(answers) == ["refused"] * (PROCESSES - 1) + ["won"], answers
+            assert answers.count("won") == 1, answers
             winner = contenders[answers.index("won")]
-            assert read_owner(folder / ".lock")["pid"] == winner.pid
-            assert sorted(path.name for path in folder.iterdir()) == [".lock", "go"]
+            assert read_owner(folder / LOCK)["pid"] == winner.pid
+            assert sorted(path.name for path in folder.iterdir()) == [LOCK, "go"]
+            for answer in answers:
+                assert answer == "won" or f"process {winner.pid} on {platform.node()} has it since " in answer
     finally:
         for contender in contenders:
             contender.communicate("")
 
 
-def test_whoever_dies_while_taking_over_is_succeeded(tmp_path, dead):
-    write_lock(tmp_path / ".lock", **dead)
-    write_lock(tmp_path / ".lock-after-old", **dead, id="older")
-    assert take_lock(tmp_path / ".lock") is None
-    assert read_owner(tmp_path / ".lock")["pid"] == os.getpid()
-    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
-    assert take_lock(tmp_path / ".lock") is None  # ours already
-    release_lock(tmp_path / ".lock")
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("disk", ["exchange", "no exchange"])
+def test_a_killed_process_has_lost_it_at_once(tmp_path, monkeypatch, disk):
+    if disk == "no exchange":
+        monkeypatch.setattr(filelock._soft, "exchange_names", lambda source, target: False)
+    (tmp_path / "go").touch()
+    owner = start_contender(disk, tmp_path)
+    assert owner.stdout.readline() == "won\n"
+    assert refused(tmp_path).startswith(f"process {owner.pid} on {platform.node()} has it since ")
+    owner.kill()
+    time.sleep(0.5)  # nobody waits for it: it is a zombie, as under an init that reaps nothing
+    lease = take_folder(tmp_path)
+    lease.release()
+    assert [path.name for path in tmp_path.iterdir()] == ["go"]
+    owner.communicate()
 
 
-def test_another_process_of_that_number_is_not_the_owner_and_a_clock_that_is_set_changes_nothing(
-    tmp_path, monkeypatch
-):
-    assert take_lock(tmp_path / ".lock") is None
-    owner = read_owner(tmp_path / ".lock")
+def test_another_process_of_that_number_is_not_the_owner_and_a_clock_that_is_set_changes_nothing(monkeypatch):
+    owner = this_process()
     assert is_running(owner, None) and not is_running(owner | {"started": owner["started"] - 3600}, None)
     boot = psutil.boot_time()
     created = psutil.Process().create_time()
@@ -106,47 +136,63 @@ def test_another_process_of_that_number_is_not_the_owner_and_a_clock_that_is_set
 
 
 def test_a_job_has_it_while_slurm_runs_it(tmp_path, slurm, monkeypatch):
-    path = tmp_path / ".lock"
-    for states, running in (({"7": "RUNNING"}, True), ({"7": "COMPLETING"}, True), (None, None)):
-        write_lock(path, job="7")
+    has_it = "job 7 on n1 has it since 2026-01-31T18:03:11+00:00; wait, end it, or choose another output_dir"
+    unseen = f"{has_it} (if it has ended, which cannot be seen from here: remove {tmp_path / LOCK})"
+    for states, message in (({"7": "RUNNING"}, has_it), ({"7": "COMPLETING"}, has_it), (None, unseen)):
+        write_lock(tmp_path, job="7")
         slurm(states)
-        assert take_lock(path) == read_owner(path) | {"running": running}
+        assert refused(tmp_path) == message
     for other in ({"uid": os.getuid() + 1}, {"cluster": "elsewhere"}):
-        write_lock(path, **{"job": "7", "cluster": "here"} | other)
+        write_lock(tmp_path, **{"job": "7", "cluster": "here"} | other)
         slurm({"8": "RUNNING"})
         monkeypatch.setenv("SLURM_CLUSTER_NAME", "here")
-        assert take_lock(path)["running"] is None  # squeue may not show it to us
+        assert refused(tmp_path) == unseen  # squeue may not show it to us
     monkeypatch.delenv("SLURM_CLUSTER_NAME")
     for states in ({"7": "PENDING"}, {"8": "RUNNING"}):  # requeued after a crash; gone
-        write_lock(path, job="7")
+        write_lock(tmp_path, job="7")
         slurm(states)
-        assert take_lock(path) is None and read_owner(path)["pid"] == os.getpid()
+        take_folder(tmp_path).release()
 
 
-def test_another_host_without_slurm_cannot_be_seen(tmp_path):
-    write_lock(tmp_path / ".lock", host="another-node")
-    assert take_lock(tmp_path / ".lock")["running"] is None
-
-
-def test_all_starts_of_a_job_share_it_but_not_two_at_once(tmp_path, monkeypatch, slurm, dead):
+def test_a_requeued_job_takes_its_own_folder_again(tmp_path, monkeypatch, slurm, dead):
     slurm({"7": "RUNNING"})
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    for before in (
-        {"host": "n1"},
-        dead,
-    ):  # requeued on another node; the batch script's check_config.py, which has ended
-        write_lock(tmp_path / ".lock", **{"job": "7"} | before)
-        assert take_lock(tmp_path / ".lock") is None
-        release_lock(tmp_path / ".lock")
-        assert read_owner(tmp_path / ".lock")["id"] == "old", "the batch script's, who gives it up at the job's end"
-    child = subprocess.Popen([sys.executable, "-c", CONTENDER, str(tmp_path / "sub")], cwd=ROOT, stdin=subprocess.PIPE)
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "go").touch()
-    while not read_owner(tmp_path / "sub" / ".lock"):
-        time.sleep(0.05)
-    assert take_lock(tmp_path / "sub" / ".lock")["pid"] == child.pid
-    child.communicate(b"")
-    assert take_lock(tmp_path / "sub" / ".lock") is None
+    for before in ({"host": "n1"}, dead):
+        write_lock(tmp_path, **{"job": "7"} | before)
+        lease = take_folder(tmp_path)
+        assert (read_owner(tmp_path / LOCK)["job"], read_owner(tmp_path / LOCK)["pid"]) == ("7", os.getpid())
+        lease.release()
+    (tmp_path / "go").touch()
+    other = start_contender("exchange", tmp_path)  # two starts of one job at the same time
+    assert other.stdout.readline() == "won\n"
+    assert refused(tmp_path).startswith(f"job 7 on {platform.node()} has it since ")
+    other.communicate("")
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", "0", '{"job": "7"}'])
+def test_a_damaged_lock_is_one_line(tmp_path, text):
+    (tmp_path / LOCK).write_text(text)
+    assert refused(tmp_path) == f"{LOCK} is damaged; remove it if nothing trains there"
+
+
+def test_a_superseded_run_ends_and_names_who_has_the_folder(tmp_path, monkeypatch, capsys):
+    codes = []
+    monkeypatch.setattr(leases, "LEASE_SECONDS", 1.0)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    lease = take_folder(tmp_path)
+    (tmp_path / LOCK).unlink()
+    time.sleep(0.5)
+    assert not codes, "nobody has taken it"
+    assert f"{LOCK} was removed or cannot be renewed" in capsys.readouterr().out
+    lease.release()
+    lease = take_folder(tmp_path)
+    (tmp_path / LOCK).unlink()
+    write_lock(tmp_path, host="n7", pid=99)
+    time.sleep(0.5)
+    assert codes == [2]
+    assert re.search("process 99 on n7 has taken it from this run, which ends here", capsys.readouterr().err)
+    lease.release()
+    assert read_owner(tmp_path / LOCK)["host"] == "n7"
 
 
 def test_squeue(tmp_path, monkeypatch):

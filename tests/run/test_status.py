@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from sfm_dpo.common.leases import read_owner, this_process
 from sfm_dpo.run import status
 from sfm_dpo.run.checkpoint import mark_complete
-from sfm_dpo.run.folder import ENVIRONMENT, LOCK, STATUS, write_status
-from sfm_dpo.run.lock import take_lock
+from sfm_dpo.run.folder import ENVIRONMENT, STATUS, write_status
+from sfm_dpo.run.lock import LOCK
 from sfm_dpo.run.status import describe_run, find_runs, format_runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,14 +26,12 @@ def make(folder: Path, state: str, starts: int = 1, host: str | None = None, **f
     (folder / ENVIRONMENT).write_text(json.dumps({"starts": [{"step": 0}] * starts}))
     write_status(folder, state, facts.pop("exit_code", None), facts.pop("message", ""), **facts)
     if state == "running":
-        take_lock(folder / LOCK)
-        change_owner(folder, host=host or platform.node())
+        (folder / LOCK).write_text(json.dumps(this_process() | {"host": host or platform.node()}))
     return folder
 
 
 def change_owner(run: Path, **facts) -> None:
-    owner = json.loads((run / LOCK).read_text())
-    (run / LOCK).write_text(json.dumps(owner | facts))
+    (run / LOCK).write_text(json.dumps(read_owner(run / LOCK) | facts))
 
 
 def state(run: Path, queue: dict[str, str] | None = None) -> str:
