@@ -11,11 +11,7 @@ that it was made of. Nothing is loaded whole: a file of weights is in memory at 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import sfm_dpo
-
-sfm_dpo.setup()
+import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command, number
 from sfm_dpo.jobs.averaging import average_models

@@ -12,12 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import sfm_dpo
-
-sfm_dpo.setup()
-
+import _setup  # noqa: F401  (first: finds the package, reads .env)
 import torch
 import yaml
 

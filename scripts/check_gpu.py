@@ -10,11 +10,7 @@ Exit codes: 0 nothing failed, 1 a check failed, 2 an error.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import sfm_dpo
-
-sfm_dpo.setup()
+import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command, number
 

@@ -14,11 +14,7 @@ into evaluation.json of the run, or of the checkpoint, its report and its model 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import sfm_dpo
-
-sfm_dpo.setup()
+import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command, number
 from sfm_dpo.jobs.benchmarks import Settings, evaluate_run

@@ -12,12 +12,7 @@ own earlier answers, and /new forgets them. Answers are greedy: the same each ti
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import sfm_dpo
-
-sfm_dpo.setup()
-
+import _setup  # noqa: F401  (first: finds the package, reads .env)
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer

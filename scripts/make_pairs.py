@@ -10,13 +10,8 @@ known. Prompts without a preferred answer are left out and counted.
 
 import json
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import sfm_dpo
-
-sfm_dpo.setup()
+import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command, new_file, number
 from sfm_dpo.common.errors import UserError

@@ -11,13 +11,8 @@ The recipe's fields are taken as train_dpo.py takes them. Exit codes: 0 all roun
 """
 
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import sfm_dpo
-
-sfm_dpo.setup()
+import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command, new_file, number
 from sfm_dpo.common.errors import UserError

@@ -18,11 +18,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import sfm_dpo
-
-sfm_dpo.setup()
+import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command, new_file, number
 from sfm_dpo.common.files import write_json

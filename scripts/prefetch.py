@@ -13,12 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import sfm_dpo
-
-sfm_dpo.setup()
-
+import _setup  # noqa: F401  (first: finds the package, reads .env)
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

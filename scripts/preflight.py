@@ -9,14 +9,8 @@ Takes the recipe's fields as train_dpo.py does, on one GPU or the CPU (there: --
 
 import sys
 import tempfile
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import sfm_dpo
-
-sfm_dpo.setup()
-
+import _setup  # noqa: F401  (first: finds the package, reads .env)
 import numpy as np
 
 from sfm_dpo.common.cli import Arguments, command, new_file

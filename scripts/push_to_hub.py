@@ -19,11 +19,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import sfm_dpo
-
-sfm_dpo.setup()
+import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.hub.publish import choose_repo, find_source, publish, push_run, stage_files

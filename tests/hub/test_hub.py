@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import push_to_hub
 import pytest
 import torch
 import torch.distributed.checkpoint
@@ -25,9 +26,6 @@ from sfm_dpo.hub.verify import compare_adapter, compare_weights
 from sfm_dpo.run.checkpoint import KEEP, PUSHING, rotate
 from sfm_dpo.run.folder import read_resolved_config, read_status, write_status
 from tests.hub_server import NAME, READ_TOKEN, TOKEN
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import push_to_hub
 
 WEIGHTS = "model.safetensors"
 

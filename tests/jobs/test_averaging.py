@@ -2,9 +2,9 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
+import average
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,9 +13,6 @@ from transformers import AutoModelForCausalLM
 from sfm_dpo.hub.publish import find_source
 from sfm_dpo.run.folder import read_status
 from tests.tiny_models import tiny_model, tiny_tokenizer
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import average
 
 
 def state(folder: Path) -> dict[str, torch.Tensor]:

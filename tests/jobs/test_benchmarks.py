@@ -6,6 +6,8 @@ import shutil
 import sys
 from pathlib import Path
 
+import compare_runs
+import evaluate
 import numpy as np
 import pytest
 import torch
@@ -18,10 +20,6 @@ import train_dpo
 from sfm_dpo.jobs.benchmarks import Settings, compare_results, load_tasks, run_lm_eval
 from sfm_dpo.jobs.preferences import summarize_pairs
 from sfm_dpo.run.folder import read_resolved_config
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import compare_runs
-import evaluate
 
 
 def make_result(values: list[float], higher_is_better: bool | None = True, stderr: float = 0.1) -> dict:

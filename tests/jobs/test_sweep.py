@@ -4,19 +4,16 @@ import json
 import re
 import shutil
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
+import status
+import sweep
 import yaml
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.jobs.sweep import MEMBERS, format_sweep, list_members, plan_sweep, read_grid, summarize_settings
 from sfm_dpo.run.folder import read_status
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import status
-import sweep
 
 RATES = {"learning_rate": ["1e-6", 1.0e-5]}
 

@@ -1,0 +1,10 @@
+"""Finds the package and prepares the process. Every script imports this before anything that is not Python's own."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import sfm_dpo
+
+sfm_dpo.setup()
