@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 
-PACKAGES = "dotenv psutil numpy rich torch transformers accelerate datasets deepspeed peft matplotlib trl".split()
+PACKAGES = "dotenv psutil numpy torch transformers accelerate datasets deepspeed peft matplotlib trl".split()
 
 
 def setup() -> None:

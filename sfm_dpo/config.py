@@ -22,10 +22,10 @@ from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, TrlParser, get_pef
 from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common import distributed
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import UserError, nearest
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.common.gpus import explain_missing_gpus
-from sfm_dpo.config_checks import LOSS_TYPES, check_fields, check_known, check_machine, check_mappings, nearest
+from sfm_dpo.config_checks import LOSS_TYPES, check_fields, check_known, check_machine, check_mappings
 
 
 @dataclass

@@ -1,6 +1,5 @@
 """Checks of a configuration before any model or data is loaded: ranges, combinations, what is installed."""
 
-import difflib
 import importlib.util
 import inspect
 import json
@@ -17,7 +16,7 @@ from transformers import get_scheduler
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available
 
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import UserError, nearest
 
 # Losses whose log-ratios are means over response tokens; the others in TRL use sums.
 LENGTH_NORMALIZED_LOSSES = {"sigmoid_norm", "ipo"}
@@ -56,12 +55,6 @@ _RANGES = [
     (lambda v: 0 < v <= 1, "above 0 and at most 1", "duplicate_threshold max_response_similarity"),
     (lambda v: 0 <= v < 2**32, "at least 0 and below 2**32", "seed"),
 ]
-
-
-def nearest(name: Any, known: Iterable[str], prefix: str = "") -> str:
-    """The end of an error message: the known name that resembles `name`, if one does."""
-    match = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-    return f"; did you mean {prefix}{match[0]}?" if match else ""
 
 
 # Fields of TRL and Transformers that do not work in training, metrics, guard, preflight and resume alike

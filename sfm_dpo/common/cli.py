@@ -4,17 +4,17 @@ Imports nothing slow, so that --help answers at once. (train_dpo.py's fields are
 """
 
 import argparse
-import difflib
 import functools
 import logging
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sfm_dpo.common.errors import RunEnd
+from sfm_dpo.common.errors import RunEnd, nearest
 from sfm_dpo.common.secrets import mask_traceback
 
 log = logging.getLogger(__name__)
@@ -49,10 +49,9 @@ class Arguments(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One line, without the usage that argparse would print above it."""
-        kind, _, typed = message.partition("unrecognized arguments: ")
-        known = [name for name in self._option_string_actions if name.startswith("--")]
-        near = difflib.get_close_matches(typed.split("=")[0].split(" ")[0], known, n=1) if not kind else []
-        self.exit(2, f"error: {message}{f'; did you mean {near[0]}?' if near else ''} (see --help)\n")
+        unknown = re.match(r"unrecognized arguments: (--[^= ]*)", message)
+        hint = nearest(unknown[1], self._option_string_actions) if unknown else ""
+        self.exit(2, f"error: {message}{hint} (see --help)\n")
 
 
 def number(kind: type, lowest: float, highest: float = math.inf) -> Callable[[str], Any]:

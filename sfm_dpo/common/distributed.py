@@ -1,4 +1,4 @@
-"""Ranks: which one this is, and how they come to the same value."""
+"""Ranks: which one this is, and how they agree on a value."""
 
 import os
 from collections.abc import Callable
@@ -15,7 +15,7 @@ def is_main_process() -> bool:
 
 
 def rank() -> int:
-    """By the launcher's environment, as is_main_process."""
+    """The number of this process among all, by the launcher's environment."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -48,7 +48,7 @@ def gather(value: T) -> list[T]:
 def main_process_first(action: Callable[[], T]) -> T:
     """Runs `action` on rank 0, which fills caches, then on the others, which read them.
 
-    A UserError of rank 0 is raised on every rank, so that all leave with the same line. (Under accelerate's
+    A UserError of rank 0 is raised on every rank, so that all exit with the same line. (Under accelerate's
     `main_process_first` the others would die at the barrier, with a traceback that hides it.)
     """
     result: Any = None
@@ -58,6 +58,7 @@ def main_process_first(action: Callable[[], T]) -> T:
             result = action()
         except UserError as raised:
             error = raised
-    if agreed := broadcast(error):
-        raise error or agreed
+    agreed = broadcast(error)
+    if agreed:
+        raise agreed
     return result if is_main_process() else action()

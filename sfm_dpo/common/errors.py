@@ -4,6 +4,8 @@ Further exit codes: 5, not pushed (hub/publish.py); 69, the node check failed (h
 (common/cli.py).
 """
 
+import difflib
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 
@@ -26,7 +28,8 @@ class RunEnd(Exception):
 class UserError(RunEnd):
     """Wrong configuration or data."""
 
-    exit_code, state = 2, "failed"
+    exit_code = 2
+    state = "failed"
 
 
 class DiskFull(UserError):
@@ -40,26 +43,36 @@ class OutOfMemory(UserError):
 
 
 class Hung(RunEnd):
-    """No rank moved for `hang_timeout` (train/watchdog.py, which leaves without raising it)."""
+    """No rank made progress for `hang_timeout` (train/watchdog.py, which exits without raising it)."""
 
-    exit_code, state = 70, "hung"
+    exit_code = 70
+    state = "hung"
 
 
 class PreflightRefused(UserError):
-    exit_code, state = 3, "refused"
+    exit_code = 3
+    state = "refused"
 
 
 class GuardStopped(UserError):
-    exit_code, state = 4, "collapsed"
+    exit_code = 4
+    state = "collapsed"
 
 
 class StopRequested(RunEnd):
-    """Stopped by the stop file; the same command goes on."""
+    """Stopped by the stop file; the same command resumes."""
 
-    exit_code, state = 75, "stopped"
+    exit_code = 75
+    state = "stopped"
 
 
 class PreflightDone(StopRequested):
-    """Nothing but the preflight was asked for."""
+    """Only the preflight was requested."""
 
     exit_code = 0
+
+
+def nearest(name: Any, known: Iterable[str], prefix: str = "") -> str:
+    """The end of an error message: the known name that resembles `name`, if one does."""
+    match = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    return f"; did you mean {prefix}{match[0]}?" if match else ""

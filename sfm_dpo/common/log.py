@@ -1,6 +1,6 @@
 """The log of a command: rank 0's lines on stdout, errors of any rank on stderr, secrets masked.
 
-Modules write with `log = logging.getLogger(__name__)`; importing the package installs the handler.
+Modules write with `log = logging.getLogger(__name__)`; sfm_dpo.setup() installs the handler.
 """
 
 import logging
@@ -24,5 +24,6 @@ class LineHandler(logging.Handler):
 
 def install() -> None:
     log = logging.getLogger("sfm_dpo")
-    log.handlers, log.propagate = [LineHandler()], False
+    log.handlers = [LineHandler()]
+    log.propagate = False
     log.setLevel(logging.INFO)

@@ -1,6 +1,5 @@
-"""Secrets of the environment and of .env: read, and masked in whatever is written or printed."""
+"""Secrets of the environment and of .env, which is read once, and masked in whatever is written or printed."""
 
-import contextlib
 import io
 import os
 import re
@@ -17,12 +16,12 @@ from sfm_dpo.common.files import PROJECT
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|WEBHOOK")
 # What .env may hold besides secrets, and logs name for good reasons: folders, projects, modes.
 _SETTING = re.compile(r"^(HF|WANDB|TRACKIO|TENSORBOARD|CUDA|NCCL|OMP|TORCH|PYTORCH|SBATCH|SLURM|DS)_")
-_in_file: set[tuple[str, str]] = set()  # what .env has held
-_SHORTEST = 8  # masking a shorter value would blot out ordinary text, and nobody's token is one
+_SHORTEST = 8  # masking a shorter value would make ordinary text illegible, and no token is so short
+_env_file_values: set[str] = set()  # what load_env_file has read, but settings
 
 
 def env_file() -> Path:
-    """.env of the working directory or of a folder above it; else the project's, whether it is there or not."""
+    """.env of the working directory or of a folder above it; else the project's, whether it exists or not."""
     return Path(find_dotenv(usecwd=True) or PROJECT / ".env")
 
 
@@ -31,40 +30,38 @@ def load_env_file() -> None:
 
     Raises:
         SystemExit: after one line, with exit code 2, if a part cannot be read. dotenv would raise, or leave out the
-            lines that it does not understand: a token would be missing without a word.
+            lines that it does not understand: a token would be missing without a message.
     """
     path = env_file()
     if not path.is_file():
         return
     try:
         wrong = [part.original.line for part in parse_stream(io.StringIO(path.read_text())) if part.error]
-        reason = f"line {wrong[0]} is not NAME=value" if wrong else ""  # the line itself may be a secret
+        reason = f"line {wrong[0]} is not NAME=value" if wrong else None  # the line itself may be a secret
     except (OSError, UnicodeDecodeError) as error:
         reason = f"cannot be read ({error})"
-    mode = path.stat().st_mode & 0o777
-    if is_main_process() and reason:
-        print(f"error: {path}: {reason}; mend it, see .env.example", file=sys.stderr, flush=True)
-    elif is_main_process() and mode & 0o077:  # not on stdout, where check_config.py prints a result
-        print(f"warning: .env can be read by others (mode {mode:o}): chmod 600 {path}", file=sys.stderr, flush=True)
     if reason:
+        if is_main_process():
+            print(f"error: {path}: {reason}; correct it, see .env.example", file=sys.stderr, flush=True)
         sys.exit(2)
+    mode = path.stat().st_mode & 0o777
+    if is_main_process() and mode & 0o077:  # not on stdout, where check_config.py prints a result
+        print(f"warning: .env can be read by others (mode {mode:o}): chmod 600 {path}", file=sys.stderr, flush=True)
     load_dotenv(path)
-
-
-def secrets() -> set[str]:
-    """Values of the environment's variables with a secret's name, and of whatever else .env holds, or has held since
-    this process began, but settings."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):  # someone may edit it while a run goes on
-        _in_file.update((name, value) for name, value in dotenv_values(env_file()).items() if value)
-    named = {value for name, value in (*os.environ.items(), *_in_file) if _SECRET.search(name.upper())}
-    others = {value for name, value in _in_file if not _SETTING.search(name.upper())}
-    return {value for value in named | others if len(value) >= _SHORTEST}
+    for name, value in dotenv_values(path).items():
+        if value and not _SETTING.search(name.upper()):
+            _env_file_values.add(value)
 
 
 def mask(text: str) -> str:
-    """`text` with `***` in the place of each secret, and of whatever looks like a token of the Hub."""
-    for value in sorted(secrets(), key=len, reverse=True):  # a secret may be part of another
-        text = text.replace(value, "***")
+    """`text` with `***` in the place of each secret, and of whatever looks like a token of the Hub.
+
+    Secrets are the values of the environment's variables with a secret's name, and of all in .env but settings.
+    """
+    secrets = {value for name, value in os.environ.items() if _SECRET.search(name.upper())} | _env_file_values
+    for value in sorted(secrets, key=len, reverse=True):  # a secret may be part of another
+        if len(value) >= _SHORTEST:
+            text = text.replace(value, "***")
     return re.sub(r"\bhf_[A-Za-z0-9]{20,}", "***", text)
 
 

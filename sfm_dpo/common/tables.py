@@ -1,11 +1,7 @@
-"""Tables in plain text, aligned by rich."""
+"""Tables in plain text."""
 
-import io
 from collections.abc import Iterable, Sequence
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from itertools import zip_longest
 
 
 def format_table(
@@ -15,14 +11,14 @@ def format_table(
 
     Args:
         headings: of the columns; none where empty.
-        align: a letter a column, l or r; the last one stands for all further columns.
+        align: a letter per column, l or r; the last one holds for all further columns.
     """
-    cells = [[str(cell) for cell in row] for row in ([headings, *rows] if headings else rows)]
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1))
-    for i in range(max(map(len, cells), default=0)):
-        table.add_column(justify="right" if align[min(i, len(align) - 1)] == "r" else "left", no_wrap=True)
-    for row in cells:
-        table.add_row(*map(Text, row))
-    out = io.StringIO()
-    Console(file=out, width=10_000, color_system=None, force_terminal=False).print(table)
-    return "\n".join((" " * indent + line).rstrip() for line in out.getvalue().splitlines())
+    table = [[str(cell) for cell in row] for row in rows]
+    if headings:
+        table.insert(0, list(headings))
+    columns = []
+    for i, column in enumerate(zip_longest(*table, fillvalue="")):
+        width = max(map(len, column))
+        is_right = align[min(i, len(align) - 1)] == "r"
+        columns.append([cell.rjust(width) if is_right else cell.ljust(width) for cell in column])
+    return "\n".join((" " * indent + "  ".join(cells)).rstrip() for cells in zip(*columns, strict=True))

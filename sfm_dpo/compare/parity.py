@@ -21,10 +21,10 @@ from datasets import Dataset
 from torch.nn.utils.rnn import pad_sequence
 from transformers.utils import is_flash_attn_2_available
 
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import UserError, nearest
 from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import parse_config
-from sfm_dpo.config_checks import main_loss, nearest
+from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.health.preflight import check_vocabulary
 from sfm_dpo.model.loading import load_model_config, model_init_kwargs

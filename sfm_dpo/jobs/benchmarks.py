@@ -18,10 +18,9 @@ import yaml
 from transformers import AutoTokenizer
 from transformers.utils import ADAPTER_CONFIG_NAME
 
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import UserError, nearest
 from sfm_dpo.common.files import now, write_json
 from sfm_dpo.common.statistics import Z, mean_interval
-from sfm_dpo.config_checks import nearest
 from sfm_dpo.hub.publish import Source, find_source, stage_files
 from sfm_dpo.jobs.preferences import evaluate_pairs
 from sfm_dpo.report.evaluation import format_evaluation

@@ -22,6 +22,7 @@ from trl import get_peft_config
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
+from sfm_dpo.common.gpus import GPU_MEMORY
 from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import Config
 from sfm_dpo.data.sampler import PairSampler
@@ -44,8 +45,6 @@ from sfm_dpo.train.fit_memory import (
 log = logging.getLogger(__name__)
 
 LAUNCHES = {"zero2": "ds_config.json", "zero3": "configs/accelerate/ds_zero3.json", "fsdp2": None}
-# Bytes of memory, from the vendors' data sheets.
-GPU_MEMORY = {"B300": 288e9, "B200": 180e9, "H200": 141e9, "H100": 80e9, "A100": 80e9, "L40S": 48e9}
 # Published model FLOPs utilisation of DPO at 7B, all of open-instruct on H100: what hours are computed at where this
 # cluster has no figure of its own.
 PUBLISHED_MFU = {

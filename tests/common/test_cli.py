@@ -28,9 +28,3 @@ def test_command_returns_the_exit_code(capsys, monkeypatch, end, code, line):
 
     assert main([]) == code
     assert capsys.readouterr() == ("", line)
-
-
-def test_command_lets_a_crash_through(monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    with pytest.raises(ZeroDivisionError):
-        command(lambda argv: 1 // len(argv))([])
