@@ -109,7 +109,6 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
-        monkeypatch.setattr("sfm_dpo.hub.serving.ENVIRONMENTS", tmp_path / "none")  # tests/hub/test_serving.py has it
         monkeypatch.setattr("time.sleep", lambda seconds: None)  # between attempts, ours and huggingface_hub's
         yield server
         upload.set_timeout(30)  # of whatever comes later in this process

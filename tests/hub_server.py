@@ -116,19 +116,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     # ---- answers
 
-    def whoami(self):
-        if not self.role:
-            return self._send(401, {"error": "Invalid credentials in Authorization header"}, _MESSAGE)
-        self._send(200, {"name": NAME, "orgs": [{"name": ORG}], "auth": {"accessToken": {"role": self.role}}})
-
     def create(self):
         asked = json.loads(self.body)
         repo = f"{asked.get('organization') or NAME}/{asked['name']}"
         url = {"url": f"{self.server.url}/{repo}", "name": repo}
+        if not self.role:
+            return self._send(401, {}, {"X-Error-Message": "Invalid credentials in Authorization header"})
         if self.role != "write" or repo.split("/")[0] not in (NAME, ORG):
-            return self._send(403, {"error": "no rights"}, {"X-Error-Message": f"You don't have the rights to {repo}"})
+            return self._send(403, {})
         if repo in self.server.repos:
-            return self._send(409, url | {"error": "You already created this model repo"})
+            return self._send(409, url)
         self.server.repos[repo] = Repo(asked.get("visibility") == "private")
         self._send(200, url)
 
@@ -141,76 +138,73 @@ class _Handler(BaseHTTPRequestHandler):
             here = self.server.repos[repo]
             sha = here.branches.get(revision or "main", revision)
             names = [{"rfilename": name} for name in found]
-            self._send(200, {"id": repo, "modelId": repo, "sha": sha, "private": here.private, "siblings": names})
+            self._send(200, {"id": repo, "sha": sha, "private": here.private, "siblings": names})
 
     def tree(self, repo: str, revision: str, folder: str | None = None):
-        if (files := self._files(repo, revision)) is not None:
-            start = f"{folder}/" if folder else ""
-            names = [name for name in files if name.startswith(start)]
-            if folder and not names:
-                return self._send(404, {}, {"X-Error-Code": "EntryNotFound"})
-            entry = {"type": "file"}
-            self._send(200, [entry | {"path": n, "size": len(files[n]), "oid": _git_oid(files[n])} for n in names])
+        files = self._files(repo, revision)
+        if files is None:
+            return
+        if folder:  # none of ours
+            return self._send(404, {}, {"X-Error-Code": "EntryNotFound"})
+        entries = []
+        for name, data in files.items():
+            entries.append({"type": "file", "path": name, "size": len(data), "oid": _git_oid(data)})
+        self._send(200, entries)
 
     def branch(self, repo: str, revision: str):
         if here := self._repo(repo, write=True):
             if revision in here.branches:
-                return self._send(409, {"error": "Reference already exists"})
+                return self._send(409, {})
             here.branches[revision] = here.branches["main"]
             self._send(200, {})
 
     def preupload(self, repo: str, revision: str):
-        if self._repo(repo, write=True) and (files := self._files(repo, revision)) is not None:
-            answer = []
-            for asked in json.loads(self.body)["files"]:
-                large = asked["path"].endswith((".safetensors", ".png")) or asked["size"] > 10 * 2**20
-                old = files.get(asked["path"])
-                oid = None if old is None else hashlib.sha256(old).hexdigest() if large else _git_oid(old)
-                mode = "lfs" if large else "regular"
-                answer.append({"path": asked["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
-            self._send(200, {"files": answer})
+        files = self._files(repo, revision)
+        if not self._repo(repo, write=True) or files is None:
+            return
+        answer = []
+        for asked in json.loads(self.body)["files"]:
+            name = asked["path"]
+            is_large = name.endswith((".safetensors", ".png"))
+            hash_file = _sha256 if is_large else _git_oid
+            oid = hash_file(files[name]) if name in files else None
+            mode = "lfs" if is_large else "regular"
+            answer.append({"path": name, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        self._send(200, {"files": answer})
 
     def lfs_batch(self, repo: str):
         if self._repo(repo, write=True):
             objects = [{"oid": asked["oid"], "size": asked["size"]} for asked in json.loads(self.body)["objects"]]
             for entry in objects:
-                href = f"{self.server.url}/lfs/{entry['oid']}"
                 if entry["oid"] not in self.server.objects:
-                    entry["actions"] = {"upload": {"href": href}, "verify": {"href": f"{href}/verify"}}
+                    entry["actions"] = {"upload": {"href": f"{self.server.url}/lfs/{entry['oid']}"}}
             self._send(200, {"transfer": "basic", "objects": objects})
 
     def lfs_put(self, oid: str):
         self.server.received += len(self.body)
-        is_whole = hashlib.sha256(self.body).hexdigest() == oid
-        if is_whole:
+        is_complete = _sha256(self.body) == oid
+        if is_complete:
             self.server.objects[oid] = self.body
-        self._send(200 if is_whole else 422, {})
-
-    def lfs_verify(self, oid: str):
-        asked, there = json.loads(self.body), self.server.objects.get(oid)
-        self._send(200 if there is not None and len(there) == asked["size"] else 422, {})
+        self._send(200 if is_complete else 422, {})
 
     def commit(self, repo: str, revision: str):
-        here = self._repo(repo, write=True)
-        if not here or (files := self._files(repo, revision)) is None:
-            return None
-        files, header = dict(files), None
+        files = self._files(repo, revision)
+        if not self._repo(repo, write=True) or files is None:
+            return
+        files = dict(files)
         for line in self.body.splitlines():
             item = json.loads(line)
             value = item["value"]
-            if item["key"] == "header":
-                header = value
-            elif item["key"] == "file":
+            if item["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif item["key"] == "lfsFile":
-                if value["oid"] not in self.server.objects:
-                    return self._send(422, {"error": f"{value['path']} was not uploaded"})
                 files[value["path"]] = self.server.objects[value["oid"]]
             elif item["key"] == "deletedFile":
                 del files[value["path"]]
-        content = json.dumps([here.branches[revision], header, {k: _git_oid(v) for k, v in files.items()}])
-        oid = hashlib.sha1(content.encode()).hexdigest()
-        here.commits[oid], here.branches[revision] = files, oid
+        here = self.server.repos[repo]
+        oid = hashlib.sha1(here.branches[revision].encode() + self.body).hexdigest()
+        here.commits[oid] = files
+        here.branches[revision] = oid
         self._send(200, {"commitUrl": f"{self.server.url}/{repo}/commit/{oid}", "commitOid": oid})
 
     def validate_yaml(self):
@@ -230,9 +224,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _repo(self, repo: str, write: bool = False) -> Repo | None:
         here = self.server.repos.get(repo)
         if here is None or (here.private and not self.role):
-            self._send(404 if self.role else 401, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+            self._send(404, {}, {"X-Error-Code": "RepoNotFound"})
         elif write and self.role != "write":
-            self._send(403, {"error": "no rights"})
+            self._send(403, {})
         else:
             return here
         return None
@@ -241,17 +235,10 @@ class _Handler(BaseHTTPRequestHandler):
         here = self._repo(repo)
         files = here and here.files(revision)
         if here and files is None:
-            self._send(404, {"error": f"Invalid rev id: {revision}"}, {"X-Error-Code": "RevisionNotFound"})
+            self._send(404, {}, {"X-Error-Code": "RevisionNotFound"})
         return files
 
     def _body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") == "chunked":
-            chunks = []
-            while size := int(self.rfile.readline(), 16):
-                chunks.append(self.rfile.read(size))
-                self.rfile.readline()
-            self.rfile.readline()
-            return b"".join(chunks)
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
 
     def _cut(self):
@@ -271,14 +258,16 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
 
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
 def _git_oid(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
-_MESSAGE = {"X-Error-Message": "Invalid credentials in Authorization header"}
 _REPO, _REV = r"(?P<repo>[\w.-]+/[\w.-]+)", r"(?P<revision>[\w.-]+(?:/[\w.-]+)?)"
 _ROUTES = [
-    ("GET", "/api/whoami-v2", _Handler.whoami),
     ("POST", "/api/repos/create", _Handler.create),
     ("POST", "/api/validate-yaml", _Handler.validate_yaml),
     ("GET", f"/api/models/{_REPO}/auth-check(/write)?", _Handler.auth_check),
@@ -289,6 +278,5 @@ _ROUTES = [
     ("GET", f"/api/models/{_REPO}(/revision/{_REV})?", _Handler.info),
     ("POST", f"/{_REPO}\\.git/info/lfs/objects/batch", _Handler.lfs_batch),
     ("PUT", r"/lfs/(?P<oid>[0-9a-f]{64})", _Handler.lfs_put),
-    ("POST", r"/lfs/(?P<oid>[0-9a-f]{64})/verify", _Handler.lfs_verify),
     ("GET HEAD", f"/{_REPO}/resolve/(?P<revision>[\\w.-]+)/(?P<name>.+)", _Handler.resolve),
 ]

@@ -1,7 +1,7 @@
-"""Pushes of checkpoints while training goes on: for each that is due, scripts/push_to_hub.py as a process of its own.
+"""Pushes checkpoints during training: each in a process of its own, which runs scripts/push_to_hub.py.
 
 Trainer's own push (transformers 5.23) copies every checkpoint into output_dir, uploads whatever lies there, checks
-nothing, and runs in threads for which the interpreter waits when it leaves: at a time limit, until Slurm kills it.
+nothing, and runs in threads that the interpreter waits for at its exit: at a time limit, until Slurm kills it.
 """
 
 import logging
@@ -24,47 +24,51 @@ from sfm_dpo.run.checkpoint import PUSHING
 
 log = logging.getLogger(__name__)
 
-# What a launcher tells its ranks: with it the process would take itself for one of them.
-_OF_A_RANK = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "GROUP_", "ROLE_", "FSDP_")
+# Variables of a launcher's ranks: with them the process would take itself for one of the ranks
+_LAUNCHER = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "GROUP_", "ROLE_", "FSDP_")
 
 
 class PushCheckpoints(TrainerCallback):
     """Pushes the checkpoints of a run whose hub_strategy is every_save, every `hub_push_every` saves.
 
-    One that is due while another is on its way is left out, unless hub_always_push; as in Trainer. A push that fails
-    says so and changes nothing about the training. Those on their way when the run stops before its end are ended.
+    As in Trainer, a checkpoint is skipped while the push of another one runs, unless hub_always_push. A push that
+    fails logs it and does not affect the training. Pushes that still run when the training stops early are ended.
+
+    Args:
+        beat: the watchdog's, called while the end of the run waits for pushes.
     """
 
     def __init__(self, beat: Callable[[], None]) -> None:
-        self._beat = beat  # told while the end of the run waits for pushes
+        self._beat = beat
         self._pushes: dict[Path, subprocess.Popen] = {}
 
     def on_save(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        if not is_main_process() or args.hub_strategy == HubStrategy.END or state.global_step >= state.max_steps:
+        if not is_main_process() or args.hub_strategy == HubStrategy.END:
+            return
+        if state.global_step >= state.max_steps or control.should_training_stop:
             return
         by_epoch = args.save_strategy == SaveStrategy.EPOCH
         saves = round(state.epoch) if by_epoch else state.global_step / state.save_steps
-        if saves % args.hub_push_every or control.should_training_stop:
+        if saves % args.hub_push_every:
             return
         checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         self._pushes = {path: push for path, push in self._pushes.items() if push.poll() is None}
         if self._pushes and not args.hub_always_push:
-            log.info(f"{checkpoint} is not pushed: the push of {next(iter(self._pushes))} is still going on")
+            log.info(f"{checkpoint} is not pushed: the push of {next(iter(self._pushes))} still runs")
             return
-        _, script, *words = shlex.split(_format_command(checkpoint, args))
-        env = {name: value for name, value in os.environ.items() if not name.startswith(_OF_A_RANK)}
+        command = shlex.split(_format_command(checkpoint, args))
+        command[:2] = [sys.executable, str(PROJECT / command[1])]
+        env = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
         env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(PROJECT / script), *words]
-        push = self._pushes[checkpoint] = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
+        push = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
+        self._pushes[checkpoint] = push
         (checkpoint / PUSHING).write_text(str(push.pid))
 
     def on_train_end(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         for checkpoint, push in self._pushes.items():
             if push.poll() is None and state.global_step < state.max_steps:
                 push.terminate()
-                log.info(
-                    f"the push of {checkpoint} was ended; push it later with: {_format_command(checkpoint, args)}"
-                )
+                log.info(f"the push of {checkpoint} was ended; push later with: {_format_command(checkpoint, args)}")
             while push.poll() is None:
                 self._beat()
                 time.sleep(1)

@@ -1,6 +1,5 @@
-"""Publishing the model of a run or of one checkpoint: located, cleaned, checked, described, pushed."""
+"""Publishes the model of a run or of one checkpoint: finds, cleans, checks, describes and pushes it."""
 
-import json
 import logging
 import os
 import shutil
@@ -17,18 +16,17 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 
 from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import TrainConfig
-from sfm_dpo.hub import serving, upload, verify
-from sfm_dpo.model.saving import MENDED, mend_saved_files
-from sfm_dpo.report.model_card import WeightChange, write_model_card
+from sfm_dpo.hub import upload, verify
+from sfm_dpo.model.saving import mend_saved_files
+from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.run.checkpoint import PUSHING, step_of, why_damaged, why_incomplete
 from sfm_dpo.run.folder import RESOLVED_CONFIG, read_resolved_config, read_status, write_status
 
 log = logging.getLogger(__name__)
 
-# All that is published beside weights, card and figures. A list of what may: what a later version of a library puts
-# into the folder is not published by mistake.
+# Published beside weights, card and figures. The list names what may be published, so that nothing is by mistake that
+# a later version of a library writes into the folder.
 _FILES = """config.json generation_config.json adapter_config.json chat_template.jinja additional_chat_templates
     tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt
     tokenizer.model spiece.model sentencepiece.bpe.model""".split()
@@ -56,29 +54,32 @@ class Source:
 
 
 def find_source(path: Path, publish_anyway: bool = False) -> Source:
-    """What RUN_OR_CHECKPOINT stands for.
+    """The model in a run's folder or in one of its checkpoints.
 
     Raises:
         UserError: neither a run nor a checkpoint; not finished, or not complete; stopped by the guard, unless
-            `publish_anyway` or the checkpoint is one the guard calls healthy.
+            `publish_anyway` or the checkpoint is one that the guard calls healthy.
     """
     if not path.is_dir():
         raise UserError(f"{path}: no such folder")
     is_run = (path / RESOLVED_CONFIG).is_file()
-    run = path if is_run else path.parent if path.name else path.resolve().parent
+    run = path if is_run else path.absolute().parent
     if not (run / RESOLVED_CONFIG).is_file():
         raise UserError(f"{path}: neither a run's folder nor a checkpoint in one: there is no {RESOLVED_CONFIG}")
     status = read_status(run) or {}
-    state, healthy = status.get("state"), status.get("checkpoint")
+    state = status.get("state")
     if state == "collapsed":
-        if not publish_anyway and (is_run or healthy is None or step_of(path) > step_of(Path(healthy))):
+        healthy = status.get("checkpoint")
+        is_healthy = not is_run and healthy is not None and step_of(path) <= step_of(Path(healthy))
+        if not publish_anyway and not is_healthy:
             better = f"push its last healthy checkpoint, {healthy}, or " if healthy else ""
             raise UserError(f"{path}: the guard stopped this run; {better}add --publish_anyway if it is meant")
     elif is_run and state not in ("done", "push_failed"):
         raise UserError(f"{path}: the run is not finished (state {state}); push one of its checkpoints, checkpoint-N")
-    files = "*.safetensors" if any(path.glob("*.safetensors")) else "*"  # shards alone hold the weights
-    if not is_run and (reason := why_incomplete(path) or why_damaged(path, files, alone=True)):
-        raise UserError(f"{path}: {reason}; push another checkpoint")
+    if not is_run:
+        files = "*.safetensors" if any(path.glob("*.safetensors")) else "*"  # shards alone hold the weights
+        if reason := why_incomplete(path) or why_damaged(path, files, alone=True):
+            raise UserError(f"{path}: {reason}; push another checkpoint")
     return Source(path, run, None if is_run else step_of(path), read_resolved_config(run))
 
 
@@ -86,21 +87,21 @@ def publish(source: Source, repo: str, revision: str | None, publish_anyway: boo
     """Checks, describes and uploads a model; returns the address of its commit.
 
     Raises:
-        verify.Unfit: it should not be published; nothing was.
+        UserError: it should not be published; nothing was.
         upload.HubError: the upload failed.
     """
     branch = source.choose_branch(revision)
     with ExitStack() as cleanup:
-        if source.step is not None:  # the run goes on, and would rotate the checkpoint away
+        if source.step is not None:  # the run may still train, and would delete the checkpoint
             mark = source.folder / PUSHING
             mark.write_text(str(os.getpid()))
             cleanup.callback(mark.unlink, missing_ok=True)
         staged = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix=".hub-", dir=source.run)))
         stage_files(source.folder, staged)
-        changes = _check_fitness(source, staged, publish_anyway)
-        write_model_card(source.run, folder=staged, repo=repo, revision=branch, step=source.step, changes=changes)
-        address, is_new = upload.upload_folder(staged, repo, branch, f"DPO, {source.name}")
-    log.info(f"pushed {source.name} to {address}" if is_new else f"nothing new: {source.name} is {address}")
+        change = _check_fitness(source, staged, publish_anyway)
+        write_model_card(source.run, folder=staged, repo=repo, revision=branch, step=source.step, change=change)
+        address = upload.upload_folder(staged, repo, branch, f"DPO, {source.name}")
+    log.info(f"pushed {source.name} to {address}")
     return address
 
 
@@ -117,8 +118,6 @@ def stage_files(source: Path, target: Path) -> None:
     if not weights:
         consolidate_shards(source, target)
     mend_saved_files(target)  # an earlier version may have saved them
-    for path in filter(Path.is_file, (target / name for name in MENDED)):
-        _check_paths(path)
 
 
 def consolidate_shards(checkpoint: Path, target: Path) -> None:
@@ -153,36 +152,22 @@ def consolidate_shards(checkpoint: Path, target: Path) -> None:
     model.save_pretrained(target)
 
 
-def _check_fitness(source: Source, staged: Path, publish_anyway: bool) -> list[WeightChange]:
-    """Changes against the base model; with `publish_anyway` what is wrong is a warning."""
-    changes: list[WeightChange] = []
+def _check_fitness(source: Source, staged: Path, publish_anyway: bool) -> str:
+    """What training changed, in words; with `publish_anyway` what is wrong is a warning."""
+    change = ""
     try:
-        if (staged / ADAPTER_CONFIG_NAME).is_file():
-            changes = verify.compare_adapter(staged)
-        else:
+        base = None
+        if not (staged / ADAPTER_CONFIG_NAME).is_file():
             base = verify.find_base(source.config["model_name_or_path"], source.config.get("model_revision"))
-            changes = verify.compare_weights(staged, base)
-        rows = [(c.group, f"{c.share:.2%} changed", f"by at most {c.largest:.3g}") for c in changes]
-        log.info(format_table(rows, align="lrl"))
-        if not any(change.changed for change in changes):
-            raise verify.Unfit("the weights are those of the base model, bit by bit: nothing was learned")
+        change = verify.describe_change(staged, base)
+        log.info(change)
         verify.check_loads(staged)
-        if (serving.ENVIRONMENTS / serving.OLDER).is_dir() and not (staged / ADAPTER_CONFIG_NAME).is_file():
-            serving.check_serving(staged, serving.ENVIRONMENTS / serving.OLDER)  # --check_serving has made it
-    except verify.Unfit as error:
+    except UserError as error:
         reason = str(error).replace(str(staged), str(source.folder))
         if not publish_anyway:
-            raise verify.Unfit(f"{source.folder}: {reason}; --publish_anyway pushes it") from error
+            raise UserError(f"{source.folder}: {reason}; --publish_anyway pushes it") from error
         log.warning(f"{reason}; published because of --publish_anyway")
-    return changes
-
-
-def _check_paths(path: Path) -> None:
-    """Refuses a configuration that names a file of this machine."""
-    for key, value in json.loads(path.read_text()).items():
-        is_path = isinstance(value, str) and os.path.isabs(value) and os.path.exists(value)
-        if is_path and key != "base_model_name_or_path":  # of that one check_loads has more to say
-            raise UserError(f"{path.name}: {key} is {value}, a path of this machine; remove it there")
+    return change
 
 
 # ---- a run that pushes
@@ -192,7 +177,7 @@ def check_push(args: TrainConfig, resuming: bool) -> None:
     """Before training, on rank 0: makes sure that a push could begin now, and completes `args.hub_model_id`.
 
     Raises:
-        UserError: it could not. A run that is `resuming` is not held up by a Hub that is down.
+        UserError: it could not. A run that is `resuming` only warns where the Hub is down.
     """
     args.hub_model_id = choose_repo(vars(args), Path(args.output_dir))
     remedy = "train with push_to_hub: false and push later with scripts/push_to_hub.py"
@@ -202,7 +187,7 @@ def check_push(args: TrainConfig, resuming: bool) -> None:
     except upload.HubError as error:
         if not (resuming and error.transient):
             raise
-        log.warning(f"{error}; training goes on, the push will be tried at the end")
+        log.warning(f"{error}; the training continues, and the push will be tried at its end")
 
 
 def choose_repo(config: Mapping[str, Any], run: Path) -> str:
@@ -222,25 +207,27 @@ def push_finished(args: TrainConfig) -> int:
 def push_run(
     source: Source, repo: str, revision: str | None, private: bool | None, publish_anyway: bool = False
 ) -> int:
-    """Pushes a finished run and writes how that went into status.json; returns the exit code, 0 or 5.
+    """Pushes a finished run and writes the outcome into status.json; returns the exit code, 0 or 5.
 
     A push that fails, or is killed, leaves the state push_failed with the command that pushes later.
     """
-    run, status = source.run, read_status(source.run) or {}
-
-    def record(state: str, code: int, message: str = "", **extra: Any) -> None:
-        if status.get("state") in ("done", "push_failed"):  # what the guard said about a run stays
-            write_status(run, state, code, message, step=status.get("step"), **extra)
-
+    run = source.run
     later = f"push later with: {upload.format_push_command(run, repo, revision, private)}"
-    record("push_failed", 5, f"the push was interrupted; {later}")
+    _record_push(run, "push_failed", 5, f"the push was interrupted; {later}")
     try:
         repo = upload.check_access(repo, private, revision, "push later")
         address = publish(source, repo, revision, publish_anyway)
     except Exception as error:  # whatever it is, the model is trained and saved
         message = f"{error}; the model is in {run}, {later}"
-        record("push_failed", 5, message)
+        _record_push(run, "push_failed", 5, message)
         log.error(f"push failed: {message}")
         return 5
-    record("done", 0, pushed=address)
+    _record_push(run, "done", 0, pushed=address)
     return 0
+
+
+def _record_push(run: Path, state: str, code: int, message: str = "", **extra: Any) -> None:
+    """Writes the outcome, unless the guard stopped the run: its verdict stays."""
+    status = read_status(run) or {}
+    if status.get("state") in ("done", "push_failed"):
+        write_status(run, state, code, message, step=status.get("step"), **extra)

@@ -3,12 +3,9 @@
 import functools
 import os
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from huggingface_hub import EvalResult, ModelCardData, hf_hub_download
 from huggingface_hub.errors import HFValidationError
@@ -39,26 +36,6 @@ _LOCAL = set("output_dir run_name push_to_hub report_to dataset_num_proc dataloa
 _LOCAL_PREFIXES = ("hub_", "trackio_", "logging_")
 
 
-@dataclass
-class WeightChange:
-    """What training changed in a group of layers: `changed` of `parameters`, by at most `largest` (absolute)."""
-
-    group: str
-    parameters: int = 0
-    changed: int = 0
-    largest: float = 0.0
-
-    @property
-    def share(self) -> float:
-        return self.changed / self.parameters
-
-    def add(self, difference: torch.Tensor) -> None:
-        """Counts a tensor of the group, given as trained - base."""
-        self.parameters += difference.numel()
-        self.changed += int(difference.count_nonzero())
-        self.largest = max(self.largest, difference.abs().max().item())
-
-
 def write_model_card(
     run: Path,
     *,
@@ -66,7 +43,7 @@ def write_model_card(
     repo: str | None = None,
     revision: str = "main",
     step: int | None = None,
-    changes: Sequence[WeightChange] = (),
+    change: str = "",
 ) -> None:
     """Writes README.md, and beside it the figures that it shows.
 
@@ -75,7 +52,7 @@ def write_model_card(
         folder: where to write; by default the run's own, whose figures are then the report's.
         repo: name on the Hub; by default hub_model_id or the folder.
         step: of a checkpoint; metrics after it are left out.
-        changes: of the weights against the base model's; no table where empty.
+        change: of the weights against the base model's, in words.
 
     Raises:
         UserError: `run` is no run's folder.
@@ -115,7 +92,7 @@ def write_model_card(
         time=f"{format_clock(facts['seconds'])}{since}" if facts["seconds"] else None,
         tokens_per_second=statistics.median(speeds) if speeds else None,
         formula=LOSS_FORMULAS.get(config["loss_type"][0], f"TRL's `{config['loss_type'][0]}`"),
-        changes=changes,
+        change=change,
         repo=repo,
         revision="" if revision == "main" else f', revision="{revision}"',
         recipe=yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).strip(),

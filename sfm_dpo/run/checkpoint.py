@@ -205,7 +205,7 @@ def rotate(run: str | Path, limit: int | None) -> None:
     """Deletes the oldest complete checkpoints beyond `limit`, but none that is kept, being pushed, or the best one
     of a newer checkpoint, from which a run may go on."""
     complete = [c for c in checkpoints(run) if why_incomplete(c) is None and not (c / KEEP).exists()]
-    complete = [c for c in complete if not is_pushed(c)]
+    complete = [c for c in complete if not is_being_pushed(c)]
     old = complete[: -limit or None] if limit is not None and len(complete) > limit else []
     best = [read_best(checkpoint) for checkpoint in complete[len(old) :]]
     for checkpoint in (checkpoint for checkpoint in old if checkpoint not in best):
@@ -213,7 +213,7 @@ def rotate(run: str | Path, limit: int | None) -> None:
         shutil.rmtree(checkpoint)
 
 
-def is_pushed(checkpoint: Path) -> bool:
+def is_being_pushed(checkpoint: Path) -> bool:
     """Whether a process that lives is pushing it to the Hub."""
     try:
         return psutil.pid_exists(int((checkpoint / PUSHING).read_text()))

@@ -30,7 +30,6 @@ from tests.project import SOURCE, link, make_project
 ELSEWHERE = {
     r"make (test|setup|lint|check|test-grid)|([A-Z]+=\S+ )?(python -m )?pytest .*": "how these tests are run",
     r"python -m sfm_dpo\..*": "tests/health/test_node_check.py, tests/report/test_page.py; old names in migration.md",
-    r"python scripts/push_to_hub.py .* --check_serving.*": "tests/hub/test_serving.py: installs another Transformers",
     r"python scripts/sweep.py grid.yaml --(dry_run|table)": "tests/jobs/test_sweep.py, slurm/test_slurm_sweep.py",
     r"make demo": "README.md marks it: 4 minutes",
     r"(?!.*\.\.\.)([A-Z_]+=\S+ )*sbatch .*|for i in .*": "tests/slurm/test_submit.py",

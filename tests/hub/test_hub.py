@@ -1,6 +1,5 @@
-"""Pushes over real HTTP, huggingface_hub's own client against tests/hub_server.py: what arrives, what faults say."""
+"""Pushes over real HTTP, huggingface_hub's own client against tests/hub_server.py: what arrives, and every failure."""
 
-import hashlib
 import json
 import shutil
 import subprocess
@@ -18,11 +17,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_dpo
+from scripts import push_to_hub
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.hub import upload
 from sfm_dpo.hub.publish import consolidate_shards
 from sfm_dpo.hub.upload import check_access
-from sfm_dpo.hub.verify import compare_adapter, compare_weights
+from sfm_dpo.hub.verify import describe_change
 from sfm_dpo.run.checkpoint import KEEP, PUSHING, rotate
 from sfm_dpo.run.folder import read_resolved_config, read_status, write_status
 from tests.hub_server import NAME, READ_TOKEN, TOKEN
@@ -49,8 +49,7 @@ def answer(model) -> torch.Tensor:
 
 
 def change(path: Path, **fields) -> None:
-    read, write = (json.loads, json.dumps) if path.suffix == ".json" else (yaml.safe_load, yaml.safe_dump)
-    path.write_text(write(read(path.read_text()) | fields))
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def change_weights(run: Path, edit) -> None:
@@ -67,10 +66,11 @@ def remove_template(run: Path) -> None:
 # ---- what arrives
 
 
-def test_what_was_pushed_loads_from_there_and_a_second_push_changes_nothing(hub, run, capsys):
+def test_what_was_pushed_loads_from_there_and_a_second_push_changes_nothing(hub, run):
     change(run / "config.json", _name_or_path=str(run))  # traces of how it was loaded
     change(run / "tokenizer_config.json", name_or_path="elsewhere")
     assert push(run) == 0
+    assert hub.count("POST .*/create") == 1, "access is checked once"
     loaded, info = AutoModelForCausalLM.from_pretrained("lab/model", output_loading_info=True)
     assert not any(info.values())
     assert torch.equal(answer(loaded), answer(AutoModelForCausalLM.from_pretrained(run)))
@@ -95,7 +95,6 @@ def test_what_was_pushed_loads_from_there_and_a_second_push_changes_nothing(hub,
     assert push(run) == 0
     assert hub.repos["lab/model"].branches == {"main": head} and hub.received == sent
     assert hub.count("POST .*/commit/") == 1
-    assert "nothing new: run is " in capsys.readouterr().out
 
     files(hub)["model-00001-of-00002.safetensors"] = b"old"  # shards of an earlier push do not stay
     change(run / "generation_config.json", max_length=77)
@@ -116,7 +115,7 @@ def test_a_checkpoint_goes_to_a_branch_of_its_own(hub, run):
     assert read_status(run)["state"] == "done" and not (run / "checkpoint-4" / PUSHING).exists()
 
 
-def test_a_checkpoint_on_its_way_is_not_rotated_away(run):
+def test_a_checkpoint_that_is_being_pushed_is_not_rotated_away(run):
     pusher = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     (run / "checkpoint-4" / KEEP).unlink(missing_ok=True)  # the guard's
     (run / "checkpoint-4" / PUSHING).write_text(str(pusher.pid))
@@ -127,10 +126,7 @@ def test_a_checkpoint_on_its_way_is_not_rotated_away(run):
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-6"]
 
 
-def test_the_card_has_metadata_that_huggingface_hub_reads(hub, run, tmp_path):
-    base = shutil.copytree(read_resolved_config(run)["model_name_or_path"], tmp_path / "base")
-    (base / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
-    change(run / "resolved_config.yaml", model_name_or_path=str(base))
+def test_the_card_has_metadata_that_huggingface_hub_reads(hub, run):
     assert push(run) == 0
     text = files(hub)["README.md"].decode()
     card = ModelCard(text)
@@ -138,13 +134,10 @@ def test_the_card_has_metadata_that_huggingface_hub_reads(hub, run, tmp_path):
     history = json.loads((run / "trainer_state.json").read_text())["log_history"]
     last = [entry["eval_rewards/accuracies"] for entry in history if "eval_loss" in entry][-1]
     assert (result.metric_type, result.metric_value) == ("accuracy", round(last, 4))
-    assert json.loads((run / "data.json").read_text())["train_fingerprint"] in text
-    assert "| 0.50, all ties |" in text and "-log σ(β [" in text and "(figures/loss.png)" in text
-    assert "| final norm and head |" in text  # a row of what training changed
+    assert "(figures/loss.png)" in text and "of the parameters changed, by at most" in text
     recipe = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
-    assert recipe["learning_rate"] == 1e-3 and recipe["model_name_or_path"] == "path/to/base"
-    assert card.data.license == "apache-2.0" and "licence apache-2.0" in text and "licence not known" in text
-    assert (card.data.library_name, card.data.tags[:2], card.data.datasets) == ("transformers", ["trl", "dpo"], None)
+    assert recipe["learning_rate"] == 1e-3 and recipe["model_name_or_path"].startswith("path/to/")
+    assert (card.data.library_name, card.data.tags[:2]) == ("transformers", ["trl", "dpo"])
 
 
 # ---- what is not published
@@ -163,7 +156,7 @@ def test_the_base_model_is_not_published_as_a_new_one(hub, run, capsys):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda run: remove_template(run), "no chat template"),
+        (remove_template, "no chat template"),
         (lambda run: (run / "generation_config.json").unlink(), "generation_config.json is missing"),
         (lambda run: (run / "tokenizer.json").unlink(), "the tokenizer does not load"),
         (
@@ -174,7 +167,6 @@ def test_the_base_model_is_not_published_as_a_new_one(hub, run, capsys):
             lambda run: change_weights(run, lambda state: state["embed_out.weight"].view(-1)[0].fill_(torch.nan)),
             "embed_out.weight holds values that are not finite",
         ),
-        (lambda run: change(run / "config.json", teacher="/etc/passwd"), "/etc/passwd, a path of this machine"),
     ],
 )
 def test_what_its_users_could_not_use_is_not_pushed(hub, run, capsys, spoil, message):
@@ -187,21 +179,18 @@ def test_what_its_users_could_not_use_is_not_pushed(hub, run, capsys, spoil, mes
 def test_rounding_of_the_base_model_is_no_change_and_an_adapter_is_its_b_matrices(tiny_folder, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tiny_folder("llama"), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
-    changes = compare_weights(tmp_path, tiny_folder("llama"))
-    assert not any(change.changed for change in changes)
-    assert sum(change.parameters for change in changes) == sum(
-        p.numel() for p in load_file(tmp_path / WEIGHTS).values()
-    )
-    assert [change.group for change in changes] == ["embeddings", "layers", "final norm and head"]
-
-    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
-    for value, changed in ((None, 0), (0.5, 1)):
-        if value:
-            state = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-            next(tensor for name, tensor in state.items() if "lora_B" in name).view(-1)[0] = value
-            save_file(state, tmp_path / "adapter" / "adapter_model.safetensors")
-        (change,) = compare_adapter(tmp_path / "adapter")
-        assert (change.changed, change.largest) == (changed, value or 0.0) and change.parameters > 1
+    with pytest.raises(UserError, match="those of the base model"):
+        describe_change(tmp_path, tiny_folder("llama"))
+    adapter = tmp_path / "adapter"
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(adapter)
+    with pytest.raises(UserError, match="those of the base model"):
+        describe_change(adapter, None)
+    state = load_file(adapter / "adapter_model.safetensors")
+    for name, tensor in state.items():
+        if "lora_B" in name:
+            tensor.view(-1)[0] = 0.5
+    save_file(state, adapter / "adapter_model.safetensors")
+    assert "of the parameters changed, by at most 0.5" in describe_change(adapter, None)
 
 
 def test_a_run_that_the_guard_stopped_is_pushed_only_when_asked(hub, run, capsys):
@@ -238,14 +227,13 @@ def test_what_is_no_finished_model_is_refused_in_one_line(hub, run, tmp_path, ca
     [
         (lambda hub, patch: patch.setenv("HF_TOKEN", ""), "lab/m", "there is no token; put HF_TOKEN into .env, or do"),
         (lambda hub, patch: patch.setenv("HF_TOKEN", "hf_wrong"), "lab/m", "does not accept the token: put a valid"),
-        (lambda hub, patch: patch.setenv("HF_TOKEN", READ_TOKEN), "lab/m", "the token may only read"),
+        (lambda hub, patch: patch.setenv("HF_TOKEN", READ_TOKEN), "lab/m", "the token may not write to lab/m"),
         (lambda hub, patch: patch.setattr(constants, "HF_HUB_OFFLINE", True), "lab/m", "is set; unset it, or do X"),
         (lambda hub, patch: None, "a b", "hub_model_id a b: "),
-        (lambda hub, patch: None, "strangers/m", "(HTTP 403); the token's namespaces: ann, lab"),
+        (lambda hub, patch: None, "strangers/m", "may not write to strangers/m"),
         (lambda hub, patch: hub.fault("GET .*/auth-check", 403), "lab/m", "may not write to lab/m"),
-        (lambda hub, patch: hub.fault("POST .*/create", 500, times=9), "lab/m", "an internal error (HTTP 500); try"),
-        (lambda hub, patch: hub.fault("GET .*/whoami", 429, times=9), "lab/m", "rate limit is reached"),
-        (lambda hub, patch: hub.fault("GET .*/whoami", "slow", times=9, seconds=2), "lab/m", "not answer in time"),
+        (lambda hub, patch: hub.fault("POST .*/create", 500, times=9), "lab/m", "(HTTP 500); try again, or do X"),
+        (lambda hub, patch: hub.fault("POST .*/create", "slow", times=9, seconds=2), "lab/m", "timed out; try again"),
         (lambda hub, patch: hub.shutdown() or hub.server_close(), "lab/m", "cannot be reached"),
     ],
 )
@@ -258,7 +246,7 @@ def test_a_push_that_could_not_begin_is_found_before_training(hub, monkeypatch, 
 
 
 def test_access_makes_a_private_repository_and_its_branch(hub):
-    hub.fault("GET .*/whoami", 500)  # a fault that passes is waited for
+    hub.fault("GET .*/auth-check", 500)  # an error that passes is waited for
     hub.fault("POST .*/create", 503)
     for _ in range(2):  # it may be there already
         assert check_access("model", True, "dev", "") == f"{NAME}/model"
@@ -267,22 +255,14 @@ def test_access_makes_a_private_repository_and_its_branch(hub):
     assert not hub.repos[f"{NAME}/open"].private
     with pytest.raises(UserError, match="is public; if that is meant, set hub_private_repo: false"):
         check_access("open", True, None, "")
-    with pytest.raises(UserError, match="is not a branch name"):
-        check_access("model", True, "a b", "")
 
 
-# ---- faults while pushing
+# ---- failures while pushing
 
 
 @pytest.mark.parametrize(
     ("status", "message", "attempts"),
-    [  # only what may pass is tried again
-        (401, "the Hub does not accept the token: put a valid one into .env as HF_TOKEN", 1),
-        (403, "the token may not write to lab/model: give it write access there, or choose another hub_model_id", 1),
-        (404, "the Hub knows no lab/model that this token may see", 1),
-        (409, "another push to lab/model is going on", 4),
-        (500, "the Hub has an internal error", 4),
-    ],
+    [(403, "the token may not write to lab/model", 1), (409, "the Hub refuses", 4), (500, "the Hub refuses", 4)],
 )
 @pytest.mark.slow
 def test_a_push_that_the_hub_refuses_says_why_and_how_to_push_later(hub, run, capsys, status, message, attempts):
@@ -295,7 +275,7 @@ def test_a_push_that_the_hub_refuses_says_why_and_how_to_push_later(hub, run, ca
     recorded = read_status(run)
     assert (recorded["state"], recorded["exit_code"], recorded["step"]) == ("push_failed", 5, 6)
     assert message in recorded["message"] and command in recorded["message"]
-    assert hub.count("POST .*/commit/") == attempts
+    assert hub.count("POST .*/commit/") == attempts, "only what may pass is tried again"
     assert not files(hub), "a repository is never half-written"
 
     hub.faults.clear()
@@ -308,13 +288,12 @@ def test_a_push_that_the_hub_refuses_says_why_and_how_to_push_later(hub, run, ca
 @pytest.mark.parametrize(
     ("request_", "fault", "times", "lines"),
     [
-        ("POST .*/commit/", 409, 2, ["another push to lab/model", "trying again in 10 s", "trying again in 60 s"]),
-        ("POST .*/commit/", 429, 2, ["rate limit is reached", "trying again in 60 s"]),
-        ("POST .*/commit/", "slow", 1, ["the Hub did not answer in time; trying again"]),
+        ("POST .*/commit/", 409, 2, ["trying again in 10 s", "trying again in 60 s"]),
+        ("POST .*/commit/", "slow", 1, ["timed out; trying again"]),
         ("PUT /lfs/", "cut", 1, []),  # huggingface_hub itself sends the file again
     ],
 )
-def test_a_fault_that_passes_is_waited_for(hub, run, capsys, monkeypatch, request_, fault, times, lines):
+def test_a_failure_that_passes_is_waited_for(hub, run, capsys, monkeypatch, request_, fault, times, lines):
     if fault == "slow":
         monkeypatch.setattr(upload, "UPLOAD_SECONDS", 0.5)
     hub.fault(request_, fault, times=times, seconds=1.0)
@@ -322,25 +301,6 @@ def test_a_fault_that_passes_is_waited_for(hub, run, capsys, monkeypatch, reques
     out = capsys.readouterr().out
     assert all(line in out for line in lines)
     assert files(hub)[WEIGHTS] == (run / WEIGHTS).read_bytes() and read_status(run)["state"] == "done"
-
-
-@pytest.mark.slow
-def test_a_line_that_stays_cut_leaves_the_model_and_the_next_push_sends_the_rest(hub, run, capsys, monkeypatch):
-    monkeypatch.setattr(upload, "UPLOAD_WAITS", ())
-    AutoModelForCausalLM.from_pretrained(run).save_pretrained(run, max_shard_size="250KB")
-    (run / WEIGHTS).unlink(missing_ok=True)
-    last = sorted(run.glob("model-*.safetensors"))[-1]
-    digest = hashlib.sha256(last.read_bytes()).hexdigest()
-    hub.fault(f"PUT /lfs/{digest}", "cut", times=99)
-    assert push(run) == 5
-    assert "push failed: the connection broke" in capsys.readouterr().err
-    assert read_status(run)["state"] == "push_failed" and not files(hub)
-    hub.faults.clear()
-    hub.log.clear()
-    assert push(run) == 0
-    assert [line for line in hub.log if line.startswith("PUT")] == [f"PUT /lfs/{digest}"]
-    loaded = AutoModelForCausalLM.from_pretrained("lab/model")
-    assert torch.equal(answer(loaded), answer(AutoModelForCausalLM.from_pretrained(run)))
 
 
 def test_canary_huggingface_hub_waits_without_end():
@@ -375,16 +335,16 @@ def test_weights_that_could_run_code_are_not_loaded(tiny_folder, tmp_path, capsy
 @pytest.mark.parametrize("architecture", ["gpt_neox", "olmoe"])
 def test_fsdp_shards_are_put_together_under_the_names_that_load(tiny_folder, tmp_path, architecture):
     """What accelerate writes under FSDP's SHARDED_STATE_DICT, here by one process; ZeRO: tests/e2e/test_resume.py."""
-    base, checkpoint, whole = tiny_folder(architecture), tmp_path / "checkpoint-3", tmp_path / "whole"
+    base, checkpoint, complete = tiny_folder(architecture), tmp_path / "checkpoint-3", tmp_path / "complete"
     model = AutoModelForCausalLM.from_pretrained(base)
-    for folder in (checkpoint, whole):
+    for folder in (checkpoint, complete):
         folder.mkdir()
     for name in ("config.json", "generation_config.json"):
         shutil.copy(base / name, checkpoint)
     state = {"model": model.state_dict()}
     torch.distributed.checkpoint.save(state, checkpoint_id=checkpoint / "pytorch_model_fsdp_0", no_dist=True)
-    consolidate_shards(checkpoint, whole)
-    loaded, info = AutoModelForCausalLM.from_pretrained(whole, output_loading_info=True)
+    consolidate_shards(checkpoint, complete)
+    loaded, info = AutoModelForCausalLM.from_pretrained(complete, output_loading_info=True)
     assert not any(info.values())
     assert torch.equal(answer(loaded), answer(model))
-    assert load_file(whole / WEIGHTS).keys() == load_file(base / WEIGHTS).keys()
+    assert load_file(complete / WEIGHTS).keys() == load_file(base / WEIGHTS).keys()

@@ -1,9 +1,11 @@
-"""What a run saves loads elsewhere: in two older versions of Transformers, without torch, with the same meaning.
+"""What a run saves means the same to Transformers 4.57.6, without torch, as to the version here.
 
 The tokenizers are made here as those of the real models are: the same classes, pre-tokenizers and special tokens.
 """
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,11 +25,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train_dpo
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.hub import serving
-from sfm_dpo.hub.verify import Unfit, check_loads
+from sfm_dpo.common.files import PROJECT
+from sfm_dpo.hub.verify import check_loads
 from sfm_dpo.model.saving import mend_saved_files
+from tests.hub import read_model
 from tests.tiny_models import CHAT_TEMPLATE, tiny_config, tiny_model
 
+OLDER = "4.57.6"  # the last of Transformers 4, which vLLM's releases of its time pin
 LINES = [
     "the quick brown fox jumps over 1234567 lazy dogs, don't stop",
     "def f(x):\n    return x + 12",
@@ -39,9 +43,7 @@ GPT4 = (
 )
 KINDS = {  # architecture, tokenizer_class on the Hub, BOS, EOS of the pretrained model, pad
     "gpt_neox": ("gpt_neox", "GPTNeoXTokenizer", None, "<|endoftext|>", "<|padding|>"),
-    "olmo2": ("olmo2", "GPT2Tokenizer", None, "<|endoftext|>", "<|pad|>"),
     "olmo3": ("olmo3", "GPT2Tokenizer", None, "<|endoftext|>", "<|pad|>"),
-    "llama2": ("llama", "LlamaTokenizer", "<s>", "</s>", "<unk>"),
     "llama3": ("llama", "PreTrainedTokenizerFast", "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"),
     "saved_by_5": ("llama", "TokenizersBackend", None, "<|endoftext|>", "<|pad|>"),
 }
@@ -50,25 +52,20 @@ KINDS = {  # architecture, tokenizer_class on the Hub, BOS, EOS of the pretraine
 def make_tokenizer(kind: str, folder: Path) -> None:
     """tokenizer.json and tokenizer_config.json as Transformers 4 wrote them, with ChatML and one token more."""
     _, name, bos, eos, pad = KINDS[kind]
-    special = list(filter(None, (pad, bos, eos)))
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    if kind == "llama2":
-        tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-        tokenizer.decoder, alphabet = decoders.Sequence(steps), []
-        special += [f"<0x{byte:02X}>" for byte in range(256)]
+    tokenizer = Tokenizer(models.BPE())
+    if kind == "gpt_neox":
+        tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
-        tokenizer = Tokenizer(models.BPE())
         split = pre_tokenizers.Split(Regex(GPT4), "isolated")
         bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_of])
-        if kind == "gpt_neox":
-            tokenizer.normalizer = normalizers.NFC()
-            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=400,
+        special_tokens=list(filter(None, (pad, bos, eos))),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(LINES * 5, trainer)
     if bos:
@@ -101,38 +98,43 @@ def make_base(kind: str, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def environments() -> dict[str, Path]:
-    try:
-        return {version: serving.make_environment(version) for version in ("4.57.6", "4.45.2")}
-    except UserError as error:
-        pytest.skip(f"no older Transformers: {error}")
+def older_python() -> Path:
+    """The Python of a virtual environment with that version of Transformers and no torch (240 MB), made once."""
+    folder = PROJECT / ".venv-serving" / OLDER
+    if not (folder / ".complete").is_file():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True)
+        command = [sys.executable, "-m", "pip", "--python", folder / "bin/python", "install", "--quiet"]
+        if subprocess.run([*command, f"transformers=={OLDER}", "jinja2"], check=False).returncode:
+            pytest.skip(f"transformers {OLDER} cannot be installed")
+        (folder / ".complete").touch()
+    return folder / "bin/python"
+
+
+def read_elsewhere(folder: Path, python: Path) -> dict:
+    command = [python, read_model.__file__, folder]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.grid
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_run_saves_means_the_same_to_older_transformers(kind, environments, tmp_path, no_report):
+def test_what_a_run_saves_means_the_same_to_older_transformers(kind, older_python, tmp_path, no_report, write_rows):
     base, run = make_base(kind, tmp_path / "base"), tmp_path / "run"
     rows = [{"prompt": f"{i} + {i}?", "chosen": f"It is {2 * i}.", "rejected": f"No {i}."} for i in range(4)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = f"""--model_name_or_path {base} --dataset_name {tmp_path}/pairs.jsonl --use_cpu --output_dir {run}
-        --global_batch_size 4 --per_device_train_batch_size 4 --max_length 64 --max_steps 2 --save_steps 1
-        --preflight skip --guard skip"""
+    words = f"""--model_name_or_path {base} --dataset_name {write_rows("pairs.jsonl", rows)} --use_cpu
+        --output_dir {run} --global_batch_size 4 --per_device_train_batch_size 4 --max_length 64 --max_steps 2
+        --save_steps 1 --preflight skip --guard skip"""
     assert train_dpo.main(words.split()) == 0
     for folder in (run, run / "checkpoint-1"):
-        for version, environment in environments.items():
-            if version == "4.57.6" or kind not in ("olmo2", "olmo3"):  # which 4.45 does not know
-                serving.check_serving(folder, environment)
+        assert read_elsewhere(folder, older_python) == read_model.read_model(str(folder))
 
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (base, run))
-    changed = {name: value for name, value in after.items() if before.get(name, value) != value}
+    changed = {name for name, value in after.items() if before.get(name, value) != value}
     # the Trainer gives the model the tokenizer's special tokens
-    assert set(changed) <= {"pad_token_id", "bos_token_id", "transformers_version"}
+    assert changed <= {"pad_token_id", "bos_token_id", "transformers_version"}
     assert after["use_cache"] and after["unknown_field"]
     assert (set(after) - set(before)) == {"dtype", "rope_parameters"}
-    text = (run / "tokenizer_config.json").read_text()
-    assert not any(
-        word in text for word in ("is_local", "local_files_only", "Backend", "extra_special", str(tmp_path))
-    )
 
     tokenizer, ours = AutoTokenizer.from_pretrained(run), AutoTokenizer.from_pretrained(base)  # today's Transformers
     texts = [*LINES, "<|im_start|> a <think>"]
@@ -140,27 +142,9 @@ def test_what_a_run_saves_means_the_same_to_older_transformers(kind, environment
     assert tokenizer.chat_template == ours.chat_template and tokenizer.all_special_ids == ours.all_special_ids
     assert AutoConfig.from_pretrained(run).rope_parameters == AutoConfig.from_pretrained(base).rope_parameters
     check_loads(run)
-
-
-@pytest.mark.grid
-def test_what_does_not_mean_the_same_is_refused(environments, tmp_path):
-    folder, older = make_base("gpt_neox", tmp_path), environments["4.57.6"]
-    mend_saved_files(folder)
-    serving.check_serving(folder, older)
-    config = json.loads((folder / "config.json").read_text())
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}  # 4 reads rotary_pct, 0.25
-    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
-    with pytest.raises(Unfit, match=r"Transformers 4.57.6 reads another rope parameters"):
-        serving.check_serving(folder, older)
-    (folder / "config.json").write_text(json.dumps(config))
-    fields = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(fields | {"tokenizer_class": "TokenizersBackend"}))
-    with pytest.raises(Unfit, match=r"cannot read it: .*TokenizersBackend"):
-        serving.check_serving(folder, older)
-    (folder / "tokenizer_config.json").write_text(json.dumps(fields))
-    (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
-    with pytest.raises(Unfit, match=r"eos_token_id 2 lacks \d+ \(<\|im_end\|>\), which ends an answer"):
-        check_loads(folder)
+    (run / "generation_config.json").write_text('{"eos_token_id": 2}')
+    with pytest.raises(UserError, match=r"eos_token_id 2 lacks \d+ \(<\|im_end\|>\), which ends an answer"):
+        check_loads(run)
 
 
 @pytest.mark.parametrize("architecture", ["gpt_neox", "llama", "olmo3"])

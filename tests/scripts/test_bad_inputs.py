@@ -193,9 +193,6 @@ CASES = {
         ("{kit}/runs/unmarked/checkpoint-2", "checkpoint-2: was not written to the end; push another"),
         ("{kit}/runs/status_cut", "status.json is damaged", "remove it"),
         ("{kit}/runs/config_list", "resolved_config.yaml is damaged", "model_name_or_path", "restore it"),
-        (f"{RUN} --check_serving {{kit}}/nowhere", "check_serving", "nowhere: no Python there; give the folder of"),
-        (f"{RUN} --check_serving {{kit}}/model", "model: no Python there"),
-        ("{kit}/model --check_serving", "model: neither a run's folder nor a checkpoint in one"),
     ],
     "average": [
         (f"{RUN} --output_dir {{out}}", "run: an average needs at least two runs or checkpoints"),

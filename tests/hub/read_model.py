@@ -1,6 +1,6 @@
-"""What a folder's tokenizer and configuration mean to a version of Transformers; for `serving.py`, which compares two.
+"""What a folder's tokenizer and configuration mean to a version of Transformers, as JSON.
 
-Also run as a file by the Python of another environment, which has neither this package nor perhaps torch.
+Run as a file by the Python of another environment, which has neither this package nor torch.
 """
 
 import json
@@ -13,15 +13,14 @@ TEXTS = [
     "<think>ok</think>{eos} and on",
 ]
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
-CHAT.append({"role": "user", "content": "Sure?"})
 
 
-def read_folder(folder: str) -> dict:
-    """What must be equal, by what it is called in a message; and the version."""
+def read_model(folder: str) -> dict:
     import transformers
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-    tokenizer, config = AutoTokenizer.from_pretrained(folder), AutoConfig.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder)
     texts = [text.format(eos=tokenizer.eos_token) for text in TEXTS]
     rope = getattr(config, "rope_parameters", None) or {}
     if transformers.__version__ < "5":
@@ -29,19 +28,17 @@ def read_folder(folder: str) -> dict:
         theta = getattr(config, "rotary_emb_base", None) or getattr(config, "rope_theta", None)
         rope = dict(rope, rope_theta=theta, partial_rotary_factor=getattr(config, "rotary_pct", None))
     rope = rope.get("full_attention", rope)
+    names = ("hidden_size", "vocab_size", "use_cache", "sliding_window")
     return {
-        "version": transformers.__version__,
         "token ids": [tokenizer(text)["input_ids"] for text in texts],
-        "token ids without special tokens": [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts],
+        "without special tokens": [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts],
         "special tokens": [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id],
         "chat template": tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True),
         "generation config": GenerationConfig.from_pretrained(folder).eos_token_id,
-        "rope parameters": {key: value for key, value in sorted(rope.items()) if value is not None},
-        "configuration": [
-            getattr(config, name, None) for name in ("hidden_size", "vocab_size", "use_cache", "sliding_window")
-        ],
+        "rope": {key: value for key, value in rope.items() if value is not None},
+        "configuration": [getattr(config, name, None) for name in names],
     }
 
 
 if __name__ == "__main__":
-    print(json.dumps(read_folder(sys.argv[1])))
+    print(json.dumps(read_model(sys.argv[1])))
