@@ -1,7 +1,6 @@
 """The guard: applies the rules of guard_rules.py while training, and stops a run that has collapsed."""
 
 import logging
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean
@@ -22,7 +21,6 @@ from sfm_dpo.health.guard_rules import (
     RunFacts,
     format_finding,
     judge_log,
-    summarize_metrics,
 )
 from sfm_dpo.health.preflight import response_lengths
 from sfm_dpo.run.checkpoint import KEEP, checkpoints, keep_before, step_of
@@ -39,19 +37,20 @@ class Guard(TrainerCallback):
 
     Args:
         trainer: SFMDPOTrainer; it must know the guard as a callback (`trainer.add_callback`).
-        mode: "stop", or "warn" to log findings and go on.
+        mode: "stop", or "warn" to log findings and train on.
         prompts: token ids of held-out prompts for generations, which happen where `every` is above 0.
         every: optimizer steps between generations.
     """
 
     def __init__(self, trainer: Any, mode: str, prompts: Iterable[list[int]] = (), every: int = 0):
-        self.trainer, self.mode, self.every = trainer, mode, every
+        self.trainer = trainer
+        self.mode = mode
+        self.every = every
         self.prompts = list(prompts)[:PROMPTS]
         self.findings: list[Finding] = []
         self.stopped: Finding | None = None
         self.last_healthy: str | None = None  # a checkpoint
         self.first_answers: list[Answer] = []
-        self.seconds = 0.0  # what the guard itself cost
 
     def on_train_begin(self, args, state, control, **kwargs):
         names = ["prompt_length", "chosen_length", "rejected_length"]
@@ -68,32 +67,42 @@ class Guard(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" not in (logs or {}) or self.stopped:
             return
-        start = time.monotonic()
         if self.every and is_main_process() and (state.global_step % self.every == 0 or not self.first_answers):
             state.log_history[-1].update(self._generate(args))  # into trainer_state.json
         entries = _training_entries(state)
+        known = {finding.signal for finding in self.findings}
         # Metrics are gathered from all ranks, but ranks that came to different findings would wait for each other
-        new = broadcast([f for f in judge_log(entries, self.run) if f.signal not in {g.signal for g in self.findings}])
+        new = broadcast([finding for finding in judge_log(entries, self.run) if finding.signal not in known])
         for finding in new:
-            self.findings.append(finding)
-            stops, healthy = finding.stops and self.mode == "stop", ""
-            if finding.stops and is_main_process():
-                self.last_healthy = self.last_healthy or _keep_last_healthy(args, entries, finding)
-                healthy = f"; last healthy checkpoint: {self.last_healthy or 'none'}"
-            log.info(f"guard: {'stop' if stops else 'warning'}: {format_finding(finding)}{healthy}; {finding.remedy}")
-            if stops and not self.stopped:
-                self.stopped = finding
-        if self.stopped:
-            control.should_training_stop, control.should_save, control.should_evaluate = True, False, False
-        self.seconds += time.monotonic() - start
+            self._report(args, entries, finding)
         if new:
             self._write_health(args, entries)
-        return control
+        if self.stopped:
+            control.should_training_stop = True
+        return self._save_nothing_once_stopped(control)
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        if self.stopped:  # save_strategy: epoch
-            control.should_save, control.should_evaluate = False, False
+        return self._save_nothing_once_stopped(control)  # save_strategy: epoch
+
+    def _save_nothing_once_stopped(self, control):
+        if self.stopped:
+            control.should_save = False
+            control.should_evaluate = False
         return control
+
+    def _report(self, args, entries: Log, finding: Finding) -> None:
+        """Logs a new finding, and keeps the last healthy checkpoint where it is one that stops a run."""
+        self.findings.append(finding)
+        level = "warning"
+        healthy = ""
+        if finding.stops:
+            if is_main_process():
+                self.last_healthy = self.last_healthy or _keep_last_healthy(args, entries, finding)
+            healthy = f"; last healthy checkpoint: {self.last_healthy or 'none'}"
+            if self.mode == "stop":
+                level = "stop"
+                self.stopped = self.stopped or finding
+        log.info(f"guard: {level}: {format_finding(finding)}{healthy}; {finding.remedy}")
 
     def on_save(self, args, state, control, **kwargs):
         """Keeps from rotation what may turn out to be the last healthy checkpoint.
@@ -146,17 +155,17 @@ class Guard(TrainerCallback):
     def _write_health(self, args, entries: Log) -> None:
         if not is_main_process():
             return
-        collapsed = any(f.stops for f in self.findings)
+        verdict = "warned" if self.findings else "healthy"
+        if any(finding.stops for finding in self.findings):
+            verdict = "collapsed"
         health = {
-            "verdict": "collapsed" if collapsed else "warned" if self.findings else "healthy",
-            "reasons": [format_finding(f) for f in self.findings],
+            "verdict": verdict,
+            "reasons": [format_finding(finding) for finding in self.findings],
             "guard": args.guard,
             "stopped": self.stopped is not None,
             "last_healthy": self.last_healthy,
             "steps": entries[-1]["step"] if entries else 0,
-            "findings": [f._asdict() for f in self.findings],
-            "observed": summarize_metrics(entries),
-            "seconds": round(self.seconds, 3),
+            "findings": [finding._asdict() for finding in self.findings],
         }
         write_json(Path(args.output_dir) / HEALTH, health)
 

@@ -7,7 +7,7 @@ them in words, each with its source.
 import math
 from collections.abc import Callable
 from itertools import takewhile
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from sfm_dpo.common.statistics import mean_interval
@@ -58,8 +58,11 @@ def judge_log(log: Log, run: RunFacts) -> list[Finding]:
     """What the rules find at the end of `log` (in order of steps), those that stop a run first."""
     if not log:
         return []
-    checks = [(rule, rule.check(log, run)) for rule in RULES]
-    return [Finding(r.signal, r.stops, log[-1]["step"], *e, r.remedy) for r, e in checks if e is not None]
+    findings = []
+    for rule in RULES:
+        if evidence := rule.check(log, run):
+            findings.append(Finding(rule.signal, rule.stops, log[-1]["step"], *evidence, rule.remedy))
+    return findings
 
 
 def format_finding(finding: Finding) -> str:
@@ -77,11 +80,14 @@ def _find_streak(
 
 
 def _check_finite(log: Log, run: RunFacts) -> Evidence | None:
+    def norm_is_not_finite(entry: Entry) -> bool:
+        return not math.isfinite(entry.get("grad_norm", 0.0))
+
     for name in ("loss", "rewards/margins", "logps/chosen", "logps/rejected"):
         if not math.isfinite(log[-1].get(name, 0.0)):
             return log[-1]["step"], f"{name} is {log[-1][name]}"
     figures = f"grad_norm is {log[-1].get('grad_norm')} for the third time in a row"
-    return _find_streak(log, 3, figures, lambda e: not math.isfinite(e.get("grad_norm", 0.0)))
+    return _find_streak(log, 3, figures, norm_is_not_finite)
 
 
 def _check_collapse(log: Log, run: RunFacts) -> Evidence | None:
@@ -96,24 +102,39 @@ def _check_collapse(log: Log, run: RunFacts) -> Evidence | None:
     if not before:
         return None
     start = before[-1]
-    fell = f"loss {start['loss']:.3f} to {last['loss']:.3f}, " if run.sigmoid else ""
-    rose = f"margin {start['rewards/margins']:.2f} to {margin:.2f} within {last['step'] - start['step']} steps"
-    return log[log.index(start) + 1]["step"], fell + rose
+    steps = last["step"] - start["step"]
+    figures = f"margin {start['rewards/margins']:.2f} to {margin:.2f} within {steps} steps"
+    if run.sigmoid:
+        figures = f"loss {start['loss']:.3f} to {last['loss']:.3f}, {figures}"
+    return log[log.index(start) + 1]["step"], figures
 
 
-def _check_displacement(log: Log, run: RunFacts, limit: float) -> Evidence | None:
+def _check_displacement(log: Log, run: RunFacts, limit: float = 1.0) -> Evidence | None:
     def loss_per_token(entry: Entry) -> float:
         return -entry.get("rewards/chosen", 0.0) / (run.beta * run.chosen_tokens)
 
+    def displaced(entry: Entry) -> bool:
+        return loss_per_token(entry) > limit
+
+    def begins(entry: Entry) -> bool:
+        return loss_per_token(entry) > 0.3 * limit
+
     figures = f"chosen answers lost {loss_per_token(log[-1]):.2f} nats per token"
-    return _find_streak(
-        log, 3, figures, lambda e: loss_per_token(e) > limit, lambda e: loss_per_token(e) > 0.3 * limit
-    )
+    return _find_streak(log, 3, figures, displaced, begins)
+
+
+def _check_displacement_begins(log: Log, run: RunFacts) -> Evidence | None:
+    return _check_displacement(log, run, limit=0.5)
 
 
 def _check_divergence(log: Log, run: RunFacts) -> Evidence | None:
-    figures = f"loss {log[-1]['loss']:.2f}, above 2 five times in a row"
-    return _find_streak(log, 5, figures, lambda e: run.sigmoid and e["loss"] > 2, lambda e: e["loss"] > 1)
+    def diverged(entry: Entry) -> bool:
+        return run.sigmoid and entry["loss"] > 2
+
+    def begins(entry: Entry) -> bool:
+        return entry["loss"] > 1
+
+    return _find_streak(log, 5, f"loss {log[-1]['loss']:.2f}, above 2 five times in a row", diverged, begins)
 
 
 def _check_standstill(log: Log, run: RunFacts) -> Evidence | None:
@@ -121,10 +142,10 @@ def _check_standstill(log: Log, run: RunFacts) -> Evidence | None:
     needed = max(100, 0.2 * run.max_steps)
     if len(after) < 20 or log[-1]["step"] - run.warmup_steps < needed:
         return None
-    half = len(after) // 2
-    (early, _, early_high), (late, low, high) = (
-        mean_interval([e["rewards/margins"] for e in part]) for part in (after[:half], after[half:])
-    )
+    margins = [e["rewards/margins"] for e in after]
+    half = len(margins) // 2
+    early, _, early_high = mean_interval(margins[:half])
+    late, low, high = mean_interval(margins[half:])
     noise = math.hypot(early_high - early, high - late)
     if high >= 0.02 or low <= -0.02 or late - early > noise:
         return None
@@ -135,20 +156,7 @@ def _check_floor(log: Log, run: RunFacts) -> Evidence | None:
     def at_floor(entry: Entry) -> bool:
         return run.sigmoid and entry["loss"] < 0.01 and entry.get("rewards/margins", 0.0) > 5
 
-    return _find_streak(log, 20, f"loss {log[-1]['loss']:.4f}: the gradient has all but gone", at_floor)
-
-
-def _check_accuracy(log: Log, run: RunFacts) -> Evidence | None:
-    evidence = _find_streak(log, 10, "reward accuracy near 1", lambda e: e.get("rewards/accuracies", 0.0) >= 0.99)
-    return evidence if evidence and evidence[0] <= 0.1 * run.max_steps else None
-
-
-def _check_gradient(log: Log, run: RunFacts) -> Evidence | None:
-    norms = [e["grad_norm"] for e in log[-21:-1] if math.isfinite(e.get("grad_norm", math.nan))]
-    norm = log[-1].get("grad_norm", 0.0)
-    if len(norms) < 20 or not norm > 10 * median(norms):
-        return None
-    return log[-1]["step"], f"gradient norm {norm:.3g}, median of the 20 before {median(norms):.3g}"
+    return _find_streak(log, 20, f"loss {log[-1]['loss']:.4f}: the gradient is close to 0", at_floor)
 
 
 def _check_entropy(log: Log, run: RunFacts) -> Evidence | None:
@@ -156,8 +164,12 @@ def _check_entropy(log: Log, run: RunFacts) -> Evidence | None:
     if len(entries) < 10:
         return None
     start = fmean(e["entropy"] for e in entries[:5])
+
+    def is_low(entry: Entry) -> bool:
+        return entry["entropy"] < 0.3 * start
+
     figures = f"entropy {entries[-1]['entropy']:.3f} nats per token, {start:.3f} at the start"
-    return _find_streak(entries, 5, figures, lambda e: e["entropy"] < 0.3 * start)
+    return _find_streak(entries, 5, figures, is_low)
 
 
 def _check_answers(log: Log, run: RunFacts) -> Evidence | None:
@@ -165,20 +177,12 @@ def _check_answers(log: Log, run: RunFacts) -> Evidence | None:
     if len(rounds) < 2 or rounds[-1] is not log[-1]:
         return None
     for name, what in (
-        ("repeated_4grams", "of the 4-grams in generated answers repeat"),
-        ("empty_answers", "of the generated answers are empty"),
+        ("guard/repeated_4grams", "of the 4-grams in generated answers repeat"),
+        ("guard/empty_answers", "of the generated answers are empty"),
     ):
-        first, last = (entry[f"guard/{name}"] for entry in (rounds[0], rounds[-1]))
-        if last >= 0.5 and first <= 0.25:
-            return rounds[-2]["step"] + 1, f"{last:.0%} {what}"
+        if rounds[-1][name] >= 0.5 and rounds[0][name] <= 0.25:
+            return rounds[-2]["step"] + 1, f"{rounds[-1][name]:.0%} {what}"
     return None
-
-
-def _check_answer_length(log: Log, run: RunFacts) -> Evidence | None:
-    lengths = [e["guard/answer_tokens"] for e in log if "guard/answer_tokens" in e]
-    if "guard/answer_tokens" not in log[-1] or 0.1 * lengths[0] <= lengths[-1] <= 10 * lengths[0]:
-        return None
-    return log[-1]["step"], f"generated answers have {lengths[-1]:.0f} tokens, {lengths[0]:.0f} at the start"
 
 
 _LOWER_LR = "lower learning_rate by 3 to 10 times"
@@ -188,26 +192,14 @@ _DIVERGED = f"{_LOWER_LR}; check that chosen and rejected are not swapped in par
 _STUCK = "raise learning_rate 10 times; check that parameters are trainable and kept in fp32 by the optimizer"
 _BEGINS = "watch the generated answers; a lower learning_rate or an sft term holds the chosen answers up"
 _SHORTER = "stop earlier next time: fewer epochs or a lower learning_rate"
-_LENGTHS = "a length-normalised loss; pairs whose lengths differ less"
 RULES = (
     GuardRule("non_finite", True, _check_finite, _CORRUPT),
     GuardRule("collapse", True, _check_collapse, f"{_LOWER_LR}, or beta; a loss on sums: use sigmoid_norm"),
-    GuardRule("displacement", True, lambda log, run: _check_displacement(log, run, 1.0), _DISPLACED),
+    GuardRule("displacement", True, _check_displacement, _DISPLACED),
     GuardRule("divergence", True, _check_divergence, _DIVERGED),
     GuardRule("standstill", True, _check_standstill, _STUCK),
-    GuardRule("repetition", True, _check_answers, f"{_LOWER_LR}, and go on from an earlier checkpoint"),
-    GuardRule("displacement_begins", False, lambda log, run: _check_displacement(log, run, 0.5), _BEGINS),
+    GuardRule("repetition", True, _check_answers, f"{_LOWER_LR}, and resume from an earlier checkpoint"),
+    GuardRule("displacement_begins", False, _check_displacement_begins, _BEGINS),
     GuardRule("floor", False, _check_floor, _SHORTER),
-    GuardRule("saturated", False, _check_accuracy, "look at the pairs; harder pairs teach more"),
-    GuardRule("gradient_spike", False, _check_gradient, "harmless if rare; often: lower learning_rate"),
     GuardRule("entropy", False, _check_entropy, f"{_LOWER_LR}; look at the generated answers"),
-    GuardRule("length_drift", False, _check_answer_length, _LENGTHS),
 )
-
-
-def summarize_metrics(log: Log) -> dict[str, dict[str, float]]:
-    """Lowest, highest and last finite value of the metrics the rules look at."""
-    names = "loss grad_norm entropy rewards/margins rewards/accuracies rewards/chosen rewards/rejected".split()
-    names += "logps/chosen logps/rejected guard/repeated_4grams guard/empty_answers guard/answer_tokens".split()
-    series = {name: [e[name] for e in log if math.isfinite(e.get(name, math.nan))] for name in names}
-    return {name: {"min": min(v), "max": max(v), "last": v[-1]} for name, v in series.items() if v}

@@ -3,19 +3,16 @@
     python -m sfm_dpo.health.node_check --output_dir outputs/dpo                                  one process
     torchrun --nproc-per-node 4 -m sfm_dpo.health.node_check --output_dir outputs/dpo             a node with 4 GPUs
 
-The batch scripts run it on all nodes. Each rank checks its own device; the first of a node also nvidia-smi and the
-disks. Rank 0 prints the findings of all ranks, one a line, and the --exclude that leaves the bad nodes out. Without
-GPUs the same runs with what applies. Exit code 69 (EX_UNAVAILABLE) if anything is wrong. It imports torch alone, so
-that it is over before the trainer's own imports would be.
+The batch scripts run it on all nodes. Each rank checks its own device; the first of a node also the disks, and what
+nvidia-smi said before the ranks began. Rank 0 prints the findings of all ranks and the --exclude that leaves the bad
+nodes out. Exit code 69 (EX_UNAVAILABLE) if anything is wrong. It imports torch alone, to be fast.
 """
 
 import argparse
 import logging
 import os
 import shutil
-import subprocess
 import sys
-import sysconfig
 import tempfile
 from contextlib import suppress
 from datetime import timedelta
@@ -37,32 +34,34 @@ JOIN_SECONDS = 120  # a rank that has not joined by then is lost: importing torc
 REDUCE_SECONDS = 45
 MIN_FREE_GIB = 2.0  # logs, caches and reports; checkpoints are checked against their size when the model is known
 MAX_USED_MIB = 2048  # of GPU memory before the run starts: above it another process is there
-MATMUL = {"cuda": (8192, torch.bfloat16), "cpu": (512, torch.float32)}
-SMI_FIELDS = "index,memory.used,ecc.errors.uncorrected.volatile.total"
 
 HOST = os.environ.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]
-RANK, LOCAL_RANK = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+RANK = int(os.environ.get("RANK", "0"))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def main(argv: list[str]) -> int:
-    sfm_dpo.setup()
     parser = argparse.ArgumentParser(prog="python -m sfm_dpo.health.node_check", description=__doc__.splitlines()[0])
     parser.add_argument("--output_dir", required=True)
     folders = list_folders(parser.parse_args(argv).output_dir)
-    findings = []
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        os.environ.setdefault(name, value)  # started without a launcher
+    findings = check_matmul()
     if LOCAL_RANK == 0:
         findings += check_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         for name, folder in folders.items():
             findings += check_folder(name, folder)
-        findings += check_triton()
-    findings += check_matmul()
     alone = False
     try:
         reports = gather_findings(findings, folders)
     except Exception as error:  # torch has no narrower one
+        alone = True
         reason = " ".join(str(error).split())[:300]
-        alone, reports = True, [(HOST, [*findings, f"rank {RANK} could not reach the other ranks: {reason}"])]
-    hosts = {host for host, _ in reports}
+        reports = [(HOST, [*findings, f"rank {RANK} could not reach the other ranks: {reason}"])]
+    if LOCAL_RANK == 0:
+        for folder in folders.values():
+            with suppress(OSError):
+                mark_of(HOST, folder).unlink()
     bad = sorted({host for host, lines in reports if lines})
     if is_main_process() or alone:
         for host, lines in reports:
@@ -71,27 +70,20 @@ def main(argv: list[str]) -> int:
         if bad:
             log.error(f"submit again with --exclude={','.join(bad)}, or SKIP_HEALTHCHECK=1 to train anyway")
         else:
-            log.info(f"health: {len(hosts)} node(s), {len(reports)} rank(s) fine")
+            log.info(f"health: {len({host for host, _ in reports})} node(s), {len(reports)} rank(s) fine")
     return UNHEALTHY if bad else 0
 
 
 def check_gpus(processes: int) -> list[str]:
-    """What is wrong with the node's GPUs as a whole, by nvidia-smi; nothing where the run is on CPU."""
+    """What is wrong with the node's GPUs as a whole; nothing where the run is on CPU."""
     if not on_gpu():
         return []
     if torch.cuda.device_count() < processes:
-        reason = explain_missing_gpus()
-        return [f"{torch.cuda.device_count()} GPU(s) for {processes} processes" + (f": {reason}" if reason else "")]
-    if before := os.environ.get("SMI_BEFORE_RANKS"):
-        return read_smi(before)
-    command = ["nvidia-smi", f"--query-gpu={SMI_FIELDS}", "--format=csv,noheader,nounits"]
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        command.append(f"--id={visible}")
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return [f"nvidia-smi: {error}"]
-    return [f"nvidia-smi: {(done.stdout + done.stderr).strip()}"] if done.returncode else read_smi(done.stdout)
+        return [f"{torch.cuda.device_count()} GPU(s) for {processes} processes: {explain_missing_gpus() or 'too few'}"]
+    before = os.environ.get("SMI_BEFORE_RANKS")  # set by the batch script; empty where nvidia-smi failed
+    if before == "":
+        return ["nvidia-smi fails"]
+    return read_smi(before or "")
 
 
 def read_smi(text: str) -> list[str]:
@@ -106,43 +98,15 @@ def read_smi(text: str) -> list[str]:
     return findings
 
 
-def check_triton() -> list[str]:
-    """Compiles and runs a Triton kernel: TRL's LM head is one, and Triton builds a C file where it first runs."""
-    if not on_gpu() or not torch.cuda.is_available():
-        return []
-    if findings := check_compiler():
-        return findings
-    try:
-        numbers = torch.arange(1024.0, device=select_device())
-        right = torch.equal(torch.compile(lambda x: 2 * x + 1)(numbers), 2 * numbers + 1)
-    except Exception as error:  # of Triton, Inductor or the C compiler
-        return [f"a Triton kernel could not be compiled: {str(error).strip().splitlines()[-1][:300]}"]
-    return [] if right else ["a Triton kernel gave wrong values"]
-
-
-def check_compiler() -> list[str]:
-    """What Triton lacks to build its launcher."""
-    findings = []
-    if not any(map(shutil.which, [os.environ.get("CC") or "gcc", "clang", "cc"])):
-        findings.append("no C compiler, which Triton needs: load a module with gcc, or set CC")
-    if not (header := Path(sysconfig.get_path("include"), "Python.h")).is_file():
-        findings.append(
-            f"no {header}, which Triton needs: install python3-dev, or use a Python that has it (conda, uv)"
-        )
-    return findings
-
-
 def check_matmul() -> list[str]:
     """Multiplies matrices of known product on this rank's device."""
     if on_gpu() and not torch.cuda.is_available():
         return []  # a finding of check_gpus
     where = f"GPU {LOCAL_RANK}" if on_gpu() else "CPU"
-    size, dtype = MATMUL["cuda" if on_gpu() else "cpu"]
+    size = 8192 if on_gpu() else 512
     try:
-        twos = torch.full((size, size), 2.0, dtype=dtype, device=select_device())
-        wrong = int((twos @ twos != 4.0 * size).sum())  # a power of two: exact in bfloat16 as well
-        noise = torch.randn(size, size, dtype=dtype, device=select_device())
-        wrong += int((~(noise @ noise).isfinite()).sum())
+        twos = torch.full((size, size), 2.0, dtype=torch.bfloat16, device=select_device())
+        wrong = int((twos @ twos != 4.0 * size).sum())  # a power of two: exact in bfloat16
     except RuntimeError as error:
         return [f"{where}: a matmul failed: {str(error).splitlines()[0]}"]
     return [f"{where}: {wrong:,} wrong values in a matmul"] if wrong else []
@@ -154,12 +118,11 @@ def list_folders(output_dir: str) -> dict[str, Path]:
 
 
 def check_folder(name: str, folder: Path) -> list[str]:
-    """Whether a folder can be written, and has room."""
+    """Whether a folder can be written, and has room. This node's mark stays in it until the check ends."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".health-") as file:
+        with mark_of(HOST, folder).open("wb", buffering=0) as file:
             file.write(b"x" * 4096)
-            file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         return [f"{name} {folder} cannot be written: {error.strerror}"]
@@ -168,33 +131,30 @@ def check_folder(name: str, folder: Path) -> list[str]:
     return [low] if free < MIN_FREE_GIB * 2**30 else []
 
 
+def mark_of(host: str, folder: Path) -> Path:
+    return folder / f".health-{host}-{os.environ['MASTER_PORT']}"
+
+
 def gather_findings(findings: list[str], folders: dict[str, Path]) -> list[tuple[str, list[str]]]:
     """All ranks' (host, findings), after checking that the nodes share their folders, and an all-reduce."""
-
-    def gather(lines: list[str]) -> list[tuple[str, list[str]]]:
-        reports: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, (HOST, lines))
-        return reports
-
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
-        os.environ.setdefault(name, value)  # started without a launcher
     dist.init_process_group("gloo", timeout=timedelta(seconds=JOIN_SECONDS))
-    marks: list[dict[str, Path]] = [{}]  # files that all nodes must see
-    for name in ("output_dir", "HF_HOME") if RANK == 0 else ():
-        mark = folders[name].absolute() / f".health-{os.getpid()}"
-        with suppress(OSError):  # a finding of check_folder
-            mark.touch()
-            marks[0][name] = mark
-    dist.broadcast_object_list(marks, src=0)
-    for name, mark in marks[0].items() if LOCAL_RANK == 0 else ():
-        if not (folders[name] / mark.name).exists():
-            findings.append(f"{name} {folders[name]} is not the first node's: all nodes must share the folder")
-    reports = gather(findings)
-    for mark in marks[0].values() if RANK == 0 else ():
-        mark.unlink(missing_ok=True)
-    if not any(lines for _, lines in reports):  # a device that failed alone would only hang the others here
-        reports = gather(check_all_reduce())
+    first, known = gather_reports(findings)[0]
+    if LOCAL_RANK == 0:
+        for name in ("output_dir", "HF_HOME"):
+            unmarked = any(line.startswith(name) for line in known)  # the first node could not write it either
+            if not unmarked and not mark_of(first, folders[name]).exists():
+                findings.append(f"{name} {folders[name]} is not the first node's: all nodes must share the folder")
+    reports = gather_reports(findings)
+    if not any(lines for _, lines in reports):  # a device that failed would leave the other ranks waiting here
+        reports = gather_reports(check_all_reduce())
     dist.destroy_process_group()
+    return reports
+
+
+def gather_reports(findings: list[str]) -> list[tuple[str, list[str]]]:
+    """All ranks' (host, findings)."""
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, (HOST, findings))
     return reports
 
 
@@ -211,9 +171,8 @@ def check_all_reduce() -> list[str]:
 
 def on_gpu() -> bool:
     """By what the node should have: a node that has lost its GPUs must not pass as one without."""
-    return os.environ.get("DS_ACCELERATOR") != "cpu" and (
-        torch.cuda.is_available() or "SLURM_GPUS_ON_NODE" in os.environ
-    )
+    should_have = torch.cuda.is_available() or "SLURM_GPUS_ON_NODE" in os.environ
+    return should_have and os.environ.get("DS_ACCELERATOR") != "cpu"
 
 
 def select_device() -> torch.device:
@@ -224,4 +183,5 @@ def select_device() -> torch.device:
 
 
 if __name__ == "__main__":
+    sfm_dpo.setup()
     sys.exit(main(sys.argv[1:]))

@@ -6,7 +6,6 @@ still falls, but by making the rejected answers impossible too. The figures that
 
 import logging
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from sfm_dpo.common.errors import PreflightRefused, UserError
 from sfm_dpo.common.files import write_json
 from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import Config
-from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES, main_loss
+from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.token_lengths import Lengths
 from sfm_dpo.health.preflight_rules import (
     MOVE,
@@ -41,7 +40,9 @@ def response_lengths(columns: dict[str, np.ndarray], max_length: int | None) -> 
     return Lengths.from_columns(columns).truncate(max_length).responses
 
 
-def inspect_tokens(rows: list[dict], columns: dict[str, np.ndarray], eos: set[int], max_length: int | None) -> dict:
+def inspect_tokens(
+    rows: list[dict], columns: dict[str, np.ndarray], eos: set[int], max_length: int | None
+) -> dict[str, float]:
     """Quantities of the rules about tokens.
 
     Args:
@@ -49,25 +50,22 @@ def inspect_tokens(rows: list[dict], columns: dict[str, np.ndarray], eos: set[in
         columns: lengths of all pairs.
         eos: ids that end a response.
     """
-    whole = [
-        row[f"{side}_ids"]
-        for row in rows
-        for side in ("chosen", "rejected")
-        if max_length is None or row["prompt_length"] + row[f"{side}_length"] <= max_length
-    ]
+    endless = []
+    for row in rows:
+        for side in ("chosen", "rejected"):
+            if max_length is None or row["prompt_length"] + row[f"{side}_length"] <= max_length:
+                endless.append(eos.isdisjoint(row[f"{side}_ids"][-4:]))
     full = np.stack([columns["chosen_length"], columns["rejected_length"]], axis=1)
     return {
-        "no_eos": float(np.mean([not eos & set(ids[-4:]) for ids in whole])) if whole else 0.0,
+        "no_eos": float(np.mean(endless)) if endless else 0.0,
         "cut": float((response_lengths(columns, max_length) < full).mean()),
-        "prompt_trimmed": float((columns["prompt_trimmed"] > 0).mean()),
     }
 
 
-def inspect_model(model: PreTrainedModel) -> dict[str, float]:
-    """Quantities of the rules about the model."""
-    dropout = [m for m in model.modules() if isinstance(m, torch.nn.modules.dropout._DropoutNd) and m.p > 0]
-    wrong = count_wrong_rope_layers(model.config.get_text_config())
-    return {"dropout": float(len(dropout)), "rope_layers": float(wrong)}
+def list_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Ids that end a response, by the tokenizer and by the model's generation config."""
+    of_model = model.generation_config.eos_token_id if model.can_generate() else None
+    return {tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])}
 
 
 def count_wrong_rope_layers(config) -> int:
@@ -144,44 +142,47 @@ def run_preflight(trainer, config: Config) -> dict[str, Any]:
     but one pair for the comparison of packed and single sequences.
     """
     args, dataset, tokenizer = config.train, trainer.train_dataset, trainer.processing_class
-    total, loss_type = len(dataset), main_loss(args.loss_type)
+    total = len(dataset)
+    loss_type = main_loss(args.loss_type)
     sample = np.sort(np.random.default_rng(args.seed).permutation(total)[: args.preflight_samples])
-    names = ["prompt_length", "chosen_length", "rejected_length", "prompt_trimmed"]
+    names = ["prompt_length", "chosen_length", "rejected_length"]
     columns = dataset.select_columns(names).with_format("numpy")[:]
-    rows = list(dataset.select(sample))
-    model = trainer.accelerator.unwrap_model(trainer.model)
     if "ref_chosen_logps" in dataset.column_names:
-        judged, pairs = np.arange(total), f"all {total:,}"
+        judged = np.arange(total)
+        pairs = f"all {total:,}"
         reference = dataset.select_columns(["ref_chosen_logps", "ref_rejected_logps"]).with_format("numpy")[:]
         logps = np.stack([reference["ref_chosen_logps"], reference["ref_rejected_logps"]], axis=1)
     else:
-        judged, pairs = sample, f"{len(sample):,} of {total:,}, drawn with seed {args.seed}"
+        judged = sample
+        pairs = f"{len(sample):,} of {total:,}, drawn with seed {args.seed}"
         logps = compute_base_logps(trainer, sample)
     lengths = np.maximum(response_lengths(columns, args.max_length), 1)
     sources = dataset["source"][:] if "source" in dataset.column_names else [""] * total
     sources = [str(sources[i]) for i in judged]
     figures = compute_pair_figures(logps.astype(np.float64), lengths[judged], sources, loss_type, args.beta)
-    eos = model.generation_config.eos_token_id if model.can_generate() else None
-    eos = {tokenizer.eos_token_id, *(eos if isinstance(eos, list) else [eos])}
-    values = compute_figure_values(figures) | inspect_tokens(rows, columns, eos, args.max_length)
-    values |= inspect_model(model)
+
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    rows = list(dataset.select(sample))
+    values = compute_figure_values(figures)
+    values |= inspect_tokens(rows, columns, list_eos(model, tokenizer), args.max_length)
+    values["rope_layers"] = count_wrong_rope_layers(model.config.get_text_config())
     if args.padding_free:
         size = columns["prompt_length"] + lengths.max(axis=1)
-        middle = sample[np.argsort(size[sample], kind="stable")][: max(1, len(sample) // 2)][-1:]
-        values["packed_difference"] = compute_packed_difference(trainer, middle)
+        by_size = sample[np.argsort(size[sample], kind="stable")]
+        values["packed_difference"] = compute_packed_difference(trainer, by_size[[(len(by_size) - 1) // 2]])
     verdict, findings = judge_base_model(values, loss_type)
     prompt, response = rows[0]["prompt_ids"], rows[0]["chosen_ids"]
-    scale = "means over tokens" if loss_type in LENGTH_NORMALIZED_LOSSES else "sums over tokens"
     result = {
         "verdict": verdict,
         "reasons": [format_finding(finding) for finding in findings],
+        "preflight": args.preflight,
         "pairs": pairs,
-        "loss": {"loss_type": args.loss_type, "beta": args.beta, "scale": scale},
         "figures": figures,
         "values": values,
         "findings": findings,
         "boundary": [tokenizer.decode(ids) for ids in (prompt[-12:], response[:12], response[-6:])],
     }
+    result["text"] = format_preflight(result)
     return broadcast(result)
 
 
@@ -191,14 +192,12 @@ def preflight_phase(trainer, config: Config) -> None:
     Raises:
         PreflightRefused: a no-go, where `preflight` is abort.
     """
-    mode, path = config.train.preflight, Path(config.train.output_dir) / PREFLIGHT
+    mode = config.train.preflight
     if mode == "skip":
         return
-    start = time.monotonic()
-    result = run_preflight(trainer, config) | {"preflight": mode}
-    result |= {"seconds": round(time.monotonic() - start, 3), "text": format_preflight(result)}
+    result = run_preflight(trainer, config)
     if is_main_process():
-        write_json(path, result)
+        write_json(Path(config.train.output_dir) / PREFLIGHT, result)
     log.info(result["text"])
     if result["verdict"] == "no-go" and mode == "abort":
         worst = next(finding for finding in result["findings"] if finding["level"] == "no-go")
@@ -209,29 +208,21 @@ def preflight_phase(trainer, config: Config) -> None:
 
 def format_preflight(result: dict[str, Any]) -> str:
     """The result of `run_preflight` as text, for the log and the report."""
-    figures, scale = result["figures"], result["loss"]["scale"]
-    token, total, perplexity = figures["logp_token"], figures["logp_sum"], figures["perplexity"]
-    correlation, (share, low, high) = figures["correlation_gap_length"], figures["preferred"]
-    weights = " / ".join(f"{weight:.2g}" for weight in figures["weight_after_move"])
+    figures = result["figures"]
 
-    def mean(values: list[float], form: str = ".1f") -> str:
-        return f"{values[0]:{form}} ({values[1]:{form}} to {values[2]:{form}})"
+    def interval(name: str) -> str:
+        return "{:+.2f} ({:+.2f} to {:+.2f})".format(*figures[name])
 
     rows = [
         ("pairs", f"{result['pairs']}; means with their 95% interval"),
-        ("log-prob per token", f"chosen {mean(token['chosen'], '.2f')}, rejected {mean(token['rejected'], '.2f')}"),
-        ("perplexity", f"chosen {perplexity['chosen']:.1f}, rejected {perplexity['rejected']:.1f}"),
-        ("gap per token", f"{mean(token['gap'], '+.2f')} nats"),
-        ("log-prob, sum", f"chosen {mean(total['chosen'])}, rejected {mean(total['rejected'])}"),
-        ("gap, sum", f"{mean(total['gap'], '+.1f')} nats"),
-        ("prefers chosen", f"{share:.0%} of pairs ({low:.0%} to {high:.0%}), by {scale}"),
-        ("response tokens", "chosen {chosen:.0f}, rejected {rejected:.0f}".format(**figures["length"])),
-        ("gap with length", "no correlation" if correlation is None else f"{correlation:+.2f}, by {scale}"),
-        ("gradient weight", f"1/2 at the start; after {MOVE:g} nats per token {weights} (5, 50, 95%)"),
+        ("chosen, per token", f"{interval('chosen_logp')} nats"),
+        ("gap, per token", f"{interval('token_gap')} nats"),
+        ("gap, sum", f"{interval('sum_gap')} nats"),
+        ("gradient weight", f"1/2 at the start; after {MOVE:g} nats per token {figures['weight_after_move']:.2g}"),
         ("boundary", "...{!r} | {!r} ... {!r}".format(*result["boundary"])),
     ]
-    source = "{source}: {pairs:,} pairs, gap {gap_token:+.2f} per token, {gap_sum:+.0f} in sum, "
-    source += "prefers chosen {preferred:.0%}"
-    rows += [("source", source.format(**row)) for row in figures["by_source"]]
-    lines = [f"preflight: {result['verdict']}", format_table(rows), *(f"  {reason}" for reason in result["reasons"])]
-    return "\n".join(lines)
+    for row in figures["by_source"]:
+        text = "{source}: {pairs:,} pairs, gap {gap:+.2f} per token, prefers chosen {preferred:.0%}"
+        rows.append(("source", text.format(**row)))
+    reasons = [f"  {reason}" for reason in result["reasons"]]
+    return "\n".join([f"preflight: {result['verdict']}", format_table(rows), *reasons])

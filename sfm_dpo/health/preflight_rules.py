@@ -31,22 +31,17 @@ _SFT = "train on the chosen answers first (SFT), or take a base model that can w
 _FILTER = "filter these pairs (the sources below say where they are)"
 _MEANS = "loss_type sigmoid_norm with beta 5, which compares means; or SFT on the chosen answers first"
 _BETA = "a lower beta, or loss_type sigmoid_norm with beta 5"
-_LENGTHS = "loss_type sigmoid_norm, or pairs of closer lengths"
 _EOS = "check the chat template and eos_token of the tokenizer"
-_PROMPT = "check the generation prompt of the chat template"
 _ROPE = "give config.json rope_parameters by layer type: yarn for full_attention, default for sliding_attention"
 _PACKED = "padding_free: false, and report the model"
-RULES = (  # of a mean or a share the end of its 95% interval that is in doubt's favour
+RULES = (  # a mean or a share is judged by the more favourable end of its 95% interval
     PreflightRule("token_gap", "below", -1.0, -2.5, "mean log-prob per token, chosen minus rejected", _SFT),
     PreflightRule("chosen_logp", "below", -3.0, -4.5, "mean log-prob per token of the chosen answers", _SFT),
     PreflightRule("hopeless_pairs", "above", 0.1, 0.5, f"share of pairs below {HOPELESS:g} nats per token", _FILTER),
     PreflightRule("sum_gap", "below", -100.0, -500.0, "mean summed log-prob, chosen minus rejected", _MEANS, True),
     PreflightRule("weight_after_move", "below", 0.02, None, f"median after {MOVE:g} nats per token", _BETA, True),
-    PreflightRule("length_ratio", "above", 2.0, None, "mean lengths, longer over shorter side", _LENGTHS, True),
-    PreflightRule("no_eos", "above", 0.05, None, "share of whole responses that do not end with EOS", _EOS),
+    PreflightRule("no_eos", "above", 0.05, None, "share of untruncated responses that do not end with EOS", _EOS),
     PreflightRule("cut", "above", 0.25, None, "share of responses cut by max_length", "raise max_length"),
-    PreflightRule("prompt_trimmed", "above", 0.05, None, "share of prompts that start no prompt + response", _PROMPT),
-    PreflightRule("dropout", "above", 0.0, None, "modules with dropout above 0", "disable_dropout: true"),
     PreflightRule("rope_layers", "above", None, 0.0, "kinds of layer whose RoPE scaling is not OLMo 3's", _ROPE),
     PreflightRule("packed_difference", "above", None, 1.0, "packed against single, over its tolerance", _PACKED),
 )
@@ -63,42 +58,52 @@ def compute_pair_figures(
         sources: [N].
 
     Returns:
-        Nested figures: means with 95% intervals [mean, low, high], quantiles [5%, 50%, 95%], shares.
+        Means and shares with 95% intervals [mean, low, high], in nats; the median of DPO's gradient weight
+        sigmoid(-margin) after MOVE; by source also the share of pairs in which the base model prefers the chosen
+        answer, on the scale of the loss.
     """
-    token, sides = logps / lengths, ("chosen", "rejected")
-    gap, sum_gap = token[:, 0] - token[:, 1], logps[:, 0] - logps[:, 1]
-    normalized = loss_type in LENGTH_NORMALIZED_LOSSES
-    scaled = gap if normalized else sum_gap
-    margins = beta * MOVE * (np.full(len(gap), 2.0) if normalized else lengths.sum(axis=1))
-    preferred = float(np.mean((scaled > 0) + 0.5 * (scaled == 0)))
-    hopeless = float(np.mean(gap < HOPELESS))
-    longer = lengths[:, 0] - lengths[:, 1]
-    varied = len(gap) > 2 and scaled.std() > 0 and longer.std() > 0
+    per_token = logps / lengths
+    token_gap = per_token[:, 0] - per_token[:, 1]
+    sum_gap = logps[:, 0] - logps[:, 1]
+    if loss_type in LENGTH_NORMALIZED_LOSSES:
+        preferred = token_gap > 0
+        moved = np.full(len(logps), 2.0)
+    else:
+        preferred = sum_gap > 0
+        moved = lengths.sum(axis=1)
+    hopeless = float((token_gap < HOPELESS).mean())
     return {
-        "pairs": len(gap),
-        "logp_sum": _intervals(chosen=logps[:, 0], rejected=logps[:, 1], gap=sum_gap),
-        "logp_token": _intervals(chosen=token[:, 0], rejected=token[:, 1], gap=gap),
-        "perplexity": dict(zip(sides, np.exp(-token.mean(axis=0)).tolist(), strict=True)),
-        "preferred": [preferred, *wilson(preferred, len(gap))],
-        "hopeless": [hopeless, *wilson(hopeless, len(gap))],
-        "length": dict(zip(sides, lengths.mean(axis=0).tolist(), strict=True)),
-        "correlation_gap_length": float(np.corrcoef(scaled, longer)[0, 1]) if varied else None,
-        # 5%, 50% and 95% of DPO's gradient weight sigmoid(-margin)
-        "weight_after_move": np.quantile(np.exp(-np.logaddexp(0, margins)), [0.05, 0.5, 0.95]).tolist(),
-        "by_source": _figures_by_source(gap, sum_gap, scaled, sources),
+        "pairs": len(logps),
+        "chosen_logp": mean_interval(per_token[:, 0].tolist()),
+        "token_gap": mean_interval(token_gap.tolist()),
+        "sum_gap": mean_interval(sum_gap.tolist()),
+        "hopeless_pairs": (hopeless, *wilson(hopeless, len(logps))),
+        "weight_after_move": float(np.median(np.exp(-np.logaddexp(0, beta * MOVE * moved)))),
+        "by_source": _figures_by_source(np.array(sources, dtype=object), token_gap, preferred),
     }
+
+
+def _figures_by_source(sources: np.ndarray, token_gap: np.ndarray, preferred: np.ndarray) -> list[dict[str, Any]]:
+    """Means of the ten most frequent sources, the widest gap first; empty where there is one source."""
+    counts = Counter(sources)
+    if len(counts) == 1:
+        return []
+    rows = []
+    for name, count in counts.most_common(10):
+        rows_of = sources == name
+        gap = float(token_gap[rows_of].mean())
+        rows.append({"source": name, "pairs": count, "gap": gap, "preferred": float(preferred[rows_of].mean())})
+    return sorted(rows, key=lambda row: row["gap"])
 
 
 def compute_figure_values(figures: dict[str, Any]) -> dict[str, float]:
     """The quantities of RULES that come from the figures; preflight.py has those of tokens and model."""
-    chosen, rejected = figures["length"]["chosen"], figures["length"]["rejected"]
     return {
-        "token_gap": figures["logp_token"]["gap"][2],
-        "chosen_logp": figures["logp_token"]["chosen"][2],
-        "hopeless_pairs": figures["hopeless"][1],
-        "sum_gap": figures["logp_sum"]["gap"][2],
-        "weight_after_move": figures["weight_after_move"][1],
-        "length_ratio": max(chosen / rejected, rejected / chosen),
+        "token_gap": figures["token_gap"][2],
+        "chosen_logp": figures["chosen_logp"][2],
+        "hopeless_pairs": figures["hopeless_pairs"][1],
+        "sum_gap": figures["sum_gap"][2],
+        "weight_after_move": figures["weight_after_move"],
     }
 
 
@@ -111,14 +116,17 @@ def judge_base_model(values: dict[str, float], loss_type: str) -> tuple[str, lis
         limits = {"no-go": rule.no_go, "caution": rule.caution}
         if rule.quantity == "sum_gap" and not any(f["rule"] == "token_gap" for f in findings):
             limits["no-go"] = None  # long answers alone make sums large
-        value, sign = values[rule.quantity], 1 if rule.worse == "above" else -1
+        value = values[rule.quantity]
+        sign = 1 if rule.worse == "above" else -1
         for level, limit in limits.items():
             if limit is not None and not sign * value <= sign * limit:  # NaN breaks every rule
                 finding = {"rule": rule.quantity, "level": level, "value": value, "limit": limit}
                 findings.append(finding | {"what": rule.what, "remedy": rule.remedy})
                 break
     levels = {finding["level"] for finding in findings}
-    return ("no-go" if "no-go" in levels else "caution" if levels else "go"), findings
+    if "no-go" in levels:
+        return "no-go", findings
+    return ("caution" if levels else "go"), findings
 
 
 def format_finding(finding: dict[str, Any]) -> str:
@@ -127,24 +135,3 @@ def format_finding(finding: dict[str, Any]) -> str:
         f"{finding['level']}: {finding['rule']} {finding['value']:.3g}, limit {finding['limit']:g} "
         f"({finding['what']}): {finding['remedy']}"
     )
-
-
-def _intervals(**values: np.ndarray) -> dict[str, list[float]]:
-    return {name: [*mean_interval(column.tolist())] for name, column in values.items()}
-
-
-def _figures_by_source(gap, sum_gap, scaled, sources: list[str]) -> list[dict[str, Any]]:
-    """Figures of the ten most frequent sources, the widest gap first; empty where there is one source."""
-    names, counts = np.array(sources, dtype=object), Counter(sources)
-    rows = [
-        {
-            "source": name,
-            "pairs": n,
-            "gap_token": float(gap[names == name].mean()),
-            "gap_sum": float(sum_gap[names == name].mean()),
-            "preferred": float((scaled[names == name] > 0).mean()),
-            "hopeless": float((gap[names == name] < HOPELESS).mean()),
-        }
-        for name, n in (counts.most_common(10) if len(counts) > 1 else ())
-    ]
-    return sorted(rows, key=lambda row: row["gap_token"])

@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import random
-import re
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,8 @@ import train_dpo
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.health.guard import Guard
-from sfm_dpo.health.guard_rules import COLLAPSE_STEPS, RULES, Finding, RunFacts, judge_log, summarize_metrics
+from sfm_dpo.health.guard_rules import COLLAPSE_STEPS, Finding, RunFacts, judge_log
 from sfm_dpo.run.checkpoint import checkpoints, mark_complete, rotate
-
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "health.md"
 
 # A failed project's runs, losses on sums: (step, loss, margin)
 FAST_RUN = [(1, 0.690, 0.006), (5, 0.276, 1.145), (6, 0.006, 5.156), (8, 0.0, 12.962), (10, 0.0, 18.207)]
@@ -146,15 +143,13 @@ def rising(n: int, **metrics) -> list[dict]:
         ("displacement", rising(9, **{"rewards/chosen": lambda i: -4.5 * i}), RUN),
         ("divergence", [entry | {"loss": 0.7 + 0.4 * entry["step"]} for entry in rising(12)], RUN),
         ("floor", [entry | {"loss": 0.004} for entry in rising(30, **{"rewards/margins": lambda i: 6.0})], RUN),
-        ("saturated", rising(20, **{"rewards/accuracies": lambda i: float(i > 1)}), RUN),
-        ("gradient_spike", rising(25, grad_norm=lambda i: 99.0 if i == 24 else 5.0), RUN),
         ("entropy", rising(20, entropy=lambda i: 1.5 * 0.85**i), RUN),
     ],
 )
 def test_each_signal_is_detected_and_not_where_it_is_mild(signal, log, run):
     assert signal in replay(log, run)
     mild = [entry | {k: v / 4 for k, v in entry.items() if k != "step" and math.isfinite(v)} for entry in log]
-    if signal not in ("non_finite", "gradient_spike", "entropy"):  # those are ratios, or not a number
+    if signal not in ("non_finite", "entropy"):  # not a number, or a ratio
         assert signal not in replay(mild, run)
 
 
@@ -162,35 +157,18 @@ def test_one_infinite_gradient_norm_is_fp16_finding_its_scale():
     assert not replay(rising(5, grad_norm=lambda i: math.inf if i == 2 else 1.0))
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "signal"),
-    [
-        ("repeated_4grams", 0.9, "repetition"),
-        ("empty_answers", 1.0, "repetition"),
-        ("answer_tokens", 2.0, "length_drift"),
-    ],
-)
-def test_generated_answers_that_repeat_or_vanish(name, value, signal):
-    before = {"guard/repeated_4grams": 0.02, "guard/empty_answers": 0.0, "guard/answer_tokens": 40.0}
+@pytest.mark.parametrize(("name", "value"), [("repeated_4grams", 0.9), ("empty_answers", 1.0)])
+def test_generated_answers_that_repeat_or_vanish(name, value):
+    before = {"guard/repeated_4grams": 0.02, "guard/empty_answers": 0.0}
     log = [entry | (before if i % 10 == 0 else {}) for i, entry in enumerate(rising(21))]
     assert not replay(log)
-    assert list(replay([*log[:20], log[20] | {f"guard/{name}": value}])) == [signal]
+    assert list(replay([*log[:20], log[20] | {f"guard/{name}": value}])) == ["repetition"]
 
 
 def test_losses_with_another_floor_are_judged_by_margins_alone():
     log = entries([(1, 1.0, 0.0), (5, 0.4, 0.5), (9, 0.2, 5.5)])
     assert list(replay(log, RUN._replace(sigmoid=False))) == ["collapse"]
     assert not replay(log)
-
-
-def test_observed_extremes_skip_what_is_not_finite():
-    metrics = summarize_metrics([{"loss": 0.7}, {"loss": math.nan}, {"loss": 0.5}])
-    assert metrics == {"loss": {"min": 0.5, "max": 0.7, "last": 0.5}}
-
-
-def test_each_rule_is_in_the_docs():
-    rows = re.findall(r"^\| `(\w+)` \| (stop|warning) \|", DOCS.read_text(), re.MULTILINE)
-    assert rows == [(rule.signal, "stop" if rule.stops else "warning") for rule in RULES]
 
 
 # ---- the callback, on real training
@@ -238,7 +216,6 @@ def test_a_healthy_run_is_left_alone_and_says_so(command, tmp_path):
     assert train_dpo.main(command + more.split()) == 0
     health = json.loads((out / "health.json").read_text())
     assert (health["verdict"], health["findings"], health["stopped"]) == ("healthy", [], False)
-    assert health["observed"]["loss"]["max"] < 0.8
     log = json.loads((out / "trainer_state.json").read_text())["log_history"]
     assert [entry["step"] for entry in log if "guard/answer_tokens" in entry] == [1, 10]
     samples = json.loads((out / "samples.json").read_text())
@@ -277,16 +254,10 @@ def test_a_checkpoint_from_before_the_horizon_survives_rotation(tmp_path, every)
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ("guard: off", "'skip', 'warn', 'stop'"),
-        ("preflight: no", "'skip', 'warn', 'abort'"),
-        ("guard: halt", "guard"),
-        ("guard_generations: 5", "guard_generations 5: needs prompts: set eval_fraction"),
-    ],
+    ("field", "choices"), [("guard: off", "'skip', 'warn', 'stop'"), ("preflight: no", "'skip', 'warn', 'abort'")]
 )
-def test_wrong_fields_are_one_line(tmp_path, fields, message):
+def test_what_yaml_reads_as_false_is_no_choice(tmp_path, field, choices):
     recipe = tmp_path / "r.yaml"
-    recipe.write_text(f"model_name_or_path: x\ndataset_name: x\n{fields}")
-    with pytest.raises(UserError, match=message):
+    recipe.write_text(f"model_name_or_path: x\ndataset_name: x\n{field}")
+    with pytest.raises(UserError, match=choices):
         parse_config(["--config", str(recipe)])

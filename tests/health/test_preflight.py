@@ -3,14 +3,11 @@
 import json
 import math
 import random
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from torch import nn
 
 import train_dpo
 from scripts import preflight as script
@@ -18,35 +15,30 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.statistics import mean_interval, wilson
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
-from sfm_dpo.health.generation import generate_answers
 from sfm_dpo.health.preflight import (
     check_vocabulary,
     compute_packed_difference,
     count_wrong_rope_layers,
-    inspect_model,
     inspect_tokens,
     preflight_phase,
     response_lengths,
     run_preflight,
 )
-from sfm_dpo.health.preflight_rules import RULES, compute_figure_values, compute_pair_figures, judge_base_model
+from sfm_dpo.health.preflight_rules import compute_figure_values, compute_pair_figures, judge_base_model
 from sfm_dpo.model import packing
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from tests.oracle import by_hand
-from tests.tiny_models import tiny_config, tiny_model, tiny_tokenizer
+from tests.tiny_models import tiny_config, tiny_tokenizer
 
-ROOT = Path(__file__).resolve().parents[2]
-DOCS = (ROOT / "docs" / "health.md").read_text()
-CLEAN = {"no_eos": 0.0, "cut": 0.0, "prompt_trimmed": 0.0, "dropout": 0.0, "rope_layers": 0.0}
 # A failed project's pairs; of the lengths only the means per token are known (5.2 and 0.8 nats)
 RECORDED = np.array([[-1034, -38], [-1045, -18], [-623, -23]], dtype=float)
 RECORDED_LENGTHS = np.abs(RECORDED) / [5.2, 0.8]
 
 
-def verdict_of(logps, lengths, loss_type="sigmoid_norm", beta=5.0, values=CLEAN):
+def verdict_of(logps, lengths, loss_type="sigmoid_norm", beta=5.0):
     logps, lengths = np.asarray(logps, float), np.asarray(lengths, float)
     figures = compute_pair_figures(logps, lengths, ["s"] * len(logps), loss_type, beta)
-    verdict, findings = judge_base_model(compute_figure_values(figures) | values, loss_type)
+    verdict, findings = judge_base_model(compute_figure_values(figures), loss_type)
     return verdict, {finding["rule"]: finding["level"] for finding in findings}
 
 
@@ -104,29 +96,26 @@ def test_a_small_sample_does_not_refuse_what_it_cannot_know():
 def test_hopeless_pairs_of_one_source_are_found_there():
     logps, lengths = typical(n=200)
     logps[:60, 0] = -6 * lengths[:60, 0]
+    assert "hopeless_pairs" in verdict_of(logps, lengths)[1]
     figures = compute_pair_figures(logps, lengths, ["bad"] * 60 + ["good"] * 140, "sigmoid_norm", 5.0)
-    _, findings = judge_base_model(compute_figure_values(figures) | CLEAN, "sigmoid_norm")
-    assert "hopeless_pairs" in {finding["rule"] for finding in findings}
     worst, best = figures["by_source"]
-    assert (worst["source"], worst["pairs"], worst["hopeless"]) == ("bad", 60, 1.0)
-    assert best["hopeless"] == 0.0
-    assert worst["gap_token"] == pytest.approx((logps / lengths)[:60, 0].mean() - (logps / lengths)[:60, 1].mean())
+    assert (worst["source"], worst["pairs"], worst["preferred"]) == ("bad", 60, 0.0)
+    assert worst["gap"] == pytest.approx((logps / lengths)[:60, 0].mean() - (logps / lengths)[:60, 1].mean())
+    assert best["preferred"] > 0.3
 
 
 def test_figures_are_what_their_names_say():
     logps, lengths = np.array([[-10.0, -30.0], [-40.0, -20.0]]), np.array([[10.0, 10.0], [20.0, 40.0]])
     figures = compute_pair_figures(logps, lengths, ["a", "a"], "sigmoid", 0.1)
-    assert figures["logp_token"]["chosen"][0] == -1.5
-    assert figures["logp_token"]["gap"][0] == pytest.approx((2.0 - 1.5) / 2)
-    assert figures["logp_sum"]["gap"][0] == 0.0
-    assert figures["perplexity"]["chosen"] == pytest.approx(math.exp(1.5))
-    assert figures["preferred"][0] == 0.5
+    assert figures["chosen_logp"][0] == -1.5
+    assert figures["token_gap"][0] == pytest.approx((2.0 - 1.5) / 2)
+    assert figures["sum_gap"][0] == 0.0
     # A move of 0.1 nats per token: margins 0.1 x 0.1 x 20 and 0.1 x 0.1 x 60
-    weights = sorted(1 / (1 + math.exp(margin)) for margin in (0.2, 0.6))
-    assert figures["weight_after_move"][1] == pytest.approx(sum(weights) / 2)
+    weights = [1 / (1 + math.exp(margin)) for margin in (0.2, 0.6)]
+    assert figures["weight_after_move"] == pytest.approx(sum(weights) / 2)
     # On means each token of each side counts once: 5 x 0.2, whatever the lengths
     norm = compute_pair_figures(logps, lengths, ["a", "a"], "sigmoid_norm", 5.0)
-    assert norm["weight_after_move"] == pytest.approx([1 / (1 + math.e)] * 3)
+    assert norm["weight_after_move"] == pytest.approx(1 / (1 + math.e))
 
 
 def test_intervals_cover_the_truth_about_95_times_in_100():
@@ -145,17 +134,6 @@ def test_not_a_number_breaks_every_rule():
     assert verdict_of(np.full((4, 2), np.nan), np.ones((4, 2)))[0] == "no-go"
 
 
-def test_each_rule_is_in_the_docs():
-    rows = re.findall(
-        r"^\| `(\w+)` \| [^|]* \| (above|below) \| *(\S*) \| *(\S*) \| (all|sums) \|", DOCS, re.MULTILINE
-    )
-    limits = [["" if limit is None else f"{limit:g}" for limit in (rule.caution, rule.no_go)] for rule in RULES]
-    expected = [
-        (r.quantity, r.worse, *pair, "sums" if r.sums else "all") for r, pair in zip(RULES, limits, strict=True)
-    ]
-    assert rows == expected
-
-
 # ---- tokens and model
 
 
@@ -167,7 +145,7 @@ def tokens_of(texts, tokenizer=None, max_length=64):
 def test_missing_eos_and_cut_responses_are_counted():
     tokens, eos = tokens_of([("q", "yes" * 3, "no"), ("q", "x" * 80, "no")]), {tiny_tokenizer().eos_token_id}
     rows, columns = list(tokens), tokens.with_format("numpy")[:]
-    assert inspect_tokens(rows, columns, eos, 64) == {"no_eos": 0.0, "cut": 0.25, "prompt_trimmed": 0.0}
+    assert inspect_tokens(rows, columns, eos, 64) == {"no_eos": 0.0, "cut": 0.25}
     assert response_lengths(columns, 64)[1].tolist() == [63, 3]
     for row in rows:
         row["chosen_ids"] = [i for i in row["chosen_ids"] if i not in eos]
@@ -182,12 +160,11 @@ def test_a_tokenizer_of_another_model_is_one_line():
         check_vocabulary(tokens, tiny_tokenizer(), 256)
 
 
-def test_dropout_and_rope_scaling_are_seen():
-    model = tiny_model("olmo3")
-    assert inspect_model(model) == {"dropout": 0.0, "rope_layers": 0.0}
-    model.model.layers[0].add_module("planted", nn.Dropout(0.1))
-    model.config.rope_parameters["sliding_attention"] = model.config.rope_parameters["full_attention"]
-    assert inspect_model(model) == {"dropout": 1.0, "rope_layers": 1.0}
+def test_rope_scaling_of_olmo_3():
+    config = tiny_config("olmo3")
+    assert count_wrong_rope_layers(config) == 0
+    config.rope_parameters["sliding_attention"] = config.rope_parameters["full_attention"]
+    assert count_wrong_rope_layers(config) == 1
     # Flat parameters: transformers reads neither yarn nor its factor for any layer
     flat = tiny_config("olmo3", rope_parameters={"rope_type": "yarn", "factor": 8.0}, max_position_embeddings=65536)
     assert count_wrong_rope_layers(flat) == 1
@@ -220,9 +197,7 @@ def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, c
     result = run_preflight(trainer, config)
     logps = by_hand(folder, before, list(trainer.train_dataset))
     chosen, rejected = logps["reference_chosen_sum"], logps["reference_rejected_sum"]
-    sums = result["figures"]["logp_sum"]
-    assert sums["chosen"][0] == pytest.approx(chosen.mean().item(), abs=1e-2)
-    assert sums["gap"][0] == pytest.approx((chosen - rejected).mean().item(), abs=1e-2)
+    assert result["figures"]["sum_gap"][0] == pytest.approx((chosen - rejected).mean().item(), abs=1e-2)
     assert result["verdict"] == "no-go"  # random weights
     assert result["pairs"].startswith("all 8" if cli else "8 of 8")
     assert result["boundary"][0] == "question 0:" and result["boundary"][-1].endswith("<|im_end|>")
@@ -258,7 +233,7 @@ def test_a_no_go_ends_the_run_before_its_first_step(command, tmp_path, capsys):
     status, result = (json.loads((out / name).read_text()) for name in ("status.json", "preflight.json"))
     assert (status["state"], status["exit_code"], result["verdict"]) == ("refused", 3, "no-go")
     captured = capsys.readouterr()
-    assert "preflight: no-go" in captured.out and "perplexity" in captured.out
+    assert "preflight: no-go" in captured.out
     assert captured.err.splitlines()[-1].startswith("error: preflight: no-go: chosen_logp")
     assert not (out / "model.safetensors").exists()
     assert "no-go" in (out / "report.html").read_text()
@@ -282,37 +257,3 @@ def test_as_a_command_of_its_own(command, tmp_path, capsys):
     script.main([*command, "--preflight_samples", "5", "--global_batch_size", "12"])
     assert "warning: 8 pairs are less than global_batch_size 12" in capsys.readouterr().out
     assert script.main([*command, "--loss_typo", "x"]) == 2
-
-
-# ---- a real model: `make demo` or scripts/demo.py makes the folder
-
-DEMO_MODEL = ROOT / "outputs" / "demo-model"
-QUESTIONS = """What is the capital of France?
-How many days does a week have?
-What color is the sky on a clear day?
-What do bees make?
-Name an animal that can fly.
-What is water made of?""".splitlines()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not DEMO_MODEL.is_dir(), reason="needs outputs/demo-model, which `make demo` prepares")
-def test_a_real_models_own_answers_are_go_and_their_shuffled_words_no_go(write_rows, tmp_path):
-    assistant = {"role": "assistant"}
-    prompts = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    own = [answer.text for answer in generate_answers(str(DEMO_MODEL), prompts, max_new_tokens=24)]
-    rng = random.Random(0)
-    shuffled = [" ".join(rng.sample(text.split(), len(text.split()))) for text in own]
-    verdicts = []
-    sides = {"own over shuffled": (own, shuffled), "shuffled over own": (shuffled, own)}
-    for name, (chosen, rejected) in sides.items():
-        rows = [
-            {"prompt": q, "chosen": [assistant | {"content": c}], "rejected": [assistant | {"content": r}]}
-            for q, c, r in zip(QUESTIONS, chosen, rejected, strict=True)
-            if c != r
-        ]
-        data, out = write_rows(f"{name}.jsonl", rows), tmp_path / f"{name}.json"
-        argv = ["--model_name_or_path", str(DEMO_MODEL), "--dataset_name", str(data), "--use_cpu", "--bf16", "false"]
-        code = script.main([*argv, "--max_length", "192", "--json", str(out)])
-        verdicts.append((code, json.loads(out.read_text())["verdict"]))
-    assert verdicts == [(0, "go"), (3, "no-go")]
