@@ -28,16 +28,20 @@ _KEPT = {"loss": "loss", "margin": "rewards/margins", "pairs_per_second": "perf/
 
 def describe_best(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
     """For status.json: the best checkpoint so far by metric_for_best_model, or None."""
-    step, metric = state.best_global_step, f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
-    best = {"checkpoint": f"{args.output_dir}/checkpoint-{step}", "step": step, "metric": metric}
-    return {"best": best | {"value": state.best_metric} if step else None}
+    step = state.best_global_step
+    if not step:
+        return {"best": None}
+    metric = f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
+    checkpoint = f"{args.output_dir}/checkpoint-{step}"
+    return {"best": {"checkpoint": checkpoint, "step": step, "metric": metric, "value": state.best_metric}}
 
 
 class ProgressLine(TrainerCallback):
-    """Takes the place of transformers' progress bar, which fills a batch job's log with control characters."""
+    """Replaces transformers' progress bar, which fills a batch job's log with control characters."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
-        self.start, self.first_step = time.monotonic(), state.global_step
+        self.start = time.monotonic()
+        self.first_step = state.global_step
         self.shown: dict[str, float] = {}
         write_status(args.output_dir, "running", step=state.global_step, max_steps=state.max_steps)
 
@@ -51,9 +55,11 @@ class ProgressLine(TrainerCallback):
             head = f"step {state.global_step}/{state.max_steps}"
         else:
             return  # the closing summary
+        parts = [head] + [f"{name} {form.format(float(logs[key]))}" for key, name, form in _SHOWN if key in logs]
         seconds = self._seconds_left(state)
-        values = [f"{name} {form.format(float(logs[key]))}" for key, name, form in _SHOWN if key in logs]
-        log.info("  ".join([head, *values, *([f"ETA {format_clock(seconds)}"] if seconds else [])]))
+        if seconds:
+            parts.append(f"ETA {format_clock(seconds)}")
+        log.info("  ".join(parts))
         if "loss" in logs:
             self.shown = {key: float(logs[name]) for key, name in _KEPT.items() if name in logs}
         facts = {"step": state.global_step, "max_steps": state.max_steps, "eta_seconds": seconds} | self.shown
@@ -62,5 +68,6 @@ class ProgressLine(TrainerCallback):
 
     def _seconds_left(self, state: TrainerState) -> int | None:
         """By the mean pace since this start; None before its first step."""
-        done, left = state.global_step - self.first_step, state.max_steps - state.global_step
-        return int((time.monotonic() - self.start) / done * left) if done >= 1 else None
+        done = state.global_step - self.first_step
+        left = state.max_steps - state.global_step
+        return int((time.monotonic() - self.start) / done * left) if done else None

@@ -1,4 +1,4 @@
-"""Stopping on request: after each step rank 0 looks for the stop file; all ranks save and leave together."""
+"""Stopping on request: after each step rank 0 looks for the stop file; all ranks save and exit together."""
 
 import logging
 import math
@@ -14,10 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class StopCallback(TrainerCallback):
-    """Ends the run after the step at which rank 0 sees the stop file: all ranks save, and leave together.
+    """Ends the run after the step at which rank 0 sees the stop file: all ranks save, and exit together.
 
-    The batch script says in STOP_LEAD_SECONDS how long before the time limit it will write the file. A step, the
-    evaluation and the save that may follow it must fit into that, or the run is killed while it saves.
+    STOP_LEAD_SECONDS is how long before the time limit the batch script writes the file. A step and the evaluation
+    and save that may follow it must fit into that, or the run is killed while it saves.
     """
 
     def __init__(self) -> None:
@@ -33,9 +33,12 @@ class StopCallback(TrainerCallback):
         self._took("step")
         # What is logged between two saves is then the same in a run that was killed and resumed from the first
         control.should_log = control.should_log or control.should_save
-        # Rank 0's look counts: a rank that looked a moment later could go on alone, and hang
+        # Rank 0 decides: a rank that looked a moment later could continue alone, and hang
         if broadcast(stop_requested(args.output_dir)) and state.global_step < state.max_steps:
-            self.stopped = control.should_save = control.should_log = control.should_training_stop = True
+            self.stopped = True
+            control.should_save = True
+            control.should_log = True
+            control.should_training_stop = True
 
     def on_evaluate(self, *args, **kwargs) -> None:
         self._took("evaluation")
@@ -46,7 +49,8 @@ class StopCallback(TrainerCallback):
 
     def _took(self, what: str) -> None:
         now = time.monotonic()
-        self.seconds[what], self._mark = now - self._mark, now
+        self.seconds[what] = now - self._mark
+        self._mark = now
         needed = sum(self.seconds.values())
         if needed > self.lead:
             parts = " + ".join(f"{name} {seconds:.0f} s" for name, seconds in self.seconds.items() if seconds)
@@ -55,4 +59,4 @@ class StopCallback(TrainerCallback):
                 f"({parts}): submit with a longer lead, for instance STOP_LEAD_SECONDS="
                 f"{math.ceil(needed * 1.5 / 60) * 60} and the same in --signal=B:USR1@"
             )
-            self.lead = math.inf  # once is enough
+            self.lead = math.inf  # the warning comes once

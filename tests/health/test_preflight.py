@@ -20,7 +20,6 @@ from sfm_dpo.health.preflight import (
     compute_packed_difference,
     count_wrong_rope_layers,
     inspect_tokens,
-    preflight_phase,
     response_lengths,
     run_preflight,
 )
@@ -240,11 +239,6 @@ def test_a_no_go_ends_the_run_before_its_first_step(command, tmp_path, capsys):
 
     assert train_dpo.main([*command, "--preflight", "warn"]) == 0
     assert json.loads((out / "status.json").read_text())["state"] == "done"
-
-
-def test_skip_computes_nothing(command, tmp_path):
-    preflight_phase(None, parse_config([*command, "--preflight", "skip"]))  # nothing to compute it with
-    assert not (tmp_path / "run" / "preflight.json").exists()
 
 
 def test_as_a_command_of_its_own(command, tmp_path, capsys):
