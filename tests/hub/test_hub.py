@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_dpo
-from scripts import push_to_hub
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.hub import upload
 from sfm_dpo.hub.publish import consolidate_shards
