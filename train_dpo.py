@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
     """Runs and returns the exit code; every end but a kill is written to status.json."""
     run: Path | None = None  # once the folder is this run's to write into
     position = Position()
-    watchdog = trainer = lease = None
+    watchdog = lease = None
     try:
         disable_deepspeed_shm()  # before parse_config, where transformers makes the process group
         config = parse_config(argv)
@@ -107,7 +107,7 @@ def main(argv: list[str]) -> int:
     except RunEnd as end:
         return close(run, end, lease)
     except BaseException as error:
-        if watchdog and (memory := explain_out_of_memory(error, position, trainer)):
+        if run is not None and (memory := explain_out_of_memory(error, position, run)):
             return close(run, memory, lease)
         if run is not None and isinstance(error, OSError) and error.errno in UNWRITABLE:
             where = error.filename or run

@@ -49,7 +49,8 @@ def main(argv: list[str]) -> int:
 def describe_memory(config: Config, gpus: int, launch: str) -> str | None:
     """Whether the run fits, in a line; None where neither Slurm nor torch says what GPU it is."""
     from sfm_dpo.model.loading import load_model_config
-    from sfm_dpo.planning.run_plan import LAUNCHES, Cluster, bound_memory, find_gpu
+    from sfm_dpo.model.memory_plan import describe_fit, find_gpu
+    from sfm_dpo.model.sharding import LAUNCHES
 
     names = [os.environ.get("SLURM_GPUS_PER_NODE", ""), os.environ.get("SLURM_GPUS", "")]
     if torch.cuda.is_available():
@@ -58,7 +59,7 @@ def describe_memory(config: Config, gpus: int, launch: str) -> str | None:
     if gpu is None or os.environ.get("DS_ACCELERATOR") == "cpu":
         return None
     shape = load_model_config(config, needs_weights=False)
-    return bound_memory(config, shape, Cluster(gpu, gpus), launch if launch in LAUNCHES else "zero2")
+    return describe_fit(config, shape, gpu, gpus, launch if launch in LAUNCHES else "zero2")
 
 
 def read_distributed_type(path: str) -> str:

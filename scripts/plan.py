@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Memory, batch size, collectives, hours and disk of a recipe, before it is submitted. No weights, no GPU; seconds.
+"""Memory, batch size, hours and disk of a recipe, before it is submitted. No weights, no GPU; seconds.
 
     python scripts/plan.py --config recipes/think.yaml                                  # 4 B200
     python scripts/plan.py --config R --gpu h100 --num_gpus 8 --num_nodes 4 --mfu 0.3
@@ -10,7 +10,7 @@ own, from the cache that training and analyze_dataset.py fill, or tokenised now.
 pairs of these lengths. Hours and memory are corrected by what check_gpu.sh measured on a GPU of this kind
 (--calibration, by default outputs/check-gpu/calibration.json where that is); without it hours are those of three
 published efficiencies, or of --mfu. --json FILE writes all of it. Other options are train_dpo.py's. docs/plan.md
-explains the figures.
+explains the numbers.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""Model FLOPs by formula, and the peak FLOP/s of known GPUs.
+"""Model FLOPs by formula.
 
-FLOPs counted are the useful ones, for real tokens only (under prefix sharing for a pair's prompt once): 2 for each
+Counted are the useful ones, for real tokens only (under prefix sharing for a pair's prompt once): 2 for each
 weight a token is multiplied with, 4 x head size x heads for each (query, key) pair that attention lets see each other,
 in the window of the layer; the LM head for response tokens; for a training step the backward's gradients of
 activations once more, and of the weights that are trained once more: three forwards, under LoRA about 2.3. Padding,
@@ -14,24 +14,6 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sfm_dpo.model.sharding import ATTENTION, numel, shape
-
-# Dense bf16 peak in FLOP/s, without sparsity, from the vendors' data sheets.
-PEAK_FLOPS = {
-    "B300": 2.25e15,
-    "GB200": 2.5e15,
-    "B200": 2.25e15,
-    "H200": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-}
-
-
-def peak_flops(gpu_name: str) -> float | None:
-    """Dense bf16 FLOP/s by the name that torch.cuda.get_device_name gives; None for a GPU that is not listed."""
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in gpu_name), None)
 
 
 @dataclass(frozen=True)
@@ -55,14 +37,17 @@ class ForwardFlops:
         """Of a model, also on the meta device. Of a mixture of experts the active weights count."""
         config = model.config.get_text_config()
         head = model.get_output_embeddings().weight
+        embedding = model.get_input_embeddings().weight
         weights = trained = 0
         for name, parameter in model.named_parameters():
-            if parameter is head or parameter is model.get_input_embeddings().weight or len(shape(parameter)) < 2:
+            if parameter is head or parameter is embedding or len(shape(parameter)) < 2:
                 continue
             active = config.num_experts_per_tok / config.num_experts if ".experts." in name else 1
-            weights += int(numel(parameter) * active)
-            trained += int(numel(parameter) * active) * parameter.requires_grad
-        return cls(2 * weights, 2 * numel(head), _attention(config), (trained / weights, float(head.requires_grad)))
+            count = int(numel(parameter) * active)
+            weights += count
+            trained += count * parameter.requires_grad
+        shares = (trained / weights, float(head.requires_grad))
+        return cls(2 * weights, 2 * numel(head), _attention(config), shares)
 
     def __call__(
         self,

@@ -21,19 +21,20 @@ from sfm_dpo.config import Config
 # What is looked at before a library reads it, in a model's folder.
 MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors.index.json", "*.safetensors")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+PREFETCH = "run scripts/prefetch.py where there is a network"
 
 
 def load_model_config(config: Config, needs_weights: bool = True) -> PretrainedConfig:
     """The model's config.json.
 
     Raises:
-        UserError: neither a folder with a model nor one that the Hub gives; or, in a folder and where HF_HUB_OFFLINE
-            is set in the cache, weights that are not there, which from_pretrained would find out minutes later (with
-            `needs_weights` alone).
+        UserError: neither a folder with a model nor one that the Hub gives; or, with `needs_weights`, weights that a
+            folder, or the cache where HF_HUB_OFFLINE is set, lacks: from_pretrained would notice minutes later.
     """
     name, revision = config.model.model_name_or_path, config.model.model_revision
+    is_folder = os.path.isdir(name)
     check_files(name, MODEL_FILES if needs_weights else ["config.json"])
-    if os.path.isdir(name) and revision not in (None, "main"):
+    if is_folder and revision not in (None, "main"):
         raise UserError(
             f"model_revision {revision}: is for the Hub, and model_name_or_path {name} is a folder; remove it"
         )
@@ -43,23 +44,16 @@ def load_model_config(config: Config, needs_weights: bool = True) -> PretrainedC
         )
     except (OSError, ValueError, StrictDataclassError) as error:
         why = str(error).split("\n\n")[0]
-        why += "; or run scripts/prefetch.py where there is a network" if "couldn't connect" in why else ""
+        if "couldn't connect" in why:
+            why += f"; or {PREFETCH}"
         raise UserError(
             f"model_name_or_path {name}: neither a folder with a model nor one that the Hub gives: {why}"
         ) from error
-    if not needs_weights:
-        return model_config
-    folder, remedy = (Path(name), "copy them there") if os.path.isdir(name) else (None, "")
-    if folder is None and HF_HUB_OFFLINE:
-        folder = Path(str(try_to_load_from_cache(name, "config.json", revision=revision))).parent
-        remedy = "run scripts/prefetch.py where there is a network"
-    if folder is not None and not any(folder.glob("*.safetensors")) and any(folder.glob("*.bin")):
-        raise UserError(
-            f"model_name_or_path {name}: holds its weights as .bin, which can run code when it is read; convert it: "
-            "load it where you trust it, and save_pretrained into another folder writes safetensors"
-        )
-    if folder is not None and (missing := missing_weights(folder)):
-        raise UserError(f"model_name_or_path {name}: {folder} lacks {', '.join(missing[:3])}; {remedy}")
+    if needs_weights and is_folder:
+        check_weights(name, Path(name), "copy them there; .bin files, which can run code, must be converted")
+    elif needs_weights and HF_HUB_OFFLINE:
+        cached = str(try_to_load_from_cache(name, "config.json", revision=revision))
+        check_weights(name, Path(cached).parent, PREFETCH)
     return model_config
 
 
@@ -75,13 +69,20 @@ def check_files(name: str, patterns: Iterable[str]) -> None:
             elif not isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
                 raise ValueError("it holds no JSON mapping")
         except (OSError, ValueError, SafetensorError) as error:
-            lfs = (
-                path.is_file()
-                and path.stat().st_size < 200
-                and path.read_bytes().startswith(b"version https://git-lfs")
-            )
-            why = "it is a pointer of Git LFS; fetch the file: git lfs pull" if lfs else f"{error}; copy it anew"
-            raise UserError(f"model_name_or_path {name}: {path.name} is damaged: {why}") from error
+            raise UserError(
+                f"model_name_or_path {name}: {path.name} is damaged: {error}; copy it anew, or git lfs pull"
+            ) from error
+
+
+def check_weights(name: str, folder: Path, remedy: str) -> None:
+    """Raises UserError where a model's folder lacks weights, by its index where it has one."""
+    present = {path.name for path in folder.glob("*.safetensors") if path.exists()}  # a cache's link may lead nowhere
+    missing = [] if present else ["weights (*.safetensors)"]
+    for index in folder.glob("*.safetensors.index.json"):
+        weight_map = json.loads(index.read_text()).get("weight_map", {"": f"a weight_map in {index.name}"})
+        missing = sorted(set(weight_map.values()) - present)
+    if missing:
+        raise UserError(f"model_name_or_path {name}: {folder} lacks {', '.join(missing[:3])}; {remedy}")
 
 
 def load_model(name: str, init_kwargs: dict[str, Any]) -> PreTrainedModel:
@@ -103,26 +104,14 @@ def load_model(name: str, init_kwargs: dict[str, Any]) -> PreTrainedModel:
         if key is None or key[1] not in init_kwargs:
             raise
         raise UserError(f"model_init_kwargs {key[1]}: is unknown to this model; remove it") from error
-    absent = [(key, "missing") for key in sorted(report["missing_keys"])]
-    absent += [(str(key[0]), "of another shape") for key in sorted(report["mismatched_keys"])]
+    absent = [f"{key} is missing" for key in sorted(report["missing_keys"])]
+    absent += [f"{key[0]} is of another shape" for key in sorted(report["mismatched_keys"])]
     if absent:
         raise UserError(
-            f"model_name_or_path {name}: its weights do not make up the model of config.json: {absent[0][0]} is "
-            f"{absent[0][1]}, {len(absent) - 1} more; take config.json and weights from the same place"
+            f"model_name_or_path {name}: its weights do not make up the model of config.json: {absent[0]}, "
+            f"{len(absent) - 1} more; take config.json and weights from the same place"
         )
     return model
-
-
-def missing_weights(folder: Path) -> list[str]:
-    """Weight files that a model's folder should hold and does not, by its index where it has one."""
-    files = {path.name for path in folder.iterdir() if path.exists()}  # a link in the cache may lead nowhere
-    indexes = sorted(folder.glob("*.safetensors.index.json"))
-    if indexes:
-        try:
-            return sorted(set(json.loads(indexes[-1].read_text())["weight_map"].values()) - files)
-        except (KeyError, AttributeError):
-            return [f"a weight_map in {indexes[-1].name}"]
-    return [] if any(name.endswith(".safetensors") for name in files) else ["weights (*.safetensors)"]
 
 
 def model_init_kwargs(config: Config) -> dict[str, Any]:

@@ -8,7 +8,7 @@ counted in this way, not assumed.
 import copy
 import warnings
 from collections import Counter
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,11 +25,10 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
-from sfm_dpo.model.sharding import blocks, config_number
+from sfm_dpo.model.sharding import blocks, bucket_size
 
 SHAPES = "shapes_only"  # transformers takes a name with "flash" in it for a package
 TRACED_TOKENS = 1024
-USABLE = 0.9  # of a GPU's memory; the rest: CUDA's context, NCCL, and what the allocator cannot join
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768  # a tile of logits (TRL 1.16, kernels/chunked_logprob.py)
 
 
@@ -54,36 +53,44 @@ class _Flash(torch.autograd.Function):
         return tuple(torch.empty_like(tensor) for tensor in (query, key, value))
 
 
-AttentionInterface.register(
-    SHAPES, lambda module, query, key, value, mask, **kwargs: (_Flash.apply(query, key, value), None)
-)
-AttentionMaskInterface.register(SHAPES, lambda *args, **kwargs: None)
+def _attention_of_shapes(module, query, key, value, mask, **kwargs):
+    return _Flash.apply(query, key, value), None
 
 
-class Activations(NamedTuple):
-    """Bytes that a micro-batch holds, each as (fixed, for each computed token).
+def _no_mask(*args, **kwargs):
+    return None
+
+
+AttentionInterface.register(SHAPES, _attention_of_shapes)
+AttentionMaskInterface.register(SHAPES, _no_mask)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that a micro-batch holds, each [2]: fixed, and for each computed token.
 
     Attributes:
         saved: when the forward of the backbone is over.
         peak: at the worst moment of its backward, one gradient of a weight included, which lives until it is reduced.
     """
 
-    saved: tuple[float, float]
-    peak: tuple[float, float]
+    saved: np.ndarray
+    peak: np.ndarray
 
     def peak_bytes(self, tokens: int, head: int) -> int:
         """Of a micro-batch of `tokens`, with an LM head that takes `head` bytes (`head_bytes`). The head computes its
         backward while everything that the backbone saved is still alive."""
-        saved, peak = (fixed + per_token * tokens for fixed, per_token in self)
+        saved = self.saved[0] + self.saved[1] * tokens
+        peak = self.peak[0] + self.peak[1] * tokens
         return int(max(saved + head, peak))
 
     @classmethod
-    def mix(cls, some: "Activations", none: "Activations", share: float) -> "Activations":
-        """Where a `share` of the layers is checkpointed, from those of all layers checkpointed (`some`) and of none.
+    def mix(cls, checkpointed: "Activations", stored: "Activations", share: float) -> "Activations":
+        """Where a `share` of the layers is checkpointed, from those of all layers `checkpointed` and all `stored`.
         A layer's backward takes what it takes in either, whichever is more."""
-        saved = share * np.array(some.saved) + (1 - share) * np.array(none.saved)
-        backward = np.maximum(np.subtract(some.peak, some.saved), np.subtract(none.peak, none.saved))
-        return cls(tuple(saved), tuple(saved + backward))
+        saved = share * checkpointed.saved + (1 - share) * stored.saved
+        backward = np.maximum(checkpointed.peak - checkpointed.saved, stored.peak - stored.saved)
+        return cls(saved, saved + backward)
 
 
 def meta_model(config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
@@ -106,22 +113,24 @@ def trace_activations(config: PretrainedConfig, dtype: torch.dtype, checkpointin
     installed, PyTorch's reference implementation is traced, which saves more.
     """
     text = config.get_text_config()
-    if dtype == torch.float32 and getattr(
-        text, "num_experts", None
-    ):  # the product over experts is traced in 16 bit only
-        return Activations(
-            *(tuple(2 * part) for part in np.array(trace_activations(config, torch.bfloat16, checkpointing)))
-        )
+    if dtype == torch.float32 and getattr(text, "num_experts", None):
+        # The product over experts is traced in 16 bit only
+        half = trace_activations(config, torch.bfloat16, checkpointing)
+        return Activations(2 * half.saved, 2 * half.peak)
     counts = Counter(getattr(text, "layer_types", None) or ["block"] * text.num_hidden_layers)
-    trace = partial(_trace_peak, config, dtype, checkpointing)
     totals = []
     for tokens in (TRACED_TOKENS, 2 * TRACED_TOKENS):
-        one_each = trace(list(counts), tokens)
-        repeated = [kind for kind, count in counts.items() if count > 1]
-        others = ((counts[kind] - 1) * (trace([*counts, kind], tokens) - one_each) for kind in repeated)
-        totals.append(one_each + sum(others))
+        one_each = _trace_bytes(config, dtype, checkpointing, list(counts), tokens)
+        others = 0
+        for kind, count in counts.items():
+            if count > 1:
+                with_another = _trace_bytes(config, dtype, checkpointing, [*counts, kind], tokens)
+                others = others + (count - 1) * (with_another - one_each)
+        totals.append(one_each + others)
     per_token = (totals[1] - totals[0]) / TRACED_TOKENS
-    return Activations(*zip(totals[0] - per_token * TRACED_TOKENS, per_token, strict=True))
+    fixed = totals[0] - per_token * TRACED_TOKENS
+    saved, peak = np.stack([fixed, per_token], axis=1)
+    return Activations(saved, peak)
 
 
 def head_bytes(config: PretrainedConfig, tokens: int, dtype: torch.dtype, on_gpu: bool) -> int:
@@ -131,12 +140,15 @@ def head_bytes(config: PretrainedConfig, tokens: int, dtype: torch.dtype, on_gpu
     Triton, as wide as its buffer, and without, where PyTorch computes operation by operation, seven more in fp32.
     """
     text = config.get_text_config()
-    weights, hidden, size = text.vocab_size * text.hidden_size, tokens * text.hidden_size, dtype.itemsize
-    rows, columns = min(tokens, HEAD_TOKENS), min(text.vocab_size, HEAD_COLUMNS)
+    size = dtype.itemsize
+    weights = text.vocab_size * text.hidden_size
+    hidden = tokens * text.hidden_size
     copies = 4 if size == 4 else 4 + size  # .to(fp32) of what is fp32 copies nothing
-    # Of the buffer a GPU allocates all, and a CPU the pages that are touched
-    tiles = size * rows * HEAD_COLUMNS if on_gpu else (size + 7 * 4) * rows * columns
-    return copies * (weights + hidden) + tiles
+    rows = min(tokens, HEAD_TOKENS)
+    tile = size * rows * HEAD_COLUMNS  # a GPU allocates the buffer as a whole, a CPU the pages that are touched
+    if not on_gpu:
+        tile = (size + 7 * 4) * rows * min(text.vocab_size, HEAD_COLUMNS)
+    return copies * (weights + hidden) + tile
 
 
 # Upstream: torch 2.13, distributed/_tools/mem_tracker.py, MemTracker._update_peak_stats: also updates the peaks of
@@ -146,10 +158,11 @@ class _PeakTracker(MemTracker):
     def _update_peak_stats(self, peak_state) -> None:
         for device, current in self._curr_mem_snap.items():
             if self._peak_mem.get(device, 0) < current["Total"]:
-                self._peak_mem[device], self._peak_mem_snap[device] = current["Total"], dict(current)
+                self._peak_mem[device] = current["Total"]
+                self._peak_mem_snap[device] = dict(current)
 
 
-def _trace_peak(
+def _trace_bytes(
     config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool, kinds: list[str], tokens: int
 ) -> np.ndarray:
     """[2] bytes alive beside the weights, after the forward and at the peak of the backward, of a model with one block
@@ -159,26 +172,59 @@ def _trace_peak(
     text.num_hidden_layers = len(kinds)
     if getattr(text, "layer_types", None):
         text.layer_types = kinds
-    text.vocab_size, text.pad_token_id = min(text.vocab_size, 1024), None  # its gradient is no activation
+    text.vocab_size = min(text.vocab_size, 1024)  # the embedding's gradient is no activation
+    text.pad_token_id = None
     with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
         config._attn_implementation = SHAPES
         model = _build(config, dtype).train()
         if checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         for parameter in model.parameters():  # as the launchers do: a gradient is reduced, and gone
-            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)
         tracker = _PeakTracker()
         tracker.track_external(model)
-        snapshots = [tracker.get_tracker_snapshot("current")]
+        start = _total(tracker, "current")
         with tracker, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Expected a tensor or a traceable", UserWarning)  # MemTracker's own
             ids = torch.zeros(1, tokens, dtype=torch.long)
             output = model.base_model(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state
-            snapshots.append(tracker.get_tracker_snapshot("current"))
+            saved = _total(tracker, "current")
             output.sum().backward()
-        snapshots.append(tracker.get_tracker_snapshot("peak"))
-    start, saved, peak = (sum(device["Total"] for device in snapshot.values()) for snapshot in snapshots)
+        peak = _total(tracker, "peak")
     return np.array([saved - start, peak - start], dtype=float)
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _total(tracker: MemTracker, moment: str) -> int:
+    return sum(device["Total"] for device in tracker.get_tracker_snapshot(moment).values())
+
+
+class ParameterBytes(NamedTuple):
+    """Bytes a parameter on each GPU."""
+
+    weights: float
+    gradients: float  # of the trained ones
+    optimizer: float  # of the trained ones
+
+
+def parameter_bytes(launch: str, gpus: int, half: bool) -> ParameterBytes:
+    """Of training with AdamW under `launch`: zero2, zero3, fsdp2, or none (one process, or DDP); `half`: in 16 bit.
+
+    ZeRO: as DeepSpeed's estimators (estimate_zero2_model_states_mem_needs, estimate_zero3_model_states_mem_needs):
+    16-bit weights, gradients in 16 and 32 bit, fp32 weights and two moments. FSDP2: fp32 weights, gradients and
+    moments. One process or DDP: the same undivided, autocast's 16-bit copy of the weights, DDP's buckets of gradients.
+    """
+    size = 2 if half else 4
+    table = {
+        "zero2": ParameterBytes(weights=size, gradients=(6 if half else 4) / gpus, optimizer=12 / gpus),
+        "zero3": ParameterBytes(weights=size / gpus, gradients=4 / gpus, optimizer=12 / gpus),
+        "fsdp2": ParameterBytes(weights=4 / gpus, gradients=4 / gpus, optimizer=8 / gpus),
+        "none": ParameterBytes(weights=6 if half else 4, gradients=4 if gpus == 1 else 8, optimizer=8),
+    }
+    return table[launch]
 
 
 def model_states(
@@ -190,39 +236,37 @@ def model_states(
     reference: bool = False,
     half: bool = True,
 ) -> dict[str, int]:
-    """Bytes on each GPU of training with AdamW: weights, gradients, optimizer, buffers, and a live reference model.
+    """Bytes on each GPU of weights, gradients, optimizer, buffers, and a live reference model.
 
     Args:
         trained: parameters that are trained: all of the model's, or an adapter's.
-        launch: zero2, zero3, fsdp2, or none (one process, or DDP).
+        launch, half: as for `parameter_bytes`.
         zero: `zero_optimization` of the DeepSpeed file, for the sizes of its buckets.
         reference: a second model is in memory.
-        half: computed in 16 bit; otherwise all in fp32.
 
-    ZeRO: as DeepSpeed's estimators (estimate_zero2_model_states_mem_needs, estimate_zero3_model_states_mem_needs):
-    16-bit weights, gradients in 16 and 32 bit, fp32 weights and two moments. Buckets come on top: of gradients, two in
-    flight under overlap_comm. FSDP2: fp32 weights, gradients and moments; a 16-bit copy of two gathered units (the
-    current block and the next), as much for gradients on their way, and the embedding or head. One process or DDP:
-    fp32 weights, gradients and moments, autocast's 16-bit copy of the weights, and DDP's buckets of the gradients.
+    Buffers: ZeRO's buckets of gradients, two in flight under overlap_comm; under FSDP2 a 16-bit copy of two gathered
+    units (the current block and the next), as much for gradients on their way, and the embedding or head.
     """
-    size, total = 2 if half else 4, model.num_parameters()
-    total += trained if trained != total else 0  # an adapter comes on top
+    each = parameter_bytes(launch, gpus, half)
+    size = 2 if half else 4
+    total = model.num_parameters()
+    if trained != total:  # an adapter comes on top
+        total += trained
     largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
-    whole = {"zero2": size, "none": 6 if half else 4}
-    weights = whole[launch] if launch in whole else {"zero3": size, "fsdp2": 4}[launch] / gpus  # bytes a parameter
-    gradients = {"zero2": (6 if half else 4) / gpus, "none": 4 if gpus == 1 else 8}.get(launch, 4 / gpus)
-    optimizer = {"none": 8, "fsdp2": 8 / gpus}.get(launch, 12 / gpus)
+    gathered = 2 * size * largest if launch == "zero3" else 0
     buffers = 0
     if launch == "fsdp2":
-        buffers = 4 * size * max(sum(p.numel() for p in block.parameters()) for block in blocks(model))
-        buffers += size * largest
+        largest_block = max(sum(p.numel() for p in block.parameters()) for block in blocks(model))
+        buffers = 4 * size * largest_block + size * largest
     elif launch != "none":
-        bucket = min(config_number(zero, "reduce_bucket_size", model), trained)
+        bucket = min(bucket_size(zero, model), trained)
         buffers = size * bucket * (2 if zero.get("overlap_comm") else 1)
     states = {
-        "weights": int(weights * total) + (2 * size * largest if launch == "zero3" else 0),
-        "gradients": int(gradients * trained),
-        "optimizer": int(optimizer * trained),
+        "weights": int(each.weights * total) + gathered,
+        "gradients": int(each.gradients * trained),
+        "optimizer": int(each.optimizer * trained),
         "buffers": buffers,
     }
-    return states | ({"reference": int(size * total / (gpus if launch == "zero3" else 1))} if reference else {})
+    if reference:
+        states["reference"] = int(size * total / (gpus if launch == "zero3" else 1))
+    return states

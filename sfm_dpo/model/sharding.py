@@ -1,4 +1,4 @@
-"""Sharding: which rank holds which weights under ZeRO-2, ZeRO-3 and FSDP2, what they exchange, what they save.
+"""Sharding: which rank holds which weights under ZeRO-2, ZeRO-3 and FSDP2, and what they save.
 
 ZeRO-2 and a single process: every rank has whole weights. ZeRO-3: DeepSpeed splits each tensor while the model is
 loaded, and gathers it for the module that computes with it. FSDP2: accelerate splits the model when training begins,
@@ -7,21 +7,21 @@ one unit a decoder block; TRL's reference model is split as soon as it is loaded
 
 import dataclasses
 import hashlib
-import math
+import json
 import os
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sfm_dpo.common.distributed import broadcast, is_main_process
+from sfm_dpo.common.files import PROJECT
 
 ATTENTION = {"full_attention", "sliding_attention"}
-# Upstream: transformers 5.23, integrations/deepspeed.py, HfTrainerDeepSpeedConfig.trainer_config_finalize: fills
-# "auto" in ZeRO-3's persistence threshold with a literal 10 times the hidden size. Canary: test_canary_persistence
-PERSISTENCE = 10
+# DeepSpeed file of each launcher
+LAUNCHES = {"zero2": "ds_config.json", "zero3": "configs/accelerate/ds_zero3.json", "fsdp2": None}
 
 
 def launched_with() -> str:
@@ -99,78 +99,31 @@ def keep_outputs(fsdp_plugin: Any) -> None:
         fsdp_plugin.mixed_precision_policy = dataclasses.replace(fsdp_plugin.mixed_precision_policy, output_dtype=None)
 
 
-# ---- collectives
-
-
 def blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
     """The decoder layers."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def collectives(
-    model: PreTrainedModel, launch: str, micro_batches: int, checkpointing: bool, zero: dict[str, Any]
-) -> dict[str, int]:
-    """Collectives in one optimizer step, gradient clipping and metrics apart.
-
-    Args:
-        launch: zero2, zero3 or fsdp2.
-        micro_batches: of one rank in the step.
-        checkpointing: each block's forward is computed twice; ZeRO-3 then gathers its tensors a third time.
-        zero: `zero_optimization` of the DeepSpeed file.
-
-    Returns:
-        all_gather, reduce: how often. ZeRO reduces in buckets while the backward runs. For ZeRO-3 the tensors that it
-        must gather: all but those below its threshold, which every rank keeps. It may send several in one message (on
-        2 CPU processes 58 messages for 134 tensors). FSDP2 gathers a block at once, twice, and reduces it once.
-    """
-    parameters = list(model.parameters())
-    total = sum(map(numel, parameters))
-    if launch == "fsdp2":
-        units = [*blocks(model), model.get_input_embeddings()]
-        tail = 1  # final norm and head stay gathered between forward and backward
-        if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
-            units.pop()
-        return {
-            "all_gather": micro_batches * (2 * len(units) + tail),
-            "reduce": micro_batches * (len(units) + tail),
-        }
-    reduce = micro_batches * math.ceil(total / config_number(zero, "reduce_bucket_size", model))
-    if launch == "zero2":
-        return {"all_gather": math.ceil(total / config_number(zero, "allgather_bucket_size", model)), "reduce": reduce}
-    threshold = config_number(zero, "stage3_param_persistence_threshold", model)
-    inside = sum(1 for block in blocks(model) for p in block.parameters() if numel(p) > threshold)
-    outside = sum(1 for p in parameters if numel(p) > threshold) - inside
-    return {"all_gather": micro_batches * (inside * (2 + checkpointing) + 2 * outside), "reduce": reduce}
+def zero_config(launch: str) -> dict[str, Any]:
+    """`zero_optimization` of a launcher's DeepSpeed file; empty for FSDP2."""
+    file = LAUNCHES[launch]
+    return json.loads((PROJECT / file).read_text())["zero_optimization"] if file else {}
 
 
-def config_number(zero: dict[str, Any], name: str, model: PreTrainedModel) -> int:
-    """A number of `zero_optimization` in the DeepSpeed file, "auto" filled in as transformers does."""
-    value = zero.get(name, "auto")
-    hidden = model.config.get_text_config().hidden_size
-    if value == "auto":
-        return PERSISTENCE * hidden if name == "stage3_param_persistence_threshold" else hidden * hidden
-    return int(value)
+def bucket_size(zero: dict[str, Any], model: PreTrainedModel) -> int:
+    """`reduce_bucket_size` of `zero_optimization`, in elements, "auto" filled in as transformers does."""
+    value = zero.get("reduce_bucket_size", "auto")
+    return model.config.get_text_config().hidden_size ** 2 if value == "auto" else int(value)
 
 
-def hybrid_warning(
-    model: PreTrainedModel, micro_batches: int, checkpointing: bool, zero: dict[str, Any]
-) -> str | None:
-    """What ZeRO-3 costs a model whose blocks are not all attention, with the arithmetic; None for other models."""
-    config = model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or []
-    other = [kind for kind in kinds if kind not in ATTENTION]
-    if not other:
+def hybrid_warning(config: PretrainedConfig) -> str | None:
+    """What ZeRO-3 costs a model whose blocks are not all attention; None for other models."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or []
+    if ATTENTION.issuperset(kinds):
         return None
-    tensors = {
-        kind: len(list(block.parameters())) for kind, block in zip(kinds, blocks(model), strict=True)
-    }  # of the last block of each kind; they are alike
-    each = ", ".join(f"{kinds.count(kind)} {kind} blocks of {count} tensors" for kind, count in tensors.items())
-    three = collectives(model, "zero3", micro_batches, checkpointing, zero)["all_gather"]
-    two = collectives(model, "fsdp2", micro_batches, checkpointing, {})["all_gather"]
     return (
-        f"ZeRO-3 gathers tensor by tensor, and this model is a hybrid ({each}): {three:,} tensors to gather in a step "
-        f"of {micro_batches} micro-batches{' with gradient checkpointing' if checkpointing else ''}, against {two:,} "
-        "gathers under FSDP2, which takes whole blocks; use LAUNCH=fsdp2 (configs/accelerate/fsdp2.yaml)"
+        "ZeRO-3 gathers tensor by tensor, and this model is a hybrid, with many small ones in a block; FSDP2 gathers "
+        "whole blocks: use LAUNCH=fsdp2 (configs/accelerate/fsdp2.yaml)"
     )
 
 

@@ -170,7 +170,7 @@ def add_costs(result: dict[str, Any], config: Config, lengths: Lengths, pairs: i
         plan = planner.truncated(row["max_length"], row["max_prompt_length"])
         hours = [entry["training"] + entry["reference"] for entry in plan.plan_time()["hours"]]
         row["hours"] = [min(hours), max(hours)]
-        row["gpu_memory"] = plan.plan_launch("zero2")["total"][plan.setting.every_n_layers > 0]
+        row["gpu_memory"] = plan.choose("zero2").bytes
 
 
 def find_swapped_sources(by_source: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -8,16 +8,17 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
+from trl.trainer.utils import get_peak_flops
 
-from sfm_dpo.model.flops import ForwardFlops, peak_flops
+from sfm_dpo.model.flops import ForwardFlops
 
-COUNTS = ("pairs", "tokens", "responses", "computed", "grid", "flops")
+COUNTS = ("pairs", "tokens", "computed", "grid", "flops")
 
 
 @dataclass
 class CountingCollator:
-    """TRL's collator, whose batch also gets `counts`, taken on the CPU: pairs, real tokens, those of the responses,
-    computed tokens (a shared prompt once), the grid of computed tokens with padding, FLOPs."""
+    """TRL's collator, whose batch also gets `counts`, taken on the CPU: pairs, real tokens, computed tokens (a shared
+    prompt once), the grid of computed tokens with padding, FLOPs."""
 
     collate: Callable[[list[dict]], dict[str, Any]]
     forward_flops: ForwardFlops
@@ -45,7 +46,6 @@ class CountingCollator:
         return {
             "pairs": len(mask) // 2,
             "tokens": int(lengths.sum()),
-            "responses": responses,
             "computed": computed,
             "grid": computed if self.packed else mask.numel(),
             "flops": flops,
@@ -53,22 +53,17 @@ class CountingCollator:
 
 
 class Meter(TrainerCallback):
-    """Adds up the work of this rank between two logs, and the seconds of its steps without evaluation and saving.
-
-    `largest`: what a micro-batch computed at most, (tokens, those of its responses).
-    """
+    """Adds up the work of this rank between two logs, and the seconds of its steps without evaluation and saving."""
 
     def __init__(self) -> None:
         self.counts = dict.fromkeys(COUNTS, 0.0)
         self.seconds = 0.0
-        self.largest = (0, 0)
         self._mark = time.monotonic()
 
     def add(self, counts: dict[str, float]) -> None:
         """A micro-batch's `counts` of CountingCollator."""
         for name in COUNTS:
             self.counts[name] += counts[name]
-        self.largest = max(self.largest, (int(counts["grid"]), int(counts["responses"])))
 
     def on_step_end(self, *args, **kwargs) -> None:
         now = time.monotonic()
@@ -92,7 +87,7 @@ class Meter(TrainerCallback):
             "perf/shared_fraction": 1 - totals["computed"] / max(totals["tokens"], 1),
             "perf/peak_memory_gib": peak_memory_gib(),
         }
-        peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+        peak = get_peak_flops(torch.cuda.get_device_name(), "bfloat16") if torch.cuda.is_available() else None
         if peak is not None:
             metrics["perf/mfu"] = totals["flops"] / seconds / (peak * world_size)
         return metrics

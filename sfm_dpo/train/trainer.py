@@ -34,7 +34,7 @@ from sfm_dpo.model.packing import compile_layers, describe_delta_nets, enable_pa
 from sfm_dpo.model.saving import mend_saved_files, read_base_config
 from sfm_dpo.model.sharding import hash_weights, hybrid_warning, launched_with
 from sfm_dpo.run.checkpoint import COMPLETE, mark_complete, newest_checkpoint, rotate, stop_requested
-from sfm_dpo.train.memory_use import FirstStepMemory, allocate_optimizer_state, tokens_of_forward
+from sfm_dpo.train.memory_use import allocate_optimizer_state, tokens_of_forward
 from sfm_dpo.train.metrics import loss_scale, reward_metrics, step_0_tolerance
 from sfm_dpo.train.position import Position
 from sfm_dpo.train.reference_cache import ReferenceCache, cache_folder, hash_tokens, make_folder
@@ -103,7 +103,7 @@ class SFMDPOTrainer(UpstreamFixes):
         self.data_collator = CountingCollator(
             self.data_collator, flops, not self.precompute_ref_logps, self.packed, self.prefix_sharing
         )
-        for callback in (self.meter, FirstStepMemory(self), self.position):
+        for callback in (self.meter, self.position):
             self.add_callback(callback)
 
     def bare_model(self) -> Any:
@@ -176,10 +176,7 @@ class SFMDPOTrainer(UpstreamFixes):
 
     def launch_warning(self) -> str | None:
         """A line about a launcher that does not suit the model."""
-        if not self.is_zero3:
-            return None
-        args, zero = self.args, self.args.deepspeed_plugin.deepspeed_config["zero_optimization"]
-        return hybrid_warning(self.model, args.gradient_accumulation_steps, args.gradient_checkpointing, zero)
+        return hybrid_warning(self.model.config) if self.is_zero3 else None
 
     def forward_model(self) -> torch.nn.Module:
         """What computes log-probs of the base model before training begins, in eval mode or not.

@@ -4,15 +4,13 @@ Each launcher's run is stopped once and goes on, so that what is compared at the
 """
 
 import json
-from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from sfm_dpo.model.sharding import collectives
 from sfm_dpo.run.checkpoint import STOP, why_incomplete
 from tests.e2e.runs import Place, Run
 
@@ -25,7 +23,7 @@ FIELDS = {
     "save_steps": 100,
     "profile_steps": None,
 }
-RANKS, MICRO_BATCHES = 2, 2
+RANKS = 2
 
 
 @pytest.fixture(scope="module")
@@ -100,15 +98,3 @@ def test_same_run_stopped_and_resumed_and_saved_whole(place, whole, tmp_path, la
     profile = json.loads((again.folder / "profile" / "profile.json").read_text())
     assert sum(profile["shares"].values()) == pytest.approx(1)
     assert profile["shares"]["communication"] > 0.02
-    trace = json.loads((again.folder / "profile" / "trace.json").read_text())["traceEvents"]
-    calls = Counter(event["name"] for event in trace if event.get("name", "").startswith("c10d::"))
-    counted = {name.removeprefix("c10d::").strip("_"): count / 2 for name, count in calls.items()}
-    skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place.model))
-    zero = {"reduce_bucket_size": 5e8}
-    planned = collectives(skeleton, kind.replace("-", "").lower(), MICRO_BATCHES, True, zero)
-    if launch == "cpu_fsdp2":
-        assert counted["allgather_base"] == planned["all_gather"]
-        assert counted["reduce_scatter_base"] == planned["reduce"]
-    else:  # what DeepSpeed prefetches it gathers together
-        assert planned["all_gather"] / 3 < counted["allgather_base"] <= planned["all_gather"]
-        assert counted["reduce_scatter_base"] == planned["reduce"]

@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from scripts import plan
-from sfm_dpo.train.fit_memory import Setting
+from sfm_dpo.model.memory_plan import Setting
 from tests.e2e.runs import ROOT, Place, as_options
 
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
@@ -159,7 +159,7 @@ def test_header_says_what_plan_says(recipe, tmp_path, monkeypatch):
     facts = figures["launches"][launcher(recipe)]
     line = computed(figures, launcher(recipe))
     assert f"# Computed   {line}\n" in recipe.read_text(), line
-    assert facts["choice"]["bytes"] <= figures["gpu"]["memory"] * figures["gpu"]["usable"]
+    assert facts["choice"]["bytes"] <= figures["gpu"]["limit"]
     row = next(line for line in (ROOT / "docs/recipes.md").read_text().splitlines() if f"| `{recipe.stem}` |" in line)
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     hours = [entry["training"] + entry["reference"] for entry in figures["time"]["hours"]]

@@ -325,7 +325,7 @@ def test_weights_that_could_run_code_are_not_loaded(tiny_folder, tmp_path, capsy
     (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
     words = ["--model_name_or_path", folder, "--dataset_name", "d", "--use_cpu", "--output_dir", tmp_path / "o"]
     assert train_dpo.main([str(word) for word in words]) == 2
-    assert "holds its weights as .bin, which can run code" in capsys.readouterr().err
+    assert "lacks weights (*.safetensors)" in capsys.readouterr().err
 
 
 # ---- sharded checkpoints

@@ -1,10 +1,11 @@
-"""Planned memory against a measured process; the fault of PyTorch's MemTracker that memory.py works around."""
+"""Planned memory against a measured process; the bug of PyTorch's MemTracker that memory.py works around."""
 
 import json
 import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoModelForCausalLM, Olmo3Config
 
 from sfm_dpo.common.files import PROJECT
-from sfm_dpo.model.memory import head_bytes, meta_model, trace_activations
+from sfm_dpo.model.memory import Activations, head_bytes, meta_model, trace_activations
 from tests.tiny_models import tiny_tokenizer
 
 SHAPE = {
@@ -77,9 +78,17 @@ def test_memory_of_a_real_run_is_within_15_percent(tmp_path, tiny_folder, write_
     head = head_bytes(config, tokens, torch.float32, on_gpu=False)
     for name, checkpointing in (("on", True), ("off", False)):
         planned = states + trace_activations(config, torch.float32, checkpointing).peak_bytes(tokens, head)
-        print(f"checkpointing {name}: planned {planned / 2**20:.0f} MiB, measured {measured[name] / 2**20:.0f} MiB")
         assert planned == pytest.approx(measured[name], rel=0.15), name
     assert measured["off"] > 1.3 * measured["on"], "activations must be worth measuring"
+
+
+def test_mixed_activations_lie_between_none_and_all():
+    checkpointed = Activations(np.array([10, 1.0]), np.array([40, 5.0]))
+    stored = Activations(np.array([10, 9.0]), np.array([20, 9.5]))
+    assert Activations.mix(checkpointed, stored, 1.0).saved.tolist() == [10, 1]
+    assert Activations.mix(checkpointed, stored, 0.0).saved.tolist() == [10, 9]
+    half = Activations.mix(checkpointed, stored, 0.5)
+    assert half.saved.tolist() == [10, 5] and half.peak.tolist() == [40, 9]
 
 
 def test_canary_mem_tracker_visits_every_module_after_every_operation():

@@ -1,4 +1,4 @@
-"""sharding.py: what ZeRO-3 costs a hybrid model, and log-probs that FSDP2 must not round."""
+"""sharding.py: hybrid models under ZeRO-3, DeepSpeed on CPUs, and log-probs that FSDP2 must not round."""
 
 import gc
 
@@ -9,39 +9,14 @@ from accelerate import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import fully_shard
 from trl.trainer.utils import add_fused_lm_head
 
-from sfm_dpo.model.sharding import collectives, disable_deepspeed_shm, hybrid_warning, keep_outputs
-from tests.tiny_models import tiny_model
-
-ZERO = {"reduce_bucket_size": 5e8}
+from sfm_dpo.model.sharding import disable_deepspeed_shm, hybrid_warning, keep_outputs
+from tests.tiny_models import tiny_config, tiny_model
 
 
-def test_hybrid_under_zero3_is_warned_about_with_the_arithmetic():
-    model = tiny_model("olmo_hybrid")
-    linear, _, full = model.model.layers
-    tensors = [len(list(block.parameters())) for block in (linear, full)]
-    assert tensors[0] > tensors[1]
-    threshold = 10 * 64  # DeepSpeed keeps smaller tensors on every rank
-    large = sum(p.numel() > threshold for block in model.model.layers for p in block.parameters())
-    warning = hybrid_warning(model, 4, True, ZERO)
-    assert f"2 linear_attention blocks of {tensors[0]} tensors" in warning
-    assert f"1 full_attention blocks of {tensors[1]} tensors" in warning
-    # blocks: forward, recomputed forward, backward; embedding and head: forward and backward
-    assert f"{4 * (3 * large + 2 * 2):,} tensors to gather in a step of 4 micro-batches" in warning
-    # FSDP2: 3 blocks and the embedding twice, norm and head once
-    assert f"against {4 * (2 * 4 + 1)} gathers under FSDP2" in warning
-    assert "LAUNCH=fsdp2" in warning
-
-
-def test_models_of_attention_alone_are_not_warned_about():
-    assert hybrid_warning(tiny_model("olmo3"), 4, True, ZERO) is None
-    assert hybrid_warning(tiny_model("gpt_neox"), 4, True, ZERO) is None
-
-
-def test_zero_counts_buckets():
-    model = tiny_model("llama")
-    total = sum(p.numel() for p in model.parameters())
-    zero = {"reduce_bucket_size": total // 3 + 1, "allgather_bucket_size": total // 2 + 1}
-    assert collectives(model, "zero2", 5, False, zero) == {"all_gather": 2, "reduce": 15}
+def test_hybrid_models_alone_are_warned_about_under_zero3():
+    assert "use LAUNCH=fsdp2" in hybrid_warning(tiny_config("olmo_hybrid"))
+    assert hybrid_warning(tiny_config("olmo3")) is None
+    assert hybrid_warning(tiny_config("gpt_neox")) is None
 
 
 @pytest.mark.parametrize("disable", [False, True])

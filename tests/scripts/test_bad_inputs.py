@@ -276,7 +276,7 @@ CASES = {
         (f"{CHATS}/template_syntax", "line 1 of its chat template is no valid Jinja", "mend chat_template.jinja"),
         (f"{CHATS}/template_refuses", "is left (8 x malformed"),
         (f"{ON}/weights_cut", "model.safetensors is damaged", "copy it anew"),
-        (f"{ON}/weights_lfs", "a pointer of Git LFS", "git lfs pull"),
+        (f"{ON}/weights_lfs", "model.safetensors is damaged", "git lfs pull"),
         (f"{ON}/weights_folder", "model.safetensors is damaged", "copy it anew"),
         (f"{ON}/index_cut", "model.safetensors.index.json is damaged"),
         (f"{ON}/index_without_map", "lacks a weight_map"),

@@ -6,92 +6,71 @@ import shlex
 
 import numpy as np
 import pytest
-import torch
 from peft import LoraConfig
 
 import train_dpo
-from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
+from sfm_dpo.data.micro_batches import list_micro_batches
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler
 from sfm_dpo.data.token_lengths import Lengths
-from sfm_dpo.model.memory import Activations
+from sfm_dpo.model.memory_plan import MemoryPlanner, choose_setting
 from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.folder import read_resolved_config
-from sfm_dpo.train import memory_use
-from sfm_dpo.train.fit_memory import ActivationModel, choose_setting, list_settings
 from tests.tiny_models import tiny_config
 from tests.train.test_trainer import make_trainer
 
-MIB = 2**20
-
-
-def settings(ranks: int = 4, packed: bool = True):
-    rng = np.random.default_rng(0)
-    responses = np.exp(rng.normal(5, 1, (2, 1024))).astype(np.int64).clip(4, 4000)
-    lengths = Lengths(np.full(1024, 50), *responses, np.zeros(1024, dtype=np.int64))
-    sampler = PairSampler(lengths.sequences.sum(axis=1), "batch_rebalance", 128, 4, seed=0, packed=packed)
-    activations = ActivationModel(tiny_config("gpt_neox", num_hidden_layers=8), torch.float32, on_gpu=False)
-    return list_settings(sampler, lengths, ranks, activations, 100 * MIB), lengths, sampler
+RNG = np.random.default_rng(0)
+RESPONSES = np.exp(RNG.normal(5, 1, (2, 1024))).astype(np.int64).clip(4, 4000)
+LENGTHS = Lengths(np.full(1024, 50), *RESPONSES, np.zeros(1024, dtype=np.int64))
 
 
 def configuration(*fields: str):
-    return parse_config(["--model_name_or_path=m", "--dataset_name=d", "--use_cpu", "--fit_memory=true", *fields])
+    argv = ["--model_name_or_path=m", "--dataset_name=d", "--use_cpu", "--fit_memory=true", *fields]
+    return parse_config([*argv, "--global_batch_size=128", "--train_sampling_strategy=batch_rebalance"])
 
 
-@pytest.mark.parametrize("packed", [True, False])
+def list_settings(*fields: str):
+    config = configuration(*fields)
+    shape = tiny_config("gpt_neox", num_hidden_layers=8)
+    planner = MemoryPlanner(config, shape, 4, half=False, on_gpu=False)
+    return planner.list_settings(list_micro_batches(config, LENGTHS, False, 4))
+
+
+@pytest.mark.parametrize("packed", ["true", "false"])
 def test_less_memory_means_more_work_and_never_more_than_the_limit(packed):
-    every, lengths, _ = settings(packed=packed)
+    every, config = list_settings(f"--padding_free={packed}"), configuration()
     assert {setting.per_device for setting in every} == set(FIRST_STEPS_FOR)
-    open_config = configuration()
     limits = sorted({setting.bytes for setting in every})
-    chosen = [choose_setting(every, limit, open_config) for limit in limits]
+    chosen = [choose_setting(every, limit, config) for limit in limits]
     assert all(setting.bytes <= limit for setting, limit in zip(chosen, limits, strict=True))
     assert [setting.work for setting in chosen] == sorted((setting.work for setting in chosen), reverse=True)
     assert (chosen[-1].every_n_layers, chosen[0].every_n_layers) == (0, 1)
-    assert chosen[0].per_device == 1
-    if not packed:  # TRL's grid: the longest sequence, twice for each pair
-        assert chosen[0].tokens == 2 * int(lengths.sequences.max())
-    with pytest.raises(UserError, match=r"fit_memory true: .* GiB hold no setting; the smallest needs 1 pairs"):
-        choose_setting(every, limits[0] - 1, open_config)
+    assert chosen[0].per_device == 1 and choose_setting(every, 0, config) == chosen[0]
+    if packed == "false":  # TRL's grid: the longest sequence, twice for each pair
+        assert chosen[0].tokens == 2 * int(LENGTHS.total.max())
 
 
-def test_the_largest_micro_batch_is_the_largest_of_all_that_are_dealt():
-    _, lengths, sampler = settings()
-    tokens = lengths.sequences.sum(axis=1)
-    for size in (1, 4, 8):
-        dealt = PairSampler(tokens, "batch_rebalance", 128, size, seed=0)
-        for epochs in (1, 3):
-            rows = [row for epoch in range(epochs) for row in (dealt.set_epoch(epoch), list(dealt))[1]]
-            largest = tokens[np.array(rows)].reshape(-1, size).sum(axis=1).max()
-            assert tokens[sampler.largest_micro_batch(size, epochs)].sum() == largest
-
-
-def test_what_the_configuration_names_is_kept():
-    every, *_ = settings()
-    named = configuration("--per_device_train_batch_size=2", "--gradient_checkpointing=true")
-    assert (choose_setting(every, math.inf, named).per_device, choose_setting(every, math.inf, named).layers) == (
-        2,
-        "all layers",
-    )
-    named = configuration("--gradient_checkpointing=false")
-    assert choose_setting(every, min(s.bytes for s in every if s.every_n_layers == 0), named).per_device == 1
+@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize("size", [1, 4, 8])
+def test_the_largest_micro_batch_is_the_largest_of_all_that_are_dealt(size, epochs):
+    tokens = LENGTHS.sequences.sum(axis=1)
+    config = configuration(f"--num_train_epochs={epochs}", "--padding_free=true")
+    planned = {found.per_device: found.tokens for found in list_micro_batches(config, LENGTHS, False, 4)}
+    sampler, largest = PairSampler(tokens, "batch_rebalance", 128, size, seed=config.train.seed), 0
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        largest = max(largest, tokens[np.array(list(sampler))].reshape(-1, size).sum(axis=1).max())
+    assert planned[size] == largest
 
 
 def test_a_settings_options_choose_it():
-    every, *_ = settings()
+    every = list_settings()
     for setting in every:
         named = configuration(*shlex.split(setting.options))
-        assert named.fitted == [] or not {"per_device_train_batch_size", "gradient_checkpointing"} & set(named.fitted)
+        assert not {"per_device_train_batch_size", "gradient_checkpointing"} & set(named.fitted)
         assert choose_setting(every, math.inf, named) == setting
-
-
-def test_mixed_activations_lie_between_none_and_all():
-    some, none = Activations((10, 1.0), (40, 5.0)), Activations((10, 9.0), (20, 9.5))
-    assert (
-        Activations.mix(some, none, 1.0).saved == some.saved and Activations.mix(some, none, 0.0).saved == none.saved
-    )
-    half = Activations.mix(some, none, 0.5)
-    assert half.saved == (10, 5.0) and half.peak == (40, 9.0)
+    partly = configuration("--gradient_checkpointing=false")
+    assert choose_setting(every, 0, partly) == next(s for s in every if (s.per_device, s.every_n_layers) == (1, 0))
 
 
 FIELDS = "--use_cpu --bf16 false --global_batch_size 8 --padding_free true --preflight skip --guard skip --max_steps 3"
@@ -105,14 +84,11 @@ def train(tiny_folder, write_rows, tmp_path):
         {"prompt": f"{i}?", "chosen": "yes " * (i * 7 % 23 + 1), "rejected": "no, " * (i * 5 % 19 + 1)}
         for i in range(32)
     ]
-    data = write_rows("p.jsonl", rows)
+    given = f"--model_name_or_path {tiny_folder('olmo3')} --dataset_name {write_rows('p.jsonl', rows)} {FIELDS}"
 
     def run(name: str, more: str = ""):
         folder = tmp_path / name
-        argv = (
-            f"--model_name_or_path {tiny_folder('olmo3')} --dataset_name {data} --output_dir {folder} {FIELDS} {more}"
-        )
-        code = train_dpo.main(argv.split())
+        code = train_dpo.main(f"{given} --output_dir {folder} {more}".split())
         state = folder / "trainer_state.json"
         history = json.loads(state.read_text())["log_history"] if state.is_file() else []
         return code, [entry["loss"] for entry in history if "loss" in entry], folder
@@ -173,18 +149,3 @@ def test_the_layers_stay_checkpointed_as_asked(tiny_folder, tmp_path, peft):
     batch = trainer._prepare_inputs(trainer.data_collator([trainer.train_dataset[0]]))
     trainer.compute_ref_log_probs(trainer.ref_model or trainer.model, batch)
     assert checkpointed() == [True, False, True]
-
-
-def test_the_references_batch_follows_from_memory_and_not_from_the_training_batch(tiny_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_use, "PLANNED_FROM", 0)
-    trainer = make_trainer(tiny_folder("olmo3"), tmp_path, "--fit_memory=true")
-    in_use, chosen = memory_use.memory_in_use() / 2**30, []
-    monkeypatch.setattr(memory_use, "memory_in_use", lambda: int(in_use * 2**30))
-    for room in (100, 0.01, 0.002, -1):
-        trainer.args.memory_gib = in_use + room
-        chosen.append(memory_use.tokens_of_forward(trainer))
-        for per_device in (1, 4):
-            trainer.args.per_device_train_batch_size = per_device
-            assert memory_use.tokens_of_forward(trainer) == chosen[-1]
-    assert chosen == sorted(set(chosen), reverse=True)
-    assert (chosen[0], chosen[-1]) == (memory_use.FORWARD_TOKENS["cpu"], 1)

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import AutoTokenizer, TrainerCallback
-from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import DPOConfig, DPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
@@ -373,14 +373,6 @@ def test_canary_save_checkpoint(tmp_path):
     (tmp_path / "checkpoint-1" / "trainer_state.json").write_text("{}")
     make(tmp_path, max_steps=3, save_strategy="steps", save_steps=3, save_total_limit=2).train()
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3"}
-
-
-def test_canary_persistence():
-    zero = {"stage": 3, "stage3_param_persistence_threshold": "auto"}
-    model, config = tiny_model("llama", **SMALL), HfTrainerDeepSpeedConfig({"zero_optimization": zero})
-    unset_hf_deepspeed_config()  # or the next model would be split
-    config.trainer_config_finalize(DPOConfig("x", use_cpu=True, bf16=False), model, 1)
-    assert config.config["zero_optimization"]["stage3_param_persistence_threshold"] == 10 * SMALL["hidden_size"]
 
 
 def test_canary_attention_interface_of_a_layer():
