@@ -11,7 +11,6 @@ from sfm_dpo.data.contamination import report_contamination
 from sfm_dpo.data.faults import CHECKS, find_faults, summarize_faults
 from sfm_dpo.data.filters import measure_texts
 from sfm_dpo.data.preferences import load_pairs
-from sfm_dpo.planning.dataset import find_swapped_sources
 
 PROSE = "The parser reads one line after the other and keeps what it has read in a list of tokens. " * 3
 FAULTY = [  # (check, answer, other)
@@ -72,17 +71,6 @@ def test_each_fault_is_found_and_nothing_else(load):
     summary = {row["fault"]: row for row in summarize_faults(pairs, faults)}
     assert summary["refusal"]["pairs"] == 6 and summary["refusal"]["chosen"] == summary["refusal"]["rejected"] == 3
     assert "<|im_start|>user" in summary["role_tag"]["examples"][0]["text"]
-
-
-def test_a_source_that_the_base_model_prefers_the_other_way_is_named():
-    def source(name, preferred, pairs=500):
-        return {"source": name, "pairs": pairs, "preferred": preferred}
-
-    rows = [source("a", 0.66), source("b", 0.63), source("c", 0.35)]
-    assert [(row["source"], round(row["others"], 3)) for row in find_swapped_sources(rows)] == [("c", 0.645)]
-    assert not find_swapped_sources([source("a", 0.66), source("b", 0.52)])  # the same side of one half
-    assert not find_swapped_sources([source("a", 0.6), source("b", 0.35, pairs=12)])  # too few to know
-    assert not find_swapped_sources([source("a", 0.3)])
 
 
 def test_pairs_in_common_with_evaluation_sets_are_those_of_plain_python(load, write_rows, tmp_path):

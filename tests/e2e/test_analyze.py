@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from sfm_dpo.common.files import PROJECT
-from tests.tiny_models import tiny_tokenizer
 
 SCRIPT = PROJECT / "scripts" / "analyze_dataset.py"
 ROWS = [
@@ -47,13 +46,6 @@ def start(environment, monkeypatch, capsys):
     return main
 
 
-def error_line(done: subprocess.CompletedProcess) -> str:
-    lines = done.stderr.splitlines()
-    assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr, (done.stdout, done.stderr)
-    assert lines[-1].startswith("error: ") and not any(line.startswith("error: ") for line in lines[:-1])
-    return lines[-1]
-
-
 def test_help_imports_nothing_slow():
     done = run("--help", python=("-X", "importtime"))
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
@@ -64,11 +56,8 @@ def test_help_imports_nothing_slow():
 def test_what_it_prints_and_writes(write_rows, tiny_folder, tmp_path):
     files = {kind: tmp_path / f"out.{end}" for kind, end in (("json", "json"), ("plot", "png"), ("html", "html"))}
     options = [word for kind, path in files.items() for word in (f"--{kind}", path)]
-    data = write_rows("pairs.jsonl", ROWS)
-    done = run(  # DATASET after the options, one of them not the script's own
-        *(*options, "--seed", "3", data, "--model_name_or_path", tiny_folder("olmo3")),
-        HF_DATASETS_DISABLE_PROGRESS_BARS="0",
-    )
+    options += ["--seed", "3", "--model_name_or_path", tiny_folder("olmo3")]
+    done = run(write_rows("pairs.jsonl", ROWS), *options, HF_DATASETS_DISABLE_PROGRESS_BARS="0")
     assert done.returncode == 0, done.stderr
     result = json.loads(files["json"].read_text())
     best = result["recommendation"]
@@ -76,7 +65,7 @@ def test_what_it_prints_and_writes(write_rows, tiny_folder, tmp_path):
     assert pasted == {"max_length": best["max_length"]} == {"max_length": 128} and result["seed"] == 3
     assert "max_prompt_length: not needed" in done.stdout
     assert all(row["flops"] > row["tokens"] for row in result["candidates"])  # from the folder's config.json
-    assert best["limit"] == 512 and max(row["max_length"] for row in result["candidates"]) == 512
+    assert best["limit"] == 512 and max(row["max_length"] for row in result["candidates"]) == 256
     assert re.search(r"assistant\n  chosen, \d+ tokens\n    \| two ", done.stdout)
     assert "Tokenizing" in done.stderr and "/60" in done.stderr  # a bar with an ETA
     assert files["plot"].stat().st_size > 10_000 and "max_length 128" in files["html"].read_text()
@@ -91,20 +80,16 @@ def test_options_override_the_recipe_and_every_key_of_the_json_is_documented(wri
     against = write_rows(
         "set.jsonl", [{"question": f"{ROWS[3]['prompt']} {'two ' * 9}", "answer": "I cannot say " * 9}]
     )
-    argv = (*argv, "--against", against, f"{against}:answer", "--ngram", "6", "--gpu", "b200", "--num_gpus", "2")
-    argv = (*argv, "--html", tmp_path / "page.html", "--per_device_train_batch_size", "4")
+    argv = (*argv, "--against", against, f"{against}:answer", "--ngram", "6", "--html", tmp_path / "page.html")
     done = start(*argv)
     assert done.returncode == 0, done.stderr
     result = json.loads(file.read_text())
     assert result["dataset"] == [str(data)] and result["recommendation"]["max_prompt_length"] == 30
     assert not (tmp_path / "run").exists()  # nothing is written but --json and --html
-    shown = done.stdout + (tmp_path / "page.html").read_text()
-    for row in result["candidates"]:
-        assert 0 < row["hours"][0] < row["hours"][1] and row["gpu_memory"] > 2**20
-        assert shown.count("{:.1f}-{:.1f}".format(*row["hours"])) >= 2
     sets = result["contamination"]["sets"]
-    assert sets[1]["set"].endswith(":answer") and sets[0]["pairs"] > sets[1]["pairs"] > 0 and sets[0]["examples"]
-    assert shown.count(sets[1]["examples"][0]["set_text"][:60]) >= 2
+    assert sets[1]["set"].endswith(":answer") and sets[0]["pairs"] > sets[1]["pairs"] > 0
+    assert f"{sets[1]['pairs']} pairs have 6 words in a row in common" in " ".join(done.stdout.split())
+    assert sets[1]["examples"][0]["set_text"][:60] in (tmp_path / "page.html").read_text()
 
     def keys(value):
         if isinstance(value, dict):
@@ -119,29 +104,14 @@ def test_options_override_the_recipe_and_every_key_of_the_json_is_documented(wri
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        (("{tmp}/none.jsonl", "--model_name_or_path", "{model}"), "no such file or folder"),
         (("{data}", "--model_name_or_path", "{model}", "--max_lenght", "7"), "did you mean --max_length?"),
         (("{data}", "--model_name_or_path", "{tmp}"), "no tokenizer can be loaded"),
-        (("{data}", "--model_name_or_path", "allenai/Olmo-3-7B"), "no tokenizer can be loaded"),  # offline
-        (("{data}", "--model_name_or_path", "{tmp}/bare"), "no chat template"),
         (("allenai/Dolci-Think-DPO-7B", "--model_name_or_path", "{model}"), "the Hub cannot be reached"),
     ],
 )
 def test_mistakes_are_one_line(argv, expected, write_rows, tiny_folder, tmp_path, start):
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = None
-    tokenizer.save_pretrained(tmp_path / "bare")
     places = {"tmp": tmp_path, "data": write_rows("pairs.jsonl", ROWS), "model": tiny_folder("llama")}
-    assert expected in error_line(start(*(word.format(**places) for word in argv)))
-    if "bare" in argv[-1]:  # plain text needs none
-        text = [{k: v if k == "prompt" else v[0]["content"] for k, v in row.items()} for row in ROWS]
-        assert start(write_rows("text.jsonl", text), "--model_name_or_path", tmp_path / "bare").returncode == 0
-
-
-def test_a_closed_port_of_the_hub(tiny_folder, tmp_path):
-    """huggingface_hub tries again and again, here without its pauses."""
-    (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep = lambda seconds: None\n")
-    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
-    argv = ("allenai/Dolci-Think-DPO-7B", "--model_name_or_path", tiny_folder("llama"))
-    done = run(*argv, PYTHONPATH=str(tmp_path), **nowhere)
-    assert "the Hub cannot be reached" in error_line(done)
+    done = start(*(word.format(**places) for word in argv))
+    *before, line = done.stderr.splitlines()
+    assert done.returncode == 2 and not done.stdout and expected in line and line.startswith("error: ")
+    assert not any(line.startswith(("error: ", "Traceback")) for line in before)

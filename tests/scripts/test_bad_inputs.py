@@ -242,7 +242,7 @@ CASES = {
     "analyze_dataset": [
         (f"{DATA} --plot lengths.txt", "the name must end in .png, .svg or .pdf"),
         (f"{DATA} --html {{kit}}/folder.json", "is a folder or a device; name a file"),
-        (f"{DATA} --max_samples", "--max_samples: expected one argument"),
+        (f"{DATA} --max_samples", "--max_samples", "expected one argument"),
         (f"{DATA} {{kit}}/pairs.jsonl", "pairs.jsonl' belongs to no option"),
     ],
     "throughput": [
