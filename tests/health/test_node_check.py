@@ -9,19 +9,17 @@ import pytest
 
 from sfm_dpo.health import node_check
 from sfm_dpo.health.node_check import UNHEALTHY, check_folder, check_matmul
-from tests.e2e.runs import ROOT, free_port
+from tests.e2e.runs import ROOT, clean_environment, free_port
 
 
 def check(tmp_path, ranks: int = 2, env: list[dict] | None = None) -> tuple[list[int], str]:
     """Exit codes and output of `ranks` processes, each with its own addition to the environment."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "RANK", "LOCAL_", "WORLD", "MASTER"))}
-    clean |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    clean |= {"WORLD_SIZE": str(ranks), "HF_HOME": str(tmp_path / "hf"), "DS_ACCELERATOR": "cpu"}
+    clean = clean_environment(tmp_path / "hf") | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    clean |= {"WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     command = [sys.executable, "-m", "sfm_dpo.health.node_check", "--output_dir", str(tmp_path / "run")]
     processes = []
     for rank in range(ranks):
-        mine = {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "SLURMD_NODENAME": f"n{rank + 1}"}
-        mine = clean | mine | (env[rank] if env else {})
+        mine = clean | {"RANK": str(rank), "SLURMD_NODENAME": f"n{rank + 1}"} | (env[rank] if env else {})
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         processes.append(subprocess.Popen(command, cwd=ROOT, env=mine, **pipes))
     outputs = [process.communicate(timeout=120)[0] for process in processes]
