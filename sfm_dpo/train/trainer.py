@@ -60,6 +60,7 @@ class SFMDPOTrainer(UpstreamFixes):
     """
 
     precompute_ref_logps: bool  # TRL's
+    data_collator: Any
 
     def __init__(
         self,
