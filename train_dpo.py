@@ -22,7 +22,6 @@ import sys
 import traceback
 from pathlib import Path
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback
 from trl import get_peft_config, get_quantization_config
 
@@ -32,7 +31,7 @@ from sfm_dpo.common.leases import Lease
 from sfm_dpo.common.secrets import mask_traceback
 from sfm_dpo.config import Config, parse_config
 from sfm_dpo.data.preferences import Pairs
-from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer, row_keys
+from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.health.guard import add_guard
 from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
 from sfm_dpo.health.preflight import check_vocabulary, preflight_phase
@@ -43,17 +42,14 @@ from sfm_dpo.model.sharding import checkpoint_bytes, disable_deepspeed_shm
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import format_summary, write_report
 from sfm_dpo.run.checkpoint import (
-    ROW_KEYS,
     check_best,
-    check_data,
     check_disk,
     check_resume,
-    check_world_size,
     clear_stop,
     copy_best,
     find_start,
-    most_at_once,
     newest_checkpoint,
+    peak_checkpoint_count,
     read_best,
     step_of,
 )
@@ -132,7 +128,8 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
     model_config = load_model_config(config)  # first: a wrong path costs a second, not a download
     tokenizer = load_tokenizer(config)
     checkpoint = find_start(args)
-    check_world_size(args, args.world_size, checkpoint)
+    if checkpoint:
+        check_resume(checkpoint, {"world_size": args.world_size}, args.ignore_resume_mismatch)
     if args.precompute_ref_log_probs:
         main_process_first(make_folder)  # now, and not when the model has been loaded
     if args.push_to_hub:
@@ -143,7 +140,7 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
     check_vocabulary(pairs.train, tokenizer, model_config.get_text_config().vocab_size)
     log.info(f"data\n{pairs.table()}")
     if checkpoint:  # before the model is loaded
-        check_data(checkpoint, hash_tokens(pairs.train), row_keys(pairs.train), args.ignore_resume_mismatch)
+        check_resume(checkpoint, {"train_tokens": hash_tokens(pairs.train)}, args.ignore_resume_mismatch)
     facts = pairs.as_dict()
     if args.fit_memory:
         kept = read_mapping(Path(args.output_dir) / DATA).get("fit_memory", {}) if checkpoint else {}
@@ -155,7 +152,6 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
     if is_main_process():
         describe(config, facts, step_of(checkpoint))
         pairs.write_dropped(Path(args.output_dir) / "dropped.jsonl")
-        np.save(Path(args.output_dir) / ROW_KEYS, row_keys(pairs.train))
         write_status(args.output_dir, "running", step=step_of(checkpoint))
     return pairs, tokenizer, checkpoint
 
@@ -192,7 +188,7 @@ def train(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
     """
     args, run = config.train, config.train.output_dir
     size = checkpoint_bytes(trainer.model, trainer.zero_stage, trainer.is_fsdp_enabled)
-    check_disk(run, size, most_at_once(args, COLLAPSE_STEPS))
+    check_disk(run, size, peak_checkpoint_count(args, COLLAPSE_STEPS))
     if warning := trainer.launch_warning():
         log.warning(warning)
     log.info(

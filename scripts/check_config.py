@@ -19,7 +19,7 @@ import yaml
 from sfm_dpo.common.cli import command
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config, parse_config
-from sfm_dpo.run.checkpoint import check_world_size
+from sfm_dpo.run.checkpoint import check_resume, newest_checkpoint, why_incomplete
 from sfm_dpo.run.folder import check_folder, read_status
 
 
@@ -33,7 +33,9 @@ def main(argv: list[str]) -> int:
     run = config.train.output_dir
     fit = describe_memory(config, int(argv[1]), Path(argv[0]).stem)
     if check_folder(config):
-        check_world_size(config.train, int(argv[1]))
+        start = config.train.resume_from_checkpoint or newest_checkpoint(run)
+        if start and why_incomplete(Path(start)) is None:
+            check_resume(Path(start), {"world_size": int(argv[1])}, config.train.ignore_resume_mismatch)
         if config.train.eval_tasks and not config.train.preflight_only:
             print("evaluation:", *config.train.eval_tasks)
         if fit:

@@ -14,7 +14,6 @@ from typing import Any
 import datasets
 import numpy as np
 import transformers
-import xxhash
 from datasets import Dataset, Features, List, Value
 from datasets.fingerprint import Hasher
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
@@ -188,19 +187,6 @@ def pair_tokens(tokens: Dataset, max_length: int | None, prefix_sharing: bool = 
     """[N] computed tokens of each pair, chosen and rejected sequence together, after truncation to `max_length`."""
     columns = tokens.select_columns(["prompt_length", "chosen_length", "rejected_length"]).with_format("numpy")[:]
     return Lengths.from_columns(columns).truncate(max_length).computed(prefix_sharing)
-
-
-def row_keys(tokens: Dataset) -> np.ndarray:
-    """[N, 2] uint64: hashes of each pair's prompt, and of the whole pair."""
-    keys = []
-    columns = [f"{part}_ids" for part in _PARTS]
-    for table in tokens.select_columns(columns).with_format("arrow").iter(batch_size=1000):
-        lists = [table.column(name).combine_chunks() for name in columns]
-        ids = [np.split(part.flatten().to_numpy(), np.cumsum(part.value_lengths())[:-1]) for part in lists]
-        for sides in zip(*ids, strict=True):
-            hashes = [xxhash.xxh3_64_intdigest(side.tobytes()) for side in sides]
-            keys.append((hashes[0], xxhash.xxh3_64_intdigest(np.array(hashes, np.uint64).tobytes())))
-    return np.array(keys, np.uint64).reshape(-1, 2)
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -35,7 +35,7 @@ from sfm_dpo.model.memory_plan import (
     memory_limit,
 )
 from sfm_dpo.model.sharding import LAUNCHES, checkpoint_bytes, hybrid_warning, zero_config
-from sfm_dpo.run.checkpoint import most_at_once
+from sfm_dpo.run.checkpoint import peak_checkpoint_count
 
 log = logging.getLogger(__name__)
 
@@ -246,7 +246,7 @@ class Planner:
             },
             "launches": {launch: self.plan_launch(launch) for launch in LAUNCHES},
             "time": self.plan_time(),
-            "checkpoints": most_at_once(args, COLLAPSE_STEPS),
+            "checkpoints": peak_checkpoint_count(args, COLLAPSE_STEPS),
         }
 
 

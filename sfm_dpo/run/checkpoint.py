@@ -12,12 +12,9 @@ import os
 import re
 import shlex
 import shutil
-import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import xxhash
 
@@ -28,8 +25,8 @@ from sfm_dpo.run.folder import read_mapping
 
 log = logging.getLogger(__name__)
 
-COMPLETE, STOP = "complete.json", "STOP"
-ROW_KEYS = "row_keys.npy"  # beside the checkpoints: keys of the pairs (tokenization.row_keys)
+COMPLETE = "complete.json"
+STOP = "STOP"
 KEEP = "KEEP"  # a checkpoint that holds a file of this name is never rotated away
 PUSHING = "PUSHING"  # nor is one in which this file names a process that lives: it is on its way to the Hub
 # The rank in the file names of DeepSpeed, transformers and torch.distributed.checkpoint; all others are rank 0's
@@ -43,7 +40,7 @@ def checkpoints(run: str | Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path | None) -> int:
-    """The step that checkpoint-N goes on from; 0 for none, or for a folder of another name."""
+    """The step that checkpoint-N resumes from; 0 for none, or for a folder of another name."""
     number = checkpoint.name.rsplit("-", 1)[-1] if checkpoint else "0"
     return int(number) if number.isdigit() else 0
 
@@ -72,40 +69,35 @@ def why_damaged(checkpoint: Path, pattern: str = "*", alone: bool = False) -> st
     All ranks must call it, each reads what it wrote, and all get the same answer; or one, `alone`, reads all.
     """
     checksums = json.loads((checkpoint / COMPLETE).read_text()).get("xxh3_128", {})
-    damage, read, begin = None, 0, time.monotonic()
-    for name in checksums:
-        if damage or not (alone or _is_mine(name)) or not Path(name).match(pattern):
-            continue
-        try:
-            size, checksum = _hash_file(checkpoint / name)
-            read += size
-            damage = f"has a damaged {name} (its checksum is another)" if checksum != checksums[name] else None
-        except OSError as error:
-            damage = f"has a {name} that cannot be read ({error.strerror})"
+    checksums = {name: value for name, value in checksums.items() if Path(name).match(pattern)}
     if alone:
-        return damage
-    damage = next(filter(None, gather(damage)), None)
+        return _find_damage(checkpoint, checksums)
+    mine = {name: value for name, value in checksums.items() if _is_mine(name)}
+    damages = gather(_find_damage(checkpoint, mine))
     if not checksums:
         log.info(f"{checkpoint}: an earlier version wrote it, without checksums; it is not verified")
-    elif not damage:
-        _log_rate(checkpoint, "verified", read, begin)
-    return damage
+    return next(filter(None, damages), None)
+
+
+def _find_damage(checkpoint: Path, checksums: dict[str, str]) -> str | None:
+    for name, checksum in checksums.items():
+        try:
+            if _hash_file(checkpoint / name) != checksum:
+                return f"has a damaged {name} (its checksum is another)"
+        except OSError as error:
+            return f"has a {name} that cannot be read ({error.strerror})"
+    return None
 
 
 def _is_mine(name: str) -> bool:
-    """Whether this rank wrote a checkpoint's file, or stands for one that did where there were more ranks."""
+    """Whether this rank wrote a checkpoint's file, or stands in for one that did where there were more ranks."""
     writer = _WRITER.search(name)
     return int(writer[1] if writer else 0) % world_size() == rank()
 
 
-def _hash_file(path: Path) -> tuple[int, str]:
+def _hash_file(path: Path) -> str:
     with path.open("rb") as file:
-        return path.stat().st_size, hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-
-
-def _log_rate(checkpoint: Path, done: str, size: int, begin: float) -> None:
-    """Of rank 0, which has the most to read."""
-    log.info(f"{checkpoint}: checksums {done} in {time.monotonic() - begin:.1f} s ({size / 1e9:.2f} GB of rank 0)")
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def keep_before(run: str | Path, step: float, author: str) -> Path | None:
@@ -130,32 +122,46 @@ def newest_checkpoint(run: str | Path) -> Path | None:
 
 
 def find_start(args: Any) -> Path | None:
-    """The checkpoint a run goes on from: the one asked for, or the newest whole one. Says what it skips.
+    """The checkpoint a run resumes from: the one asked for, or the newest complete one. Says what it skips.
 
     All ranks must call it, and get the same. A damaged one is marked, so that it never counts as complete again.
     """
-    run, asked = args.output_dir, args.resume_from_checkpoint
+    run = args.output_dir
     if clear_old_stop(run):
         log.info(f"{run}/{STOP} was left over from earlier: removed")
-    newest = None
-    for checkpoint in broadcast([Path(asked)] if asked else checkpoints(run)[::-1]):
-        reason = broadcast(why_incomplete(checkpoint))
-        if reason is None and args.verify_checkpoints:
-            reason = why_damaged(checkpoint)
-            if reason and not asked and is_main_process():
-                mark = json.loads((checkpoint / COMPLETE).read_text()) | {"damage": reason}
-                write_json(checkpoint / COMPLETE, mark)
+    if asked := args.resume_from_checkpoint:
+        if reason := _why_unusable(Path(asked), args.verify_checkpoints):
+            raise UserError(f"resume_from_checkpoint {asked}: {reason}; choose another, or remove the field")
+        return Path(asked)
+    start = _find_newest_usable(run, args.verify_checkpoints)
+    incomplete = [c for c in checkpoints(run) if why_incomplete(c)]
+    if incomplete:
+        size = sum(file.stat().st_size for c in incomplete for file in c.rglob("*") if file.is_file())
+        command = shlex.join(["rm", "-r", *map(str, incomplete)])
+        log.info(f"{len(incomplete)} incomplete checkpoint(s) take {format_size(size)}; to delete them: {command}")
+    return start
+
+
+def _find_newest_usable(run: str | Path, verify: bool) -> Path | None:
+    for checkpoint in broadcast(checkpoints(run)[::-1]):
+        was_complete = broadcast(why_incomplete(checkpoint)) is None
+        reason = _why_unusable(checkpoint, verify)
         if reason is None:
-            newest = checkpoint
-            break
-        if asked:
-            raise UserError(f"resume_from_checkpoint {checkpoint}: {reason}; choose another, or remove the field")
+            return checkpoint
         log.info(f"{checkpoint} {reason}: skipped")
-    if not asked and (left := [c for c in checkpoints(run) if why_incomplete(c)]):  # also the older ones
-        size = sum(file.stat().st_size for c in left for file in c.rglob("*") if file.is_file())
-        delete = shlex.join(["rm", "-r", *map(str, left)])
-        log.info(f"{len(left)} incomplete checkpoint(s) take {format_size(size)}; to delete them: {delete}")
-    return newest
+        if was_complete and is_main_process():
+            write_json(checkpoint / COMPLETE, _read_facts(checkpoint) | {"damage": reason})
+    return None
+
+
+def _why_unusable(checkpoint: Path, verify: bool) -> str | None:
+    """What keeps a run from this checkpoint, the same on all ranks."""
+    reason = broadcast(why_incomplete(checkpoint))
+    if reason is None and verify:
+        reason = why_damaged(checkpoint)
+        if reason is None:
+            log.info(f"{checkpoint}: checksums verified")
+    return reason
 
 
 def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
@@ -163,13 +169,12 @@ def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
 
     All ranks must call it, once all have written: each hashes the files that it wrote.
     """
-    begin, mine = time.monotonic(), {}
+    mine = {}
     for path in sorted(checkpoint.rglob("*")):
         name = str(path.relative_to(checkpoint))
         if path.is_file() and path.name not in (COMPLETE, KEEP, PUSHING) and _is_mine(name):
-            mine[name] = _hash_file(path)
+            mine[name] = (path.stat().st_size, _hash_file(path))
     files = sorted(item for part in gather(mine) for item in part.items())
-    _log_rate(checkpoint, "written", sum(size for size, _ in mine.values()), begin)
     mark = {**facts, "files": {name: size for name, (size, _) in files}}
     mark["xxh3_128"] = {name: checksum for name, (_, checksum) in files}
     if is_main_process():
@@ -203,14 +208,16 @@ def copy_best(best: str | None, args: Any) -> None:
 
 def rotate(run: str | Path, limit: int | None) -> None:
     """Deletes the oldest complete checkpoints beyond `limit`, but none that is kept, being pushed, or the best one
-    of a newer checkpoint, from which a run may go on."""
+    of a newer checkpoint, from which a run may resume."""
     complete = [c for c in checkpoints(run) if why_incomplete(c) is None and not (c / KEEP).exists()]
     complete = [c for c in complete if not is_being_pushed(c)]
-    old = complete[: -limit or None] if limit is not None and len(complete) > limit else []
-    best = [read_best(checkpoint) for checkpoint in complete[len(old) :]]
-    for checkpoint in (checkpoint for checkpoint in old if checkpoint not in best):
-        (checkpoint / COMPLETE).unlink()  # first: a kill in the middle must not leave half of a complete one
-        shutil.rmtree(checkpoint)
+    if limit is None or len(complete) <= limit:
+        return
+    best = [read_best(checkpoint) for checkpoint in complete[-limit:]]
+    for checkpoint in complete[:-limit]:
+        if checkpoint not in best:
+            (checkpoint / COMPLETE).unlink()  # first: a kill in the middle must not leave half of a complete one
+            shutil.rmtree(checkpoint)
 
 
 def is_being_pushed(checkpoint: Path) -> bool:
@@ -221,81 +228,61 @@ def is_being_pushed(checkpoint: Path) -> bool:
         return False
 
 
-def check_world_size(args: Any, world_size: int, checkpoint: Path | None = None) -> None:
-    """Raises UserError if a run cannot go on from its checkpoint with so many processes, or is not said to.
+# ---- what a resumed run must agree with
 
-    Args:
-        checkpoint: by default the one that the run would go on from.
-    """
-    if checkpoint is None:
-        asked = args.resume_from_checkpoint
-        checkpoint = Path(asked) if asked else newest_checkpoint(args.output_dir)
-    before = _read_facts(checkpoint) if checkpoint else {}
-    if (was := before.get("world_size", world_size)) == world_size:
-        return
-    found = f"{checkpoint}: was written by {was} process(es), now there are {world_size}"
-    if before.get("launch", "").startswith("ZeRO"):
-        raise UserError(
-            f"{found}, and DeepSpeed cannot divide the optimizer of a ZeRO checkpoint among another number; "
-            f"go on with {was}, or start again in another output_dir"
-        )
-    if not args.ignore_resume_mismatch:
-        remedy = "choose another output_dir, or say ignore_resume_mismatch: true"
-        raise UserError(f"{found}; go on with {was}, {remedy}")
-
-
-def check_data(checkpoint: Path, train_tokens: str, keys: np.ndarray, ignore: bool) -> None:
-    """Raises UserError if the run that wrote `checkpoint` trained on other pairs.
-
-    Args:
-        train_tokens: of `reference_cache.hash_tokens`.
-        keys: [N, 2] of `tokenization.row_keys`; those of the earlier pairs are beside the checkpoint.
-    """
-    if ignore or _read_facts(checkpoint).get("train_tokens") == train_tokens:
-        return
-    try:
-        counts = ": " + describe_changes(np.load(checkpoint.parent / ROW_KEYS), keys)
-    except (OSError, ValueError):  # of an earlier version, or moved away from its run
-        counts = ""
-    raise UserError(
-        f"{checkpoint}: the data have changed since it was written{counts}; go on with the earlier data, start again "
-        "in another output_dir, or say ignore_resume_mismatch: true (some pairs then train twice, others never)"
+# Fact of the mark: (whether ignore_resume_mismatch overrides it, what differs, what to do)
+_MUST_AGREE = {
+    "world_size": (True, "was written by {was} process(es), now there are {now}", "use {was} again"),
+    "train_tokens": (
+        True,
+        "the data have changed since it was written, so that some pairs would train twice and others never",
+        "use the earlier data",
+    ),
+    "order_version": (
+        True,
+        "was written by a version of this project that put the pairs in another order (version {was}, now {now})",
+        "finish the run with that version",
+    ),
+    "prefix_sharing": (
+        True,
+        "was written with prefix_sharing {was}, now it is {now}, which puts the pairs in another order",
+        "set prefix_sharing as before",
+    ),
+    "launch": (
+        False,
+        "was written with launch {was}, now it is {now}, which cannot read its optimizer",
+        "launch as before",
+    ),
+}
+_UNDER_ZERO = {
+    "world_size": (
+        False,
+        _MUST_AGREE["world_size"][1] + ", and DeepSpeed cannot divide the optimizer of a ZeRO checkpoint among them",
+        "use {was} again",
     )
-
-
-def describe_changes(before: np.ndarray, now: np.ndarray) -> str:
-    """How [N, 2] keys of prompts and pairs differ from [M, 2] earlier ones, in words."""
-    gone, new = (
-        Counter(map(tuple, a.tolist())) - Counter(map(tuple, b.tolist())) for a, b in ((before, now), (now, before))
-    )
-    prompts = [Counter(prompt for prompt, _ in keys.elements()) for keys in (gone, new)]
-    changed = (prompts[0] & prompts[1]).total()
-    if not gone and not new:
-        return f"the same {len(now):,} pairs are in another order"
-    return f"{new.total() - changed:,} rows added, {gone.total() - changed:,} removed, {changed:,} changed"
+}
+_EARLIER = {"order_version": 1, "prefix_sharing": False}  # facts that the marks of earlier versions lack
 
 
 def check_resume(checkpoint: Path, facts: dict[str, Any], ignore: bool) -> None:
-    """Raises UserError if the run that wrote `checkpoint` was launched in another way, or ordered its pairs so."""
-    before = {"order_version": 1, "prefix_sharing": False} | _read_facts(checkpoint)
-    if before["order_version"] != facts["order_version"] and not ignore:
-        raise UserError(
-            f"{checkpoint}: was written by a version of this project that put the pairs in another order (version "
-            f"{before['order_version']}, now {facts['order_version']}), so some pairs would be trained twice and "
-            "others never; finish the run with that version, start again in another output_dir, or say "
-            "ignore_resume_mismatch: true"
-        )
-    if before["prefix_sharing"] != facts["prefix_sharing"] and not ignore:
-        raise UserError(
-            f"{checkpoint}: was written with prefix_sharing {before['prefix_sharing']}, now it is "
-            f"{facts['prefix_sharing']}, under which the lengths of the pairs order them otherwise; go on as before, "
-            "choose another output_dir, or say ignore_resume_mismatch: true"
-        )
-    if before.get("launch") != facts["launch"]:
-        raise UserError(
-            f"{checkpoint}: was written with launch {before.get('launch')}, now it is {facts['launch']}, which cannot "
-            "read its optimizer; go on as before, or choose another output_dir"
-        )
+    """Raises UserError if the run that wrote `checkpoint` differs from this one in a fact.
+
+    Args:
+        facts: what is known of this run: world_size, launch, train_tokens (hash of the training pairs), order_version,
+            prefix_sharing.
+        ignore: of ignore_resume_mismatch.
+    """
+    before = _EARLIER | _read_facts(checkpoint)
+    is_zero = str(before.get("launch")).startswith("ZeRO")
+    rules = _MUST_AGREE | _UNDER_ZERO if is_zero else _MUST_AGREE
+    for name, now in facts.items():
+        may_ignore, difference, remedy = rules[name]
+        was = before.get(name)
+        if was == now or (ignore and may_ignore):
+            continue
+        told = f"{difference}; {remedy}, or start again in another output_dir".format(was=was, now=now)
+        override = ", or say ignore_resume_mismatch: true" if may_ignore else ""
+        raise UserError(f"{checkpoint}: {told}{override}")
 
 
 def _read_facts(checkpoint: Path) -> dict[str, Any]:
@@ -305,7 +292,7 @@ def _read_facts(checkpoint: Path) -> dict[str, Any]:
 # ---- disk
 
 
-def most_at_once(args: Any, collapse_steps: int) -> int:
+def peak_checkpoint_count(args: Any, collapse_steps: int) -> int:
     """Checkpoints that a run has at one time: the limit, the one being written, the best, and those that the guard
     keeps, which are two where saves are closer than `collapse_steps` (see health/guard_rules.py)."""
     if args.save_strategy == "no":

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -209,8 +208,7 @@ def test_a_flipped_byte_of_any_rank_is_found_by_its_checksum(place, uninterrupte
     again = place.start(folder.name, 2).finish()
     for step, name in damaged.items():
         assert f"{folder}/checkpoint-{step} has a damaged {name} (its checksum is another): skipped" in again.log
-        assert f"{folder}/checkpoint-{step}: checksums written in " in again.log
-    assert f"{folder}/checkpoint-4: checksums verified in " in again.log
+    assert f"{folder}/checkpoint-4: checksums verified" in again.log
     assert f"going on from {folder}/checkpoint-4" in again.log
     assert_same_run(again, base)
 
@@ -225,7 +223,7 @@ def test_other_pairs_in_the_file_are_an_error(place, uninterrupted, tmp_path, ca
     before = sorted(p.name for p in unfinished.iterdir())
     assert train_dpo.main(as_options(place.values(unfinished.name, dataset_name=pairs))) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and re.search(r"data have changed .*: 0 rows added, 0 removed, \d+ changed", errors[0])
+    assert len(errors) == 1 and "the data have changed since it was written" in errors[0]
     assert sorted(p.name for p in unfinished.iterdir()) == before
 
 
