@@ -222,7 +222,6 @@ def format_preflight(result: dict[str, Any]) -> str:
         ("boundary", "...{!r} | {!r} ... {!r}".format(*result["boundary"])),
     ]
     for row in figures["by_source"]:
-        text = "{source}: {pairs:,} pairs, gap {gap:+.2f} per token, prefers chosen {preferred:.0%}"
-        rows.append(("source", text.format(**row)))
+        rows.append(("source", "{source}: {pairs:,} pairs, gap {gap:+.2f} per token".format(**row)))
     reasons = [f"  {reason}" for reason in result["reasons"]]
     return "\n".join([f"preflight: {result['verdict']}", format_table(rows), *reasons])

@@ -59,18 +59,12 @@ def compute_pair_figures(
 
     Returns:
         Means and shares with 95% intervals [mean, low, high], in nats; the median of DPO's gradient weight
-        sigmoid(-margin) after MOVE; by source also the share of pairs in which the base model prefers the chosen
-        answer, on the scale of the loss.
+        sigmoid(-margin) after MOVE; the mean gap per token by source.
     """
     per_token = logps / lengths
     token_gap = per_token[:, 0] - per_token[:, 1]
     sum_gap = logps[:, 0] - logps[:, 1]
-    if loss_type in LENGTH_NORMALIZED_LOSSES:
-        preferred = token_gap > 0
-        moved = np.full(len(logps), 2.0)
-    else:
-        preferred = sum_gap > 0
-        moved = lengths.sum(axis=1)
+    moved = np.full(len(logps), 2.0) if loss_type in LENGTH_NORMALIZED_LOSSES else lengths.sum(axis=1)
     hopeless = float((token_gap < HOPELESS).mean())
     return {
         "pairs": len(logps),
@@ -79,20 +73,18 @@ def compute_pair_figures(
         "sum_gap": mean_interval(sum_gap.tolist()),
         "hopeless_pairs": (hopeless, *wilson(hopeless, len(logps))),
         "weight_after_move": float(np.median(np.exp(-np.logaddexp(0, beta * MOVE * moved)))),
-        "by_source": _figures_by_source(np.array(sources, dtype=object), token_gap, preferred),
+        "by_source": _figures_by_source(np.array(sources, dtype=object), token_gap),
     }
 
 
-def _figures_by_source(sources: np.ndarray, token_gap: np.ndarray, preferred: np.ndarray) -> list[dict[str, Any]]:
-    """Means of the ten most frequent sources, the widest gap first; empty where there is one source."""
+def _figures_by_source(sources: np.ndarray, token_gap: np.ndarray) -> list[dict[str, Any]]:
+    """Mean gap of the ten most frequent sources, the widest first; empty where there is one source."""
     counts = Counter(sources)
     if len(counts) == 1:
         return []
     rows = []
     for name, count in counts.most_common(10):
-        rows_of = sources == name
-        gap = float(token_gap[rows_of].mean())
-        rows.append({"source": name, "pairs": count, "gap": gap, "preferred": float(preferred[rows_of].mean())})
+        rows.append({"source": name, "pairs": count, "gap": float(token_gap[sources == name].mean())})
     return sorted(rows, key=lambda row: row["gap"])
 
 
