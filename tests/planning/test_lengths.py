@@ -1,7 +1,6 @@
 """The length analysis: every count against a plain slow reference, published percentiles, its rules and warnings."""
 
 import itertools
-import math
 import shutil
 
 import datasets
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from bench.dolci_lengths import TOTAL, draw
+from bench.lengths import sample_lengths
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.data import tokenization
@@ -29,7 +28,7 @@ from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 
 
 def lengths_of(kind: str, n: int) -> Lengths:
-    return Lengths(*draw(kind, n), np.zeros(n, dtype=np.int64))
+    return Lengths(*sample_lengths(kind, n).values(), np.zeros(n, dtype=np.int64))
 
 
 def turn(role, text):
@@ -152,16 +151,17 @@ def test_responses_identical_after_truncation_are_found_by_comparing_tokens():
     assert compute_coverage(lengths, 9, None)["no_signal"] > 10
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("think", (15360, 16384)), ("instruct", (3456, 3584))])
+PUBLISHED = {"think": {4096: 0.751, 8192: 0.877, 16384: 0.958}, "instruct": {4096: 0.962}}  # share of complete pairs
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("think", (15360, 16384)), ("instruct", (3456, 3584, 3712))])
 def test_the_published_shares_are_found_and_the_published_length_recommended(kind, expected):
-    n = 20_000
-    result = analyze_lengths(lengths_of(kind, n), count_tokens, min_coverage=0.95, min_tokens_kept=0.8)
+    result = analyze_lengths(lengths_of(kind, 20_000), count_tokens, min_coverage=0.95, min_tokens_kept=0.8)
     assert result["recommendation"]["max_length"] in expected
-    published = {tokens: share for share, tokens in TOTAL[kind]}
     for row in result["candidates"]:
         assert row["flops"] == 4 * row["tokens"]  # three forwards to train, and the reference's
-        if share := published.get(row["max_length"]):
-            assert row["untouched"] == pytest.approx(share, abs=4 * math.sqrt(share * (1 - share) / n))
+        if share := PUBLISHED[kind].get(row["max_length"]):
+            assert row["untouched"] == pytest.approx(share, abs=0.02)
 
 
 # ---- the recommendation

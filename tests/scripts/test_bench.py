@@ -2,18 +2,15 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path.insert(0, str(BENCH))
-
-import throughput  # noqa: E402
-import worker  # noqa: E402
+from bench import throughput
+from bench.lengths import sample_lengths
 
 
 @pytest.mark.parametrize(
@@ -26,7 +23,7 @@ import worker  # noqa: E402
 def test_lengths_are_those_of_the_data_sets(kind, quantiles, covered):
     """Totals (prompt + longer response) as published; a small sample has the shape of a large one."""
     for pairs in (65536, 128):
-        lengths = worker.sample_lengths(kind, pairs)
+        lengths = sample_lengths(kind, pairs)
         total = lengths["prompt"] + np.maximum(lengths["chosen"], lengths["rejected"])
         for q, tokens in quantiles.items():
             if q < 0.99 or pairs > 1000:
@@ -34,16 +31,9 @@ def test_lengths_are_those_of_the_data_sets(kind, quantiles, covered):
         for tokens, share in covered.items():
             assert (total <= tokens).mean() == pytest.approx(share, abs=0.02)
     if kind == "think":
-        lengths = worker.sample_lengths(kind, 65536)
+        lengths = sample_lengths(kind, 65536)
         assert np.median(lengths["prompt"]) == pytest.approx(114, rel=0.02)
         assert np.quantile(lengths["rejected"], 0.95) == pytest.approx(9518, rel=0.02)
-
-
-def test_chat_has_the_means_that_are_claimed():
-    lengths = worker.sample_lengths("chat", 65536)
-    means = {"prompt": 149, "chosen": 42, "rejected": 52}
-    assert {name: tokens.mean() for name, tokens in lengths.items()} == pytest.approx(means, rel=0.03)
-    assert (lengths["prompt"] > 256).mean() == pytest.approx(0.15, abs=0.01)
 
 
 def run(variant: str, number: int, rate: float, peak: float = 1.0, **extra) -> dict:
@@ -55,39 +45,32 @@ def test_ratios_are_taken_within_a_round():
     runs = [run("stock", 0, 1.0), run("off", 0, 2.0), run("stock", 1, 10.0), run("off", 1, 30.0, peak=2.0)]
     runs += [run("stock", 2, 4.0), run("off", 2, 4.0)]
     summary = throughput.summarise(runs, ["stock", "off"])
-    assert summary["stock"]["pairs_per_second"] == 4.0 and summary["stock"]["spread"] == 9 / 4
+    assert summary["stock"]["pairs_per_second"] == 4.0
     assert summary["off"]["pairs_per_second_ratio"] == 2.0
     assert summary["off"]["pairs_per_second_ratio_range"] == [1.0, 3.0]
     assert summary["off"]["peak_memory_gib_ratio_range"] == [1.0, 2.0]
-    rows = throughput.table(summary).splitlines()
-    assert len({len(row) for row in rows}) == 1 and "2.00 (1.00-3.00)" in rows[3]
+    assert "2.00 (1.00-3.00)" in throughput.table(summary).splitlines()[3]
 
 
 def test_variant_that_does_not_fit_is_named():
     runs = [run("stock", 0, 1.0), {"variant": "off", "round": 0, "error": "out of memory"}]
     assert "out of memory" in throughput.table(throughput.summarise(runs, ["stock", "off"]))
     runs = [{"variant": "stock", "round": 0, "error": "out of memory"}, run("off", 0, 1.0)]
-    assert "nan" in throughput.table(throughput.summarise(runs, ["stock", "off"]))
-
-
-def test_pairs_must_fill_steps(capsys):
-    with pytest.raises(SystemExit):
-        throughput.parse(["--pairs", "30"])
-    assert "--pairs 30 is not a multiple" in capsys.readouterr().err
+    assert "ratio" not in throughput.summarise(runs, ["stock", "off"])["off"]
 
 
 @pytest.mark.grid
 @pytest.mark.timeout(400)
 def test_quick_run(tmp_path):
     variants = ["stock", "padding_free", "batch_rebalance", "as_shipped", "as_shipped_in_stock_memory"]
-    command = [sys.executable, str(BENCH / "throughput.py"), "--quick", "--device", "cpu", "--machine", "Test box"]
-    command += ["--out", str(tmp_path), "--variants", *variants]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=390)
+    command = [sys.executable, throughput.ROOT / "bench/throughput.py", "--quick", "--out", tmp_path]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*command, "--variants", *variants], env=env, capture_output=True, text=True, timeout=390)
     assert done.returncode == 0, done.stderr[-3000:]
     (path,) = tmp_path.iterdir()
-    assert path.name.startswith("test-box-") and str(path) in done.stdout
+    assert str(path) in done.stdout
     result = json.loads(path.read_text())
-    assert result["machine"] and result["torch"] and result["shape"]["hidden"] > 0
+    assert result["machine"] and result["torch"]
     runs = {run["variant"]: run for run in result["runs"]}
     assert list(runs) == variants == list(result["summary"])
     for variant, figures in runs.items():
@@ -96,8 +79,8 @@ def test_quick_run(tmp_path):
         assert (figures["padding_fraction"] > 0.1) is (variant == "stock")
         assert (figures["reference_seconds"] > 0) is (variant not in variants[:2])
         assert 0 < figures["mfu"] < 1 and figures["peak_memory_gib"] > 0.1
-    limit = runs["as_shipped_in_stock_memory"]["setting"]["memory_gib"]
-    assert limit == runs["stock"]["peak_memory_gib"] and runs["as_shipped"]["setting"]["memory_gib"] is None
+    assert runs["as_shipped_in_stock_memory"]["memory_gib"] == runs["stock"]["peak_memory_gib"]
+    assert runs["as_shipped"]["memory_gib"] is None
     assert runs["as_shipped"]["flops"] < runs["batch_rebalance"]["flops"]  # prefix_sharing, which the recipe sets
     # The reference forward is in the step of the first two
     assert runs["stock"]["flops"] == runs["padding_free"]["flops"]
