@@ -3,37 +3,33 @@
 
     python scripts/check_gpu.py [--processes 4] [--config recipes/think.yaml ...]
 
-Writes outputs/check-gpu: report.html, checks.json, calibration.json (which plan.py reads) and a log of each check.
+Writes outputs/check-gpu: checks.json, calibration.json (which plan.py reads) and a log of each check.
 Exit codes: 0 nothing failed, 1 a check failed, 2 an error.
 """
 
+import os
 import sys
-from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
+import torch
 
 from sfm_dpo.common.cli import Arguments, command, number
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import CALIBRATION
+from sfm_dpo.jobs.gpu_check import Place, format_checks, run_checks
 
 
 @command
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["train"]:  # a run of a check
-        import train_dpo
-        from sfm_dpo.jobs.gpu_check import record_dtypes
-
-        record_dtypes(train_dpo.SFMDPOTrainer)
-        return train_dpo.main(argv[1:])
-    from sfm_dpo.jobs.gpu_check import format_checks, make_place, measure_attention, run_checks
-
-    if argv[:1] == ["attention"]:
-        measure_attention(Path(argv[1]))
-        return 0
-    own = Arguments(description=__doc__)
-    own.add_argument("--processes", type=number(int, 1))
-    ours, recipe = own.parse_known_args(argv)
-    place = make_place(recipe, ours.processes)
-    rows = run_checks(place)
-    print(f"\n{format_checks(rows)}\n\nwritten: {place.folder}/report.html")
+    parser = Arguments(description=__doc__)
+    parser.add_argument("--processes", type=number(int, 1))
+    options, recipe = parser.parse_known_args(argv)
+    on_cpu = os.environ.get("DS_ACCELERATOR") == "cpu"
+    if not on_cpu and not torch.cuda.is_available():
+        raise UserError("no GPU is visible; for a rehearsal on the CPU: LAUNCH=cpu sbatch scripts/check_gpu.sh")
+    processes = options.processes or (2 if on_cpu else torch.cuda.device_count())
+    rows = run_checks(Place(CALIBRATION.parent, recipe, processes, not on_cpu))
+    print(f"\n{format_checks(rows)}")
     return int(any(row["result"] == "FAIL" for row in rows))
 
 

@@ -3,7 +3,7 @@
 #
 #   sbatch scripts/check_gpu.sh                                 a model of four layers
 #   sbatch scripts/check_gpu.sh --config recipes/think.yaml     the recipe's model: few layers, and once as a whole
-#   LAUNCH=cpu sbatch scripts/check_gpu.sh                      its twin on two CPU processes, without GPUs
+#   LAUNCH=cpu sbatch scripts/check_gpu.sh                      a rehearsal on two CPU processes, without GPUs
 #
 # Account, partition and variables: as for scripts/dpo_train.sh. Results: outputs/check-gpu, log in logs/check-gpu-JOB.out.
 #

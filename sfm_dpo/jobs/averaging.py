@@ -3,7 +3,6 @@
 import json
 import shutil
 import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,6 @@ from sfm_dpo.run.environment import environment
 from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, write_status
 from sfm_dpo.run.reader import PARENTS
 
-_BASE = ("model_name_or_path", "model_revision")
-
 
 def average_models(paths: list[Path], output: Path, weights: list[float] | None = None) -> None:
     """Writes the mean of the models in `paths` into `output`, which is then a finished run's folder.
@@ -32,13 +29,11 @@ def average_models(paths: list[Path], output: Path, weights: list[float] | None 
     A tensor's mean is taken in fp64 and saved in the model's dtype; files and what is in them are those of the first
     model, and one of them is in memory at a time.
 
-    Args:
-        paths: runs or complete checkpoints, at least two.
-        weights: of each, above 0; they are divided by their sum. Equal by default.
+    `weights` are divided by their sum; equal by default.
 
     Raises:
-        UserError: models of other base models, configurations, tokenizers or tensors; adapters; weights that are not
-            as many; an `output` that holds something.
+        UserError: fewer than two models; other base models, configurations or tokenizers; adapters; another number of
+            weights; an `output` that is not empty.
     """
     if len(paths) < 2:
         raise UserError(f"{', '.join(map(str, paths))}: an average needs at least two runs or checkpoints")
@@ -50,65 +45,54 @@ def average_models(paths: list[Path], output: Path, weights: list[float] | None 
     shares = [weight / sum(weights) for weight in weights]
     sources = [find_source(path) for path in paths]
     output.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as cleanup:
-        folders = []
-        for source in sources:
-            folders.append(Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix=".average-", dir=output))))
-            stage_files(source.folder, folders[-1])
+    with tempfile.TemporaryDirectory(prefix=".average-", dir=output) as staged:
+        folders = [Path(staged, str(number)) for number in range(len(sources))]
+        for source, folder in zip(sources, folders, strict=True):
+            folder.mkdir()
+            stage_files(source.folder, folder)
         check_alike(sources, folders)
-        for path in sorted(folders[0].iterdir()):
-            if path.suffix == ".safetensors":
-                _average_file(path, folders, shares, output / path.name)
-            elif path.is_dir():
-                shutil.copytree(path, output / path.name)
-            else:
-                shutil.copy(path, output)
+        shutil.copytree(folders[0], output, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+        for path in folders[0].glob("*.safetensors"):
+            _average_file(path, folders, shares, output / path.name)
     parents = [{"model": source.name, "weight": share} for source, share in zip(sources, shares, strict=True)]
     _describe(sources[0], parents, output)
 
 
 def check_alike(sources: list[Source], folders: list[Path]) -> None:
     """Raises UserError unless the models, whose files are in `folders`, can be averaged."""
-
-    def facts(source: Source, folder: Path) -> dict[str, Any]:
-        if (folder / ADAPTER_CONFIG_NAME).is_file():
-            raise UserError(f"{source.folder}: is an adapter; merge each into its base model first")
-        config = json.loads((folder / "config.json").read_text())
-        tensors: dict[str, Any] = {}
-        for path in folder.glob("*.safetensors"):
-            with safe_open(path, framework="pt") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-                tensors |= {name: (part.get_dtype(), part.get_shape()) for name, part in slices.items()}
-        base = {name: source.config.get(name) for name in _BASE}
-        tokenizer = {"tokenizer": tokenizer_key(AutoTokenizer.from_pretrained(folder))}
-        version = {"transformers_version": None}
-        return {"base model": base, "config.json": config | version, "tokenizer": tokenizer, "tensors": tensors}
-
-    first = facts(sources[0], folders[0])
+    first = read_facts(sources[0], folders[0])
     for source, folder in zip(sources[1:], folders[1:], strict=True):
-        for what, other in facts(source, folder).items():
-            ours = first[what]
-            if differing := [name for name in {**ours, **other} if ours.get(name) != other.get(name)]:
-                name = differing[0]
-                raise UserError(
-                    f"{source.folder}: another {what} than {sources[0].folder}: {name} is {other.get(name)}, not "
-                    f"{ours.get(name)}; average models of one base model and tokenizer"
-                )
+        facts = read_facts(source, folder)
+        differing = [name for name in {**first, **facts} if first.get(name) != facts.get(name)]
+        if differing:
+            name = differing[0]
+            raise UserError(
+                f"{source.folder}: {name} is {facts.get(name)}, and {first.get(name)} in {sources[0].folder}; average "
+                "models of one base model and tokenizer"
+            )
+
+
+def read_facts(source: Source, folder: Path) -> dict[str, Any]:
+    """What models must have in common: base model, config.json, tokenizer."""
+    if (folder / ADAPTER_CONFIG_NAME).is_file():
+        raise UserError(f"{source.folder}: is an adapter; merge each into its base model first")
+    facts = json.loads((folder / "config.json").read_text()) | {"transformers_version": None}
+    for name in ("model_name_or_path", "model_revision"):
+        facts[name] = source.config.get(name)
+    return facts | {"tokenizer": tokenizer_key(AutoTokenizer.from_pretrained(folder))}
 
 
 def _average_file(path: Path, folders: list[Path], shares: list[float], target: Path) -> None:
     models = [open_tensors(folder) for folder in folders]  # which may be sharded in other ways
-    with safe_open(path, framework="pt") as file:
-        names, metadata = list(file.keys()), file.metadata()
     mean = {}
-    for name in names:
-        tensors = (read_finite(tensors, name) for tensors in models)
-        first = next(tensors)
-        total = first.double() * shares[0]
-        for share, tensor in zip(shares[1:], tensors, strict=True):
-            total.add_(tensor.double(), alpha=share)
-        mean[name] = total.to(first.dtype) if first.is_floating_point() else first
-    save_file(mean, target, metadata)
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 (no mapping)
+            first = read_finite(models[0], name)
+            total = first.double() * shares[0]
+            for share, tensors in zip(shares[1:], models[1:], strict=True):
+                total.add_(read_finite(tensors, name).double(), alpha=share)
+            mean[name] = total.to(first.dtype) if first.is_floating_point() else first
+        save_file(mean, target, file.metadata())
 
 
 def _describe(first: Source, parents: list[dict[str, Any]], output: Path) -> None:

@@ -3,16 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+from sfm_dpo.common.statistics import wilson
 from sfm_dpo.common.tables import format_table
 from sfm_dpo.run.folder import read_mapping
 from sfm_dpo.run.reader import EVALUATION
 
-PAIR_FIGURES = {  # of a row of `pairs`: its heading
-    "reward_accuracy": "reward accuracy",
-    "equal_length": "at equal length",
-    "margin": "reward margin",
-    "base": "likelier: chosen, base",
-    "trained": "trained",
+PAIR_METRICS = {  # of a row of `pairs`: its heading
+    "rewards/accuracies": "reward accuracy",
+    "rewards/margins": "reward margin",
+    "logps/accuracies": "chosen is likelier",
+    "loss": "loss",
 }
 HEADINGS = ("task", "metric", "samples", "base", "trained", "difference (95%)", "verdict")
 
@@ -34,17 +34,24 @@ def evaluation_rows(evaluation: dict[str, Any]) -> list[list[str]]:
 
 
 def pair_rows(evaluation: dict[str, Any]) -> list[list[str]]:
-    """A row of (source, pairs, *PAIR_FIGURES) for each preference set and source, with 95% intervals."""
-    return [
-        [row["source"], str(row["pairs"])]
-        + ["{:.2f} ({:.2f} to {:.2f})".format(*row[name]) if row[name] else "-" for name in PAIR_FIGURES]
-        for row in evaluation.get("pairs", [])
-    ]
+    """A row of (source, pairs, *PAIR_METRICS) for each preference set; a share with its 95% interval."""
+    rows = []
+    for row in evaluation.get("pairs", []):
+        cells = [row["source"], str(row["pairs"])]
+        for metric in PAIR_METRICS:
+            if metric not in row:  # an evaluation of an earlier version
+                cells.append("-")
+            elif metric.endswith("accuracies"):
+                cells.append("{:.2f} ({:.2f} to {:.2f})".format(row[metric], *wilson(row[metric], row["pairs"])))
+            else:
+                cells.append(f"{row[metric]:.3f}")
+        rows.append(cells)
+    return rows
 
 
 def evaluation_tables(evaluation: dict[str, Any]) -> list[tuple[tuple[str, ...], list[list[str]]]]:
     """(headings, rows) of the benchmarks and of the preference sets, those that there are."""
-    pairs = ("preference set", "pairs", *PAIR_FIGURES.values())
+    pairs = ("preference set", "pairs", *PAIR_METRICS.values())
     tables = [(HEADINGS, evaluation_rows(evaluation)), (pairs, pair_rows(evaluation))]
     return [(headings, rows) for headings, rows in tables if rows]
 

@@ -217,38 +217,3 @@ def draw_comparison(result: dict[str, Any], path: Path) -> None:
         labels = [f"{label}: {result['runs'][label.lower()]}" if label in ("A", "B") else label for label in labels]
         figure.legend(handles, labels, loc="outside lower left", ncols=1 if max(map(len, labels)) > 50 else 3)
         figure.savefig(path, facecolor="white")
-
-
-def draw_sweep(rows: list[dict[str, Any]], metric: str, path: Path) -> None:
-    """Writes a picture of the metric over the first field that is numeric, a line for each value of the others.
-
-    Args:
-        rows: `values` by field, `mean` and `spread`, of jobs/sweep.py.
-    """
-
-    def is_number(field: str) -> bool:
-        return all(re.fullmatch(r"[-+.\d]+(e[-+]?\d+)?", row["values"][field]) for row in rows)
-
-    names = sorted(rows[0]["values"], key=lambda name: len({row["values"][name] for row in rows}) == 1)
-    field = next(filter(is_number, names), names[0])
-    lines: dict[str, list[tuple[Any, float, float]]] = {}
-    for row in rows:
-        x = float(row["values"][field]) if is_number(field) else row["values"][field]
-        label = ", ".join(f"{name} {value}" for name, value in row["values"].items() if name != field)
-        lines.setdefault(label, []).append((x, row["mean"], row["spread"] or 0.0))
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5.6, 3.6), layout="constrained")
-        axes = figure.add_subplot(title=f"{metric} over {field}", xlabel=field, ylabel=metric)
-        for i, (label, points) in enumerate(sorted(lines.items())):
-            xs, means, spreads = zip(*sorted(points), strict=True)
-            color, marker = COLORS[i % 3], "os^v"[i // 3 % 4]
-            axes.errorbar(xs, means, spreads, label=label, color=color, marker=marker, markersize=4, capsize=3)
-        if is_number(field):
-            ticks = sorted({x for points in lines.values() for x, *_ in points})
-            if ticks[0] > 0 and ticks[-1] >= 5 * ticks[0]:
-                axes.set_xscale("log")
-            axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-            axes.minorticks_off()
-        if any(lines):
-            figure.legend(loc="outside lower left", ncols=3)
-        figure.savefig(path, facecolor="white")

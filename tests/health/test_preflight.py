@@ -245,8 +245,6 @@ def test_as_a_command_of_its_own(command, tmp_path, capsys):
     assert script.main([*command, "--preflight_samples", "5", "--json", str(out)]) == 3
     assert not (tmp_path / "run").exists()
     said = capsys.readouterr().out
-    assert "5 of 8, drawn with seed 42" in said and "warning" not in said
+    assert "preflight: no-go" in said
     assert json.loads(out.read_text())["figures"]["pairs"] == 5
-    script.main([*command, "--preflight_samples", "5", "--global_batch_size", "12"])
-    assert "warning: 8 pairs are less than global_batch_size 12" in capsys.readouterr().out
     assert script.main([*command, "--loss_typo", "x"]) == 2

@@ -80,10 +80,10 @@ def rewrite(path: Path, old: str, new: str) -> None:
 
 
 SPOILS = {  # what is wrong with the second model: the message
-    "base": (lambda run: rewrite(run / "resolved_config.yaml", "gpt_neox", "other"), "another base model than"),
+    "base": (lambda run: rewrite(run / "resolved_config.yaml", "gpt_neox", "other"), "model_name_or_path is "),
     "shape": (lambda run: tiny_model("llama", intermediate_size=80).save_pretrained(run), "intermediate_size is 80"),
     "dtype": (lambda run: tiny_model("llama", dtype=torch.bfloat16).save_pretrained(run), "dtype is bfloat16"),
-    "tokenizer": (lambda run: rewrite(run / "chat_template.jinja", "im_end", "end"), "another tokenizer than"),
+    "tokenizer": (lambda run: rewrite(run / "chat_template.jinja", "im_end", "end"), "tokenizer is "),
     "adapter": (lambda run: (run / "adapter_config.json").write_text("{}"), "is an adapter; merge"),
 }
 

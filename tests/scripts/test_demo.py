@@ -71,10 +71,3 @@ def test_an_earlier_demo_is_replaced_and_nothing_else(demo, tmp_path):
         demo.remove_earlier(folder)
     assert not earlier.exists()
     assert (other / "thesis.txt").exists()
-
-
-def test_exit_code_and_output_of_the_training_pass_through(demo, tmp_path, capfd):
-    (tmp_path / "train_dpo.py").write_text("import sys; print('step', *sys.argv[1:]); sys.exit(3)")
-    assert demo.train(["--beta", "5"]) == 3
-    assert "step --beta 5\n" in capfd.readouterr().out
-    assert (tmp_path / "logs" / "demo.log").read_text() == "step --beta 5\n"
