@@ -1,22 +1,18 @@
 """The model card, README.md: results, training, loss, use and how to repeat it, from the files in a run's folder."""
 
-import functools
 import os
-import statistics
 from pathlib import Path
 from typing import Any
 
-import yaml
-from huggingface_hub import EvalResult, ModelCardData, hf_hub_download
+from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.repocard import RepoCard
 from huggingface_hub.utils import validate_repo_id
 
 from sfm_dpo.common.files import format_clock, write_atomically
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.data.preferences import DROP_REASONS
 from sfm_dpo.report.evaluation import evaluation_tables
-from sfm_dpo.report.page import FIGURES, changed_fields, format_command, list_held_out, render_page
+from sfm_dpo.report.page import FIGURES, changed_fields, format_command, format_yaml, list_held_out, render_page
 from sfm_dpo.report.plots import draw_curves
 from sfm_dpo.run.folder import read_mapping
 from sfm_dpo.run.reader import EVALUATION, list_evaluations, list_restarts, read_run
@@ -59,56 +55,52 @@ def write_model_card(
     """
     folder = folder or run
     facts = read_run(run)
-    facts["log"] = log = [entry for entry in facts["log"] if step is None or entry["step"] <= step]
     if step is not None:  # the run's own is about the finished model
+        facts["log"] = [entry for entry in facts["log"] if entry["step"] <= step]
         facts["evaluation"] = read_mapping(run / f"checkpoint-{step}" / EVALUATION)
-    config, data, env = facts["config"], facts["data"], facts["environment"]
+    config = facts["config"]
+    env = facts["environment"]
     if folder != run:
         starts = [start for start in list_restarts(facts) if step is None or start < step]
-        draw_curves(log, config, starts, folder / FIGURES, panels=_CURVES)
-    base, starts = config["model_name_or_path"], env.get("starts") or [1]
-    since = f" since the last of {len(starts)} starts" if len(starts) > 1 else ""
+        draw_curves(facts["log"], config, starts, folder / FIGURES, panels=_CURVES)
+    figures = {f"{FIGURES}/{name}.png": title for name, title in _CURVES.items()}
     repo = repo or config["hub_model_id"] or config["output_dir"]
     is_local = {key for key in config if key in _LOCAL or key.startswith(_LOCAL_PREFIXES)}
     recipe = {key: hide_paths(value) for key, value, _ in changed_fields(config) if key not in is_local}
-    speeds = [entry["perf/tokens_per_second"] for entry in log if "perf/tokens_per_second" in entry]
     text = render_page(
         "model_card.md.jinja",
         **facts,
         metadata=_build_metadata(facts, repo).to_yaml(),
         name=Path(repo).name if step is None else f"{Path(repo).name}, step {step}",
         step=step,
-        base=_format_link(base),
-        base_licence=read_licence(base),
-        datasets=[
-            {"link": _format_link(name, "datasets/"), "licence": read_licence(name, "dataset")}
-            for name in data["sources"]
-        ],
+        base=_format_link(config["model_name_or_path"]),
+        datasets=[_format_link(name, "datasets/") for name in facts["data"]["sources"]],
         held_out=list_held_out(facts),
         drop_reasons=DROP_REASONS,
         evaluation_tables=evaluation_tables(facts["evaluation"]),
-        figures={f"{FIGURES}/{n}.png": t for n, t in _CURVES.items() if (folder / FIGURES / f"{n}.png").is_file()},
-        hardware=f"{env['world_size']} x {env['gpus'][0]}" if env["gpus"] else f"CPU, {env['world_size']} process(es)",
-        time=f"{format_clock(facts['seconds'])}{since}" if facts["seconds"] else None,
-        tokens_per_second=statistics.median(speeds) if speeds else None,
+        figures={file: title for file, title in figures.items() if (folder / file).is_file()},
+        hardware=f"{env['world_size']} x {env['gpus'][0] if env['gpus'] else 'CPU process'}",
+        time=format_clock(facts["seconds"]) if facts["seconds"] else None,
         formula=LOSS_FORMULAS.get(config["loss_type"][0], f"TRL's `{config['loss_type'][0]}`"),
         change=change,
         repo=repo,
         revision="" if revision == "main" else f', revision="{revision}"',
-        recipe=yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).strip(),
+        recipe=format_yaml(recipe).strip(),
         command=format_command([hide_paths(word) for word in env["command"]]),
     )
     write_atomically(folder / "README.md", mask(text) + "\n")
 
 
 def _build_metadata(facts: dict[str, Any], repo: str) -> ModelCardData:
-    config, data = facts["config"], facts["data"]
-    base, sources = config["model_name_or_path"], data["sources"]
+    config = facts["config"]
+    base = config["model_name_or_path"]
+    sources = facts["data"]["sources"]
+    names = " and ".join(Path(name).name for name in sources)
     results = [
         EvalResult(
             task_type="text-generation",
             dataset_type=sources[0] if _is_repo(sources[0]) else Path(sources[0]).name,
-            dataset_name=f"{data['eval']} held-out pairs of {' and '.join(Path(name).name for name in sources)}",
+            dataset_name=f"{facts['data']['eval']} held-out pairs of {names}",
             dataset_split=config["dataset_train_split"],
             metric_type="accuracy",
             metric_name="reward accuracy on held-out pairs",
@@ -133,7 +125,6 @@ def _build_metadata(facts: dict[str, Any], repo: str) -> ModelCardData:
         eval_results=results or None,
         base_model=base if _is_repo(base) else None,
         datasets=[name for name in sources if _is_repo(name)] or None,
-        license=read_licence(base),
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["trl", "dpo", "sfm-post-training"],
@@ -159,16 +150,3 @@ def _is_repo(name: str) -> bool:
 
 def _format_link(name: str, prefix: str = "") -> str:
     return f"[{name}](https://huggingface.co/{prefix}{name})" if _is_repo(name) else f"`{Path(name).name}`"
-
-
-@functools.cache  # the card is written with every checkpoint
-def read_licence(name: str, kind: str = "model") -> str | None:
-    """The licence that the card of a model or dataset states: in its folder, in the cache or on the Hub; else None."""
-    try:
-        path = Path(name) / "README.md"
-        if _is_repo(name):
-            path = Path(hf_hub_download(name, "README.md", repo_type=kind))
-        licence = RepoCard.load(path, ignore_metadata_errors=True).data.get("license")
-    except Exception:  # no network, no card, a card without metadata: it is not known
-        return None
-    return ", ".join(licence) if isinstance(licence, list) else licence

@@ -8,7 +8,6 @@ Works for a run that is done, going on, stopped or failed, also before its first
 import dataclasses
 import math
 import shlex
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from sfm_dpo.common.statistics import wilson
 from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import DATACLASSES
 from sfm_dpo.data.preferences import DROP_REASONS
-from sfm_dpo.health.generation import repeated_4grams
 from sfm_dpo.report.evaluation import evaluation_tables
 from sfm_dpo.report.plots import draw_curves
 from sfm_dpo.run.reader import first_and_last, list_evaluations, list_restarts, read_run, to_float
@@ -31,8 +29,8 @@ from sfm_dpo.run.reader import first_and_last, list_evaluations, list_restarts, 
 REPORT, FIGURES = "report.html", "figures"
 STATES = {  # state of status.json: (class in the page, in plain words)
     "done": ("good", "The run is done."),
-    "running": ("open", "The run is going on, or was killed: status.json still says running."),
-    "stopped": ("open", "The run was stopped on request; the same command goes on from its newest checkpoint."),
+    "running": ("open", "The run is training, or was killed: status.json still says running."),
+    "stopped": ("open", "The run was stopped on request; the same command resumes from its newest checkpoint."),
     "refused": ("bad", "The preflight refused to train."),
     "collapsed": ("bad", "The guard stopped the run."),
     "hung": ("bad", "The run made no progress for hang_timeout and was ended."),
@@ -86,10 +84,9 @@ def write_report(run: Path) -> Path:
         evaluation_tables=evaluation_tables(facts["evaluation"]),
         curves=draw_curves(facts["log"], facts["config"], list_restarts(facts), run / FIGURES, alarms),
         restarts=list_restarts(facts),
-        answers=compare_answers(facts["samples"]),
         drop_reasons=DROP_REASONS,
         changed=changed_fields(facts["config"]),
-        config_text=yaml.safe_dump(facts["config"], sort_keys=False, allow_unicode=True),
+        format_yaml=format_yaml,
         command=format_command(facts["environment"].get("command", [])),
     )
     write_atomically(run / REPORT, page)
@@ -118,8 +115,6 @@ def format_summary(run: Path) -> str:
     if first is not None:
         rows["loss"] = f"training {first:.3f} -> {last:.3f}"
         rows["loss"] += f", held out {held_out['loss']}" if "loss" in held_out else ""
-    if answers := compare_answers(facts["samples"]):
-        rows["answers"] = "{} {} -> {}".format(*answers["drift"][0])
     if any(run.glob("*.safetensors")):
         rows["model"] = str(run)
     elif facts["checkpoints"]:
@@ -195,34 +190,30 @@ def list_held_out(facts: dict[str, Any]) -> list[tuple[str, list[dict[str, str]]
 
 def _held_out_rows(facts: dict[str, Any], name: str, pairs: int) -> list[dict[str, str]]:
     """First and last held-out value of each metric of `_HELD_OUT` as text, shares with their 95% interval."""
-    prefix, rows = f"eval_{name}{name and '_'}", []
-    evals = list_evaluations(facts, prefix)
+    prefix = f"eval_{name}_" if name else "eval_"
+    evaluations = list_evaluations(facts, prefix)
+    rows = []
     for metric, text in _HELD_OUT.items():
-        values = [(entry["step"], entry[key]) for entry in evals if (key := f"{prefix}{metric}") in entry]
-        if not values:
-            continue
-        cells = []
-        for _, value in (values[0], values[-1]):
-            cells.append(f"{to_float(value):z.3f}")
-            if metric.endswith("accuracies") and pairs:
-                cells[-1] = "{:.2f} ({:.2f} to {:.2f})".format(to_float(value), *wilson(to_float(value), pairs))
-        if metric == "rewards/accuracies" and values[0][0] == 0:  # policy = reference: no answer has gained
-            cells[0] = "0.50, all ties"
-        rows.append({"metric": metric, "text": text, "before": cells[0], "after": cells[1]})
+        found = [entry for entry in evaluations if prefix + metric in entry]
+        if found:
+            before = _format_held_out(metric, found[0][prefix + metric], pairs)
+            if metric == "rewards/accuracies" and found[0]["step"] == 0:  # policy = reference: no answer has gained
+                before = "0.50, all ties"
+            after = _format_held_out(metric, found[-1][prefix + metric], pairs)
+            rows.append({"metric": metric, "text": text, "before": before, "after": after})
     return rows
 
 
-def compare_answers(samples: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Answers side by side, and how length and repetition drifted; None where nothing was generated."""
-    if not samples:
-        return None
-    columns = []
-    for side in ("before", "after"):
-        texts = [sample[side] for sample in samples]
-        length = statistics.mean(sample[f"{side}_tokens"] for sample in samples)
-        columns.append((f"{length:.0f}", f"{repeated_4grams(texts):.1%}", sum(not text.strip() for text in texts)))
-    names = ("answer length, mean tokens", "repeated 4-grams of words", "empty answers")
-    return {"samples": samples, "drift": list(zip(names, *columns, strict=True))}
+def _format_held_out(metric: str, value: Any, pairs: int) -> str:
+    share = to_float(value)
+    if metric.endswith("accuracies") and pairs:
+        return "{:.2f} ({:.2f} to {:.2f})".format(share, *wilson(share, pairs))
+    return f"{share:z.3f}"
+
+
+def format_yaml(values: dict[str, Any]) -> str:
+    """Nested values as text to read."""
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def changed_fields(config: dict[str, Any]) -> list[tuple[str, Any, Any]]:

@@ -14,7 +14,7 @@ import yaml
 from sfm_dpo.common.statistics import wilson
 from sfm_dpo.report.page import changed_fields, format_command, format_summary, main, write_report
 from sfm_dpo.report.plots import PANELS, draw_curves
-from sfm_dpo.run.reader import first_and_last, list_restarts, read_run
+from sfm_dpo.run.reader import first_and_last, read_run
 
 STEPS = 6
 HOSTILE = "</pre></div><script>alert(1)</script><img src=http://x.example/a.png onerror=alert(2)> & \"quoted\" 'text'"
@@ -79,8 +79,7 @@ def test_a_real_run_is_told_in_full(run):
     assert f"{after['eval_rewards/accuracies']:.2f} ({low:.2f} to {high:.2f})" in page.text
     assert "0.50, all ties" in page.text
     assert "learning_rate" in page.text and "train_dpo" not in page.text.split("Configuration")[0]
-    config = yaml.safe_load((run / "resolved_config.yaml").read_text())
-    changed = {key for key, *_ in changed_fields(config)}
+    changed = {key for key, *_ in changed_fields(read_run(run)["config"])}
     assert {"learning_rate", "max_length", "eval_fraction", "global_batch_size"} <= changed
     assert not changed & {"beta", "loss_type", "warmup_steps", "weight_decay", "bf16"}
 
@@ -117,19 +116,6 @@ def test_hostile_text_is_shown_and_not_obeyed_and_nothing_is_loaded(run):
         assert not name.startswith("on")
         assert "url(" not in (value or "").replace("url(#", "")
     assert "@import" not in (text := (run / "report.html").read_text()) and "url(http" not in text
-    assert "prefers-color-scheme: dark" in text and "width=device-width" in text
-
-
-def test_answers_side_by_side_with_their_drift(run, without_curves):
-    before = "one two three four one two three four one two three four"
-    first = {"prompt": "Count", "before": before, "after": "one", "before_tokens": 30, "after_tokens": 4}
-    second = {"prompt": "你好", "before": "a b c d", "after": " ", "before_tokens": 10, "after_tokens": 0}
-    save(run, "samples.json", [first, second])
-    page = page_of(run)
-    assert "answer length, mean tokens 20 2" in page.text
-    assert "repeated 4-grams of words 50.0% 0.0%" in page.text
-    assert "empty answers 0 1" in page.text and "你好" in page.text
-    assert "20 -> 2" in format_summary(run)
 
 
 def test_a_run_that_failed_before_its_first_step(tmp_path):
@@ -153,7 +139,7 @@ def test_a_killed_run_is_told_from_its_newest_checkpoint(run, without_curves):
 
 
 @pytest.mark.parametrize("name", ["data.json", "environment.json", "resolved_config.yaml", "status.json"])
-@pytest.mark.parametrize("content", [None, "{half a fi", "[1, 2]"])
+@pytest.mark.parametrize("content", [None, "{half a fi"])
 def test_a_missing_or_damaged_file_costs_its_own_part_only(run, name, content, without_curves):
     (run / name).unlink()
     if content is not None:
@@ -176,11 +162,6 @@ def test_figures_that_are_no_numbers(run):
     assert "grad_norm was not a finite number in 1 log entries, first at step 4" in page.text
     first, last = first_and_last(read_run(run)["log"], "loss")
     assert math.isfinite(first) and math.isfinite(last)
-
-
-def test_restarts_come_from_the_list_of_starts():
-    assert list_restarts({"environment": {}}) == []
-    assert list_restarts({"environment": {"starts": [{"step": step} for step in (0, 4, 4, 5)]}}) == [4, 5]
 
 
 def test_perf_metrics_and_long_runs_are_drawn_smoothed(tmp_path):
@@ -212,14 +193,6 @@ def test_secrets_in_the_files_do_not_reach_the_report(run, without_curves, monke
     assert "canary" not in format_summary(run)
 
 
-@pytest.mark.parametrize(
-    "state", ["running", "done", "stopped", "refused", "collapsed", "hung", "failed", "push_failed"]
-)
-def test_every_state_has_a_sentence(tmp_path, state):
-    save(tmp_path, "status.json", {"state": state, "message": ""})
-    assert "gives no known state" not in page_of(tmp_path).text
-
-
 def test_the_command_is_one_that_a_shell_reads():
     command = ["python", "train_dpo.py", "--run_name", "a b --c", "--seed", "1"]
     shown = format_command(command)
@@ -228,12 +201,8 @@ def test_the_command_is_one_that_a_shell_reads():
     assert read.split("|")[:-1] == command
 
 
-def test_command_line(run, without_curves, tmp_path, capsys):
+def test_command_line(run, without_curves, capsys):
     assert main([str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert 4 <= len(lines) <= 8 and lines[0].split()[:2] == ["run", "done,"]
     assert str(run / "report.html") in lines[-1]
-    (tmp_path / "empty").mkdir()
-    for folder, message in ((tmp_path / "absent", "no such folder"), (tmp_path / "empty", "not a run's folder")):
-        assert main([str(folder)]) == 2
-        assert f"{folder}: {message}" in (error := capsys.readouterr().err) and error.count("\n") == 1
