@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Compare two runs: every common metric step by step, what else differs between them, and the likeliest cause.
+"""Compare two runs: every common metric step by step, and what else differs between them.
 
     python scripts/compare_runs.py RUN_A RUN_B [--plot FILE.png] [--json FILE]
 
 A run is a folder that train_dpo.py wrote; the folder, a checkpoint or the trainer_state.json of any HF Trainer; or a
 W&B offline folder (wandb/offline-run-...). Exit codes: 0 identical or equal within noise, 1 diverging, 2 an error.
-docs/reproducibility.md explains the tolerance and the suspects.
+docs/reproducibility.md explains the tolerance.
 """
 
 import sys
@@ -15,10 +15,10 @@ import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command, new_figure, new_file, number
 from sfm_dpo.common.files import write_json
+from sfm_dpo.compare.run_log import read_log
 from sfm_dpo.compare.runs import compare_runs, format_comparison
 from sfm_dpo.report.evaluation import compare_evaluations, format_benchmarks
 from sfm_dpo.report.plots import draw_comparison
-from sfm_dpo.run.reader import read_log
 
 
 @command

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import train_dpo
+from sfm_dpo.compare.run_log import read_log
 from sfm_dpo.run.checkpoint import STOP
-from sfm_dpo.run.reader import read_log
 from tests.e2e.runs import Place, as_options
 
 MODEL = "somebody/tiny-model"
