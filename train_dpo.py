@@ -134,9 +134,7 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
         main_process_first(make_folder)  # now, and not when the model has been loaded
     if args.push_to_hub:
         main_process_first(lambda: check_push(args, bool(checkpoint)) if is_main_process() else None)
-    pairs, notes = main_process_first(lambda: load_token_pairs(config, tokenizer))
-    for note in notes:
-        log.info(note)
+    pairs = main_process_first(lambda: load_token_pairs(config, tokenizer))
     check_vocabulary(pairs.train, tokenizer, model_config.get_text_config().vocab_size)
     log.info(f"data\n{pairs.table()}")
     if checkpoint:  # before the model is loaded

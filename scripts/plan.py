@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from sfm_dpo.common.files import CALIBRATION
     from sfm_dpo.config import parse_config
-    from sfm_dpo.data.token_lengths import measure_lengths
+    from sfm_dpo.data.token_lengths import Lengths
     from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
     from sfm_dpo.model.loading import load_model_config
     from sfm_dpo.planning.run_plan import Cluster, Planner, format_plan, read_lengths
@@ -54,8 +54,8 @@ def main(argv: list[str]) -> int:
     if ours.lengths:
         lengths, pairs = read_lengths(ours.lengths)
     else:
-        tokens = load_token_pairs(config, load_tokenizer(config))[0].train
-        lengths, pairs = measure_lengths(tokens)[0], len(tokens)
+        tokens = load_token_pairs(config, load_tokenizer(config)).train
+        lengths, pairs = Lengths.of(tokens), len(tokens)
     plan = Planner(config, shape, lengths, ours.pairs or pairs, cluster).plan()
     print(format_plan(plan))
     if ours.json:

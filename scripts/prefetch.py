@@ -21,7 +21,7 @@ from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.common.distributed import main_process_first
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
-from sfm_dpo.data.sources import room_in_cache
+from sfm_dpo.data.sources import explain_cache_errors
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 
 # Weights in safetensors alone, and what AutoModel and AutoTokenizer read beside them.
@@ -39,13 +39,13 @@ def main(argv: list[str]) -> None:
     name = config.model.model_name_or_path
     if not Path(name).is_dir():
         try:
-            with room_in_cache():
+            with explain_cache_errors():
                 folder = snapshot_download(name, revision=config.model.model_revision, allow_patterns=MODEL_FILES)
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
             remedy = "a gated or private one needs HF_TOKEN"
             raise UserError(f"model_name_or_path {name}: cannot be fetched ({remedy}): {error}") from error
         print(f"model {name}: {folder}", flush=True)
-    pairs, _ = load_token_pairs(config, load_tokenizer(config))
+    pairs = load_token_pairs(config, load_tokenizer(config))
     print(f"data\n{pairs.table()}")
 
 
@@ -64,7 +64,7 @@ def fill_reference_cache(fields: list[str]) -> None:
         )
     main_process_first(make_folder)
     tokenizer = load_tokenizer(config)
-    pairs, _ = main_process_first(lambda: load_token_pairs(config, tokenizer))
+    pairs = main_process_first(lambda: load_token_pairs(config, tokenizer))
     with tempfile.TemporaryDirectory() as config.train.output_dir:
         trainer = build_trainer(config, pairs, tokenizer, None, Position())
         for name, facts in trainer.reference_facts.items():  # of rank 0

@@ -69,20 +69,11 @@ class TrainConfig(DPOConfig):
     max_dropped_fraction: float = HfArg(default=0.05, help="Stop if a larger share of the rows cannot be used.")
 
     # Filters (docs/filters.md)
-    keep_values: str | None = HfArg(
-        default=None, help="Rows to keep by columns of the data: {language: [English, German]}."
-    )
     filter_script: str | None = HfArg(default=None, help="Python file with keep(row): whether a stored row is kept.")
     drop_duplicates: Literal["no", "pairs", "prompts"] = HfArg(
         default="no", help="Leave out pairs that repeat an earlier one, or that have its prompt."
     )
-    duplicate_threshold: float = HfArg(
-        default=1.0, help="Below 1: also near repeats, of at least this Jaccard similarity (MinHash of 5 words)."
-    )
     max_pairs_per_prompt: int | None = HfArg(default=None, help="Pairs of one prompt to keep, the first ones.")
-    max_response_similarity: float | None = HfArg(
-        default=None, help="Leave out pairs whose responses share more of their word pairs (0 to 1)."
-    )
     min_response_tokens: int | None = HfArg(default=None, help="Of both responses, end of turn included.")
     max_response_tokens: int | None = HfArg(default=None, help="Of both responses, before max_length cuts them.")
     max_length_ratio: float | None = HfArg(default=None, help="Longer response over shorter one, in tokens.")
@@ -144,6 +135,9 @@ DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)
 # Fields of earlier versions, and what to do instead
 _USE_MAKE_PAIRS = "make pairs of scored answers with scripts/make_pairs.py"
 REMOVED = {
+    "duplicate_threshold": "remove near duplicates before training, for instance with text-dedup (docs/filters.md)",
+    "keep_values": "write a filter_script, such as def keep(row): return row['language'] == 'English'",
+    "max_response_similarity": "compare the responses in a filter_script",
     "pair_by": _USE_MAKE_PAIRS,
     "score_field": _USE_MAKE_PAIRS,
     "score_margin": _USE_MAKE_PAIRS,

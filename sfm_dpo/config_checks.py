@@ -52,7 +52,6 @@ _RANGES = [
     ),
     (lambda v: 0 <= v <= 1, "in 0..1", "max_dropped_fraction adam_beta1 adam_beta2 lora_dropout label_smoothing"),
     (lambda v: 0 <= v < 1, "at least 0 and below 1", "eval_fraction"),
-    (lambda v: 0 < v <= 1, "above 0 and at most 1", "duplicate_threshold max_response_similarity"),
     (lambda v: 0 <= v < 2**32, "at least 0 and below 2**32", "seed"),
 ]
 
@@ -128,8 +127,6 @@ def check_fields(namespace: Any, world_size: int) -> None:
     if ns.guard_generations:
         require(ns.eval_fraction, "guard_generations", "needs prompts: set eval_fraction")
         require(ns.guard != "skip", "guard_generations", "guard is skip; set guard: warn")
-    remedy = "without drop_duplicates nothing is compared; set drop_duplicates: pairs or prompts"
-    require(ns.duplicate_threshold == 1 or ns.drop_duplicates != "no", "duplicate_threshold", remedy)
     if ns.profile_steps is not None:
         ordered = len(ns.profile_steps) == 2 and 1 <= ns.profile_steps[0] <= ns.profile_steps[1]
         require(ordered, "profile_steps", "must be the first and the last step to profile, for instance [10, 12]")

@@ -115,7 +115,7 @@ def load_batch(argv: list[str], pairs: int, output_dir: str) -> Batch:
     argv = [*argv, "--output_dir", output_dir, *fields.split()]
     config = parse_config(argv, world_size=1)
     tokenizer = load_tokenizer(config)
-    tokens = load_token_pairs(config, tokenizer)[0].train
+    tokens = load_token_pairs(config, tokenizer).train
     check_vocabulary(tokens, tokenizer, load_model_config(config).get_text_config().vocab_size)
     if len(tokens) < pairs:
         raise UserError(f"--pairs {pairs}: the dataset has {len(tokens)}")

@@ -13,8 +13,8 @@ import numpy as np
 from datasets import Dataset, Features, Value
 from datasets.fingerprint import Hasher
 
-from sfm_dpo.data.filters import PARTS, read_text
-from sfm_dpo.data.sources import room_in_cache
+from sfm_dpo.data.preferences import PARTS, read_text
+from sfm_dpo.data.sources import explain_cache_errors
 
 # Part of the cache's key. Raise it when a check finds something else.
 FAULTS_VERSION = 2
@@ -108,7 +108,7 @@ def read_sides(pair: dict[str, Any]) -> tuple[str, str, str]:
     return prompt, read_text(pair["chosen"]), read_text(pair["rejected"])
 
 
-@room_in_cache()
+@explain_cache_errors()
 def find_faults(pairs: Dataset, num_proc: int | None = None) -> dict[str, np.ndarray]:
     """[N] uint8 for each of CHECKS: 1 where it finds something in the chosen answer, 2 in the rejected, 3 in both."""
     return pairs.map(

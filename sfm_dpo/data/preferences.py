@@ -1,9 +1,13 @@
 """Preference pairs: rows of any published shape normalised, checked, mixed, sampled and split.
 
-A usable row becomes {"prompt", "chosen", "rejected", "template", "source", "row"}. For conversations the first three
-are message lists ({"role", "content", ...}), `prompt` being the shared beginning; for plain text they are strings.
-`template` is JSON of further arguments of the chat template: the row's `tools` and `chat_template_kwargs`, as in TRL.
-`row` is the row's number in its source, from 1: of a JSON Lines file the line, blank ones not counted.
+The columns of a usable row:
+    prompt, chosen, rejected  message lists ({"role", "content", ...}), `prompt` being the shared beginning; of plain
+                              text strings
+    template                  JSON of further arguments of the chat template: the row's `tools` and
+                              `chat_template_kwargs`, as in TRL
+    source, row               dataset, and number of the row in it, from 1: of a JSON Lines file the line, blank ones
+                              not counted
+    prompt_key, pair_key      hashes by which equal prompts and equal pairs are found
 """
 
 import json
@@ -14,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import xxhash
 from datasets import Dataset, Features, Json, Value, concatenate_datasets
 from datasets.fingerprint import Hasher
 from trl.data_utils import common_prefix_length
@@ -26,14 +30,14 @@ from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import HELD_OUT
 from sfm_dpo.data import json_rows
-from sfm_dpo.data.filters import FILTER_REASONS, filter_pairs, judge_row, row_rules
+from sfm_dpo.data.filters import FILTER_REASONS, drop_reason, filter_pairs, load_keep
 from sfm_dpo.data.raw_shapes import check_columns, read_transcript
-from sfm_dpo.data.sources import ACCOUNT, column_names, load_rows, room_in_cache
+from sfm_dpo.data.sources import drop_rows, explain_cache_errors, load_rows
 
 # Part of the cache's key. Raise it with any change of this module that changes a normalised row or its drop reason.
-PAIRS_VERSION = 2
+PAIRS_VERSION = 3
 
-# Why a row cannot be used; the order is that of the table.
+# Why a row cannot be used
 DROP_REASONS = {
     "malformed": "malformed: neither text nor messages that the chat template takes",
     "last_turn_not_assistant": "last turn is not the assistant's",
@@ -44,9 +48,10 @@ DROP_REASONS = {
 } | FILTER_REASONS
 TOOL_ROLES = ("tool", "environment")  # of messages that hold the result of a call
 CALL_KEYS = ("tool_calls", "function_calls", "function_call")  # of an assistant's message
+PARTS = ("prompt", "chosen", "rejected")
 _PAIR = Features(
-    {name: Json() for name in ("prompt", "chosen", "rejected")}
-    | {name: Value("string") for name in ("template", "source", "dropped")}
+    {name: Json() for name in PARTS}
+    | {name: Value("string") for name in ("template", "source", "dropped", "prompt_key", "pair_key")}
     | {"row": Value("int64")}
 )
 
@@ -55,20 +60,22 @@ _PAIR = Features(
 class Pairs:
     """Usable pairs and the account of the rest.
 
-    `train` and `eval` hold a row's columns (above); `eval` is None if nothing is held out.
-    `rows` counts the rows read, `dropped` the unusable ones by reason (keys of DROP_REASONS); `dropped_rows` lists
-    those, in datasets with the columns sources.ACCOUNT. `early_difference` is of find_early_difference. `eval_sets`
-    are those of eval_datasets by name, for which nothing else here counts.
+    `train` and `eval` hold a row's columns (above); `eval` is None if nothing is held out. `rows` counts the rows
+    read; `dropped_rows` lists those left out: `row`, `source` and `reason`, a key of DROP_REASONS. `eval_sets` are
+    those of eval_datasets by name; nothing else here counts them.
     """
 
     train: Dataset
     eval: Dataset | None
     sources: list[str]
     rows: int
-    dropped: Counter = field(default_factory=Counter)
-    dropped_rows: list[Dataset] = field(default_factory=list)
-    early_difference: dict[str, Any] | None = None
+    dropped_rows: list[dict[str, Any]]
     eval_sets: dict[str, Dataset] = field(default_factory=dict)
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Dropped rows by reason."""
+        return Counter(row["reason"] for row in self.dropped_rows)
 
     def held_out(self) -> dict[str, Dataset]:
         """`eval` as HELD_OUT, where there is one, and `eval_sets`."""
@@ -77,54 +84,41 @@ class Pairs:
     def check_dropped(self, limit: float) -> None:
         """Raises UserError if no pair is left, or more than `limit` (a share of all rows) cannot be used; what filters
         leave out does not count."""
-        total = sum(n for reason, n in self.dropped.items() if reason not in FILTER_REASONS)
-        first, names = self.first_dropped(), ", ".join(self.sources)
-        worst = ", ".join(f"{n} x {DROP_REASONS[key]} ({first.get(key)})" for key, n in self.dropped.most_common(3))
-        if self.dropped.total() == self.rows:
+        names = ", ".join(self.sources)
+        worst = "; ".join(f"{n} x {self._explain(reason)}" for reason, n in self.dropped.most_common(3))
+        if len(self.dropped_rows) == self.rows:
             raise UserError(f"dataset_name {names}: none of its {self.rows} rows can be used ({worst})")
-        if total > limit * self.rows:
+        unusable = sum(n for reason, n in self.dropped.items() if reason not in FILTER_REASONS)
+        if unusable > limit * self.rows:
             raise UserError(
-                f"dataset_name {names}: {total} of {self.rows} rows cannot be used ({worst}); correct them "
+                f"dataset_name {names}: {unusable} of {self.rows} rows cannot be used ({worst}); correct them "
                 f"(analyze_dataset.py --dropped FILE lists them), or raise max_dropped_fraction {limit:g}"
             )
 
+    def _explain(self, reason: str) -> str:
+        first = next(row for row in self.dropped_rows if row["reason"] == reason)
+        where = f" of {first['source']}" if len(self.sources) > 1 else ""
+        return f"{DROP_REASONS[reason]}, first in row {first['row']}{where}"
+
     def table(self) -> str:
         """The account as text, one line a reason."""
-        rows: list[tuple[str, ...]] = [("source", ", ".join(self.sources)), ("rows", f"{self.rows:,}")]
-        first = self.first_dropped()
-        rows += [
-            (f"dropped: {text}", f"{self.dropped[key]:,}", first.get(key, "")) for key, text in DROP_REASONS.items()
-        ]
+        rows = [("source", ", ".join(self.sources)), ("rows", f"{self.rows:,}")]
+        rows += [(f"dropped: {self._explain(reason)}", f"{n:,}") for reason, n in self.dropped.items()]
         rows += [("pairs to train on", f"{len(self.train):,}"), ("pairs held out", f"{len(self.eval or ()):,}")]
         rows += [(f"pairs held out: {name}", f"{len(pairs):,}") for name, pairs in self.eval_sets.items()]
-        return format_table(row for row in rows if row[1] != "0")
-
-    def first_dropped(self, count: int = 3) -> dict[str, str]:
-        """The numbers of the first rows that were dropped, as text by reason."""
-        first = {}
-        for reason, rows in self._dropped_frame().groupby("dropped"):
-            by_source = rows.head(count).groupby("source")["row"]
-            lists = {source: ", ".join(map(str, numbers)) for source, numbers in by_source}
-            named = [f"{text} of {source}" if len(self.sources) > 1 else text for source, text in lists.items()]
-            first[reason] = "row" + "s" * (len(rows) > 1) + " " + "; ".join(named) + ", ..." * (len(rows) > count)
-        return first
+        return format_table(rows)
 
     def write_dropped(self, path: Path) -> None:
-        """Writes a JSON line for each dropped row: row, reason (a key of DROP_REASONS) and source."""
-        rows = self._dropped_frame().rename(columns={"dropped": "reason"}).to_dict("records")
+        """Writes a JSON line for each dropped row: row, reason and source."""
+        rows = sorted(self.dropped_rows, key=lambda row: (row["source"], row["row"]))
         write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-    def _dropped_frame(self) -> Any:
-        """A pandas.DataFrame of the dropped rows in the order of their sources."""
-        empty = Dataset.from_dict({name: [] for name in ACCOUNT}, ACCOUNT)
-        return concatenate_datasets([empty, *self.dropped_rows]).to_pandas().sort_values(["source", "row"])
 
     def as_dict(self) -> dict[str, Any]:
         """The account for data.json."""
         return {
             "sources": self.sources,
             "rows": self.rows,
-            "dropped": {reason: n for reason, n in self.dropped.items() if n},
+            "dropped": dict(self.dropped),
             "train": len(self.train),
             "eval": len(self.eval or ()),
             "eval_sets": {name: len(pairs) for name, pairs in self.eval_sets.items()},
@@ -144,91 +138,62 @@ def load_pairs(config: Config) -> Pairs:
     entries = config.data.datasets or [
         DatasetConfig(str(args.dataset_name), args.dataset_config, split=args.dataset_train_split)
     ]
-    rules = row_rules(args.keep_values, args.filter_script)
-    parts, dropped, rows, differs = [], [], 0, None
+    if args.filter_script:
+        load_keep(args.filter_script)
+    parts: list[Dataset] = []
+    dropped: list[dict[str, Any]] = []
+    count = 0
     for entry in entries:
-        raw = load_rows(entry.path, entry.name, entry.split, entry.data_dir, entry.data_files)
-        check_columns(raw, entry.path)
-        if missing := set(rules.get("values", ())) - set(columns := column_names(raw)):
-            raise UserError(
-                f"keep_values {args.keep_values}: {entry.path} has no column {', '.join(sorted(missing))}; it has "
-                f"{', '.join(columns)}"
-            )
-        part, part_dropped = normalize_rows(raw, entry.path, args.dataset_num_proc, rules)
+        rows = load_rows(entry.path, entry.name, entry.split, entry.data_dir, entry.data_files)
+        check_columns(rows, entry.path)
+        part, unusable = normalize_rows(rows, entry.path, args.dataset_num_proc, args.filter_script)
         parts.append(part)
-        dropped.append(part_dropped)
-        rows += len(raw)
-        differs = differs or find_early_difference(raw, part_dropped)
-
-    sources = [entry.path for entry in entries]
-    reasons = Counter(reason for part in dropped for reason in part["dropped"][:])
-    pairs = Pairs(_mix(parts, [entry.fraction for entry in entries]), None, sources, rows, reasons, dropped, differs)
-    if len(pairs.train):
-        pairs.train, filtered = filter_pairs(pairs.train, args, pairs.dropped_rows)
-        pairs.dropped += filtered
+        dropped += unusable
+        count += len(rows)
+    train, filtered = filter_pairs(_mix(parts, [entry.fraction for entry in entries]), args)
+    pairs = Pairs(train, None, [entry.path for entry in entries], count, dropped + filtered)
     pairs.check_dropped(args.max_dropped_fraction)
     if not len(pairs.train):
-        raise UserError(f"datasets: the fractions leave no pair of {', '.join(sources)}")
+        raise UserError(f"datasets: the fractions leave no pair of {', '.join(pairs.sources)}")
     return _sample_and_split(pairs, args)
 
 
-def find_early_difference(rows: Dataset, dropped: Dataset) -> dict[str, Any] | None:
-    """The first of `rows` that was `dropped` as prompts_differ: `row`, `source`, how many messages both sides `shared`
-    and from there on the beginnings of `chosen` and `rejected` as text; None where there is none."""
-    reasons = dropped["dropped"][:]
-    if "prompts_differ" not in reasons:
-        return None
-    found = dropped[reasons.index("prompts_differ")]
-    row = rows[found["row"] - 1]
-    row = json.loads(row[json_rows.COLUMN]) if json_rows.COLUMN in row else row
-    sides, shared = [row["chosen"], row["rejected"]], 0
-    if row.get("prompt") is None:
-        sides = [read_transcript(side) or side for side in sides]
-    if not all(isinstance(side, str) for side in sides):
-        messages = [_read_messages(side, "assistant") or [] for side in sides]
-        shared = common_prefix_length(*messages)
-        sides = ["\n".join(f"{m['role']}: {m['content']}" for m in side[shared:]) for side in messages]
-    texts = {"chosen": sides[0][:600], "rejected": sides[1][:600]}
-    return {"row": found["row"], "source": found["source"], "shared": shared} | texts
-
-
-@room_in_cache()
+@explain_cache_errors()
 def normalize_rows(
-    rows: Dataset, source: str, num_proc: int | None = None, rules: dict[str, Any] | None = None
-) -> tuple[Dataset, Dataset]:
-    """Usable pairs of `rows` in the form of this module's docstring, and the others (columns sources.ACCOUNT).
+    rows: Dataset, source: str, num_proc: int | None = None, script: str | None = None
+) -> tuple[Dataset, list[dict[str, Any]]]:
+    """Usable pairs of `rows` in the form of this module's docstring, and the others as in Pairs.dropped_rows.
 
-    `rules`: of filters.row_rules; what they leave out is among the others, too.
+    `script`: of filter_script; what it leaves out is among the others, too.
     """
+    code = Path(script).read_text() if script else ""
     pairs = rows.map(
         _normalize_batch,
         batched=True,
         with_indices=True,
-        fn_kwargs={"source": source, "rules": rules},
+        fn_kwargs={"source": source, "script": script},
         remove_columns=rows.column_names,
         features=_PAIR,
         num_proc=num_proc,
-        new_fingerprint=Hasher.hash((rows._fingerprint, source, PAIRS_VERSION, *([rules["key"]] if rules else []))),
+        new_fingerprint=Hasher.hash((rows._fingerprint, source, PAIRS_VERSION, code)),
         desc=f"Reading {source}",
     )
-    usable = pairs.with_format("numpy")["dropped"][:] == ""
-    dropped = pairs.select_columns(list(ACCOUNT)).select(np.flatnonzero(~usable))
-    if len(dropped):
-        pairs = pairs.select(np.flatnonzero(usable))
-    return pairs.remove_columns("dropped"), dropped
+    usable, dropped = drop_rows(pairs, pairs.with_format("numpy")["dropped"][:])
+    return usable.remove_columns("dropped"), dropped
 
 
-def _normalize_batch(
-    batch: dict[str, list], indices: list[int], source: str, rules: dict[str, Any] | None
-) -> dict[str, list]:
-    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+def _normalize_batch(batch: dict[str, list], indices: list[int], source: str, script: str | None) -> dict[str, list]:
     if json_rows.COLUMN in batch:
         rows = [json.loads(row) for row in batch[json_rows.COLUMN]]
-    reasons = [judge_row(row, **rules) if rules else "" for row in rows]
-    rows = [_normalize_row(row) | {"source": source, "row": i + 1} for i, row in zip(indices, rows, strict=True)]
-    for row, reason in zip(rows, reasons, strict=True):
-        row["dropped"] = reason or row["dropped"]
-    return {name: [row[name] for row in rows] for name in _PAIR}
+    else:
+        rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    pairs = []
+    for index, row in zip(indices, rows, strict=True):
+        pair = _normalize_row(row) | {"source": source, "row": index + 1}
+        if script:
+            pair["dropped"] = drop_reason(row, script) or pair["dropped"]
+        pairs.append(pair)
+    return {name: [pair[name] for pair in pairs] for name in _PAIR}
 
 
 def _normalize_row(row: dict[str, Any]) -> dict[str, Any]:
@@ -243,9 +208,19 @@ def _normalize_row(row: dict[str, Any]) -> dict[str, Any]:
             template = json.dumps(arguments)
     except (ValueError, TypeError):
         pair = "malformed"
-    sides, reason = ([[]] * 3, pair) if isinstance(pair, str) else (pair, "")
-    sides = [json.dumps(side) for side in sides]  # datasets 5.2 would take text that could be JSON for its value
-    return dict(zip(("prompt", "chosen", "rejected"), sides, strict=True)) | {"template": template, "dropped": reason}
+    reason, sides = (pair, ([], [], [])) if isinstance(pair, str) else ("", pair)
+    # Written as JSON here, because datasets 5.2 would take text that could be JSON for its value
+    columns: dict[str, Any] = {name: json.dumps(side) for name, side in zip(PARTS, sides, strict=True)}
+    return columns | {
+        "template": template,
+        "dropped": reason,
+        "prompt_key": _hash(sides[0], template),
+        "pair_key": _hash(*sides, template),
+    }
+
+
+def _hash(*values: Any) -> str:
+    return xxhash.xxh3_64_hexdigest(json.dumps(values).encode())
 
 
 def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | str:
@@ -325,6 +300,13 @@ def _read_messages(value: Any, role: str) -> list[dict] | None:
         extras = {k: v for k, v in message.items() if v is not None and k not in ("role", "content")}
         messages.append({"role": message["role"], "content": content or "", **extras})
     return messages
+
+
+def read_text(side: str | list[dict]) -> str:
+    """The text of a prompt or response, messages joined; without system messages, which many prompts share."""
+    if isinstance(side, str):
+        return side
+    return "\n".join(message["content"] for message in side if message["role"] != "system")
 
 
 def _is_empty(message: dict) -> bool:

@@ -1,7 +1,7 @@
-"""Order of the pairs: which pairs an optimizer step holds, and how it deals them to micro-batches of equal count.
+"""Order of the pairs: which pairs an optimizer step holds, and how they are assigned to micro-batches of equal count.
 
 What a step holds depends on seed, epoch, data and global batch alone, never on ranks or pairs per device. Accelerate
-deals consecutive batches of a plain index sampler to the ranks in turn, so the sampler emits a step's micro-batches in
+gives consecutive batches of a plain index sampler to the ranks in turn, so the sampler emits a step's micro-batches in
 that order. ORDER_VERSION goes into every checkpoint: a run resumes only where the order is the same.
 """
 
@@ -19,8 +19,8 @@ ORDER_VERSION = 2  # raise it when the same seed and data give another order; 1 
 FIRST_STEPS_FOR = (1, 2, 4, 8, 16)  # pairs in a micro-batch
 
 
-def deal_pairs(tokens: np.ndarray, size: int) -> list[np.ndarray]:
-    """Deals n pairs to micro-batches of `size`: the longest first, each to the lightest that has room.
+def assign_pairs(tokens: np.ndarray, size: int) -> list[np.ndarray]:
+    """Assigns n pairs to micro-batches of `size`: the longest first, each to the lightest that has room.
 
     Args:
         tokens: [n] tokens of each pair; n is a multiple of `size`.
@@ -29,17 +29,18 @@ def deal_pairs(tokens: np.ndarray, size: int) -> list[np.ndarray]:
         Positions in `tokens`, [size] for each of the n / size micro-batches, the heaviest first: ranks that wait for
         each other get neighbours.
     """
-    open_ones: list[tuple[int, int, list[int]]] = [(0, i, []) for i in range(len(tokens) // size)]
-    dealt = []
+    with_room: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(len(tokens) // size)]
+    full = []
     for position in np.argsort(-tokens, kind="stable").tolist():
-        weight, i, members = heapq.heappop(open_ones)
-        members.append(position)
-        entry = (weight + int(tokens[position]), i, members)
-        if len(members) < size:
-            heapq.heappush(open_ones, entry)
+        weight, number, positions = heapq.heappop(with_room)
+        positions.append(position)
+        micro_batch = (weight + int(tokens[position]), number, positions)
+        if len(positions) < size:
+            heapq.heappush(with_room, micro_batch)
         else:
-            dealt.append(entry)
-    return [np.array(members) for _, _, members in sorted(dealt, key=lambda entry: (-entry[0], entry[1]))]
+            full.append(micro_batch)
+    full.sort(key=lambda micro_batch: (-micro_batch[0], micro_batch[1]))
+    return [np.array(positions) for _, _, positions in full]
 
 
 class PairSampler(Sampler[int]):
@@ -51,8 +52,9 @@ class PairSampler(Sampler[int]):
 
     Args:
         tokens: [N] tokens of each pair, chosen and rejected sequence together.
-        strategy: TRL's `train_sampling_strategy`: random; batch_rebalance, the same steps dealt by `deal_pairs`;
-            group_by_length, sorted within 50 global batches; sequential, the order of the data.
+        strategy: TRL's `train_sampling_strategy`: random; batch_rebalance, the same steps, within which `assign_pairs`
+            makes the micro-batches; group_by_length, sorted within 50 global batches; sequential, the order of the
+            data.
         global_batch: pairs in an optimizer step over all ranks; a multiple of `micro_batch`.
         packed: micro-batches are computed without padding; otherwise pairs of one length are put together.
 
@@ -68,8 +70,12 @@ class PairSampler(Sampler[int]):
                 f"global_batch_size {global_batch}: there are only {len(tokens)} pairs to train on, less than one "
                 "optimizer step; use a smaller global_batch_size, or more data"
             )
-        self.tokens, self.strategy, self.seed = tokens, strategy, seed
-        self.global_batch, self.micro_batch, self.packed = global_batch, micro_batch, packed
+        self.tokens = tokens
+        self.strategy = strategy
+        self.global_batch = global_batch
+        self.micro_batch = micro_batch
+        self.seed = seed
+        self.packed = packed
         self.epoch = 0
         self._steps: dict[int, list[np.ndarray]] = {}  # of the epoch that was asked for last
 
@@ -99,11 +105,18 @@ class PairSampler(Sampler[int]):
             windows = (order[i : i + window] for i in range(0, len(order), window))
             order = np.concatenate([rows[np.argsort(-self.tokens[rows], kind="stable")] for rows in windows])
         steps = np.split(order, len(order) // self.global_batch)
-        if epoch == 0:
-            sizes = [size for size in FIRST_STEPS_FOR if self.global_batch % size == 0]
-            first = dict.fromkeys(int(np.argmax([self.largest(rows, size) for rows in steps])) for size in sizes)
-            steps = [steps[i] for i in first] + [rows for i, rows in enumerate(steps) if i not in first]
-        return steps
+        return self._put_largest_first(steps) if epoch == 0 else steps
+
+    def _put_largest_first(self, steps: list[np.ndarray]) -> list[np.ndarray]:
+        """The steps, those first that hold the largest packed micro-batch of each usual size: the order depends
+        neither on pairs per device nor on padding."""
+        first: list[int] = []
+        for size in FIRST_STEPS_FOR:
+            if self.global_batch % size == 0:
+                largest = [self.largest(rows, size) for rows in steps]
+                first.append(int(np.argmax(largest)))
+        rest = [rows for i, rows in enumerate(steps) if i not in first]
+        return [steps[i] for i in dict.fromkeys(first)] + rest
 
     def micro_batches(self, rows: np.ndarray, size: int | None = None) -> list[np.ndarray]:
         """The rows [size, by default micro_batch] of each micro-batch of an optimizer step, in the order of ranks."""
@@ -111,25 +124,21 @@ class PairSampler(Sampler[int]):
         if self.strategy == "batch_rebalance" and not self.packed:  # pairs of one length share less padding
             rows = rows[np.argsort(-self.tokens[rows], kind="stable")]
             return np.split(rows, len(rows) // size)
-        return self._deal(rows, size)
+        return self._packed_micro_batches(rows, size)
 
-    def _deal(self, rows: np.ndarray, size: int) -> list[np.ndarray]:
+    def _packed_micro_batches(self, rows: np.ndarray, size: int) -> list[np.ndarray]:
         if self.strategy == "batch_rebalance":
-            return [rows[positions] for positions in deal_pairs(self.tokens[rows], size)]
+            return [rows[positions] for positions in assign_pairs(self.tokens[rows], size)]
         return np.split(rows, len(rows) // size)
 
     def largest(self, rows: np.ndarray, size: int) -> int:
         """Tokens of the largest of a step's packed micro-batches of `size` pairs."""
-        return max(int(self.tokens[micro_batch].sum()) for micro_batch in self._deal(rows, size))
+        return max(int(self.tokens[micro_batch].sum()) for micro_batch in self._packed_micro_batches(rows, size))
 
     def largest_micro_batch(self, size: int, epochs: int = 1) -> np.ndarray:
         """The rows [size] of the packed micro-batch with the most tokens in the first `epochs` epochs."""
-        steps = []
-        for epoch in range(epochs):
-            ordered = epoch == 0 and size in FIRST_STEPS_FOR and self.strategy != "sequential"
-            front = len(FIRST_STEPS_FOR) if ordered else None
-            steps += self.steps(epoch)[:front]
-        micro_batches = (micro_batch for rows in steps for micro_batch in self._deal(rows, size))
+        steps = [rows for epoch in range(epochs) for rows in self.steps(epoch)]
+        micro_batches = [micro_batch for rows in steps for micro_batch in self._packed_micro_batches(rows, size)]
         return max(micro_batches, key=lambda rows: int(self.tokens[rows].sum()))
 
     def imbalance(self, size: int, ranks: int, longest: np.ndarray | None = None) -> float:
@@ -139,7 +148,8 @@ class PairSampler(Sampler[int]):
         Args:
             longest: [N] tokens of the longer sequence of each pair, to which a micro-batch is padded; None: packed.
         """
-        steps, computed = self.steps(0), []
+        steps = self.steps(0)
+        computed = []
         for rows in steps[:: math.ceil(len(steps) / 100)]:
             for micro_batch in self.micro_batches(rows, size):
                 padded = None if longest is None else 2 * size * int(longest[micro_batch].max())

@@ -12,7 +12,7 @@ from unittest import mock
 
 import datasets
 import numpy as np
-from datasets import Dataset, Features, Value, load_dataset
+from datasets import Dataset, load_dataset
 from datasets.config import HF_CACHE_HOME
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
@@ -20,13 +20,11 @@ from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.data import json_rows
 
-# Columns of the list of dropped rows: number in the source, the reason (preferences.DROP_REASONS), the source
-ACCOUNT = Features({"row": Value("int64"), "dropped": Value("string"), "source": Value("string")})
 LOCAL_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 
 
 @contextmanager
-def room_in_cache(folder: Path | None = None, end: type[UserError] = UserError) -> Iterator[None]:
+def explain_cache_errors(folder: Path | None = None, end: type[UserError] = UserError) -> Iterator[None]:
     """Around what writes into HF_HOME: by default to the cache of `datasets`.
 
     What is new there is the group's as well, where the folder is (g+ws): a umask of 077 would shut out the others.
@@ -69,7 +67,7 @@ def _nearest(path: Path) -> Path:
     return next(p for p in (path.absolute(), *path.absolute().parents) if os.path.exists(p))
 
 
-@room_in_cache()
+@explain_cache_errors()
 def load_rows(
     path: str, name: str | None = None, split: str = "train", data_dir: str | None = None, data_files: Any = None
 ) -> Dataset:
@@ -101,11 +99,15 @@ def column_names(rows: Dataset) -> list[str]:
     return list(dict.fromkeys(name for row in rows[:100][json_rows.COLUMN] for name in json.loads(row)))
 
 
-def list_dropped(rows: Dataset, reasons: np.ndarray) -> Dataset:
-    """Rows (with columns row and source) for which [N] `reasons` has one, as a dataset with the columns ACCOUNT."""
-    dropped = np.flatnonzero(reasons != "")
-    columns = rows.select_columns(["row", "source"]).select(dropped)[:]
-    return Dataset.from_dict(columns | {"dropped": reasons[dropped]}, ACCOUNT)
+def drop_rows(rows: Dataset, reasons: np.ndarray) -> tuple[Dataset, list[dict[str, Any]]]:
+    """The rows (with columns row and source) whose [N] `reasons` are empty, and `row`, `source` and `reason` of the
+    others."""
+    others = np.flatnonzero(reasons != "")
+    if not len(others):
+        return rows, []
+    columns = rows.select_columns(["row", "source"]).select(others)[:] | {"reason": reasons[others].tolist()}
+    dropped = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return rows.select(np.flatnonzero(reasons == "")), dropped
 
 
 def _load(*args: Any, **options: Any) -> Dataset:

@@ -1,17 +1,16 @@
-"""Lengths of tokenised pairs, what truncation leaves of them, and keys that find repeats; measured once and cached."""
+"""Lengths of tokenised pairs, what truncation leaves of them, and which kinds of conversations the pairs are."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
-import xxhash
 from datasets import Dataset
 from datasets.fingerprint import Hasher
 
-from sfm_dpo.data.preferences import CALL_KEYS, TOOL_ROLES
-from sfm_dpo.data.sources import room_in_cache
+from sfm_dpo.data.preferences import CALL_KEYS, PARTS, TOOL_ROLES
+from sfm_dpo.data.sources import explain_cache_errors
 
-# Part of the cache keys below. Raise it when _measure_batch or _describe_batch computes something else.
+# Part of the cache's key. Raise it when _describe_batch computes something else.
 VERSION = 1
 
 
@@ -25,13 +24,17 @@ class Lengths:
     shared: np.ndarray
 
     @classmethod
+    def of(cls, tokens: Dataset) -> "Lengths":
+        """Those of tokenised pairs (tokenization.py)."""
+        names = [name for name in tokens.column_names if name.endswith("_length")]
+        return cls.from_columns(tokens.select_columns(names).with_format("numpy")[:])
+
+    @classmethod
     def from_columns(cls, columns: Mapping[str, np.ndarray]) -> "Lengths":
-        """From the columns prompt_length, chosen_length and rejected_length of tokenised pairs (tokenization.py), and
-        `shared`, which counts as 0 where it is missing."""
-        prompt, chosen, rejected = (
-            columns[f"{side}_length"].astype(np.int64) for side in ("prompt", "chosen", "rejected")
-        )
-        return cls(prompt, chosen, rejected, columns.get("shared", np.zeros_like(prompt)))
+        """From the columns prompt_length, chosen_length and rejected_length, and shared_length (0 where missing)."""
+        prompt, chosen, rejected = (columns[f"{name}_length"].astype(np.int64) for name in PARTS)
+        shared = columns.get("shared_length", np.zeros_like(prompt))
+        return cls(prompt, chosen, rejected, shared.astype(np.int64))
 
     @property
     def total(self) -> np.ndarray:
@@ -76,44 +79,7 @@ class Lengths:
         return Lengths(*(getattr(self, field.name)[rows] for field in fields(self)))
 
 
-@room_in_cache()
-def measure_lengths(tokens: Dataset, num_proc: int | None = None) -> tuple[Lengths, np.ndarray, np.ndarray]:
-    """Lengths of tokenised pairs (tokenization.py), and keys [N] int64 equal for equal prompts and equal pairs."""
-    columns = (
-        tokens.with_format("numpy")
-        .map(
-            _measure_batch,
-            batched=True,
-            batch_size=100,
-            remove_columns=[name for name in tokens.column_names if name.endswith("_ids")],
-            num_proc=num_proc,
-            new_fingerprint=Hasher.hash((tokens._fingerprint, "lengths", VERSION)),
-            desc="Measuring",
-        )
-        .with_format("numpy")[:]
-    )
-    return Lengths.from_columns(columns), columns["prompt_key"], columns["pair_key"]
-
-
-def _measure_batch(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    shared, prompt_keys, pair_keys = [], [], []
-    for sides in zip(*(batch[f"{name}_ids"] for name in ("prompt", "chosen", "rejected")), strict=True):
-        prompt, chosen, rejected = (np.ascontiguousarray(ids, dtype=np.int32) for ids in sides)
-        n = min(len(chosen), len(rejected))
-        differ = np.flatnonzero(chosen[:n] != rejected[:n])
-        shared.append(differ[0] if differ.size else n)
-        digest = xxhash.xxh3_64(prompt.tobytes())
-        prompt_keys.append(digest.intdigest())
-        for response in (chosen, rejected):
-            digest.update(len(response).to_bytes(8, "little") + response.tobytes())
-        pair_keys.append(digest.intdigest())
-    keys = {"prompt_key": prompt_keys, "pair_key": pair_keys}
-    return {"shared": np.array(shared, dtype=np.int64)} | {
-        name: np.array(values, dtype=np.uint64).view(np.int64) for name, values in keys.items()
-    }
-
-
-@room_in_cache()
+@explain_cache_errors()
 def describe_turns(pairs: Dataset, num_proc: int | None = None) -> dict[str, np.ndarray]:
     """[N] bool of each pair (preferences.py): `multi_turn` (several user messages in the prompt), a `system` prompt,
     `tools` (a call, or its result), `multi_message` (a response of several messages)."""
@@ -130,7 +96,7 @@ def describe_turns(pairs: Dataset, num_proc: int | None = None) -> dict[str, np.
 
 def _describe_batch(batch: dict[str, list]) -> dict[str, list[bool]]:
     columns: dict[str, list[bool]] = {"multi_turn": [], "system": [], "tools": [], "multi_message": []}
-    for values in zip(*(batch[name] for name in ("prompt", "chosen", "rejected")), strict=True):
+    for values in zip(*(batch[name] for name in PARTS), strict=True):
         prompt, *responses = sides = [[] if isinstance(side, str) else side for side in values]
         roles = {message["role"] for side in sides for message in side}
         called = any(message.get(key) for side in sides for message in side for key in CALL_KEYS)

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import functools
 import json
+import logging
 from collections import Counter
 from typing import Any
 
@@ -26,27 +27,26 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import read_eval_sets
 from sfm_dpo.data.filters import filter_lengths
-from sfm_dpo.data.preferences import DROP_REASONS, Pairs, load_pairs
-from sfm_dpo.data.sources import list_dropped, room_in_cache
+from sfm_dpo.data.preferences import DROP_REASONS, PARTS, Pairs, load_pairs
+from sfm_dpo.data.sources import drop_rows, explain_cache_errors
 from sfm_dpo.data.token_lengths import Lengths
 from sfm_dpo.model.loading import TOKENIZER_FILES, check_files
 
 # Part of the cache's key. Raise it with any change of this module that changes an id, a length or a drop reason.
-TOKENS_VERSION = 2
+TOKENS_VERSION = 3
 # Rows a call of the tokenizer: it holds some 300 bytes a token beside the ids, and a long pair has 50,000 tokens.
 BATCH_ROWS = 100
-_PARTS = ("prompt", "chosen", "rejected")
-# Fields that choose among the pairs to train on; a set of eval_datasets is taken as it is
-_OF_TRAINING = """eval_datasets eval_fraction max_samples keep_values filter_script drop_duplicates
-    max_pairs_per_prompt max_response_similarity min_response_tokens max_response_tokens max_length_ratio
-    drop_contaminated""".split()
+# Fields that choose among the pairs to train on. A set of eval_datasets is read without them.
+TRAIN_ONLY_FIELDS = """eval_datasets eval_fraction max_samples filter_script drop_duplicates
+    max_pairs_per_prompt min_response_tokens max_response_tokens max_length_ratio drop_contaminated""".split()
 _TOKENS = Features(
-    {f"{part}_ids": List(Value("int32")) for part in _PARTS}
-    | {f"{part}_length": Value("int32") for part in _PARTS}
-    # Tokens taken from the prompt's end because prompt+response diverges from it
-    | {"prompt_trimmed": Value("int32"), "source": Value("string"), "dropped": Value("string")}
-    | {"row": Value("int64")}
+    {f"{part}_ids": List(Value("int32")) for part in PARTS}
+    | {f"{part}_length": Value("int32") for part in PARTS}
+    | {"shared_length": Value("int32"), "prompt_trimmed": Value("int32")}
+    | {"source": Value("string"), "row": Value("int64"), "dropped": Value("string")}
 )
+
+log = logging.getLogger(__name__)
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
@@ -75,25 +75,71 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-@room_in_cache()
+def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> Pairs:
+    """The pairs of a run as token ids: train and eval split, and the sets of eval_datasets.
+
+    Raises:
+        UserError: as `load_pairs`; no pair of a split fits into max_length; too many were dropped.
+    """
+    args = config.train
+    pairs = load_pairs(config)
+    pairs.train = _tokenize_split("train", pairs.train, pairs, args, tokenizer)
+    if pairs.eval is not None:
+        pairs.eval = _tokenize_split("eval", pairs.eval, pairs, args, tokenizer)
+    pairs.check_dropped(args.max_dropped_fraction)
+    for name, entry in read_eval_sets(args.eval_datasets).items():
+        eval_args = copy.copy(args)
+        for field in TRAIN_ONLY_FIELDS:
+            setattr(eval_args, field, getattr(TrainConfig, field))
+        data = DatasetMixtureConfig([DatasetConfig(**entry)])
+        try:
+            loaded = load_token_pairs(dataclasses.replace(config, train=eval_args, data=data), tokenizer)
+        except UserError as error:
+            raise UserError(f"eval_datasets {name}: {error}") from error
+        if loaded.dropped_rows:
+            log.info(f"{name}: {len(loaded.dropped_rows):,} of {loaded.rows:,} rows cannot be used")
+        pairs.eval_sets[name] = loaded.train
+    return pairs
+
+
+def _tokenize_split(
+    split: str, texts: Dataset, pairs: Pairs, args: TrainConfig, tokenizer: PreTrainedTokenizerBase
+) -> Dataset:
+    """Token ids of a split of `pairs`, whose account gets the rows dropped here."""
+    tokens, unusable = tokenize_pairs(texts, tokenizer, args.max_length, args.max_prompt_length, args.dataset_num_proc)
+    tokens, filtered = filter_lengths(tokens, args)
+    dropped = unusable + filtered
+    pairs.dropped_rows += dropped
+    if not len(tokens):
+        reason, count = Counter(row["reason"] for row in dropped).most_common(1)[0]
+        raise UserError(
+            f"max_length {args.max_length}: no {split} pair of {', '.join(pairs.sources)} is left ({count} x "
+            f"{DROP_REASONS[reason]}); raise max_length or set max_prompt_length, or change the filter or the data"
+        )
+    # Flat: or every rank would write the rest anew when the trainer adds columns
+    # Upstream: datasets 5.2, arrow_dataset.py, Dataset.flatten_indices: writes a flat dataset anew, too, and no
+    # public name says whether it is one. Canary: test_canary_datasets_indices
+    return tokens if tokens._indices is None else tokens.flatten_indices()
+
+
+@explain_cache_errors()
 def tokenize_pairs(
     pairs: Dataset,
     tokenizer: PreTrainedTokenizerBase,
     max_length: int | None,
     max_prompt_length: int | None = None,
     num_proc: int | None = None,
-    dropped_rows: list[Dataset] | None = None,
-) -> tuple[Dataset, Counter]:
-    """Token ids and lengths of `pairs` (see preferences.py), and counts of what happened to them.
+) -> tuple[Dataset, list[dict[str, Any]]]:
+    """Token ids and lengths of `pairs` (preferences.py), and the rows that cannot be used, as in Pairs.dropped_rows.
 
     A second call with the same pairs and tokenizer reads the cache, whatever the two lengths: `max_prompt_length`
     copies it with the starts of longer prompts left out, and `max_length` truncates in TRL's collator and here only
-    drops the pairs whose prompt fills it. What is dropped is appended to `dropped_rows`, as in preferences.Pairs.
+    drops the pairs whose prompt fills it.
 
     Returns:
-        The dataset (columns of _TOKENS but `dropped`; ids are lists of int) and a Counter over the keys
-        "malformed", "chosen_equals_rejected", "empty_response", "prompt_too_long" (dropped), "prompt_cut" and
-        "prompt_trimmed" (kept).
+        The dataset has the columns of _TOKENS but `dropped`; ids are lists of int. `prompt_trimmed` counts the tokens
+        taken from the prompt's end because prompt+response diverges from it, `shared_length` those with which both
+        responses begin.
     """
     # Not the key that datasets would make: it hashes the tokenizer's state, which changes with use.
     versions = (TOKENS_VERSION, transformers.__version__, datasets.__version__)
@@ -110,6 +156,7 @@ def tokenize_pairs(
     )
     cut = tokens.with_format("numpy")["prompt_length"][:] > (max_prompt_length or np.inf)
     if cut.any():
+        log.info(f"{cut.sum():,} prompts are longer than max_prompt_length {max_prompt_length} and keep their end")
         tokens = tokens.map(
             _cut_prompts,
             batched=True,
@@ -119,74 +166,15 @@ def tokenize_pairs(
             new_fingerprint=Hasher.hash((tokens._fingerprint, max_prompt_length)),
             desc="Cutting prompts",
         )
-    columns = tokens.select_columns([name for name in _TOKENS if not name.endswith("_ids")]).with_format("numpy")[:]
+    columns = tokens.select_columns(["prompt_length", "chosen_length", "rejected_length", "dropped"])
+    columns = columns.with_format("numpy")[:]
     reasons = np.asarray(columns["dropped"], dtype=object)
     empty = (columns["chosen_length"] == 0) | (columns["rejected_length"] == 0)
     reasons[(reasons == "") & empty] = "empty_response"
-    reasons[(reasons == "") & (columns["prompt_length"] >= (max_length or np.inf))] = "prompt_too_long"
-    keep = reasons == ""
-    counts = Counter(reasons[~keep].tolist())
-    counts["prompt_cut"] = int(cut[keep].sum())
-    counts["prompt_trimmed"] = int((columns["prompt_trimmed"][keep] > 0).sum())
-    if not keep.all():
-        if dropped_rows is not None:
-            dropped_rows.append(list_dropped(tokens, reasons))
-        tokens = tokens.select(np.flatnonzero(keep))
-    return tokens.remove_columns("dropped"), counts
-
-
-def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Pairs, list[str]]:
-    """The pairs of a run as token ids, train and eval split, and lines that say what happened to their prompts.
-
-    Raises:
-        UserError: as `load_pairs`; no pair of a split fits into max_length; too many were dropped.
-    """
-    args, pairs, notes = config.train, load_pairs(config), []
-    for split in ("train", "eval"):
-        texts = getattr(pairs, split)
-        if texts is None:
-            continue
-        tokens, counts = tokenize_pairs(
-            texts, tokenizer, args.max_length, args.max_prompt_length, args.dataset_num_proc, pairs.dropped_rows
-        )
-        tokens, filtered = filter_lengths(tokens, args, pairs.dropped_rows)
-        counts.update(filtered)
-        for key, text in {
-            "prompt_cut": f"longer than max_prompt_length {args.max_prompt_length} and keep their end",
-            "prompt_trimmed": "no token prefix of prompt+response; what follows the shared tokens is left out of them",
-        }.items():
-            if n := counts.pop(key):
-                notes.append(f"{split}: {n:,} prompts are {text}")
-        pairs.dropped.update(counts)
-        if not len(tokens):
-            reason, n = counts.most_common(1)[0]
-            raise UserError(
-                f"max_length {args.max_length}: no {split} pair of {', '.join(pairs.sources)} is left ({n} x "
-                f"{DROP_REASONS[reason]}); raise max_length or set max_prompt_length, or change the filter or the data"
-            )
-        # Flat: or every rank would write the rest anew when the trainer adds columns
-        # Upstream: datasets 5.2, arrow_dataset.py, Dataset.flatten_indices: writes a flat dataset anew, too, and no
-        # public name says whether it is one. Canary: test_canary_datasets_indices
-        setattr(pairs, split, tokens if tokens._indices is None else tokens.flatten_indices())
-    pairs.check_dropped(args.max_dropped_fraction)
-    for name, entry in read_eval_sets(args.eval_datasets).items():
-        part, data = copy.copy(args), DatasetMixtureConfig([DatasetConfig(**entry)])
-        for field in _OF_TRAINING:
-            setattr(part, field, getattr(TrainConfig, field))
-        try:
-            loaded, texts = load_token_pairs(dataclasses.replace(config, train=part, data=data), tokenizer)
-        except UserError as error:
-            raise UserError(f"eval_datasets {name}: {error}") from error
-        pairs.eval_sets[name] = loaded.train
-        texts += [f": {n:,} of {loaded.rows:,} rows cannot be used"] if (n := loaded.dropped.total()) else []
-        notes += [f"{name}: {text.partition(': ')[2]}" for text in texts]
-    return pairs, notes
-
-
-def pair_tokens(tokens: Dataset, max_length: int | None, prefix_sharing: bool = False) -> np.ndarray:
-    """[N] computed tokens of each pair, chosen and rejected sequence together, after truncation to `max_length`."""
-    columns = tokens.select_columns(["prompt_length", "chosen_length", "rejected_length"]).with_format("numpy")[:]
-    return Lengths.from_columns(columns).truncate(max_length).computed(prefix_sharing)
+    if max_length is not None:
+        reasons[(reasons == "") & (columns["prompt_length"] >= max_length)] = "prompt_too_long"
+    usable, dropped = drop_rows(tokens, reasons)
+    return usable.remove_columns("dropped"), dropped
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -201,27 +189,32 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _tokenize_batch(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> dict[str, list]:
-    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    texts = [_render(row, tokenizer) for row in rows]
-    out: list[dict[str, Any]] = [{}] * len(rows)
+    pairs = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    texts = [_render(pair, tokenizer) for pair in pairs]
+    rows: list[dict[str, Any]] = [{}] * len(pairs)
     # Plain text gets the tokenizer's special tokens, a rendered chat template holds its own.
-    for plain in {isinstance(row["prompt"], str) for row in rows}:
-        group = [i for i, row in enumerate(rows) if isinstance(row["prompt"], str) is plain]
-        flat = [text for i in group for text in texts[i] or [""] * 3]
+    for plain in (True, False):
+        group = [i for i, pair in enumerate(pairs) if isinstance(pair["prompt"], str) is plain]
+        if not group:
+            continue
+        flat = [text for i in group for text in texts[i] or ("", "", "")]
         ids = tokenizer(flat, add_special_tokens=plain, return_attention_mask=False)["input_ids"]
         for n, i in enumerate(group):
-            out[i] = _split_ids(*ids[3 * n : 3 * n + 3]) | {name: rows[i].get(name) for name in ("source", "row")}
-            out[i] |= {} if texts[i] else {"dropped": "malformed"}
-    return {name: [row[name] for row in out] for name in _TOKENS}
+            row = _split_ids(*ids[3 * n : 3 * n + 3])
+            row |= {"source": pairs[i].get("source"), "row": pairs[i].get("row")}
+            if texts[i] is None:
+                row["dropped"] = "malformed"
+            rows[i] = row
+    return {name: [row[name] for row in rows] for name in _TOKENS}
 
 
-def _render(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str] | None:
+def _render(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str] | None:
     """The texts of prompt, prompt+chosen and prompt+rejected; None where the chat template refuses the row."""
-    prompt, chosen, rejected = row["prompt"], row["chosen"], row["rejected"]
+    prompt, chosen, rejected = (row[part] for part in PARTS)
     if isinstance(prompt, str):
         eos = tokenizer.eos_token
         chosen, rejected = (side if side.endswith(eos) else side + eos for side in (chosen, rejected))
-        return [prompt, prompt + chosen, prompt + rejected]
+        return prompt, prompt + chosen, prompt + rejected
     if tokenizer.chat_template is None:
         raise UserError(
             f"model_name_or_path {tokenizer.name_or_path}: its tokenizer has no chat template, but the data are "
@@ -230,32 +223,37 @@ def _render(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str
     arguments = json.loads(row.get("template") or "{}")
     render = functools.partial(tokenizer.apply_chat_template, tokenize=False, **arguments)
     try:
-        return [render(prompt, add_generation_prompt=True), render(prompt + chosen), render(prompt + rejected)]
+        return render(prompt, add_generation_prompt=True), render(prompt + chosen), render(prompt + rejected)
     except TemplateSyntaxError as error:
         raise UserError(
             f"model_name_or_path {tokenizer.name_or_path}: line {error.lineno} of its chat template is no valid "
-            f"Jinja: {error}; mend chat_template.jinja"
+            f"Jinja: {error}; fix chat_template.jinja"
         ) from error
     except (TemplateError, TypeError):  # a template that refuses the roles, or their order
         return None
 
 
 def _split_ids(prompt: list[int], prompt_chosen: list[int], prompt_rejected: list[int]) -> dict[str, Any]:
-    """As in TRL: the responses start where the prompt stops being a prefix of prompt+response."""
+    """A row of _TOKENS but source and row. As in TRL, the responses start where the prompt stops being a prefix of
+    prompt+response."""
     start = min(common_prefix_length(prompt, prompt_chosen), common_prefix_length(prompt, prompt_rejected))
-    parts = dict(zip(_PARTS, (prompt[:start], prompt_chosen[start:], prompt_rejected[start:]), strict=True))
+    ids = {"prompt": prompt[:start], "chosen": prompt_chosen[start:], "rejected": prompt_rejected[start:]}
     # A template may leave out what made the two sides differ, or strip white space.
-    row = {
+    equal = prompt_chosen == prompt_rejected
+    row: dict[str, Any] = {f"{part}_ids": ids[part] for part in PARTS}
+    row |= {f"{part}_length": len(ids[part]) for part in PARTS}
+    return row | {
+        "shared_length": common_prefix_length(ids["chosen"], ids["rejected"]),
         "prompt_trimmed": len(prompt) - start,
-        "dropped": "chosen_equals_rejected" * (prompt_chosen == prompt_rejected),
+        "dropped": "chosen_equals_rejected" if equal else "",
     }
-    return (
-        row
-        | {f"{part}_ids": ids for part, ids in parts.items()}
-        | {f"{part}_length": len(ids) for part, ids in parts.items()}
-    )
 
 
 def _cut_prompts(prompts: list[list[int]], max_prompt_length: int) -> dict[str, list]:
     cut = [ids[-max_prompt_length:] for ids in prompts]
     return {"prompt_ids": cut, "prompt_length": [len(ids) for ids in cut]}
+
+
+def pair_tokens(tokens: Dataset, max_length: int | None, prefix_sharing: bool = False) -> np.ndarray:
+    """[N] computed tokens of each pair, chosen and rejected sequence together, after truncation to `max_length`."""
+    return Lengths.of(tokens).truncate(max_length).computed(prefix_sharing)

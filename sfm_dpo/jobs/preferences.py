@@ -46,7 +46,7 @@ def evaluate_pairs(source: Source, model: Path, dataset: str, limit: int | None)
         options += ["--max_samples", str(limit)]
     config = parse_config(options)
     tokenizer = load_tokenizer(config)
-    pairs = load_token_pairs(config, tokenizer)[0].train
+    pairs = load_token_pairs(config, tokenizer).train
     config.train.model_init_kwargs = model_init_kwargs(config)
     adapter = PeftConfig.from_pretrained(model) if (model / ADAPTER_CONFIG_NAME).is_file() else None
     trainer = SFMDPOTrainer(

@@ -4,7 +4,6 @@
 dict is the JSON that docs/lengths.md describes.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config
 from sfm_dpo.data.contamination import NGRAM, report_contamination
 from sfm_dpo.data.faults import find_faults, summarize_faults
-from sfm_dpo.data.filters import filter_lengths, measure_texts
+from sfm_dpo.data.filters import filter_lengths
 from sfm_dpo.data.preferences import DROP_REASONS, load_pairs
-from sfm_dpo.data.token_lengths import Lengths, describe_turns, measure_lengths
+from sfm_dpo.data.token_lengths import Lengths, describe_turns
 from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import load_model_config
@@ -55,37 +54,37 @@ def analyze_dataset(
     tokenizer = load_tokenizer(config)
     pairs = load_pairs(config)
     splits = [split for split in (pairs.train, pairs.eval) if split is not None]
-    counts: Counter = Counter()
     parts = []
+    dropped: list[dict[str, Any]] = []
     for split in splits:  # one by one, as training tokenises them: the cache knows each by its fingerprint
-        part, part_counts = tokenize_pairs(split, tokenizer, None, None, args.dataset_num_proc, pairs.dropped_rows)
-        part, filtered = filter_lengths(part, args, pairs.dropped_rows)
+        part, unusable = tokenize_pairs(split, tokenizer, None, None, args.dataset_num_proc)
+        part, filtered = filter_lengths(part, args)
         parts.append(part)
-        counts += part_counts + filtered
+        dropped += unusable + filtered
+    usable = pairs.rows - len(pairs.dropped_rows)
+    pairs.dropped_rows += dropped
     if dropped_file:
         pairs.write_dropped(dropped_file)
     tokens = concatenate_datasets(parts)
-    dropped = pairs.dropped + Counter({k: n for k, n in counts.items() if not k.startswith("prompt_")})
     if not len(tokens):
         raise UserError(
-            f"dataset_name {', '.join(pairs.sources)}: no pair is left after tokenization ({dict(dropped)})"
+            f"dataset_name {', '.join(pairs.sources)}: no pair is left after tokenization ({dict(pairs.dropped)})"
         )
     texts = concatenate_datasets(splits)
-    usable = pairs.rows - pairs.dropped.total()
     turns = describe_turns(texts, args.dataset_num_proc)
     result = {
         "dataset": pairs.sources,
         "model": config.model.model_name_or_path,
         "rows": pairs.rows,
         "usable": usable,
-        "dropped": dict(dropped),
+        "dropped": dict(pairs.dropped),
         "pairs": len(tokens),
         "sampled": args.max_samples is not None and usable > len(texts),
         "seed": args.seed,
         "turns": {name: int(marks.sum()) for name, marks in turns.items()},
         "faults": summarize_faults(texts, find_faults(texts, args.dataset_num_proc)),
     }
-    lengths, prompt_keys, pair_keys = measure_lengths(tokens, args.dataset_num_proc)
+    lengths = Lengths.of(tokens)
     shape = load_model_config(config, needs_weights=False)
     forward_flops = ForwardFlops.of(meta_model(shape))
     result |= analyze_lengths(
@@ -97,11 +96,10 @@ def analyze_dataset(
         max_prompt_length=args.max_prompt_length,
     )
     if against:
-        keys = measure_texts(texts, args.dataset_num_proc)["pair_key"][:]
-        result["contamination"] = report_contamination(texts, keys, list(against), ngram, args.dataset_num_proc)
-    repeated_prompts = len(prompt_keys) - len(np.unique(prompt_keys))
-    repeated_pairs = len(pair_keys) - len(np.unique(pair_keys))
-    result["findings"] = list_findings(result, lengths, repeated_prompts, repeated_pairs, counts["prompt_trimmed"])
+        result["contamination"] = report_contamination(texts, list(against), ngram, args.dataset_num_proc)
+    repeated_prompts, repeated_pairs = (len(texts) - len(set(texts[key])) for key in ("prompt_key", "pair_key"))
+    trimmed = int(np.count_nonzero(tokens["prompt_trimmed"]))
+    result["findings"] = list_findings(result, lengths, repeated_prompts, repeated_pairs, trimmed)
     result["example"] = decode_example(tokens, lengths, tokenizer)
     return result
 

@@ -31,7 +31,7 @@ from safetensors.numpy import save
 from sfm_dpo.common.errors import DiskFull, UserError
 from sfm_dpo.common.files import format_clock, write_atomically
 from sfm_dpo.common.leases import Lease, describe_owner, this_process
-from sfm_dpo.data.sources import room_in_cache
+from sfm_dpo.data.sources import explain_cache_errors
 from sfm_dpo.run.folder import write_status
 
 NFS_SECONDS = 60  # its acdirmax: for so long a client may remember that a file was not there
@@ -60,7 +60,7 @@ def _root() -> Path:
 def make_folder(folder: Path | None = None) -> None:
     """Makes the folder of a cache, or that of all. Raises UserError if it cannot be written."""
     folder = folder or _root()
-    with room_in_cache(folder):
+    with explain_cache_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "cannot be written", str(folder))
@@ -101,7 +101,7 @@ class ReferenceCache:
         """Tokens of a batch: what the first job in this folder chose, so that jobs that share it compute alike.
         Raises UserError where its file holds no number of tokens, and DiskFull."""
         path = self.folder / BATCH
-        with room_in_cache(self.folder, DiskFull):
+        with explain_cache_errors(self.folder, DiskFull):
             while not path.exists():
                 if self._take(path.stem):
                     time.sleep(POLL_SECONDS)
@@ -152,7 +152,7 @@ class ReferenceCache:
             DiskFull: HF_HOME cannot be written; perhaps on one rank alone.
         """
         todo = numbers
-        with room_in_cache(self.folder, DiskFull):
+        with explain_cache_errors(self.folder, DiskFull):
             while todo and not should_stop():
                 mine, todo, holder = broadcast(self._claim(todo, ranks) if rank == 0 else None)
                 if not mine:

@@ -9,7 +9,6 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.contamination import report_contamination
 from sfm_dpo.data.faults import CHECKS, find_faults, summarize_faults
-from sfm_dpo.data.filters import measure_texts
 from sfm_dpo.data.preferences import load_pairs
 
 PROSE = "The parser reads one line after the other and keeps what it has read in a list of tokens. " * 3
@@ -95,15 +94,14 @@ def test_pairs_in_common_with_evaluation_sets_are_those_of_plain_python(load, wr
     expected = [i for i, row in enumerate(rows) if any(grams(text) & known for text in row.values())]
     assert 10 < len(expected) < 50
     pairs = load(rows).train
-    keys = measure_texts(pairs)["pair_key"][:]
-    result = report_contamination(pairs, keys, [f"{file}:question"], 13)
+    result = report_contamination(pairs, [f"{file}:question"], 13)
     [found] = result["sets"]
     assert [row["row"] for row in result["pairs"]] == expected and found["pairs"] == len(expected)
     assert found["short"] == sum(len(q) < 13 for q in questions) and found["rows"] == 60
     for example in found["examples"]:
         assert grams(example["text"]) & grams(example["set_text"])
     # Without a column the answers count too: each holds row 0's prompt, too common to be a match
-    assert [row["row"] for row in report_contamination(pairs, keys, [str(file)], 13)["pairs"]] == expected
+    assert [row["row"] for row in report_contamination(pairs, [str(file)], 13)["pairs"]] == expected
 
     listed = tmp_path / "found.json"
     listed.write_text(json.dumps({"sampled": False, "contamination": result}))
@@ -125,14 +123,14 @@ def test_pairs_in_common_with_evaluation_sets_are_those_of_plain_python(load, wr
         "  - {split: train, path: train.parquet}\n---\n"
     )
     for name, size in (("", 60), ("/main", 60), ("@test:question", 60), ("@train", 1), ("/main@train:question", 1)):
-        [found] = report_contamination(pairs, keys, [f"{folder}{name}"], 13)["sets"]
+        [found] = report_contamination(pairs, [f"{folder}{name}"], 13)["sets"]
         assert (found["rows"], found["pairs"] == len(expected)) == (size, size == 60), name
     for name, words in (
         (f"{file}:quest", "no column quest; it has"),
         ("none.jsonl", "cannot be read"),
-        (f"{folder}@dev", "no split dev; it has test, train"),
+        (f"{folder}@dev", 'cannot be read: Unknown split "dev"'),
         (f"{folder}@test:quest", "no column quest; it has question, x"),
         (f"{folder}/other@test", "cannot be read: BuilderConfig 'other' not found. Available: .*main"),
     ):
         with pytest.raises(UserError, match=words):
-            report_contamination(pairs, keys, [name], 13)
+            report_contamination(pairs, [name], 13)

@@ -13,7 +13,7 @@ import train_dpo
 from bench.balance import rank_tokens
 from bench.lengths import sample_lengths
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.data.sampler import PairSampler, deal_pairs
+from sfm_dpo.data.sampler import PairSampler, assign_pairs
 from tests.e2e.runs import pairs
 
 STRATEGIES = ["random", "group_by_length", "batch_rebalance", "sequential"]
@@ -22,12 +22,12 @@ TOKENS = np.exp(np.random.default_rng(0).normal(5.6, 0.9, 4100)).clip(8, 2048).a
 
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=20), st.integers(1, 6))
 @settings(derandomize=True, deadline=None, database=None)
-def test_dealing_keeps_every_pair_and_fills_every_micro_batch(tokens, size):
+def test_assignment_keeps_every_pair_and_fills_every_micro_batch(tokens, size):
     tokens = np.array(tokens * size)
-    dealt = deal_pairs(tokens, size)
-    assert [len(rows) for rows in dealt] == [size] * (len(tokens) // size)
-    assert sorted(np.concatenate(dealt).tolist()) == list(range(len(tokens)))
-    weights = [tokens[rows].sum() for rows in dealt]
+    assigned = assign_pairs(tokens, size)
+    assert [len(rows) for rows in assigned] == [size] * (len(tokens) // size)
+    assert sorted(np.concatenate(assigned).tolist()) == list(range(len(tokens)))
+    weights = [tokens[rows].sum() for rows in assigned]
     assert weights == sorted(weights, reverse=True)
 
 

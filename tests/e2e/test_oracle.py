@@ -106,7 +106,7 @@ def compare_all(place: Place, launch: str, combinations: list[Combination]) -> N
 def oracle(place: Place, fields: dict) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Metrics of each training step, then of the two held-out evaluations; and the weights at the end."""
     config = parse_config(as_options(place.values("nowhere", per_device_train_batch_size=2, **fields)), world_size=1)
-    split = load_token_pairs(config, load_tokenizer(config))[0]
+    split = load_token_pairs(config, load_tokenizer(config))
     steps = build_sampler(split.train, config.train, bool(config.train.prefix_sharing)).steps(0)[:STEPS]
     policy = AutoModelForCausalLM.from_pretrained(place.model, dtype=torch.float64)
     reference = copy.deepcopy(policy)

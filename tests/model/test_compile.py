@@ -168,7 +168,7 @@ def make_trainer(folder: Path, out: Path, extra: str) -> SFMDPOTrainer:
     config = parse_config(arguments(folder, out, extra))
     set_seed(0)
     tokenizer = load_tokenizer(config)
-    train_set = load_token_pairs(config, tokenizer)[0].train
+    train_set = load_token_pairs(config, tokenizer).train
     config.train.model_init_kwargs = {"dtype": "float32"} | (config.train.model_init_kwargs or {})
     return SFMDPOTrainer(
         model=config.model.model_name_or_path, args=config.train, train_dataset=train_set, processing_class=tokenizer

@@ -1,6 +1,7 @@
 """The length analysis: every count against a plain slow reference, published percentiles, its rules and warnings."""
 
 import itertools
+import os
 import shutil
 
 import datasets
@@ -13,7 +14,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.data import tokenization
 from sfm_dpo.data.preferences import load_pairs
-from sfm_dpo.data.token_lengths import Lengths, measure_lengths
+from sfm_dpo.data.token_lengths import Lengths
 from sfm_dpo.planning import dataset_report
 from sfm_dpo.planning.dataset import analyze_dataset
 from sfm_dpo.planning.lengths import (
@@ -142,7 +143,8 @@ def test_responses_identical_after_truncation_are_found_by_comparing_tokens():
     for i, name in enumerate(("prompt", "chosen", "rejected")):
         columns[f"{name}_ids"] = [pair[i] for pair in pairs]
         columns[f"{name}_length"] = [len(pair[i]) for pair in pairs]
-    lengths, *_ = measure_lengths(datasets.Dataset.from_dict(columns))
+    columns["shared_length"] = [len(os.path.commonprefix(pair[1:])) for pair in pairs]  # noqa: RUF071 (of lists)
+    lengths = Lengths.of(datasets.Dataset.from_dict(columns))
     for max_length in range(2, 24):
         for limit in (None, 1, 5):
             expected = slow_row(pairs, max_length, limit)
@@ -284,8 +286,8 @@ def test_training_finds_the_tokens_in_the_cache(write_rows, tiny_folder, monkeyp
 
     monkeypatch.setattr(tokenizer, "apply_chat_template", refuse)
     for split in (pairs.train, pairs.eval):
-        tokens, counts = tokenization.tokenize_pairs(split, tokenizer, 256, 25)
-        assert len(tokens) == len(split) and counts["prompt_cut"]
+        tokens, _ = tokenization.tokenize_pairs(split, tokenizer, 256, 25)
+        assert len(tokens) == len(split) and max(tokens["prompt_length"]) == 25
 
 
 @pytest.mark.parametrize("n", [1, 40])
