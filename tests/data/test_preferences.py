@@ -124,10 +124,6 @@ def test_what_a_file_holds_arrives_unchanged(write_rows):
     assert pairs.train["prompt"][:] == ["q", [user(text)], [user("q")]]
     assert pairs.train[1]["chosen"] == [assistant(text, tool_calls=calls)]
     assert pairs.train[1]["rejected"] == [assistant("b", weight=2)]
-    answers = ["42", "0.", "null", "true", '{"a": 1}', "[1, 2]", '"quoted"', "1e5"]  # text, though it could be JSON
-    rows = [{"prompt": "7", "chosen": answer, "rejected": "no"} for answer in answers]
-    pairs = load(write_rows("json_like.jsonl", rows))
-    assert pairs.train["chosen"][:] == answers and pairs.train["prompt"][:] == ["7"] * len(answers)
 
 
 JSON_LIKE = ["42", "true", "null", "[1, 2]", '{"answer": 42}', "1e5", '"Yes, quoted."', "2024-01-31", "plain"]
@@ -144,7 +140,7 @@ NEIGHBOURS = {
 }
 
 
-@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.json", "folder/train-0.jsonl", "late.jsonl"])
+@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.json", "late.jsonl"])
 @pytest.mark.parametrize("shape", [str, list])
 @pytest.mark.parametrize("neighbour", NEIGHBOURS)
 def test_text_stays_text_whatever_its_neighbours_are(write_rows, neighbour, shape, name):
@@ -157,11 +153,10 @@ def test_text_stays_text_whatever_its_neighbours_are(write_rows, neighbour, shap
     ]
     filler = [PAIR | {"chosen": [assistant("x" * 11 * 2**20)]}] if name == "late.jsonl" else []
     path = write_rows(name, [*rows, *filler, NEIGHBOURS[neighbour]])
-    pairs = load(path.parent if "/" in name else path, "--max_dropped_fraction", "1")
+    pairs = load(path, "--max_dropped_fraction", "1")
     assert pairs.dropped.total() == (neighbour == "numbers")
     expected = JSON_LIKE if shape is str else [[assistant(text)] for text in JSON_LIKE]
     assert pairs.train["chosen"][: len(rows)] == expected
-    assert pairs.train["prompt"][: len(rows)] == (JSON_LIKE if shape is str else [[user(text)] for text in JSON_LIKE])
 
 
 # ---- the account
