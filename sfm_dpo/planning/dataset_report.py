@@ -22,7 +22,7 @@ NOTE = (
     "FLOPs: of an epoch, without padding. step time: padding-free, relative to the recommendation."
 )
 HEADINGS = "max_length,prompt,untouched,tokens kept,no signal,dropped,tokens,FLOPs,step time".split(",")
-LINES = {  # curve: (label, style)
+LINES: dict[str, tuple[str, dict[str, Any]]] = {  # curve: (label, style)
     "total": ("prompt + longer", {"color": COLORS[0], "linewidth": 1.8}),
     "prompt": ("prompt", {"color": INK, "linestyle": ":"}),
     "chosen": ("chosen", {"color": COLORS[2]}),

@@ -48,7 +48,7 @@ def compute_coverage(lengths: Lengths, max_length: int, max_prompt_length: int |
 
 def list_lengths(grid: Sequence[int], longest: int, limit: int | None) -> list[int]:
     """The values of `grid` up to the first that holds `longest` tokens, or up to the model's limit, then the last."""
-    chosen = []
+    chosen: list[int] = []
     for length in grid:
         if limit and length >= limit:
             return [*chosen, limit]

@@ -4,7 +4,6 @@ From the model's configuration and the lengths of the pairs alone: no weights ar
 explains how each number is made.
 """
 
-import copy
 import json
 import logging
 from collections.abc import Mapping
@@ -148,25 +147,11 @@ class Planner:
             )
         self.memory = MemoryPlanner(config, shape, cluster.gpus)
         self.limit = memory_limit(GPU_MEMORY[cluster.gpu], self.args.memory_gib)
-        self.given, self.given_pairs = lengths, pairs
-        self._truncate(self.args.max_length, self.args.max_prompt_length)
-
-    def truncated(self, max_length: int, max_prompt_length: int | None) -> "Planner":
-        """The plan of the same run with pairs cut at other lengths; in a second or two, for nothing is traced again.
-
-        Raises:
-            UserError: no pair is left at this max_length.
-        """
-        other = copy.copy(self)
-        other._truncate(max_length, max_prompt_length)
-        return other
-
-    def _truncate(self, max_length: int | None, max_prompt_length: int | None) -> None:
-        cut = self.given.truncate(max_length, max_prompt_length)
+        cut = lengths.truncate(self.args.max_length, self.args.max_prompt_length)
         if not cut.trainable.any():
-            raise UserError(f"max_length {max_length}: no prompt leaves room for a response; raise it")
+            raise UserError(f"max_length {self.args.max_length}: no prompt leaves room for a response; raise it")
         self.lengths = cut.select(cut.trainable)
-        self.pairs = round(self.given_pairs * float(cut.trainable.mean()))
+        self.pairs = round(pairs * float(cut.trainable.mean()))
         self.scale = self.pairs / len(self.lengths)  # pairs of the training set that each of the lengths stands for
         # Lengths that stand for more pairs are repeated, and fewer than a global batch until they fill one
         rows = np.arange(max(self.pairs, self.args.global_batch_size)) % len(self.lengths)
