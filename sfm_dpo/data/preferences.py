@@ -235,8 +235,8 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
     if isinstance(chosen, str) and isinstance(rejected, str) and (prompt is None or isinstance(prompt, str)):
         return _normalize_text(prompt, chosen, rejected)
     chosen, rejected = (_read_messages(side, "assistant") for side in (chosen, rejected))
-    lead = _read_messages(prompt, "user") if prompt else []
-    if chosen is None or rejected is None or lead is None:
+    prompt_messages = _read_messages(prompt, "user") if prompt else []
+    if chosen is None or rejected is None or prompt_messages is None:
         return "malformed"
     if not chosen or not rejected:
         return "empty_response"
@@ -245,7 +245,7 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
     if chosen == rejected:
         return "chosen_equals_rejected"
     shared = common_prefix_length(chosen, rejected)  # in messages
-    prompt = _join_prompts(lead, chosen[:shared])
+    prompt = _join_prompts(prompt_messages, chosen[:shared])
     chosen, rejected = chosen[shared:], rejected[shared:]
     if any(message["role"] not in ("assistant", *TOOL_ROLES) for message in chosen + rejected):
         return "prompts_differ"
@@ -254,14 +254,18 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
     return (prompt, chosen, rejected) if prompt else "malformed"
 
 
-def _join_prompts(lead: list[dict], shared: list[dict]) -> list[dict]:
+def _join_prompts(prompt_messages: list[dict], shared: list[dict]) -> list[dict]:
     """The prompt column followed by the beginning that both sides share, without what is in both twice."""
-    for overlap in range(min(len(lead), len(shared)), 0, -1):
-        if lead[-overlap:] == shared[:overlap]:
-            return lead + shared[overlap:]
-    if shared and shared[0]["role"] in ("system", "user") and all(message["role"] == "user" for message in lead):
+    for overlap in range(min(len(prompt_messages), len(shared)), 0, -1):
+        if prompt_messages[-overlap:] == shared[:overlap]:
+            return prompt_messages + shared[overlap:]
+    if (
+        shared
+        and shared[0]["role"] in ("system", "user")
+        and all(message["role"] == "user" for message in prompt_messages)
+    ):
         return shared  # whole conversations, and a prompt column that repeats their question in another spelling
-    return lead + shared
+    return prompt_messages + shared
 
 
 def _normalize_text(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str, str] | str:
