@@ -1,4 +1,4 @@
-"""How runs stand: one line a run, from its folder alone and from squeue where there is one."""
+"""The state of runs: one line a run, from its folder alone and from squeue where there is one."""
 
 import time
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
         queue: Slurm's state of each job of ours (squeue_states), None without Slurm.
         now: Unix time, from which ages are counted.
     """
-    status, environment, health = (read_mapping(run / name) for name in (STATUS, ENVIRONMENT, "health.json"))
+    status = read_mapping(run / STATUS)
     job = status.get("job")
     slurm = None if queue is None or job is None else queue.get(job, "not queued")
     log = next(Path("logs").glob(f"*-{job}.out"), None) if job else None  # where the batch scripts put it
@@ -40,8 +40,10 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
     age = max(0.0, now - max(times)) if times else None
     state = status.get("state", "unknown")
     if state == "running":
-        gone = is_running(read_owner(run / LOCK), queue) is False
-        state = "died" if gone else "stale" if age is not None and age > STALE_SECONDS else state
+        if is_running(read_owner(run / LOCK), queue) is False:
+            state = "died"
+        elif age is not None and age > STALE_SECONDS:
+            state = "stale"
     if slurm == "PENDING":
         state += ", waits"
     checkpoint = newest_checkpoint(run)
@@ -55,11 +57,11 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
         "max_steps": status.get("max_steps"),
         "eta_seconds": status.get("eta_seconds") if state == "running" else None,
         **{name: status.get(name) for name in ("pairs_per_second", "loss", "margin")},
-        "health": health.get("verdict"),
+        "health": read_mapping(run / "health.json").get("verdict"),
         "seconds_since_update": age and round(age),
         "checkpoint": checkpoint and checkpoint.name,
         "incomplete_checkpoints": sum(step_of(c) > step_of(checkpoint) for c in checkpoints(run)),
-        "starts": len(environment.get("starts", [])) or None,
+        "starts": len(read_mapping(run / ENVIRONMENT).get("starts", [])) or None,
     }
 
 

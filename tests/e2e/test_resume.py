@@ -121,8 +121,13 @@ def test_a_run_and_a_prefetch_share_the_reference_pass_and_the_killed_one_is_tak
         with log.open("wb") as file:
             return subprocess.Popen(command, cwd=ROOT, env=clean_environment(apart.hf_home), stdout=file, stderr=file)
 
+    def has_begun() -> bool:
+        held = apart.hf_home.glob("sfm_dpo/reference/*/0*.lease")
+        is_computing = any(not lease.with_suffix(".safetensors").exists() for lease in held)
+        return is_computing and len(shards(apart)) >= 3
+
     first = prefetch()
-    while len(shards(apart)) < 3:
+    while not has_begun():
         assert first.poll() is None, log.read_text()
         time.sleep(0.002)
     psutil.Process(first.pid).suspend()  # it lives, and holds a shard: the run does all others, and waits

@@ -70,25 +70,23 @@ def test_a_marked_checkpoint_is_complete(tmp_path):
     [
         (lambda c: (c / COMPLETE).unlink(), "was not written to the end"),
         (lambda c: (c / COMPLETE).write_text('{"files": {"mo'), "was not written to the end"),
-        (lambda c: (c / COMPLETE).write_text("[]"), "was not written to the end"),
         (lambda c: (c / COMPLETE).write_text('{"files": ["model.safetensors"]}'), "was not written to the end"),
         (lambda c: (c / "model.safetensors").unlink(), "lacks model.safetensors"),
-        (lambda c: shutil.rmtree(c / "global_step3"), "lacks global_step3/zero_pp_rank_0.pt"),
         (
             lambda c: (c / "model.safetensors").write_bytes(b"x" * 40),
             r"has a damaged model.safetensors \(40 bytes of 100\)",
         ),
     ],
-    ids=["no mark", "half a mark", "no mapping", "no sizes", "file gone", "folder gone", "truncated"],
+    ids=["no mark", "half a mark", "no sizes", "file gone", "truncated"],
 )
 def test_damage_is_named_and_skipped_and_nothing_is_deleted(tmp_path, damage, reason):
     good = write_checkpoint(tmp_path, 2)
     bad = write_checkpoint(tmp_path, 3)
     damage(bad)
-    left = sorted(p for p in bad.rglob("*"))
+    left = sorted(bad.rglob("*"))
     assert newest_checkpoint(tmp_path) == good
     assert re.fullmatch(reason, why_incomplete(bad))
-    assert sorted(p for p in bad.rglob("*")) == left
+    assert sorted(bad.rglob("*")) == left
 
 
 def test_newest_is_by_step(tmp_path):
@@ -168,21 +166,16 @@ def test_a_run_resumes_only_with_what_wrote_the_checkpoint(tmp_path, fact, now, 
 # ---- disk
 
 
-@pytest.mark.parametrize(("there", "most", "fits"), [(0, 4, 4), (1, 4, 3), (3, 4, 1), (5, 4, 1), (0, 1, 1)])
+@pytest.mark.parametrize(("there", "most", "fits"), [(0, 4, 4), (1, 4, 3), (5, 4, 1), (0, 1, 1)])
 def test_disk_must_hold_the_checkpoints_to_come(tmp_path, monkeypatch, there, most, fits):
     for step in range(there):
         write_checkpoint(tmp_path, step)
-    size = 2**30
-    free = SimpleNamespace(free=fits * size)
+    free = SimpleNamespace(free=fits * 2**30)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
-    check_disk(tmp_path, size, most)
-    with pytest.raises(UserError, match=r"1\.5 MiB are free, checkpoints will take .* \(2\.0 MiB each\)"):
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1.5 * 2**20))
-        check_disk(tmp_path, 2**21, most)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    check_disk(tmp_path, 2**30, most)
     free.free -= 1
     with pytest.raises(UserError, match=rf"checkpoints will take {fits}\.0 GiB \(1\.0 GiB each\); free space"):
-        check_disk(tmp_path, size, most)
+        check_disk(tmp_path, 2**30, most)
 
 
 def test_size_of_a_checkpoint_is_that_of_weights_and_optimizer():
@@ -215,8 +208,7 @@ def test_checkpoints_at_one_time():
         (5, None, 0, False),  # made since this process began: meant for it
         (-5, None, 0, True),
         (-5, None, 1, True),  # all ranks see the same, rank 0 removes it
-        # under Slurm the job counts: the batch script may write STOP between its start and that of Python
-        (-5, -60, 0, False),
+        (-5, -60, 0, False),  # by the batch script, between its start and that of Python
         (5, 60, 0, True),
     ],
 )

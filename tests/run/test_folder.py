@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import sys
-import threading
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -12,7 +11,6 @@ import yaml
 
 from scripts import check_config
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import write_atomically
 from sfm_dpo.config import parse_config
 from sfm_dpo.run import folder
 from sfm_dpo.run.folder import ENVIRONMENT, RESOLVED_CONFIG, STATUS, acquire, describe, read_status, write_status
@@ -152,26 +150,6 @@ def test_rank_0_writes_and_others_what_they_alone_know(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
     write_status(tmp_path, "failed", 1, "disk full", any_rank=True)
     assert read_status(tmp_path)["message"] == "disk full"
-
-
-def test_a_reader_never_sees_half_a_status(tmp_path):
-    path, done, seen = tmp_path / STATUS, threading.Event(), set()
-    write_atomically(path, json.dumps({"n": -1}))
-
-    def read():
-        while not done.is_set():
-            seen.add(json.loads(path.read_text())["n"])
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        for n in range(300):
-            write_atomically(path, json.dumps({"n": n, "filler": "x" * 50_000}))
-    finally:
-        done.set()
-        reader.join()
-    assert len(seen) > 1
-    assert [p.name for p in tmp_path.iterdir()] == [STATUS]
 
 
 def test_no_secret_is_written_down(tmp_path, monkeypatch):

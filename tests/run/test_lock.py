@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import filelock._soft
 import psutil
 import pytest
 
@@ -107,22 +106,6 @@ def test_one_of_many_at_once_wins_and_a_stale_lock_is_taken_over_by_one(tmp_path
     finally:
         for contender in contenders:
             contender.communicate("")
-
-
-@pytest.mark.parametrize("disk", ["exchange", "no exchange"])
-def test_a_killed_process_has_lost_it_at_once(tmp_path, monkeypatch, disk):
-    if disk == "no exchange":
-        monkeypatch.setattr(filelock._soft, "exchange_names", lambda source, target: False)
-    (tmp_path / "go").touch()
-    owner = start_contender(disk, tmp_path)
-    assert owner.stdout.readline() == "won\n"
-    assert refused(tmp_path).startswith(f"process {owner.pid} on {platform.node()} has it since ")
-    owner.kill()
-    time.sleep(0.5)  # nobody waits for it: it is a zombie, as under an init that reaps nothing
-    lease = take_folder(tmp_path)
-    lease.release()
-    assert [path.name for path in tmp_path.iterdir()] == ["go"]
-    owner.communicate()
 
 
 def test_another_process_of_that_number_is_not_the_owner_and_a_clock_that_is_set_changes_nothing(monkeypatch):
