@@ -27,13 +27,16 @@ from sfm_dpo.run.lock import LOCK, check_owner, take_folder
 if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
     from sfm_dpo.config import Config
 
-RESOLVED_CONFIG, ENVIRONMENT, DATA, STATUS = "resolved_config.yaml", "environment.json", "data.json", "status.json"
+RESOLVED_CONFIG = "resolved_config.yaml"
+ENVIRONMENT = "environment.json"
+DATA = "data.json"
+STATUS = "status.json"
 
 STARTED = now()  # this process
 SAID_SECONDS = 3  # after which rank 0 has said how a run ends that ends on all ranks alike
 
-# A run may go on with these changed: they touch neither the objective, nor the data, nor their order. Accumulation
-# follows from the number of processes, about which the checkpoint has the say (checkpoint.check_resume).
+# A run may resume with these changed: they touch neither the objective, nor the data, nor their order. Accumulation
+# follows from the number of processes, which checkpoint.check_resume compares.
 MAY_DIFFER = set(
     """report_to run_name project logging_steps logging_first_step disable_tqdm log_level dataset_num_proc
     dataloader_num_workers dataloader_pin_memory push_to_hub hub_model_id hub_strategy hub_private_repo hub_revision
@@ -80,7 +83,8 @@ def write_status(
     status = {"state": state, "exit_code": exit_code, "message": mask(message), "step": None, "checkpoint": None}
     status |= {"best": read_mapping(Path(run) / STATUS).get("best")} | extra
     status |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID"), "pid": os.getpid()}
-    text, path = json.dumps(status, indent=2) + "\n", Path(run) / STATUS
+    text = json.dumps(status, indent=2) + "\n"
+    path = Path(run) / STATUS
     try:
         write_atomically(path, text)
     except OSError as error:
@@ -151,9 +155,6 @@ def check_folder(config: "Config") -> bool:
 
 def make_folder(run: Path) -> None:
     """Raises UserError if it cannot be made or written."""
-    if os.path.lexists(run) and not run.is_dir():
-        what = f"is a link to {os.readlink(run)}, which is no folder" if run.is_symlink() else "is a file"
-        raise UserError(f"output_dir {run}: {what}; choose another output_dir")
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -80,8 +80,8 @@ def test_output_dir_that_cannot_be_a_folder(tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to("nowhere")
     for impossible, reason in (
-        (tmp_path / "file", "is a file"),
-        (tmp_path / "link", "is a link to nowhere, which is no folder; choose another"),
+        (tmp_path / "file", "cannot be written: File exists; choose another"),
+        (tmp_path / "link", "cannot be written: File exists"),
         (tmp_path / "file" / "run", "cannot be written: Not a directory"),
         ("/proc/run", "cannot be written"),
     ):
