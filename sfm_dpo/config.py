@@ -1,9 +1,10 @@
 """Configuration: TRL's dataclasses with OLMo 3's defaults, filled from a YAML recipe and the command line.
 
-Precedence: defaults < recipe (`--config`) < command line. Recipe and command line take the same path
-through argparse, so a wrong type is found in either.
+Precedence: defaults < recipe (`--config`) < command line. A recipe's values become argparse's defaults, converted by
+the types that argparse applies to the command line, so a wrong type is found in either.
 """
 
+import argparse
 import dataclasses
 import importlib.util
 import json
@@ -11,7 +12,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -49,9 +50,7 @@ class TrainConfig(DPOConfig):
     # Rank 0 tokenises while the others wait; the process group's default of 30 minutes is too short for that.
     ddp_timeout: int = HfArg(default=14400, help="Seconds a collective may wait.")
     hang_timeout: int = HfArg(default=1800, help="Seconds without progress of any rank that end the run; 0: never.")
-    global_batch_size: int = HfArg(
-        default=128, help="Pairs per optimizer step over all processes; gradient accumulation follows from it."
-    )
+    global_batch_size: int = HfArg(default=128, help="Pairs per optimizer step, over all processes and accumulation.")
 
     # Data
     dataset_name: str | None = HfArg(default=None, help="Hub id, or a local .json/.jsonl/.parquet file or folder.")
@@ -59,12 +58,8 @@ class TrainConfig(DPOConfig):
     dataset_train_split: str = HfArg(default="train", help="Split to train on.")
     max_samples: int | None = HfArg(default=None, help="Use this many of the usable pairs, drawn with `seed`.")
     eval_fraction: float = HfArg(default=0.0, help="Share of the pairs held out for evaluation, drawn with `seed`.")
-    eval_datasets: str | None = HfArg(
-        default=None, help="More held-out sets: {math: math.jsonl, code: {path: org/set, split: test}}."
-    )
-    max_prompt_length: int | None = HfArg(
-        default=None, help="A longer prompt keeps its last tokens (TRL dropped this)."
-    )
+    eval_datasets: str | None = HfArg(default=None, help="More held-out sets: {math: m.jsonl, code: {path: org/set}}.")
+    max_prompt_length: int | None = HfArg(default=None, help="A longer prompt keeps its last tokens (TRL dropped it).")
     truncation_mode: Literal["keep_start"] = HfArg(default="keep_start", help="A longer pair keeps its first tokens.")
     max_dropped_fraction: float = HfArg(default=0.05, help="Stop if a larger share of the rows cannot be used.")
 
@@ -77,32 +72,18 @@ class TrainConfig(DPOConfig):
     min_response_tokens: int | None = HfArg(default=None, help="Of both responses, end of turn included.")
     max_response_tokens: int | None = HfArg(default=None, help="Of both responses, before max_length cuts them.")
     max_length_ratio: float | None = HfArg(default=None, help="Longer response over shorter one, in tokens.")
-    drop_contaminated: str | None = HfArg(
-        default=None, help="JSON of analyze_dataset.py --against: leave out the pairs that it lists."
-    )
+    drop_contaminated: str | None = HfArg(default=None, help="Leave out the pairs in this JSON of analyze_dataset.py.")
 
     # Speed
-    prefix_sharing: bool | None = HfArg(
-        default=None,
-        help="Compute a pair's prompt once for both answers; by default where padding_free is true and the model can.",
-    )
+    prefix_sharing: bool | None = HfArg(default=None, help="Compute a prompt once for both answers (docs/speed.md).")
     flash_attention: Literal["auto", "fa2", "fa3", "fa4"] = HfArg(
-        default="auto",
-        help="Kernel of packed attention on a GPU; auto: check_gpu.sh's fastest, else FA2.",
+        default="auto", help="Kernel of packed attention on a GPU; auto: check_gpu.sh's fastest, else FA2."
     )
-    fit_memory: bool = HfArg(
-        default=False, help="Choose pairs per device and checkpointed layers by memory, where they are not given."
-    )
-    memory_gib: float | None = HfArg(
-        default=None, help="With fit_memory: GiB of a process; default: 0.9 of the GPU, or of a CPU node's share."
-    )
-    profile_steps: list[int] | None = HfArg(
-        default=None, help="First and last step to profile: 10 12 (docs/speed.md)."
-    )
+    fit_memory: bool = HfArg(default=False, help="Choose pairs per device and checkpointing by memory, if not given.")
+    memory_gib: float | None = HfArg(default=None, help="With fit_memory: GiB of a process; default: 0.9 of all.")
+    profile_steps: list[int] | None = HfArg(default=None, help="First and last step to profile (docs/speed.md).")
 
-    eval_tasks: list[str] | None = HfArg(
-        default=None, help="lm-eval's tasks: the batch script submits their evaluation (docs/evaluation.md)."
-    )
+    eval_tasks: list[str] | None = HfArg(default=None, help="lm-eval's tasks after training (docs/evaluation.md).")
 
     # Hub (docs/hub.md)
     hub_private_repo: bool | None = HfArg(default=True, help="A repository that the push creates is private.")
@@ -111,23 +92,17 @@ class TrainConfig(DPOConfig):
         default="end", help="What is pushed: end, the finished model; every_save, checkpoints as well."
     )
     hub_push_every: int = HfArg(default=1, help="With hub_strategy every_save: saves from push to push.")
-    hub_revision: str | None = HfArg(
-        default=None, help="Branch to push to; with {step} in it each checkpoint gets its own, and main the end."
-    )
+    hub_revision: str | None = HfArg(default=None, help="Branch to push to; with {step}, one for each checkpoint.")
 
     # Safety (docs/health.md)
     preflight: Literal["skip", "warn", "abort"] = HfArg(default="abort", help="Before training; abort: on a no-go.")
     preflight_only: bool = HfArg(default=False, help="End after reference pass and preflight; the next start trains.")
     preflight_samples: int = HfArg(default=256, help="Pairs of the preflight; with a reference cache it takes all.")
     guard: Literal["skip", "warn", "stop"] = HfArg(default="stop", help="While training; stop: a collapsed run.")
-    guard_generations: int = HfArg(
-        default=0, help="Steps between generated answers for the guard; 0: none. Needs eval_fraction."
-    )
+    guard_generations: int = HfArg(default=0, help="Steps between answers that the guard reads; needs eval_fraction.")
     allow_unnormalized_beta: bool = HfArg(default=False, help="Allow beta >= 1 with a loss on summed log-probs.")
-    verify_checkpoints: bool = HfArg(default=True, help="Before going on: compare a checkpoint with its checksums.")
-    ignore_resume_mismatch: bool = HfArg(
-        default=False, help="Go on from a checkpoint of other data, or (not ZeRO) of another world size."
-    )
+    verify_checkpoints: bool = HfArg(default=True, help="Before a resume: compare a checkpoint with its checksums.")
+    ignore_resume_mismatch: bool = HfArg(default=False, help="Resume with other data or (not ZeRO) world size.")
 
 
 DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)
@@ -145,11 +120,12 @@ REMOVED = {
 }
 
 _OPTIONAL = {f.name for cls in DATACLASSES for f in dataclasses.fields(cls) if "None" in str(f.type)}
+_NULL = "tag:yaml.org,2002:null"
 
 
 @dataclass
 class Config:
-    """A whole run: `train` (TRL's DPOConfig and ours), `model` (TRL's ModelConfig), `data` (a mixture, or empty)."""
+    """A run: `train` (TRL's DPOConfig and ours), `model` (TRL's ModelConfig), `data` (a mixture, or empty)."""
 
     train: TrainConfig
     model: ModelConfig
@@ -164,9 +140,7 @@ class Config:
             f.name: getattr(part, f.name)
             for part in (self.train, self.model, self.data)
             for f in dataclasses.fields(part)
-            if f.init
-            and "token" not in f.name.split("_")  # hub_token, push_to_hub_token
-            and f.name not in self.fitted
+            if f.init and f.name not in ("hub_token", "push_to_hub_token", *self.fitted)
         }
         return json.loads(json.dumps(values, default=dataclasses.asdict))  # enums are strings to it
 
@@ -178,7 +152,7 @@ class FieldParser(TrlParser):
         super().__init__(DATACLASSES, allow_abbrev=False, prog="train_dpo.py")
         self.set_defaults(per_device_train_batch_size=None, gradient_checkpointing=None)  # see resolve_fitted
         self.fields = {action.dest: action for action in reversed(self._actions) if action.dest != "help"}
-        self.add_argument("--config", nargs="?", const="", help="YAML recipe; its keys are the fields below")
+        self.add_argument("--config", help="YAML recipe; its keys are the fields below")
 
     def error(self, message: str):  # argparse would print several hundred lines of usage
         raise UserError(f"{message} (see --help)")
@@ -195,54 +169,61 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     Raises:
         UserError: unknown field, wrong type or value, or a combination that cannot be meant.
     """
-    if any(arg.replace("-", "_").startswith(("__hub_token", "__push_to_hub_token")) for arg in argv):
-        raise UserError("hub_token: everybody on the machine can read a command line; put HF_TOKEN into .env")
+    namespace = parse_fields(argv)
+    world_size = world_size or distributed.world_size()
+    fitted = resolve_fitted(namespace)
+    micro_batch = namespace.per_device_train_batch_size
+    if not training:  # one process on a CPU takes the global batch
+        world_size = 1
+        namespace.per_device_train_batch_size = namespace.global_batch_size
+        vars(namespace).update(use_cpu=True, bf16=False, fp16=False, dtype=None, deepspeed=None)
+    resolve_precision(namespace)
+    check_fields(namespace, world_size)
+    if training:
+        check_machine(namespace)
+    pairs_at_once = namespace.per_device_train_batch_size * world_size
+    namespace.gradient_accumulation_steps = namespace.global_batch_size // pairs_at_once
+    if namespace.hub_token:  # Trainer pickles its arguments into training_args.bin, in every checkpoint
+        os.environ["HF_TOKEN"] = namespace.hub_token
+        namespace.hub_token = None
+    namespace.report_to, tracking = resolve_report_to(namespace.report_to)
+    parts = []
+    try:
+        get_peft_config(namespace)  # checks the LoRA fields
+        for cls in DATACLASSES:
+            names = [f.name for f in dataclasses.fields(cls) if f.init]
+            parts.append(cls(**{name: getattr(namespace, name) for name in names}))
+    except json.JSONDecodeError as error:  # transformers reads the fields that are mappings, and does not say which
+        raise UserError(f"a field that takes a JSON mapping holds {error.doc!r}: {error.msg}") from error
+    except (ValueError, TypeError, AttributeError, ImportError, OSError) as error:
+        raise UserError(str(error)) from error
+    config = Config(*parts, [tracking], micro_batch, fitted)  # type: ignore[arg-type]
+    check_mappings(config.train)
+    target = config.model.lora_target_modules
+    if isinstance(target, str) and target.isidentifier():  # TRL's form of a single name, a pattern to PEFT
+        config.model.lora_target_modules = [target]
+    if config.train.trust_remote_code:
+        config.notes.append(f"trust_remote_code: code that comes with {config.model.model_name_or_path} is run")
+    return config
+
+
+def parse_fields(argv: list[str]) -> argparse.Namespace:
+    """The values of all fields: the command line's, else the recipe's, else the defaults."""
+    for arg in argv:
+        if arg.split("=")[0].replace("-", "_") in ("__hub_token", "__push_to_hub_token"):
+            raise UserError("hub_token: everybody on the machine can read a command line; put HF_TOKEN into .env")
     parser = FieldParser()
     recipe = parser.parse_known_args(argv)[0].config
-    recipe_argv = [] if recipe is None else read_recipe(recipe, parser)
-    namespace, extra = parser.parse_known_args(recipe_argv + argv)
+    if recipe is not None:
+        parser.set_defaults(**read_recipe(recipe, parser.fields))
+    namespace, extra = parser.parse_known_args(argv)
     for arg in extra:
         if arg.startswith("--"):
             name = arg.split("=")[0]
             raise UserError(f"unknown option {name}{explain_unknown(name[2:], parser.fields, '--')}")
     if extra:
         raise UserError(f"argument {extra[0]!r} belongs to no option")
-
-    world_size = world_size or distributed.world_size()
-    fitted = resolve_fitted(namespace)
-    micro_batch = namespace.per_device_train_batch_size
-    if not training:
-        world_size, namespace.per_device_train_batch_size = 1, namespace.global_batch_size
-        namespace.use_cpu, namespace.bf16, namespace.fp16, namespace.dtype = True, False, False, None
-        namespace.deepspeed = None
-    resolve_precision(namespace)
-    check_fields(namespace, world_size)
-    if training:
-        check_machine(namespace)
-    namespace.gradient_accumulation_steps = namespace.global_batch_size // (
-        namespace.per_device_train_batch_size * world_size
-    )
-    if namespace.hub_token:  # Trainer pickles its arguments into training_args.bin, in every checkpoint
-        os.environ["HF_TOKEN"], namespace.hub_token = namespace.hub_token, None
-    namespace.report_to, tracking = resolve_report_to(namespace.report_to)
-    try:
-        get_peft_config(namespace)  # looks at the LoRA fields
-        train, model, data = (
-            cls(**{f.name: getattr(namespace, f.name) for f in dataclasses.fields(cls) if f.init})
-            for cls in DATACLASSES
-        )
-    except json.JSONDecodeError as error:  # transformers reads the fields that are mappings, and does not say which
-        raise UserError(f"a field that takes a JSON mapping holds {error.doc!r}: {error.msg}") from error
-    except (ValueError, TypeError, AttributeError, ImportError, OSError) as error:
-        raise UserError(str(error)) from error
-    check_mappings(train)
-    names = model.lora_target_modules
-    if isinstance(names, str) and names.isidentifier():  # TRL's form of a single name, a pattern to PEFT
-        model.lora_target_modules = [names]
-    config = Config(train, model, data, [tracking], micro_batch, fitted)
-    if train.trust_remote_code:
-        config.notes.append(f"trust_remote_code: code that comes with {model.model_name_or_path} is run")
-    return config
+    return namespace
 
 
 def explain_unknown(name: str, known: Iterable[str], prefix: str = "") -> str:
@@ -256,85 +237,99 @@ def explain_unknown(name: str, known: Iterable[str], prefix: str = "") -> str:
 # ---- the recipe
 
 
-class _TextLoader(yaml.SafeLoader):
-    """Leaves scalars as they are written, except null: YAML reads `no` as false and 1e-6 as text."""
-
-    yaml_implicit_resolvers: ClassVar = {
-        first: [resolver for resolver in resolvers if resolver[0].endswith((":null", ":merge"))]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-
-def read_recipe(path: str, parser: FieldParser) -> list[str]:
-    """A recipe's fields as command-line arguments, so that argparse checks their types.
-
-    What has no spelling there (null, an empty list, a mixture) becomes the parser's default; `env` sets variables.
+def read_recipe(path: str, fields: dict[str, argparse.Action]) -> dict[str, Any]:
+    """A recipe's fields, converted to their types; its `env` sets variables, as with TRL.
 
     Raises:
-        UserError: no such file, not a YAML mapping, or an unknown or repeated field.
+        UserError: no such file, not a YAML mapping, an unknown or repeated field, or a value of another type.
     """
-    if not path:
-        raise UserError("--config needs the path of a recipe, for instance recipes/think.yaml")
+    values: dict[str, Any] = {}
+    for key, node in read_nodes(path).items():
+        if key == "env":
+            set_environment(node, path)
+        elif key not in fields:
+            raise UserError(f"{path}: unknown field {key!r}{explain_unknown(key, fields)}")
+        elif key == "datasets":
+            values[key] = check_mixture(construct(node), path)
+        else:
+            values[key] = read_value(node, fields[key], f"{path}: {key}")
+    return values
+
+
+def read_nodes(path: str) -> dict[str, yaml.Node]:
+    """The top level of a recipe. Nodes hold scalars as they are written: YAML reads `no` as false and 1e-6 as text."""
     if not Path(path).is_file():
-        recipes = ", ".join(sorted(map(str, Path("recipes").glob("*.yaml"))))
-        folder = f"; run this from the project's folder, {PROJECT}" if (PROJECT / path).is_file() else ""
-        raise UserError(f"--config {path}: no such file" + (f"; recipes here: {recipes}" if recipes else folder))
+        hint = f"; run this from the project's folder, {PROJECT}" if (PROJECT / path).is_file() else ""
+        raise UserError(f"--config {path}: no such file{hint}")
     try:
-        text = Path(path).read_text()
-        typed, values, root = yaml.safe_load(text), yaml.load(text, _TextLoader), yaml.compose(text)
+        root = yaml.compose(Path(path).read_text(), yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML: {error}") from error
-    if not isinstance(values, dict):
+    if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path} holds no fields; a recipe is a YAML mapping such as 'beta: 5'")
-    keys = [key.value for key, _ in root.value]
-    if repeated := [key for key in keys if keys.count(key) > 1]:  # PyYAML takes the last without a word
-        raise UserError(f"{path}: {repeated[0]} is there {keys.count(repeated[0])} times; keep one")
-    set_environment(values.pop("env", None) or {}, path)
-    argv: list[str] = []
-    for key, value in values.items():
-        if key not in parser.fields:
-            raise UserError(f"{path}: unknown field {key!r}{explain_unknown(str(key), parser.fields)}")
-        action = parser.fields[key]
-        if key == "datasets":
-            parser.set_defaults(datasets=check_mixture(typed[key], path))
-        elif value is None or value == []:
-            if not (action.nargs == "+" if value == [] else action.default is None or key in _OPTIONAL):
-                raise UserError(f"{path}: {key} is empty; give it a value, or remove the line for the default")
-            parser.set_defaults(**{key: value})
-        elif isinstance(value, list):
-            if action.nargs != "+":
-                raise UserError(f"{path}: {key} is a list, {value}; it takes one value")
-            argv += [f"--{key}", *map(str, value)]
-        elif isinstance(value, dict):
-            argv.append(f"--{key}={json.dumps(typed[key])}")
-        else:
-            if "bool" in str(action.type) or "no" in (action.choices or ()):  # as YAML reads them
-                value = {"on": "yes", "off": "no"}.get(value.lower(), value)
-            argv.append(f"--{key}={value}")  # with = also a value that begins with a dash
-    return argv
+    nodes: dict[str, yaml.Node] = {}
+    for key, node in root.value:
+        if key.value in nodes:  # PyYAML would take the last one
+            raise UserError(f"{path}: {key.value} is given twice; keep one")
+        nodes[str(key.value)] = node
+    return nodes
 
 
-def set_environment(env: Any, recipe: str) -> None:
-    """Applies a recipe's `env` section, as TRL does."""
-    if not isinstance(env, dict):
-        raise UserError(f"{recipe}: env is {env!r}; it takes a mapping such as 'env: {{WANDB_PROJECT: x}}'")
-    for name, value in env.items():
-        if name.startswith("HF_"):  # huggingface_hub and datasets read theirs when they are imported
-            raise UserError(f"{recipe}: env: {name} would come too late; set it in the environment or in .env")
-        os.environ[name] = str(value)
+def read_value(node: yaml.Node, action: argparse.Action, where: str) -> Any:
+    """The value of a field: None, a list, or one value."""
+    if node.tag == _NULL:
+        if action.default is not None and action.dest not in _OPTIONAL:
+            raise UserError(f"{where} is empty; give it a value, or remove the line for the default")
+        return None
+    takes_list = action.nargs == "+"
+    if not isinstance(node, yaml.SequenceNode):
+        value = convert(node, action, where)
+        return [value] if takes_list else value
+    if not takes_list:
+        raise UserError(f"{where} is a list; it takes one value")
+    return [convert(item, action, where) for item in node.value]
+
+
+def convert(node: yaml.Node, action: argparse.Action, where: str) -> Any:
+    """One value, as argparse converts it on the command line; a mapping becomes JSON."""
+    text = node.value if isinstance(node, yaml.ScalarNode) else json.dumps(construct(node), default=str)
+    choices = list(action.choices or ())
+    if "bool" in str(action.type) or "no" in choices:  # on and off as YAML reads them
+        text = {"on": "yes", "off": "no"}.get(text.lower(), text)
+    try:
+        value = action.type(text)  # type: ignore[operator]
+    except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+        raise UserError(f"{where}: {text!r} is invalid: {error}") from error
+    if choices and value not in choices:
+        raise UserError(f"{where}: {text!r} is unknown; choose one of {', '.join(map(repr, choices))}")
+    return value
+
+
+def construct(node: yaml.Node) -> Any:
+    """A node's value, typed by YAML's rules."""
+    return yaml.SafeLoader("").construct_document(node)
+
+
+def set_environment(node: yaml.Node, recipe: str) -> None:
+    """Applies a recipe's `env` section."""
+    if node.tag == _NULL:
+        return
+    if not isinstance(node, yaml.MappingNode):
+        raise UserError(f"{recipe}: env is {node.value!r}; it takes a mapping such as 'env: {{WANDB_PROJECT: x}}'")
+    for name, value in node.value:
+        if name.value.startswith("HF_"):  # huggingface_hub and datasets read theirs when they are imported
+            raise UserError(f"{recipe}: env: {name.value} would come too late; set it in the environment or in .env")
+        os.environ[name.value] = str(value.value)
 
 
 def check_mixture(datasets: Any, recipe: str) -> list[dict]:
     """A recipe's `datasets`: TRL's DatasetConfig as mappings, each with a path."""
-    if not isinstance(datasets, list) or not all(isinstance(d, dict) and d.get("path") for d in datasets):
-        raise UserError(f"{recipe}: datasets must be a list of mappings, each with a path")
-    for entry in datasets:
-        for key, value in entry.items():
-            check_known(f"{recipe}: datasets:", key, {f.name for f in dataclasses.fields(DatasetConfig)})
-            if key in ("path", "name", "split") and not isinstance(value, str | None):
-                raise UserError(f"{recipe}: datasets: {key} is {value!r}, which is no text; put it in quotes")
-    fractions = [entry.get("fraction") for entry in datasets]
-    if any(f is not None for f in fractions) and not all(type(f) in (int, float) and f > 0 for f in fractions):
+    try:
+        fractions = [DatasetConfig(**entry).fraction for entry in datasets]
+    except TypeError as error:
+        raise UserError(f"{recipe}: datasets must be a list of mappings, each with a path: {error}") from error
+    given = [fraction for fraction in fractions if fraction is not None]
+    if given and (len(given) < len(fractions) or not all(type(f) in (int, float) and f > 0 for f in given)):
         raise UserError(f"{recipe}: datasets: fraction {fractions} must be above 0 in all entries or in none")
     return datasets
 
@@ -368,14 +363,17 @@ def resolve_precision(namespace: Any) -> None:
 
 
 def resolve_fitted(namespace: Any) -> list[str]:
-    """Fills in pairs per device and gradient checkpointing where they are not given, and returns the fields of these
-    that fit_memory is to choose; until then they hold what needs the least memory."""
-    fitted, checkpointing = [], ["gradient_checkpointing", "activation_checkpointing"]
+    """The fields that fit_memory chooses: of pairs per device and gradient checkpointing those that are not given.
+
+    Sets them to what needs the least memory until then, or, without fit_memory, to their defaults.
+    """
+    fitted = []
     if namespace.per_device_train_batch_size is None:
         fitted += ["per_device_train_batch_size", "gradient_accumulation_steps"]
         namespace.per_device_train_batch_size = 1 if namespace.fit_memory else TrainConfig.per_device_train_batch_size
-    if all(getattr(namespace, name) is None for name in checkpointing):
-        fitted += [name + suffix for name in checkpointing for suffix in ("", "_kwargs")]
+    if namespace.gradient_checkpointing is None and namespace.activation_checkpointing is None:
+        fitted += ["gradient_checkpointing", "gradient_checkpointing_kwargs"]
+        fitted += ["activation_checkpointing", "activation_checkpointing_kwargs"]
         namespace.gradient_checkpointing = True
     return fitted if namespace.fit_memory else []
 

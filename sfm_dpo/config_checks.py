@@ -1,13 +1,13 @@
 """Checks of a configuration before any model or data is loaded: ranges, combinations, what is installed."""
 
+import argparse
 import importlib.util
 import inspect
 import json
 import math
 import os
 import re
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,21 +18,18 @@ from transformers.utils import is_flash_attn_2_available
 
 from sfm_dpo.common.errors import UserError, nearest
 
-# Losses whose log-ratios are means over response tokens; the others in TRL use sums.
-LENGTH_NORMALIZED_LOSSES = {"sigmoid_norm", "ipo"}
-
-
-def main_loss(loss_types: list[str]) -> str:
-    """The loss of a mixture on whose scale rewards are logged: the first that compares the two responses."""
-    return next((loss for loss in loss_types if loss != "sft"), "sft")
-
-
 LOSS_TYPES = (
     "sigmoid sigmoid_norm hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down "
     "discopop sft"
 ).split()
+# Losses whose log-ratios are means over response tokens; the others in TRL use sums.
+LENGTH_NORMALIZED_LOSSES = {"sigmoid_norm", "ipo"}
 
-# (test, what a value must be, fields); null passes every test
+HELD_OUT = "eval"  # the pairs of eval_fraction, beside the names of eval_datasets
+EVAL_METRICS = """loss rewards/chosen rewards/rejected rewards/margins rewards/average rewards/accuracies logps/chosen
+    logps/rejected logps/accuracies logits/chosen logits/rejected entropy mean_token_accuracy""".split()
+
+# (what holds for a good value, in words, fields); a field without a value is not checked
 _RANGES = [
     (
         lambda v: v >= 1,
@@ -43,7 +40,7 @@ _RANGES = [
     ),
     (lambda v: v >= 2, "at least 2", "max_length"),
     (lambda v: v >= 2, "at least 2: with 1, a kill while saving can leave no complete checkpoint", "save_total_limit"),
-    (lambda v: v > 0, "above 0", "beta learning_rate memory_gib"),
+    (lambda v: v > 0, "above 0", "beta learning_rate memory_gib num_train_epochs"),
     (lambda v: v > 0, "above 0 (below 1: a share of all steps)", "save_steps logging_steps eval_steps"),
     (
         lambda v: v >= 0,
@@ -54,7 +51,6 @@ _RANGES = [
     (lambda v: 0 <= v < 1, "at least 0 and below 1", "eval_fraction"),
     (lambda v: 0 <= v < 2**32, "at least 0 and below 2**32", "seed"),
 ]
-
 
 # Fields of TRL and Transformers that do not work in training, metrics, guard, preflight and resume alike
 REFUSED = {
@@ -71,30 +67,108 @@ REFUSED = {
 }
 
 
-HELD_OUT = "eval"  # the pairs of eval_fraction, beside the names of eval_datasets
-EVAL_METRICS = """loss rewards/chosen rewards/rejected rewards/margins rewards/average rewards/accuracies logps/chosen
-    logps/rejected logps/accuracies logits/chosen logits/rejected entropy mean_token_accuracy""".split()
+def main_loss(loss_types: list[str]) -> str:
+    """The loss of a mixture on whose scale rewards are logged: the first that compares the two responses."""
+    return next((loss for loss in loss_types if loss != "sft"), "sft")
 
 
-def read_eval_sets(text: str | None) -> dict[str, dict[str, str]]:
-    """`eval_datasets`: by name the path of each set, and its configuration `name` and `split` where given.
+def find_conflicts(c: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Fields whose value is wrong beside the others, each with what to do."""
+    if not c.model_name_or_path:
+        yield "model_name_or_path", "give a Hub id or a folder"
+    if not c.dataset_name and not c.datasets:
+        yield "dataset_name", "give a Hub id, a .json/.jsonl/.parquet file or a folder"
+    if c.dataset_name and c.datasets:
+        yield "dataset_name", "datasets is set as well; keep one of them"
+    if c.max_prompt_length and c.max_length and c.max_prompt_length >= c.max_length:
+        yield "max_prompt_length", f"must be below max_length {c.max_length}, or no token is left for the response"
+    if not c.loss_type:
+        yield "loss_type", "is empty; name at least one loss"
+    summed = [loss for loss in c.loss_type if loss not in {*LENGTH_NORMALIZED_LOSSES, "sft"}]
+    if summed and c.beta >= 1 and not c.allow_unnormalized_beta:
+        stiffer = f"loss_type {summed[0]} sums over tokens, so it is as many times stiffer as a response has tokens"
+        yield "beta", f"{stiffer}; use loss_type sigmoid_norm, or beta 0.1, or allow_unnormalized_beta: true"
+    if c.prefix_sharing and not c.padding_free:
+        yield "prefix_sharing", "needs padding_free: true"
+    if c.fp16 and c.use_cpu:
+        yield "fp16", "no GPU is visible; on CPU leave it out"
+    sharded = "true" in (os.environ.get("ACCELERATE_USE_DEEPSPEED"), os.environ.get("ACCELERATE_USE_FSDP"))
+    if c.dtype in ("bfloat16", "float16") and not sharded and not c.use_peft:
+        rounded = (
+            f"no fp32 master weights without DeepSpeed or FSDP, so updates at lr {c.learning_rate:g} round to zero"
+        )
+        yield "dtype", f"{rounded}; remove dtype (bf16: true still computes in bf16)"
+    if c.fit_memory and c.deepspeed:
+        yield "deepspeed", "fit_memory: true needs accelerate launch --config_file"
+    steps = c.profile_steps
+    if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+        yield "profile_steps", "must be the first and the last step to profile, for instance [10, 12]"
+    if c.guard_generations and not c.eval_fraction:
+        yield "guard_generations", "needs prompts: set eval_fraction"
+    if c.logging_strategy == "no" and c.guard != "skip":
+        yield "logging_strategy", "the guard reads the log; remove it, or set guard: skip"
+    if c.eval_strategy != "no" and not c.eval_fraction and not c.eval_datasets:
+        yield "eval_strategy", "nothing is held out; set eval_fraction, for instance 0.02, or eval_datasets"
+    if c.save_strategy == "best":
+        yield "save_strategy", "a run could not be resumed; set load_best_model_at_end"
+    if c.metric_for_best_model or c.load_best_model_at_end:
+        if not c.eval_strategy == c.save_strategy != "no":
+            yield (
+                "eval_strategy",
+                f"the best checkpoint must be an evaluated one; set save_strategy's value, {c.save_strategy}",
+            )
+        if c.save_strategy == "steps" and (c.eval_steps or c.logging_steps) != c.save_steps:
+            yield "eval_steps", f"each evaluated step must be a checkpoint; set it to save_steps, {c.save_steps:g}"
+
+
+def find_missing(c: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Fields that this machine cannot satisfy, each with what to do."""
+    if c.attn_implementation == "flash_attention_2" and not is_flash_attn_2_available():
+        yield "attn_implementation", "needs flash-attn and a GPU; remove it: padding_free: true needs no such package"
+    if c.use_cpu and c.flash_attention != "auto":
+        yield "flash_attention", "is a kernel of GPUs; on the CPU remove it"
+    if c.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
+        yield "load_in_4bit", "bitsandbytes is not installed; pip install bitsandbytes, or remove it"
+    launched = "LOCAL_RANK" in os.environ or any(name.startswith("ACCELERATE_USE_") for name in os.environ)
+    if c.deepspeed and not launched:
+        yield "deepspeed", "no launcher started this process; use accelerate launch --config_file ..., which brings it"
+
+
+def check_fields(namespace: argparse.Namespace, world_size: int) -> None:
+    """Ranges and combinations that argparse cannot see, once the precision is resolved.
 
     Raises:
-        UserError: names the set and what is wrong with it.
+        UserError: names the field, its value and what to do.
     """
-    try:
-        sets = {name: {"path": v} if isinstance(v, str) else dict(v) for name, v in json.loads(text or "{}").items()}
-        if not all(isinstance(v, str) for entry in sets.values() for v in (entry["path"], *entry.values())):
-            raise ValueError
-    except (ValueError, TypeError, AttributeError, KeyError) as error:
-        remedy = "must be a mapping of names to sets, such as {math: math.jsonl, code: {path: org/set, split: test}}"
-        raise UserError(f"eval_datasets {text}: {remedy}") from error
-    for name, entry in sets.items():
-        if not re.fullmatch(r"[\w-]+", name) or name in (HELD_OUT, "train"):
-            raise UserError(f"eval_datasets {name}: give a name of letters and digits other than {HELD_OUT} and train")
-        for key in entry:
-            check_known(f"eval_datasets {name}:", key, ("path", "name", "split"))
-    return sets
+    values = vars(namespace)
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{name} {value}: must be a finite number")
+    for is_good, words, names in _RANGES:
+        for name in names.split():
+            if values[name] is not None and not is_good(values[name]):
+                raise UserError(f"{name} {values[name]}: must be {words}")
+    for name, remedy in REFUSED.items():
+        if values[name]:
+            raise UserError(f"{name} {values[name]}: {remedy}")
+    for loss in namespace.loss_type:
+        check_known("loss_type", loss, LOSS_TYPES)
+    for name, remedy in find_conflicts(namespace):
+        raise UserError(f"{name} {values[name]}: {remedy}")
+    sets = read_eval_sets(namespace.eval_datasets)
+    if namespace.metric_for_best_model or namespace.load_best_model_at_end:
+        prefixes = [f"eval_{name}_" for name in sets]
+        if namespace.eval_fraction:
+            prefixes.append("eval_")
+        metric = (namespace.metric_for_best_model or "loss").removeprefix("eval_")
+        known = [prefix + name for prefix in prefixes for name in EVAL_METRICS]
+        check_known("metric_for_best_model", f"eval_{metric}", known)
+    check_batch(
+        namespace.global_batch_size,
+        namespace.per_device_train_batch_size,
+        world_size,
+        namespace.gradient_accumulation_steps,
+    )
 
 
 def check_known(field: str, name: Any, known: Iterable[str]) -> None:
@@ -104,107 +178,42 @@ def check_known(field: str, name: Any, known: Iterable[str]) -> None:
         raise UserError(f"{field} {name}: is unknown{near}")
 
 
-def check_fields(namespace: Any, world_size: int) -> None:
-    """Ranges and combinations that argparse cannot see, once the precision is resolved.
+def read_eval_sets(text: str | None) -> dict[str, dict[str, str]]:
+    """`eval_datasets`: by name the path of each set, and its configuration `name` and `split` where given.
 
     Raises:
-        UserError: names the field, its value and what to do.
+        UserError: names the set and what is wrong with it.
     """
-    ns = namespace
-
-    def require(ok: Any, name: str, remedy: str) -> None:
-        if not ok:
-            raise UserError(f"{name} {getattr(ns, name)}: {remedy}")
-
-    for name, value in vars(ns).items():
-        require(not isinstance(value, float) or math.isfinite(value), name, "must be a finite number")
-    for test, remedy, names in _RANGES:
-        for name in names.split():
-            require(getattr(ns, name) is None or test(getattr(ns, name)), name, f"must be {remedy}")
-    if ns.max_prompt_length and ns.max_length:
-        remedy = f"must be below max_length {ns.max_length}, or no token is left for the response"
-        require(ns.max_prompt_length < ns.max_length, "max_prompt_length", remedy)
-    if ns.guard_generations:
-        require(ns.eval_fraction, "guard_generations", "needs prompts: set eval_fraction")
-        require(ns.guard != "skip", "guard_generations", "guard is skip; set guard: warn")
-    if ns.profile_steps is not None:
-        ordered = len(ns.profile_steps) == 2 and 1 <= ns.profile_steps[0] <= ns.profile_steps[1]
-        require(ordered, "profile_steps", "must be the first and the last step to profile, for instance [10, 12]")
-        reached = ns.max_steps < 1 or ns.profile_steps[1] <= ns.max_steps
-        require(reached, "profile_steps", f"the run ends at step {ns.max_steps} (max_steps)")
-    require(ns.fit_memory or ns.memory_gib is None, "memory_gib", "is the limit of fit_memory; set fit_memory: true")
-    require(
-        not (ns.fit_memory and ns.deepspeed), "deepspeed", "fit_memory: true needs accelerate launch --config_file"
-    )
-    if ns.push_to_hub and ns.save_strategy == "no":
-        require(ns.hub_strategy == "end", "hub_strategy", "save_strategy is no; set hub_strategy: end")
-    require(ns.padding_free or not ns.prefix_sharing, "prefix_sharing", "needs padding_free: true")
-    require(ns.num_train_epochs > 0 or ns.max_steps > 0, "num_train_epochs", "must be above 0")
-    remedy = "nothing is held out; set eval_fraction, for instance 0.02, or eval_datasets"
-    sets = read_eval_sets(ns.eval_datasets)
-    require(ns.eval_strategy == "no" or ns.eval_fraction or sets, "eval_strategy", remedy)
-    require(ns.save_strategy != "best", "save_strategy", "nothing to go on from between; set load_best_model_at_end")
-    if ns.metric_for_best_model or ns.load_best_model_at_end:
-        prefixes = [*(["eval_"] if ns.eval_fraction else []), *(f"eval_{name}_" for name in sets)]
-        metric = f"eval_{(ns.metric_for_best_model or 'loss').removeprefix('eval_')}"
-        check_known("metric_for_best_model", metric, [prefix + name for prefix in prefixes for name in EVAL_METRICS])
-        remedy = f"the best checkpoint must be an evaluated one; set it to save_strategy's value, {ns.save_strategy}"
-        require(ns.eval_strategy == ns.save_strategy != "no", "eval_strategy", remedy)
-        remedy = f"each evaluated step must be a checkpoint; set it to save_steps, {ns.save_steps:g}"
-        same = ns.save_strategy != "steps" or (ns.eval_steps or ns.logging_steps) == ns.save_steps
-        require(same, "eval_steps", remedy)
-    for name, remedy in REFUSED.items():
-        require(not getattr(ns, name), name, remedy)
-    logged = ns.logging_strategy != "no" or ns.guard == "skip"
-    require(logged, "logging_strategy", "the guard reads the log; remove it, or set guard: skip")
-    checkpoint_exists = ns.resume_from_checkpoint is None or Path(ns.resume_from_checkpoint).is_dir()
-    remedy = "no such checkpoint; remove it to go on from the newest one in output_dir"
-    require(checkpoint_exists, "resume_from_checkpoint", remedy)
-    if not ns.model_name_or_path:
-        raise UserError("model_name_or_path is missing: give a Hub id or a folder")
-    if not ns.dataset_name and not ns.datasets:
-        raise UserError("dataset_name is missing: give a Hub id, a .json/.jsonl/.parquet file or a folder")
-    if ns.dataset_name and ns.datasets:
-        raise UserError("dataset_name and datasets are both set: keep one of them")
-
-    weights = ns.loss_weights or []
-    require(all(0 < weight < math.inf for weight in weights), "loss_weights", "must be above 0 and finite")
-    require(ns.loss_type, "loss_type", "is empty; name at least one loss")
-    for loss in ns.loss_type:
-        check_known("loss_type", loss, LOSS_TYPES)
-    summed = [loss for loss in ns.loss_type if loss not in {*LENGTH_NORMALIZED_LOSSES, "sft"}]
-    if ns.beta >= 1 and summed and not ns.allow_unnormalized_beta:
-        raise UserError(
-            f"beta {ns.beta:g} with loss_type {summed[0]}: this loss uses sums over tokens, so it is stiffer than "
-            "OLMo's length-normalised one by the length of the response; use loss_type sigmoid_norm, or beta 0.1, or "
-            "say allow_unnormalized_beta: true if it is meant"
-        )
-
-    require(not ns.fp16 or not ns.use_cpu, "fp16", "no GPU is visible; on CPU leave it out")
-    sharded = "true" in (os.environ.get("ACCELERATE_USE_DEEPSPEED"), os.environ.get("ACCELERATE_USE_FSDP"))
-    if ns.dtype in ("bfloat16", "float16") and not sharded and not ns.use_peft:
-        raise UserError(
-            f"dtype {ns.dtype} without DeepSpeed or FSDP: there are no fp32 master weights, so updates at lr "
-            f"{ns.learning_rate:g} round to zero; remove dtype (bf16: true still computes in bf16)"
-        )
-    check_batch(ns.global_batch_size, ns.per_device_train_batch_size, world_size, ns.gradient_accumulation_steps)
+    remedy = "must be a mapping of names to sets, such as {math: math.jsonl, code: {path: org/set, split: test}}"
+    try:
+        given = json.loads(text or "{}").items()
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"eval_datasets {text}: {remedy}") from error
+    sets = {}
+    for name, entry in given:
+        if not re.fullmatch(r"[\w-]+", name) or name in (HELD_OUT, "train"):
+            raise UserError(f"eval_datasets {name}: give a name of letters and digits other than {HELD_OUT} and train")
+        sets[name] = {"path": entry} if isinstance(entry, str) else entry
+        if not isinstance(sets[name], dict) or "path" not in sets[name]:
+            raise UserError(f"eval_datasets {text}: {remedy}")
+        for key in sets[name]:
+            check_known(f"eval_datasets {name}:", key, ("path", "name", "split"))
+    return sets
 
 
 def check_batch(total: int, per_device: int, world_size: int, accumulation: int) -> None:
     """The global batch must be a multiple of what the processes take at once; an error offers what would be."""
     unit = per_device * world_size
     if total % unit:
-        per_rank = [n for n in range(1, total + 1) if total % (n * world_size) == 0]
-        worlds = [n for n in range(1, 129) if total % (per_device * n) == 0]
         lower = total // unit * unit
-        offers = {
-            "per_device_train_batch_size {}": ", ".join(map(str, per_rank[:8])),
-            "global_batch_size {}": " or ".join(str(n) for n in (lower, lower + unit) if n),
-            "{} process(es)": ", ".join(map(str, worlds[:8])),
-        }
+        totals = [str(n) for n in (lower, lower + unit) if n]
+        sizes = [str(n) for n in range(1, total + 1) if total % (n * world_size) == 0]
+        offer = f"global_batch_size {' or '.join(totals)}"
+        if sizes:
+            offer += f"; per_device_train_batch_size {', '.join(sizes[:8])}"
         raise UserError(
             f"global_batch_size {total} is not a multiple of per_device_train_batch_size {per_device} x {world_size} "
-            f"process(es); these work: {'; '.join(text.format(n) for text, n in offers.items() if n)}"
+            f"process(es); these work: {offer}"
         )
     if accumulation not in (1, total // unit):
         raise UserError(
@@ -213,38 +222,17 @@ def check_batch(total: int, per_device: int, world_size: int, accumulation: int)
         )
 
 
-def check_machine(namespace: Any) -> None:
+def check_machine(namespace: argparse.Namespace) -> None:
     """Whether what is asked for is installed here and known to its library. For commands that compute.
 
     Raises:
         UserError: names the field, its value and what to do.
     """
-    ns = namespace
-    if ns.attn_implementation and "/" not in ns.attn_implementation:  # with a slash it is a kernel of the Hub
-        check_known("attn_implementation", ns.attn_implementation, {"eager", *ALL_ATTENTION_FUNCTIONS})
-        if ns.attn_implementation == "flash_attention_2" and not is_flash_attn_2_available():
-            raise UserError(
-                "attn_implementation flash_attention_2: flash-attn is not installed, or no GPU is visible; remove it: "
-                "padding_free: true needs no such package"
-            )
-    if ns.use_cpu and ns.flash_attention != "auto":
-        raise UserError(f"flash_attention {ns.flash_attention}: is a kernel of GPUs; on the CPU remove it")
-    for name in ("load_in_4bit", "load_in_8bit"):
-        if getattr(ns, name) and importlib.util.find_spec("bitsandbytes") is None:
-            raise UserError(f"{name} True: bitsandbytes is not installed; pip install bitsandbytes, or remove it")
-    launched = "LOCAL_RANK" in os.environ or any(name.startswith("ACCELERATE_USE_") for name in os.environ)
-    if ns.deepspeed and not launched:
-        raise UserError(
-            f"deepspeed {ns.deepspeed}: no launcher started this process; remove it and run accelerate launch "
-            "--config_file ..., which brings it"
-        )
-    if ns.torch_compile_backend:
-        known = torch._dynamo.list_backends(exclude_tags=())
-        check_known("torch_compile_backend", ns.torch_compile_backend, known)
-    if ns.torch_compile_mode:
-        check_known("torch_compile_mode", ns.torch_compile_mode, {"default", *torch._inductor.list_mode_options()})
-    if ns.optim_args and any(pair.count("=") != 1 for pair in ns.optim_args.split(",")):
-        raise UserError(f"optim_args {ns.optim_args}: must be name=value, several joined by commas")
+    kernel = namespace.attn_implementation
+    if kernel and "/" not in kernel:  # with a slash it is a kernel of the Hub
+        check_known("attn_implementation", kernel, {"eager", *ALL_ATTENTION_FUNCTIONS})
+    for name, remedy in find_missing(namespace):
+        raise UserError(f"{name} {getattr(namespace, name)}: {remedy}")
 
 
 def check_mappings(args: Any) -> None:
@@ -257,17 +245,12 @@ def check_mappings(args: Any) -> None:
         value = getattr(args, name)
         if not isinstance(value, dict | None):
             raise UserError(f"{name} {value}: must be a mapping such as {{a: 1}}")
-    kwargs = args.model_init_kwargs or {}
-    kernel = kwargs.get("attn_implementation")
-    if kwargs.get("use_kernels") and importlib.util.find_spec("kernels") is None:
-        raise UserError("model_init_kwargs use_kernels: kernels is not installed; pip install kernels, or remove it")
-    if not isinstance(kernel, str | None):
-        raise UserError(f"attn_implementation {kernel}: must be the name of a kernel")
+    known = set(inspect.signature(checkpoint).parameters) - {"function", "args", "kwargs"} | {"every_n_layers"}
     for key in args.gradient_checkpointing_kwargs or {}:
-        known = set(inspect.signature(checkpoint).parameters) - {"function", "args", "kwargs"} | {"every_n_layers"}
         check_known("gradient_checkpointing_kwargs", key, known)
     if args.lr_scheduler_kwargs:
-        schedule, name = args.lr_scheduler_kwargs, args.lr_scheduler_type.value
+        schedule = args.lr_scheduler_kwargs
+        name = args.lr_scheduler_type.value
         try:  # on an optimizer that trains nothing
             get_scheduler(name, torch.optim.SGD([torch.zeros(1)]), 1, 2, schedule)
         except (TypeError, ValueError) as error:
