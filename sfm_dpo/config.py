@@ -187,7 +187,7 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
         os.environ["HF_TOKEN"] = namespace.hub_token
         namespace.hub_token = None
     namespace.report_to, tracking = resolve_report_to(namespace.report_to)
-    parts = []
+    parts: list[Any] = []
     try:
         get_peft_config(namespace)  # checks the LoRA fields
         for cls in DATACLASSES:
@@ -197,7 +197,8 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
         raise UserError(f"a field that takes a JSON mapping holds {error.doc!r}: {error.msg}") from error
     except (ValueError, TypeError, AttributeError, ImportError, OSError) as error:
         raise UserError(str(error)) from error
-    config = Config(*parts, [tracking], micro_batch, fitted)  # type: ignore[arg-type]
+    train, model, data = parts
+    config = Config(train, model, data, [tracking], micro_batch, fitted)
     check_mappings(config.train)
     target = config.model.lora_target_modules
     if isinstance(target, str) and target.isidentifier():  # TRL's form of a single name, a pattern to PEFT
@@ -294,10 +295,11 @@ def convert(node: yaml.Node, action: argparse.Action, where: str) -> Any:
     """One value, as argparse converts it on the command line; a mapping becomes JSON."""
     text = node.value if isinstance(node, yaml.ScalarNode) else json.dumps(construct(node), default=str)
     choices = list(action.choices or ())
+    to_type: Any = action.type
     if "bool" in str(action.type) or "no" in choices:  # on and off as YAML reads them
         text = {"on": "yes", "off": "no"}.get(text.lower(), text)
     try:
-        value = action.type(text)  # type: ignore[operator]
+        value = to_type(text)
     except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
         raise UserError(f"{where}: {text!r} is invalid: {error}") from error
     if choices and value not in choices:

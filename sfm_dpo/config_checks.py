@@ -86,18 +86,16 @@ def find_conflicts(c: argparse.Namespace) -> Iterator[tuple[str, str]]:
         yield "loss_type", "is empty; name at least one loss"
     summed = [loss for loss in c.loss_type if loss not in {*LENGTH_NORMALIZED_LOSSES, "sft"}]
     if summed and c.beta >= 1 and not c.allow_unnormalized_beta:
-        stiffer = f"loss_type {summed[0]} sums over tokens, so it is as many times stiffer as a response has tokens"
-        yield "beta", f"{stiffer}; use loss_type sigmoid_norm, or beta 0.1, or allow_unnormalized_beta: true"
+        why = f"with loss_type {summed[0]} this loss uses sums over tokens, some fifty times stiffer than OLMo's means"
+        yield "beta", f"{why}; use loss_type sigmoid_norm, or beta 0.1, or allow_unnormalized_beta: true"
     if c.prefix_sharing and not c.padding_free:
         yield "prefix_sharing", "needs padding_free: true"
     if c.fp16 and c.use_cpu:
         yield "fp16", "no GPU is visible; on CPU leave it out"
     sharded = "true" in (os.environ.get("ACCELERATE_USE_DEEPSPEED"), os.environ.get("ACCELERATE_USE_FSDP"))
     if c.dtype in ("bfloat16", "float16") and not sharded and not c.use_peft:
-        rounded = (
-            f"no fp32 master weights without DeepSpeed or FSDP, so updates at lr {c.learning_rate:g} round to zero"
-        )
-        yield "dtype", f"{rounded}; remove dtype (bf16: true still computes in bf16)"
+        why = f"without DeepSpeed or FSDP: there are no fp32 master weights; updates of {c.learning_rate:g} round to 0"
+        yield "dtype", f"{why}; remove dtype (bf16: true still computes in bf16)"
     if c.fit_memory and c.deepspeed:
         yield "deepspeed", "fit_memory: true needs accelerate launch --config_file"
     steps = c.profile_steps

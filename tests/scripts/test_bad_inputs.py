@@ -168,7 +168,7 @@ CASES = {
         (f"{RECIPE} --json {{kit}}/no/x.json", "its folder does not exist"),
     ],
     "prefetch": [
-        ("--config {kit}/nothing.yaml", "nothing.yaml: no such file; recipes here: recipes/"),
+        ("--config {kit}/nothing.yaml", "nothing.yaml: no such file"),
         ("--model_name_or_path 'a b' --dataset_name {kit}/pairs.jsonl", "model_name_or_path a b: cannot be fetched"),
     ],
     "status": [
