@@ -6,7 +6,7 @@
     python scripts/generate.py my-org/my-model --base "" < prompts.txt       answers to lines, without a base model
 
 MODEL is a run, a checkpoint, or any folder or Hub id of a model with a chat template. In a chat each model sees its
-own earlier answers, and /new forgets them. Answers are greedy: the same each time.
+own earlier answers. Answers are greedy: the same each time.
 """
 
 import sys
@@ -63,13 +63,12 @@ def main(argv: list[str]) -> None:
     chat = not options.prompts and sys.stdin.isatty()
     print(side_by_side("base", "trained") if base else options.model, flush=True)
     for prompt in map(str.strip, options.prompts or (iter(read_prompt, None) if chat else sys.stdin)):
-        if not chat or prompt == "/new":
-            for model in models:
-                model.turns.clear()
-        if prompt in ("", "/new"):
+        if not prompt:
             continue
         if not chat:
             print(f"\nQ: {prompt}")
+            for model in models:
+                model.turns.clear()
         answers = [model.answer(prompt, options.max_new_tokens) for model in models]
         print(side_by_side(answers[0], answers[-1], max_lines=1000) if base else answers[0], flush=True)
 

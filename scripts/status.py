@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Shows the state of every run under outputs/, or under the folders given.
 
-    python scripts/status.py [RUN_OR_FOLDER ...] [--watch [SECONDS]] [--json]
+    python scripts/status.py [RUN_OR_FOLDER ...] [--json]
 
 state       as in status.json; `died`: running by its own word, but its job or process is gone; `stale`: nothing was
             written for half an hour
@@ -15,13 +15,11 @@ Below it the table of a sweep, where a folder given is one (scripts/sweep.py).
 
 import json
 import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 
-from sfm_dpo.common.cli import Arguments, command, number
+from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.run.status import describe_runs, format_runs
 
@@ -30,26 +28,21 @@ from sfm_dpo.run.status import describe_runs, format_runs
 def main(argv: list[str]) -> None:
     parser = Arguments(description=__doc__)
     parser.add_argument("folders", nargs="*", default=["outputs"])
-    parser.add_argument("--watch", nargs="?", type=number(float, 0.1, 86400), const=10.0, metavar="SECONDS")
     parser.add_argument("--json", action="store_true", help="a list of mappings, for programs")
     options = parser.parse_args(argv)
     if missing := [folder for folder in options.folders if not Path(folder).is_dir()]:
         hint = "; name the folder of your runs, or run this from the project's" if missing == ["outputs"] else ""
         raise UserError(f"{missing[0]}: no such folder{hint}")
-    with suppress(KeyboardInterrupt):  # the way to end --watch
-        while True:
-            runs = describe_runs(options.folders)
-            text = json.dumps(runs, indent=2) if options.json else format_runs(runs) if runs else "no runs here"
-            clear = "\033[2J\033[H" if options.watch and sys.stdout.isatty() else ""
-            print(f"{clear}{text}", flush=True)
-            for grid in () if options.json else (Path(folder) / "grid.yaml" for folder in options.folders):
-                if grid.is_file():
-                    from sfm_dpo.jobs.sweep import format_sweep, read_grid  # these take seconds to import
+    runs = describe_runs(options.folders)
+    if options.json:
+        print(json.dumps(runs, indent=2))
+        return
+    print(format_runs(runs) if runs else "no runs here")
+    for grid in (Path(folder) / "grid.yaml" for folder in options.folders):
+        if grid.is_file():
+            from sfm_dpo.jobs.sweep import format_sweep, read_grid  # these take seconds to import
 
-                    print(f"\n{format_sweep(read_grid(grid))}")
-            if not options.watch:
-                return
-            time.sleep(options.watch)
+            print(f"\n{format_sweep(read_grid(grid))}")
 
 
 if __name__ == "__main__":

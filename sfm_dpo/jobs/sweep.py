@@ -133,8 +133,9 @@ def rank_settings(grid: Grid) -> list[Setting]:
     if known and grid.rank_by not in known:
         offer = sorted(name for name in known if name.startswith("eval_") or "/" in name)
         raise UserError(f"rank_by {grid.rank_by}: no run has it; choose one of {', '.join(offer)}")
-    sign = 1 if LOWER_IS_BETTER.search(grid.rank_by) else -1
-    return sorted(settings.values(), key=lambda s: sign * mean(s.metric.values()) if s.metric else math.inf)
+    ranked = [setting for setting in settings.values() if setting.metric]
+    ranked.sort(key=lambda setting: mean(setting.metric.values()), reverse=not LOWER_IS_BETTER.search(grid.rank_by))
+    return ranked + [setting for setting in settings.values() if not setting.metric]
 
 
 def read_metrics(run: dict[str, Any]) -> dict[str, float]:

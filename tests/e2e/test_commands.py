@@ -38,7 +38,6 @@ ELSEWHERE = {
     r"accelerate launch|accelerate launch --config_file accelerate_config.yaml train_dpo.py": "4 GPUs",
     r"python scripts/parity.py --config R": "as with recipes/demo.yaml; it compiles for 20 seconds",
     r"accelerate launch --main_process_port 29600": "every start of two processes here chooses a port",
-    r"python scripts/status.py --watch": "tests/run/test_status.py: it never ends",
     r".*python bench/throughput.py.* --rounds 3.*": "half an hour, as docs/speed.md says; test_bench.py runs --quick",
     r"python scripts/analyze_dataset.py pairs.jsonl --against .*": "test_analyze.py",
     r"python train_dpo.py .* --drop_contaminated .*": "tests/data/test_pair_faults.py",

@@ -29,18 +29,9 @@ DATA = "{kit}/pairs.jsonl --model_name_or_path {kit}/model"
 RUN = "{kit}/run"
 
 
-def with_file(name: str, content: bytes | str | dict | None) -> Callable[[Path], None]:
-    """A change to a folder: file `name` gets this content; None removes it, a mapping puts a folder in its place."""
-
-    def change(folder: Path) -> None:
-        if content is None or isinstance(content, dict):
-            (folder / name).unlink()
-            if content is not None:
-                (folder / name).mkdir()
-        else:
-            (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-
-    return change
+def with_file(name: str, content: bytes | str) -> Callable[[Path], None]:
+    """A change to a folder: file `name` gets this content."""
+    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 def with_config(field: str, value: object) -> Callable[[Path], None]:
@@ -49,6 +40,10 @@ def with_config(field: str, value: object) -> Callable[[Path], None]:
         path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
 
     return change
+
+
+def without_file(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
 
 
 def as_shards(index: str) -> Callable[[Path], None]:
@@ -64,31 +59,25 @@ LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n"
 MODELS = {
     "config_type": with_config("hidden_size", "64"),
     "config_heads": with_config("hidden_size", 63),
-    "config_list": with_file("config.json", "[]"),
     "config_cut": with_file("config.json", '{"model_type": '),
     "more_layers": with_config("num_hidden_layers", 4),
     "other_size": with_config("intermediate_size", 97),
     "unknown_type": with_file("config.json", '{"model_type": "lama"}'),
     "generation_list": with_file("generation_config.json", "[]"),
-    "tokenizer_list": with_file("tokenizer.json", "[]"),
     "tokenizer_noise": with_file("tokenizer.json", NOISE),
     "tokenizer_config_list": with_file("tokenizer_config.json", "[]"),
     "template_syntax": with_file("chat_template.jinja", "{% for m in messages %}{{ m['content'] }"),
     "template_refuses": with_file("chat_template.jinja", "{{ raise_exception('no') }}"),
     "weights_cut": with_file("model.safetensors", NOISE),
     "weights_lfs": with_file("model.safetensors", LFS),
-    "weights_folder": with_file("model.safetensors", {}),
-    "index_cut": as_shards('{"weight_map": {"a'),
     "index_without_map": as_shards("{}"),
 }
 RUNS = {
     "status_cut": with_file("status.json", '{"state": "do'),
-    "status_list": with_file("status.json", "[1]"),
     "config_noise": with_file("resolved_config.yaml", NOISE),
     "config_list": with_file("resolved_config.yaml", "- a\n"),
-    "config_empty": with_file("resolved_config.yaml", ""),
     "state_list": with_file("trainer_state.json", "[1]"),
-    "unmarked": with_file("checkpoint-2/complete.json", None),
+    "unmarked": without_file("checkpoint-2/complete.json"),
 }
 
 
@@ -120,8 +109,6 @@ def kit(tmp_path_factory, tiny_folder) -> Path:
         "cut.jsonl": packed[: len(packed) // 2],
         "utf16.jsonl": (kit / "pairs.jsonl").read_text().encode("utf-16"),
         "list.json": b"[1, 2]",
-        "null.jsonl": b"null\n",
-        "empty.json": b"",
         "half.jsonl": (kit / "pairs.jsonl").read_bytes() + b'{"prompt": "\\ud83d", "chosen": "a", "rejected": "b"}\n',
         "nul.yaml": b"beta: 5\x00\n",
         "launch.yaml": b"distributed: no\n",
@@ -151,21 +138,12 @@ CASES = {
     "plan": [
         (f"{RECIPE} --num_gpus four", "--num_gpus: 'four' must be a whole number from 1 on"),
         (f"{RECIPE} --mfu 22.5", "--mfu: '22.5' must be a number from 0.001 to 1"),
-        (f"{RECIPE} --mfu nan", "--mfu: 'nan' must be"),
         (f"{RECIPE} --gpu b2000", "--gpu b2000: choose one of b300, b200"),
-        (f"{RECIPE} --gpu", "--gpu: expected one argument (see --help)"),
         (f"{RECIPE} --lengths {{kit}}/list.json", "--lengths", "list.json", "give the JSON of analyze_dataset.py"),
-        (f"{RECIPE} --lengths {{kit}}/folder.json", "--lengths", "Is a directory", "give the JSON"),
-        (f"{RECIPE} --json {{kit}}/no/plan.json", "--json", "no/plan.json", "its folder does not exist; make it"),
         ("--model_name_or_path {kit}/models/config_type --dataset_name x", "config_type", "'hidden_size' expected"),
-        ("--config", "--config needs the path of a recipe"),
     ],
     "preflight": [
-        (f"{RECIPE} --json {{kit}}/folder.json", "--json", "is a folder or a device; name a file"),
         (f"{RECIPE} --preflight_samples many", "--preflight_samples", "invalid int value: 'many'"),
-    ],
-    "parity": [
-        (f"{RECIPE} --json {{kit}}/no/x.json", "its folder does not exist"),
     ],
     "prefetch": [
         ("--config {kit}/nothing.yaml", "nothing.yaml: no such file"),
@@ -173,23 +151,15 @@ CASES = {
     ],
     "status": [
         ("{kit}/nowhere", "nowhere: no such folder"),
-        ("{kit}/pairs.jsonl", "pairs.jsonl: no such folder"),
-        ("{kit} --watch -1", "--watch: '-1' must be a number from 0.1"),
-        ("{kit} --wach", "unrecognized arguments: --wach; did you mean --watch?"),
+        ("{kit} --jsn", "unrecognized arguments: --jsn; did you mean --json?"),
     ],
     "compare_runs": [
         (RUN, "the following arguments are required: run_b"),
         (f"{RUN} {RUN} --tolerance nan", "--tolerance: 'nan' must be a number"),
-        (f"{RUN} {RUN} --plot x.txt", "'x.txt': the name must end in .png, .svg or .pdf"),
-        (f"{RUN} {RUN} --json {{kit}}/folder.json", "is a folder or a device; name a file"),
-        (f"{RUN} {RUN} --tol 0.1", "unrecognized arguments: --tol"),
         (f"{{kit}}/runs/state_list/trainer_state.json {RUN}", "trainer_state.json: is no trainer_state.json"),
     ],
     "push_to_hub": [
-        ("", "required: RUN_OR_CHECKPOINT"),
         (f"{RUN} --hub_private_repo maybe", "--hub_private_repo: invalid choice: 'maybe'"),
-        (f"{RUN} --hub_mdel_id x", "--hub_mdel_id x; did you mean --hub_model_id?"),
-        ("{kit}/pairs.jsonl", "pairs.jsonl: no such folder"),
         ("{kit}/runs/unmarked/checkpoint-2", "checkpoint-2: was not written to the end; push another"),
         ("{kit}/runs/status_cut", "status.json is damaged", "remove it"),
         ("{kit}/runs/config_list", "resolved_config.yaml is damaged", "model_name_or_path", "restore it"),
@@ -199,14 +169,9 @@ CASES = {
         (f"{RUN} {RUN} --output_dir {{out}} --weights 1", "--weights: 1 for 2 models; give one for each"),
         (f"{RUN} {RUN} --output_dir {{out}} --weights 1 0", "--weights: '0' must be a number from 1e-09 on"),
         (f"{RUN} {RUN} --output_dir {{kit}}/model", "model: exists and is not empty; choose another"),
-        (f"{RUN} {{kit}}/model --output_dir {{out}}", "model: neither a run's folder nor a checkpoint"),
-        (f"{RUN} {{kit}}/runs/unmarked/checkpoint-2 --output_dir {{out}}", "was not written to the end"),
-        (f"{RUN} {RUN}", "required: --output_dir"),
     ],
     "sweep": [  # grids: tests/jobs/test_sweep.py
-        ("", "the following arguments are required: GRID.yaml"),
         ("{kit}/nowhere.yaml", "nowhere.yaml: cannot be read as YAML: [Errno 2]"),
-        ("{kit}/noise.yaml", "noise.yaml: cannot be read as YAML"),
         ("{kit}/list.json", "list.json: holds no grid; give recipe, output_dir and fields"),
         ("{kit}/task.yaml --table", "task.yaml: task: is unknown; the known ones are at_once"),
     ],
@@ -218,75 +183,57 @@ CASES = {
             "--tasks arc_easy: cannot be loaded",
             "without a network run it once where there is",
         ),
-        (f"{RUN} --tasks {{kit}}/no.yaml", "no.yaml: lm-eval knows no such task"),
         (f"{RUN} --tasks {{kit}}/task.yaml", "task.yaml: cannot be loaded", "nowhere.jsonl"),
         (f"{RUN} --pairs {{kit}}/no.jsonl", "no.jsonl"),
-        (f"{RUN} --pairs {{kit}}/cut.jsonl", "cut.jsonl: cannot be read: Compressed file ended"),
         (f"{RUN} --tasks x --vllm {{kit}}/nowhere", "nowhere: no Python there", "name an environment"),
         (f"{RUN} --tasks x --model_args dtype", "--model_args: invalid", "'dtype'"),
-        (f"{RUN} --tasks x --limit 0", "--limit: '0' must be a whole number from 1 on"),
-        ("{kit}/model --tasks x", "model: neither a run's folder nor a checkpoint in one"),
     ],
     "generate": [
-        (f"{RUN} hi --max_new_tokens 0", "--max_new_tokens: '0' must be a whole number from 1 on"),
         ("{kit}/nothing hi", "nothing: neither a folder with a model nor"),
         (f"{RUN} hi --base {{kit}}/models/weights_lfs", "model.safetensors is damaged", "git lfs pull"),
         ("{kit}/models/more_layers hi", "model.layers.3.", "is missing, 8 more"),
-        ("{kit}/runs/config_empty hi", "resolved_config.yaml is damaged", "model_name_or_path"),
     ],
     "check_config": [
         ("", "nothing: give a launch configuration, the number of processes"),
         (f"accelerate_config.yaml four {TRAIN}", "accelerate_config.yaml four: give a launch"),
         (f"{{kit}}/nowhere.yaml 4 {TRAIN}", "nowhere.yaml", "No such file", "give accelerate_config.yaml"),
         (f"{{kit}}/launch.yaml 4 {TRAIN}", "launch.yaml", "distributed_type", "give accelerate_config.yaml"),
-        (f"{{kit}}/noise.yaml 4 {TRAIN}", "noise.yaml", "is no launch configuration"),
         (f"configs/accelerate/cpu.yaml 3 {TRAIN}", "global_batch_size 4", "3 process(es)", "these work"),
     ],
     "report": [("", "required: RUN"), ("{kit}/model", "model: not a run's folder")],
     "analyze_dataset": [
         (f"{DATA} --plot lengths.txt", "the name must end in .png, .svg or .pdf"),
-        (f"{DATA} --html {{kit}}/folder.json", "is a folder or a device; name a file"),
-        (f"{DATA} --max_samples", "--max_samples", "expected one argument"),
         (f"{DATA} {{kit}}/pairs.jsonl", "pairs.jsonl' belongs to no option"),
     ],
     "throughput": [
-        ("--rounds 0", "--rounds: '0' must be a whole number from 1 on"),
         ("--pairs 3", "--pairs 3: give a multiple of 4 x --accumulation 4"),
     ],
     "train_dpo": [
         ("--config {kit}/noise.yaml", "noise.yaml is not valid YAML"),
         ("--config {kit}/nul.yaml", "nul.yaml is not valid YAML", "#x0000"),
-        ("--config {kit}/list.json", "list.json holds no fields"),
-        ("--config {kit}/folder.json", "folder.json: no such file"),
         ("--config ''", "--config needs the path of a recipe"),
         (f"{TRAIN} --dataset_name {{kit}}/folder.json", "folder.json: needs .json, .jsonl or .parquet files"),
         (f"{TRAIN} --dataset_name {{kit}}/noise.parquet", "noise.parquet: cannot be read: Parquet magic bytes"),
         (f"{TRAIN} --dataset_name {{kit}}/cut.jsonl", "cut.jsonl: cannot be read: Compressed file ended"),
         (f"{TRAIN} --dataset_name {{kit}}/utf16.jsonl", "utf16.jsonl: line 1 is not UTF-8"),
         (f"{TRAIN} --dataset_name {{kit}}/half.jsonl", "half.jsonl: line 9 holds half of a surrogate pair"),
-        (f"{TRAIN} --dataset_name {{kit}}/null.jsonl", "null.jsonl: line 1 is not a JSON object"),
         (f"{TRAIN} --dataset_config x", "dataset_name", "name x is for the Hub"),
-        (f"{ON}/config_list", "config.json is damaged: it holds no JSON mapping"),
         (f"{ON}/config_cut", "config.json is damaged", "copy it anew"),
         (f"{ON}/config_heads", "The hidden size (63) is not a multiple"),
         (f"{ON}/unknown_type", "model type `lama`"),
         (f"{ON}/more_layers", "model.layers.3.", "take config.json and weights from"),
         (f"{ON}/other_size", "mlp", "is of another shape"),
         (f"{ON}/generation_list", "generation_config.json is damaged"),
-        (f"{ON}/tokenizer_list", "tokenizer.json is damaged"),
         (f"{ON}/tokenizer_noise", "tokenizer.json is damaged", "utf-8"),
         (f"{ON}/tokenizer_config_list", "tokenizer_config.json is damaged"),
-        (f"{CHATS}/template_syntax", "line 1 of its chat template is no valid Jinja", "mend chat_template.jinja"),
+        (f"{CHATS}/template_syntax", "line 1 of its chat template is no valid Jinja", "fix chat_template.jinja"),
         (f"{CHATS}/template_refuses", "is left (8 x malformed"),
         (f"{ON}/weights_cut", "model.safetensors is damaged", "copy it anew"),
         (f"{ON}/weights_lfs", "model.safetensors is damaged", "git lfs pull"),
-        (f"{ON}/weights_folder", "model.safetensors is damaged", "copy it anew"),
-        (f"{ON}/index_cut", "model.safetensors.index.json is damaged"),
         (f"{ON}/index_without_map", "lacks a weight_map"),
         (f"{TRAIN} --model_name_or_path {{kit}}/pairs.jsonl", "model_name_or_path", "pairs.jsonl"),
         (f"{TRAIN} --model_revision v2", "model_revision v2: is for the Hub", "remove it"),
         (f"{TRAIN} --output_dir {{kit}}/runs/status_cut", "output_dir", "status.json is damaged", "remove it"),
-        (f"{TRAIN} --output_dir {{kit}}/runs/status_list", "status.json is damaged (it does not say state)"),
         (f"{TRAIN} --output_dir {{kit}}/runs/config_noise", "resolved_config.yaml is damaged", "restore it"),
         (f"{TRAIN} --resume_from_checkpoint {{kit}}/runs/unmarked/checkpoint-2", "was not written to the end"),
         (f"{TRAIN} --model_init_kwargs '{{{{\"atn\": 1}}}}'", "model_init_kwargs atn: is unknown"),

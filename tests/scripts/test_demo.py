@@ -7,7 +7,6 @@ import pytest
 
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.preferences import load_pairs
-from sfm_dpo.health.generation import side_by_side
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,11 +55,6 @@ def test_the_recipe_holds_out_16_questions_that_are_not_trained_on(monkeypatch):
     assert (len(train), len(held_out)) == (96, 16)
     assert not train & held_out
     assert not pairs.dropped
-
-
-def test_side_by_side_wraps_and_marks_what_it_leaves_out():
-    text = side_by_side("one two three four five six", "short", width=24, max_lines=2)
-    assert text.splitlines() == ["  one two     short", "  ..."]
 
 
 def test_an_earlier_demo_is_replaced_and_nothing_else(demo, tmp_path):
