@@ -211,7 +211,7 @@ CASES = {
     "train_dpo": [
         ("--config {kit}/noise.yaml", "noise.yaml is not valid YAML"),
         ("--config {kit}/nul.yaml", "nul.yaml is not valid YAML", "#x0000"),
-        ("--config ''", "--config needs the path of a recipe"),
+        ("--config ''", "--config : no such file"),
         (f"{TRAIN} --dataset_name {{kit}}/folder.json", "folder.json: needs .json, .jsonl or .parquet files"),
         (f"{TRAIN} --dataset_name {{kit}}/noise.parquet", "noise.parquet: cannot be read: Parquet magic bytes"),
         (f"{TRAIN} --dataset_name {{kit}}/cut.jsonl", "cut.jsonl: cannot be read: Compressed file ended"),
