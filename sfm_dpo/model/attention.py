@@ -4,8 +4,7 @@
 attention mask (`boundary_mask`): transformers hands a 4-D mask through to every attention call untouched, as an
 argument of the layer, and gradient checkpointing, reentrant or not, calls a layer again with the arguments it had. So
 a recomputed layer sees the same boundaries by construction; nothing is kept beside the call that could be stale when
-the backward pass comes. (FlashAttention's keywords `cu_seq_lens_q`, ... would survive too, but only a 4-D mask also
-keeps transformers from building a [T, T] mask of its own.)
+the backward pass comes. A 4-D mask also keeps transformers from building a [T, T] mask of its own.
 
 Under prefix sharing a row holds [prompt, chosen] and, of the rejected sequence, only what follows the shared tokens.
 Its queries see the keys of the prompt in the chosen sequence: keys and values are gathered, and have boundaries of
@@ -60,9 +59,12 @@ def boundary_mask(
 
 
 def activate_flash(choice: str) -> None:
-    """Makes `varlen_attn` compute by FA2, PyTorch's own, FA3 or FA4; auto: by the one that check_gpu.sh measured as
-    fastest on this GPU, else FA2. Raises UserError where that cannot be activated."""
-    name, source = "FA2" if choice == "auto" else choice.upper(), ""
+    """Makes `varlen_attn` compute by FA2 (PyTorch's own), FA3 or FA4; auto: check_gpu.sh's fastest here, else FA2.
+
+    Raises UserError where that cannot be activated.
+    """
+    name = "FA2" if choice == "auto" else choice.upper()
+    source = ""
     try:
         if choice == "auto" and CALIBRATION.exists():
             source = f" (by {CALIBRATION})"
@@ -123,20 +125,26 @@ def packed_attention_forward(
     if dropout:
         raise ValueError(f"{_model_type(module)}: packed attention has no dropout; set attention_dropout to 0.0")
     is_causal = kwargs.get("is_causal")
-    if not (is_causal if is_causal is not None else getattr(module, "is_causal", True)):
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if not is_causal:
         raise ValueError(f"{_model_type(module)}: packed attention is causal only; set padding_free: false")
 
     device_type = query.device.type
     if torch.is_autocast_enabled(device_type):
-        # RoPE in fp32 leaves query and key wider than value; autocast mends that for SDPA, not for a custom operator
+        # RoPE in fp32 leaves query and key wider than value; autocast casts for SDPA, not for a custom operator
         dtype = torch.get_autocast_dtype(device_type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
 
-    cu_seqlens, max_length, n = attention_mask[0, 0, 0], attention_mask.shape[2], attention_mask.shape[0]
-    cu_keys = cu_seqlens
-    if n > 1:
-        cu_seqlens, cu_keys, keys = cu_seqlens[:n], cu_seqlens[n : 2 * n], cu_seqlens[2 * n :]
-        key, value = (x.transpose(1, 2).index_select(1, keys).transpose(1, 2) for x in (key, value))
+    boundaries = attention_mask[0, 0, 0]
+    n, _, max_length, _ = attention_mask.shape
+    cu_seqlens = cu_keys = boundaries
+    if n > 1:  # other keys than queries
+        cu_seqlens = boundaries[:n]
+        cu_keys = boundaries[n : 2 * n]
+        keys = boundaries[2 * n :]
+        key = key.transpose(1, 2).index_select(1, keys).transpose(1, 2)
+        value = value.transpose(1, 2).index_select(1, keys).transpose(1, 2)
     if _why_not_varlen(query.device, query.dtype, query.shape[-1], value.shape[-1]) is not None:
         by_sequence = _compiled_sdpa_by_sequence if torch.compiler.is_compiling() else _sdpa_by_sequence
         return by_sequence(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window), None
@@ -172,17 +180,22 @@ def check_shared_keys(
         if _why_not_varlen(device, dtype, head_dim, head_dim) is not None:
             return
         kernel = _varlen
-    generator, own, seen = torch.Generator().manual_seed(0), [150, 9, 70, 1], [150, 9, 170, 6]
+    generator = torch.Generator().manual_seed(0)
+    own = [150, 9, 70, 1]
+    seen = [150, 9, 170, 6]
     cu_seqlens, cu_keys = (torch.tensor([0, *n]).cumsum(0).to(device, torch.int32) for n in (own, seen))
     shapes = (4, sum(own)), (2, sum(seen)), (2, sum(seen)), (4, sum(own))
     *qkv, weight = (torch.randn(1, *shape, head_dim, generator=generator).to(device, dtype) for shape in shapes)
+
+    def compute(attend: Callable[..., torch.Tensor], precision: torch.dtype) -> list[torch.Tensor]:
+        tensors = [x.to(precision).requires_grad_() for x in qkv]
+        output = attend(*tensors, cu_seqlens, cu_keys, None, window)
+        return [output, *torch.autograd.grad(output, tensors, weight.transpose(1, 2).to(precision))]
+
     for window in (None, 16):
-        results = []
-        for attend, precision in ((_sdpa_by_sequence, torch.float32), (partial(kernel, max_length=max(seen)), dtype)):
-            q, k, v = tensors = [x.to(precision).requires_grad_() for x in qkv]
-            output = attend(q, k, v, cu_seqlens, cu_keys, None, window)
-            results.append([output, *torch.autograd.grad(output, tensors, weight.transpose(1, 2).to(precision))])
-        for expected, got, name in zip(*results, ("output", "d query", "d key", "d value"), strict=True):
+        oracle = compute(_sdpa_by_sequence, torch.float32)
+        results = compute(partial(kernel, max_length=max(seen)), dtype)
+        for expected, got, name in zip(oracle, results, ("output", "d query", "d key", "d value"), strict=True):
             error = ((expected - got).norm() / expected.norm()).item()
             if not error < 0.05:  # rounding to 16 bit: 0.005; a mask that is aligned at the start: 0.7
                 raise ValueError(
@@ -207,26 +220,30 @@ def _sdpa_by_sequence(
     """`[1, H, T, D]` to `[1, T, H, D]`; `key` and `value` may hold more tokens before those of `query`.
 
     Where a window cuts or keys come before, blocks of queries with the keys they can see: one masked call would
-    compute every score (measured on the CPU: 1.9 times the time at 1,024 tokens with a window of 512). On CUDA (fp32,
-    for parity checks) reading the lengths is a device sync in each layer.
+    compute every score (1.9 times the time on the CPU, at 1,024 tokens with a window of 512).
     """
     groups = query.shape[1] // key.shape[1]
-    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    own, seen = cu_seqlens.diff().tolist(), cu_keys.diff().tolist()
+    key = repeat_kv(key, groups)
+    value = repeat_kv(value, groups)
+    own = cu_seqlens.diff().tolist()
+    seen = cu_keys.diff().tolist()
     window = max(seen) if sliding_window is None else sliding_window
-    # Row i, column i + d: the key d - (window - 1) tokens from query i. Slices of it mask every block.
+    # Row i, column i + d: the key d - (window - 1) tokens from query i. Slices of it mask every block
     band = torch.ones(_BLOCK, window + _BLOCK - 1, dtype=torch.bool, device=query.device).triu().tril(window - 1)
     outputs = []
     for q, k, v in zip(query.split(own, 2), key.split(seen, 2), value.split(seen, 2), strict=True):
-        n, before = k.shape[2], k.shape[2] - q.shape[2]
+        n = k.shape[2]
+        before = n - q.shape[2]
         if n <= window and not before:
             outputs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling))
             continue
         for part, start in zip(q.split(_BLOCK, 2), range(before, n, _BLOCK), strict=True):
-            stop, origin = start + part.shape[2], start - window + 1
+            stop = start + part.shape[2]
+            origin = start - window + 1
             first = max(0, origin)
             mask = band[: stop - start, first - origin : stop - origin]
-            k_seen, v_seen = k[:, :, first:stop], v[:, :, first:stop]
+            k_seen = k[:, :, first:stop]
+            v_seen = v[:, :, first:stop]
             outputs.append(F.scaled_dot_product_attention(part, k_seen, v_seen, attn_mask=mask, scale=scaling))
     return torch.cat([output.transpose(1, 2) for output in outputs], dim=1)
 
@@ -234,17 +251,9 @@ def _sdpa_by_sequence(
 # For torch.compile an operator that it does not look into: the lengths are Python integers in there, so that each new
 # set of them would be a recompilation. (With torch.compiler.disable a layer under gradient checkpointing is not
 # compiled at all: no graph may break inside a checkpoint.) The backward computes the attention once more.
-@torch.library.custom_op("sfm_dpo::sdpa_by_sequence", mutates_args=())
-def _compiled_sdpa_by_sequence(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    cu_keys: torch.Tensor,
-    scaling: float | None,
-    sliding_window: int | None,
-) -> torch.Tensor:
-    return _sdpa_by_sequence(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window)
+_compiled_sdpa_by_sequence: Any = torch.library.custom_op(
+    "sfm_dpo::sdpa_by_sequence", _sdpa_by_sequence, mutates_args=()
+)
 
 
 @_compiled_sdpa_by_sequence.register_fake
@@ -264,9 +273,11 @@ def _compiled_backward(
     scaling: float | None,
     sliding_window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # vjp, because autograd's tape is off inside an operator
-    attention = lambda q, k, v: _sdpa_by_sequence(q, k, v, cu_seqlens, cu_keys, scaling, sliding_window)  # noqa: E731
-    d_query, d_key, d_value = torch.func.vjp(attention, query, key, value)[1](grad)
+    def attend(query, key, value):
+        return _sdpa_by_sequence(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window)
+
+    _, backward = torch.func.vjp(attend, query, key, value)  # autograd's tape is off inside an operator
+    d_query, d_key, d_value = backward(grad)
     return d_query.contiguous(), d_key.contiguous(), d_value.contiguous()
 
 
@@ -280,13 +291,9 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(*tensors)
 
 
-_compiled_sdpa_by_sequence.register_autograd(
-    lambda ctx, grad: (
-        *_compiled_backward(grad, *ctx.saved_tensors, ctx.scaling, ctx.sliding_window),
-        None,
-        None,
-        None,
-        None,
-    ),
-    setup_context=_setup_context,
-)
+def _backward(ctx, grad):
+    gradients = _compiled_backward(grad, *ctx.saved_tensors, ctx.scaling, ctx.sliding_window)
+    return *gradients, None, None, None, None
+
+
+_compiled_sdpa_by_sequence.register_autograd(_backward, setup_context=_setup_context)

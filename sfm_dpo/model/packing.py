@@ -1,7 +1,7 @@
 """Packing: the padding-free forward, one row of real tokens (attention.py keeps them apart); compiled layers.
 
 TRL pads chosen and rejected to the longest of the batch and has no padding-free DPO (1.16: `padding_free` warns and
-pads). Here padding is undone at the model's door: the forward that TRL's fused LM head put in place is wrapped, so
+pads). Here padding is removed just before the model: the forward that TRL's fused LM head put in place is wrapped, so
 collator, losses and metrics stay TRL's and never see the difference.
 """
 
@@ -13,12 +13,10 @@ import types
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sfm_dpo.model.attention import PACKED, boundary_mask, register
+from sfm_dpo.model.sharding import ATTENTION, blocks
 
-# Kinds of layer (config.layer_types) in which only attention carries anything from one token to another
-_ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _KERNELS = ("fla", "causal_conv1d")  # packages whose kernels keep the sequences of a gated delta net apart
 
 
@@ -39,8 +37,9 @@ def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) ->
     register()
     model.set_attn_implementation(PACKED)
     nets = _find_delta_nets(model)
-    for net in nets if not has_delta_net_kernels() else ():
-        net.forward = functools.partial(_run_by_sequence, net.forward)
+    if not has_delta_net_kernels():
+        for net in nets:
+            net.forward = functools.partial(_run_by_sequence, net.forward)
     fused_forward = model.forward
     # How many arguments stand between input_ids and attention_mask: none but in GPT-2, whose cache does
     gap = list(inspect.signature(type(model.base_model).forward).parameters).index("attention_mask") - 2
@@ -66,18 +65,20 @@ def _run_packed(
     # The host waits for the device for the numbers of tokens and the longest sequence, and nowhere else
     real = attention_mask.flatten().nonzero().squeeze(1)
     lengths = attention_mask.sum(dim=1)
-    cu_seqlens, longest = _cumulate(lengths), int(lengths.max())
+    longest = int(lengths.max())
+    cu_seqlens = _cumulate(lengths)
     shared_keys: tuple[torch.Tensor, ...] = ()
     if prefix_sharing:
         shared = find_shared(input_ids, attention_mask, labels != -100)
         computed = attention_mask.bool() & ~shared
         position = (computed.flatten().cumsum(0, dtype=torch.int32) - 1).view(rows, length)  # in the row
         keys = torch.where(shared, position.roll(rows // 2, 0), position).flatten()[real]
-        cu_seqlens, shared_keys = _cumulate(computed.sum(dim=1)), (cu_seqlens, keys)
+        shared_keys = (cu_seqlens, keys)
+        cu_seqlens = _cumulate(computed.sum(dim=1))
         real = computed.flatten().nonzero().squeeze(1)
     if hybrid:
         kwargs["cu_seq_lens_q"] = cu_seqlens
-        if has_delta_net_kernels():  # the convolution takes this alone, and leaks without a word where it is missing
+        if has_delta_net_kernels():  # the convolution takes this alone, and leaks silently where it is missing
             kwargs["seq_idx"] = torch.repeat_interleave(lengths).to(torch.int32)[None]
     # What each position predicts: shifted in the grid, where no sequence's last position can reach the next sequence
     next_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
@@ -147,7 +148,7 @@ def why_not_shared(model: PreTrainedModel, padding_free: bool, router_aux_loss_c
     if not padding_free:
         return "padding_free is false"
     for layer_type in getattr(config, "layer_types", None) or ():
-        if layer_type not in _ATTENTION_LAYER_TYPES:
+        if layer_type not in ATTENTION:
             return f"'{layer_type}' layers of model_type '{config.model_type}' carry state along the sequence"
     if router_aux_loss_coef is None:  # as in TRL
         router_aux_loss_coef = getattr(config, "router_aux_loss_coef", 0.0)
@@ -160,8 +161,7 @@ def check_packable(model: PreTrainedModel) -> None:
     """Raise ValueError if anything but layers with boundaries could carry one sequence into the next.
 
     Decided by what the model is, not by its name: the kinds of layer it declares, transformers' own flags, and the
-    modules themselves (each layer must compute its attention through AttentionInterface or be a gated delta net that
-    takes boundaries, and no other may convolve).
+    modules themselves (none but a gated delta net that takes boundaries may convolve).
     """
     config = model.config.get_text_config()
     obstacle = _why_not_packable(model, config)
@@ -175,9 +175,9 @@ def check_packable(model: PreTrainedModel) -> None:
 def _why_not_packable(model: PreTrainedModel, config) -> str | None:
     carries = "carry state along the row, from one sequence into the next"
     for layer_type in getattr(config, "layer_types", None) or ():
-        if layer_type not in {*_ATTENTION_LAYER_TYPES, "linear_attention"}:
-            return f"its '{layer_type}' layers {carries} or see whom packed attention does not know"
-    layers = [module for module in model.base_model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        if layer_type not in {*ATTENTION, "linear_attention"}:
+            return f"its '{layer_type}' layers {carries} or have a mask that packed attention does not know"
+    layers = blocks(model)
     nets = _find_delta_nets(model)
     inside = {module for net in nets for module in net.modules()}
     for layer in layers:
@@ -190,26 +190,14 @@ def _why_not_packable(model: PreTrainedModel, config) -> str | None:
     # softcap); another one may say it in a mask, and packed attention has none to read
     if not layers or not model._supports_flash_attn or not model._can_set_attn_implementation():
         return "its attention does not go through transformers' AttentionInterface with FlashAttention's arguments"
-    for layer in layers:
-        if not _find_delta_nets(layer) and not any(map(_calls_attention_interface, map(type, layer.modules()))):
-            return f"{type(layer).__name__} does not compute attention through transformers' AttentionInterface"
     if getattr(config, "attention_dropout", 0.0):
         return "packed attention has no dropout (attention_dropout > 0: set it to 0.0 in model_init_kwargs)"
     return None
 
 
-# Upstream: transformers 5.23, modeling_utils.py, PreTrainedModel._can_set_attn_implementation: says of a model as a
-# whole whether it uses AttentionInterface, also by its source; no flag says it of a layer.
-# Canary: test_canary_attention_interface_of_a_layer
-@functools.cache
-def _calls_attention_interface(module_class: type[torch.nn.Module]) -> bool:
-    return "ALL_ATTENTION_FUNCTIONS.get_interface(" in inspect.getsource(module_class.forward)
-
-
 def _find_delta_nets(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Gated delta nets of transformers whose code hands boundaries to its kernels (OLMo-Hybrid, Qwen3-Next, 3.5)."""
-    modules = list(model.modules())
-    return [net for net, takes in zip(modules, map(_takes_boundaries, map(type, modules)), strict=True) if takes]
+    return [module for module in model.modules() if _takes_boundaries(type(module))]
 
 
 @functools.cache
@@ -223,9 +211,8 @@ def compile_layers(model: PreTrainedModel, backend: str, mode: str | None) -> No
     Layers that differ in weights only share one graph; kinds of layer (OLMo 3's windows), training and reference
     forward have one each. `generate` runs uncompiled.
     """
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.compile(dynamic=True, backend=backend, mode=mode, recompile_limit=32)
+    for layer in blocks(model):
+        layer.compile(dynamic=True, backend=backend, mode=mode, recompile_limit=32)
     # Upstream: transformers 5.23, cache_utils.py, Cache.update: takes the layer's index, for each of which
     # torch.compile makes a graph of the layer. Canary: test_canary_graph_for_every_layer
     model.generate = torch.compiler.set_stance("force_eager")(model.generate)

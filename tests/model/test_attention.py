@@ -27,21 +27,6 @@ LENGTHS = [5, 1, 23, 12]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
-def written_out(query, key, value, lengths, window):
-    """softmax(q k^T / sqrt(d)) v with one [T, T] mask: same sequence, not later, inside the window. Float64."""
-    query, key, value = (x.double() for x in (query, key, value))
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(query.device)
-    position = torch.arange(sum(lengths), device=query.device)
-    distance = position[:, None] - position[None]
-    seen = (sequence[:, None] == sequence[None]) & (distance >= 0)
-    if window is not None:
-        seen &= distance < window
-    scores = (query @ key.transpose(2, 3) / query.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
-    return (scores.softmax(-1) @ value).transpose(1, 2)
-
-
 def inputs(lengths, heads=4, kv_heads=4, head_dim=16, device="cpu", dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, h, sum(lengths), head_dim) for h in (heads, kv_heads, kv_heads)]
@@ -50,17 +35,37 @@ def inputs(lengths, heads=4, kv_heads=4, head_dim=16, device="cpu", dtype=torch.
     return tensors, boundary_mask(cu_seqlens, max(lengths))
 
 
-def check_against_written_out(device, dtype, tolerance, kv_heads, window, head_dim=16, lengths=LENGTHS):
-    qkv, mask = inputs(lengths, kv_heads=kv_heads, head_dim=head_dim, device=device, dtype=dtype)
-    module = SimpleNamespace(num_key_value_groups=4 // kv_heads, is_causal=True)
-    output, weights = packed_attention_forward(module, *qkv, mask, scaling=head_dim**-0.5, sliding_window=window)
-    expected = written_out(*qkv, lengths, window)
-    assert weights is None and output.dtype == dtype and output.shape == expected.shape
-    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(device)
-    grads = torch.autograd.grad((output * weight.to(dtype)).sum(), qkv)
+def written_out(qkv, own, seen, window):
+    """softmax(q k^T / sqrt(d)) v of each sequence alone, float64: its queries stand at the end of its keys `seen`."""
+    query, key, value = (x.double() for x in qkv)
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    outputs = []
+    for q, keys in zip(query.split(own, 2), seen, strict=True):
+        distance = torch.arange(len(keys) - q.shape[2], len(keys))[:, None] - torch.arange(len(keys))[None]
+        visible = (distance >= 0) & (distance < (window or len(keys) + 1))
+        scores = q @ key[:, :, keys].transpose(2, 3) / q.shape[-1] ** 0.5
+        scores = scores.masked_fill(~visible.to(scores.device), -torch.inf)
+        outputs.append((scores.softmax(-1) @ value[:, :, keys]).transpose(1, 2))
+    return torch.cat(outputs, dim=1)
+
+
+def assert_written_out(qkv, mask, own, seen, window, tolerance):
+    module = SimpleNamespace(num_key_value_groups=qkv[0].shape[1] // qkv[1].shape[1], is_causal=True)
+    scaling = qkv[0].shape[-1] ** -0.5
+    output, weights = packed_attention_forward(module, *qkv, mask, scaling=scaling, sliding_window=window)
+    expected = written_out(qkv, own, seen, window)
+    assert weights is None and output.dtype == qkv[0].dtype and output.shape == expected.shape
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(output.device)
+    grads = torch.autograd.grad((output * weight.to(output.dtype)).sum(), qkv)
     expected_grads = torch.autograd.grad((expected * weight).sum(), qkv)
     torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(grads, expected_grads, atol=tolerance, rtol=tolerance)
+
+
+def check_against_written_out(device, dtype, tolerance, kv_heads, window, head_dim=16, lengths=LENGTHS):
+    qkv, mask = inputs(lengths, kv_heads=kv_heads, head_dim=head_dim, device=device, dtype=dtype)
+    assert_written_out(qkv, mask, lengths, torch.arange(sum(lengths)).split(lengths), window, tolerance)
 
 
 @pytest.mark.parametrize(
@@ -99,34 +104,14 @@ def shared_inputs(own, before, kv_heads, device="cpu", dtype=torch.float32, head
     keys = [torch.cat([torch.arange(b), torch.arange(s, s + n)]) for n, b, s in zip(own, before, starts, strict=True)]
     cu_seqlens, cu_keys = (torch.tensor([0, *n]).cumsum(0).int() for n in (own, list(map(len, keys))))
     mask = boundary_mask(cu_seqlens, max(map(len, keys)), cu_keys, torch.cat(keys).int()).to(device)
-    return qkv, keys, starts, mask
-
-
-def written_out_shared(qkv, keys, own, starts, window):
-    """Each sequence alone, float64: its queries stand at the end of its keys."""
-    query, key, value = (x.double() for x in qkv)
-    groups, outputs = query.shape[1] // key.shape[1], []
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    for seen, n, start in zip(keys, own, starts, strict=True):
-        distance = torch.arange(len(seen) - n, len(seen))[:, None] - torch.arange(len(seen))[None]
-        visible = (distance >= 0) & (distance < (window or len(seen)))
-        scores = query[:, :, start : start + n] @ key[:, :, seen].transpose(2, 3) / query.shape[-1] ** 0.5
-        scores = scores.masked_fill(~visible.to(scores.device), -torch.inf)
-        outputs.append((scores.softmax(-1) @ value[:, :, seen]).transpose(1, 2))
-    return torch.cat(outputs, dim=1)
+    return qkv, keys, mask
 
 
 @pytest.mark.parametrize(("own", "before"), SHARED)
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 129, 200, 1000])
 def test_more_keys_than_queries_equal_attention_written_out(own, before, window):
-    qkv, keys, starts, mask = shared_inputs(own, before, kv_heads=2)
-    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
-    output, _ = packed_attention_forward(module, *qkv, mask, scaling=0.25, sliding_window=window)
-    expected = written_out_shared(qkv, keys, own, starts, window)
-    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
-    grads, expected_grads = (torch.autograd.grad((x * weight).sum(), qkv) for x in (output, expected))
-    torch.testing.assert_close(grads, expected_grads, atol=1e-5, rtol=1e-5)
+    qkv, keys, mask = shared_inputs(own, before, kv_heads=2)
+    assert_written_out(qkv, mask, own, keys, window, 1e-5)
 
 
 def sdpa_kernel(query, key, value, cu_seqlens, cu_keys, scaling, window, max_length, at_end=True, no_grad=None):
@@ -170,10 +155,8 @@ def test_the_check_at_the_start_refuses_a_kernel_that_is_wrong(wrong, what):
 @pytest.mark.parametrize("window", [None, 8, 129])
 def test_more_keys_than_queries_on_cuda(own, before, window):
     check_shared_keys(torch.device("cuda"), torch.bfloat16, 64)
-    qkv, keys, starts, mask = shared_inputs(own, before, 2, "cuda", torch.bfloat16, 64)
-    output, _ = packed_attention_forward(SimpleNamespace(is_causal=True), *qkv, mask, sliding_window=window)
-    expected = written_out_shared(qkv, keys, own, starts, window)
-    torch.testing.assert_close(output.double(), expected, atol=3e-2, rtol=3e-2)
+    qkv, keys, mask = shared_inputs(own, before, 2, "cuda", torch.bfloat16, 64)
+    assert_written_out(qkv, mask, own, keys, window, 3e-2)
 
 
 def test_the_varlen_call_of_shared_keys(monkeypatch):
@@ -188,7 +171,7 @@ def test_the_varlen_call_of_shared_keys(monkeypatch):
     monkeypatch.setattr("sfm_dpo.model.attention.varlen_attn", spy)
     monkeypatch.setattr("sfm_dpo.model.attention._why_not_varlen", lambda *_: None)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # unknown for the meta device
-    qkv, _, _, mask = shared_inputs([12, 4, 9, 1], [0, 0, 7, 0], 2, "meta", torch.bfloat16, 64)
+    qkv, _, mask = shared_inputs([12, 4, 9, 1], [0, 0, 7, 0], 2, "meta", torch.bfloat16, 64)
     assert mask.shape == (5, 1, 16, 5 + 5 + 33)
     output, _ = packed_attention_forward(SimpleNamespace(is_causal=True), *qkv, mask, sliding_window=8)
     grads = torch.autograd.grad(output.sum(), qkv)
@@ -256,15 +239,6 @@ def test_without_boundaries_it_is_sdpa(architecture):
     for mask in (torch.ones_like(ids), right.flip(1)):
         expected, got = (m.generate(ids, attention_mask=mask, **arguments) for m in (plain, packed))
         assert got.shape == (3, 32) and torch.equal(expected, got)
-
-
-def test_the_kernel_is_named():
-    line = describe_kernel(torch.device("cpu"), torch.bfloat16, 128)
-    assert line == "scaled_dot_product_attention, sequence by sequence (varlen_attn has no cpu kernel)"
-    assert "varlen_attn (FA" in describe_kernel(torch.device("cuda"), torch.bfloat16, 128)
-    assert "not float32" in describe_kernel(torch.device("cuda"), torch.float32, 128)
-    assert "not 80 and" not in describe_kernel(torch.device("cuda"), torch.bfloat16, 80)
-    assert "not 60 and 60" in describe_kernel(torch.device("cuda"), torch.bfloat16, 60)
 
 
 def test_the_flash_kernel_is_the_one_asked_for_or_measured_as_fastest_on_this_gpu(tmp_path, monkeypatch):

@@ -5,27 +5,18 @@ Under ZeRO-2: tests/e2e/test_golden.py.
 
 import json
 import shutil
-import sys
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-import transformers.trainer
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.trainer_utils import set_seed
 from trl.trainer.utils import add_fused_lm_head
 
 import train_dpo
-from sfm_dpo.config import parse_config
-from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.model.packing import compile_layers, enable_padding_free
 from sfm_dpo.run.folder import write_status
-from sfm_dpo.train.trainer import SFMDPOTrainer
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.grid, pytest.mark.usefixtures("no_report")]
@@ -164,17 +155,6 @@ def arguments(folder: Path, out: Path, extra: str) -> list[str]:
     return argv.split()
 
 
-def make_trainer(folder: Path, out: Path, extra: str) -> SFMDPOTrainer:
-    config = parse_config(arguments(folder, out, extra))
-    set_seed(0)
-    tokenizer = load_tokenizer(config)
-    train_set = load_token_pairs(config, tokenizer).train
-    config.train.model_init_kwargs = {"dtype": "float32"} | (config.train.model_init_kwargs or {})
-    return SFMDPOTrainer(
-        model=config.model.model_name_or_path, args=config.train, train_dataset=train_set, processing_class=tokenizer
-    )
-
-
 def test_checkpoints_have_plain_names_and_resume(folder, tmp_path, monkeypatch, graphs):
     """All flags: a compiled run against an uncompiled one, and the run continued from its checkpoint."""
     saving = f"{ALL_FLAGS} --save_strategy steps --save_steps 2"
@@ -206,29 +186,6 @@ def test_checkpoints_have_plain_names_and_resume(folder, tmp_path, monkeypatch, 
     resumed = tensors(run)
     for name in finished:
         assert torch.equal(resumed[name], finished[name])
-
-
-@pytest.mark.parametrize(
-    ("flags", "patched"),
-    [
-        ('--model_init_kwargs {"use_kernels":true}', (PreTrainedModel, "set_use_kernels")),
-        ("--use_liger_kernel true", (transformers.trainer, "apply_liger_kernel")),
-    ],
-)
-def test_kernel_flags_reach_transformers(folder, tmp_path, monkeypatch, flags, patched):
-    """The Hub's kernels when the model is loaded, Liger's when training starts; both need a GPU and their packages."""
-    calls = []
-    monkeypatch.setattr(*patched, lambda *args: calls.append(args[1]))
-    monkeypatch.setitem(sys.modules, "kernels", ModuleType("kernels"))
-    sys.modules["kernels"].__spec__ = ModuleSpec("kernels", None)
-    monkeypatch.setattr("sfm_dpo.train.reference_cache.HF_CACHE_HOME", str(tmp_path))
-    trainer = make_trainer(folder, tmp_path, f"--padding_free true --precompute_ref_log_probs true {flags}")
-    if trainer.args.use_liger_kernel:
-        trainer.train()
-        # TRL keeps Liger's fused loss away from the forward that carries the fused LM head
-        assert calls == [{"fused_linear_cross_entropy": False}]
-    else:
-        assert calls[0] is True
 
 
 @pytest.mark.gpu

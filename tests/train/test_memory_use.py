@@ -42,15 +42,6 @@ def test_state_allocated_before_the_first_update_changes_no_bit(options, dtype):
     assert all(torch.equal(lazy, ahead) for lazy, ahead in zip(*results, strict=True))
 
 
-def test_an_optimizer_that_has_state_keeps_it():
-    weight = torch.ones(3, requires_grad=True)
-    optimizer = torch.optim.AdamW([weight])
-    weight.grad = torch.ones(3)
-    optimizer.step()
-    allocate_optimizer_state(optimizer)
-    assert optimizer.state[weight]["step"] == 1 and optimizer.state[weight]["exp_avg"].all()
-
-
 CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.02 GiB is"
 
 

@@ -375,15 +375,6 @@ def test_canary_save_checkpoint(tmp_path):
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3"}
 
 
-def test_canary_attention_interface_of_a_layer():
-    model = tiny_model("olmo_hybrid")
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    assert model._supports_flash_attn and model._can_set_attn_implementation()  # the model as a whole
-    assert {hasattr(layer, "self_attn") for layer in layers} == {True, False}
-    public = {name for layer in layers for module in layer.modules() for name in dir(type(module)) if name[0] != "_"}
-    assert not {name for name in public if "flash" in name or "attn" in name}
-
-
 def test_canary_graph_for_every_layer():
     graphs = {}
     for use_cache in (False, True):
