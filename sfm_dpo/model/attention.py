@@ -276,7 +276,7 @@ def _compiled_backward(
     def attend(query, key, value):
         return _sdpa_by_sequence(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window)
 
-    _, backward = torch.func.vjp(attend, query, key, value)  # autograd's tape is off inside an operator
+    backward = torch.func.vjp(attend, query, key, value)[1]  # autograd's tape is off inside an operator
     d_query, d_key, d_value = backward(grad)
     return d_query.contiguous(), d_key.contiguous(), d_value.contiguous()
 

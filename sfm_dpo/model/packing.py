@@ -197,10 +197,10 @@ def _why_not_packable(model: PreTrainedModel, config) -> str | None:
 
 def _find_delta_nets(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Gated delta nets of transformers whose code hands boundaries to its kernels (OLMo-Hybrid, Qwen3-Next, 3.5)."""
-    return [module for module in model.modules() if _takes_boundaries(type(module))]
+    kinds = {kind for kind in set(map(type, model.modules())) if _takes_boundaries(kind)}
+    return [module for module in model.modules() if type(module) in kinds]
 
 
-@functools.cache
 def _takes_boundaries(module_class: type[torch.nn.Module]) -> bool:
     return 'cu_seqlens=kwargs.pop("cu_seq_lens_q"' in inspect.getsource(module_class.forward)
 
