@@ -53,7 +53,7 @@ def fill_reference_cache(fields: list[str]) -> None:
     """What a training run with these fields would compute before its first step; prints the key of each split."""
     from sfm_dpo.model.sharding import disable_deepspeed_shm  # these take seconds to import
     from sfm_dpo.train.position import Position
-    from sfm_dpo.train.reference_cache import make_folder
+    from sfm_dpo.train.reference_cache import add_reference, make_folder
     from train_dpo import build_trainer
 
     disable_deepspeed_shm()
@@ -67,6 +67,7 @@ def fill_reference_cache(fields: list[str]) -> None:
     pairs = main_process_first(lambda: load_token_pairs(config, tokenizer))
     with tempfile.TemporaryDirectory() as config.train.output_dir:
         trainer = build_trainer(config, pairs, tokenizer, None, Position())
+        add_reference(trainer)
         for name, facts in trainer.reference_facts.items():  # of rank 0
             print(f"reference log-probs of the {name} pairs: key {facts['key']}", flush=True)
         trainer.accelerator.end_training()

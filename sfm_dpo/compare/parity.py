@@ -155,9 +155,6 @@ class ParityTrainer(SFMDPOTrainer):
         if variant.nudged:
             nudge_weights(self.model)
 
-    def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
-        return dataset
-
     def micro_batches(self) -> Iterator[dict[str, torch.Tensor]]:
         """The rows as the trainer's collator puts them together, `variant.batch` pairs at a time."""
         rows = list(self.train_dataset)

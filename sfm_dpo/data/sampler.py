@@ -77,13 +77,14 @@ class PairSampler(Sampler[int]):
         self.seed = seed
         self.packed = packed
         self.epoch = 0
+        self.is_over = False  # nothing is left to train
         self._steps: dict[int, list[np.ndarray]] = {}  # of the epoch that was asked for last
 
     def __len__(self) -> int:
         return len(self.tokens) // self.global_batch * self.global_batch
 
     def __iter__(self) -> Iterator[int]:
-        for rows in self.steps(self.epoch):
+        for rows in [] if self.is_over else self.steps(self.epoch):
             for micro_batch in self.micro_batches(rows):
                 yield from micro_batch.tolist()
 

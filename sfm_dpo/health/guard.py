@@ -110,7 +110,7 @@ class Guard(TrainerCallback):
         A collapse is detected up to COLLAPSE_STEPS after it began, so that is the newest checkpoint of so many steps
         ago, and the one that will be it next. Checkpoints further apart than that stay long enough without help.
         """
-        if not is_main_process() or self.last_healthy or args.save_total_limit is None:
+        if not is_main_process() or self.last_healthy or self.trainer.train_config.save_total_limit is None:
             return
         healthy = keep_before(args.output_dir, state.global_step - COLLAPSE_STEPS + 1, AUTHOR)
         after = [c for c in checkpoints(args.output_dir) if step_of(c) > step_of(healthy)]

@@ -101,13 +101,12 @@ def check_vocabulary(tokens: Dataset, tokenizer: PreTrainedTokenizerBase, vocab_
 def compute_base_logps(trainer, rows: np.ndarray) -> np.ndarray:
     """[len(rows), 2] sums of log-probs (nats) under the base model, computed by all ranks; equal on all of them."""
     accelerator, dataset = trainer.accelerator, trainer.train_dataset
-    model = trainer.forward_model()
-    model.eval()  # as it is already, without DeepSpeed; each training step sets it to training
+    model = trainer.forward_model
     rank, ranks, size = accelerator.process_index, accelerator.num_processes, trainer.args.per_device_train_batch_size
     mine = np.resize(rows, math.ceil(len(rows) / ranks) * ranks)[rank::ranks].tolist()  # as many forwards on each rank
     sums: list[list[float]] = []
     for start in range(0, len(mine), size):
-        batch = trainer._prepare_inputs(trainer.data_collator([dataset[i] for i in mine[start : start + size]]))
+        batch = trainer.load_batch(dataset, mine[start : start + size])
         sums += torch.stack(trainer.compute_ref_log_probs(model, batch), dim=1).float().tolist()
     by_row = dict(gather_object(list(zip(mine, sums, strict=True))))
     return np.array([by_row[row] for row in rows.tolist()])
@@ -120,9 +119,8 @@ def compute_packed_difference(trainer, rows: np.ndarray) -> float:
     `rows`: pairs of the training set. The two sides of one are enough for a sequence that sees another's tokens.
     """
     dataset, args = trainer.train_dataset, trainer.args
-    model = trainer.forward_model()
-    model.eval()
-    batch = trainer._prepare_inputs(trainer.data_collator([dataset[i] for i in rows.tolist()]))
+    model = trainer.forward_model
+    batch = trainer.load_batch(dataset, rows)
     packed_sums = torch.cat(trainer.compute_ref_log_probs(model, batch))
     differences = []
     inputs = zip(batch["input_ids"], batch["attention_mask"], batch["completion_mask"], packed_sums, strict=True)

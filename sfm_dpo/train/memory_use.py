@@ -7,7 +7,6 @@ provided that everything else that stays in memory is allocated by then.
 import re
 import traceback
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,7 +14,6 @@ from sfm_dpo.common.errors import OutOfMemory
 from sfm_dpo.run.folder import DATA, read_mapping
 from sfm_dpo.train.position import Position
 
-FORWARD_TOKENS = {"cuda": 65_536, "cpu": 4_096}  # at most: matrix products as large are no faster
 # torch on CUDA and on CPU, CUDA's libraries, the operating system
 SIGNS = re.compile("out of memory|can't allocate memory|Cannot allocate memory|_ALLOC_FAILED")
 REMEDIES = {
@@ -45,11 +43,6 @@ def allocate_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
     for state in optimizer.state.values():
         state["step"].zero_()
-
-
-def tokens_of_forward(trainer: Any) -> int:
-    """Tokens that a forward without gradients takes at once."""
-    return FORWARD_TOKENS["cpu" if trainer.args.use_cpu else "cuda"]
 
 
 def explain_out_of_memory(error: BaseException, position: Position, run: Path) -> OutOfMemory | None:

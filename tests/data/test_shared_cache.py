@@ -60,6 +60,14 @@ def act(user: int, umask: int, action: Callable[[], object], groups: tuple[int, 
     return here.recv()
 
 
+def ignore(left: int, holder: str) -> None:
+    """No report."""
+
+
+def never() -> bool:
+    return False
+
+
 def fill(home: Path) -> str:
     """Loads the pairs, and computes a reference cache: what a run writes there. Returns counts."""
     rows = sources.load_rows(str(home.parent / "pairs.jsonl"))
@@ -67,7 +75,7 @@ def fill(home: Path) -> str:
     missing = cache.missing_shards()
     if missing:
         reference_cache.make_folder(cache.folder)
-    cache.compute(missing, lambda rows: torch.from_numpy(np.stack([rows, rows], axis=1)))
+    cache.compute(missing, lambda rows: torch.from_numpy(np.stack([rows, rows], axis=1)), ignore, never)
     return f"{len(rows)} rows, {cache.computed} shards computed"
 
 
@@ -121,7 +129,7 @@ def test_a_full_disk_in_the_reference_pass_is_one_line_of_whichever_rank(home):
         cache = reference_cache.ReferenceCache(home / "sfm_dpo" / "reference" / "key", np.arange(1, 65), 1)
         reference_cache.make_folder(cache.folder)
         with pytest.raises(DiskFull) as caught:
-            cache.compute(cache.missing_shards(), lambda rows: torch.zeros(len(rows), 2))
+            cache.compute(cache.missing_shards(), lambda rows: torch.zeros(len(rows), 2), ignore, never)
         assert f"HF_HOME: no space is left in {cache.folder}; free some, or set HF_HOME" in str(caught.value)
         assert not list(cache.folder.glob("*.lease*")), "the others wait for nothing"
         assert isinstance(caught.value, UserError)

@@ -18,6 +18,7 @@ from accelerate.state import AcceleratorState
 from transformers import Trainer
 
 import train_dpo
+from sfm_dpo.jobs import training_run
 
 compute_loss = train_dpo.SFMDPOTrainer._compute_loss
 
@@ -41,7 +42,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     train_dpo.SFMDPOTrainer._compute_loss = recording
     Trainer.end = lambda self: None  # it destroys the process group, which the next run needs
-    train_dpo.write_report = lambda run: None  # its pictures take longer than training does; tests/report/test_page.py
+    training_run.write_report = lambda run: None  # its pictures take longer than training does
     for argv in json.loads(Path(sys.argv[1]).read_text()):
         if code := train_dpo.main(argv):
             sys.exit(code)

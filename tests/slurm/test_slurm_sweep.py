@@ -53,7 +53,7 @@ def test_one_reference_pass_before_the_array_and_a_killed_member_goes_on(cluster
     assert " --array=1%2 " in sweep("--dry_run")
     array = re.search(r"Submitted batch job (\d+)", sweep())[1]
     record = cluster.wait(f"{array}_1", 400)
-    assert record["JobState"] == "COMPLETED" and f"going on from outputs/my sweep/{runs[1].name}/ch" in log_of(runs[1])
+    assert record["JobState"] == "COMPLETED" and f"resuming from outputs/my sweep/{runs[1].name}/ch" in log_of(runs[1])
     assert "all 4 runs of outputs/my sweep are done" in sweep()
     table = sweep("--table")
     assert table.count("1 done") == 4

@@ -16,6 +16,7 @@ from sfm_dpo.data.tokenization import load_tokenizer, pair_tokens, tokenize_pair
 from sfm_dpo.model.packing import find_shared
 from sfm_dpo.run.folder import describe
 from sfm_dpo.train.metrics import share_above
+from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from tests.oracle import by_hand, open_instruct_dpo_norm
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -40,9 +41,11 @@ def make_trainer(folder, output_dir, *cli: str, peft=None, n=8) -> SFMDPOTrainer
     config = parse_config([*argv.split(), "--save_strategy=no", *cli])
     tokenizer = load_tokenizer(config)
     tokens, _ = tokenize_pairs(pairs(n), tokenizer, config.train.max_length)
-    return SFMDPOTrainer(
+    trainer = SFMDPOTrainer(
         model=str(folder), args=config.train, train_dataset=tokens, processing_class=tokenizer, peft_config=peft
     )
+    add_reference(trainer)
+    return trainer
 
 
 def move(model, seed: int = 1) -> None:
@@ -85,8 +88,8 @@ def test_sigmoid_norm_with_beta_5_is_open_instructs_dpo_norm(tiny_folder, tmp_pa
 @pytest.mark.parametrize("seed", range(3))
 def test_dpo_norm_on_random_log_probs_and_lengths(tiny_folder, tmp_path, seed):
     """The same on any numbers: the model's place is taken by a function that answers random log-probs."""
-    trainer = make_trainer(tiny_folder("llama"), tmp_path)
-    trainer.precompute_ref_logps, trainer.state.global_step, n, length = True, 1, 6, 200
+    trainer = make_trainer(tiny_folder("llama"), tmp_path, "--precompute_ref_log_probs=true")
+    trainer.state.global_step, n, length = 1, 6, 200
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, length - 1, (2 * n,), generator=generator)
     mask = torch.arange(length)[None] >= length - lengths[:, None]  # responses at the end

@@ -1,0 +1,154 @@
+"""A run holds its folder while it lives; how it ended is one line, or the traceback of a crash, and in status.json."""
+
+import errno
+import logging
+import os
+import shutil
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from sfm_dpo.common.distributed import is_main_process, main_process_first
+from sfm_dpo.common.errors import DiskFull, RunEnd, StopRequested
+from sfm_dpo.common.leases import Lease
+from sfm_dpo.config import Config
+from sfm_dpo.report.model_card import write_model_card
+from sfm_dpo.report.page import format_summary, write_report
+from sfm_dpo.run.checkpoint import clear_stop, newest_checkpoint, step_of
+from sfm_dpo.run.folder import (
+    RESOLVED_CONFIG,
+    acquire,
+    has_failed,
+    message_of_rank,
+    write_status,
+)
+from sfm_dpo.train.memory_use import explain_out_of_memory
+from sfm_dpo.train.position import Position
+from sfm_dpo.train.progress import describe_best
+from sfm_dpo.train.trainer import SFMDPOTrainer
+from sfm_dpo.train.watchdog import Watchdog
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+
+
+log = logging.getLogger(__name__)
+
+
+class Run:
+    """A run and its folder, which it holds until it ends; then says how it ended, in status.json and in the report.
+
+    Attributes:
+        folder: output_dir, once it is this run's to write into.
+        exit_code: of the process.
+    """
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self.position = Position()
+        self.watchdog: Watchdog | None = None
+        self.lease: Lease | None = None
+        self.exit_code = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def begin(self, config: Config) -> bool:
+        """Takes the folder. Returns False where its run is done already.
+
+        Raises:
+            UserError: the folder is another run's.
+        """
+        folder = Path(config.train.output_dir)
+        self.lease = main_process_first(lambda: acquire(config))
+        if self.lease is None:
+            log.info(f"{folder}: already done; to run again remove it or choose another output_dir")
+            return False
+        self.folder = folder
+        self.watchdog = Watchdog(folder, config.train.hang_timeout, self.position)
+        return True
+
+    def finish(self, trainer: SFMDPOTrainer) -> None:
+        """A trained run is done, whatever becomes of its push."""
+        assert self.folder and self.watchdog
+        self.watchdog.stop()
+        clear_stop(self.folder)  # it came too late
+        best = describe_best(trainer.train_config, trainer.state)
+        write_status(self.folder, "done", 0, step=trainer.state.global_step, **best)
+        report(self.folder)
+        if is_main_process():
+            write_model_card(self.folder)
+        trainer.end()
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        """Every end but a crash is one line; a crash is its traceback, from Python."""
+        end = self._explain(error) if error else None
+        try:
+            if end:
+                self._close(end)
+            elif error and self.folder and self.folder.is_dir() and not has_failed(self.folder):
+                message = message_of_rank(self.folder, "".join(traceback.format_exception_only(error)).strip())
+                if message:
+                    write_status(self.folder, "failed", 1, message, any_rank=True)
+                report(self.folder)
+        finally:
+            if self.watchdog:
+                self.watchdog.stop()
+            if self.lease:
+                self.lease.release()
+        return end is not None
+
+    def _explain(self, error: BaseException) -> RunEnd | None:
+        """The end that an exception stands for; None for a crash."""
+        if isinstance(error, RunEnd):
+            return error
+        if self.folder is None:
+            return None
+        if memory := explain_out_of_memory(error, self.position, self.folder):
+            return memory
+        if isinstance(error, OSError) and error.errno in UNWRITABLE:
+            where = error.filename or self.folder
+            return DiskFull(f"{where}: {error.strerror}; free space, and run the same command again to resume")
+        if self.position.saving and is_disk_full(error, self.folder):
+            newest = newest_checkpoint(self.folder)
+            return DiskFull(f"disk full while writing {self.position.saving}; the run can resume from {newest}")
+        return None
+
+    def _close(self, end: RunEnd) -> None:
+        stopped = isinstance(end, StopRequested)
+        status = end.status
+        message: str | None = str(end)
+        self.exit_code = end.exit_code
+        if stopped:
+            assert self.folder is not None
+            clear_stop(self.folder)
+            checkpoint = newest_checkpoint(self.folder)
+            status = {"step": step_of(checkpoint), "checkpoint": checkpoint and str(checkpoint)} | status
+            log.info(f"{end}; run the same command again to resume from {checkpoint or 'the beginning'}")
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                self.exit_code = 0  # a launcher would make a crash of 75: status.json says it
+        elif message := message_of_rank(self.folder, str(end)):
+            log.error(message)
+        if self.folder and message:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_status(self.folder, end.state, end.exit_code, message, any_rank=not stopped, **status)
+            if self.lease:
+                self.lease.release()  # before the report: a launcher ends this rank soon after another one has left
+            report(self.folder)
+
+
+def is_disk_full(error: BaseException, folder: Path) -> bool:
+    """torch and safetensors have exceptions of their own for it."""
+    if "No space left" in str(error) or "quota exceeded" in str(error):
+        return True
+    return shutil.disk_usage(folder).free < 64 * 2**20
+
+
+def report(run: Path) -> None:
+    """report.html and the closing lines; also of a run that failed, once it had begun."""
+    if is_main_process() and (run / RESOLVED_CONFIG).is_file():
+        try:
+            write_report(run)
+        except OSError as error:  # a full disk must not make a failure of a trained model
+            log.info(f"report not written: {error}; later: python -m sfm_dpo.report.page {run}")
+        log.info(format_summary(run))
