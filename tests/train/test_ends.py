@@ -50,6 +50,6 @@ def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(folder, "write_atomically", fail)
     fields = f"--model_name_or_path m --dataset_name d.jsonl --use_cpu --output_dir {tmp_path / 'run'}"
     assert train_dpo.main(fields.split()) == 1
-    line = f"error: /disk/file: {error.strerror}; mend that, and the same command goes on\n"
+    line = f"error: /disk/file: {error.strerror}; free space, and run the same command again to resume\n"
     assert capsys.readouterr().err == line
     assert (read_status(tmp_path / "run") is not None) == (number == errno.ENOSPC)
