@@ -79,7 +79,7 @@ def test_same_run_stopped_and_resumed_and_saved_whole(place, whole, tmp_path, la
         assert np.allclose(mine[name]["logps"], theirs[name]["logps"], atol=1e-3, rtol=1e-5)
 
     again = apart.start(launch, RANKS, launch=launch, **FIELDS | {"profile_steps": [6, 7]}).finish()
-    assert f"going on from {checkpoint}" in again.log
+    assert f"resuming from {checkpoint}" in again.log
     mine, theirs = figures(again), figures(expected)
     assert mine.keys() == theirs.keys() and len(mine) > 60
     for key, value in mine.items():

@@ -47,11 +47,11 @@ def test_stop_file_then_the_same_command_is_bitwise_the_uninterrupted_run(place,
     assert status["checkpoint"] == str(run.folder / f"checkpoint-{step}")
     assert why_incomplete(run.folder / f"checkpoint-{step}") is None
     assert not (run.folder / STOP).exists()
-    assert f"stopped on request at step {step} of 8; the same command goes on from" in run.log
+    assert f"stopped on request at step {step} of 8; run the same command again to resume from" in run.log
     assert not (run.folder / "model.safetensors").exists()
 
     again = place.start(f"stopped-{processes}", processes).finish()
-    assert f"going on from {run.folder}/checkpoint-{step}" in again.log
+    assert f"resuming from {run.folder}/checkpoint-{step}" in again.log
     assert "step 1/8" not in again.log
     assert_same_run(again, expected)
 
@@ -72,7 +72,7 @@ def test_the_best_checkpoint_is_the_same_through_a_stop(place, processes):
     run.wait()
     assert run.status["state"] == "stopped" and run.status["best"]["step"] == 2, run.log[-3000:]
     run = place.start(f"best-stopped-{processes}", processes, **fields).finish()
-    assert "going on from" in run.log
+    assert "resuming from" in run.log
     assert_same_run(run, expected)
     for found in (run, expected):
         assert found.status["best"] == expected.status["best"] | {"checkpoint": str(found.folder / "checkpoint-2")}
@@ -165,7 +165,7 @@ def test_a_run_that_had_finished_but_was_killed_before_it_said_so(place, uninter
     (copy / "trainer_state.json").unlink()
     write_killed(copy, 8)
     again = place.start("half-saved").finish()
-    assert "going on from" in again.log and "step 8/8" not in again.log
+    assert "resuming from" in again.log and "step 8/8" not in again.log
     assert_same_run(again, uninterrupted(1))
 
 
@@ -193,7 +193,7 @@ def test_damaged_and_half_written_checkpoints_are_named_and_skipped_and_stay(pla
     again = place.start("damaged").finish()
     assert f"{folder}/checkpoint-6 was not written to the end: skipped" in again.log
     assert f"{folder}/checkpoint-4 has a damaged optimizer.pt (1,000 bytes of" in again.log
-    assert f"going on from {folder}/checkpoint-2" in again.log
+    assert f"resuming from {folder}/checkpoint-2" in again.log
     assert all(why_incomplete(c) is None for c in checkpoints(folder))
     assert_same_run(again, base)
 
@@ -214,7 +214,7 @@ def test_a_flipped_byte_of_any_rank_is_found_by_its_checksum(place, uninterrupte
     for step, name in damaged.items():
         assert f"{folder}/checkpoint-{step} has a damaged {name} (its checksum is another): skipped" in again.log
     assert f"{folder}/checkpoint-4: checksums verified" in again.log
-    assert f"going on from {folder}/checkpoint-4" in again.log
+    assert f"resuming from {folder}/checkpoint-4" in again.log
     assert_same_run(again, base)
 
 
@@ -299,7 +299,7 @@ def test_kill_9_of_a_random_rank_at_random_moments(place, uninterrupted, tmp_pat
         if done:
             assert "already done" in again.log
         elif newest:
-            assert f"going on from {newest}" in again.log
+            assert f"resuming from {newest}" in again.log
         for line in skipped if not done else ():
             assert line in again.log
         assert_same_run(again, expected)
@@ -351,7 +351,7 @@ def test_full_disk_during_a_save_leaves_the_previous_checkpoint_and_one_line(pla
     assert "are free, checkpoints will take" in early.log and "step " not in early.log.split("data\n")[1]
     filler.unlink()
     again = start().finish()
-    assert f"going on from {newest}" in again.log
+    assert f"resuming from {newest}" in again.log
     assert_same_run(again, expected)
 
 

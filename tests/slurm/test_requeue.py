@@ -74,7 +74,7 @@ def test_each_way_to_stop_requeues_and_the_run_ends_as_if_nobody_had_stopped_it(
     assert log.count("asked to stop: outputs/stopped/STOP") == 1
     assert log.count("ended: state stopped, exit code 75, step ") == 2
     assert [f"stopped and requeued (restart {n} of at most 20)" in log for n in (1, 2)] == [True] * 2
-    assert log.count("going on from outputs/stopped/checkpoint-") == 2
+    assert log.count("resuming from outputs/stopped/checkpoint-") == 2
     assert log.endswith(f"ended: state done, exit code 0, step {STEPS}, outputs/stopped\n")
 
     starts = json.loads((run / "environment.json").read_text())["starts"]
@@ -111,7 +111,7 @@ def test_preempted_job_saves_and_comes_back_when_the_urgent_one_is_through(clust
     log = log_of(project, job)
     assert (record["JobState"], record["Restarts"]) == ("COMPLETED", "1"), log[-3000:]
     assert "stopped and requeued (restart 1 of at most 20)" in log
-    assert "going on from outputs/preempted/checkpoint-" in log
+    assert "resuming from outputs/preempted/checkpoint-" in log
     cluster.wait(whole[0], 300)
     assert_same(run, whole[1])
 
