@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import sys
 import time
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.utils.benchmark
 from datasets import Dataset, concatenate_datasets, load_from_disk
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, PrinterCallback
@@ -21,11 +19,11 @@ from bench.throughput import BATCH, MODELS, ROOT, SHIPPED, VARIANTS, recipe_of
 from sfm_dpo.config import parse_config
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.train.fit_memory import fit_memory
+from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.throughput import CountingCollator, Meter, peak_memory_gib
 from sfm_dpo.train.trainer import SFMDPOTrainer
 
-CPU_SHAPE = {"hidden_size": 256, "intermediate_size": 688, "vocab_size": 1024}
-CPU_SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 4}
+CPU_SHAPE = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4, "vocab_size": 1024}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # bf16 weights, as DeepSpeed's engine holds them
 
@@ -41,6 +39,13 @@ def max_length_of(job: dict) -> int:
     return MAX_LENGTH[job["lengths"]] // scale_of(job)
 
 
+def warm_up_pairs(job: dict) -> int:
+    return max(2, job["accumulation"]) * BATCH  # an optimizer step at least
+
+
+# ---- prepare
+
+
 def prepare(job: dict) -> dict:
     """Writes model and pairs into the scratch folder, and returns what the result says about them."""
     scratch = Path(job["scratch"])
@@ -54,7 +59,7 @@ def prepare(job: dict) -> dict:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
     tokenizer.save_pretrained(scratch / "model")
 
-    lengths = sample_lengths(job["lengths"], job["pairs"] + BATCH * job["accumulation"])
+    lengths = sample_lengths(job["lengths"], job["pairs"] + warm_up_pairs(job))
     lengths = {name: np.maximum(2, tokens // scale_of(job)) for name, tokens in lengths.items()}
     lengths["prompt"] = np.minimum(lengths["prompt"], max_length_of(job) // 2)  # as the recipes' max_prompt_length
     rng = np.random.default_rng(1)
@@ -66,10 +71,12 @@ def prepare(job: dict) -> dict:
     return {
         "machine": machine(),
         "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
         "model": f"{job['shape'] or job['model']}, {config.num_hidden_layers} layers, hidden {config.hidden_size}, "
         f"vocabulary {config.vocab_size:,}, {model.num_parameters() / 1e6:,.0f} M parameters, {model.dtype}",
-        "data": f"{job['pairs']} pairs of {job['lengths']} lengths divided by {scale_of(job)}, max_length "
-        f"{max_length_of(job)}, micro-batches of {BATCH} pairs, {job['accumulation']} in a step",
+        "pairs": job["pairs"],
+        "data": f"divided by {scale_of(job)}, max_length {max_length_of(job)}, micro-batches of {BATCH} pairs, "
+        f"{job['accumulation']} in a step",
     }
 
 
@@ -84,7 +91,10 @@ def model_config(job: dict):
     if DEVICE == "cuda":
         fields["num_hidden_layers"] = 8
     else:
+        queries_per_key = fields["num_attention_heads"] // fields.get("num_key_value_heads", 1)
         fields |= CPU_SHAPE
+        if "num_key_value_heads" in fields:
+            fields["num_key_value_heads"] = fields["num_attention_heads"] // queries_per_key
     if "sliding_window" in fields:
         fields["sliding_window"] = max(4, fields["sliding_window"] // scale_of(job))
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
@@ -93,8 +103,12 @@ def model_config(job: dict):
 def machine() -> str:
     if DEVICE == "cuda":
         return torch.cuda.get_device_name()
-    name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    return f"{len(os.sched_getaffinity(0))}-core {name[1] if name else 'CPU'}"
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "CPU")
+    return f"{len(os.sched_getaffinity(0))}-core {name}"
+
+
+# ---- train
 
 
 class Stock(DPOTrainer):
@@ -104,25 +118,29 @@ class Stock(DPOTrainer):
         return dataset
 
 
-class Ours(SFMDPOTrainer):
-    """This project's trainer, with a clock on the reference pass over the measured pairs."""
-
-    warm_up = 0
-
-    def _precompute_ref_logps(self, dataset, name, batch_size):
-        first, rest = range(self.warm_up), range(self.warm_up, len(dataset))
-        warm = super()._precompute_ref_logps(dataset.select(first), name, batch_size)
-        start = time.perf_counter()
-        measured = super()._precompute_ref_logps(dataset.select(rest), name, batch_size)
-        self.reference_seconds = time.perf_counter() - start
-        return concatenate_datasets([warm, measured])
+def add_timed_reference(trainer: SFMDPOTrainer, warm: int) -> float:
+    """Adds the reference's columns; returns the seconds of the pass over all pairs but the first `warm`."""
+    pairs = trainer.train_dataset
+    trainer.train_dataset = pairs.select(range(warm))
+    add_reference(trainer)
+    first = trainer.train_dataset
+    trainer.train_dataset = pairs.select(range(warm, len(pairs)))
+    start = time.perf_counter()
+    add_reference(trainer)
+    seconds = time.perf_counter() - start
+    trainer.train_dataset = concatenate_datasets([first, trainer.train_dataset])
+    return seconds
 
 
 def train(job: dict) -> dict:
     """Trains one variant for one epoch of the measured pairs, after a few batches of others."""
     trainer = make_trainer(job)
     trainer.remove_callback(PrinterCallback)
-    packed, sharing = trainer.args.padding_free, getattr(trainer, "prefix_sharing", False)
+    warm = warm_up_pairs(job)
+    reference_seconds = 0.0
+    if isinstance(trainer, SFMDPOTrainer):
+        reference_seconds = add_timed_reference(trainer, warm)
+    packed, sharing = getattr(trainer, "packed", False), getattr(trainer, "prefix_sharing", False)
     meter, flops = Meter(), ForwardFlops.of(trainer.model)
     live_reference = not trainer.args.precompute_ref_log_probs
     collate = CountingCollator(trainer.data_collator, flops, live_reference, packed, sharing)
@@ -133,7 +151,7 @@ def train(job: dict) -> dict:
         return batch
 
     trainer.data_collator = counting
-    pairs, warm = trainer.train_dataset, BATCH * job["accumulation"]  # an optimizer step to warm up
+    pairs = trainer.train_dataset
     trainer.train_dataset = pairs.select(range(warm))
     trainer.train()
     meter.counts = dict.fromkeys(meter.counts, 0.0)
@@ -141,7 +159,6 @@ def train(job: dict) -> dict:
     seconds = trainer.train().metrics["train_runtime"]
     peak = peak_memory_gib()  # before the matrix products that follow
     counts, args = meter.counts, trainer.args
-    reference_seconds = getattr(trainer, "reference_seconds", 0.0)
     assert counts["pairs"] == job["pairs"]
     return {
         "variant": job["variant"],
@@ -200,16 +217,21 @@ def make_trainer(job: dict) -> DPOTrainer:
     if config.train.fit_memory:
         fit_memory(config, pairs, AutoConfig.from_pretrained(model), {})
     config.train.model_init_kwargs = init_kwargs
-    Ours.warm_up = BATCH * job["accumulation"]
-    return Ours(model=model, args=config.train, **common)
+    return SFMDPOTrainer(model=model, args=config.train, **common)
 
 
 def matmul_rate() -> float:
-    """FLOP/s of a large square matrix product: what MFU is a share of."""
+    """FLOP/s of a large square matrix product, median of a second's repetitions: what MFU is a share of."""
     n = 8192 if DEVICE == "cuda" else 1536
-    factor = torch.randn(n, n, device=DEVICE, dtype=DTYPE)
-    timer = torch.utils.benchmark.Timer("a @ a", globals={"a": factor}, num_threads=torch.get_num_threads())
-    return 2 * n**3 / timer.blocked_autorange(min_run_time=1).median
+    a, b = (torch.randn(n, n, device=DEVICE, dtype=DTYPE) for _ in range(2))
+    times: list[float] = []
+    while sum(times) < 1 or len(times) < 5:
+        start = time.perf_counter()
+        a @ b
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return 2 * n**3 / float(np.median(times[2:]))
 
 
 def main(job: dict) -> None:
