@@ -190,13 +190,14 @@ class SFMDPOTrainer(UpstreamFixes):
         Under ZeRO-3 and FSDP2 no rank has full weights: there all ranks must call the forward equally often.
         """
         if self.ref_model is not None:
-            return self.ref_model.eval()
+            return self.ref_model
+        self.model.eval()
         if self.is_zero3:
             return prepare_deepspeed(self.model, self.accelerator)  # the hooks that gather the weights
         if self.is_deepspeed_enabled and self.args.bf16:  # what DeepSpeed's engine will do to the policy
             for parameter in self.model.parameters():  # no buffer: RoPE's inv_freq stays fp32
                 parameter.data = parameter.data.to(torch.bfloat16)
-        return self.model.to(self.accelerator.device).eval()  # Trainer leaves that to DeepSpeed, which comes later
+        return self.model.to(self.accelerator.device)  # Trainer leaves that to DeepSpeed, which comes later
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's, once what computed log-probs until now is released: FSDP2's reference model, ZeRO-3's hooks."""

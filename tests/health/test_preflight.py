@@ -25,6 +25,7 @@ from sfm_dpo.health.preflight import (
 )
 from sfm_dpo.health.preflight_rules import compute_figure_values, compute_pair_figures, judge_base_model
 from sfm_dpo.model import packing
+from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from tests.oracle import by_hand
 from tests.tiny_models import tiny_config, tiny_tokenizer
@@ -183,6 +184,7 @@ def make_trainer(folder, out, *cli: str):
     tokenizer = load_tokenizer(config)
     tokens = tokens_of(TEXTS, tokenizer, 128)
     trainer = SFMDPOTrainer(model=str(folder), args=config.train, train_dataset=tokens, processing_class=tokenizer)
+    add_reference(trainer)
     return trainer, config
 
 
