@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.benchmark
 from datasets import Dataset, concatenate_datasets, load_from_disk
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, PrinterCallback
@@ -23,7 +25,8 @@ from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.throughput import CountingCollator, Meter, peak_memory_gib
 from sfm_dpo.train.trainer import SFMDPOTrainer
 
-CPU_SHAPE = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4, "vocab_size": 1024}
+CPU_SHAPE = {"hidden_size": 256, "intermediate_size": 688, "vocab_size": 1024}
+CPU_SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 4}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # bf16 weights, as DeepSpeed's engine holds them
 
@@ -39,13 +42,6 @@ def max_length_of(job: dict) -> int:
     return MAX_LENGTH[job["lengths"]] // scale_of(job)
 
 
-def warm_up_pairs(job: dict) -> int:
-    return max(2, job["accumulation"]) * BATCH  # an optimizer step at least
-
-
-# ---- prepare
-
-
 def prepare(job: dict) -> dict:
     """Writes model and pairs into the scratch folder, and returns what the result says about them."""
     scratch = Path(job["scratch"])
@@ -59,7 +55,7 @@ def prepare(job: dict) -> dict:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
     tokenizer.save_pretrained(scratch / "model")
 
-    lengths = sample_lengths(job["lengths"], job["pairs"] + warm_up_pairs(job))
+    lengths = sample_lengths(job["lengths"], job["pairs"] + BATCH * job["accumulation"])
     lengths = {name: np.maximum(2, tokens // scale_of(job)) for name, tokens in lengths.items()}
     lengths["prompt"] = np.minimum(lengths["prompt"], max_length_of(job) // 2)  # as the recipes' max_prompt_length
     rng = np.random.default_rng(1)
@@ -71,12 +67,10 @@ def prepare(job: dict) -> dict:
     return {
         "machine": machine(),
         "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
         "model": f"{job['shape'] or job['model']}, {config.num_hidden_layers} layers, hidden {config.hidden_size}, "
         f"vocabulary {config.vocab_size:,}, {model.num_parameters() / 1e6:,.0f} M parameters, {model.dtype}",
-        "pairs": job["pairs"],
-        "data": f"divided by {scale_of(job)}, max_length {max_length_of(job)}, micro-batches of {BATCH} pairs, "
-        f"{job['accumulation']} in a step",
+        "data": f"{job['pairs']} pairs of {job['lengths']} lengths divided by {scale_of(job)}, max_length "
+        f"{max_length_of(job)}, micro-batches of {BATCH} pairs, {job['accumulation']} in a step",
     }
 
 
@@ -91,10 +85,7 @@ def model_config(job: dict):
     if DEVICE == "cuda":
         fields["num_hidden_layers"] = 8
     else:
-        queries_per_key = fields["num_attention_heads"] // fields.get("num_key_value_heads", 1)
         fields |= CPU_SHAPE
-        if "num_key_value_heads" in fields:
-            fields["num_key_value_heads"] = fields["num_attention_heads"] // queries_per_key
     if "sliding_window" in fields:
         fields["sliding_window"] = max(4, fields["sliding_window"] // scale_of(job))
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
@@ -103,12 +94,8 @@ def model_config(job: dict):
 def machine() -> str:
     if DEVICE == "cuda":
         return torch.cuda.get_device_name()
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "CPU")
-    return f"{len(os.sched_getaffinity(0))}-core {name}"
-
-
-# ---- train
+    name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return f"{len(os.sched_getaffinity(0))}-core {name[1] if name else 'CPU'}"
 
 
 class Stock(DPOTrainer):
@@ -136,10 +123,8 @@ def train(job: dict) -> dict:
     """Trains one variant for one epoch of the measured pairs, after a few batches of others."""
     trainer = make_trainer(job)
     trainer.remove_callback(PrinterCallback)
-    warm = warm_up_pairs(job)
-    reference_seconds = 0.0
-    if isinstance(trainer, SFMDPOTrainer):
-        reference_seconds = add_timed_reference(trainer, warm)
+    warm = BATCH * job["accumulation"]  # an optimizer step to warm up
+    reference_seconds = add_timed_reference(trainer, warm) if isinstance(trainer, SFMDPOTrainer) else 0.0
     packed, sharing = getattr(trainer, "packed", False), getattr(trainer, "prefix_sharing", False)
     meter, flops = Meter(), ForwardFlops.of(trainer.model)
     live_reference = not trainer.args.precompute_ref_log_probs
@@ -221,17 +206,11 @@ def make_trainer(job: dict) -> DPOTrainer:
 
 
 def matmul_rate() -> float:
-    """FLOP/s of a large square matrix product, median of a second's repetitions: what MFU is a share of."""
+    """FLOP/s of a large square matrix product: what MFU is a share of."""
     n = 8192 if DEVICE == "cuda" else 1536
-    a, b = (torch.randn(n, n, device=DEVICE, dtype=DTYPE) for _ in range(2))
-    times: list[float] = []
-    while sum(times) < 1 or len(times) < 5:
-        start = time.perf_counter()
-        a @ b
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return 2 * n**3 / float(np.median(times[2:]))
+    factor = torch.randn(n, n, device=DEVICE, dtype=DTYPE)
+    timer = torch.utils.benchmark.Timer("a @ a", globals={"a": factor}, num_threads=torch.get_num_threads())
+    return 2 * n**3 / timer.blocked_autorange(min_run_time=1).median
 
 
 def main(job: dict) -> None:

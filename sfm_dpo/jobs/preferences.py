@@ -8,10 +8,11 @@ from peft import PeftConfig
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from sfm_dpo.config import parse_config
-from sfm_dpo.config_checks import EVAL_METRICS
+from sfm_dpo.config_checks import EVAL_METRICS, HELD_OUT
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.hub.publish import Source
 from sfm_dpo.model.loading import model_init_kwargs
+from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.trainer import SFMDPOTrainer
 
 # Fields of the run that decide what becomes of a text and what a reward is
@@ -53,10 +54,11 @@ def evaluate_pairs(source: Source, model: Path, dataset: str, limit: int | None)
         model=config.model.model_name_or_path,
         args=config.train,
         train_dataset=pairs,
-        eval_dataset=pairs,
+        eval_dataset={HELD_OUT: pairs},
         processing_class=tokenizer,
         peft_config=adapter,
     )
+    add_reference(trainer)
     trainer._load_from_checkpoint(str(model))  # the trained weights in the place of the base model's
     trainer.evaluate()
     logged = trainer.state.log_history[-1]

@@ -5,6 +5,7 @@ import json
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from transformers import TrainerState
