@@ -58,7 +58,7 @@ from sfm_dpo.train.fit_memory import fit_memory
 from sfm_dpo.train.position import Position
 from sfm_dpo.train.profiler import add_profiler
 from sfm_dpo.train.progress import ProgressLine
-from sfm_dpo.train.reference_cache import add_reference, hash_tokens, make_folder
+from sfm_dpo.train.reference_cache import add_reference, hash_tokens, make_folder, reference_root
 from sfm_dpo.train.stop import StopCallback
 from sfm_dpo.train.trainer import SFMDPOTrainer, build_sampler
 
@@ -94,7 +94,7 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
     if checkpoint:
         check_resume(checkpoint, {"world_size": args.world_size}, args.ignore_resume_mismatch)
     if args.precompute_ref_log_probs:
-        main_process_first(make_folder)  # now, and not when the model has been loaded
+        main_process_first(lambda: make_folder(reference_root()))  # now, not when the model has been loaded
     if args.push_to_hub:
         main_process_first(lambda: check_push(args, bool(checkpoint)) if is_main_process() else None)
     pairs = main_process_first(lambda: load_token_pairs(config, tokenizer))
@@ -159,8 +159,6 @@ def check(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
     )
     if args.padding_free:
         log.info(f"padding-free, attention by {trainer.attention_kernel()}")
-    if trainer.prefix_sharing:
-        log.info(trainer.describe_sharing())
     sampler = trainer.train_sampler
     largest = int(sampler.tokens[sampler.largest_micro_batch(sampler.micro_batch)].sum())
     where = "" if args.train_sampling_strategy == "sequential" else " and runs first"

@@ -9,6 +9,7 @@ under the launcher that will train, --reference fills the reference cache, and n
     accelerate launch --config_file accelerate_config.yaml scripts/prefetch.py --config recipes/think.yaml --reference
 """
 
+import logging
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +24,8 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.sources import explain_cache_errors
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
+
+log = logging.getLogger("sfm_dpo")
 
 # Weights in safetensors alone, and what AutoModel and AutoTokenizer read beside them.
 MODEL_FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"]
@@ -53,7 +56,7 @@ def fill_reference_cache(fields: list[str]) -> None:
     """What a training run with these fields would compute before its first step; prints the key of each split."""
     from sfm_dpo.model.sharding import disable_deepspeed_shm  # these take seconds to import
     from sfm_dpo.train.position import Position
-    from sfm_dpo.train.reference_cache import add_reference, make_folder
+    from sfm_dpo.train.reference_cache import add_reference, make_folder, reference_root
     from train_dpo import build_trainer
 
     disable_deepspeed_shm()
@@ -62,14 +65,14 @@ def fill_reference_cache(fields: list[str]) -> None:
         raise UserError(
             "precompute_ref_log_probs False: this run reads no cache; set it true, or leave out --reference"
         )
-    main_process_first(make_folder)
+    main_process_first(lambda: make_folder(reference_root()))
     tokenizer = load_tokenizer(config)
     pairs = main_process_first(lambda: load_token_pairs(config, tokenizer))
     with tempfile.TemporaryDirectory() as config.train.output_dir:
         trainer = build_trainer(config, pairs, tokenizer, None, Position())
         add_reference(trainer)
-        for name, facts in trainer.reference_facts.items():  # of rank 0
-            print(f"reference log-probs of the {name} pairs: key {facts['key']}", flush=True)
+        for name, facts in trainer.reference_facts.items():
+            log.info(f"reference log-probs of the {name} pairs: key {facts['key']}")
         trainer.accelerator.end_training()
 
 

@@ -103,9 +103,10 @@ def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], margins, ref_l
         cause = "two forwards of this batch differ: is dropout on? disable_dropout: true turns it off"
     elif not differ(once, ref_logps):
         cause = "the training forward differs from an evaluation of the same weights: dropout, or another kernel"
-    elif trainer.reference_folder is not None:
+    elif trainer.reference_facts:
+        key = trainer.reference_facts["train"]["key"]
         cause = (
-            f"the reference log-probs in {trainer.reference_folder} are not those of the model that is trained; "
+            f"the reference log-probs in the cache {key} are not those of the model that is trained; "
             "precompute_ref_log_probs: false trains without them"
         )
     else:

@@ -65,8 +65,8 @@ def add_reference(trainer: Any) -> None:
     held_out = trainer.eval_dataset or {}
     complete_shards = 0
     for name, dataset in {"train": trainer.train_dataset, **held_out}.items():
-        tokens = pair_tokens(dataset, trainer.args.max_length, trainer.prefix_sharing)
-        cache = ReferenceCache(cache_folder(dataset, **settings), tokens, choose_batch_tokens(trainer, tokens))
+        lengths = pair_tokens(dataset, trainer.args.max_length, trainer.prefix_sharing)
+        cache = ReferenceCache(cache_folder(dataset, settings), lengths, choose_batch_tokens(trainer, lengths))
         if not complete_cache(trainer, name, dataset, cache):
             message = f"stopped on request during the reference pass; its shards are kept in {cache.folder}"
             raise StopRequested(message, shards=complete_shards + cache.count())
@@ -74,51 +74,66 @@ def add_reference(trainer: Any) -> None:
         logps = cache.read_all()
         columns = Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})
         with_columns = concatenate_datasets([dataset, columns], axis=1)
+        trainer.reference_facts[name] = {"key": cache.folder.name} | {key: str(settings[key]) for key in settings}
         if name == "train":
             trainer.train_dataset = with_columns
-            trainer.reference_folder = cache.folder
         else:
             held_out[name] = with_columns
-        if is_main_process():
-            trainer.reference_facts[name] = cache.describe(settings)
 
 
 def describe_settings(trainer: Any) -> dict[str, Any]:
     """What changes the log-probs of given tokens, for `cache_folder`. All ranks must call it."""
     args = trainer.train_config
-    model = trainer.forward_model
     weights = trainer._precompute_model_hash  # TRL's, taken before FSDP2 splits them
     adapter = is_peft_model(trainer.model)
     if trainer.is_zero3 or adapter:
-        weights = hash_weights(model, gather=trainer.is_zero3, frozen_only=adapter)
+        weights = hash_weights(trainer.forward_model, gather=trainer.is_zero3, frozen_only=adapter)
+    precision = trainer.accelerator.mixed_precision
+    if precision != "no":  # in 16 bit the launchers differ in what computes in which precision
+        regime = "FSDP2" if trainer.is_fsdp_enabled else "autocast"
+        precision = f"{precision}, {'DeepSpeed' if trainer.zero_stage else regime}"
     settings = {
         "weights": weights,
         "config": hash_config(trainer.bare_model().config),
-        "dtype": next(model.parameters()).dtype,
-        "precision": _describe_precision(trainer),
+        "dtype": next(trainer.forward_model.parameters()).dtype,
+        "precision": precision,
         "attention": trainer.bare_model().config._attn_implementation,
         "kernel": trainer.attention_kernel() if trainer.packed else None,
         "packed": trainer.packed,
-        "compilation": {name: getattr(args, name) for name in _COMPILATION},
+        "compilation": {
+            "torch_compile": args.torch_compile,
+            "torch_compile_backend": args.torch_compile_backend,
+            "torch_compile_mode": args.torch_compile_mode,
+        },
         "max_length": args.max_length,
         "truncation_mode": args.truncation_mode,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "trl": trl.__version__,
+        "format": CACHE_FORMAT,
     }
     if trainer.prefix_sharing:  # a key without it is that of a cache from before there was such a thing
         settings["prefix_sharing"] = True
     return settings
 
 
-_COMPILATION = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
+def cache_folder(dataset: Dataset, settings: dict[str, Any]) -> Path:
+    """Folder of the shards for these token ids and settings."""
+    text = json.dumps({key: str(value) for key, value in sorted(settings.items())})
+    digest = hashlib.sha256(f"{text} {hash_tokens(dataset)}".encode()).hexdigest()[:24]
+    return reference_root() / digest
 
 
-def _describe_precision(trainer: Any) -> str:
-    """What computes in which precision: in 16 bit the launchers differ."""
-    mixed = trainer.accelerator.mixed_precision
-    if mixed == "no":
-        return mixed
-    if trainer.zero_stage:
-        return f"{mixed}, DeepSpeed"
-    return f"{mixed}, FSDP2" if trainer.is_fsdp_enabled else f"{mixed}, autocast"
+def reference_root() -> Path:
+    return Path(os.path.expanduser(HF_CACHE_HOME)) / "sfm_dpo" / "reference"
+
+
+def make_folder(folder: Path) -> None:
+    """Raises UserError if a cache's folder cannot be made or written."""
+    with explain_cache_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, "cannot be written", str(folder))
 
 
 def choose_batch_tokens(trainer: Any, lengths: np.ndarray) -> int:
@@ -139,71 +154,39 @@ def complete_cache(trainer: Any, name: str, dataset: Dataset, cache: "ReferenceC
     if not missing:
         return True
     main_process_first(lambda: make_folder(cache.folder))
-    log.info(f"reference, {name}: up to {cache.batch_tokens:,} tokens at once, and at least a pair")
-    progress = Progress(trainer, name, cache.count_tokens(missing))
+    total = cache.count_tokens(missing)
+    begin = time.monotonic()
+    reported = begin
 
     def forward(rows: np.ndarray) -> torch.Tensor:
         batch = trainer.load_batch(dataset, rows)
         return torch.stack(trainer.compute_ref_log_probs(trainer.forward_model, batch), dim=1)
 
-    def should_stop() -> bool:
-        return stop_requested(trainer.args.output_dir)
-
-    if not cache.compute(missing, forward, progress.report, should_stop):
-        return False
-    computed = broadcast(cache.computed)
-    log.info(f"reference, {name}: {computed} shards computed here, {len(missing) - computed} by other jobs")
-    return True
-
-
-class Progress:
-    """Writes how far the pass is into the log and status.json, at most every REPORT_SECONDS."""
-
-    def __init__(self, trainer: Any, name: str, total: int):
-        self.trainer = trainer
-        self.name = name
-        self.total = total
-        self.begin = time.monotonic()
-        self.reported = self.begin
-
-    def report(self, tokens_left: int, holder: str = "") -> None:
-        """`holder`: who computes what this job waits for."""
-        self.trainer.position.advance()
+    def report(tokens_left: int, holder: str) -> None:
+        """How far the pass is, in the log and in status.json."""
+        nonlocal reported
+        trainer.position.advance()
         now = time.monotonic()
-        if now - self.reported < REPORT_SECONDS and tokens_left:
+        if now - reported < REPORT_SECONDS and tokens_left:
             return
-        self.reported = now
-        done = self.total - tokens_left
-        rate = done / max(now - self.begin, 1e-9)
-        line = f"reference, {self.name}: {done / self.total:.0%} of {self.total:,} tokens, {rate:,.0f} tokens/s"
+        reported = now
+        done = total - tokens_left
+        rate = done / max(now - begin, 1e-9)
+        line = f"reference, {name}: {done / total:.0%} of {total:,} tokens, {rate:,.0f} tokens/s"
         if holder:
             line += f", waiting for {holder}"
         elif done:
             line += f", ETA {format_clock(int(tokens_left / rate))}"
         log.info(line)
-        write_status(self.trainer.args.output_dir, "running", message=line)
+        write_status(trainer.args.output_dir, "running", message=line)
 
+    def should_stop() -> bool:
+        return stop_requested(trainer.args.output_dir)
 
-def cache_folder(dataset: Dataset, **settings: object) -> Path:
-    """Folder of the shards for these token ids and settings (`describe_settings`)."""
-    settings |= {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
-    settings |= {"format": CACHE_FORMAT}
-    text = json.dumps({key: str(value) for key, value in sorted(settings.items())})
-    digest = hashlib.sha256(f"{text} {hash_tokens(dataset)}".encode()).hexdigest()[:24]
-    return _root() / digest
-
-
-def _root() -> Path:
-    return Path(os.path.expanduser(HF_CACHE_HOME)) / "sfm_dpo" / "reference"
-
-
-def make_folder(folder: Path | None = None) -> None:
-    """Makes the folder of a cache, or that of all. Raises UserError if it cannot be written."""
-    folder = folder or _root()
-    with explain_cache_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, "cannot be written", str(folder))
+    done = cache.compute(missing, forward, report, should_stop)
+    if done:
+        log.info(f"reference, {name}: {cache.computed} shards computed here, the others by other jobs")
+    return done
 
 
 class ReferenceCache:
@@ -216,15 +199,15 @@ class ReferenceCache:
         batch_tokens: computed at once, and at least one pair.
     """
 
-    def __init__(self, folder: Path, lengths: np.ndarray, batch_tokens: int = 0):
+    def __init__(self, folder: Path, lengths: np.ndarray, batch_tokens: int):
         self.folder = folder
         self.lengths = lengths
         self.batch_tokens = batch_tokens
         order = np.argsort(-lengths, kind="stable")
         size = max(1, min(SHARD_PAIRS, math.ceil(len(order) / 64)))
         self.shards = [order[i : i + size] for i in range(0, len(order), size)]
+        self.leases = [Lease(self.path(number).with_suffix(".lease")) for number in range(len(self.shards))]
         self.computed = 0  # shards, by this job; rank 0 counts
-        self._leases: dict[int, Lease] = {}  # of the shards that this process has tried to take
 
     def path(self, number: int) -> Path:
         return self.folder / f"{number:06}.safetensors"
@@ -237,7 +220,7 @@ class ReferenceCache:
 
     def count(self) -> int:
         """Shards that exist, complete or damaged."""
-        return sum(self.path(n).exists() for n in range(len(self.shards)))
+        return sum(self.path(number).exists() for number in range(len(self.shards)))
 
     def count_tokens(self, numbers: list[int]) -> int:
         return int(sum(self.lengths[self.shards[number]].sum() for number in numbers))
@@ -288,7 +271,7 @@ class ReferenceCache:
                             return False
                 finally:
                     for number in mine:
-                        self._lease(number).release()
+                        self.leases[number].release()
         return True
 
     def _compute_batches(self, numbers: list[int], forward: Callable[[np.ndarray], torch.Tensor]) -> Iterator[int]:
@@ -307,7 +290,8 @@ class ReferenceCache:
                 parts[number].append(logps)
                 left -= int(self.lengths[rows].sum())
                 if is_main_process() and sum(map(len, parts[number])) == len(self.shards[number]):
-                    self._write(number, np.concatenate(parts[number]))
+                    write_shard(self.path(number), self.shards[number], np.concatenate(parts[number]))
+                    self.computed += 1
             yield left
 
     def _take(self, todo: list[int]) -> tuple[list[int], list[int], str]:
@@ -319,91 +303,60 @@ class ReferenceCache:
         if not is_main_process():
             return mine, left, holder
         for number in todo:
+            lease = self.leases[number]
             if len(mine) == world_size():
                 left.append(number)
             elif self.is_done(number):
                 continue
-            elif not self._lease(number).take():
+            elif not lease.take():
                 left.append(number)
-                holder = holder or describe_owner(self._lease(number).path)
+                holder = holder or describe_owner(lease.path)
             elif self.is_done(number):  # looked at again: the new file in the folder makes NFS ask the server
-                self._lease(number).release()
+                lease.release()
             else:
                 mine.append(number)
         return mine, left, holder
-
-    def _lease(self, number: int) -> Lease:
-        return self._leases.setdefault(number, Lease(self.path(number).with_suffix(".lease")))
-
-    def _write(self, number: int, logps: np.ndarray) -> None:
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        provenance = {"batch_tokens": self.batch_tokens, "device": device}
-        write_shard(self.path(number), self.shards[number], logps, provenance)
-        self.computed += 1
 
     def read_all(self) -> np.ndarray:
         """[N, 2] log-probs of all rows. Raises UserError where a shard that rank 0 has seen cannot be read, also after
         the time for which NFS may remember that a file is not there."""
         logps = np.empty((len(self.lengths), 2), dtype=np.float32)
-        patience = time.monotonic() + NFS_SECONDS
+        deadline = time.monotonic() + NFS_SECONDS
         for number, rows in enumerate(self.shards):
             shard = read_shard(self.path(number), rows)
-            while shard is None and time.monotonic() < patience:
+            while shard is None and time.monotonic() < deadline:
                 time.sleep(1)
                 shard = read_shard(self.path(number), rows)
             if shard is None:
-                where = f"{self.path(number)}: not there on {platform.node()}"
+                where = f"{self.path(number)}: not found on {platform.node()}"
                 raise UserError(f"{where}; HF_HOME must be a folder that all nodes share")
             logps[rows] = shard
         return logps
 
-    def describe(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """For data.json: the key, what it covers, and how the shards were made.
 
-        `made` is a list, because several jobs may have computed shards of one cache with batches of other sizes: in
-        16 bit such a cache differs from what the run itself would compute, by rounding.
-        """
-        provenances: list[dict[str, Any]] = []
-        for number in range(len(self.shards)):
-            with safe_open(self.path(number), "numpy") as file:
-                entry = json.loads((file.metadata() or {}).get("made", "{}"))
-            if entry not in provenances:
-                provenances.append(entry)
-        return {"key": self.folder.name, **{name: str(value) for name, value in settings.items()}, "made": provenances}
-
-
-def write_shard(path: Path, rows: np.ndarray, logps: np.ndarray, provenance: dict[str, Any] | None = None) -> None:
-    """Atomic: the file is complete or absent. `logps` is [n, 2] float32, computed as `provenance` says."""
+def write_shard(path: Path, rows: np.ndarray, logps: np.ndarray) -> None:
+    """Atomic: the file is complete or absent. `logps` is [n, 2] float32."""
     data: dict[str, np.ndarray] = {
         "rows": np.ascontiguousarray(rows, dtype=np.int64),
         "logps": np.ascontiguousarray(logps, dtype=np.float32),
     }
-    metadata = {
-        "checksum": _checksum(data["rows"], data["logps"]),
-        "made": json.dumps(provenance or {}, sort_keys=True),
-    }
     partial = path.with_suffix(f".{os.getpid()}.partial")
-    partial.write_bytes(save(data, metadata))  # save_file makes files that nobody else can read
+    # save_file makes files that nobody else can read
+    partial.write_bytes(save(data, {"checksum": _checksum(data["rows"], data["logps"])}))
     partial.replace(path)
 
 
 def read_shard(path: Path, rows: np.ndarray) -> np.ndarray | None:
-    """[n, 2] log-probs of `rows`, or None where the file is absent, damaged, or about other rows.
-
-    Raises:
-        UserError: a folder of that name.
-    """
-    if path.is_dir():
-        raise UserError(f"{path}: is a folder where a shard of the reference cache belongs; remove it")
+    """[n, 2] log-probs of `rows`, or None where the file is absent, damaged, or about other rows."""
     try:
         with safe_open(path, "numpy") as file:
-            stored, logps = file.get_tensor("rows"), file.get_tensor("logps")
+            stored = file.get_tensor("rows")
+            logps = file.get_tensor("logps")
             checksum = (file.metadata() or {}).get("checksum")
     except (OSError, SafetensorError, ValueError):
         return None
-    if checksum != _checksum(stored, logps) or not np.array_equal(stored, rows) or not np.isfinite(logps).all():
-        return None
-    return logps
+    is_right = checksum == _checksum(stored, logps) and np.array_equal(stored, rows) and np.isfinite(logps).all()
+    return logps if is_right else None
 
 
 def hash_tokens(dataset: Dataset) -> str:

@@ -57,8 +57,8 @@ class SFMDPOTrainer(UpstreamFixes):
         kwargs: as DPOTrainer's.
 
     Raises:
-        UserError: weights and config.json do not fit; the model cannot be packed; LoRA targets that do not exist; the
-            first batch's loss is not ln 2 (in training).
+        UserError: the model cannot be loaded or packed; LoRA targets that do not exist; in training, the loss of the
+            first batch is not ln 2.
     """
 
     data_collator: Any
@@ -80,7 +80,6 @@ class SFMDPOTrainer(UpstreamFixes):
         self.eval_sums = MetricSums(pairs=0)  # of the current evaluation
         self.step_0_checked = False
         self.reference_facts: dict[str, Any] = {}  # by split: what `add_reference` read or computed
-        self.reference_folder: Path | None = None  # that of the training pairs
         self.train_tokens = hash_tokens(kwargs["train_dataset"])
         if self.packed and not args.use_cpu:
             activate_flash(args.flash_attention)
@@ -167,8 +166,6 @@ class SFMDPOTrainer(UpstreamFixes):
         """What computes packed attention, for the log; it takes the place of `attn_implementation`."""
         return describe_kernel(*self._attention_call()) + describe_delta_nets(self.bare_model())
 
-    # ---- launchers
-
     @property
     def zero_stage(self) -> int:
         """0 without DeepSpeed."""
@@ -177,12 +174,6 @@ class SFMDPOTrainer(UpstreamFixes):
     @property
     def is_zero3(self) -> bool:
         return self.zero_stage == 3
-
-    def launch_name(self) -> str:
-        """How the optimizer is split, which decides who can read a checkpoint."""
-        if self.zero_stage:
-            return f"ZeRO-{self.zero_stage}"
-        return "FSDP2" if self.is_fsdp_enabled else "whole weights"
 
     def _prepare_forward_model(self) -> Any:
         """What computes log-probs of the base model before training begins.
@@ -237,15 +228,6 @@ class SFMDPOTrainer(UpstreamFixes):
         order = [self.train_sampler.fingerprint(epoch) for epoch in range(math.ceil(epochs))]
         return {"train_tokens": self.train_tokens, "reference": self.reference_facts, "order": order}
 
-    def describe_sharing(self) -> str:
-        """For the log: how much prefix sharing saves."""
-        real = pair_tokens(self.train_dataset, self.args.max_length, prefix_sharing=False)
-        computed = pair_tokens(self.train_dataset, self.args.max_length, prefix_sharing=True)
-        return (
-            f"prefix sharing: {1 - computed.sum() / real.sum():.1%} of {real.sum():,} tokens are not computed; "
-            f"{(real == computed).sum():,} of {len(real):,} pairs have no prompt to share"
-        )
-
     # ---- loss
 
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._compute_loss: logs rewards/* as sums over tokens also
@@ -299,9 +281,10 @@ class SFMDPOTrainer(UpstreamFixes):
 
     def resume_facts(self) -> dict[str, Any]:
         """What a run that resumes from a checkpoint must agree with."""
+        launch = "FSDP2" if self.is_fsdp_enabled else "whole weights"
         return {
             "world_size": self.accelerator.num_processes,
-            "launch": self.launch_name(),
+            "launch": f"ZeRO-{self.zero_stage}" if self.zero_stage else launch,
             "train_tokens": self.train_tokens,
             "order_version": ORDER_VERSION,
             "prefix_sharing": self.prefix_sharing,

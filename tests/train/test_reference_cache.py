@@ -17,7 +17,6 @@ from datasets import Dataset
 from safetensors.numpy import load_file
 
 import train_dpo
-from sfm_dpo.common.errors import UserError
 from sfm_dpo.train import reference_cache
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -30,19 +29,17 @@ def tokens(rows: int = 40, seed: int = 0) -> Dataset:
     return Dataset.from_dict({"prompt_ids": ids["p"], "chosen_ids": ids["c"], "rejected_ids": ids["r"]})
 
 
-def test_key_covers_tokens_and_settings(monkeypatch):
+def test_key_covers_tokens_and_settings():
     def key(data: Dataset, weights: str = "w", max_length: int = 64) -> Path:
-        return reference_cache.cache_folder(data, weights=weights, max_length=max_length)
+        return reference_cache.cache_folder(data, {"weights": weights, "max_length": max_length})
 
     base, reordered = key(tokens()), tokens().select([1, 0, *range(2, 40)])
-    assert base == reference_cache.cache_folder(tokens(), max_length=64, weights="w")
+    assert base == reference_cache.cache_folder(tokens(), {"max_length": 64, "weights": "w"})
     others = [key(tokens(seed=1)), key(tokens(), weights="v"), key(tokens(), max_length=32), key(reordered)]
     assert len({base, *others, key(tokens().select(range(39)))}) == 6
     one = Dataset.from_dict({"prompt_ids": [[1, 2]], "chosen_ids": [[3]], "rejected_ids": [[4]]})
     moved = Dataset.from_dict({"prompt_ids": [[1]], "chosen_ids": [[2, 3]], "rejected_ids": [[2, 4]]})
-    assert reference_cache.cache_folder(one) != reference_cache.cache_folder(moved)
-    monkeypatch.setattr(reference_cache.trl, "__version__", "0.0")
-    assert base != key(tokens())
+    assert key(one) != key(moved)
 
 
 def make_cache(lengths: np.ndarray, batch_tokens: int = 0) -> reference_cache.ReferenceCache:
@@ -151,12 +148,6 @@ def test_damaged_shards_are_noticed(tmp_path, damage):
     reference_cache.write_shard(path, rows, np.ones((4, 2)))
     assert (reference_cache.read_shard(path, rows) == 1).all()
     assert not list(tmp_path.glob("*.partial"))
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(
-        UserError, match=f"{path}: is a folder where a shard of the reference cache belongs; remove it"
-    ):
-        reference_cache.read_shard(path, rows)
 
 
 # ---- real runs
