@@ -121,7 +121,7 @@ first_host() {
     ((SLURM_JOB_NUM_NODES == 1)) || srun_options+=(--label)
 }
 
-# Each node's GPUs, disks and the way to the others, in a minute at most; ends the job with code 69 if they are no good.
+# Each node's GPUs, folders and the way to the others, in a minute at most; ends the job with code 69 if they are no good.
 check_health() {
     if [[ ${SKIP_HEALTHCHECK:-} == 1 ]]; then
         say "health check skipped"
@@ -131,10 +131,6 @@ check_health() {
     # Not under torchrun, which makes 1 of every exit code and prints a traceback.
     # shellcheck disable=SC2016
     local on_node='[[ ${DS_ACCELERATOR:-} != cpu ]] || export CUDA_VISIBLE_DEVICES=
-        # Before the ranks, whose own memory would count: what another process holds
-        SMI_BEFORE_RANKS=$(nvidia-smi --query-gpu=index,memory.used,ecc.errors.uncorrected.volatile.total \
-            --format=csv,noheader,nounits ${CUDA_VISIBLE_DEVICES:+--id=$CUDA_VISIBLE_DEVICES} 2>/dev/null) || SMI_BEFORE_RANKS=
-        export SMI_BEFORE_RANKS
         for ((i = 0; i < LOCAL_WORLD_SIZE; i++)); do
             RANK=$((SLURM_NODEID * LOCAL_WORLD_SIZE + i)) LOCAL_RANK=$i timeout 240 python -m sfm_dpo.health.node_check "$@" &
         done

@@ -1,12 +1,12 @@
 """The guard: applies the rules of guard_rules.py while training, and stops a run that has collapsed."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback
 
 from sfm_dpo.common.distributed import broadcast, is_main_process
 from sfm_dpo.common.errors import GuardStopped, UserError
@@ -36,17 +36,13 @@ class Guard(TrainerCallback):
     """Applies the rules at every log entry; rank 0 decides and all ranks follow. Writes health.json.
 
     Args:
-        trainer: SFMDPOTrainer; it must know the guard as a callback (`trainer.add_callback`).
-        mode: "stop", or "warn" to log findings and train on.
-        prompts: token ids of held-out prompts for generations, which happen where `every` is above 0.
-        every: optimizer steps between generations.
+        trainer: SFMDPOTrainer.
+        prompts: token ids of held-out prompts, to be answered every `guard_generations` steps.
     """
 
-    def __init__(self, trainer: Any, mode: str, prompts: Iterable[list[int]] = (), every: int = 0):
+    def __init__(self, trainer: Any, prompts: Sequence[list[int]] = ()):
         self.trainer = trainer
-        self.mode = mode
-        self.every = every
-        self.prompts = list(prompts)[:PROMPTS]
+        self.prompts = prompts
         self.findings: list[Finding] = []
         self.stopped: Finding | None = None
         self.last_healthy: str | None = None  # a checkpoint
@@ -55,11 +51,13 @@ class Guard(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         names = ["prompt_length", "chosen_length", "rejected_length"]
         columns = self.trainer.train_dataset.select_columns(names).with_format("numpy")[:]
-        normalized = main_loss(args.loss_type) in LENGTH_NORMALIZED_LOSSES
+        chosen_tokens = 1.0
+        if main_loss(args.loss_type) not in LENGTH_NORMALIZED_LOSSES:
+            chosen_tokens = float(response_lengths(columns, args.max_length)[:, 0].mean())
         self.run = RunFacts(
             sigmoid=len(args.loss_type) == 1 and main_loss(args.loss_type) in SIGMOID_LOSSES,
             beta=args.beta,
-            chosen_tokens=1.0 if normalized else float(response_lengths(columns, args.max_length)[:, 0].mean()),
+            chosen_tokens=chosen_tokens,
             max_steps=state.max_steps,
             warmup_steps=args.get_warmup_steps(state.max_steps),
         )
@@ -67,24 +65,23 @@ class Guard(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" not in (logs or {}) or self.stopped:
             return
-        if self.every and is_main_process() and (state.global_step % self.every == 0 or not self.first_answers):
+        is_due = bool(self.prompts) and (state.global_step % args.guard_generations == 0 or not self.first_answers)
+        if is_due and is_main_process():
             state.log_history[-1].update(self._generate(args))  # into trainer_state.json
-        entries = _training_entries(state)
+        entries = [entry for entry in state.log_history if "loss" in entry]
         known = {finding.signal for finding in self.findings}
         # Metrics are gathered from all ranks, but ranks that came to different findings would wait for each other
         new = broadcast([finding for finding in judge_log(entries, self.run) if finding.signal not in known])
         for finding in new:
             self._report(args, entries, finding)
         if new:
-            self._write_health(args, entries)
+            self._write_health(args)
         if self.stopped:
             control.should_training_stop = True
-        return self._save_nothing_once_stopped(control)
+        return self.on_epoch_end(args, state, control)
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        return self._save_nothing_once_stopped(control)  # save_strategy: epoch
-
-    def _save_nothing_once_stopped(self, control):
+        """Nothing is saved once the run is stopped."""
         if self.stopped:
             control.should_save = False
             control.should_evaluate = False
@@ -94,15 +91,13 @@ class Guard(TrainerCallback):
         """Logs a new finding, and keeps the last healthy checkpoint where it is one that stops a run."""
         self.findings.append(finding)
         level = "warning"
-        healthy = ""
         if finding.stops:
-            if is_main_process():
-                self.last_healthy = self.last_healthy or _keep_last_healthy(args, entries, finding)
-            healthy = f"; last healthy checkpoint: {self.last_healthy or 'none'}"
-            if self.mode == "stop":
+            if is_main_process() and not self.last_healthy:
+                self.last_healthy = _keep_last_healthy(args, entries, finding)
+            if args.guard == "stop":
                 level = "stop"
                 self.stopped = self.stopped or finding
-        log.info(f"guard: {level}: {format_finding(finding)}{healthy}; {finding.remedy}")
+        log.info(f"guard: {level}: {format_finding(finding)}; {finding.remedy}")
 
     def on_save(self, args, state, control, **kwargs):
         """Keeps from rotation what may turn out to be the last healthy checkpoint.
@@ -119,15 +114,14 @@ class Guard(TrainerCallback):
             (after[0] / KEEP).write_text(AUTHOR)
 
     def on_train_end(self, args, state, control, **kwargs):
-        self._write_health(args, _training_entries(state))
+        self._write_health(args)
 
     def raise_if_stopped(self) -> None:
         """Raises GuardStopped where the guard stopped the run."""
         if self.stopped:
-            healthy = self.last_healthy or "none was saved before it, the base model is the last healthy one"
             raise GuardStopped(
-                f"guard: {format_finding(self.stopped)}; last healthy checkpoint: {healthy}; {self.stopped.remedy}, "
-                "in another output_dir; with guard: warn training goes on regardless",
+                f"guard: {format_finding(self.stopped)}; last healthy checkpoint: {self.last_healthy or 'none'}; "
+                f"{self.stopped.remedy}, in another output_dir; with guard: warn training goes on regardless",
                 step=self.stopped.step,
                 checkpoint=self.last_healthy,
             )
@@ -152,7 +146,7 @@ class Guard(TrainerCallback):
             "guard/answer_tokens": fmean(a.tokens for a in answers),
         }
 
-    def _write_health(self, args, entries: Log) -> None:
+    def _write_health(self, args) -> None:
         if not is_main_process():
             return
         verdict = "warned" if self.findings else "healthy"
@@ -161,21 +155,15 @@ class Guard(TrainerCallback):
         health = {
             "verdict": verdict,
             "reasons": [format_finding(finding) for finding in self.findings],
-            "guard": args.guard,
             "stopped": self.stopped is not None,
             "last_healthy": self.last_healthy,
-            "steps": entries[-1]["step"] if entries else 0,
             "findings": [finding._asdict() for finding in self.findings],
         }
         write_json(Path(args.output_dir) / HEALTH, health)
 
 
 def add_guard(trainer: Any) -> Guard | None:
-    """Adds the guard that the trainer's arguments ask for, or none.
-
-    Raises:
-        UserError: generations are asked for where no rank holds whole weights.
-    """
+    """Adds the guard that the trainer's arguments ask for, or none. Raises UserError for one that cannot generate."""
     args = trainer.args
     if args.guard == "skip":
         return None
@@ -184,13 +172,9 @@ def add_guard(trainer: Any) -> Guard | None:
             f"guard_generations {args.guard_generations}: needs whole weights on each rank; use ZeRO-2, or 0"
         )
     prompts = list(trainer.eval_dataset[HELD_OUT][:PROMPTS]["prompt_ids"]) if args.guard_generations else []
-    guard = Guard(trainer, args.guard, prompts, args.guard_generations)
+    guard = Guard(trainer, prompts)
     trainer.add_callback(guard)
     return guard
-
-
-def _training_entries(state: TrainerState) -> Log:
-    return [entry for entry in state.log_history if "loss" in entry]
 
 
 def _keep_last_healthy(args, entries: Log, finding: Finding) -> str | None:

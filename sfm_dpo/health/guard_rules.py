@@ -6,8 +6,7 @@ them in words, each with its source.
 
 import math
 from collections.abc import Callable
-from itertools import takewhile
-from statistics import fmean
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from sfm_dpo.common.statistics import mean_interval
@@ -70,24 +69,28 @@ def format_finding(finding: Finding) -> str:
 
 
 def _find_streak(
-    log: Log, n: int, figures: str, holds: Callable[[Entry], bool], begins: Callable[[Entry], bool] | None = None
+    log: Log, n: int, figures: str, value: Callable[[Entry], float], limit: float, begins: float
 ) -> Evidence | None:
-    """Evidence where `holds` is true of the last `n` entries; it began where `begins` (default: `holds`) came true."""
-    if len(log) < n or not all(map(holds, log[-n:])):
+    """Evidence where `value` is above `limit` in the last `n` entries; it began when it rose above `begins`."""
+    if len(log) < n or not all(value(entry) > limit for entry in log[-n:]):
         return None
-    streak = [*takewhile(begins or holds, reversed(log[:-n])), log[-n]]
-    return min(entry["step"] for entry in streak), figures
+    step = log[-n]["step"]
+    for entry in reversed(log[:-n]):
+        if value(entry) <= begins:
+            break
+        step = entry["step"]
+    return step, figures
 
 
 def _check_finite(log: Log, run: RunFacts) -> Evidence | None:
-    def norm_is_not_finite(entry: Entry) -> bool:
-        return not math.isfinite(entry.get("grad_norm", 0.0))
-
+    last = log[-1]
     for name in ("loss", "rewards/margins", "logps/chosen", "logps/rejected"):
-        if not math.isfinite(log[-1].get(name, 0.0)):
-            return log[-1]["step"], f"{name} is {log[-1][name]}"
-    figures = f"grad_norm is {log[-1].get('grad_norm')} for the third time in a row"
-    return _find_streak(log, 3, figures, norm_is_not_finite)
+        if not math.isfinite(last.get(name, 0.0)):
+            return last["step"], f"{name} is {last[name]}"
+    norms = [entry.get("grad_norm", 0.0) for entry in log[-3:]]
+    if len(norms) == 3 and not any(map(math.isfinite, norms)):
+        return log[-3]["step"], f"grad_norm is {norms[-1]} for the third time in a row"
+    return None
 
 
 def _check_collapse(log: Log, run: RunFacts) -> Evidence | None:
@@ -113,14 +116,8 @@ def _check_displacement(log: Log, run: RunFacts, limit: float = 1.0) -> Evidence
     def loss_per_token(entry: Entry) -> float:
         return -entry.get("rewards/chosen", 0.0) / (run.beta * run.chosen_tokens)
 
-    def displaced(entry: Entry) -> bool:
-        return loss_per_token(entry) > limit
-
-    def begins(entry: Entry) -> bool:
-        return loss_per_token(entry) > 0.3 * limit
-
     figures = f"chosen answers lost {loss_per_token(log[-1]):.2f} nats per token"
-    return _find_streak(log, 3, figures, displaced, begins)
+    return _find_streak(log, 3, figures, loss_per_token, limit, begins=0.3 * limit)
 
 
 def _check_displacement_begins(log: Log, run: RunFacts) -> Evidence | None:
@@ -128,13 +125,10 @@ def _check_displacement_begins(log: Log, run: RunFacts) -> Evidence | None:
 
 
 def _check_divergence(log: Log, run: RunFacts) -> Evidence | None:
-    def diverged(entry: Entry) -> bool:
-        return run.sigmoid and entry["loss"] > 2
-
-    def begins(entry: Entry) -> bool:
-        return entry["loss"] > 1
-
-    return _find_streak(log, 5, f"loss {log[-1]['loss']:.2f}, above 2 five times in a row", diverged, begins)
+    if not run.sigmoid:
+        return None
+    figures = f"loss {log[-1]['loss']:.2f}, above 2 five times in a row"
+    return _find_streak(log, 5, figures, itemgetter("loss"), limit=2, begins=1)
 
 
 def _check_standstill(log: Log, run: RunFacts) -> Evidence | None:
@@ -150,26 +144,6 @@ def _check_standstill(log: Log, run: RunFacts) -> Evidence | None:
     if high >= 0.02 or low <= -0.02 or late - early > noise:
         return None
     return after[0]["step"], f"margin {late:+.4f} (95% interval {low:+.4f} to {high:+.4f}), and not growing"
-
-
-def _check_floor(log: Log, run: RunFacts) -> Evidence | None:
-    def at_floor(entry: Entry) -> bool:
-        return run.sigmoid and entry["loss"] < 0.01 and entry.get("rewards/margins", 0.0) > 5
-
-    return _find_streak(log, 20, f"loss {log[-1]['loss']:.4f}: the gradient is close to 0", at_floor)
-
-
-def _check_entropy(log: Log, run: RunFacts) -> Evidence | None:
-    entries = [e for e in log if "entropy" in e]
-    if len(entries) < 10:
-        return None
-    start = fmean(e["entropy"] for e in entries[:5])
-
-    def is_low(entry: Entry) -> bool:
-        return entry["entropy"] < 0.3 * start
-
-    figures = f"entropy {entries[-1]['entropy']:.3f} nats per token, {start:.3f} at the start"
-    return _find_streak(entries, 5, figures, is_low)
 
 
 def _check_answers(log: Log, run: RunFacts) -> Evidence | None:
@@ -191,7 +165,6 @@ _DISPLACED = f"{_LOWER_LR}; add an sft term (loss_type: [sigmoid_norm, sft]); fi
 _DIVERGED = f"{_LOWER_LR}; check that chosen and rejected are not swapped in part of the data"
 _STUCK = "raise learning_rate 10 times; check that parameters are trainable and kept in fp32 by the optimizer"
 _BEGINS = "watch the generated answers; a lower learning_rate or an sft term holds the chosen answers up"
-_SHORTER = "stop earlier next time: fewer epochs or a lower learning_rate"
 RULES = (
     GuardRule("non_finite", True, _check_finite, _CORRUPT),
     GuardRule("collapse", True, _check_collapse, f"{_LOWER_LR}, or beta; a loss on sums: use sigmoid_norm"),
@@ -200,6 +173,4 @@ RULES = (
     GuardRule("standstill", True, _check_standstill, _STUCK),
     GuardRule("repetition", True, _check_answers, f"{_LOWER_LR}, and resume from an earlier checkpoint"),
     GuardRule("displacement_begins", False, _check_displacement_begins, _BEGINS),
-    GuardRule("floor", False, _check_floor, _SHORTER),
-    GuardRule("entropy", False, _check_entropy, f"{_LOWER_LR}; look at the generated answers"),
 )

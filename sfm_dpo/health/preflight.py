@@ -22,13 +22,7 @@ from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import Config
 from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.token_lengths import Lengths
-from sfm_dpo.health.preflight_rules import (
-    MOVE,
-    compute_figure_values,
-    compute_pair_figures,
-    format_finding,
-    judge_base_model,
-)
+from sfm_dpo.health.preflight_rules import MOVE, compute_pair_figures, format_finding, judge_base_model
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +37,7 @@ def response_lengths(columns: dict[str, np.ndarray], max_length: int | None) -> 
 def inspect_tokens(
     rows: list[dict], columns: dict[str, np.ndarray], eos: set[int], max_length: int | None
 ) -> dict[str, float]:
-    """Quantities of the rules about tokens.
+    """Shares of responses without an end and of truncated ones.
 
     Args:
         rows: a sample of the dataset, with ids.
@@ -68,33 +62,17 @@ def list_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[
     return {tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])}
 
 
-def count_wrong_rope_layers(config) -> int:
-    """How many kinds of layer of an OLMo 3 have the wrong RoPE scaling; 0 for other models.
-
-    Full attention is YaRN-scaled where the context was made longer than the 8,192 tokens of pretraining.
-    """
-    if config.model_type != "olmo3":
-        return 0
-    parameters = config.rope_parameters or {}
-    sliding, full = (parameters.get(kind) or {} for kind in ("sliding_attention", "full_attention"))
-    lost = config.max_position_embeddings > 8192 and full.get("rope_type") != "yarn"
-    return lost + (sliding.get("rope_type", "default") != "default")
-
-
 def check_vocabulary(tokens: Dataset, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Raises UserError where the tokenizer is not the model's: an id without a row in the embedding.
-
-    Left alone that is an IndexError on CPU, and a device assert or garbage on a GPU. Looks at 1,000 pairs at most.
-    """
-    rows = tokens.select(np.linspace(0, len(tokens) - 1, min(len(tokens), 1000), dtype=int))
-    names = ("prompt_ids", "chosen_ids", "rejected_ids")
-    highest = max(max(ids, default=0) for row in rows for ids in (row[name] for name in names))
-    highest = max(highest, tokenizer.pad_token_id, tokenizer.eos_token_id)
-    if highest >= vocab_size:
+    """Raises UserError where an id has no row in the embedding: on a GPU that is a device assert, or garbage."""
+    first = tokens.select(range(min(len(tokens), 1000)))
+    ids = {tokenizer.pad_token_id, tokenizer.eos_token_id}
+    for name in ("prompt_ids", "chosen_ids", "rejected_ids"):
+        for row in first[name]:
+            ids.update(row)
+    if max(ids) >= vocab_size:
         raise UserError(
-            f"model_name_or_path {tokenizer.name_or_path}: its tokenizer gives id {highest} "
-            f"({tokenizer.convert_ids_to_tokens(highest)!r}), but the model has {vocab_size} embeddings; use the "
-            "tokenizer the model was trained with, or resize the embedding"
+            f"model_name_or_path {tokenizer.name_or_path}: its tokenizer gives id {max(ids)}, but the model has "
+            f"{vocab_size} embeddings; use the tokenizer the model was trained with, or resize the embedding"
         )
 
 
@@ -143,45 +121,30 @@ def run_preflight(trainer, config: Config) -> dict[str, Any]:
     total = len(dataset)
     loss_type = main_loss(args.loss_type)
     sample = np.sort(np.random.default_rng(args.seed).permutation(total)[: args.preflight_samples])
-    names = ["prompt_length", "chosen_length", "rejected_length"]
-    columns = dataset.select_columns(names).with_format("numpy")[:]
+    columns = dataset.select_columns(["prompt_length", "chosen_length", "rejected_length"]).with_format("numpy")[:]
+    lengths = np.maximum(response_lengths(columns, args.max_length), 1)
     if "ref_chosen_logps" in dataset.column_names:
         judged = np.arange(total)
-        pairs = f"all {total:,}"
         reference = dataset.select_columns(["ref_chosen_logps", "ref_rejected_logps"]).with_format("numpy")[:]
         logps = np.stack([reference["ref_chosen_logps"], reference["ref_rejected_logps"]], axis=1)
     else:
         judged = sample
-        pairs = f"{len(sample):,} of {total:,}, drawn with seed {args.seed}"
         logps = compute_base_logps(trainer, sample)
-    lengths = np.maximum(response_lengths(columns, args.max_length), 1)
-    sources = dataset["source"][:] if "source" in dataset.column_names else [""] * total
-    sources = [str(sources[i]) for i in judged]
-    figures = compute_pair_figures(logps.astype(np.float64), lengths[judged], sources, loss_type, args.beta)
+    figures = compute_pair_figures(logps.astype(np.float64), lengths[judged], loss_type, args.beta)
 
     model = trainer.accelerator.unwrap_model(trainer.model)
     rows = list(dataset.select(sample))
-    values = compute_figure_values(figures)
-    values |= inspect_tokens(rows, columns, list_eos(model, tokenizer), args.max_length)
-    values["rope_layers"] = count_wrong_rope_layers(model.config.get_text_config())
+    figures |= inspect_tokens(rows, columns, list_eos(model, tokenizer), args.max_length)
     if args.padding_free:
         size = columns["prompt_length"] + lengths.max(axis=1)
         by_size = sample[np.argsort(size[sample], kind="stable")]
-        values["packed_difference"] = compute_packed_difference(trainer, by_size[[(len(by_size) - 1) // 2]])
-    verdict, findings = judge_base_model(values, loss_type)
+        figures["packed_difference"] = compute_packed_difference(trainer, by_size[[(len(by_size) - 1) // 2]])
+    verdict, findings = judge_base_model(figures, loss_type)
+    reasons = [format_finding(finding) for finding in findings]
     prompt, response = rows[0]["prompt_ids"], rows[0]["chosen_ids"]
-    result = {
-        "verdict": verdict,
-        "reasons": [format_finding(finding) for finding in findings],
-        "preflight": args.preflight,
-        "pairs": pairs,
-        "figures": figures,
-        "values": values,
-        "findings": findings,
-        "boundary": [tokenizer.decode(ids) for ids in (prompt[-12:], response[:12], response[-6:])],
-    }
-    result["text"] = format_preflight(result)
-    return broadcast(result)
+    boundary = [tokenizer.decode(ids) for ids in (prompt[-12:], response[:12], response[-6:])]
+    text = format_preflight(verdict, reasons, figures, total, boundary)
+    return broadcast({"verdict": verdict, "reasons": reasons, "figures": figures, "findings": findings, "text": text})
 
 
 def preflight_phase(trainer, config: Config) -> None:
@@ -198,28 +161,24 @@ def preflight_phase(trainer, config: Config) -> None:
         write_json(Path(config.train.output_dir) / PREFLIGHT, result)
     log.info(result["text"])
     if result["verdict"] == "no-go" and mode == "abort":
-        worst = next(finding for finding in result["findings"] if finding["level"] == "no-go")
-        raise PreflightRefused(
-            f"preflight: {format_finding(worst)}; nothing was trained; preflight: warn trains regardless"
-        )
+        worst = next(reason for reason in result["reasons"] if reason.startswith("no-go"))
+        raise PreflightRefused(f"preflight: {worst}; nothing was trained; preflight: warn trains regardless")
 
 
-def format_preflight(result: dict[str, Any]) -> str:
-    """The result of `run_preflight` as text, for the log and the report."""
-    figures = result["figures"]
+def format_preflight(
+    verdict: str, reasons: list[str], figures: dict[str, Any], total: int, boundary: list[str]
+) -> str:
+    """The result as text, for the log and the report. `total`: pairs of the dataset."""
 
     def interval(name: str) -> str:
-        return "{:+.2f} ({:+.2f} to {:+.2f})".format(*figures[name])
+        return "{:+.2f} ({:+.2f} to {:+.2f}) nats".format(*figures[name])
 
     rows = [
-        ("pairs", f"{result['pairs']}; means with their 95% interval"),
-        ("chosen, per token", f"{interval('chosen_logp')} nats"),
-        ("gap, per token", f"{interval('token_gap')} nats"),
-        ("gap, sum", f"{interval('sum_gap')} nats"),
+        ("pairs", f"{figures['pairs']:,} of {total:,}; means with their 95% interval"),
+        ("chosen, per token", interval("chosen_logp")),
+        ("gap, per token", interval("token_gap")),
+        ("gap, sum", interval("sum_gap")),
         ("gradient weight", f"1/2 at the start; after {MOVE:g} nats per token {figures['weight_after_move']:.2g}"),
-        ("boundary", "...{!r} | {!r} ... {!r}".format(*result["boundary"])),
+        ("boundary", "...{!r} | {!r} ... {!r}".format(*boundary)),
     ]
-    for row in figures["by_source"]:
-        rows.append(("source", "{source}: {pairs:,} pairs, gap {gap:+.2f} per token".format(**row)))
-    reasons = [f"  {reason}" for reason in result["reasons"]]
-    return "\n".join([f"preflight: {result['verdict']}", format_table(rows), *reasons])
+    return "\n".join([f"preflight: {verdict}", format_table(rows), *(f"  {reason}" for reason in reasons)])

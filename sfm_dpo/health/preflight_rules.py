@@ -3,7 +3,6 @@
 Pure functions. All thresholds are in RULES, and in docs/health.md with their sources and how to read them.
 """
 
-from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +15,9 @@ MOVE = 0.1  # nats per token: each chosen token gains it and each rejected token
 
 
 class PreflightRule(NamedTuple):
-    """`quantity` is worse the higher it is (`worse` "above") or the lower ("below") than its limits."""
+    """`figure` is worse the higher it is (`worse` "above") or the lower ("below") than its limits."""
 
-    quantity: str
+    figure: str
     worse: str
     caution: float | None
     no_go: float | None
@@ -28,38 +27,34 @@ class PreflightRule(NamedTuple):
 
 
 _SFT = "train on the chosen answers first (SFT), or take a base model that can write them"
-_FILTER = "filter these pairs (the sources below say where they are)"
 _MEANS = "loss_type sigmoid_norm with beta 5, which compares means; or SFT on the chosen answers first"
 _BETA = "a lower beta, or loss_type sigmoid_norm with beta 5"
 _EOS = "check the chat template and eos_token of the tokenizer"
-_ROPE = "give config.json rope_parameters by layer type: yarn for full_attention, default for sliding_attention"
 _PACKED = "padding_free: false, and report the model"
-RULES = (  # a mean or a share is judged by the more favourable end of its 95% interval
+RULES = (
     PreflightRule("token_gap", "below", -1.0, -2.5, "mean log-prob per token, chosen minus rejected", _SFT),
     PreflightRule("chosen_logp", "below", -3.0, -4.5, "mean log-prob per token of the chosen answers", _SFT),
-    PreflightRule("hopeless_pairs", "above", 0.1, 0.5, f"share of pairs below {HOPELESS:g} nats per token", _FILTER),
+    PreflightRule(
+        "hopeless_pairs", "above", 0.1, 0.5, f"share below {HOPELESS:g} nats per token", "filter these pairs"
+    ),
     PreflightRule("sum_gap", "below", -100.0, -500.0, "mean summed log-prob, chosen minus rejected", _MEANS, True),
     PreflightRule("weight_after_move", "below", 0.02, None, f"median after {MOVE:g} nats per token", _BETA, True),
     PreflightRule("no_eos", "above", 0.05, None, "share of untruncated responses that do not end with EOS", _EOS),
     PreflightRule("cut", "above", 0.25, None, "share of responses cut by max_length", "raise max_length"),
-    PreflightRule("rope_layers", "above", None, 0.0, "kinds of layer whose RoPE scaling is not OLMo 3's", _ROPE),
     PreflightRule("packed_difference", "above", None, 1.0, "packed against single, over its tolerance", _PACKED),
 )
 
 
-def compute_pair_figures(
-    logps: np.ndarray, lengths: np.ndarray, sources: list[str], loss_type: str, beta: float
-) -> dict[str, Any]:
+def compute_pair_figures(logps: np.ndarray, lengths: np.ndarray, loss_type: str, beta: float) -> dict[str, Any]:
     """Figures of the base model's log-probs on the pairs.
 
     Args:
         logps: [N, 2] sums of log-probs (nats) of the chosen and rejected responses.
         lengths: [N, 2] tokens of the responses.
-        sources: [N].
 
     Returns:
-        Means and shares with 95% intervals [mean, low, high], in nats; the median of DPO's gradient weight
-        sigmoid(-margin) after MOVE; the mean gap per token by source.
+        Means and shares with 95% intervals (mean, low, high), in nats; the median of DPO's gradient weight
+        sigmoid(-margin) after MOVE.
     """
     per_token = logps / lengths
     token_gap = per_token[:, 0] - per_token[:, 1]
@@ -73,46 +68,29 @@ def compute_pair_figures(
         "sum_gap": mean_interval(sum_gap.tolist()),
         "hopeless_pairs": (hopeless, *wilson(hopeless, len(logps))),
         "weight_after_move": float(np.median(np.exp(-np.logaddexp(0, beta * MOVE * moved)))),
-        "by_source": _figures_by_source(np.array(sources, dtype=object), token_gap),
     }
 
 
-def _figures_by_source(sources: np.ndarray, token_gap: np.ndarray) -> list[dict[str, Any]]:
-    """Mean gap of the ten most frequent sources, the widest first; empty where there is one source."""
-    counts = Counter(sources)
-    if len(counts) == 1:
-        return []
-    rows = []
-    for name, count in counts.most_common(10):
-        rows.append({"source": name, "pairs": count, "gap": float(token_gap[sources == name].mean())})
-    return sorted(rows, key=lambda row: row["gap"])
+def judge_base_model(figures: dict[str, Any], loss_type: str) -> tuple[str, list[dict[str, Any]]]:
+    """(verdict, findings): "go", "caution" or "no-go", and a finding for each rule that `figures` break.
 
-
-def compute_figure_values(figures: dict[str, Any]) -> dict[str, float]:
-    """The quantities of RULES that come from the figures; preflight.py has those of tokens and model."""
-    return {
-        "token_gap": figures["token_gap"][2],
-        "chosen_logp": figures["chosen_logp"][2],
-        "hopeless_pairs": figures["hopeless_pairs"][1],
-        "sum_gap": figures["sum_gap"][2],
-        "weight_after_move": figures["weight_after_move"],
-    }
-
-
-def judge_base_model(values: dict[str, float], loss_type: str) -> tuple[str, list[dict[str, Any]]]:
-    """(verdict, findings): "go", "caution" or "no-go", and a finding for each rule that `values` break."""
+    A figure with an interval is judged by the more favourable end of it.
+    """
     findings: list[dict[str, Any]] = []
     for rule in RULES:
-        if rule.quantity not in values or (rule.sums and loss_type in LENGTH_NORMALIZED_LOSSES):
+        if rule.figure not in figures or (rule.sums and loss_type in LENGTH_NORMALIZED_LOSSES):
             continue
         limits = {"no-go": rule.no_go, "caution": rule.caution}
-        if rule.quantity == "sum_gap" and not any(f["rule"] == "token_gap" for f in findings):
+        if rule.figure == "sum_gap" and not any(f["rule"] == "token_gap" for f in findings):
             limits["no-go"] = None  # long answers alone make sums large
-        value = values[rule.quantity]
+        value = figures[rule.figure]
+        if isinstance(value, tuple):
+            _, low, high = value
+            value = low if rule.worse == "above" else high
         sign = 1 if rule.worse == "above" else -1
         for level, limit in limits.items():
             if limit is not None and not sign * value <= sign * limit:  # NaN breaks every rule
-                finding = {"rule": rule.quantity, "level": level, "value": value, "limit": limit}
+                finding = {"rule": rule.figure, "level": level, "value": value, "limit": limit}
                 findings.append(finding | {"what": rule.what, "remedy": rule.remedy})
                 break
     levels = {finding["level"] for finding in findings}

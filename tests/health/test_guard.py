@@ -69,7 +69,6 @@ def healthy(steps: int, end_loss: float = 0.5, noise: float = 0.03, seed: int = 
                 "loss": math.log1p(math.exp(-margin)) + rng.gauss(0, noise / 2),
                 "rewards/margins": margin,
                 "rewards/chosen": -0.4 * margin,
-                "entropy": 0.9 - 0.1 * margin + rng.gauss(0, 0.05),
             }
         )
     return log
@@ -131,14 +130,12 @@ def rising(n: int, **metrics) -> list[dict]:
         # 0.1 x 200 tokens: 1 nat per token is a reward of -20 on sums
         ("displacement", rising(9, **{"rewards/chosen": lambda i: -4.5 * i}), RUN),
         ("divergence", [entry | {"loss": 0.7 + 0.4 * entry["step"]} for entry in rising(12)], RUN),
-        ("floor", [entry | {"loss": 0.004} for entry in rising(30, **{"rewards/margins": lambda i: 6.0})], RUN),
-        ("entropy", rising(20, entropy=lambda i: 1.5 * 0.85**i), RUN),
     ],
 )
 def test_each_signal_is_detected_and_not_where_it_is_mild(signal, log, run):
     assert signal in replay(log, run)
     mild = [entry | {k: v / 4 for k, v in entry.items() if k != "step" and math.isfinite(v)} for entry in log]
-    if signal not in ("non_finite", "entropy"):  # not a number, or a ratio
+    if signal != "non_finite":
         assert signal not in replay(mild, run)
 
 
@@ -215,7 +212,7 @@ def test_a_healthy_run_is_left_alone_and_says_so(command, tmp_path):
 def test_warn_logs_the_collapse_and_goes_on(command, tmp_path, capsys):
     assert train_dpo.main([*command, *COLLAPSE, "--guard", "warn"]) == 0
     health = json.loads((tmp_path / "run" / "health.json").read_text())
-    assert (health["verdict"], health["stopped"], health["steps"]) == ("collapsed", False, 48)
+    assert (health["verdict"], health["stopped"]) == ("collapsed", False)
     assert "guard: warning:" in capsys.readouterr().out
     assert Path(health["last_healthy"]).is_dir()  # still there, after checkpoints up to 48 with save_total_limit 2
 
@@ -224,7 +221,7 @@ def test_warn_logs_the_collapse_and_goes_on(command, tmp_path, capsys):
 def test_a_checkpoint_from_before_the_horizon_survives_rotation(tmp_path, every):
     """At whatever step a collapse is detected, there is a checkpoint from before it began."""
     args = parse_config(["--model_name_or_path", "x", "--dataset_name", "x", "--output_dir", str(tmp_path)]).train
-    state, guard = TrainerState(), Guard(SimpleNamespace(train_config=args), "stop")
+    state, guard = TrainerState(), Guard(SimpleNamespace(train_config=args))
     (tmp_path / "checkpoint-1").mkdir()  # a user's, and none of the guard's business
     (tmp_path / "checkpoint-1" / "KEEP").write_text("")
     mark_complete(tmp_path / "checkpoint-1", {})

@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 
 import numpy as np
 import pytest
@@ -12,23 +11,21 @@ from datasets import Dataset
 import train_dpo
 from scripts import preflight as script
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.statistics import mean_interval, wilson
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
 from sfm_dpo.health.preflight import (
     check_vocabulary,
     compute_packed_difference,
-    count_wrong_rope_layers,
     inspect_tokens,
     response_lengths,
     run_preflight,
 )
-from sfm_dpo.health.preflight_rules import compute_figure_values, compute_pair_figures, judge_base_model
+from sfm_dpo.health.preflight_rules import compute_pair_figures, judge_base_model
 from sfm_dpo.model import packing
 from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from tests.oracle import by_hand
-from tests.tiny_models import tiny_config, tiny_tokenizer
+from tests.tiny_models import tiny_tokenizer
 
 # A failed project's pairs; of the lengths only the means per token are known (5.2 and 0.8 nats)
 RECORDED = np.array([[-1034, -38], [-1045, -18], [-623, -23]], dtype=float)
@@ -37,8 +34,7 @@ RECORDED_LENGTHS = np.abs(RECORDED) / [5.2, 0.8]
 
 def verdict_of(logps, lengths, loss_type="sigmoid_norm", beta=5.0):
     logps, lengths = np.asarray(logps, float), np.asarray(lengths, float)
-    figures = compute_pair_figures(logps, lengths, ["s"] * len(logps), loss_type, beta)
-    verdict, findings = judge_base_model(compute_figure_values(figures), loss_type)
+    verdict, findings = judge_base_model(compute_pair_figures(logps, lengths, loss_type, beta), loss_type)
     return verdict, {finding["rule"]: finding["level"] for finding in findings}
 
 
@@ -93,40 +89,24 @@ def test_a_small_sample_does_not_refuse_what_it_cannot_know():
     assert verdict_of(logps, lengths)[1].get("token_gap") != "no-go"
 
 
-def test_hopeless_pairs_of_one_source_are_found_there():
+def test_hopeless_pairs_are_found_where_the_mean_is_fine():
     logps, lengths = typical(n=200)
     logps[:60, 0] = -6 * lengths[:60, 0]
     assert "hopeless_pairs" in verdict_of(logps, lengths)[1]
-    figures = compute_pair_figures(logps, lengths, ["bad"] * 60 + ["good"] * 140, "sigmoid_norm", 5.0)
-    worst, best = figures["by_source"]
-    assert (worst["source"], worst["pairs"], best["source"]) == ("bad", 60, "good")
-    assert worst["gap"] == pytest.approx((logps / lengths)[:60, 0].mean() - (logps / lengths)[:60, 1].mean())
 
 
 def test_figures_are_what_their_names_say():
     logps, lengths = np.array([[-10.0, -30.0], [-40.0, -20.0]]), np.array([[10.0, 10.0], [20.0, 40.0]])
-    figures = compute_pair_figures(logps, lengths, ["a", "a"], "sigmoid", 0.1)
-    assert figures["chosen_logp"][0] == -1.5
+    figures = compute_pair_figures(logps, lengths, "sigmoid", 0.1)
+    assert figures["chosen_logp"] == pytest.approx((-1.5, -1.5 - 1.96 * 0.5, -1.5 + 1.96 * 0.5), abs=1e-4)
     assert figures["token_gap"][0] == pytest.approx((2.0 - 1.5) / 2)
     assert figures["sum_gap"][0] == 0.0
     # A move of 0.1 nats per token: margins 0.1 x 0.1 x 20 and 0.1 x 0.1 x 60
     weights = [1 / (1 + math.exp(margin)) for margin in (0.2, 0.6)]
     assert figures["weight_after_move"] == pytest.approx(sum(weights) / 2)
     # On means each token of each side counts once: 5 x 0.2, whatever the lengths
-    norm = compute_pair_figures(logps, lengths, ["a", "a"], "sigmoid_norm", 5.0)
+    norm = compute_pair_figures(logps, lengths, "sigmoid_norm", 5.0)
     assert norm["weight_after_move"] == pytest.approx(1 / (1 + math.e))
-
-
-def test_intervals_cover_the_truth_about_95_times_in_100():
-    rng = random.Random(0)
-    means = shares = 0
-    for _ in range(1000):
-        _, low, high = mean_interval([rng.gauss(3, 2) for _ in range(64)])
-        means += low <= 3 <= high
-        low, high = wilson(sum(rng.random() < 0.9 for _ in range(64)) / 64, 64)
-        shares += low <= 0.9 <= high
-    assert 925 <= means <= 970
-    assert 925 <= shares <= 980
 
 
 def test_not_a_number_breaks_every_rule():
@@ -155,21 +135,8 @@ def test_missing_eos_and_cut_responses_are_counted():
 def test_a_tokenizer_of_another_model_is_one_line():
     tokens = tokens_of([("q", "yes", "no")])
     check_vocabulary(tokens, tiny_tokenizer(), 260)
-    with pytest.raises(UserError, match=r"gives id 259 .*<\|im_end\|>.* the model has 256 embeddings"):
+    with pytest.raises(UserError, match=r"gives id 259, but the model has 256 embeddings"):
         check_vocabulary(tokens, tiny_tokenizer(), 256)
-
-
-def test_rope_scaling_of_olmo_3():
-    config = tiny_config("olmo3")
-    assert count_wrong_rope_layers(config) == 0
-    config.rope_parameters["sliding_attention"] = config.rope_parameters["full_attention"]
-    assert count_wrong_rope_layers(config) == 1
-    # Flat parameters: transformers reads neither yarn nor its factor for any layer
-    flat = tiny_config("olmo3", rope_parameters={"rope_type": "yarn", "factor": 8.0}, max_position_embeddings=65536)
-    assert count_wrong_rope_layers(flat) == 1
-    assert count_wrong_rope_layers(tiny_config("olmo3", max_position_embeddings=65536)) == 0
-    assert count_wrong_rope_layers(tiny_config("llama", max_position_embeddings=65536)) == 0
-    assert judge_base_model({"rope_layers": 1.0}, "sigmoid_norm")[0] == "no-go"
 
 
 # ---- with a model
@@ -199,9 +166,8 @@ def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, c
     chosen, rejected = logps["reference_chosen_sum"], logps["reference_rejected_sum"]
     assert result["figures"]["sum_gap"][0] == pytest.approx((chosen - rejected).mean().item(), abs=1e-2)
     assert result["verdict"] == "no-go"  # random weights
-    assert result["pairs"].startswith("all 8" if cli else "8 of 8")
-    assert result["boundary"][0] == "question 0:" and result["boundary"][-1].endswith("<|im_end|>")
-    assert not cli or result["values"]["packed_difference"] < 0.1
+    assert result["figures"]["pairs"] == 8
+    assert not cli or result["figures"]["packed_difference"] < 0.1
     json.dumps(result, allow_nan=False)
     # The model is left in the state it came in
     assert trainer.model.training == training
