@@ -105,15 +105,19 @@ class UpstreamFixes(DPOTrainer):
                     setattr(module, name, value)
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
-        """Rank r computes the rows r, r + ranks, ...; a rank with too few repeats one, which does not count."""
+        """Rank r computes the rows r, r + ranks, ...; a rank without a last one repeats one, which does not count."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(dataset, str):
             dataset = self.eval_dataset[dataset]
         size = self.args.per_device_eval_batch_size
+        ranks = self.accelerator.num_processes
         rows = self._eval_rows(dataset)
-        batches = [rows[start : start + size] for start in range(0, len(rows), size)]
-        rows_of_rank_0 = math.ceil(len(dataset) / self.accelerator.num_processes)
-        batches += [[0]] * (math.ceil(rows_of_rank_0 / size) - len(batches))
+        # TRL gathers from all ranks, so that they need batches of one size: what fills none goes pair by pair
+        full = len(dataset) // (size * ranks) * size
+        batches = [rows[start : start + size] for start in range(0, full, size)]
+        batches += [[row] for row in rows[full:]]
+        if len(rows) < math.ceil(len(dataset) / ranks):
+            batches.append([0])
         return DataLoader(
             dataset,
             batch_sampler=batches,
