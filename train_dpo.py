@@ -56,7 +56,7 @@ from sfm_dpo.run.folder import (
 from sfm_dpo.run.reader import eval_prefix
 from sfm_dpo.train.fit_memory import fit_memory
 from sfm_dpo.train.position import Position
-from sfm_dpo.train.profiler import add_profiler
+from sfm_dpo.train.profiler import Profiler
 from sfm_dpo.train.progress import ProgressLine
 from sfm_dpo.train.reference_cache import add_reference, hash_tokens, make_folder, reference_root
 from sfm_dpo.train.stop import StopCallback
@@ -185,7 +185,8 @@ def train(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
     stop = StopCallback()
     guard = add_guard(trainer)
     trainer.add_callback(stop)
-    add_profiler(trainer)
+    if config.train.profile_steps:
+        trainer.add_callback(Profiler(*config.train.profile_steps))
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if stop.stopped or (guard and guard.stopped):
         trainer.save_state()

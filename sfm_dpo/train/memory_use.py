@@ -16,13 +16,12 @@ from sfm_dpo.train.position import Position
 
 # torch on CUDA and on CPU, CUDA's libraries, the operating system
 SIGNS = re.compile("out of memory|can't allocate memory|Cannot allocate memory|_ALLOC_FAILED")
-REMEDIES = {
-    "training": "use a smaller per_device_train_batch_size, gradient_checkpointing: true, a smaller max_length, or "
-    "more GPUs under LAUNCH=zero3 or fsdp2",
-    "evaluation": "use a smaller per_device_eval_batch_size, or a smaller max_length",
-    "loading": "split the weights by LAUNCH=zero3 or fsdp2, or use GPUs with more memory",
-    "the reference's forward": "use a smaller precompute_ref_batch_size, or a smaller max_length",
+BATCH_SIZES = {
+    "training": "per_device_train_batch_size",
+    "evaluation": "per_device_eval_batch_size",
+    "the reference's forward": "precompute_ref_batch_size",
 }
+SPLIT = "more GPUs under LAUNCH=zero3 or fsdp2"
 
 
 def allocate_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
@@ -49,14 +48,15 @@ def explain_out_of_memory(error: BaseException, position: Position, run: Path) -
     """One line about what did not fit and what would; None for any other error.
 
     Args:
-        position: has the current micro-batch.
         run: its folder, where fit_memory's choice is.
     """
     if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not SIGNS.search(str(error)):
         return None
     traceback.clear_frames(error.__traceback__)  # which hold the activations; the report needs memory
     what = f"out of memory in {position.phase}"
-    remedy = REMEDIES[position.phase]
+    remedy = f"use {SPLIT}"
+    if field := BATCH_SIZES.get(position.phase):
+        remedy = f"use a smaller {field}, gradient_checkpointing: true, a smaller max_length, or {SPLIT}"
     if position.phase == "training":
         what += f", step {position.step + 1}"
         if smaller := read_mapping(run / DATA).get("fit_memory", {}).get("smaller"):
@@ -64,6 +64,5 @@ def explain_out_of_memory(error: BaseException, position: Position, run: Path) -
     if position.inputs:
         mask = position.inputs["attention_mask"].cpu()
         what += f", micro-batch of {len(mask) // 2} pairs, {int(mask.sum()):,} tokens without padding"
-    if reason := str(error):
-        what += f" ({reason.splitlines()[0][:120]})"
-    return OutOfMemory(f"{what}; {remedy}", step=position.step)
+    reason = str(error)[:120].partition("\n")[0] or type(error).__name__
+    return OutOfMemory(f"{what} ({reason}); {remedy}", step=position.step)

@@ -14,7 +14,7 @@ class Position(TrainerCallback):
         phase: loading, the reference's forward, training or evaluation.
         step: optimizer steps done.
         inputs: of the current micro-batch, TRL's tensors [2B, L].
-        saving: a checkpoint that is being written; its growth is progress, too.
+        saving: a checkpoint that is being written.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,6 @@ class Position(TrainerCallback):
         self.advance()
 
     def advance(self) -> None:
-        """Something was done."""
         self.count += 1
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch.autograd import DeviceType
-from torch.autograd.profiler_util import EventList
 from torch.profiler import profile
 from transformers import TrainerCallback
 
-from sfm_dpo.common.distributed import is_main_process, world_size
+from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.files import write_atomically, write_json
 from sfm_dpo.common.tables import format_table
 
@@ -87,36 +86,23 @@ class Profiler(TrainerCallback):
             self.profiler.start()
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self.profiler and state.global_step == self.last:
-            self._finish(Path(args.output_dir) / "profile")
+        if self.profiler and state.global_step in (self.last, state.max_steps):
+            self.profiler.stop()
+            self._write(self.profiler, Path(args.output_dir) / "profile")
+            self.profiler = None
         self.on_train_begin(args, state, control)
 
-    def on_train_end(self, args, state, control, **kwargs):
-        if self.profiler:  # the run ended before the last step to profile
-            self.last = state.global_step
-            self._finish(Path(args.output_dir) / "profile")
-
-    def _finish(self, folder: Path) -> None:
-        assert self.profiler is not None
-        profiler, self.profiler = self.profiler, None
-        profiler.stop()
+    def _write(self, profiler: profile, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         profiler.export_chrome_trace(str(folder / "trace.json"))
-        device = "cuda" if torch.cuda.is_available() else None
         events = profiler.events()
         wall = max(e.time_range.end for e in events) - min(e.time_range.start for e in events)
-        shares = time_shares(keep_work(events, bool(device)), wall)
+        on_gpu = torch.cuda.is_available()
+        shares = time_shares(keep_work(events, on_gpu), wall)
         write_json(folder / "profile.json", {"steps": [self.first, self.last], "shares": shares})
-        averages = [a for a in profiler.key_averages() if a.device_type == DeviceType.CPU or not a.is_user_annotation]
-        table = EventList(averages, use_device=device).table(f"self_{device or 'cpu'}_time_total", row_limit=15)
+        order = f"self_{'cuda' if on_gpu else 'cpu'}_time_total"
+        table = profiler.key_averages().table(sort_by=order, row_limit=15)
         percentages = format_table([(kind, f"{share:.1%}") for kind, share in shares.items()], align="lr")
-        title = f"profile of steps {self.first} to {self.last}, rank 0 of {world_size()}, {wall / 1e6:.2f} s:"
-        text = f"{title}\n{percentages}\n{table}"
+        text = f"profile of steps {self.first} to {self.last}, rank 0, {wall / 1e6:.2f} s:\n{percentages}\n{table}"
         write_atomically(folder / "profile.txt", text)
         log.info(text)
-
-
-def add_profiler(trainer: Any) -> None:
-    """Adds the profiler that `profile_steps` asks for, or none."""
-    if trainer.args.profile_steps:
-        trainer.add_callback(Profiler(*trainer.args.profile_steps))

@@ -23,14 +23,13 @@ class StopCallback(TrainerCallback):
     def __init__(self) -> None:
         self.stopped = False
         self.lead = float(os.environ.get("STOP_LEAD_SECONDS") or "inf")
-        self.seconds = dict.fromkeys(("step", "evaluation", "save"), 0.0)  # as last observed
-        self._mark = time.monotonic()
+        self.began = self.save_began = time.monotonic()
 
     def on_step_begin(self, *args, **kwargs) -> None:
-        self._mark = time.monotonic()
+        self.began = time.monotonic()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        self._took("step")
+        self.save_began = time.monotonic()
         # What is logged between two saves is then the same in a run that was killed and resumed from the first
         control.should_log = control.should_log or control.should_save
         # Rank 0 decides: a rank that looked a moment later could continue alone, and hang
@@ -41,22 +40,16 @@ class StopCallback(TrainerCallback):
             control.should_training_stop = True
 
     def on_evaluate(self, *args, **kwargs) -> None:
-        self._took("evaluation")
+        self.save_began = time.monotonic()
 
     def on_save(self, *args, **kwargs) -> None:
-        self._took("save")
-        log.info(f"checkpoint saved in {self.seconds['save']:.1f} s")
-
-    def _took(self, what: str) -> None:
         now = time.monotonic()
-        self.seconds[what] = now - self._mark
-        self._mark = now
-        needed = sum(self.seconds.values())
+        log.info(f"checkpoint saved in {now - self.save_began:.1f} s")
+        needed = now - self.began
         if needed > self.lead:
-            parts = " + ".join(f"{name} {seconds:.0f} s" for name, seconds in self.seconds.items() if seconds)
+            longer = math.ceil(needed * 1.5 / 60) * 60
             log.warning(
-                f"the batch script asks to stop {self.lead:g} s before the time limit, but that takes {needed:.0f} s "
-                f"({parts}): submit with a longer lead, for instance STOP_LEAD_SECONDS="
-                f"{math.ceil(needed * 1.5 / 60) * 60} and the same in --signal=B:USR1@"
+                f"the batch script asks to stop {self.lead:g} s before the time limit, but step, evaluation and save "
+                f"take {needed:.0f} s: submit with STOP_LEAD_SECONDS={longer} and the same in --signal=B:USR1@"
             )
             self.lead = math.inf  # the warning comes once

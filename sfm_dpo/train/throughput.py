@@ -12,13 +12,12 @@ from trl.trainer.utils import get_peak_flops
 
 from sfm_dpo.model.flops import ForwardFlops
 
-COUNTS = ("pairs", "tokens", "computed", "grid", "flops")
+COUNTS = ("pairs", "tokens", "computed", "grid", "flops")  # computed: a shared prompt once; grid: with padding
 
 
 @dataclass
 class CountingCollator:
-    """TRL's collator, whose batch also gets `counts`, taken on the CPU: pairs, real tokens, computed tokens (a shared
-    prompt once), the grid of computed tokens with padding, FLOPs."""
+    """TRL's collator, whose batch also gets `counts` (COUNTS), taken on the CPU."""
 
     collate: Callable[[list[dict]], dict[str, Any]]
     forward_flops: ForwardFlops

@@ -237,7 +237,7 @@ def test_a_stop_file_from_before_the_job_is_removed(tmp_path, monkeypatch, writt
 @pytest.mark.parametrize(
     ("lead", "save", "warnings"),
     [
-        (600, 501, ["600 s before the time limit", "STOP_LEAD_SECONDS=960 "]),
+        (600, 501, ["600 s before the time limit", "take 601 s", "STOP_LEAD_SECONDS=960 "]),
         (600, 500, []),
         (None, 5000, []),  # no batch script
     ],
@@ -257,14 +257,12 @@ def test_a_lead_shorter_than_step_evaluation_and_save_is_warned_about_once(monke
         for seconds, event in ((40, callback.on_step_end), (60, callback.on_evaluate), (save, callback.on_save)):
             clock[0] += seconds
             event(args, state, SimpleNamespace(should_log=False, should_save=False))
-    assert callback.seconds == {"step": 40, "evaluation": 60, "save": save}
     lines = capsys.readouterr().out.splitlines()
     saved = f"checkpoint saved in {save:.1f} s"
     assert lines.count(saved) == 3
     lines = [line for line in lines if line != saved]
     assert len(lines) == bool(warnings)
-    for text in (*warnings, f"takes {100 + save} s (step 40 s + evaluation 60 s + save {save} s)")[: 3 * len(lines)]:
-        assert text in lines[0]
+    assert all(text in lines[0] for text in warnings)
 
 
 def test_a_checkpoint_asked_for_must_be_complete(tmp_path, capsys):

@@ -53,7 +53,7 @@ CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capaci
             RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
             "; use a smaller",
         ),
-        (MemoryError(), "out of memory in training, step 8; use a smaller per_device_train_batch_size"),
+        (MemoryError(), "out of memory in training, step 8 (MemoryError); use a smaller per_device_train_batch_size"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
     ],
     ids=["CUDA", "cuBLAS", "Python", "another"],
