@@ -70,7 +70,7 @@ def main(argv: list[str]) -> None:
             for model in models:
                 model.turns.clear()
         answers = [model.answer(prompt, options.max_new_tokens) for model in models]
-        print(side_by_side(answers[0], answers[-1], max_lines=1000) if base else answers[0], flush=True)
+        print(side_by_side(answers[0], answers[-1]) if base else answers[0], flush=True)
 
 
 def find_base(model: Path) -> str | None:

@@ -45,11 +45,11 @@ def repeated_4grams(texts: list[str]) -> float:
     return repeated / total if total else 0.0
 
 
-def side_by_side(left: str, right: str, width: int | None = None, max_lines: int = 12) -> str:
-    """Two texts in word-wrapped columns; lines beyond `max_lines` are left out, marked by an ellipsis."""
-    column = ((width or min(shutil.get_terminal_size().columns, 120)) - 4) // 2
+def side_by_side(left: str, right: str) -> str:
+    """Two texts in word-wrapped columns."""
+    column = (min(shutil.get_terminal_size().columns, 120) - 4) // 2
     columns = []
     for text in (left, right):
-        lines = [part for line in text.splitlines() if line.strip() for part in textwrap.wrap(line, column)]
-        columns.append(lines if len(lines) <= max_lines else [*lines[: max_lines - 1], "..."])
+        lines = [line for line in text.splitlines() if line.strip()]
+        columns.append([part for line in lines for part in textwrap.wrap(line, column)])
     return "\n".join(f"  {a:<{column}}  {b}".rstrip() for a, b in zip_longest(*columns, fillvalue=""))

@@ -146,10 +146,7 @@ def on_gpu() -> bool:
 
 
 def select_device() -> torch.device:
-    if not on_gpu():
-        return torch.device("cpu")
-    torch.cuda.set_device(LOCAL_RANK)
-    return torch.device("cuda", LOCAL_RANK)
+    return torch.device("cuda", LOCAL_RANK) if on_gpu() else torch.device("cpu")
 
 
 if __name__ == "__main__":

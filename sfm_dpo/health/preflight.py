@@ -37,13 +37,7 @@ def response_lengths(columns: dict[str, np.ndarray], max_length: int | None) -> 
 def inspect_tokens(
     rows: list[dict], columns: dict[str, np.ndarray], eos: set[int], max_length: int | None
 ) -> dict[str, float]:
-    """Shares of responses without an end and of truncated ones.
-
-    Args:
-        rows: a sample of the dataset, with ids.
-        columns: lengths of all pairs.
-        eos: ids that end a response.
-    """
+    """Shares of responses without one of `eos` (in a sample of `rows`), and of truncated ones (by all `columns`)."""
     endless = []
     for row in rows:
         for side in ("chosen", "rejected"):

@@ -14,9 +14,9 @@ QUICK = {"PET_SHUTDOWN_TIMEOUT": "2"}  # torchrun's patience with a stopped proc
 
 
 def until_training(run: Run) -> dict[int, psutil.Process]:
-    ranks = {int(process.environ()["RANK"]): process for process in run.all_ranks(2)}
+    processes = run.all_ranks(2)
     assert run.until_step(3), run.log[-3000:]
-    return ranks
+    return {int(process.environ()["RANK"]): process for process in processes}
 
 
 def assert_hung(run: Run, ranks: dict[int, psutil.Process], rank: int, since: float) -> None:

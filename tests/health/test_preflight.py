@@ -9,7 +9,6 @@ import torch
 from datasets import Dataset
 
 import train_dpo
-from scripts import preflight as script
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
@@ -81,12 +80,6 @@ def test_long_chosen_answers_alone_are_no_capability_gap():
 def test_each_side_of_each_threshold(quantity, kwargs, level):
     _, rules = verdict_of(*typical(**kwargs))
     assert rules[quantity] == level
-
-
-def test_a_small_sample_does_not_refuse_what_it_cannot_know():
-    logps, lengths = typical(n=3, chosen=-3.2, rejected=-0.9)
-    logps[0, 0] = -0.5 * lengths[0, 0]  # three pairs, one of them fine: the interval reaches far
-    assert verdict_of(logps, lengths)[1].get("token_gap") != "no-go"
 
 
 def test_hopeless_pairs_are_found_where_the_mean_is_fine():
@@ -206,13 +199,3 @@ def test_a_no_go_ends_the_run_before_its_first_step(command, tmp_path, capsys):
 
     assert train_dpo.main([*command, "--preflight", "warn"]) == 0
     assert json.loads((out / "status.json").read_text())["state"] == "done"
-
-
-def test_as_a_command_of_its_own(command, tmp_path, capsys):
-    out = tmp_path / "f.json"
-    assert script.main([*command, "--preflight_samples", "5", "--json", str(out)]) == 3
-    assert not (tmp_path / "run").exists()
-    said = capsys.readouterr().out
-    assert "preflight: no-go" in said
-    assert json.loads(out.read_text())["figures"]["pairs"] == 5
-    assert script.main([*command, "--loss_typo", "x"]) == 2
