@@ -10,8 +10,8 @@ from scripts import parity as command
 from sfm_dpo.compare.parity import MAX_TIMES_ROUNDING, compare_gradients, nudge_weights, run_parity
 from sfm_dpo.model import attention, packing
 from sfm_dpo.train import reference_cache
-from tests.e2e.runs import pairs
 from tests.tiny_models import tiny_model
+from tests.toolbox import pairs
 
 pytestmark = [pytest.mark.slow, pytest.mark.grid]
 

@@ -14,7 +14,7 @@ from bench.balance import rank_tokens
 from bench.lengths import sample_lengths
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.sampler import PairSampler, assign_pairs
-from tests.e2e.runs import pairs
+from tests.toolbox import pairs
 
 STRATEGIES = ["random", "group_by_length", "batch_rebalance", "sequential"]
 TOKENS = np.exp(np.random.default_rng(0).normal(5.6, 0.9, 4100)).clip(8, 2048).astype(int)

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import psutil
 
+from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.folder import read_status
+from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.toolbox import as_options, logged, write_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
@@ -35,87 +38,8 @@ FIELDS = {
     "preflight": "warn",  # random weights find every answer impossible
     "guard": "warn",
 }
-
-
-def pairs(count: int = 64) -> list[dict]:
-    """Pairs of many lengths, so that balancing has something to do."""
-    return [
-        {
-            "prompt": f"What is {i} and {i * i}?",
-            "chosen": f"{i + i * i}." + " Indeed." * (i % 5),
-            "rejected": "Well, that depends on many things, " * (1 + i % 3) + f"and on {i}.",
-        }
-        for i in range(count)
-    ]
-
-
-@dataclass
-class Place:
-    """A folder with a model and pairs in which runs are started; each run is a folder in it."""
-
-    folder: Path
-    model: Path
-    hf_home: Path
-    defaults: dict = field(default_factory=dict)
-
-    def values(self, run: str, **fields) -> dict:
-        """All fields of a run in the folder of this name."""
-        values = FIELDS | {"model_name_or_path": self.model, "dataset_name": self.folder / "pairs.jsonl"}
-        return values | {"output_dir": self.folder / run} | self.defaults | fields
-
-    def start_together(self, argvs: list[list[str]], processes: int, launch: str = "cpu") -> None:
-        """Runs of these command lines, one after another in one set of processes; all must end well."""
-        file = self.folder / f"{launch}-{processes}.json"
-        file.write_text(json.dumps(argvs))
-        command = [*launcher(processes, launch), ROOT / "tests/e2e/many_runs.py", file]
-        done = subprocess.run(
-            [str(part) for part in command],
-            cwd=ROOT,
-            env=clean_environment(self.hf_home),
-            capture_output=True,
-            text=True,
-            timeout=1200,
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-4000:]
-
-    def start(
-        self,
-        run: str,
-        processes: int = 1,
-        env: dict | None = None,
-        cwd: Path = ROOT,
-        launch: str = "cpu",
-        script: Path = ROOT / "train_dpo.py",
-        **fields,
-    ) -> "Run":
-        """Starts train_dpo.py, or a script of this name that does more. More than one process: under accelerate's
-        launcher, by default ZeRO-2 on CPU."""
-        values = self.values(run, **fields)
-        command = [*launcher(processes, launch), script, *as_options(values)]
-        log = (self.folder / f"{run}.log").open("ab")
-        clean = clean_environment(self.hf_home) | (env or {})
-        with log:
-            start = log.tell()
-            process = subprocess.Popen(
-                [str(part) for part in command], cwd=cwd, env=clean, stdout=log, stderr=subprocess.STDOUT
-            )
-        return Run(Path(values["output_dir"]), Path(log.name), start, process)
-
-
-def launcher(processes: int, launch: str) -> list:
-    """What stands before a script: Python; for more than one process also accelerate with configs/accelerate."""
-    if processes == 1:
-        return [sys.executable]
-    config = ["--config_file", ROOT / f"configs/accelerate/{launch}.yaml", "--num_processes", processes]
-    return [sys.executable, "-m", "accelerate.commands.launch", *config, "--main_process_port", free_port()]
-
-
-def as_options(values: dict) -> list[str]:
-    options: list = []
-    for name, value in values.items():
-        if value is not None:
-            options += [f"--{name}", *(value if isinstance(value, list) else [value])]
-    return [str(part) for part in options]
+# What a launcher, Slurm or a tracker leaves in the environment
+FOREIGN = ("SLURM", "ACCELERATE_", "WANDB", "TORCHELASTIC", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_")
 
 
 @dataclass
@@ -123,7 +47,7 @@ class Run:
     folder: Path
     log_file: Path
     log_start: int
-    process: subprocess.Popen
+    process: subprocess.Popen | None  # None: it ran in this process
 
     @property
     def log(self) -> str:
@@ -137,9 +61,9 @@ class Run:
             self.kill()
             raise AssertionError(f"still running after {timeout} s:\n{self.log[-4000:]}") from None
 
-    def finish(self, timeout: float = 300) -> "Run":
+    def finish(self) -> "Run":
         """Waits for a run that must end well."""
-        code = self.wait(timeout)
+        code = self.wait()
         assert self.status["state"] == "done", self.log[-4000:]
         # Seen once in some 30 starts of two processes: one that had finished aborted while the interpreter left
         assert code == 0 or "terminate called without an active exception" in self.log, self.log[-4000:]
@@ -158,21 +82,24 @@ class Run:
     def until_step(self, step: int) -> bool:
         return self.until(lambda: f"step {step}/" in self.log)
 
-    def ranks(self) -> list[psutil.Process]:
-        """The processes that run train_dpo.py, without the launcher."""
-        try:
-            me = psutil.Process(self.process.pid)
-            children = [child for child in me.children() if "train_dpo.py" in " ".join(child.cmdline())]
-        except psutil.NoSuchProcess:
-            return []
-        return children if "accelerate" in " ".join(me.cmdline()) else [me]
+    def stop_at(self, step: int) -> int:
+        """Asks for a stop once the run has done this step; returns the step that it stopped at."""
+        assert self.until_step(step), self.log[-4000:]
+        (self.folder / STOP).touch()
+        code = self.wait()
+        assert code == (0 if "accelerate" in str(self.process.args) else 75), self.log[-4000:]
+        assert (self.status["state"], self.status["exit_code"]) == ("stopped", 75), self.log[-4000:]
+        return self.status["step"]
 
-    def all_ranks(self, count: int) -> list[psutil.Process]:
-        """Waits until all of them are there."""
+    def ranks(self, count: int) -> list[psutil.Process]:
+        """Waits until all processes that run train_dpo.py are there, without the launcher; returns them."""
+        me = psutil.Process(self.process.pid)
+        if count == 1:
+            return [me]
         found: list[psutil.Process] = []
 
         def complete() -> bool:
-            found[:] = self.ranks()
+            found[:] = [child for child in me.children() if "train_dpo.py" in " ".join(child.cmdline())]
             return len(found) == count
 
         assert self.until(complete, every=0.1), self.log[-4000:]
@@ -180,11 +107,8 @@ class Run:
 
     def kill(self) -> None:
         """Ends all of it, at once."""
-        try:
-            family = [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
-        except psutil.NoSuchProcess:
-            family = []
-        for process in family:
+        me = psutil.Process(self.process.pid)
+        for process in [*me.children(recursive=True), me]:
             process.kill()
         self.process.wait(30)
 
@@ -192,33 +116,93 @@ class Run:
     def status(self) -> dict:
         return read_status(self.folder) or {}
 
-    def losses(self) -> list[dict]:
-        """Logged steps without the figures that are about time, memory and the machine."""
-        history = json.loads((self.folder / "trainer_state.json").read_text())["log_history"]
-        return [{k: v for k, v in e.items() if not k.startswith("perf/")} for e in history if "loss" in e]
-
     def weights(self) -> bytes:
         return (self.folder / "model.safetensors").read_bytes()
 
 
+@dataclass
+class Place:
+    """A folder with a model and pairs in which runs are started; each run is a folder in it."""
+
+    folder: Path
+    model: Path
+    hf_home: Path
+    defaults: dict = field(default_factory=dict)
+
+    def values(self, run: str, **fields) -> dict:
+        """All fields of a run in the folder of this name."""
+        values = FIELDS | {"model_name_or_path": self.model, "dataset_name": self.folder / "pairs.jsonl"}
+        return values | {"output_dir": self.folder / run} | self.defaults | fields
+
+    def start(
+        self, run: str, processes: int = 1, *, launch: str = "cpu", script: Path = ROOT / "train_dpo.py", **fields
+    ) -> Run:
+        """Starts train_dpo.py, or a script of this name that does more; `env` and `cwd` are the process's, all else
+        fields. More than one process: under accelerate's launcher, by default ZeRO-2 on CPU."""
+        env = clean_environment(self.hf_home) | fields.pop("env", {})
+        cwd = fields.pop("cwd", ROOT)
+        values = self.values(run, **fields)
+        command = [*launcher(processes, launch), str(script), *as_options(values)]
+        with (self.folder / f"{run}.log").open("ab") as log:
+            start = log.tell()
+            process = subprocess.Popen(command, cwd=cwd, env=env, stdout=log, stderr=subprocess.STDOUT)
+        return Run(Path(values["output_dir"]), Path(log.name), start, process)
+
+    def start_together(self, argvs: list[list[str]], processes: int, launch: str) -> None:
+        """Runs of these command lines, one after another in one set of processes; all must end well."""
+        file = self.folder / f"{launch}-{processes}.json"
+        file.write_text(json.dumps(argvs))
+        command = [*launcher(processes, launch), str(ROOT / "tests/e2e/many_runs.py"), str(file)]
+        env = clean_environment(self.hf_home)
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1200)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-4000:]
+
+    def run_many(self, launch: str, runs: dict[str, dict]) -> dict[str, Path]:
+        """Trains runs (name: fields) one after the other in one start, and returns their folders.
+
+        `launch`: single, or a name of configs/accelerate with its number of processes: "cpu 2".
+        """
+        name, _, processes = launch.partition(" ")
+        argvs = [as_options(self.values(run, **fields)) for run, fields in runs.items()]
+        self.start_together(argvs, int(processes or 1), name)
+        return {run: self.folder / run for run in runs}
+
+
+def make_place(folder: Path, rows: list[dict], models: dict[str, dict], defaults: dict) -> Place:
+    """A folder with pairs and tiny models (architecture: fields of its config); the first is trained by default.
+
+    Its runs save no checkpoint and check nothing, where a test does not ask for it.
+    """
+    write_jsonl(folder / "pairs.jsonl", rows)
+    for architecture, config in models.items():
+        tiny_model(architecture, **config).save_pretrained(folder / architecture)
+        tiny_tokenizer().save_pretrained(folder / architecture)
+    quick = {"save_strategy": "no", "preflight": "skip", "guard": "skip"}
+    return Place(folder, folder / next(iter(models)), folder / "hf", quick | defaults)
+
+
+def launcher(processes: int, launch: str) -> list[str]:
+    """The words before a script: Python; for more than one process also accelerate with configs/accelerate."""
+    if processes == 1:
+        return [sys.executable]
+    config = ["--config_file", str(ROOT / f"configs/accelerate/{launch}.yaml"), "--num_processes", str(processes)]
+    return [sys.executable, "-m", "accelerate.commands.launch", *config, "--main_process_port", str(free_port())]
+
+
 def assert_same_run(run: Run, expected: Run) -> None:
     """Bitwise: every logged metric of every step, and the final weights."""
-    assert [e["step"] for e in run.losses()] == [e["step"] for e in expected.losses()]
-    for mine, theirs in zip(run.losses(), expected.losses(), strict=True):
+    for mine, theirs in zip(logged(run.folder), logged(expected.folder), strict=True):
         assert mine == theirs
     assert run.weights() == expected.weights()
 
 
 def copy_run(run: Run, name: str) -> Path:
-    target = run.folder.with_name(name)
-    shutil.copytree(run.folder, target)
-    return target
+    return Path(shutil.copytree(run.folder, run.folder.with_name(name)))
 
 
 def clean_environment(hf_home: Path) -> dict[str, str]:
     """This process's environment for a run, without what a launcher, Slurm or a tracker left in it."""
-    foreign = ("SLURM", "ACCELERATE_", "WANDB", "TORCHELASTIC", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_")
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     clean |= {"HF_HOME": str(hf_home), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     return clean | {"DS_ACCELERATOR": "cpu"}
 
@@ -227,14 +211,3 @@ def free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
-
-
-def run_many(place: Place, launch: str, runs: dict[str, dict]) -> dict[str, Path]:
-    """Trains runs (name: fields) one after the other in one start, and returns their folders.
-
-    `launch`: single, or a name of configs/accelerate with its number of processes: "cpu 2".
-    """
-    name, _, processes = launch.partition(" ")
-    argvs = [as_options(place.values(run, **fields)) for run, fields in runs.items()]
-    place.start_together(argvs, int(processes or 1), name)
-    return {name: place.folder / name for name in runs}

@@ -140,8 +140,9 @@ def test_script(project, line, monkeypatch, capsys, as_before):
     with pytest.raises(SystemExit) as ended:
         sys.exit(runpy.run_path(words[0], run_name="__main__") and 0)
     out, err = capsys.readouterr()
-    assert (ended.value.code or 0) == (NO_GO if words[0] == "scripts/preflight.py" else 0), out + err
-    assert "Traceback" not in out + err and "error:" not in err
+    code = NO_GO if words[0] == "scripts/preflight.py" else 0
+    assert (ended.value.code or 0) == code and "Traceback" not in out + err, out + err
+    assert err.count("error: ") == bool(code), err
     if words[0] == "train_dpo.py" and "--help" not in words:
         assert is_trained(project, words)
     if words[0] == "scripts/generate.py":

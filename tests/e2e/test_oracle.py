@@ -6,7 +6,6 @@ token ids and the rows of each step are the package's (tests/data shows both).
 """
 
 import copy
-import json
 
 import numpy as np
 import pytest
@@ -18,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.train.trainer import build_sampler
-from tests.e2e.runs import Place, as_options, pairs, run_many
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.e2e.runs import Place, make_place
+from tests.toolbox import as_options, logged, pairs
 
 MAX_LENGTH, BATCH, STEPS, RATE = 96, 8, 2, 0.01
 FIELDS = {
@@ -31,9 +30,6 @@ FIELDS = {
     "max_grad_norm": 1e9,
     "max_steps": STEPS,
     "eval_fraction": 0.27,  # 11 of 41 pairs: a ragged batch on two ranks; of the other 30 pairs 6 are a tail
-    "save_strategy": "no",
-    "preflight": "skip",
-    "guard": "skip",
 }
 LOSSES = {"sigmoid_norm": 5.0, "sigmoid": 0.1, "ipo": 0.1, "hinge": 0.1, "apo_zero": 0.1, "bco_pair": 0.1}
 PATHS = {
@@ -57,25 +53,15 @@ ALL += [("sigmoid_norm", path, sampler) for path in PATHS for sampler in SAMPLER
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Place:
-    folder = tmp_path_factory.mktemp("oracle")
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs(41)))
-    tiny_model("olmo3").save_pretrained(folder / "model")
-    tiny_tokenizer().save_pretrained(folder / "model")
-    return Place(folder, folder / "model", folder / "hf", defaults=FIELDS)
+    return make_place(tmp_path_factory.mktemp("oracle"), pairs(41), {"olmo3": {}}, FIELDS)
 
 
-@pytest.mark.parametrize("launch", [LAUNCHES[0], pytest.param(LAUNCHES[1], marks=pytest.mark.grid)])
-def test_against_plain_pytorch(place, launch):
-    compare_all(place, launch, FEW)
+GRID = [pytest.param(launch, ALL, marks=pytest.mark.grid) for launch in LAUNCHES]
+GRID.append(pytest.param("cpu 2", FEW, marks=pytest.mark.grid))
 
 
-@pytest.mark.grid
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_all_of_them_against_plain_pytorch(place, launch):
-    compare_all(place, launch, ALL)
-
-
-def compare_all(place: Place, launch: str, combinations: list[Combination]) -> None:
+@pytest.mark.parametrize(("launch", "combinations"), [("single", FEW), *GRID])
+def test_against_plain_pytorch(place, launch, combinations):
     """Prints the largest difference of each combination: `-s` shows the table."""
     runs = {
         f"{launch}, {len(combinations)}, {', '.join(combination)}": {
@@ -86,14 +72,11 @@ def compare_all(place: Place, launch: str, combinations: list[Combination]) -> N
         }
         for combination in combinations
     }
-    for (name, folder), fields in zip(run_many(place, launch, runs).items(), runs.values(), strict=True):
+    for (name, folder), fields in zip(place.run_many(launch, runs).items(), runs.values(), strict=True):
         expected, weights = oracle(place, fields)
-        history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-        train = [entry for entry in history if "loss" in entry]
-        held_out = [entry for entry in history if "eval_loss" in entry]
         worst = 0.0
-        for entry, figures in zip(train + held_out, expected, strict=True):
-            for metric, value in figures.items():
+        for entry, metrics in zip(logged(folder) + logged(folder, "eval_loss"), expected, strict=True):
+            for metric, value in metrics.items():
                 error = abs(entry[metric] - value) / max(1.0, abs(value))
                 worst = max(worst, error)
                 assert error < 2e-4, f"{name}, step {entry['step']}: {metric} is {entry[metric]}, not {value}"
@@ -114,23 +97,23 @@ def oracle(place: Place, fields: dict) -> tuple[list[dict[str, float]], dict[str
     before = measure(policy, reference, list(split.eval), loss_type, beta)[1]
     expected = []
     for rows in steps:
-        loss, figures = measure(policy, reference, [split.train[int(i)] for i in rows], loss_type, beta)
+        loss, metrics = measure(policy, reference, [split.train[int(i)] for i in rows], loss_type, beta)
         policy.zero_grad()
         loss.backward()
         norm = torch.cat([p.grad.flatten() for p in policy.parameters()]).norm().item()
-        expected.append(figures | {"loss": loss.item(), "grad_norm": norm})
+        expected.append(metrics | {"loss": loss.item(), "grad_norm": norm})
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter -= RATE * parameter.grad
     after = measure(policy, reference, list(split.eval), loss_type, beta)[1]
-    for figures in (before, after):
-        expected.append({f"eval_{name}": value for name, value in figures.items()})
+    for metrics in (before, after):
+        expected.append({f"eval_{name}": value for name, value in metrics.items()})
     return expected, {name: p.detach() for name, p in policy.named_parameters()}
 
 
 def measure(policy, reference, rows: list[dict], loss_type: str, beta: float) -> tuple[torch.Tensor, dict[str, float]]:
     """Mean loss of pairs, and the metrics that are logged of them."""
-    losses, figures = [], []
+    losses, metrics = [], []
     for row in rows:
         sums, gains, lengths = [], [], []
         for side in ("chosen", "rejected"):
@@ -145,7 +128,7 @@ def measure(policy, reference, rows: list[dict], loss_type: str, beta: float) ->
         losses.append(loss_of(loss_type, beta, chosen, rejected))
         c, r = beta * chosen.item(), beta * rejected.item()
         likely = [(s / n).item() for s, n in zip(sums, scale, strict=True)]
-        figures.append(
+        metrics.append(
             {
                 "rewards/chosen": c,
                 "rewards/rejected": r,
@@ -158,7 +141,7 @@ def measure(policy, reference, rows: list[dict], loss_type: str, beta: float) ->
                 "loss": losses[-1].item(),
             }
         )
-    return torch.stack(losses).mean(), {name: float(np.mean([f[name] for f in figures])) for name in figures[0]}
+    return torch.stack(losses).mean(), {name: float(np.mean([f[name] for f in metrics])) for name in metrics[0]}
 
 
 def response_logps(model, row: dict, side: str) -> torch.Tensor:
@@ -172,10 +155,10 @@ def loss_of(loss_type: str, beta: float, chosen: torch.Tensor, rejected: torch.T
     """The papers' formulas; chosen and rejected are log-ratios, means over tokens for sigmoid_norm and ipo."""
     margin = chosen - rejected
     return {
-        "sigmoid_norm": lambda: -F.logsigmoid(beta * margin),
-        "sigmoid": lambda: -F.logsigmoid(beta * margin),
-        "ipo": lambda: (margin - 1 / (2 * beta)) ** 2,
-        "hinge": lambda: torch.relu(1 - beta * margin),
-        "apo_zero": lambda: 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected),
-        "bco_pair": lambda: -F.logsigmoid(beta * chosen) - F.logsigmoid(-beta * rejected),
-    }[loss_type]()
+        "sigmoid_norm": -F.logsigmoid(beta * margin),
+        "sigmoid": -F.logsigmoid(beta * margin),
+        "ipo": (margin - 1 / (2 * beta)) ** 2,
+        "hinge": torch.relu(1 - beta * margin),
+        "apo_zero": 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected),
+        "bco_pair": -F.logsigmoid(beta * chosen) - F.logsigmoid(-beta * rejected),
+    }[loss_type]

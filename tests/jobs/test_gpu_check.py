@@ -1,4 +1,4 @@
-"""The GPU check: its order and its table. All of it on two CPU processes: tests/slurm/test_check_gpu.py."""
+"""The GPU check: its order and its table. All of it on two CPU processes: tests/slurm/test_submit.py."""
 
 import json
 

@@ -6,7 +6,8 @@ import shutil
 import pytest
 
 import train_dpo
-from tests.e2e.runs import FIELDS, as_options, pairs
+from tests.e2e.runs import FIELDS
+from tests.toolbox import as_options, pairs
 
 
 @pytest.mark.slow

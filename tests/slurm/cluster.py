@@ -11,11 +11,12 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.toolbox import wait_for
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "setpriv")
 NODES = ("n1", "n2")
@@ -88,13 +89,9 @@ class Cluster:
         return dict(field.split("=", 1) for field in record.split() if "=" in field)
 
     def wait(self, job: str, timeout: float) -> dict[str, str]:
-        """Waits until the job has ended and returns its record; TimeoutError after `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        while (record := self.show(job))["JobState"] not in ENDED:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"job {job} is {record['JobState']} ({record['Reason']}) after {timeout} s")
-            time.sleep(0.5)
-        return record
+        """Waits until the job has ended and returns its record; fails after `timeout` seconds."""
+        wait_for(lambda: self.show(job)["JobState"] in ENDED, timeout)
+        return self.show(job)
 
 
 @contextmanager
@@ -112,11 +109,11 @@ def local_cluster() -> Iterator[Cluster]:
         files = [f"--{name}-file={munge}/{name}" for name in ("key", "pid", "log", "seed")]
         user = ["--reuid=munge", "--regid=munge", "--clear-groups"]
         _daemon(stack, cluster, ["munged", "--foreground", f"--socket={munge}/socket", *files], user)
-        _until(lambda: (munge / "socket").exists(), cluster, "munged", 20)
+        wait_for((munge / "socket").exists, 20)
         _daemon(stack, cluster, ["slurmctld", "-D", "-c"])
         for node in NODES:
             _daemon(stack, cluster, ["slurmd", "-D", "-N", node])
-        _until(lambda: _idle_nodes(cluster) == len(NODES), cluster, "the nodes", 60)
+        wait_for(lambda: _idle_nodes(cluster) == len(NODES), 60)
         yield cluster
 
 
@@ -156,36 +153,16 @@ def _clean_environment() -> dict[str, str]:
 
 def _daemon(stack: ExitStack, cluster: Cluster, command: list[str], user: list[str] | None = None) -> None:
     """Starts a daemon in the foreground; it dies with the test process, also if that is killed."""
-    output = stack.enter_context(
-        (cluster.root / f"{'-'.join(command[:1] + command[-1:]).replace('/', '_')}.out").open("w")
-    )
-    process = subprocess.Popen(
-        ["setpriv", *(user or []), "--pdeathsig=TERM", *command], env=cluster.env, stdout=output, stderr=output
-    )
-
-    def stop():
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-    stack.callback(stop)
+    command = ["setpriv", *(user or []), "--pdeathsig=TERM", *command]
+    quiet = subprocess.DEVNULL  # they have log files
+    process = subprocess.Popen(command, env=cluster.env, stdout=quiet, stderr=quiet)
+    stack.callback(process.wait)
+    stack.callback(process.kill)
 
 
 def _idle_nodes(cluster: Cluster) -> int:
     command = ["sinfo", "-h", "-N", "-p", "main", "-o", "%T"]
     return subprocess.run(command, env=cluster.env, capture_output=True, text=True).stdout.split().count("idle")
-
-
-def _until(condition, cluster: Cluster, what: str, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        if time.monotonic() > deadline:
-            logs = "\n".join(f"{p.name}: {p.read_text()[-2000:]}" for p in cluster.root.rglob("*.[lo][ou][gt]"))
-            raise TimeoutError(f"{what} not ready after {timeout} s\n{logs}")
-        time.sleep(0.2)
 
 
 def _kill_jobs(cluster: Cluster) -> None:

@@ -1,20 +1,39 @@
-"""Jobs on the local Slurm: their environment, their fields, their logs."""
+"""Jobs on the local Slurm: their environment, their fields, their ends and logs."""
 
 import contextlib
 import shutil
 import sys
-import time
 from pathlib import Path
 
 from sfm_dpo.config import parse_config
 from sfm_dpo.run.folder import describe
+from tests.slurm.cluster import Cluster
+from tests.toolbox import as_options
 
 CPU = {"LAUNCH": "cpu", "VENV": sys.prefix, "OMP_NUM_THREADS": "1", "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1"}
 CPU |= {"SKIP_HEALTHCHECK": "1"}  # seconds a start; the tests of it leave it on
 
 
-def overrides(**fields) -> list[str]:
-    return [arg for key, value in fields.items() for arg in (f"--{key}", str(value))]
+def train(cluster: Cluster, folder: Path, *options: str, env: dict[str, str] | None = None, **fields) -> str:
+    """Submits scripts/dpo_train.sh with sbatch's options and the run's fields; returns the job's id."""
+    command = [*options, "scripts/dpo_train.sh", *as_options(fields)]
+    return cluster.sbatch(*command, cwd=folder, **CPU | (env or {}))
+
+
+def end_of(
+    cluster: Cluster,
+    folder: Path,
+    job: str,
+    state: str = "COMPLETED",
+    code: str = "0:0",
+    restarts: int = 0,
+    name: str = "dpo-train",
+) -> str:
+    """Waits for a job that must end so; returns its log."""
+    record = cluster.wait(job, 300)
+    log = log_of(folder, record["JobId"], name)
+    assert (record["JobState"], record["ExitCode"], record["Restarts"]) == (state, code, str(restarts)), log[-3000:]
+    return log
 
 
 def stand_in(project: Path, folder: Path, script: str, *runs: dict) -> Path:
@@ -25,16 +44,9 @@ def stand_in(project: Path, folder: Path, script: str, *runs: dict) -> Path:
     (copy / "logs").mkdir()
     with contextlib.chdir(copy):
         for fields in runs:
-            describe(parse_config(["--config", "recipes/think.yaml", *overrides(**fields)]), {})
+            describe(parse_config(["--config", "recipes/think.yaml", *as_options(fields)]), {})
     return copy
 
 
 def log_of(project: Path, job: str, name: str = "dpo-train") -> str:
     return (project / f"logs/{name}-{job}.out").read_text()
-
-
-def wait_for(condition, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.2)

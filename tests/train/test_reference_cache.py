@@ -1,11 +1,11 @@
-"""Reference cache: the key covers what changes the figures and nothing else; shards survive damage.
+"""Reference cache: the key covers what changes the log-probs and nothing else; shards survive damage.
 
-Kills: tests/e2e/test_resume.py.
+Kills: tests/e2e/test_faults.py.
 """
 
 import json
-import math
 import multiprocessing
+import shutil
 import time
 from collections import Counter
 from pathlib import Path
@@ -18,7 +18,8 @@ from safetensors.numpy import load_file
 
 import train_dpo
 from sfm_dpo.train import reference_cache
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.tiny_models import tiny_model
+from tests.toolbox import error_line, on_cpu, pairs, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("no_report")
 
@@ -42,54 +43,15 @@ def test_key_covers_tokens_and_settings():
     assert key(one) != key(moved)
 
 
-def make_cache(lengths: np.ndarray, batch_tokens: int = 0) -> reference_cache.ReferenceCache:
-    return reference_cache.ReferenceCache(Path("nowhere"), lengths, batch_tokens)
-
-
-def test_shards_hold_every_row_once_longest_first():
-    lengths = np.random.default_rng(0).integers(1, 1000, 1000)
-    shards = make_cache(lengths).shards
-    assert sorted(np.concatenate(shards).tolist()) == list(range(1000))
-    assert (np.diff(lengths[np.concatenate(shards)]) <= 0).all()
-    assert len(make_cache(np.ones(100_000, dtype=int)).shards) == -(-100_000 // reference_cache.SHARD_PAIRS)
-
-
-def test_batches_respect_the_budget_and_keep_all_rows():
+def test_shards_hold_every_row_once_longest_first_and_batches_respect_the_budget():
     lengths = np.sort(np.random.default_rng(0).integers(1, 500, 300))[::-1].copy()
-    cache = make_cache(lengths, 2 * int(lengths.max()))
+    cache = reference_cache.ReferenceCache(Path("nowhere"), lengths, 2 * int(lengths.max()))
+    rows = np.concatenate(cache.shards)
+    assert sorted(rows.tolist()) == list(range(300)) and (np.diff(lengths[rows]) <= 0).all()
     parts = cache.batches(np.arange(300))
     assert np.concatenate(parts).tolist() == list(range(300))
     assert all(len(rows) * lengths[rows].max() <= 2 * lengths.max() for rows in parts)
     assert len(parts[0]) == 2 < len(parts[-1])
-
-
-def compute_all(cache: reference_cache.ReferenceCache, forward) -> bool:
-    """All missing shards, without a report or a stop file."""
-    return cache.compute(cache.missing_shards(), forward, lambda left, holder: None, lambda: False)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_write_the_shards_of_one(tmp_path, monkeypatch, ranks):
-    """Each rank computes its share of every round; rank 0 writes. The ranks take turns here."""
-    lengths = np.random.default_rng(0).integers(1, 50, 37)
-    logps = torch.arange(74.0).view(37, 2)
-    cache = reference_cache.ReferenceCache(tmp_path, lengths, 3 * int(lengths.max()))
-    size = math.ceil(len(cache.shards) / ranks) * ranks  # as many shards at a time as there are ranks
-    groups = [cache.shards[start : start + ranks] for start in range(0, size, ranks)]
-    rounds = []
-    for group in groups:
-        work = [rows for shard in group for rows in cache.batches(shard)]
-        rounds += [work[start : start + ranks] for start in range(0, len(work), ranks)]
-    turns = iter(rounds)
-
-    def gather(own: np.ndarray) -> list[np.ndarray]:
-        turn = next(turns)
-        return [own] + [logps[turn[min(rank, len(turn) - 1)]].numpy() for rank in range(1, ranks)]
-
-    monkeypatch.setattr(reference_cache, "gather", gather)
-    monkeypatch.setattr(reference_cache, "world_size", lambda: ranks)
-    assert compute_all(cache, lambda rows: logps[rows])
-    assert (cache.read_all() == logps.numpy()).all() and not cache.missing_shards()
 
 
 def compute_slowly(folder: Path, log: Path, lengths: np.ndarray) -> None:
@@ -102,7 +64,7 @@ def compute_slowly(folder: Path, log: Path, lengths: np.ndarray) -> None:
         return torch.from_numpy(np.stack([rows, lengths[rows]], axis=1))
 
     cache = reference_cache.ReferenceCache(folder, lengths, int(lengths.max()))
-    assert compute_all(cache, forward)
+    assert cache.compute(cache.missing_shards(), forward, lambda left, holder: None, lambda: False)
 
 
 def test_jobs_compute_each_shard_once_between_them_and_take_over_what_a_killed_one_had(tmp_path):
@@ -153,96 +115,104 @@ def test_damaged_shards_are_noticed(tmp_path, damage):
 # ---- real runs
 
 
-@pytest.fixture(scope="module")
-def model(tiny_folder) -> Path:
-    return tiny_folder("llama")
-
-
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(reference_cache, "HF_CACHE_HOME", str(tmp_path / "hf"))
     return tmp_path / "hf" / "sfm_dpo" / "reference"
 
 
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
-    rng = np.random.default_rng(0)
-    with path.open("w") as file:
-        for i in range(48):
-            good, bad = ("ab cd " * int(rng.integers(1, 12)) + str(i) for _ in range(2))
-            file.write(json.dumps({"prompt": f"question {i}", "chosen": good, "rejected": bad + "x"}) + "\n")
-    return path
+@pytest.fixture
+def train(tmp_path, cache):
+    """A function: model folder, exit code, fields -> number of the caches after a run of one step."""
+    data, runs = write_jsonl(tmp_path / "pairs.jsonl", pairs(24)), iter(range(99))
+
+    def run(model: Path, code: int = 0, **fields) -> int:
+        fields = {"precompute_ref_log_probs": "true", "max_steps": 1, "save_strategy": "no"} | fields
+        assert train_dpo.main(on_cpu(model, data, tmp_path / str(next(runs)), **fields)) == code
+        return len(list(cache.iterdir()))
+
+    return run
 
 
-def arguments(model: Path, pairs: Path, out: Path, *extra: str) -> list[str]:
-    argv = f"--model_name_or_path {model} --dataset_name {pairs} --output_dir {out} --global_batch_size 8".split()
-    argv += "--per_device_train_batch_size 4 --max_length 64 --max_steps 1 --save_strategy no".split()
-    argv += "--precompute_ref_log_probs true --report_to none --guard skip".split()
-    return [*argv, "--preflight", "skip", *extra]  # random weights find every answer impossible
-
-
-def train(*args) -> None:
-    assert train_dpo.main(arguments(*args)) == 0
-
-
-def written(cache: Path) -> dict[str, int]:
-    return {str(path): path.stat().st_mtime_ns for path in cache.glob("*/*.safetensors")}
+def written(cache: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in cache.glob("*/*.safetensors")}
 
 
 @pytest.mark.slow
-def test_cache_is_reused_or_not_as_it_should(model, pairs, cache, tmp_path, monkeypatch):
-    train(model, pairs, tmp_path / "a")
+def test_the_same_shards_whatever_is_about_training_alone(tiny_folder, cache, train, tmp_path, monkeypatch):
+    model = tiny_folder("llama")
+    train(model)
     shards = written(cache)
-    assert shards
-    # Another lr, epoch count, output folder, batch: the same shards, untouched
-    same = ("--learning_rate", "1e-4", "--num_train_epochs", "2", "--global_batch_size", "4")
-    train(model, pairs, tmp_path / "b", *same)
-    assert written(cache) == shards
-    # Another micro-batch in a cache of its own: the same bits, for the reference's batch is not training's
+    train(model, learning_rate=1e-4, num_train_epochs=2, global_batch_size=2)
+    train(model, attn_implementation="eager")
+    assert shards and shards.items() <= written(cache).items() and len(list(cache.iterdir())) == 2
+    # another micro-batch in a cache of its own: the same bits, for the reference's batch is not training's
     monkeypatch.setattr(reference_cache, "HF_CACHE_HOME", str(tmp_path / "hf-2"))
-    train(model, pairs, tmp_path / "two", "--per_device_train_batch_size", "1")
-    for path in cache.glob("*/*.safetensors"):
+    train(model, per_device_train_batch_size=1)
+    for path in shards:
         other = tmp_path / "hf-2/sfm_dpo/reference" / path.relative_to(cache)
         assert (load_file(other)["logps"] == load_file(path)["logps"]).all()
-    monkeypatch.setattr(reference_cache, "HF_CACHE_HOME", str(tmp_path / "hf"))
-    # What changes the figures computes again
-    train(model, pairs, tmp_path / "c", "--max_length", "32")
-    train(model, pairs, tmp_path / "d", "--padding_free", "true")
-    train(model, pairs, tmp_path / "e", "--attn_implementation", "eager")
-    other = tmp_path / "other-model"
-    tiny_model("llama", seed=1).save_pretrained(other)
-    tiny_tokenizer().save_pretrained(other)
-    train(other, pairs, tmp_path / "f")
-    assert len(list(cache.iterdir())) == 5
-    assert shards.items() <= written(cache).items()
+
+
+def edited(folder: Path, target: Path, **fields) -> Path:
+    """The model with the same weights and another config.json."""
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text()) | fields
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+@pytest.mark.slow
+def test_what_is_in_the_key(tmp_path, tiny_folder, train):
+    """Not a path, a version, the KV cache, or sharing where it was on by itself; another row rounds otherwise."""
+    model = tiny_folder("olmo3")
+    rope = json.loads((model / "config.json").read_text())["rope_parameters"]
+    rope["full_attention"] = rope["sliding_attention"]  # YaRN lost
+    packed = {"padding_free": "true"}
+    assert train(model, **packed) == 1
+    edits = {"a": {"sliding_window": 16}, "b": {"rms_norm_eps": 1e-3}, "c": {"rope_parameters": rope}}
+    for count, (name, fields) in enumerate(edits.items(), start=2):
+        assert train(edited(model, tmp_path / name, **fields), **packed) == count, fields
+    assert train(model, **packed, model_init_kwargs='{"sliding_window": 32}') == 5
+    assert train(edited(model, tmp_path / "same", transformers_version="0.0", use_cache=False), **packed) == 5
+    assert train(model, **packed, prefix_sharing="true") == 5
+    assert train(model, **packed, prefix_sharing="false") == 6
+    assert train(model, padding_free="false") == 7
+    assert train(model, **packed, max_length=32) == 8
+    other = edited(model, tmp_path / "other")
+    tiny_model("olmo3", seed=1).save_pretrained(other)
+    assert train(other, **packed) == 9
+
+
+@pytest.mark.slow
+def test_an_adapters_random_start_is_not_in_the_key(tiny_folder, train):
+    lora = {"use_peft": "true", "lora_target_modules": "q_proj"}
+    assert train(tiny_folder("llama"), **lora) == train(tiny_folder("llama"), **lora, seed=5, lora_r=4) == 1
 
 
 @pytest.mark.slow
 def test_damaged_shards_are_computed_again_and_stale_ones_caught_at_step_0(
-    model, pairs, cache, tmp_path, capsys, monkeypatch
+    tiny_folder, cache, train, capsys, monkeypatch
 ):
-    trainers = []
-    original = train_dpo.SFMDPOTrainer.train
-    monkeypatch.setattr(
-        train_dpo.SFMDPOTrainer, "train", lambda self, **kw: (trainers.append(self), original(self, **kw))[1]
-    )
-    train(model, pairs, tmp_path / "a", "--eval_fraction", "0.25")
+    trainers, original = [], train_dpo.add_reference
+    monkeypatch.setattr(train_dpo, "add_reference", lambda trainer: (trainers.append(trainer), original(trainer)))
+    model = tiny_folder("llama")
+    assert train(model, eval_fraction=0.25) == 2  # a folder a split
     assert trainers[0].ref_model is None  # not in memory beside the policy
     assert np.isfinite(trainers[0].train_dataset["ref_chosen_logps"]).all()
-    assert len(list(cache.iterdir())) == 2  # a folder a split
     shards = written(cache)
-    victim = Path(min(shards))
+    victim = min(shards)
     before = load_file(victim)
     victim.write_bytes(victim.read_bytes()[:-1])
-    train(model, pairs, tmp_path / "b", "--eval_fraction", "0.25")
+    train(model, eval_fraction=0.25)
     now = written(cache)
-    assert {path for path in shards if now[path] != shards[path]} == {str(victim)}
+    assert {path for path in shards if now[path] != shards[path]} == {victim}
     np.testing.assert_allclose(load_file(victim)["logps"], before["logps"], atol=1e-5)
 
-    for path in map(Path, now):
+    for path in now:
         data = load_file(path)
         reference_cache.write_shard(path, data["rows"], data["logps"] - 3.0 * np.array([1, -1]))
-    assert train_dpo.main(arguments(model, pairs, tmp_path / "c", "--eval_fraction", "0.25")) == 2
-    error = capsys.readouterr().err.splitlines()[-1]
+    capsys.readouterr()
+    train(model, 2, eval_fraction=0.25)
+    error = error_line(capsys.readouterr().err)
     assert "step 0" in error and "are not those of the model that is trained" in error

@@ -1,0 +1,81 @@
+"""What many tests need: toy pairs, a command line of train_dpo.py, a run's log, its error line, a small disk."""
+
+import contextlib
+import json
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+
+def pairs(count: int = 64) -> list[dict]:
+    """Pairs of many lengths, so that balancing has something to do."""
+    return [
+        {
+            "prompt": f"What is {i} and {i * i}?",
+            "chosen": f"{i + i * i}." + " Indeed." * (i % 5),
+            "rejected": "Well, that depends on many things, " * (1 + i % 3) + f"and on {i}.",
+        }
+        for i in range(count)
+    ]
+
+
+def as_options(values: dict) -> list[str]:
+    """{"max_steps": 2} -> ["--max_steps", "2"]; None leaves a field out."""
+    options: list = []
+    for name, value in values.items():
+        if value is not None:
+            options += [f"--{name}", *(value if isinstance(value, list) else [value])]
+    return [str(part) for part in options]
+
+
+def on_cpu(model: Path, data: Path, output_dir: Path, **fields) -> list[str]:
+    """The options of a small run of train_dpo.py on the CPU; random weights find every answer impossible."""
+    places = {"model_name_or_path": model, "dataset_name": data, "output_dir": output_dir}
+    small = {"global_batch_size": 4, "per_device_train_batch_size": 2, "max_length": 96, "logging_steps": 1}
+    quiet = {"use_cpu": "true", "dataset_num_proc": 1, "preflight": "skip", "guard": "skip"}
+    return as_options(places | small | quiet | fields)
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def logged(run: Path, metric: str = "loss") -> list[dict]:
+    """The entries of a run's log with this metric, without figures about time, memory and the machine."""
+    history = json.loads((run / "trainer_state.json").read_text())["log_history"]
+    timed = re.compile(r"perf/|.*_(runtime|per_second)$")
+    return [{name: e[name] for name in e if not timed.match(name)} for e in history if metric in e]
+
+
+def error_line(printed: str) -> str:
+    """The only line that begins with error:, of output without a traceback."""
+    assert "Traceback" not in printed, printed[-4000:]
+    errors = [line for line in printed.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, printed[-4000:]
+    return errors[0]
+
+
+def wait_for(condition: Callable[[], bool], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {timeout} s"
+        time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system of so many bytes ("12m"); skips the test where none can be mounted."""
+    folder.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small file system here: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
