@@ -3,8 +3,8 @@
 
     python scripts/compare_runs.py RUN_A RUN_B [--plot FILE.png] [--json FILE]
 
-A run is a folder that train_dpo.py wrote; the folder, a checkpoint or the trainer_state.json of any HF Trainer; or a
-W&B offline folder (wandb/offline-run-...). Exit codes: 0 identical or equal within noise, 1 diverging, 2 an error.
+A run is a folder that train_dpo.py wrote, or the folder, a checkpoint or the trainer_state.json of any HF Trainer.
+Exit codes: 0 identical or equal within noise, 1 diverging, 2 an error.
 docs/reproducibility.md explains the tolerance.
 """
 
@@ -15,30 +15,25 @@ import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command, new_figure, new_file, number
 from sfm_dpo.common.files import write_json
-from sfm_dpo.compare.run_log import read_log
-from sfm_dpo.compare.runs import compare_runs, format_comparison
-from sfm_dpo.report.evaluation import compare_evaluations, format_benchmarks
+from sfm_dpo.compare.runs import compare_runs, format_comparison, read_log
 from sfm_dpo.report.plots import draw_comparison
 
 
 @command
 def main(argv: list[str]) -> int:
     parser = Arguments(prog="compare_runs.py", description=__doc__)
-    parser.add_argument("run_a")
-    parser.add_argument("run_b")
+    parser.add_argument("run_a", type=Path)
+    parser.add_argument("run_b", type=Path)
     parser.add_argument(
         "--tolerance", type=number(float, 1e-12), help="relative; 0.001, or 0.05 where a run says bf16 or fp16"
     )
-    parser.add_argument("--until", type=number(int, 1), metavar="STEP", help="leave out later steps")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="all of it, with both series, for programs")
     parser.add_argument("--plot", type=new_figure, metavar="FILE", help="the curves, a .png, .svg or .pdf")
     options = parser.parse_args(argv)
-    result = compare_runs(read_log(options.run_a), read_log(options.run_b), options.tolerance, options.until)
+    result = compare_runs(read_log(options.run_a), read_log(options.run_b), options.tolerance)
     print(format_comparison(result))
-    if benchmarks := compare_evaluations(Path(options.run_a), Path(options.run_b)):
-        print(f"\n{format_benchmarks(benchmarks)}")
     if options.json:
-        write_json(options.json, result | {"benchmarks": benchmarks})
+        write_json(options.json, result)
     if options.plot:
         draw_comparison(result, options.plot)
     return int(result["verdict"]["verdict"] == "diverging")

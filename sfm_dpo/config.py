@@ -91,7 +91,6 @@ class TrainConfig(DPOConfig):
     hub_strategy: Literal["end", "every_save"] = HfArg(
         default="end", help="What is pushed: end, the finished model; every_save, checkpoints as well."
     )
-    hub_push_every: int = HfArg(default=1, help="With hub_strategy every_save: saves from push to push.")
     hub_revision: str | None = HfArg(default=None, help="Branch to push to; with {step}, one for each checkpoint.")
 
     # Safety (docs/health.md)
@@ -111,6 +110,7 @@ DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)
 _USE_MAKE_PAIRS = "make pairs of scored answers with scripts/make_pairs.py"
 REMOVED = {
     "duplicate_threshold": "remove near duplicates before training, for instance with text-dedup (docs/filters.md)",
+    "hub_push_every": "hub_strategy every_save pushes every save; save less often with save_steps",
     "keep_values": "write a filter_script, such as def keep(row): return row['language'] == 'English'",
     "max_response_similarity": "compare the responses in a filter_script",
     "pair_by": _USE_MAKE_PAIRS,

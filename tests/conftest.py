@@ -95,7 +95,6 @@ def hub(monkeypatch, tmp_path):
     """A Hub on loopback that this process's huggingface_hub takes for the real one; its token is in HF_TOKEN."""
     from huggingface_hub import constants, hf_api
 
-    from sfm_dpo.hub import upload
     from tests.hub_server import TOKEN, HubServer
 
     with HubServer() as server:
@@ -111,7 +110,6 @@ def hub(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
         monkeypatch.setattr("time.sleep", lambda seconds: None)  # between attempts, ours and huggingface_hub's
         yield server
-        upload.set_timeout(30)  # of whatever comes later in this process
 
 
 @pytest.fixture

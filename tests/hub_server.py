@@ -1,7 +1,7 @@
 """A Hugging Face Hub on loopback, for tests: what huggingface_hub 2.4 asks for when it pushes and loads a model.
 
-Repositories, branches and files live in memory. Faults are put in front of the real answers: a status, a connection
-cut in the middle of what the client sends, or silence. The xet protocol is not spoken: HF_HUB_DISABLE_XET=1 turns the
+Repositories, branches and files live in memory. Faults are put in front of the real answers: a status, or a connection
+cut in the middle of what the client sends. The xet protocol is not spoken: HF_HUB_DISABLE_XET=1 turns the
 client to the LFS protocol.
 """
 
@@ -35,7 +35,6 @@ class Fault:
     pattern: str
     kind: int | str
     times: int = 1
-    seconds: float = 0.0
 
 
 class HubServer(ThreadingHTTPServer):
@@ -66,7 +65,7 @@ class HubServer(ThreadingHTTPServer):
         pass  # a client that hung up, or a connection that was cut
 
     def fault(self, pattern: str, kind: int | str, **more) -> None:
-        """Meets the next `times` requests whose `METHOD path` matches: an HTTP status, cut, or slow (`seconds`)."""
+        """Meets the next `times` requests whose `METHOD path` matches: an HTTP status, or cut."""
         self.faults.append(Fault(pattern, kind, **more))
 
     def count(self, pattern: str) -> int:
@@ -91,9 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
                 fault.times -= 1
         if fault and fault.kind == "cut":
             return self._cut()
-        if fault and fault.kind == "slow":
-            threading.Event().wait(fault.seconds)
-        elif fault:
+        if fault:
             self._body()
             return self._send(fault.kind, {"error": ""}, {"Retry-After": "0"})
         try:

@@ -166,7 +166,7 @@ def test_wrong_recipe(parse, recipe, parts):
 
 OUT_OF_RANGE = """
 max_length=0 max_length=1 max_samples=0 global_batch_size=0 per_device_train_batch_size=-2 dataset_num_proc=0
-per_device_eval_batch_size=0 hub_push_every=0 save_steps=0.0 eval_steps=-3.0 seed=-1 seed=4294967296 eval_fraction=1.0
+per_device_eval_batch_size=0 save_steps=0.0 eval_steps=-3.0 seed=-1 seed=4294967296 eval_fraction=1.0
 eval_fraction=-0.5 max_dropped_fraction=2.0 adam_beta2=2.0 lora_dropout=2.0 max_grad_norm=-1.0 beta=0.0 beta=nan
 beta=inf learning_rate=-1.0 num_train_epochs=0.0 save_total_limit=1 auto_find_batch_size=True streaming=True
 test_split_size=0.1 eval_strategy=steps deepspeed=ds_config.json

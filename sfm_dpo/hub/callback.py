@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy, SaveStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
 
 from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.files import PROJECT
@@ -29,13 +29,11 @@ _LAUNCHER = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "ACCELE
 
 
 class PushCheckpoints(TrainerCallback):
-    """Pushes the checkpoints of a run whose hub_strategy is every_save, every `hub_push_every` saves.
+    """Pushes each checkpoint of a run whose hub_strategy is every_save.
 
     As in Trainer, a checkpoint is skipped while the push of another one runs, unless hub_always_push. A push that
-    fails logs it and does not affect the training. Pushes that still run when the training stops early are ended.
-
-    Args:
-        beat: the watchdog's, called while the end of the run waits for pushes.
+    fails logs it and does not affect the training. Pushes that still run when the training stops early are ended;
+    the end of a run waits for them and calls `beat`, the watchdog's.
     """
 
     def __init__(self, beat: Callable[[], None]) -> None:
@@ -46,10 +44,6 @@ class PushCheckpoints(TrainerCallback):
         if not is_main_process() or args.hub_strategy == HubStrategy.END:
             return
         if state.global_step >= state.max_steps or control.should_training_stop:
-            return
-        by_epoch = args.save_strategy == SaveStrategy.EPOCH
-        saves = round(state.epoch) if by_epoch else state.global_step / state.save_steps
-        if saves % args.hub_push_every:
             return
         checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         self._pushes = {path: push for path, push in self._pushes.items() if push.poll() is None}

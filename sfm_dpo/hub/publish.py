@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.trainer_utils import HubStrategy
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from sfm_dpo.common.distributed import is_main_process
@@ -25,11 +24,9 @@ from sfm_dpo.run.folder import RESOLVED_CONFIG, read_resolved_config, read_statu
 
 log = logging.getLogger(__name__)
 
-# Published beside weights, card and figures. The list names what may be published, so that nothing is by mistake that
-# a later version of a library writes into the folder.
-_FILES = """config.json generation_config.json adapter_config.json chat_template.jinja additional_chat_templates
-    tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt
-    tokenizer.model spiece.model sentencepiece.bpe.model""".split()
+# Published beside weights, card and figures; nothing else that a library writes into the folder
+_FILES = """config.json generation_config.json adapter_config.json chat_template.jinja tokenizer.json
+    tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt tokenizer.model""".split()
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
 
 
@@ -56,39 +53,33 @@ class Source:
 def find_source(path: Path, publish_anyway: bool = False) -> Source:
     """The model in a run's folder or in one of its checkpoints.
 
-    Raises:
-        UserError: neither a run nor a checkpoint; not finished, or not complete; stopped by the guard, unless
-            `publish_anyway` or the checkpoint is one that the guard calls healthy.
+    Raises UserError where there is none, or it is not finished, not complete, or stopped by the guard, unless
+    `publish_anyway` or the checkpoint is one that the guard calls healthy.
     """
-    if not path.is_dir():
-        raise UserError(f"{path}: no such folder")
     is_run = (path / RESOLVED_CONFIG).is_file()
     run = path if is_run else path.absolute().parent
     if not (run / RESOLVED_CONFIG).is_file():
         raise UserError(f"{path}: neither a run's folder nor a checkpoint in one: there is no {RESOLVED_CONFIG}")
     status = read_status(run) or {}
     state = status.get("state")
-    if state == "collapsed":
+    if state == "collapsed" and not publish_anyway:
         healthy = status.get("checkpoint")
-        is_healthy = not is_run and healthy is not None and step_of(path) <= step_of(Path(healthy))
-        if not publish_anyway and not is_healthy:
-            better = f"push its last healthy checkpoint, {healthy}, or " if healthy else ""
-            raise UserError(f"{path}: the guard stopped this run; {better}add --publish_anyway if it is meant")
-    elif is_run and state not in ("done", "push_failed"):
-        raise UserError(f"{path}: the run is not finished (state {state}); push one of its checkpoints, checkpoint-N")
-    if not is_run:
-        files = "*.safetensors" if any(path.glob("*.safetensors")) else "*"  # shards alone hold the weights
-        if reason := why_incomplete(path) or why_damaged(path, files, alone=True):
-            raise UserError(f"{path}: {reason}; push another checkpoint")
-    return Source(path, run, None if is_run else step_of(path), read_resolved_config(run))
+        if is_run or not healthy or step_of(path) > step_of(Path(healthy)):
+            raise UserError(f"{path}: the guard stopped this run; push {healthy}, or add --publish_anyway")
+    if is_run:
+        if state not in ("done", "push_failed", "collapsed"):
+            raise UserError(f"{path}: the run is not finished (state {state}); push one of its checkpoints")
+        return Source(path, run, None, read_resolved_config(run))
+    weights = "*.safetensors" if any(path.glob("*.safetensors")) else "*"  # shards alone hold the weights
+    if reason := why_incomplete(path) or why_damaged(path, weights, alone=True):
+        raise UserError(f"{path}: {reason}; push another checkpoint")
+    return Source(path, run, step_of(path), read_resolved_config(run))
 
 
 def publish(source: Source, repo: str, revision: str | None, publish_anyway: bool = False) -> str:
     """Checks, describes and uploads a model; returns the address of its commit.
 
-    Raises:
-        UserError: it should not be published; nothing was.
-        upload.HubError: the upload failed.
+    Raises UserError if it should not be published, and upload.HubError.
     """
     branch = source.choose_branch(revision)
     with ExitStack() as cleanup:
@@ -107,16 +98,14 @@ def publish(source: Source, repo: str, revision: str | None, publish_anyway: boo
 
 def stage_files(source: Path, target: Path) -> None:
     """Lays out in `target` what is published: links to the weights, small files without traces of this machine."""
-    for name in _FILES:
-        if (source / name).is_dir():
-            shutil.copytree(source / name, target / name)
-        elif (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
     weights = [path for pattern in _WEIGHTS for path in source.glob(pattern)]
     for path in weights:
         (target / path.name).symlink_to(path.resolve())
     if not weights:
         consolidate_shards(source, target)
+    for name in _FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
     mend_saved_files(target)  # an earlier version may have saved them
 
 
@@ -124,9 +113,6 @@ def consolidate_shards(checkpoint: Path, target: Path) -> None:
     """Writes the whole model of a sharded checkpoint (ZeRO-3, FSDP) into `target`, by the libraries' own functions.
 
     They give the names of the modules; the model's own save_pretrained gives those that from_pretrained expects.
-
-    Raises:
-        UserError: it holds no shards, or not those of this model.
     """
     if (checkpoint / "pytorch_model_fsdp_0").is_dir():
         from accelerate.utils import merge_fsdp_weights
@@ -135,20 +121,16 @@ def consolidate_shards(checkpoint: Path, target: Path) -> None:
         merge_fsdp_weights(checkpoint / "pytorch_model_fsdp_0", target / "merged")
         state = load_file(target / "merged" / "model.safetensors")
         shutil.rmtree(target / "merged")
-    elif (checkpoint / "latest").is_file():  # DeepSpeed's
+    else:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         state = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint))
-    else:
-        raise UserError(f"{checkpoint}: holds no weights")
     config = AutoConfig.from_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
-    missing, unexpected = model.load_state_dict(state, strict=False)
     tied = set(model.all_tied_weights_keys) if config.get_text_config().tie_word_embeddings else set()
+    missing, unexpected = model.load_state_dict(state, strict=False)
     if unexpected or set(missing) - tied:
         raise UserError(f"{checkpoint}: its shards do not make up the model: {[*unexpected, *missing][:3]}")
-    if (checkpoint / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(checkpoint)
     model.save_pretrained(target)
 
 
@@ -162,8 +144,8 @@ def _check_fitness(source: Source, staged: Path, publish_anyway: bool) -> str:
         change = verify.describe_change(staged, base)
         log.info(change)
         verify.check_loads(staged)
-    except UserError as error:
-        reason = str(error).replace(str(staged), str(source.folder))
+    except Exception as error:  # each library that loads has its own
+        reason = " ".join(str(error).replace(str(staged), str(source.folder)).split())[:300]
         if not publish_anyway:
             raise UserError(f"{source.folder}: {reason}; --publish_anyway pushes it") from error
         log.warning(f"{reason}; published because of --publish_anyway")
@@ -176,16 +158,14 @@ def _check_fitness(source: Source, staged: Path, publish_anyway: bool) -> str:
 def check_push(args: TrainConfig, resuming: bool) -> None:
     """Before training, on rank 0: makes sure that a push could begin now, and completes `args.hub_model_id`.
 
-    Raises:
-        UserError: it could not. A run that is `resuming` only warns where the Hub is down.
+    Raises UserError if it could not. A run that is `resuming` only warns where the Hub refuses or is down.
     """
     args.hub_model_id = choose_repo(vars(args), Path(args.output_dir))
     remedy = "train with push_to_hub: false and push later with scripts/push_to_hub.py"
     try:
         args.hub_model_id = upload.check_access(args.hub_model_id, args.hub_private_repo, args.hub_revision, remedy)
-        log.info(f"push: {args.hub_model_id}, {HubStrategy(args.hub_strategy).value}")
     except upload.HubError as error:
-        if not (resuming and error.transient):
+        if not resuming:
             raise
         log.warning(f"{error}; the training continues, and the push will be tried at its end")
 
@@ -218,9 +198,9 @@ def push_run(
         repo = upload.check_access(repo, private, revision, "push later")
         address = publish(source, repo, revision, publish_anyway)
     except Exception as error:  # whatever it is, the model is trained and saved
-        message = f"{error}; the model is in {run}, {later}"
+        message = f"push failed: {error}; the model is in {run}, {later}"
         _record_push(run, "push_failed", 5, message)
-        log.error(f"push failed: {message}")
+        log.error(message)
         return 5
     _record_push(run, "done", 0, pushed=address)
     return 0

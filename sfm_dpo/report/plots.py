@@ -179,7 +179,7 @@ def to_svg(figure: Figure, name: str) -> str:
 
 
 # Drawn where they were logged: the metrics that a study of two runs looks at first
-_COMPARED = ("train/loss", "logps/chosen", "logps/rejected", "rewards/margins", "grad_norm")
+_COMPARED = ("loss", "logps/chosen", "logps/rejected", "rewards/margins", "grad_norm")
 
 
 def draw_comparison(result: dict[str, Any], path: Path) -> None:

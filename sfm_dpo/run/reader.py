@@ -80,7 +80,7 @@ def first_and_last(log: list[dict[str, Any]], metric: str) -> tuple[float | None
 
 
 def to_float(value: Any) -> float:
-    """A logged value as a float; NaN where it is not a number (W&B writes NaN and infinity as text)."""
+    """A logged value as a float; NaN where it is not a number."""
     return float(value) if isinstance(value, int | float) else math.nan
 
 

@@ -1,16 +1,13 @@
-"""Comparison of runs: the table, the verdict, runs of several writers, what differs, users' mistakes."""
+"""Comparison of runs: the table, the verdict, what differs, users' mistakes."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from scripts import compare_runs as command
-from sfm_dpo.compare.run_log import read_log
-from sfm_dpo.compare.runs import compare_runs
+from sfm_dpo.compare.runs import compare_runs, read_log
 
 STEPS = range(1, 11)
 
@@ -69,7 +66,7 @@ def test_the_studys_three_rows(tmp_path, capsys):
     plot, table = tmp_path / "study.png", tmp_path / "study.json"
     assert command.main([str(a), str(b), "--plot", str(plot), "--json", str(table)]) == 1
     lines = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
-    for row in (["train/loss", "1.91e-01", "2.71e-01"], ["logps/chosen", "2.42e+00", "7.62e-03"]):
+    for row in (["loss", "1.91e-01", "2.71e-01"], ["logps/chosen", "2.42e+00", "7.62e-03"]):
         assert row in lines
     assert ["logps/rejected", "2.88e+00", "6.99e-03"] in lines
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -83,8 +80,8 @@ def test_identical_but_for_fields_without_effect(tmp_path, capsys):
     b = write_run(tmp_path / "b", healthy(), {"output_dir": "b", "logging_steps": 5})
     assert command.main([str(a), str(b)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert {"configuration: the same", "data: the same"} < set(lines)
-    assert lines[-1] == "verdict: identical, bit by bit, in every common metric (tolerance 0.001)"
+    assert {"configuration: no common field differs", "data: no common field differs"} < set(lines)
+    assert lines[-1] == "verdict: identical"
 
 
 @pytest.mark.parametrize("bf16, expected", [(False, "diverging"), (True, "within noise")])
@@ -94,7 +91,6 @@ def test_noise_depends_on_the_precision(tmp_path, bf16, expected):
     verdict = compare(a, b)["verdict"]
     assert (verdict["verdict"], verdict["step"]) == (expected, None if bf16 else 5)
     assert compare(a, b, tolerance=0.5)["verdict"]["verdict"] == "within noise"
-    assert compare(a, b, tolerance=1e-9, until=4)["verdict"]["verdict"] == "identical"
 
 
 def test_rewards_near_zero_and_accuracies_do_not_cry_wolf(tmp_path):
@@ -118,46 +114,24 @@ def test_a_run_that_logged_more_often_is_averaged(tmp_path):
     assert result["verdict"]["verdict"] == "identical"
 
 
-# ---- whoever wrote it
-
-
-@pytest.mark.slow
-def test_our_run_a_state_file_a_checkpoint_and_wandb_are_one_form(tmp_path):
+def test_our_run_a_state_file_and_a_checkpoint_are_one_form(tmp_path):
     series = healthy()
     ours = write_run(tmp_path / "run", series)
     state = write_state(tmp_path / "hf", series)
     killed = tmp_path / "killed"  # wrote checkpoints only; the newest counts, and 9 is older than 10
     write_state(killed / "checkpoint-9", {k: v[:9] for k, v in series.items()}, steps=range(1, 10))
     write_state(killed / "checkpoint-10", series)
-    wandb = write_wandb(tmp_path, series)
-    for other in (state, state.parent, killed, killed / "checkpoint-10", wandb, next(wandb.glob("*.wandb"))):
+    for other in (state, state.parent, killed, killed / "checkpoint-10"):
         result = compare(ours, other)
         assert result["verdict"]["verdict"] == "identical", other
-        assert result["metrics"][0]["metric"] == "train/loss"
         assert len(result["metrics"]) == len(series) and result["common_steps"] == [1, 10, 10]
-    assert read_log(wandb).config["learning_rate"] == 1e-6
-    cut = tmp_path / "cut.wandb"  # of a killed run: its whole records count
-    whole = next(wandb.glob("*.wandb")).read_bytes()
-    cut.write_bytes(whole[: len(whole) * 2 // 3])
-    steps = read_log(cut).steps
-    assert 3 <= len(steps) < 10 and steps[2]["train/loss"] == series["loss"][1]
 
 
-def write_wandb(folder: Path, series: dict[str, list[float]]) -> Path:
-    """An offline run as transformers' callback logs it, by W&B in a process of its own."""
-    script = f"""
-import json, sys, wandb
-series = json.load(sys.stdin)
-settings = wandb.Settings(console="off", x_disable_stats=True, silent=True)
-run = wandb.init(mode="offline", dir={str(folder)!r}, config={{"learning_rate": 1e-6}}, settings=settings)
-for i in range({len(STEPS)}):
-    row = {{"train/" + name: values[i] for name, values in series.items()}}
-    run.log(row | {{"train/global_step": i + 1, "train/epoch": 0.1 * i}})
-    run.log({{"text": "not a metric"}})
-run.finish()
-"""
-    subprocess.run([sys.executable, "-c", script], input=json.dumps(series), text=True, check=True, cwd=folder)
-    return next((folder / "wandb").glob("offline-run-*"))
+def test_a_run_diverges_where_a_value_is_not_finite(tmp_path):
+    a = write_run(tmp_path / "a", healthy())
+    broken = healthy(loss=healthy()["loss"][:3] + [float("nan")] * 7)
+    verdict = compare(a, write_run(tmp_path / "b", broken))["verdict"]
+    assert verdict == {"verdict": "diverging", "step": 4, "metric": "loss"}
 
 
 # ---- what differs
@@ -181,27 +155,17 @@ def test_differing_fields_environment_data_and_cache_are_named(tmp_path, capsys)
         "data: train_tokens  A t  B u",
         "reference cache: packed  A False  B True",
     } < set(lines)
-    assert lines[-1].startswith("verdict: diverging from step 1: train/loss is 0.6931 in A, 0.7931 in B")
-    state = write_state(tmp_path / "state", healthy())
-    assert compare(a, state)["differences"]["data"] == f"not compared: {state} has no information"
+    assert lines[-1] == "verdict: diverging from step 1: loss"
 
 
 # ---- mistakes
 
 
-NAN = [0.7, 0.7, 0.7, float("nan"), 0.7]
 MISTAKES = {  # message: the other run
-    "no such file or folder": lambda folder: folder / "nowhere",
     "not a run's folder": lambda folder: folder,
     "is no trainer_state.json": lambda folder: write_text(folder / "trainer_state.json"),
-    "not a W&B offline run": lambda folder: write_text(folder / "run-x.wandb"),
     "no metric in common": lambda folder: write_state(folder, {"reward": [1.0] * 10}),
     "1 logged step(s) in common": lambda folder: write_state(folder, {"loss": [0.7]}, [1]),
-    "0 logged step(s) in common": lambda folder: write_state(folder, {"loss": [0.7] * 2}, [100, 200]),
-    "nan in B; compare the steps before it with --until 3": lambda folder: write_state(
-        folder, {"loss": NAN}, STEPS[:5]
-    ),
-    "nan in B; no steps before it": lambda folder: write_state(folder, {"loss": NAN[2:]}, [1, 2]),
     "holds no logged step": lambda folder: write_state(folder, {}, [1]),
 }
 
