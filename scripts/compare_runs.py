@@ -3,7 +3,7 @@
 
     python scripts/compare_runs.py RUN_A RUN_B [--plot FILE.png] [--json FILE]
 
-A run is a folder that train_dpo.py wrote, or the folder, a checkpoint or the trainer_state.json of any HF Trainer.
+A run is a folder that train_dpo.py wrote, or the folder or a checkpoint of any HF Trainer.
 Exit codes: 0 identical or equal within noise, 1 diverging, 2 an error.
 docs/reproducibility.md explains the tolerance.
 """

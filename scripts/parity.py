@@ -4,7 +4,7 @@
     python scripts/parity.py --config recipes/think.yaml [--variants padded,packed,bf16,...] [--pairs 4]
 
 The reference is eager attention in fp32, padded, all pairs in one forward. A variant is one word, or several joined by
-+ (packed+bf16): eager, padded (SDPA), packed, shared (packed, prefix sharing), batch_N (N pairs a forward), bf16,
++ (packed+bf16): eager, padded (SDPA), packed, shared (packed, prefix sharing), batch_1 (a pair a forward), bf16,
 compile. One process, one GPU or the CPU; fp32 weights and gradients must fit (8 bytes a parameter).
 The recipe's fields are taken as train_dpo.py takes them. Exit codes: 0 all rounding, 1 a bug, 2 an error.
 """

@@ -3,9 +3,8 @@
 docs/reproducibility.md explains the tolerance.
 """
 
-import json
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,7 @@ Log = dict[int, dict[str, float]]  # {optimizer step: {metric: value}}
 
 _OMITTED = ("step", "perf/", "runtime", "per_second", "total_flos", "epoch")
 # Shown first, in this order; the others follow by name
-_FIRST = """loss rewards/margins rewards/chosen rewards/rejected logps/chosen logps/rejected grad_norm entropy
-    learning_rate""".split()
+_FIRST = "loss logps/chosen logps/rejected rewards/margins grad_norm rewards/chosen rewards/rejected entropy".split()
 _OF_THE_STEP = ("learning_rate", "num_tokens", "eval_")  # other logged values are means since the last logged step
 _NO_EFFECT = MAY_DIFFER - {"gradient_accumulation_steps"} | {"logging_dir", "eval_strategy", "eval_steps"}
 # datasets' own fingerprint also changes with the path of a file; the hash of the tokens does not
@@ -35,23 +33,13 @@ class RunLog:
 
     name: str
     steps: Log
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    facts: dict[str, dict[str, Any]]
 
 
 def read_log(path: Path) -> RunLog:
-    """Reads the folder, a checkpoint or the `trainer_state.json` of a run of train_dpo.py or another HF Trainer.
-
-    Raises:
-        UserError: there is no run, or it has logged nothing.
-    """
-    if path.is_file():
-        try:
-            log = RunLog(str(path), _read_metrics(json.loads(path.read_text())["log_history"]))
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f"{path}: is no trainer_state.json with a log_history ({error!r})") from error
-    else:
-        facts = read_run(path)
-        log = RunLog(str(path), _read_metrics(facts["log"]), _select_facts(facts))
+    """Reads the folder, or a checkpoint, of a run of train_dpo.py or another HF Trainer."""
+    facts = read_run(path)
+    log = RunLog(str(path), _read_metrics(facts["log"]), _select_facts(facts))
     if not log.steps:
         raise UserError(f"{path}: holds no logged step; compare a run that has trained at least logging_steps steps")
     return log
@@ -87,12 +75,9 @@ def compare_runs(a: RunLog, b: RunLog, tolerance: float | None = None) -> dict[s
 
     Args:
         tolerance: relative; by default 0.05 where a run is in 16 bit, else 0.001.
-
-    Raises:
-        UserError: fewer than two common steps, or no common metric.
     """
     if tolerance is None:
-        configs = [run.facts.get("configuration", {}) for run in (a, b)]
+        configs = [run.facts["configuration"] for run in (a, b)]
         is_16_bit = any(config.get("bf16") or config.get("fp16") for config in configs)
         tolerance = 5e-2 if is_16_bit else 1e-3
     series = align_series(a, b)
@@ -160,8 +145,8 @@ def compare_metric(name: str, series: dict[str, list], tolerance: float) -> dict
 
     A difference counts relative to the larger value of its step, but at least to the metric's median size, and for the
     loss and the rewards at least to 1: they are in nats of the loss, whose gradient they bend by that much. A value
-    that is not finite is beyond. Metrics that do not `decide` are never beyond: shares of pairs jump by whole pairs
-    where a margin crosses 0; learning rate and number of tokens are causes, not effects.
+    that is not finite is beyond. Shares of pairs never are, because they jump by whole pairs where a margin crosses 0;
+    learning rate and number of tokens neither, because they are causes, not effects.
     """
     steps = series["steps"]
     a = np.array(series["a"])
@@ -180,7 +165,6 @@ def compare_metric(name: str, series: dict[str, list], tolerance: float) -> dict
         "relative": float(np.divide(gap, larger, out=np.zeros_like(gap), where=larger != 0).max()),
         "first": steps[differing[0]] if len(differing) else None,
         "beyond": steps[beyond[0]] if len(beyond) else None,
-        "decides": decides,
     }
 
 
@@ -188,7 +172,7 @@ def find_differences(a: RunLog, b: RunLog) -> dict[str, dict[str, Any]]:
     """{topic: {name: (in A, in B)}} of the facts that both have: a run of another code base has other fields."""
     differences: dict[str, dict[str, Any]] = {}
     for topic, a_facts in a.facts.items():
-        b_facts = b.facts.get(topic, {})
+        b_facts = b.facts[topic]
         differing = [name for name in a_facts if name in b_facts and a_facts[name] != b_facts[name]]
         differences[topic] = {name: (a_facts[name], b_facts[name]) for name in differing}
     return differences
@@ -201,9 +185,9 @@ def format_comparison(result: dict[str, Any]) -> str:
     lines += [f"{count} common steps, {low} to {high}; tolerance {result['tolerance']:g}", ""]
     table = []
     for row in result["metrics"]:
-        first, beyond = ("-" if row[key] is None else f"step {row[key]}" for key in ("first", "beyond"))
         sizes = [f"{row['absolute']:.2e}", f"{row['relative']:.2e}"]
-        table.append([row["metric"], *sizes, first, beyond if row["decides"] else "does not decide"])
+        steps = ["-" if row[key] is None else f"step {row[key]}" for key in ("first", "beyond")]
+        table.append([row["metric"], *sizes, *steps])
     headings = ["metric", "max abs diff", "max rel diff", "differs from", "beyond tolerance"]
     lines += [format_table(table, headings, align="lrrrl", indent=0), ""]
     for topic, differing in result["differences"].items():

@@ -17,9 +17,8 @@ def write_state(folder: Path, series: dict[str, list[float]], steps=STEPS) -> Pa
     log = [{"step": s, "epoch": s / 10, **{k: v[i] for k, v in series.items()}} for i, s in enumerate(steps)]
     log.append({"step": max(steps), "train_runtime": 1.0, "train_loss": 0.5, "total_flos": 1e9})
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "trainer_state.json"
-    path.write_text(json.dumps({"global_step": max(steps), "log_history": log}))
-    return path
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": max(steps), "log_history": log}))
+    return folder
 
 
 def write_run(folder: Path, series: dict, config=None, data=None, environment=None, steps=STEPS) -> Path:
@@ -66,13 +65,9 @@ def test_the_studys_three_rows(tmp_path, capsys):
     plot, table = tmp_path / "study.png", tmp_path / "study.json"
     assert command.main([str(a), str(b), "--plot", str(plot), "--json", str(table)]) == 1
     lines = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
-    for row in (["loss", "1.91e-01", "2.71e-01"], ["logps/chosen", "2.42e+00", "7.62e-03"]):
-        assert row in lines
-    assert ["logps/rejected", "2.88e+00", "6.99e-03"] in lines
+    assert ["loss", "1.91e-01", "2.71e-01"] in lines and ["logps/chosen", "2.42e+00", "7.62e-03"] in lines
     assert plot.read_bytes().startswith(b"\x89PNG")
-    result = json.loads(table.read_text())
-    assert result["verdict"]["verdict"] == "diverging" and result["verdict"]["step"] == 2
-    assert result["series"]["logps/chosen"]["b"] == gap["logps/chosen"]
+    assert json.loads(table.read_text())["verdict"] == {"verdict": "diverging", "step": 2, "metric": "loss"}
 
 
 def test_identical_but_for_fields_without_effect(tmp_path, capsys):
@@ -93,15 +88,12 @@ def test_noise_depends_on_the_precision(tmp_path, bf16, expected):
     assert compare(a, b, tolerance=0.5)["verdict"]["verdict"] == "within noise"
 
 
-def test_rewards_near_zero_and_accuracies_do_not_cry_wolf(tmp_path):
+def test_rewards_near_zero_and_accuracies_do_not_decide(tmp_path):
     """At step 1 both margins are rounding, so their relative difference is about 1; a tie's accuracy is a coin."""
-    noisy = [1e-7, *healthy()["rewards/margins"][1:]]
     a = write_run(tmp_path / "a", healthy() | {"rewards/accuracies": [0.5] * 10})
-    b = write_run(tmp_path / "b", healthy(**{"rewards/margins": noisy}) | {"rewards/accuracies": [0.5] * 9 + [0.625]})
-    result = compare(a, b)
-    assert result["verdict"]["verdict"] == "within noise"
-    rows = {row["metric"]: row for row in result["metrics"]}
-    assert rows["rewards/margins"]["relative"] == 1.0 and rows["rewards/accuracies"]["first"] == 10
+    noisy = healthy() | {"rewards/margins": [1e-7, *healthy()["rewards/margins"][1:]]}
+    b = write_run(tmp_path / "b", noisy | {"rewards/accuracies": [0.5] * 9 + [0.625]})
+    assert compare(a, b)["verdict"]["verdict"] == "within noise"
 
 
 def test_a_run_that_logged_more_often_is_averaged(tmp_path):
@@ -114,14 +106,14 @@ def test_a_run_that_logged_more_often_is_averaged(tmp_path):
     assert result["verdict"]["verdict"] == "identical"
 
 
-def test_our_run_a_state_file_and_a_checkpoint_are_one_form(tmp_path):
+def test_our_run_another_trainers_and_a_checkpoint_are_one_form(tmp_path):
     series = healthy()
     ours = write_run(tmp_path / "run", series)
     state = write_state(tmp_path / "hf", series)
     killed = tmp_path / "killed"  # wrote checkpoints only; the newest counts, and 9 is older than 10
     write_state(killed / "checkpoint-9", {k: v[:9] for k, v in series.items()}, steps=range(1, 10))
     write_state(killed / "checkpoint-10", series)
-    for other in (state, state.parent, killed, killed / "checkpoint-10"):
+    for other in (state, killed, killed / "checkpoint-10"):
         result = compare(ours, other)
         assert result["verdict"]["verdict"] == "identical", other
         assert len(result["metrics"]) == len(series) and result["common_steps"] == [1, 10, 10]
@@ -163,16 +155,10 @@ def test_differing_fields_environment_data_and_cache_are_named(tmp_path, capsys)
 
 MISTAKES = {  # message: the other run
     "not a run's folder": lambda folder: folder,
-    "is no trainer_state.json": lambda folder: write_text(folder / "trainer_state.json"),
     "no metric in common": lambda folder: write_state(folder, {"reward": [1.0] * 10}),
     "1 logged step(s) in common": lambda folder: write_state(folder, {"loss": [0.7]}, [1]),
     "holds no logged step": lambda folder: write_state(folder, {}, [1]),
 }
-
-
-def write_text(path: Path) -> Path:
-    path.write_text("[]")
-    return path
 
 
 @pytest.mark.parametrize("message", MISTAKES)

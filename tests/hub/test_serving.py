@@ -21,7 +21,7 @@ from tokenizers import (
     processors,
     trainers,
 )
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_dpo
 from sfm_dpo.common.files import PROJECT
@@ -42,7 +42,6 @@ GPT4 = (
 )
 KINDS = {  # architecture, tokenizer_class on the Hub, BOS, EOS of the pretrained model, pad
     "gpt_neox": ("gpt_neox", "GPTNeoXTokenizer", None, "<|endoftext|>", "<|padding|>"),
-    "olmo3": ("olmo3", "GPT2Tokenizer", None, "<|endoftext|>", "<|pad|>"),
     "llama3": ("llama", "PreTrainedTokenizerFast", "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"),
     "saved_by_5": ("llama", "TokenizersBackend", None, "<|endoftext|>", "<|pad|>"),
 }
@@ -134,12 +133,7 @@ def test_what_a_run_saves_means_the_same_to_older_transformers(kind, older_pytho
     assert changed <= {"pad_token_id", "bos_token_id", "transformers_version"}
     assert after["use_cache"] and after["unknown_field"]
     assert (set(after) - set(before)) == {"dtype", "rope_parameters"}
-
-    tokenizer, ours = AutoTokenizer.from_pretrained(run), AutoTokenizer.from_pretrained(base)  # today's Transformers
-    texts = [*LINES, "<|im_start|> a <think>"]
-    assert tokenizer(texts)["input_ids"] == ours(texts)["input_ids"]
-    assert tokenizer.chat_template == ours.chat_template and tokenizer.all_special_ids == ours.all_special_ids
-    assert AutoConfig.from_pretrained(run).rope_parameters == AutoConfig.from_pretrained(base).rope_parameters
+    assert read_model.read_model(str(run)) == read_model.read_model(str(base))  # today's Transformers
     check_loads(run)
 
 

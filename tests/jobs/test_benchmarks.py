@@ -6,13 +6,11 @@ import shutil
 import sys
 from pathlib import Path
 
-import compare_runs
 import evaluate
 import numpy as np
 import pytest
 import torch
 import yaml
-from huggingface_hub import ModelCard
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -115,22 +113,12 @@ def test_evaluation_of_a_run(run, tasks, capsys):
     )  # fmt: skip
     assert "local_choice" in out and "verdict" in out
     assert "local_choice" in (run / "report.html").read_text()
-    card = ModelCard.load(run / "README.md")
-    card.validate  # noqa: B018 (asks the Hub; what it checks there huggingface_hub has parsed here)
-    results = {result.dataset_type: result for result in card.data.eval_results}
-    assert results["local_choice"].metric_value == round(float(np.mean(trained)), 4)
-    assert "| local_choice | acc | 9 |" in card.text
+    assert "| local_choice | acc | 9 |" in (run / "README.md").read_text()
 
     assert evaluate.main([str(run / "checkpoint-4"), "--tasks", tasks[0], "--limit", "3", "--no_chat_template"]) == 0
     (row,) = json.loads((run / "checkpoint-4" / "evaluation.json").read_text())["benchmarks"]
     assert (row["samples"], row["limit"], row["chat_template"]) == (3, 3, False)
     assert json.loads((run / "evaluation.json").read_text()) == evaluation  # the run's own is as it was
-    capsys.readouterr()
-    compare_runs.main([str(run), str(run), "--json", str(run / "compared.json")])
-    assert "benchmark" in capsys.readouterr().out
-    rows = json.loads((run / "compared.json").read_text())["benchmarks"]
-    assert [row["task"] for row in rows] == ["local_choice", "local_answer"]
-    assert rows[0]["a"] == rows[0]["b"] and rows[0]["a"]["value"] == pytest.approx(float(np.mean(trained)))
 
     (run / "chat_template.jinja").unlink()
     config = json.loads((run / "tokenizer_config.json").read_text())

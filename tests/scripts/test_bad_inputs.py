@@ -156,7 +156,7 @@ CASES = {
     "compare_runs": [
         (RUN, "the following arguments are required: run_b"),
         (f"{RUN} {RUN} --tolerance nan", "--tolerance: 'nan' must be a number"),
-        (f"{{kit}}/runs/state_list/trainer_state.json {RUN}", "trainer_state.json: is no trainer_state.json"),
+        (f"{{kit}}/runs/state_list/trainer_state.json {RUN}", "trainer_state.json: no such folder"),
     ],
     "push_to_hub": [
         (f"{RUN} --hub_private_repo maybe", "--hub_private_repo: invalid choice: 'maybe'"),
