@@ -1,8 +1,7 @@
 """Access to the Hub, checked before training, and an upload that survives a bad connection.
 
 The upload is huggingface_hub's `upload_folder`, which retries each request for half a minute, commits everything at
-once (up to 20 files), never sends data twice, and makes no commit where nothing has changed. Here it is only started
-again after a longer outage.
+once and never sends data twice. Here it is only started again after a longer outage.
 """
 
 import logging
@@ -37,10 +36,6 @@ def check_access(model_id: str, private: bool | None, revision: str | None, reme
 
     The repository (private, unless `private` is False) and the branch `revision` are created if they are missing: no
     other check proves that they can be. Errors end with the `remedy`.
-
-    Raises:
-        HubError: the Hub refuses, or cannot be reached.
-        UserError: no token, or a public repository where a private one was asked for.
     """
     if not get_token():
         raise UserError(f"push_to_hub: there is no token; put HF_TOKEN into .env, or {remedy}")
@@ -62,10 +57,7 @@ def check_access(model_id: str, private: bool | None, revision: str | None, reme
 
 
 def upload_folder(folder: Path, repo: str, revision: str, message: str) -> str:
-    """Makes branch `revision` of `repo` hold the files of `folder`; returns the commit's address.
-
-    Files that match STALE and are not in `folder` are removed there, all others are left. Raises HubError.
-    """
+    """Makes branch `revision` of `repo` hold the files of `folder`; returns the commit's address. Raises HubError."""
     api = HfApi()
 
     def commit_folder() -> str:

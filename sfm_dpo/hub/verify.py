@@ -28,10 +28,8 @@ def describe_change(trained: Path, base: Path | None) -> str:
 
 
 def _differences(trained: Path, base: Path | None) -> Iterator[torch.Tensor]:
-    """Trained - base of each tensor that both have, one in memory at a time.
-
-    The base is rounded to the trained model's dtype first: a bf16 model of an fp32 base differs everywhere by rounding
-    alone.
+    """Trained - base of each tensor that both have, one in memory at a time. The base is rounded to the model's dtype
+    first: a bf16 model of an fp32 base differs everywhere by rounding alone.
     """
     new = open_tensors(trained)
     old = open_tensors(base) if base else {}
