@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 import yaml
 
 from sfm_dpo.common.statistics import wilson
-from sfm_dpo.report.page import changed_fields, format_command, format_summary, main, write_report
+from sfm_dpo.report.page import changed_fields, format_summary, main, write_report
 from sfm_dpo.report.plots import PANELS, draw_curves
 from sfm_dpo.run.reader import first_and_last, read_run
 
@@ -177,14 +176,6 @@ def test_secrets_in_the_files_do_not_reach_the_report(run, without_curves, monke
     text = write_report(run).read_text()
     assert "canary" not in text and "hf_AAAA" not in text and "401 for ***" in text
     assert "canary" not in format_summary(run)
-
-
-def test_the_command_is_one_that_a_shell_reads():
-    command = ["python", "train_dpo.py", "--run_name", "a b --c", "--seed", "1"]
-    shown = format_command(command)
-    assert shown.count("\n") == 2
-    read = subprocess.run(["sh", "-c", f"printf '%s|' {shown}"], capture_output=True, text=True, check=True).stdout
-    assert read.split("|")[:-1] == command
 
 
 def test_command_line(run, without_curves, capsys):
