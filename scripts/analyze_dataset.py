@@ -18,7 +18,7 @@ import sys
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 
-from sfm_dpo.common.cli import Arguments, command, new_figure, new_file, number
+from sfm_dpo.common.cli import Arguments, command, new_file, number
 from sfm_dpo.common.files import write_json
 
 DATASET, MODEL = "allenai/Dolci-Instruct-DPO", "geodesic-research/sfm-sft_dolci_instruct_unfiltered"
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--against", nargs="+", default=[], metavar="SET", help=sets)
     parser.add_argument("--ngram", type=number(int, 1), default=13, help="words in common that count (default 13)")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="writes everything, for machines")
-    parser.add_argument("--plot", type=new_figure, metavar="FILE", help="writes the picture, .png, .svg or .pdf")
+    parser.add_argument("--plot", type=new_file, metavar="FILE", help="writes the picture, .png, .svg or .pdf")
     parser.add_argument("--html", type=new_file, metavar="FILE", help="writes one page with all")
     parser.add_argument("--dropped", type=new_file, metavar="FILE", help="lists the unusable rows, a JSON line each")
     if argv and not argv[0].startswith("-"):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 
-from sfm_dpo.common.cli import Arguments, command, new_figure, new_file, number
+from sfm_dpo.common.cli import Arguments, command, new_file, number
 from sfm_dpo.common.files import write_json
 from sfm_dpo.compare.runs import compare_runs, format_comparison, read_log
 from sfm_dpo.report.plots import draw_comparison
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
         "--tolerance", type=number(float, 1e-12), help="relative; 0.001, or 0.05 where a run says bf16 or fp16"
     )
     parser.add_argument("--json", type=new_file, metavar="FILE", help="all of it, with both series, for programs")
-    parser.add_argument("--plot", type=new_figure, metavar="FILE", help="the curves, a .png, .svg or .pdf")
+    parser.add_argument("--plot", type=new_file, metavar="FILE", help="the curves, a .png, .svg or .pdf")
     options = parser.parse_args(argv)
     result = compare_runs(read_log(options.run_a), read_log(options.run_b), options.tolerance)
     print(format_comparison(result))

@@ -14,7 +14,7 @@ def setup() -> None:
     Commands call it before they import Hugging Face's libraries, which read HF_HOME from the environment once.
 
     Raises:
-        SystemExit: after one line, with exit code 2, if a package is missing or .env cannot be read.
+        SystemExit: after one line, with exit code 2, if a package is missing.
     """
     missing = [name for name in PACKAGES if not importlib.util.find_spec(name)]
     if missing:

@@ -1,7 +1,6 @@
 """Configuration: TRL's dataclasses with OLMo 3's defaults, filled from a YAML recipe and the command line.
 
-Precedence: defaults < recipe (`--config`) < command line. A recipe's values become argparse's defaults, converted by
-the types that argparse applies to the command line, so a wrong type is found in either.
+Precedence: defaults < recipe (`--config`) < command line. A recipe's values become argparse's defaults.
 """
 
 import argparse
@@ -24,9 +23,8 @@ from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common import distributed
 from sfm_dpo.common.errors import UserError, nearest
-from sfm_dpo.common.files import PROJECT
 from sfm_dpo.common.gpus import explain_missing_gpus
-from sfm_dpo.config_checks import LOSS_TYPES, check_fields, check_known, check_machine, check_mappings
+from sfm_dpo.config_checks import LOSS_TYPES, check_fields, check_known
 
 
 @dataclass
@@ -38,9 +36,6 @@ class TrainConfig(DPOConfig):
     # The objective: open-instruct's `dpo_norm` with beta 5.
     loss_type: list[str] = HfArg(default_factory=lambda: ["sigmoid_norm"], help=f"Of TRL: {', '.join(LOSS_TYPES)}.")
     beta: float = HfArg(default=5.0, help="Inverse temperature of the implicit reward.")
-    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = HfArg(
-        default="reverse_kl", help="Divergence between policy and reference (f-DPO)."
-    )
     learning_rate: float = HfArg(default=1e-6, help="Peak learning rate of AdamW.")
     lr_scheduler_type: SchedulerType = HfArg(default="linear", help="Learning rate schedule.")
     warmup_steps: float = HfArg(default=0.1, help="Warmup: a share of all steps if below 1.")
@@ -66,7 +61,7 @@ class TrainConfig(DPOConfig):
     # Filters (docs/filters.md)
     filter_script: str | None = HfArg(default=None, help="Python file with keep(row): whether a stored row is kept.")
     drop_duplicates: Literal["no", "pairs", "prompts"] = HfArg(
-        default="no", help="Leave out pairs that repeat an earlier one, or that have its prompt."
+        default="no", help="Leave out repeated pairs or prompts."
     )
     max_pairs_per_prompt: int | None = HfArg(default=None, help="Pairs of one prompt to keep, the first ones.")
     min_response_tokens: int | None = HfArg(default=None, help="Of both responses, end of turn included.")
@@ -76,9 +71,8 @@ class TrainConfig(DPOConfig):
 
     # Speed
     prefix_sharing: bool | None = HfArg(default=None, help="Compute a prompt once for both answers (docs/speed.md).")
-    flash_attention: Literal["auto", "fa2", "fa3", "fa4"] = HfArg(
-        default="auto", help="Kernel of packed attention on a GPU; auto: check_gpu.sh's fastest, else FA2."
-    )
+    # auto: the fastest by check_gpu.sh, else FA2
+    flash_attention: Literal["auto", "fa2", "fa3", "fa4"] = HfArg(default="auto", help="Kernel of packed attention.")
     fit_memory: bool = HfArg(default=False, help="Choose pairs per device and checkpointing by memory, if not given.")
     memory_gib: float | None = HfArg(default=None, help="With fit_memory: GiB of a process; default: 0.9 of all.")
     profile_steps: list[int] | None = HfArg(default=None, help="First and last step to profile (docs/speed.md).")
@@ -89,7 +83,7 @@ class TrainConfig(DPOConfig):
     hub_private_repo: bool | None = HfArg(default=True, help="A repository that the push creates is private.")
     # Trainer's other two, checkpoint and all_checkpoints, would publish the optimizer: 80 GB of a 7B model each time
     hub_strategy: Literal["end", "every_save"] = HfArg(
-        default="end", help="What is pushed: end, the finished model; every_save, checkpoints as well."
+        default="end", help="Push the finished model, or checkpoints too."
     )
     hub_revision: str | None = HfArg(default=None, help="Branch to push to; with {step}, one for each checkpoint.")
 
@@ -106,7 +100,7 @@ class TrainConfig(DPOConfig):
 
 DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)
 
-# Fields of earlier versions, and what to do instead
+# Fields of earlier versions, and what to do instead; empty in an old resolved_config.yaml, they are ignored
 _USE_MAKE_PAIRS = "make pairs of scored answers with scripts/make_pairs.py"
 REMOVED = {
     "duplicate_threshold": "remove near duplicates before training, for instance with text-dedup (docs/filters.md)",
@@ -159,12 +153,11 @@ class FieldParser(TrlParser):
 
 
 def parse_config(argv: list[str], world_size: int | None = None, training: bool = True) -> Config:
-    """Reads `--config RECIPE` and the overrides beside it, and checks them. Loads no model and no data.
+    """Reads `--config RECIPE` and the overrides after it, and checks them. Loads no model and no data.
 
     Args:
-        argv: command line without the program's name.
         world_size: number of processes; by default what the launcher says in WORLD_SIZE.
-        training: False for a command that looks at a recipe where its GPUs are not, on a login or CPU node.
+        training: False for a command that looks at a recipe on a login or CPU node.
 
     Raises:
         UserError: unknown field, wrong type or value, or a combination that cannot be meant.
@@ -178,9 +171,7 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
         namespace.per_device_train_batch_size = namespace.global_batch_size
         vars(namespace).update(use_cpu=True, bf16=False, fp16=False, dtype=None, deepspeed=None)
     resolve_precision(namespace)
-    check_fields(namespace, world_size)
-    if training:
-        check_machine(namespace)
+    check_fields(namespace, world_size, training)
     pairs_at_once = namespace.per_device_train_batch_size * world_size
     namespace.gradient_accumulation_steps = namespace.global_batch_size // pairs_at_once
     if namespace.hub_token:  # Trainer pickles its arguments into training_args.bin, in every checkpoint
@@ -193,19 +184,13 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
         for cls in DATACLASSES:
             names = [f.name for f in dataclasses.fields(cls) if f.init]
             parts.append(cls(**{name: getattr(namespace, name) for name in names}))
-    except json.JSONDecodeError as error:  # transformers reads the fields that are mappings, and does not say which
-        raise UserError(f"a field that takes a JSON mapping holds {error.doc!r}: {error.msg}") from error
     except (ValueError, TypeError, AttributeError, ImportError, OSError) as error:
         raise UserError(str(error)) from error
     train, model, data = parts
-    config = Config(train, model, data, [tracking], micro_batch, fitted)
-    check_mappings(config.train)
-    target = config.model.lora_target_modules
+    target = model.lora_target_modules
     if isinstance(target, str) and target.isidentifier():  # TRL's form of a single name, a pattern to PEFT
-        config.model.lora_target_modules = [target]
-    if config.train.trust_remote_code:
-        config.notes.append(f"trust_remote_code: code that comes with {config.model.model_name_or_path} is run")
-    return config
+        model.lora_target_modules = [target]
+    return Config(train, model, data, [tracking], micro_batch, fitted)
 
 
 def parse_fields(argv: list[str]) -> argparse.Namespace:
@@ -219,11 +204,8 @@ def parse_fields(argv: list[str]) -> argparse.Namespace:
         parser.set_defaults(**read_recipe(recipe, parser.fields))
     namespace, extra = parser.parse_known_args(argv)
     for arg in extra:
-        if arg.startswith("--"):
-            name = arg.split("=")[0]
-            raise UserError(f"unknown option {name}{explain_unknown(name[2:], parser.fields, '--')}")
-    if extra:
-        raise UserError(f"argument {extra[0]!r} belongs to no option")
+        name = arg.split("=")[0]
+        raise UserError(f"unknown option {name}{explain_unknown(name.lstrip('-'), parser.fields, '--')}")
     return namespace
 
 
@@ -239,15 +221,13 @@ def explain_unknown(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def read_recipe(path: str, fields: dict[str, argparse.Action]) -> dict[str, Any]:
-    """A recipe's fields, converted to their types; its `env` sets variables, as with TRL.
-
-    Raises:
-        UserError: no such file, not a YAML mapping, an unknown or repeated field, or a value of another type.
-    """
+    """A recipe's fields, converted to their types; its `env` sets variables, as with TRL."""
     values: dict[str, Any] = {}
     for key, node in read_nodes(path).items():
+        if key in REMOVED and node.tag == _NULL:
+            continue
         if key == "env":
-            set_environment(node, path)
+            set_environment(construct(node), path)
         elif key not in fields:
             raise UserError(f"{path}: unknown field {key!r}{explain_unknown(key, fields)}")
         elif key == "datasets":
@@ -260,14 +240,13 @@ def read_recipe(path: str, fields: dict[str, argparse.Action]) -> dict[str, Any]
 def read_nodes(path: str) -> dict[str, yaml.Node]:
     """The top level of a recipe. Nodes hold scalars as they are written: YAML reads `no` as false and 1e-6 as text."""
     if not Path(path).is_file():
-        hint = f"; run this from the project's folder, {PROJECT}" if (PROJECT / path).is_file() else ""
-        raise UserError(f"--config {path}: no such file{hint}")
+        raise UserError(f"--config {path}: no such file")
     try:
         root = yaml.compose(Path(path).read_text(), yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(root, yaml.MappingNode):
-        raise UserError(f"{path} holds no fields; a recipe is a YAML mapping such as 'beta: 5'")
+        raise UserError(f"{path} is not valid YAML: a recipe is a mapping such as 'beta: 5'")
     nodes: dict[str, yaml.Node] = {}
     for key, node in root.value:
         if key.value in nodes:  # PyYAML would take the last one
@@ -312,16 +291,14 @@ def construct(node: yaml.Node) -> Any:
     return yaml.SafeLoader("").construct_document(node)
 
 
-def set_environment(node: yaml.Node, recipe: str) -> None:
+def set_environment(variables: Any, recipe: str) -> None:
     """Applies a recipe's `env` section."""
-    if node.tag == _NULL:
-        return
-    if not isinstance(node, yaml.MappingNode):
-        raise UserError(f"{recipe}: env is {node.value!r}; it takes a mapping such as 'env: {{WANDB_PROJECT: x}}'")
-    for name, value in node.value:
-        if name.value.startswith("HF_"):  # huggingface_hub and datasets read theirs when they are imported
-            raise UserError(f"{recipe}: env: {name.value} would come too late; set it in the environment or in .env")
-        os.environ[name.value] = str(value.value)
+    if not isinstance(variables, dict | None):
+        raise UserError(f"{recipe}: env is {variables!r}; it takes a mapping such as 'env: {{WANDB_PROJECT: x}}'")
+    for name, value in (variables or {}).items():
+        if name.startswith("HF_"):  # huggingface_hub and datasets read theirs when they are imported
+            raise UserError(f"{recipe}: env: {name} would come too late; set it in the environment or in .env")
+        os.environ[name] = str(value)
 
 
 def check_mixture(datasets: Any, recipe: str) -> list[dict]:
@@ -330,8 +307,7 @@ def check_mixture(datasets: Any, recipe: str) -> list[dict]:
         fractions = [DatasetConfig(**entry).fraction for entry in datasets]
     except TypeError as error:
         raise UserError(f"{recipe}: datasets must be a list of mappings, each with a path: {error}") from error
-    given = [fraction for fraction in fractions if fraction is not None]
-    if given and (len(given) < len(fractions) or not all(type(f) in (int, float) and f > 0 for f in given)):
+    if any(fractions) and not all(fractions):
         raise UserError(f"{recipe}: datasets: fraction {fractions} must be above 0 in all entries or in none")
     return datasets
 
@@ -343,17 +319,11 @@ def resolve_precision(namespace: Any) -> None:
     """Sets use_cpu, bf16 and dtype where they are not given: bf16 on a GPU, fp32 without one.
 
     Under DeepSpeed, which makes fp32 master weights of a bf16 model, loading in bf16 halves the host memory.
-
-    Raises:
-        UserError: bf16 where no GPU is visible, unless use_cpu says that the CPU is meant; a GPU that torch should see
-            and does not.
     """
     if not namespace.use_cpu and (reason := explain_missing_gpus()):
         raise UserError(f"{reason}. To train on the CPU all the same: --use_cpu true")
     if namespace.bf16 and not namespace.use_cpu and not torch.cuda.is_available():
-        raise UserError(
-            "bf16 true: no GPU is visible; on CPU say --bf16 false, or --use_cpu true as well (some 20 times slower)"
-        )
+        raise UserError("bf16 true: no GPU is visible; on CPU say --bf16 false, or --use_cpu true as well")
     # accelerate's launcher drops `use_cpu` of a DeepSpeed config file, and without it accelerate finds no backend:
     # each CPU process would believe that it is alone.
     namespace.use_cpu = namespace.use_cpu or not torch.cuda.is_available()
@@ -365,10 +335,7 @@ def resolve_precision(namespace: Any) -> None:
 
 
 def resolve_fitted(namespace: Any) -> list[str]:
-    """The fields that fit_memory chooses: of pairs per device and gradient checkpointing those that are not given.
-
-    Sets them to what needs the least memory until then, or, without fit_memory, to their defaults.
-    """
+    """The fields that fit_memory chooses, which are not given; until then they are set to what needs least memory."""
     fitted = []
     if namespace.per_device_train_batch_size is None:
         fitted += ["per_device_train_batch_size", "gradient_accumulation_steps"]
@@ -381,15 +348,11 @@ def resolve_fitted(namespace: Any) -> list[str]:
 
 
 def resolve_report_to(report_to: list[str]) -> tuple[list[str], str]:
-    """Trackers that can work here, and a line that says so. W&B needs a key or WANDB_MODE=offline.
-
-    A batch job must neither crash nor wait at a login prompt for want of a key.
-    """
+    """Trackers that can work here, and a line that says so. A batch job must not wait at W&B's login prompt."""
     trackers = [tracker for tracker in report_to if tracker != "none"]
     for tracker in trackers:
         check_known("report_to", tracker, INTEGRATION_TO_CALLBACK)  # no `all`: it brings W&B and its login prompt
-        packages = ("tensorboard", "tensorboardX") if tracker == "tensorboard" else (tracker,)
-        if tracker in ("wandb", "trackio", "tensorboard") and not any(map(importlib.util.find_spec, packages)):
+        if tracker in ("trackio", "tensorboard") and importlib.util.find_spec(tracker) is None:
             raise UserError(f"report_to {tracker}: is not installed; pip install {tracker}, or remove it")
     usable = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") in ("offline", "disabled")
     if "wandb" in trackers and not usable:

@@ -1,19 +1,13 @@
 """Checks of a configuration before any model or data is loaded: ranges, combinations, what is installed."""
 
 import argparse
-import importlib.util
-import inspect
 import json
-import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
-from torch.utils.checkpoint import checkpoint
-from transformers import get_scheduler
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available
 
 from sfm_dpo.common.errors import UserError, nearest
@@ -29,27 +23,24 @@ HELD_OUT = "eval"  # the pairs of eval_fraction, beside the names of eval_datase
 EVAL_METRICS = """loss rewards/chosen rewards/rejected rewards/margins rewards/average rewards/accuracies logps/chosen
     logps/rejected logps/accuracies logits/chosen logits/rejected entropy mean_token_accuracy""".split()
 
-# (what holds for a good value, in words, fields); a field without a value is not checked
+# (lowest, highest, in words, fields); a field without a value is not checked
+_MOST = sys.float_info.max  # infinity is more
 _RANGES = [
     (
-        lambda v: v >= 1,
+        1,
+        _MOST,
         "at least 1",
         "max_prompt_length max_samples preflight_samples global_batch_size per_device_train_batch_size "
         "per_device_eval_batch_size dataset_num_proc max_pairs_per_prompt min_response_tokens max_response_tokens "
         "max_length_ratio lora_r precompute_ref_batch_size ddp_timeout",
     ),
-    (lambda v: v >= 2, "at least 2", "max_length"),
-    (lambda v: v >= 2, "at least 2: with 1, a kill while saving can leave no complete checkpoint", "save_total_limit"),
-    (lambda v: v > 0, "above 0", "beta learning_rate memory_gib num_train_epochs"),
-    (lambda v: v > 0, "above 0 (below 1: a share of all steps)", "save_steps logging_steps eval_steps"),
-    (
-        lambda v: v >= 0,
-        "at least 0",
-        "weight_decay adam_epsilon max_grad_norm data_seed dataloader_num_workers guard_generations hang_timeout",
-    ),
-    (lambda v: 0 <= v <= 1, "in 0..1", "max_dropped_fraction adam_beta1 adam_beta2 lora_dropout label_smoothing"),
-    (lambda v: 0 <= v < 1, "at least 0 and below 1", "eval_fraction"),
-    (lambda v: 0 <= v < 2**32, "at least 0 and below 2**32", "seed"),
+    # save_total_limit: with 1, a kill while saving can leave no complete checkpoint
+    (2, _MOST, "at least 2", "max_length save_total_limit"),
+    (1e-30, _MOST, "above 0", "beta learning_rate memory_gib num_train_epochs save_steps logging_steps eval_steps"),
+    (0, _MOST, "at least 0", "weight_decay adam_epsilon max_grad_norm guard_generations hang_timeout"),
+    (0, 1, "in 0..1", "max_dropped_fraction adam_beta1 adam_beta2 lora_dropout label_smoothing"),
+    (0, 0.99, "at least 0 and below 1", "eval_fraction"),
+    (0, 2**32 - 1, "at least 0 and below 2**32", "seed data_seed"),
 ]
 
 # Fields of TRL and Transformers that do not work in training, metrics, guard, preflight and resume alike
@@ -82,16 +73,12 @@ def find_conflicts(c: argparse.Namespace) -> Iterator[tuple[str, str]]:
         yield "dataset_name", "datasets is set as well; keep one of them"
     if c.max_prompt_length and c.max_length and c.max_prompt_length >= c.max_length:
         yield "max_prompt_length", f"must be below max_length {c.max_length}, or no token is left for the response"
-    if not c.loss_type:
-        yield "loss_type", "is empty; name at least one loss"
     summed = [loss for loss in c.loss_type if loss not in {*LENGTH_NORMALIZED_LOSSES, "sft"}]
     if summed and c.beta >= 1 and not c.allow_unnormalized_beta:
         why = f"with loss_type {summed[0]} this loss uses sums over tokens, some fifty times stiffer than OLMo's means"
         yield "beta", f"{why}; use loss_type sigmoid_norm, or beta 0.1, or allow_unnormalized_beta: true"
     if c.prefix_sharing and not c.padding_free:
         yield "prefix_sharing", "needs padding_free: true"
-    if c.fp16 and c.use_cpu:
-        yield "fp16", "no GPU is visible; on CPU leave it out"
     sharded = "true" in (os.environ.get("ACCELERATE_USE_DEEPSPEED"), os.environ.get("ACCELERATE_USE_FSDP"))
     if c.dtype in ("bfloat16", "float16") and not sharded and not c.use_peft:
         why = f"without DeepSpeed or FSDP: there are no fp32 master weights; updates of {c.learning_rate:g} round to 0"
@@ -103,18 +90,13 @@ def find_conflicts(c: argparse.Namespace) -> Iterator[tuple[str, str]]:
         yield "profile_steps", "must be the first and the last step to profile, for instance [10, 12]"
     if c.guard_generations and not c.eval_fraction:
         yield "guard_generations", "needs prompts: set eval_fraction"
-    if c.logging_strategy == "no" and c.guard != "skip":
-        yield "logging_strategy", "the guard reads the log; remove it, or set guard: skip"
     if c.eval_strategy != "no" and not c.eval_fraction and not c.eval_datasets:
         yield "eval_strategy", "nothing is held out; set eval_fraction, for instance 0.02, or eval_datasets"
     if c.save_strategy == "best":
         yield "save_strategy", "a run could not be resumed; set load_best_model_at_end"
     if c.metric_for_best_model or c.load_best_model_at_end:
         if not c.eval_strategy == c.save_strategy != "no":
-            yield (
-                "eval_strategy",
-                f"the best checkpoint must be an evaluated one; set save_strategy's value, {c.save_strategy}",
-            )
+            yield "eval_strategy", f"must be save_strategy's value, {c.save_strategy}, to find the best checkpoint"
         if c.save_strategy == "steps" and (c.eval_steps or c.logging_steps) != c.save_steps:
             yield "eval_steps", f"each evaluated step must be a checkpoint; set it to save_steps, {c.save_steps:g}"
 
@@ -123,28 +105,21 @@ def find_missing(c: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """Fields that this machine cannot satisfy, each with what to do."""
     if c.attn_implementation == "flash_attention_2" and not is_flash_attn_2_available():
         yield "attn_implementation", "needs flash-attn and a GPU; remove it: padding_free: true needs no such package"
-    if c.use_cpu and c.flash_attention != "auto":
-        yield "flash_attention", "is a kernel of GPUs; on the CPU remove it"
-    if c.load_in_4bit and importlib.util.find_spec("bitsandbytes") is None:
-        yield "load_in_4bit", "bitsandbytes is not installed; pip install bitsandbytes, or remove it"
     launched = "LOCAL_RANK" in os.environ or any(name.startswith("ACCELERATE_USE_") for name in os.environ)
     if c.deepspeed and not launched:
         yield "deepspeed", "no launcher started this process; use accelerate launch --config_file ..., which brings it"
 
 
-def check_fields(namespace: argparse.Namespace, world_size: int) -> None:
-    """Ranges and combinations that argparse cannot see, once the precision is resolved.
+def check_fields(namespace: argparse.Namespace, world_size: int, training: bool) -> None:
+    """Ranges and combinations that argparse cannot see; with `training` also what this machine lacks.
 
     Raises:
         UserError: names the field, its value and what to do.
     """
     values = vars(namespace)
-    for name, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{name} {value}: must be a finite number")
-    for is_good, words, names in _RANGES:
+    for lowest, highest, words, names in _RANGES:
         for name in names.split():
-            if values[name] is not None and not is_good(values[name]):
+            if values[name] is not None and not lowest <= values[name] <= highest:
                 raise UserError(f"{name} {values[name]}: must be {words}")
     for name, remedy in REFUSED.items():
         if values[name]:
@@ -153,20 +128,23 @@ def check_fields(namespace: argparse.Namespace, world_size: int) -> None:
         check_known("loss_type", loss, LOSS_TYPES)
     for name, remedy in find_conflicts(namespace):
         raise UserError(f"{name} {values[name]}: {remedy}")
-    sets = read_eval_sets(namespace.eval_datasets)
-    if namespace.metric_for_best_model or namespace.load_best_model_at_end:
+    if training:
+        for name, remedy in find_missing(namespace):
+            raise UserError(f"{name} {values[name]}: {remedy}")
+    check_best_metric(namespace)
+    check_batch(namespace, world_size)
+
+
+def check_best_metric(c: argparse.Namespace) -> None:
+    """Whether metric_for_best_model is one that is computed."""
+    sets = read_eval_sets(c.eval_datasets)
+    if c.metric_for_best_model or c.load_best_model_at_end:
         prefixes = [f"eval_{name}_" for name in sets]
-        if namespace.eval_fraction:
+        if c.eval_fraction:
             prefixes.append("eval_")
-        metric = (namespace.metric_for_best_model or "loss").removeprefix("eval_")
+        metric = (c.metric_for_best_model or "loss").removeprefix("eval_")
         known = [prefix + name for prefix in prefixes for name in EVAL_METRICS]
         check_known("metric_for_best_model", f"eval_{metric}", known)
-    check_batch(
-        namespace.global_batch_size,
-        namespace.per_device_train_batch_size,
-        world_size,
-        namespace.gradient_accumulation_steps,
-    )
 
 
 def check_known(field: str, name: Any, known: Iterable[str]) -> None:
@@ -177,79 +155,34 @@ def check_known(field: str, name: Any, known: Iterable[str]) -> None:
 
 
 def read_eval_sets(text: str | None) -> dict[str, dict[str, str]]:
-    """`eval_datasets`: by name the path of each set, and its configuration `name` and `split` where given.
-
-    Raises:
-        UserError: names the set and what is wrong with it.
-    """
-    remedy = "must be a mapping of names to sets, such as {math: math.jsonl, code: {path: org/set, split: test}}"
-    try:
-        given = json.loads(text or "{}").items()
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"eval_datasets {text}: {remedy}") from error
+    """`eval_datasets`: by name the path of each set, and its configuration `name` and `split` where given."""
     sets = {}
-    for name, entry in given:
-        if not re.fullmatch(r"[\w-]+", name) or name in (HELD_OUT, "train"):
-            raise UserError(f"eval_datasets {name}: give a name of letters and digits other than {HELD_OUT} and train")
-        sets[name] = {"path": entry} if isinstance(entry, str) else entry
-        if not isinstance(sets[name], dict) or "path" not in sets[name]:
-            raise UserError(f"eval_datasets {text}: {remedy}")
-        for key in sets[name]:
-            check_known(f"eval_datasets {name}:", key, ("path", "name", "split"))
+    try:
+        for name, entry in json.loads(text or "{}").items():
+            sets[name] = {"path": entry} if isinstance(entry, str) else dict(entry)
+            good_name = re.fullmatch(r"[\w-]+", name) and name not in (HELD_OUT, "train")
+            if not good_name or "path" not in sets[name] or sets[name].keys() - {"path", "name", "split"}:
+                raise ValueError(f"{name}: {entry}")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"eval_datasets {text}: must be a mapping of names (not {HELD_OUT}, not train) to sets, such as "
+            f"{{math: math.jsonl, code: {{path: org/set, split: test}}}}: {error}"
+        ) from error
     return sets
 
 
-def check_batch(total: int, per_device: int, world_size: int, accumulation: int) -> None:
-    """The global batch must be a multiple of what the processes take at once; an error offers what would be."""
+def check_batch(c: argparse.Namespace, world_size: int) -> None:
+    """The global batch must be a multiple of what the processes take at once."""
+    total = c.global_batch_size
+    per_device = c.per_device_train_batch_size
     unit = per_device * world_size
     if total % unit:
-        lower = total // unit * unit
-        totals = [str(n) for n in (lower, lower + unit) if n]
-        sizes = [str(n) for n in range(1, total + 1) if total % (n * world_size) == 0]
-        offer = f"global_batch_size {' or '.join(totals)}"
-        if sizes:
-            offer += f"; per_device_train_batch_size {', '.join(sizes[:8])}"
         raise UserError(
             f"global_batch_size {total} is not a multiple of per_device_train_batch_size {per_device} x {world_size} "
-            f"process(es); these work: {offer}"
+            f"process(es); choose a multiple of {unit}, or another per_device_train_batch_size"
         )
-    if accumulation not in (1, total // unit):
+    if c.gradient_accumulation_steps not in (1, total // unit):
         raise UserError(
-            f"gradient_accumulation_steps {accumulation}: global_batch_size {total} on {world_size} process(es) makes "
-            f"it {total // unit}; remove the field"
+            f"gradient_accumulation_steps {c.gradient_accumulation_steps}: global_batch_size {total} makes it "
+            f"{total // unit} on {world_size} process(es); remove the field"
         )
-
-
-def check_machine(namespace: argparse.Namespace) -> None:
-    """Whether what is asked for is installed here and known to its library. For commands that compute.
-
-    Raises:
-        UserError: names the field, its value and what to do.
-    """
-    kernel = namespace.attn_implementation
-    if kernel and "/" not in kernel:  # with a slash it is a kernel of the Hub
-        check_known("attn_implementation", kernel, {"eager", *ALL_ATTENTION_FUNCTIONS})
-    for name, remedy in find_missing(namespace):
-        raise UserError(f"{name} {getattr(namespace, name)}: {remedy}")
-
-
-def check_mappings(args: Any) -> None:
-    """The fields of TRL's DPOConfig that take a mapping, once it has read them.
-
-    Raises:
-        UserError: names the field, its value and what to do.
-    """
-    for name in ("model_init_kwargs", "gradient_checkpointing_kwargs", "lr_scheduler_kwargs"):
-        value = getattr(args, name)
-        if not isinstance(value, dict | None):
-            raise UserError(f"{name} {value}: must be a mapping such as {{a: 1}}")
-    known = set(inspect.signature(checkpoint).parameters) - {"function", "args", "kwargs"} | {"every_n_layers"}
-    for key in args.gradient_checkpointing_kwargs or {}:
-        check_known("gradient_checkpointing_kwargs", key, known)
-    if args.lr_scheduler_kwargs:
-        schedule = args.lr_scheduler_kwargs
-        name = args.lr_scheduler_type.value
-        try:  # on an optimizer that trains nothing
-            get_scheduler(name, torch.optim.SGD([torch.zeros(1)]), 1, 2, schedule)
-        except (TypeError, ValueError) as error:
-            raise UserError(f"lr_scheduler_kwargs {schedule} with lr_scheduler_type {name}: {error}") from error

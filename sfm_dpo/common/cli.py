@@ -1,7 +1,4 @@
-"""The scripts' command lines: a decorator that reports how they end, and argparse types that find a mistake early.
-
-Imports nothing slow, so that --help answers at once. (train_dpo.py's fields are config.py's.)
-"""
+"""The scripts' command lines. Imports nothing slow, so that --help answers at once."""
 
 import argparse
 import functools
@@ -21,10 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:
-    """Decorates a script's `main(argv)`, so that it returns the exit code of every end but a crash.
-
-    A RunEnd is one line on stderr, Ctrl-C is exit code 130, and the traceback of a crash masks secrets.
-    """
+    """Decorates a script's `main(argv)`: a RunEnd becomes one line on stderr and its exit code, Ctrl-C becomes 130."""
 
     @functools.wraps(main)
     def run(argv: list[str]) -> int:
@@ -55,37 +49,21 @@ class Arguments(argparse.ArgumentParser):
 
 
 def number(kind: type, lowest: float, highest: float = math.inf) -> Callable[[str], Any]:
-    """For `type=`: a finite int or float from `lowest` to `highest`."""
+    """For `type=`: an int or float from `lowest` to `highest`."""
 
     def read(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not (math.isfinite(value) and lowest <= value <= highest):
-            limits = f"from {lowest:g} " + (f"to {highest:g}" if highest < math.inf else "on")
-            what = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text!r} must be {what} {limits}")
+        value = kind(text)
+        if not lowest <= value <= highest:
+            raise argparse.ArgumentTypeError(f"{text!r} must be from {lowest:g} to {highest:g}")
         return value
 
+    read.__name__ = kind.__name__  # argparse: "invalid float value"
     return read
 
 
 def new_file(text: str) -> Path:
-    """For `type=`: a file that can be written. Found out before the work whose result it is to hold."""
+    """For `type=`: a file that can be written. Checked before the work whose result it is to hold."""
     path = Path(text)
-    folder = path.absolute().parent
-    if path.exists() and not path.is_file():
-        raise argparse.ArgumentTypeError(f"{text!r} is a folder or a device; name a file")
-    if not folder.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r}: its folder does not exist; make it first")
-    if not os.access(folder, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written; check the permissions, or choose another")
+    if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written; name a file in a folder that exists")
     return path
-
-
-def new_figure(text: str) -> Path:
-    """For `type=`: as new_file, of a kind that matplotlib draws."""
-    if Path(text).suffix not in (".png", ".svg", ".pdf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: the name must end in .png, .svg or .pdf")
-    return new_file(text)

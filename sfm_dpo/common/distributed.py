@@ -1,4 +1,4 @@
-"""Ranks: which one this is, and how they agree on a value."""
+"""Ranks, by the launcher's environment, and how they agree on a value."""
 
 import os
 from collections.abc import Callable
@@ -10,17 +10,17 @@ T = TypeVar("T")
 
 
 def is_main_process() -> bool:
-    """Whether this is rank 0, by the launcher's environment; also before the process group exists."""
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this is rank 0; also before the process group exists."""
+    return rank() == 0
 
 
 def rank() -> int:
-    """The number of this process among all, by the launcher's environment."""
+    """The number of this process among all."""
     return int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
-    """Processes over all nodes, by the launcher's environment."""
+    """Processes over all nodes."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -46,11 +46,7 @@ def gather(value: T) -> list[T]:
 
 
 def main_process_first(action: Callable[[], T]) -> T:
-    """Runs `action` on rank 0, which fills caches, then on the others, which read them.
-
-    A UserError of rank 0 is raised on every rank, so that all exit with the same line. (Under accelerate's
-    `main_process_first` the others would die at the barrier, with a traceback that hides it.)
-    """
+    """Runs `action` on rank 0, which fills caches, then on the others. Rank 0's UserError is raised on every rank."""
     result: Any = None
     error: UserError | None = None
     if is_main_process():

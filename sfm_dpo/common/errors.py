@@ -10,12 +10,7 @@ from typing import Any, ClassVar
 
 
 class RunEnd(Exception):
-    """An end that is reported in one line, without a traceback.
-
-    Args:
-        message: for an error: names the field, the value and the remedy.
-        status: further fields for status.json.
-    """
+    """An end that is reported in one line, without a traceback; `status` is further fields for status.json."""
 
     exit_code: ClassVar[int]
     state: ClassVar[str]  # in status.json

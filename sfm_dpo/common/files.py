@@ -1,7 +1,7 @@
 """Files, written atomically; sizes and times as text."""
 
 import json
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def format_size(size: float) -> str:
-    """Bytes as text, up to GiB."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.{int(unit != 'bytes')}f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
+    """Bytes as GiB."""
+    return f"{size / 2**30:.1f} GiB"
 
 
 def now() -> str:
@@ -37,5 +33,4 @@ def now() -> str:
 
 def format_clock(seconds: float) -> str:
     """A duration as h:mm:ss."""
-    seconds = round(seconds)
-    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+    return str(timedelta(seconds=round(seconds)))

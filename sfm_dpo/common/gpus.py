@@ -11,19 +11,15 @@ DRIVER = Path("/proc/driver/nvidia/version")  # exists where NVIDIA's driver is 
 
 
 def explain_missing_gpus() -> str | None:
-    """Why torch sees no GPU where Slurm gave some or a driver is loaded; None where it sees them or none should be."""
+    """Why torch sees no GPU where there should be one; None where nothing is wrong."""
     given = os.environ.get("SLURM_GPUS_ON_NODE")
     is_cpu_meant = os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     if is_cpu_meant or torch.cuda.is_available() or not (given or DRIVER.exists()):
         return None
-    what = f"Slurm gave {given} GPU(s) that torch does not see" if given else "torch does not see the GPU of this node"
-    return f"{what} ({explain_failure()}); ask for another node (--exclude), or check the driver and torch's CUDA"
-
-
-def explain_failure() -> str:
-    """What torch says when it is asked for a GPU."""
+    reason = "no reason given"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:  # the latter: a build of torch without CUDA
-        return str(error).rstrip(".")
-    return f"torch {torch.__version__} names no reason; see nvidia-smi"
+        reason = str(error).rstrip(".")
+    what = f"Slurm gave {given} GPU(s) that torch does not see" if given else "torch does not see the GPU of this node"
+    return f"{what} ({reason}); ask for another node (--exclude), or check the driver and torch's CUDA"

@@ -2,12 +2,10 @@
 
 A lease is a `SoftFileLease` of filelock 4.2: of all who try, one creates the file; a thread of its owner touches it; a
 contender takes it over when the owner's process is dead on this host, or when the file has not changed for
-LEASE_SECONDS by the contender's own clock. It is a hint and no mutual exclusion: an owner that was stopped for so long
-is superseded, and learns it from `on_loss` when it wakes. Five minutes are longer than a batch, than a call that keeps
-Python's threads waiting, and than an NFS client remembers a file's time (60 s).
+LEASE_SECONDS by the contender's own clock. An owner that was stopped for so long learns it from `on_loss`.
 
-filelock replaces a stale file by renameat2(RENAME_EXCHANGE) alone, which NFS, Lustre and CephFS refuse: there it would
-wait for a dead owner forever. `take_over` removes the file instead, and looks again after a moment, because another
+filelock replaces a stale file by renameat2(RENAME_EXCHANGE), which NFS, Lustre and CephFS refuse: there it would wait
+for a dead owner forever. `take_over` removes the file instead, and looks again after a moment, because another
 contender may have removed the new file in place of the stale one.
 """
 
@@ -25,16 +23,13 @@ from filelock import SoftFileLease, Timeout
 
 from sfm_dpo.common.files import now
 
-LEASE_SECONDS = 300.0  # filelock demands that all contenders agree on it
+LEASE_SECONDS = 300.0  # longer than a batch, and than an NFS client remembers a file's time (60 s)
 SETTLE_SECONDS = 1.0
 _OWNER_KEYS = {"job", "cluster", "host", "uid", "pid", "started", "time"}
 
 
 class Lease:
-    """A lease, held by this process after `take` until `release`.
-
-    `on_loss` is called with filelock's `LeaseCompromise`, by the thread that renews the lease, once it is lost.
-    """
+    """A lease, held by this process after `take` until `release`. The thread that renews it calls `on_loss`."""
 
     def __init__(self, path: Path, on_loss: Callable[[Any], None] | None = None):
         self.path = path
@@ -49,7 +44,7 @@ class Lease:
         self._seen = 0.0  # when it was first seen, by ours
 
     def take(self) -> bool:
-        """Tries once. Whoever waits for an owner on another host to expire calls it again and again."""
+        """Tries once; to wait for an owner on another host, call it again and again."""
         if self._acquire():
             return True
         owner = read_owner(self.path)
@@ -76,7 +71,7 @@ class Lease:
             self._lock.acquire(blocking=False)
         except Timeout:
             return False
-        with self.path.open("a") as file:  # filelock ignores the lines that it does not know
+        with self.path.open("a") as file:  # filelock ignores a line that it does not know
             file.write(f"owner={json.dumps(this_process())}\n")
         return True
 
@@ -92,14 +87,14 @@ class Lease:
 
 
 def this_process() -> dict[str, Any]:
-    """The owner of a lease: Slurm job, host, user, process, and when that started, for its number may be reused."""
+    """The owner of a lease; `started`, because the number of a process may be reused."""
     return {
         "job": os.environ.get("SLURM_JOB_ID"),
         "cluster": os.environ.get("SLURM_CLUSTER_NAME"),
         "host": platform.node(),
         "uid": os.getuid(),
         "pid": os.getpid(),
-        "started": _start_time(os.getpid()),
+        "started": start_time(os.getpid()),
         "time": now(),
     }
 
@@ -108,19 +103,19 @@ def is_alive(owner: dict[str, Any]) -> bool:
     """Whether the process of `this_process` runs on this host."""
     try:
         # Within 5 s, because one of the two clocks may waver
-        is_same = owner["host"] == platform.node() and abs(_start_time(owner["pid"]) - owner["started"]) < 5
+        is_same = owner["host"] == platform.node() and abs(start_time(owner["pid"]) - owner["started"]) < 5
         return is_same and psutil.Process(owner["pid"]).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-def _start_time(pid: int) -> float:
+def start_time(pid: int) -> float:
     """Seconds from boot to the start of the process, which stay the same when the clock is set."""
     return psutil.Process(pid).create_time() - psutil.boot_time()
 
 
 def read_owner(path: Path) -> dict[str, Any]:
-    """Who holds a lease (this_process), also in the format of earlier versions; empty where that cannot be read."""
+    """Who holds a lease, as `this_process` says it; empty where that cannot be read."""
     try:
         owner = json.loads(path.read_text().rpartition("owner=")[2])
     except (OSError, ValueError):
@@ -128,9 +123,8 @@ def read_owner(path: Path) -> dict[str, Any]:
     return owner if isinstance(owner, dict) and owner.keys() >= _OWNER_KEYS else {}
 
 
-def describe_owner(path: Path) -> str:
+def describe_owner(owner: dict[str, Any]) -> str:
     """Who holds a lease, in words."""
-    owner = read_owner(path)
     if not owner:
         return "a process that has just taken or released it"
     job = f"job {owner['job']}, " if owner["job"] else ""

@@ -1,20 +1,18 @@
 """Secrets of the environment and of .env, which is read once, and masked in whatever is written or printed."""
 
-import io
 import os
 import re
 import sys
 import traceback
 from pathlib import Path
 
-from dotenv import dotenv_values, find_dotenv, load_dotenv
-from dotenv.parser import parse_stream
+from dotenv import dotenv_values, find_dotenv
 
 from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.files import PROJECT
 
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|WEBHOOK")
-# What .env may hold besides secrets, and logs name for good reasons: folders, projects, modes.
+# What .env may hold besides secrets: folders, projects, modes
 _SETTING = re.compile(r"^(HF|WANDB|TRACKIO|TENSORBOARD|CUDA|NCCL|OMP|TORCH|PYTORCH|SBATCH|SLURM|DS)_")
 _SHORTEST = 8  # masking a shorter value would make ordinary text illegible, and no token is so short
 _env_file_values: set[str] = set()  # what load_env_file has read, but settings
@@ -26,37 +24,23 @@ def env_file() -> Path:
 
 
 def load_env_file() -> None:
-    """Puts .env into the environment; warns if others on this machine can read it.
-
-    Raises:
-        SystemExit: after one line, with exit code 2, if a part cannot be read. dotenv would raise, or leave out the
-            lines that it does not understand: a token would be missing without a message.
-    """
+    """Puts .env into the environment; warns if others on this machine can read it."""
     path = env_file()
     if not path.is_file():
         return
-    try:
-        wrong = [part.original.line for part in parse_stream(io.StringIO(path.read_text())) if part.error]
-        reason = f"line {wrong[0]} is not NAME=value" if wrong else None  # the line itself may be a secret
-    except (OSError, UnicodeDecodeError) as error:
-        reason = f"cannot be read ({error})"
-    if reason:
-        if is_main_process():
-            print(f"error: {path}: {reason}; correct it, see .env.example", file=sys.stderr, flush=True)
-        sys.exit(2)
     mode = path.stat().st_mode & 0o777
     if is_main_process() and mode & 0o077:  # not on stdout, where check_config.py prints a result
         print(f"warning: .env can be read by others (mode {mode:o}): chmod 600 {path}", file=sys.stderr, flush=True)
-    load_dotenv(path)
-    for name, value in dotenv_values(path).items():
+    for name, value in dotenv_values(path).items():  # which warns about a line that is not NAME=value
+        os.environ.setdefault(name, value or "")
         if value and not _SETTING.search(name.upper()):
             _env_file_values.add(value)
 
 
 def mask(text: str) -> str:
-    """`text` with `***` in the place of each secret, and of whatever looks like a token of the Hub.
+    """`text` with `***` in the place of each secret.
 
-    Secrets are the values of the environment's variables with a secret's name, and of all in .env but settings.
+    Secrets are the values of variables with a secret's name, of all in .env but settings, and tokens of the Hub.
     """
     secrets = {value for name, value in os.environ.items() if _SECRET.search(name.upper())} | _env_file_values
     for value in sorted(secrets, key=len, reverse=True):  # a secret may be part of another

@@ -7,7 +7,7 @@ Z = 1.959964  # of a two-sided 95% interval under the normal approximation
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean of the values and its 95% interval (mean, low, high), by the normal approximation; all NaN if empty."""
+    """Mean and 95% interval (mean, low, high) by the normal approximation; all NaN if empty."""
     n = len(values)
     if n == 0:
         return math.nan, math.nan, math.nan

@@ -7,12 +7,7 @@ from itertools import zip_longest
 def format_table(
     rows: Iterable[Sequence[object]], headings: Sequence[str] = (), align: str = "l", indent: int = 2
 ) -> str:
-    """The rows as lines of text, two spaces between columns.
-
-    Args:
-        headings: of the columns; none where empty.
-        align: a letter per column, l or r; the last one holds for all further columns.
-    """
+    """The rows as lines of text. `align`: l or r for each column; the last one holds for all further columns."""
     table = [[str(cell) for cell in row] for row in rows]
     if headings:
         table.insert(0, list(headings))

@@ -1,8 +1,8 @@
 """Checkpoints: which are complete, what a resumed run must agree with, rotation, disk space, the stop file.
 
 A checkpoint is complete when its `complete.json` says so: rank 0 writes it, with the size and checksum of every file,
-when all ranks have written theirs. transformers 5.23 has no such mark, and its own rotation would count half-written
-checkpoints and delete a complete one for their sake; so rotation is done here, after the mark.
+when all ranks have written theirs. transformers 5.23 has no such mark, and its rotation would count half-written
+checkpoints; so rotation is done here.
 """
 
 import hashlib
@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import re
-import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ log = logging.getLogger(__name__)
 COMPLETE = "complete.json"
 STOP = "STOP"
 KEEP = "KEEP"  # a checkpoint that holds a file of this name is never rotated away
-PUSHING = "PUSHING"  # nor is one in which this file names a process that lives: it is on its way to the Hub
+PUSHING = "PUSHING"  # nor is one in which this file names a live process: it is on its way to the Hub
 # The rank in the file names of DeepSpeed, transformers and torch.distributed.checkpoint; all others are rank 0's
 _WRITER = re.compile(r"(?:pp_rank_|rng_state_|__)(\d+)[_.]")
 
@@ -48,13 +47,10 @@ def step_of(checkpoint: Path | None) -> int:
 def why_incomplete(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint; None if it is complete."""
     try:
-        mark = json.loads((checkpoint / COMPLETE).read_text())
-        files = mark["files"].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        files = _read_facts(checkpoint)["files"]
+    except (OSError, ValueError, KeyError):
         return "was not written to the end"
-    if damage := mark.get("damage"):
-        return damage
-    for name, size in files:
+    for name, size in files.items():
         path = checkpoint / name
         if not path.is_file():
             return f"lacks {name}"
@@ -64,25 +60,23 @@ def why_incomplete(checkpoint: Path) -> str | None:
 
 
 def why_damaged(checkpoint: Path, pattern: str = "*", alone: bool = False) -> str | None:
-    """Which file of a complete checkpoint has another checksum than in its mark; None if all agree, or it has none.
+    """Which file of a complete checkpoint has another checksum than in its mark; None if all agree.
 
     All ranks must call it, each reads what it wrote, and all get the same answer; or one, `alone`, reads all.
     """
-    checksums = json.loads((checkpoint / COMPLETE).read_text()).get("xxh3_128", {})
-    checksums = {name: value for name, value in checksums.items() if Path(name).match(pattern)}
+    checksums = _read_facts(checkpoint).get("xxh3_128", {})
+    names = [name for name in checksums if Path(name).match(pattern)]
     if alone:
-        return _find_damage(checkpoint, checksums)
-    mine = {name: value for name, value in checksums.items() if _is_mine(name)}
-    damages = gather(_find_damage(checkpoint, mine))
-    if not checksums:
-        log.info(f"{checkpoint}: an earlier version wrote it, without checksums; it is not verified")
+        return _find_damage(checkpoint, names, checksums)
+    mine = [name for name in names if _is_mine(name)]
+    damages = gather(_find_damage(checkpoint, mine, checksums))
     return next(filter(None, damages), None)
 
 
-def _find_damage(checkpoint: Path, checksums: dict[str, str]) -> str | None:
-    for name, checksum in checksums.items():
+def _find_damage(checkpoint: Path, names: list[str], checksums: dict[str, str]) -> str | None:
+    for name in names:
         try:
-            if _hash_file(checkpoint / name) != checksum:
+            if _hash_file(checkpoint / name) != checksums[name]:
                 return f"has a damaged {name} (its checksum is another)"
         except OSError as error:
             return f"has a {name} that cannot be read ({error.strerror})"
@@ -124,33 +118,20 @@ def newest_checkpoint(run: str | Path) -> Path | None:
 def find_start(args: Any) -> Path | None:
     """The checkpoint a run resumes from: the one asked for, or the newest complete one. Says what it skips.
 
-    All ranks must call it, and get the same. A damaged one is marked, so that it never counts as complete again.
+    All ranks must call it, and get the same. A damaged one loses its mark, so that it never counts as complete again.
     """
-    run = args.output_dir
-    if clear_old_stop(run):
-        log.info(f"{run}/{STOP} was left over from earlier: removed")
+    clear_old_stop(args.output_dir)
     if asked := args.resume_from_checkpoint:
         if reason := _why_unusable(Path(asked), args.verify_checkpoints):
             raise UserError(f"resume_from_checkpoint {asked}: {reason}; choose another, or remove the field")
         return Path(asked)
-    start = _find_newest_usable(run, args.verify_checkpoints)
-    incomplete = [c for c in checkpoints(run) if why_incomplete(c)]
-    if incomplete:
-        size = sum(file.stat().st_size for c in incomplete for file in c.rglob("*") if file.is_file())
-        command = shlex.join(["rm", "-r", *map(str, incomplete)])
-        log.info(f"{len(incomplete)} incomplete checkpoint(s) take {format_size(size)}; to delete them: {command}")
-    return start
-
-
-def _find_newest_usable(run: str | Path, verify: bool) -> Path | None:
-    for checkpoint in broadcast(checkpoints(run)[::-1]):
-        was_complete = broadcast(why_incomplete(checkpoint)) is None
-        reason = _why_unusable(checkpoint, verify)
+    for checkpoint in broadcast(checkpoints(args.output_dir)[::-1]):
+        reason = _why_unusable(checkpoint, args.verify_checkpoints)
         if reason is None:
             return checkpoint
         log.info(f"{checkpoint} {reason}: skipped")
-        if was_complete and is_main_process():
-            write_json(checkpoint / COMPLETE, _read_facts(checkpoint) | {"damage": reason})
+        if is_main_process():
+            (checkpoint / COMPLETE).unlink(missing_ok=True)
     return None
 
 
@@ -202,8 +183,9 @@ def check_best(best: str | Path | None, args: Any) -> None:
 def copy_best(best: str | None, args: Any) -> None:
     """Puts the weights of the best checkpoint in the place of the last ones in output_dir, once they are checked."""
     check_best(best, args)
-    for file in Path(best or "").glob("*.safetensors") if is_main_process() else ():
-        shutil.copyfile(file, Path(args.output_dir) / file.name)
+    if best and is_main_process():
+        for file in Path(best).glob("*.safetensors"):
+            shutil.copyfile(file, Path(args.output_dir) / file.name)
 
 
 def rotate(run: str | Path, limit: int | None) -> None:
@@ -230,38 +212,13 @@ def is_being_pushed(checkpoint: Path) -> bool:
 
 # ---- what a resumed run must agree with
 
-# Fact of the mark: (whether ignore_resume_mismatch overrides it, what differs, what to do)
-_MUST_AGREE = {
-    "world_size": (True, "was written by {was} process(es), now there are {now}", "use {was} again"),
-    "train_tokens": (
-        True,
-        "the data have changed since it was written, so that some pairs would train twice and others never",
-        "use the earlier data",
-    ),
-    "order_version": (
-        True,
-        "was written by a version of this project that put the pairs in another order (version {was}, now {now})",
-        "finish the run with that version",
-    ),
-    "prefix_sharing": (
-        True,
-        "was written with prefix_sharing {was}, now it is {now}, which puts the pairs in another order",
-        "set prefix_sharing as before",
-    ),
-    "launch": (
-        False,
-        "was written with launch {was}, now it is {now}, which cannot read its optimizer",
-        "launch as before",
-    ),
+_DIFFERENCES = {  # by fact of the mark
+    "world_size": "was written by {was} process(es), now there are {now}",
+    "train_tokens": "the data have changed since it was written",
+    "order_version": "was written by a version of this project that put the pairs in another order ({was}, now {now})",
+    "prefix_sharing": "was written with prefix_sharing {was}, now it is {now}, which puts the pairs in another order",
+    "launch": "was written with launch {was}, now it is {now}, which cannot read its optimizer",
 }
-_UNDER_ZERO = {
-    "world_size": (
-        False,
-        _MUST_AGREE["world_size"][1] + ", and DeepSpeed cannot divide the optimizer of a ZeRO checkpoint among them",
-        "use {was} again",
-    )
-}
-_EARLIER = {"order_version": 1, "prefix_sharing": False}  # facts that the marks of earlier versions lack
 
 
 def check_resume(checkpoint: Path, facts: dict[str, Any], ignore: bool) -> None:
@@ -270,19 +227,19 @@ def check_resume(checkpoint: Path, facts: dict[str, Any], ignore: bool) -> None:
     Args:
         facts: what is known of this run: world_size, launch, train_tokens (hash of the training pairs), order_version,
             prefix_sharing.
-        ignore: of ignore_resume_mismatch.
+        ignore: of ignore_resume_mismatch, which does not help where the optimizer cannot be read: DeepSpeed cannot
+            divide that of a ZeRO checkpoint among another number of processes.
     """
-    before = _EARLIER | _read_facts(checkpoint)
+    before = _read_facts(checkpoint)
     is_zero = str(before.get("launch")).startswith("ZeRO")
-    rules = _MUST_AGREE | _UNDER_ZERO if is_zero else _MUST_AGREE
     for name, now in facts.items():
-        may_ignore, difference, remedy = rules[name]
         was = before.get(name)
+        may_ignore = name != "launch" and not (name == "world_size" and is_zero)
         if was == now or (ignore and may_ignore):
             continue
-        told = f"{difference}; {remedy}, or start again in another output_dir".format(was=was, now=now)
+        difference = _DIFFERENCES[name].format(was=was, now=now)
         override = ", or say ignore_resume_mismatch: true" if may_ignore else ""
-        raise UserError(f"{checkpoint}: {told}{override}")
+        raise UserError(f"{checkpoint}: {difference}; resume as before, or start in another output_dir{override}")
 
 
 def _read_facts(checkpoint: Path) -> dict[str, Any]:
@@ -325,19 +282,9 @@ def clear_stop(run: str | Path) -> None:
         (Path(run) / STOP).unlink(missing_ok=True)
 
 
-def clear_old_stop(run: str | Path) -> bool:
-    """Removes a stop file from before this job; True if there was one. A newer one is meant for this run.
-
-    Raises:
-        UserError: a folder of that name, which nothing here removes.
-    """
-    if (Path(run) / STOP).is_dir():
-        raise UserError(f"output_dir {run}: {STOP} in it is a folder, not the file that stops a run; remove it")
+def clear_old_stop(run: str | Path) -> None:
+    """Removes a stop file from before this job. A newer one is meant for this run."""
     started = float(os.environ.get("SLURM_JOB_START_TIME") or psutil.Process().create_time())
-    try:
-        old = (Path(run) / STOP).stat().st_mtime < started
-    except FileNotFoundError:
-        return False
-    if old:
+    if is_main_process() and stop_requested(run) and (Path(run) / STOP).stat().st_mtime < started:
+        log.info(f"{run}/{STOP} was left over from earlier: removed")
         clear_stop(run)
-    return old

@@ -17,13 +17,13 @@ _SLURM = "SLURM_JOB_ID SLURM_JOB_NAME SLURM_JOB_NODELIST SLURM_JOB_PARTITION SLU
 
 
 def environment() -> dict[str, Any]:
-    """Git commit, versions, hardware, Slurm ids and the command line, without secrets."""
+    """The content of environment.json."""
     import torch
 
     return {
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain")),
-        "command": _without_secrets([Path(sys.executable).name, *sys.argv]),
+        "command": [mask(arg) for arg in (Path(sys.executable).name, *sys.argv)],
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": {name: metadata.version(name) for name in _PACKAGES},
@@ -33,17 +33,6 @@ def environment() -> dict[str, Any]:
         "world_size": world_size(),
         "slurm": {key: os.environ[key] for key in _SLURM.split() if key in os.environ},
     }
-
-
-def _without_secrets(command: list[str]) -> list[str]:
-    hidden = list(command)
-    for i, arg in enumerate(command):
-        name, equals, _ = arg.partition("=")
-        if name.startswith("--") and "token" in name:
-            hidden[i] = f"{name}=***" if equals else name
-            if not equals and i + 1 < len(hidden):
-                hidden[i + 1] = "***"
-    return [mask(arg) for arg in hidden]
 
 
 def _git(*command: str) -> str | None:

@@ -10,7 +10,6 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,28 +46,18 @@ MAY_DIFFER = set(
 )
 
 
-def read_status(run: str | Path) -> dict[str, Any] | None:
-    """status.json of a run, or None where there is none. Raises UserError where it is damaged."""
-    path = Path(run) / STATUS
-    if not path.is_file():
-        return None
-    return _read_or_raise(path, json.loads, "state", "remove it: the run is then taken for one that has not ended")
+def read_status(run: str | Path) -> dict[str, Any]:
+    """status.json of a run, empty where there is none."""
+    return read_mapping(Path(run) / STATUS)
 
 
 def read_resolved_config(run: str | Path) -> dict[str, Any]:
-    """resolved_config.yaml of a run. Raises UserError where it is damaged."""
-    remedy = "restore it, or choose another folder"
-    return _read_or_raise(Path(run) / RESOLVED_CONFIG, yaml.safe_load, "model_name_or_path", remedy)
-
-
-def _read_or_raise(path: Path, parse: Callable[[str], Any], key: str, remedy: str) -> dict[str, Any]:
+    """resolved_config.yaml of a run. Raises UserError where it cannot be read."""
+    path = Path(run) / RESOLVED_CONFIG
     try:
-        content = parse(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"output_dir {path.parent}: {path.name} is damaged ({error}); {remedy}") from error
-    if not isinstance(content, dict) or key not in content:
-        raise UserError(f"output_dir {path.parent}: {path.name} is damaged (it does not say {key}); {remedy}")
-    return content
+        return dict(yaml.safe_load(path.read_text()))
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: is damaged ({error}); restore it, or choose another folder") from error
 
 
 def write_status(
@@ -81,47 +70,39 @@ def write_status(
     if not (is_main_process() or any_rank):
         return
     status = {"state": state, "exit_code": exit_code, "message": mask(message), "step": None, "checkpoint": None}
-    status |= {"best": read_mapping(Path(run) / STATUS).get("best")} | extra
+    status |= {"best": read_status(run).get("best")} | extra
     status |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID"), "pid": os.getpid()}
-    text = json.dumps(status, indent=2) + "\n"
     path = Path(run) / STATUS
     try:
-        write_atomically(path, text)
+        write_json(path, status)
     except OSError as error:
         if error.errno in (errno.EROFS, errno.EACCES):
             return  # the log has said so
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        path.with_name(f".{STATUS}.partial").unlink(missing_ok=True)
-        path.write_text(text)  # over the old one, which has its block: the verdict matters most when the disk is full
+        path.with_name(f".{STATUS}.partial").unlink(missing_ok=True)  # the disk is full
+        path.write_text(json.dumps(status))  # over the old one, which has its block
 
 
 def has_failed(run: str | Path) -> bool:
-    """Whether a rank has written why this start failed: what others then run into follows from that."""
-    status = read_mapping(Path(run) / STATUS)
+    """Whether a rank has written why this start failed."""
+    status = read_status(run)
     good = ("running", "done", "stopped", "push_failed")
     return status.get("state", "running") not in good and status["time"] >= STARTED
 
 
 def message_of_rank(run: Path | None, error: str) -> str | None:
-    """What this rank is to say about an end with `error`; None where it is rank 0's to say, which ends with the same.
-
-    A launcher of torch's quotes it in its own report.
-    """
+    """What this rank is to say about an end with `error`; None where rank 0, which ends with the same, says it."""
     if not is_main_process():
         time.sleep(SAID_SECONDS)
         if run is None or has_failed(run):
             return None
         error = f"rank {os.environ['RANK']} on {platform.node()}: {error}"
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # which torch's launcher quotes
         Path(file).write_text(json.dumps({"message": mask(error), "timestamp": int(time.time())}))
     return error
 
 
 def acquire(config: "Config") -> Lease | None:
-    """Makes and takes the run's folder, and decides what an existing output_dir means.
-
-    Empty or absent: a new run. The same configuration, unfinished: the run resumes. Trained to the end: None.
+    """Makes and takes the run's folder. None where its run has trained to the end.
 
     Returns:
         The lease of the folder, which rank 0 holds until it is released.
@@ -129,38 +110,33 @@ def acquire(config: "Config") -> Lease | None:
     Raises:
         UserError: another run has the folder, or it holds something else, which is never overwritten.
     """
-    run = Path(config.train.output_dir)
-    make_folder(run)
+    run = make_folder(config)
+    lease = take_folder(run) if is_main_process() else Lease(run / LOCK)
+    unfinished = False
     try:
-        lease = take_folder(run) if is_main_process() else Lease(run / LOCK)
-    except OSError as error:
-        raise UserError(f"output_dir {run}: cannot be written: {error.strerror}; choose another output_dir") from error
-    try:
-        if is_unfinished(config):
-            return lease
-    except UserError:
-        lease.release()
-        raise
-    lease.release()
-    return None
+        unfinished = is_unfinished(config)
+    finally:
+        if not unfinished:
+            lease.release()
+    return lease if unfinished else None
 
 
 def check_folder(config: "Config") -> bool:
     """Whether there is something to train, as `acquire` decides; leaves the folder to nobody. Raises UserError."""
-    run = Path(config.train.output_dir)
-    make_folder(run)
-    check_owner(run)
+    check_owner(make_folder(config))
     return is_unfinished(config)
 
 
-def make_folder(run: Path) -> None:
-    """Raises UserError if it cannot be made or written."""
+def make_folder(config: "Config") -> Path:
+    """Makes output_dir. Raises UserError if it cannot be written."""
+    run = Path(config.train.output_dir)
     try:
         run.mkdir(parents=True, exist_ok=True)
+        (run / ".writable").touch()
+        (run / ".writable").unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"output_dir {run}: cannot be written: {error.strerror}; choose another output_dir") from error
-    if not os.access(run, os.W_OK):
-        raise UserError(f"output_dir {run}: cannot be written; choose another output_dir")
+    return run
 
 
 def is_unfinished(config: "Config") -> bool:
@@ -168,39 +144,36 @@ def is_unfinished(config: "Config") -> bool:
     run = Path(config.train.output_dir)
     entries = [p.name for p in run.iterdir() if not p.name.startswith(".")]
     status = read_status(run)
-    if not set(entries) - {STATUS, "STOP"} and (status is None or status["state"] == "failed"):
+    if not set(entries) - {STATUS, "STOP"} and status.get("state", "failed") == "failed":
         return True  # empty, or all it holds is the mistake of an earlier start
     if not (run / RESOLVED_CONFIG).is_file():
         raise UserError(
             f"output_dir {run}: holds files of something else ({', '.join(sorted(entries)[:3])}); choose another"
         )
-    now = config.as_dict()
     # A field that an earlier version did not have counts as its default, which is its old behaviour
     fields = [f for part in (config.train, config.model, config.data) for f in dataclasses.fields(part)]
     before = {f.name: f.default for f in fields} | read_resolved_config(run)
-    differing = [k for k in now if k not in MAY_DIFFER and before.get(k) != now[k]]
-    if differing:
-        key = differing[0]
-        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
-        raise UserError(
-            f"output_dir {run}: holds another run ({key} is {before.get(key)} there, {now[key]} here{more}); choose "
-            "another output_dir, or remove the folder"
-        )
-    if status and status["state"] == "collapsed" and config.train.guard == "stop":
+    for key, value in config.as_dict().items():
+        if key not in MAY_DIFFER and before.get(key) != value:
+            raise UserError(
+                f"output_dir {run}: holds another run ({key} is {before.get(key)} there, {value} here); choose "
+                "another output_dir, or remove the folder"
+            )
+    if status.get("state") == "collapsed" and config.train.guard == "stop":
         healthy = status["checkpoint"]
         start = f"from {healthy} (--resume_from_checkpoint {healthy}) " if healthy else ""
         raise UserError(
             f"output_dir {run}: the guard stopped this run; start another {start}with a lower learning_rate "
-            "in another output_dir, or go on regardless with --guard warn"
+            "in another output_dir, or resume regardless with --guard warn"
         )
-    return not (status and status["state"] in ("done", "push_failed"))
+    return status.get("state") not in ("done", "push_failed")
 
 
 def describe(config: "Config", pairs: dict[str, Any], step: int = 0) -> None:
     """Writes what was asked (resolved_config.yaml), on what (data.json) and where (environment.json).
 
     environment.json is that of this start; its lists `starts` and `hangs`, and the id under which W&B knows the run,
-    are kept from the earlier ones. `step` is the one this start goes on from.
+    are kept from the earlier ones. `step` is the one this start resumes from.
     """
     run = Path(config.train.output_dir)
     run.mkdir(parents=True, exist_ok=True)
@@ -224,7 +197,7 @@ def add_data_facts(run: str | Path, facts: dict[str, Any]) -> None:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """A JSON mapping, empty where there is none (a run's first seconds), or none that can be read."""
+    """A JSON mapping, empty where there is none, or none that can be read."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError):

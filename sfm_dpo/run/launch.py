@@ -2,8 +2,7 @@
 
     python -m sfm_dpo.run.launch outputs/dpo --config_file accelerate_config.yaml train_dpo.py --config R
 
-The first argument is the run's folder, the others are those of `accelerate launch`, which itself makes 1 of every exit
-code and prints a traceback of its own.
+The first argument is the run's folder, the others are those of `accelerate launch`, which makes 1 of every exit code.
 """
 
 import logging

@@ -1,8 +1,7 @@
 """Who has a run's folder: rank 0 of train_dpo.py holds a lease of it while it lives (common/leases.py).
 
-Nobody waits for this lease to expire: a start that finds it held ends at once, unless the owner is gone by its process
-(on this host) or by Slurm's word (anywhere). The heartbeat serves the owner: a run whose lease another process has
-taken after all, because somebody removed the file, ends before the two write into one folder for long.
+Nobody waits for this lease to expire: a start that finds it held ends at once, unless its owner is gone, by its
+process on this host or by Slurm's queue. A run whose lease another process has taken after all ends.
 """
 
 import logging
@@ -16,7 +15,7 @@ from typing import Any
 from filelock import LeaseCompromise
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.leases import SETTLE_SECONDS, Lease, is_alive, read_owner
+from sfm_dpo.common.leases import SETTLE_SECONDS, Lease, describe_owner, is_alive, read_owner
 
 log = logging.getLogger(__name__)
 
@@ -25,12 +24,7 @@ ATTEMPTS = 5  # to replace the file of an owner that is gone; others may try at 
 
 
 def take_folder(run: Path) -> Lease:
-    """Takes the lease of a run's folder.
-
-    Raises:
-        UserError: another run has it.
-        OSError: the folder cannot be written.
-    """
+    """Takes the lease of a run's folder. Raises UserError if another run has it."""
     lease = Lease(run / LOCK, on_loss=_end_superseded_run)
     for _ in range(ATTEMPTS):
         if lease.take():
@@ -44,29 +38,20 @@ def take_folder(run: Path) -> Lease:
 def check_owner(run: Path) -> None:
     """Raises UserError if another process or job has the folder. An earlier start of this job is none."""
     path = run / LOCK
-    owner = read_owner(path)
-    if path.exists() and not owner:
+    if path.exists() and not read_owner(path):
         time.sleep(SETTLE_SECONDS)  # its owner may be writing it
-        owner = read_owner(path)
+    owner = read_owner(path)
     if not owner:
         if path.exists():
             raise UserError(f"output_dir {run}: {LOCK} is damaged; remove it if nothing trains there")
         return
     if owner["job"] and owner["job"] == os.environ.get("SLURM_JOB_ID") and not is_alive(owner):
         return
-    running = is_running(owner, squeue_states())
-    if running is False:
-        return
-    unknown = "" if running else f" (if it has ended, which cannot be seen from here: remove {path})"
-    raise UserError(
-        f"output_dir {run}: {_describe(owner)} has it since {owner['time']}; wait, end it, or choose another "
-        f"output_dir{unknown}"
-    )
-
-
-def _describe(owner: dict[str, Any]) -> str:
-    who = f"job {owner['job']}" if owner["job"] else f"process {owner['pid']}"
-    return f"{who} on {owner['host']}"
+    if is_running(owner, squeue_states()) is not False:
+        raise UserError(
+            f"output_dir {run}: {describe_owner(owner)} has it since {owner['time']}; wait, end it, or choose another "
+            f"output_dir (if it has ended all the same: remove {path})"
+        )
 
 
 def _end_superseded_run(loss: LeaseCompromise) -> None:
@@ -74,7 +59,7 @@ def _end_superseded_run(loss: LeaseCompromise) -> None:
     path = Path(loss.lock_file)
     owner = read_owner(path)
     if owner and (owner["host"], owner["pid"]) != (platform.node(), os.getpid()):
-        log.error(f"output_dir {path.parent}: {_describe(owner)} has taken it from this run, which ends here")
+        log.error(f"output_dir {path.parent}: {describe_owner(owner)} has taken it from this run, which ends here")
         os._exit(UserError.exit_code)
     log.warning(f"{path} was removed or cannot be renewed: nothing keeps another run out of the folder any more")
 
@@ -88,12 +73,13 @@ def is_running(owner: dict[str, Any], queue: dict[str, str] | None) -> bool | No
     """
     if not owner:
         return False
-    if job := owner["job"]:
-        if queue is not None and job in queue:
-            return queue[job] != "PENDING"
-        here = os.environ.get("SLURM_CLUSTER_NAME", owner["cluster"]), os.getuid()  # whose jobs squeue shows for sure
-        return None if queue is None or here != (owner["cluster"], owner["uid"]) else False
-    return is_alive(owner) if owner["host"] == platform.node() else None
+    job = owner["job"]
+    if not job:
+        return is_alive(owner) if owner["host"] == platform.node() else None
+    if queue is not None and job in queue:
+        return queue[job] != "PENDING"
+    here = (os.environ.get("SLURM_CLUSTER_NAME", owner["cluster"]), os.getuid())  # whose jobs squeue shows for sure
+    return None if queue is None or here != (owner["cluster"], owner["uid"]) else False
 
 
 def squeue_states() -> dict[str, str] | None:

@@ -27,18 +27,15 @@ _FILES = {  # key in the facts: (file, type of its content)
 
 
 def read_run(run: Path) -> dict[str, Any]:
-    """The content of `_FILES` by key (empty where absent), `log` (log_history of the newest trainer_state.json),
-    `steps`, `seconds` of training since the last start or None, `checkpoints`, `unreadable` files.
+    """The content of `_FILES` by key (empty where absent or unreadable), `log` (log_history of the newest
+    trainer_state.json), `steps`, `seconds` of training since the last start or None, and `checkpoints`.
 
     Raises:
         UserError: `run` is not a folder, or holds none of the files.
     """
-    if not run.is_dir():
-        raise UserError(f"{run}: no such folder")
-    unreadable: list[str] = []
-    facts = {key: _read_file(run / file, kind, unreadable) for key, (file, kind) in _FILES.items()}
+    facts = {key: _read_file(run / file, kind) for key, (file, kind) in _FILES.items()}
     by_step = checkpoints(run)
-    states = [_read_file(folder / "trainer_state.json", dict, unreadable) for folder in (run, *by_step)]
+    states = [_read_file(folder / "trainer_state.json", dict) for folder in (run, *by_step)]
     state = max(states, key=lambda s: s.get("global_step", -1))  # a killed run has only those of its checkpoints
     if not any(facts.values()) and not state:
         raise UserError(f"{run}: not a run's folder: it holds none of {', '.join(f for f, _ in _FILES.values())}")
@@ -49,7 +46,6 @@ def read_run(run: Path) -> dict[str, Any]:
         "steps": max(state.get("global_step", 0), facts["status"].get("step") or 0),
         "seconds": runtimes[-1] if runtimes else None,
         "checkpoints": [folder.name for folder in by_step],
-        "unreadable": unreadable,
     }
 
 
@@ -84,16 +80,11 @@ def to_float(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
-def _read_file(path: Path, kind: type, unreadable: list[str]) -> Any:
+def _read_file(path: Path, kind: type) -> Any:
     """Content of a JSON or YAML file without secrets, empty where the file is absent or cannot be read."""
-    if not path.is_file():
-        return kind()
     try:
         text = mask(path.read_text())  # a report is made to be sent
         content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
-    except (ValueError, yaml.YAMLError):  # half-written, or not text
-        content = None
-    if isinstance(content, kind):
-        return content
-    unreadable.append(f"{path.parent.name}/{path.name}")
-    return kind()
+    except (OSError, ValueError, yaml.YAMLError):
+        return kind()
+    return content if isinstance(content, kind) else kind()

@@ -8,7 +8,7 @@ from typing import Any
 from sfm_dpo.common.files import format_clock
 from sfm_dpo.common.leases import read_owner
 from sfm_dpo.common.tables import format_table
-from sfm_dpo.run.checkpoint import checkpoints, newest_checkpoint, step_of
+from sfm_dpo.run.checkpoint import newest_checkpoint
 from sfm_dpo.run.folder import ENVIRONMENT, STATUS, read_mapping
 from sfm_dpo.run.lock import LOCK, is_running, squeue_states
 
@@ -25,6 +25,10 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
     return sorted(runs)
 
 
+def _is_run(folder: Path) -> bool:
+    return (folder / STATUS).is_file()
+
+
 def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[str, Any]:
     """What is known about a run. Missing facts are None.
 
@@ -35,14 +39,12 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
     status = read_mapping(run / STATUS)
     job = status.get("job")
     slurm = None if queue is None or job is None else queue.get(job, "not queued")
-    log = next(Path("logs").glob(f"*-{job}.out"), None) if job else None  # where the batch scripts put it
-    times = [path.stat().st_mtime for path in (run / STATUS, log) if path is not None and path.exists()]
-    age = max(0.0, now - max(times)) if times else None
+    age = max(0.0, now - (run / STATUS).stat().st_mtime)
     state = status.get("state", "unknown")
     if state == "running":
         if is_running(read_owner(run / LOCK), queue) is False:
             state = "died"
-        elif age is not None and age > STALE_SECONDS:
+        elif age > STALE_SECONDS:
             state = "stale"
     if slurm == "PENDING":
         state += ", waits"
@@ -58,44 +60,41 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
         "eta_seconds": status.get("eta_seconds") if state == "running" else None,
         **{name: status.get(name) for name in ("pairs_per_second", "loss", "margin")},
         "health": read_mapping(run / "health.json").get("verdict"),
-        "seconds_since_update": age and round(age),
+        "seconds_since_update": round(age),
         "checkpoint": checkpoint and checkpoint.name,
-        "incomplete_checkpoints": sum(step_of(c) > step_of(checkpoint) for c in checkpoints(run)),
         "starts": len(read_mapping(run / ENVIRONMENT).get("starts", [])) or None,
     }
-
-
-def format_runs(runs: list[dict[str, Any]]) -> str:
-    """The runs as text, a line each, and below it what those that did not end well have said."""
-    notes = [f"{run['run']}: {run['message']}" for run in runs if run["message"] and run["state"] != "DONE"]
-    return "\n".join([format_table(map(_cells, runs), COLUMNS, indent=0), *([""] if notes else []), *notes])
-
-
-def _cells(run: dict[str, Any]) -> list[str]:
-    def cell(name: str, form: str) -> str:
-        return "-" if run[name] is None else format(run[name], form)
-
-    eta, age, incomplete = run["eta_seconds"], run["seconds_since_update"], run["incomplete_checkpoints"]
-    return [
-        run["run"],
-        run["state"],
-        run["slurm"] or "-",
-        cell("step", "d") + (f"/{run['max_steps']}" if run["max_steps"] else ""),
-        "-" if eta is None else format_clock(eta),
-        cell("pairs_per_second", ".2f"),
-        cell("loss", ".4f"),
-        cell("margin", "+.3f"),
-        run["health"] or "-",
-        "-" if age is None else f"{format_clock(age)} ago",
-        (run["checkpoint"] or "-") + (f" (+{incomplete} incomplete)" if incomplete else ""),
-        cell("starts", "d"),
-    ]
-
-
-def _is_run(folder: Path) -> bool:
-    return (folder / STATUS).is_file()
 
 
 def describe_runs(folders: Iterable[str | Path]) -> list[dict[str, Any]]:
     queue = squeue_states()
     return [describe_run(run, queue, time.time()) for run in find_runs(folders)]
+
+
+def format_runs(runs: list[dict[str, Any]]) -> str:
+    """The runs as text, a line each, and below it what those that did not end well have said."""
+    lines = [format_table(map(_cells, runs), COLUMNS, indent=0)]
+    notes = [f"{run['run']}: {run['message']}" for run in runs if run["message"] and run["state"] != "DONE"]
+    if notes:
+        lines += ["", *notes]
+    return "\n".join(lines)
+
+
+def _cells(run: dict[str, Any]) -> list[str]:
+    def cell(name: str, form: str = "") -> str:
+        return "-" if run[name] is None else format(run[name], form)
+
+    return [
+        run["run"],
+        run["state"],
+        cell("slurm"),
+        cell("step") + (f"/{run['max_steps']}" if run["max_steps"] else ""),
+        "-" if run["eta_seconds"] is None else format_clock(run["eta_seconds"]),
+        cell("pairs_per_second", ".2f"),
+        cell("loss", ".4f"),
+        cell("margin", "+.3f"),
+        cell("health"),
+        f"{format_clock(run['seconds_since_update'])} ago",
+        cell("checkpoint"),
+        cell("starts"),
+    ]

@@ -31,7 +31,7 @@ from safetensors.numpy import save
 from sfm_dpo.common.distributed import broadcast, gather, is_main_process, main_process_first, rank, world_size
 from sfm_dpo.common.errors import DiskFull, StopRequested, UserError
 from sfm_dpo.common.files import format_clock
-from sfm_dpo.common.leases import Lease, describe_owner
+from sfm_dpo.common.leases import Lease, describe_owner, read_owner
 from sfm_dpo.data.sources import explain_cache_errors
 from sfm_dpo.data.tokenization import pair_tokens
 from sfm_dpo.model.loading import hash_config
@@ -310,7 +310,7 @@ class ReferenceCache:
                 continue
             elif not lease.take():
                 left.append(number)
-                holder = holder or describe_owner(lease.path)
+                holder = holder or describe_owner(read_owner(lease.path))
             elif self.is_done(number):  # looked at again: the new file in the folder makes NFS ask the server
                 lease.release()
             else:

@@ -11,7 +11,7 @@ import filelock._soft
 import pytest
 
 from sfm_dpo.common import leases
-from sfm_dpo.common.leases import Lease, describe_owner
+from sfm_dpo.common.leases import Lease, describe_owner, read_owner
 
 ME = f"process {os.getpid()} on {platform.node()}"
 
@@ -25,6 +25,10 @@ def disk(request, monkeypatch, tmp_path) -> Path:
     return tmp_path
 
 
+def owner_of(path: Path) -> str:
+    return describe_owner(read_owner(path))
+
+
 def contenders(folder: Path) -> list[Lease]:
     return [Lease(folder / "a.lease"), Lease(folder / "a.lease")]
 
@@ -32,7 +36,7 @@ def contenders(folder: Path) -> list[Lease]:
 def test_one_has_it_until_it_gives_it_back(tmp_path):
     one, two = contenders(tmp_path)
     assert one.take() and not two.take()
-    assert describe_owner(two.path) == ME
+    assert owner_of(two.path) == ME
     two.release()
     assert not two.take()
     one.release()
@@ -51,13 +55,13 @@ def test_what_a_killed_process_had_is_taken_over_by_one_of_those_who_wait(disk, 
     assert owner.stdout.readline() == "True\n"
     one, two = contenders(disk)
     assert not one.take() and not two.take()
-    assert describe_owner(one.path) == f"job 77, process {owner.pid} on {platform.node()}"
+    assert owner_of(one.path) == f"job 77, process {owner.pid} on {platform.node()}"
     owner.kill()
     while not one.take():  # also before anybody has waited for the dead process
         time.sleep(0.01)
     owner.wait()
     assert not two.take()
-    assert describe_owner(one.path) == f"job 77, {ME}"
+    assert owner_of(one.path) == f"job 77, {ME}"
     one.release()
     assert list(disk.iterdir()) == []
 
@@ -77,7 +81,7 @@ def test_an_owner_on_another_host_has_it_while_it_renews(disk, monkeypatch):
     for _ in range(3):  # it is renewed every 1/15 s
         assert not one.take() and not two.take()
         time.sleep(0.6)
-    assert describe_owner(path) == f"process {os.getpid()} on elsewhere"
+    assert owner_of(path) == f"process {os.getpid()} on elsewhere"
     other._lock._stop_heartbeat()  # the process is stopped
     for shift in (-3600, 3600):
         os.utime(path, (time.time() + shift, time.time() + shift))
@@ -86,9 +90,9 @@ def test_an_owner_on_another_host_has_it_while_it_renews(disk, monkeypatch):
         assert not one.take() and not two.take()
     time.sleep(0.6)
     assert one.take() and not two.take()
-    assert describe_owner(path) == ME
+    assert owner_of(path) == ME
     other.release()  # it wakes up, and gives up nothing of another's
-    assert describe_owner(path) == ME
+    assert owner_of(path) == ME
     one.release()
     assert list(disk.iterdir()) == []
 
@@ -109,7 +113,7 @@ def test_a_file_that_names_nobody_expires(disk, monkeypatch, text):
     lease = Lease(disk / "a.lease")
     lease.path.write_text(text)
     assert not lease.take()
-    assert describe_owner(lease.path) == "a process that has just taken or released it"
+    assert owner_of(lease.path) == "a process that has just taken or released it"
     time.sleep(0.4)
     assert lease.take()
     lease.release()

@@ -45,23 +45,6 @@ def test_an_env_file_that_others_can_read(write_env, capsys, environment, mode, 
     assert (os.environ["X"], os.environ["QUOTED"]) == ("1", "a b")
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (b"X=1\nHF_TOKEN hf_secret\n", "line 2 is not NAME=value"),
-        (b'HF_TOKEN="hf_secret\nX=1\n', "line 1 is not NAME=value"),
-        (b"\xff\xfeX", "cannot be read ('utf-8' codec"),
-    ],
-)
-def test_an_env_file_that_would_be_read_in_part_ends_the_command(write_env, tmp_path, capsys, content, reason):
-    (tmp_path / ".env").write_bytes(content)
-    with pytest.raises(SystemExit) as end:
-        load_env_file()
-    error = capsys.readouterr().err
-    assert end.value.code == 2 and error.startswith(f"error: {tmp_path}/.env: {reason}") and error.count("\n") == 1
-    assert "hf_secret" not in error
-
-
 def test_the_nearest_env_file_else_the_projects(write_env, tmp_path):
     load_env_file()
     assert env_file() == PROJECT / ".env"  # from wherever a command is typed

@@ -94,7 +94,7 @@ def test_raw_sets_become_pairs(write_rows, tmp_path, capsys, name, suffix):
         (arena("tie"), "", "no prompt of RAW has answers that differ in it"),
         (ultrafeedback(0, [1, 2]), "--by overal_score", "--by overal_score: no prompt of RAW has answers that differ"),
         (ultrafeedback(0, ["high"]), "", "a row is not one of UltraFeedback's ratings: ValueError: could not convert"),
-        (ultrafeedback(0, [1, 2]), "--score_margin -1", "--score_margin: '-1' must be a number from 0 on"),
+        (ultrafeedback(0, [1, 2]), "--score_margin -1", "--score_margin: '-1' must be from 0 to inf"),
         (ultrafeedback(0, [1, 2]), "--dataset_train_split dev", "dev"),
     ],
 )

@@ -69,15 +69,13 @@ def test_a_marked_checkpoint_is_complete(tmp_path):
     ("damage", "reason"),
     [
         (lambda c: (c / COMPLETE).unlink(), "was not written to the end"),
-        (lambda c: (c / COMPLETE).write_text('{"files": {"mo'), "was not written to the end"),
-        (lambda c: (c / COMPLETE).write_text('{"files": ["model.safetensors"]}'), "was not written to the end"),
         (lambda c: (c / "model.safetensors").unlink(), "lacks model.safetensors"),
         (
             lambda c: (c / "model.safetensors").write_bytes(b"x" * 40),
             r"has a damaged model.safetensors \(40 bytes of 100\)",
         ),
     ],
-    ids=["no mark", "half a mark", "no sizes", "file gone", "truncated"],
+    ids=["no mark", "file gone", "truncated"],
 )
 def test_damage_is_named_and_skipped_and_nothing_is_deleted(tmp_path, damage, reason):
     good = write_checkpoint(tmp_path, 2)
@@ -140,21 +138,20 @@ def test_a_kill_in_the_middle_of_a_rotation_leaves_no_complete_looking_half(tmp_
 @pytest.mark.parametrize(
     ("fact", "now", "message", "may_ignore"),
     [
-        ("world_size", 4, "was written by 2 process(es), now there are 4; use 2 again, ", True),
+        ("world_size", 4, "was written by 2 process(es), now there are 4; resume as before, ", True),
         ("train_tokens", "xyz", "the data have changed since it was written", True),
-        ("order_version", 3, "put the pairs in another order (version 1, now 3)", True),
+        ("order_version", 3, "put the pairs in another order (1, now 3)", True),
         ("prefix_sharing", True, "was written with prefix_sharing False, now it is True", True),
         ("launch", "FSDP2", "was written with launch whole weights, now it is FSDP2", False),
-        ("world_size under ZeRO", 4, "DeepSpeed cannot divide the optimizer of a ZeRO checkpoint", False),
+        ("world_size under ZeRO", 4, "was written by 2 process(es), now there are 4", False),
     ],
 )
 def test_a_run_resumes_only_with_what_wrote_the_checkpoint(tmp_path, fact, now, message, may_ignore):
-    """The mark is one of an earlier version, which says neither order_version nor prefix_sharing."""
     fact, _, launch = fact.partition(" under ")
     folder = write_checkpoint(tmp_path, 3)
-    mark_complete(folder, FACTS | {"launch": launch or "whole weights"})
     facts = {"launch": launch or "whole weights", "world_size": 2, "train_tokens": "abc"}
     facts |= {"order_version": 1, "prefix_sharing": False}
+    mark_complete(folder, facts)
     check_resume(folder, facts, ignore=False)
     with pytest.raises(UserError, match=rf"^{folder}: .*{re.escape(message)}") as caught:
         check_resume(folder, facts | {fact: now}, ignore=False)
@@ -203,32 +200,27 @@ def test_checkpoints_at_one_time():
 
 
 @pytest.mark.parametrize(
-    ("written", "job_start", "rank", "is_old"),
+    ("written", "job_start", "rank", "is_removed"),
     [
         (5, None, 0, False),  # made since this process began: meant for it
         (-5, None, 0, True),
-        (-5, None, 1, True),  # all ranks see the same, rank 0 removes it
+        (-5, None, 1, False),  # rank 0 removes it
         (-5, -60, 0, False),  # by the batch script, between its start and that of Python
         (5, 60, 0, True),
     ],
 )
-def test_a_stop_file_from_before_the_job_is_removed(tmp_path, monkeypatch, written, job_start, rank, is_old):
+def test_a_stop_file_from_before_the_job_is_removed(tmp_path, monkeypatch, written, job_start, rank, is_removed):
     """`written` and `job_start`: seconds after the start of this process."""
     stop, start = tmp_path / STOP, psutil.Process().create_time()
     monkeypatch.delenv("SLURM_JOB_START_TIME", raising=False)
     if job_start:
         monkeypatch.setenv("SLURM_JOB_START_TIME", str(int(start) + job_start))
     monkeypatch.setenv("RANK", str(rank))
-    assert clear_old_stop(tmp_path) is False
-    stop.mkdir()
-    with pytest.raises(UserError, match="STOP in it is a folder, not the file that stops a run; remove it"):
-        clear_old_stop(tmp_path)
-    assert not stop_requested(tmp_path)
-    stop.rmdir()
+    clear_old_stop(tmp_path)  # there is none
     stop.touch()
     os.utime(stop, (start + written, start + written))
-    assert clear_old_stop(tmp_path) is is_old
-    assert stop_requested(tmp_path) is stop.exists() is (not is_old or rank > 0)
+    clear_old_stop(tmp_path)
+    assert stop_requested(tmp_path) is not is_removed
 
 
 # ---- lead time
@@ -273,9 +265,7 @@ def test_a_checkpoint_asked_for_must_be_complete(tmp_path, capsys):
     args = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=None, verify_checkpoints=False)
     capsys.readouterr()
     assert find_start(args) == good
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{bad} was not written to the end: skipped"
-    assert lines[1:] == [f"1 incomplete checkpoint(s) take 300 bytes; to delete them: rm -r {bad}"]
+    assert capsys.readouterr().out == f"{bad} was not written to the end: skipped\n"
     assert (step_of(good), step_of(None), step_of(tmp_path / "base")) == (2, 0, 0)
 
 
@@ -312,16 +302,6 @@ def test_a_flipped_bit_is_named_and_the_checkpoint_before_is_used(tmp_path, caps
     assert names(tmp_path) == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
     assert start_from(write_checkpoint(tmp_path, 3).parent) == tmp_path / "checkpoint-4"
     assert why_incomplete(bad) is None  # written anew
-
-
-def test_a_mark_without_checksums_is_believed_and_said(tmp_path, capsys):
-    folder = write_checkpoint(tmp_path, 3)
-    mark = json.loads((folder / COMPLETE).read_text())
-    del mark["xxh3_128"]
-    (folder / COMPLETE).write_text(json.dumps(mark))
-    capsys.readouterr()
-    assert start_from(tmp_path) == folder
-    assert "an earlier version wrote it, without checksums" in capsys.readouterr().out
 
 
 def test_what_cannot_be_read_is_damage(tmp_path):

@@ -1,7 +1,6 @@
 """How do all runs stand? From folders of every state, with and without Slurm, and from the command itself."""
 
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -62,13 +61,12 @@ def test_a_running_run(tmp_path):
         "health": "healthy",
         "seconds_since_update": facts["seconds_since_update"],
         "checkpoint": "checkpoint-10",
-        "incomplete_checkpoints": 1,
         "starts": 3,
     }
     assert facts["seconds_since_update"] < 60
     head, line = format_runs([facts]).splitlines()
     assert head.split() == status.COLUMNS
-    for cell in ("30/120", "1:02:03", "1.50", "0.6100", "+0.200", "healthy", "checkpoint-10 (+1 incomplete)", "  3"):
+    for cell in ("30/120", "1:02:03", "1.50", "0.6100", "+0.200", "healthy", "checkpoint-10", "  3"):
         assert cell in line, cell
 
 
@@ -96,17 +94,9 @@ def test_slurm_has_the_last_word(tmp_path, monkeypatch):
     assert [state(run, queue) for queue in ({"4711": "PENDING"}, {})] == ["stopped, waits", "stopped"]
 
 
-def test_a_run_that_writes_nothing_is_stale_unless_its_log_moves(tmp_path, monkeypatch):
-    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+def test_a_run_that_writes_nothing_is_stale(tmp_path):
     run = make(tmp_path / "a", "running", host="n1")
-    later = time.time() + status.STALE_SECONDS + 5
-    assert describe_run(run, None, later)["state"] == "stale"
-    log = tmp_path / "logs" / "dpo-train-4711.out"
-    log.parent.mkdir()
-    log.touch()
-    os.utime(log, (later - 3, later - 3))
-    facts = describe_run(run, None, later)
-    assert (facts["state"], facts["seconds_since_update"]) == ("running", 3)
+    assert describe_run(run, None, time.time() + status.STALE_SECONDS + 5)["state"] == "stale"
 
 
 def test_runs_are_found_given_and_one_folder_deeper_and_told_with_their_last_words(tmp_path):
@@ -132,17 +122,6 @@ def test_the_command_without_slurm(tmp_path):
     assert (missing.returncode, missing.stderr) == (2, "error: nowhere: no such folder\n")
     as_json = subprocess.run([*script, "--json"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert json.loads(as_json.stdout)[0]["state"] == "DONE"
-    no_slurm = os.environ | {"PATH": ""}
-    watching = subprocess.Popen(
-        [*script, "--watch", "0.1"], cwd=tmp_path, env=no_slurm, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        lines = [watching.stdout.readline() for _ in range(6)]
-    finally:
-        watching.kill()
-        watching.wait()
-    assert lines[1].split()[:4] == ["outputs/a", "DONE", "-", "9"]
-    assert sum("DONE" in line for line in lines) == 3
 
 
 @pytest.mark.parametrize("script", ["status", "compare_runs"])

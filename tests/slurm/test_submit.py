@@ -86,7 +86,7 @@ def test_two_jobs_at_once_in_one_folder(cluster, project):
     assert yaml.safe_load((run / "resolved_config.yaml").read_text())["learning_rate"] == runs[winner]
     assert len(json.loads((run / "environment.json").read_text())["starts"]) == 1
     assert not (run / ".lock").exists()
-    line = f"^error: output_dir outputs/contested: job {winner} on .* has it since .*; wait, .*$"
+    line = f"^error: output_dir outputs/contested: job {winner}, process .* on .* has it since .*; wait, .*$"
     assert re.search(line, log_of(project, other), re.MULTILINE)
 
 

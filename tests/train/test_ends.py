@@ -47,9 +47,9 @@ def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, monkeypatch, capsy
         raise error
 
     monkeypatch.setattr(train_dpo, "load", fail)
-    monkeypatch.setattr(folder, "write_atomically", fail)
+    monkeypatch.setattr(folder, "write_json", fail)
     fields = f"--model_name_or_path m --dataset_name d.jsonl --use_cpu --output_dir {tmp_path / 'run'}"
     assert train_dpo.main(fields.split()) == 1
     line = f"error: /disk/file: {error.strerror}; free space, and run the same command again to resume\n"
     assert capsys.readouterr().err == line
-    assert (read_status(tmp_path / "run") is not None) == (number == errno.ENOSPC)
+    assert bool(read_status(tmp_path / "run")) == (number == errno.ENOSPC)
