@@ -67,13 +67,6 @@ def test_command_line_beats_recipe_beats_defaults(parse):
     assert (weighted.train.loss_type, weighted.train.loss_weights) == (["sigmoid_norm", "sft"], [1.0, 0.2])
 
 
-def test_recipe_can_be_given_with_an_equals_sign_and_the_last_one_wins(tmp_path):
-    for name, seed in (("a", 1), ("b", 2)):
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(NEEDED | {"seed": seed}))
-    assert parse_config([f"--config={tmp_path}/a.yaml"]).train.seed == 1
-    assert parse_config(["--config", f"{tmp_path}/a.yaml", f"--config={tmp_path}/b.yaml"]).train.seed == 2
-
-
 def test_values_keep_spaces_accents_and_leading_dashes(parse):
     for name in ("two words.jsonl", "ü ñ 日本.jsonl", "-dash.jsonl", "a=b.jsonl", "it's.jsonl"):
         assert parse({"dataset_name": name}).train.dataset_name == name
@@ -83,9 +76,7 @@ def test_values_keep_spaces_accents_and_leading_dashes(parse):
     ("field", "text", "value"),
     [
         ("learning_rate", "1e-6", 1e-6),  # YAML 1.1 reads this as text
-        ("learning_rate", "'5e-7'", 5e-7),
         ("beta", "5", 5.0),
-        ("max_length", "'512'", 512),
         ("eval_strategy", "no", "no"),  # YAML reads no as false
         ("save_strategy", "off", "no"),
         ("output_dir", "on", "on"),
@@ -117,7 +108,6 @@ def test_env_section_reaches_the_environment(parse, monkeypatch):
     ("cli", "parts"),
     [
         ("--learning_rat 1", ["--learning_rat", "did you mean --learning_rate"]),  # no abbreviations
-        ("--learning_rat=1", ["--learning_rat;", "did you mean --learning_rate"]),
         ("--pair-by=score", ["--pair-by, which was removed", "scripts/make_pairs.py"]),
         ("--warmup_ratio 0.1", ["--warmup_ratio", "--warmup_steps"]),
         ("--learning_rate fast", ["learning_rate", "'fast'"]),
@@ -138,18 +128,12 @@ def test_wrong_command_line(parse, cli, parts):
     ("recipe", "parts"),
     [
         ("learning_rat: 1.0e-6", ["learning_rat", "did you mean learning_rate"]),
-        ("learning-rate: 1.0e-6", ["'learning-rate'", "did you mean learning_rate"]),
         ("score_margin: 2", ["score_margin', which was removed", "scripts/make_pairs.py"]),
-        ("3: x", ["unknown field '3'"]),
-        ("config: other.yaml", ["unknown field 'config'"]),
         ("learning_rate: [1, 2]", ["learning_rate", "list"]),
         ("learning_rate: true", ["learning_rate", "'true'"]),
         ("learning_rate:", ["learning_rate", "empty"]),
-        ("global_batch_size: null", ["global_batch_size", "empty"]),
         ("max_length: 1e3", ["max_length", "'1e3'"]),
-        ("lr_scheduler_type: no", ["lr_scheduler_type", "'no'", "'linear'"]),
         ("guard: off", ["guard", "'off'", "'stop'"]),
-        ("gradient_checkpointing: sometimes", ["gradient_checkpointing", "sometimes"]),
         ("env: x", ["env", "mapping"]),
         ("env: {HF_HOME: /x}", ["HF_HOME", ".env"]),
         ("a: [b", ["not valid YAML"]),
@@ -190,7 +174,6 @@ BEST |= {"eval_strategy": "steps", "eval_steps": 500}
         ({"loss_type": "sigmoid_nrm"}, ["sigmoid_nrm", "did you mean sigmoid_norm"]),
         ({"loss_type": ["sigmoid_norm", "sft"], "loss_weights": [1.0]}, ["loss_weights"]),
         ({"report_to": "wanbd"}, ["report_to wanbd", "wandb"]),
-        ({"report_to": "all"}, ["report_to all"]),
         ({"gradient_accumulation_steps": 3}, ["gradient_accumulation_steps 3", "makes it 16"]),
         ({"global_batch_size": 10, "per_device_train_batch_size": 4}, ["10", "a multiple of", "4 x 1 process(es)"]),
         ({"datasets": [{"path": "a"}]}, ["dataset_name", "datasets"]),
@@ -278,7 +261,6 @@ def test_mixture(parse):
 @pytest.mark.parametrize(
     ("datasets", "part"),
     [
-        ({"path": "a"}, "list of mappings"),
         ([{"name": "a"}], "path"),
         ([{"path": "a", "fractoin": 1}], "'fractoin'"),
         ([{"path": "a", "fraction": 0.5}, {"path": "b"}], "fraction"),
@@ -303,7 +285,7 @@ def test_wrong_mixture(parse, datasets, part):
             "max_length": None,
             "save_total_limit": None,
         },
-        {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"], "model_init_kwargs": {"a": {"b": [1, None]}}},
+        {"use_peft": True, "lora_target_modules": "q_proj", "model_init_kwargs": {"a": {"b": [1, None]}}},
         {"lora_target_modules": "all-linear", "accelerator_config": {"split_batches": False}, "warmup_steps": 100},
         {"dataset_name": "absent", "datasets": [{"path": "a", "fraction": 1}, {"path": "b", "fraction": 2}]},
         {"gradient_checkpointing": False, "max_steps": 3, "save_steps": 0.25, "run_name": "ü: 'x' #y", "seed": 0},
@@ -342,8 +324,3 @@ def test_every_field_of_trl_is_in_the_table_of_the_design():
     page = (PROJECT / "docs" / "design.md").read_text()
     ours = {f.name for f in dataclasses.fields(DPOConfig)} - {f.name for f in dataclasses.fields(TrainingArguments)}
     assert not {name for name in ours | set(REFUSED) - {"streaming", "test_split_size"} if f"`{name}`" not in page}
-
-
-def test_one_target_of_lora_is_a_name(parse):
-    assert parse({"use_peft": True, "lora_target_modules": "q_proj"}).model.lora_target_modules == ["q_proj"]
-    assert parse({"use_peft": True, "lora_target_modules": "all-linear"}).model.lora_target_modules == "all-linear"

@@ -25,7 +25,6 @@ from sfm_dpo.common.files import now
 
 LEASE_SECONDS = 300.0  # longer than a batch, and than an NFS client remembers a file's time (60 s)
 SETTLE_SECONDS = 1.0
-_OWNER_KEYS = {"job", "cluster", "host", "uid", "pid", "started", "time"}
 
 
 class Lease:
@@ -117,10 +116,12 @@ def start_time(pid: int) -> float:
 def read_owner(path: Path) -> dict[str, Any]:
     """Who holds a lease, as `this_process` says it; empty where that cannot be read."""
     try:
-        owner = json.loads(path.read_text().rpartition("owner=")[2])
+        head, *lines = path.read_text().split("owner=")
+        owners = [json.loads(line) for line in lines]
     except (OSError, ValueError):
         return {}
-    return owner if isinstance(owner, dict) and owner.keys() >= _OWNER_KEYS else {}
+    # A contender that was superseded at once may have added its line to its successor's file
+    return next((owner for owner in owners if f"pid={owner['pid']}\n" in head), {})
 
 
 def describe_owner(owner: dict[str, Any]) -> str:

@@ -64,22 +64,21 @@ def why_damaged(checkpoint: Path, pattern: str = "*", alone: bool = False) -> st
 
     All ranks must call it, each reads what it wrote, and all get the same answer; or one, `alone`, reads all.
     """
-    checksums = _read_facts(checkpoint).get("xxh3_128", {})
-    names = [name for name in checksums if Path(name).match(pattern)]
+    damage = None
+    for name, checksum in _read_facts(checkpoint).get("xxh3_128", {}).items():
+        if damage is None and Path(name).match(pattern) and (alone or _is_mine(name)):
+            damage = _find_damage(checkpoint, name, checksum)
     if alone:
-        return _find_damage(checkpoint, names, checksums)
-    mine = [name for name in names if _is_mine(name)]
-    damages = gather(_find_damage(checkpoint, mine, checksums))
-    return next(filter(None, damages), None)
+        return damage
+    return next(filter(None, gather(damage)), None)
 
 
-def _find_damage(checkpoint: Path, names: list[str], checksums: dict[str, str]) -> str | None:
-    for name in names:
-        try:
-            if _hash_file(checkpoint / name) != checksums[name]:
-                return f"has a damaged {name} (its checksum is another)"
-        except OSError as error:
-            return f"has a {name} that cannot be read ({error.strerror})"
+def _find_damage(checkpoint: Path, name: str, checksum: str) -> str | None:
+    try:
+        if _hash_file(checkpoint / name) != checksum:
+            return f"has a damaged {name} (its checksum is another)"
+    except OSError as error:
+        return f"has a {name} that cannot be read ({error.strerror})"
     return None
 
 

@@ -139,14 +139,6 @@ def test_w_and_b_knows_all_starts_of_a_run_as_one(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "run" / ENVIRONMENT).read_text())["wandb_run_id"] == "mine"
 
 
-def test_rank_0_writes_and_others_what_they_alone_know(tmp_path, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    write_status(tmp_path, "done", 0)
-    assert list(tmp_path.iterdir()) == []
-    write_status(tmp_path, "failed", 1, "disk full", any_rank=True)
-    assert read_status(tmp_path)["message"] == "disk full"
-
-
 def test_no_secret_is_written_down(tmp_path, monkeypatch):
     secrets = ["hf_canary3", "wandb_canary"]
     monkeypatch.setenv("HF_TOKEN", secrets[0])
@@ -172,6 +164,6 @@ def test_the_check_of_the_batch_scripts_looks_and_leaves_the_folder_to_nobody(tm
     assert capsys.readouterr().out.splitlines()[-1] == str(run)
     assert not list(run.iterdir())
     owner = {"job": "7", "cluster": None, "uid": -1, "host": "n1", "pid": 1, "started": 1.0, "time": "noon"}
-    (run / LOCK).write_text(json.dumps(owner))
+    (run / LOCK).write_text(f"pid=1\nowner={json.dumps(owner)}\n")
     assert check_config.main(["configs/accelerate/cpu.yaml", "2", *fields]) == 2
     assert f"output_dir {run}: job 7, process 1 on n1 has it since noon; " in capsys.readouterr().err

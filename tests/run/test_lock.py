@@ -34,7 +34,7 @@ print("ready", flush=True)
 leases = []
 for name in sys.argv[2:]:
     while not (Path(name) / "go").exists():
-        pass
+        time.sleep(0.001)
     try:
         leases.append(take_folder(Path(name)))
         print("won", flush=True)
@@ -67,9 +67,9 @@ def dead() -> dict:
 
 
 def write_lock(run: Path, **facts) -> None:
-    """As an earlier version wrote it; a lease's file has the same in its last line."""
-    owner = {"job": None, "cluster": None, "uid": os.getuid(), "time": "2026-01-31T18:03:11+00:00", "id": "old"}
-    (run / LOCK).write_text(json.dumps(owner | {"host": "n1", "pid": 1, "started": 1.0} | facts))
+    owner = {"job": None, "cluster": None, "uid": os.getuid(), "time": "2026-01-31T18:03:11+00:00"}
+    owner |= {"host": "n1", "pid": 1, "started": 1.0} | facts
+    (run / LOCK).write_text(f"pid={owner['pid']}\nowner={json.dumps(owner)}\n")
 
 
 def refused(run: Path) -> str:
@@ -105,7 +105,8 @@ def test_one_of_many_at_once_wins_and_a_stale_lock_is_taken_over_by_one(tmp_path
                 assert answer == "won" or f"process {winner.pid} on {platform.node()} has it since " in answer
     finally:
         for contender in contenders:
-            contender.communicate("")
+            contender.kill()
+            contender.communicate()
 
 
 def test_another_process_of_that_number_is_not_the_owner_and_a_clock_that_is_set_changes_nothing(monkeypatch):
@@ -177,6 +178,14 @@ def test_a_superseded_run_ends_and_names_who_has_the_folder(tmp_path, monkeypatc
     assert re.search("process 99 on n7 has taken it from this run, which ends here", capsys.readouterr().err)
     lease.release()
     assert read_owner(tmp_path / LOCK)["host"] == "n7"
+
+
+def test_a_superseded_contenders_line_names_nobody(tmp_path):
+    write_lock(tmp_path, pid=7)
+    owner = read_owner(tmp_path / LOCK)
+    with (tmp_path / LOCK).open("a") as file:
+        file.write(f"owner={json.dumps(owner | {'pid': 8})}\n")
+    assert read_owner(tmp_path / LOCK) == owner
 
 
 def test_squeue(tmp_path, monkeypatch):
