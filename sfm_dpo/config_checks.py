@@ -165,8 +165,8 @@ def read_eval_sets(text: str | None) -> dict[str, dict[str, str]]:
                 raise ValueError(f"{name}: {entry}")
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(
-            f"eval_datasets {text}: must be a mapping of names (not {HELD_OUT}, not train) to sets, such as "
-            f"{{math: math.jsonl, code: {{path: org/set, split: test}}}}: {error}"
+            f"eval_datasets {text}: must be a mapping of names to sets, such as {{math: math.jsonl, code: {{path: "
+            f"org/set, split: test}}}}; no set is called {HELD_OUT} or train ({error})"
         ) from error
     return sets
 

@@ -184,7 +184,7 @@ BEST |= {"eval_strategy": "steps", "eval_steps": 500}
         ({"eval_datasets": "a.jsonl"}, ["eval_datasets a.jsonl: must be a mapping of names to sets, such as {math:"]),
         ({"eval_datasets": {"a": {"split": "test"}}}, ["eval_datasets {", "must be a mapping"]),
         ({"eval_datasets": {"a": {"path": "x", "fraction": "1"}}}, ["eval_datasets", "fraction"]),
-        ({"eval_datasets": {"eval": "x"}}, ["eval_datasets", "not eval, not train", "eval: x"]),
+        ({"eval_datasets": {"eval": "x"}}, ["eval_datasets", "is called eval or train", "eval: x"]),
         (BEST | {"metric_for_best_model": "eval_mth_loss"}, ["eval_mth_loss: is unknown; did you mean eval_math"]),
         (BEST | {"eval_fraction": 0}, ["metric_for_best_model eval_loss: is unknown; did you mean eval_math_loss?"]),
         (BEST | {"eval_steps": 250}, ["eval_steps 250", "set it to save_steps, 500"]),
