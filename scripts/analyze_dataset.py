@@ -5,7 +5,7 @@
     python scripts/analyze_dataset.py allenai/Dolci-Think-DPO-7B --max_samples 5000
     python scripts/analyze_dataset.py pairs.jsonl --model_name_or_path my/model --html lengths.html
     python scripts/analyze_dataset.py --config recipes/think.yaml --json lengths.json --plot lengths.png
-    python scripts/analyze_dataset.py pairs.jsonl --against gsm8k.jsonl:question --json found.json
+    python scripts/analyze_dataset.py pairs.jsonl --against gsm8k.jsonl --json found.json
 
 Run it with the recipe, on all pairs, and the training run finds their token ids in the cache. DATASET comes first. Any
 field of a recipe can be given as an option, such as --model_name_or_path (tokenizer and config.json), --max_samples (a
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     parser = Arguments(usage="analyze_dataset.py [DATASET] [options]", description=__doc__)
     parser.add_argument("--min_coverage", type=share, default=0.95, help="pairs to leave untouched (default 0.95)")
     parser.add_argument("--min_tokens_kept", type=share, default=0.9, help="response tokens to keep (default 0.9)")
-    sets = "evaluation sets, FILE_OR_DATASET[@split][:column]: what is in both"
+    sets = "evaluation sets, FILE or DATASET[/configuration]: what is in both"
     parser.add_argument("--against", nargs="+", default=[], metavar="SET", help=sets)
     parser.add_argument("--ngram", type=number(int, 1), default=13, help="words in common that count (default 13)")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="writes everything, for machines")

@@ -27,24 +27,17 @@ def main(argv: list[str]) -> None:
     parser.add_argument("out", metavar="OUT.jsonl", type=new_file, help="is written anew")
     parser.add_argument("--by", required=True, help="score: the set's overall one; or the name of another score")
     parser.add_argument("--score_margin", type=number(float, 0), default=0.0, help="least difference of a pair")
-    parser.add_argument(
-        "--score_pairs",
-        choices=("best_worst", "all"),
-        default="best_worst",
-        help="the best answer against the worst, or all pairs of answers whose scores differ",
-    )
     parser.add_argument("--dataset_config", help="configuration of a Hub dataset")
     parser.add_argument("--dataset_train_split", default="train", help="default: train")
     options = parser.parse_args(argv)
 
     rows = load_rows(options.dataset, options.dataset_config, options.dataset_train_split)
-    every = options.score_pairs == "all"
-    prompts = list(pair_rows(rows, options.dataset, options.by, options.score_margin, every))
-    lines = [json.dumps(pair) + "\n" for pairs in prompts for pair in pairs]
+    pairs = list(pair_rows(rows, options.dataset, options.by, options.score_margin))
+    lines = [json.dumps(pair) + "\n" for pair in pairs if pair]
     if not lines:
         raise UserError(f"--by {options.by}: no prompt of {options.dataset} has answers that differ in it")
     write_atomically(options.out, "".join(lines))
-    ties = prompts.count([])
+    ties = pairs.count(None)
     print(f"{options.out}: {len(lines):,} pairs; {ties:,} prompts have no preferred answer and are left out")
 
 

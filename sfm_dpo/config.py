@@ -63,10 +63,6 @@ class TrainConfig(DPOConfig):
     drop_duplicates: Literal["no", "pairs", "prompts"] = HfArg(
         default="no", help="Leave out repeated pairs or prompts."
     )
-    max_pairs_per_prompt: int | None = HfArg(default=None, help="Pairs of one prompt to keep, the first ones.")
-    min_response_tokens: int | None = HfArg(default=None, help="Of both responses, end of turn included.")
-    max_response_tokens: int | None = HfArg(default=None, help="Of both responses, before max_length cuts them.")
-    max_length_ratio: float | None = HfArg(default=None, help="Longer response over shorter one, in tokens.")
     drop_contaminated: str | None = HfArg(default=None, help="Leave out the pairs in this JSON of analyze_dataset.py.")
 
     # Speed
@@ -101,12 +97,17 @@ class TrainConfig(DPOConfig):
 DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)
 
 # Fields of earlier versions, and what to do instead; empty in an old resolved_config.yaml, they are ignored
+_USE_SCRIPT = "compare the responses in a filter_script"
 _USE_MAKE_PAIRS = "make pairs of scored answers with scripts/make_pairs.py"
 REMOVED = {
     "duplicate_threshold": "remove near duplicates before training, for instance with text-dedup (docs/filters.md)",
     "hub_push_every": "hub_strategy every_save pushes every save; save less often with save_steps",
     "keep_values": "write a filter_script, such as def keep(row): return row['language'] == 'English'",
-    "max_response_similarity": "compare the responses in a filter_script",
+    "max_length_ratio": _USE_SCRIPT,
+    "max_pairs_per_prompt": "keep one pair of each prompt with drop_duplicates: prompts",
+    "max_response_similarity": _USE_SCRIPT,
+    "max_response_tokens": _USE_SCRIPT,
+    "min_response_tokens": _USE_SCRIPT,
     "pair_by": _USE_MAKE_PAIRS,
     "score_field": _USE_MAKE_PAIRS,
     "score_margin": _USE_MAKE_PAIRS,

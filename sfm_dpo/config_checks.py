@@ -31,8 +31,7 @@ _RANGES = [
         _MOST,
         "at least 1",
         "max_prompt_length max_samples preflight_samples global_batch_size per_device_train_batch_size "
-        "per_device_eval_batch_size dataset_num_proc max_pairs_per_prompt min_response_tokens max_response_tokens "
-        "max_length_ratio lora_r precompute_ref_batch_size ddp_timeout",
+        "per_device_eval_batch_size dataset_num_proc lora_r precompute_ref_batch_size ddp_timeout",
     ),
     # save_total_limit: with 1, a kill while saving can leave no complete checkpoint
     (2, _MOST, "at least 2", "max_length save_total_limit"),

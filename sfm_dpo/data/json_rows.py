@@ -46,27 +46,18 @@ def read_rows(file: str, name: str) -> Iterator[list[str]]:
             try:
                 text = line.decode("utf-8-sig").rstrip()
                 value = json.loads(text)
+                objects = value if is_list else [value]
                 if b"\\ud" in line or b"\\uD" in line:
-                    json.dumps(value, ensure_ascii=False).encode()
-                if not all(isinstance(row, dict) for row in (value if is_list else [value])):
+                    json.dumps(objects, ensure_ascii=False).encode()  # fails for half of a surrogate pair
+                if not all(isinstance(row, dict) for row in objects):
                     raise ValueError("is not a JSON object")
             except ValueError as error:
-                raise UserError(f"dataset_name {name}: {_explain(error, number)}") from error
-            rows += map(json.dumps, value) if is_list else [text]
+                where = "" if is_list else f"line {number}: "
+                raise UserError(f"dataset_name {name}: {where}{error}") from error
+            rows += map(json.dumps, objects) if is_list else [text]
             size += len(line)
             if size > CHUNK_BYTES:
                 yield rows
                 rows, size = [], 0
     if rows:
         yield rows
-
-
-def _explain(error: ValueError, number: int) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"line {number + error.lineno - 1} is not valid JSON: {error.msg}"
-    if isinstance(error, UnicodeDecodeError):
-        before = error.object[: error.start]
-        return f"line {number + before.count(10)} is not UTF-8: {error.reason}"
-    if isinstance(error, UnicodeEncodeError):
-        return f"line {number} holds half of a surrogate pair (\\ud800 to \\udfff)"
-    return f"line {number} {error}"

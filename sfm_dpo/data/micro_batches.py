@@ -13,9 +13,6 @@ def list_micro_batches(config: Config, lengths: Lengths, prefix_sharing: bool, r
 
     Args:
         lengths: of the pairs to train on, truncated.
-
-    Raises:
-        UserError: fewer pairs than a global batch.
     """
     args = config.train
     seed = args.seed if args.data_seed is None else args.data_seed

@@ -11,8 +11,6 @@ The columns of a usable row:
 """
 
 import json
-import os
-import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,12 +28,12 @@ from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import HELD_OUT
 from sfm_dpo.data import json_rows
-from sfm_dpo.data.filters import FILTER_REASONS, drop_reason, filter_pairs, load_keep
+from sfm_dpo.data.filters import FILTER_REASONS, filter_pairs, keeps, load_keep
 from sfm_dpo.data.raw_shapes import check_columns, read_transcript
 from sfm_dpo.data.sources import drop_rows, explain_cache_errors, load_rows
 
 # Part of the cache's key. Raise it with any change of this module that changes a normalised row or its drop reason.
-PAIRS_VERSION = 3
+PAIRS_VERSION = 4
 
 # Why a row cannot be used
 DROP_REASONS = {
@@ -84,28 +82,27 @@ class Pairs:
     def check_dropped(self, limit: float) -> None:
         """Raises UserError if no pair is left, or more than `limit` (a share of all rows) cannot be used; what filters
         leave out does not count."""
-        names = ", ".join(self.sources)
-        worst = "; ".join(f"{n} x {self._explain(reason)}" for reason, n in self.dropped.most_common(3))
-        if len(self.dropped_rows) == self.rows:
-            raise UserError(f"dataset_name {names}: none of its {self.rows} rows can be used ({worst})")
         unusable = sum(n for reason, n in self.dropped.items() if reason not in FILTER_REASONS)
-        if unusable > limit * self.rows:
-            raise UserError(
-                f"dataset_name {names}: {unusable} of {self.rows} rows cannot be used ({worst}); correct them "
-                f"(analyze_dataset.py --dropped FILE lists them), or raise max_dropped_fraction {limit:g}"
-            )
+        if len(self.dropped_rows) == self.rows:
+            unusable = self.rows
+        elif unusable <= limit * self.rows:
+            return
+        worst = "; ".join(f"{n} x {self._explain(reason)}" for reason, n in self.dropped.most_common(3))
+        raise UserError(
+            f"dataset_name {', '.join(self.sources)}: {unusable} of {self.rows} rows cannot be used ({worst}); "
+            f"correct them (analyze_dataset.py --dropped FILE lists them), or raise max_dropped_fraction {limit:g}"
+        )
 
     def _explain(self, reason: str) -> str:
         first = next(row for row in self.dropped_rows if row["reason"] == reason)
-        where = f" of {first['source']}" if len(self.sources) > 1 else ""
-        return f"{DROP_REASONS[reason]}, first in row {first['row']}{where}"
+        return f"{DROP_REASONS[reason]}, first in row {first['row']} of {first['source']}"
 
     def table(self) -> str:
         """The account as text, one line a reason."""
         rows = [("source", ", ".join(self.sources)), ("rows", f"{self.rows:,}")]
         rows += [(f"dropped: {self._explain(reason)}", f"{n:,}") for reason, n in self.dropped.items()]
-        rows += [("pairs to train on", f"{len(self.train):,}"), ("pairs held out", f"{len(self.eval or ()):,}")]
-        rows += [(f"pairs held out: {name}", f"{len(pairs):,}") for name, pairs in self.eval_sets.items()]
+        rows.append(("pairs to train on", f"{len(self.train):,}"))
+        rows += [(f"pairs held out: {name}", f"{len(pairs):,}") for name, pairs in self.held_out().items()]
         return format_table(rows)
 
     def write_dropped(self, path: Path) -> None:
@@ -129,11 +126,7 @@ class Pairs:
 
 
 def load_pairs(config: Config) -> Pairs:
-    """Loads `dataset_name` or the mixture `datasets`, drops what cannot be used, samples and splits.
-
-    Raises:
-        UserError: data not found, unreadable, without chosen/rejected, empty, or too much of it unusable.
-    """
+    """Loads `dataset_name` or the mixture `datasets`, drops what cannot be used, samples and splits."""
     args = config.train
     entries = config.data.datasets or [
         DatasetConfig(str(args.dataset_name), args.dataset_config, split=args.dataset_train_split)
@@ -153,8 +146,6 @@ def load_pairs(config: Config) -> Pairs:
     train, filtered = filter_pairs(_mix(parts, [entry.fraction for entry in entries]), args)
     pairs = Pairs(train, None, [entry.path for entry in entries], count, dropped + filtered)
     pairs.check_dropped(args.max_dropped_fraction)
-    if not len(pairs.train):
-        raise UserError(f"datasets: the fractions leave no pair of {', '.join(pairs.sources)}")
     return _sample_and_split(pairs, args)
 
 
@@ -162,10 +153,8 @@ def load_pairs(config: Config) -> Pairs:
 def normalize_rows(
     rows: Dataset, source: str, num_proc: int | None = None, script: str | None = None
 ) -> tuple[Dataset, list[dict[str, Any]]]:
-    """Usable pairs of `rows` in the form of this module's docstring, and the others as in Pairs.dropped_rows.
-
-    `script`: of filter_script; what it leaves out is among the others, too.
-    """
+    """Usable pairs of `rows` in the form of this module's docstring, and the others as in Pairs.dropped_rows, among
+    them what filter_script, `script`, does not keep."""
     code = Path(script).read_text() if script else ""
     pairs = rows.map(
         _normalize_batch,
@@ -190,8 +179,8 @@ def _normalize_batch(batch: dict[str, list], indices: list[int], source: str, sc
     pairs = []
     for index, row in zip(indices, rows, strict=True):
         pair = _normalize_row(row) | {"source": source, "row": index + 1}
-        if script:
-            pair["dropped"] = drop_reason(row, script) or pair["dropped"]
+        if script and not keeps(script, row):
+            pair["dropped"] = "script"
         pairs.append(pair)
     return {name: [pair[name] for pair in pairs] for name in _PAIR}
 
@@ -208,14 +197,18 @@ def _normalize_row(row: dict[str, Any]) -> dict[str, Any]:
             template = json.dumps(arguments)
     except (ValueError, TypeError):
         pair = "malformed"
-    reason, sides = (pair, ([], [], [])) if isinstance(pair, str) else ("", pair)
+    if isinstance(pair, str):
+        reason = pair
+        pair = ([], [], [])
+    else:
+        reason = ""
     # Written as JSON here, because datasets 5.2 would take text that could be JSON for its value
-    columns: dict[str, Any] = {name: json.dumps(side) for name, side in zip(PARTS, sides, strict=True)}
+    columns: dict[str, Any] = {name: json.dumps(side) for name, side in zip(PARTS, pair, strict=True)}
     return columns | {
         "template": template,
         "dropped": reason,
-        "prompt_key": _hash(sides[0], template),
-        "pair_key": _hash(*sides, template),
+        "prompt_key": _hash(pair[0], template),
+        "pair_key": _hash(*pair, template),
     }
 
 
@@ -226,14 +219,18 @@ def _hash(*values: Any) -> str:
 def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | str:
     """One pair as (prompt, chosen, rejected), or the reason (a key of DROP_REASONS) why it cannot be used.
 
-    Three shapes, as found in published sets: `prompt` text and message lists that hold the response alone
-    (Dolci-Think); no `prompt` and whole conversations whose shared beginning is the prompt (Dolci-Instruct);
-    plain strings, which become messages where they are transcripts of Human and Assistant.
+    Four shapes, as found in published sets: `prompt` text and message lists that hold the response alone
+    (Dolci-Think); no `prompt` and whole conversations whose shared beginning is the prompt (Dolci-Instruct), or
+    transcripts of Human and Assistant (hh-rlhf); plain text in all three.
     """
-    if prompt is None:  # hh-rlhf's plain text
-        chosen, rejected = read_transcript(chosen) or chosen, read_transcript(rejected) or rejected
-    if isinstance(chosen, str) and isinstance(rejected, str) and (prompt is None or isinstance(prompt, str)):
-        return _normalize_text(prompt, chosen, rejected)
+    if prompt is None:
+        chosen, rejected = read_transcript(chosen), read_transcript(rejected)
+    if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
+        if chosen == rejected:
+            return "chosen_equals_rejected"
+        if not chosen.strip() or not rejected.strip():
+            return "empty_response"
+        return prompt, chosen, rejected
     chosen, rejected = (_read_messages(side, "assistant") for side in (chosen, rejected))
     prompt_messages = _read_messages(prompt, "user") if prompt else []
     if chosen is None or rejected is None or prompt_messages is None:
@@ -259,28 +256,10 @@ def _join_prompts(prompt_messages: list[dict], shared: list[dict]) -> list[dict]
     for overlap in range(min(len(prompt_messages), len(shared)), 0, -1):
         if prompt_messages[-overlap:] == shared[:overlap]:
             return prompt_messages + shared[overlap:]
-    if (
-        shared
-        and shared[0]["role"] in ("system", "user")
-        and all(message["role"] == "user" for message in prompt_messages)
-    ):
+    is_question = all(message["role"] == "user" for message in prompt_messages)
+    if is_question and shared and shared[0]["role"] in ("system", "user"):
         return shared  # whole conversations, and a prompt column that repeats their question in another spelling
     return prompt_messages + shared
-
-
-def _normalize_text(prompt: str | None, chosen: str, rejected: str) -> tuple[str, str, str] | str:
-    if chosen == rejected:
-        return "chosen_equals_rejected"
-    if prompt is None:
-        shared = os.path.commonprefix([chosen, rejected])  # noqa: RUF071 (of characters, indeed)
-        # Cut at the last white space, so that the two responses start on whole words.
-        prompt = re.sub(r"\S*\Z", "", shared).rstrip(" ")
-        if not prompt:
-            return "prompts_differ"
-        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-    if not chosen.strip() or not rejected.strip():
-        return "empty_response"
-    return prompt, chosen, rejected
 
 
 def _read_messages(value: Any, role: str) -> list[dict] | None:
@@ -294,11 +273,6 @@ def _read_messages(value: Any, role: str) -> list[dict] | None:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return None
         content = message.get("content")
-        if isinstance(content, list):  # parts, as in OpenAI's format
-            parts = [part["text"] or "" if isinstance(part, dict) and "text" in part else part for part in content]
-            if not all(isinstance(part, str) for part in parts):
-                return None
-            content = "".join(parts)
         if content is not None and not isinstance(content, str):
             return None
         extras = {k: v for k, v in message.items() if v is not None and k not in ("role", "content")}
@@ -334,10 +308,7 @@ def _sample_and_split(pairs: Pairs, args: TrainConfig) -> Pairs:
     if args.eval_fraction:
         held_out = round(len(pairs.train) * args.eval_fraction)
         if not 1 <= held_out < len(pairs.train):
-            raise UserError(
-                f"eval_fraction {args.eval_fraction:g} of {len(pairs.train)} pairs holds out {held_out}: "
-                "at least 1 pair is needed on either side"
-            )
+            raise UserError(f"eval_fraction {args.eval_fraction:g} of {len(pairs.train)} pairs holds out {held_out}")
         split = pairs.train.train_test_split(test_size=held_out, seed=args.seed)
         pairs.train, pairs.eval = split["train"], split["test"]
     return pairs

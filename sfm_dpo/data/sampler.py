@@ -57,9 +57,6 @@ class PairSampler(Sampler[int]):
             data.
         global_batch: pairs in an optimizer step over all ranks; a multiple of `micro_batch`.
         packed: micro-batches are computed without padding; otherwise pairs of one length are put together.
-
-    Raises:
-        UserError: fewer pairs than a global batch.
     """
 
     def __init__(
@@ -121,25 +118,23 @@ class PairSampler(Sampler[int]):
 
     def micro_batches(self, rows: np.ndarray, size: int | None = None) -> list[np.ndarray]:
         """The rows [size, by default micro_batch] of each micro-batch of an optimizer step, in the order of ranks."""
-        size = size or self.micro_batch
-        if self.strategy == "batch_rebalance" and not self.packed:  # pairs of one length share less padding
-            rows = rows[np.argsort(-self.tokens[rows], kind="stable")]
-            return np.split(rows, len(rows) // size)
-        return self._packed_micro_batches(rows, size)
+        return self._split(rows, size or self.micro_batch, self.packed)
 
-    def _packed_micro_batches(self, rows: np.ndarray, size: int) -> list[np.ndarray]:
-        if self.strategy == "batch_rebalance":
+    def _split(self, rows: np.ndarray, size: int, packed: bool = True) -> list[np.ndarray]:
+        if self.strategy == "batch_rebalance" and packed:
             return [rows[positions] for positions in assign_pairs(self.tokens[rows], size)]
+        if self.strategy == "batch_rebalance":  # pairs of one length share less padding
+            rows = rows[np.argsort(-self.tokens[rows], kind="stable")]
         return np.split(rows, len(rows) // size)
 
     def largest(self, rows: np.ndarray, size: int) -> int:
         """Tokens of the largest of a step's packed micro-batches of `size` pairs."""
-        return max(int(self.tokens[micro_batch].sum()) for micro_batch in self._packed_micro_batches(rows, size))
+        return max(int(self.tokens[micro_batch].sum()) for micro_batch in self._split(rows, size))
 
     def largest_micro_batch(self, size: int, epochs: int = 1) -> np.ndarray:
         """The rows [size] of the packed micro-batch with the most tokens in the first `epochs` epochs."""
         steps = [rows for epoch in range(epochs) for rows in self.steps(epoch)]
-        micro_batches = [micro_batch for rows in steps for micro_batch in self._packed_micro_batches(rows, size)]
+        micro_batches = [micro_batch for rows in steps for micro_batch in self._split(rows, size)]
         return max(micro_batches, key=lambda rows: int(self.tokens[rows].sum()))
 
     def imbalance(self, size: int, ranks: int, longest: np.ndarray | None = None) -> float:

@@ -1,17 +1,12 @@
-"""Lengths of tokenised pairs, what truncation leaves of them, and which kinds of conversations the pairs are."""
+"""Lengths of tokenised pairs, and what truncation leaves of them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 import numpy as np
 from datasets import Dataset
-from datasets.fingerprint import Hasher
 
-from sfm_dpo.data.preferences import CALL_KEYS, PARTS, TOOL_ROLES
-from sfm_dpo.data.sources import explain_cache_errors
-
-# Part of the cache's key. Raise it when _describe_batch computes something else.
-VERSION = 1
+from sfm_dpo.data.preferences import PARTS
 
 
 @dataclass(frozen=True)
@@ -77,31 +72,3 @@ class Lengths:
     def select(self, rows: np.ndarray) -> "Lengths":
         """The pairs of a mask [N] or of indices."""
         return Lengths(*(getattr(self, field.name)[rows] for field in fields(self)))
-
-
-@explain_cache_errors()
-def describe_turns(pairs: Dataset, num_proc: int | None = None) -> dict[str, np.ndarray]:
-    """[N] bool of each pair (preferences.py): `multi_turn` (several user messages in the prompt), a `system` prompt,
-    `tools` (a call, or its result), `multi_message` (a response of several messages)."""
-    columns = pairs.map(
-        _describe_batch,
-        batched=True,
-        remove_columns=pairs.column_names,
-        num_proc=num_proc,
-        new_fingerprint=Hasher.hash((pairs._fingerprint, "conversations", VERSION)),
-        desc="Counting turns",
-    )
-    return columns.with_format("numpy")[:]
-
-
-def _describe_batch(batch: dict[str, list]) -> dict[str, list[bool]]:
-    columns: dict[str, list[bool]] = {"multi_turn": [], "system": [], "tools": [], "multi_message": []}
-    for values in zip(*(batch[name] for name in PARTS), strict=True):
-        prompt, *responses = sides = [[] if isinstance(side, str) else side for side in values]
-        roles = {message["role"] for side in sides for message in side}
-        called = any(message.get(key) for side in sides for message in side for key in CALL_KEYS)
-        columns["multi_turn"].append(sum(message["role"] == "user" for message in prompt) > 1)
-        columns["system"].append(not roles.isdisjoint(("system", "developer")))
-        columns["tools"].append(called or not roles.isdisjoint(TOOL_ROLES))
-        columns["multi_message"].append(max(map(len, responses)) > 1)
-    return columns

@@ -7,6 +7,7 @@ whose cache key covers every training argument.
 import copy
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 from collections import Counter
@@ -26,8 +27,7 @@ from trl.scripts.utils import DatasetConfig
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import read_eval_sets
-from sfm_dpo.data.filters import filter_lengths
-from sfm_dpo.data.preferences import DROP_REASONS, PARTS, Pairs, load_pairs
+from sfm_dpo.data.preferences import PARTS, Pairs, load_pairs
 from sfm_dpo.data.sources import drop_rows, explain_cache_errors
 from sfm_dpo.data.token_lengths import Lengths
 from sfm_dpo.model.loading import TOKENIZER_FILES, check_files
@@ -37,8 +37,7 @@ TOKENS_VERSION = 3
 # Rows a call of the tokenizer: it holds some 300 bytes a token beside the ids, and a long pair has 50,000 tokens.
 BATCH_ROWS = 100
 # Fields that choose among the pairs to train on. A set of eval_datasets is read without them.
-TRAIN_ONLY_FIELDS = """eval_datasets eval_fraction max_samples filter_script drop_duplicates
-    max_pairs_per_prompt min_response_tokens max_response_tokens max_length_ratio drop_contaminated""".split()
+TRAIN_ONLY_FIELDS = "eval_datasets eval_fraction max_samples filter_script drop_duplicates drop_contaminated".split()
 _TOKENS = Features(
     {f"{part}_ids": List(Value("int32")) for part in PARTS}
     | {f"{part}_length": Value("int32") for part in PARTS}
@@ -50,11 +49,7 @@ log = logging.getLogger(__name__)
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """The tokenizer in the model's own folder or repository, with a pad token.
-
-    Raises:
-        UserError: no such model, or a folder without a tokenizer.
-    """
+    """The tokenizer in the model's own folder or repository, with a pad token."""
     name, args = config.model.model_name_or_path, config.train
     check_files(name, TOKENIZER_FILES)
     try:
@@ -62,25 +57,16 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
             name, revision=config.model.model_revision, trust_remote_code=args.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"model_name_or_path {name}: no tokenizer can be loaded: {reason}") from error
+        raise UserError(f"model_name_or_path {name}: no tokenizer can be loaded: {error}") from error
     if tokenizer.eos_token is None:
         raise UserError(f"model_name_or_path {name}: its tokenizer has no EOS token; set eos_token in its config")
-    if args.pad_token is not None and args.pad_token not in tokenizer.get_vocab():
-        raise UserError(
-            f"pad_token {args.pad_token}: is not in the tokenizer of {name}; remove it, or name one that is"
-        )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> Pairs:
-    """The pairs of a run as token ids: train and eval split, and the sets of eval_datasets.
-
-    Raises:
-        UserError: as `load_pairs`; no pair of a split fits into max_length; too many were dropped.
-    """
+    """The pairs of a run as token ids: train and eval split, and the sets of eval_datasets."""
     args = config.train
     pairs = load_pairs(config)
     pairs.train = _tokenize_split("train", pairs.train, pairs, args, tokenizer)
@@ -106,15 +92,13 @@ def _tokenize_split(
     split: str, texts: Dataset, pairs: Pairs, args: TrainConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Dataset:
     """Token ids of a split of `pairs`, whose account gets the rows dropped here."""
-    tokens, unusable = tokenize_pairs(texts, tokenizer, args.max_length, args.max_prompt_length, args.dataset_num_proc)
-    tokens, filtered = filter_lengths(tokens, args)
-    dropped = unusable + filtered
+    tokens, dropped = tokenize_pairs(texts, tokenizer, args.max_length, args.max_prompt_length, args.dataset_num_proc)
     pairs.dropped_rows += dropped
     if not len(tokens):
-        reason, count = Counter(row["reason"] for row in dropped).most_common(1)[0]
+        counts = ", ".join(f"{n} x {reason}" for reason, n in Counter(row["reason"] for row in dropped).items())
         raise UserError(
-            f"max_length {args.max_length}: no {split} pair of {', '.join(pairs.sources)} is left ({count} x "
-            f"{DROP_REASONS[reason]}); raise max_length or set max_prompt_length, or change the filter or the data"
+            f"max_length {args.max_length}: no {split} pair of {', '.join(pairs.sources)} is left ({counts}); raise "
+            "max_length or set max_prompt_length, or change the filter or the data"
         )
     # Flat: or every rank would write the rest anew when the trainer adds columns
     # Upstream: datasets 5.2, arrow_dataset.py, Dataset.flatten_indices: writes a flat dataset anew, too, and no
@@ -132,14 +116,12 @@ def tokenize_pairs(
 ) -> tuple[Dataset, list[dict[str, Any]]]:
     """Token ids and lengths of `pairs` (preferences.py), and the rows that cannot be used, as in Pairs.dropped_rows.
 
-    A second call with the same pairs and tokenizer reads the cache, whatever the two lengths: `max_prompt_length`
-    copies it with the starts of longer prompts left out, and `max_length` truncates in TRL's collator and here only
-    drops the pairs whose prompt fills it.
+    A second call with the same pairs and tokenizer reads the cache, whatever the two lengths. `max_length` truncates
+    in TRL's collator and here only drops the pairs whose prompt fills it.
 
     Returns:
-        The dataset has the columns of _TOKENS but `dropped`; ids are lists of int. `prompt_trimmed` counts the tokens
-        taken from the prompt's end because prompt+response diverges from it, `shared_length` those with which both
-        responses begin.
+        The dataset has the columns of _TOKENS but `dropped`. `prompt_trimmed` counts the tokens taken from the
+        prompt's end because prompt+response diverges from it, `shared_length` those with which both responses begin.
     """
     # Not the key that datasets would make: it hashes the tokenizer's state, which changes with use.
     versions = (TOKENS_VERSION, transformers.__version__, datasets.__version__)
@@ -190,45 +172,44 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _tokenize_batch(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> dict[str, list]:
     pairs = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    texts = [_render(pair, tokenizer) for pair in pairs]
-    rows: list[dict[str, Any]] = [{}] * len(pairs)
-    # Plain text gets the tokenizer's special tokens, a rendered chat template holds its own.
-    for plain in (True, False):
-        group = [i for i, pair in enumerate(pairs) if isinstance(pair["prompt"], str) is plain]
-        if not group:
-            continue
-        flat = [text for i in group for text in texts[i] or ("", "", "")]
-        ids = tokenizer(flat, add_special_tokens=plain, return_attention_mask=False)["input_ids"]
-        for n, i in enumerate(group):
-            row = _split_ids(*ids[3 * n : 3 * n + 3])
-            row |= {"source": pairs[i].get("source"), "row": pairs[i].get("row")}
-            if texts[i] is None:
+    rows = []
+    for is_text, neighbours in itertools.groupby(pairs, key=_is_text):
+        group = list(neighbours)
+        texts = [_render(pair, tokenizer) for pair in group]
+        flat = [text for sides in texts for text in sides or ("", "", "")]
+        # Plain text gets the tokenizer's special tokens, a rendered chat template holds its own.
+        ids = tokenizer(flat, add_special_tokens=is_text, return_attention_mask=False)["input_ids"]
+        for n, pair in enumerate(group):
+            row = _split_ids(*ids[3 * n : 3 * n + 3]) | {"source": pair.get("source"), "row": pair.get("row")}
+            if texts[n] is None:
                 row["dropped"] = "malformed"
-            rows[i] = row
+            rows.append(row)
     return {name: [row[name] for row in rows] for name in _TOKENS}
+
+
+def _is_text(pair: dict[str, Any]) -> bool:
+    return isinstance(pair["prompt"], str)
 
 
 def _render(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str] | None:
     """The texts of prompt, prompt+chosen and prompt+rejected; None where the chat template refuses the row."""
     prompt, chosen, rejected = (row[part] for part in PARTS)
-    if isinstance(prompt, str):
+    if _is_text(row):
         eos = tokenizer.eos_token
         chosen, rejected = (side if side.endswith(eos) else side + eos for side in (chosen, rejected))
         return prompt, prompt + chosen, prompt + rejected
     if tokenizer.chat_template is None:
         raise UserError(
             f"model_name_or_path {tokenizer.name_or_path}: its tokenizer has no chat template, but the data are "
-            "conversations; take a model with one, or put a chat_template.jinja into its folder"
+            "conversations; put a chat_template.jinja into its folder"
         )
     arguments = json.loads(row.get("template") or "{}")
     render = functools.partial(tokenizer.apply_chat_template, tokenize=False, **arguments)
     try:
         return render(prompt, add_generation_prompt=True), render(prompt + chosen), render(prompt + rejected)
     except TemplateSyntaxError as error:
-        raise UserError(
-            f"model_name_or_path {tokenizer.name_or_path}: line {error.lineno} of its chat template is no valid "
-            f"Jinja: {error}; fix chat_template.jinja"
-        ) from error
+        where = f"model_name_or_path {tokenizer.name_or_path}: its chat template, line {error.lineno}"
+        raise UserError(f"{where}: {error}") from error
     except (TemplateError, TypeError):  # a template that refuses the roles, or their order
         return None
 

@@ -56,21 +56,6 @@ def list_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[
     return {tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])}
 
 
-def count_wrong_rope_layers(config) -> int:
-    """How many kinds of layer of an OLMo 3 have the wrong RoPE scaling; 0 for other models.
-
-    Full attention is YaRN-scaled where the context was made longer than the 8,192 tokens of pretraining; sliding
-    attention never is. Flat `rope_parameters` lose the scaling, and nothing else shows it.
-    """
-    if config.model_type != "olmo3":
-        return 0
-    parameters = config.rope_parameters or {}
-    sliding = parameters.get("sliding_attention") or {}
-    full = parameters.get("full_attention") or {}
-    lost = config.max_position_embeddings > 8192 and full.get("rope_type") != "yarn"
-    return lost + (sliding.get("rope_type", "default") != "default")
-
-
 def check_vocabulary(tokens: Dataset, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Raises UserError where an id has no row in the embedding: on a GPU that is a device assert, or garbage."""
     first = tokens.select(range(min(len(tokens), 1000)))
@@ -144,7 +129,6 @@ def run_preflight(trainer, config: Config) -> dict[str, Any]:
     model = trainer.accelerator.unwrap_model(trainer.model)
     rows = list(dataset.select(sample))
     figures |= inspect_tokens(rows, columns, list_eos(model, tokenizer), args.max_length)
-    figures["rope_layers"] = float(count_wrong_rope_layers(model.config.get_text_config()))
     if args.padding_free:
         size = columns["prompt_length"] + lengths.max(axis=1)
         by_size = sample[np.argsort(size[sample], kind="stable")]

@@ -30,7 +30,6 @@ _SFT = "train on the chosen answers first (SFT), or take a base model that can w
 _MEANS = "loss_type sigmoid_norm with beta 5, which compares means; or SFT on the chosen answers first"
 _BETA = "a lower beta, or loss_type sigmoid_norm with beta 5"
 _EOS = "check the chat template and eos_token of the tokenizer"
-_ROPE = "give config.json rope_parameters by layer type: yarn for full_attention, default for sliding_attention"
 _PACKED = "padding_free: false, and report the model"
 RULES = (
     PreflightRule("token_gap", "below", -1.0, -2.5, "mean log-prob per token, chosen minus rejected", _SFT),
@@ -42,7 +41,6 @@ RULES = (
     PreflightRule("weight_after_move", "below", 0.02, None, f"median after {MOVE:g} nats per token", _BETA, True),
     PreflightRule("no_eos", "above", 0.05, None, "share of untruncated responses that do not end with EOS", _EOS),
     PreflightRule("cut", "above", 0.25, None, "share of responses cut by max_length", "raise max_length"),
-    PreflightRule("rope_layers", "above", None, 0.0, "kinds of layer whose RoPE scaling is not OLMo 3's", _ROPE),
     PreflightRule("packed_difference", "above", None, 1.0, "packed against single, over its tolerance", _PACKED),
 )
 

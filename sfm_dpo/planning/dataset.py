@@ -17,9 +17,8 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config
 from sfm_dpo.data.contamination import NGRAM, report_contamination
 from sfm_dpo.data.faults import find_faults, summarize_faults
-from sfm_dpo.data.filters import filter_lengths
 from sfm_dpo.data.preferences import DROP_REASONS, load_pairs
-from sfm_dpo.data.token_lengths import Lengths, describe_turns
+from sfm_dpo.data.token_lengths import Lengths
 from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import load_model_config
@@ -58,9 +57,8 @@ def analyze_dataset(
     dropped: list[dict[str, Any]] = []
     for split in splits:  # one by one, as training tokenises them: the cache knows each by its fingerprint
         part, unusable = tokenize_pairs(split, tokenizer, None, None, args.dataset_num_proc)
-        part, filtered = filter_lengths(part, args)
         parts.append(part)
-        dropped += unusable + filtered
+        dropped += unusable
     usable = pairs.rows - len(pairs.dropped_rows)
     pairs.dropped_rows += dropped
     if dropped_file:
@@ -71,7 +69,6 @@ def analyze_dataset(
             f"dataset_name {', '.join(pairs.sources)}: no pair is left after tokenization ({dict(pairs.dropped)})"
         )
     texts = concatenate_datasets(splits)
-    turns = describe_turns(texts, args.dataset_num_proc)
     result = {
         "dataset": pairs.sources,
         "model": config.model.model_name_or_path,
@@ -81,7 +78,6 @@ def analyze_dataset(
         "pairs": len(tokens),
         "sampled": args.max_samples is not None and usable > len(texts),
         "seed": args.seed,
-        "turns": {name: int(marks.sum()) for name, marks in turns.items()},
         "faults": summarize_faults(texts, find_faults(texts, args.dataset_num_proc)),
     }
     lengths = Lengths.of(tokens)
@@ -117,7 +113,6 @@ def list_findings(
     best = result["recommendation"]
     half = best["max_length"] // 2
     long_prompts = int((lengths.prompt > half).sum())
-    turns = result["turns"]
     counted = [  # (rows, whether they are worth a warning, what they are)
         (
             long_prompts,
@@ -129,10 +124,6 @@ def list_findings(
         (repeated_pairs, True, "pairs are exact repeats of earlier ones (drop_duplicates)"),
         (repeated_prompts - repeated_pairs, False, "pairs have the prompt of an earlier one and other responses"),
         (trimmed, True, "prompts are no token prefix of prompt+response: what follows the shared tokens is left out"),
-        (turns["multi_turn"], False, "prompts have several user turns"),
-        (turns["system"], False, "prompts have a system message"),
-        (turns["tools"], False, "pairs have tool calls or their results"),
-        (turns["multi_message"], False, "pairs have a response of several messages, all of which are trained"),
     ]
     for reason, count in result["dropped"].items():
         is_warning = reason == "prompts_differ"

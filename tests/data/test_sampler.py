@@ -115,27 +115,21 @@ def test_what_is_written_is_what_was_trained_on(tmp_path, tiny_folder, monkeypat
     assert "3 pairs do not fill a last batch of 8 and are left out" in capsys.readouterr().out
 
 
-@pytest.fixture
-def nondeterministic_afterwards():
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.backends.cudnn.deterministic = False
-
-
 @pytest.mark.slow
-def test_full_determinism_gives_bitwise_equal_runs(tmp_path, tiny_folder, nondeterministic_afterwards):
+def test_full_determinism_gives_bitwise_equal_runs(tmp_path, tiny_folder):
     """Padding-free, cached reference, balanced batches, a worker: metrics and weights bit by bit."""
     fields = "--full_determinism true --padding_free true --precompute_ref_log_probs true"
     fields += " --dataloader_num_workers 1 --train_sampling_strategy batch_rebalance"
-    runs = [train(tmp_path, tiny_folder, *fields.split()) for _ in range(2)]
-    assert torch.are_deterministic_algorithms_enabled()
-    logs = [
-        [
-            {k: v for k, v in entry.items() if not k.startswith("perf/")}
-            for entry in json.loads((run / "trainer_state.json").read_text())["log_history"]
-            if "loss" in entry
-        ]
-        for run in runs
-    ]
+    try:
+        runs = [train(tmp_path, tiny_folder, *fields.split()) for _ in range(2)]
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic = False
+    logs = []
+    for run in runs:
+        history = json.loads((run / "trainer_state.json").read_text())["log_history"]
+        steps = [entry for entry in history if "loss" in entry]
+        logs.append([{k: v for k, v in entry.items() if not k.startswith("perf/")} for entry in steps])
     assert len(logs[0]) == 3 and logs[0] == logs[1]
     assert (runs[0] / "model.safetensors").read_bytes() == (runs[1] / "model.safetensors").read_bytes()

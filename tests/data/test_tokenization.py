@@ -1,6 +1,5 @@
 """Tokenization: TRL's own ids on every shape, prompts that keep their end, and the cache's key."""
 
-import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.data import tokenization
 from sfm_dpo.data.preferences import load_pairs
-from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs, tokenizer_key
+from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
 from tests.tiny_models import CHAT_TEMPLATE, EOS, tiny_tokenizer
 
 IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -138,28 +137,13 @@ def test_pairs_that_trl_drops_for_their_length_are_dropped_and_counted():
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data")
 @pytest.mark.parametrize("name", ["pairs_prompt.jsonl", "pairs_chat.jsonl"])
-@pytest.mark.parametrize("template", [CHAT_TEMPLATE, DEFAULT_SYSTEM])
-def test_ids_are_trls_on_real_pairs(name, template):
+def test_ids_are_trls_on_real_pairs(name):
     config = parse_config(["--model_name_or_path", "x", "--use_cpu", "--dataset_name", str(SHARED / name)])
-    pairs, tokenizer = load_pairs(config).train, tokenizer_with(template)
+    pairs, tokenizer = load_pairs(config).train, tokenizer_with(DEFAULT_SYSTEM)
     assert our_ids(pairs, tokenizer, max_length=2048) == trl_ids(pairs, tokenizer, max_length=2048)
 
 
 # ---- what happens to the prompt
-
-
-def test_a_long_prompt_keeps_its_end_and_its_responses():
-    pairs, tokenizer = pairs_of(conversation), tokenizer_with()
-    whole = our_ids(pairs, tokenizer)
-    tokens, _ = tokenize_pairs(pairs, tokenizer, None, max_prompt_length=60)
-    for row, (prompt, chosen, rejected) in zip(tokens, whole, strict=True):
-        assert row["prompt_ids"] == prompt[-60:]
-        assert (row["chosen_ids"], row["rejected_ids"]) == (chosen, rejected)
-        assert all(row[f"{name}_length"] == len(row[f"{name}_ids"]) for name in ("prompt", "chosen", "rejected"))
-    assert any(len(prompt) > 60 for prompt, *_ in whole)
-    assert tokenizer.decode(tokens[5]["prompt_ids"]).endswith("<|im_start|>assistant\n")
-    assert len(tokenize_pairs(pairs, tokenizer, 61)[0]) < 12
-    assert len(tokenize_pairs(pairs, tokenizer, 61, max_prompt_length=60)[0]) == 12
 
 
 def test_prompts_that_are_no_prefix_are_counted():
@@ -231,29 +215,24 @@ def test_another_max_prompt_length_is_cut_from_the_same_tokens(stored, monkeypat
     for limit in (40, 50):
         tokens = tokens_from_cache(stored(), tokenizer_with(), monkeypatch, max_prompt_length=limit)
         assert tokens["prompt_ids"][:] == [ids[-limit:] for ids in whole["prompt_ids"]]
-        assert tokens["prompt_length"][:] == [min(limit, n) for n in whole["prompt_length"]]
-        assert tokens["chosen_ids"][:] == whole["chosen_ids"][:]
 
 
-@pytest.mark.parametrize("change", ["template", "vocabulary", "pairs", "eos", "version"])
+@pytest.mark.parametrize("change", ["template", "vocabulary", "eos", "pairs", "version"])
 def test_what_changes_the_ids_changes_the_key(stored, monkeypatch, change):
     pairs, tokenizer = stored(), tokenizer_with()
     tokenize_pairs(pairs, tokenizer, None)
-    other = copy.deepcopy(tokenizer)
     if change == "template":
-        other.chat_template = DEFAULT_SYSTEM
+        tokenizer.chat_template = DEFAULT_SYSTEM
     elif change == "vocabulary":
-        other.add_tokens(["Stadt"])
+        tokenizer.add_tokens(["Stadt"])
     elif change == "eos":
-        other.eos_token = EOS
+        tokenizer.eos_token = EOS
     elif change == "version":
         monkeypatch.setattr(tokenization, "TOKENS_VERSION", 0)
     else:
         pairs = pairs.select(range(39))
-    if change in ("template", "vocabulary", "eos"):
-        assert tokenizer_key(other) != tokenizer_key(tokenizer)
     with pytest.raises(AssertionError, match="tokenized again"):
-        tokens_from_cache(pairs, other, monkeypatch)
+        tokens_from_cache(pairs, tokenizer, monkeypatch)
 
 
 # ---- loading
@@ -273,6 +252,3 @@ def test_load_tokenizer(tiny_folder, tmp_path):
     no_eos.save_pretrained(tmp_path / "no_eos")
     with pytest.raises(UserError, match="no EOS token"):
         load(tmp_path / "no_eos")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no tokenizer can be loaded"):
-        load(tmp_path / "empty")

@@ -71,15 +71,14 @@ def test_options_override_the_recipe_and_sets_are_compared(write_rows, tiny_fold
     found = {"question": f"{ROWS[3]['prompt']} {'two ' * 9}", "answer": "I cannot say " * 9}
     against = write_rows("set.jsonl", [found])
     argv = (data, "--config", tmp_path / "r.yaml", "--json", file, "--html", page, "--min_coverage", "0")
-    argv += ("--max_samples", "40", "--against", against, f"{against}:answer", "--ngram", "6")
+    argv += ("--max_samples", "40", "--against", against, "--ngram", "6")
     code, _, err = start(*argv)
     assert code == 0, err
     result = json.loads(file.read_text())
     assert result["dataset"] == [str(data)] and result["recommendation"]["max_prompt_length"] == 30
     assert not (tmp_path / "run").exists()  # nothing is written but --json and --html
-    sets = result["contamination"]["sets"]
-    assert sets[1]["set"].endswith(":answer") and sets[0]["pairs"] > sets[1]["pairs"] > 0
-    assert sets[1]["examples"][0]["set_text"][:60] in page.read_text()
+    [found] = result["contamination"]["sets"]
+    assert found["pairs"] > 0 and found["examples"][0]["text"] in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ def test_options_override_the_recipe_and_sets_are_compared(write_rows, tiny_fold
     [
         (("{data}", "--model_name_or_path", "{model}", "--max_lenght", "7"), "did you mean --max_length?"),
         (("{data}", "--model_name_or_path", "{tmp}"), "no tokenizer can be loaded"),
-        (("allenai/Dolci-Think-DPO-7B", "--model_name_or_path", "{model}"), "the Hub cannot be reached"),
+        (("allenai/Dolci-Think-DPO-7B", "--model_name_or_path", "{model}"), "the Hub's cannot be loaded"),
     ],
 )
 def test_mistakes_are_one_line(argv, expected, write_rows, tiny_folder, tmp_path, start):

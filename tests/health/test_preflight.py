@@ -15,7 +15,6 @@ from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
 from sfm_dpo.health.preflight import (
     check_vocabulary,
     compute_packed_difference,
-    count_wrong_rope_layers,
     inspect_tokens,
     response_lengths,
     run_preflight,
@@ -25,7 +24,7 @@ from sfm_dpo.model import packing
 from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from tests.oracle import by_hand
-from tests.tiny_models import tiny_config, tiny_tokenizer
+from tests.tiny_models import tiny_tokenizer
 
 # A failed project's pairs; of the lengths only the means per token are known (5.2 and 0.8 nats)
 RECORDED = np.array([[-1034, -38], [-1045, -18], [-623, -23]], dtype=float)
@@ -131,19 +130,6 @@ def test_a_tokenizer_of_another_model_is_one_line():
     check_vocabulary(tokens, tiny_tokenizer(), 260)
     with pytest.raises(UserError, match=r"gives id 259, but the model has 256 embeddings"):
         check_vocabulary(tokens, tiny_tokenizer(), 256)
-
-
-def test_rope_scaling_of_olmo_3():
-    config = tiny_config("olmo3")
-    assert count_wrong_rope_layers(config) == 0
-    config.rope_parameters["sliding_attention"] = config.rope_parameters["full_attention"]
-    assert count_wrong_rope_layers(config) == 1
-    # Flat parameters: transformers reads neither yarn nor its factor for any layer
-    flat = tiny_config("olmo3", rope_parameters={"rope_type": "yarn", "factor": 8.0}, max_position_embeddings=65536)
-    assert count_wrong_rope_layers(flat) == 1
-    assert count_wrong_rope_layers(tiny_config("olmo3", max_position_embeddings=65536)) == 0
-    assert count_wrong_rope_layers(tiny_config("llama", max_position_embeddings=65536)) == 0
-    assert judge_base_model({"rope_layers": 1.0}, "sigmoid_norm")[0] == "no-go"
 
 
 # ---- with a model
