@@ -35,7 +35,7 @@ from sfm_dpo.hub.callback import PushCheckpoints
 from sfm_dpo.hub.publish import check_push, push_finished
 from sfm_dpo.jobs.training_run import Run, report
 from sfm_dpo.model.loading import load_model_config, model_init_kwargs
-from sfm_dpo.model.sharding import checkpoint_bytes, disable_deepspeed_shm, hybrid_warning
+from sfm_dpo.model.sharding import checkpoint_bytes, disable_deepspeed_shm
 from sfm_dpo.run.checkpoint import (
     check_best,
     check_disk,
@@ -150,8 +150,6 @@ def check(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
     args = config.train
     size = checkpoint_bytes(trainer.model, trainer.zero_stage, trainer.is_fsdp_enabled)
     check_disk(args.output_dir, size, peak_checkpoint_count(args, COLLAPSE_STEPS))
-    if trainer.is_zero3 and (warning := hybrid_warning(trainer.model.config)):
-        log.warning(warning)
     log.info(
         f"training {args.output_dir}: {len(trainer.train_dataset):,} pairs, global batch {args.global_batch_size} = "
         f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps} accumulation x {args.world_size} "

@@ -4,8 +4,7 @@
     python scripts/check_config.py accelerate_config.yaml 4 --config recipes/think.yaml --learning_rate 5e-7
 
 The first two arguments are the launch configuration and the number of processes over all nodes. Loads no model and no
-data. A mistake is one line and exit code 2. A run that is already done prints no output_dir. Where the GPU is known
-(Slurm's --gpus-per-node=b200:4, or torch sees it), a line on stderr says whether the run fits into its memory.
+data. A mistake is one line and exit code 2. A run that is already done prints no output_dir.
 """
 
 import os
@@ -13,12 +12,11 @@ import sys
 from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
-import torch
 import yaml
 
 from sfm_dpo.common.cli import command
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config import Config, parse_config
+from sfm_dpo.config import parse_config
 from sfm_dpo.run.checkpoint import check_resume, newest_checkpoint, why_incomplete
 from sfm_dpo.run.folder import check_folder, read_status
 
@@ -31,37 +29,18 @@ def main(argv: list[str]) -> int:
     os.environ[f"ACCELERATE_USE_{read_distributed_type(argv[0])}"] = "true"  # as the launcher does: dtype follows
     config = parse_config(argv[2:], world_size=int(argv[1]))
     run = config.train.output_dir
-    fit = describe_memory(config, int(argv[1]), Path(argv[0]).stem)
     if check_folder(config):
         start = config.train.resume_from_checkpoint or newest_checkpoint(run)
         if start and why_incomplete(Path(start)) is None:
             check_resume(Path(start), {"world_size": int(argv[1])}, config.train.ignore_resume_mismatch)
         if config.train.eval_tasks and not config.train.preflight_only:
             print("evaluation:", *config.train.eval_tasks)
-        if fit:
-            print(fit, file=sys.stderr)
         print(run)
     elif (status := read_status(run) or {}).get("state") == "push_failed":
         print(f"{run}: trained, but not pushed: {status['message']}", file=sys.stderr)
     else:
         print(f"{run}: already done; choose another output_dir to run again", file=sys.stderr)
     return 0
-
-
-def describe_memory(config: Config, gpus: int, launch: str) -> str | None:
-    """Whether the run fits, in a line; None where neither Slurm nor torch says what GPU it is."""
-    from sfm_dpo.model.loading import load_model_config
-    from sfm_dpo.model.memory_plan import describe_fit, find_gpu
-    from sfm_dpo.model.sharding import LAUNCHES
-
-    names = [os.environ.get("SLURM_GPUS_PER_NODE", ""), os.environ.get("SLURM_GPUS", "")]
-    if torch.cuda.is_available():
-        names.append(torch.cuda.get_device_name())
-    gpu = next(filter(None, map(find_gpu, names)), None)
-    if gpu is None or os.environ.get("DS_ACCELERATOR") == "cpu":
-        return None
-    shape = load_model_config(config, needs_weights=False)
-    return describe_fit(config, shape, gpu, gpus, launch if launch in LAUNCHES else "zero2")
 
 
 def read_distributed_type(path: str) -> str:

@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from sfm_dpo.common.cli import Arguments, command, number
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.health.generation import continue_prompts, side_by_side
-from sfm_dpo.model.loading import MODEL_FILES, TOKENIZER_FILES, check_files, load_model
+from sfm_dpo.model.loading import load_model
 from sfm_dpo.run.folder import RESOLVED_CONFIG, read_resolved_config
 
 
@@ -29,7 +29,6 @@ class ChatModel:
     """A model with its tokenizer and its side of the conversation."""
 
     def __init__(self, name: str):
-        check_files(name, MODEL_FILES + TOKENIZER_FILES)
         device, dtype = ("cuda", "auto") if torch.cuda.is_available() else ("cpu", "float32")  # bf16 is slow on CPU
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(name)

@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     if ours.mfu:
         cluster = replace(cluster, mfu={ours.mfu: "--mfu"})
     config = parse_config([*fields, "--report_to", "none"], training=False)
-    shape = load_model_config(config, needs_weights=False)
+    shape = load_model_config(config)
     if ours.lengths:
         lengths, pairs = read_lengths(ours.lengths)
     else:

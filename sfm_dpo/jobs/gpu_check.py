@@ -161,7 +161,7 @@ def prepare(place: Place) -> None:
     tokenizer: Any
     if place.recipe:
         config = parse_config([*place.recipe, "--report_to", "none"], training=False)
-        shape = load_model_config(config, needs_weights=False)
+        shape = load_model_config(config)
         tokenizer = load_tokenizer(config)
     else:
         words = ["<pad>", "<eos>", "user", "assistant", *(f"w{i}" for i in range(500))]

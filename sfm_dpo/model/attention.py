@@ -2,9 +2,7 @@
 
 `register()` adds the attention implementation "packed" to transformers. The boundaries of the sequences travel as the
 attention mask (`boundary_mask`): transformers hands a 4-D mask through to every attention call untouched, as an
-argument of the layer, and gradient checkpointing, reentrant or not, calls a layer again with the arguments it had. So
-a recomputed layer sees the same boundaries by construction; nothing is kept beside the call that could be stale when
-the backward pass comes. A 4-D mask also keeps transformers from building a [T, T] mask of its own.
+argument of the layer, and gradient checkpointing calls a layer again with the arguments it had.
 
 Under prefix sharing a row holds [prompt, chosen] and, of the rejected sequence, only what follows the shared tokens.
 Its queries see the keys of the prompt in the chosen sequence: keys and values are gathered, and have boundaries of
@@ -32,8 +30,7 @@ from sfm_dpo.common.files import CALIBRATION
 PACKED = "packed"
 _BLOCK = 128  # queries in one call where a window cuts
 
-# What transformers' models ask of an attention function beside scale and window (keywords over all of
-# transformers/models). None of it is in varlen_attn's kernel, and nothing a model asks for may be left out in silence.
+# What transformers' models ask of an attention function beside scale and window, and varlen_attn does not compute
 _UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "indices", "block_indices")
 
 
@@ -64,38 +61,32 @@ def activate_flash(choice: str) -> None:
     Raises UserError where that cannot be activated.
     """
     name = "FA2" if choice == "auto" else choice.upper()
-    source = ""
+    if choice == "auto" and CALIBRATION.exists():
+        measured = json.loads(CALIBRATION.read_text())
+        if measured["gpu"] == torch.cuda.get_device_name():
+            name = measured.get("flash") or name
+    torch_attention.restore_flash_attention_impl(_raise_warn=False)
+    if name == "FA2":
+        return
     try:
-        if choice == "auto" and CALIBRATION.exists():
-            source = f" (by {CALIBRATION})"
-            measured = json.loads(CALIBRATION.read_text())
-            if measured["gpu"] == torch.cuda.get_device_name():
-                name = measured.get("flash") or name
-        torch_attention.restore_flash_attention_impl(_raise_warn=False)
-        if name != "FA2":
-            torch_attention.activate_flash_attention_impl(name)
+        torch_attention.activate_flash_attention_impl(name)
     except Exception as error:  # its package is not installed, or raises anything
-        message = f"flash_attention {choice}{source}: cannot be activated: {error}; set flash_attention: fa2"
+        message = f"flash_attention {choice}: {name} cannot be activated: {error}; set flash_attention: fa2"
         raise UserError(message) from error
 
 
 def describe_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """One line for the log: which kernel computes packed attention for these heads."""
-    obstacle = _why_not_varlen(device, dtype, head_dim, head_dim)
-    if obstacle is None:
+    if _takes_varlen(device, dtype, head_dim, head_dim):
         flash = torch_attention.current_flash_attention_impl() or "FA2"
         return f"torch.nn.attention.varlen.varlen_attn ({flash}), all sequences in one call"
-    return f"scaled_dot_product_attention, sequence by sequence ({obstacle})"
+    return f"scaled_dot_product_attention, sequence by sequence ({device.type}, {dtype}, head size {head_dim})"
 
 
-def _why_not_varlen(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> str | None:
-    if device.type != "cuda":
-        return f"varlen_attn has no {device.type} kernel"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"varlen_attn takes bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
-    if head_dim != value_dim or head_dim % 8 or head_dim > 256:
-        return f"varlen_attn takes equal head sizes in steps of 8 up to 256, not {head_dim} and {value_dim}"
-    return None
+def _takes_varlen(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
+    """Whether varlen_attn has a kernel."""
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    return device.type == "cuda" and is_half and head_dim == value_dim and head_dim % 8 == 0 and head_dim <= 256
 
 
 def packed_attention_forward(
@@ -119,16 +110,20 @@ def packed_attention_forward(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    for name in _UNSUPPORTED:
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{_model_type(module)}: packed attention has no '{name}'; set padding_free: false")
+    unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if dropout:
-        raise ValueError(f"{_model_type(module)}: packed attention has no dropout; set attention_dropout to 0.0")
+        unsupported.append("dropout")
     is_causal = kwargs.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     if not is_causal:
-        raise ValueError(f"{_model_type(module)}: packed attention is causal only; set padding_free: false")
+        unsupported.append("is_causal false")
+    if unsupported:
+        config: Any = module.config
+        raise ValueError(
+            f"model_type '{config.model_type}': packed attention has no {', '.join(unsupported)}; set padding_free: "
+            "false"
+        )
 
     device_type = query.device.type
     if torch.is_autocast_enabled(device_type):
@@ -145,10 +140,9 @@ def packed_attention_forward(
         keys = boundaries[2 * n :]
         key = key.transpose(1, 2).index_select(1, keys).transpose(1, 2)
         value = value.transpose(1, 2).index_select(1, keys).transpose(1, 2)
-    if _why_not_varlen(query.device, query.dtype, query.shape[-1], value.shape[-1]) is not None:
-        by_sequence = _compiled_sdpa_by_sequence if torch.compiler.is_compiling() else _sdpa_by_sequence
-        return by_sequence(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window), None
-    return _varlen(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window, max_length), None
+    if _takes_varlen(query.device, query.dtype, query.shape[-1], value.shape[-1]):
+        return _varlen(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window, max_length), None
+    return _sdpa_by_sequence(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window), None
 
 
 def _varlen(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window, max_length) -> torch.Tensor:
@@ -170,14 +164,13 @@ def _varlen(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window, max
 def check_shared_keys(
     device: torch.device, dtype: torch.dtype, head_dim: int, kernel: Callable[..., torch.Tensor] | None = None
 ) -> None:
-    """Compares a small call of the kernel, by default the one in use, if it is not SDPA anyway, with SDPA in fp32,
-    forward and backward: more keys than queries, grouped queries, with and without a window.
+    """Compares a small call of the kernel, by default the one in use, with SDPA in fp32, forward and backward: more
+    keys than queries, grouped queries, with and without a window. Raises ValueError where they differ.
 
-    `varlen_attn` does not document where it aligns a causal mask that is not square, and step 0 cannot see it: policy
-    and reference would be wrong alike. Raises ValueError where they differ.
+    `varlen_attn` does not document where it aligns a causal mask that is not square, and step 0 cannot see it.
     """
     if kernel is None:
-        if _why_not_varlen(device, dtype, head_dim, head_dim) is not None:
+        if not _takes_varlen(device, dtype, head_dim, head_dim):
             return
         kernel = _varlen
     generator = torch.Generator().manual_seed(0)
@@ -204,10 +197,7 @@ def check_shared_keys(
                 )
 
 
-def _model_type(module: Any) -> str:
-    return f"model_type '{module.config.model_type}'"
-
-
+@torch.compiler.disable  # the lengths are Python integers in here: each new set of them would be a recompilation
 def _sdpa_by_sequence(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -220,7 +210,7 @@ def _sdpa_by_sequence(
     """`[1, H, T, D]` to `[1, T, H, D]`; `key` and `value` may hold more tokens before those of `query`.
 
     Where a window cuts or keys come before, blocks of queries with the keys they can see: one masked call would
-    compute every score (1.9 times the time on the CPU, at 1,024 tokens with a window of 512).
+    compute every score.
     """
     groups = query.shape[1] // key.shape[1]
     key = repeat_kv(key, groups)
@@ -246,54 +236,3 @@ def _sdpa_by_sequence(
             v_seen = v[:, :, first:stop]
             outputs.append(F.scaled_dot_product_attention(part, k_seen, v_seen, attn_mask=mask, scale=scaling))
     return torch.cat([output.transpose(1, 2) for output in outputs], dim=1)
-
-
-# For torch.compile an operator that it does not look into: the lengths are Python integers in there, so that each new
-# set of them would be a recompilation. (With torch.compiler.disable a layer under gradient checkpointing is not
-# compiled at all: no graph may break inside a checkpoint.) The backward computes the attention once more.
-_compiled_sdpa_by_sequence: Any = torch.library.custom_op(
-    "sfm_dpo::sdpa_by_sequence", _sdpa_by_sequence, mutates_args=()
-)
-
-
-@_compiled_sdpa_by_sequence.register_fake
-def _(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window):
-    batch, heads, tokens, _ = query.shape
-    return query.new_empty(batch, tokens, heads, value.shape[-1])
-
-
-@torch.library.custom_op("sfm_dpo::sdpa_by_sequence_backward", mutates_args=())
-def _compiled_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    cu_keys: torch.Tensor,
-    scaling: float | None,
-    sliding_window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    def attend(query, key, value):
-        return _sdpa_by_sequence(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window)
-
-    backward = torch.func.vjp(attend, query, key, value)[1]  # autograd's tape is off inside an operator
-    d_query, d_key, d_value = backward(grad)
-    return d_query.contiguous(), d_key.contiguous(), d_value.contiguous()
-
-
-@_compiled_backward.register_fake
-def _(grad, query, key, value, *args):
-    return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value))
-
-
-def _setup_context(ctx, inputs, output) -> None:
-    *tensors, ctx.scaling, ctx.sliding_window = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _backward(ctx, grad):
-    gradients = _compiled_backward(grad, *ctx.saved_tensors, ctx.scaling, ctx.sliding_window)
-    return *gradients, None, None, None, None
-
-
-_compiled_sdpa_by_sequence.register_autograd(_backward, setup_context=_setup_context)

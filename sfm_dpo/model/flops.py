@@ -1,11 +1,9 @@
 """Model FLOPs by formula.
 
-Counted are the useful ones, for real tokens only (under prefix sharing for a pair's prompt once): 2 for each
-weight a token is multiplied with, 4 x head size x heads for each (query, key) pair that attention lets see each other,
-in the window of the layer; the LM head for response tokens; for a training step the backward's gradients of
-activations once more, and of the weights that are trained once more: three forwards, under LoRA about 2.3. Padding,
-recomputation under gradient checkpointing and the optimizer are not counted; a reference forward in the step is
-counted once more.
+Counted are the useful ones, for real tokens only (under prefix sharing for a pair's prompt once): 2 for each weight a
+token is multiplied with, 4 x head size x heads for each visible (query, key) pair, the LM head for response tokens.
+A backward takes as much for the activations, and for the weights that are trained: three forwards in all, under LoRA
+about 2.3. Padding, recomputation under gradient checkpointing and the optimizer are not counted.
 """
 
 from dataclasses import dataclass
@@ -56,8 +54,8 @@ class ForwardFlops:
         training: bool = False,
         shared: torch.Tensor | None = None,
     ) -> int:
-        """FLOPs of a forward, or of a forward and backward, over sequences of these lengths, [n] real tokens each, of
-        which prefix sharing does not compute the first `shared` [n]."""
+        """FLOPs of a forward, or of a forward and backward, over sequences of `lengths` [n] real tokens, of which
+        prefix sharing does not compute the first `shared` [n]."""
         layers, head = (2 + share if training else 1 for share in self.trained)
         shared = torch.zeros_like(lengths) if shared is None else shared
         tokens = int((lengths - shared).sum())

@@ -1,15 +1,13 @@
-"""Memory of a training process, computed from the model's configuration alone.
+"""Memory of activations, computed from the model's configuration alone.
 
-Weights, gradients and optimizer are arithmetic. Activations are traced: the model runs forward and backward on fake
-tensors, which have shapes and no memory, under PyTorch's MemTracker. What an architecture saves for its backward is
-counted in this way, not assumed.
+They are traced: the model runs forward and backward on fake tensors, which have shapes and no memory, under PyTorch's
+MemTracker.
 """
 
 import copy
 import warnings
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,17 +23,13 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
-from sfm_dpo.model.sharding import blocks, bucket_size
-
 SHAPES = "shapes_only"  # transformers takes a name with "flash" in it for a package
 TRACED_TOKENS = 1024
 HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768  # a tile of logits (TRL 1.16, kernels/chunked_logprob.py)
 
 
 class _Flash(torch.autograd.Function):
-    """What a flash attention saves for its backward: query, key, value, output, and a number a head and token; and
-    what its backward computes in: FlashAttention 2's fp32 gradient of the queries (`dq_accum`), and the gradients of
-    key and value for each head of the queries (flash_api.cpp, mha_varlen_bwd)."""
+    """What a flash attention saves for its backward: query, key, value, output, and a number a head and token."""
 
     @staticmethod
     def forward(ctx, query, key, value):
@@ -46,11 +40,7 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        query, key, value = ctx.saved_tensors[:3]
-        buffers = [query.new_empty(query.shape, dtype=torch.float32)]
-        if key.shape[1] != query.shape[1]:
-            buffers += [torch.empty_like(query), torch.empty_like(query)]
-        return tuple(torch.empty_like(tensor) for tensor in (query, key, value))
+        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
 
 
 def _attention_of_shapes(module, query, key, value, mask, **kwargs):
@@ -67,27 +57,21 @@ AttentionMaskInterface.register(SHAPES, _no_mask)
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that a micro-batch holds, each [2]: fixed, and for each computed token.
-
-    Attributes:
-        saved: when the forward of the backbone is over.
-        peak: at the worst moment of its backward, one gradient of a weight included, which lives until it is reduced.
-    """
+    """Bytes that a micro-batch holds, each [2] (fixed, and for each computed token): when the forward of the backbone
+    is over, and at the worst moment of its backward."""
 
     saved: np.ndarray
     peak: np.ndarray
 
     def peak_bytes(self, tokens: int, head: int) -> int:
-        """Of a micro-batch of `tokens`, with an LM head that takes `head` bytes (`head_bytes`). The head computes its
-        backward while everything that the backbone saved is still alive."""
+        """Of a micro-batch of `tokens`, with an LM head that takes `head` bytes."""
         saved = self.saved[0] + self.saved[1] * tokens
         peak = self.peak[0] + self.peak[1] * tokens
         return int(max(saved + head, peak))
 
     @classmethod
     def mix(cls, checkpointed: "Activations", stored: "Activations", share: float) -> "Activations":
-        """Where a `share` of the layers is checkpointed, from those of all layers `checkpointed` and all `stored`.
-        A layer's backward takes what it takes in either, whichever is more."""
+        """Where a `share` of the layers is checkpointed, from those of all layers `checkpointed` and all `stored`."""
         saved = share * checkpointed.saved + (1 - share) * stored.saved
         backward = np.maximum(checkpointed.peak - checkpointed.saved, stored.peak - stored.saved)
         return cls(saved, saved + backward)
@@ -95,13 +79,13 @@ class Activations:
 
 def meta_model(config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     """A model on the meta device: shapes without memory."""
-    with torch.device("meta"), no_init_weights():
+    with torch.device("meta"):
         return _build(config, dtype)
 
 
 def _build(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model as its class makes it. `from_config` would split it under ZeRO-3, which all ranks must do together."""
-    with local_torch_dtype(dtype):
+    with no_init_weights(), local_torch_dtype(dtype):
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
 
 
@@ -109,8 +93,7 @@ def trace_activations(config: PretrainedConfig, dtype: torch.dtype, checkpointin
     """Activations of the backbone, without the LM head, under a flash attention kernel.
 
     Traced at two lengths, whose difference is the part of each token; with one block of each kind, and then one more
-    of each, whose difference stands for all others of its kind. Where the kernels of linear attention are not
-    installed, PyTorch's reference implementation is traced, which saves more.
+    of each, whose difference stands for all others of its kind.
     """
     text = config.get_text_config()
     if dtype == torch.float32 and getattr(text, "num_experts", None):
@@ -136,8 +119,8 @@ def trace_activations(config: PretrainedConfig, dtype: torch.dtype, checkpointin
 def head_bytes(config: PretrainedConfig, tokens: int, dtype: torch.dtype, on_gpu: bool) -> int:
     """Peak bytes of TRL's fused LM head, reached in its backward, for `tokens` computed tokens.
 
-    Gradients of hidden states and head in fp32, copies of them in `dtype`, and a tile of logits: one in `dtype` with
-    Triton, as wide as its buffer, and without, where PyTorch computes operation by operation, seven more in fp32.
+    Gradients of hidden states and head in fp32, copies of them in `dtype`, and a tile of logits in `dtype`; without
+    Triton seven more tiles in fp32.
     """
     text = config.get_text_config()
     size = dtype.itemsize
@@ -145,7 +128,7 @@ def head_bytes(config: PretrainedConfig, tokens: int, dtype: torch.dtype, on_gpu
     hidden = tokens * text.hidden_size
     copies = 4 if size == 4 else 4 + size  # .to(fp32) of what is fp32 copies nothing
     rows = min(tokens, HEAD_TOKENS)
-    tile = size * rows * HEAD_COLUMNS  # a GPU allocates the buffer as a whole, a CPU the pages that are touched
+    tile = size * rows * HEAD_COLUMNS
     if not on_gpu:
         tile = (size + 7 * 4) * rows * min(text.vocab_size, HEAD_COLUMNS)
     return copies * (weights + hidden) + tile
@@ -165,8 +148,7 @@ class _PeakTracker(MemTracker):
 def _trace_bytes(
     config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool, kinds: list[str], tokens: int
 ) -> np.ndarray:
-    """[2] bytes alive beside the weights, after the forward and at the peak of the backward, of a model with one block
-    for each of `kinds` on one row of `tokens` tokens."""
+    """[2] bytes beside the weights, after the forward and at the peak of the backward, with a block for each kind."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     text.num_hidden_layers = len(kinds)
@@ -174,7 +156,7 @@ def _trace_bytes(
         text.layer_types = kinds
     text.vocab_size = min(text.vocab_size, 1024)  # the embedding's gradient is no activation
     text.pad_token_id = None
-    with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
+    with FakeTensorMode(allow_non_fake_inputs=True):
         config._attn_implementation = SHAPES
         model = _build(config, dtype).train()
         if checkpointing:
@@ -200,73 +182,3 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
 
 def _total(tracker: MemTracker, moment: str) -> int:
     return sum(device["Total"] for device in tracker.get_tracker_snapshot(moment).values())
-
-
-class ParameterBytes(NamedTuple):
-    """Bytes a parameter on each GPU."""
-
-    weights: float
-    gradients: float  # of the trained ones
-    optimizer: float  # of the trained ones
-
-
-def parameter_bytes(launch: str, gpus: int, half: bool) -> ParameterBytes:
-    """Of training with AdamW under `launch`: zero2, zero3, fsdp2, or none (one process, or DDP); `half`: in 16 bit.
-
-    ZeRO: as DeepSpeed's estimators (estimate_zero2_model_states_mem_needs, estimate_zero3_model_states_mem_needs):
-    16-bit weights, gradients in 16 and 32 bit, fp32 weights and two moments. FSDP2: fp32 weights, gradients and
-    moments. One process or DDP: the same undivided, autocast's 16-bit copy of the weights, DDP's buckets of gradients.
-    """
-    size = 2 if half else 4
-    table = {
-        "zero2": ParameterBytes(weights=size, gradients=(6 if half else 4) / gpus, optimizer=12 / gpus),
-        "zero3": ParameterBytes(weights=size / gpus, gradients=4 / gpus, optimizer=12 / gpus),
-        "fsdp2": ParameterBytes(weights=4 / gpus, gradients=4 / gpus, optimizer=8 / gpus),
-        "none": ParameterBytes(weights=6 if half else 4, gradients=4 if gpus == 1 else 8, optimizer=8),
-    }
-    return table[launch]
-
-
-def model_states(
-    model: PreTrainedModel,
-    trained: int,
-    launch: str,
-    gpus: int,
-    zero: dict[str, Any],
-    reference: bool = False,
-    half: bool = True,
-) -> dict[str, int]:
-    """Bytes on each GPU of weights, gradients, optimizer, buffers, and a live reference model.
-
-    Args:
-        trained: parameters that are trained: all of the model's, or an adapter's.
-        launch, half: as for `parameter_bytes`.
-        zero: `zero_optimization` of the DeepSpeed file, for the sizes of its buckets.
-        reference: a second model is in memory.
-
-    Buffers: ZeRO's buckets of gradients, two in flight under overlap_comm; under FSDP2 a 16-bit copy of two gathered
-    units (the current block and the next), as much for gradients on their way, and the embedding or head.
-    """
-    each = parameter_bytes(launch, gpus, half)
-    size = 2 if half else 4
-    total = model.num_parameters()
-    if trained != total:  # an adapter comes on top
-        total += trained
-    largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
-    gathered = 2 * size * largest if launch == "zero3" else 0
-    buffers = 0
-    if launch == "fsdp2":
-        largest_block = max(sum(p.numel() for p in block.parameters()) for block in blocks(model))
-        buffers = 4 * size * largest_block + size * largest
-    elif launch != "none":
-        bucket = min(bucket_size(zero, model), trained)
-        buffers = size * bucket * (2 if zero.get("overlap_comm") else 1)
-    states = {
-        "weights": int(each.weights * total) + gathered,
-        "gradients": int(each.gradients * trained),
-        "optimizer": int(each.optimizer * trained),
-        "buffers": buffers,
-    }
-    if reference:
-        states["reference"] = int(size * total / (gpus if launch == "zero3" else 1))
-    return states

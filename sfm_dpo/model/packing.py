@@ -1,8 +1,7 @@
 """Packing: the padding-free forward, one row of real tokens (attention.py keeps them apart); compiled layers.
 
-TRL pads chosen and rejected to the longest of the batch and has no padding-free DPO (1.16: `padding_free` warns and
-pads). Here padding is removed just before the model: the forward that TRL's fused LM head put in place is wrapped, so
-collator, losses and metrics stay TRL's and never see the difference.
+TRL has no padding-free DPO (1.16: `padding_free` warns and pads). Here padding is removed just before the model: the
+forward that TRL's fused LM head put in place is wrapped, so collator, losses and metrics stay TRL's.
 """
 
 import functools
@@ -31,9 +30,12 @@ def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) ->
 
     Raises ValueError, one line, where sequences in one row would not be independent of each other.
     """
-    check_packable(model)
-    if "forward" not in vars(model):
-        raise ValueError("enable_padding_free needs a model on which TRL's add_fused_lm_head was called")
+    obstacle = _why_not_packable(model)
+    if obstacle is not None:
+        model_type = model.config.get_text_config().model_type
+        raise ValueError(
+            f"padding_free: true is not possible for model_type '{model_type}': {obstacle}; set padding_free: false"
+        )
     register()
     model.set_attn_implementation(PACKED)
     nets = _find_delta_nets(model)
@@ -41,11 +43,10 @@ def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) ->
         for net in nets:
             net.forward = functools.partial(_run_by_sequence, net.forward)
     fused_forward = model.forward
-    # How many arguments stand between input_ids and attention_mask: none but in GPT-2, whose cache does
+    # Arguments between input_ids and attention_mask: none but GPT-2's cache
     gap = list(inspect.signature(type(model.base_model).forward).parameters).index("attention_mask") - 2
 
-    # An attribute of the instance, like TRL's own: DeepSpeed, DDP, FSDP and PEFT all call it through the module. The
-    # signature stays the model's own, against which `generate` validates its arguments.
+    # An attribute of the instance, like TRL's own. The signature stays the model's own, which `generate` looks at
     @functools.wraps(type(model).forward)
     def packed_forward(self, *args, fused_lm_head=False, **kwargs):
         if fused_lm_head and kwargs.get("attention_mask") is not None:
@@ -62,7 +63,6 @@ def _run_packed(
         if isinstance(value, torch.Tensor):
             raise ValueError(f"padding_free: true cannot pack the model input '{name}'; set padding_free: false")
     rows, length = input_ids.shape
-    # The host waits for the device for the numbers of tokens and the longest sequence, and nowhere else
     real = attention_mask.flatten().nonzero().squeeze(1)
     lengths = attention_mask.sum(dim=1)
     longest = int(lengths.max())
@@ -108,7 +108,7 @@ def has_delta_net_kernels() -> bool:
 
 
 def describe_delta_nets(model: PreTrainedModel) -> str:
-    """How gated delta nets are packed: for the log and the reference cache's key, after the attention's kernel."""
+    """How gated delta nets are packed, for the log and the reference cache's key."""
     if not _find_delta_nets(model):
         return ""
     return "; gated delta nets " + ("by fla and causal_conv1d" if has_delta_net_kernels() else "sequence by sequence")
@@ -128,11 +128,10 @@ def _cumulate(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def find_shared(input_ids: torch.Tensor, attention_mask: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
-    """Tokens that prefix sharing does not compute, of TRL's batch `[2B, L]` with chosen rows before rejected ones.
+    """Tokens that prefix sharing does not compute, bool `[2B, L]`, of TRL's batch with chosen rows before rejected.
 
     In the row of a rejected sequence the tokens with which the chosen one of its pair begins, too, up to the last
-    token before the first response: that one predicts another token in each. Returns bool `[2B, L]`. Decided by the
-    ids alone, so that of two rows that begin differently nothing is shared.
+    token before the first response: that one predicts another token in each.
     """
     half = len(input_ids) // 2
     ids = input_ids.masked_fill(attention_mask == 0, -1)
@@ -157,41 +156,26 @@ def why_not_shared(model: PreTrainedModel, padding_free: bool, router_aux_loss_c
     return None
 
 
-def check_packable(model: PreTrainedModel) -> None:
-    """Raise ValueError if anything but layers with boundaries could carry one sequence into the next.
-
-    Decided by what the model is, not by its name: the kinds of layer it declares, transformers' own flags, and the
-    modules themselves (none but a gated delta net that takes boundaries may convolve).
-    """
+def _why_not_packable(model: PreTrainedModel) -> str | None:
+    """What could carry one sequence into the next: decided by the kinds of layer that the model declares,
+    transformers' own flags, and the modules (none but a gated delta net that takes boundaries may convolve)."""
     config = model.config.get_text_config()
-    obstacle = _why_not_packable(model, config)
-    if obstacle is not None:
-        raise ValueError(
-            f"padding_free: true is not possible for model_type '{config.model_type}': {obstacle}; "
-            "set padding_free: false"
-        )
-
-
-def _why_not_packable(model: PreTrainedModel, config) -> str | None:
-    carries = "carry state along the row, from one sequence into the next"
     for layer_type in getattr(config, "layer_types", None) or ():
         if layer_type not in {*ATTENTION, "linear_attention"}:
-            return f"its '{layer_type}' layers {carries} or have a mask that packed attention does not know"
+            return f"packed attention does not know its '{layer_type}' layers"
     layers = blocks(model)
     nets = _find_delta_nets(model)
     inside = {module for net in nets for module in net.modules()}
-    for layer in layers:
-        for module in layer.modules():
-            if isinstance(module, torch.nn.modules.conv._ConvNd) and module not in inside:
-                return f"convolutions ({type(module).__name__} in {type(layer).__name__}) {carries}"
-    if model._is_stateful and not nets:
-        return f"it has recurrent layers (transformers marks it stateful), which {carries}"
-    # A model that transformers runs with FlashAttention tells its attention everything by keyword (window, sinks,
-    # softcap); another one may say it in a mask, and packed attention has none to read
+    modules = [module for layer in layers for module in layer.modules() if module not in inside]
+    convolves = any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in modules)
+    if convolves or (model._is_stateful and not nets):
+        return "its convolutions or recurrent layers carry state along the row, from one sequence into the next"
+    # A model that transformers runs with FlashAttention tells its attention everything by keyword; another one may
+    # say it in a mask, and packed attention has none to read
     if not layers or not model._supports_flash_attn or not model._can_set_attn_implementation():
         return "its attention does not go through transformers' AttentionInterface with FlashAttention's arguments"
     if getattr(config, "attention_dropout", 0.0):
-        return "packed attention has no dropout (attention_dropout > 0: set it to 0.0 in model_init_kwargs)"
+        return "packed attention has no dropout (set attention_dropout to 0.0 in model_init_kwargs)"
     return None
 
 
@@ -208,8 +192,7 @@ def _takes_boundaries(module_class: type[torch.nn.Module]) -> bool:
 def compile_layers(model: PreTrainedModel, backend: str, mode: str | None) -> None:
     """torch.compile for each decoder layer of `model`, in place: names in the state dict stay as they were.
 
-    Layers that differ in weights only share one graph; kinds of layer (OLMo 3's windows), training and reference
-    forward have one each. `generate` runs uncompiled.
+    Layers of one kind share a graph. `generate` runs uncompiled.
     """
     for layer in blocks(model):
         layer.compile(dynamic=True, backend=backend, mode=mode, recompile_limit=32)

@@ -23,12 +23,9 @@ def read_base_config(name: str, revision: str | None, loaded: PretrainedConfig) 
 
 
 def mend_saved_files(folder: Path, base: dict[str, Any] | None = None) -> None:
-    """Rewrites config.json, generation_config.json, adapter_config.json and tokenizer_config.json in `folder`.
+    """Rewrites the files of MENDED in `folder`. Fields that Transformers 5 reads keep their meaning.
 
-    Doing it twice changes nothing. Fields that Transformers 5 reads keep their meaning.
-
-    Args:
-        base: of `read_base_config`; with it config.json is the base model's but for what training changed.
+    `base`: of `read_base_config`; with it config.json is the base model's but for what training changed.
     """
     for name in MENDED:
         path = folder / name
@@ -57,7 +54,8 @@ def _mend_config(config: dict[str, Any], base: dict[str, Any] | None) -> dict[st
         rope = dict(rope.get("full_attention") or {})
     if "rope_theta" not in rope:  # none, or by layer in a way that has no older form
         return config
-    theta, rotary = rope.pop("rope_theta"), rope.pop("partial_rotary_factor", None)
+    theta = rope.pop("rope_theta")
+    rotary = rope.pop("partial_rotary_factor", None)
     if config["model_type"] == "gpt_neox":
         config |= {"rotary_emb_base": theta, "rotary_pct": rotary}
     else:

@@ -1,8 +1,7 @@
 """Sharding: which rank holds which weights under ZeRO-2, ZeRO-3 and FSDP2, and what they save.
 
-ZeRO-2 and a single process: every rank has whole weights. ZeRO-3: DeepSpeed splits each tensor while the model is
-loaded, and gathers it for the module that computes with it. FSDP2: accelerate splits the model when training begins,
-one unit a decoder block; TRL's reference model is split as soon as it is loaded.
+ZeRO-2 and a single process: every rank has all weights. ZeRO-3: DeepSpeed splits each tensor while the model is
+loaded. FSDP2: accelerate splits the model when training begins, one unit a decoder block.
 """
 
 import dataclasses
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sfm_dpo.common.distributed import broadcast, is_main_process
@@ -37,7 +36,7 @@ def launched_with() -> str:
 def disable_deepspeed_shm() -> None:
     """Keeps DeepSpeed on CPU processes to gloo. Call it before the process group exists."""
     if launched_with() == "zero":
-        import deepspeed  # takes seconds
+        import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
@@ -67,7 +66,8 @@ def hash_weights(model: torch.nn.Module, gather: bool = False, frozen_only: bool
     """
     import deepspeed
 
-    digest, parameters = hashlib.sha256(), dict(model.named_parameters(remove_duplicate=False))
+    digest = hashlib.sha256()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, tensor in sorted(model.state_dict().items()):
         tensor = parameters.get(name, tensor)
         if frozen_only and tensor.requires_grad:
@@ -93,8 +93,7 @@ def use_fsdp_on_cpu(accelerator: Accelerator) -> None:
 # Upstream: accelerate 1.15, utils/dataclasses.py, FullyShardedDataParallelPlugin.set_mixed_precision: FSDP2 casts
 # outputs to 16 bit, and no setting keeps them as they are. Canary: test_canary_fsdp_outputs
 def keep_outputs(fsdp_plugin: Any) -> None:
-    """Lets a model under FSDP2 return what it computed. Rounded to 16 bit, by up to 1 part in 256, the log-probs of
-    TRL's fused head would bury what the policy has learned."""
+    """Lets a model under FSDP2 return what it computed: log-probs rounded to 16 bit bury what the policy learned."""
     if fsdp_plugin.mixed_precision_policy is not None:
         fsdp_plugin.mixed_precision_policy = dataclasses.replace(fsdp_plugin.mixed_precision_policy, output_dtype=None)
 
@@ -110,26 +109,9 @@ def zero_config(launch: str) -> dict[str, Any]:
     return json.loads((PROJECT / file).read_text())["zero_optimization"] if file else {}
 
 
-def bucket_size(zero: dict[str, Any], model: PreTrainedModel) -> int:
-    """`reduce_bucket_size` of `zero_optimization`, in elements, "auto" filled in as transformers does."""
-    value = zero.get("reduce_bucket_size", "auto")
-    return model.config.get_text_config().hidden_size ** 2 if value == "auto" else int(value)
-
-
-def hybrid_warning(config: PretrainedConfig) -> str | None:
-    """What ZeRO-3 costs a model whose blocks are not all attention; None for other models."""
-    kinds = getattr(config.get_text_config(), "layer_types", None) or []
-    if ATTENTION.issuperset(kinds):
-        return None
-    return (
-        "ZeRO-3 gathers tensor by tensor, and this model is a hybrid, with many small ones in a block; FSDP2 gathers "
-        "whole blocks: use LAUNCH=fsdp2 (configs/accelerate/fsdp2.yaml)"
-    )
-
-
 def checkpoint_bytes(model: PreTrainedModel, zero_stage: int = 0, is_fsdp: bool = False) -> int:
-    """What a checkpoint will take: weights and two moments of AdamW; the ranks' fp32 weights under ZeRO and FSDP2;
-    below ZeRO-3 the weights once more, in DeepSpeed's mp_rank_00_model_states.pt."""
+    """Of weights and two moments of AdamW; the ranks' fp32 weights under ZeRO and FSDP2; below ZeRO-3 the weights once
+    more, in DeepSpeed's mp_rank_00_model_states.pt."""
     trained = [p for p in model.parameters() if p.requires_grad]
     count = sum(map(numel, trained))
     weights = sum(numel(p) * p.element_size() for p in trained)

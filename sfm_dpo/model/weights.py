@@ -10,11 +10,7 @@ from sfm_dpo.common.errors import UserError
 
 
 def open_tensors(folder: Path) -> dict[str, Callable[[str], torch.Tensor]]:
-    """Name of each tensor in the folder's safetensors -> the function that reads it.
-
-    Raises:
-        UserError: the folder holds no safetensors.
-    """
+    """Name of each tensor in the folder's safetensors -> the function that reads it; UserError without any."""
     tensors: dict[str, Callable[[str], torch.Tensor]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         reader = safe_open(file, framework="pt")

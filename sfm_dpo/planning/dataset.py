@@ -1,7 +1,6 @@
 """Analysis of a dataset before training: lengths, the recommended max_length, and what looks wrong with the pairs.
 
-`analyze_dataset` reads and tokenises on the path of training (into the cache that training reads) and measures; its
-dict is the JSON that docs/lengths.md describes.
+It reads and tokenises on the path of training, into the cache that training reads; docs/lengths.md has the JSON.
 """
 
 from collections.abc import Sequence
@@ -27,8 +26,6 @@ from sfm_dpo.planning.lengths import analyze_lengths
 
 # Chosen longer in this share of the pairs or more, or rejected: length alone then predicts the preference.
 LENGTH_BIAS = 0.6
-# More prompts than this share over half of max_length are worth a warning.
-LONG_PROMPTS = 0.01
 
 
 def analyze_dataset(
@@ -44,9 +41,6 @@ def analyze_dataset(
     Args:
         against: evaluation sets (see read_evaluation_texts) with which pairs may share n-grams of `ngram` words.
         dropped_file: receives a JSON line for each row that cannot be used.
-
-    Raises:
-        UserError: as load_pairs, load_tokenizer and report_contamination; or no pair is left after tokenization.
     """
     args = config.train
     args.max_dropped_fraction = 1.0  # unusable rows are reported here; training stops at them
@@ -81,11 +75,15 @@ def analyze_dataset(
         "faults": summarize_faults(texts, find_faults(texts, args.dataset_num_proc)),
     }
     lengths = Lengths.of(tokens)
-    shape = load_model_config(config, needs_weights=False)
+    shape = load_model_config(config)
     forward_flops = ForwardFlops.of(meta_model(shape))
+
+    def count_flops(sequences: np.ndarray, response_tokens: int) -> int:
+        return forward_flops(torch.from_numpy(sequences), response_tokens)
+
     result |= analyze_lengths(
         lengths,
-        lambda sequences, response_tokens: forward_flops(torch.from_numpy(sequences), response_tokens),
+        count_flops,
         min_coverage=min_coverage,
         min_tokens_kept=min_tokens_kept,
         limit=getattr(shape.get_text_config(), "max_position_embeddings", None),
@@ -103,59 +101,41 @@ def analyze_dataset(
 def list_findings(
     result: dict[str, Any], lengths: Lengths, repeated_prompts: int, repeated_pairs: int, trimmed: int
 ) -> list[dict[str, str]]:
-    """What to know before training, each {"level": "warning" or "note", "text"}.
-
-    Args:
-        result: of `analyze_dataset` so far.
-        repeated_prompts: pairs whose prompt occurred before; `repeated_pairs`: those of which all did.
-        trimmed: pairs whose prompt is no token prefix of prompt+response.
-    """
+    """What to know before training, each {"level": "warning" or "note", "text"}; `result`: the analysis so far."""
     best = result["recommendation"]
-    half = best["max_length"] // 2
-    long_prompts = int((lengths.prompt > half).sum())
-    counted = [  # (rows, whether they are worth a warning, what they are)
-        (
-            long_prompts,
-            long_prompts > LONG_PROMPTS * len(lengths),
-            f"prompts fill more than half of max_length {best['max_length']:,}",
-        ),
-        (best["prompts_cut"], False, f"prompts lose their start to max_prompt_length {best['max_prompt_length']}"),
-        (best["no_signal"], True, "pairs are identical on both sides after truncation: they teach nothing"),
-        (repeated_pairs, True, "pairs are exact repeats of earlier ones (drop_duplicates)"),
-        (repeated_prompts - repeated_pairs, False, "pairs have the prompt of an earlier one and other responses"),
-        (trimmed, True, "prompts are no token prefix of prompt+response: what follows the shared tokens is left out"),
-    ]
+    long_prompts = int((lengths.prompt > best["max_length"] // 2).sum())
+    warnings = {
+        "pairs are identical on both sides after truncation: they teach nothing": best["no_signal"],
+        "pairs are exact repeats of earlier ones (drop_duplicates)": repeated_pairs,
+        "prompts are no token prefix of prompt+response: what follows the shared tokens is left out": trimmed,
+    }
+    notes = {
+        f"prompts fill more than half of max_length {best['max_length']:,}": long_prompts,
+        "pairs have the prompt of an earlier one and other responses": repeated_prompts - repeated_pairs,
+    }
     for reason, count in result["dropped"].items():
-        is_warning = reason == "prompts_differ"
-        counted.append((count, is_warning, f"of {result['rows']:,} rows dropped: {DROP_REASONS[reason]}"))
+        notes[f"of {result['rows']:,} rows dropped: {DROP_REASONS[reason]}"] = count
     for fault in result["faults"]:
         sides = f"{fault['chosen']:,} chosen, {fault['rejected']:,} rejected"
-        counted.append((fault["pairs"], False, f"pairs ({sides}): {fault['text']}"))
-    findings = [describe_length_bias(result)]
-    for count, is_warning, text in counted:
-        if count:
-            findings.append({"level": "warning" if is_warning else "note", "text": f"{count:,} {text}"})
+        notes[f"pairs ({sides}): {fault['text']}"] = fault["pairs"]
     contamination = result.get("contamination", {"sets": []})
     for found in contamination["sets"]:
-        text = (
-            f"{found['pairs']:,} pairs have {contamination['ngram']} words in a row in common with {found['set']}, "
-            f"{found['set_rows']:,} of its {found['rows']:,} rows with a pair; {found['short']:,} rows are too short"
-        )
-        findings.append({"level": "warning" if found["pairs"] else "note", "text": text})
+        words = f"{contamination['ngram']} words in a row in common with {found['set']}"
+        warnings[f"pairs have {words}, {found['set_rows']:,} of its {found['rows']:,} rows"] = found["pairs"]
+    findings = [describe_length_bias(result)]
+    for level, counts in (("warning", warnings), ("note", notes)):
+        findings += [{"level": level, "text": f"{count:,} {text}"} for text, count in counts.items() if count]
     return findings
 
 
 def describe_length_bias(result: dict[str, Any]) -> dict[str, str]:
-    """The finding about which side is longer: a warning where it is so in LENGTH_BIAS of the pairs, beyond chance."""
-    bias = result["length_bias"]
-    side, learned = ("chosen", "longer") if bias["chosen_longer"] >= 0.5 else ("rejected", "shorter")
-    share = max(bias["chosen_longer"], 1 - bias["chosen_longer"])
-    chosen, rejected = (result["percentiles"][name]["mean"] for name in ("chosen", "rejected"))
-    text = (
-        f"the {side} response is the longer one in {share:.1%} of the pairs (means {chosen:,.0f} and {rejected:,.0f})"
-    )
-    if share - bias["margin"] >= LENGTH_BIAS:
-        return {"level": "warning", "text": f"{text}: DPO will learn that {learned} is better"}
+    """The finding about which side is longer: a warning where it is so in LENGTH_BIAS of the pairs."""
+    longer = result["length_bias"]["chosen_longer"]
+    side = "chosen" if longer >= 0.5 else "rejected"
+    share = max(longer, 1 - longer)
+    text = f"the {side} response is the longer one in {share:.1%} of the pairs"
+    if share >= LENGTH_BIAS:
+        return {"level": "warning", "text": f"{text}: DPO will learn from the length"}
     return {"level": "note", "text": text}
 
 

@@ -1,13 +1,12 @@
 """The analysis of a dataset (dataset.py) as text for a terminal, as a picture and as an HTML page."""
 
-import math
 import textwrap
 from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
+from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.tables import format_table
@@ -15,13 +14,12 @@ from sfm_dpo.planning.lengths import PERCENTILES
 from sfm_dpo.report.page import render_page
 from sfm_dpo.report.plots import COLORS, INK, STYLE, to_svg
 
-LENGTHS, CANDIDATES = "Tokens", "What each max_length keeps and costs"  # titles of the tables
 NOTE = (
-    "*: recommended. prompt: max_prompt_length, where prompts leave no room. untouched: pairs of which no token is "
-    "cut. no signal: both responses are identical after truncation. dropped: the prompt fills max_length. tokens and "
-    "FLOPs: of an epoch, without padding. step time: padding-free, relative to the recommendation."
+    "*: recommended. untouched: pairs of which no token is cut. no signal: both responses are identical after "
+    "truncation. dropped: the prompt fills max_length. tokens and FLOPs: of an epoch, without padding. step time: "
+    "padding-free, relative to the recommendation."
 )
-HEADINGS = "max_length,prompt,untouched,tokens kept,no signal,dropped,tokens,FLOPs,step time".split(",")
+HEADINGS = "max_length,untouched,tokens kept,no signal,dropped,tokens,FLOPs,step time".split(",")
 LINES: dict[str, tuple[str, dict[str, Any]]] = {  # curve: (label, style)
     "total": ("prompt + longer", {"color": COLORS[0], "linewidth": 1.8}),
     "prompt": ("prompt", {"color": INK, "linestyle": ":"}),
@@ -31,11 +29,11 @@ LINES: dict[str, tuple[str, dict[str, Any]]] = {  # curve: (label, style)
 
 
 def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
-    """Rows of cells, the first of them the headings, by the table's title; * marks the recommended max_length."""
+    """Rows of cells, the first of them the headings, by the table's title."""
     sides = result["percentiles"]
     percentiles = [["percentile", *(LINES[side][0] for side in sides)]]
     for q in PERCENTILES:
-        tokens = [f"{values[str(q)]['tokens']:,}" for values in sides.values()]
+        tokens = [f"{values[str(q)]:,}" for values in sides.values()]
         percentiles.append(["longest" if q == 100 else f"{q}%", *tokens])
     percentiles.append(["mean", *(f"{values['mean']:,.0f}" for values in sides.values())])
     candidates = [HEADINGS]
@@ -44,7 +42,6 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
         candidates.append(
             [
                 f"{mark}{row['max_length']:,}",
-                f"{row['max_prompt_length'] or '-'}",
                 f"{row['untouched']:.1%}",
                 f"{row['tokens_kept']:.1%}",
                 f"{row['no_signal']:,}",
@@ -54,64 +51,43 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
                 f"x {row['relative_time']:.2f}",
             ]
         )
-    return {LENGTHS: percentiles, CANDIDATES: candidates}
+    return {"Tokens": percentiles, "What each max_length keeps and costs": candidates}
 
 
-def format_recipe_lines(result: dict[str, Any]) -> str:
+def format_recipe_line(result: dict[str, Any]) -> str:
     """What to paste into a recipe."""
     best = result["recommendation"]
-    if best["max_prompt_length"]:
-        prompts = (
-            f"max_prompt_length: {best['max_prompt_length']}  # cuts the start of {best['prompts_cut']:,} prompts, of "
-            f"which {best['saved']:,} would leave no room for a response"
-        )
-    elif best["dropped"]:
-        prompts = f"# max_prompt_length: none; {best['dropped']:,} pairs are dropped, whose prompts leave no room"
-    else:
-        prompts = "# max_prompt_length: not needed, each prompt leaves room for a response"
-    return (
-        f"max_length: {best['max_length']}  # leaves {best['untouched']:.1%} of the pairs untouched, keeps "
-        f"{best['tokens_kept']:.1%} of the response tokens\n{prompts}"
-    )
+    kept = f"keeps {best['tokens_kept']:.1%} of the response tokens"
+    return f"max_length: {best['max_length']}  # leaves {best['untouched']:.1%} of the pairs untouched, {kept}"
 
 
 def format_analysis(result: dict[str, Any]) -> str:
     """All of the analysis but the examples of what looks wrong, for a terminal."""
-    tables = build_tables(result)
-    findings = [_wrap(f"{finding['level']}: {finding['text']}") for finding in result["findings"]]
+    findings = [f"  {finding['level']}: {finding['text']}" for finding in result["findings"]]
     example = [f"Example: the pair of median length (number {result['example']['row']:,}); the prompt is not trained"]
     for side in ("prompt", "chosen", "rejected"):
         shown = result["example"][side]
         example.append(f"  {side}, {shown['tokens']:,} tokens")
         example.append(textwrap.indent(shown["text"].rstrip("\n"), "    | ", lambda line: True))
     best = result["recommendation"]
-    parts = [
-        format_heading(result),
-        f"{LENGTHS}\n{_format_rows(tables[LENGTHS])}",
-        f"{CANDIDATES}\n{_format_rows(tables[CANDIDATES])}\n{_wrap(NOTE)}",
+    parts = [format_heading(result)]
+    for title, rows in build_tables(result).items():
+        parts.append(f"{title}\n{format_table(rows[1:], rows[0], 'r')}")
+    parts += [
+        NOTE,
         "\n".join(["Findings", *findings]),
         "\n".join(example),
-        f"Recommendation: max_length {best['max_length']:,}\n{_wrap(best['reason'])}",
-        format_recipe_lines(result),
+        f"Recommendation: max_length {best['max_length']:,}\n{best['reason']}",
+        format_recipe_line(result),
     ]
     return "\n\n".join(parts)
-
-
-def _format_rows(rows: list[list[str]]) -> str:
-    return format_table(rows[1:], rows[0], "r")
-
-
-def _wrap(line: str) -> str:
-    return textwrap.fill(line, 110, initial_indent="  ", subsequent_indent="  ")
 
 
 def format_heading(result: dict[str, Any]) -> str:
     heading = f"{' + '.join(result['dataset'])}: {result['pairs']:,} pairs"
     if result["sampled"]:
         heading += f", a sample of {result['usable']:,}"
-    heading += f", tokens of {result['model']}"
-    limit = result["recommendation"]["limit"]
-    return heading + (f" (limit {limit:,})" if limit else "")
+    return f"{heading}, tokens of {result['model']}"
 
 
 def draw_lengths(result: dict[str, Any]) -> Figure:
@@ -123,18 +99,12 @@ def draw_lengths(result: dict[str, Any]) -> Figure:
         axes.plot(curves["length"], curves[side], label=label, **style)
     best = result["recommendation"]
     shares = {row["max_length"]: row["untouched"] for row in result["candidates"]}
-    axes.plot(list(shares), list(shares.values()), "o", color=COLORS[0], markersize=4, label="untouched")
-    axes.axhline(best["min_coverage"], color=INK, linewidth=0.7, linestyle=":")
+    axes.plot(list(shares), list(shares.values()), "o", color=COLORS[0], label="untouched")
     label = f"recommended: {best['max_length']:,}"
     axes.axvline(best["max_length"], color=INK, linewidth=1.1, linestyle="--", label=label)
-    low = max(1, min(curves["length"][0], *shares))
-    high = 1.5 * max(*shares, curves["length"][-1])
     axes.set(title="Lengths", xlabel="tokens", ylabel="share of pairs up to this length", ylim=(0, 1.04))
     axes.set_xscale("log", base=2)
-    powers = range(math.ceil(math.log2(low)), int(math.log2(high)) + 1)
-    axes.set(xlim=(low, high), xticks=[2.0**power for power in powers])
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens:,.0f}"))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.legend(loc="upper left")
     return figure
@@ -157,6 +127,6 @@ def write_page(result: dict[str, Any], path: Path) -> None:
         picture=picture,
         tables=build_tables(result),
         note=NOTE,
-        yaml_lines=format_recipe_lines(result),
+        yaml_line=format_recipe_line(result),
     )
     write_atomically(path, page)

@@ -18,7 +18,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config
 from sfm_dpo.data.micro_batches import list_micro_batches
 from sfm_dpo.data.token_lengths import Lengths
-from sfm_dpo.model.memory_plan import MemoryPlanner, add_states, choose_setting, memory_limit
+from sfm_dpo.model.memory_plan import MemoryPlanner, choose_setting, memory_limit
 from sfm_dpo.model.sharding import launched_with
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def _choose(config: Config, dataset: Dataset, shape: PretrainedConfig) -> dict[s
     columns = dataset.select_columns(["prompt_length", "chosen_length", "rejected_length"]).with_format("numpy")[:]
     lengths = Lengths.from_columns(columns).truncate(args.max_length)
     micro_batches = list_micro_batches(config, lengths, planner.prefix_sharing, args.world_size)
-    settings = add_states(planner.list_settings(micro_batches), states)
+    settings = planner.list_settings(micro_batches, states)
     setting = choose_setting(settings, limit, config)
     if setting.bytes > limit:
         raise UserError(

@@ -56,7 +56,6 @@ def test_what_it_prints_and_writes(write_rows, tiny_folder, tmp_path, start):
     best = result["recommendation"]
     pasted = yaml.safe_load(out[out.index("\nmax_length:") :])
     assert pasted == {"max_length": best["max_length"]} == {"max_length": 128} and result["seed"] == 3
-    assert "max_prompt_length: not needed" in out
     assert all(row["flops"] > row["tokens"] for row in result["candidates"])  # from the folder's config.json
     assert best["limit"] == 512 and max(row["max_length"] for row in result["candidates"]) == 256
     assert re.search(r"assistant\n  chosen, \d+ tokens\n    \| two ", out)
@@ -75,7 +74,7 @@ def test_options_override_the_recipe_and_sets_are_compared(write_rows, tiny_fold
     code, _, err = start(*argv)
     assert code == 0, err
     result = json.loads(file.read_text())
-    assert result["dataset"] == [str(data)] and result["recommendation"]["max_prompt_length"] == 30
+    assert result["dataset"] == [str(data)] and result["recommendation"]["untouched"] == 0  # max_prompt_length
     assert not (tmp_path / "run").exists()  # nothing is written but --json and --html
     [found] = result["contamination"]["sets"]
     assert found["pairs"] > 0 and found["examples"][0]["text"] in page.read_text()

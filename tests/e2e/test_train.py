@@ -146,7 +146,6 @@ def test_two_processes_stop_together_where_the_guard_says_so(place, write_rows):
     ("files", "message"),
     [
         ([], "neither a folder with a model nor one that the Hub gives"),
-        (["config.json"], "lacks weights (*.safetensors)"),
         (["config.json", "model.safetensors"], "no tokenizer"),
         (["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"], "no chat template"),
     ],

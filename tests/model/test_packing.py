@@ -1,16 +1,14 @@
-"""The packed forward equals the padded one: log-probs, gradients, metrics, for every loss, and nothing leaks."""
+"""The packed forward equals the padded one, in everything a loss of TRL reads, and in gradients; nothing leaks."""
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, MambaConfig
-from trl import DPOConfig, DPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 import sfm_dpo.model.packing
 from sfm_dpo.model.packing import enable_padding_free
-from tests.tiny_models import ARCHITECTURES, tiny_config, tiny_model, tiny_tokenizer
+from tests.tiny_models import ARCHITECTURES, tiny_config, tiny_model
 
 FIELDS = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 LOG_PROB_TOLERANCE = 1e-5  # absolute, fp32
@@ -103,49 +101,6 @@ def test_positions_restart_in_every_sequence():
         if packed:
             enable_padding_free(model)
         results.append(run(model, make_batch(BATCHES["very unequal"])))
-    assert_equal_runs(*results)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_gradient_checkpointing_recomputes_with_the_same_boundaries(architecture, use_reentrant):
-    """Against the padded path without checkpointing. Another batch runs between forward and backward: boundaries kept
-    outside the call would be those of the wrong batch when a layer is computed again."""
-    padded, packed = padded_and_packed(architecture)
-    batch = make_batch(BATCHES["very unequal"])
-    if use_reentrant:
-        # Captured inside a reentrant checkpoint, router logits have no gradient in any implementation of transformers
-        for model in (padded, packed):
-            model.config.output_router_logits = False
-    expected = run(padded, batch)
-    packed.train()
-    packed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-    if use_reentrant:
-        packed.enable_input_require_grads()
-    first = packed(**batch, fused_lm_head=True)
-    packed(**make_batch([(5, 60), (2, 9)]), fused_lm_head=True).log_probs.sum().backward()
-    weights = torch.linspace(-1, 1, first.log_probs.numel()).view_as(first.log_probs)
-    loss = (first.log_probs * weights).sum() + (100 * first.aux_loss if first.aux_loss is not None else 0)
-    packed.zero_grad()
-    loss.backward()
-    assert_equal_runs(expected, (first, {name: p.grad for name, p in packed.named_parameters() if p.grad is not None}))
-
-
-@pytest.mark.parametrize(("architecture", "use_reentrant"), [("gpt_neox", None), ("olmo3", False), ("llama", True)])
-def test_lora_with_and_without_checkpointing(architecture, use_reentrant):
-    batch = make_batch(BATCHES["very unequal"])
-    results = []
-    for model in padded_and_packed(architecture):
-        torch.manual_seed(0)
-        peft = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
-        peft.train()
-        if use_reentrant is not None:
-            peft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-            peft.enable_input_require_grads()
-        results.append(run(peft, batch))
-        assert all("lora" in name for name in results[-1][1])
-        with torch.inference_mode(), peft.disable_adapter():
-            results[-1][0]["log_sum_sq_probs"] = peft(**batch, fused_lm_head=True).log_probs  # the reference's
     assert_equal_runs(*results)
 
 
@@ -246,34 +201,29 @@ def test_shared_prompts_change_neither_log_probs_nor_gradients(architecture, cas
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("sharing", [False, True])
 @pytest.mark.parametrize("architecture", ["gpt_neox", "olmo3", "llama"])
-def test_shared_prompts_with_checkpointing_and_lora(architecture, lora, use_reentrant):
-    batch, results = make_pairs(PROMPTS["long and short"]), []
-    for model in (padded_and_packed(architecture)[0], shared_model(architecture)):
-        torch.manual_seed(0)
-        sharing = len(results) == 1
-        if lora:
-            config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-            model = get_peft_model(model, config)
-        model.train()
-        if sharing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-            model.enable_input_require_grads()
-            model(**make_pairs([(5, 60, 2), (2, 9, 4)]), fused_lm_head=True)  # boundaries are those of the call
-        results.append(run(model, batch))
-    assert_equal_runs(*results)
-
-
-def test_a_shared_prompt_lets_no_answer_see_another():
-    model = shared_model("olmo3")
-    batch = make_pairs([(20, 30, 12), (9, 5, 7)])
-    with torch.no_grad():
-        before = model(**batch, fused_lm_head=True).log_probs
-        changed = {name: tensor.clone() for name, tensor in batch.items()}
-        changed["input_ids"][0, 20:50] = (batch["input_ids"][0, 20:50] + 100) % 250
-        changed["labels"][0, 20:50] = changed["input_ids"][0, 20:50]
-        after = model(**changed, fused_lm_head=True).log_probs
-    assert (before - after)[1:].abs().max() < 1e-5 and (before - after)[0].abs().max() > 0.1
+def test_gradient_checkpointing_recomputes_with_the_same_boundaries(architecture, sharing, lora, use_reentrant):
+    """Against the padded path without checkpointing. Another batch runs between forward and backward: boundaries kept
+    outside the call would be those of the wrong batch when a layer is computed again."""
+    batch = make_pairs(PROMPTS["long and short"])
+    models = list(padded_and_packed(architecture))
+    if sharing:
+        models[1] = shared_model(architecture)
+    if lora:
+        for i, model in enumerate(models):
+            torch.manual_seed(0)
+            models[i] = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    expected = run(models[0], batch)
+    model = models[1].train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    first = model(**batch, fused_lm_head=True)
+    model(**make_pairs([(5, 60, 2), (2, 9, 4)]), fused_lm_head=True).log_probs.sum().backward()
+    weights = torch.linspace(-1, 1, first.log_probs.numel()).view_as(first.log_probs)
+    model.zero_grad()
+    (first.log_probs * weights).sum().backward()
+    assert_equal_runs(expected, (first, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
 
 
 @pytest.mark.parametrize("rows", BATCHES)
@@ -281,82 +231,6 @@ def test_a_shared_prompt_lets_no_answer_see_another():
 def test_rows_that_share_nothing_are_computed_as_they_are(rows, padding_side):
     batch = make_batch(BATCHES[rows], padding_side)
     assert_equal_runs(run(padded_and_packed("olmo3")[0], batch), run(shared_model("olmo3"), batch))
-
-
-# ---- through TRL's trainer: every loss, policy and reference ----
-
-PAIRS = [
-    ("What is 1+1?", "2", "It could be three, or perhaps four; who is to say what a number is, after all?"),
-    ("Name a colour.", "", "Blue is one."),  # a response of one token: the end
-    ("Hi", "Hello! How can I help you today? I am glad you came.", "Go away."),
-    ("Repeat: abc", "abc", "cba cba cba"),
-]
-LOSSES = [
-    *({"loss_type": [t]} for t in ("sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot")),
-    *({"loss_type": [t]} for t in ("aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm")),
-    {"loss_type": ["exo_pair"], "label_smoothing": 1e-3},
-    {"loss_type": ["robust"], "label_smoothing": 0.1},
-    {"loss_type": ["sigmoid"], "ld_alpha": 0.5},
-    {"loss_type": ["sigmoid_norm"], "use_weighting": True},
-    {"loss_type": ["sigmoid_norm"], "f_divergence_type": "forward_kl"},
-    {"loss_type": ["sigmoid_norm"], "f_divergence_type": "js_divergence"},
-    {"loss_type": ["sigmoid_norm"], "f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.5},
-    {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
-]
-
-
-def make_trainer(tmp_path, architecture, packed, sharing=False, **args):
-    defaults = {
-        "output_dir": str(tmp_path),
-        "per_device_train_batch_size": len(PAIRS),
-        "beta": 0.05,
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "disable_tqdm": True,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "router_aux_loss_coef": 0.5 if architecture == "olmoe" else None,
-    }
-    trainer = DPOTrainer(
-        model=tiny_model(architecture, seed=0),
-        ref_model=tiny_model(architecture, seed=1),
-        args=DPOConfig(**{**defaults, **args}),
-        train_dataset=Dataset.from_list([dict(zip(("prompt", "chosen", "rejected"), p, strict=True)) for p in PAIRS]),
-        processing_class=tiny_tokenizer(),
-    )
-    if packed:
-        enable_padding_free(trainer.model, sharing)
-        enable_padding_free(trainer.ref_model, sharing)
-    return trainer
-
-
-def loss_and_gradient_norm(trainer):
-    batch = next(iter(trainer.get_train_dataloader()))
-    trainer.model.train()
-    loss = trainer.compute_loss(trainer.model, batch)
-    loss.backward()
-    gradients = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
-    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
-    return loss.item(), norm(gradients), metrics
-
-
-@pytest.mark.parametrize(
-    ("architecture", "loss"),
-    [("olmoe", {"loss_type": ["sigmoid_norm"]}), *(("olmo3", loss) for loss in LOSSES)],
-    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
-)
-def test_every_loss_of_trl(tmp_path, architecture, loss):
-    paths = (False, False), (True, False), *([(True, True)] if architecture == "olmo3" else [])
-    stock, *others = (
-        loss_and_gradient_norm(make_trainer(tmp_path, architecture, packed, sharing=sharing, **loss))
-        for packed, sharing in paths
-    )
-    for packed in others:
-        assert packed[0] == pytest.approx(stock[0], rel=1e-5, abs=1e-6)
-        assert packed[1] == pytest.approx(stock[1], rel=GRADIENT_TOLERANCE) and stock[1] > 0
-        assert packed[2] == pytest.approx(stock[2], rel=1e-4, abs=1e-5)  # every metric TRL logs
-    assert ("aux_loss" in stock[2]) == (architecture == "olmoe")
 
 
 # ---- what cannot be packed ----

@@ -1,4 +1,4 @@
-"""sharding.py: hybrid models under ZeRO-3, DeepSpeed on CPUs, and log-probs that FSDP2 must not round."""
+"""sharding.py: DeepSpeed on CPUs, and log-probs that FSDP2 must not round."""
 
 import gc
 
@@ -9,14 +9,8 @@ from accelerate import FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import fully_shard
 from trl.trainer.utils import add_fused_lm_head
 
-from sfm_dpo.model.sharding import disable_deepspeed_shm, hybrid_warning, keep_outputs
-from tests.tiny_models import tiny_config, tiny_model
-
-
-def test_hybrid_models_alone_are_warned_about_under_zero3():
-    assert "use LAUNCH=fsdp2" in hybrid_warning(tiny_config("olmo_hybrid"))
-    assert hybrid_warning(tiny_config("olmo3")) is None
-    assert hybrid_warning(tiny_config("gpt_neox")) is None
+from sfm_dpo.model.sharding import disable_deepspeed_shm, keep_outputs
+from tests.tiny_models import tiny_model
 
 
 @pytest.mark.parametrize("disable", [False, True])

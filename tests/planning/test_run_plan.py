@@ -8,7 +8,7 @@ from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 from transformers import AutoConfig
 
-from scripts import check_config, plan
+from scripts import plan
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config import parse_config
@@ -54,10 +54,10 @@ def test_numbers_are_deepspeeds_and_the_formulas(plan_of):
     dense = 6 * (n - 2 * embedding) * 1280 * (1000 + 500 - 99)  # of the prompt all but the last token once
     assert dense < plan["time"]["flops"]["training"] < 1.15 * dense
     assert plan["time"]["flops"]["training"] == pytest.approx(3 * plan["time"]["flops"]["reference"])
-    hours = {entry["mfu"]: entry["training"] for entry in plan["time"]["hours"]}
+    hours = {entry["mfu"]: entry["hours"] for entry in plan["time"]["hours"]}
     assert list(hours) == [0.225, 0.0856, 0.0277]
     for mfu, value in hours.items():
-        assert value == pytest.approx(plan["time"]["flops"]["training"] / (4 * 2.25e15 * mfu * 3600))
+        assert value == pytest.approx(sum(plan["time"]["flops"].values()) / (4 * 2.25e15 * mfu * 3600))
     for facts in plan["launches"].values():
         assert facts["choice"]["tokens"] == 4 * (1500 - 99) and facts["choice"]["every_n_layers"] == 1
         assert sum(facts["states"].values()) < facts["choice"]["bytes"] < 0.9 * 180e9 and facts["fits"]
@@ -68,29 +68,10 @@ def test_what_does_not_fit_is_shown_with_its_smallest_setting(plan_of):
     planner = plan_of(PYTHIA, lengths_of(80, 100, 900, 400), ["--memory_gib", "40", "--fit_memory", "true"])
     fits = {launch: facts["fits"] for launch, facts in planner.plan()["launches"].items()}
     assert fits == {"zero2": False, "zero3": True, "fsdp2": True}
-    assert "of 168 counted as usable" in format_plan(planner.plan())
+    assert "40 usable" in format_plan(planner.plan())
 
 
-@pytest.mark.slow
-def test_the_largest_micro_batch_is_the_samplers_and_a_second_model_costs_memory(plan_of):
-    """One pair in 16 is long: of the 8 in a step no two meet in a micro-batch of 4 where tokens are balanced."""
-    mixed = Lengths(*(np.resize([a] + [b] * 15, 128) for a, b in ((9, 9), (900, 20), (900, 20), (0, 0))))
-
-    def plan(*fields):
-        planned = plan_of(tiny_config("olmo3"), mixed, fields).plan()
-        zero2 = planned["launches"]["zero2"]
-        return zero2["choice"]["tokens"], zero2["states"], planned["model"]["parameters"]
-
-    sequential = ("--train_sampling_strategy", "sequential")
-    tokens, states, parameters = plan("--prefix_sharing", "false", *sequential)
-    assert tokens == 2 * 909 + 3 * 2 * 29 and "reference" not in states
-    assert plan(*sequential)[0] == tokens - 4 * 8
-    live = ("--padding_free", "false", "--prefix_sharing", "false", "--precompute_ref_log_probs", "false")
-    padded, states, _ = plan(*live, *sequential)
-    assert padded == 8 * 909 and states["reference"] == 2 * parameters
-
-
-def test_a_calibration_of_this_gpu_is_used_and_of_another_is_not(plan_of, tmp_path, capsys):
+def test_a_calibration_of_this_gpu_is_used_and_of_another_is_not(plan_of, tmp_path):
     shape, file = tiny_config("olmo3"), tmp_path / "calibration.json"
     measured = {"gpu": "NVIDIA B200", "mfu": 0.31, "memory_ratio": 1.1}
     file.write_text(json.dumps(measured))
@@ -99,11 +80,9 @@ def test_a_calibration_of_this_gpu_is_used_and_of_another_is_not(plan_of, tmp_pa
     assert [entry["mfu"] for entry in plan["time"]["hours"]] == [0.31]
     sizes = [each["launches"]["zero3"]["choice"]["bytes"] for each in (plain, plan)]
     assert sizes[1] == pytest.approx(1.1 * sizes[0])
-    text = format_plan(plan)
-    assert f"31.00%  measured on NVIDIA B200: {file}" in text and "totals are 1.10 times" in text
+    assert f"31.00%  measured on NVIDIA B200: {file}" in format_plan(plan)
     file.write_text(json.dumps(measured | {"gpu": "NVIDIA H100 80GB HBM3"}))
     assert plan_of(shape, pairs, calibration=file).plan() == plain
-    assert "measured on NVIDIA H100 80GB HBM3, not on B200; not used" in capsys.readouterr().out
     file.write_text("{}")
     with pytest.raises(UserError, match=r"--calibration .*KeyError 'gpu'"):
         plan_of(shape, pairs, calibration=file)
@@ -124,7 +103,7 @@ def test_lora_trains_the_adapter_alone(plan_of):
 @pytest.mark.slow
 def test_command_with_stated_percentiles(tmp_path, monkeypatch, capsys):
     stated = {"pairs": 1000, "percentiles": {name: {"0": 50, "50": 100, "100": 200} for name in ("prompt", "chosen")}}
-    stated["percentiles"]["rejected"] = {"0": 10, "50": {"tokens": 20}, "100": 40}
+    stated["percentiles"]["rejected"] = {"0": 10, "50": 20, "100": 40}
     (tmp_path / "l.json").write_text(json.dumps(stated))
     monkeypatch.chdir(PROJECT)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # plan.py sets it for good
@@ -143,27 +122,6 @@ def test_command_with_stated_percentiles(tmp_path, monkeypatch, capsys):
     assert plan.main(command) == 2
     err = capsys.readouterr().err
     assert err.count("\n") == 1 and "error: --lengths" in err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("gpu", "gpus", "line"),
-    [
-        ("b200:4", 4, "GiB of 151 usable on each of 4 B200 under zero2 (computed) with 1 pairs per device"),
-        ("h100:4", 4, "memory: fits, at most 50.3 GiB of 67 usable on each of 4 H100 under zero2"),
-        ("h100:1", 1, "memory: does not fit: weights, gradients and optimizer alone take"),
-    ],
-)
-def test_check_config_says_at_submission_whether_it_fits(tmp_path, monkeypatch, capsys, gpu, gpus, line):
-    monkeypatch.chdir(PROJECT)
-    for name in ("DS_ACCELERATOR", "ACCELERATE_USE_DEEPSPEED"):
-        monkeypatch.setenv(name, "")
-    monkeypatch.setenv("SLURM_GPUS_PER_NODE", gpu)
-    fields = ["--model_name_or_path", "bench/shapes/gpt_neox_6.9b", "--output_dir", str(tmp_path / "run")]
-    fields = ["--config", "recipes/think.yaml", "--use_cpu", "true", *fields]
-    assert check_config.main(["accelerate_config.yaml", str(gpus), *fields]) == 0
-    out, err = capsys.readouterr()
-    assert line in err and out == f"{tmp_path / 'run'}\n"
 
 
 def test_gpus_that_do_not_divide_the_global_batch_are_named(plan_of):

@@ -46,14 +46,6 @@ def without_file(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
 
-def as_shards(index: str) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        (folder / "model.safetensors").unlink()
-        (folder / "model.safetensors.index.json").write_text(index)
-
-    return change
-
-
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n"
 # Copies of a good model, and of a good run, each with one thing wrong.
 MODELS = {
@@ -63,14 +55,11 @@ MODELS = {
     "more_layers": with_config("num_hidden_layers", 4),
     "other_size": with_config("intermediate_size", 97),
     "unknown_type": with_file("config.json", '{"model_type": "lama"}'),
-    "generation_list": with_file("generation_config.json", "[]"),
     "tokenizer_noise": with_file("tokenizer.json", NOISE),
-    "tokenizer_config_list": with_file("tokenizer_config.json", "[]"),
     "template_syntax": with_file("chat_template.jinja", "{% for m in messages %}{{ m['content'] }"),
     "template_refuses": with_file("chat_template.jinja", "{{ raise_exception('no') }}"),
     "weights_cut": with_file("model.safetensors", NOISE),
     "weights_lfs": with_file("model.safetensors", LFS),
-    "index_without_map": as_shards("{}"),
 }
 RUNS = {
     "config_list": with_file("resolved_config.yaml", "- a\n"),
@@ -186,7 +175,7 @@ CASES = {
     ],
     "generate": [
         ("{kit}/nothing hi", "nothing: neither a folder with a model nor"),
-        (f"{RUN} hi --base {{kit}}/models/weights_lfs", "model.safetensors is damaged", "git lfs pull"),
+        (f"{RUN} hi --base {{kit}}/models/weights_lfs", "weights_lfs: cannot be loaded"),
         ("{kit}/models/more_layers hi", "model.layers.3.", "is missing, 8 more"),
     ],
     "check_config": [
@@ -214,23 +203,18 @@ CASES = {
         (f"{TRAIN} --dataset_name {{kit}}/utf16.jsonl", "utf16.jsonl: line 1: 'utf-8' codec"),
         (f"{TRAIN} --dataset_name {{kit}}/half.jsonl", "half.jsonl: line 9: ", "surrogates not allowed"),
         (f"{TRAIN} --dataset_config x", "dataset_name", "has no x; remove it"),
-        (f"{ON}/config_cut", "config.json is damaged", "copy it anew"),
+        (f"{ON}/config_cut", "config.json", "is not a valid JSON file"),
         (f"{ON}/config_heads", "The hidden size (63) is not a multiple"),
         (f"{ON}/unknown_type", "model type `lama`"),
         (f"{ON}/more_layers", "model.layers.3.", "take config.json and weights from"),
         (f"{ON}/other_size", "mlp", "is of another shape"),
-        (f"{ON}/generation_list", "generation_config.json is damaged"),
-        (f"{ON}/tokenizer_noise", "tokenizer.json is damaged", "utf-8"),
-        (f"{ON}/tokenizer_config_list", "tokenizer_config.json is damaged"),
+        (f"{ON}/tokenizer_noise", "no tokenizer can be loaded", "utf-8"),
         (f"{CHATS}/template_syntax", "its chat template, line 1"),
         (f"{CHATS}/template_refuses", "is left (8 x malformed"),
-        (f"{ON}/weights_cut", "model.safetensors is damaged", "copy it anew"),
-        (f"{ON}/weights_lfs", "model.safetensors is damaged", "git lfs pull"),
-        (f"{ON}/index_without_map", "lacks a weight_map"),
+        (f"{ON}/weights_cut", "weights_cut: cannot be loaded: "),
         (f"{TRAIN} --model_name_or_path {{kit}}/pairs.jsonl", "model_name_or_path", "pairs.jsonl"),
-        (f"{TRAIN} --model_revision v2", "model_revision v2: is for the Hub", "remove it"),
         (f"{TRAIN} --resume_from_checkpoint {{kit}}/runs/unmarked/checkpoint-2", "was not written to the end"),
-        (f"{TRAIN} --model_init_kwargs '{{{{\"atn\": 1}}}}'", "model_init_kwargs atn: is unknown"),
+        (f"{TRAIN} --model_init_kwargs '{{{{\"atn\": 1}}}}'", "unexpected keyword argument 'atn'"),
         (f"{TRAIN} --use_peft --lora_target_modules nosuch", "lora_target_modules", "'nosuch'"),
     ],
 }
