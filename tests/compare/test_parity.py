@@ -9,7 +9,7 @@ from scripts import parity as command
 from sfm_dpo.compare.parity import MAX_TIMES_ROUNDING, compare_gradients, run_parity
 from sfm_dpo.model import attention, packing
 from sfm_dpo.train import reference_cache
-from tests.toolbox import pairs
+from tests.toolbox import error_line, pairs
 
 pytestmark = [pytest.mark.slow, pytest.mark.grid]
 
@@ -112,7 +112,7 @@ def test_command(recipe, tmp_path, capsys, monkeypatch):
 )
 def test_mistakes_are_one_line_and_exit_2(recipe, capsys, extra, message):
     assert command.main([*recipe("llama"), *extra.split()]) == 2
-    assert message in capsys.readouterr().err.strip().splitlines()[-1]
+    assert message in error_line(capsys.readouterr().err)
 
 
 def test_a_recipe_for_gpus_is_taken_as_it_is(tmp_path, recipe):

@@ -8,6 +8,7 @@ import pytest
 
 from scripts import compare_runs as command
 from sfm_dpo.compare.runs import compare_runs, read_log
+from tests.toolbox import error_line
 
 STEPS = range(1, 11)
 
@@ -166,5 +167,4 @@ def test_mistakes_are_one_line_and_exit_2(tmp_path, capsys, message):
     a, b = write_run(tmp_path / "a", healthy()), tmp_path / "b"
     b.mkdir()
     assert command.main([str(a), str(MISTAKES[message](b))]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and message in error
+    assert message in error_line(capsys.readouterr().err)

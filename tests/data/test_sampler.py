@@ -14,7 +14,7 @@ from bench.balance import rank_tokens
 from bench.lengths import sample_lengths
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.sampler import PairSampler, assign_pairs
-from tests.toolbox import pairs
+from tests.toolbox import logged, pairs
 
 STRATEGIES = ["random", "group_by_length", "batch_rebalance", "sequential"]
 TOKENS = np.exp(np.random.default_rng(0).normal(5.6, 0.9, 4100)).clip(8, 2048).astype(int)
@@ -126,10 +126,6 @@ def test_full_determinism_gives_bitwise_equal_runs(tmp_path, tiny_folder):
     finally:
         torch.use_deterministic_algorithms(False)
         torch.backends.cudnn.deterministic = False
-    logs = []
-    for run in runs:
-        history = json.loads((run / "trainer_state.json").read_text())["log_history"]
-        steps = [entry for entry in history if "loss" in entry]
-        logs.append([{k: v for k, v in entry.items() if not k.startswith("perf/")} for entry in steps])
+    logs = [logged(run) for run in runs]
     assert len(logs[0]) == 3 and logs[0] == logs[1]
     assert (runs[0] / "model.safetensors").read_bytes() == (runs[1] / "model.safetensors").read_bytes()

@@ -1,7 +1,6 @@
 """HF_HOME that is full or somebody else's: one line that names the place."""
 
 import errno
-import subprocess
 
 import datasets
 import numpy as np
@@ -11,6 +10,7 @@ import torch
 from sfm_dpo.common.errors import DiskFull, UserError
 from sfm_dpo.data.sources import explain_cache_errors, load_rows
 from sfm_dpo.train import reference_cache
+from tests.toolbox import small_disk
 
 
 def test_what_cannot_be_written_is_named_and_other_errors_stay():
@@ -27,12 +27,7 @@ def test_what_cannot_be_written_is_named_and_other_errors_stay():
 def test_a_full_disk_while_pairs_are_read_and_in_the_reference_pass(write_rows, tmp_path, monkeypatch):
     """On a file system that is really full: needs root, and the right to mount."""
     path = write_rows("pairs.jsonl", [{"prompt": f"{i} " + "q" * 1000} for i in range(600)])
-    home = tmp_path / "hf"
-    home.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", home], capture_output=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount: {mounted.stderr.decode().strip()}")
-    try:
+    with small_disk(tmp_path / "hf", "64k") as home:
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "datasets")
         with pytest.raises(UserError, match=f"HF_HOME: {home}/datasets.*: No space left on device"):
             load_rows(str(path))
@@ -46,5 +41,3 @@ def test_a_full_disk_while_pairs_are_read_and_in_the_reference_pass(write_rows, 
                 should_stop=lambda: False,
             )
         assert not list(cache.folder.glob("*.lease*")), "the others wait for nothing"
-    finally:
-        subprocess.run(["umount", home], check=True)

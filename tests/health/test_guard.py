@@ -15,6 +15,7 @@ from sfm_dpo.config import parse_config
 from sfm_dpo.health.guard import Guard
 from sfm_dpo.health.guard_rules import COLLAPSE_STEPS, Finding, RunFacts, judge_log
 from sfm_dpo.run.checkpoint import checkpoints, mark_complete, rotate
+from tests.toolbox import logged, on_cpu
 
 # A failed project's runs, losses on sums: (step, loss, margin)
 FAST_RUN = [(1, 0.690, 0.006), (5, 0.276, 1.145), (6, 0.006, 5.156), (8, 0.0, 12.962), (10, 0.0, 18.207)]
@@ -148,10 +149,9 @@ def test_losses_with_another_floor_are_judged_by_margins_alone():
 @pytest.fixture
 def command(tiny_folder, write_rows, tmp_path) -> list[str]:
     rows = [{"prompt": f"question {i}:", "chosen": f" yes {i}" * 3, "rejected": " no no" * 4} for i in range(24)]
-    argv = f"--model_name_or_path {tiny_folder('llama')} --dataset_name {write_rows('p.jsonl', rows)} "
-    argv += f"--output_dir {tmp_path / 'run'} --use_cpu --bf16 false --max_length 128 --num_train_epochs 8 "
-    argv += "--global_batch_size 4 --per_device_train_batch_size 4 --logging_steps 1 --save_steps 2 --preflight warn "
-    return [*argv.split(), "--precompute_ref_log_probs", "true"]
+    fields = {"num_train_epochs": 8, "per_device_train_batch_size": 4, "save_steps": 2, "preflight": "warn"}
+    fields |= {"precompute_ref_log_probs": "true", "guard": "stop"}
+    return on_cpu(tiny_folder("llama"), write_rows("p.jsonl", rows), tmp_path / "run", **fields)
 
 
 COLLAPSE = ["--learning_rate", "1e-3", "--warmup_steps", "40"]
@@ -170,8 +170,7 @@ def test_a_run_that_collapses_is_stopped_and_its_last_healthy_checkpoint_kept(co
     assert int(healthy.name.split("-")[1]) < finding["began"]
     steps = [int(p.name.split("-")[1]) for p in out.glob("checkpoint-*")]
     assert max(steps) < status["step"] and not (out / "model.safetensors").exists()  # nothing is saved after the stop
-    log = json.loads((out / "trainer_state.json").read_text())["log_history"]
-    assert log[-1]["step"] == status["step"]
+    assert logged(out)[-1]["step"] == status["step"]
     assert finding["signal"] in capsys.readouterr().err
     assert "collapsed" in (out / "report.html").read_text()
 
@@ -187,8 +186,7 @@ def test_a_healthy_run_is_left_alone_and_says_so(command, tmp_path):
     assert train_dpo.main(command + more.split()) == 0
     health = json.loads((out / "health.json").read_text())
     assert (health["verdict"], health["findings"], health["stopped"]) == ("healthy", [], False)
-    log = json.loads((out / "trainer_state.json").read_text())["log_history"]
-    assert [entry["step"] for entry in log if "guard/answer_tokens" in entry] == [1, 10]
+    assert [entry["step"] for entry in logged(out, "guard/answer_tokens")] == [1, 10]
     samples = json.loads((out / "samples.json").read_text())
     assert len(samples) == 4 and samples[0]["prompt"].startswith("question") and samples[0]["before_tokens"] > 0
 

@@ -1,13 +1,12 @@
 """What a run that was killed and resumed has logged is what an undisturbed one has, also where it logs seldom."""
 
-import json
 import shutil
 
 import pytest
 
 import train_dpo
 from tests.e2e.runs import FIELDS
-from tests.toolbox import as_options, pairs
+from tests.toolbox import as_options, logged, pairs
 
 
 @pytest.mark.slow
@@ -26,8 +25,7 @@ def test_a_killed_run_logs_the_same_figures(tmp_path, tiny_folder, write_rows):
                     file.unlink()
             (tmp_path / name / "status.json").write_text('{"state": "running", "step": 4, "job": null, "pid": null}')
         assert train_dpo.main(as_options(fields | {"output_dir": tmp_path / name})) == 0
-        history = json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
-        logs.append([{k: v for k, v in e.items() if not k.startswith("perf/")} for e in history if "loss" in e])
+        logs.append(logged(tmp_path / name))
     assert [entry["step"] for entry in logs[0]] == [2, 4, 5]
     assert logs[0] == logs[1]
     assert logs[0][-1]["num_tokens"] > logs[0][0]["num_tokens"] > 0

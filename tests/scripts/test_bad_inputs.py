@@ -18,6 +18,7 @@ import pytest
 
 import sfm_dpo.report.page
 import train_dpo
+from tests.toolbox import error_line
 
 ROOT = Path(__file__).parents[2]
 NOISE = bytes(range(256)) * 8
@@ -279,8 +280,7 @@ def test_variables_of_the_batch_scripts(env, part):
 
 
 def assert_one_line(code: int, stderr: str, parts: list[str]) -> None:
-    lines = [line for line in stderr.splitlines() if line.startswith("error: ")]
-    assert code == 2 and len(lines) == 1, (code, stderr)
-    assert stderr.rstrip().endswith(lines[0].rstrip()) and "Traceback" not in stderr and "usage:" not in stderr
-    assert all(part in lines[0] for part in parts), lines[0]
-    assert len(lines[0]) < 700
+    line = error_line(stderr)
+    assert code == 2 and stderr.rstrip().endswith(line.rstrip()) and "usage:" not in stderr, stderr
+    assert all(part in line for part in parts), line
+    assert len(line) < 700

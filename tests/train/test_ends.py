@@ -10,16 +10,15 @@ import train_dpo
 from sfm_dpo.run import folder
 from sfm_dpo.run.checkpoint import COMPLETE, STOP
 from sfm_dpo.run.folder import read_status
+from tests.toolbox import logged, on_cpu
 
 
 @pytest.mark.usefixtures("no_report")
 def test_a_mismatch_at_resume_is_in_the_status_and_the_end_is_evaluated(tiny_folder, write_rows, tmp_path, capsys):
     rows = [{"prompt": f"{i}?", "chosen": "yes " * (i % 5 + 1), "rejected": "no " * 3} for i in range(16)]
     run = tmp_path / "output_dir"
-    fields = ["--model_name_or_path", str(tiny_folder("llama")), "--dataset_name", str(write_rows("p.jsonl", rows))]
-    fields += ["--output_dir", str(run), "--use_cpu", "--global_batch_size", "4", "--per_device_train_batch_size", "2"]
-    fields += ["--preflight", "skip", "--guard", "skip", "--eval_fraction", "0.25", "--learning_rate", "1e-3"]
-    fields += ["--logging_steps", "50"]  # so that no step is logged
+    more = {"eval_fraction": 0.25, "learning_rate": 1e-3, "logging_steps": 50}  # so that no step is logged
+    fields = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", rows), run, **more)
     run.mkdir()
     (run / STOP).touch()
     assert train_dpo.main(fields) == 75
@@ -33,8 +32,7 @@ def test_a_mismatch_at_resume_is_in_the_status_and_the_end_is_evaluated(tiny_fol
 
     mark.write_text(json.dumps(complete))
     assert train_dpo.main(fields) == 0
-    history = json.loads((run / "trainer_state.json").read_text())["log_history"]
-    evals = {entry["step"]: entry["eval_loss"] for entry in history if "eval_loss" in entry}
+    evals = {entry["step"]: entry["eval_loss"] for entry in logged(run, "eval_loss")}
     assert set(evals) == {0, 3} and evals[3] < evals[0] == pytest.approx(0.6931, abs=1e-4)
     assert f"{evals[3]:.3f}" in capsys.readouterr().out.rpartition("held out")[2]
 

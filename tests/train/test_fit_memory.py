@@ -16,6 +16,7 @@ from sfm_dpo.model.memory_plan import MemoryPlanner, choose_setting
 from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.folder import read_resolved_config
 from tests.tiny_models import tiny_config
+from tests.toolbox import logged
 from tests.train.test_trainer import make_trainer
 
 RNG = np.random.default_rng(0)
@@ -88,9 +89,8 @@ def train(tiny_folder, write_rows, tmp_path):
     def run(name: str, more: str = ""):
         folder = tmp_path / name
         code = train_dpo.main(f"{given} --output_dir {folder} {more}".split())
-        state = folder / "trainer_state.json"
-        history = json.loads(state.read_text())["log_history"] if state.is_file() else []
-        return code, [entry["loss"] for entry in history if "loss" in entry], folder
+        entries = logged(folder) if (folder / "trainer_state.json").is_file() else []
+        return code, [entry["loss"] for entry in entries], folder
 
     return run
 
