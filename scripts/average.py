@@ -4,8 +4,7 @@
     python scripts/average.py outputs/seed0 outputs/seed1 outputs/seed2 --output_dir outputs/mean
     python scripts/average.py outputs/dpo/checkpoint-500 outputs/dpo --weights 1 3 --output_dir outputs/mean
 
-The result is a folder like a run's: evaluate.py, generate.py and push_to_hub.py take it, and its card names the models
-that it was made of. Nothing is loaded whole: a file of weights is in memory at a time.
+The result is a folder like a run's: evaluate.py, generate.py and push_to_hub.py take it.
 """
 
 import sys

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Is everything right and fast on this cluster? At most 15 minutes on one node; one table at the end (docs/gpu.md).
 #
-#   sbatch scripts/check_gpu.sh                                 a model of four layers
-#   sbatch scripts/check_gpu.sh --config recipes/think.yaml     the recipe's model: few layers, and once as a whole
-#   LAUNCH=cpu sbatch scripts/check_gpu.sh                      a rehearsal on two CPU processes, without GPUs
+#   sbatch scripts/check_gpu.sh                                 with recipes/think.yaml
+#   sbatch scripts/check_gpu.sh --config recipes/tulu3_8b.yaml  with the model and the lengths of another recipe
+#   LAUNCH=cpu sbatch scripts/check_gpu.sh                      a rehearsal on two CPU processes, after make demo
 #
 # Account, partition and variables: as for scripts/dpo_train.sh. Results: outputs/check-gpu, log in logs/check-gpu-JOB.out.
 #

