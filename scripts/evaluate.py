@@ -20,31 +20,21 @@ from sfm_dpo.common.cli import Arguments, command, number
 from sfm_dpo.jobs.benchmarks import Settings, evaluate_run
 
 
-def key_value(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not (key and equals):
-        raise ValueError
-    return key, value
-
-
 @command
 def main(argv: list[str]) -> None:
     parser = Arguments(prog="evaluate.py", description=__doc__)
     parser.add_argument("run", metavar="RUN_OR_CHECKPOINT", type=Path)
-    parser.add_argument(
-        "--tasks", nargs="+", default=[], help="names of lm-eval, or .yaml files; default: the run's eval_tasks"
-    )
+    parser.add_argument("--tasks", nargs="+", default=[], help="names of lm-eval, or .yaml files")
     parser.add_argument("--pairs", metavar="FILE_OR_DATASET", help="a preference set: Hub id, file or folder")
     parser.add_argument("--limit", type=number(int, 1), help="samples of each task, and pairs; default: all")
     parser.add_argument("--num_fewshot", type=number(int, 0), help="default: the task's own")
     parser.add_argument("--batch_size", type=number(int, 1), default=8)
     parser.add_argument("--no_chat_template", dest="chat_template", action="store_false", help="plain prompts")
-    parser.add_argument(
-        "--model_args", nargs="+", type=key_value, default=[], metavar="KEY=VALUE", help="for lm-eval's model"
-    )
-    parser.add_argument("--vllm", type=Path, metavar="ENV", help="virtual environment with lm-eval and vLLM")
+    parser.add_argument("--model_args", nargs="+", default=[], metavar="KEY=VALUE", help="for lm-eval's model")
     options = vars(parser.parse_args(argv))
-    run, pairs = options.pop("run"), options.pop("pairs")
+    options["model_args"] = ",".join(options["model_args"])
+    run = options.pop("run")
+    pairs = options.pop("pairs")
     print(evaluate_run(run, Settings(**options), pairs))
 
 

@@ -77,6 +77,4 @@ def check_alike(sources: list[Source], folders: list[Path]) -> None:
         differing = [name for name in facts[0] | facts[-1] if facts[0].get(name) != facts[-1].get(name)]
         if differing:
             names = ", ".join(differing)
-            raise UserError(
-                f"{source.folder}: {names}: not as in {sources[0].folder}; average models of one base model"
-            )
+            raise UserError(f"{source.folder}: {names}: not as in {sources[0].folder}; average models of one base")

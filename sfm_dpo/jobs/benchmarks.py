@@ -4,22 +4,17 @@ lm-eval is in requirements-eval.txt, so that training does not need it. Generati
 """
 
 import importlib
-import json
 import math
-import subprocess
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-import yaml
-from transformers import AutoTokenizer
 from transformers.utils import ADAPTER_CONFIG_NAME
 
-from sfm_dpo.common.errors import UserError, nearest
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import now, write_json
 from sfm_dpo.common.statistics import mean_interval
 from sfm_dpo.hub.publish import Source, find_source, stage_files
@@ -32,7 +27,7 @@ from sfm_dpo.run.reader import EVALUATION
 
 GREEDY = {"do_sample": False, "temperature": 0.0}
 FEWEST_CHANGED = 6  # samples: with fewer no sign test gives p < 0.05, however clear the mean looks
-ROW_KEYS = {"benchmarks": ("task", "metric", "filter"), "pairs": ("source",)}  # what a row of evaluation.json is of
+ROW_NAME = {"benchmarks": "task", "pairs": "source"}
 
 
 @dataclass
@@ -44,8 +39,7 @@ class Settings:
     num_fewshot: int | None = None
     batch_size: int = 8
     chat_template: bool = True
-    model_args: Sequence[tuple[str, str]] = ()
-    vllm: Path | None = None  # a virtual environment with lm-eval and vLLM, which pins a torch of its own
+    model_args: str = ""  # as lm-eval takes them: KEY=VALUE,KEY=VALUE
 
 
 def evaluate_run(path: Path, settings: Settings, pairs: str | None = None) -> str:
@@ -54,31 +48,27 @@ def evaluate_run(path: Path, settings: Settings, pairs: str | None = None) -> st
     The report and the model card of a run are written again.
 
     Raises:
-        UserError: nothing to evaluate; lm-eval is missing, or knows no such task; the data cannot be had; no chat
-            template; an adapter, where that cannot be evaluated.
+        UserError: nothing to evaluate; lm-eval is missing, or cannot load a task; the data cannot be had.
     """
     source = find_source(path, publish_anyway=True)
-    if not settings.tasks and not pairs:
-        settings.tasks = source.config.get("eval_tasks") or []
+    if not pairs:
+        settings.tasks = settings.tasks or source.config.get("eval_tasks") or []
         if not settings.tasks:
             raise UserError(f"{path}: nothing to evaluate; give --tasks or --pairs, or eval_tasks in the recipe")
-    tasks = load_tasks(settings.tasks) if settings.tasks and settings.vllm is None else None
+    tasks = load_tasks(settings.tasks) if settings.tasks else None
     found: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(prefix=".evaluate-", dir=source.run) as folder:
         model = Path(folder)
-        stage_files(source.folder, model)  # shards put together, in a form that vLLM reads, too
-        if settings.vllm and (model / ADAPTER_CONFIG_NAME).is_file():
-            raise UserError(f"{path}: is an adapter; merge it into its base model, or evaluate it without --vllm")
+        stage_files(source.folder, model)  # shards put together
         if settings.tasks:
             found["benchmarks"] = evaluate_benchmarks(source, model, settings, tasks)
         if pairs:
             found["pairs"] = [evaluate_pairs(source, model, pairs, settings.limit)]
     evaluation = read_mapping(source.folder / EVALUATION)
-    for part, rows in found.items():
-        by_key = {}
-        for row in [*evaluation.get(part, []), *rows]:  # a new row replaces its earlier one
-            by_key[tuple(row[key] for key in ROW_KEYS[part])] = row
-        evaluation[part] = list(by_key.values())
+    for part, rows in found.items():  # a new row replaces those of the same task or set
+        new = {row[ROW_NAME[part]] for row in rows}
+        kept = [row for row in evaluation.get(part, []) if row[ROW_NAME[part]] not in new]
+        evaluation[part] = kept + rows
     write_json(source.folder / EVALUATION, evaluation)
     if source.step is None:
         write_report(source.run)
@@ -88,8 +78,6 @@ def evaluate_run(path: Path, settings: Settings, pairs: str | None = None) -> st
 
 def evaluate_benchmarks(source: Source, folder: Path, settings: Settings, tasks: Any) -> list[dict[str, Any]]:
     """Rows of `compare_results` for the model in `folder` and its base model, each with how it was made."""
-    if settings.chat_template and not AutoTokenizer.from_pretrained(folder).chat_template:
-        raise UserError(f"{source.folder}: its tokenizer has no chat template; add --no_chat_template")
     base = {"pretrained": source.config["model_name_or_path"], "tokenizer": str(folder)}
     if revision := source.config.get("model_revision"):
         base["revision"] = revision
@@ -100,7 +88,7 @@ def evaluate_benchmarks(source: Source, folder: Path, settings: Settings, tasks:
     before = run_lm_eval(base, settings, tasks)
     after = run_lm_eval(trained, settings, tasks)
     facts = {"limit": settings.limit, "chat_template": settings.chat_template, "time": now()}
-    facts |= {"backend": "vllm" if settings.vllm else "hf", "lm_eval": after["lm_eval_version"]}
+    facts["lm_eval"] = after["lm_eval_version"]
     return [row | facts for row in compare_results(before, after)]
 
 
@@ -115,65 +103,38 @@ def load_tasks(names: list[str]) -> Any:
     for name in names:
         try:
             manager.load([name])
-        except KeyError as error:
-            raise UserError(f"--tasks {name}: lm-eval knows no such task{nearest(name, manager.all_tasks)}") from error
         except Exception as error:  # of datasets, of the Hub's client, of YAML, of the task's own code and packages
-            remedy = "install what is missing; without a network run it once where there is one, with the same HF_HOME"
+            remedy = "`lm_eval ls tasks` lists the known ones; without a network it must be in HF_HOME"
             raise UserError(f"--tasks {name}: cannot be loaded ({type(error).__name__}: {error}); {remedy}") from error
     return manager
 
 
-# What the Python of another environment runs: arguments and results are JSON
-_EVALUATE = """
-import json, sys
-from lm_eval import simple_evaluate
-from lm_eval.utils import handle_non_serializable
-with open(sys.argv[2], "w") as file:
-    json.dump(simple_evaluate(**json.loads(sys.argv[1])), file, default=handle_non_serializable)
-"""
-
-
-def run_lm_eval(model_args: dict[str, str], settings: Settings, tasks: Any = None) -> dict:
-    """lm-eval's results with `samples`, here with `tasks` of load_tasks, or in the environment `settings.vllm`.
-
-    Raises:
-        UserError: it fails there.
-    """
-    on_gpu = torch.cuda.is_available() or settings.vllm is not None
-    extra = {key: yaml.safe_load(value) for key, value in settings.model_args}  # 4 as a number, as vLLM wants it
-    arguments = {
-        "model": "vllm" if settings.vllm else "hf",
-        "model_args": {"dtype": "auto" if on_gpu else "float32"} | model_args | extra,
-        "tasks": settings.tasks,
-        "num_fewshot": settings.num_fewshot,
-        "batch_size": settings.batch_size,
-        "device": "cuda" if on_gpu else "cpu",
-        "limit": settings.limit,
-        "apply_chat_template": settings.chat_template,
-        "gen_kwargs": dict(GREEDY),
-        "bootstrap_iters": 1000,
-    }
-    if settings.vllm is None:
-        return importlib.import_module("lm_eval").simple_evaluate(**arguments, task_manager=tasks)
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = [str(settings.vllm / "bin/python"), "-c", _EVALUATE, json.dumps(arguments), str(result)]
-        try:
-            subprocess.run(command, stderr=subprocess.PIPE, text=True, check=True)
-        except OSError as error:
-            raise UserError(f"--vllm {settings.vllm}: no Python there ({error}); name an environment") from error
-        except subprocess.CalledProcessError as error:
-            reason = error.stderr.strip().rpartition("\n")[2]
-            raise UserError(f"--vllm {settings.vllm}: lm-eval fails there: {reason}") from error
-        return json.loads(result.read_text())
+def run_lm_eval(model_args: dict[str, str], settings: Settings, tasks: Any) -> dict:
+    """lm-eval's results with `samples`; `tasks` are of load_tasks."""
+    lm_eval = importlib.import_module("lm_eval")
+    on_gpu = torch.cuda.is_available()
+    more = lm_eval.utils.simple_parse_args_string(settings.model_args)
+    return lm_eval.simple_evaluate(
+        model="hf",
+        model_args={"dtype": "auto" if on_gpu else "float32"} | model_args | more,
+        tasks=settings.tasks,
+        task_manager=tasks,
+        num_fewshot=settings.num_fewshot,
+        batch_size=settings.batch_size,
+        device="cuda" if on_gpu else "cpu",
+        limit=settings.limit,
+        apply_chat_template=settings.chat_template,
+        gen_kwargs=dict(GREEDY),
+        bootstrap_iters=1000,
+    )
 
 
 def compare_results(base: dict, trained: dict) -> list[dict[str, Any]]:
     """A row for each task and metric of two results of lm-eval.
 
     Keys: task, metric, filter, samples, num_fewshot; base and trained: value, stderr (None where unknown); difference
-    (trained - base) with its 95% interval low, high, from the difference in each sample (None where the metric is not
-    their mean, or too few changed); verdict.
+    with its 95% interval low, high, from the difference in each sample (None where it is not their mean, or too few
+    changed); verdict.
     """
     rows = []
     for task, scores in trained["results"].items():
@@ -184,11 +145,13 @@ def compare_results(base: dict, trained: dict) -> list[dict[str, Any]]:
             before = _read_score(base["results"][task], metric, name)
             after = _read_score(scores, metric, name)
             difference = after["value"] - before["value"]
-            differences = _sample_differences(base, trained, task, metric, name)
+            of_base = _read_samples(base, task, metric, name)
+            of_trained = _read_samples(trained, task, metric, name)
+            differences = [value - of_base[sample] for sample, value in of_trained.items()]
             samples = trained["n-samples"].get(task, {}).get("effective", len(differences))
             low, high, verdict = None, None, f"no difference that {samples} samples can show"
-            paired = len(differences) > 1 and math.isclose(fmean(differences), difference, rel_tol=1e-6, abs_tol=1e-9)
-            if paired and sum(map(bool, differences)) >= FEWEST_CHANGED:
+            is_mean = differences and math.isclose(fmean(differences), difference, rel_tol=1e-6, abs_tol=1e-9)
+            if is_mean and sum(map(bool, differences)) >= FEWEST_CHANGED:
                 _, low, high = mean_interval(differences)
                 higher_is_better = trained["higher_is_better"].get(task, {}).get(metric) is not False
                 if low > 0 or high < 0:
@@ -205,12 +168,10 @@ def _read_score(scores: dict, metric: str, name: str) -> dict[str, Any]:
     return {"value": float(scores[f"{metric},{name}"]), "stderr": error if known else None}
 
 
-def _sample_differences(base: dict, trained: dict, task: str, metric: str, name: str) -> list[float]:
-    """trained - base of each sample that both answered; empty where its value is no number."""
-    values: list[dict[Any, float]] = [{}, {}]
-    for found, result in zip(values, (base, trained), strict=True):
-        for sample in (result.get("samples") or {}).get(task, []):
-            if sample.get("filter") == name and isinstance(sample.get(metric), int | float):
-                found[sample["doc_id"]] = float(sample[metric])
-    before, after = values
-    return [after[sample] - before[sample] for sample in before if sample in after]
+def _read_samples(result: dict, task: str, metric: str, name: str) -> dict[Any, float]:
+    """The value of each sample; none where it is no number."""
+    values = {}
+    for sample in result["samples"].get(task, []):
+        if sample["filter"] == name and isinstance(sample.get(metric), int | float):
+            values[sample["doc_id"]] = float(sample[metric])
+    return values

@@ -2,10 +2,9 @@
 
 import itertools
 import json
-import math
 import re
 import shlex
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -15,7 +14,6 @@ import yaml
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.tables import format_table
 from sfm_dpo.config import parse_config
-from sfm_dpo.config_checks import check_known
 from sfm_dpo.run.folder import STATUS, read_mapping
 from sfm_dpo.run.reader import read_run
 
@@ -38,25 +36,17 @@ class Grid:
 
 
 def read_grid(path: Path) -> Grid:
-    """Raises UserError: no such file, no YAML mapping, an unknown or missing key, or a value of the wrong type."""
+    """Raises UserError: the file is no grid."""
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: cannot be read as YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: holds no grid; give recipe, output_dir and fields (docs/evaluation.md)")
-    types = {"fields": dict, "at_once": int}
-    for key in [*content, "recipe", "output_dir", "fields"]:
-        check_known(f"{path}:", str(key), {entry.name for entry in fields(Grid)})
-        value = content.get(key)
-        if not value or not isinstance(value, types.get(key, str)):
-            raise UserError(f"{path}: {key} is {value!r}; give a value of type {types.get(key, str).__name__}")
-    for name, values in content["fields"].items():
-        if not isinstance(values, list) or not values or None in values:
+        grid = Grid(**yaml.safe_load(path.read_text()))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError) as error:
+        raise UserError(f"{path}: is no grid ({error}); give recipe, output_dir and fields") from error
+    if not isinstance(grid.fields, dict):
+        raise UserError(f"{path}: fields is {grid.fields!r}; give the values of each swept field")
+    for name, values in grid.fields.items():
+        if not isinstance(values, list) or not values:
             raise UserError(f"{path}: fields: {name} is {values!r}; give a list of one value or more")
-        if name in ("output_dir", "config"):
-            raise UserError(f"{path}: fields: {name} cannot be swept; each run gets a folder of its own")
-    return Grid(**content)
+    return grid
 
 
 def list_members(grid: Grid) -> dict[Path, dict[str, list[str]]]:
@@ -88,18 +78,18 @@ def plan_sweep(grid: Grid) -> tuple[list[str], list[int]]:
     Raises:
         UserError: a field or value that train_dpo.py would refuse, or a folder that holds another sweep.
     """
-    members = list_members(grid)
     lines = []
-    for folder, values in members.items():
+    unfinished = []
+    for number, (folder, values) in enumerate(list_members(grid).items()):
         words = [word for name, texts in values.items() for word in (f"--{name}", *texts)]
         lines.append(shlex.join([grid.recipe, *words, "--output_dir", str(folder)]))
         parse_config(["--config", *shlex.split(lines[-1])], training=False)
-    file = Path(grid.output_dir) / MEMBERS
-    earlier = file.read_text().splitlines() if file.is_file() else []
-    if earlier != lines and (earlier or any(folder.exists() for folder in members)):
-        raise UserError(f"output_dir {grid.output_dir}: holds another sweep, or other runs; choose another")
-    states = [read_mapping(folder / STATUS).get("state") for folder in members]
-    return lines, [number for number, state in enumerate(states) if state != "done"]
+        if read_mapping(folder / STATUS).get("state") != "done":
+            unfinished.append(number)
+    earlier = Path(grid.output_dir) / MEMBERS
+    if earlier.is_file() and earlier.read_text().splitlines() != lines:
+        raise UserError(f"output_dir {grid.output_dir}: holds another sweep; choose another")
+    return lines, unfinished
 
 
 @dataclass
@@ -108,14 +98,12 @@ class Setting:
 
     values: list[str]
     states: list[str] = field(default_factory=list)
-    verdicts: set[str] = field(default_factory=set)  # the guard's
     metric: dict[tuple, float] = field(default_factory=dict)
 
 
 def rank_settings(grid: Grid) -> list[Setting]:
-    """The settings, the best mean of `rank_by` first. Raises UserError: runs are done, and none has that metric."""
+    """The settings, the best mean of `rank_by` first, those without it last."""
     settings: dict[str, Setting] = {}
-    known: set[str] = set()
     for folder, words in list_members(grid).items():
         values = [" ".join(texts) for name, texts in words.items() if name not in SEEDS]
         setting = settings.setdefault(str(values), Setting(values))
@@ -124,15 +112,9 @@ def rank_settings(grid: Grid) -> list[Setting]:
             continue
         run = read_run(folder)
         setting.states.append(run["status"].get("state", "unknown"))
-        setting.verdicts.add(run["health"].get("verdict", "-"))
-        if setting.states[-1] in ("done", "push_failed"):
-            metrics = read_metrics(run)
-            known |= metrics.keys()
-            if math.isfinite(metrics.get(grid.rank_by, math.nan)):
-                setting.metric[tuple(str(words.get(name)) for name in SEEDS)] = metrics[grid.rank_by]
-    if known and grid.rank_by not in known:
-        offer = sorted(name for name in known if name.startswith("eval_") or "/" in name)
-        raise UserError(f"rank_by {grid.rank_by}: no run has it; choose one of {', '.join(offer)}")
+        metrics = read_metrics(run)
+        if setting.states[-1] in ("done", "push_failed") and grid.rank_by in metrics:
+            setting.metric[tuple(str(words.get(name)) for name in SEEDS)] = metrics[grid.rank_by]
     ranked = [setting for setting in settings.values() if setting.metric]
     ranked.sort(key=lambda setting: mean(setting.metric.values()), reverse=not LOWER_IS_BETTER.search(grid.rank_by))
     return ranked + [setting for setting in settings.values() if not setting.metric]
@@ -142,26 +124,26 @@ def read_metrics(run: dict[str, Any]) -> dict[str, float]:
     """The last value of each logged metric, and TASK/METRIC and SET/METRIC of evaluation.json."""
     metrics: dict[str, float] = {}
     for entry in run["log"]:
-        metrics |= {name: value for name, value in entry.items() if isinstance(value, int | float)}
+        metrics |= entry
     for row in run["evaluation"].get("benchmarks", []):
         metrics[f"{row['task']}/{row['metric']}"] = row["trained"]["value"]
     for row in run["evaluation"].get("pairs", []):
-        metrics |= {f"{row['source']}/{name}": value for name, value in row.items() if isinstance(value, float)}
+        metrics |= {f"{row['source']}/{name}": value for name, value in row.items()}
     return metrics
 
 
 def format_sweep(grid: Grid) -> str:
     """The table. The difference to the best setting is the mean over the seeds that both have."""
-    best, *others = rank_settings(grid)
+    settings = rank_settings(grid)
+    best = settings[0].metric
     rows = []
-    for setting in (best, *others):
-        differences = [value - best.metric[seed] for seed, value in setting.metric.items() if seed in best.metric]
-        verdict = next((name for name in ("collapsed", "warned", "healthy") if name in setting.verdicts), "-")
+    for setting in settings:
+        differences = [value - best[seed] for seed, value in setting.metric.items() if seed in best]
         states = [f"{setting.states.count(state)} {state}" for state in sorted(set(setting.states))]
-        cells = [format_mean(list(setting.metric.values())), format_mean(differences), verdict, ", ".join(states)]
+        cells = [format_mean(list(setting.metric.values())), format_mean(differences), ", ".join(states)]
         rows.append([*setting.values, *cells])
     names = [name for name in grid.fields if name not in SEEDS]
-    return format_table(rows, [*names, grid.rank_by, "to the best", "guard", "runs"], indent=0)
+    return format_table(rows, [*names, grid.rank_by, "to the best", "runs"], indent=0)
 
 
 def format_mean(values: list[float]) -> str:

@@ -15,7 +15,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_dpo
-from sfm_dpo.jobs.benchmarks import Settings, compare_results, load_tasks, run_lm_eval
+from sfm_dpo.jobs.benchmarks import compare_results
 from sfm_dpo.run.folder import read_resolved_config
 
 
@@ -119,24 +119,6 @@ def test_evaluation_of_a_run(run, tasks, capsys):
     (row,) = json.loads((run / "checkpoint-4" / "evaluation.json").read_text())["benchmarks"]
     assert (row["samples"], row["limit"], row["chat_template"]) == (3, 3, False)
     assert json.loads((run / "evaluation.json").read_text()) == evaluation  # the run's own is as it was
-
-    (run / "chat_template.jinja").unlink()
-    config = json.loads((run / "tokenizer_config.json").read_text())
-    (run / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": None}))
-    assert evaluate.main([str(run), "--tasks", tasks[0]]) == 2
-    assert "has no chat template; add --no_chat_template" in capsys.readouterr().err
-
-
-@pytest.mark.grid
-def test_another_environment_gives_the_same(run, tasks):
-    """As for vLLM, which needs a GPU; here with lm-eval's HF backend in this environment."""
-    model = {"pretrained": str(run), "tokenizer": str(run), "dtype": "float32"}
-    here = run_lm_eval(model, Settings(tasks), load_tasks(tasks))
-    elsewhere = Settings(tasks, vllm=Path(sys.prefix))
-    there = run_lm_eval(model, elsewhere)
-    rows = compare_results(here, there)
-    assert len(rows) == 2 and all(row["difference"] == 0 for row in rows)
-    assert all(row["base"]["value"] == row["trained"]["value"] for row in rows)
 
 
 def test_lm_eval_is_missing(run, monkeypatch, capsys):

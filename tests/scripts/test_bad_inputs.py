@@ -156,22 +156,14 @@ CASES = {
         (f"{RUN} {RUN} --output_dir {{kit}}/model", "model: exists; choose another"),
     ],
     "sweep": [  # grids: tests/jobs/test_sweep.py
-        ("{kit}/nowhere.yaml", "nowhere.yaml: cannot be read as YAML: [Errno 2]"),
-        ("{kit}/list.json", "list.json: holds no grid; give recipe, output_dir and fields"),
-        ("{kit}/task.yaml --table", "task.yaml: task: is unknown; the known ones are at_once"),
+        ("{kit}/nowhere.yaml", "nowhere.yaml: is no grid ([Errno 2]", "give recipe, output_dir and fields"),
+        ("{kit}/list.json", "list.json: is no grid", "must be a mapping"),
     ],
     "evaluate": [
         (RUN, "run: nothing to evaluate; give --tasks or --pairs, or eval_tasks in the recipe"),
-        (f"{RUN} --tasks arc_esy", "--tasks arc_esy: lm-eval knows no such task; did you mean arc_easy?"),
-        (
-            f"{RUN} --tasks arc_easy",
-            "--tasks arc_easy: cannot be loaded",
-            "without a network run it once where there is",
-        ),
+        (f"{RUN} --tasks arc_esy", "--tasks arc_esy: cannot be loaded", "`lm_eval ls tasks` lists the known ones"),
         (f"{RUN} --tasks {{kit}}/task.yaml", "task.yaml: cannot be loaded", "nowhere.jsonl"),
         (f"{RUN} --pairs {{kit}}/no.jsonl", "no.jsonl"),
-        (f"{RUN} --tasks x --vllm {{kit}}/nowhere", "nowhere: no Python there", "name an environment"),
-        (f"{RUN} --tasks x --model_args dtype", "--model_args: invalid", "'dtype'"),
     ],
     "generate": [
         ("{kit}/nothing hi", "nothing: neither a folder with a model nor"),
