@@ -1,7 +1,6 @@
 """The guard: applies the rules of guard_rules.py while training, and stops a run that has collapsed."""
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -40,9 +39,9 @@ class Guard(TrainerCallback):
         prompts: token ids of held-out prompts, to be answered every `guard_generations` steps.
     """
 
-    def __init__(self, trainer: Any, prompts: Sequence[list[int]] = ()):
+    def __init__(self, trainer: Any, prompts: list[list[int]] | None = None):
         self.trainer = trainer
-        self.prompts = prompts
+        self.prompts = prompts or []
         self.findings: list[Finding] = []
         self.stopped: Finding | None = None
         self.last_healthy: str | None = None  # a checkpoint
