@@ -1,13 +1,15 @@
-"""Kills at random moments, and damaged files: the same command ends bitwise as if nothing had happened.
+"""Kills and other faults at random moments: the same command ends bitwise as if nothing had happened.
 
-Two kills by default, four in the grid. `KILLS=20 python -m pytest tests/e2e/test_faults.py -k kill_9 -s` does twenty
-and prints the table of docs/slurm.md; KILL_SEED makes another series.
+Two of each by default, four in the grid. `KILLS=20 python -m pytest tests/e2e/test_faults.py -k kill_9 -s` does twenty
+kills and prints the table of docs/slurm.md, `FAULTS=50 ... -k each_fault -s` fifty faults; KILL_SEED and FAULT_SEED
+make another series.
 """
 
 import contextlib
 import os
 import random
 import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -15,8 +17,11 @@ import psutil
 import pytest
 
 from sfm_dpo.run.checkpoint import checkpoints, newest_checkpoint, step_of, why_incomplete
-from tests.e2e.runs import Place, Run, assert_same_run, copy_run
-from tests.e2e.test_resume import flip, shards, write_killed
+from sfm_dpo.run.folder import read_status
+from tests.e2e.runs import Place, Run, assert_same_run
+from tests.e2e.test_resume import flip, shards
+from tests.hub_server import TOKEN, HubServer
+from tests.toolbox import small_disk
 
 KILLS = [int(os.environ["KILLS"])] if "KILLS" in os.environ else [2, pytest.param(4, marks=pytest.mark.grid)]
 # When a rank is killed, and how long after the beginning of that, in seconds at most
@@ -90,20 +95,120 @@ def test_kill_9_of_a_random_rank_at_random_moments(place, uninterrupted, tmp_pat
         shutil.rmtree(run.folder)
 
 
-@pytest.mark.parametrize("kind", ["flipped byte", "removed file", "clock set back"])
-def test_damage_after_a_kill(place, uninterrupted, train_here, kind):
-    """Of a random file of the checkpoints or the reference cache; or all were written in an hour from now."""
-    folder = copy_run(uninterrupted(1), kind)
-    write_killed(folder, 8)
-    files = sorted(path for path in folder.glob("checkpoint-*/*") if path.is_file())
+# ---- other faults
+
+
+FAULTS = [int(os.environ["FAULTS"])] if "FAULTS" in os.environ else [2, pytest.param(4, marks=pytest.mark.grid)]
+MOMENTS = ("tokenisation", "reference pass", "training", "saving a checkpoint", "pushing")
+KINDS = (
+    "two starts",
+    "kill -9",
+    "full disk: output_dir",
+    "flipped byte",
+    "SIGSTOP",
+    "removed file",
+    "full disk: HF_HOME",
+    "clock set back",
+    "output_dir read-only",
+    "full disk: TMPDIR",
+)
+AFTER_A_KILL = ("flipped byte", "removed file", "clock set back")
+
+
+@pytest.mark.timeout(300 + 240 * int(os.environ.get("FAULTS", "4")))
+@pytest.mark.parametrize("faults", FAULTS)
+def test_each_fault_then_the_same_command_ends_bitwise(place, uninterrupted, tmp_path, faults):
+    dice = random.Random(int(os.environ.get("FAULT_SEED", "1")))
+    print("\n| # | fault | processes | during | first end |\n|---|---|---|---|---|", flush=True)
+    with HubServer() as hub:
+        for number in range(faults):
+            kind = KINDS[number % len(KINDS)]
+            moment = MOMENTS[(number + 2) % len(MOMENTS)]
+            if kind in AFTER_A_KILL:
+                moment = dice.choice(("training", "saving a checkpoint"))  # when there is something to damage
+            processes = 1 + (number // 3) % 2
+            with small_disk(tmp_path / f"disk-{number}", "64m") as disk:
+                first, again = one_fault(kind, moment, processes, disk, number, place, hub, dice)
+                print(f"| {number + 1} | {kind} | {processes} | {moment} | code {first} |", flush=True)
+                assert_same_run(again, uninterrupted(processes))
+
+
+def one_fault(kind, moment, processes, disk, number, place, hub, dice) -> tuple[int, Run]:
+    """The exit code of the run that met the fault, and the run that the same command then makes."""
+    home = disk / "hf" if "HF_HOME" in kind else disk.with_name(f"hf-{number}")
+    here = Place(place.folder, place.model, home)
+    fields: dict = {"output_dir": (disk if "output_dir" in kind else disk.parent) / f"run-{number}"}
+    env = {"TMPDIR": str(disk)} if "TMPDIR" in kind else {}
+    if moment == "pushing":
+        env |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
+        fields |= {"push_to_hub": "true", "hub_model_id": f"lab/model-{number}"}
+    run = here.start(f"fault-{number}", processes, env=dict(env), **fields)
+    rank = run.ranks(processes)[dice.randrange(processes)]  # before the moment: looking takes longer than saving
+    if moment == "tokenisation":
+        run.until(lambda: (run.folder / ".lock").exists())
+        time.sleep(dice.random())
+    elif moment == "pushing":
+        run.until(lambda: (read_status(run.folder) or {}).get("state") == "done", every=0.0005)
+        time.sleep(dice.random() * 0.3)
+    else:
+        wait_for_phase(run, moment, here, dice)
+    with contextlib.suppress(psutil.NoSuchProcess):  # it was over before
+        if kind in ("kill -9", *AFTER_A_KILL):
+            rank.kill()
+        elif kind == "SIGSTOP":
+            rank.suspend()
+            time.sleep(3 + 4 * dice.random())
+            rank.resume()
+        elif kind == "two starts":
+            rank.suspend()  # or the first run would be over before the second has read its packages
+            second = here.start(f"fault-{number}-second", processes, env=dict(env), **fields)
+            assert second.wait() == (1 if processes > 1 else 2) and "has it since" in second.log, second.log[-3000:]
+            rank.resume()
+    if "full disk" in kind:
+        fill(disk)
+    elif kind == "output_dir read-only":
+        remount(disk, "ro")
+    code = run.wait()
+    if kind in AFTER_A_KILL:
+        damage(kind, run, here, dice)
+    if kind == "output_dir read-only":
+        remount(disk, "rw")
+    (disk / "others").unlink(missing_ok=True)
+    if code and ("full disk" in kind or "read-only" in kind):
+        assert any(word in run.log for word in ("space", "Read-only", "disk full")), run.log[-3000:]
+        assert processes > 1 or "Traceback" not in run.log, run.log[-3000:]
+    again = here.start(f"fault-{number}", processes, env=dict(env), **fields).finish()
+    kept = disk.with_name(f"kept-{number}")  # the disk goes
+    shutil.copytree(fields["output_dir"], kept)
+    return code, Run(kept, again.log_file, again.log_start, again.process)
+
+
+def damage(kind: str, run: Run, place: Place, dice: random.Random) -> None:
+    """Changes one file of the checkpoints or the reference cache, or the times of all."""
+    files = sorted(path for folder in checkpoints(run.folder) for path in folder.rglob("*") if path.is_file())
     files += shards(place)
-    path = random.Random(kind).choice(files)
+    if not files:
+        return
+    path = dice.choice(files)
     if kind == "removed file":
         path.unlink()
     elif kind == "flipped byte":
-        flip(path, path.stat().st_size // 2)
-    else:
+        flip(path, dice.randrange(path.stat().st_size))
+    else:  # whatever was written was written in an hour from now
         later = time.time() + 3600
-        for path in (*files, *folder.iterdir()):
+        for path in (*files, *run.folder.iterdir()):
             os.utime(path, (later, later))
-    assert_same_run(train_here(kind), uninterrupted(1))
+
+
+def fill(disk: Path) -> None:
+    """Somebody else's data, up to the last page."""
+    with (disk / "others").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"x" * 4096)
+
+
+def remount(folder: Path, how: str) -> None:
+    """Read-only (ro) or not (rw), for root too; waits for writers."""
+    command = ["mount", "-o", f"remount,{how}", str(folder)]
+    while subprocess.run(command, capture_output=True, check=False).returncode:
+        time.sleep(0.002)
