@@ -189,7 +189,7 @@ def test_eval_tasks_are_evaluated_by_a_job_of_their_own(cluster, project):
     (row,) = json.loads((project / "outputs/evaluated/evaluation.json").read_text())["benchmarks"]
     assert (row["task"], row["metric"], row["samples"]) == ("sums", "acc", 8)
     log = end_of(cluster, project, bad, "FAILED", "2:0", name="evaluate")
-    assert "nothing.yaml: lm-eval knows no such task" in log
+    assert "--tasks nothing.yaml: cannot be loaded" in log
     for run in ("evaluated", "not_evaluated"):
         assert json.loads((project / f"outputs/{run}/status.json").read_text())["state"] == "done"
     assert cluster.wait(never, 120)["JobState"] == "CANCELLED"
