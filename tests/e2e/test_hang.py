@@ -73,7 +73,7 @@ def test_a_rank_that_waits_in_a_collective_alone(place: Place, tmp_path):
     """Rank 1 lives, but does something else: it is behind, and the line says where."""
     script = tmp_path / "train_dpo.py"
     script.write_text(SLEEPS.format(root=str(ROOT)))
-    run = place.start("alone", 2, script=script, **FIELDS)
+    run = place.start("in-a-collective", 2, script=script, **FIELDS)
     ranks = until_training(run)
     assert run.until_step(4)
     assert_hung(run, ranks, 1, time.monotonic())
