@@ -124,7 +124,7 @@ def train(job: dict) -> dict:
     trainer = make_trainer(job)
     trainer.remove_callback(PrinterCallback)
     warm = BATCH * job["accumulation"]  # an optimizer step to warm up
-    reference_seconds = add_timed_reference(trainer, warm) if isinstance(trainer, SFMDPOTrainer) else 0.0
+    reference_seconds = add_timed_reference(trainer, warm) if trainer.args.precompute_ref_log_probs else 0.0
     packed, sharing = getattr(trainer, "packed", False), getattr(trainer, "prefix_sharing", False)
     meter, flops = Meter(), ForwardFlops.of(trainer.model)
     live_reference = not trainer.args.precompute_ref_log_probs
