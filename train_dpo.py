@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
 
 
 def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
-    """The tokenised pairs, the tokenizer, and the checkpoint that the run goes on from, or None."""
+    """The tokenised pairs, the tokenizer, and the checkpoint that the run resumes from, or None."""
     args = config.train
     for note in config.notes:
         log.info(note)

@@ -17,7 +17,7 @@ from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.hub import upload, verify
-from sfm_dpo.model.saving import mend_saved_files
+from sfm_dpo.model.saving import fix_saved_files
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.run.checkpoint import PUSHING, step_of, why_damaged, why_incomplete
 from sfm_dpo.run.folder import RESOLVED_CONFIG, read_resolved_config, read_status, write_status
@@ -106,7 +106,7 @@ def stage_files(source: Path, target: Path) -> None:
     for name in _FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-    mend_saved_files(target)  # an earlier version may have saved them
+    fix_saved_files(target)  # an earlier version may have saved them
 
 
 def consolidate_shards(checkpoint: Path, target: Path) -> None:

@@ -12,34 +12,34 @@ from transformers import PretrainedConfig
 
 # How the files were loaded here, and what was loaded from a checkpoint: nothing that a reader needs
 _SESSION = ("_name_or_path", "name_or_path", "is_local", "local_files_only", "_commit_hash")
-MENDED = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
+SAVED_FILES = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
 _NOT_TRAINED = ("use_cache", "transformers_version")
 
 
 def read_base_config(name: str, revision: str | None, loaded: PretrainedConfig) -> dict[str, Any]:
-    """For `mend_saved_files`: config.json of a base model as it is in its file, and as Transformers understood it."""
+    """For `fix_saved_files`: config.json of a base model as it is in its file, and as Transformers understood it."""
     raw, _ = PretrainedConfig.get_config_dict(name, revision=revision)
     return {"file": raw, "loaded": json.loads(json.dumps(loaded.to_dict(), default=str))}
 
 
-def mend_saved_files(folder: Path, base: dict[str, Any] | None = None) -> None:
-    """Rewrites the files of MENDED in `folder`. Fields that Transformers 5 reads keep their meaning.
+def fix_saved_files(folder: Path, base: dict[str, Any] | None = None) -> None:
+    """Rewrites the files of SAVED_FILES in `folder`. Fields that Transformers 5 reads keep their meaning.
 
     `base`: of `read_base_config`; with it config.json is the base model's but for what training changed.
     """
-    for name in MENDED:
+    for name in SAVED_FILES:
         path = folder / name
         if not path.is_file():
             continue
         content = {key: value for key, value in json.loads(path.read_text()).items() if key not in _SESSION}
         if name == "config.json":
-            content = _mend_config(content, base)
+            content = _fix_config(content, base)
         elif name == "tokenizer_config.json":
-            _mend_tokenizer(content, folder / "chat_template.jinja")
+            _fix_tokenizer(content, folder / "chat_template.jinja")
         path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
-def _mend_config(config: dict[str, Any], base: dict[str, Any] | None) -> dict[str, Any]:
+def _fix_config(config: dict[str, Any], base: dict[str, Any] | None) -> dict[str, Any]:
     if base:
         loaded = base["loaded"]
         changed = {k: v for k, v in config.items() if k not in _NOT_TRAINED and loaded.get(k, base) != v}
@@ -63,7 +63,7 @@ def _mend_config(config: dict[str, Any], base: dict[str, Any] | None) -> dict[st
     return config | ({"rope_scaling": rope} if rope.get("rope_type", "default") != "default" else {})
 
 
-def _mend_tokenizer(config: dict[str, Any], template: Path) -> None:
+def _fix_tokenizer(config: dict[str, Any], template: Path) -> None:
     config.pop("backend", None)
     if (template.parent / "tokenizer.json").is_file() and config.get("tokenizer_class", "").endswith("Backend"):
         config["tokenizer_class"] = "PreTrainedTokenizerFast"  # takes tokenizer.json as it is, in both

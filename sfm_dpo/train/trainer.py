@@ -31,7 +31,7 @@ from sfm_dpo.model.attention import activate_flash, check_shared_keys, describe_
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import load_model
 from sfm_dpo.model.packing import compile_layers, describe_delta_nets, enable_padding_free, why_not_shared
-from sfm_dpo.model.saving import mend_saved_files, read_base_config
+from sfm_dpo.model.saving import fix_saved_files, read_base_config
 from sfm_dpo.model.sharding import launched_with
 from sfm_dpo.run.checkpoint import COMPLETE
 from sfm_dpo.train.callbacks import CheckpointCallback, ResumeCallback
@@ -303,7 +303,7 @@ class SFMDPOTrainer(UpstreamFixes):
             (folder / COMPLETE).unlink(missing_ok=True)
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
-            mend_saved_files(folder, self.base_config)
+            fix_saved_files(folder, self.base_config)
 
 
 def build_sampler(dataset: Dataset, args: TrainConfig, prefix_sharing: bool = False) -> PairSampler:
