@@ -107,7 +107,8 @@ def show_answers(run: Path) -> None:
     print("\nheld-out questions, answered by the model before training (left) and after it (right)\n")
     samples = json.loads((run / SAMPLES).read_text()) if (run / SAMPLES).is_file() else []  # none with guard: skip
     for sample in samples:
-        print(sample["prompt"].strip())
+        question = sample["prompt"].split("user\n")[-1].removesuffix("assistant\n")  # without the model's system turn
+        print(question.strip())
         print(side_by_side(sample["before"], sample["after"]) + "\n")
     print(f"  report   {run}/report.html, every metric in {run}/trainer_state.json")
 
