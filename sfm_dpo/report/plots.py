@@ -1,4 +1,4 @@
-"""Curves of a run as PNG files and as SVG for the report, and those of two runs compared."""
+"""Curves of a run as PNG files and as SVG for the report."""
 
 import io
 import re
@@ -141,27 +141,3 @@ def to_svg(figure: Figure, name: str) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{name}-", svg)
     return svg.replace(INK, "currentColor")
-
-
-def draw_comparison(result: dict[str, Any], path: Path) -> None:
-    """Draws the first metrics of a `compare_runs` result: above A and B, below |A - B| on a logarithmic scale."""
-    names = list(result["series"])[:5]
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(1 + 3.3 * len(names), 5.0), layout="constrained")
-        grid = figure.subplots(2, len(names), sharex="col", squeeze=False, height_ratios=(3, 2))
-        for (above, below), name in zip(grid.T, names, strict=True):
-            series = result["series"][name]
-            a = np.array(series["a"])
-            b = np.array(series["b"])
-            above.plot(series["steps"], a, color=COLORS[0], label=f"A: {result['runs']['a']}")
-            above.plot(series["steps"], b, color=COLORS[1], label=f"B: {result['runs']['b']}", linestyle="--")
-            above.set_title(name)
-            gap = np.where(a == b, np.nan, np.abs(a - b))  # nothing is drawn where they are equal
-            below.semilogy(series["steps"], gap, color=INK, marker=".", markersize=4, linewidth=0.8)
-            below.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-            below.set_xlabel("optimizer step")
-        grid[0, 0].set_ylabel("value")
-        grid[1, 0].set_ylabel("|A - B|")
-        handles, labels = grid[0, 0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower left")
-        figure.savefig(path, facecolor="white")

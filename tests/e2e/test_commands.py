@@ -146,7 +146,7 @@ def test_script(project, line, monkeypatch, capsys, as_before):
     if words[0] == "train_dpo.py" and "--help" not in words:
         assert is_trained(project, words)
     if words[0] == "scripts/generate.py":
-        assert out.count("Q: ") == 2 and out.split()[:2] == ["base", "trained"], out
+        assert out.count("prompt: ") == out.count("base: ") == out.count("trained: ") == 2, out
     for option, file in itertools.pairwise(words):
         assert option not in ("--json", "--html", "--plot") or (project / file).stat().st_size > 100, file
 

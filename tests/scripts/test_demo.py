@@ -1,4 +1,4 @@
-"""The demo's data set and its printing. The demo itself takes minutes and is no test: `make demo`."""
+"""The demo's data set. The demo itself takes minutes and is no test: `make demo`."""
 
 import importlib.util
 from pathlib import Path
@@ -11,22 +11,13 @@ from sfm_dpo.data.preferences import load_pairs
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def load(path: Path):
+@pytest.fixture(scope="module")
+def script():
+    path = ROOT / "data" / "make_demo_pairs.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(scope="module")
-def script():
-    return load(ROOT / "data" / "make_demo_pairs.py")
-
-
-@pytest.fixture
-def demo(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    return load(ROOT / "scripts" / "demo.py")
 
 
 def test_the_committed_file_is_what_the_script_writes(script):
@@ -55,13 +46,3 @@ def test_the_recipe_holds_out_16_questions_that_are_not_trained_on(monkeypatch):
     assert (len(train), len(held_out)) == (96, 16)
     assert not train & held_out
     assert not pairs.dropped
-
-
-def test_an_earlier_demo_is_replaced_and_nothing_else(demo, tmp_path):
-    earlier, other = tmp_path / "earlier", tmp_path / "other"
-    for folder, file in ((earlier, "resolved_config.yaml"), (other, "thesis.txt")):
-        folder.mkdir()
-        (folder / file).touch()
-        demo.remove_earlier(folder)
-    assert not earlier.exists()
-    assert (other / "thesis.txt").exists()
