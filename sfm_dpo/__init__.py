@@ -22,10 +22,10 @@ def setup() -> None:
         print(f"error: {', '.join(missing)}: not installed for {sys.executable}; {remedy}", file=sys.stderr)
         raise SystemExit(2)
 
-    from sfm_dpo.common import log
+    from sfm_dpo.common.cli import install_log
     from sfm_dpo.common.secrets import load_env_file
 
-    log.install()
+    install_log()
     load_env_file()
     # Packed rows differ in length: fixed segments of the CUDA allocator would fragment. torch prefers the older name.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:

@@ -23,7 +23,6 @@ from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common import distributed
 from sfm_dpo.common.errors import UserError, nearest
-from sfm_dpo.common.gpus import explain_missing_gpus
 from sfm_dpo.config_checks import LOSS_TYPES, check_fields, check_known
 
 
@@ -321,7 +320,7 @@ def resolve_precision(namespace: Any) -> None:
 
     Under DeepSpeed, which makes fp32 master weights of a bf16 model, loading in bf16 halves the host memory.
     """
-    if not namespace.use_cpu and (reason := explain_missing_gpus()):
+    if not namespace.use_cpu and (reason := distributed.explain_missing_gpus()):
         raise UserError(f"{reason}. To train on the CPU all the same: --use_cpu true")
     if namespace.bf16 and not namespace.use_cpu and not torch.cuda.is_available():
         raise UserError("bf16 true: no GPU is visible; on CPU say --bf16 false, or --use_cpu true as well")

@@ -1,4 +1,8 @@
-"""The scripts' command lines. Imports nothing slow, so that --help answers at once."""
+"""Command lines, and the log: rank 0's lines on stdout, errors of any rank on stderr, secrets masked.
+
+Modules write with `log = logging.getLogger(__name__)`; sfm_dpo.setup() installs the handler. Nothing slow is imported,
+so that --help answers at once.
+"""
 
 import argparse
 import functools
@@ -11,10 +15,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.errors import RunEnd, nearest
-from sfm_dpo.common.secrets import mask_traceback
+from sfm_dpo.common.secrets import mask, mask_traceback
 
 log = logging.getLogger(__name__)
+
+_PREFIX = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
+
+
+class LineHandler(logging.Handler):
+    """Writes a record as one line (its level in front, where that is warning or error) and flushes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno < logging.ERROR and not is_main_process():
+            return
+        stream = sys.stderr if record.levelno >= logging.ERROR else sys.stdout
+        print(mask(_PREFIX.get(record.levelno, "") + record.getMessage()), file=stream, flush=True)
+
+
+def install_log() -> None:
+    log = logging.getLogger("sfm_dpo")
+    log.handlers = [LineHandler()]
+    log.propagate = False
+    log.setLevel(logging.INFO)
 
 
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:

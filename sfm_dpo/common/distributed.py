@@ -1,12 +1,14 @@
-"""Ranks, by the launcher's environment, and how they agree on a value."""
+"""Ranks, by the launcher's environment, how they agree on a value, and why they see no GPU."""
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from sfm_dpo.common.errors import UserError
 
 T = TypeVar("T")
+DRIVER = Path("/proc/driver/nvidia/version")  # exists where NVIDIA's driver is loaded
 
 
 def is_main_process() -> bool:
@@ -58,3 +60,20 @@ def main_process_first(action: Callable[[], T]) -> T:
     if agreed:
         raise agreed
     return result if is_main_process() else action()
+
+
+def explain_missing_gpus() -> str | None:
+    """Why torch sees no GPU where there should be one; None where nothing is wrong."""
+    import torch
+
+    given = os.environ.get("SLURM_GPUS_ON_NODE")
+    is_cpu_meant = os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if is_cpu_meant or torch.cuda.is_available() or not (given or DRIVER.exists()):
+        return None
+    reason = "no reason given"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # the latter: a build of torch without CUDA
+        reason = str(error).rstrip(".")
+    what = f"Slurm gave {given} GPU(s) that torch does not see" if given else "torch does not see the GPU of this node"
+    return f"{what} ({reason}); ask for another node (--exclude), or check the driver and torch's CUDA"

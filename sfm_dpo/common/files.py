@@ -1,7 +1,9 @@
-"""Files, written atomically; sizes and times as text."""
+"""Files, written atomically; sizes, times and tables as text."""
 
 import json
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -34,3 +36,18 @@ def now() -> str:
 def format_clock(seconds: float) -> str:
     """A duration as h:mm:ss."""
     return str(timedelta(seconds=round(seconds)))
+
+
+def format_table(
+    rows: Iterable[Sequence[object]], headings: Sequence[str] = (), align: str = "l", indent: int = 2
+) -> str:
+    """The rows as lines of text. `align`: l or r for each column; the last one holds for all further columns."""
+    table = [[str(cell) for cell in row] for row in rows]
+    if headings:
+        table.insert(0, list(headings))
+    columns = []
+    for i, column in enumerate(zip_longest(*table, fillvalue="")):
+        width = max(map(len, column))
+        is_right = align[min(i, len(align) - 1)] == "r"
+        columns.append([cell.rjust(width) if is_right else cell.ljust(width) for cell in column])
+    return "\n".join((" " * indent + "  ".join(cells)).rstrip() for cells in zip(*columns, strict=True))

@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.tables import format_table
+from sfm_dpo.common.files import format_table
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.health.preflight import check_vocabulary

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.tables import format_table
+from sfm_dpo.common.files import format_table
 from sfm_dpo.run.folder import MAY_DIFFER
 from sfm_dpo.run.reader import read_run, to_float
 

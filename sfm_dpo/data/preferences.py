@@ -23,8 +23,7 @@ from trl.data_utils import common_prefix_length
 from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import write_atomically
-from sfm_dpo.common.tables import format_table
+from sfm_dpo.common.files import format_table, write_atomically
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import HELD_OUT
 from sfm_dpo.data import json_rows

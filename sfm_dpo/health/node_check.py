@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 import sfm_dpo
-from sfm_dpo.common.distributed import is_main_process
-from sfm_dpo.common.gpus import explain_missing_gpus
+from sfm_dpo.common.distributed import explain_missing_gpus, is_main_process
 
 log = logging.getLogger("sfm_dpo.health.node_check")  # __name__ is __main__
 

@@ -17,8 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sfm_dpo.common.distributed import broadcast, is_main_process
 from sfm_dpo.common.errors import PreflightRefused, UserError
-from sfm_dpo.common.files import write_json
-from sfm_dpo.common.tables import format_table
+from sfm_dpo.common.files import format_table, write_json
 from sfm_dpo.config import Config
 from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.token_lengths import Lengths

@@ -24,8 +24,7 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
-from sfm_dpo.common.files import CALIBRATION, PROJECT, now, write_json
-from sfm_dpo.common.tables import format_table
+from sfm_dpo.common.files import CALIBRATION, PROJECT, format_table, now, write_json
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR
 from sfm_dpo.data.tokenization import load_tokenizer

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.tables import format_table
+from sfm_dpo.common.files import format_table
 from sfm_dpo.config import parse_config
 from sfm_dpo.run.folder import STATUS, read_mapping
 from sfm_dpo.run.reader import read_run

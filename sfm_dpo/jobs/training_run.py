@@ -11,7 +11,6 @@ from typing import Self
 
 from sfm_dpo.common.distributed import is_main_process, main_process_first
 from sfm_dpo.common.errors import DiskFull, RunEnd, StopRequested
-from sfm_dpo.common.leases import Lease
 from sfm_dpo.config import Config
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import format_summary, write_report
@@ -23,6 +22,7 @@ from sfm_dpo.run.folder import (
     message_of_rank,
     write_status,
 )
+from sfm_dpo.run.leases import Lease
 from sfm_dpo.train.memory_use import explain_out_of_memory
 from sfm_dpo.train.position import Position
 from sfm_dpo.train.progress import describe_best

@@ -8,8 +8,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
-from sfm_dpo.common.files import write_atomically
-from sfm_dpo.common.tables import format_table
+from sfm_dpo.common.files import format_table, write_atomically
 from sfm_dpo.planning.lengths import PERCENTILES
 from sfm_dpo.report.page import render_page
 from sfm_dpo.report.plots import COLORS, INK, STYLE, to_svg

@@ -16,8 +16,7 @@ from transformers import PretrainedConfig
 from trl.trainer.utils import get_peak_flops
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.gpus import GPU_MEMORY
-from sfm_dpo.common.tables import format_table
+from sfm_dpo.common.files import format_table
 from sfm_dpo.config import Config
 from sfm_dpo.data.micro_batches import list_micro_batches
 from sfm_dpo.data.token_lengths import Lengths
@@ -35,6 +34,8 @@ PUBLISHED_MFU = {
     0.0856: "OLMo 3 7B, 32 GPUs, OLMo-core, packed, 16k, steady (open-instruct #1827)",
     0.0277: "the same with DeepSpeed ZeRO-3, packed (open-instruct #1827)",
 }
+# Bytes of memory, from the vendors' data sheets.
+GPU_MEMORY = {"B300": 288e9, "B200": 180e9, "H200": 141e9, "H100": 80e9, "A100": 80e9, "L40S": 48e9}
 DRAWN = 20_000  # pairs that stand for the data where only percentiles are known
 
 

@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
+from sfm_dpo.common.files import format_table
 from sfm_dpo.common.statistics import wilson
-from sfm_dpo.common.tables import format_table
 
 HEADINGS = ("task", "metric", "samples", "base", "trained", "difference (95%)", "verdict")
 PAIR_METRICS = {  # of a row of `pairs`: its heading

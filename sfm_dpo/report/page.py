@@ -16,8 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 
 import sfm_dpo
 from sfm_dpo.common.cli import Arguments, command
-from sfm_dpo.common.files import format_clock, write_atomically
-from sfm_dpo.common.tables import format_table
+from sfm_dpo.common.files import format_clock, format_table, write_atomically
 from sfm_dpo.config import DATACLASSES
 from sfm_dpo.data.preferences import DROP_REASONS
 from sfm_dpo.report.evaluation import evaluation_tables, format_metric

@@ -5,12 +5,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from sfm_dpo.common.files import format_clock
-from sfm_dpo.common.leases import read_owner
-from sfm_dpo.common.tables import format_table
+from sfm_dpo.common.files import format_clock, format_table
 from sfm_dpo.run.checkpoint import newest_checkpoint
 from sfm_dpo.run.folder import ENVIRONMENT, STATUS, read_mapping
-from sfm_dpo.run.lock import LOCK, is_running, squeue_states
+from sfm_dpo.run.leases import LOCK, is_running, read_owner, squeue_states
 
 STALE_SECONDS = 1800  # longer than a step, an evaluation or a save takes
 COLUMNS = "run state slurm step eta pairs/s loss margin health last checkpoint starts".split()

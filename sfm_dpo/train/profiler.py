@@ -16,8 +16,7 @@ from torch.profiler import profile
 from transformers import TrainerCallback
 
 from sfm_dpo.common.distributed import is_main_process
-from sfm_dpo.common.files import write_atomically, write_json
-from sfm_dpo.common.tables import format_table
+from sfm_dpo.common.files import format_table, write_atomically, write_json
 
 log = logging.getLogger(__name__)
 

@@ -31,13 +31,13 @@ from safetensors.numpy import save
 from sfm_dpo.common.distributed import broadcast, gather, is_main_process, main_process_first, rank, world_size
 from sfm_dpo.common.errors import DiskFull, StopRequested, UserError
 from sfm_dpo.common.files import format_clock
-from sfm_dpo.common.leases import Lease, describe_owner, read_owner
 from sfm_dpo.data.sources import explain_cache_errors
 from sfm_dpo.data.tokenization import pair_tokens
 from sfm_dpo.model.loading import hash_config
 from sfm_dpo.model.sharding import hash_weights
 from sfm_dpo.run.checkpoint import stop_requested
 from sfm_dpo.run.folder import write_status
+from sfm_dpo.run.leases import Lease, describe_owner, read_owner
 
 BATCH_TOKENS = {"cuda": 32_768, "cpu": 4_096}  # computed at once: matrix products are no faster with more
 CACHE_FORMAT = 2  # raise it when the same key would stand for other log-probs or another layout of the shards

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from sfm_dpo.common import gpus
+from sfm_dpo.common import distributed
+from sfm_dpo.common.distributed import explain_missing_gpus
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.gpus import explain_missing_gpus
 from sfm_dpo.config import parse_config
 
 
@@ -16,7 +16,7 @@ def test_a_gpu_that_slurm_gave_and_torch_does_not_see_is_named(monkeypatch, tmp_
     fields = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", str(tmp_path)]
     assert explain_missing_gpus() is None
     assert parse_config(fields, training=False).train.use_cpu
-    monkeypatch.setattr(gpus, "DRIVER", tmp_path)
+    monkeypatch.setattr(distributed, "DRIVER", tmp_path)
     with pytest.raises(UserError, match="torch does not see the GPU of this node"):
         parse_config(fields)
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "4")

@@ -1,6 +1,6 @@
 """Tables in plain text."""
 
-from sfm_dpo.common.tables import format_table
+from sfm_dpo.common.files import format_table
 
 
 def test_columns_are_aligned_and_short_rows_are_filled():

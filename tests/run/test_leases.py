@@ -1,24 +1,32 @@
-"""Who has a run's folder: one of many at once, whoever died, jobs and processes as owners, earlier versions."""
+"""Leases and who has a run's folder: one of many at once; dead, expired and superseded owners; also as on NFS."""
 
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import filelock._soft
 import psutil
 import pytest
 
-from sfm_dpo.common import leases
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.leases import read_owner, this_process
-from sfm_dpo.run import lock
-from sfm_dpo.run.lock import LOCK, is_running, squeue_states, take_folder
+from sfm_dpo.run import leases
+from sfm_dpo.run.leases import (
+    LOCK,
+    Lease,
+    describe_owner,
+    is_running,
+    read_owner,
+    squeue_states,
+    take_folder,
+    this_process,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
+ME = f"process {os.getpid()} on {platform.node()}"
 ROUNDS = 8
 PROCESSES = 5
 # Each waits for the round's folder, all try at once, and live until all rounds are over.
@@ -27,7 +35,7 @@ import sys, time
 from pathlib import Path
 import filelock._soft
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.run.lock import take_folder
+from sfm_dpo.run.leases import take_folder
 if sys.argv[1] == "no exchange":
     filelock._soft.exchange_names = lambda source, target: False
 print("ready", flush=True)
@@ -49,13 +57,20 @@ def no_job(monkeypatch):
     for name in ("SLURM_JOB_ID", "SLURM_CLUSTER_NAME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(leases, "SETTLE_SECONDS", 0.1)
-    monkeypatch.setattr(lock, "SETTLE_SECONDS", 0.1)
+
+
+@pytest.fixture(params=["exchange", "no exchange"])
+def disk(request, monkeypatch, tmp_path) -> Path:
+    """A folder on a file system that swaps two names in one step, and on one that does not: NFS, Lustre, CephFS."""
+    if request.param == "no exchange":
+        monkeypatch.setattr(filelock._soft, "exchange_names", lambda source, target: False)
+    return tmp_path
 
 
 @pytest.fixture
 def slurm(monkeypatch):
     """A function: states of jobs -> what squeue says from now on, or its absence."""
-    return lambda states: monkeypatch.setattr(lock, "squeue_states", lambda: states)
+    return lambda states: monkeypatch.setattr(leases, "squeue_states", lambda: states)
 
 
 @pytest.fixture
@@ -64,6 +79,14 @@ def dead() -> dict:
     ended = subprocess.Popen(["true"])
     ended.wait()
     return {"host": platform.node(), "pid": ended.pid, "started": 5.0}
+
+
+def owner_of(path: Path) -> str:
+    return describe_owner(read_owner(path))
+
+
+def contenders(folder: Path) -> list[Lease]:
+    return [Lease(folder / "a.lease"), Lease(folder / "a.lease")]
 
 
 def write_lock(run: Path, **facts) -> None:
@@ -85,6 +108,18 @@ def start_contender(*arguments) -> subprocess.Popen:
     return contender
 
 
+def test_one_has_it_until_it_gives_it_back(tmp_path):
+    one, two = contenders(tmp_path)
+    assert one.take() and not two.take()
+    assert owner_of(two.path) == ME
+    two.release()
+    assert not two.take()
+    one.release()
+    assert two.take()
+    two.release()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("disk", ["exchange", "no exchange"])
 def test_one_of_many_at_once_wins_and_a_stale_lock_is_taken_over_by_one(tmp_path, dead, disk):
     folders = [tmp_path / str(n) for n in range(ROUNDS)]
@@ -92,21 +127,82 @@ def test_one_of_many_at_once_wins_and_a_stale_lock_is_taken_over_by_one(tmp_path
         folder.mkdir()
         if number % 2:
             write_lock(folder, **dead)
-    contenders = [start_contender(disk, *folders) for _ in range(PROCESSES)]
+    processes = [start_contender(disk, *folders) for _ in range(PROCESSES)]
     try:
         for folder in folders:
             (folder / "go").touch()
-            answers = [contender.stdout.readline().strip() for contender in contenders]
+            answers = [process.stdout.readline().strip() for process in processes]
             assert answers.count("won") == 1, answers
-            winner = contenders[answers.index("won")]
+            winner = processes[answers.index("won")]
             assert read_owner(folder / LOCK)["pid"] == winner.pid
             assert sorted(path.name for path in folder.iterdir()) == [LOCK, "go"]
             for answer in answers:
                 assert answer == "won" or f"process {winner.pid} on {platform.node()} has it since " in answer
     finally:
-        for contender in contenders:
-            contender.kill()
-            contender.communicate()
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def test_what_a_killed_process_had_is_taken_over_by_one_of_those_who_wait(disk, monkeypatch):
+    code = "import sys, time; from pathlib import Path; from sfm_dpo.run.leases import Lease\n"
+    code += "lease = Lease(Path(sys.argv[1])); print(lease.take(), flush=True); time.sleep(600)"
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    owner = subprocess.Popen([sys.executable, "-c", code, disk / "a.lease"], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout.readline() == "True\n"
+    one, two = contenders(disk)
+    assert not one.take() and not two.take()
+    assert owner_of(one.path) == f"job 77, process {owner.pid} on {platform.node()}"
+    owner.kill()
+    while not one.take():  # also before anybody has waited for the dead process
+        time.sleep(0.01)
+    owner.wait()
+    assert not two.take()
+    assert owner_of(one.path) == f"job 77, {ME}"
+    one.release()
+    assert list(disk.iterdir()) == []
+
+
+def test_an_owner_on_another_host_has_it_while_it_renews(disk, monkeypatch):
+    """Its clock is an hour off, in either direction: of its file's time only the change counts."""
+    monkeypatch.setattr(leases, "LEASE_SECONDS", 1.0)
+    other = Lease(disk / "a.lease", lambda loss: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(platform, "node", lambda: "elsewhere")
+        assert other.take()
+    # filelock, too, must take it for another host's: it would find the process alive
+    path = other.path
+    path.write_text(path.read_text().replace(f"host={platform.node()}", "host=elsewhere"))
+    one, two = contenders(disk)
+    for _ in range(3):  # it is renewed every 1/15 s
+        assert not one.take() and not two.take()
+        time.sleep(0.6)
+    assert owner_of(path) == f"process {os.getpid()} on elsewhere"
+    other._lock._stop_heartbeat()  # the process is stopped
+    for shift in (-3600, 3600):
+        os.utime(path, (time.time() + shift, time.time() + shift))
+        assert not one.take() and not two.take()
+        time.sleep(0.6)
+        assert not one.take() and not two.take()
+    time.sleep(0.6)
+    assert one.take() and not two.take()
+    assert owner_of(path) == ME
+    other.release()  # it wakes up, and gives up nothing of another's
+    assert owner_of(path) == ME
+    one.release()
+    assert list(disk.iterdir()) == []
+
+
+def test_a_file_that_names_nobody_expires_and_a_folder_with_one_is_refused(disk, monkeypatch):
+    monkeypatch.setattr(leases, "LEASE_SECONDS", 0.3)
+    lease = Lease(disk / LOCK)
+    lease.path.write_text("filelock/2\npid=1\n")
+    assert refused(disk) == f"{LOCK} is damaged; remove it if nothing trains there"
+    assert not lease.take()
+    assert owner_of(lease.path) == "a process that has just taken or released it"
+    time.sleep(0.4)
+    assert lease.take()
+    lease.release()
 
 
 def test_another_process_of_that_number_is_not_the_owner_and_a_clock_that_is_set_changes_nothing(monkeypatch):
@@ -120,9 +216,7 @@ def test_another_process_of_that_number_is_not_the_owner_and_a_clock_that_is_set
 
 
 def test_a_job_has_it_while_slurm_runs_it(tmp_path, slurm, monkeypatch):
-    has_it = (
-        "job 7, process 1 on n1 has it since 2026-01-31T18:03:11+00:00; wait, end it, or choose another output_dir"
-    )
+    has_it = "job 7, process 1 on n1 has it since 2026-01-31T18:03:11+00:00; wait, end it, or choose another "
     for states in ({"7": "RUNNING"}, {"7": "COMPLETING"}, None):
         write_lock(tmp_path, job="7")
         slurm(states)
@@ -154,12 +248,6 @@ def test_a_requeued_job_takes_its_own_folder_again(tmp_path, monkeypatch, slurm,
     other.communicate("")
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"job": "7"}'])
-def test_a_damaged_lock_is_one_line(tmp_path, text):
-    (tmp_path / LOCK).write_text(text)
-    assert refused(tmp_path) == f"{LOCK} is damaged; remove it if nothing trains there"
-
-
 def test_a_superseded_run_ends_and_names_who_has_the_folder(tmp_path, monkeypatch, capsys):
     codes = []
     monkeypatch.setattr(leases, "LEASE_SECONDS", 1.0)
@@ -175,7 +263,7 @@ def test_a_superseded_run_ends_and_names_who_has_the_folder(tmp_path, monkeypatc
     write_lock(tmp_path, host="n7", pid=99)
     time.sleep(0.5)
     assert codes == [2]
-    assert re.search("process 99 on n7 has taken it from this run, which ends here", capsys.readouterr().err)
+    assert "process 99 on n7 has taken it from this run, which ends here" in capsys.readouterr().err
     lease.release()
     assert read_owner(tmp_path / LOCK)["host"] == "n7"
 
@@ -191,8 +279,8 @@ def test_a_superseded_contenders_line_names_nobody(tmp_path):
 def test_squeue(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert squeue_states() is None
-    (tmp_path / "squeue").write_text("#!/bin/sh\necho '17 RUNNING'\necho '18 PENDING'\n")
-    (tmp_path / "squeue").chmod(0o755)
-    assert squeue_states() == {"17": "RUNNING", "18": "PENDING"}
-    (tmp_path / "squeue").write_text("#!/bin/sh\nexit 1\n")
-    assert squeue_states() is None
+    answer = "echo '17 RUNNING'\necho '18 PENDING'"
+    for script, states in ((answer, {"17": "RUNNING", "18": "PENDING"}), ("exit 1", None)):
+        (tmp_path / "squeue").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "squeue").chmod(0o755)
+        assert squeue_states() == states

@@ -1,0 +1,213 @@
+"""Leases: files by which processes, also on other hosts, hold a run's folder and share out the reference pass.
+
+Of all who try, one creates the file, and a thread of its owner touches it. A contender takes it over when the owner's
+process is dead on this host, or when the file has not changed for LEASE_SECONDS by the contender's own clock.
+"""
+
+import json
+import logging
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+from filelock import LeaseCompromise, SoftFileLease, Timeout
+
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import now
+
+log = logging.getLogger(__name__)
+
+LEASE_SECONDS = 300.0  # longer than a batch, and than an NFS client remembers a file's time (60 s)
+SETTLE_SECONDS = 1.0
+LOCK = ".lock"  # the lease of a run's folder, which rank 0 of train_dpo.py holds while it lives
+
+
+class Lease:
+    """filelock's SoftFileLease, held by this process after `take` until `release`; its thread calls `on_loss`.
+
+    filelock 4.2 replaces a stale file by renameat2(RENAME_EXCHANGE), which NFS, Lustre and CephFS refuse: there it
+    would wait for a dead owner forever. `take_over` renames the file instead.
+    """
+
+    def __init__(self, path: Path, on_loss: Callable[[LeaseCompromise], None] | None = None):
+        self.path = path
+        beat = LEASE_SECONDS / 15
+        self._lock = SoftFileLease(
+            path, lease_duration=LEASE_SECONDS, heartbeat_interval=beat, on_compromise=on_loss, thread_local=False
+        )
+        self._changed = 0  # time of the file by the server's clock
+        self._seen = 0.0  # when it was first seen, by ours
+
+    def take(self) -> bool:
+        """Tries once; to wait for an owner on another host, call it again and again."""
+        if self._acquire():
+            return True
+        owner = read_owner(self.path)
+        return (is_alive(owner) is False or self._is_expired()) and self.take_over(owner)
+
+    def take_over(self, owner: dict[str, Any]) -> bool:
+        """Takes the lease of `owner`, who is known to be gone. False where another contender was faster."""
+        if read_owner(self.path) != owner:
+            return False
+        aside = self.path.with_name(f"{self.path.name}.{platform.node()}.{os.getpid()}")
+        try:
+            self.path.rename(aside)
+        except FileNotFoundError:
+            return False
+        is_stale = read_owner(aside) == owner
+        if not is_stale:  # but the new file of another contender
+            with suppress(OSError):
+                os.link(aside, self.path)
+        aside.unlink()
+        if not is_stale or not self._acquire():
+            return False
+        time.sleep(SETTLE_SECONDS)  # another contender may have moved the new file, and a third one created another
+        if not self._lock.is_lock_held_by_us:
+            self.release()
+        return self._lock.is_locked
+
+    def release(self) -> None:
+        """Gives the lease up, if this process holds it."""
+        with suppress(OSError):  # the disk is read-only by now; the lease is stale once this process is gone
+            self._lock.release()
+
+    def _acquire(self) -> bool:
+        try:
+            self._lock.acquire(blocking=False)
+        except Timeout:
+            return False
+        with self.path.open("a") as file:  # filelock ignores a line that it does not know
+            file.write(f"owner={json.dumps(this_process())}\n")
+        return True
+
+    def _is_expired(self) -> bool:
+        try:
+            changed = self.path.stat().st_mtime_ns  # as new as the server's, because filelock has just opened the file
+        except FileNotFoundError:
+            return False
+        if changed != self._changed:
+            self._changed = changed
+            self._seen = time.monotonic()
+        return time.monotonic() - self._seen > LEASE_SECONDS
+
+
+def this_process() -> dict[str, Any]:
+    """The owner of a lease; `started`, because the number of a process may be reused."""
+    return {
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "cluster": os.environ.get("SLURM_CLUSTER_NAME"),
+        "host": platform.node(),
+        "uid": os.getuid(),
+        "pid": os.getpid(),
+        "started": start_time(os.getpid()),
+        "time": now(),
+    }
+
+
+def start_time(pid: int) -> float:
+    """Seconds from boot to the start of the process, which stay the same when the clock is set."""
+    return psutil.Process(pid).create_time() - psutil.boot_time()
+
+
+def is_alive(owner: dict[str, Any]) -> bool | None:
+    """Whether the process of `this_process` still runs; None where it is on another host."""
+    if owner.get("host") != platform.node():
+        return None
+    try:
+        is_same = abs(start_time(owner["pid"]) - owner["started"]) < 5  # one of the two clocks may waver
+        return is_same and psutil.Process(owner["pid"]).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def is_running(owner: dict[str, Any], queue: dict[str, str] | None) -> bool | None:
+    """Whether an owner still runs by `queue` (of `squeue_states`), or by its process where it is no job; None where
+    that cannot be known from here. A job that waits in the queue does not run."""
+    if not owner:
+        return False
+    job = owner["job"]
+    if not job:
+        return is_alive(owner)
+    if queue is None:
+        return None
+    if job in queue:
+        return queue[job] != "PENDING"
+    cluster = os.environ.get("SLURM_CLUSTER_NAME", owner["cluster"])
+    is_shown = (cluster, os.getuid()) == (owner["cluster"], owner["uid"])  # squeue may hide the jobs of others
+    return False if is_shown else None
+
+
+def squeue_states() -> dict[str, str] | None:
+    """Slurm's state of each job in the queue; None where there is no Slurm, or it does not answer."""
+    command = ["squeue", "--noheader", "--format=%A %T"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return dict(line.split() for line in result.stdout.splitlines())
+
+
+def read_owner(path: Path) -> dict[str, Any]:
+    """Who holds a lease, as `this_process` says it; empty where that cannot be read."""
+    try:
+        head, *lines = path.read_text().split("owner=")
+        owners = [json.loads(line) for line in lines]
+    except (OSError, ValueError):
+        return {}
+    # A contender that was superseded at once may have added its line to its successor's file
+    return next((owner for owner in owners if f"pid={owner['pid']}\n" in head), {})
+
+
+def describe_owner(owner: dict[str, Any]) -> str:
+    """Who holds a lease, in words."""
+    if not owner:
+        return "a process that has just taken or released it"
+    job = f"job {owner['job']}, " if owner["job"] else ""
+    return f"{job}process {owner['pid']} on {owner['host']}"
+
+
+def take_folder(run: Path) -> Lease:
+    """Takes the lease of a run's folder. Raises UserError at once if another run has it."""
+    lease = Lease(run / LOCK, on_loss=_end_superseded_run)
+    for _ in range(5):  # others may try at the same time
+        if lease.take():
+            return lease
+        if lease.take_over(check_owner(run)):
+            return lease
+    raise UserError(f"output_dir {run}: {LOCK} cannot be replaced; remove it if nothing trains there")
+
+
+def check_owner(run: Path) -> dict[str, Any]:
+    """The owner of a run's lock, who is gone, or an earlier start of this job. Raises UserError if it is neither."""
+    path = run / LOCK
+    owner = read_owner(path)
+    if not owner and path.exists():
+        time.sleep(SETTLE_SECONDS)  # its owner may be writing it
+        owner = read_owner(path)
+        if not owner and path.exists():
+            raise UserError(f"output_dir {run}: {LOCK} is damaged; remove it if nothing trains there")
+    is_this_job = owner.get("job") == os.environ.get("SLURM_JOB_ID", "no job")
+    if is_this_job and not is_alive(owner):
+        return owner
+    if is_running(owner, squeue_states()) is not False:
+        raise UserError(
+            f"output_dir {run}: {describe_owner(owner)} has it since {owner['time']}; wait, end it, or choose another "
+            f"output_dir (if it has ended all the same: remove {path})"
+        )
+    return owner
+
+
+def _end_superseded_run(loss: LeaseCompromise) -> None:
+    """Ends this process, from the thread of the heartbeat, if the folder is another's; status.json is, too."""
+    path = Path(loss.lock_file)
+    owner = read_owner(path)
+    if owner and (owner["host"], owner["pid"]) != (platform.node(), os.getpid()):
+        log.error(f"output_dir {path.parent}: {describe_owner(owner)} has taken it from this run, which ends here")
+        os._exit(UserError.exit_code)
+    log.warning(f"{path} was removed or cannot be renewed: nothing keeps another run out of the folder any more")
