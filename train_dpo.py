@@ -46,20 +46,12 @@ from sfm_dpo.run.checkpoint import (
     read_best,
     step_of,
 )
-from sfm_dpo.run.folder import (
-    DATA,
-    add_data_facts,
-    describe,
-    read_mapping,
-    write_status,
-)
+from sfm_dpo.run.folder import DATA, add_data_facts, describe, read_mapping, write_status
 from sfm_dpo.run.reader import eval_prefix
+from sfm_dpo.train.callbacks import Position, ProgressLine, StopCallback
 from sfm_dpo.train.fit_memory import fit_memory
-from sfm_dpo.train.position import Position
 from sfm_dpo.train.profiler import Profiler
-from sfm_dpo.train.progress import ProgressLine
 from sfm_dpo.train.reference_cache import add_reference, hash_tokens, make_folder, reference_root
-from sfm_dpo.train.stop import StopCallback
 from sfm_dpo.train.trainer import SFMDPOTrainer, build_sampler
 
 log = logging.getLogger("sfm_dpo")

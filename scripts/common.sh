@@ -7,7 +7,7 @@
 #   NUM_PROCESSES  processes per node where LAUNCH starts with cpu; default 2
 #   VENV           virtual environment; default: .venv here, otherwise what was active when sbatch was typed
 #   MAX_REQUEUES   how often a run that stopped on request goes back into the queue; default 20
-#   STOP_LEAD_SECONDS  the seconds in --signal=B:USR1@SECONDS, default 600 as in the header: the run warns if too short
+#   STOP_LEAD_SECONDS  the seconds in --signal=B:USR1@SECONDS, default 600 as in the header
 #   SKIP_HEALTHCHECK   1: train without looking at GPUs, disks and network first
 #   EVAL_OPTIONS   options of sbatch for the evaluation of eval_tasks, for instance "--time=2:00:00 --gpus-per-node=1"
 # Secrets and HF_HOME belong in .env, which train_dpo.py reads by itself: nothing here prints or sources it.

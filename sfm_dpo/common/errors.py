@@ -1,7 +1,7 @@
 """How a run ends other than by a crash (1): one exception for each end, with its exit code and state in status.json.
 
-Further exit codes: 5, not pushed (hub/publish.py); 69, the node check failed (health/node_check.py); 130, interrupted
-(common/cli.py).
+Further exit codes: 5, not pushed (hub/publish.py); 69, the node check failed (health/node_check.py); 70, hung
+(train/watchdog.py); 130, interrupted (common/cli.py).
 """
 
 import difflib
@@ -35,13 +35,6 @@ class DiskFull(UserError):
 
 class OutOfMemory(UserError):
     """A micro-batch does not fit; perhaps on one rank alone."""
-
-
-class Hung(RunEnd):
-    """No rank made progress for `hang_timeout` (train/watchdog.py, which exits without raising it)."""
-
-    exit_code = 70
-    state = "hung"
 
 
 class PreflightRefused(UserError):

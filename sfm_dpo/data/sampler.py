@@ -14,6 +14,9 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.config import Config
+from sfm_dpo.data.token_lengths import Lengths
+from sfm_dpo.model.memory_plan import MicroBatch
 
 ORDER_VERSION = 2  # raise it when the same seed and data give another order; 1 was transformers' samplers
 FIRST_STEPS_FOR = (1, 2, 4, 8, 16)  # pairs in a micro-batch
@@ -160,3 +163,24 @@ class PairSampler(Sampler[int]):
         for rows in self.steps(epoch):
             digest.update(np.sort(rows).astype(np.int64).tobytes())
         return digest.hexdigest()[:24]
+
+
+def list_micro_batches(config: Config, lengths: Lengths, prefix_sharing: bool, ranks: int) -> list[MicroBatch]:
+    """The largest micro-batch of a run, which has to fit into memory, for each usual number of pairs per device and
+    the one that the configuration names, where the global batch allows it. `lengths` are truncated."""
+    args = config.train
+    seed = args.seed if args.data_seed is None else args.data_seed
+    tokens = lengths.computed(prefix_sharing)
+    sampler = PairSampler(tokens, args.train_sampling_strategy, args.global_batch_size, 1, seed, args.padding_free)
+    micro_batches = []
+    for size in sorted({*FIRST_STEPS_FOR, config.micro_batch}):
+        if args.global_batch_size % (size * ranks):
+            continue
+        rows = sampler.largest_micro_batch(size, math.ceil(args.num_train_epochs))
+        largest = int(tokens[rows].sum())
+        if not args.padding_free:
+            largest = 2 * size * int(lengths.total.max())
+        responses = int(lengths.responses[rows].sum())
+        waiting = sampler.imbalance(size, ranks, None if args.padding_free else lengths.total)
+        micro_batches.append(MicroBatch(size, largest, responses, waiting))
+    return micro_batches

@@ -23,9 +23,8 @@ from sfm_dpo.run.folder import (
     write_status,
 )
 from sfm_dpo.run.leases import Lease
-from sfm_dpo.train.memory_use import explain_out_of_memory
-from sfm_dpo.train.position import Position
-from sfm_dpo.train.progress import describe_best
+from sfm_dpo.train.callbacks import Position, describe_best
+from sfm_dpo.train.fit_memory import explain_out_of_memory
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from sfm_dpo.train.watchdog import Watchdog
 

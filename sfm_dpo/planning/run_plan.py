@@ -18,7 +18,7 @@ from trl.trainer.utils import get_peak_flops
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import format_table
 from sfm_dpo.config import Config
-from sfm_dpo.data.micro_batches import list_micro_batches
+from sfm_dpo.data.sampler import list_micro_batches
 from sfm_dpo.data.token_lengths import Lengths
 from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
 from sfm_dpo.model.flops import ForwardFlops

@@ -1,14 +1,60 @@
-"""Callbacks by which a run resumes exactly and keeps only complete checkpoints."""
+"""Callbacks of a run: where each rank is, exact resume, complete checkpoints, stopping on request, progress."""
 
+import logging
+import time
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerState
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from sfm_dpo.common.distributed import is_main_process
-from sfm_dpo.run.checkpoint import mark_complete, rotate
-from sfm_dpo.train.memory_use import allocate_optimizer_state
+from sfm_dpo.common.distributed import broadcast, is_main_process
+from sfm_dpo.common.files import format_clock
+from sfm_dpo.run.checkpoint import mark_complete, rotate, stop_requested
+from sfm_dpo.run.folder import write_status
+from sfm_dpo.run.reader import eval_prefix
+
+log = logging.getLogger(__name__)
+
+SHOWN = {  # by the name in the log: name on the line, format
+    "loss": ("loss", "{:.4f}"),
+    "rewards/margins": ("margin", "{:+.4f}"),
+    "rewards/accuracies": ("accuracy", "{:.2f}"),
+    "logps/chosen": ("logp chosen", "{:.1f}"),
+    "logps/rejected": ("rejected", "{:.1f}"),
+    "grad_norm": ("grad", "{:.2f}"),
+    "learning_rate": ("lr", "{:.1e}"),
+}
+KEPT = {"loss": "loss", "margin": "rewards/margins", "pairs_per_second": "perf/pairs_per_second"}  # in status.json
+
+
+class Position(TrainerCallback):
+    """What this rank computes, for the watchdog and for the message of an out-of-memory error."""
+
+    def __init__(self) -> None:
+        self.count = 0  # micro-batches (reference pass, training, evaluation), steps and saves so far
+        self.moved = time.monotonic()
+        self.phase = "loading"
+        self.step = 0
+        self.inputs: dict[str, Any] = {}  # of the current micro-batch, TRL's tensors [2B, L]
+        self.saving: Path | None = None  # a checkpoint that is being written
+
+    def begin_micro_batch(self, phase: str, step: int, inputs: dict[str, Any]) -> None:
+        self.phase = phase
+        self.step = step
+        self.inputs = inputs
+        self.advance()
+
+    def advance(self) -> None:
+        self.count += 1
+        self.moved = time.monotonic()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.step = state.global_step
+        self.advance()
+
+    on_save = on_evaluate = on_train_begin = on_step_end
 
 
 class ResumeCallback(TrainerCallback):
@@ -32,6 +78,27 @@ class ResumeCallback(TrainerCallback):
         sampler.is_over = state.global_step >= state.max_steps  # a run that resumes from its last step
 
 
+def allocate_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Gives torch's Adam and AdamW the state that they would allocate in their first update; changes no result.
+
+    The first step holds the largest micro-batch: with this, what does not fit into memory shows there. An update with
+    gradients and learning rate 0 leaves weights and moments as they are; its count is taken back.
+    """
+    if optimizer.state or not isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for state in optimizer.state.values():
+        state["step"].zero_()
+
+
 class CheckpointCallback(TrainerCallback):
     """Marks a checkpoint as complete once all ranks have written theirs, then deletes the oldest ones.
 
@@ -47,6 +114,68 @@ class CheckpointCallback(TrainerCallback):
         checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         mark_complete(checkpoint, {"step": state.global_step, **trainer.resume_facts()})
         trainer.position.saving = None
+        log.info(f"checkpoint saved in {time.monotonic() - trainer.position.moved:.1f} s")
         if is_main_process():
             rotate(args.output_dir, trainer.train_config.save_total_limit)
         trainer.accelerator.wait_for_everyone()
+
+
+class StopCallback(TrainerCallback):
+    """Ends the run after the step at which rank 0 sees the stop file: all ranks save, and exit together."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        # What is logged between two saves is then the same in a run that was killed and resumed from the first
+        control.should_log = control.should_log or control.should_save
+        # Rank 0 decides: a rank that looked a moment later could continue alone, and hang
+        if broadcast(stop_requested(args.output_dir)) and state.global_step < state.max_steps:
+            self.stopped = True
+            control.should_save = True
+            control.should_log = True
+            control.should_training_stop = True
+
+
+def describe_best(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
+    """For status.json: the best checkpoint so far by metric_for_best_model, or None."""
+    step = state.best_global_step
+    if not step:
+        return {"best": None}
+    metric = f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
+    checkpoint = f"{args.output_dir}/checkpoint-{step}"
+    return {"best": {"checkpoint": checkpoint, "step": step, "metric": metric, "value": state.best_metric}}
+
+
+class ProgressLine(TrainerCallback):
+    """A line of the log a logging step, and status.json kept up to date.
+
+    Replaces transformers' progress bar, which fills a batch job's log with control characters.
+    """
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
+        self.start = time.monotonic()
+        self.first_step = state.global_step
+        self.kept: dict[str, float] = {}
+        write_status(args.output_dir, "running", step=state.global_step, max_steps=state.max_steps)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):
+        logs = logs or {}
+        prefix = eval_prefix(logs)
+        if not state.is_world_process_zero or not (prefix or "loss" in logs):
+            return
+        parts = [f"step {state.global_step}/{state.max_steps}"]
+        if prefix:
+            parts = [f"{prefix[5:-1] or 'held out'} at step {state.global_step}"]
+        for key, (name, form) in SHOWN.items():
+            if prefix + key in logs:
+                parts.append(f"{name} {form.format(float(logs[prefix + key]))}")
+        seconds = None
+        if done := state.global_step - self.first_step:
+            seconds = int((time.monotonic() - self.start) / done * (state.max_steps - state.global_step))
+            parts.append(f"ETA {format_clock(seconds)}")
+        log.info("  ".join(parts))
+        if not prefix:
+            self.kept = {key: float(logs[name]) for key, name in KEPT.items() if name in logs}
+        facts = {"step": state.global_step, "max_steps": state.max_steps, "eta_seconds": seconds} | self.kept
+        write_status(args.output_dir, "running", **facts, **describe_best(args, state))

@@ -1,11 +1,14 @@
 """Fits a run to its memory: chooses pairs per device and how many layers are checkpointed, before training.
 
-Both follow from the largest micro-batch that the sampler will assign (data/micro_batches.py), the first that runs, and
-from the memory that the planner computes for it (model/memory_plan.py).
+Both follow from the largest micro-batch that the sampler will assign (data/sampler.py), the first that runs, and from
+the memory that the planner computes for it (model/memory_plan.py). What runs out of memory says what would fit.
 """
 
 import logging
+import re
+import traceback
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,14 +17,25 @@ from datasets import Dataset
 from transformers import PretrainedConfig
 
 from sfm_dpo.common.distributed import broadcast, is_main_process, local_world_size, main_process_first
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import OutOfMemory, UserError
 from sfm_dpo.config import Config
-from sfm_dpo.data.micro_batches import list_micro_batches
+from sfm_dpo.data.sampler import list_micro_batches
 from sfm_dpo.data.token_lengths import Lengths
 from sfm_dpo.model.memory_plan import MemoryPlanner, choose_setting, memory_limit
 from sfm_dpo.model.sharding import launched_with
+from sfm_dpo.run.folder import DATA, read_mapping
+from sfm_dpo.train.callbacks import Position
 
 log = logging.getLogger(__name__)
+
+# torch on CUDA and on CPU, CUDA's libraries, the operating system
+SIGNS = re.compile("out of memory|can't allocate memory|Cannot allocate memory|_ALLOC_FAILED")
+BATCH_SIZES = {
+    "training": "per_device_train_batch_size",
+    "evaluation": "per_device_eval_batch_size",
+    "the reference's forward": "precompute_ref_batch_size",
+}
+SPLIT = "more GPUs under LAUNCH=zero3 or fsdp2"
 
 
 def fit_memory(config: Config, dataset: Dataset, shape: PretrainedConfig, kept: dict[str, Any]) -> dict[str, Any]:
@@ -33,18 +47,11 @@ def fit_memory(config: Config, dataset: Dataset, shape: PretrainedConfig, kept: 
         kept: the choice of the run that is resumed (data.json), or empty.
 
     Returns:
-        The choice, for data.json.
-
-    Raises:
-        UserError: no setting fits.
+        The choice, for data.json. Raises UserError where no setting fits.
     """
-
-    def choose() -> dict[str, Any]:
-        return _choose(config, dataset, shape) if is_main_process() else {}
-
     choice = broadcast(kept)
     if not choice:
-        choice = broadcast(main_process_first(choose))
+        choice = broadcast(main_process_first(lambda: _choose(config, dataset, shape)))
     args = config.train
     args.per_device_train_batch_size = choice["per_device"]
     args.gradient_accumulation_steps = args.global_batch_size // (choice["per_device"] * args.world_size)
@@ -57,6 +64,8 @@ def fit_memory(config: Config, dataset: Dataset, shape: PretrainedConfig, kept: 
 
 
 def _choose(config: Config, dataset: Dataset, shape: PretrainedConfig) -> dict[str, Any]:
+    if not is_main_process():
+        return {}
     args = config.train
     planner = MemoryPlanner(config, shape, args.world_size, half=args.bf16 or args.fp16, on_gpu=not args.use_cpu)
     launch = "fsdp2" if launched_with() == "fsdp" else "none"
@@ -71,8 +80,7 @@ def _choose(config: Config, dataset: Dataset, shape: PretrainedConfig) -> dict[s
     else:
         total = torch.cuda.mem_get_info()[1]
     limit = memory_limit(total, args.memory_gib)
-    columns = dataset.select_columns(["prompt_length", "chosen_length", "rejected_length"]).with_format("numpy")[:]
-    lengths = Lengths.from_columns(columns).truncate(args.max_length)
+    lengths = Lengths.of(dataset).truncate(args.max_length)
     micro_batches = list_micro_batches(config, lengths, planner.prefix_sharing, args.world_size)
     settings = planner.list_settings(micro_batches, states)
     setting = choose_setting(settings, limit, config)
@@ -84,3 +92,23 @@ def _choose(config: Config, dataset: Dataset, shape: PretrainedConfig) -> dict[s
     log.info(f"fit_memory: {setting}, of {limit / 2**30:.2f} GiB; work {setting.work:.3f} times the least")
     smaller = next((other.options for other in settings if other.bytes < setting.bytes), None)
     return asdict(setting) | {"limit": int(limit), "smaller": smaller}
+
+
+def explain_out_of_memory(error: BaseException, position: Position, run: Path) -> OutOfMemory | None:
+    """One line about what did not fit and what would; None for any other error. `run`: its folder."""
+    if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not SIGNS.search(str(error)):
+        return None
+    traceback.clear_frames(error.__traceback__)  # which hold the activations; the report needs memory
+    what = f"out of memory in {position.phase}"
+    remedy = f"use {SPLIT}"
+    if field := BATCH_SIZES.get(position.phase):
+        remedy = f"use a smaller {field}, gradient_checkpointing: true, a smaller max_length, or {SPLIT}"
+    if position.phase == "training":
+        what += f", step {position.step + 1}"
+        if smaller := read_mapping(run / DATA).get("fit_memory", {}).get("smaller"):
+            remedy = f"the next smaller setting of fit_memory: {smaller}"
+    if position.inputs:
+        mask = position.inputs["attention_mask"].cpu()
+        what += f", micro-batch of {len(mask) // 2} pairs, {int(mask.sum()):,} tokens without padding"
+    reason = str(error)[:120].partition("\n")[0] or type(error).__name__
+    return OutOfMemory(f"{what} ({reason}); {remedy}", step=position.step)

@@ -1,8 +1,7 @@
 """Where the time of a step goes: torch's profiler over the steps of `profile_steps`, and each kind of work's share.
 
-With a GPU the work is its kernels; without one it is PyTorch's operators, and the profiler adds to the idle time. Each
-moment counts once, as the first of KINDS that is running then: communication is what computation does not hide. Idle
-is the rest: the device waits for data, for Python or for the host.
+With a GPU the work is its kernels, without one PyTorch's operators. Each moment counts once, as the first of KINDS
+that is running: communication is what computation does not hide. Idle is the rest: waiting for data, Python or host.
 """
 
 import logging
@@ -30,49 +29,29 @@ KINDS = {  # by the name of a kernel or an operator; flash attention's kernels a
 }
 
 
-def keep_work(events: list[Any], on_gpu: bool) -> list[Any]:
-    """The kernels among torch.profiler's events, or without a GPU the operators.
-
-    record_function (of FSDP2, the optimizer) also writes an event on the GPU, which spans the kernels launched in it
-    and the pauses between them, and is no kernel.
-    """
-    if on_gpu:
-        return [e for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation]
-    return [e for e in events if e.name.startswith(OPERATORS)]
-
-
-def time_shares(work: list[Any], wall: float) -> dict[str, float]:
-    """Share of each kind of work, and of idle, in `wall` (microseconds); they add up to 1."""
-    spans: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
-    for event in work:
-        kind = next(kind for kind, pattern in KINDS.items() if pattern.search(event.name))
-        spans[kind].append((event.time_range.start, event.time_range.end))
+def time_shares(events: list[Any], wall: float, on_gpu: bool) -> dict[str, float]:
+    """Share of each kind of work among torch.profiler's events, and of idle, in `wall` (microseconds); sum 1."""
+    rest = [e for e in events if e.name.startswith(OPERATORS)]
+    if on_gpu:  # an annotation (FSDP2's, the optimizer's) spans kernels and the pauses between them, and is none
+        rest = [e for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation]
     shares = {}
     counted: list[tuple[float, float]] = []
     before = 0.0
-    for kind in KINDS:
-        counted += spans[kind]
-        covered = _covered_time(counted)
+    for kind, pattern in KINDS.items():
+        counted += [(e.time_range.start, e.time_range.end) for e in rest if pattern.search(e.name)]
+        rest = [e for e in rest if not pattern.search(e.name)]
+        covered = 0.0  # length of the union of what was counted
+        covered_until = float("-inf")
+        for start, end in sorted(counted):
+            covered += max(0.0, end - max(start, covered_until))
+            covered_until = max(covered_until, end)
         shares[kind] = (covered - before) / wall
         before = covered
     return shares | {"idle": 1 - before / wall}
 
 
-def _covered_time(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of (start, end)."""
-    total = 0.0
-    covered_until = float("-inf")
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, covered_until))
-        covered_until = max(covered_until, end)
-    return total
-
-
 class Profiler(TrainerCallback):
-    """Writes profile/trace.json (for Perfetto), profile.json and profile.txt into the run's folder, for rank 0.
-
-    The window begins where the step before `first` ended, because a batch is fetched before `on_step_begin`.
-    """
+    """Writes profile/trace.json (for Perfetto), profile.json and profile.txt into the run's folder, for rank 0."""
 
     def __init__(self, first: int, last: int):
         self.first = first
@@ -80,6 +59,7 @@ class Profiler(TrainerCallback):
         self.profiler: profile | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
+        # Where the step before the first one ended: a batch is fetched before on_step_begin
         if state.global_step == self.first - 1 and is_main_process():
             self.profiler = profile()
             self.profiler.start()
@@ -97,7 +77,7 @@ class Profiler(TrainerCallback):
         events = profiler.events()
         wall = max(e.time_range.end for e in events) - min(e.time_range.start for e in events)
         on_gpu = torch.cuda.is_available()
-        shares = time_shares(keep_work(events, on_gpu), wall)
+        shares = time_shares(events, wall, on_gpu)
         write_json(folder / "profile.json", {"steps": [self.first, self.last], "shares": shares})
         order = f"self_{'cuda' if on_gpu else 'cpu'}_time_total"
         table = profiler.key_averages().table(sort_by=order, row_limit=15)

@@ -30,7 +30,6 @@ from safetensors.numpy import save
 
 from sfm_dpo.common.distributed import broadcast, gather, is_main_process, main_process_first, rank, world_size
 from sfm_dpo.common.errors import DiskFull, StopRequested, UserError
-from sfm_dpo.common.files import format_clock
 from sfm_dpo.data.sources import explain_cache_errors
 from sfm_dpo.data.tokenization import pair_tokens
 from sfm_dpo.model.loading import hash_config
@@ -40,6 +39,7 @@ from sfm_dpo.run.folder import write_status
 from sfm_dpo.run.leases import Lease, describe_owner, read_owner
 
 BATCH_TOKENS = {"cuda": 32_768, "cpu": 4_096}  # computed at once: matrix products are no faster with more
+COMPILATION = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 CACHE_FORMAT = 2  # raise it when the same key would stand for other log-probs or another layout of the shards
 NFS_SECONDS = 60  # its acdirmax: for so long a client may remember that a file was not there
 POLL_SECONDS = 0.5  # between looks at the shards that others compute
@@ -52,8 +52,7 @@ log = logging.getLogger(__name__)
 def add_reference(trainer: Any) -> None:
     """Gives the trainer's data the columns ref_chosen_logps and ref_rejected_logps, from the cache.
 
-    What the cache lacks is computed first. All ranks must call it, before training: the policy is still the base
-    model, also when the run resumes from a checkpoint, which is loaded later.
+    All ranks must call it, before training: the policy is still the base model, also when the run resumes.
 
     Raises:
         StopRequested: the stop file was seen; the shards that were written are kept.
@@ -63,14 +62,12 @@ def add_reference(trainer: Any) -> None:
         return
     settings = describe_settings(trainer)
     held_out = trainer.eval_dataset or {}
-    complete_shards = 0
+    earlier_shards = 0
     for name, dataset in {"train": trainer.train_dataset, **held_out}.items():
         lengths = pair_tokens(dataset, trainer.args.max_length, trainer.prefix_sharing)
         cache = ReferenceCache(cache_folder(dataset, settings), lengths, choose_batch_tokens(trainer, lengths))
-        if not complete_cache(trainer, name, dataset, cache):
-            message = f"stopped on request during the reference pass; its shards are kept in {cache.folder}"
-            raise StopRequested(message, shards=complete_shards + cache.count())
-        complete_shards += len(cache.shards)
+        complete_cache(trainer, name, dataset, cache, earlier_shards)
+        earlier_shards += len(cache.shards)
         logps = cache.read_all()
         columns = Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})
         with_columns = concatenate_datasets([dataset, columns], axis=1)
@@ -100,11 +97,7 @@ def describe_settings(trainer: Any) -> dict[str, Any]:
         "attention": trainer.bare_model().config._attn_implementation,
         "kernel": trainer.attention_kernel() if trainer.packed else None,
         "packed": trainer.packed,
-        "compilation": {
-            "torch_compile": args.torch_compile,
-            "torch_compile_backend": args.torch_compile_backend,
-            "torch_compile_mode": args.torch_compile_mode,
-        },
+        "compilation": {name: getattr(args, name) for name in COMPILATION},
         "max_length": args.max_length,
         "truncation_mode": args.truncation_mode,
         "torch": torch.__version__,
@@ -112,7 +105,7 @@ def describe_settings(trainer: Any) -> dict[str, Any]:
         "trl": trl.__version__,
         "format": CACHE_FORMAT,
     }
-    if trainer.prefix_sharing:  # a key without it is that of a cache from before there was such a thing
+    if trainer.prefix_sharing:  # a key without it is that of an older cache
         settings["prefix_sharing"] = True
     return settings
 
@@ -137,23 +130,24 @@ def make_folder(folder: Path) -> None:
 
 
 def choose_batch_tokens(trainer: Any, lengths: np.ndarray) -> int:
-    """Tokens computed at once, padding counted. It depends on nothing but the device, so that all jobs that share a
-    cache compute alike; or as many of the longest pairs as `precompute_ref_batch_size` says."""
+    """Tokens computed at once, padding counted: by the device alone, so that all jobs that share a cache compute
+    alike, or as many of the longest pairs as `precompute_ref_batch_size` says."""
     if pairs := trainer.args.precompute_ref_batch_size:
         return pairs * int(lengths.max(initial=1))
     tokens = BATCH_TOKENS[trainer.accelerator.device.type]
     return tokens if trainer.packed else tokens // 2
 
 
-def complete_cache(trainer: Any, name: str, dataset: Dataset, cache: "ReferenceCache") -> bool:
-    """Computes the missing shards of a split. Returns False where the stop file was seen."""
+def complete_cache(trainer: Any, name: str, dataset: Dataset, cache: "ReferenceCache", earlier_shards: int) -> None:
+    """Computes the missing shards of a split, after `earlier_shards` of other splits."""
     # Rank 0 alone looks: on NFS who looks for a file before it is written may not see it for a minute
     missing = broadcast(cache.missing_shards() if is_main_process() else [])
     complete = len(cache.shards) - len(missing)
     log.info(f"reference log-probs of the {name} pairs: {complete} of {len(cache.shards)} shards in {cache.folder}")
     if not missing:
-        return True
+        return
     main_process_first(lambda: make_folder(cache.folder))
+    output_dir = trainer.args.output_dir
     total = cache.count_tokens(missing)
     begin = time.monotonic()
     reported = begin
@@ -162,38 +156,31 @@ def complete_cache(trainer: Any, name: str, dataset: Dataset, cache: "ReferenceC
         batch = trainer.load_batch(dataset, rows)
         return torch.stack(trainer.compute_ref_log_probs(trainer.forward_model, batch), dim=1)
 
-    def report(tokens_left: int, holder: str) -> None:
-        """How far the pass is, in the log and in status.json."""
+    def progress(tokens_left: int, owner: str) -> None:
         nonlocal reported
         trainer.position.advance()
         now = time.monotonic()
-        if now - reported < REPORT_SECONDS and tokens_left:
-            return
-        reported = now
-        done = total - tokens_left
-        rate = done / max(now - begin, 1e-9)
-        line = f"reference, {name}: {done / total:.0%} of {total:,} tokens, {rate:,.0f} tokens/s"
-        if holder:
-            line += f", waiting for {holder}"
-        elif done:
-            line += f", ETA {format_clock(int(tokens_left / rate))}"
-        log.info(line)
-        write_status(trainer.args.output_dir, "running", message=line)
+        if now - reported > REPORT_SECONDS:
+            reported = now
+            done = total - tokens_left
+            rate = done / (now - begin)
+            message = f"reference, {name}: {done / total:.0%} of {total:,} tokens, {rate:,.0f} tokens/s"
+            if owner:
+                message += f", waiting for {owner}"
+            log.info(message)
+            write_status(output_dir, "running", message=message)
+        if broadcast(stop_requested(output_dir)):
+            message = f"stopped on request during the reference pass; its shards are kept in {cache.folder}"
+            shards = earlier_shards + len(cache.shards) - len(cache.missing_shards())
+            raise StopRequested(message, shards=shards)  # a batch script requeues where there are more than before
 
-    def should_stop() -> bool:
-        return stop_requested(trainer.args.output_dir)
-
-    done = cache.compute(missing, forward, report, should_stop)
-    if done:
-        log.info(f"reference, {name}: {cache.computed} shards computed here, the others by other jobs")
-    return done
+    cache.compute(missing, forward, progress)
 
 
 class ReferenceCache:
     """Shards of a dataset's reference log-probs.
 
     Args:
-        folder: of `cache_folder`.
         lengths: [N] tokens of each pair after truncation; the rows of a shard depend on them alone: longest pairs
             first, so that a batch holds pairs of one length.
         batch_tokens: computed at once, and at least one pair.
@@ -207,7 +194,6 @@ class ReferenceCache:
         size = max(1, min(SHARD_PAIRS, math.ceil(len(order) / 64)))
         self.shards = [order[i : i + size] for i in range(0, len(order), size)]
         self.leases = [Lease(self.path(number).with_suffix(".lease")) for number in range(len(self.shards))]
-        self.computed = 0  # shards, by this job; rank 0 counts
 
     def path(self, number: int) -> Path:
         return self.folder / f"{number:06}.safetensors"
@@ -217,10 +203,6 @@ class ReferenceCache:
 
     def is_done(self, number: int) -> bool:
         return read_shard(self.path(number), self.shards[number]) is not None
-
-    def count(self) -> int:
-        """Shards that exist, complete or damaged."""
-        return sum(self.path(number).exists() for number in range(len(self.shards)))
 
     def count_tokens(self, numbers: list[int]) -> int:
         return int(sum(self.lengths[self.shards[number]].sum() for number in numbers))
@@ -236,43 +218,30 @@ class ReferenceCache:
         return out
 
     def compute(
-        self,
-        numbers: list[int],
-        forward: Callable[[np.ndarray], torch.Tensor],
-        report: Callable[[int, str], None],
-        should_stop: Callable[[], bool],
-    ) -> bool:
-        """Computes the shards that no other job computes, and waits for the others. Returns False if it was stopped.
+        self, numbers: list[int], forward: Callable[[np.ndarray], torch.Tensor], progress: Callable[[int, str], None]
+    ) -> None:
+        """Computes the shards that no other job computes, and waits for the others.
 
         All ranks must call it: under ZeRO-3 and FSDP2 each forward needs all of them. Rank 0 leases as many shards as
-        there are ranks, looks for the stop file, and writes.
+        there are ranks, and writes; it alone raises DiskFull where it cannot.
 
         Args:
             forward: rows of a batch -> [B, 2] sums of log-probs, chosen and rejected.
-            report: is told the tokens still to compute, and who has the shards that this job waits for.
-            should_stop: asked on rank 0 before each round.
-
-        Raises:
-            DiskFull: HF_HOME cannot be written; on rank 0 alone.
+            progress: is told the tokens still to compute, and who has the shards that this job waits for; may raise.
         """
         todo = numbers
         with explain_cache_errors(self.folder, DiskFull):
             while todo:
-                if broadcast(should_stop()):
-                    return False
-                mine, todo, holder = broadcast(self._take(todo))
-                if not mine and todo:
-                    report(self.count_tokens(todo), holder)
-                    time.sleep(POLL_SECONDS)
+                mine, todo, owner = broadcast(self._take(todo))
                 try:
                     for left in self._compute_batches(mine, forward):
-                        report(left + self.count_tokens(todo), "")
-                        if broadcast(should_stop()):
-                            return False
+                        progress(left + self.count_tokens(todo), "")
                 finally:
                     for number in mine:
                         self.leases[number].release()
-        return True
+                if todo and not mine:
+                    progress(self.count_tokens(todo), owner)
+                    time.sleep(POLL_SECONDS)
 
     def _compute_batches(self, numbers: list[int], forward: Callable[[np.ndarray], torch.Tensor]) -> Iterator[int]:
         """Computes shards, whose batches the ranks take in turn; yields the tokens left after each round.
@@ -291,17 +260,15 @@ class ReferenceCache:
                 left -= int(self.lengths[rows].sum())
                 if is_main_process() and sum(map(len, parts[number])) == len(self.shards[number]):
                     write_shard(self.path(number), self.shards[number], np.concatenate(parts[number]))
-                    self.computed += 1
             yield left
 
     def _take(self, todo: list[int]) -> tuple[list[int], list[int], str]:
-        """On rank 0: the shards that this job computes next, as many as there are ranks; those left; who has the first
-        of these."""
+        """On rank 0: what this job computes next, a shard for each rank; what is left; who has the first of these."""
         mine: list[int] = []
         left: list[int] = []
-        holder = ""
+        owner = ""
         if not is_main_process():
-            return mine, left, holder
+            return mine, left, owner
         for number in todo:
             lease = self.leases[number]
             if len(mine) == world_size():
@@ -310,39 +277,34 @@ class ReferenceCache:
                 continue
             elif not lease.take():
                 left.append(number)
-                holder = holder or describe_owner(read_owner(lease.path))
+                owner = owner or describe_owner(read_owner(lease.path))
             elif self.is_done(number):  # looked at again: the new file in the folder makes NFS ask the server
                 lease.release()
             else:
                 mine.append(number)
-        return mine, left, holder
+        return mine, left, owner
 
     def read_all(self) -> np.ndarray:
-        """[N, 2] log-probs of all rows. Raises UserError where a shard that rank 0 has seen cannot be read, also after
-        the time for which NFS may remember that a file is not there."""
+        """[N, 2] log-probs of all rows. Raises UserError where this host cannot read a shard that rank 0 has seen."""
         logps = np.empty((len(self.lengths), 2), dtype=np.float32)
         deadline = time.monotonic() + NFS_SECONDS
         for number, rows in enumerate(self.shards):
-            shard = read_shard(self.path(number), rows)
-            while shard is None and time.monotonic() < deadline:
+            while (shard := read_shard(self.path(number), rows)) is None:
+                if time.monotonic() > deadline:
+                    where = f"{self.path(number)}: not found on {platform.node()}"
+                    raise UserError(f"{where}; HF_HOME must be a folder that all nodes share")
                 time.sleep(1)
-                shard = read_shard(self.path(number), rows)
-            if shard is None:
-                where = f"{self.path(number)}: not found on {platform.node()}"
-                raise UserError(f"{where}; HF_HOME must be a folder that all nodes share")
             logps[rows] = shard
         return logps
 
 
 def write_shard(path: Path, rows: np.ndarray, logps: np.ndarray) -> None:
-    """Atomic: the file is complete or absent. `logps` is [n, 2] float32."""
-    data: dict[str, np.ndarray] = {
-        "rows": np.ascontiguousarray(rows, dtype=np.int64),
-        "logps": np.ascontiguousarray(logps, dtype=np.float32),
-    }
+    """Atomic: the file is complete or absent. `logps` is [n, 2]."""
+    rows = np.ascontiguousarray(rows, dtype=np.int64)
+    logps = np.ascontiguousarray(logps, dtype=np.float32)
     partial = path.with_suffix(f".{os.getpid()}.partial")
     # save_file makes files that nobody else can read
-    partial.write_bytes(save(data, {"checksum": _checksum(data["rows"], data["logps"])}))
+    partial.write_bytes(save({"rows": rows, "logps": logps}, {"checksum": _checksum(rows, logps)}))
     partial.replace(path)
 
 

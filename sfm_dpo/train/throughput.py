@@ -60,7 +60,6 @@ class Meter(TrainerCallback):
         self._mark = time.monotonic()
 
     def add(self, counts: dict[str, float]) -> None:
-        """A micro-batch's `counts` of CountingCollator."""
         for name in COUNTS:
             self.counts[name] += counts[name]
 
@@ -86,8 +85,7 @@ class Meter(TrainerCallback):
             "perf/shared_fraction": 1 - totals["computed"] / max(totals["tokens"], 1),
             "perf/peak_memory_gib": peak_memory_gib(),
         }
-        peak = get_peak_flops(torch.cuda.get_device_name(), "bfloat16") if torch.cuda.is_available() else None
-        if peak is not None:
+        if torch.cuda.is_available() and (peak := get_peak_flops(torch.cuda.get_device_name(), "bfloat16")):
             metrics["perf/mfu"] = totals["flops"] / seconds / (peak * world_size)
         return metrics
 

@@ -34,9 +34,8 @@ from sfm_dpo.model.packing import compile_layers, describe_delta_nets, enable_pa
 from sfm_dpo.model.saving import fix_saved_files, read_base_config
 from sfm_dpo.model.sharding import launched_with
 from sfm_dpo.run.checkpoint import COMPLETE
-from sfm_dpo.train.callbacks import CheckpointCallback, ResumeCallback
+from sfm_dpo.train.callbacks import CheckpointCallback, Position, ResumeCallback
 from sfm_dpo.train.metrics import MetricSums, check_step_0, loss_scale, reward_metrics
-from sfm_dpo.train.position import Position
 from sfm_dpo.train.reference_cache import hash_tokens
 from sfm_dpo.train.throughput import CountingCollator, Meter
 from sfm_dpo.train.upstream import UpstreamFixes, arguments_for_trl
@@ -297,9 +296,7 @@ class SFMDPOTrainer(UpstreamFixes):
         """The complete model, in files that older readers accept. The first thing that is written of a checkpoint."""
         folder = Path(output_dir or self.args.output_dir)
         self.position.saving = folder
-        if (
-            is_main_process()
-        ):  # a checkpoint of this step that was skipped must not look complete while it is rewritten
+        if is_main_process():  # a skipped checkpoint of this step must not look complete while it is rewritten
             (folder / COMPLETE).unlink(missing_ok=True)
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:

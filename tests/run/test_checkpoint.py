@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,7 +33,6 @@ from sfm_dpo.run.checkpoint import (
     why_damaged,
     why_incomplete,
 )
-from sfm_dpo.train.stop import StopCallback
 from tests.tiny_models import tiny_model
 
 FACTS = {"step": 1, "world_size": 2, "train_tokens": "abc"}
@@ -221,40 +219,6 @@ def test_a_stop_file_from_before_the_job_is_removed(tmp_path, monkeypatch, writt
     os.utime(stop, (start + written, start + written))
     clear_old_stop(tmp_path)
     assert stop_requested(tmp_path) is not is_removed
-
-
-# ---- lead time
-
-
-@pytest.mark.parametrize(
-    ("lead", "save", "warnings"),
-    [
-        (600, 501, ["600 s before the time limit", "take 601 s", "STOP_LEAD_SECONDS=960 "]),
-        (600, 500, []),
-        (None, 5000, []),  # no batch script
-    ],
-)
-def test_a_lead_shorter_than_step_evaluation_and_save_is_warned_about_once(monkeypatch, capsys, lead, save, warnings):
-    """A callback that sees steps, evaluations and saves by a clock that we turn."""
-    clock = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr("sfm_dpo.train.stop.broadcast", lambda value: value)
-    monkeypatch.delenv("STOP_LEAD_SECONDS", raising=False)
-    if lead:
-        monkeypatch.setenv("STOP_LEAD_SECONDS", str(lead))
-    callback = StopCallback()
-    args, state = SimpleNamespace(output_dir="/absent"), SimpleNamespace(global_step=1, max_steps=9)
-    for _ in range(3):
-        callback.on_step_begin()
-        for seconds, event in ((40, callback.on_step_end), (60, callback.on_evaluate), (save, callback.on_save)):
-            clock[0] += seconds
-            event(args, state, SimpleNamespace(should_log=False, should_save=False))
-    lines = capsys.readouterr().out.splitlines()
-    saved = f"checkpoint saved in {save:.1f} s"
-    assert lines.count(saved) == 3
-    lines = [line for line in lines if line != saved]
-    assert len(lines) == bool(warnings)
-    assert all(text in lines[0] for text in warnings)
 
 
 def test_a_checkpoint_asked_for_must_be_complete(tmp_path, capsys):

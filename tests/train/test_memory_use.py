@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, Olmo3Config
 
 from sfm_dpo.common.files import PROJECT
-from sfm_dpo.train.memory_use import allocate_optimizer_state, explain_out_of_memory
-from sfm_dpo.train.position import Position
+from sfm_dpo.train.callbacks import Position, allocate_optimizer_state
+from sfm_dpo.train.fit_memory import explain_out_of_memory
 from tests.model.test_memory import SHAPE
 from tests.tiny_models import tiny_tokenizer
 from tests.toolbox import error_line

@@ -8,7 +8,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
 import train_dpo
-from sfm_dpo.train.profiler import keep_work, time_shares
+from sfm_dpo.train.profiler import time_shares
 from sfm_dpo.train.trainer import SFMDPOTrainer
 
 
@@ -25,7 +25,7 @@ def test_each_moment_counts_once_and_annotations_on_the_gpu_are_no_kernels():
         kernel("ncclDevKernel_AllGather", 30, 80),  # what products and element-wise kernels hide does not count
         kernel("Memcpy HtoD", 80, 85),
     ]
-    shares = time_shares(keep_work(events, on_gpu=True), wall=100)
+    shares = time_shares(events, wall=100, on_gpu=True)
     expected = {"attention": 0.1, "products": 0.3, "copies": 0.05, "other": 0.1, "communication": 0.2, "idle": 0.25}
     assert shares == pytest.approx(expected)
 

@@ -64,7 +64,7 @@ def compute_slowly(folder: Path, log: Path, lengths: np.ndarray) -> None:
         return torch.from_numpy(np.stack([rows, lengths[rows]], axis=1))
 
     cache = reference_cache.ReferenceCache(folder, lengths, int(lengths.max()))
-    assert cache.compute(cache.missing_shards(), forward, lambda left, holder: None, lambda: False)
+    cache.compute(cache.missing_shards(), forward, lambda left, owner: None)
 
 
 def test_jobs_compute_each_shard_once_between_them_and_take_over_what_a_killed_one_had(tmp_path):
