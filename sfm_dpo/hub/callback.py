@@ -1,7 +1,7 @@
 """Pushes checkpoints during training: each in a process of its own, which runs scripts/push_to_hub.py.
 
-Trainer's own push (transformers 5.23) copies every checkpoint into output_dir, uploads whatever lies there, checks
-nothing, and runs in threads that the interpreter waits for at its exit: at a time limit, until Slurm kills it.
+Trainer's own push (transformers 5.23) uploads whatever lies in output_dir, checks nothing, and runs in threads that
+the interpreter waits for at its exit: at a time limit, until Slurm kills it.
 """
 
 import logging
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy
+from transformers.trainer_utils import HubStrategy
 
 from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.files import PROJECT
@@ -32,41 +32,36 @@ class PushCheckpoints(TrainerCallback):
     """Pushes each checkpoint of a run whose hub_strategy is every_save.
 
     As in Trainer, a checkpoint is skipped while the push of another one runs, unless hub_always_push. A push that
-    fails logs it and does not affect the training. Pushes that still run when the training stops early are ended;
-    the end of a run waits for them and calls `beat`, the watchdog's.
+    fails does not affect the training. The end of a run waits for pushes and calls `beat`, the watchdog's; where the
+    training stops early, they are ended.
     """
 
     def __init__(self, beat: Callable[[], None]) -> None:
         self._beat = beat
-        self._pushes: dict[Path, subprocess.Popen] = {}
+        self._pushes: dict[str, subprocess.Popen] = {}  # by the command that pushes later
 
     def on_save(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        if not is_main_process() or args.hub_strategy == HubStrategy.END:
+        is_last = state.global_step >= state.max_steps or control.should_training_stop
+        if is_last or not is_main_process() or args.hub_strategy == HubStrategy.END:
             return
-        if state.global_step >= state.max_steps or control.should_training_stop:
-            return
-        checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        self._pushes = {path: push for path, push in self._pushes.items() if push.poll() is None}
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        self._pushes = {command: push for command, push in self._pushes.items() if push.poll() is None}
         if self._pushes and not args.hub_always_push:
-            log.info(f"{checkpoint} is not pushed: the push of {next(iter(self._pushes))} still runs")
+            log.info(f"{checkpoint} is not pushed: the push of an earlier one still runs")
             return
-        command = shlex.split(_format_command(checkpoint, args))
-        command[:2] = [sys.executable, str(PROJECT / command[1])]
+        command = format_push_command(checkpoint, args.hub_model_id, args.hub_revision, args.hub_private_repo)
+        _, script, *options = shlex.split(command)
         env = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
         env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        push = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
-        self._pushes[checkpoint] = push
+        push = subprocess.Popen([sys.executable, PROJECT / script, *options], env=env, stdin=subprocess.DEVNULL)
+        self._pushes[command] = push
         (checkpoint / PUSHING).write_text(str(push.pid))
 
     def on_train_end(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        for checkpoint, push in self._pushes.items():
+        for command, push in self._pushes.items():
             if push.poll() is None and state.global_step < state.max_steps:
                 push.terminate()
-                log.info(f"the push of {checkpoint} was ended; push later with: {_format_command(checkpoint, args)}")
+                log.info(f"the push of a checkpoint was ended; push later with: {command}")
             while push.poll() is None:
                 self._beat()
                 time.sleep(1)
-
-
-def _format_command(checkpoint: Path, args: TrainConfig) -> str:
-    return format_push_command(checkpoint, args.hub_model_id, args.hub_revision, args.hub_private_repo)

@@ -5,19 +5,20 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import TrainConfig
-from sfm_dpo.hub import upload, verify
+from sfm_dpo.hub import upload
 from sfm_dpo.model.saving import fix_saved_files
+from sfm_dpo.model.weights import open_tensors, read_finite
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.run.checkpoint import PUSHING, step_of, why_damaged, why_incomplete
 from sfm_dpo.run.folder import RESOLVED_CONFIG, read_resolved_config, read_status, write_status
@@ -43,19 +44,10 @@ class Source:
     def name(self) -> str:
         return self.run.resolve().name if self.step is None else f"{self.run.resolve().name}/checkpoint-{self.step}"
 
-    def choose_branch(self, revision: str | None) -> str:
-        """The branch for `hub_revision`: with {step} a checkpoint's own, and main for the final model."""
-        if revision and "{step}" in revision:
-            return "main" if self.step is None else revision.replace("{step}", str(self.step))
-        return revision or "main"
-
 
 def find_source(path: Path, publish_anyway: bool = False) -> Source:
-    """The model in a run's folder or in one of its checkpoints.
-
-    Raises UserError where there is none, or it is not finished, not complete, or stopped by the guard, unless
-    `publish_anyway` or the checkpoint is one that the guard calls healthy.
-    """
+    """The model in a run's folder or in one of its checkpoints. Raises UserError where there is none, where it is not
+    complete, and, unless `publish_anyway`, where the guard stopped the run before it."""
     is_run = (path / RESOLVED_CONFIG).is_file()
     run = path if is_run else path.absolute().parent
     if not (run / RESOLVED_CONFIG).is_file():
@@ -77,21 +69,21 @@ def find_source(path: Path, publish_anyway: bool = False) -> Source:
 
 
 def publish(source: Source, repo: str, revision: str | None, publish_anyway: bool = False) -> str:
-    """Checks, describes and uploads a model; returns the address of its commit.
-
-    Raises UserError if it should not be published, and upload.HubError.
-    """
-    branch = source.choose_branch(revision)
-    with ExitStack() as cleanup:
+    """Checks, describes and uploads a model; returns the address of its commit. Raises UserError if it should not be
+    published, and upload.HubError. The branch is `revision`, with {step} in it a checkpoint's own, or main."""
+    branch = revision or "main"
+    if "{step}" in branch:
+        branch = "main" if source.step is None else branch.replace("{step}", str(source.step))
+    mark = source.folder / PUSHING
+    with tempfile.TemporaryDirectory(prefix=".hub-", dir=source.run) as folder:
         if source.step is not None:  # the run may still train, and would delete the checkpoint
-            mark = source.folder / PUSHING
             mark.write_text(str(os.getpid()))
-            cleanup.callback(mark.unlink, missing_ok=True)
-        staged = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix=".hub-", dir=source.run)))
+        staged = Path(folder)
         stage_files(source.folder, staged)
         change = _check_fitness(source, staged, publish_anyway)
         write_model_card(source.run, folder=staged, repo=repo, revision=branch, step=source.step, change=change)
         address = upload.upload_folder(staged, repo, branch, f"DPO, {source.name}")
+    mark.unlink(missing_ok=True)
     log.info(f"pushed {source.name} to {address}")
     return address
 
@@ -110,10 +102,8 @@ def stage_files(source: Path, target: Path) -> None:
 
 
 def consolidate_shards(checkpoint: Path, target: Path) -> None:
-    """Writes the whole model of a sharded checkpoint (ZeRO-3, FSDP) into `target`, by the libraries' own functions.
-
-    They give the names of the modules; the model's own save_pretrained gives those that from_pretrained expects.
-    """
+    """Writes the complete model of a sharded checkpoint (ZeRO-3, FSDP) into `target`, by the libraries' own functions.
+    They give the names of the modules; the model's save_pretrained gives those that from_pretrained expects."""
     if (checkpoint / "pytorch_model_fsdp_0").is_dir():
         from accelerate.utils import merge_fsdp_weights
         from safetensors.torch import load_file
@@ -140,10 +130,10 @@ def _check_fitness(source: Source, staged: Path, publish_anyway: bool) -> str:
     try:
         base = None
         if not (staged / ADAPTER_CONFIG_NAME).is_file():
-            base = verify.find_base(source.config["model_name_or_path"], source.config.get("model_revision"))
-        change = verify.describe_change(staged, base)
+            base = find_base(source.config["model_name_or_path"], source.config.get("model_revision"))
+        change = describe_change(staged, base)
         log.info(change)
-        verify.check_loads(staged)
+        check_loads(staged)
     except Exception as error:  # each library that loads has its own
         reason = " ".join(str(error).replace(str(staged), str(source.folder)).split())[:300]
         if not publish_anyway:
@@ -152,14 +142,51 @@ def _check_fitness(source: Source, staged: Path, publish_anyway: bool) -> str:
     return change
 
 
-# ---- a run that pushes
+def describe_change(trained: Path, base: Path | None) -> str:
+    """What training changed against the base model, in words. `base` is its folder; None for a LoRA adapter, whose B
+    matrices start at zero. Raises UserError if nothing changed, or a trained weight is not a finite number."""
+    new = open_tensors(trained)
+    old = open_tensors(base) if base else {}
+    parameters = 0
+    changed = 0
+    largest = 0.0
+    for name in new:
+        after = read_finite(new, name)
+        if name in old:
+            # Rounded to the model's dtype: a bf16 model of an fp32 base differs everywhere by rounding alone
+            difference = after.float() - old[name](name).to(after.dtype).float()
+        elif "lora_B" in name:
+            difference = after.float()
+        else:  # a tied head
+            continue
+        parameters += difference.numel()
+        changed += int(difference.count_nonzero())
+        largest = max(largest, difference.abs().max().item())
+    if not changed:
+        raise UserError("the weights are those of the base model, bit by bit: nothing was learned")
+    return f"{changed / parameters:.2%} of the parameters changed, by at most {largest:.3g}"
+
+
+def find_base(name: str, revision: str | None) -> Path:
+    """The folder of the base model's safetensors; from the Hub, or its cache, if `name` is not a folder."""
+    if Path(name).is_dir():
+        return Path(name)
+    return Path(snapshot_download(name, revision=revision, allow_patterns=["*.safetensors", "*.safetensors.*"]))
+
+
+def check_loads(folder: Path) -> None:
+    """Loads the model in `folder` as its users will. Raises UserError if it has no chat template or lacks weights."""
+    if not AutoTokenizer.from_pretrained(folder, local_files_only=True).chat_template:
+        raise UserError("the tokenizer has no chat template; put chat_template.jinja beside it")
+    _, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    wrong = {kind: keys for kind, keys in info.items() if keys}
+    if wrong:
+        raise UserError(f"AutoModelForCausalLM loads it only in part: {wrong}")
 
 
 def check_push(args: TrainConfig, resuming: bool) -> None:
-    """Before training, on rank 0: makes sure that a push could begin now, and completes `args.hub_model_id`.
-
-    Raises UserError if it could not. A run that is `resuming` only warns where the Hub refuses or is down.
-    """
+    """Before training, on rank 0: makes sure that a push could begin now, and completes `args.hub_model_id`. Raises
+    UserError if it could not; a run that is `resuming` only warns where the Hub refuses or is down."""
     args.hub_model_id = choose_repo(vars(args), Path(args.output_dir))
     remedy = "train with push_to_hub: false and push later with scripts/push_to_hub.py"
     try:
@@ -171,7 +198,6 @@ def check_push(args: TrainConfig, resuming: bool) -> None:
 
 
 def choose_repo(config: Mapping[str, Any], run: Path) -> str:
-    """hub_model_id, by default the run's folder name, in the token's own namespace."""
     return config.get("hub_model_id") or run.resolve().name
 
 
@@ -207,7 +233,6 @@ def push_run(
 
 
 def _record_push(run: Path, state: str, code: int, message: str = "", **extra: Any) -> None:
-    """Writes the outcome, unless the guard stopped the run: its verdict stays."""
     status = read_status(run) or {}
-    if status.get("state") in ("done", "push_failed"):
+    if status.get("state") in ("done", "push_failed"):  # the guard's verdict stays
         write_status(run, state, code, message, step=status.get("step"), **extra)

@@ -1,7 +1,7 @@
 """Access to the Hub, checked before training, and an upload that survives a bad connection.
 
-The upload is huggingface_hub's `upload_folder`, which retries each request for half a minute, commits everything at
-once and never sends data twice. Here it is only started again after a longer outage.
+huggingface_hub's `upload_folder` retries each request for half a minute, commits everything at once and never sends
+data twice. Here it is started again after a longer outage.
 """
 
 import logging
@@ -9,7 +9,7 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import httpx2
 from huggingface_hub import HfApi, get_token
@@ -20,11 +20,8 @@ from sfm_dpo.common.secrets import mask
 
 log = logging.getLogger(__name__)
 
-ACCESS_WAITS = (2, 5)  # seconds between the attempts
-UPLOAD_WAITS = (10, 60, 300)
 TRANSIENT = {408, 409, 412, 425, 429, 500, 502, 503, 504}
 STALE = ["*.safetensors", "*.safetensors.index.json", "figures/*"]  # removed where a new push does not hold them
-T = TypeVar("T")
 
 
 class HubError(UserError):
@@ -32,10 +29,10 @@ class HubError(UserError):
 
 
 def check_access(model_id: str, private: bool | None, revision: str | None, remedy: str) -> str:
-    """Makes sure that a push could begin now, and returns the repository's full name. Takes a second.
+    """Makes sure that a push could begin now, and returns the repository's full name; errors end with the `remedy`.
 
     The repository (private, unless `private` is False) and the branch `revision` are created if they are missing: no
-    other check proves that they can be. Errors end with the `remedy`.
+    other check proves that they can be.
     """
     if not get_token():
         raise UserError(f"push_to_hub: there is no token; put HF_TOKEN into .env, or {remedy}")
@@ -51,7 +48,7 @@ def check_access(model_id: str, private: bool | None, revision: str | None, reme
         return repo
 
     try:
-        return call_hub(prepare_repository, ACCESS_WAITS)
+        return _call_hub(prepare_repository, waits=(2, 5))
     except HubError as error:
         raise HubError(f"push_to_hub to {model_id}: {error}; correct it, or {remedy}") from error
 
@@ -68,7 +65,7 @@ def upload_folder(folder: Path, repo: str, revision: str, message: str) -> str:
         )
         return f"{api.endpoint}/{repo}/commit/{commit.oid}"
 
-    return call_hub(commit_folder, UPLOAD_WAITS)
+    return _call_hub(commit_folder, waits=(10, 60, 300))
 
 
 def format_push_command(path: Path, repo: str, revision: str | None, private: bool | None) -> str:
@@ -81,11 +78,9 @@ def format_push_command(path: Path, repo: str, revision: str | None, private: bo
     return shlex.join(words)
 
 
-def call_hub(request: Callable[[], T], waits: Sequence[float]) -> T:
+def _call_hub(request: Callable[[], Any], waits: Sequence[float]) -> Any:
     """Returns what `request` returns; it is repeated after each of the `waits` (seconds) while its error is transient.
-
-    Raises HubError, with one line for whatever huggingface_hub raised.
-    """
+    Raises HubError, with one line for whatever huggingface_hub raised."""
     try:
         return request()
     except UserError:
@@ -93,15 +88,12 @@ def call_hub(request: Callable[[], T], waits: Sequence[float]) -> T:
     except Exception as error:  # the model is safe, whatever it is
         # Masked before it is cut: half a secret would not be found
         reason = mask(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
-        if not waits or not is_transient(error):
+        # hf_xet and the LFS client raise RuntimeError
+        is_transient = isinstance(error, httpx2.TransportError | ConnectionError | RuntimeError)
+        if isinstance(error, HfHubHTTPError):
+            is_transient = error.response.status_code in TRANSIENT
+        if not waits or not is_transient:
             raise HubError(reason) from error
     log.info(f"push: {reason}; trying again in {waits[0]} s")
     time.sleep(waits[0])
-    return call_hub(request, waits[1:])
-
-
-def is_transient(error: Exception) -> bool:
-    """Whether the same request may succeed later. hf_xet and the LFS client raise RuntimeError."""
-    if isinstance(error, HfHubHTTPError):
-        return error.response.status_code in TRANSIENT
-    return isinstance(error, httpx2.TransportError | ConnectionError | RuntimeError)
+    return _call_hub(request, waits[1:])

@@ -19,9 +19,8 @@ from sfm_dpo.common.files import now, write_json
 from sfm_dpo.common.statistics import mean_interval
 from sfm_dpo.hub.publish import Source, find_source, stage_files
 from sfm_dpo.jobs.preferences import evaluate_pairs
-from sfm_dpo.report.evaluation import format_evaluation
 from sfm_dpo.report.model_card import write_model_card
-from sfm_dpo.report.page import write_report
+from sfm_dpo.report.page import format_evaluation, write_report
 from sfm_dpo.run.folder import read_mapping
 from sfm_dpo.run.reader import EVALUATION
 

@@ -11,16 +11,14 @@ from huggingface_hub.utils import validate_repo_id
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.data.preferences import DROP_REASONS
-from sfm_dpo.report.evaluation import evaluation_tables
-from sfm_dpo.report.page import FIGURES, changed_fields, format_yaml, list_held_out, render_page
+from sfm_dpo.report.page import FIGURES, changed_fields, evaluation_tables, format_yaml, list_held_out, render_page
 from sfm_dpo.report.plots import draw_curves
 from sfm_dpo.run.folder import read_mapping
 from sfm_dpo.run.reader import EVALUATION, read_run
 
-_CURVES = {"loss": "Loss", "accuracy": "Reward accuracy", "margin": "Reward margin", "logps": "Log-probabilities"}
-# Fields about the machine and the project of this run, which say nothing to somebody who repeats it.
-_LOCAL = set("output_dir run_name push_to_hub report_to dataset_num_proc dataloader_num_workers project".split())
-_LOCAL_PREFIXES = ("hub_", "trackio_", "logging_")
+_CURVES = ("loss", "accuracy", "margin", "logps")
+# Beginnings of fields about the machine and the project of this run, which say nothing to somebody who repeats it.
+_LOCAL = tuple("output_dir run_name push_to report_to dataset_num dataloader_ project hub_ trackio_ logging_".split())
 
 
 def write_model_card(
@@ -32,14 +30,10 @@ def write_model_card(
     step: int | None = None,
     change: str = "",
 ) -> None:
-    """Writes README.md, and beside it the figures that it shows.
+    """Writes README.md, and beside it the figures that it shows, from the files in a run's folder.
 
-    Args:
-        run: the run's folder, from whose files everything is read.
-        folder: where to write; by default the run's own, whose figures are then the report's.
-        repo: name on the Hub; by default hub_model_id or the folder.
-        step: of a checkpoint; metrics after it are left out.
-        change: of the weights against the base model's, in words.
+    `folder` is where to write, by default the run; `repo` the name on the Hub, by default hub_model_id or the folder;
+    `step` a checkpoint's: metrics after it are left out; `change` that of the weights against the base model's.
     """
     folder = folder or run
     facts = read_run(run)
@@ -47,13 +41,10 @@ def write_model_card(
         facts["log"] = [entry for entry in facts["log"] if entry["step"] <= step]
         facts["evaluation"] = read_mapping(run / f"checkpoint-{step}" / EVALUATION)
     config = facts["config"]
-    env = facts["environment"]
     if folder != run:
         draw_curves(facts["log"], folder / FIGURES, panels=_CURVES)
-    figures = {f"{FIGURES}/{name}.png": title for name, title in _CURVES.items()}
     repo = repo or config["hub_model_id"] or config["output_dir"]
-    is_local = {key for key in config if key in _LOCAL or key.startswith(_LOCAL_PREFIXES)}
-    recipe = {key: hide_paths(value) for key, value, _ in changed_fields(config) if key not in is_local}
+    recipe = {key: hide_paths(value) for key, value, _ in changed_fields(config) if not key.startswith(_LOCAL)}
     base = config["model_name_or_path"]
     datasets = facts["data"]["sources"]
     metadata = ModelCardData(
@@ -74,8 +65,7 @@ def write_model_card(
         held_out=list_held_out(facts),
         drop_reasons=DROP_REASONS,
         evaluation_tables=evaluation_tables(facts["evaluation"]),
-        figures={file: title for file, title in figures.items() if (folder / file).is_file()},
-        hardware=f"{env['world_size']} x {env['gpus'][0] if env['gpus'] else 'CPU process'}",
+        figures=[name for name in _CURVES if (folder / FIGURES / f"{name}.png").is_file()],
         change=change,
         repo=repo,
         revision="" if revision == "main" else f', revision="{revision}"',

@@ -6,6 +6,7 @@ Works for a run in any state, also before its first step.
 """
 
 import dataclasses
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -17,9 +18,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 import sfm_dpo
 from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.common.files import format_clock, format_table, write_atomically
+from sfm_dpo.common.statistics import wilson
 from sfm_dpo.config import DATACLASSES
 from sfm_dpo.data.preferences import DROP_REASONS
-from sfm_dpo.report.evaluation import evaluation_tables, format_metric
 from sfm_dpo.report.plots import draw_curves
 from sfm_dpo.run.reader import first_and_last, list_evaluations, list_restarts, read_run, to_float
 
@@ -35,23 +36,22 @@ STATES = {  # state of status.json: (class in the page, in plain words)
     "push_failed": ("open", "The model is trained and saved, but was not pushed to the Hub."),
 }
 # Set by parse_config and TRL from other fields and the machine: their default is never what a run shows.
-_DERIVED = set(
-    """accelerator_config activation_checkpointing bf16 debug disable_tqdm do_eval gradient_accumulation_steps
+_DERIVED = """accelerator_config activation_checkpointing bf16 debug disable_tqdm do_eval gradient_accumulation_steps
     pad_to_multiple_of report_to""".split()
-)
-_HELD_OUT = {  # rows of the table of held-out metrics
-    "rewards/accuracies": "reward accuracy: share of pairs whose chosen answer gained more than the rejected one",
-    "logps/accuracies": "share of pairs whose chosen answer is the more probable one",
+PAIR_METRICS = {  # of pairs that were not trained: the metric's name in tables
+    "rewards/accuracies": "reward accuracy",
     "rewards/margins": "reward margin",
+    "logps/accuracies": "chosen is likelier",
     "loss": "loss",
 }
+BENCHMARK_HEADINGS = ("task", "metric", "samples", "base", "trained", "difference (95%)", "verdict")
 
 
 def render_page(template: str, **values: Any) -> str:
     """A template of templates/ with its values, HTML-escaped where it is HTML."""
-    folder = FileSystemLoader(Path(__file__).with_name("templates"))
+    loader = FileSystemLoader(Path(__file__).with_name("templates"))
     escape = select_autoescape(["html.jinja"])
-    environment = Environment(loader=folder, autoescape=escape, undefined=StrictUndefined, trim_blocks=True)
+    environment = Environment(loader=loader, autoescape=escape, undefined=StrictUndefined, trim_blocks=True)
     return environment.get_template(template).render(values)
 
 
@@ -83,7 +83,7 @@ def format_summary(run: Path) -> str:
     """The closing lines for the terminal: how it ended, held-out accuracy, loss, where everything is."""
     facts = read_run(run)
     status = facts["status"]
-    rows = [("run", f"{status.get('state', 'unknown')}, {facts['steps']:,} steps{_format_time(facts)}")]
+    rows = [("run", f"{status.get('state', 'unknown')}, {_format_steps(facts)}")]
     if status.get("message"):
         rows.append(("message", status["message"]))
     for title, table in list_held_out(facts):
@@ -103,18 +103,17 @@ def format_summary(run: Path) -> str:
 
 def describe_run(facts: dict[str, Any]) -> list[str]:
     """The run in full sentences."""
-    status = facts["status"]
+    state = facts["status"].get("state")
     config = facts["config"]
     data = facts["data"]
-    state = status.get("state")
     lines = [STATES[state][1] if state in STATES else f"status.json gives no known state ({state})."]
-    if status.get("message"):
-        lines.append(f"Message: {status['message']}")
+    if facts["status"].get("message"):
+        lines.append(f"Message: {facts['status']['message']}")
     if config:
         lines.append(
             f"{config['model_name_or_path']}, trained with DPO ({' + '.join(config['loss_type'])}, beta "
             f"{config['beta']}, learning rate {config['learning_rate']}) on {data.get('train', 0):,} preference pairs "
-            f"of {' and '.join(data.get('sources', []))}: {facts['steps']:,} optimizer steps{_format_time(facts)}."
+            f"of {' and '.join(data.get('sources', []))}: {_format_steps(facts)}."
         )
     first, last = first_and_last(facts["log"], "loss")
     if first is not None:
@@ -124,33 +123,67 @@ def describe_run(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _format_time(facts: dict[str, Any]) -> str:
-    return f" in {format_clock(facts['seconds'])} since the last start" if facts["seconds"] else ""
+def _format_steps(facts: dict[str, Any]) -> str:
+    seconds = facts["seconds"]
+    duration = f" in {format_clock(seconds)} since the last start" if seconds else ""
+    return f"{facts['steps']:,} optimizer steps{duration}"
 
 
 def list_held_out(facts: dict[str, Any]) -> list[tuple[str, list[dict[str, str]]]]:
-    """(what was held out, its rows) of eval_fraction and of each set of eval_datasets, where it was evaluated."""
+    """(name, rows) of eval_fraction and of each set of eval_datasets: each metric's first and last value as text."""
     tables = []
-    for name, pairs in ({"": facts["data"].get("eval", 0)} | facts["data"].get("eval_sets", {})).items():
-        rows = _held_out_rows(facts, f"eval_{name}_" if name else "eval_", pairs)
-        if rows:
-            tables.append((f"{pairs:,} pairs of {name}" if name else f"{pairs:,} held-out pairs", rows))
+    sets = {"": facts["data"].get("eval", 0)} | facts["data"].get("eval_sets", {})
+    for name, pairs in sets.items():
+        prefix = f"eval_{name}_" if name else "eval_"
+        entries = list_evaluations(facts, prefix)
+        if not entries or not pairs:
+            continue
+        rows = []
+        for metric, title in PAIR_METRICS.items():
+            before = format_metric(metric, to_float(entries[0].get(prefix + metric)), pairs)
+            after = format_metric(metric, to_float(entries[-1].get(prefix + metric)), pairs)
+            if metric == "rewards/accuracies" and entries[0]["step"] == 0:  # policy = reference: no answer has gained
+                before = "0.50, all ties"
+            rows.append({"metric": title, "before": before, "after": after})
+        tables.append((f"{pairs:,} pairs of {name}" if name else f"{pairs:,} held-out pairs", rows))
     return tables
 
 
-def _held_out_rows(facts: dict[str, Any], prefix: str, pairs: int) -> list[dict[str, str]]:
-    """First and last held-out value of each metric of `_HELD_OUT` as text, shares with their 95% interval."""
-    rows = []
-    for metric, text in _HELD_OUT.items():
-        found = [entry for entry in list_evaluations(facts, prefix) if prefix + metric in entry]
-        if found and pairs:
-            first = found[0]
-            before = format_metric(metric, to_float(first[prefix + metric]), pairs)
-            if metric == "rewards/accuracies" and first["step"] == 0:  # policy = reference: no answer has gained
-                before = "0.50, all ties"
-            after = format_metric(metric, to_float(found[-1][prefix + metric]), pairs)
-            rows.append({"metric": metric, "text": text, "before": before, "after": after})
-    return rows
+def evaluation_tables(evaluation: dict[str, Any]) -> list[tuple[tuple[str, ...], list[list[str]]]]:
+    """(headings, rows) of evaluation.json: the benchmarks and the preference sets, base and trained model."""
+    benchmarks = [_format_benchmark(row) for row in evaluation.get("benchmarks", [])]
+    pairs = []
+    for row in evaluation.get("pairs", []):
+        metrics = [format_metric(name, row.get(name, math.nan), row["pairs"]) for name in PAIR_METRICS]
+        pairs.append([row["source"], str(row["pairs"]), *metrics])
+    tables = [(BENCHMARK_HEADINGS, benchmarks), (("preference set", "pairs", *PAIR_METRICS.values()), pairs)]
+    return [(headings, rows) for headings, rows in tables if rows]
+
+
+def format_evaluation(evaluation: dict[str, Any]) -> str:
+    """The tables as text for the terminal."""
+    return "\n\n".join(format_table(rows, headings, "llrrrll") for headings, rows in evaluation_tables(evaluation))
+
+
+def _format_benchmark(row: dict[str, Any]) -> list[str]:
+    """After ± is the standard error."""
+    metric = row["metric"] if row["filter"] == "none" else f"{row['metric']}, {row['filter']}"
+    difference = f"{row['difference']:+.3f}"
+    if row["low"] is not None:
+        difference += f" ({row['low']:+.3f} to {row['high']:+.3f})"
+    sides = []
+    for side in (row["base"], row["trained"]):
+        error = "" if side["stderr"] is None else f" ± {side['stderr']:.3f}"
+        sides.append(f"{side['value']:.3f}{error}")
+    return [row["task"], metric, str(row["samples"]), *sides, difference, row["verdict"]]
+
+
+def format_metric(name: str, value: float, pairs: int) -> str:
+    """A metric of `pairs` pairs as text, a share of them with its 95% interval."""
+    if name.endswith("accuracies"):
+        low, high = wilson(value, pairs)
+        return f"{value:.2f} ({low:.2f} to {high:.2f})"
+    return f"{value:z.3f}"
 
 
 def format_yaml(values: dict[str, Any]) -> str:

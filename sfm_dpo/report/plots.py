@@ -24,39 +24,25 @@ PANELS = {
     "loss": ("Loss", {"loss": "training"}, "nats"),
     "margin": ("Reward margin", {"rewards/margins": "training"}, "reward, chosen - rejected"),
     "accuracy": ("Reward accuracy", {"rewards/accuracies": "training"}, "share of pairs"),
-    "rewards": (
-        "Rewards",
-        {"rewards/chosen": "chosen", "rewards/rejected": "rejected", "rewards/average": "average"},
-        "reward",
-    ),
+    "rewards": ("Rewards", {f"rewards/{name}": name for name in ("chosen", "rejected", "average")}, "reward"),
     "logps": ("Log-probability", {"logps/chosen": "chosen", "logps/rejected": "rejected"}, "nats, sum of an answer"),
     "entropy": ("Entropy", {"entropy": "training"}, "nats per token"),
     "grad_norm": ("Gradient norm", {"grad_norm": "training"}, "L2 norm, before clipping"),
     "learning_rate": ("Learning rate", {"learning_rate": "training"}, "learning rate"),
 }
 STYLE = {
+    **dict.fromkeys(
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), INK
+    ),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.formatter.useoffset", "legend.frameon"), False),
     "font.size": 9,
-    "font.family": "DejaVu Sans",
-    "text.color": INK,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
     "axes.linewidth": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "axes.grid": True,
     "axes.grid.axis": "y",
-    "grid.color": INK,
     "grid.linewidth": 0.4,
     "grid.alpha": 0.25,
     "axes.titlelocation": "left",
-    "axes.titlesize": 10,
     "axes.titleweight": "bold",
-    "axes.formatter.useoffset": False,
-    "axes.formatter.limits": (-3, 5),
-    "legend.frameon": False,
-    "legend.fontsize": 8,
     "lines.linewidth": 1.1,
     "savefig.dpi": 160,
     "svg.fonttype": "none",  # text stays text: small, sharp, and in the page's colour
@@ -67,11 +53,10 @@ STYLE = {
 def draw_curves(
     log: list[dict[str, Any]], folder: Path, panels: Collection[str] | None = None
 ) -> list[tuple[str, str]]:
-    """Writes `folder`/<panel>.png for every panel with a logged value; returns [(title, SVG element)].
+    """Writes `folder`/<panel>.png for each of `panels` with a logged value; returns [(title, SVG element)].
 
-    Args:
-        log: transformers' log_history; held-out metrics carry the prefix `eval_`. NaN and inf leave a gap.
-        panels: names of those to draw; by default all of PANELS, and one for each perf/ metric.
+    `log` is transformers' log_history, with `eval_` before held-out metrics; NaN and inf leave a gap. `panels` are by
+    default all of PANELS, and one for each perf/ metric.
     """
     chosen = {name: PANELS[name] for name in panels or PANELS}
     if panels is None:
@@ -85,7 +70,7 @@ def draw_curves(
             for color, (metric, label) in zip(COLORS, metrics.items(), strict=False):
                 _draw_training(axes, log, metric, label, color)
             if len(metrics) == 1:
-                _draw_held_out(axes, log, next(iter(metrics)))
+                _draw_held_out(axes, log, *metrics)
             if not axes.lines:
                 continue
             axes.set(title=title, xlabel="optimizer step", ylabel=unit)

@@ -17,9 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.hub.publish import consolidate_shards
+from sfm_dpo.hub.publish import consolidate_shards, describe_change
 from sfm_dpo.hub.upload import check_access
-from sfm_dpo.hub.verify import describe_change
 from sfm_dpo.run.checkpoint import KEEP, PUSHING, rotate
 from sfm_dpo.run.folder import read_resolved_config, read_status, write_status
 from tests.hub_server import NAME, READ_TOKEN, TOKEN

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 
 import train_dpo
 from sfm_dpo.common.files import PROJECT
-from sfm_dpo.hub.verify import check_loads
+from sfm_dpo.hub.publish import check_loads
 from tests.hub import read_model
 from tests.tiny_models import CHAT_TEMPLATE, tiny_model
 
