@@ -1,6 +1,6 @@
 """Analysis of a dataset before training: lengths, the recommended max_length, and what looks wrong with the pairs.
 
-It reads and tokenises on the path of training, into the cache that training reads; docs/lengths.md has the JSON.
+It reads and tokenises as training does, into the same cache; docs/lengths.md has the JSON.
 """
 
 from collections.abc import Sequence
@@ -36,12 +36,8 @@ def analyze_dataset(
     ngram: int = NGRAM,
     dropped_file: Path | None = None,
 ) -> dict[str, Any]:
-    """Everything about the pairs of a configuration; of its fields those of data and tokenizer count.
-
-    Args:
-        against: evaluation sets (see read_evaluation_texts) with which pairs may share n-grams of `ngram` words.
-        dropped_file: receives a JSON line for each row that cannot be used.
-    """
+    """Everything about the pairs of a configuration. `against` are evaluation sets with which pairs may share n-grams
+    of `ngram` words; `dropped_file` receives a JSON line for each row that cannot be used."""
     args = config.train
     args.max_dropped_fraction = 1.0  # unusable rows are reported here; training stops at them
     tokenizer = load_tokenizer(config)
@@ -59,9 +55,8 @@ def analyze_dataset(
         pairs.write_dropped(dropped_file)
     tokens = concatenate_datasets(parts)
     if not len(tokens):
-        raise UserError(
-            f"dataset_name {', '.join(pairs.sources)}: no pair is left after tokenization ({dict(pairs.dropped)})"
-        )
+        names = ", ".join(pairs.sources)
+        raise UserError(f"dataset_name {names}: no pair is left after tokenization ({dict(pairs.dropped)})")
     texts = concatenate_datasets(splits)
     result = {
         "dataset": pairs.sources,
@@ -71,7 +66,6 @@ def analyze_dataset(
         "dropped": dict(pairs.dropped),
         "pairs": len(tokens),
         "sampled": args.max_samples is not None and usable > len(texts),
-        "seed": args.seed,
         "faults": summarize_faults(texts, find_faults(texts, args.dataset_num_proc)),
     }
     lengths = Lengths.of(tokens)
@@ -91,14 +85,15 @@ def analyze_dataset(
     )
     if against:
         result["contamination"] = report_contamination(texts, list(against), ngram, args.dataset_num_proc)
-    repeated_prompts, repeated_pairs = (len(texts) - len(set(texts[key])) for key in ("prompt_key", "pair_key"))
+    repeated_prompts = len(texts) - len(set(texts["prompt_key"]))
+    repeated_pairs = len(texts) - len(set(texts["pair_key"]))
     trimmed = int(np.count_nonzero(tokens["prompt_trimmed"]))
-    result["findings"] = list_findings(result, lengths, repeated_prompts, repeated_pairs, trimmed)
-    result["example"] = decode_example(tokens, lengths, tokenizer)
+    result["findings"] = _list_findings(result, lengths, repeated_prompts, repeated_pairs, trimmed)
+    result["example"] = _decode_example(tokens, lengths, tokenizer)
     return result
 
 
-def list_findings(
+def _list_findings(
     result: dict[str, Any], lengths: Lengths, repeated_prompts: int, repeated_pairs: int, trimmed: int
 ) -> list[dict[str, str]]:
     """What to know before training, each {"level": "warning" or "note", "text"}; `result`: the analysis so far."""
@@ -122,24 +117,18 @@ def list_findings(
     for found in contamination["sets"]:
         words = f"{contamination['ngram']} words in a row in common with {found['set']}"
         warnings[f"pairs have {words}, {found['set_rows']:,} of its {found['rows']:,} rows"] = found["pairs"]
-    findings = [describe_length_bias(result)]
+    longer = result["length_bias"]["chosen_longer"]
+    share = max(longer, 1 - longer)
+    text = f"the {'chosen' if longer >= 0.5 else 'rejected'} response is the longer one in {share:.1%} of the pairs"
+    findings = [{"level": "note", "text": text}]
+    if share >= LENGTH_BIAS:
+        findings = [{"level": "warning", "text": f"{text}: DPO will learn from the length"}]
     for level, counts in (("warning", warnings), ("note", notes)):
         findings += [{"level": level, "text": f"{count:,} {text}"} for text, count in counts.items() if count]
     return findings
 
 
-def describe_length_bias(result: dict[str, Any]) -> dict[str, str]:
-    """The finding about which side is longer: a warning where it is so in LENGTH_BIAS of the pairs."""
-    longer = result["length_bias"]["chosen_longer"]
-    side = "chosen" if longer >= 0.5 else "rejected"
-    share = max(longer, 1 - longer)
-    text = f"the {side} response is the longer one in {share:.1%} of the pairs"
-    if share >= LENGTH_BIAS:
-        return {"level": "warning", "text": f"{text}: DPO will learn from the length"}
-    return {"level": "note", "text": text}
-
-
-def decode_example(tokens: Dataset, lengths: Lengths, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _decode_example(tokens: Dataset, lengths: Lengths, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The pair of median length, decoded; of a long text the first and last tokens."""
     row = int(np.argsort(lengths.total, kind="stable")[(len(lengths) - 1) // 2])
     example: dict[str, Any] = {"row": row}

@@ -38,18 +38,9 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
     candidates = [HEADINGS]
     for row in result["candidates"]:
         mark = "* " if row["max_length"] == result["recommendation"]["max_length"] else ""
-        candidates.append(
-            [
-                f"{mark}{row['max_length']:,}",
-                f"{row['untouched']:.1%}",
-                f"{row['tokens_kept']:.1%}",
-                f"{row['no_signal']:,}",
-                f"{row['dropped']:,}",
-                f"{row['tokens'] / 1e6:,.2f} M",
-                f"{row['flops']:.2e}",
-                f"x {row['relative_time']:.2f}",
-            ]
-        )
+        cells = [f"{mark}{row['max_length']:,}", f"{row['untouched']:.1%}", f"{row['tokens_kept']:.1%}"]
+        cells += [f"{row['no_signal']:,}", f"{row['dropped']:,}", f"{row['tokens'] / 1e6:,.2f} M"]
+        candidates.append([*cells, f"{row['flops']:.2e}", f"x {row['relative_time']:.2f}"])
     return {"Tokens": percentiles, "What each max_length keeps and costs": candidates}
 
 
@@ -110,7 +101,7 @@ def draw_lengths(result: dict[str, Any]) -> Figure:
 
 
 def write_plot(result: dict[str, Any], path: Path) -> None:
-    """The picture on white, legible in a README; the format follows the name's ending."""
+    """The format follows the name's ending."""
     with rc_context(STYLE):
         draw_lengths(result).savefig(path, facecolor="white")
 

@@ -13,20 +13,14 @@ from sfm_dpo.data.token_lengths import Lengths
 
 # Rows of the table, beside the recommendation and the step below it
 CANDIDATES = (256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768)
-# What can be recommended
-STEPS = (*range(128, 4096, 128), *range(4096, 2**20 + 1, 1024))
+STEPS = (*range(128, 4096, 128), *range(4096, 2**20 + 1, 1024))  # what can be recommended
 PERCENTILES = (1, 10, 25, 50, 75, 90, 95, 99, 100)
 FORWARDS = 4  # an epoch: forward and backward of the policy (3 forwards), and one forward of the reference
 SIDES = ("total", "prompt", "chosen", "rejected")
 
 
 def compute_coverage(lengths: Lengths, max_length: int, max_prompt_length: int | None) -> dict[str, Any]:
-    """What a max_length keeps of N pairs.
-
-    untouched: share of the pairs of which no token is cut; tokens_kept: share of the response tokens; no_signal: pairs
-    whose responses are identical after truncation; dropped: pairs whose prompt leaves no room; response_tokens and
-    tokens: trained and computed in an epoch.
-    """
+    """What a max_length keeps of N pairs; docs/lengths.md explains the counts."""
     kept = lengths.truncate(max_length, max_prompt_length)
     untouched = (kept.prompt == lengths.prompt) & (kept.responses == lengths.responses).all(axis=1)
     identical = (kept.chosen == kept.rejected) & (kept.shared >= kept.chosen)
@@ -65,11 +59,8 @@ def analyze_lengths(
     """Percentiles, a row for each candidate max_length, the recommendation and the curves of the picture.
 
     Recommended is the shortest of STEPS that leaves at least `min_coverage` of the pairs untouched and keeps at least
-    `min_tokens_kept` of the response tokens, or else the longest.
-
-    Args:
-        forward_flops: sequences' lengths, number of response tokens -> FLOPs of a forward (flops.ForwardFlops).
-        limit: the model's longest context.
+    `min_tokens_kept` of the response tokens, or else the longest. `forward_flops` gives the FLOPs of a forward for
+    sequences' lengths and the number of response tokens; `limit` is the model's longest context.
     """
     longest = int(lengths.total.max())
     steps = list_lengths(STEPS, longest, limit)
@@ -97,28 +88,20 @@ def analyze_lengths(
     best = next(row for row in rows if row["max_length"] == best["max_length"])
     for row in rows:
         row["relative_time"] = row["flops"] / best["flops"]
-    choice = {
-        "reason": describe_choice(best, suffices, min_coverage, min_tokens_kept),
-        "min_coverage": min_coverage,
-        "min_tokens_kept": min_tokens_kept,
-        "limit": limit,
-    }
+    wanted = f"at least {min_coverage:.1%} of the pairs untouched and {min_tokens_kept:.1%} of the response tokens"
+    kept = f"{best['max_length']:,} leaves {best['untouched']:.1%} and keeps {best['tokens_kept']:.1%}"
+    reason = f"The shortest that leaves {wanted}: {kept}."
+    if not suffices:
+        reason = f"No max_length within the model's limit leaves {wanted}; the longest, {kept}."
+    # Ties count one half
+    longer = np.where(lengths.chosen == lengths.rejected, 0.5, lengths.chosen > lengths.rejected)
     return {
         "percentiles": {side: compute_percentiles(getattr(lengths, side)) for side in SIDES},
         "candidates": rows,
-        "recommendation": best | choice,
-        "length_bias": compute_length_bias(lengths),
+        "recommendation": best | {"reason": reason, "limit": limit},
+        "length_bias": {"chosen_longer": float(longer.mean())},
         "curves": compute_curves(lengths),
     }
-
-
-def describe_choice(best: dict[str, Any], suffices: bool, min_coverage: float, min_tokens_kept: float) -> str:
-    """Why `best` is recommended."""
-    wanted = f"at least {min_coverage:.1%} of the pairs untouched and {min_tokens_kept:.1%} of the response tokens"
-    kept = f"{best['max_length']:,} leaves {best['untouched']:.1%} and keeps {best['tokens_kept']:.1%}"
-    if suffices:
-        return f"The shortest that leaves {wanted}: {kept}."
-    return f"No max_length within the model's limit leaves {wanted}; the longest, {kept}."
 
 
 def compute_percentiles(values: np.ndarray) -> dict[str, Any]:
@@ -129,16 +112,10 @@ def compute_percentiles(values: np.ndarray) -> dict[str, Any]:
     return percentiles
 
 
-def compute_length_bias(lengths: Lengths) -> dict[str, float]:
-    """Share of pairs with the longer chosen response; ties count one half."""
-    longer = np.where(lengths.chosen == lengths.rejected, 0.5, lengths.chosen > lengths.rejected)
-    return {"chosen_longer": float(longer.mean())}
-
-
-def compute_curves(lengths: Lengths, points: int = 160) -> dict[str, list]:
+def compute_curves(lengths: Lengths) -> dict[str, list]:
     """Share of the pairs with at most so many tokens (`length`), for each of SIDES."""
     shortest = max(1, int(np.percentile(lengths.prompt, 1)))
-    at = np.unique(np.geomspace(shortest, int(lengths.total.max()), points).round()).astype(int)
+    at = np.unique(np.geomspace(shortest, int(lengths.total.max()), 160).round()).astype(int)
     curves = {"length": at.tolist()}
     for side in SIDES:
         counts = np.searchsorted(np.sort(getattr(lengths, side)), at, side="right")

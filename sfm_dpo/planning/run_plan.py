@@ -41,12 +41,8 @@ DRAWN = 20_000  # pairs that stand for the data where only percentiles are known
 
 @dataclass(frozen=True)
 class Cluster:
-    """`num_gpus` GPUs on each of `num_nodes` nodes.
-
-    Attributes:
-        mfu: each model FLOPs utilisation that hours are computed at, with its source.
-        memory_ratio: measured over planned memory.
-    """
+    """`num_gpus` GPUs on each of `num_nodes` nodes; hours are computed at each `mfu`, whose source is its value;
+    `memory_ratio` is measured over planned memory."""
 
     gpu: str
     num_gpus: int
@@ -71,16 +67,13 @@ class Cluster:
             mfu = {measured["mfu"]: f"measured on {measured['gpu']}: {path}"}
             return replace(self, mfu=mfu, memory_ratio=measured["memory_ratio"])
         except (OSError, ValueError, KeyError) as error:
-            raise UserError(
-                f"--calibration {path}: {type(error).__name__} {error}; give check_gpu.sh's calibration.json"
-            ) from error
+            reason = f"{type(error).__name__} {error}"
+            raise UserError(f"--calibration {path}: {reason}; give check_gpu.sh's calibration.json") from error
 
 
 def read_lengths(path: Path) -> tuple[Lengths, int]:
-    """Lengths drawn from percentiles, and the number of pairs they stand for; `path`: JSON of analyze_dataset.py.
-
-    Prompts and responses are drawn independently, between two percentiles on a log scale, with a fixed seed.
-    """
+    """Lengths drawn from the percentiles in analyze_dataset.py's JSON, and the number of pairs they stand for.
+    Prompts and responses are drawn independently, between two percentiles on a log scale, with a fixed seed."""
     rng = np.random.default_rng(0)
     columns = {}
     try:
@@ -95,9 +88,8 @@ def read_lengths(path: Path) -> tuple[Lengths, int]:
             tokens = np.maximum([points[share] for share in shares], 1)
             columns[f"{name}_length"] = np.exp(np.interp(rng.random(DRAWN), shares, np.log(tokens))).round()
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"--lengths {path}: {type(error).__name__} {error}; give the JSON of analyze_dataset.py --json"
-        ) from error
+        reason = f"{type(error).__name__} {error}"
+        raise UserError(f"--lengths {path}: {reason}; give the JSON of analyze_dataset.py --json") from error
     return Lengths.from_columns(columns), pairs
 
 
@@ -127,8 +119,8 @@ class Planner:
         self.micro_batches = list_micro_batches(config, drawn, self.memory.prefix_sharing, cluster.gpus)
 
     def plan_launch(self, launch: str) -> dict[str, Any]:
-        """Memory on each GPU under zero2, zero3 or fsdp2, the setting that is asked for or that fit_memory chooses
-        (where nothing fits the smallest), and the size of a checkpoint."""
+        """Memory on each GPU, the setting that is asked for or that fit_memory chooses (the smallest where nothing
+        fits), and the size of a checkpoint."""
         states = self.memory.states(launch, zero_config(launch))
         settings = self.memory.list_settings(self.micro_batches, sum(states.values()), self.cluster.memory_ratio)
         choice = choose_setting(settings, self.limit, self.config)
@@ -163,29 +155,15 @@ class Planner:
 
     def plan(self) -> dict[str, Any]:
         """Everything that scripts/plan.py prints; bytes, tokens, FLOPs and hours."""
+        memory = self.memory
         batch = self.args.global_batch_size
+        sequences = self.lengths.sequences
+        tokens = round(int(sequences.sum()) * self.scale)
         return {
-            "model": {
-                "model_type": self.memory.shape.model_type,
-                "parameters": self.memory.parameters,
-                "trained": self.memory.trained,
-            },
-            "gpu": {
-                "name": self.cluster.gpu,
-                "limit": self.limit,
-                "num_gpus": self.cluster.num_gpus,
-                "nodes": self.cluster.num_nodes,
-            },
-            "data": {
-                "pairs": self.pairs,
-                "tokens": round(int(self.lengths.sequences.sum()) * self.scale),
-                "longest_sequence": int(self.lengths.sequences.max()),
-            },
-            "batch": {
-                "global": batch,
-                "steps": round(self.pairs * self.args.num_train_epochs / batch),
-                "chosen": bool(self.config.fitted),
-            },
+            "model": {"type": memory.shape.model_type, "parameters": memory.parameters, "trained": memory.trained},
+            "gpu": {"name": self.cluster.gpu, "limit": self.limit, "count": self.cluster.gpus},
+            "data": {"pairs": self.pairs, "tokens": tokens, "longest_sequence": int(sequences.max())},
+            "batch": {"global": batch, "steps": round(self.pairs * self.args.num_train_epochs / batch)},
             "launches": {launch: self.plan_launch(launch) for launch in LAUNCHES},
             "time": self.plan_time(),
             "checkpoints": peak_checkpoint_count(self.args, COLLAPSE_STEPS),
@@ -193,13 +171,11 @@ class Planner:
 
 
 def format_plan(plan: dict[str, Any]) -> str:
-    """The plan as text; memory in GiB."""
     model = plan["model"]
     gpu = plan["gpu"]
     data = plan["data"]
     batch = plan["batch"]
-    gpus = gpu["num_gpus"] * gpu["nodes"]
-    parameters = f"{model['model_type']}, {model['parameters']:,} parameters"
+    parameters = f"{model['type']}, {model['parameters']:,} parameters"
     if model["trained"] < model["parameters"]:
         parameters += f", {model['trained']:,} trained (LoRA: activations and hours are upper bounds)"
     tokens = f"{data['tokens'] / 1e6:,.0f} M tokens, longest sequence {data['longest_sequence']:,}"
@@ -207,14 +183,14 @@ def format_plan(plan: dict[str, Any]) -> str:
         ("model", parameters),
         ("data", f"{data['pairs']:,} pairs, {tokens}"),
         ("batch", f"{batch['global']} pairs, {batch['steps']:,} steps"),
-        ("memory", f"GiB on each of {gpus} {gpu['name']}, {gpu['limit'] / 2**30:.0f} usable"),
+        ("memory", f"GiB on each of {gpu['count']} {gpu['name']}, {gpu['limit'] / 2**30:.0f} usable"),
     ]
     columns = [_format_launch(facts, plan["checkpoints"]) for facts in plan["launches"].values()]
     table = [(name, *(column[name] for column in columns)) for name in columns[0]]
     durations = []
     for entry in plan["time"]["hours"]:
         hours = entry["hours"]
-        durations.append((f"{hours:.1f}", f"{hours * gpus:,.0f}", f"{entry['mfu']:.2%}", entry["source"]))
+        durations.append((f"{hours:.1f}", f"{hours * gpu['count']:,.0f}", f"{entry['mfu']:.2%}", entry["source"]))
     parts = [
         format_table(summary, indent=0),
         format_table(table, ["", *plan["launches"]], "lr"),

@@ -15,13 +15,7 @@ from sfm_dpo.data.preferences import load_pairs
 from sfm_dpo.data.token_lengths import Lengths
 from sfm_dpo.planning import dataset_report
 from sfm_dpo.planning.dataset import analyze_dataset
-from sfm_dpo.planning.lengths import (
-    CANDIDATES,
-    PERCENTILES,
-    STEPS,
-    analyze_lengths,
-    list_lengths,
-)
+from sfm_dpo.planning.lengths import CANDIDATES, PERCENTILES, STEPS, analyze_lengths, list_lengths
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 
 
@@ -33,13 +27,11 @@ def turn(role, text):
     return {"role": role, "content": text}
 
 
-def pair(i: int, chosen: str | None = None, rejected: str | None = None) -> dict:
+def pair(i: int, chosen: str = "{} apples", rejected: str = "I do not know, {}") -> dict:
     lead = [turn("user", "Hi"), turn("assistant", "Hello")] * (i % 2)
     prompt = [*lead, turn("user", f"How many apples? {i}")]
-    return {
-        "chosen": [*prompt, turn("assistant", f"{i} apples" if chosen is None else chosen)],
-        "rejected": [*prompt, turn("assistant", f"I do not know, {i}" if rejected is None else rejected)],
-    }
+    sides = {"chosen": chosen, "rejected": rejected}
+    return {name: [*prompt, turn("assistant", text.format(i))] for name, text in sides.items()}
 
 
 @pytest.fixture
