@@ -78,8 +78,7 @@ def main(argv: list[str]) -> int:
 def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
     """The tokenised pairs, the tokenizer, and the checkpoint that the run resumes from, or None."""
     args = config.train
-    for note in config.notes:
-        log.info(note)
+    log.info(config.tracking)
     model_config = load_model_config(config)  # first: a wrong path costs a second, not a download
     tokenizer = load_tokenizer(config)
     checkpoint = find_start(args)

@@ -6,7 +6,7 @@
 state       as in status.json; `died`: running by its own word, but its job or process is gone; `stale`: nothing was
             written for half an hour
 slurm       the job's state in the queue; - without Slurm
-last        when status.json was last written
+last        how long ago status.json was written
 checkpoint  the newest complete one
 starts      how often the run was started: one more than it was requeued
 

@@ -9,7 +9,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,9 +59,7 @@ class TrainConfig(DPOConfig):
 
     # Filters (docs/filters.md)
     filter_script: str | None = HfArg(default=None, help="Python file with keep(row): whether a stored row is kept.")
-    drop_duplicates: Literal["no", "pairs", "prompts"] = HfArg(
-        default="no", help="Leave out repeated pairs or prompts."
-    )
+    drop_duplicates: Literal["no", "pairs", "prompts"] = HfArg(default="no", help="Leave out repeated pairs, prompts.")
     drop_contaminated: str | None = HfArg(default=None, help="Leave out the pairs in this JSON of analyze_dataset.py.")
 
     # Speed
@@ -77,9 +75,7 @@ class TrainConfig(DPOConfig):
     # Hub (docs/hub.md)
     hub_private_repo: bool | None = HfArg(default=True, help="A repository that the push creates is private.")
     # Trainer's other two, checkpoint and all_checkpoints, would publish the optimizer: 80 GB of a 7B model each time
-    hub_strategy: Literal["end", "every_save"] = HfArg(
-        default="end", help="Push the finished model, or checkpoints too."
-    )
+    hub_strategy: Literal["end", "every_save"] = HfArg(default="end", help="Push the model, or checkpoints too.")
     hub_revision: str | None = HfArg(default=None, help="Branch to push to; with {step}, one for each checkpoint.")
 
     # Safety (docs/health.md)
@@ -96,25 +92,18 @@ class TrainConfig(DPOConfig):
 DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)
 
 # Fields of earlier versions, and what to do instead; empty in an old resolved_config.yaml, they are ignored
-_USE_SCRIPT = "compare the responses in a filter_script"
-_USE_MAKE_PAIRS = "make pairs of scored answers with scripts/make_pairs.py"
+_SCORES = "pair_by score_field score_margin score_pairs".split()
+_FILTERS = "keep_values max_length_ratio max_response_similarity max_response_tokens min_response_tokens".split()
 REMOVED = {
-    "duplicate_threshold": "remove near duplicates before training, for instance with text-dedup (docs/filters.md)",
-    "hub_push_every": "hub_strategy every_save pushes every save; save less often with save_steps",
-    "keep_values": "write a filter_script, such as def keep(row): return row['language'] == 'English'",
-    "max_length_ratio": _USE_SCRIPT,
-    "max_pairs_per_prompt": "keep one pair of each prompt with drop_duplicates: prompts",
-    "max_response_similarity": _USE_SCRIPT,
-    "max_response_tokens": _USE_SCRIPT,
-    "min_response_tokens": _USE_SCRIPT,
-    "pair_by": _USE_MAKE_PAIRS,
-    "score_field": _USE_MAKE_PAIRS,
-    "score_margin": _USE_MAKE_PAIRS,
-    "score_pairs": _USE_MAKE_PAIRS,
+    "duplicate_threshold": "remove near duplicates before training, for instance with text-dedup",
+    "hub_push_every": "set hub_strategy: every_save, and save_steps",
+    "max_pairs_per_prompt": "set drop_duplicates: prompts",
+    **dict.fromkeys(_SCORES, "make pairs with scripts/make_pairs.py"),
+    **dict.fromkeys(_FILTERS, "write a filter_script (docs/filters.md)"),
 }
 
+_construct = yaml.SafeLoader("").construct_document  # a node's value, typed by YAML's rules
 _OPTIONAL = {f.name for cls in DATACLASSES for f in dataclasses.fields(cls) if "None" in str(f.type)}
-_NULL = "tag:yaml.org,2002:null"
 
 
 @dataclass
@@ -124,9 +113,9 @@ class Config:
     train: TrainConfig
     model: ModelConfig
     data: DatasetMixtureConfig
-    notes: list[str] = field(default_factory=list)  # decisions worth a line in the log
-    micro_batch: int = 0  # the recipe's per_device_train_batch_size, also where `training` is False
-    fitted: list[str] = field(default_factory=list)  # fields that fit_memory chooses
+    tracking: str  # which trackers work, for the log
+    micro_batch: int  # the recipe's per_device_train_batch_size, also where `training` is False
+    fitted: list[str]  # fields that fit_memory chooses
 
     def as_dict(self) -> dict[str, Any]:
         """The resolved configuration as plain YAML types, without secrets; `--config` reads it back."""
@@ -153,14 +142,9 @@ class FieldParser(TrlParser):
 
 
 def parse_config(argv: list[str], world_size: int | None = None, training: bool = True) -> Config:
-    """Reads `--config RECIPE` and the overrides after it, and checks them. Loads no model and no data.
+    """Reads `--config RECIPE` and the overrides after it. Raises UserError where they cannot be meant.
 
-    Args:
-        world_size: number of processes; by default what the launcher says in WORLD_SIZE.
-        training: False for a command that looks at a recipe on a login or CPU node.
-
-    Raises:
-        UserError: unknown field, wrong type or value, or a combination that cannot be meant.
+    `world_size` is the launcher's by default; `training` is False for a command that looks at a recipe on a CPU node.
     """
     namespace = parse_fields(argv)
     world_size = world_size or distributed.world_size()
@@ -182,15 +166,14 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     try:
         get_peft_config(namespace)  # checks the LoRA fields
         for cls in DATACLASSES:
-            names = [f.name for f in dataclasses.fields(cls) if f.init]
-            parts.append(cls(**{name: getattr(namespace, name) for name in names}))
+            parts.append(cls(**{f.name: getattr(namespace, f.name) for f in dataclasses.fields(cls) if f.init}))
     except (ValueError, TypeError, AttributeError, ImportError, OSError) as error:
         raise UserError(str(error)) from error
     train, model, data = parts
     target = model.lora_target_modules
     if isinstance(target, str) and target.isidentifier():  # TRL's form of a single name, a pattern to PEFT
         model.lora_target_modules = [target]
-    return Config(train, model, data, [tracking], micro_batch, fitted)
+    return Config(train, model, data, tracking, micro_batch, fitted)
 
 
 def parse_fields(argv: list[str]) -> argparse.Namespace:
@@ -217,23 +200,25 @@ def explain_unknown(name: str, known: Iterable[str], prefix: str = "") -> str:
     return nearest(field_name, known, prefix)
 
 
-# ---- the recipe
-
-
 def read_recipe(path: str, fields: dict[str, argparse.Action]) -> dict[str, Any]:
     """A recipe's fields, converted to their types; its `env` sets variables, as with TRL."""
     values: dict[str, Any] = {}
     for key, node in read_nodes(path).items():
-        if key in REMOVED and node.tag == _NULL:
+        is_empty = node.tag == "tag:yaml.org,2002:null"
+        if key in REMOVED and is_empty:
             continue
         if key == "env":
-            set_environment(construct(node), path)
+            set_environment(_construct(node), path)
         elif key not in fields:
             raise UserError(f"{path}: unknown field {key!r}{explain_unknown(key, fields)}")
         elif key == "datasets":
-            values[key] = check_mixture(construct(node), path)
-        else:
+            values[key] = check_mixture(_construct(node), path)
+        elif not is_empty:
             values[key] = read_value(node, fields[key], f"{path}: {key}")
+        elif fields[key].default is None or key in _OPTIONAL:
+            values[key] = None
+        else:
+            raise UserError(f"{path}: {key} is empty; give it a value, or remove the line for the default")
     return values
 
 
@@ -256,39 +241,23 @@ def read_nodes(path: str) -> dict[str, yaml.Node]:
 
 
 def read_value(node: yaml.Node, action: argparse.Action, where: str) -> Any:
-    """The value of a field: None, a list, or one value."""
-    if node.tag == _NULL:
-        if action.default is not None and action.dest not in _OPTIONAL:
-            raise UserError(f"{where} is empty; give it a value, or remove the line for the default")
-        return None
-    takes_list = action.nargs == "+"
-    if not isinstance(node, yaml.SequenceNode):
-        value = convert(node, action, where)
-        return [value] if takes_list else value
-    if not takes_list:
+    """The default that argparse gets: a list, or text, which it converts to the type of the field."""
+    if action.nargs == "+":
+        items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        to_type: Any = action.type
+        try:
+            return [to_type(item.value) for item in items]
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{where}: {error}") from error
+    if isinstance(node, yaml.SequenceNode):
         raise UserError(f"{where} is a list; it takes one value")
-    return [convert(item, action, where) for item in node.value]
-
-
-def convert(node: yaml.Node, action: argparse.Action, where: str) -> Any:
-    """One value, as argparse converts it on the command line; a mapping becomes JSON."""
-    text = node.value if isinstance(node, yaml.ScalarNode) else json.dumps(construct(node), default=str)
-    choices = list(action.choices or ())
-    to_type: Any = action.type
+    text = node.value if isinstance(node, yaml.ScalarNode) else json.dumps(_construct(node), default=str)
+    choices = [str(choice) for choice in action.choices or ()]
     if "bool" in str(action.type) or "no" in choices:  # on and off as YAML reads them
         text = {"on": "yes", "off": "no"}.get(text.lower(), text)
-    try:
-        value = to_type(text)
-    except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
-        raise UserError(f"{where}: {text!r} is invalid: {error}") from error
-    if choices and value not in choices:
+    if choices and text not in choices:
         raise UserError(f"{where}: {text!r} is unknown; choose one of {', '.join(map(repr, choices))}")
-    return value
-
-
-def construct(node: yaml.Node) -> Any:
-    """A node's value, typed by YAML's rules."""
-    return yaml.SafeLoader("").construct_document(node)
+    return text
 
 
 def set_environment(variables: Any, recipe: str) -> None:
@@ -312,14 +281,8 @@ def check_mixture(datasets: Any, recipe: str) -> list[dict]:
     return datasets
 
 
-# ---- values that follow from the machine
-
-
 def resolve_precision(namespace: Any) -> None:
-    """Sets use_cpu, bf16 and dtype where they are not given: bf16 on a GPU, fp32 without one.
-
-    Under DeepSpeed, which makes fp32 master weights of a bf16 model, loading in bf16 halves the host memory.
-    """
+    """Sets use_cpu, bf16 and dtype where they are not given: bf16 on a GPU, fp32 without one."""
     if not namespace.use_cpu and (reason := distributed.explain_missing_gpus()):
         raise UserError(f"{reason}. To train on the CPU all the same: --use_cpu true")
     if namespace.bf16 and not namespace.use_cpu and not torch.cuda.is_available():
@@ -330,6 +293,7 @@ def resolve_precision(namespace: Any) -> None:
     if namespace.bf16 is None:
         namespace.bf16 = not namespace.use_cpu and not namespace.fp16  # TRL's default is true everywhere
     if namespace.dtype is None:
+        # Of a bf16 model DeepSpeed makes fp32 master weights; loading in bf16 halves the host memory
         sharded = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
         namespace.dtype = "bfloat16" if namespace.bf16 and sharded else "float32"
 

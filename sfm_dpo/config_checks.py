@@ -23,16 +23,11 @@ HELD_OUT = "eval"  # the pairs of eval_fraction, beside the names of eval_datase
 EVAL_METRICS = """loss rewards/chosen rewards/rejected rewards/margins rewards/average rewards/accuracies logps/chosen
     logps/rejected logps/accuracies logits/chosen logits/rejected entropy mean_token_accuracy""".split()
 
-# (lowest, highest, in words, fields); a field without a value is not checked
+_COUNTS = """max_prompt_length max_samples preflight_samples global_batch_size per_device_train_batch_size
+    per_device_eval_batch_size dataset_num_proc lora_r precompute_ref_batch_size ddp_timeout"""
 _MOST = sys.float_info.max  # infinity is more
-_RANGES = [
-    (
-        1,
-        _MOST,
-        "at least 1",
-        "max_prompt_length max_samples preflight_samples global_batch_size per_device_train_batch_size "
-        "per_device_eval_batch_size dataset_num_proc lora_r precompute_ref_batch_size ddp_timeout",
-    ),
+_RANGES = [  # (lowest, highest, in words, fields); a field without a value is not checked
+    (1, _MOST, "at least 1", _COUNTS),
     # save_total_limit: with 1, a kill while saving can leave no complete checkpoint
     (2, _MOST, "at least 2", "max_length save_total_limit"),
     (1e-30, _MOST, "above 0", "beta learning_rate memory_gib num_train_epochs save_steps logging_steps eval_steps"),
@@ -62,8 +57,8 @@ def main_loss(loss_types: list[str]) -> str:
     return next((loss for loss in loss_types if loss != "sft"), "sft")
 
 
-def find_conflicts(c: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Fields whose value is wrong beside the others, each with what to do."""
+def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> Iterator[tuple[str, str]]:
+    """Fields whose value is wrong beside the others, or with `training` on this machine, each with what to do."""
     if not c.model_name_or_path:
         yield "model_name_or_path", "give a Hub id or a folder"
     if not c.dataset_name and not c.datasets:
@@ -98,49 +93,44 @@ def find_conflicts(c: argparse.Namespace) -> Iterator[tuple[str, str]]:
             yield "eval_strategy", f"must be save_strategy's value, {c.save_strategy}, to find the best checkpoint"
         if c.save_strategy == "steps" and (c.eval_steps or c.logging_steps) != c.save_steps:
             yield "eval_steps", f"each evaluated step must be a checkpoint; set it to save_steps, {c.save_steps:g}"
-
-
-def find_missing(c: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """Fields that this machine cannot satisfy, each with what to do."""
-    if c.attn_implementation == "flash_attention_2" and not is_flash_attn_2_available():
+    unit = c.per_device_train_batch_size * world_size
+    size = f"per_device_train_batch_size {c.per_device_train_batch_size} x {world_size} process(es)"
+    if c.global_batch_size % unit:
+        yield (
+            "global_batch_size",
+            f"is not a multiple of {size}; choose a multiple of {unit}, or change that",
+        )
+    elif c.gradient_accumulation_steps not in (1, c.global_batch_size // unit):
+        accumulated = f"global_batch_size {c.global_batch_size} of {size} makes it {c.global_batch_size // unit}"
+        yield "gradient_accumulation_steps", f"{accumulated}; remove the field"
+    if training and c.attn_implementation == "flash_attention_2" and not is_flash_attn_2_available():
         yield "attn_implementation", "needs flash-attn and a GPU; remove it: padding_free: true needs no such package"
     launched = "LOCAL_RANK" in os.environ or any(name.startswith("ACCELERATE_USE_") for name in os.environ)
-    if c.deepspeed and not launched:
+    if training and c.deepspeed and not launched:
         yield "deepspeed", "no launcher started this process; use accelerate launch --config_file ..., which brings it"
 
 
 def check_fields(namespace: argparse.Namespace, world_size: int, training: bool) -> None:
-    """Ranges and combinations that argparse cannot see; with `training` also what this machine lacks.
-
-    Raises:
-        UserError: names the field, its value and what to do.
-    """
+    """Ranges and combinations that argparse cannot see. Raises UserError: the field, its value and what to do."""
     values = vars(namespace)
     for lowest, highest, words, names in _RANGES:
         for name in names.split():
             if values[name] is not None and not lowest <= values[name] <= highest:
                 raise UserError(f"{name} {values[name]}: must be {words}")
-    for name, remedy in REFUSED.items():
-        if values[name]:
-            raise UserError(f"{name} {values[name]}: {remedy}")
     for loss in namespace.loss_type:
         check_known("loss_type", loss, LOSS_TYPES)
-    for name, remedy in find_conflicts(namespace):
+    refused = [(name, remedy) for name, remedy in REFUSED.items() if values[name]]
+    for name, remedy in [*refused, *find_conflicts(namespace, world_size, training)]:
         raise UserError(f"{name} {values[name]}: {remedy}")
-    if training:
-        for name, remedy in find_missing(namespace):
-            raise UserError(f"{name} {values[name]}: {remedy}")
     check_best_metric(namespace)
-    check_batch(namespace, world_size)
 
 
 def check_best_metric(c: argparse.Namespace) -> None:
     """Whether metric_for_best_model is one that is computed."""
-    sets = read_eval_sets(c.eval_datasets)
+    prefixes = [f"eval_{name}_" for name in read_eval_sets(c.eval_datasets)]
+    if c.eval_fraction:
+        prefixes.append("eval_")
     if c.metric_for_best_model or c.load_best_model_at_end:
-        prefixes = [f"eval_{name}_" for name in sets]
-        if c.eval_fraction:
-            prefixes.append("eval_")
         metric = (c.metric_for_best_model or "loss").removeprefix("eval_")
         known = [prefix + name for prefix in prefixes for name in EVAL_METRICS]
         check_known("metric_for_best_model", f"eval_{metric}", known)
@@ -168,20 +158,3 @@ def read_eval_sets(text: str | None) -> dict[str, dict[str, str]]:
             f"org/set, split: test}}}}; no set is called {HELD_OUT} or train ({error})"
         ) from error
     return sets
-
-
-def check_batch(c: argparse.Namespace, world_size: int) -> None:
-    """The global batch must be a multiple of what the processes take at once."""
-    total = c.global_batch_size
-    per_device = c.per_device_train_batch_size
-    unit = per_device * world_size
-    if total % unit:
-        raise UserError(
-            f"global_batch_size {total} is not a multiple of per_device_train_batch_size {per_device} x {world_size} "
-            f"process(es); choose a multiple of {unit}, or another per_device_train_batch_size"
-        )
-    if c.gradient_accumulation_steps not in (1, total // unit):
-        raise UserError(
-            f"gradient_accumulation_steps {c.gradient_accumulation_steps}: global_batch_size {total} makes it "
-            f"{total // unit} on {world_size} process(es); remove the field"
-        )

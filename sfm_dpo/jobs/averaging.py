@@ -16,8 +16,7 @@ from sfm_dpo.common.files import write_json
 from sfm_dpo.hub.publish import Source, find_source, stage_files
 from sfm_dpo.model.weights import open_tensors, read_finite
 from sfm_dpo.report.model_card import write_model_card
-from sfm_dpo.run.environment import environment
-from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, write_status
+from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, environment, write_status
 from sfm_dpo.run.reader import PARENTS
 
 

@@ -3,7 +3,6 @@
 import errno
 import logging
 import os
-import shutil
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -15,49 +14,35 @@ from sfm_dpo.config import Config
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import format_summary, write_report
 from sfm_dpo.run.checkpoint import clear_stop, newest_checkpoint, step_of
-from sfm_dpo.run.folder import (
-    RESOLVED_CONFIG,
-    acquire,
-    has_failed,
-    message_of_rank,
-    write_status,
-)
+from sfm_dpo.run.folder import RESOLVED_CONFIG, acquire, has_failed, message_of_rank, write_status
 from sfm_dpo.run.leases import Lease
 from sfm_dpo.train.callbacks import Position, describe_best
 from sfm_dpo.train.fit_memory import explain_out_of_memory
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from sfm_dpo.train.watchdog import Watchdog
 
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-
-
 log = logging.getLogger(__name__)
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+# Of a full disk in the exceptions of safetensors and, the last two, torch.save
+DISK_FULL = ("No space left", "quota exceeded", "unexpected pos", "iostream error")
 
 
 class Run:
-    """A run and its folder, which it holds until it ends; then says how it ended, in status.json and in the report.
-
-    Attributes:
-        folder: output_dir, once it is this run's to write into.
-        exit_code: of the process.
-    """
+    """A run and its folder, which it holds until it ends; then says how it ended, in status.json and in the report."""
 
     def __init__(self) -> None:
-        self.folder: Path | None = None
+        self.folder: Path | None = None  # output_dir, once it is this run's to write into
         self.position = Position()
         self.watchdog: Watchdog | None = None
         self.lease: Lease | None = None
-        self.exit_code = 0
+        self.exit_code = 0  # of the process
 
     def __enter__(self) -> Self:
         return self
 
     def begin(self, config: Config) -> bool:
-        """Takes the folder. Returns False where its run is done already.
-
-        Raises:
-            UserError: the folder is another run's.
-        """
+        """Takes the folder. Returns False where its run is done already. Raises UserError if it is another run's."""
         folder = Path(config.train.output_dir)
         self.lease = main_process_first(lambda: acquire(config))
         if self.lease is None:
@@ -82,14 +67,14 @@ class Run:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> bool:
         """Every end but a crash is one line; a crash is its traceback, from Python."""
         end = self._explain(error) if error else None
+        folder = self.folder
         try:
             if end:
                 self._close(end)
-            elif error and self.folder and self.folder.is_dir() and not has_failed(self.folder):
-                message = message_of_rank(self.folder, "".join(traceback.format_exception_only(error)).strip())
-                if message:
-                    write_status(self.folder, "failed", 1, message, any_rank=True)
-                report(self.folder)
+            elif error and folder and folder.is_dir() and not has_failed(folder):
+                if message := message_of_rank(folder, "".join(traceback.format_exception_only(error)).strip()):
+                    write_status(folder, "failed", 1, message, any_rank=True)
+                report(folder)
         finally:
             if self.watchdog:
                 self.watchdog.stop()
@@ -108,39 +93,32 @@ class Run:
         if isinstance(error, OSError) and error.errno in UNWRITABLE:
             where = error.filename or self.folder
             return DiskFull(f"{where}: {error.strerror}; free space, and run the same command again to resume")
-        if self.position.saving and is_disk_full(error, self.folder):
+        if any(sign in str(error) for sign in DISK_FULL):
+            what = self.position.saving or self.folder
             newest = newest_checkpoint(self.folder)
-            return DiskFull(f"disk full while writing {self.position.saving}; the run can resume from {newest}")
+            return DiskFull(f"disk full while writing {what}; the run can resume from {newest}")
         return None
 
     def _close(self, end: RunEnd) -> None:
-        stopped = isinstance(end, StopRequested)
-        status = end.status
-        message: str | None = str(end)
         self.exit_code = end.exit_code
-        if stopped:
-            assert self.folder is not None
+        is_stop = isinstance(end, StopRequested)
+        message = str(end) if is_stop else message_of_rank(self.folder, str(end))
+        status = end.status
+        if is_stop:
+            assert self.folder
             clear_stop(self.folder)
             checkpoint = newest_checkpoint(self.folder)
             status = {"step": step_of(checkpoint), "checkpoint": checkpoint and str(checkpoint)} | status
             log.info(f"{end}; run the same command again to resume from {checkpoint or 'the beginning'}")
             if "TORCHELASTIC_RUN_ID" in os.environ:
                 self.exit_code = 0  # a launcher would make a crash of 75: status.json says it
-        elif message := message_of_rank(self.folder, str(end)):
+        elif message:
             log.error(message)
         if self.folder and message:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_status(self.folder, end.state, end.exit_code, message, any_rank=not stopped, **status)
+            write_status(self.folder, end.state, end.exit_code, message, any_rank=not is_stop, **status)
             if self.lease:
                 self.lease.release()  # before the report: a launcher ends this rank soon after another one has left
             report(self.folder)
-
-
-def is_disk_full(error: BaseException, folder: Path) -> bool:
-    """torch and safetensors have exceptions of their own for it."""
-    if "No space left" in str(error) or "quota exceeded" in str(error):
-        return True
-    return shutil.disk_usage(folder).free < 64 * 2**20
 
 
 def report(run: Path) -> None:

@@ -1,8 +1,7 @@
 """Checkpoints: which are complete, what a resumed run must agree with, rotation, disk space, the stop file.
 
-A checkpoint is complete when its `complete.json` says so: rank 0 writes it, with the size and checksum of every file,
-when all ranks have written theirs. transformers 5.23 has no such mark, and its rotation would count half-written
-checkpoints; so rotation is done here.
+A checkpoint is complete once rank 0 has written `complete.json`, with the size and checksum of every file, after all
+ranks have written theirs. transformers 5.23 has no such mark, and its rotation would count half-written checkpoints.
 """
 
 import hashlib
@@ -34,8 +33,8 @@ _WRITER = re.compile(r"(?:pp_rank_|rng_state_|__)(\d+)[_.]")
 
 def checkpoints(run: str | Path) -> list[Path]:
     """checkpoint-N of a run, complete or not, oldest first."""
-    folders = [p for p in Path(run).glob("checkpoint-*") if p.name.rsplit("-", 1)[1].isdigit()]
-    return sorted(folders, key=lambda p: int(p.name.rsplit("-", 1)[1]))
+    folders = [folder for folder in Path(run).glob("checkpoint-*") if folder.name.rsplit("-", 1)[1].isdigit()]
+    return sorted(folders, key=step_of)
 
 
 def step_of(checkpoint: Path | None) -> int:
@@ -66,24 +65,18 @@ def why_damaged(checkpoint: Path, pattern: str = "*", alone: bool = False) -> st
     """
     damage = None
     for name, checksum in _read_facts(checkpoint).get("xxh3_128", {}).items():
-        if damage is None and Path(name).match(pattern) and (alone or _is_mine(name)):
-            damage = _find_damage(checkpoint, name, checksum)
-    if alone:
-        return damage
-    return next(filter(None, gather(damage)), None)
-
-
-def _find_damage(checkpoint: Path, name: str, checksum: str) -> str | None:
-    try:
-        if _hash_file(checkpoint / name) != checksum:
-            return f"has a damaged {name} (its checksum is another)"
-    except OSError as error:
-        return f"has a {name} that cannot be read ({error.strerror})"
-    return None
+        if damage or not Path(name).match(pattern) or not (alone or _is_mine(name)):
+            continue
+        try:
+            if _hash_file(checkpoint / name) != checksum:
+                damage = f"has a damaged {name} (its checksum is another)"
+        except OSError as error:
+            damage = f"has a {name} that cannot be read ({error.strerror})"
+    return damage if alone else next(filter(None, gather(damage)), None)
 
 
 def _is_mine(name: str) -> bool:
-    """Whether this rank wrote a checkpoint's file, or stands in for one that did where there were more ranks."""
+    """Whether this rank wrote a checkpoint's file, or reads it for one that did where there were more ranks."""
     writer = _WRITER.search(name)
     return int(writer[1] if writer else 0) % world_size() == rank()
 
@@ -94,18 +87,13 @@ def _hash_file(path: Path) -> str:
 
 
 def keep_before(run: str | Path, step: float, author: str) -> Path | None:
-    """Writes KEEP into the newest complete checkpoint below `step`, and takes `author`'s KEEP from all older ones.
-
-    Returns that checkpoint, or None where there is none. A KEEP that says another author is left alone.
-    """
+    """Moves `author`'s KEEP to the newest complete checkpoint below `step`, which it returns; leaves others'."""
     older = [c for c in checkpoints(run) if step_of(c) < step and why_incomplete(c) is None]
-    for checkpoint in older:
-        mark = checkpoint / KEEP
-        if checkpoint == older[-1]:
-            if not mark.exists():
-                mark.write_text(author)
-        elif mark.exists() and mark.read_text() == author:
+    for mark in [checkpoint / KEEP for checkpoint in older[:-1]]:
+        if mark.exists() and mark.read_text() == author:
             mark.unlink()
+    if older and not (older[-1] / KEEP).exists():
+        (older[-1] / KEEP).write_text(author)
     return older[-1] if older else None
 
 
@@ -115,9 +103,9 @@ def newest_checkpoint(run: str | Path) -> Path | None:
 
 
 def find_start(args: Any) -> Path | None:
-    """The checkpoint a run resumes from: the one asked for, or the newest complete one. Says what it skips.
+    """The checkpoint a run resumes from, the same on all ranks: the one asked for, or the newest complete one.
 
-    All ranks must call it, and get the same. A damaged one loses its mark, so that it never counts as complete again.
+    All ranks must call it. A damaged one loses its mark, so that it never counts as complete again.
     """
     clear_old_stop(args.output_dir)
     if asked := args.resume_from_checkpoint:
@@ -134,21 +122,19 @@ def find_start(args: Any) -> Path | None:
     return None
 
 
-def _why_unusable(checkpoint: Path, verify: bool) -> str | None:
+def _why_unusable(checkpoint: Path, verify: bool, pattern: str = "*") -> str | None:
     """What keeps a run from this checkpoint, the same on all ranks."""
     reason = broadcast(why_incomplete(checkpoint))
     if reason is None and verify:
-        reason = why_damaged(checkpoint)
+        reason = why_damaged(checkpoint, pattern)
         if reason is None:
             log.info(f"{checkpoint}: checksums verified")
     return reason
 
 
 def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
-    """Writes the mark; `facts` is what a resumed run must agree with.
-
-    All ranks must call it, once all have written: each hashes the files that it wrote.
-    """
+    """Writes the mark, with the `facts` in which a resumed run must agree. All ranks must call it, once all have
+    written: each hashes the files that it wrote."""
     mine = {}
     for path in sorted(checkpoint.rglob("*")):
         name = str(path.relative_to(checkpoint))
@@ -167,11 +153,11 @@ def read_best(checkpoint: Path) -> Path | None:
     return checkpoint.with_name(f"checkpoint-{step}") if step else None
 
 
-def check_best(best: str | Path | None, args: Any) -> None:
+def check_best(best: Path | None, args: Any) -> None:
     """Raises UserError if there is no best checkpoint, or it is not what was written. All ranks must call it."""
-    reason = broadcast(why_incomplete(Path(best)) if best else "does not exist: the metric was never finite")
-    if reason is None and best and args.verify_checkpoints:
-        reason = why_damaged(Path(best), "*.safetensors")
+    reason: str | None = "does not exist: the metric was never finite"
+    if best:
+        reason = _why_unusable(best, args.verify_checkpoints, "*.safetensors")
     if reason:
         raise UserError(
             f"load_best_model_at_end: the best checkpoint {best or ''} {reason}; to save the last weights: "
@@ -181,7 +167,7 @@ def check_best(best: str | Path | None, args: Any) -> None:
 
 def copy_best(best: str | None, args: Any) -> None:
     """Puts the weights of the best checkpoint in the place of the last ones in output_dir, once they are checked."""
-    check_best(best, args)
+    check_best(Path(best) if best else None, args)
     if best and is_main_process():
         for file in Path(best).glob("*.safetensors"):
             shutil.copyfile(file, Path(args.output_dir) / file.name)
@@ -190,9 +176,9 @@ def copy_best(best: str | None, args: Any) -> None:
 def rotate(run: str | Path, limit: int | None) -> None:
     """Deletes the oldest complete checkpoints beyond `limit`, but none that is kept, being pushed, or the best one
     of a newer checkpoint, from which a run may resume."""
-    complete = [c for c in checkpoints(run) if why_incomplete(c) is None and not (c / KEEP).exists()]
-    complete = [c for c in complete if not is_being_pushed(c)]
-    if limit is None or len(complete) <= limit:
+    kept = [c for c in checkpoints(run) if (c / KEEP).exists() or is_being_pushed(c)]
+    complete = [c for c in checkpoints(run) if why_incomplete(c) is None and c not in kept]
+    if limit is None:
         return
     best = [read_best(checkpoint) for checkpoint in complete[-limit:]]
     for checkpoint in complete[:-limit]:
@@ -209,9 +195,7 @@ def is_being_pushed(checkpoint: Path) -> bool:
         return False
 
 
-# ---- what a resumed run must agree with
-
-_DIFFERENCES = {  # by fact of the mark
+_DIFFERENCES = {  # by fact of the mark, in which a resumed run must agree
     "world_size": "was written by {was} process(es), now there are {now}",
     "train_tokens": "the data have changed since it was written",
     "order_version": "was written by a version of this project that put the pairs in another order ({was}, now {now})",
@@ -221,13 +205,10 @@ _DIFFERENCES = {  # by fact of the mark
 
 
 def check_resume(checkpoint: Path, facts: dict[str, Any], ignore: bool) -> None:
-    """Raises UserError if the run that wrote `checkpoint` differs from this one in a fact.
+    """Raises UserError if the run that wrote `checkpoint` differs from this one in one of `facts`.
 
-    Args:
-        facts: what is known of this run: world_size, launch, train_tokens (hash of the training pairs), order_version,
-            prefix_sharing.
-        ignore: of ignore_resume_mismatch, which does not help where the optimizer cannot be read: DeepSpeed cannot
-            divide that of a ZeRO checkpoint among another number of processes.
+    `ignore` (ignore_resume_mismatch) does not help where the optimizer cannot be read: DeepSpeed cannot divide that of
+    a ZeRO checkpoint among another number of processes.
     """
     before = _read_facts(checkpoint)
     is_zero = str(before.get("launch")).startswith("ZeRO")
@@ -245,12 +226,9 @@ def _read_facts(checkpoint: Path) -> dict[str, Any]:
     return json.loads((checkpoint / COMPLETE).read_text())
 
 
-# ---- disk
-
-
 def peak_checkpoint_count(args: Any, collapse_steps: int) -> int:
     """Checkpoints that a run has at one time: the limit, the one being written, the best, and those that the guard
-    keeps, which are two where saves are closer than `collapse_steps` (see health/guard_rules.py)."""
+    keeps: two where saves are closer than `collapse_steps`."""
     if args.save_strategy == "no":
         return 1
     protected = 0 if args.guard == "skip" else 1 + (args.save_strategy == "steps" and args.save_steps < collapse_steps)
@@ -267,9 +245,6 @@ def check_disk(run: str | Path, size: int, most: int) -> None:
             f"output_dir {run}: {format_size(free)} are free, checkpoints will take {format_size(needed)} "
             f"({format_size(size)} each); free space, or choose an output_dir on another disk"
         )
-
-
-# ---- stopping
 
 
 def stop_requested(run: str | Path) -> bool:

@@ -1,6 +1,6 @@
-"""A run's folder: taking it, its configuration, its state.
+"""A run's folder: taking it, and resolved_config.yaml, environment.json, data.json and status.json in it.
 
-Rank 0 alone writes. Files: resolved_config.yaml, environment.json, data.json, status.json, .lock (see docs/design.md).
+Rank 0 alone writes.
 """
 
 import dataclasses
@@ -9,7 +9,10 @@ import json
 import os
 import platform
 import secrets
+import subprocess
+import sys
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +20,8 @@ import yaml
 
 from sfm_dpo.common.distributed import is_main_process, world_size
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import now, write_atomically, write_json
+from sfm_dpo.common.files import PROJECT, now, write_atomically, write_json
 from sfm_dpo.common.secrets import mask
-from sfm_dpo.run.environment import environment
 from sfm_dpo.run.leases import LOCK, Lease, check_owner, take_folder
 
 if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
@@ -33,6 +35,8 @@ STATUS = "status.json"
 STARTED = now()  # this process
 SAID_SECONDS = 3  # after which rank 0 has said how a run ends that ends on all ranks alike
 
+_PACKAGES = "torch transformers trl accelerate deepspeed datasets peft huggingface_hub tokenizers numpy".split()
+_SLURM = "JOB_ID JOB_NAME JOB_NODELIST JOB_PARTITION CLUSTER_NAME RESTART_COUNT".split()
 # A run may resume with these changed: they touch neither the objective, nor the data, nor their order. Accumulation
 # follows from the number of processes, which checkpoint.check_resume compares.
 MAY_DIFFER = set(
@@ -62,9 +66,9 @@ def read_resolved_config(run: str | Path) -> dict[str, Any]:
 def write_status(
     run: str | Path, state: str, exit_code: int | None = None, message: str = "", any_rank: bool = False, **extra: Any
 ) -> None:
-    """Writes status.json: `state` is running, done, stopped, refused, collapsed, hung, failed or push_failed.
+    """Writes status.json, on rank 0, or with `any_rank` on whichever rank calls, about what rank 0 may not know.
 
-    Rank 0 writes; with `any_rank` whichever rank calls, about what rank 0 may not know.
+    `state` is running, done, stopped, refused, collapsed, hung, failed or push_failed.
     """
     if not (is_main_process() or any_rank):
         return
@@ -101,23 +105,20 @@ def message_of_rank(run: Path | None, error: str) -> str | None:
 
 
 def acquire(config: "Config") -> Lease | None:
-    """Makes and takes the run's folder. None where its run has trained to the end.
+    """Makes the run's folder and returns its lease, which rank 0 holds; None where its run has trained to the end.
 
-    Returns:
-        The lease of the folder, which rank 0 holds until it is released.
-
-    Raises:
-        UserError: another run has the folder, or it holds something else, which is never overwritten.
+    Raises UserError where another run has the folder, or it holds something else, which is never overwritten.
     """
     run = make_folder(config)
     lease = take_folder(run) if is_main_process() else Lease(run / LOCK)
-    unfinished = False
     try:
-        unfinished = is_unfinished(config)
-    finally:
-        if not unfinished:
-            lease.release()
-    return lease if unfinished else None
+        if is_unfinished(config):
+            return lease
+    except UserError:
+        lease.release()
+        raise
+    lease.release()
+    return None
 
 
 def check_folder(config: "Config") -> bool:
@@ -187,6 +188,31 @@ def describe(config: "Config", pairs: dict[str, Any], step: int = 0) -> None:
     write_atomically(run / RESOLVED_CONFIG, yaml.safe_dump(config.as_dict(), sort_keys=False))
     write_json(run / DATA, pairs)
     write_json(run / ENVIRONMENT, environment() | history)
+
+
+def environment() -> dict[str, Any]:
+    """Git commit, versions, hardware, Slurm ids and the command line of this start."""
+    import torch
+
+    return {
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_dirty": bool(_git("status", "--porcelain")),
+        "command": [mask(arg) for arg in (Path(sys.executable).name, *sys.argv)],
+        "python": platform.python_version(),
+        "versions": {name: metadata.version(name) for name in _PACKAGES},
+        "cuda": torch.version.cuda,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "world_size": world_size(),
+        "slurm": {f"SLURM_{name}": os.environ[f"SLURM_{name}"] for name in _SLURM if f"SLURM_{name}" in os.environ},
+    }
+
+
+def _git(*command: str) -> str | None:
+    try:
+        result = subprocess.run(["git", *command], cwd=PROJECT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return result.stdout.strip()
 
 
 def add_data_facts(run: str | Path, facts: dict[str, Any]) -> None:

@@ -12,33 +12,24 @@ from sfm_dpo.common.secrets import mask
 from sfm_dpo.run.checkpoint import checkpoints
 from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, STATUS
 
-EVALUATION, PARENTS = "evaluation.json", "parents.json"
-_FILES = {  # key in the facts: (file, type of its content)
-    "config": (RESOLVED_CONFIG, dict),
-    "environment": (ENVIRONMENT, dict),
-    "data": (DATA, dict),
-    "status": (STATUS, dict),
-    "preflight": ("preflight.json", dict),
-    "health": ("health.json", dict),
-    "samples": ("samples.json", list),
-    "evaluation": (EVALUATION, dict),
-    "parents": (PARENTS, list),
-}
+EVALUATION = "evaluation.json"
+PARENTS = "parents.json"
+_MAPPINGS = [ENVIRONMENT, DATA, STATUS, "preflight.json", "health.json", EVALUATION]
+_LISTS = ["samples.json", PARENTS]
 
 
 def read_run(run: Path) -> dict[str, Any]:
-    """The content of `_FILES` by key (empty where absent or unreadable), `log` (log_history of the newest
-    trainer_state.json), `steps`, `seconds` of training since the last start or None, and `checkpoints`.
-
-    Raises:
-        UserError: `run` is not a folder, or holds none of the files.
-    """
-    facts = {key: _read_file(run / file, kind) for key, (file, kind) in _FILES.items()}
+    """The content of a run's files, empty where absent or unreadable: `config`, and by stem those of `_MAPPINGS` and
+    `_LISTS`; `log` (log_history of the newest trainer_state.json), `steps`, `seconds` of training since the last start
+    or None, and `checkpoints`. Raises UserError if `run` holds none of the files."""
+    facts = {"config": _read_file(run / RESOLVED_CONFIG, dict)}
+    facts |= {Path(name).stem: _read_file(run / name, dict) for name in _MAPPINGS}
+    facts |= {Path(name).stem: _read_file(run / name, list) for name in _LISTS}
     by_step = checkpoints(run)
     states = [_read_file(folder / "trainer_state.json", dict) for folder in (run, *by_step)]
     state = max(states, key=lambda s: s.get("global_step", -1))  # a killed run has only those of its checkpoints
     if not any(facts.values()) and not state:
-        raise UserError(f"{run}: not a run's folder: it holds none of {', '.join(f for f, _ in _FILES.values())}")
+        raise UserError(f"{run}: not a run's folder: it holds neither {RESOLVED_CONFIG} nor {STATUS}")
     log = [entry for entry in state.get("log_history", []) if isinstance(entry.get("step"), int)]
     runtimes = [entry["train_runtime"] for entry in log if "train_runtime" in entry]
     return facts | {

@@ -12,6 +12,8 @@ from sfm_dpo.run.leases import LOCK, is_running, read_owner, squeue_states
 
 STALE_SECONDS = 1800  # longer than a step, an evaluation or a save takes
 COLUMNS = "run state slurm step eta pairs/s loss margin health last checkpoint starts".split()
+_KEYS = {"eta": "eta_seconds", "pairs/s": "pairs_per_second", "last": "seconds_since_update"}  # of describe_run
+_FORMS = {"pairs_per_second": ".2f", "loss": ".4f", "margin": "+.3f"}
 
 
 def find_runs(folders: Iterable[str | Path]) -> list[Path]:
@@ -28,12 +30,7 @@ def _is_run(folder: Path) -> bool:
 
 
 def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[str, Any]:
-    """What is known about a run. Missing facts are None.
-
-    Args:
-        queue: Slurm's state of each job of ours (squeue_states), None without Slurm.
-        now: Unix time, from which ages are counted.
-    """
+    """What is known of a run at `now`, in Unix time, and by `queue` (of `squeue_states`); missing facts are None."""
     status = read_mapping(run / STATUS)
     job = status.get("job")
     slurm = None if queue is None or job is None else queue.get(job, "not queued")
@@ -71,28 +68,20 @@ def describe_runs(folders: Iterable[str | Path]) -> list[dict[str, Any]]:
 
 def format_runs(runs: list[dict[str, Any]]) -> str:
     """The runs as text, a line each, and below it what those that did not end well have said."""
-    lines = [format_table(map(_cells, runs), COLUMNS, indent=0)]
+    cells = [[_format_cell(run, _KEYS.get(name, name)) for name in COLUMNS] for run in runs]
+    lines = [format_table(cells, COLUMNS, indent=0)]
     notes = [f"{run['run']}: {run['message']}" for run in runs if run["message"] and run["state"] != "DONE"]
     if notes:
         lines += ["", *notes]
     return "\n".join(lines)
 
 
-def _cells(run: dict[str, Any]) -> list[str]:
-    def cell(name: str, form: str = "") -> str:
-        return "-" if run[name] is None else format(run[name], form)
-
-    return [
-        run["run"],
-        run["state"],
-        cell("slurm"),
-        cell("step") + (f"/{run['max_steps']}" if run["max_steps"] else ""),
-        "-" if run["eta_seconds"] is None else format_clock(run["eta_seconds"]),
-        cell("pairs_per_second", ".2f"),
-        cell("loss", ".4f"),
-        cell("margin", "+.3f"),
-        cell("health"),
-        f"{format_clock(run['seconds_since_update'])} ago",
-        cell("checkpoint"),
-        cell("starts"),
-    ]
+def _format_cell(run: dict[str, Any], key: str) -> str:
+    value = run[key]
+    if value is None:
+        return "-"
+    if key == "step" and run["max_steps"]:
+        return f"{value}/{run['max_steps']}"
+    if "seconds" in key.split("_"):
+        return format_clock(value)
+    return format(value, _FORMS.get(key, ""))

@@ -119,7 +119,7 @@ def test_every_start_is_kept_with_its_step_and_job_and_machine(tmp_path, monkeyp
     environment = json.loads((tmp_path / ENVIRONMENT).read_text())
     assert [(s["job"], s["restart"], s["step"]) for s in environment["starts"]] == expected
     assert all(datetime.fromisoformat(s["time"]) for s in environment["starts"])
-    assert environment["slurm"]["SLURM_JOB_ID"] == "4711" and environment["cpus"] == os.cpu_count()
+    assert environment["slurm"]["SLURM_JOB_ID"] == "4711"
     assert environment["versions"]["trl"] and environment["versions"]["torch"]
 
 
