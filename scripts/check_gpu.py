@@ -16,7 +16,7 @@ import torch
 from sfm_dpo.common.cli import Arguments, command, number
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import CALIBRATION
-from sfm_dpo.jobs.gpu_check import Place, format_checks, run_checks
+from sfm_dpo.jobs.gpu_check import Place, run_checks
 
 
 @command
@@ -30,7 +30,6 @@ def main(argv: list[str]) -> int:
     recipe = recipe or ["--config", "recipes/demo.yaml" if on_cpu else "recipes/think.yaml"]
     processes = options.processes or (2 if on_cpu else torch.cuda.device_count())
     rows = run_checks(Place(CALIBRATION.parent, recipe, processes, not on_cpu))
-    print(f"\n{format_checks(rows)}")
     return int(any(row["result"] == "FAIL" for row in rows))
 
 

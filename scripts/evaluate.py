@@ -17,7 +17,7 @@ from pathlib import Path
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command, number
-from sfm_dpo.jobs.benchmarks import Settings, evaluate_run
+from sfm_dpo.jobs.evaluation import evaluate_run
 
 
 @command
@@ -29,13 +29,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--limit", type=number(int, 1), help="samples of each task, and pairs; default: all")
     parser.add_argument("--num_fewshot", type=number(int, 0), help="default: the task's own")
     parser.add_argument("--batch_size", type=number(int, 1), default=8)
-    parser.add_argument("--no_chat_template", dest="chat_template", action="store_false", help="plain prompts")
+    parser.add_argument("--no_chat_template", dest="apply_chat_template", action="store_false", help="plain prompts")
     parser.add_argument("--model_args", nargs="+", default=[], metavar="KEY=VALUE", help="for lm-eval's model")
     options = vars(parser.parse_args(argv))
     options["model_args"] = ",".join(options["model_args"])
-    run = options.pop("run")
-    pairs = options.pop("pairs")
-    print(evaluate_run(run, Settings(**options), pairs))
+    print(evaluate_run(options.pop("run"), **options))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Parity of code paths: one batch and the same weights through several forwards, their differences against rounding.
+"""Parity of code paths: one batch and the same weights through several forwards of the trainer that trains.
 
-Everything is measured with the trainer that trains. The reference is eager attention in fp32, padded, all pairs in one
-forward. docs/reproducibility.md states the rule by which a difference is rounding or a bug.
+The reference is eager attention in fp32, padded, all pairs in one forward. docs/reproducibility.md states the rule by
+which a difference is rounding or a bug.
 """
 
 import gc
 import re
 import tempfile
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,6 @@ WORDS: dict[str, dict[str, Any]] = {  # of a variant's name, joined by +: the fi
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to compute a batch."""
-
     name: str
     attention: str = "eager"
     shared: bool = False  # prefix sharing
@@ -52,7 +50,7 @@ class Variant:
 
 
 def parse_variant(name: str) -> Variant:
-    """The variant of a name such as `packed+bf16`. Raises UserError for an unknown word."""
+    """The variant of a name such as `packed+bf16`."""
     fields: dict[str, Any] = {}
     for word in name.split("+"):
         if word not in WORDS:
@@ -63,13 +61,11 @@ def parse_variant(name: str) -> Variant:
 
 @dataclass
 class Measurement:
-    """What a variant computed, on CPU: the log-prob of each token, float64 [all tokens of chosen, then of rejected],
-    0 where it does not count; and the gradients of the loss by parameter.
-    """
+    """What a variant computed, on CPU."""
 
     variant: Variant
-    logps: torch.Tensor
-    gradients: dict[str, torch.Tensor]
+    logps: torch.Tensor  # float64 [all tokens of chosen, then of rejected], 0 where one does not count
+    gradients: dict[str, torch.Tensor]  # of the loss, by parameter
 
 
 def load_rows(argv: list[str], pairs: int) -> tuple[Dataset, PreTrainedTokenizerBase]:
@@ -149,10 +145,7 @@ def nudge_weights(model) -> None:
 
 
 def compare_gradients(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> dict[str, float]:
-    """|actual - expected| / |expected| by layer.
-
-    A layer is `layer 3` for model.layers.3.mlp.up_proj.weight; outside the layers it has its module's name.
-    """
+    """|actual - expected| / |expected| by layer, or by module outside the layers."""
     errors: dict[str, float] = defaultdict(float)
     sizes: dict[str, float] = defaultdict(float)
     for name, gradient in expected.items():
@@ -181,28 +174,25 @@ def measure_rounding(reference: Measurement, rounded: Measurement) -> dict[str, 
     """How far rounding takes the reference path from itself, for each metric; never below one roundoff."""
     differences = compare_measurements(reference, rounded)
     size = reference.logps.abs()
-    largest = {"logp_max": size.max().item(), "logp_mean": size.mean().item(), "gradient": 1.0}
+    sizes = {"logp_max": size.max().item(), "logp_mean": size.mean().item(), "gradient": 1.0}
     unit = ROUNDOFF[rounded.variant.dtype]
-    return {name: max(differences[name], unit * largest[name]) for name in largest}
+    return {name: max(differences[name], unit * sizes[name]) for name in sizes}
 
 
 def judge_variant(reference: Measurement, other: Measurement, level: dict[str, float]) -> dict[str, Any]:
     """Differences and verdict, rounding or bug, given the `level` of rounding in the variant's precision."""
     row: dict[str, Any] = {"variant": other.variant.name} | compare_measurements(reference, other)
-    times = {name: row[name] / level[name] for name in level}
-    row["times_rounding"] = max(times.values())
-    is_rounding = all(ratio <= MAX_TIMES_ROUNDING for ratio in times.values())  # NaN is not
-    row["verdict"] = "rounding" if is_rounding else "bug"
+    times = [row[name] / level[name] for name in level]
+    row["times_rounding"] = max(times)
+    row["verdict"] = "rounding" if all(ratio <= MAX_TIMES_ROUNDING for ratio in times) else "bug"  # also of NaN
     return row
 
 
 def run_parity(argv: list[str], names: list[str], pairs: int = 4) -> dict[str, Any]:
-    """Computes the reference, its rounding, and the variants; returns plain types."""
     fields = "--report_to none --eval_fraction 0 --eval_strategy no --guard_generations 0 --bf16 false --fp16 false "
     fields += "--dtype float32 --use_peft false --torch_compile false --padding_free false --prefix_sharing false "
     fields += f"--global_batch_size {pairs} --per_device_train_batch_size {pairs} "
     fields += "--precompute_ref_log_probs true"  # no second model
-    eager = Variant("eager")
     variants = [parse_variant(name) for name in names]
     with tempfile.TemporaryDirectory() as folder:  # the trainer wants an output_dir; nothing is kept in it
         argv = [*argv, "--output_dir", folder, *fields.split()]
@@ -211,10 +201,10 @@ def run_parity(argv: list[str], names: list[str], pairs: int = 4) -> dict[str, A
         def measure(variant: Variant) -> Measurement:
             return ParityTrainer(argv, rows, tokenizer, variant).measure()
 
-        reference = measure(eager)
-        levels = {"float32": measure_rounding(reference, measure(replace(eager, nudged=True)))}
+        reference = measure(Variant("eager"))
+        levels = {"float32": measure_rounding(reference, measure(Variant("eager", nudged=True)))}
         if any(variant.dtype == "bfloat16" for variant in variants):
-            levels["bfloat16"] = measure_rounding(reference, measure(replace(eager, dtype="bfloat16")))
+            levels["bfloat16"] = measure_rounding(reference, measure(Variant("eager", dtype="bfloat16")))
         judged = [judge_variant(reference, reference, levels["float32"])]
         for variant in variants:
             judged.append(judge_variant(reference, measure(variant), levels[variant.dtype]))
@@ -222,7 +212,6 @@ def run_parity(argv: list[str], names: list[str], pairs: int = 4) -> dict[str, A
 
 
 def format_parity(result: dict[str, Any]) -> str:
-    """The rounding that was measured, and the variants."""
     lines = []
     for dtype, level in result["levels"].items():
         parts = [f"{name} {size:.1e}" for name, size in level.items()]

@@ -1,7 +1,4 @@
-"""Comparison of two runs: every common metric step by step, and what else differs between them.
-
-docs/reproducibility.md explains the tolerance.
-"""
+"""Comparison of two runs: every common metric step by step, and what else differs between them."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -20,7 +17,7 @@ Log = dict[int, dict[str, float]]  # {optimizer step: {metric: value}}
 _OMITTED = ("step", "perf/", "runtime", "per_second", "total_flos", "epoch")
 # Shown first, in this order; the others follow by name
 _FIRST = "loss logps/chosen logps/rejected rewards/margins grad_norm rewards/chosen rewards/rejected entropy".split()
-_OF_THE_STEP = ("learning_rate", "num_tokens", "eval_")  # other logged values are means since the last logged step
+_OF_THE_STEP = ("learning_rate", "num_tokens", "eval_")  # others are means since the last logged step
 _NO_EFFECT = MAY_DIFFER - {"gradient_accumulation_steps"} | {"logging_dir", "eval_strategy", "eval_steps"}
 # datasets' own fingerprint also changes with the path of a file; the hash of the tokens does not
 _DATA_FACTS = ("sources", "rows", "train", "eval", "train_tokens", "order")
@@ -29,53 +26,37 @@ _ENVIRONMENT_FACTS = ("git_commit", "cuda", "gpus", "world_size")
 
 @dataclass
 class RunLog:
-    """Logged metrics, and by topic what the run's files say. Metrics of time and memory are left out."""
-
     name: str
-    steps: Log
-    facts: dict[str, dict[str, Any]]
+    steps: Log  # without metrics of time and memory
+    facts: dict[str, dict[str, Any]]  # what may explain a difference, by topic
 
 
 def read_log(path: Path) -> RunLog:
     """Reads the folder, or a checkpoint, of a run of train_dpo.py or another HF Trainer."""
-    facts = read_run(path)
-    log = RunLog(str(path), _read_metrics(facts["log"]), _select_facts(facts))
-    if not log.steps:
-        raise UserError(f"{path}: holds no logged step; compare a run that has trained at least logging_steps steps")
-    return log
-
-
-def _read_metrics(entries: list[dict[str, Any]]) -> Log:
-    """The metrics of log_history. The closing summary, means over the complete run, is left out."""
+    run = read_run(path)
     steps: Log = {}
-    for entry in entries:
+    for entry in run["log"]:
         if "train_runtime" in entry:
-            continue
+            continue  # the closing summary: means over the complete run
         for name, value in entry.items():
             if not any(part in name for part in _OMITTED):
                 steps.setdefault(entry["step"], {})[name] = to_float(value)
-    return dict(sorted(steps.items()))
-
-
-def _select_facts(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What may explain a difference, by topic, of `read_run`."""
+    if not steps:
+        raise UserError(f"{path}: holds no logged step; compare a run that has trained at least logging_steps steps")
     environment = {name: run["environment"].get(name) for name in _ENVIRONMENT_FACTS}
     for name, version in run["environment"].get("versions", {}).items():
         environment[f"versions.{name}"] = version
-    return {
+    facts = {
         "configuration": {name: value for name, value in run["config"].items() if name not in _NO_EFFECT},
         "environment": environment,
         "data": {name: run["data"].get(name) for name in _DATA_FACTS},
         "reference cache": run["data"].get("reference", {}).get("train", {}),
     }
+    return RunLog(str(path), dict(sorted(steps.items())), facts)
 
 
 def compare_runs(a: RunLog, b: RunLog, tolerance: float | None = None) -> dict[str, Any]:
-    """Metrics, verdict and differences of two runs, as plain types.
-
-    Args:
-        tolerance: relative; by default 0.05 where a run is in 16 bit, else 0.001.
-    """
+    """Metrics, verdict and differences of two runs, as plain types. `tolerance` is relative."""
     if tolerance is None:
         configs = [run.facts["configuration"] for run in (a, b)]
         is_16_bit = any(config.get("bf16") or config.get("fp16") for config in configs)
@@ -101,11 +82,7 @@ def compare_runs(a: RunLog, b: RunLog, tolerance: float | None = None) -> dict[s
 
 
 def align_series(a: RunLog, b: RunLog) -> dict[str, dict[str, list]]:
-    """{metric: {"steps", "a", "b"}} of the common metrics at the common steps.
-
-    A logged value is the mean since the last logged step, so where one run logged more often, its values are averaged
-    over the other's intervals.
-    """
+    """{metric: {"steps", "a", "b"}} of the common metrics at the common steps."""
     common = sorted(a.steps.keys() & b.steps.keys())
     if len(common) < 2:
         raise UserError(f"{a.name} and {b.name}: {len(common)} logged step(s) in common, 2 are needed; log more often")
@@ -125,7 +102,10 @@ def align_series(a: RunLog, b: RunLog) -> dict[str, dict[str, list]]:
 
 
 def average_between(log: Log, common: list[int]) -> Log:
-    """The log at the common steps: the mean of a metric since the common step before, or its value of that step."""
+    """The log at the common steps: the mean of a metric since the common step before, or its value of that step.
+
+    A logged value is the mean since the last logged step, and one run may have logged more often.
+    """
     averaged: Log = {step: {} for step in common}
     since: dict[str, list[float]] = defaultdict(list)
     for step, metrics in log.items():
@@ -169,7 +149,7 @@ def compare_metric(name: str, series: dict[str, list], tolerance: float) -> dict
 
 
 def find_differences(a: RunLog, b: RunLog) -> dict[str, dict[str, Any]]:
-    """{topic: {name: (in A, in B)}} of the facts that both have: a run of another code base has other fields."""
+    """{topic: {name: (in A, in B)}} of the facts that both runs have."""
     differences: dict[str, dict[str, Any]] = {}
     for topic, a_facts in a.facts.items():
         b_facts = b.facts[topic]
@@ -179,7 +159,6 @@ def find_differences(a: RunLog, b: RunLog) -> dict[str, dict[str, Any]]:
 
 
 def format_comparison(result: dict[str, Any]) -> str:
-    """The table, what differs, and the verdict, for a terminal."""
     low, high, count = result["common_steps"]
     lines = [f"A  {result['runs']['a']}", f"B  {result['runs']['b']}"]
     lines += [f"{count} common steps, {low} to {high}; tolerance {result['tolerance']:g}", ""]

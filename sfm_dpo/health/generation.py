@@ -13,13 +13,12 @@ class Answer(NamedTuple):
 
 
 def continue_prompts(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], max_new_tokens: int
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], limit: int
 ) -> list[Answer]:
-    """Greedy answers to prompts given as token ids, all in one batch. `model` is in eval mode."""
+    """Greedy answers of up to `limit` tokens to prompts given as token ids, in one batch. `model` is in eval mode."""
     batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(model.device)
-    options = {"max_new_tokens": max_new_tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
     with torch.inference_mode():
-        rows = model.generate(**batch, **options)
+        rows = model.generate(**batch, max_new_tokens=limit, do_sample=False, pad_token_id=tokenizer.pad_token_id)
     answers = []
     for row in rows[:, batch["input_ids"].shape[1] :].tolist():
         cut = tokenizer.eos_token_id not in row
@@ -32,8 +31,7 @@ def repeated_4grams(texts: list[str]) -> float:
     """Share of the 4-grams of words that occurred before in the same text; 0 for texts of under 4 words."""
     total = 0
     distinct = 0
-    for text in texts:
-        words = text.split()
+    for words in map(str.split, texts):
         grams = list(zip(words, words[1:], words[2:], words[3:], strict=False))
         total += len(grams)
         distinct += len(set(grams))

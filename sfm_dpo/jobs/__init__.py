@@ -1,1 +1,1 @@
-"""Verbs around finished runs: averaging, benchmarks, preference evaluation."""
+"""What is done with runs: their life, averages, evaluation, sweeps; and the GPU check."""

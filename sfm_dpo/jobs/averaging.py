@@ -21,28 +21,25 @@ from sfm_dpo.run.reader import PARENTS
 
 
 def average_models(paths: list[Path], output: Path, weights: list[float] | None = None) -> None:
-    """Writes the mean of the models in `paths` into `output`, which is then a finished run's folder.
+    """Writes the mean of the models in `paths`, by `weights` (default: equal), into `output`, a new run's folder.
 
-    A tensor's mean is taken in fp64 and saved in the model's dtype; files and what is in them are those of the first
-    model, and one of them is in memory at a time. `weights` are divided by their sum; equal by default.
-
-    Raises:
-        UserError: other base models or configurations; adapters; another number of weights; an `output` that exists.
+    It is taken in fp64, a file of the first model at a time, and saved in the model's dtype.
     """
-    if weights and len(weights) != len(paths):
+    weights = weights or [1.0] * len(paths)
+    if len(weights) != len(paths):
         raise UserError(f"--weights: {len(weights)} for {len(paths)} models; give one for each")
     if output.exists():
         raise UserError(f"--output_dir {output}: exists; choose another")
-    weights = weights or [1.0] * len(paths)
     shares = [weight / sum(weights) for weight in weights]
     sources = [find_source(path) for path in paths]
+    first = sources[0]
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".average-", dir=output.parent) as staged:
         folders = [Path(staged, str(number)) for number in range(len(sources))]
         for source, folder in zip(sources, folders, strict=True):
             folder.mkdir()
             stage_files(source.folder, folder)
-        check_alike(sources, folders)
+            check_alike(first, folders[0], source, folder)
         shutil.copytree(folders[0], output, ignore=shutil.ignore_patterns("*.safetensors"))
         models = [open_tensors(folder) for folder in folders]  # which may be sharded in other ways
         for path in folders[0].glob("*.safetensors"):
@@ -53,27 +50,24 @@ def average_models(paths: list[Path], output: Path, weights: list[float] | None 
                     parts = [share * tensor.double() for share, tensor in zip(shares, tensors, strict=True)]
                     mean[name] = torch.stack(parts).sum(0).to(tensors[0].dtype)
                 save_file(mean, output / path.name, file.metadata())
-    # What makes a finished run's folder of it: the facts of the first model's run, and all parents
-    first = sources[0]
     config = first.config | {"output_dir": str(output), "hub_model_id": None}
     (output / RESOLVED_CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
     shutil.copy(first.run / DATA, output)
     write_json(output / ENVIRONMENT, environment())
     parents = [{"model": source.name, "weight": share} for source, share in zip(sources, shares, strict=True)]
     write_json(output / PARENTS, parents)
-    write_status(output, "done", 0, f"mean of the weights of {len(parents)} models")
+    write_status(output, "done", 0, f"mean of the weights of {len(paths)} models")
     write_model_card(output)
 
 
-def check_alike(sources: list[Source], folders: list[Path]) -> None:
-    """Raises UserError unless the models, whose files are in `folders`, can be averaged."""
-    facts = []
-    for source, folder in zip(sources, folders, strict=True):
-        if (folder / ADAPTER_CONFIG_NAME).is_file():
-            raise UserError(f"{source.folder}: is an adapter; merge each into its base model first")
-        config = json.loads((folder / "config.json").read_text())
-        facts.append(config | {"transformers_version": None, "base": source.config["model_name_or_path"]})
-        differing = [name for name in facts[0] | facts[-1] if facts[0].get(name) != facts[-1].get(name)]
-        if differing:
-            names = ", ".join(differing)
-            raise UserError(f"{source.folder}: {names}: not as in {sources[0].folder}; average models of one base")
+def check_alike(first: Source, first_folder: Path, other: Source, folder: Path) -> None:
+    """Raises UserError unless two models, whose files are in the folders, can be averaged."""
+    if (folder / ADAPTER_CONFIG_NAME).is_file():
+        raise UserError(f"{other.folder}: is an adapter; merge each into its base model first")
+    a = json.loads((first_folder / "config.json").read_text()) | {"base": first.config["model_name_or_path"]}
+    b = json.loads((folder / "config.json").read_text()) | {"base": other.config["model_name_or_path"]}
+    differing = [name for name in a | b if a.get(name) != b.get(name) and name != "transformers_version"]
+    if differing:
+        raise UserError(
+            f"{other.folder}: {', '.join(differing)}: not as in {first.folder}; average models of one base"
+        )

@@ -1,8 +1,7 @@
-"""GPU check: a list of checks that show whether everything is right and fast on this machine, one after the other.
+"""GPU check: CHECKS, a list of functions, show whether everything is right and fast on this machine.
 
-Each check computes in processes of its own. One that raises is a fail with its last line, and the others still run.
-Comparisons use the recipe's model with few layers and random weights; memory and speed on a GPU the complete model.
-To add a check: write its function and put it into CHECKS.
+Each check computes in processes of its own. Comparisons use the recipe's model with few layers and random weights;
+memory and speed on a GPU the complete model.
 """
 
 import json
@@ -24,20 +23,20 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
-from sfm_dpo.common.files import CALIBRATION, PROJECT, format_table, now, write_json
+from sfm_dpo.common.files import CALIBRATION, PROJECT, now, write_json
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR
 from sfm_dpo.data.tokenization import load_tokenizer
 from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.run.folder import DATA
 
-LAYERS, STEPS, PER_DEVICE = 4, 6, 2
+LAYERS = 4
+STEPS = 6
+PER_DEVICE = 2
 TIMEOUT = 600  # seconds for each process
 LOSS_TOLERANCE = 0.05  # as compare_runs.py where a run is in bf16
 NORM_TOLERANCE = 0.1  # relative, of the gradient norm
 MEMORY_TOLERANCE = 1.15  # measured over planned
-
-
 # Of a check: whether it passed (None where it only measures), and what it found
 Result = tuple[bool | None, str]
 
@@ -48,22 +47,13 @@ class Skipped(Exception):
 
 @dataclass
 class Place:
-    """Where and with what the checks run.
-
-    Attributes:
-        recipe: the user's options of train_dpo.py.
-        facts: what a check leaves for later ones.
-    """
+    """Where and with what the checks run."""
 
     folder: Path
-    recipe: list[str]
+    recipe: list[str]  # the user's options of train_dpo.py
     processes: int
     on_gpu: bool
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def model(self) -> Path:
-        return self.folder / "model"
+    facts: dict[str, Any] = field(default_factory=dict)  # what a check leaves for later ones
 
     @property
     def max_length(self) -> int:
@@ -71,27 +61,13 @@ class Place:
 
     def options(self, run: str, **other: Any) -> list[str]:
         """Options of train_dpo.py for a run in the folder `run`; a field that is None is the recipe's."""
-        fields = {
-            "model_name_or_path": self.model,
-            "dataset_name": self.folder / "pairs.jsonl",
-            "output_dir": self.folder / run,
-            "max_length": self.max_length,
-            "max_prompt_length": self.max_length // 2,
-            "global_batch_size": 2 * PER_DEVICE * self.processes,
-            "per_device_train_batch_size": PER_DEVICE,
-            "max_steps": STEPS,
-            "learning_rate": 1e-4,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "bf16": True,
-            "use_cpu": not self.on_gpu,
-            "preflight": "skip",
-            "guard": "skip",
-            "use_peft": False,
-            "push_to_hub": False,
-            "report_to": "none",
-            "dataset_num_proc": 1,
-        }
+        fields: dict[str, Any] = {"dataset_num_proc": 1, "report_to": "none"}
+        fields |= {"model_name_or_path": self.folder / "model", "dataset_name": self.folder / "pairs.jsonl"}
+        fields |= {"output_dir": self.folder / run, "use_cpu": not self.on_gpu, "bf16": True}
+        fields |= {"max_length": self.max_length, "max_prompt_length": self.max_length // 2}
+        fields |= {"global_batch_size": 2 * PER_DEVICE * self.processes, "per_device_train_batch_size": PER_DEVICE}
+        fields |= {"max_steps": STEPS, "learning_rate": 1e-4, "logging_steps": 1, "save_strategy": "no"}
+        fields |= {"preflight": "skip", "guard": "skip", "use_peft": False, "push_to_hub": False}
         given = {name: value for name, value in (fields | other).items() if value is not None}
         return [*self.recipe, *(f"--{name}={value}" for name, value in given.items())]
 
@@ -110,8 +86,8 @@ class Place:
         history = json.loads((self.folder / run / "trainer_state.json").read_text())["log_history"]
         return [entry for entry in history if "loss" in entry]
 
-    def call(self, name: str, *command: str) -> str:
-        """Output of a command, also in NAME.log. Raises RuntimeError with the line of its error where it fails."""
+    def call(self, name: str, *command: str) -> None:
+        """Runs a command; its output is in NAME.log. Raises RuntimeError with the line of its error where it fails."""
         env = os.environ | {"HF_HOME": str(self.folder / "hf"), "HF_HUB_CACHE": constants.HF_HUB_CACHE}
         if not self.on_gpu:
             env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
@@ -121,12 +97,11 @@ class Place:
         with path.open("w") as log:  # timeout ends the ranks, too
             words = ["timeout", "--signal=KILL", str(TIMEOUT), *command]
             done = subprocess.run(words, cwd=PROJECT, env=env, stdout=log, stderr=subprocess.STDOUT, check=False)
-        text = path.read_text()
         if done.returncode:
+            text = path.read_text()
             errors = re.findall(r"^(?:error: |\w*(?:Error|Exception)\b).*", text, re.M)
             reason = errors[0] if errors else text[-300:]
             raise RuntimeError(f"exit code {done.returncode}: {reason[:300]} ({path})")
-        return text
 
 
 def prepare(place: Place) -> None:
@@ -140,8 +115,8 @@ def prepare(place: Place) -> None:
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[: text.num_hidden_layers]
     # 16 bit in the file: then all launchers begin with the same weights
-    AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(place.model)
-    load_tokenizer(config).save_pretrained(place.model)
+    AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(place.folder / "model")
+    load_tokenizer(config).save_pretrained(place.folder / "model")
     write_pairs(place.folder / "pairs.jsonl", 2 * PER_DEVICE * place.processes * STEPS, place.max_length)
     place.facts["max_length"] = config.train.max_length
 
@@ -160,11 +135,8 @@ def write_pairs(path: Path, count: int, longest: int) -> None:
             file.write(json.dumps(row) + "\n")
 
 
-# ---- the checks
-
-
 def check_paths(place: Place) -> Result:
-    """parity.py: log-probs and gradients of packed and shared rows; where one is a bug it exits with 1."""
+    """Log-probs and gradients of packed and shared rows, by parity.py, which exits with 1 where one is a bug."""
     out = place.folder / "paths.json"
     options = ["--variants", "packed,packed+bf16,shared,shared+bf16", "--json", str(out)]
     try:
@@ -173,8 +145,8 @@ def check_paths(place: Place) -> Result:
         if not out.exists():
             raise
     rows = json.loads(out.read_text())["variants"]
-    texts = [f"{row['variant']} {row['verdict']}" for row in rows]
-    return all(row["verdict"] != "bug" for row in rows), ", ".join(texts)
+    found = ", ".join(f"{row['variant']} {row['verdict']}" for row in rows)
+    return all(row["verdict"] != "bug" for row in rows), found
 
 
 def check_kernels(place: Place) -> Result:
@@ -227,10 +199,8 @@ def check_resume(place: Place) -> Result:
 
 
 def check_memory(place: Place) -> Result:
-    """What fit_memory chooses, on a GPU for the complete model and pairs as long as the recipe's longest.
-
-    Writes calibration.json, which plan.py and `flash_attention: auto` read.
-    """
+    """What fit_memory chooses, on a GPU for the complete model and pairs as long as the recipe's longest; into
+    calibration.json, which plan.py and `flash_attention: auto` read."""
     fields: dict[str, Any] = {"fit_memory": True, "per_device_train_batch_size": None}
     if place.on_gpu:
         fields |= dict.fromkeys(["max_length", "max_prompt_length", "model_name_or_path", "use_peft"])
@@ -265,7 +235,7 @@ CHECKS: dict[str, Callable[[Place], Result]] = {
 
 
 def run_checks(place: Place) -> list[dict[str, Any]]:
-    """Runs CHECKS in order; prints each and writes checks.json after it."""
+    """Runs CHECKS in order; prints each and writes checks.json after it. One that raises is a FAIL."""
     prepare(place)
     rows: list[dict[str, Any]] = []
     for name, check in CHECKS.items():
@@ -281,11 +251,6 @@ def run_checks(place: Place) -> list[dict[str, Any]]:
             text = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
         seconds = round(time.monotonic() - start)
         rows.append({"check": name, "result": result, "found": text, "seconds": seconds})
-        print(f"{result:<8} {name}: {text}", flush=True)
+        print(f"{result:<8}  {name:<22}  {seconds:>4} s  {text}", flush=True)
         write_json(place.folder / "checks.json", rows)
     return rows
-
-
-def format_checks(rows: list[dict[str, Any]]) -> str:
-    cells = [(row["check"], row["result"], f"{row['seconds']} s", row["found"]) for row in rows]
-    return format_table(cells, indent=0)

@@ -44,7 +44,7 @@ PAIR_METRICS = {  # of pairs that were not trained: the metric's name in tables
     "logps/accuracies": "chosen is likelier",
     "loss": "loss",
 }
-BENCHMARK_HEADINGS = ("task", "metric", "samples", "base", "trained", "difference (95%)", "verdict")
+BENCHMARK_HEADINGS = ("task", "metric", "samples", "base", "trained", "difference (95%)")
 
 
 def render_page(template: str, **values: Any) -> str:
@@ -162,7 +162,7 @@ def evaluation_tables(evaluation: dict[str, Any]) -> list[tuple[tuple[str, ...],
 
 def format_evaluation(evaluation: dict[str, Any]) -> str:
     """The tables as text for the terminal."""
-    return "\n\n".join(format_table(rows, headings, "llrrrll") for headings, rows in evaluation_tables(evaluation))
+    return "\n\n".join(format_table(rows, headings, "llrrrl") for headings, rows in evaluation_tables(evaluation))
 
 
 def _format_benchmark(row: dict[str, Any]) -> list[str]:
@@ -175,7 +175,7 @@ def _format_benchmark(row: dict[str, Any]) -> list[str]:
     for side in (row["base"], row["trained"]):
         error = "" if side["stderr"] is None else f" ± {side['stderr']:.3f}"
         sides.append(f"{side['value']:.3f}{error}")
-    return [row["task"], metric, str(row["samples"]), *sides, difference, row["verdict"]]
+    return [row["task"], metric, str(row["samples"]), *sides, difference]
 
 
 def format_metric(name: str, value: float, pairs: int) -> str:

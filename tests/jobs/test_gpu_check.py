@@ -3,10 +3,12 @@
 import json
 
 from sfm_dpo.jobs import gpu_check
-from sfm_dpo.jobs.gpu_check import Place, check_launcher, format_checks, run_checks
+from sfm_dpo.jobs.gpu_check import Place, check_launcher, run_checks
 
 
-def test_a_check_that_crashes_is_a_fail_and_one_without_its_input_is_skipped(tiny_folder, tmp_path, monkeypatch):
+def test_a_check_that_crashes_is_a_fail_and_one_without_its_input_is_skipped(
+    tiny_folder, tmp_path, monkeypatch, capsys
+):
     recipe = ["--model_name_or_path", str(tiny_folder("olmo3")), "--dataset_name", "none.jsonl"]
     place = Place(tmp_path / "check-gpu", recipe, 2, on_gpu=False)
 
@@ -22,4 +24,4 @@ def test_a_check_that_crashes_is_a_fail_and_one_without_its_input_is_skipped(tin
     rows = run_checks(place)
     assert [row["result"] for row in rows] == ["FAIL", "measured", "skipped"]
     assert rows[0]["found"].startswith("RuntimeError: exit code 3: error: no such thing (")
-    assert "12 tokens/s" in format_checks(rows)
+    assert "12 tokens/s" in capsys.readouterr().out

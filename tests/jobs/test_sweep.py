@@ -11,7 +11,7 @@ import status
 import sweep
 import yaml
 
-from sfm_dpo.jobs.sweep import MEMBERS, format_sweep, list_members, plan_sweep, rank_settings, read_grid
+from sfm_dpo.jobs.sweep import MEMBERS, format_sweep, list_members, plan_sweep, read_grid
 
 RATES = {"learning_rate": ["1e-6", 1.0e-5]}
 
@@ -73,8 +73,6 @@ def test_what_is_not_done_is_submitted_and_another_sweep_is_refused(grid, train,
 def test_seeds_share_a_row_and_are_compared_pairwise(grid, train):
     path = grid(fields=RATES | {"data_seed": [0, 1, 2]})
     train(path, [0.60, 0.62, 0.61, 0.50, 0.53])  # the last seed of the second rate has not been trained
-    best = rank_settings(read_grid(path))[0]
-    assert (best.values, list(best.metric.values())) == (["1e-05"], [0.50, 0.53])
     table = format_sweep(read_grid(path)).splitlines()
     assert table[0].split()[:2] == ["learning_rate", "eval_loss"]
     spread = statistics.stdev([0.50, 0.53])
@@ -105,7 +103,7 @@ def test_rank_by_a_benchmark_or_a_preference_set(grid, train, capsys):
     [
         ({"fields": {"lerning_rate": [1]}}, "unknown option --lerning_rate; did you mean --learning_rate?"),
         ({"fields": {"learning_rate": ["fast"]}}, "invalid float value: 'fast'"),
-        ({"fields": {"learning_rate": 1e-6}}, "fields: learning_rate is 1e-06; give a list"),
+        ({"fields": {"learning_rate": 1e-6}}, "give each swept field a list of values"),
         ({"fields": {"learning_rate": ["1e-6", "1e-6"]}}, "two runs would share"),
         ({"fields": None}, "missing 1 required positional argument: 'fields'"),
         ({"recipe": "recipes/no.yaml"}, "--config recipes/no.yaml: no such file"),

@@ -1,4 +1,4 @@
-"""evaluate.py: real lm-eval on tiny models against values computed here; intervals and verdicts; where results go."""
+"""evaluate.py: real lm-eval on tiny models against values computed here; the interval; where results go."""
 
 import json
 import math
@@ -15,16 +15,16 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_dpo
-from sfm_dpo.jobs.benchmarks import compare_results
+from sfm_dpo.jobs.evaluation import compare_results
 from sfm_dpo.run.folder import read_resolved_config
+from tests.toolbox import write_jsonl
 
 
-def make_result(values: list[float], higher_is_better: bool | None = True, stderr: float = 0.1) -> dict:
-    samples = [{"doc_id": i, "filter": "none", "acc": value} for i, value in enumerate(values)]
+def make_result(values: np.ndarray, mean: float) -> dict:
+    samples = [{"doc_id": i, "filter": "none", "acc": value} for i, value in enumerate(values.tolist())]
     return {
-        "results": {"t": {"alias": "t", "acc,none": float(np.mean(values)), "acc_stderr,none": stderr}},
+        "results": {"t": {"alias": "t", "acc,none": mean, "acc_stderr,none": 0.1}},
         "samples": {"t": samples},
-        "higher_is_better": {"t": {"acc": higher_is_better}},
         "n-shot": {"t": 0},
         "n-samples": {"t": {"effective": len(values)}},
     }
@@ -34,30 +34,14 @@ def test_the_interval_is_that_of_the_differences():
     generator = np.random.default_rng(0)
     before = generator.normal(size=200)
     after = before + generator.normal(0.05, 0.1, size=200)  # a small gain, far below the spread of the samples
-    (row,) = compare_results(make_result(before.tolist()), make_result(after.tolist()))
-    half = 1.959964 * (after - before).std(ddof=1) / math.sqrt(200)
-    assert row["samples"] == 200 and row["difference"] == pytest.approx((after - before).mean())
-    assert (row["low"], row["high"]) == pytest.approx(((after - before).mean() - half, (after - before).mean() + half))
-    assert row["verdict"] == "better" and row["base"] == {"value": pytest.approx(before.mean()), "stderr": 0.1}
-
-
-ZEROS, ONES = [0.0] * 20, [1.0] * 20
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "higher", "verdict"),
-    [
-        (ZEROS, ONES, True, "better"),
-        (ONES, ZEROS, True, "worse"),
-        (ONES, ZEROS, False, "better"),
-        (ZEROS, ZEROS, True, "no difference that 20 samples can show"),
-        ([0.0] * 5, [1.0] * 5, True, "no difference that 5 samples can show"),  # a sign test: p = 1/16
-        ([0.0, 1.0] * 10, [1.0, 0.0] * 10, True, "no difference that 20 samples can show"),
-    ],
-)
-def test_verdict(before, after, higher, verdict):
-    (row,) = compare_results(make_result(before, higher), make_result(after, higher))
-    assert row["verdict"] == verdict
+    mean, half = (after - before).mean(), 1.959964 * (after - before).std(ddof=1) / math.sqrt(200)
+    (row,) = compare_results(make_result(before, before.mean()), make_result(after, after.mean()))
+    assert (row["samples"], row["difference"], row["low"], row["high"]) == pytest.approx(
+        (200, mean, mean - half, mean + half)
+    )
+    assert row["base"] == {"value": pytest.approx(before.mean()), "stderr": 0.1}
+    (row,) = compare_results(make_result(before, 0.1), make_result(after, 0.9))  # a metric that is no mean, such as F1
+    assert (row["difference"], row["low"], row["high"]) == (pytest.approx(0.8), None, None)
 
 
 @pytest.fixture
@@ -69,8 +53,8 @@ def run(finished_run, tmp_path) -> Path:
 def tasks(tmp_path) -> list[str]:
     """A multiple-choice and a generation task over one local file; the second asks for sampling, which is not done."""
     rows = [{"question": f"{i} + {i}?", "choices": [str(2 * i), "I forgot it.", f"{i}!"]} for i in range(9)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}}}
+    path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": path}}}
     data |= {"test_split": "test", "doc_to_text": "{{question}}"}
     choice = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": 0}
     answer = {"output_type": "generate_until", "doc_to_target": "{{choices[0]}}"}
@@ -108,10 +92,9 @@ def test_evaluation_of_a_run(run, tasks, capsys):
     assert (choice["base"]["value"], choice["trained"]["value"]) == (np.mean(base), np.mean(trained))
     assert choice["base"]["stderr"] == pytest.approx(np.std(base, ddof=1) / 3)
     assert choice["difference"] == pytest.approx(np.mean(trained) - np.mean(base))
-    assert (answer["metric"], answer["samples"], answer["num_fewshot"], answer["chat_template"]) == (
-        "exact_match", 9, 0, True,
-    )  # fmt: skip
-    assert "local_choice" in out and "verdict" in out
+    facts = [answer[name] for name in ("metric", "samples", "num_fewshot", "chat_template")]
+    assert facts == ["exact_match", 9, 0, True]
+    assert "local_choice" in out
     assert "local_choice" in (run / "report.html").read_text()
     assert "| local_choice | acc | 9 |" in (run / "README.md").read_text()
 
@@ -130,11 +113,9 @@ def test_lm_eval_is_missing(run, monkeypatch, capsys):
 @pytest.mark.slow
 def test_pairs_of_a_run(run, tmp_path, capsys):
     rows = [
-        {"prompt": f"{i} + {i + 1}?", "chosen": f"It is {2 * i + 1}.", "rejected": f"I forgot {i}, or so."}
-        for i in range(6)
+        {"prompt": f"{i} + {i}?", "chosen": f"It is {2 * i}.", "rejected": f"I forgot {i}, or so."} for i in range(6)
     ]
-    (tmp_path / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert evaluate.main([str(run), "--pairs", str(tmp_path / "other.jsonl")]) == 0
+    assert evaluate.main([str(run), "--pairs", str(write_jsonl(tmp_path / "other.jsonl", rows))]) == 0
     (row,) = json.loads((run / "evaluation.json").read_text())["pairs"]
     config = read_resolved_config(run)
     sums = []
@@ -159,7 +140,7 @@ def test_pairs_of_a_run(run, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_an_adapter_is_evaluated_as_what_it_makes_of_the_base_model(finished_run, tasks, tmp_path):
+def test_an_adapter_is_evaluated_as_what_it_makes_of_the_base_model(finished_run, tasks, tmp_path, no_report):
     recipe = ["--config", str(finished_run / "resolved_config.yaml"), "--max_steps", "2", "--learning_rate", "1e-2"]
     adapter, merged = tmp_path / "adapter", tmp_path / "merged"
     assert train_dpo.main([*recipe, "--use_peft", "true", "--output_dir", str(adapter)]) == 0
@@ -169,7 +150,7 @@ def test_an_adapter_is_evaluated_as_what_it_makes_of_the_base_model(finished_run
     data = read_resolved_config(adapter)["dataset_name"]
     found = []
     for run in (adapter, merged):
-        assert evaluate.main([str(run), "--pairs", data, "--tasks", *tasks]) == 0
+        assert evaluate.main([str(run), "--pairs", data, "--tasks", tasks[0], "--limit", "4"]) == 0
         found.append(json.loads((run / "evaluation.json").read_text()))
     (mine,), (theirs,) = (evaluation["pairs"] for evaluation in found)
     assert mine["rewards/margins"] == pytest.approx(theirs["rewards/margins"], abs=1e-4)

@@ -1,0 +1,195 @@
+"""Is the trained model better than its base? Benchmarks of lm-eval, and the held-out metrics on other preference sets.
+
+lm-eval is in requirements-eval.txt, so that training does not need it. Generation is greedy, whatever a task says.
+"""
+
+import importlib
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from peft import PeftConfig
+from transformers.utils import ADAPTER_CONFIG_NAME
+
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import now, write_json
+from sfm_dpo.common.statistics import mean_interval
+from sfm_dpo.config import parse_config
+from sfm_dpo.config_checks import EVAL_METRICS, HELD_OUT
+from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
+from sfm_dpo.hub.publish import Source, find_source, stage_files
+from sfm_dpo.model.loading import model_init_kwargs
+from sfm_dpo.report.model_card import write_model_card
+from sfm_dpo.report.page import format_evaluation, write_report
+from sfm_dpo.run.folder import read_mapping
+from sfm_dpo.run.reader import EVALUATION
+from sfm_dpo.train.reference_cache import add_reference
+from sfm_dpo.train.trainer import SFMDPOTrainer
+
+ROW_NAME = {"benchmarks": "task", "pairs": "source"}
+# Fields of the run that decide what becomes of a text and what a reward is
+PAIR_FIELDS = """model_name_or_path model_revision trust_remote_code max_length max_prompt_length pad_token seed
+    dataset_num_proc max_dropped_fraction beta loss_type label_smoothing padding_free attn_implementation""".split()
+
+
+def evaluate_run(path: Path, tasks: list[str], pairs: str | None, **options: Any) -> str:
+    """Adds the results to the evaluation.json of a run or checkpoint, and to a run's report and model card.
+
+    `tasks`: names, or paths of YAML files; `options`: of lm_eval.simple_evaluate; `limit` holds for `pairs`, too.
+    Returns the results as text. Raises UserError: nothing to evaluate; lm-eval, a task or the data cannot be had.
+    """
+    source = find_source(path, publish_anyway=True)
+    if not pairs:
+        tasks = tasks or source.config.get("eval_tasks") or []
+        if not tasks:
+            raise UserError(f"{path}: nothing to evaluate; give --tasks or --pairs, or eval_tasks in the recipe")
+    if tasks:
+        options |= {"tasks": tasks, "task_manager": load_tasks(tasks)}
+    found: dict[str, list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory(prefix=".evaluate-", dir=source.run) as folder:
+        stage_files(source.folder, Path(folder))  # shards put together
+        if tasks:
+            found["benchmarks"] = evaluate_benchmarks(source, Path(folder), options)
+        if pairs:
+            found["pairs"] = [evaluate_pairs(source, Path(folder), pairs, options["limit"])]
+    evaluation = read_mapping(source.folder / EVALUATION)
+    for part, rows in found.items():  # a new row replaces those of the same task or set
+        new = {row[ROW_NAME[part]] for row in rows}
+        evaluation[part] = [row for row in evaluation.get(part, []) if row[ROW_NAME[part]] not in new] + rows
+    write_json(source.folder / EVALUATION, evaluation)
+    if source.step is None:
+        write_report(source.run)
+        write_model_card(source.run)
+    return format_evaluation(found)
+
+
+# ---- benchmarks
+
+
+def load_tasks(names: list[str]) -> Any:
+    """lm-eval's TaskManager, once the tasks and their data are there. Raises UserError if not."""
+    try:
+        tasks = importlib.import_module("lm_eval.tasks")  # by its name alone: not of requirements.txt
+    except ImportError as error:
+        raise UserError(f"evaluate.py: lm-eval is missing ({error}); pip install -r requirements-eval.txt") from error
+    local = all(Path(name).suffix == ".yaml" for name in names)
+    manager = tasks.TaskManager(include_defaults=not local)  # to look through those takes ten seconds
+    for name in names:
+        try:
+            manager.load([name])
+        except Exception as error:  # of datasets, of the Hub's client, of YAML, of the task's own code and packages
+            remedy = "`lm_eval ls tasks` lists the known ones; without a network it must be in HF_HOME"
+            raise UserError(f"--tasks {name}: cannot be loaded ({type(error).__name__}: {error}); {remedy}") from error
+    return manager
+
+
+def evaluate_benchmarks(source: Source, folder: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of `compare_results` for the model in `folder` and its base model, each with how it was made."""
+    base = {"pretrained": source.config["model_name_or_path"], "tokenizer": str(folder)}
+    if revision := source.config.get("model_revision"):
+        base["revision"] = revision
+    if (folder / ADAPTER_CONFIG_NAME).is_file():
+        trained = base | {"peft": str(folder)}
+    else:
+        trained = {"pretrained": str(folder), "tokenizer": str(folder)}
+    before = run_lm_eval(base, **options)
+    after = run_lm_eval(trained, **options)
+    facts = {"limit": options["limit"], "chat_template": options["apply_chat_template"]}
+    facts |= {"time": now(), "lm_eval": after["lm_eval_version"]}
+    return [row | facts for row in compare_results(before, after)]
+
+
+def run_lm_eval(model: dict[str, str], model_args: str, **options: Any) -> dict:
+    """lm-eval's results with `samples`, of its `model_args` (KEY=VALUE,...) and those of the `model`."""
+    lm_eval = importlib.import_module("lm_eval")
+    on_gpu = torch.cuda.is_available()
+    given = lm_eval.utils.simple_parse_args_string(model_args)
+    return lm_eval.simple_evaluate(
+        model="hf",
+        model_args={"dtype": "auto" if on_gpu else "float32"} | model | given,
+        device="cuda" if on_gpu else "cpu",
+        gen_kwargs={"do_sample": False, "temperature": 0.0},
+        bootstrap_iters=1000,
+        **options,
+    )
+
+
+def compare_results(base: dict, trained: dict) -> list[dict[str, Any]]:
+    """A row for each task and metric of two results of lm-eval.
+
+    The interval `low` to `high` (95%) of the difference is that of the differences in each sample; None where the
+    metric is not their mean.
+    """
+    rows = []
+    for task, scores in trained["results"].items():
+        for key in scores:
+            metric, _, name = key.partition(",")
+            if not name or metric.endswith("_stderr") or not isinstance(scores[key], int | float):
+                continue
+            before = _read_score(base["results"][task], metric, name)
+            after = _read_score(scores, metric, name)
+            of_base = _read_samples(base, task, metric, name)
+            of_trained = _read_samples(trained, task, metric, name)
+            differences = [value - of_base[sample] for sample, value in of_trained.items()]
+            samples = trained["n-samples"].get(task, {}).get("effective", len(differences))
+            row = {"task": task, "metric": metric, "filter": name, "samples": samples, "base": before}
+            row |= {"trained": after, "difference": after["value"] - before["value"], "low": None, "high": None}
+            mean, low, high = mean_interval(differences)
+            if len(differences) > 1 and math.isclose(mean, row["difference"], rel_tol=1e-6, abs_tol=1e-9):
+                row |= {"low": low, "high": high}
+            rows.append(row | {"num_fewshot": trained["n-shot"].get(task)})
+    return rows
+
+
+def _read_score(scores: dict, metric: str, name: str) -> dict[str, Any]:
+    error = scores.get(f"{metric}_stderr,{name}")  # "N/A" where there is none
+    known = isinstance(error, int | float) and math.isfinite(error)
+    return {"value": float(scores[f"{metric},{name}"]), "stderr": error if known else None}
+
+
+def _read_samples(result: dict, task: str, metric: str, name: str) -> dict[Any, float]:
+    """The value of each sample; none where it is no number."""
+    samples = [sample for sample in result["samples"].get(task, []) if sample["filter"] == name]
+    return {s["doc_id"]: float(s[metric]) for s in samples if isinstance(s.get(metric), int | float)}
+
+
+# ---- preference sets
+
+
+def evaluate_pairs(source: Source, model: Path, dataset: str, limit: int | None) -> dict[str, Any]:
+    """Name, number of pairs, and the metrics that `eval_datasets` would have given, without `eval_`.
+
+    The reference is the run's base model. `model`: folder of the trained weights or adapter. `dataset`: as
+    dataset_name, prepared as in the run; `limit`: so many of its pairs, drawn with the run's seed.
+    """
+    on_gpu = torch.cuda.is_available()
+    fields = {name: source.config[name] for name in PAIR_FIELDS if source.config.get(name) is not None}
+    fields |= {"bf16": on_gpu, "use_cpu": not on_gpu, "dtype": "auto" if on_gpu else "float32", "report_to": "none"}
+    fields |= {"dataset_name": dataset, "output_dir": str(model), "precompute_ref_log_probs": True}
+    fields |= {"per_device_train_batch_size": 1, "global_batch_size": 1}
+    if limit:
+        fields["max_samples"] = limit
+    recipe = model / "pairs.yaml"
+    recipe.write_text(yaml.safe_dump(fields))
+    config = parse_config(["--config", str(recipe)])
+    tokenizer = load_tokenizer(config)
+    pairs = load_token_pairs(config, tokenizer).train
+    config.train.model_init_kwargs = model_init_kwargs(config)
+    trainer = SFMDPOTrainer(
+        model=config.model.model_name_or_path,
+        args=config.train,
+        train_dataset=pairs,
+        eval_dataset={HELD_OUT: pairs},
+        processing_class=tokenizer,
+        peft_config=PeftConfig.from_pretrained(model) if (model / ADAPTER_CONFIG_NAME).is_file() else None,
+    )
+    add_reference(trainer)
+    trainer._load_from_checkpoint(str(model))  # the trained weights in the place of the base model's
+    trainer.evaluate()
+    logged = trainer.state.log_history[-1]
+    name = Path(dataset).name if Path(dataset).exists() else dataset
+    metrics = {name: logged[f"eval_{name}"] for name in EVAL_METRICS if f"eval_{name}" in logged}
+    return {"source": name, "pairs": len(pairs)} | metrics
