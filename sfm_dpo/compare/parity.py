@@ -25,7 +25,6 @@ from sfm_dpo.model.loading import load_model_config, model_init_kwargs
 from sfm_dpo.train.trainer import SFMDPOTrainer
 
 MAX_TIMES_ROUNDING = 8.0
-ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 DEFAULT_VARIANTS = "padded packed shared batch_1 compile bf16 packed+bf16".split()
 WORDS: dict[str, dict[str, Any]] = {  # of a variant's name, joined by +: the fields that each sets
     "eager": {"attention": "eager"},
@@ -81,7 +80,7 @@ def load_rows(argv: list[str], pairs: int) -> tuple[Dataset, PreTrainedTokenizer
 
 
 class ParityTrainer(SFMDPOTrainer):
-    """The trainer of a variant, with the model loaded anew. It reads and writes no cache of reference log-probs."""
+    """The trainer of a variant, with the model loaded anew, and no cache of reference log-probs."""
 
     def __init__(self, argv: list[str], rows: Dataset, tokenizer: PreTrainedTokenizerBase, variant: Variant):
         gc.collect()  # the last variant's model: a trainer is full of cycles, and two may not fit on a GPU
@@ -175,7 +174,7 @@ def measure_rounding(reference: Measurement, rounded: Measurement) -> dict[str, 
     differences = compare_measurements(reference, rounded)
     size = reference.logps.abs()
     sizes = {"logp_max": size.max().item(), "logp_mean": size.mean().item(), "gradient": 1.0}
-    unit = ROUNDOFF[rounded.variant.dtype]
+    unit = 2.0**-8 if rounded.variant.dtype == "bfloat16" else 2.0**-24
     return {name: max(differences[name], unit * sizes[name]) for name in sizes}
 
 
@@ -214,8 +213,7 @@ def run_parity(argv: list[str], names: list[str], pairs: int = 4) -> dict[str, A
 def format_parity(result: dict[str, Any]) -> str:
     lines = []
     for dtype, level in result["levels"].items():
-        parts = [f"{name} {size:.1e}" for name, size in level.items()]
-        lines.append(f"rounding of {dtype}: {', '.join(parts)}")
+        lines.append(f"rounding of {dtype}: " + ", ".join(f"{name} {size:.1e}" for name, size in level.items()))
     table = []
     for row in result["variants"]:
         differences = [f"{row[name]:.1e}" for name in ("logp_max", "logp_mean", "gradient")]

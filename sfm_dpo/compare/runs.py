@@ -58,8 +58,7 @@ def read_log(path: Path) -> RunLog:
 def compare_runs(a: RunLog, b: RunLog, tolerance: float | None = None) -> dict[str, Any]:
     """Metrics, verdict and differences of two runs, as plain types. `tolerance` is relative."""
     if tolerance is None:
-        configs = [run.facts["configuration"] for run in (a, b)]
-        is_16_bit = any(config.get("bf16") or config.get("fp16") for config in configs)
+        is_16_bit = any(run.facts["configuration"].get(name) for run in (a, b) for name in ("bf16", "fp16"))
         tolerance = 5e-2 if is_16_bit else 1e-3
     series = align_series(a, b)
     rows = [compare_metric(name, values, tolerance) for name, values in series.items()]
@@ -102,10 +101,7 @@ def align_series(a: RunLog, b: RunLog) -> dict[str, dict[str, list]]:
 
 
 def average_between(log: Log, common: list[int]) -> Log:
-    """The log at the common steps: the mean of a metric since the common step before, or its value of that step.
-
-    A logged value is the mean since the last logged step, and one run may have logged more often.
-    """
+    """The log at the common steps: the mean of a metric since the common step before, or its value of that step."""
     averaged: Log = {step: {} for step in common}
     since: dict[str, list[float]] = defaultdict(list)
     for step, metrics in log.items():
@@ -124,9 +120,8 @@ def compare_metric(name: str, series: dict[str, list], tolerance: float) -> dict
     difference of any size, and `beyond`, the first with one beyond the tolerance, or None.
 
     A difference counts relative to the larger value of its step, but at least to the metric's median size, and for the
-    loss and the rewards at least to 1: they are in nats of the loss, whose gradient they bend by that much. A value
-    that is not finite is beyond. Shares of pairs never are, because they jump by whole pairs where a margin crosses 0;
-    learning rate and number of tokens neither, because they are causes, not effects.
+    loss and the rewards, in nats, at least to 1. A value that is not finite is beyond. Never beyond are shares of
+    pairs, which jump where a margin crosses 0, and the causes: learning rate and number of tokens.
     """
     steps = series["steps"]
     a = np.array(series["a"])
@@ -152,9 +147,8 @@ def find_differences(a: RunLog, b: RunLog) -> dict[str, dict[str, Any]]:
     """{topic: {name: (in A, in B)}} of the facts that both runs have."""
     differences: dict[str, dict[str, Any]] = {}
     for topic, a_facts in a.facts.items():
-        b_facts = b.facts[topic]
-        differing = [name for name in a_facts if name in b_facts and a_facts[name] != b_facts[name]]
-        differences[topic] = {name: (a_facts[name], b_facts[name]) for name in differing}
+        values = {name: (a_facts[name], value) for name, value in b.facts[topic].items() if name in a_facts}
+        differences[topic] = {name: pair for name, pair in values.items() if pair[0] != pair[1]}
     return differences
 
 
