@@ -3,14 +3,10 @@
 
     python scripts/analyze_dataset.py                                   # allenai/Dolci-Instruct-DPO, SFM instruct
     python scripts/analyze_dataset.py allenai/Dolci-Think-DPO-7B --max_samples 5000
-    python scripts/analyze_dataset.py pairs.jsonl --model_name_or_path my/model --html lengths.html
     python scripts/analyze_dataset.py --config recipes/think.yaml --json lengths.json --plot lengths.png
     python scripts/analyze_dataset.py pairs.jsonl --against gsm8k.jsonl --json found.json
 
-Run it with the recipe, on all pairs, and the training run finds their token ids in the cache. DATASET comes first. Any
-field of a recipe can be given as an option, such as --model_name_or_path (tokenizer and config.json), --max_samples (a
-random sample, drawn with --seed), --dataset_num_proc (processes; default: one a core) and --max_prompt_length.
-docs/lengths.md and docs/filters.md explain the output.
+Any field of a recipe can be given as an option. docs/lengths.md and docs/filters.md explain the output.
 """
 
 import os
@@ -47,7 +43,12 @@ def main(argv: list[str]) -> int:
     from sfm_dpo.planning.dataset import analyze_dataset
     from sfm_dpo.planning.dataset_report import format_analysis, write_page, write_plot
 
-    config = parse_config(fields + list_defaults(fields), training=False)
+    given = {word.split("=")[0] for word in fields}
+    defaults: dict[str, object] = {"--dataset_num_proc": len(os.sched_getaffinity(0))}
+    if "--config" not in given:
+        defaults |= {"--dataset_name": DATASET, "--model_name_or_path": MODEL}
+    fields += [f"{name}={value}" for name, value in defaults.items() if name not in given]
+    config = parse_config(fields, training=False)
     result = analyze_dataset(config, args.min_coverage, args.min_tokens_kept, args.against, args.ngram, args.dropped)
     print(format_analysis(result))
     if args.json:
@@ -57,15 +58,6 @@ def main(argv: list[str]) -> int:
     if args.html:
         write_page(result, args.html)
     return 0
-
-
-def list_defaults(fields: list[str]) -> list[str]:
-    """Options for what `fields` leaves open."""
-    given = {word.split("=")[0] for word in fields}
-    defaults: dict[str, object] = {"--dataset_num_proc": len(os.sched_getaffinity(0))}
-    if "--config" not in given:
-        defaults |= {"--dataset_name": DATASET, "--model_name_or_path": MODEL}
-    return [f"{name}={value}" for name, value in defaults.items() if name not in given]
 
 
 if __name__ == "__main__":

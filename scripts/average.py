@@ -1,10 +1,8 @@
 #!/usr/bin/env python
 """Averages the weights of runs or checkpoints that started from one base model.
 
-    python scripts/average.py outputs/seed0 outputs/seed1 outputs/seed2 --output_dir outputs/mean
-    python scripts/average.py outputs/dpo/checkpoint-500 outputs/dpo --weights 1 3 --output_dir outputs/mean
-
-The result is a folder like a run's: evaluate.py, generate.py and push_to_hub.py take it.
+python scripts/average.py outputs/seed0 outputs/seed1 outputs/seed2 --output_dir outputs/mean
+python scripts/average.py outputs/dpo/checkpoint-500 outputs/dpo --weights 1 3 --output_dir outputs/mean
 """
 
 import sys

@@ -3,8 +3,7 @@
 
     python scripts/check_config.py accelerate_config.yaml 4 --config recipes/think.yaml --learning_rate 5e-7
 
-The first two arguments are the launch configuration and the number of processes over all nodes. Loads no model and no
-data. A mistake is one line and exit code 2. A run that is already done prints no output_dir.
+First the launch configuration and the number of processes over all nodes. A run that is done prints no output_dir.
 """
 
 import os
@@ -26,7 +25,12 @@ def main(argv: list[str]) -> int:
     if len(argv) < 2 or not argv[1].isdecimal() or int(argv[1]) < 1:
         words = " ".join(argv[:2]) or "nothing"
         raise UserError(f"{words}: give a launch configuration, the number of processes, then train_dpo.py's options")
-    os.environ[f"ACCELERATE_USE_{read_distributed_type(argv[0])}"] = "true"  # as the launcher does: dtype follows
+    try:
+        launcher = yaml.safe_load(Path(argv[0]).read_text())["distributed_type"]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError) as error:
+        reason = f"is no launch configuration of accelerate ({type(error).__name__}: {error})"
+        raise UserError(f"{argv[0]}: {reason}; give accelerate_config.yaml, or one of configs/accelerate") from error
+    os.environ[f"ACCELERATE_USE_{launcher}"] = "true"  # as the launcher does: dtype follows
     config = parse_config(argv[2:], world_size=int(argv[1]))
     run = config.train.output_dir
     if check_folder(config):
@@ -41,17 +45,6 @@ def main(argv: list[str]) -> int:
     else:
         print(f"{run}: already done; choose another output_dir to run again", file=sys.stderr)
     return 0
-
-
-def read_distributed_type(path: str) -> str:
-    """`distributed_type` of a launch configuration of accelerate."""
-    try:
-        return yaml.safe_load(Path(path).read_text())["distributed_type"]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError) as error:
-        raise UserError(
-            f"{path}: is no launch configuration of accelerate ({type(error).__name__}: {error}); give "
-            "accelerate_config.yaml, or a file of configs/accelerate"
-        ) from error
 
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
 
     python scripts/check_gpu.py [--processes 4] [--config recipes/think.yaml ...]
 
-Writes outputs/check-gpu: checks.json, calibration.json (which plan.py reads) and a log of each check.
-Exit codes: 0 nothing failed, 1 a check failed, 2 an error.
+Writes outputs/check-gpu. Exit codes: 0 nothing failed, 1 a check failed, 2 an error.
 """
 
 import os

@@ -22,8 +22,7 @@ def main(argv: list[str]) -> int:
     parser = Arguments(prog="compare_runs.py", description=__doc__)
     parser.add_argument("run_a", type=Path)
     parser.add_argument("run_b", type=Path)
-    text = "relative; default: 0.001, or 0.05 where a run says bf16 or fp16"
-    parser.add_argument("--tolerance", type=number(float, 1e-12), help=text)
+    parser.add_argument("--tolerance", type=number(float, 1e-12), help="relative; default: 0.001, or 0.05 in 16 bit")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="all of it, with both series, for programs")
     options = parser.parse_args(argv)
     result = compare_runs(read_log(options.run_a), read_log(options.run_b), options.tolerance)

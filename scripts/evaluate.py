@@ -2,13 +2,11 @@
 """Is the trained model better than its base? Benchmarks of lm-eval, and log-probs on another preference set.
 
     python scripts/evaluate.py outputs/dpo --tasks ifeval gsm8k --limit 200
-    python scripts/evaluate.py outputs/dpo --tasks mine.yaml              a task of your own (docs/evaluation.md)
     python scripts/evaluate.py outputs/dpo --pairs my-org/my-pairs        reward accuracy on other pairs
     python scripts/evaluate.py outputs/dpo                                the recipe's eval_tasks
     sbatch scripts/evaluate.sh outputs/dpo --tasks ifeval                 on a GPU of its own
 
-Base and trained model get the same tasks, chat template and few-shot examples, and answer greedily. The results go
-into evaluation.json of the run, or of the checkpoint, its report and its model card. Needs requirements-eval.txt.
+The results go into evaluation.json, the report and the model card. Needs requirements-eval.txt (docs/evaluation.md).
 """
 
 import sys

@@ -2,10 +2,8 @@
 """Makes preference pairs of scored or ranked answers, as JSON Lines that dataset_name reads.
 
     python scripts/make_pairs.py openbmb/UltraFeedback --by score pairs.jsonl
-    python scripts/make_pairs.py nvidia/HelpSteer2 --by correctness --score_margin 2 pairs.jsonl
 
-DATASET is a Hub id, or a local .json/.jsonl/.parquet file or folder; docs/data.md lists the sets whose columns are
-known. Prompts without a preferred answer are left out and counted.
+docs/data.md lists the sets whose columns are known. Prompts without a preferred answer are left out and counted.
 """
 
 import json

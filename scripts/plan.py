@@ -5,12 +5,7 @@
     python scripts/plan.py --config R --gpu h100 --num_gpus 8 --num_nodes 4 --mfu 0.3
     python scripts/plan.py --config R --model_name_or_path FOLDER_WITH_CONFIG_JSON --lengths lengths.json
 
-Lengths of the pairs: --lengths FILE, the JSON of analyze_dataset.py or stated percentiles; without it the data set's
-own, from the cache that training and analyze_dataset.py fill, or tokenised now. --pairs N: as if the data had so many
-pairs of these lengths. Hours and memory are corrected by what check_gpu.sh measured on a GPU of this kind
-(--calibration, by default outputs/check-gpu/calibration.json where that is); without it hours are those of three
-published efficiencies, or of --mfu. --json FILE writes all of it. Other options are train_dpo.py's. docs/plan.md
-explains the numbers.
+Other options are train_dpo.py's. docs/plan.md explains the numbers.
 """
 
 import os
@@ -30,10 +25,10 @@ def main(argv: list[str]) -> int:
     own.add_argument("--gpu", default="b200")
     own.add_argument("--num_gpus", type=number(int, 1), default=4)
     own.add_argument("--num_nodes", type=number(int, 1), default=1)
-    own.add_argument("--mfu", type=number(float, 0.001, 1))
-    own.add_argument("--calibration", type=Path)
-    own.add_argument("--lengths", type=Path)
-    own.add_argument("--pairs", type=number(int, 1))
+    own.add_argument("--mfu", type=number(float, 0.001, 1), help="default: measured, or three published ones")
+    own.add_argument("--calibration", type=Path, help="what check_gpu.sh measured; default: outputs/check-gpu")
+    own.add_argument("--lengths", type=Path, help="JSON of analyze_dataset.py, or percentiles; default: the data's")
+    own.add_argument("--pairs", type=number(int, 1), help="as if the data had so many pairs")
     own.add_argument("--json", type=new_file)
     ours, fields = own.parse_known_args(argv or ["--help"])
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -3,8 +3,7 @@
 
     python scripts/preflight.py --config recipes/think.yaml [--field value ...] [--json FILE]
 
-train_dpo.py with --preflight_only true in a folder that is not kept, on `preflight_samples` (256) pairs, at least a
-global batch. Exit codes: 0 go or caution, 2 wrong configuration, 3 no-go.
+On `preflight_samples` pairs, at least a global batch. Exit codes: 0 go or caution, 2 wrong configuration, 3 no-go.
 """
 
 import shutil

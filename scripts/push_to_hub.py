@@ -4,10 +4,7 @@
     python scripts/push_to_hub.py outputs/dpo
     python scripts/push_to_hub.py outputs/dpo/checkpoint-500 --hub_model_id my-org/my-model --hub_revision step-500
 
-First it checks that the weights differ from the base model's and that everything loads with the plain Auto classes;
-then model, tokenizer, model card and figures go up in one commit. The same command continues an interrupted push, and
-changes nothing where nothing is new. Needs HF_TOKEN, in .env or the environment.
-
+Needs HF_TOKEN, in .env or the environment. The same command continues an interrupted push (docs/hub.md).
 Exit codes: 0 pushed, 2 a mistake, or a checkpoint not fit to be published, 5 the push failed.
 """
 
@@ -32,9 +29,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--hub_model_id", help="default: the run's own, or the name of its folder")
     parser.add_argument("--hub_revision", help="branch; {step} in it is a checkpoint's step; default: the run's own")
     parser.add_argument("--hub_private_repo", choices=("true", "false"), help="of a new repository; default: true")
-    parser.add_argument(
-        "--publish_anyway", action="store_true", help="also what the guard stopped, or what the checks refuse"
-    )
+    text = "also what the guard stopped, or what the checks refuse"
+    parser.add_argument("--publish_anyway", action="store_true", help=text)
     options = parser.parse_args(argv)
     source = find_source(options.path, options.publish_anyway)
     repo = options.hub_model_id or choose_repo(source.config, source.run)

@@ -3,14 +3,7 @@
 
     python scripts/status.py [RUN_OR_FOLDER ...] [--json]
 
-state       as in status.json; `died`: running by its own word, but its job or process is gone; `stale`: nothing was
-            written for half an hour
-slurm       the job's state in the queue; - without Slurm
-last        how long ago status.json was written
-checkpoint  the newest complete one
-starts      how often the run was started: one more than it was requeued
-
-Below it the table of a sweep, where a folder given is one (scripts/sweep.py).
+docs/slurm.md explains the columns. Below them is the table of a sweep, where a folder given is one.
 """
 
 import json
@@ -30,9 +23,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("folders", nargs="*", default=["outputs"])
     parser.add_argument("--json", action="store_true", help="a list of mappings, for programs")
     options = parser.parse_args(argv)
-    if missing := [folder for folder in options.folders if not Path(folder).is_dir()]:
-        hint = "; name the folder of your runs, or run this from the project's" if missing == ["outputs"] else ""
-        raise UserError(f"{missing[0]}: no such folder{hint}")
+    for folder in options.folders:
+        if not Path(folder).is_dir():
+            raise UserError(f"{folder}: no such folder; name the folder of your runs, or run this from the project's")
     runs = describe_runs(options.folders)
     if options.json:
         print(json.dumps(runs, indent=2))

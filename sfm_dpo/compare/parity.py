@@ -1,7 +1,6 @@
 """Parity of code paths: one batch and the same weights through several forwards of the trainer that trains.
 
-The reference is eager attention in fp32, padded, all pairs in one forward. docs/reproducibility.md states the rule by
-which a difference is rounding or a bug.
+The reference is eager attention in fp32, padded, all pairs in one forward. The rule: docs/reproducibility.md.
 """
 
 import gc

@@ -11,6 +11,7 @@ from sfm_dpo.common.distributed import broadcast, is_main_process
 from sfm_dpo.common.errors import GuardStopped, UserError
 from sfm_dpo.common.files import write_json
 from sfm_dpo.config_checks import HELD_OUT, LENGTH_NORMALIZED_LOSSES, main_loss
+from sfm_dpo.data.token_lengths import Lengths
 from sfm_dpo.health.generation import Answer, continue_prompts, repeated_4grams
 from sfm_dpo.health.guard_rules import (
     COLLAPSE_STEPS,
@@ -21,45 +22,36 @@ from sfm_dpo.health.guard_rules import (
     format_finding,
     judge_log,
 )
-from sfm_dpo.health.preflight import response_lengths
 from sfm_dpo.run.checkpoint import KEEP, checkpoints, keep_before, step_of
 
 log = logging.getLogger(__name__)
 
-HEALTH, SAMPLES = "health.json", "samples.json"
+HEALTH = "health.json"
+SAMPLES = "samples.json"
 AUTHOR = "guard"  # of its KEEP files
-PROMPTS, NEW_TOKENS = 4, 64  # of one round of generations
+PROMPTS = 4  # of one round of generations
+NEW_TOKENS = 64
 
 
 class Guard(TrainerCallback):
-    """Applies the rules at every log entry; rank 0 decides and all ranks follow. Writes health.json.
+    """Applies the rules at every log entry; rank 0 decides and all ranks follow. Writes health.json."""
 
-    Args:
-        trainer: SFMDPOTrainer.
-        prompts: token ids of held-out prompts, to be answered every `guard_generations` steps.
-    """
-
-    def __init__(self, trainer: Any, prompts: list[list[int]] | None = None):
+    def __init__(self, trainer: Any, prompts: list[list[int]]):
         self.trainer = trainer
-        self.prompts = prompts or []
+        self.prompts = prompts  # token ids, to be answered every `guard_generations` steps
         self.findings: list[Finding] = []
         self.stopped: Finding | None = None
         self.last_healthy: str | None = None  # a checkpoint
         self.first_answers: list[Answer] = []
 
     def on_train_begin(self, args, state, control, **kwargs):
-        names = ["prompt_length", "chosen_length", "rejected_length"]
-        columns = self.trainer.train_dataset.select_columns(names).with_format("numpy")[:]
+        loss_type = main_loss(args.loss_type)
         chosen_tokens = 1.0
-        if main_loss(args.loss_type) not in LENGTH_NORMALIZED_LOSSES:
-            chosen_tokens = float(response_lengths(columns, args.max_length)[:, 0].mean())
-        self.run = RunFacts(
-            sigmoid=len(args.loss_type) == 1 and main_loss(args.loss_type) in SIGMOID_LOSSES,
-            beta=args.beta,
-            chosen_tokens=chosen_tokens,
-            max_steps=state.max_steps,
-            warmup_steps=args.get_warmup_steps(state.max_steps),
-        )
+        if loss_type not in LENGTH_NORMALIZED_LOSSES:
+            chosen_tokens = float(Lengths.of(self.trainer.train_dataset).truncate(args.max_length).chosen.mean())
+        is_sigmoid = len(args.loss_type) == 1 and loss_type in SIGMOID_LOSSES
+        warmup_steps = args.get_warmup_steps(state.max_steps)
+        self.run = RunFacts(is_sigmoid, args.beta, chosen_tokens, state.max_steps, warmup_steps)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" not in (logs or {}) or self.stopped:
@@ -87,7 +79,6 @@ class Guard(TrainerCallback):
         return control
 
     def _report(self, args, entries: Log, finding: Finding) -> None:
-        """Logs a new finding, and keeps the last healthy checkpoint where it is one that stops a run."""
         self.findings.append(finding)
         level = "warning"
         if finding.stops:
@@ -101,8 +92,8 @@ class Guard(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         """Keeps from rotation what may turn out to be the last healthy checkpoint.
 
-        A collapse is detected up to COLLAPSE_STEPS after it began, so that is the newest checkpoint of so many steps
-        ago, and the one that will be it next. Checkpoints further apart than that stay long enough without help.
+        A collapse is detected up to COLLAPSE_STEPS after it began: the newest checkpoint of so many steps ago, and the
+        next one. Checkpoints further apart than that stay long enough without help.
         """
         if not is_main_process() or self.last_healthy or self.trainer.train_config.save_total_limit is None:
             return
@@ -116,7 +107,6 @@ class Guard(TrainerCallback):
         self._write_health(args)
 
     def raise_if_stopped(self) -> None:
-        """Raises GuardStopped where the guard stopped the run."""
         if self.stopped:
             raise GuardStopped(
                 f"guard: {format_finding(self.stopped)}; last healthy checkpoint: {self.last_healthy or 'none'}; "
@@ -126,7 +116,7 @@ class Guard(TrainerCallback):
             )
 
     def _generate(self, args) -> dict[str, float]:
-        """Greedy answers to the prompts, by rank 0, which holds whole weights under ZeRO-2 as all ranks do."""
+        """Greedy answers to the prompts, by rank 0, which has all weights under ZeRO-2."""
         tokenizer = self.trainer.processing_class
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         model.eval()
@@ -134,10 +124,8 @@ class Guard(TrainerCallback):
         model.train()
         self.first_answers = self.first_answers or answers
         prompts = tokenizer.batch_decode(self.prompts, skip_special_tokens=True)
-        samples = [
-            {"prompt": p, "before": b.text, "after": a.text, "before_tokens": b.tokens, "after_tokens": a.tokens}
-            for p, b, a in zip(prompts, self.first_answers, answers, strict=True)
-        ]
+        rows = zip(prompts, self.first_answers, answers, strict=True)
+        samples = [{"prompt": prompt, "before": first.text, "after": last.text} for prompt, first, last in rows]
         write_json(Path(args.output_dir) / SAMPLES, samples)
         return {
             "guard/repeated_4grams": repeated_4grams([a.text for a in answers]),
@@ -146,23 +134,18 @@ class Guard(TrainerCallback):
         }
 
     def _write_health(self, args) -> None:
-        if not is_main_process():
-            return
         verdict = "warned" if self.findings else "healthy"
         if any(finding.stops for finding in self.findings):
             verdict = "collapsed"
-        health = {
-            "verdict": verdict,
-            "reasons": [format_finding(finding) for finding in self.findings],
-            "stopped": self.stopped is not None,
-            "last_healthy": self.last_healthy,
-            "findings": [finding._asdict() for finding in self.findings],
-        }
-        write_json(Path(args.output_dir) / HEALTH, health)
+        health = {"verdict": verdict, "stopped": self.stopped is not None, "last_healthy": self.last_healthy}
+        health["reasons"] = [format_finding(finding) for finding in self.findings]
+        health["findings"] = [finding._asdict() for finding in self.findings]
+        if is_main_process():
+            write_json(Path(args.output_dir) / HEALTH, health)
 
 
 def add_guard(trainer: Any) -> Guard | None:
-    """Adds the guard that the trainer's arguments ask for, or none. Raises UserError for one that cannot generate."""
+    """Adds the guard that the trainer's arguments ask for, if any."""
     args = trainer.args
     if args.guard == "skip":
         return None

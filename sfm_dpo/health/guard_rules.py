@@ -1,7 +1,6 @@
-"""Rules of the guard: the log of a training run in, findings out.
+"""Rules of the guard: pure functions from the log of a training run to findings, so that it can be replayed.
 
-Pure functions, so that a recorded run can be replayed without a model. All thresholds are here; docs/health.md has
-them in words, each with its source.
+All thresholds are here; docs/health.md has them in words, each with its source.
 """
 
 import math
@@ -20,15 +19,11 @@ Evidence = tuple[int, str]  # the first logged step that shows it, and the figur
 
 
 class RunFacts(NamedTuple):
-    """What the rules need to know beside the log.
-
-    `chosen_tokens` turns rewards/chosen into nats per token: rewards/chosen / (beta * chosen_tokens). It is the mean
-    number of tokens in a chosen response, and 1 for a length-normalised loss.
-    """
+    """What the rules need to know beside the log. rewards/chosen / (beta * chosen_tokens) is in nats per token."""
 
     sigmoid: bool
     beta: float
-    chosen_tokens: float
+    chosen_tokens: float  # mean of the chosen responses; 1 for a length-normalised loss
     max_steps: int
     warmup_steps: int
 
@@ -42,9 +37,7 @@ class GuardRule(NamedTuple):
     remedy: str
 
 
-class Finding(NamedTuple):
-    """The fields are those of `findings` in health.json."""
-
+class Finding(NamedTuple):  # as in health.json
     signal: str
     stops: bool
     step: int  # of the last entry
@@ -55,8 +48,6 @@ class Finding(NamedTuple):
 
 def judge_log(log: Log, run: RunFacts) -> list[Finding]:
     """What the rules find at the end of `log` (in order of steps), those that stop a run first."""
-    if not log:
-        return []
     findings = []
     for rule in RULES:
         if evidence := rule.check(log, run):

@@ -1,10 +1,8 @@
 """Node check: GPUs, folders and an all-reduce across all ranks, in seconds, before a job trains for hours.
 
-    python -m sfm_dpo.health.node_check --output_dir outputs/dpo                                  one process
-    torchrun --nproc-per-node 4 -m sfm_dpo.health.node_check --output_dir outputs/dpo             a node with 4 GPUs
+    torchrun --nproc-per-node 4 -m sfm_dpo.health.node_check --output_dir outputs/dpo
 
-The batch scripts run it on all nodes. Rank 0 prints the findings of all ranks and the --exclude that leaves the bad
-nodes out. Exit code 69 (EX_UNAVAILABLE) if anything is wrong. It imports torch alone, to be fast.
+The batch scripts run it on all nodes. It imports torch alone, to be fast.
 """
 
 import argparse
@@ -25,7 +23,7 @@ from sfm_dpo.common.distributed import explain_missing_gpus, is_main_process
 
 log = logging.getLogger("sfm_dpo.health.node_check")  # __name__ is __main__
 
-UNHEALTHY = 69
+UNHEALTHY = 69  # exit code: EX_UNAVAILABLE
 JOIN_SECONDS = 120  # a rank that has not joined by then is lost: importing torch from a cold disk takes long
 REDUCE_SECONDS = 45
 
@@ -33,6 +31,10 @@ Report = tuple[str, list[str]]  # a rank's host and findings
 HOST = os.environ.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]
 RANK = int(os.environ.get("RANK", "0"))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
+# By what the node should have: a node that has lost its GPUs must not pass as one without
+HAS_GPUS = torch.cuda.is_available() or "SLURM_GPUS_ON_NODE" in os.environ
+ON_GPU = HAS_GPUS and os.environ.get("DS_ACCELERATOR") != "cpu"
+DEVICE = torch.device("cuda", LOCAL_RANK) if ON_GPU else torch.device("cpu")
 
 
 def main(argv: list[str]) -> int:
@@ -66,7 +68,7 @@ def main(argv: list[str]) -> int:
 
 
 def check_all(folders: dict[str, Path]) -> list[Report]:
-    """The reports of all ranks, up to the first check that found something: a bad device would hang the next one."""
+    """Reports of all ranks, up to the first check that found something: a bad device would hang the next one."""
     findings = check_device()
     if LOCAL_RANK == 0:
         findings += check_writing(folders)
@@ -87,20 +89,19 @@ def gather_reports(findings: list[str]) -> list[Report]:
 
 def check_device() -> list[str]:
     """Whether this rank has its GPU, and multiplies matrices of known product on it."""
-    where = f"GPU {LOCAL_RANK}" if on_gpu() else "CPU"
-    size = 8192 if on_gpu() else 512
-    if on_gpu() and torch.cuda.device_count() <= LOCAL_RANK:
+    where = f"GPU {LOCAL_RANK}" if ON_GPU else "CPU"
+    size = 8192 if ON_GPU else 512
+    if ON_GPU and torch.cuda.device_count() <= LOCAL_RANK:
         return [f"{where} is missing: {explain_missing_gpus() or 'there are too few'}"]
     try:
-        twos = torch.full((size, size), 2.0, dtype=torch.bfloat16, device=select_device())
+        twos = torch.full((size, size), 2.0, dtype=torch.bfloat16, device=DEVICE)
         wrong = int((twos @ twos != 4.0 * size).sum())  # a power of two: exact in bfloat16
     except RuntimeError as error:
         return [f"{where}: a matmul failed: {str(error).splitlines()[0]}"]
     return [f"{where}: {wrong:,} wrong values in a matmul"] if wrong else []
 
 
-def mark_of(folder: Path) -> Path:
-    """What rank 0 writes, for the other nodes to see."""
+def mark_of(folder: Path) -> Path:  # which rank 0 writes, for the other nodes to see
     return folder / f".health-{os.environ['MASTER_PORT']}"
 
 
@@ -120,32 +121,19 @@ def check_writing(folders: dict[str, Path]) -> list[str]:
 
 
 def check_sharing(folders: dict[str, Path]) -> list[str]:
-    findings = []
-    for name, folder in folders.items():
-        if LOCAL_RANK == 0 and not mark_of(folder).exists():
-            findings.append(f"{name} {folder} is not the first node's: all nodes must share the folder")
-    return findings
+    missing = [name for name, folder in folders.items() if LOCAL_RANK == 0 and not mark_of(folder).exists()]
+    return [f"{name} {folders[name]} is not the first node's: all nodes must share the folder" for name in missing]
 
 
 def check_all_reduce(folders: dict[str, Path]) -> list[str]:
     """Adds up numbers over all ranks on their devices: NCCL between GPUs, gloo otherwise."""
     ranks = dist.get_world_size()
-    group = dist.new_group(backend="nccl" if on_gpu() else "gloo", timeout=timedelta(seconds=REDUCE_SECONDS))
-    numbers = torch.full((1024,), float(RANK + 1), device=select_device())
+    group = dist.new_group(backend="nccl" if ON_GPU else "gloo", timeout=timedelta(seconds=REDUCE_SECONDS))
+    numbers = torch.full((1024,), float(RANK + 1), device=DEVICE)
     dist.all_reduce(numbers, group=group)
     if bool((numbers == ranks * (ranks + 1) / 2).all()):
         return []
     return [f"{numbers.device}: an all-reduce over {ranks} ranks gave {numbers[0].item():g}"]
-
-
-def on_gpu() -> bool:
-    """By what the node should have: a node that has lost its GPUs must not pass as one without."""
-    should_have = torch.cuda.is_available() or "SLURM_GPUS_ON_NODE" in os.environ
-    return should_have and os.environ.get("DS_ACCELERATOR") != "cpu"
-
-
-def select_device() -> torch.device:
-    return torch.device("cuda", LOCAL_RANK) if on_gpu() else torch.device("cpu")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The preflight: whether DPO can work here, from the base model's log-probs and the tokens, before the first step.
 
-DPO moves a policy away from its base model. Where the base model finds the chosen answers nearly impossible, the loss
-still falls, but by making the rejected answers impossible too. The figures that show it exist before training.
+Where the base model finds the chosen answers nearly impossible, DPO's loss still falls, but by making the rejected
+answers impossible too.
 """
 
 import logging
@@ -28,25 +28,15 @@ log = logging.getLogger(__name__)
 PREFLIGHT = "preflight.json"
 
 
-def response_lengths(columns: dict[str, np.ndarray], max_length: int | None) -> np.ndarray:
-    """[N, 2] trained tokens of chosen and rejected, after truncation. Columns as in tokenization.py."""
-    return Lengths.from_columns(columns).truncate(max_length).responses
-
-
-def inspect_tokens(
-    rows: list[dict], columns: dict[str, np.ndarray], eos: set[int], max_length: int | None
-) -> dict[str, float]:
-    """Shares of responses without one of `eos` (in a sample of `rows`), and of truncated ones (by all `columns`)."""
+def inspect_tokens(rows: list[dict], lengths: Lengths, eos: set[int], max_length: int | None) -> dict[str, float]:
+    """Shares of responses without one of `eos` (in a sample of `rows`), and of truncated ones (by all `lengths`)."""
     endless = []
     for row in rows:
         for side in ("chosen", "rejected"):
             if max_length is None or row["prompt_length"] + row[f"{side}_length"] <= max_length:
                 endless.append(eos.isdisjoint(row[f"{side}_ids"][-4:]))
-    full = np.stack([columns["chosen_length"], columns["rejected_length"]], axis=1)
-    return {
-        "no_eos": float(np.mean(endless)) if endless else 0.0,
-        "cut": float((response_lengths(columns, max_length) < full).mean()),
-    }
+    cut = float((lengths.truncate(max_length).responses < lengths.responses).mean())
+    return {"no_eos": float(np.mean(endless)) if endless else 0.0, "cut": cut}
 
 
 def list_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -71,14 +61,14 @@ def check_vocabulary(tokens: Dataset, tokenizer: PreTrainedTokenizerBase, vocab_
 
 def compute_base_logps(trainer, rows: np.ndarray) -> np.ndarray:
     """[len(rows), 2] sums of log-probs (nats) under the base model, computed by all ranks; equal on all of them."""
-    accelerator, dataset = trainer.accelerator, trainer.train_dataset
-    model = trainer.forward_model
-    rank, ranks, size = accelerator.process_index, accelerator.num_processes, trainer.args.per_device_train_batch_size
-    mine = np.resize(rows, math.ceil(len(rows) / ranks) * ranks)[rank::ranks].tolist()  # as many forwards on each rank
+    ranks = trainer.accelerator.num_processes
+    padded = np.resize(rows, math.ceil(len(rows) / ranks) * ranks)  # as many forwards on each rank
+    mine = padded[trainer.accelerator.process_index :: ranks].tolist()
+    size = trainer.args.per_device_train_batch_size
     sums: list[list[float]] = []
     for start in range(0, len(mine), size):
-        batch = trainer.load_batch(dataset, mine[start : start + size])
-        sums += torch.stack(trainer.compute_ref_log_probs(model, batch), dim=1).float().tolist()
+        batch = trainer.load_batch(trainer.train_dataset, mine[start : start + size])
+        sums += torch.stack(trainer.compute_ref_log_probs(trainer.forward_model, batch), dim=1).float().tolist()
     by_row = dict(gather_object(list(zip(mine, sums, strict=True))))
     return np.array([by_row[row] for row in rows.tolist()])
 
@@ -89,71 +79,66 @@ def compute_packed_difference(trainer, rows: np.ndarray) -> float:
 
     `rows`: pairs of the training set. The two sides of one are enough for a sequence that sees another's tokens.
     """
-    dataset, args = trainer.train_dataset, trainer.args
     model = trainer.forward_model
-    batch = trainer.load_batch(dataset, rows)
+    batch = trainer.load_batch(trainer.train_dataset, rows)
     packed_sums = torch.cat(trainer.compute_ref_log_probs(model, batch))
     differences = []
     inputs = zip(batch["input_ids"], batch["attention_mask"], batch["completion_mask"], packed_sums, strict=True)
-    for ids, mask, completion, packed_sum in inputs:
-        ids, completion = ids[mask.bool()], completion[mask.bool()].bool()
+    for padded_ids, mask, padded_completion, packed_sum in inputs:
+        ids = padded_ids[mask.bool()]
+        completion = padded_completion[mask.bool()].bool()
         with trainer.accelerator.autocast():  # a plain forward: transformers' own attention, nothing else in the row
             logits = model(input_ids=ids[None], attention_mask=torch.ones_like(ids[None])).logits[0, :-1]
         logps = torch.log_softmax(logits.float(), dim=-1).gather(1, ids[1:, None])[:, 0][completion[1:]]
         differences.append(abs(packed_sum.item() - logps.sum().item()) / len(logps))
-    return max(differences) / (5e-2 if args.bf16 or args.fp16 else 1e-4)
+    return max(differences) / (5e-2 if trainer.args.bf16 or trainer.args.fp16 else 1e-4)
 
 
 def run_preflight(trainer, config: Config) -> dict[str, Any]:
-    """The content of preflight.json, equal on all ranks; nothing is written. All ranks must call it.
+    """The content of preflight.json, equal on all ranks, which must all call it. The policy is still the base model.
 
-    The policy must still be the base model. With a reference cache all pairs are judged, and nothing is computed
-    but one pair for the comparison of packed and single sequences.
+    With a reference cache all pairs are judged, and only one pair is computed, packed against single sequences.
     """
-    args, dataset, tokenizer = config.train, trainer.train_dataset, trainer.processing_class
-    total = len(dataset)
+    args = config.train
+    dataset = trainer.train_dataset
+    tokenizer = trainer.processing_class
     loss_type = main_loss(args.loss_type)
-    sample = np.sort(np.random.default_rng(args.seed).permutation(total)[: args.preflight_samples])
-    columns = dataset.select_columns(["prompt_length", "chosen_length", "rejected_length"]).with_format("numpy")[:]
-    lengths = np.maximum(response_lengths(columns, args.max_length), 1)
+    sample = np.sort(np.random.default_rng(args.seed).permutation(len(dataset))[: args.preflight_samples])
+    lengths = Lengths.of(dataset)
+    responses = np.maximum(lengths.truncate(args.max_length).responses, 1)
     if "ref_chosen_logps" in dataset.column_names:
-        judged = np.arange(total)
+        judged = np.arange(len(dataset))
         reference = dataset.select_columns(["ref_chosen_logps", "ref_rejected_logps"]).with_format("numpy")[:]
         logps = np.stack([reference["ref_chosen_logps"], reference["ref_rejected_logps"]], axis=1)
     else:
         judged = sample
         logps = compute_base_logps(trainer, sample)
-    figures = compute_pair_figures(logps.astype(np.float64), lengths[judged], loss_type, args.beta)
+    figures = compute_pair_figures(logps.astype(np.float64), responses[judged], loss_type, args.beta)
 
     model = trainer.accelerator.unwrap_model(trainer.model)
     rows = list(dataset.select(sample))
-    figures |= inspect_tokens(rows, columns, list_eos(model, tokenizer), args.max_length)
+    figures |= inspect_tokens(rows, lengths, list_eos(model, tokenizer), args.max_length)
     if args.padding_free:
-        size = columns["prompt_length"] + lengths.max(axis=1)
+        size = lengths.prompt + responses.max(axis=1)
         by_size = sample[np.argsort(size[sample], kind="stable")]
         figures["packed_difference"] = compute_packed_difference(trainer, by_size[[(len(by_size) - 1) // 2]])
     verdict, findings = judge_base_model(figures, loss_type)
     reasons = [format_finding(finding) for finding in findings]
-    prompt, response = rows[0]["prompt_ids"], rows[0]["chosen_ids"]
-    boundary = [tokenizer.decode(ids) for ids in (prompt[-12:], response[:12], response[-6:])]
-    text = format_preflight(verdict, reasons, figures, total, boundary)
+    response = rows[0]["chosen_ids"]
+    boundary = [tokenizer.decode(ids) for ids in (rows[0]["prompt_ids"][-12:], response[:12], response[-6:])]
+    text = format_preflight(verdict, reasons, figures, len(dataset), boundary)
     return broadcast({"verdict": verdict, "reasons": reasons, "figures": figures, "findings": findings, "text": text})
 
 
 def preflight_phase(trainer, config: Config) -> None:
-    """Runs the preflight, logs it and writes preflight.json, unless `preflight` is skip.
-
-    Raises:
-        PreflightRefused: a no-go, where `preflight` is abort.
-    """
-    mode = config.train.preflight
-    if mode == "skip":
+    """Runs the preflight, logs it and writes preflight.json, unless `preflight` is skip."""
+    if config.train.preflight == "skip":
         return
     result = run_preflight(trainer, config)
     if is_main_process():
         write_json(Path(config.train.output_dir) / PREFLIGHT, result)
     log.info(result["text"])
-    if result["verdict"] == "no-go" and mode == "abort":
+    if result["verdict"] == "no-go" and config.train.preflight == "abort":
         worst = next(reason for reason in result["reasons"] if reason.startswith("no-go"))
         raise PreflightRefused(f"preflight: {worst}; nothing was trained; preflight: warn trains regardless")
 
@@ -161,7 +146,7 @@ def preflight_phase(trainer, config: Config) -> None:
 def format_preflight(
     verdict: str, reasons: list[str], figures: dict[str, Any], total: int, boundary: list[str]
 ) -> str:
-    """The result as text, for the log and the report. `total`: pairs of the dataset."""
+    """The result as text. `total`: pairs of the dataset."""
 
     def interval(name: str) -> str:
         return "{:+.2f} ({:+.2f} to {:+.2f}) nats".format(*figures[name])

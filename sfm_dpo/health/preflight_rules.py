@@ -46,15 +46,10 @@ RULES = (
 
 
 def compute_pair_figures(logps: np.ndarray, lengths: np.ndarray, loss_type: str, beta: float) -> dict[str, Any]:
-    """Figures of the base model's log-probs on the pairs.
+    """Means and shares with 95% intervals (mean, low, high), in nats; median DPO gradient weight after MOVE.
 
-    Args:
-        logps: [N, 2] sums of log-probs (nats) of the chosen and rejected responses.
-        lengths: [N, 2] tokens of the responses.
-
-    Returns:
-        Means and shares with 95% intervals (mean, low, high), in nats; the median of DPO's gradient weight
-        sigmoid(-margin) after MOVE.
+    `logps`: [N, 2] sums of log-probs (nats) of the chosen and rejected responses under the base model; `lengths`:
+    [N, 2] their tokens. The weight is sigmoid(-margin).
     """
     per_token = logps / lengths
     token_gap = per_token[:, 0] - per_token[:, 1]
@@ -100,8 +95,5 @@ def judge_base_model(figures: dict[str, Any], loss_type: str) -> tuple[str, list
 
 
 def format_finding(finding: dict[str, Any]) -> str:
-    """One line: the figure, its limit, what to do."""
-    return (
-        f"{finding['level']}: {finding['rule']} {finding['value']:.3g}, limit {finding['limit']:g} "
-        f"({finding['what']}): {finding['remedy']}"
-    )
+    sizes = f"{finding['value']:.3g}, limit {finding['limit']:g}"
+    return f"{finding['level']}: {finding['rule']} {sizes} ({finding['what']}): {finding['remedy']}"

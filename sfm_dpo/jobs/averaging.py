@@ -21,10 +21,7 @@ from sfm_dpo.run.reader import PARENTS
 
 
 def average_models(paths: list[Path], output: Path, weights: list[float] | None = None) -> None:
-    """Writes the mean of the models in `paths`, by `weights` (default: equal), into `output`, a new run's folder.
-
-    It is taken in fp64, a file of the first model at a time, and saved in the model's dtype.
-    """
+    """Writes the mean of models by `weights` (default: equal), taken in fp64, into `output`, a new run's folder."""
     weights = weights or [1.0] * len(paths)
     if len(weights) != len(paths):
         raise UserError(f"--weights: {len(weights)} for {len(paths)} models; give one for each")
@@ -61,7 +58,6 @@ def average_models(paths: list[Path], output: Path, weights: list[float] | None 
 
 
 def check_alike(first: Source, first_folder: Path, other: Source, folder: Path) -> None:
-    """Raises UserError unless two models, whose files are in the folders, can be averaged."""
     if (folder / ADAPTER_CONFIG_NAME).is_file():
         raise UserError(f"{other.folder}: is an adapter; merge each into its base model first")
     a = json.loads((first_folder / "config.json").read_text()) | {"base": first.config["model_name_or_path"]}

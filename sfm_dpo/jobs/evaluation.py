@@ -1,7 +1,4 @@
-"""Is the trained model better than its base? Benchmarks of lm-eval, and the held-out metrics on other preference sets.
-
-lm-eval is in requirements-eval.txt, so that training does not need it. Generation is greedy, whatever a task says.
-"""
+"""Is the trained model better than its base? Benchmarks of lm-eval, and held-out metrics on other preference sets."""
 
 import importlib
 import math
@@ -29,7 +26,6 @@ from sfm_dpo.run.reader import EVALUATION
 from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.trainer import SFMDPOTrainer
 
-ROW_NAME = {"benchmarks": "task", "pairs": "source"}
 # Fields of the run that decide what becomes of a text and what a reward is
 PAIR_FIELDS = """model_name_or_path model_revision trust_remote_code max_length max_prompt_length pad_token seed
     dataset_num_proc max_dropped_fraction beta loss_type label_smoothing padding_free attn_implementation""".split()
@@ -38,8 +34,7 @@ PAIR_FIELDS = """model_name_or_path model_revision trust_remote_code max_length 
 def evaluate_run(path: Path, tasks: list[str], pairs: str | None, **options: Any) -> str:
     """Adds the results to the evaluation.json of a run or checkpoint, and to a run's report and model card.
 
-    `tasks`: names, or paths of YAML files; `options`: of lm_eval.simple_evaluate; `limit` holds for `pairs`, too.
-    Returns the results as text. Raises UserError: nothing to evaluate; lm-eval, a task or the data cannot be had.
+    `tasks`: names, or paths of YAML files; `options`: of lm_eval.simple_evaluate. Returns the results as text.
     """
     source = find_source(path, publish_anyway=True)
     if not pairs:
@@ -57,16 +52,14 @@ def evaluate_run(path: Path, tasks: list[str], pairs: str | None, **options: Any
             found["pairs"] = [evaluate_pairs(source, Path(folder), pairs, options["limit"])]
     evaluation = read_mapping(source.folder / EVALUATION)
     for part, rows in found.items():  # a new row replaces those of the same task or set
-        new = {row[ROW_NAME[part]] for row in rows}
-        evaluation[part] = [row for row in evaluation.get(part, []) if row[ROW_NAME[part]] not in new] + rows
+        key = "task" if part == "benchmarks" else "source"
+        new = {row[key] for row in rows}
+        evaluation[part] = [row for row in evaluation.get(part, []) if row[key] not in new] + rows
     write_json(source.folder / EVALUATION, evaluation)
     if source.step is None:
         write_report(source.run)
         write_model_card(source.run)
     return format_evaluation(found)
-
-
-# ---- benchmarks
 
 
 def load_tasks(names: list[str]) -> Any:
@@ -75,8 +68,8 @@ def load_tasks(names: list[str]) -> Any:
         tasks = importlib.import_module("lm_eval.tasks")  # by its name alone: not of requirements.txt
     except ImportError as error:
         raise UserError(f"evaluate.py: lm-eval is missing ({error}); pip install -r requirements-eval.txt") from error
-    local = all(Path(name).suffix == ".yaml" for name in names)
-    manager = tasks.TaskManager(include_defaults=not local)  # to look through those takes ten seconds
+    is_local = all(name.endswith(".yaml") for name in names)
+    manager = tasks.TaskManager(include_defaults=not is_local)  # to look through those takes ten seconds
     for name in names:
         try:
             manager.load([name])
@@ -91,19 +84,17 @@ def evaluate_benchmarks(source: Source, folder: Path, options: dict[str, Any]) -
     base = {"pretrained": source.config["model_name_or_path"], "tokenizer": str(folder)}
     if revision := source.config.get("model_revision"):
         base["revision"] = revision
+    trained = {"pretrained": str(folder), "tokenizer": str(folder)}
     if (folder / ADAPTER_CONFIG_NAME).is_file():
         trained = base | {"peft": str(folder)}
-    else:
-        trained = {"pretrained": str(folder), "tokenizer": str(folder)}
     before = run_lm_eval(base, **options)
     after = run_lm_eval(trained, **options)
-    facts = {"limit": options["limit"], "chat_template": options["apply_chat_template"]}
-    facts |= {"time": now(), "lm_eval": after["lm_eval_version"]}
-    return [row | facts for row in compare_results(before, after)]
+    facts = {"limit": options["limit"], "chat_template": options["apply_chat_template"], "time": now()}
+    return [row | facts | {"lm_eval": after["lm_eval_version"]} for row in compare_results(before, after)]
 
 
 def run_lm_eval(model: dict[str, str], model_args: str, **options: Any) -> dict:
-    """lm-eval's results with `samples`, of its `model_args` (KEY=VALUE,...) and those of the `model`."""
+    """lm-eval's results with `samples`. `model`, `model_args` (KEY=VALUE,...): arguments of its model."""
     lm_eval = importlib.import_module("lm_eval")
     on_gpu = torch.cuda.is_available()
     given = lm_eval.utils.simple_parse_args_string(model_args)
@@ -111,7 +102,7 @@ def run_lm_eval(model: dict[str, str], model_args: str, **options: Any) -> dict:
         model="hf",
         model_args={"dtype": "auto" if on_gpu else "float32"} | model | given,
         device="cuda" if on_gpu else "cpu",
-        gen_kwargs={"do_sample": False, "temperature": 0.0},
+        gen_kwargs={"do_sample": False, "temperature": 0.0},  # greedy, whatever a task says
         bootstrap_iters=1000,
         **options,
     )
@@ -120,8 +111,7 @@ def run_lm_eval(model: dict[str, str], model_args: str, **options: Any) -> dict:
 def compare_results(base: dict, trained: dict) -> list[dict[str, Any]]:
     """A row for each task and metric of two results of lm-eval.
 
-    The interval `low` to `high` (95%) of the difference is that of the differences in each sample; None where the
-    metric is not their mean.
+    `low` to `high`: 95% interval of the difference, from that of each sample; None where a metric is not their mean.
     """
     rows = []
     for task, scores in trained["results"].items():
@@ -156,14 +146,10 @@ def _read_samples(result: dict, task: str, metric: str, name: str) -> dict[Any, 
     return {s["doc_id"]: float(s[metric]) for s in samples if isinstance(s.get(metric), int | float)}
 
 
-# ---- preference sets
-
-
 def evaluate_pairs(source: Source, model: Path, dataset: str, limit: int | None) -> dict[str, Any]:
-    """Name, number of pairs, and the metrics that `eval_datasets` would have given, without `eval_`.
+    """The metrics that `eval_datasets` would have given for `limit` pairs of a `dataset`, without `eval_`.
 
-    The reference is the run's base model. `model`: folder of the trained weights or adapter. `dataset`: as
-    dataset_name, prepared as in the run; `limit`: so many of its pairs, drawn with the run's seed.
+    The reference is the run's base model; `model` is a folder with the trained weights or the adapter.
     """
     on_gpu = torch.cuda.is_available()
     fields = {name: source.config[name] for name in PAIR_FIELDS if source.config.get(name) is not None}
@@ -172,9 +158,8 @@ def evaluate_pairs(source: Source, model: Path, dataset: str, limit: int | None)
     fields |= {"per_device_train_batch_size": 1, "global_batch_size": 1}
     if limit:
         fields["max_samples"] = limit
-    recipe = model / "pairs.yaml"
-    recipe.write_text(yaml.safe_dump(fields))
-    config = parse_config(["--config", str(recipe)])
+    (model / "pairs.yaml").write_text(yaml.safe_dump(fields))
+    config = parse_config(["--config", f"{model}/pairs.yaml"])
     tokenizer = load_tokenizer(config)
     pairs = load_token_pairs(config, tokenizer).train
     config.train.model_init_kwargs = model_init_kwargs(config)

@@ -1,7 +1,6 @@
-"""GPU check: CHECKS, a list of functions, show whether everything is right and fast on this machine.
+"""GPU check: CHECKS, each in processes of its own, show whether everything is right and fast on this machine.
 
-Each check computes in processes of its own. Comparisons use the recipe's model with few layers and random weights;
-memory and speed on a GPU the complete model.
+Comparisons use the recipe's model with few layers and random weights; memory and speed on a GPU the complete model.
 """
 
 import json
@@ -37,18 +36,15 @@ TIMEOUT = 600  # seconds for each process
 LOSS_TOLERANCE = 0.05  # as compare_runs.py where a run is in bf16
 NORM_TOLERANCE = 0.1  # relative, of the gradient norm
 MEMORY_TOLERANCE = 1.15  # measured over planned
-# Of a check: whether it passed (None where it only measures), and what it found
-Result = tuple[bool | None, str]
+Result = tuple[bool | None, str]  # whether a check passed (None where it only measures), and what it found
 
 
 class Skipped(Exception):
-    """The input of a check is missing, because an earlier one failed."""
+    """An earlier check has not left what this one needs."""
 
 
 @dataclass
 class Place:
-    """Where and with what the checks run."""
-
     folder: Path
     recipe: list[str]  # the user's options of train_dpo.py
     processes: int
@@ -99,9 +95,8 @@ class Place:
             done = subprocess.run(words, cwd=PROJECT, env=env, stdout=log, stderr=subprocess.STDOUT, check=False)
         if done.returncode:
             text = path.read_text()
-            errors = re.findall(r"^(?:error: |\w*(?:Error|Exception)\b).*", text, re.M)
-            reason = errors[0] if errors else text[-300:]
-            raise RuntimeError(f"exit code {done.returncode}: {reason[:300]} ({path})")
+            errors = re.findall(r"^(?:error: |\w*(?:Error|Exception)\b).*", text, re.M) or [text[-300:]]
+            raise RuntimeError(f"exit code {done.returncode}: {errors[0][:300]} ({path})")
 
 
 def prepare(place: Place) -> None:
@@ -174,8 +169,7 @@ def mean_speed(steps: list[dict[str, Any]]) -> float:
 
 
 def largest_difference(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> float:
-    """Of the losses; NaN where one is."""
-    return float(np.max([abs(one["loss"] - other["loss"]) for one, other in zip(a, b, strict=True)]))
+    return float(np.max([abs(one["loss"] - other["loss"]) for one, other in zip(a, b, strict=True)]))  # NaN wins
 
 
 def check_launcher(place: Place, launch: str) -> Result:
@@ -199,8 +193,7 @@ def check_resume(place: Place) -> Result:
 
 
 def check_memory(place: Place) -> Result:
-    """What fit_memory chooses, on a GPU for the complete model and pairs as long as the recipe's longest; into
-    calibration.json, which plan.py and `flash_attention: auto` read."""
+    """What fit_memory chooses; writes calibration.json, which plan.py and `flash_attention: auto` read."""
     fields: dict[str, Any] = {"fit_memory": True, "per_device_train_batch_size": None}
     if place.on_gpu:
         fields |= dict.fromkeys(["max_length", "max_prompt_length", "model_name_or_path", "use_peft"])
@@ -213,9 +206,8 @@ def check_memory(place: Place) -> Result:
     shutil.rmtree(place.folder / "memory")  # the complete model
     setting = re.findall("fit_memory: (.*), of", (place.folder / "memory.log").read_text())[0]
     text = f"{setting}; {measured:.2f} GiB measured; {mean_speed(steps):,.0f} tokens/s on {place.processes}"
-    mfu = None
-    if "perf/mfu" in steps[0]:
-        mfu = fmean(step["perf/mfu"] for step in steps[1:])
+    mfu = fmean(step["perf/mfu"] for step in steps[1:]) if "perf/mfu" in steps[0] else None
+    if mfu:
         text += f", {mfu:.1%} MFU"
     facts = {"gpu": torch.cuda.get_device_name() if place.on_gpu else "cpu", "processes": place.processes}
     facts |= {"mfu": mfu, "memory_ratio": measured / planned, "flash": place.facts.get("flash")}
@@ -235,7 +227,7 @@ CHECKS: dict[str, Callable[[Place], Result]] = {
 
 
 def run_checks(place: Place) -> list[dict[str, Any]]:
-    """Runs CHECKS in order; prints each and writes checks.json after it. One that raises is a FAIL."""
+    """Runs CHECKS in order; prints each and writes checks.json after it."""
     prepare(place)
     rows: list[dict[str, Any]] = []
     for name, check in CHECKS.items():

@@ -90,10 +90,7 @@ def read_metrics(run: dict[str, Any]) -> dict[str, float]:
 
 
 def format_sweep(grid: Grid) -> str:
-    """The table, a row for each setting: the runs that differ in SEEDS alone. The best mean of `rank_by` is first.
-
-    The difference to the best setting is the mean over the seeds that both have.
-    """
+    """The table, a row for each setting: the runs that differ in SEEDS alone. The best mean of `rank_by` is first."""
     states: dict[tuple, list[str]] = {}
     metric: dict[tuple, dict[tuple, float]] = {}  # `rank_by` of the runs that are done, by seed
     for folder, words in list_members(grid).items():
@@ -110,7 +107,7 @@ def format_sweep(grid: Grid) -> str:
     rows = []
     for setting in ranked:
         values = metric[setting]
-        differences = [value - best[seed] for seed, value in values.items() if seed in best]
+        differences = [value - best[seed] for seed, value in values.items() if seed in best]  # of the seeds of both
         counts = [f"{count} {state}" for state, count in sorted(Counter(states[setting]).items())]
         rows.append([*setting, format_mean([*values.values()]), format_mean(differences), ", ".join(counts)])
     names = [name for name in grid.fields if name not in SEEDS]

@@ -188,7 +188,7 @@ def test_a_healthy_run_is_left_alone_and_says_so(command, tmp_path):
     assert (health["verdict"], health["findings"], health["stopped"]) == ("healthy", [], False)
     assert [entry["step"] for entry in logged(out, "guard/answer_tokens")] == [1, 10]
     samples = json.loads((out / "samples.json").read_text())
-    assert len(samples) == 4 and samples[0]["prompt"].startswith("question") and samples[0]["before_tokens"] > 0
+    assert len(samples) == 4 and samples[0]["prompt"].startswith("question") and samples[0]["before"]
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def test_warn_logs_the_collapse_and_goes_on(command, tmp_path, capsys):
 def test_a_checkpoint_from_before_the_horizon_survives_rotation(tmp_path, every):
     """At whatever step a collapse is detected, there is a checkpoint from before it began."""
     args = parse_config(["--model_name_or_path", "x", "--dataset_name", "x", "--output_dir", str(tmp_path)]).train
-    state, guard = TrainerState(), Guard(SimpleNamespace(train_config=args))
+    state, guard = TrainerState(), Guard(SimpleNamespace(train_config=args), [])
     (tmp_path / "checkpoint-1").mkdir()  # a user's, and none of the guard's business
     (tmp_path / "checkpoint-1" / "KEEP").write_text("")
     mark_complete(tmp_path / "checkpoint-1", {})

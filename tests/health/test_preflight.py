@@ -11,12 +11,12 @@ from datasets import Dataset
 import train_dpo
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
+from sfm_dpo.data.token_lengths import Lengths
 from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
 from sfm_dpo.health.preflight import (
     check_vocabulary,
     compute_packed_difference,
     inspect_tokens,
-    response_lengths,
     run_preflight,
 )
 from sfm_dpo.health.preflight_rules import compute_pair_figures, judge_base_model
@@ -116,12 +116,11 @@ def tokens_of(texts, tokenizer=None, max_length=64):
 
 def test_missing_eos_and_cut_responses_are_counted():
     tokens, eos = tokens_of([("q", "yes" * 3, "no"), ("q", "x" * 80, "no")]), {tiny_tokenizer().eos_token_id}
-    rows, columns = list(tokens), tokens.with_format("numpy")[:]
-    assert inspect_tokens(rows, columns, eos, 64) == {"no_eos": 0.0, "cut": 0.25}
-    assert response_lengths(columns, 64)[1].tolist() == [63, 3]
+    rows, lengths = list(tokens), Lengths.of(tokens)
+    assert inspect_tokens(rows, lengths, eos, 64) == {"no_eos": 0.0, "cut": 0.25}
     for row in rows:
         row["chosen_ids"] = [i for i in row["chosen_ids"] if i not in eos]
-    assert inspect_tokens(rows, columns, eos, 64)["no_eos"] == pytest.approx(1 / 3)  # the cut one does not count
+    assert inspect_tokens(rows, lengths, eos, 64)["no_eos"] == pytest.approx(1 / 3)  # the cut one does not count
     assert judge_base_model({"no_eos": 1 / 3, "cut": 0.3}, "sigmoid_norm")[0] == "caution"
 
 
