@@ -27,7 +27,7 @@ from sfm_dpo.common.errors import PreflightDone, StopRequested
 from sfm_dpo.common.secrets import mask_traceback
 from sfm_dpo.config import Config, parse_config
 from sfm_dpo.data.preferences import Pairs
-from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
+from sfm_dpo.data.tokenization import hash_tokens, load_token_pairs, load_tokenizer
 from sfm_dpo.health.guard import add_guard
 from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
 from sfm_dpo.health.preflight import check_vocabulary, preflight_phase
@@ -51,7 +51,7 @@ from sfm_dpo.run.reader import eval_prefix
 from sfm_dpo.train.callbacks import Position, ProgressLine, StopCallback
 from sfm_dpo.train.fit_memory import fit_memory
 from sfm_dpo.train.profiler import Profiler
-from sfm_dpo.train.reference_cache import add_reference, hash_tokens, make_folder, reference_root
+from sfm_dpo.train.reference_cache import add_reference, make_folder, reference_root
 from sfm_dpo.train.trainer import SFMDPOTrainer, build_sampler
 
 log = logging.getLogger("sfm_dpo")
@@ -132,12 +132,7 @@ def build_trainer(
 
 
 def check(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> None:
-    """Says what will be trained and how, and refuses what cannot go well.
-
-    Raises:
-        UserError: the disk is too small, or `checkpoint` is of another run.
-        PreflightRefused, PreflightDone
-    """
+    """Says what will be trained and how, and refuses what cannot go well: disk, checkpoint, preflight."""
     args = config.train
     size = checkpoint_bytes(trainer.model, trainer.zero_stage, trainer.is_fsdp_enabled)
     check_disk(args.output_dir, size, peak_checkpoint_count(args, COLLAPSE_STEPS))
@@ -166,11 +161,7 @@ def check(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
 
 
 def train(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> None:
-    """To the last step, or until the guard or a request stops it.
-
-    Raises:
-        GuardStopped, StopRequested
-    """
+    """To the last step; raises GuardStopped or StopRequested where the guard or a request stops it."""
     stop = StopCallback()
     guard = add_guard(trainer)
     trainer.add_callback(stop)

@@ -139,7 +139,7 @@ def train(job: dict) -> dict:
     pairs = trainer.train_dataset
     trainer.train_dataset = pairs.select(range(warm))
     trainer.train()
-    meter.counts = dict.fromkeys(meter.counts, 0.0)
+    meter.counts.clear()
     trainer.train_dataset = pairs.select(range(warm, len(pairs)))
     seconds = trainer.train().metrics["train_runtime"]
     peak = peak_memory_gib()  # before the matrix products that follow

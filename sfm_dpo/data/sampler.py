@@ -14,7 +14,7 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config import Config
+from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.data.token_lengths import Lengths
 from sfm_dpo.model.memory_plan import MicroBatch
 
@@ -79,6 +79,13 @@ class PairSampler(Sampler[int]):
         self.epoch = 0
         self.is_over = False  # nothing is left to train
         self._steps: dict[int, list[np.ndarray]] = {}  # of the epoch that was asked for last
+
+    @classmethod
+    def of(cls, tokens: np.ndarray, args: TrainConfig) -> "PairSampler":
+        """The sampler of a run."""
+        strategy = args.train_sampling_strategy
+        seed = args.seed if args.data_seed is None else args.data_seed
+        return cls(tokens, strategy, args.global_batch_size, args.per_device_train_batch_size, seed, args.padding_free)
 
     def __len__(self) -> int:
         return len(self.tokens) // self.global_batch * self.global_batch
@@ -169,9 +176,8 @@ def list_micro_batches(config: Config, lengths: Lengths, prefix_sharing: bool, r
     """The largest micro-batch of a run, which has to fit into memory, for each usual number of pairs per device and
     the one that the configuration names, where the global batch allows it. `lengths` are truncated."""
     args = config.train
-    seed = args.seed if args.data_seed is None else args.data_seed
     tokens = lengths.computed(prefix_sharing)
-    sampler = PairSampler(tokens, args.train_sampling_strategy, args.global_batch_size, 1, seed, args.padding_free)
+    sampler = PairSampler.of(tokens, args)
     micro_batches = []
     for size in sorted({*FIRST_STEPS_FOR, config.micro_batch}):
         if args.global_batch_size % (size * ranks):

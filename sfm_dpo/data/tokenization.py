@@ -16,6 +16,7 @@ from typing import Any
 import datasets
 import numpy as np
 import transformers
+import xxhash
 from datasets import Dataset, Features, List, Value
 from datasets.fingerprint import Hasher
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
@@ -236,3 +237,15 @@ def _cut_prompts(prompts: list[list[int]], max_prompt_length: int) -> dict[str, 
 def pair_tokens(tokens: Dataset, max_length: int | None, prefix_sharing: bool = False) -> np.ndarray:
     """[N] computed tokens of each pair, chosen and rejected sequence together, after truncation to `max_length`."""
     return Lengths.of(tokens).truncate(max_length).computed(prefix_sharing)
+
+
+def hash_tokens(dataset: Dataset) -> str:
+    """Hash of the ids of all rows, in order."""
+    digest = xxhash.xxh3_128()
+    columns = ["prompt_ids", "chosen_ids", "rejected_ids"]
+    for table in dataset.select_columns(columns).with_format("arrow").iter(batch_size=1000):
+        for name in columns:
+            column = table.column(name).combine_chunks()
+            digest.update(np.ascontiguousarray(column.value_lengths().to_numpy()).tobytes())
+            digest.update(np.ascontiguousarray(column.flatten().to_numpy()).tobytes())
+    return digest.hexdigest()

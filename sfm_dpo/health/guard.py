@@ -149,7 +149,7 @@ def add_guard(trainer: Any) -> Guard | None:
     args = trainer.args
     if args.guard == "skip":
         return None
-    if args.guard_generations and (trainer.is_fsdp_enabled or trainer.is_zero3):
+    if args.guard_generations and (trainer.is_fsdp_enabled or trainer.zero_stage == 3):
         raise UserError(
             f"guard_generations {args.guard_generations}: needs whole weights on each rank; use ZeRO-2, or 0"
         )

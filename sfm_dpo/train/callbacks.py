@@ -79,11 +79,8 @@ class ResumeCallback(TrainerCallback):
 
 
 def allocate_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Gives torch's Adam and AdamW the state that they would allocate in their first update; changes no result.
-
-    The first step holds the largest micro-batch: with this, what does not fit into memory shows there. An update with
-    gradients and learning rate 0 leaves weights and moments as they are; its count is taken back.
-    """
+    """Gives torch's Adam and AdamW the state that they would allocate in their first update: what does not fit into
+    memory then shows in the first step. An update with gradients and learning rate 0 changes no weight and moment."""
     if optimizer.state or not isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass
         return
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -100,10 +97,8 @@ def allocate_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 class CheckpointCallback(TrainerCallback):
-    """Marks a checkpoint as complete once all ranks have written theirs, then deletes the oldest ones.
-
-    Transformers would delete others while ranks still write the new one, and count one that was killed half-written.
-    """
+    """Marks a checkpoint as complete once all ranks have written theirs, then deletes the oldest ones: Transformers
+    would delete others while ranks still write the new one, and count one that was killed half-written."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
@@ -148,10 +143,7 @@ def describe_best(args: TrainingArguments, state: TrainerState) -> dict[str, Any
 
 
 class ProgressLine(TrainerCallback):
-    """A line of the log a logging step, and status.json kept up to date.
-
-    Replaces transformers' progress bar, which fills a batch job's log with control characters.
-    """
+    """A line of the log each logging step, and status.json; a progress bar would fill a batch job's log."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         self.start = time.monotonic()

@@ -1,7 +1,7 @@
 """Fits a run to its memory: chooses pairs per device and how many layers are checkpointed, before training.
 
-Both follow from the largest micro-batch that the sampler will assign (data/sampler.py), the first that runs, and from
-the memory that the planner computes for it (model/memory_plan.py). What runs out of memory says what would fit.
+Both follow from the largest micro-batch that the sampler assigns (data/sampler.py), the first that runs, and from the
+memory that the planner computes for it (model/memory_plan.py). What runs out of memory says what would fit.
 """
 
 import logging
@@ -35,19 +35,13 @@ BATCH_SIZES = {
     "evaluation": "per_device_eval_batch_size",
     "the reference's forward": "precompute_ref_batch_size",
 }
-SPLIT = "more GPUs under LAUNCH=zero3 or fsdp2"
 
 
 def fit_memory(config: Config, dataset: Dataset, shape: PretrainedConfig, kept: dict[str, Any]) -> dict[str, Any]:
     """Chooses, on rank 0 for all, what the configuration leaves open, and sets it in `config.train`.
 
-    Args:
-        dataset: the tokenised pairs to train on.
-        shape: the model's configuration.
-        kept: the choice of the run that is resumed (data.json), or empty.
-
-    Returns:
-        The choice, for data.json. Raises UserError where no setting fits.
+    Returns the choice, for data.json; `kept` is that of the run that is resumed, or empty. Raises UserError where no
+    setting fits.
     """
     choice = broadcast(kept)
     if not choice:
@@ -100,9 +94,8 @@ def explain_out_of_memory(error: BaseException, position: Position, run: Path) -
         return None
     traceback.clear_frames(error.__traceback__)  # which hold the activations; the report needs memory
     what = f"out of memory in {position.phase}"
-    remedy = f"use {SPLIT}"
-    if field := BATCH_SIZES.get(position.phase):
-        remedy = f"use a smaller {field}, gradient_checkpointing: true, a smaller max_length, or {SPLIT}"
+    remedy = f"use a smaller {BATCH_SIZES.get(position.phase, 'model')}, gradient_checkpointing: true, "
+    remedy += "a smaller max_length, or more GPUs under LAUNCH=zero3 or fsdp2"
     if position.phase == "training":
         what += f", step {position.step + 1}"
         if smaller := read_mapping(run / DATA).get("fit_memory", {}).get("smaller"):

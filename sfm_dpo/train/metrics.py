@@ -13,11 +13,7 @@ from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES
 
 
 def loss_scale(completion_mask: torch.Tensor, loss_type: str) -> torch.Tensor:
-    """[2B] what the loss divides a sequence's log-ratio by: its response tokens, or 1.
-
-    Args:
-        completion_mask: [2B, L], 1 at the tokens of the response.
-    """
+    """[2B] what the loss divides a sequence's log-ratio by: its response tokens (of the mask [2B, L]), or 1."""
     lengths = completion_mask.sum(dim=1).clamp(min=1)
     return lengths if loss_type in LENGTH_NORMALIZED_LOSSES else torch.ones_like(lengths)
 
@@ -25,12 +21,7 @@ def loss_scale(completion_mask: torch.Tensor, loss_type: str) -> torch.Tensor:
 def reward_metrics(
     logps: torch.Tensor, ref_logps: torch.Tensor, scale: torch.Tensor, beta: float
 ) -> dict[str, torch.Tensor]:
-    """Metrics of each pair, [B] each.
-
-    Args:
-        logps, ref_logps: [2B] sums over the response (nats), chosen first.
-        scale: [2B], see `loss_scale`.
-    """
+    """Metrics of each pair, [B] each, from [2B] sums over the responses (nats), chosen first, and `loss_scale`."""
     chosen, rejected = (beta * (logps - ref_logps) / scale).chunk(2)
     logps_chosen, logps_rejected = logps.chunk(2)
     scaled_chosen, scaled_rejected = (logps / scale).chunk(2)
@@ -60,28 +51,15 @@ LOGP_NOISE = {"bf16": 0.015, "fp16": 0.002, "no": 1e-5}
 
 
 def step_0_tolerance(completion_mask: torch.Tensor, scale: torch.Tensor, beta: float, precision: str) -> torch.Tensor:
-    """[B] how far |margin| / 2 may be from 0 at policy = reference: four standard deviations of rounding.
-
-    Args:
-        completion_mask: [2B, L], 1 at the tokens of the response; its sums are the lengths.
-        scale: [2B], see `loss_scale`.
-        precision: accelerate's mixed_precision, a key of LOGP_NOISE.
-    """
+    """[B] how far |margin| / 2 may be from 0 at policy = reference: four standard deviations of rounding. The masks
+    [2B, L] and `loss_scale` [2B] are those of the responses; `precision` is accelerate's mixed_precision."""
     chosen, rejected = (completion_mask.sum(dim=1) / scale**2).chunk(2)
     return 2 * beta * LOGP_NOISE[precision] * (chosen + rejected).sqrt() + 1e-6
 
 
 def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], margins, ref_logps, scale: torch.Tensor) -> None:
-    """At policy = reference the loss is ln 2. If it is not, training would optimise something else.
-
-    Args:
-        model: what has computed the micro-batch `inputs`.
-        margins: [B] of `reward_metrics`.
-        ref_logps, scale: [2B], as of `reward_metrics`.
-
-    Raises:
-        UserError: says which of the possible causes a second computation of the batch showed.
-    """
+    """At policy = reference the loss is ln 2. If it is not, training would optimise something else: raises UserError,
+    which says what a second computation of the micro-batch `inputs` by `model` showed. [B] and [2B] as above."""
     accelerator = trainer.accelerator
     if trainer.state.global_step:
         return
@@ -118,10 +96,7 @@ def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], margins, ref_l
 
 class MetricSums:
     """Sums of held-out metrics and what they count, so that their means depend neither on batches nor on ranks.
-
-    Args:
-        pairs: that this rank is to count; further ones repeat an earlier one.
-    """
+    This rank counts `pairs`; further ones repeat an earlier one."""
 
     def __init__(self, pairs: int):
         self.pairs_left = pairs
@@ -130,11 +105,9 @@ class MetricSums:
 
     def add(self, loss: torch.Tensor, rewards: dict[str, torch.Tensor], outputs: Any, completion_mask) -> None:
         """A batch: its mean loss, the rewards [B] each, and the per-token fields [2B, L - 1] of TRL's fused head."""
-        pairs = len(completion_mask) // 2
         counted = self.pairs_left > 0
+        pairs = len(completion_mask) // 2 if counted else 0
         self.pairs_left -= pairs
-        if not counted:
-            pairs = 0
         mask = completion_mask[:, 1:].bool()
         chosen, rejected = mask.chunk(2)
         chosen_logits, rejected_logits = outputs.mean_logits.chunk(2)
@@ -153,8 +126,8 @@ class MetricSums:
     def means(self) -> dict[str, float]:
         """Over all ranks, which must all call it."""
         parts = gather((self.sums, self.counts))
-        names = parts[0][0]
-        return {
-            name: sum(sums[name] for sums, _ in parts) / max(sum(counts[name] for _, counts in parts), 1)
-            for name in names
-        }
+        means = {}
+        for name in self.sums:
+            total = sum(sums[name] for sums, _ in parts)
+            means[name] = total / max(sum(counts[name] for _, counts in parts), 1)
+        return means

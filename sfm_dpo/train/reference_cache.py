@@ -1,8 +1,7 @@
-"""Reference cache: the reference model's log-probs, computed once and kept on disk in shards.
+"""Reference cache: the reference model's log-probs, computed once, in shards in $HF_HOME/sfm_dpo/reference/<key>.
 
-The key covers what changes the log-probs and nothing else. Each shard of pairs is a file of its own, so that a killed
-pass resumes where it was, and jobs with one key that run at the same time share the work.
-Folder: $HF_HOME/sfm_dpo/reference/<key>.
+The key covers what changes the log-probs and nothing else. A killed pass resumes at its first missing shard, and jobs
+with one key that run at the same time share the work.
 """
 
 import errno
@@ -31,14 +30,16 @@ from safetensors.numpy import save
 from sfm_dpo.common.distributed import broadcast, gather, is_main_process, main_process_first, rank, world_size
 from sfm_dpo.common.errors import DiskFull, StopRequested, UserError
 from sfm_dpo.data.sources import explain_cache_errors
-from sfm_dpo.data.tokenization import pair_tokens
+from sfm_dpo.data.tokenization import hash_tokens, pair_tokens
 from sfm_dpo.model.loading import hash_config
 from sfm_dpo.model.sharding import hash_weights
 from sfm_dpo.run.checkpoint import stop_requested
 from sfm_dpo.run.folder import write_status
 from sfm_dpo.run.leases import Lease, describe_owner, read_owner
 
-BATCH_TOKENS = {"cuda": 32_768, "cpu": 4_096}  # computed at once: matrix products are no faster with more
+# Computed at once, padding counted: by the device alone, so that all jobs that share a cache compute alike. Matrix
+# products are no faster with more
+BATCH_TOKENS = {"cuda": 32_768, "cpu": 4_096}
 COMPILATION = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 CACHE_FORMAT = 2  # raise it when the same key would stand for other log-probs or another layout of the shards
 NFS_SECONDS = 60  # its acdirmax: for so long a client may remember that a file was not there
@@ -50,14 +51,8 @@ log = logging.getLogger(__name__)
 
 
 def add_reference(trainer: Any) -> None:
-    """Gives the trainer's data the columns ref_chosen_logps and ref_rejected_logps, from the cache.
-
-    All ranks must call it, before training: the policy is still the base model, also when the run resumes.
-
-    Raises:
-        StopRequested: the stop file was seen; the shards that were written are kept.
-        DiskFull: HF_HOME cannot be written.
-    """
+    """Gives the trainer's data the columns ref_chosen_logps and ref_rejected_logps. All ranks must call it, before
+    training: the policy is still the base model, also when the run resumes. Raises StopRequested and DiskFull."""
     if not trainer.train_config.precompute_ref_log_probs:
         return
     settings = describe_settings(trainer)
@@ -65,7 +60,10 @@ def add_reference(trainer: Any) -> None:
     earlier_shards = 0
     for name, dataset in {"train": trainer.train_dataset, **held_out}.items():
         lengths = pair_tokens(dataset, trainer.args.max_length, trainer.prefix_sharing)
-        cache = ReferenceCache(cache_folder(dataset, settings), lengths, choose_batch_tokens(trainer, lengths))
+        batch_tokens = BATCH_TOKENS[trainer.accelerator.device.type] // (1 if trainer.packed else 2)
+        if pairs := trainer.args.precompute_ref_batch_size:
+            batch_tokens = pairs * int(lengths.max(initial=1))
+        cache = ReferenceCache(cache_folder(dataset, settings), lengths, batch_tokens)
         complete_cache(trainer, name, dataset, cache, earlier_shards)
         earlier_shards += len(cache.shards)
         logps = cache.read_all()
@@ -83,8 +81,8 @@ def describe_settings(trainer: Any) -> dict[str, Any]:
     args = trainer.train_config
     weights = trainer._precompute_model_hash  # TRL's, taken before FSDP2 splits them
     adapter = is_peft_model(trainer.model)
-    if trainer.is_zero3 or adapter:
-        weights = hash_weights(trainer.forward_model, gather=trainer.is_zero3, frozen_only=adapter)
+    if trainer.zero_stage == 3 or adapter:
+        weights = hash_weights(trainer.forward_model, gather=trainer.zero_stage == 3, frozen_only=adapter)
     precision = trainer.accelerator.mixed_precision
     if precision != "no":  # in 16 bit the launchers differ in what computes in which precision
         regime = "FSDP2" if trainer.is_fsdp_enabled else "autocast"
@@ -111,7 +109,6 @@ def describe_settings(trainer: Any) -> dict[str, Any]:
 
 
 def cache_folder(dataset: Dataset, settings: dict[str, Any]) -> Path:
-    """Folder of the shards for these token ids and settings."""
     text = json.dumps({key: str(value) for key, value in sorted(settings.items())})
     digest = hashlib.sha256(f"{text} {hash_tokens(dataset)}".encode()).hexdigest()[:24]
     return reference_root() / digest
@@ -122,24 +119,13 @@ def reference_root() -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Raises UserError if a cache's folder cannot be made or written."""
     with explain_cache_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, "cannot be written", str(folder))
 
 
-def choose_batch_tokens(trainer: Any, lengths: np.ndarray) -> int:
-    """Tokens computed at once, padding counted: by the device alone, so that all jobs that share a cache compute
-    alike, or as many of the longest pairs as `precompute_ref_batch_size` says."""
-    if pairs := trainer.args.precompute_ref_batch_size:
-        return pairs * int(lengths.max(initial=1))
-    tokens = BATCH_TOKENS[trainer.accelerator.device.type]
-    return tokens if trainer.packed else tokens // 2
-
-
 def complete_cache(trainer: Any, name: str, dataset: Dataset, cache: "ReferenceCache", earlier_shards: int) -> None:
-    """Computes the missing shards of a split, after `earlier_shards` of other splits."""
     # Rank 0 alone looks: on NFS who looks for a file before it is written may not see it for a minute
     missing = broadcast(cache.missing_shards() if is_main_process() else [])
     complete = len(cache.shards) - len(missing)
@@ -178,11 +164,10 @@ def complete_cache(trainer: Any, name: str, dataset: Dataset, cache: "ReferenceC
 
 
 class ReferenceCache:
-    """Shards of a dataset's reference log-probs.
+    """Shards of a dataset's reference log-probs: longest pairs first, so that a batch holds pairs of one length.
 
     Args:
-        lengths: [N] tokens of each pair after truncation; the rows of a shard depend on them alone: longest pairs
-            first, so that a batch holds pairs of one length.
+        lengths: [N] tokens of each pair after truncation.
         batch_tokens: computed at once, and at least one pair.
     """
 
@@ -209,51 +194,46 @@ class ReferenceCache:
 
     def batches(self, rows: np.ndarray) -> list[np.ndarray]:
         """Splits rows, longest first, into batches of at most `batch_tokens` tokens, padding counted."""
-        out = []
-        start = 0
-        while start < len(rows):
-            size = max(1, self.batch_tokens // max(1, int(self.lengths[rows[start]])))
-            out.append(rows[start : start + size])
-            start += size
-        return out
+        batches = []
+        while len(rows):
+            size = max(1, self.batch_tokens // max(1, int(self.lengths[rows[0]])))
+            batches.append(rows[:size])
+            rows = rows[size:]
+        return batches
 
     def compute(
         self, numbers: list[int], forward: Callable[[np.ndarray], torch.Tensor], progress: Callable[[int, str], None]
     ) -> None:
         """Computes the shards that no other job computes, and waits for the others.
 
-        All ranks must call it: under ZeRO-3 and FSDP2 each forward needs all of them. Rank 0 leases as many shards as
-        there are ranks, and writes; it alone raises DiskFull where it cannot.
+        All ranks must call it: under ZeRO-3 and FSDP2 each forward needs all of them. Rank 0 leases and writes; it
+        alone raises DiskFull where it cannot.
 
         Args:
             forward: rows of a batch -> [B, 2] sums of log-probs, chosen and rejected.
             progress: is told the tokens still to compute, and who has the shards that this job waits for; may raise.
         """
-        todo = numbers
         with explain_cache_errors(self.folder, DiskFull):
-            while todo:
-                mine, todo, owner = broadcast(self._take(todo))
+            while numbers:
+                mine, numbers, owner = broadcast(self._take(numbers))
                 try:
                     for left in self._compute_batches(mine, forward):
-                        progress(left + self.count_tokens(todo), "")
+                        progress(left + self.count_tokens(numbers), "")
                 finally:
                     for number in mine:
                         self.leases[number].release()
-                if todo and not mine:
-                    progress(self.count_tokens(todo), owner)
+                if numbers and not mine:
+                    progress(self.count_tokens(numbers), owner)
                     time.sleep(POLL_SECONDS)
 
     def _compute_batches(self, numbers: list[int], forward: Callable[[np.ndarray], torch.Tensor]) -> Iterator[int]:
-        """Computes shards, whose batches the ranks take in turn; yields the tokens left after each round.
-
-        A last round with too few batches is filled up with its last batch, whose further results are dropped.
-        """
+        """Computes shards, whose batches the ranks take in turn; yields the tokens left after each round."""
         work = [(number, rows) for number in numbers for rows in self.batches(self.shards[number])]
         parts: dict[int, list[np.ndarray]] = {number: [] for number in numbers}
         left = self.count_tokens(numbers)
         for start in range(0, len(work), world_size()):
             turn = work[start : start + world_size()]
-            _, mine = turn[min(rank(), len(turn) - 1)]
+            _, mine = turn[min(rank(), len(turn) - 1)]  # ranks without a batch repeat the last one
             results = gather(forward(mine).float().cpu().numpy())
             for (number, rows), logps in zip(turn, results, strict=False):
                 parts[number].append(logps)
@@ -312,25 +292,11 @@ def read_shard(path: Path, rows: np.ndarray) -> np.ndarray | None:
     """[n, 2] log-probs of `rows`, or None where the file is absent, damaged, or about other rows."""
     try:
         with safe_open(path, "numpy") as file:
-            stored = file.get_tensor("rows")
             logps = file.get_tensor("logps")
             checksum = (file.metadata() or {}).get("checksum")
     except (OSError, SafetensorError, ValueError):
         return None
-    is_right = checksum == _checksum(stored, logps) and np.array_equal(stored, rows) and np.isfinite(logps).all()
-    return logps if is_right else None
-
-
-def hash_tokens(dataset: Dataset) -> str:
-    """Hash of the ids of all rows, in order."""
-    digest = xxhash.xxh3_128()
-    columns = ["prompt_ids", "chosen_ids", "rejected_ids"]
-    for table in dataset.select_columns(columns).with_format("arrow").iter(batch_size=1000):
-        for name in columns:
-            column = table.column(name).combine_chunks()
-            digest.update(np.ascontiguousarray(column.value_lengths().to_numpy()).tobytes())
-            digest.update(np.ascontiguousarray(column.flatten().to_numpy()).tobytes())
-    return digest.hexdigest()
+    return logps if checksum == _checksum(rows, logps) and np.isfinite(logps).all() else None
 
 
 def _checksum(rows: np.ndarray, logps: np.ndarray) -> str:

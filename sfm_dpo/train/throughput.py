@@ -2,6 +2,7 @@
 
 import resource
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +13,10 @@ from trl.trainer.utils import get_peak_flops
 
 from sfm_dpo.model.flops import ForwardFlops
 
-COUNTS = ("pairs", "tokens", "computed", "grid", "flops")  # computed: a shared prompt once; grid: with padding
-
 
 @dataclass
 class CountingCollator:
-    """TRL's collator, whose batch also gets `counts` (COUNTS), taken on the CPU."""
+    """TRL's collator, whose batch also gets `counts`, taken on the CPU."""
 
     collate: Callable[[list[dict]], dict[str, Any]]
     forward_flops: ForwardFlops
@@ -35,7 +34,7 @@ class CountingCollator:
         prompts = lengths - completion.sum(dim=1)
         shared = torch.zeros_like(lengths)
         if self.prefix_sharing:
-            half = len(prompts) // 2
+            half = len(mask) // 2
             shared[half:] = (prompts[half:] - 1).clamp(min=0)  # the last token of a prompt predicts each answer
         responses = int(completion.sum())
         computed = int((lengths - shared).sum())
@@ -45,8 +44,8 @@ class CountingCollator:
         return {
             "pairs": len(mask) // 2,
             "tokens": int(lengths.sum()),
-            "computed": computed,
-            "grid": computed if self.packed else mask.numel(),
+            "computed": computed,  # a shared prompt once
+            "grid": computed if self.packed else mask.numel(),  # with padding
             "flops": flops,
         }
 
@@ -55,13 +54,13 @@ class Meter(TrainerCallback):
     """Adds up the work of this rank between two logs, and the seconds of its steps without evaluation and saving."""
 
     def __init__(self) -> None:
-        self.counts = dict.fromkeys(COUNTS, 0.0)
+        self.counts: defaultdict[str, float] = defaultdict(float)  # of CountingCollator
         self.seconds = 0.0
         self._mark = time.monotonic()
 
     def add(self, counts: dict[str, float]) -> None:
-        for name in COUNTS:
-            self.counts[name] += counts[name]
+        for name, count in counts.items():
+            self.counts[name] += count
 
     def on_step_end(self, *args, **kwargs) -> None:
         now = time.monotonic()
@@ -77,7 +76,7 @@ class Meter(TrainerCallback):
         """perf/* from the counts summed over ranks; begins anew."""
         seconds = max(self.seconds, 1e-9)
         self.seconds = 0.0
-        self.counts = dict.fromkeys(COUNTS, 0.0)
+        self.counts.clear()
         metrics = {
             "perf/tokens_per_second": totals["tokens"] / seconds,
             "perf/pairs_per_second": totals["pairs"] / seconds,

@@ -26,7 +26,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.sampler import ORDER_VERSION, PairSampler
-from sfm_dpo.data.tokenization import pair_tokens
+from sfm_dpo.data.tokenization import hash_tokens, pair_tokens
 from sfm_dpo.model.attention import activate_flash, check_shared_keys, describe_kernel
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import load_model
@@ -36,7 +36,6 @@ from sfm_dpo.model.sharding import launched_with
 from sfm_dpo.run.checkpoint import COMPLETE
 from sfm_dpo.train.callbacks import CheckpointCallback, Position, ResumeCallback
 from sfm_dpo.train.metrics import MetricSums, check_step_0, loss_scale, reward_metrics
-from sfm_dpo.train.reference_cache import hash_tokens
 from sfm_dpo.train.throughput import CountingCollator, Meter
 from sfm_dpo.train.upstream import UpstreamFixes, arguments_for_trl
 
@@ -47,17 +46,12 @@ class SFMDPOTrainer(UpstreamFixes):
     """TRL's DPOTrainer on the columns of data/tokenization.py, for one process, DDP, ZeRO-2, ZeRO-3 and FSDP2.
 
     With `precompute_ref_log_probs` the data need the reference's columns before they can be trained on:
-    reference_cache.py, `add_reference`.
+    reference_cache.py, `add_reference`. Raises UserError for a model that cannot be loaded or packed.
 
     Args:
         model: folder or Hub id, loaded with `args.model_init_kwargs`.
         args: kept unchanged as `train_config`; `self.args` is a copy for TRL (upstream.py, `arguments_for_trl`).
-        position: is told of each micro-batch.
         kwargs: as DPOTrainer's.
-
-    Raises:
-        UserError: the model cannot be loaded or packed; LoRA targets that do not exist; in training, the loss of the
-            first batch is not ln 2.
     """
 
     data_collator: Any
@@ -93,10 +87,9 @@ class SFMDPOTrainer(UpstreamFixes):
         policy = load_model(model, init_kwargs)
         self.base_config = read_base_config(model, init_kwargs.get("revision"), policy.config)
         callbacks = [CheckpointCallback(self), ResumeCallback(self), *callbacks]
+        kwargs |= {"ref_model": reference, "args": arguments_for_trl(args), "callbacks": callbacks}
         try:
-            super().__init__(
-                model=policy, ref_model=reference, args=arguments_for_trl(args), callbacks=callbacks, **kwargs
-            )
+            super().__init__(policy, **kwargs)
         except NoMatchingPeftModuleError as error:
             raise UserError(f"lora_target_modules: {error}") from error
         self.precompute_ref_logps = True  # TRL's: each batch holds the reference's sums, see _compute_loss
@@ -154,11 +147,7 @@ class SFMDPOTrainer(UpstreamFixes):
         """Device, dtype and head size of the attention."""
         config = self.bare_model().config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        dtype = torch.float32
-        if self.args.bf16:
-            dtype = torch.bfloat16
-        elif self.args.fp16:
-            dtype = torch.float16
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}[self.accelerator.mixed_precision]
         return self.accelerator.device, dtype, head_dim
 
     def attention_kernel(self) -> str:
@@ -170,10 +159,6 @@ class SFMDPOTrainer(UpstreamFixes):
         """0 without DeepSpeed."""
         return self.args.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
 
-    @property
-    def is_zero3(self) -> bool:
-        return self.zero_stage == 3
-
     def _prepare_forward_model(self) -> Any:
         """What computes log-probs of the base model before training begins.
 
@@ -182,7 +167,7 @@ class SFMDPOTrainer(UpstreamFixes):
         if self.ref_model is not None:
             return self.ref_model
         self.model.eval()
-        if self.is_zero3:
+        if self.zero_stage == 3:
             return prepare_deepspeed(self.model, self.accelerator)  # the hooks that gather the weights
         if self.is_deepspeed_enabled and self.args.bf16:  # what DeepSpeed's engine will do to the policy
             for parameter in self.model.parameters():  # no buffer: RoPE's inv_freq stays fp32
@@ -191,7 +176,7 @@ class SFMDPOTrainer(UpstreamFixes):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """TRL's, once what computed log-probs until now is released: FSDP2's reference model, ZeRO-3's hooks."""
-        if self.is_zero3 and self.ref_model is None and self.forward_model is not None:
+        if self.zero_stage == 3 and self.ref_model is None and self.forward_model is not None:
             self.forward_model.optimizer.destroy()  # or the engine that trains would gather everything twice
         self.forward_model = None
         return super().train(*args, **kwargs)
@@ -289,9 +274,8 @@ class SFMDPOTrainer(UpstreamFixes):
             "prefix_sharing": self.prefix_sharing,
         }
 
-    # Upstream: transformers 5.23, tokenization_utils_base.py, PreTrainedTokenizerBase.save_pretrained: writes a
-    # tokenizer class and a list of special tokens that Transformers 4 refuses, and how it was loaded here; the Trainer
-    # saves use_cache: false. Canary: test_canary_saved_files
+    # Upstream: transformers 5.23, tokenization_utils_base.py, PreTrainedTokenizerBase.save_pretrained: writes a class
+    # and special tokens that Transformers 4 refuses; Trainer saves use_cache: false. Canary: test_canary_saved_files
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The complete model, in files that older readers accept. The first thing that is written of a checkpoint."""
         folder = Path(output_dir or self.args.output_dir)
@@ -305,11 +289,4 @@ class SFMDPOTrainer(UpstreamFixes):
 
 def build_sampler(dataset: Dataset, args: TrainConfig, prefix_sharing: bool = False) -> PairSampler:
     """The order in which a run trains on tokenised pairs. Raises UserError for fewer pairs than a global batch."""
-    return PairSampler(
-        pair_tokens(dataset, args.max_length, prefix_sharing),
-        args.train_sampling_strategy,
-        args.global_batch_size,
-        args.per_device_train_batch_size,
-        seed=args.seed if args.data_seed is None else args.data_seed,
-        packed=args.padding_free,
-    )
+    return PairSampler.of(pair_tokens(dataset, args.max_length, prefix_sharing), args)

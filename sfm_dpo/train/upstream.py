@@ -1,8 +1,7 @@
-"""Overrides of TRL, Transformers and Accelerate that fix bugs of theirs, each with its upstream and its bug.
+"""Overrides of TRL, Transformers and Accelerate that fix bugs of theirs; others are in the module of their subject.
 
-A comment `Upstream: library version, file, function: bug. Canary: test` precedes each, here and in the few other
-modules whose subject a patch is. The canary exercises stock upstream alone and asserts the bug: the day it fails,
-the override can go. tests/train/test_upstream.py holds the canaries and compares docs/design.md with these comments.
+Above each, `Upstream: library version, file, function: bug. Canary: test`. The canary exercises stock upstream alone:
+the day it fails, the override can go. tests/train/test_upstream.py compares docs/design.md with these comments.
 """
 
 import copy
@@ -24,12 +23,9 @@ from sfm_dpo.train.metrics import MetricSums
 
 
 def arguments_for_trl(args: TrainConfig) -> TrainConfig:
-    """A copy of the arguments in which TRL and Transformers leave alone what this package does itself.
-
-    Trackers (W&B) still record `args`.
-    """
+    """A copy of the arguments in which TRL and Transformers leave alone what this package does itself."""
     derived = copy.copy(args)
-    derived.to_dict = args.to_dict
+    derived.to_dict = args.to_dict  # which trackers (W&B) record
     derived.model_init_kwargs = None  # TRL warns that it ignores them; see load_model
     derived.push_to_hub = False  # hub/callback.py
     derived.save_total_limit = None  # run/checkpoint.py, `rotate`: after the mark of completeness
@@ -37,16 +33,14 @@ def arguments_for_trl(args: TrainConfig) -> TrainConfig:
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: padding_free warns and pads.
     # Canary: test_canary_padding_free
     derived.padding_free = False
-    # Upstream: transformers 5.23, trainer.py, Trainer._build_accelerator_args: torch_compile compiles the model as
-    # a whole, with each layer anew in its graph, and no field asks for accelerate's regional compilation.
-    # Canary: test_canary_torch_compile
+    # Upstream: transformers 5.23, trainer.py, Trainer._build_accelerator_args: torch_compile compiles each layer anew
+    # in one graph; no field asks for accelerate's regional compilation. Canary: test_canary_torch_compile
     derived.torch_compile = False
     derived.torch_compile_backend = None
     derived.torch_compile_mode = None
     if launched_with() == "fsdp":
-        # Upstream: transformers 5.23, trainer.py, Trainer._run_epoch: enters no_sync for all micro-batches of a
-        # step but the last, in which FSDP2 keeps the gradients of the whole model on each rank.
-        # Canary: test_canary_sync_each_batch
+        # Upstream: transformers 5.23, trainer.py, Trainer._run_epoch: enters no_sync for all micro-batches of a step
+        # but the last: FSDP2 keeps all gradients on each rank. Canary: test_canary_sync_each_batch
         derived.accelerator_config = dataclasses.replace(
             args.accelerator_config, gradient_accumulation_kwargs={"sync_each_batch": True}
         )
@@ -63,18 +57,16 @@ class UpstreamFixes(DPOTrainer):
         if self.is_fsdp_enabled:
             keep_outputs(self.accelerator.state.fsdp_plugin)
 
-    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._prepare_dataset: asks for the text and tokenises it
-    # though the ids are there, one row at a time; with truncation_mode keep_start the fingerprint of the result
-    # changes with any argument of the run (its last filter's function holds args). Canary: test_canary_prepare_dataset
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._prepare_dataset: tokenises text though the ids are there;
+    # any argument of the run changes the fingerprint of the result. Canary: test_canary_prepare_dataset
     def _prepare_dataset(self, dataset: Dataset, processing_class: Any, args: Any, dataset_name: str) -> Dataset:
         return dataset
 
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._precompute_ref_logps: computes again for another learning
-    # rate, as the fingerprint of the data changes; keeps nothing of a killed pass; fails with two ranks on in-memory
-    # data, for which each has a cache folder of its own. Canary: test_canary_precompute_ref_logps
+    # rate; keeps nothing of a killed pass; fails with two ranks on in-memory data, for which each has a cache folder
+    # of its own. Canary: test_canary_precompute_ref_logps
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
-        """The dataset as it is: train/reference_cache.py, `add_reference`, comes after construction."""
-        return dataset
+        return dataset  # train/reference_cache.py, `add_reference`, comes after construction
 
     # Upstream: transformers 5.23, trainer.py, Trainer._prepare_input: casts every floating input to DeepSpeed's dtype,
     # the fp32 reference log-probs too: a sum of 1,000 nats is rounded to 4. Canary: test_canary_prepare_input
@@ -133,9 +125,9 @@ class UpstreamFixes(DPOTrainer):
         """transformers'; of a mapping of sets the one named HELD_OUT keeps the prefix `eval_`."""
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix.removesuffix(f"_{HELD_OUT}"))
 
-    # Upstream: transformers 5.23, trainer.py, Trainer.evaluation_loop: takes the mean of a batch for the loss of each
-    # of its pairs, also of those that only fill up the last batch of several ranks; TRL takes the mean of its metrics
-    # over batches, and logs those of several held-out sets under one name. Canary: test_canary_eval_metrics
+    # Upstream: transformers 5.23, trainer.py, Trainer.evaluation_loop: also counts pairs that only fill up the last
+    # batch of several ranks; TRL takes the mean of its metrics over batches, and logs those of several held-out sets
+    # under one name. Canary: test_canary_eval_metrics
     def evaluation_loop(
         self, dataloader: DataLoader, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> Any:
@@ -147,12 +139,11 @@ class UpstreamFixes(DPOTrainer):
         self._metrics["eval"].clear()
         return output
 
-    # Upstream: transformers 5.23, trainer.py, Trainer._load_from_checkpoint: reads the names in the file as they are,
-    # but save_pretrained may write others (GPT-NeoX's lm_head becomes embed_out), and only warns of what it did not
-    # find: the head of the base model would train on. It also reads config.json as a PreTrainedConfig, which fails on
-    # the rope_scaling of Transformers 4's files. Canary: test_canary_load_from_checkpoint
+    # Upstream: transformers 5.23, trainer.py, Trainer._load_from_checkpoint: only warns of names that it did not find,
+    # though save_pretrained may write others (GPT-NeoX's lm_head becomes embed_out): the head of the base model would
+    # train on; fails on the rope_scaling of Transformers 4's files. Canary: test_canary_load_from_checkpoint
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Loads every weight of a checkpoint, or raises. ZeRO and FSDP have checkpoints of their own."""
+        """Loads every weight of a checkpoint, or raises."""
         if self.is_fsdp_enabled:
             plugin = self.accelerator.state.fsdp_plugin
             adapter_only = is_peft_model(self.model)
@@ -173,4 +164,4 @@ class UpstreamFixes(DPOTrainer):
         super().save_model(output_dir, _internal_call)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: TRL would write one with every checkpoint; train_dpo.py writes it (report/model_card.py)."""
+        """Nothing: TRL would write one with every checkpoint (here report/model_card.py does, at the end)."""

@@ -13,8 +13,9 @@ import shutil
 import sys
 import threading
 import time
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from sfm_dpo.common.distributed import is_main_process, rank, world_size
 from sfm_dpo.common.files import now, write_json
@@ -81,7 +82,7 @@ class Watchdog:
             write_json(self.heartbeats / f"rank-{rank()}.json", beat)
         return beat
 
-    def _end(self, culprit: dict[str, Any], cause: str) -> NoReturn:
+    def _end(self, culprit: dict[str, Any], cause: str) -> None:
         stacks = self.run / "stacks" / f"rank-{rank()}.txt"
         where = f"{self.position.phase} at step {self.position.step}"
         with contextlib.suppress(OSError):  # a full disk
@@ -94,32 +95,29 @@ class Watchdog:
             message = f"no rank has moved for {self.timeout:g} s (hang_timeout), {where}: {cause}; "
             message += f"the stacks of all threads are in {stacks.parent}/rank-N.txt"
             log.error(message)
+            checkpoint = newest_checkpoint(self.run)
+            saved = checkpoint and str(checkpoint)
             hang = {"step": self.position.step, "rank": culprit.get("rank"), "host": culprit.get("host")}
-            hang |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID")}
+            write_status(self.run, "hung", EXIT_CODE, message, any_rank=True, **hang, checkpoint=saved)
             environment = read_mapping(self.run / ENVIRONMENT)
+            hang |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID")}
             environment.setdefault("hangs", []).append(hang)
             write_json(self.run / ENVIRONMENT, environment)
-            checkpoint = newest_checkpoint(self.run)
-            hang["checkpoint"] = checkpoint and str(checkpoint)
-            write_status(self.run, "hung", EXIT_CODE, message, any_rank=True, **hang)
         time.sleep(2 * self.interval)  # for the other ranks' stacks: the launcher ends them once this one has left
         os._exit(EXIT_CODE)
 
 
 def find_culprit(beats: list[dict[str, Any]], patience: float) -> tuple[dict[str, Any], str]:
-    """Heartbeat of the rank that is stuck, {} where none can be named, and a description. `beats` holds each rank's
-    last one, {} for a rank that has not begun; that of a stopped process is older by more than `patience` seconds."""
+    """Heartbeat of the rank that is stuck, {} where none can be named, and a description. That of a stopped process is
+    older than the newest by more than `patience` seconds, that of a rank that has not begun is {}."""
     if {} in beats:
         absent = beats.index({})
         return {"rank": absent}, f"rank {absent} has not begun"
-    times = [beat["time"] for beat in beats]
-    counts = [beat["count"] for beat in beats]
-    if max(times) - min(times) > patience:
-        culprit = beats[times.index(min(times))]
-        why = "its process is stopped, or does not release the interpreter"
-    elif max(counts) > min(counts):
-        culprit = beats[counts.index(min(counts))]
+    culprit = min(beats, key=itemgetter("time"))
+    why = "its process is stopped, or does not release the interpreter"
+    if max(beat["time"] for beat in beats) - culprit["time"] < patience:
+        culprit = min(beats, key=itemgetter("count"))
         why = "it is behind the others"
-    else:
-        return {}, "no rank is behind the others"
+        if culprit["count"] == max(beat["count"] for beat in beats):
+            return {}, "no rank is behind the others"
     return culprit, f"rank {culprit['rank']} on {culprit['host']} is stuck in {culprit['where']}: {why}"
