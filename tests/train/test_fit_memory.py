@@ -1,21 +1,33 @@
-"""fit_memory: the choice of pairs per device and checkpointed layers, and that it changes no loss."""
+"""fit_memory: the choice of pairs per device and checkpointed layers; the optimizer's state before the first step;
+what an out-of-memory error says, under a real limit. None of it changes a loss."""
 
+import functools
 import json
 import math
+import os
+import re
 import shlex
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, Olmo3Config
 
 import train_dpo
+from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler, list_micro_batches
 from sfm_dpo.data.token_lengths import Lengths
 from sfm_dpo.model.memory_plan import MemoryPlanner, choose_setting
 from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.folder import read_resolved_config
-from tests.tiny_models import tiny_config
-from tests.toolbox import logged
+from sfm_dpo.train.callbacks import Position, allocate_optimizer_state
+from sfm_dpo.train.fit_memory import explain_out_of_memory
+from tests.model.test_memory import SHAPE
+from tests.tiny_models import tiny_config, tiny_tokenizer
+from tests.toolbox import error_line, logged, on_cpu, pairs
 from tests.train.test_trainer import make_trainer
 
 RNG = np.random.default_rng(0)
@@ -28,6 +40,7 @@ def configuration(*fields: str):
     return parse_config([*argv, "--global_batch_size=128", "--train_sampling_strategy=batch_rebalance"])
 
 
+@functools.cache
 def list_settings(*fields: str):
     config = configuration(*fields)
     shape = tiny_config("gpt_neox", num_hidden_layers=8)
@@ -37,7 +50,8 @@ def list_settings(*fields: str):
 
 @pytest.mark.parametrize("packed", ["true", "false"])
 def test_less_memory_means_more_work_and_never_more_than_the_limit(packed):
-    every, config = list_settings(f"--padding_free={packed}"), configuration()
+    every = list_settings(f"--padding_free={packed}")
+    config = configuration()
     assert {setting.per_device for setting in every} == set(FIRST_STEPS_FOR)
     limits = sorted({setting.bytes for setting in every})
     chosen = [choose_setting(every, limit, config) for limit in limits]
@@ -51,11 +65,12 @@ def test_less_memory_means_more_work_and_never_more_than_the_limit(packed):
 
 @pytest.mark.parametrize("epochs", [1, 3])
 @pytest.mark.parametrize("size", [1, 4, 8])
-def test_the_largest_micro_batch_is_the_largest_of_all_that_are_dealt(size, epochs):
+def test_the_largest_micro_batch_is_the_largest_of_all(size, epochs):
     tokens = LENGTHS.sequences.sum(axis=1)
     config = configuration(f"--num_train_epochs={epochs}", "--padding_free=true")
     planned = {found.per_device: found.tokens for found in list_micro_batches(config, LENGTHS, False, 4)}
-    sampler, largest = PairSampler(tokens, "batch_rebalance", 128, size, seed=config.train.seed), 0
+    sampler = PairSampler(tokens, "batch_rebalance", 128, size, seed=config.train.seed)
+    largest = 0
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         largest = max(largest, tokens[np.array(list(sampler))].reshape(-1, size).sum(axis=1).max())
@@ -63,7 +78,7 @@ def test_the_largest_micro_batch_is_the_largest_of_all_that_are_dealt(size, epoc
 
 
 def test_a_settings_options_choose_it():
-    every = list_settings()
+    every = list_settings("--padding_free=true")
     for setting in every:
         named = configuration(*shlex.split(setting.options))
         assert not {"per_device_train_batch_size", "gradient_checkpointing"} & set(named.fitted)
@@ -72,24 +87,18 @@ def test_a_settings_options_choose_it():
     assert choose_setting(every, 0, partly) == next(s for s in every if (s.per_device, s.every_n_layers) == (1, 0))
 
 
-FIELDS = "--use_cpu --bf16 false --global_batch_size 8 --padding_free true --preflight skip --guard skip --max_steps 3"
-FIELDS += " --learning_rate 1e-3 --logging_steps 1 --train_sampling_strategy batch_rebalance"
-
-
 @pytest.fixture
 def train(tiny_folder, write_rows, tmp_path):
     """A function: name of a run and fields -> (exit code, losses, its folder)."""
-    rows = [
-        {"prompt": f"{i}?", "chosen": "yes " * (i * 7 % 23 + 1), "rejected": "no, " * (i * 5 % 19 + 1)}
-        for i in range(32)
-    ]
-    given = f"--model_name_or_path {tiny_folder('olmo3')} --dataset_name {write_rows('p.jsonl', rows)} {FIELDS}"
+    model = tiny_folder("olmo3")
+    data = write_rows("pairs.jsonl", pairs(32))
 
-    def run(name: str, more: str = ""):
+    def run(name: str, **fields):
         folder = tmp_path / name
-        code = train_dpo.main(f"{given} --output_dir {folder} {more}".split())
-        entries = logged(folder) if (folder / "trainer_state.json").is_file() else []
-        return code, [entry["loss"] for entry in entries], folder
+        given = {"global_batch_size": 8, "per_device_train_batch_size": None, "padding_free": "true", "max_steps": 3}
+        given |= {"learning_rate": 1e-3, "train_sampling_strategy": "batch_rebalance", "save_strategy": "no"}
+        code = train_dpo.main(on_cpu(model, data, folder, **given | fields))
+        return code, [entry["loss"] for entry in logged(folder)] if code == 0 else [], folder
 
     return run
 
@@ -97,36 +106,32 @@ def train(tiny_folder, write_rows, tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_report")
 def test_losses_do_not_depend_on_the_setting(train):
-    shared = "--precompute_ref_log_probs false --save_strategy no"
-    runs = {}
-    for pairs, every in ((4, 0), (2, 1), (1, 2)):
+    runs = []
+    for size, every in ((4, 0), (2, 1), (1, 2)):
         kwargs = json.dumps({"use_reentrant": False, "every_n_layers": max(every, 1)}, separators=(",", ":"))
-        fields = f"--per_device_train_batch_size {pairs} --gradient_checkpointing {bool(every)}"
-        code, losses, _ = train(f"{pairs}-{every}", f"{shared} {fields} --gradient_checkpointing_kwargs {kwargs}")
+        setting = {"per_device_train_batch_size": size, "gradient_checkpointing": every > 0}
+        code, losses, _ = train(str(size), **setting, gradient_checkpointing_kwargs=kwargs)
         assert code == 0 and len(losses) == 3
-        runs[pairs, every] = losses
-    for losses in runs.values():
-        assert losses == pytest.approx(runs[4, 0], abs=1e-5)
-    assert abs(runs[4, 0][2] - runs[4, 0][0]) > 1e-3  # they moved
+        runs.append(losses)
+    assert runs[1] == pytest.approx(runs[0], abs=1e-5) and runs[2] == pytest.approx(runs[0], abs=1e-5)
+    assert abs(runs[0][2] - runs[0][0]) > 1e-3  # they moved
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_report")
 def test_the_choice_is_kept_at_resume_and_is_no_part_of_what_was_asked(train, tmp_path, capsys):
-    fit = "--fit_memory true --save_steps 100"
+    fit = {"fit_memory": "true", "save_strategy": "steps", "save_steps": 100}
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / STOP).touch()
-    code, _, run = train("run", f"{fit} --memory_gib 64")
+    code, _, run = train("run", **fit, memory_gib=64)
     assert code == 75
     chosen = json.loads((run / "data.json").read_text())["fit_memory"]
     assert (chosen["per_device"], chosen["every_n_layers"]) == (8, 0)
     asked = read_resolved_config(run)
     assert asked["fit_memory"] is True and not {"per_device_train_batch_size", "gradient_checkpointing"} & set(asked)
-    code, resumed, _ = train("run", f"{fit} --memory_gib 0.0001")
+    code, _, _ = train("run", **fit, memory_gib=0.0001)
     assert code == 0 and json.loads((run / "data.json").read_text())["fit_memory"] == chosen
-    code, losses, _ = train("whole", f"{fit} --memory_gib 64")
-    assert resumed == losses
-    code, _, _ = train("other", f"{fit} --memory_gib 0.0001")
+    code, _, _ = train("other", **fit, memory_gib=0.0001)
     assert code == 2 and "hold no setting; the smallest needs 1 pairs per device" in capsys.readouterr().err
 
 
@@ -145,3 +150,91 @@ def test_the_layers_stay_checkpointed_as_asked(tiny_folder, tmp_path):
     batch = trainer._prepare_inputs(trainer.data_collator([trainer.train_dataset[0]]))
     trainer.compute_ref_log_probs(trainer.ref_model or trainer.model, batch)
     assert checkpointed() == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "options", [{"fused": True}, {"foreach": True}, {"foreach": False}, {"amsgrad": True}], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_state_allocated_before_the_first_update_changes_no_bit(options, dtype):
+    results = []
+    for ahead in (False, True):
+        torch.manual_seed(0)
+        weights = [torch.randn(7, 3, dtype=dtype).requires_grad_() for _ in range(3)]
+        weights[1].requires_grad_(False)
+        optimizer = torch.optim.AdamW(weights, lr=1e-2, weight_decay=0.1, **options)
+        if ahead:
+            allocate_optimizer_state(optimizer)
+            assert set(optimizer.state) == {weights[0], weights[2]}
+            assert all(not value.any() for state in optimizer.state.values() for value in state.values())
+        for step in range(3):
+            for weight in (weights[0], weights[2]):
+                weight.grad = torch.randn(7, 3, generator=torch.Generator().manual_seed(step)).to(dtype)
+            optimizer.step()
+        results.append([*weights, *(value for state in optimizer.state.values() for value in state.values())])
+    assert len(results[0]) == len(results[1])
+    assert all(torch.equal(lazy, ahead) for lazy, ahead in zip(*results, strict=True))
+
+
+CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.02 GiB is"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (torch.OutOfMemoryError(CUDA), "step 8 (CUDA out of memory. Tried to allocate 2.50 GiB."),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), "; use a smaller"),
+        (MemoryError(), "out of memory in training, step 8 (MemoryError); use a smaller per_device_train_batch_size"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
+    ],
+    ids=["CUDA", "cuBLAS", "Python", "another"],
+)
+def test_errors_that_are_out_of_memory(error, line, tmp_path):
+    position = Position()
+    position.begin_micro_batch("training", 7, {})
+    end = explain_out_of_memory(error, position, tmp_path)
+    assert (end is None) == (line is None)
+    if end:
+        assert (end.exit_code, end.state) == (2, "failed") and line in str(end)
+
+
+LIMITED = """
+import resource, sys
+import psutil, train_dpo
+
+resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + int(sys.argv[1]),) * 2)
+sys.exit(train_dpo.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.grid
+@pytest.mark.timeout(600)
+def test_a_micro_batch_that_does_not_fit_ends_at_step_1_with_a_line_that_names_a_smaller_setting(tmp_path, write_rows):
+    AutoModelForCausalLM.from_config(Olmo3Config(**SHAPE)).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    words = [60] * 8 + [2] * 24
+    rows = [{"prompt": f"{i}?", "chosen": "yes " * n, "rejected": "no, " * n} for i, n in enumerate(words)]
+    fields = ["--dataset_name", write_rows("p.jsonl", rows), "--model_name_or_path", tmp_path / "model", "--use_cpu"]
+    fields += "--global_batch_size 8 --max_length 192 --padding_free true --preflight skip --guard skip".split()
+    fields += "--save_strategy no --precompute_ref_log_probs true --precompute_ref_batch_size 1 --max_steps 2".split()
+    fields += "--train_sampling_strategy group_by_length --fit_memory true".split()
+    env = os.environ | {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
+
+    def train(name: str, *more: str) -> tuple[int, str, dict]:
+        command = [sys.executable, "-c", LIMITED, int(1.6 * 2**30), *fields, "--output_dir", tmp_path / name, *more]
+        command = [str(part) for part in command]
+        done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=280)
+        return done.returncode, done.stdout + done.stderr, json.loads((tmp_path / name / "status.json").read_text())
+
+    code, log, status = train("fitted", "--memory_gib", "1000")
+    assert (code, status["state"], status["step"]) == (2, "failed", 0), log[-3000:]
+    line = error_line(log)
+    assert re.search(r"out of memory in training, step 1, micro-batch of 8 pairs, [\d,]+ tokens", line), line
+    smaller = re.search(r"; the next smaller setting of fit_memory: (--per_device.*)", line)[1]
+    train("smaller", "--memory_gib", "1000", *shlex.split(smaller))
+    first, second = (
+        json.loads((tmp_path / name / "data.json").read_text())["fit_memory"] for name in ("fitted", "smaller")
+    )
+    assert first["per_device"] == 8 and second["bytes"] < first["bytes"]
+    code, log, status = train("smallest", "--per_device_train_batch_size", "1", "--gradient_checkpointing", "true")
+    assert (code, status["state"], status["step"]) == (0, "done", 2), log[-3000:]

@@ -11,9 +11,10 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.tokenization import load_tokenizer, pair_tokens, tokenize_pairs
+from sfm_dpo.model.loading import model_init_kwargs
 from sfm_dpo.model.packing import find_shared
 from sfm_dpo.run.folder import describe
-from sfm_dpo.train.metrics import share_above
+from sfm_dpo.train.metrics import LOGP_NOISE, loss_scale, share_above, step_0_tolerance
 from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from tests.oracle import by_hand, open_instruct_dpo_norm
@@ -30,6 +31,7 @@ def make_trainer(folder, output_dir, *cli: str, peft=None, n=8) -> SFMDPOTrainer
     argv = f"--model_name_or_path={folder} --dataset_name=x --output_dir={output_dir} --use_cpu --global_batch_size=4"
     argv += " --per_device_train_batch_size=4 --max_length=128 --learning_rate=1e-3 --logging_steps=1"
     config = parse_config([*argv.split(), "--save_strategy=no", *cli])
+    config.train.model_init_kwargs = model_init_kwargs(config)
     tokenizer = load_tokenizer(config)
     tokens, _ = tokenize_pairs(pairs(n), tokenizer, config.train.max_length)
     trainer = SFMDPOTrainer(
@@ -96,9 +98,8 @@ def test_prefix_sharing_and_a_loss_over_prompt_tokens(tiny_folder, tmp_path, cap
     caplog.set_level("INFO", "sfm_dpo")
     assert not make_trainer(tiny_folder("olmoe"), tmp_path, "--padding_free=true").prefix_sharing
     assert "prefix_sharing is off: router_aux_loss_coef 0.1: that loss counts" in caplog.text
-    with pytest.raises(
-        UserError, match=r"^prefix_sharing True: router_aux_loss_coef 0.1.*; set prefix_sharing: false$"
-    ):
+    message = r"^prefix_sharing True: router_aux_loss_coef 0.1.*; set prefix_sharing: false$"
+    with pytest.raises(UserError, match=message):
         make_trainer(tiny_folder("olmoe"), tmp_path, "--padding_free=true", "--prefix_sharing=true")
     off = "--padding_free=true", "--prefix_sharing=true", "--router_aux_loss_coef=0"
     assert make_trainer(tiny_folder("olmoe"), tmp_path, *off).prefix_sharing
@@ -139,8 +140,8 @@ def test_every_metric_is_recorded_once_a_batch(tiny_folder, tmp_path):
 # ---- training
 
 
-def losses(trainer) -> list[float]:
-    trainer.train()
+def losses(trainer, resume_from=None) -> list[float]:
+    trainer.train(resume_from_checkpoint=resume_from)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
@@ -152,8 +153,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tiny_folder, tmp_path):
     uninterrupted = make_trainer(tiny_folder("gpt_neox"), tmp_path / "run", *cli)
     curve = losses(uninterrupted)
     resumed = make_trainer(tiny_folder("gpt_neox"), tmp_path / "run", *cli)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
-    assert [entry["loss"] for entry in resumed.state.log_history if "loss" in entry] == curve
+    assert losses(resumed, resume_from=str(tmp_path / "run" / "checkpoint-3")) == curve
     for (name, a), b in zip(uninterrupted.model.named_parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(a, b), name
 
@@ -163,13 +163,11 @@ def test_lora_trains_the_adapter_and_its_reference_is_the_base(tiny_folder, tmp_
     peft = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     trainer = make_trainer(folder, tmp_path, "--num_train_epochs", "3", "--learning_rate", "1e-2", peft=peft)
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    assert {name for name, p in trainer.model.named_parameters() if p.requires_grad} == {
-        n for n in before if "lora" in n
-    }
+    adapter = {name for name in before if "lora" in name}
+    assert {name for name, p in trainer.model.named_parameters() if p.requires_grad} == adapter
     curve = losses(trainer)
     assert curve[0] == pytest.approx(math.log(2), abs=1e-5) and curve[-1] < curve[0] - 0.05
-    changed = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
-    assert changed == {name for name in before if "lora" in name}
+    assert {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])} == adapter
 
     loss, _, rows = one_batch(trainer)
     merged = trainer.model.merge_and_unload().state_dict()
@@ -192,3 +190,18 @@ def test_step_0_names_dropout(tiny_folder, tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     with pytest.raises(UserError, match=r"step 0: .*dropout"):
         make_trainer(tmp_path / "model", tmp_path / "a", "--disable_dropout", "false").train()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "no"])
+@pytest.mark.parametrize(("loss", "beta"), [("sigmoid_norm", 5.0), ("sigmoid", 0.1)])
+@pytest.mark.parametrize("tokens", [2, 50, 4000])
+def test_rounding_passes_step_0_and_a_wrong_reference_does_not(loss, beta, precision, tokens):
+    """Of 4,096 pairs whose tokens are off by noise, and by noise and a twentieth of a nat on every rejected token."""
+    mask = torch.ones(2, tokens)
+    scale = loss_scale(mask, loss)
+    tolerance = step_0_tolerance(mask, scale, beta, precision).item()
+    noise = torch.randn(4096, 2, generator=torch.Generator().manual_seed(0)) * LOGP_NOISE[precision] * tokens**0.5
+    error = beta * (noise / scale).diff(dim=1).abs() / 2
+    assert error.mean() < tolerance / 2 and error.quantile(0.999) < tolerance
+    if precision == "no" or tokens >= 50:  # two tokens in bf16 cannot tell
+        assert beta * 0.05 * tokens / scale[0].item() / 2 > tolerance

@@ -1,8 +1,7 @@
 """Canaries: each runs stock upstream alone and asserts a bug that sfm_dpo works around in an override or a patch.
 
-When one fails after an upgrade, upstream has fixed the bug, and the code below the comment `Upstream: ... Canary: its
-name` in sfm_dpo can be deleted. The last tests compare the comments with the canaries and with docs/design.md;
-`RECORD=1 pytest tests/train/test_upstream.py` writes the table of the comments there.
+When one fails, the code below the comment `Upstream: ... Canary: its name` in sfm_dpo can be deleted. The last tests
+compare these comments with docs/design.md; `RECORD=1 pytest tests/train/test_upstream.py` writes the table there.
 """
 
 import json
@@ -16,15 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
-from accelerate.data_loader import prepare_data_loader
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset, load_dataset
 from datasets.fingerprint import get_temporary_cache_files_directory
 from deepspeed.runtime.zero.partition_parameters import free_param
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, SequentialSampler
 from transformers import AutoTokenizer, TrainerCallback
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -34,6 +32,7 @@ from trl.trainer.utils import hash_module
 
 from sfm_dpo.common.files import PROJECT
 from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.toolbox import write_jsonl
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
 
@@ -51,33 +50,13 @@ def make(output_dir, model=None, train_dataset=None, eval_dataset=None, **args) 
     args = DPOConfig(str(output_dir), **quiet | {"gradient_checkpointing": False} | small | args)
     model = model or tiny_model("llama", **SMALL)
     reference = None if args.precompute_ref_log_probs else tiny_model("llama", **SMALL)
-    data = {"train_dataset": train_dataset or pairs(), "eval_dataset": eval_dataset}
-    return DPOTrainer(model, reference, args, processing_class=tiny_tokenizer(), **data)
+    return DPOTrainer(model, reference, args, None, train_dataset or pairs(), eval_dataset, tiny_tokenizer())
 
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory) -> DPOTrainer:
     """Not trained; no test may change it for good."""
     return make(tmp_path_factory.mktemp("trainer"), loss_type=["sigmoid_norm"])
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A function: keyword arguments -> a trainer of the folder that holds checkpoint-5, in the second epoch."""
-    folder = tmp_path_factory.mktemp("trained")
-
-    def make_again(**args) -> tuple[DPOTrainer, SequentialSampler]:
-        trainer, sampler = make(folder, **args), SequentialSampler(range(8))
-        sampler.set_epoch = lambda epoch: vars(sampler).update(epoch=epoch)
-        loader = DataLoader(trainer.train_dataset, 1, sampler=sampler, collate_fn=trainer.data_collator)
-        shard = prepare_data_loader(loader, torch.device("cpu"), num_processes=2, process_index=0)
-        trainer.get_train_dataloader = lambda: shard  # the first rank's of two: 4 steps in an epoch
-        return trainer, sampler
-
-    trainer, sampler = make_again(max_steps=5, save_strategy="steps", save_steps=5, loss_type=["sigmoid_norm"])
-    trainer.train()
-    assert sampler.epoch == 1
-    return make_again
 
 
 @pytest.fixture
@@ -87,14 +66,9 @@ def process_group(monkeypatch):
     for name, value in (launcher | {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_CPU": "true"}).items():
         monkeypatch.setenv(name, value)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    shared = [state._shared_state for state in (PartialState, AcceleratorState, GradientState)]
-    before = [dict(state) for state in shared]
-    for state in shared:
-        state.clear()
+    for state in (PartialState, AcceleratorState, GradientState):
+        monkeypatch.setattr(state, "_shared_state", {})
     yield
-    for state, values in zip(shared, before, strict=True):
-        state.clear()
-        state.update(values)
     dist.destroy_process_group()
 
 
@@ -116,8 +90,8 @@ def test_canary_prepare_dataset(tmp_path, trainer):
 
 
 def test_canary_precompute_ref_logps(tmp_path, monkeypatch):
-    rows, folder = pairs(), get_temporary_cache_files_directory()  # each process has another
-    assert rows._get_cache_file_path("key").startswith(folder)
+    rows = pairs()
+    assert rows._get_cache_file_path("key").startswith(get_temporary_cache_files_directory())  # each process's own
     rows.save_to_disk(tmp_path / "rows")
     rows = Dataset.load_from_disk(tmp_path / "rows")
 
@@ -126,7 +100,8 @@ def test_canary_precompute_ref_logps(tmp_path, monkeypatch):
         return {file["filename"] for file in trainer.train_dataset.cache_files}
 
     assert caches(1e-6) == caches(1e-6) != caches(2e-6)
-    batches, compute = [], DPOTrainer.compute_ref_log_probs
+    compute = DPOTrainer.compute_ref_log_probs
+    batches = []
 
     def die_in_the_last_batch(self, model, batch):
         batches.append(batch)
@@ -155,19 +130,19 @@ def test_canary_compute_loss(trainer):
 
 def test_canary_eval_metrics(tmp_path):
     trainer = make(tmp_path, eval_dataset=pairs(3))
-    by_batch = {}
-    for size in (2, 3):
-        trainer.args.per_device_eval_batch_size = size
+    by_batch = []
+    for trainer.args.per_device_eval_batch_size in (2, 3):
         trainer.evaluate()
-        by_batch[size] = trainer.state.log_history[-1]["eval_logps/rejected"]
-    assert by_batch[2] != pytest.approx(by_batch[3], rel=1e-2)
+        by_batch.append(trainer.state.log_history[-1]["eval_logps/rejected"])
+    assert by_batch[0] != pytest.approx(by_batch[1], rel=1e-2)
     logged = make(tmp_path, eval_dataset={"math": pairs(2)}).evaluate()
     assert "eval_math_loss" in logged and "eval_rewards/accuracies" in logged
     assert not [name for name in logged if name.startswith("eval_math_") and "rewards" in name]
 
 
-def test_canary_num_tokens(trained):
-    trainer, _ = trained(max_steps=6)
+def test_canary_num_tokens(tmp_path):
+    make(tmp_path, max_steps=2, save_strategy="steps", save_steps=2).train()
+    trainer = make(tmp_path, max_steps=3)
     trainer.train(resume_from_checkpoint=True)
     before, after = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry][-2:]
     assert after < before
@@ -179,8 +154,7 @@ def test_canary_hash_module():
     for parameter in (*models[0].parameters(), *models[1].parameters()):
         parameter.data = torch.empty(0)  # as ZeRO-3 leaves it, see test_canary_zero3_parameter
     assert hash_module(models[0]) == hash_module(models[1])
-    adapter = LoraConfig(target_modules=["q_proj"])
-    adapted = [get_peft_model(tiny_model("llama", **SMALL), adapter) for _ in range(2)]
+    adapted = [get_peft_model(tiny_model("llama", **SMALL), LoraConfig(target_modules=["q_proj"])) for _ in range(2)]
     with torch.no_grad():
         adapted[0].base_model.model.model.layers[0].self_attn.q_proj.lora_A.default.weight.zero_()
     assert hash_module(adapted[0]) != hash_module(adapted[1])  # though both answer as the model without one
@@ -200,9 +174,9 @@ def test_canary_torch_compile(tmp_path):
 def test_canary_prepare_input(trainer, monkeypatch):
     config = HfTrainerDeepSpeedConfig({"bf16": {"enabled": True}})
     config._dtype = torch.bfloat16  # as trainer_config_process fills it in
-    state, plugin = trainer.accelerator.state._shared_state, SimpleNamespace(hf_ds_config=config)
+    state = vars(trainer.accelerator.state)
     monkeypatch.setitem(state, "distributed_type", DistributedType.DEEPSPEED)
-    monkeypatch.setitem(state, "deepspeed_plugins", plugin)
+    monkeypatch.setitem(state, "deepspeed_plugins", SimpleNamespace(hf_ds_config=config))
     monkeypatch.setattr(trainer, "is_deepspeed_enabled", True)
     assert trainer._prepare_inputs({"ref_chosen_logps": torch.tensor([-1001.0])})["ref_chosen_logps"] == -1000
 
@@ -212,17 +186,15 @@ def test_canary_compute_ref_log_probs(trainer, monkeypatch):
     monkeypatch.setattr(trainer, "is_fsdp_enabled", True)
     monkeypatch.setattr(trainer.accelerator, "autocast", lambda: entered.append(True) or nullcontext())
     batch = trainer._prepare_inputs(trainer.data_collator(list(trainer.train_dataset.select(range(2)))))
+    trainer.compute_loss(trainer.model, batch)
+    assert not entered  # the policy's autocast is in the forward that accelerate prepares, but for FSDP2
     trainer.compute_ref_log_probs(trainer.ref_model, batch)
     assert entered
-    entered.clear()
-    trainer.compute_loss(trainer.model, batch)
-    assert len(entered) == 0  # the policy's autocast is in the forward that accelerate prepares, but for FSDP2
 
 
 def test_canary_checkpointed_layers(trainer):
-    every_second = {"use_reentrant": False, "every_n_layers": 2}
     trainer.model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=2)
-    with disable_gradient_checkpointing(trainer.model, every_second):
+    with disable_gradient_checkpointing(trainer.model, {"use_reentrant": False, "every_n_layers": 2}):
         assert not trainer.model.is_gradient_checkpointing
     layers = [module for module in trainer.model.modules() if isinstance(module, GradientCheckpointingLayer)]
     assert all(layer.gradient_checkpointing for layer in layers)
@@ -230,10 +202,12 @@ def test_canary_checkpointed_layers(trainer):
 
 
 def test_canary_sync_each_batch(tmp_path, process_group):
-    trainer, reduced = make(tmp_path, gradient_accumulation_steps=2, max_steps=1), []
-    state, trainer.is_fsdp_enabled = trainer.accelerator.state, True
+    trainer = make(tmp_path, gradient_accumulation_steps=2, max_steps=1)
+    trainer.is_fsdp_enabled = True
+    state = trainer.accelerator.state
     state.distributed_type = PartialState().distributed_type = DistributedType.FSDP  # see test_canary_fsdp_on_cpu
     state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    reduced = []
 
     class Watch(TrainerCallback):
         def on_substep_end(self, args, state, control, model, **kwargs):
@@ -249,7 +223,8 @@ def test_canary_sync_each_batch(tmp_path, process_group):
 
 
 def test_canary_load_from_checkpoint(tmp_path):
-    saved, trainer = tiny_model("gpt_neox", seed=1), make(tmp_path, tiny_model("gpt_neox"))
+    saved = tiny_model("gpt_neox", seed=1)
+    trainer = make(tmp_path, tiny_model("gpt_neox"))
     saved.save_pretrained(tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     trainer._load_from_checkpoint(str(tmp_path))
@@ -284,16 +259,13 @@ def test_canary_saved_files(tmp_path, trainer):
 def test_canary_graph_for_every_layer():
     graphs = {}
     for use_cache in (False, True):
-        model, compiled = tiny_model("llama", **SMALL), []
-
-        def backend(graph, _, compiled=compiled):
-            return compiled.append(graph) or graph
-
+        model = tiny_model("llama", **SMALL)
+        counter = CompileCounter()
         for layer in model.model.layers:
-            layer.compile(dynamic=True, backend=backend)
+            layer.compile(dynamic=True, backend=counter)
         with torch.no_grad():
             model(torch.ones(1, 4, dtype=torch.long), use_cache=use_cache)
-        graphs[use_cache] = len(compiled)
+        graphs[use_cache] = counter.frame_count
         torch.compiler.reset()
     assert graphs == {False: 1, True: 2}
 
@@ -311,8 +283,7 @@ def test_canary_fsdp_outputs():
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     plugin.set_mixed_precision("bf16")
     assert plugin.mixed_precision_policy.output_dtype == torch.bfloat16
-    setting = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "output_dtype": None}
-    plugin.mixed_precision_policy = setting
+    plugin.mixed_precision_policy = {"param_dtype": torch.bfloat16, "output_dtype": None}
     with pytest.raises(ValueError, match="output_dtype"):
         plugin.set_mixed_precision("bf16")
 
@@ -320,7 +291,8 @@ def test_canary_fsdp_outputs():
 def test_canary_zero3_parameter():
     """Its size and shape; deepspeed.zero.Init keeps those of the whole tensor in ds_numel and ds_shape alone."""
     parameter = torch.nn.Parameter(torch.ones(2, 3))
-    parameter.ds_active_sub_modules, parameter.ds_status = set(), None
+    parameter.ds_active_sub_modules = set()
+    parameter.ds_status = None
     free_param(parameter)
     assert parameter.numel() == 0 and parameter.shape != (2, 3)
 
@@ -339,9 +311,8 @@ def test_canary_datasets_indices():
 
 
 def test_canary_datasets_json(tmp_path):
-    rows = [{"content": "42"}, {"content": '"Yes."'}, {"content": ["parts"]}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    loaded = load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), split="train")
+    rows = write_jsonl(tmp_path / "rows.jsonl", [{"content": text} for text in ("42", '"Yes."', ["parts"])])
+    loaded = load_dataset("json", data_files=str(rows), split="train")
     assert loaded["content"][:] == [42, "Yes.", ["parts"]]
 
 
@@ -377,6 +348,5 @@ def test_the_design_lists_the_comments():
     page = PROJECT / "docs" / "design.md"
     text = page.read_text()
     if os.environ.get("RECORD"):
-        text = text.split(START)[0] + table + text.split(END)[1]
-        page.write_text(text)
-    assert table in text, "RECORD=1 pytest tests/train/test_upstream.py writes it"
+        page.write_text(text.split(START)[0] + table + text.split(END)[1])
+    assert table in page.read_text(), "RECORD=1 pytest tests/train/test_upstream.py writes it"
