@@ -24,6 +24,7 @@ from trl import get_peft_config, get_quantization_config
 
 from sfm_dpo.common.distributed import is_main_process, main_process_first
 from sfm_dpo.common.errors import PreflightDone, StopRequested
+from sfm_dpo.common.files import write_json
 from sfm_dpo.common.secrets import mask_traceback
 from sfm_dpo.config import Config, parse_config
 from sfm_dpo.data.preferences import Pairs
@@ -46,7 +47,7 @@ from sfm_dpo.run.checkpoint import (
     read_best,
     step_of,
 )
-from sfm_dpo.run.folder import DATA, add_data_facts, describe, read_mapping, write_status
+from sfm_dpo.run.folder import DATA, describe, read_mapping, write_status
 from sfm_dpo.run.reader import eval_prefix
 from sfm_dpo.train.callbacks import Position, ProgressLine, StopCallback
 from sfm_dpo.train.fit_memory import fit_memory
@@ -148,7 +149,8 @@ def check(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
     where = "" if args.train_sampling_strategy == "sequential" else " and runs first"
     log.info(f"the largest micro-batch has {largest:,} tokens{where}")
     if is_main_process():
-        add_data_facts(args.output_dir, trainer.describe_data())
+        data = Path(args.output_dir) / DATA
+        write_json(data, read_mapping(data) | trainer.describe_data())
     if checkpoint:
         check_resume(checkpoint, trainer.resume_facts(), args.ignore_resume_mismatch)
         if args.load_best_model_at_end and (best := read_best(checkpoint)):

@@ -14,7 +14,7 @@ import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.run.status import describe_runs, format_runs
+from sfm_dpo.run.reader import describe_runs, format_runs
 
 
 @command

@@ -31,7 +31,6 @@ class TrainConfig(DPOConfig):
     """TRL's DPOConfig, with OLMo 3's DPO hyperparameters as defaults (Olmo 3 report, Table 48) and our few fields."""
 
     output_dir: str = HfArg(default="outputs/dpo", help="The run's folder.")
-
     # The objective: open-instruct's `dpo_norm` with beta 5.
     loss_type: list[str] = HfArg(default_factory=lambda: ["sigmoid_norm"], help=f"Of TRL: {', '.join(LOSS_TYPES)}.")
     beta: float = HfArg(default=5.0, help="Inverse temperature of the implicit reward.")
@@ -45,7 +44,6 @@ class TrainConfig(DPOConfig):
     ddp_timeout: int = HfArg(default=14400, help="Seconds a collective may wait.")
     hang_timeout: int = HfArg(default=1800, help="Seconds without progress of any rank that end the run; 0: never.")
     global_batch_size: int = HfArg(default=128, help="Pairs per optimizer step, over all processes and accumulation.")
-
     # Data
     dataset_name: str | None = HfArg(default=None, help="Hub id, or a local .json/.jsonl/.parquet file or folder.")
     dataset_config: str | None = HfArg(default=None, help="Configuration name of a Hub dataset.")
@@ -56,12 +54,10 @@ class TrainConfig(DPOConfig):
     max_prompt_length: int | None = HfArg(default=None, help="A longer prompt keeps its last tokens (TRL dropped it).")
     truncation_mode: Literal["keep_start"] = HfArg(default="keep_start", help="A longer pair keeps its first tokens.")
     max_dropped_fraction: float = HfArg(default=0.05, help="Stop if a larger share of the rows cannot be used.")
-
     # Filters (docs/filters.md)
     filter_script: str | None = HfArg(default=None, help="Python file with keep(row): whether a stored row is kept.")
     drop_duplicates: Literal["no", "pairs", "prompts"] = HfArg(default="no", help="Leave out repeated pairs, prompts.")
     drop_contaminated: str | None = HfArg(default=None, help="Leave out the pairs in this JSON of analyze_dataset.py.")
-
     # Speed
     prefix_sharing: bool | None = HfArg(default=None, help="Compute a prompt once for both answers (docs/speed.md).")
     # auto: the fastest by check_gpu.sh, else FA2
@@ -69,15 +65,12 @@ class TrainConfig(DPOConfig):
     fit_memory: bool = HfArg(default=False, help="Choose pairs per device and checkpointing by memory, if not given.")
     memory_gib: float | None = HfArg(default=None, help="With fit_memory: GiB of a process; default: 0.9 of all.")
     profile_steps: list[int] | None = HfArg(default=None, help="First and last step to profile (docs/speed.md).")
-
     eval_tasks: list[str] | None = HfArg(default=None, help="lm-eval's tasks after training (docs/evaluation.md).")
-
     # Hub (docs/hub.md)
     hub_private_repo: bool | None = HfArg(default=True, help="A repository that the push creates is private.")
     # Trainer's other two, checkpoint and all_checkpoints, would publish the optimizer: 80 GB of a 7B model each time
     hub_strategy: Literal["end", "every_save"] = HfArg(default="end", help="Push the model, or checkpoints too.")
     hub_revision: str | None = HfArg(default=None, help="Branch to push to; with {step}, one for each checkpoint.")
-
     # Safety (docs/health.md)
     preflight: Literal["skip", "warn", "abort"] = HfArg(default="abort", help="Before training; abort: on a no-go.")
     preflight_only: bool = HfArg(default=False, help="End after reference pass and preflight; the next start trains.")
@@ -129,8 +122,6 @@ class Config:
 
 
 class FieldParser(TrlParser):
-    """The command line of train_dpo.py: `--config`, and every field of the three dataclasses."""
-
     def __init__(self) -> None:
         super().__init__(DATACLASSES, allow_abbrev=False, prog="train_dpo.py")
         self.set_defaults(per_device_train_batch_size=None, gradient_checkpointing=None)  # see resolve_fitted
@@ -253,8 +244,6 @@ def read_value(node: yaml.Node, action: argparse.Action, where: str) -> Any:
         raise UserError(f"{where} is a list; it takes one value")
     text = node.value if isinstance(node, yaml.ScalarNode) else json.dumps(_construct(node), default=str)
     choices = [str(choice) for choice in action.choices or ()]
-    if "bool" in str(action.type) or "no" in choices:  # on and off as YAML reads them
-        text = {"on": "yes", "off": "no"}.get(text.lower(), text)
     if choices and text not in choices:
         raise UserError(f"{where}: {text!r} is unknown; choose one of {', '.join(map(repr, choices))}")
     return text

@@ -122,17 +122,12 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
     refused = [(name, remedy) for name, remedy in REFUSED.items() if values[name]]
     for name, remedy in [*refused, *find_conflicts(namespace, world_size, training)]:
         raise UserError(f"{name} {values[name]}: {remedy}")
-    check_best_metric(namespace)
-
-
-def check_best_metric(c: argparse.Namespace) -> None:
-    """Whether metric_for_best_model is one that is computed."""
-    prefixes = [f"eval_{name}_" for name in read_eval_sets(c.eval_datasets)]
-    if c.eval_fraction:
+    prefixes = [f"eval_{name}_" for name in read_eval_sets(namespace.eval_datasets)]
+    if namespace.eval_fraction:
         prefixes.append("eval_")
-    if c.metric_for_best_model or c.load_best_model_at_end:
-        metric = (c.metric_for_best_model or "loss").removeprefix("eval_")
-        known = [prefix + name for prefix in prefixes for name in EVAL_METRICS]
+    if namespace.metric_for_best_model or namespace.load_best_model_at_end:
+        metric = (namespace.metric_for_best_model or "loss").removeprefix("eval_")
+        known = [prefix + name for prefix in prefixes for name in EVAL_METRICS]  # those that are computed
         check_known("metric_for_best_model", f"eval_{metric}", known)
 
 

@@ -78,9 +78,7 @@ def test_values_keep_spaces_accents_and_leading_dashes(parse):
         ("learning_rate", "1e-6", 1e-6),  # YAML 1.1 reads this as text
         ("beta", "5", 5.0),
         ("eval_strategy", "no", "no"),  # YAML reads no as false
-        ("save_strategy", "off", "no"),
         ("output_dir", "on", "on"),
-        ("gradient_checkpointing", "off", False),
         ("gradient_checkpointing", "yes", True),
         ("loss_type", "sigmoid_norm", ["sigmoid_norm"]),
         ("model_init_kwargs", "{a: [1, two], b: {c: false}}", {"a": [1, "two"], "b": {"c": False}}),

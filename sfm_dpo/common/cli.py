@@ -1,31 +1,25 @@
-"""Command lines, and the log: rank 0's lines on stdout, errors of any rank on stderr, secrets masked.
-
-Modules write with `log = logging.getLogger(__name__)`; sfm_dpo.setup() installs the handler. Nothing slow is imported,
-so that --help answers at once.
-"""
+"""Command lines and the log. Imports nothing slow, so that --help answers at once."""
 
 import argparse
 import functools
 import logging
 import math
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from sfm_dpo.common.distributed import is_main_process
-from sfm_dpo.common.errors import RunEnd, nearest
+from sfm_dpo.common.errors import RunEnd
 from sfm_dpo.common.secrets import mask, mask_traceback
 
 log = logging.getLogger(__name__)
-
 _PREFIX = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 
 
 class LineHandler(logging.Handler):
-    """Writes a record as one line (its level in front, where that is warning or error) and flushes."""
+    """Rank 0's lines on stdout, errors of any rank on stderr, secrets masked. sfm_dpo.setup() installs it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno < logging.ERROR and not is_main_process():
@@ -67,9 +61,7 @@ class Arguments(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """One line, without the usage that argparse would print above it."""
-        unknown = re.match(r"unrecognized arguments: (--[^= ]*)", message)
-        hint = nearest(unknown[1], self._option_string_actions) if unknown else ""
-        self.exit(2, f"error: {message}{hint} (see --help)\n")
+        self.exit(2, f"error: {message} (see --help)\n")
 
 
 def number(kind: type, lowest: float, highest: float = math.inf) -> Callable[[str], Any]:

@@ -17,18 +17,11 @@ def is_main_process() -> bool:
 
 
 def rank() -> int:
-    """The number of this process among all."""
     return int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
-    """Processes over all nodes."""
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def local_world_size() -> int:
-    """Processes on this node."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def broadcast(value: T) -> T:
@@ -56,8 +49,7 @@ def main_process_first(action: Callable[[], T]) -> T:
             result = action()
         except UserError as raised:
             error = raised
-    agreed = broadcast(error)
-    if agreed:
+    if agreed := broadcast(error):
         raise agreed
     return result if is_main_process() else action()
 

@@ -20,16 +20,12 @@ class RunEnd(Exception):
         self.status = status
 
 
-class UserError(RunEnd):
-    """Wrong configuration or data."""
-
+class UserError(RunEnd):  # wrong configuration or data
     exit_code = 2
     state = "failed"
 
 
-class DiskFull(UserError):
-    """A disk is full or has become read-only; perhaps for one rank alone."""
-
+class DiskFull(UserError):  # or read-only; perhaps for one rank alone
     exit_code = 1
 
 
@@ -47,16 +43,12 @@ class GuardStopped(UserError):
     state = "collapsed"
 
 
-class StopRequested(RunEnd):
-    """Stopped by the stop file; the same command resumes."""
-
+class StopRequested(RunEnd):  # by the stop file; the same command resumes
     exit_code = 75
     state = "stopped"
 
 
-class PreflightDone(StopRequested):
-    """Only the preflight was requested."""
-
+class PreflightDone(StopRequested):  # only the preflight was requested
     exit_code = 0
 
 

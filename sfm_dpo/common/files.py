@@ -19,13 +19,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes `value` as indented JSON, atomically."""
     write_atomically(path, json.dumps(value, indent=2) + "\n")
-
-
-def format_size(size: float) -> str:
-    """Bytes as GiB."""
-    return f"{size / 2**30:.1f} GiB"
 
 
 def now() -> str:

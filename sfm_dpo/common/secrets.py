@@ -18,14 +18,9 @@ _SHORTEST = 8  # masking a shorter value would make ordinary text illegible, and
 _env_file_values: set[str] = set()  # what load_env_file has read, but settings
 
 
-def env_file() -> Path:
-    """.env of the working directory or of a folder above it; else the project's, whether it exists or not."""
-    return Path(find_dotenv(usecwd=True) or PROJECT / ".env")
-
-
 def load_env_file() -> None:
-    """Puts .env into the environment; warns if others on this machine can read it."""
-    path = env_file()
+    """Puts .env of the working directory, of a folder above it, or else the project's, into the environment."""
+    path = Path(find_dotenv(usecwd=True) or PROJECT / ".env")
     if not path.is_file():
         return
     mode = path.stat().st_mode & 0o777
@@ -38,10 +33,8 @@ def load_env_file() -> None:
 
 
 def mask(text: str) -> str:
-    """`text` with `***` in the place of each secret.
-
-    Secrets are the values of variables with a secret's name, of all in .env but settings, and tokens of the Hub.
-    """
+    """`text` with `***` for the values of variables with a secret's name, for all of .env but settings, and for tokens
+    of the Hub."""
     secrets = {value for name, value in os.environ.items() if _SECRET.search(name.upper())} | _env_file_values
     for value in sorted(secrets, key=len, reverse=True):  # a secret may be part of another
         if len(value) >= _SHORTEST:

@@ -18,11 +18,12 @@ import xxhash
 
 from sfm_dpo.common.distributed import broadcast, gather, is_main_process, rank, world_size
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import format_size, write_json
+from sfm_dpo.common.files import write_json
 from sfm_dpo.run.folder import read_mapping
 
 log = logging.getLogger(__name__)
 
+GIB = 2**30
 COMPLETE = "complete.json"
 STOP = "STOP"
 KEEP = "KEEP"  # a checkpoint that holds a file of this name is never rotated away
@@ -59,10 +60,8 @@ def why_incomplete(checkpoint: Path) -> str | None:
 
 
 def why_damaged(checkpoint: Path, pattern: str = "*", alone: bool = False) -> str | None:
-    """Which file of a complete checkpoint has another checksum than in its mark; None if all agree.
-
-    All ranks must call it, each reads what it wrote, and all get the same answer; or one, `alone`, reads all.
-    """
+    """Which file of a complete checkpoint has another checksum than in its mark; None if all agree. All ranks must
+    call it, each reads what it wrote, and all get the same answer; or one, `alone`, reads all."""
     damage = None
     for name, checksum in _read_facts(checkpoint).get("xxh3_128", {}).items():
         if damage or not Path(name).match(pattern) or not (alone or _is_mine(name)):
@@ -98,15 +97,12 @@ def keep_before(run: str | Path, step: float, author: str) -> Path | None:
 
 
 def newest_checkpoint(run: str | Path) -> Path | None:
-    """The newest complete checkpoint."""
     return next((c for c in reversed(checkpoints(run)) if why_incomplete(c) is None), None)
 
 
 def find_start(args: Any) -> Path | None:
-    """The checkpoint a run resumes from, the same on all ranks: the one asked for, or the newest complete one.
-
-    All ranks must call it. A damaged one loses its mark, so that it never counts as complete again.
-    """
+    """The checkpoint a run resumes from: the one asked for, or the newest complete one. All ranks must call it, and
+    get the same. A damaged one loses its mark, so that it never counts as complete again."""
     clear_old_stop(args.output_dir)
     if asked := args.resume_from_checkpoint:
         if reason := _why_unusable(Path(asked), args.verify_checkpoints):
@@ -133,8 +129,7 @@ def _why_unusable(checkpoint: Path, verify: bool, pattern: str = "*") -> str | N
 
 
 def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
-    """Writes the mark, with the `facts` in which a resumed run must agree. All ranks must call it, once all have
-    written: each hashes the files that it wrote."""
+    """Writes the mark. All ranks must call it, once all have written: each hashes the files that it wrote."""
     mine = {}
     for path in sorted(checkpoint.rglob("*")):
         name = str(path.relative_to(checkpoint))
@@ -176,10 +171,10 @@ def copy_best(best: str | None, args: Any) -> None:
 def rotate(run: str | Path, limit: int | None) -> None:
     """Deletes the oldest complete checkpoints beyond `limit`, but none that is kept, being pushed, or the best one
     of a newer checkpoint, from which a run may resume."""
-    kept = [c for c in checkpoints(run) if (c / KEEP).exists() or is_being_pushed(c)]
-    complete = [c for c in checkpoints(run) if why_incomplete(c) is None and c not in kept]
     if limit is None:
         return
+    complete = [c for c in checkpoints(run) if why_incomplete(c) is None and not (c / KEEP).exists()]
+    complete = [c for c in complete if not is_being_pushed(c)]
     best = [read_best(checkpoint) for checkpoint in complete[-limit:]]
     for checkpoint in complete[:-limit]:
         if checkpoint not in best:
@@ -205,13 +200,10 @@ _DIFFERENCES = {  # by fact of the mark, in which a resumed run must agree
 
 
 def check_resume(checkpoint: Path, facts: dict[str, Any], ignore: bool) -> None:
-    """Raises UserError if the run that wrote `checkpoint` differs from this one in one of `facts`.
-
-    `ignore` (ignore_resume_mismatch) does not help where the optimizer cannot be read: DeepSpeed cannot divide that of
-    a ZeRO checkpoint among another number of processes.
-    """
+    """Raises UserError if the run that wrote `checkpoint` differs from this one in a fact; `ignore`
+    (ignore_resume_mismatch) does not help where its optimizer cannot be read."""
     before = _read_facts(checkpoint)
-    is_zero = str(before.get("launch")).startswith("ZeRO")
+    is_zero = str(before.get("launch")).startswith("ZeRO")  # DeepSpeed cannot divide it among other processes
     for name, now in facts.items():
         was = before.get(name)
         may_ignore = name != "launch" and not (name == "world_size" and is_zero)
@@ -242,8 +234,8 @@ def check_disk(run: str | Path, size: int, most: int) -> None:
     free = shutil.disk_usage(run).free
     if free < needed:
         raise UserError(
-            f"output_dir {run}: {format_size(free)} are free, checkpoints will take {format_size(needed)} "
-            f"({format_size(size)} each); free space, or choose an output_dir on another disk"
+            f"output_dir {run}: {free / GIB:.1f} GiB are free, checkpoints will take {needed / GIB:.1f} GiB "
+            f"({size / GIB:.1f} GiB each); free space, or choose an output_dir on another disk"
         )
 
 

@@ -1,7 +1,4 @@
-"""A run's folder: taking it, and resolved_config.yaml, environment.json, data.json and status.json in it.
-
-Rank 0 alone writes.
-"""
+"""A run's folder: taking it, and resolved_config.yaml, environment.json, data.json and status.json in it."""
 
 import dataclasses
 import errno
@@ -31,7 +28,6 @@ RESOLVED_CONFIG = "resolved_config.yaml"
 ENVIRONMENT = "environment.json"
 DATA = "data.json"
 STATUS = "status.json"
-
 STARTED = now()  # this process
 SAID_SECONDS = 3  # after which rank 0 has said how a run ends that ends on all ranks alike
 
@@ -66,10 +62,7 @@ def read_resolved_config(run: str | Path) -> dict[str, Any]:
 def write_status(
     run: str | Path, state: str, exit_code: int | None = None, message: str = "", any_rank: bool = False, **extra: Any
 ) -> None:
-    """Writes status.json, on rank 0, or with `any_rank` on whichever rank calls, about what rank 0 may not know.
-
-    `state` is running, done, stopped, refused, collapsed, hung, failed or push_failed.
-    """
+    """Writes status.json: on rank 0, or with `any_rank` on whichever rank calls, about what rank 0 may not know."""
     if not (is_main_process() or any_rank):
         return
     status = {"state": state, "exit_code": exit_code, "message": mask(message), "step": None, "checkpoint": None}
@@ -106,15 +99,13 @@ def message_of_rank(run: Path | None, error: str) -> str | None:
 
 def acquire(config: "Config") -> Lease | None:
     """Makes the run's folder and returns its lease, which rank 0 holds; None where its run has trained to the end.
-
-    Raises UserError where another run has the folder, or it holds something else, which is never overwritten.
-    """
+    Raises UserError where another run has the folder, or it holds something else, which is never overwritten."""
     run = make_folder(config)
     lease = take_folder(run) if is_main_process() else Lease(run / LOCK)
     try:
         if is_unfinished(config):
             return lease
-    except UserError:
+    except BaseException:
         lease.release()
         raise
     lease.release()
@@ -122,7 +113,7 @@ def acquire(config: "Config") -> Lease | None:
 
 
 def check_folder(config: "Config") -> bool:
-    """Whether there is something to train, as `acquire` decides; leaves the folder to nobody. Raises UserError."""
+    """Whether there is something to train, as `acquire` decides, without taking the folder. Raises UserError."""
     check_owner(make_folder(config))
     return is_unfinished(config)
 
@@ -170,11 +161,8 @@ def is_unfinished(config: "Config") -> bool:
 
 
 def describe(config: "Config", pairs: dict[str, Any], step: int = 0) -> None:
-    """Writes what was asked (resolved_config.yaml), on what (data.json) and where (environment.json).
-
-    environment.json is that of this start; its lists `starts` and `hangs`, and the id under which W&B knows the run,
-    are kept from the earlier ones. `step` is the one this start resumes from.
-    """
+    """Writes what was asked (resolved_config.yaml), on what (data.json) and where (environment.json), at this start,
+    from `step`; of earlier starts the lists `starts` and `hangs` and the id under which W&B knows the run are kept."""
     run = Path(config.train.output_dir)
     run.mkdir(parents=True, exist_ok=True)
     before = read_mapping(run / ENVIRONMENT)
@@ -213,12 +201,6 @@ def _git(*command: str) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return result.stdout.strip()
-
-
-def add_data_facts(run: str | Path, facts: dict[str, Any]) -> None:
-    """Adds to data.json what is known only once the trainer is there."""
-    path = Path(run) / DATA
-    write_json(path, read_mapping(path) | facts)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""accelerate's launcher with the exit code and the last line of the rank that failed, for the batch scripts.
+"""accelerate's launcher with the exit code (1 for a signal) and the last line of the rank that failed first.
 
     python -m sfm_dpo.run.launch outputs/dpo --config_file accelerate_config.yaml train_dpo.py --config R
 
@@ -20,7 +20,6 @@ log = logging.getLogger("sfm_dpo.run.launch")  # __name__ is __main__
 
 
 def main(argv: list[str]) -> int:
-    """Launches, and returns the exit code of the rank that failed first, 1 where a signal killed it."""
     sfm_dpo.setup()
     run = Path(argv[0])
     before = read_mapping(run / STATUS)

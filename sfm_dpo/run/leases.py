@@ -1,8 +1,4 @@
-"""Leases: files by which processes, also on other hosts, hold a run's folder and share out the reference pass.
-
-Of all who try, one creates the file, and a thread of its owner touches it. A contender takes it over when the owner's
-process is dead on this host, or when the file has not changed for LEASE_SECONDS by the contender's own clock.
-"""
+"""Leases: files by which processes, also on other hosts, hold a run's folder and share out the reference pass."""
 
 import json
 import logging
@@ -29,10 +25,11 @@ LOCK = ".lock"  # the lease of a run's folder, which rank 0 of train_dpo.py hold
 
 
 class Lease:
-    """filelock's SoftFileLease, held by this process after `take` until `release`; its thread calls `on_loss`.
+    """A file that one of all who try creates; a thread touches it until `release`, and calls `on_loss` if it is lost.
 
-    filelock 4.2 replaces a stale file by renameat2(RENAME_EXCHANGE), which NFS, Lustre and CephFS refuse: there it
-    would wait for a dead owner forever. `take_over` renames the file instead.
+    A contender takes it over when the owner's process is dead on this host, or when the file has not changed for
+    LEASE_SECONDS by the contender's own clock. filelock 4.2 does so by renameat2(RENAME_EXCHANGE) alone, which NFS,
+    Lustre and CephFS refuse; hence `take_over`.
     """
 
     def __init__(self, path: Path, on_loss: Callable[[LeaseCompromise], None] | None = None):
@@ -73,7 +70,6 @@ class Lease:
         return self._lock.is_locked
 
     def release(self) -> None:
-        """Gives the lease up, if this process holds it."""
         with suppress(OSError):  # the disk is read-only by now; the lease is stale once this process is gone
             self._lock.release()
 
@@ -131,13 +127,12 @@ def is_running(owner: dict[str, Any], queue: dict[str, str] | None) -> bool | No
     that cannot be known from here. A job that waits in the queue does not run."""
     if not owner:
         return False
-    job = owner["job"]
-    if not job:
+    if not owner["job"]:
         return is_alive(owner)
     if queue is None:
         return None
-    if job in queue:
-        return queue[job] != "PENDING"
+    if owner["job"] in queue:
+        return queue[owner["job"]] != "PENDING"
     cluster = os.environ.get("SLURM_CLUSTER_NAME", owner["cluster"])
     is_shown = (cluster, os.getuid()) == (owner["cluster"], owner["uid"])  # squeue may hide the jobs of others
     return False if is_shown else None
@@ -165,7 +160,6 @@ def read_owner(path: Path) -> dict[str, Any]:
 
 
 def describe_owner(owner: dict[str, Any]) -> str:
-    """Who holds a lease, in words."""
     if not owner:
         return "a process that has just taken or released it"
     job = f"job {owner['job']}, " if owner["job"] else ""
@@ -176,9 +170,7 @@ def take_folder(run: Path) -> Lease:
     """Takes the lease of a run's folder. Raises UserError at once if another run has it."""
     lease = Lease(run / LOCK, on_loss=_end_superseded_run)
     for _ in range(5):  # others may try at the same time
-        if lease.take():
-            return lease
-        if lease.take_over(check_owner(run)):
+        if lease.take() or lease.take_over(check_owner(run)):
             return lease
     raise UserError(f"output_dir {run}: {LOCK} cannot be replaced; remove it if nothing trains there")
 
@@ -192,10 +184,8 @@ def check_owner(run: Path) -> dict[str, Any]:
         owner = read_owner(path)
         if not owner and path.exists():
             raise UserError(f"output_dir {run}: {LOCK} is damaged; remove it if nothing trains there")
-    is_this_job = owner.get("job") == os.environ.get("SLURM_JOB_ID", "no job")
-    if is_this_job and not is_alive(owner):
-        return owner
-    if is_running(owner, squeue_states()) is not False:
+    is_this_job = owner.get("job") == os.environ.get("SLURM_JOB_ID", "none") and not is_alive(owner)
+    if not is_this_job and is_running(owner, squeue_states()) is not False:
         raise UserError(
             f"output_dir {run}: {describe_owner(owner)} has it since {owner['time']}; wait, end it, or choose another "
             f"output_dir (if it has ended all the same: remove {path})"

@@ -1,21 +1,29 @@
-"""What a run has written: the files of its folder, and its logged metrics."""
+"""What runs have written: the files of a folder, its logged metrics, and the state of all runs in a table."""
 
 import json
 import math
+import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import format_clock, format_table
 from sfm_dpo.common.secrets import mask
-from sfm_dpo.run.checkpoint import checkpoints
-from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, STATUS
+from sfm_dpo.run.checkpoint import checkpoints, newest_checkpoint
+from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, STATUS, read_mapping
+from sfm_dpo.run.leases import LOCK, is_running, read_owner, squeue_states
 
 EVALUATION = "evaluation.json"
 PARENTS = "parents.json"
 _MAPPINGS = [ENVIRONMENT, DATA, STATUS, "preflight.json", "health.json", EVALUATION]
 _LISTS = ["samples.json", PARENTS]
+STALE_SECONDS = 1800  # longer than a step, an evaluation or a save takes
+COLUMNS = "run state slurm step eta pairs/s loss margin health last checkpoint starts".split()
+_KEYS = {"eta": "eta_seconds", "pairs/s": "pairs_per_second", "last": "seconds_since_update"}  # of describe_run
+_FORMS = {"pairs_per_second": ".2f", "loss": ".4f", "margin": "+.3f"}
 
 
 def read_run(run: Path) -> dict[str, Any]:
@@ -79,3 +87,71 @@ def _read_file(path: Path, kind: type) -> Any:
     except (OSError, ValueError, yaml.YAMLError):
         return kind()
     return content if isinstance(content, kind) else kind()
+
+
+def find_runs(folders: Iterable[str | Path]) -> list[Path]:
+    """The runs among the given folders, and directly or one deeper inside them, by name."""
+    runs: set[Path] = set()
+    for folder in map(Path, folders):
+        for status in (folder / STATUS, *folder.glob(f"*/{STATUS}"), *folder.glob(f"*/*/{STATUS}")):
+            if status.is_file():
+                runs.add(status.parent)
+    return sorted(runs)
+
+
+def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[str, Any]:
+    """What is known of a run at `now`, in Unix time, and by `queue` (of `squeue_states`); missing facts are None."""
+    status = read_mapping(run / STATUS)
+    job = status.get("job")
+    slurm = None if queue is None or job is None else queue.get(job, "not queued")
+    age = max(0.0, now - (run / STATUS).stat().st_mtime)
+    state = status.get("state", "unknown")
+    if state == "running":
+        if is_running(read_owner(run / LOCK), queue) is False:
+            state = "died"
+        elif age > STALE_SECONDS:
+            state = "stale"
+    if slurm == "PENDING":
+        state += ", waits"
+    checkpoint = newest_checkpoint(run)
+    return {
+        "run": str(run),
+        "state": "DONE" if state == "done" else state,
+        "message": status.get("message") or None,
+        "job": job,
+        "slurm": slurm,
+        "step": status.get("step"),
+        "max_steps": status.get("max_steps"),
+        "eta_seconds": status.get("eta_seconds") if state == "running" else None,
+        **{name: status.get(name) for name in ("pairs_per_second", "loss", "margin")},
+        "health": read_mapping(run / "health.json").get("verdict"),
+        "seconds_since_update": round(age),
+        "checkpoint": checkpoint and checkpoint.name,
+        "starts": len(read_mapping(run / ENVIRONMENT).get("starts", [])) or None,
+    }
+
+
+def describe_runs(folders: Iterable[str | Path]) -> list[dict[str, Any]]:
+    queue = squeue_states()
+    return [describe_run(run, queue, time.time()) for run in find_runs(folders)]
+
+
+def format_runs(runs: list[dict[str, Any]]) -> str:
+    """The runs as text, a line each, and below it what those that did not end well have said."""
+    cells = [[_format_cell(run, _KEYS.get(name, name)) for name in COLUMNS] for run in runs]
+    lines = [format_table(cells, COLUMNS, indent=0)]
+    notes = [f"{run['run']}: {run['message']}" for run in runs if run["message"] and run["state"] != "DONE"]
+    if notes:
+        lines += ["", *notes]
+    return "\n".join(lines)
+
+
+def _format_cell(run: dict[str, Any], key: str) -> str:
+    value = run[key]
+    if value is None:
+        return "-"
+    if key == "step" and run["max_steps"]:
+        return f"{value}/{run['max_steps']}"
+    if "seconds" in key.split("_"):
+        return format_clock(value)
+    return format(value, _FORMS.get(key, ""))

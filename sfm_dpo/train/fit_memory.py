@@ -5,6 +5,7 @@ memory that the planner computes for it (model/memory_plan.py). What runs out of
 """
 
 import logging
+import os
 import re
 import traceback
 from dataclasses import asdict
@@ -16,7 +17,7 @@ import torch
 from datasets import Dataset
 from transformers import PretrainedConfig
 
-from sfm_dpo.common.distributed import broadcast, is_main_process, local_world_size, main_process_first
+from sfm_dpo.common.distributed import broadcast, is_main_process, main_process_first
 from sfm_dpo.common.errors import OutOfMemory, UserError
 from sfm_dpo.config import Config
 from sfm_dpo.data.sampler import list_micro_batches
@@ -70,7 +71,7 @@ def _choose(config: Config, dataset: Dataset, shape: PretrainedConfig) -> dict[s
     states = sum(planner.states(launch, zero).values())
     if args.use_cpu:  # the limit is a share of the machine, of which this process has taken some
         states += psutil.Process().memory_info().rss
-        total = psutil.virtual_memory().total / local_world_size()
+        total = psutil.virtual_memory().total / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     else:
         total = torch.cuda.mem_get_info()[1]
     limit = memory_limit(total, args.memory_gib)

@@ -4,8 +4,7 @@ import os
 
 import pytest
 
-from sfm_dpo.common.files import PROJECT
-from sfm_dpo.common.secrets import env_file, load_env_file, mask, mask_traceback
+from sfm_dpo.common.secrets import load_env_file, mask, mask_traceback
 
 
 @pytest.fixture
@@ -45,8 +44,9 @@ def test_an_env_file_that_others_can_read(write_env, capsys, environment, mode, 
     assert (os.environ["X"], os.environ["QUOTED"]) == ("1", "a b")
 
 
-def test_the_nearest_env_file_else_the_projects(write_env, tmp_path):
+def test_the_nearest_env_file_is_read(write_env, tmp_path, monkeypatch, environment):
+    write_env("NEAREST=1\n")
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
     load_env_file()
-    assert env_file() == PROJECT / ".env"  # from wherever a command is typed
-    write_env("X=1\n")
-    assert env_file() == tmp_path / ".env"
+    assert os.environ["NEAREST"] == "1"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from sfm_dpo.run import status
+from sfm_dpo.run import reader
 from sfm_dpo.run.checkpoint import mark_complete
 from sfm_dpo.run.folder import ENVIRONMENT, STATUS, write_status
 from sfm_dpo.run.leases import LOCK, this_process
-from sfm_dpo.run.status import describe_run, find_runs, format_runs
+from sfm_dpo.run.reader import describe_run, find_runs, format_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNNING = {"step": 30, "max_steps": 120, "eta_seconds": 3723, "loss": 0.61, "margin": 0.2, "pairs_per_second": 1.5}
@@ -65,7 +65,7 @@ def test_a_running_run(tmp_path):
     }
     assert facts["seconds_since_update"] < 60
     head, line = format_runs([facts]).splitlines()
-    assert head.split() == status.COLUMNS
+    assert head.split() == reader.COLUMNS
     for cell in ("30/120", "1:02:03", "1.50", "0.6100", "+0.200", "healthy", "checkpoint-10", "  3"):
         assert cell in line, cell
 
@@ -96,7 +96,7 @@ def test_slurm_has_the_last_word(tmp_path, monkeypatch):
 
 def test_a_run_that_writes_nothing_is_stale(tmp_path):
     run = make(tmp_path / "a", "running", host="n1")
-    assert describe_run(run, None, time.time() + status.STALE_SECONDS + 5)["state"] == "stale"
+    assert describe_run(run, None, time.time() + reader.STALE_SECONDS + 5)["state"] == "stale"
 
 
 def test_runs_are_found_given_and_one_folder_deeper_and_told_with_their_last_words(tmp_path):

@@ -139,7 +139,7 @@ CASES = {
     ],
     "status": [
         ("{kit}/nowhere", "nowhere: no such folder"),
-        ("{kit} --jsn", "unrecognized arguments: --jsn; did you mean --json?"),
+        ("{kit} --jsn", "unrecognized arguments: --jsn (see --help)"),
     ],
     "compare_runs": [
         (RUN, "the following arguments are required: run_b"),
