@@ -38,8 +38,13 @@ def pair(i: int, chosen: str = "{} apples", rejected: str = "I do not know, {}")
 def analyze(write_rows, tiny_folder):
     """A function: rows, options -> what analyze_dataset finds."""
 
-    def run(rows, *options, model=None, file="pairs.jsonl", min_coverage=0.9, min_tokens_kept=0.9):
-        argv = ["--dataset_name", write_rows(file, rows), "--model_name_or_path", model or tiny_folder("llama")]
+    def run(rows, *options, model=None, min_coverage=0.9, min_tokens_kept=0.9):
+        argv = [
+            "--dataset_name",
+            write_rows("pairs.jsonl", rows),
+            "--model_name_or_path",
+            model or tiny_folder("llama"),
+        ]
         config = parse_config([str(word) for word in (*argv, *options)], training=False)
         return analyze_dataset(config, min_coverage, min_tokens_kept)
 
@@ -100,12 +105,8 @@ def test_counts_are_those_of_a_slow_reference(limit, analyze, tiny_folder):
     dropped = len(rows) - len(slow)
     assert dropped >= 2
     assert (result["rows"], result["pairs"], sum(result["dropped"].values())) == (len(rows), len(slow), dropped)
-    sizes = {
-        "total": [len(p) + max(len(c), len(r)) for p, c, r in slow],
-        "prompt": [len(p) for p, _, _ in slow],
-        "chosen": [len(c) for _, c, _ in slow],
-        "rejected": [len(r) for _, _, r in slow],
-    }
+    sizes = {"total": [len(p) + max(len(c), len(r)) for p, c, r in slow]}
+    sizes |= {name: [len(parts[i]) for parts in slow] for i, name in enumerate(("prompt", "chosen", "rejected"))}
     for side, values in sizes.items():
         for q in PERCENTILES:  # the smallest value that at least q% do not exceed
             expected = next(v for i, v in enumerate(sorted(values), 1) if 100 * i >= q * len(values))
@@ -113,9 +114,8 @@ def test_counts_are_those_of_a_slow_reference(limit, analyze, tiny_folder):
     for row in [*result["candidates"], result["recommendation"]]:
         expected = slow_row(slow, row["max_length"], limit)
         assert {k: row[k] for k in expected} == pytest.approx(expected)
-    assert result["length_bias"]["chosen_longer"] == pytest.approx(
-        sum((len(c) > len(r)) + 0.5 * (len(c) == len(r)) for _, c, r in slow) / len(slow)
-    )
+    longer = sum((len(c) > len(r)) + 0.5 * (len(c) == len(r)) for _, c, r in slow) / len(slow)
+    assert result["length_bias"]["chosen_longer"] == pytest.approx(longer)
 
 
 PUBLISHED = {"think": {4096: 0.751, 8192: 0.877, 16384: 0.958}, "instruct": {4096: 0.962}}  # share of complete pairs
@@ -131,15 +131,11 @@ def test_the_published_shares_are_found_and_the_published_length_recommended(kin
             assert row["untouched"] == pytest.approx(share, abs=0.02)
 
 
-# ---- the recommendation
-
-
-@pytest.mark.parametrize(("min_coverage", "min_tokens_kept"), [(0.5, 0.5), (0.95, 0.9), (0.5, 0.99)])
+@pytest.mark.parametrize(("min_coverage", "min_tokens_kept"), [(0.95, 0.9), (0.5, 0.99)])
 def test_the_recommended_length_meets_the_rule_and_the_next_shorter_one_does_not(min_coverage, min_tokens_kept):
     lengths = lengths_of("instruct", 1500)
-    pairs = [
-        ([0] * p, [1] * c, [2] * r) for p, c, r in zip(lengths.prompt, lengths.chosen, lengths.rejected, strict=True)
-    ]
+    sizes = zip(lengths.prompt, lengths.chosen, lengths.rejected, strict=True)
+    pairs = [([0] * prompt, [1] * chosen, [2] * rejected) for prompt, chosen, rejected in sizes]
 
     def meets(row):
         return row["untouched"] >= min_coverage and row["tokens_kept"] >= min_tokens_kept
@@ -167,9 +163,6 @@ def test_nothing_beyond_the_models_limit_is_considered():
         analyze_lengths(think, count_tokens, min_coverage=0.9, min_tokens_kept=0.9, limit=10)
 
 
-# ---- findings, and the path of training
-
-
 def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
     shutil.copytree(tiny_folder("llama"), tmp_path / "thinking")
     tokenizer = tiny_tokenizer()
@@ -183,16 +176,16 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
     result = analyze(rows, model=tmp_path / "thinking", min_coverage=0.5, min_tokens_kept=0.2)
     assert result["recommendation"]["max_length"] == 128
     assert result["dropped"] == {"chosen_equals_rejected": 1, "empty_response": 1, "prompts_differ": 1}
-    findings = [(finding["level"], finding["text"]) for finding in result["findings"]]
-    for level, words in (
-        ("warning", "the rejected response is the longer one in"),
-        ("warning", "1 pairs are exact repeats"),
-        ("warning", "1 pairs are identical on both sides after truncation"),
-        ("warning", "44 prompts are no token prefix"),
-        ("note", "1 of 47 rows dropped: prompts of the two sides differ"),
-        ("note", "1 pairs (1 chosen, 0 rejected): the answer refuses"),
+    findings = [f"{finding['level']}: {finding['text']}" for finding in result["findings"]]
+    for words in (
+        "warning: the rejected response is the longer one in",
+        "warning: 1 pairs are exact repeats",
+        "warning: 1 pairs are identical on both sides after truncation",
+        "warning: 44 prompts are no token prefix",
+        "note: 1 of 47 rows dropped: prompts of the two sides differ",
+        "note: 1 pairs (1 chosen, 0 rejected): the answer refuses",
     ):
-        assert sum(level == known and words in text for known, text in findings) == 1, (words, findings)
+        assert sum(words in finding for finding in findings) == 1, (words, findings)
     assert "<think>" not in result["example"]["chosen"]["text"]
 
 
@@ -202,10 +195,7 @@ def test_training_finds_the_tokens_in_the_cache(write_rows, tiny_folder, monkeyp
     analyze_dataset(config, 0.9, 0.9)
     pairs, tokenizer = load_pairs(config), tokenization.load_tokenizer(config)
 
-    def refuse(*args, **kwargs):
-        raise AssertionError("tokenized again")
-
-    monkeypatch.setattr(tokenizer, "apply_chat_template", refuse)
+    monkeypatch.setattr(tokenizer, "apply_chat_template", None)  # what is tokenized again fails
     for split in (pairs.train, pairs.eval):
         tokens, _ = tokenization.tokenize_pairs(split, tokenizer, 256, 25)
         assert len(tokens) == len(split) and max(tokens["prompt_length"]) == 25

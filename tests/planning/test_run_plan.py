@@ -17,18 +17,17 @@ from sfm_dpo.planning.run_plan import Cluster, Planner, format_plan
 from tests.tiny_models import tiny_config
 
 AS_NAMED = "--fit_memory false --per_device_train_batch_size 4 --gradient_checkpointing true".split()
+B200 = Cluster("B200", 4)
 PYTHIA = AutoConfig.from_pretrained(PROJECT / "bench/shapes/gpt_neox_6.9b")
 
 
 @pytest.fixture
 def plan_of(tmp_path, monkeypatch):
-    """A function: (shape, lengths, command-line fields, num_gpus) -> the plan for B200s, of 16 times the lengths."""
+    """A function: (shape, lengths, command-line fields, cluster) -> the planner of 16 times the lengths."""
 
-    def make(shape, lengths, fields=(), num_gpus=4, calibration=None):
+    def make(shape, lengths, fields=(), cluster=B200):
         monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED", raising=False)
         argv = ["--config", str(PROJECT / "recipes/think.yaml"), "--output_dir", str(tmp_path), *AS_NAMED, *fields]
-        cluster = Cluster("B200", num_gpus)
-        cluster = cluster.calibrated(calibration) if calibration else cluster
         return Planner(parse_config(argv, training=False), shape, lengths, 16 * len(lengths), cluster)
 
     return make
@@ -66,26 +65,26 @@ def test_numbers_are_deepspeeds_and_the_formulas(plan_of):
 
 def test_what_does_not_fit_is_shown_with_its_smallest_setting(plan_of):
     planner = plan_of(PYTHIA, lengths_of(80, 100, 900, 400), ["--memory_gib", "40", "--fit_memory", "true"])
-    fits = {launch: facts["fits"] for launch, facts in planner.plan()["launches"].items()}
+    plan = planner.plan()
+    fits = {launch: facts["fits"] for launch, facts in plan["launches"].items()}
     assert fits == {"zero2": False, "zero3": True, "fsdp2": True}
-    assert "40 usable" in format_plan(planner.plan())
+    assert "40 usable" in format_plan(plan)
 
 
 def test_a_calibration_of_this_gpu_is_used_and_of_another_is_not(plan_of, tmp_path):
-    shape, file = tiny_config("olmo3"), tmp_path / "calibration.json"
+    file = tmp_path / "calibration.json"
     measured = {"gpu": "NVIDIA B200", "mfu": 0.31, "memory_ratio": 1.1}
     file.write_text(json.dumps(measured))
-    pairs = lengths_of(8, 9, 20, 30)
-    plain, plan = (plan_of(shape, pairs, calibration=path).plan() for path in (None, file))
-    assert [entry["mfu"] for entry in plan["time"]["hours"]] == [0.31]
-    sizes = [each["launches"]["zero3"]["choice"]["bytes"] for each in (plain, plan)]
+    calibrated = B200.calibrated(file)
+    assert calibrated.mfu == {0.31: f"measured on NVIDIA B200: {file}"}
+    planners = [plan_of(tiny_config("olmo3"), lengths_of(8, 9, 20, 30), (), each) for each in (B200, calibrated)]
+    sizes = [planner.plan_launch("zero3")["choice"]["bytes"] for planner in planners]
     assert sizes[1] == pytest.approx(1.1 * sizes[0])
-    assert f"31.00%  measured on NVIDIA B200: {file}" in format_plan(plan)
     file.write_text(json.dumps(measured | {"gpu": "NVIDIA H100 80GB HBM3"}))
-    assert plan_of(shape, pairs, calibration=file).plan() == plain
+    assert B200.calibrated(file) == B200
     file.write_text("{}")
     with pytest.raises(UserError, match=r"--calibration .*KeyError 'gpu'"):
-        plan_of(shape, pairs, calibration=file)
+        B200.calibrated(file)
 
 
 def test_lora_trains_the_adapter_alone(plan_of):
@@ -107,12 +106,10 @@ def test_command_with_stated_percentiles(tmp_path, monkeypatch, capsys):
     (tmp_path / "l.json").write_text(json.dumps(stated))
     monkeypatch.chdir(PROJECT)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # plan.py sets it for good
-    command = ["--config", "recipes/olmo_hybrid_7b_instruct.yaml", "--lengths", str(tmp_path / "l.json")]
-    command += ["--model_name_or_path", "bench/shapes/olmo3_7b", "--pairs", "2000", "--gpu", "h100", "--num_gpus", "8"]
-    command += ["--num_nodes", "4", "--json", str(tmp_path / "plan.json")]
+    command = f"""--config recipes/olmo_hybrid_7b_instruct.yaml --lengths {tmp_path}/l.json --pairs 2000 --gpu h100
+        --model_name_or_path bench/shapes/olmo3_7b --num_gpus 8 --num_nodes 4 --json {tmp_path}/plan.json""".split()
     assert plan.main(command) == 0
-    out = capsys.readouterr().out
-    assert "7,298,011,136 parameters" in out and "GPU-hours" in out
+    assert "7,298,011,136 parameters" in capsys.readouterr().out
     figures = json.loads((tmp_path / "plan.json").read_text())
     assert figures["data"]["pairs"] == 2000
     prompt, rejected = (150 / np.log(4), 30 / np.log(4))  # means of a log-uniform; chosen is as prompt
@@ -126,4 +123,4 @@ def test_command_with_stated_percentiles(tmp_path, monkeypatch, capsys):
 
 def test_gpus_that_do_not_divide_the_global_batch_are_named(plan_of):
     with pytest.raises(UserError, match=r"global_batch_size 128 is no multiple of .* x 3 GPUs"):
-        plan_of(tiny_config("olmo3"), lengths_of(8, 9, 9, 9), num_gpus=3)
+        plan_of(tiny_config("olmo3"), lengths_of(8, 9, 9, 9), (), Cluster("B200", 3))
