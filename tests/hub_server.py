@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
-TOKEN, READ_TOKEN = "hf_loopbackCanaryWrite1234567890", "hf_loopbackCanaryRead1234567890"
+TOKEN = "hf_loopbackCanaryWrite1234567890"
 NAME, ORG = "ann", "lab"
 
 
@@ -30,13 +30,6 @@ class Repo:
         return self.commits.get(self.branches.get(revision, revision))
 
 
-@dataclass
-class Fault:
-    pattern: str
-    kind: int | str
-    times: int = 1
-
-
 class HubServer(ThreadingHTTPServer):
     daemon_threads = True
 
@@ -44,7 +37,7 @@ class HubServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}  # large files by sha256
-        self.faults: list[Fault] = []
+        self.faults: list[tuple[str, int | str]] = []  # the pattern of a request, and what it meets
         self.log: list[str] = []  # `METHOD path` of every request, in order
         self.received = 0  # bytes of large files
         self.lock = threading.RLock()
@@ -64,9 +57,9 @@ class HubServer(ThreadingHTTPServer):
     def handle_error(self, request, client_address):
         pass  # a client that hung up, or a connection that was cut
 
-    def fault(self, pattern: str, kind: int | str, **more) -> None:
+    def fault(self, pattern: str, kind: int | str, times: int = 1) -> None:
         """Meets the next `times` requests whose `METHOD path` matches: an HTTP status, or cut."""
-        self.faults.append(Fault(pattern, kind, **more))
+        self.faults += [(pattern, kind)] * times
 
     def count(self, pattern: str) -> int:
         return sum(bool(re.search(pattern, line)) for line in self.log)
@@ -85,18 +78,17 @@ class _Handler(BaseHTTPRequestHandler):
         line = f"{self.command} {self.route}"
         with self.server.lock:
             self.server.log.append(line)
-            fault = next((f for f in self.server.faults if f.times and re.search(f.pattern, line)), None)
+            fault = next((fault for fault in self.server.faults if re.search(fault[0], line)), None)
             if fault:
-                fault.times -= 1
-        if fault and fault.kind == "cut":
+                self.server.faults.remove(fault)
+        if fault and fault[1] == "cut":
             return self._cut()
         if fault:
             self._body()
-            return self._send(fault.kind, {"error": ""}, {"Retry-After": "0"})
+            return self._send(fault[1], {"error": ""}, {"Retry-After": "0"})
         try:
             self.body = self._body()
-            user = self.headers.get("Authorization", "").removeprefix("Bearer ")
-            self.role = {TOKEN: "write", READ_TOKEN: "read"}.get(user)
+            self.is_known = self.headers.get("Authorization") == f"Bearer {TOKEN}"
             with self.server.lock:
                 self._answer()
         except ConnectionError:
@@ -117,9 +109,9 @@ class _Handler(BaseHTTPRequestHandler):
         asked = json.loads(self.body)
         repo = f"{asked.get('organization') or NAME}/{asked['name']}"
         url = {"url": f"{self.server.url}/{repo}", "name": repo}
-        if not self.role:
+        if not self.is_known:
             return self._send(401, {}, {"X-Error-Message": "Invalid credentials in Authorization header"})
-        if self.role != "write" or repo.split("/")[0] not in (NAME, ORG):
+        if repo.split("/")[0] not in (NAME, ORG):
             return self._send(403, {})
         if repo in self.server.repos:
             return self._send(409, url)
@@ -128,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def auth_check(self, repo: str):
         if self._repo(repo):
-            self._send(200 if self.role == "write" else 403, {})
+            self._send(200, {})
 
     def info(self, repo: str, revision: str | None = None):
         if (found := self._files(repo, revision or "main")) is not None:
@@ -138,26 +130,22 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, {"id": repo, "sha": sha, "private": here.private, "siblings": names})
 
     def tree(self, repo: str, revision: str, folder: str | None = None):
-        files = self._files(repo, revision)
-        if files is None:
+        if (files := self._files(repo, revision)) is None:
             return
         if folder:  # none of ours
             return self._send(404, {}, {"X-Error-Code": "EntryNotFound"})
-        entries = []
-        for name, data in files.items():
-            entries.append({"type": "file", "path": name, "size": len(data), "oid": _git_oid(data)})
-        self._send(200, entries)
+        items = files.items()
+        self._send(200, [{"type": "file", "path": n, "size": len(data), "oid": _git_oid(data)} for n, data in items])
 
     def branch(self, repo: str, revision: str):
-        if here := self._repo(repo, write=True):
+        if here := self._repo(repo):
             if revision in here.branches:
                 return self._send(409, {})
             here.branches[revision] = here.branches["main"]
             self._send(200, {})
 
     def preupload(self, repo: str, revision: str):
-        files = self._files(repo, revision)
-        if not self._repo(repo, write=True) or files is None:
+        if (files := self._files(repo, revision)) is None:
             return
         answer = []
         for asked in json.loads(self.body)["files"]:
@@ -170,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200, {"files": answer})
 
     def lfs_batch(self, repo: str):
-        if self._repo(repo, write=True):
+        if self._repo(repo):
             objects = [{"oid": asked["oid"], "size": asked["size"]} for asked in json.loads(self.body)["objects"]]
             for entry in objects:
                 if entry["oid"] not in self.server.objects:
@@ -185,10 +173,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(200 if is_complete else 422, {})
 
     def commit(self, repo: str, revision: str):
-        files = self._files(repo, revision)
-        if not self._repo(repo, write=True) or files is None:
+        if (old := self._files(repo, revision)) is None:
             return
-        files = dict(files)
+        files = dict(old)
         for line in self.body.splitlines():
             item = json.loads(line)
             value = item["value"]
@@ -218,15 +205,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     # ---- what they share
 
-    def _repo(self, repo: str, write: bool = False) -> Repo | None:
+    def _repo(self, repo: str) -> Repo | None:
+        """Reads are free where the repository is not private; nothing here writes without a token."""
         here = self.server.repos.get(repo)
-        if here is None or (here.private and not self.role):
-            self._send(404, {}, {"X-Error-Code": "RepoNotFound"})
-        elif write and self.role != "write":
-            self._send(403, {})
-        else:
-            return here
-        return None
+        if here is None or (here.private and not self.is_known):
+            return self._send(404, {}, {"X-Error-Code": "RepoNotFound"})
+        return here
 
     def _files(self, repo: str, revision: str) -> dict[str, bytes] | None:
         here = self._repo(repo)

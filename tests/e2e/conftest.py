@@ -1,5 +1,7 @@
 """A folder with a tiny model and pairs, and runs in it that were never interrupted."""
 
+from pathlib import Path
+
 import pytest
 
 import train_dpo
@@ -35,10 +37,10 @@ def train_here(place, environment, monkeypatch, capsys):
 
     It saves the seconds that a process takes to import its packages.
     """
-    monkeypatch.setattr(reference_cache, "HF_CACHE_HOME", str(place.hf_home))
     monkeypatch.setattr("sfm_dpo.jobs.training_run.write_report", lambda run: None)
 
-    def train(name: str, code: int = 0, **fields) -> Run:
+    def train(name: str, code: int = 0, hf_home: Path = place.hf_home, **fields) -> Run:
+        monkeypatch.setattr(reference_cache, "HF_CACHE_HOME", str(hf_home))
         values = place.values(name, **fields)
         log = place.folder / f"{name}.here.log"
         capsys.readouterr()

@@ -20,7 +20,7 @@ from tests.toolbox import as_options, logged, write_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
-# All speed flags; 64 pairs in 8 steps make one epoch, a checkpoint every second step.
+# All speed flags; 64 pairs in 8 steps make one epoch
 FIELDS = {
     "max_length": 96,
     "max_prompt_length": 48,
@@ -94,16 +94,12 @@ class Run:
     def ranks(self, count: int) -> list[psutil.Process]:
         """Waits until all processes that run train_dpo.py are there, without the launcher; returns them."""
         me = psutil.Process(self.process.pid)
-        if count == 1:
-            return [me]
-        found: list[psutil.Process] = []
 
-        def complete() -> bool:
-            found[:] = [child for child in me.children() if "train_dpo.py" in " ".join(child.cmdline())]
-            return len(found) == count
+        def find() -> list[psutil.Process]:
+            return [child for child in me.children() if "train_dpo.py" in " ".join(child.cmdline())]
 
-        assert self.until(complete, every=0.1), self.log[-4000:]
-        return found
+        assert count == 1 or self.until(lambda: len(find()) == count, every=0.1), self.log[-4000:]
+        return [me] if count == 1 else find()
 
     def kill(self) -> None:
         """Ends all of it, at once."""
@@ -122,7 +118,7 @@ class Run:
 
 @dataclass
 class Place:
-    """A folder with a model and pairs in which runs are started; each run is a folder in it."""
+    """A folder with pairs in which runs are started; each run is a folder in it."""
 
     folder: Path
     model: Path
@@ -134,9 +130,7 @@ class Place:
         values = FIELDS | {"model_name_or_path": self.model, "dataset_name": self.folder / "pairs.jsonl"}
         return values | {"output_dir": self.folder / run} | self.defaults | fields
 
-    def start(
-        self, run: str, processes: int = 1, *, launch: str = "cpu", script: Path = ROOT / "train_dpo.py", **fields
-    ) -> Run:
+    def start(self, run: str, processes: int = 1, launch="cpu", script=ROOT / "train_dpo.py", **fields) -> Run:
         """Starts train_dpo.py, or a script of this name that does more; `env` and `cwd` are the process's, all else
         fields. More than one process: under accelerate's launcher, by default ZeRO-2 on CPU."""
         env = clean_environment(self.hf_home) | fields.pop("env", {})
@@ -149,7 +143,7 @@ class Place:
         return Run(Path(values["output_dir"]), Path(log.name), start, process)
 
     def start_together(self, argvs: list[list[str]], processes: int, launch: str) -> None:
-        """Runs of these command lines, one after another in one set of processes; all must end well."""
+        """Runs these command lines one after another in one set of processes; all must end well."""
         file = self.folder / f"{launch}-{processes}.json"
         file.write_text(json.dumps(argvs))
         command = [*launcher(processes, launch), str(ROOT / "tests/e2e/many_runs.py"), str(file)]
@@ -173,6 +167,7 @@ def make_place(folder: Path, rows: list[dict], models: dict[str, dict], defaults
 
     Its runs save no checkpoint and check nothing, where a test does not ask for it.
     """
+    folder.mkdir(exist_ok=True)
     write_jsonl(folder / "pairs.jsonl", rows)
     for architecture, config in models.items():
         tiny_model(architecture, **config).save_pretrained(folder / architecture)

@@ -1,17 +1,15 @@
 """scripts/analyze_dataset.py as a user starts it: what it prints and writes."""
 
-import importlib.util
 import json
 import re
 import subprocess
 import sys
 
-import pytest
+import analyze_dataset
 import yaml
 
 from sfm_dpo.common.files import PROJECT
 
-SCRIPT = PROJECT / "scripts" / "analyze_dataset.py"
 ROWS = [
     {
         "prompt": f"Wie viele Äpfel? {i}",
@@ -22,35 +20,20 @@ ROWS = [
 ]
 
 
-@pytest.fixture
-def start(environment, capsys):
-    """A function: options -> exit code, stdout and stderr of the script in this process."""
-    spec = importlib.util.spec_from_file_location("analyze_dataset", SCRIPT)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-
-    def main(*argv) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = script.main([str(word) for word in argv])
-        return code, *capsys.readouterr()
-
-    return main
-
-
 def test_help_imports_nothing_slow():
-    command = [sys.executable, "-X", "importtime", str(SCRIPT), "--help"]
+    command = [sys.executable, "-X", "importtime", "scripts/analyze_dataset.py", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT)
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
     assert "argparse" in imported and not imported & {"torch", "transformers", "datasets", "trl", "numpy"}
     assert done.returncode == 0 and "--min_coverage" in done.stdout and "DATASET" in done.stdout
 
 
-def test_what_it_prints_and_writes(write_rows, tiny_folder, tmp_path, start):
+def test_what_it_prints_and_writes(write_rows, tiny_folder, tmp_path, environment, capsys):
     files = {"--json": tmp_path / "out.json", "--plot": tmp_path / "out.png", "--html": tmp_path / "out.html"}
-    options = [word for option in files.items() for word in option]
-    options += ["--model_name_or_path", tiny_folder("olmo3")]
-    code, out, err = start(write_rows("pairs.jsonl", ROWS), *options)
-    assert code == 0, err
+    options = [word for option in files.items() for word in map(str, option)]
+    options += ["--model_name_or_path", str(tiny_folder("olmo3"))]
+    assert analyze_dataset.main([str(write_rows("pairs.jsonl", ROWS)), *options]) == 0
+    out = capsys.readouterr().out
     result = json.loads(files["--json"].read_text())
     best = result["recommendation"]
     pasted = yaml.safe_load(out[out.index("\nmax_length:") :])
@@ -61,7 +44,7 @@ def test_what_it_prints_and_writes(write_rows, tiny_folder, tmp_path, start):
     assert files["--plot"].stat().st_size > 10_000 and "max_length 128" in files["--html"].read_text()
 
 
-def test_options_override_the_recipe_and_sets_are_compared(write_rows, tiny_folder, tmp_path, start):
+def test_options_override_the_recipe_and_sets_are_compared(write_rows, tiny_folder, tmp_path, environment):
     recipe = {"model_name_or_path": str(tiny_folder("llama")), "dataset_name": "nobody/nothing", "bf16": True}
     recipe |= {"global_batch_size": 8, "max_length": 64, "max_prompt_length": 30, "output_dir": str(tmp_path / "run")}
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
@@ -70,8 +53,7 @@ def test_options_override_the_recipe_and_sets_are_compared(write_rows, tiny_fold
     against = write_rows("set.jsonl", [found])
     argv = (data, "--config", tmp_path / "r.yaml", "--json", file, "--html", page, "--min_coverage", "0")
     argv += ("--max_samples", "40", "--against", against, "--ngram", "6")
-    code, _, err = start(*argv)
-    assert code == 0, err
+    assert analyze_dataset.main([str(word) for word in argv]) == 0
     result = json.loads(file.read_text())
     assert result["dataset"] == [str(data)] and result["recommendation"]["untouched"] == 0  # max_prompt_length
     assert not (tmp_path / "run").exists()  # nothing is written but --json and --html

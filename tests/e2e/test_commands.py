@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -87,9 +88,12 @@ def template(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def project(template, tmp_path, monkeypatch, hub, environment) -> Path:
-    """A fresh copy for each command."""
+def project(template, tmp_path, monkeypatch, hub, environment) -> Iterator[Path]:
+    """A fresh copy for each command; what scripts do to their process ends with them."""
     monkeypatch.setattr(hub_server, "ORG", "my-org")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    handler = signal.getsignal(signal.SIGTERM)
     copy = Path(shutil.copytree(template, tmp_path / "my project", symlinks=True))
     for path in copy.rglob("*"):
         if path.is_symlink():
@@ -97,16 +101,7 @@ def project(template, tmp_path, monkeypatch, hub, environment) -> Path:
             path.unlink()
             path.symlink_to(target)
     monkeypatch.chdir(copy)
-    return copy
-
-
-@pytest.fixture
-def as_before(monkeypatch):
-    """What scripts do to their process ends with them."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    handler = signal.getsignal(signal.SIGTERM)
-    yield
+    yield copy
     signal.signal(signal.SIGTERM, handler)
     torch.use_deterministic_algorithms(False)
 
@@ -118,13 +113,15 @@ def is_trained(project: Path, words: list[str]) -> bool:
 
 
 def parameters(lines: list[str]) -> list:
-    """The lines as parameters; those that take twenty seconds of CPU and more are in the grid."""
-    long = re.compile(r"python (bench/throughput|scripts/parity)\.py .*|accelerate launch .*recipes/demo.yaml")
+    """The lines as parameters; those that take ten seconds of CPU and more are in the grid."""
+    long = re.compile(
+        r"python (bench/throughput|scripts/parity)\.py .*|.*recipes/demo.yaml|.*bench/shapes/olmo3_32b.*"
+    )
     return [pytest.param(line, marks=[pytest.mark.grid] if long.fullmatch(line) else []) for line in lines]
 
 
 @pytest.mark.parametrize("line", parameters(SCRIPTS))
-def test_script(project, line, monkeypatch, capsys, as_before):
+def test_script(project, line, monkeypatch, capsys):
     if "train_dpo.py" in line:  # outputs/dpo is the finished run of the others
         shutil.rmtree(project / "outputs" / "dpo")
     words = shlex.split(line.replace(" ... ", " --config recipes/think.yaml "))

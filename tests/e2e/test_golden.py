@@ -1,16 +1,18 @@
-"""Golden losses: what fixed-seed runs log, against the values recorded in golden.json.
+"""Golden losses: what fixed-seed runs log, against the values recorded in golden.json; and bf16 as users run it.
 
 `RECORD=1 python -m pytest tests/e2e/test_golden.py` records them anew, which only a change of the objective, the order
 of the pairs or the initial weights justifies. Machines differ in the last bits, hence the tolerance.
 """
 
+import itertools
 import json
+import math
 import os
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import Place, make_place
+from tests.e2e.runs import Place, assert_same_run, make_place
 from tests.toolbox import logged, pairs
 
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -18,6 +20,8 @@ METRICS = ("loss", "rewards/margins", "grad_norm")
 ARCHITECTURES = ["gpt_neox", "olmo3", "llama"]
 ONE = "llama, packed, cached, 1"
 COMPILED = {"torch_compile": "true", "torch_compile_backend": "aot_eager"}
+LONG = "long/pairs.jsonl"
+CACHED_OR_NOT = ["padded", "packed", "packed, cached"]
 PATHS = {
     "padded": {"padding_free": "false", "precompute_ref_log_probs": "false", "train_sampling_strategy": "random"},
     "packed": {"precompute_ref_log_probs": "false"},
@@ -26,28 +30,70 @@ PATHS = {
     "shared": {"prefix_sharing": "true"},
     "shared, compiled": {"prefix_sharing": "true"} | COMPILED,
 }
-FIELDS = {
-    "prefix_sharing": "false",
-    "max_steps": 8,
-    "learning_rate": 5e-5,
+FIELDS = {"prefix_sharing": "false", "max_steps": 8, "learning_rate": 5e-5}
+BF16 = {
+    "use_cpu": "true",
+    "bf16": "true",
+    "max_length": 1100,
+    "max_prompt_length": None,
+    "global_batch_size": 4,
+    "max_steps": 2,
+    "eval_fraction": 0.25,
+    "learning_rate": 1e-6,
 }
+LOSSES = {"sigmoid_norm": 5, "sigmoid": 0.1}
+BF16_PATHS = {
+    "shared, cached": {"prefix_sharing": "true"},
+    "packed, cached": {},
+    "padded, live": {"padding_free": "false", "precompute_ref_log_probs": "false"},
+}
+EVERY = list(itertools.product(("gpt_neox", "olmo3"), LOSSES, BF16_PATHS))
+FEW = [("gpt_neox", "sigmoid", "shared, cached")]
+LAUNCHES = ("single", "cpu 2", "cpu_zero3 2", "cpu_fsdp2 2")
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Place:
-    return make_place(tmp_path_factory.mktemp("golden"), pairs(), {name: {} for name in ARCHITECTURES}, FIELDS)
+    """Also with responses of a thousand tokens: sums of log-probs are some 5,000 nats, in steps of 32 in bf16."""
+    place = make_place(tmp_path_factory.mktemp("golden"), pairs(), {name: {} for name in ARCHITECTURES}, FIELDS)
+    rows = [
+        {"prompt": f"What is {i}?", "chosen": "indeed " * (140 + i), "rejected": "by no means " * (80 + i % 3)}
+        for i in range(12)
+    ]
+    long = {"max_position_embeddings": 2048}
+    make_place(place.folder / "long", rows, {"olmo3": long, "gpt_neox": long}, {})
+    return place
 
 
-def train_all(place: Place, processes: int, runs: list[tuple[str, str]]) -> dict[str, list[list[float]]]:
-    """METRICS of each step of runs (architecture, path), all in one start."""
-    fields = {
+def golden_runs(place: Place, processes: int, runs: list[tuple[str, str]]) -> dict[str, dict]:
+    """Fields of runs (architecture, path) by their names in golden.json."""
+    return {
         f"{architecture}, {path}, {processes}": {"model_name_or_path": place.folder / architecture} | PATHS[path]
         for architecture, path in runs
     }
-    folders = place.run_many(f"cpu {processes}" if processes > 1 else "single", fields)
+
+
+def bf16_runs(place: Place, launch: str, combinations: list[tuple[str, str, str]]) -> dict[str, dict]:
+    runs = {}
+    for architecture, loss, path in combinations:
+        data = {"model_name_or_path": place.folder / "long" / architecture, "dataset_name": place.folder / LONG}
+        objective = {"loss_type": loss, "beta": LOSSES[loss]}
+        runs[f"bf16 {launch} {architecture} {loss} {path}"] = BF16 | data | objective | BF16_PATHS[path]
+    return runs
+
+
+def read_metrics(folders: dict[str, Path]) -> dict[str, list[list[float]]]:
+    """METRICS of each step of each run."""
     return {
         name: [[entry[metric] for metric in METRICS] for entry in logged(folder)] for name, folder in folders.items()
     }
+
+
+@pytest.fixture(scope="module")
+def zero2(place) -> dict[str, Path]:
+    """Runs on two processes, in one start: starting takes longer than training."""
+    golden = golden_runs(place, 2, [("gpt_neox", path) for path in CACHED_OR_NOT])
+    return place.run_many("cpu 2", golden | bf16_runs(place, "cpu 2", FEW))
 
 
 def assert_equal(steps: list[list[float]], expected: list[list[float]], **tolerance: float) -> None:
@@ -64,11 +110,15 @@ def assert_equal(steps: list[list[float]], expected: list[list[float]], **tolera
         pytest.param(2, ARCHITECTURES[1:], id="ZeRO-2, others", marks=pytest.mark.grid),
     ],
 )
-def test_losses_are_the_recorded_ones(place, processes, architectures):
+def test_losses_are_the_recorded_ones(place, processes, architectures, request):
     """Also with shared prompts, in one process, where rounding differs more."""
-    shared = [("llama", "shared")] if processes == 1 else []
-    paths = ["padded", "packed", "packed, cached"]
-    trained = train_all(place, processes, [(a, path) for a in architectures for path in paths] + shared)
+    if architectures == ["gpt_neox"]:
+        folders = request.getfixturevalue("zero2")
+        trained = read_metrics({name: folder for name, folder in folders.items() if not name.startswith("bf16")})
+    else:
+        shared = [("llama", "shared")] if processes == 1 else []
+        runs = golden_runs(place, processes, [(a, path) for a in architectures for path in CACHED_OR_NOT] + shared)
+        trained = read_metrics(place.run_many("single" if processes == 1 else "cpu 2", runs))
     by_sharing = {name: trained.pop(name) for name in list(trained) if "shared" in name}
     golden = json.loads(GOLDEN.read_text())
     if os.environ.get("RECORD"):
@@ -85,8 +135,36 @@ def test_losses_are_the_recorded_ones(place, processes, architectures):
 def test_one_two_and_four_ranks_agree_compiled_or_not_cached_or_not(place):
     """The order depends on the global batch alone: what differs is the order of summation."""
     golden = json.loads(GOLDEN.read_text())
-    found = train_all(place, 4, [("llama", path) for path in ("packed, cached", "compiled", "shared, compiled")])
+    runs = golden_runs(place, 4, [("llama", path) for path in ("packed, cached", "compiled", "shared, compiled")])
+    found = read_metrics(place.run_many("cpu 4", runs))
     # with the reference in memory instead of its log-probs in the cache, and on two ranks
     found |= {name: golden[name] for name in ("llama, packed, 1", "llama, packed, cached, 2")}
     for steps in found.values():
         assert_equal(steps, golden[ONE], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("launch", [None, *(pytest.param(launch, marks=pytest.mark.grid) for launch in LAUNCHES)])
+def test_bf16_at_step_0_is_ln_2_and_dtypes_are_right(place, launch, request):
+    if launch is None:
+        folders = {name: f for name, f in request.getfixturevalue("zero2").items() if name.startswith("bf16")}
+    else:
+        folders = place.run_many(launch, bf16_runs(place, launch, EVERY))
+    assert folders
+    for name, folder in folders.items():
+        assert logged(folder, "eval_loss")[0]["eval_loss"] == pytest.approx(math.log(2), abs=1e-3), name
+        dtypes = json.loads((folder / "dtypes.json").read_text())
+        is_deepspeed = launch in (None, "cpu 2", "cpu_zero3 2")
+        assert dtypes["parameters"] == ["torch.bfloat16" if is_deepspeed else "torch.float32"], name
+        assert dtypes["reference"] == (["torch.float32"] if "cached" in name else []), name  # live: computed later
+        assert {kind for kind in dtypes["masters"] + dtypes["moments"]} == {"torch.float32"}, name
+        rotary = [kind for key, kind in dtypes["buffers"].items() if "inv_freq" in key]
+        assert set(rotary) == {"torch.float32"}, name
+
+
+@pytest.mark.grid
+def test_a_bf16_run_resumes_bitwise(place):
+    fields = BF16 | {"max_length": 96, "max_steps": 6, "save_strategy": "steps", "save_steps": 2, "eval_fraction": 0}
+    fields |= {"model_name_or_path": place.folder / "long/olmo3", "dataset_name": place.folder / LONG}
+    uninterrupted = place.start("uninterrupted", 2, **fields).finish()
+    place.start("stopped", 2, **fields).stop_at(2)
+    assert_same_run(place.start("stopped", 2, **fields).finish(), uninterrupted)

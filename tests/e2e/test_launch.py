@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM
 
 from sfm_dpo.run.checkpoint import why_incomplete
-from tests.e2e.runs import Place, Run
+from tests.e2e.runs import Place
 from tests.e2e.test_resume import shards
 from tests.toolbox import logged
 
@@ -28,13 +28,6 @@ FIELDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def alone(place, tmp_path_factory) -> tuple[Run, Place]:
-    """The same run in one process, with a cache of its own."""
-    apart = Place(place.folder, place.model, tmp_path_factory.mktemp("hf"))
-    return apart.start("alone", **FIELDS).finish(), apart
-
-
 def read_metrics(run: Path) -> dict[tuple[int, str], float]:
     """Logged metrics by step, without means over a micro-batch's tokens: ranks share the pairs otherwise."""
     compared = re.compile(r"(eval_)?(loss|logps/.*|rewards/.*)|grad_norm|num_tokens")
@@ -43,9 +36,10 @@ def read_metrics(run: Path) -> dict[tuple[int, str], float]:
 
 
 @pytest.mark.parametrize("launch", ["cpu_fsdp2", pytest.param("cpu_zero3", marks=pytest.mark.grid)])
-def test_stopped_and_resumed_it_is_the_run_of_one_process(place, alone, tmp_path, launch):
-    expected, expected_place = alone
-    apart = Place(place.folder, place.model, tmp_path)
+def test_stopped_and_resumed_it_is_the_run_of_one_process(place, train_here, tmp_path, launch):
+    alone = Place(place.folder, place.model, tmp_path / "alone")
+    expected = train_here(f"alone-{launch}", hf_home=alone.hf_home, **FIELDS)
+    apart = Place(place.folder, place.model, tmp_path / "apart")
     step = apart.start(launch, 2, launch=launch, **FIELDS).stop_at(2)
     assert 2 <= step < 6, "the stop must leave two steps to profile"
     checkpoint = place.folder / launch / f"checkpoint-{step}"
@@ -55,7 +49,7 @@ def test_stopped_and_resumed_it_is_the_run_of_one_process(place, alone, tmp_path
     names = {path.name for path in checkpoint.iterdir()}
     assert names >= ({"pytorch_model_fsdp_0", "optimizer_0"} if launch == "cpu_fsdp2" else {f"global_step{step}"})
 
-    mine, theirs = shards(apart), shards(expected_place)
+    mine, theirs = shards(apart), shards(alone)
     assert len(mine) == len(theirs) > 20
     for path, other in zip(mine, theirs, strict=True):
         assert path.parts[-2:] == other.parts[-2:]  # the cache's key and the shard

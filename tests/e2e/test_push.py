@@ -45,48 +45,43 @@ def watch_command_lines(shown: set[str], over: threading.Event) -> None:
             shown.update(leaks(" ".join(process.info["cmdline"] or []).encode()))
 
 
-def test_no_secret_in_anything_that_runs_leave(start, hub, tmp_path, place):
-    """A good run, one whose error line would hold a secret, and a failed push."""
+def test_a_checkpoint_is_pushed_the_final_push_fails_and_no_secret_is_left(start, hub, tmp_path):
     shown: set[str] = set()
     over = threading.Event()
     threading.Thread(target=watch_command_lines, args=(shown, over), daemon=True).start()
+    pushed = {"hub_strategy": "every_save", "hub_revision": "step-{step}"}
+    hub.fault("POST .*/commit/main", 403, times=99)
     try:
-        revision = {"hub_strategy": "every_save", "hub_revision": "step-{step}", "hub_always_push": "true"}
-        good = start("push-good", **revision).finish()
-        hub.fault("POST .*/commit/", 403, times=99)
-        unpushed = start("push-failed", seed=8)
-        assert unpushed.wait() == 5, unpushed.log[-3000:]
+        run = start("pushed", **pushed)
+        assert run.wait() == 5, run.log[-3000:]
+        status = run.status
         hub.faults.clear()
-        failed = start("push-broken", model_name_or_path=f"no/{CANARIES['MAIL_PASSWORD']}", push_to_hub="false")
-        assert failed.wait() == 2, failed.log[-3000:]
+        assert set(hub.repos["lab/model"].branches) == {"main", "step-2"}  # step 4 is the end, which goes to main
+        assert "model.safetensors" in hub.repos["lab/model"].files("step-2")
+        # the same command again: nothing is trained, and now it is pushed
+        again = start("pushed", **pushed).finish()
+        broken = start("push-broken", model_name_or_path=f"no/{CANARIES['MAIL_PASSWORD']}", push_to_hub="false")
+        assert broken.wait() == 2, broken.log[-3000:]
     finally:
         over.set()
-    # the third has its canary on its command line, where the test put it
+    # the last one has its canary on its command line, where the test put it
     assert not shown - {"MAIL_PASSWORD"}
-    for run in (good, unpushed, failed):
-        assert not leaks(run.log.encode())
-    for folder in (good.folder, unpushed.folder, failed.folder, tmp_path):
+    assert not leaks((run.log + again.log + broken.log).encode())
+    for folder in (run.folder, broken.folder, tmp_path):
         for path in folder.rglob("*"):
             assert path.name == ".env" or not path.is_file() or not leaks(path.read_bytes()), path
     for repo in hub.repos.values():
         assert not [name for files in repo.commits.values() for name, file in files.items() if leaks(file)]
     assert list((tmp_path / "wandb").rglob("*.wandb"))
-    assert failed.status["state"] == "failed" and "***" in failed.status["message"]
-    assert "warning: .env can be read by others (mode 644): chmod 600" in good.log
+    assert broken.status["state"] == "failed" and "***" in broken.status["message"]
+    assert "warning: .env can be read by others (mode 644): chmod 600" in run.log
 
-    assert set(hub.repos["lab/model"].branches) == {"main", "step-2"}  # step 4 is the end, which goes to main
-    assert good.status["pushed"].startswith(f"{hub.url}/lab/model/commit/")
-
-    status = unpushed.status
-    command = f"python scripts/push_to_hub.py {unpushed.folder} --hub_model_id lab/model"
+    command = f"python scripts/push_to_hub.py {run.folder} --hub_model_id lab/model"
     assert (status["state"], status["exit_code"], status["step"]) == ("push_failed", 5, 4)
     assert "403 Forbidden" in status["message"]
-    assert command in status["message"] and command in unpushed.log
-    assert (unpushed.folder / "model.safetensors").is_file()
-    assert "was not pushed to the Hub" in (unpushed.folder / "report.html").read_text()
-    # the same command again: nothing is trained, and now it is pushed
-    again = start("push-failed", seed=8).finish()
-    assert "already done" in again.log and "pushed push-failed to" in again.log and "step 1/4" not in again.log
+    assert command in status["message"] and command in run.log
+    assert "already done" in again.log and "pushed pushed to" in again.log and "step 1/4" not in again.log
+    assert again.status["pushed"].startswith(f"{hub.url}/lab/model/commit/")
 
 
 def test_other_trackers_get_the_metrics(train_here, tmp_path, monkeypatch):

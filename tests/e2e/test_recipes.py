@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from tests.e2e.runs import ROOT, Place
-from tests.toolbox import as_options, logged, write_jsonl
+from tests.toolbox import as_options, logged, pairs, write_jsonl
 
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
 PROCESSES, MICRO_BATCHES, STEPS = 2, 2, 2
@@ -41,34 +41,15 @@ def architecture(recipe: Path) -> str:
     return json.loads((ROOT / shape[1] / "config.json").read_text())["model_type"] if shape else "llama"
 
 
-def rows(dataset: str) -> list[dict]:
-    """Rows in the shape of the recipe's data, 32 pairs of many lengths."""
-    found = []
-    for i in range(32):
-        question = [{"role": "user", "content": f"What is {i} and {i * i}?"}]
-        answers = f"{i + i * i}." + " Indeed." * (i % 5), "Well, that depends on many things, " * (1 + i % 3) + f"{i}."
-        chosen, rejected = ([{"role": "assistant", "content": text}] for text in answers)
-        if "Dolci-Think" in dataset:
-            pair = {"prompt": question[0]["content"], "chosen": chosen, "rejected": rejected, "dataset": "x"}
-        elif "Dolci-Instruct" in dataset:
-            extra = {"function_calls": None, "functions": None}
-            chosen, rejected = ([message | extra for message in question + side] for side in (chosen, rejected))
-            pair = {"chosen": chosen, "rejected": rejected, "prompt_id": str(i)}
-        else:  # the mixes of Tulu 3 and OLMo 2: whole conversations beside the prompt
-            pair = {"prompt": question[0]["content"], "chosen": question + chosen, "rejected": question + rejected}
-        found.append(pair)
-    return found
-
-
 @pytest.fixture(scope="module")
 def runs(request, tmp_path_factory, tiny_folder) -> dict[str, Path]:
     """Folder of the run of each recipe that is tested. Recipes with the same launcher share one set of processes."""
     folder = tmp_path_factory.mktemp("recipes")
+    data = write_jsonl(folder / "pairs.jsonl", pairs(32))
     by_launcher: dict[str, list[list[str]]] = {}
     chosen = {item.callspec.params["recipe"] for item in request.session.items if "runs" in item.fixturenames}
     for recipe in sorted(chosen):
         given = yaml.safe_load(recipe.read_text())
-        data = write_jsonl(folder / f"{recipe.stem}.jsonl", rows(given["dataset_name"]))
         launch = launcher(recipe)
         processes = 1 if launch == "none" else PROCESSES
         batch = given.get("per_device_train_batch_size", 2) * processes * MICRO_BATCHES

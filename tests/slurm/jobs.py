@@ -20,15 +20,7 @@ def train(cluster: Cluster, folder: Path, *options: str, env: dict[str, str] | N
     return cluster.sbatch(*command, cwd=folder, **CPU | (env or {}))
 
 
-def end_of(
-    cluster: Cluster,
-    folder: Path,
-    job: str,
-    state: str = "COMPLETED",
-    code: str = "0:0",
-    restarts: int = 0,
-    name: str = "dpo-train",
-) -> str:
+def end_of(cluster, folder: Path, job: str, state="COMPLETED", code="0:0", restarts=0, name="dpo-train") -> str:
     """Waits for a job that must end so; returns its log."""
     record = cluster.wait(job, 300)
     log = log_of(folder, record["JobId"], name)

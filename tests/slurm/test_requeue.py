@@ -44,7 +44,7 @@ def uninterrupted(cluster, project) -> tuple[str, Path]:
 
 @pytest.mark.timeout(900)
 def test_each_way_to_stop_requeues_and_the_run_ends_as_if_nobody_had_stopped_it(cluster, project, uninterrupted):
-    """The time limit's USR1 and a person's STOP: one job, three starts. TERM: test_submit.py, and the next two."""
+    """The time limit's USR1 and a person's STOP: one job, three starts. TERM: the next two."""
     job, run = submit(cluster, project, "stopped"), project / "outputs/stopped"
     wait_for_step(run, 4, 0, project, job)
     cluster.run("scancel", "--signal=USR1", "--batch", job)
@@ -95,9 +95,8 @@ def test_preempted_job_saves_and_comes_back_when_the_urgent_one_is_through(clust
     assert_same(run, uninterrupted[1])
 
 
-# ---- stand-ins for train_dpo.py, which end as a run may end
-
-
+# Stand-ins for train_dpo.py, which end as a run may end
+# Stand-ins for train_dpo.py, which end as a run may end
 STUCK = """
 import os
 from sfm_dpo.run.folder import write_status
@@ -162,43 +161,19 @@ def test_a_hang_is_requeued_twice_and_resumes_without_the_node(cluster, project,
     assert log.endswith("ended: state hung, exit code 70, step 3, outputs/hangs: no rank has moved\n")
 
 
-ENDS = """
-import os, pathlib, signal, sys, time
+KILLED = """
+import os, signal
 from sfm_dpo.run.folder import write_status
 
-run = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
-write_status(run, "running", step=3)
-if os.environ.get("KILLED"):
-    os.kill(os.getpid(), signal.SIGKILL)
-if os.environ.get("SLURM_RESTART_COUNT", "0") == "0":  # the first start waits for the batch script's signal
-    while not (run / "STOP").exists():
-        time.sleep(0.1)
-    (run / "STOP").unlink()
-write_status(run, "stopped", 75, "stopped on request", step=3)
+write_status("outputs/killed", "running", step=3)
+os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.fixture(scope="module")
-def ends(project, tmp_path_factory) -> Path:
-    runs = ({"output_dir": f"outputs/{name}"} for name in ("stops", "killed"))
-    return stand_in(project, tmp_path_factory.mktemp("stand-in"), ENDS, *runs)
-
-
-def test_signal_stops_the_run_and_requeues_it_at_most_max_requeues_times(cluster, ends):
-    job = train(cluster, ends, env=ONE | {"MAX_REQUEUES": "1"}, output_dir="outputs/stops")
-    wait_for(lambda: (ends / "outputs/stops/status.json").exists(), 60)
-    cluster.run("scancel", "--signal=TERM", "--batch", job)
-    log = end_of(cluster, ends, job, "FAILED", "75:0", restarts=1)
-    assert "asked to stop: outputs/stops/STOP" in log
-    assert "stopped and requeued (restart 1 of at most 1)" in log
-    assert f"job {job} (restart 1)" in log
-    assert "stopped, not requeued: restarted 1 times, MAX_REQUEUES=1" in log
-    assert log.endswith("ended: state stopped, exit code 75, step 3, outputs/stops: stopped on request\n")
-
-
-def test_killed_run_is_not_taken_for_a_good_one_nor_requeued(cluster, ends):
-    job = train(cluster, ends, env=ONE | {"KILLED": "1"}, output_dir="outputs/killed")
-    log = end_of(cluster, ends, job, "FAILED", "1:0")
+def test_killed_run_is_not_taken_for_a_good_one_nor_requeued(cluster, project, tmp_path):
+    folder = stand_in(project, tmp_path, KILLED, {"output_dir": "outputs/killed"})
+    job = train(cluster, folder, env=ONE, output_dir="outputs/killed")
+    log = end_of(cluster, folder, job, "FAILED", "1:0")
     assert "error: rank 0 on " in log and "Traceback" not in log
     assert "ended: state failed, exit code 1, step 3" in log.splitlines()[-1]
     assert "was killed by SIGKILL" in log.splitlines()[-1]
