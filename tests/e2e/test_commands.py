@@ -114,10 +114,8 @@ def is_trained(project: Path, words: list[str]) -> bool:
 
 def parameters(lines: list[str]) -> list:
     """The lines as parameters; those that take ten seconds of CPU and more are in the grid."""
-    long = re.compile(
-        r"python (bench/throughput|scripts/parity)\.py .*|.*recipes/demo.yaml|.*bench/shapes/olmo3_32b.*"
-    )
-    return [pytest.param(line, marks=[pytest.mark.grid] if long.fullmatch(line) else []) for line in lines]
+    long = r"python (bench/throughput|scripts/parity)\.py .*|.*recipes/demo.yaml|.*bench/shapes/olmo3_32b.*"
+    return [pytest.param(line, marks=[pytest.mark.grid] if re.fullmatch(long, line) else []) for line in lines]
 
 
 @pytest.mark.parametrize("line", parameters(SCRIPTS))

@@ -98,7 +98,6 @@ def test_a_checkpoint_goes_to_a_branch_of_its_own(hub, run):
     assert weights["step-4"] == (run / "checkpoint-4" / WEIGHTS).read_bytes() != weights["main"]
     card = files(hub, "step-4")["README.md"].decode()
     assert 'revision="step-4"' in card and "checkpoint of step 4" in card
-    assert not {"optimizer.pt", "rng_state.pth", "trainer_state.json"} & set(files(hub, "step-4"))
     assert not (run / "checkpoint-4" / PUSHING).exists()
 
 
@@ -241,15 +240,14 @@ def test_failures_that_pass_are_waited_for(hub, run):
     assert files(hub)[WEIGHTS] == (run / WEIGHTS).read_bytes() and read_status(run)["state"] == "done"
 
 
-@pytest.mark.parametrize("architecture", ["gpt_neox", "olmoe"])
-def test_fsdp_shards_are_put_together_under_the_names_that_load(tiny_folder, tmp_path, architecture):
+def test_fsdp_shards_are_put_together_under_the_names_that_load(tiny_folder, tmp_path):
     """What accelerate writes under FSDP's SHARDED_STATE_DICT, here by one process; ZeRO: tests/e2e/test_resume.py."""
-    base = tiny_folder(architecture)
+    base = tiny_folder("olmoe")
     checkpoint = tmp_path / "checkpoint-3"
     complete = tmp_path / "complete"
     model = AutoModelForCausalLM.from_pretrained(base)
-    for folder in (checkpoint, complete):
-        folder.mkdir()
+    checkpoint.mkdir()
+    complete.mkdir()
     for name in ("config.json", "generation_config.json"):
         shutil.copy(base / name, checkpoint)
     state = {"model": model.state_dict()}
