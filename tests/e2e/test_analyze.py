@@ -11,11 +11,7 @@ import yaml
 from sfm_dpo.common.files import PROJECT
 
 ROWS = [
-    {
-        "prompt": f"Wie viele Äpfel? {i}",
-        "chosen": [{"role": "assistant", "content": "two " * (1 + i % 9)}],
-        "rejected": [{"role": "assistant", "content": "I cannot say " * (1 + i % 4)}],
-    }
+    {"prompt": f"Wie viele Äpfel? {i}", "chosen": "two " * (1 + i % 9), "rejected": "I cannot say " * (1 + i % 4)}
     for i in range(60)
 ]
 
@@ -40,7 +36,7 @@ def test_what_it_prints_and_writes(write_rows, tiny_folder, tmp_path, environmen
     assert pasted == {"max_length": best["max_length"]} == {"max_length": 128}
     assert all(row["flops"] > row["tokens"] for row in result["candidates"])  # from the folder's config.json
     assert best["limit"] == 512 and max(row["max_length"] for row in result["candidates"]) == 256
-    assert re.search(r"assistant\n  chosen, \d+ tokens\n    \| two ", out)
+    assert re.search(r"  chosen, \d+ tokens\n    \| ?two ", out)
     assert files["--plot"].stat().st_size > 10_000 and "max_length 128" in files["--html"].read_text()
 
 

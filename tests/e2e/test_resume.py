@@ -31,7 +31,8 @@ def cached(place, tmp_path_factory) -> Place:
     return Place(folder, "somebody/tiny-model", folder / "hf")
 
 
-@pytest.mark.parametrize("processes", [1, 2], ids=["one process, offline", "ZeRO-2"])
+# Under ZeRO-2 test_faults.py and the damage below resume bitwise, too, and test_launch.py and Slurm's tests stop
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.grid)], ids=["offline", "ZeRO-2"])
 def test_stop_file_then_the_same_command_is_bitwise_the_uninterrupted_run(place, cached, uninterrupted, processes):
     """In one process as on a compute node without a network: a model from the cache, and W&B offline, as one run."""
     fields = {}

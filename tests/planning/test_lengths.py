@@ -1,6 +1,5 @@
 """The length analysis: every count against a plain slow reference, published percentiles, its rules and warnings."""
 
-import itertools
 import shutil
 
 import numpy as np
@@ -56,10 +55,8 @@ def count_tokens(sequences, response_tokens) -> int:
     return int(sequences.sum())
 
 
-# ---- a slow reference: rows one at a time, plain Python, following TRL's collator
-
-
 def slow_tokens(rows: list[dict], tokenizer) -> list[tuple[list, list, list]]:
+    """A slow reference: rows one at a time, plain Python, following TRL's collator."""
     out = []
     for row in rows:
         sides = [row["chosen"], row["rejected"]]
@@ -152,7 +149,6 @@ def test_the_recommended_length_meets_the_rule_and_the_next_shorter_one_does_not
 
 def test_nothing_beyond_the_models_limit_is_considered():
     assert list_lengths(CANDIDATES, 10_000, None) == list_lengths(CANDIDATES, 10_000, 10**6) == list(CANDIDATES[:7])
-    assert list_lengths(CANDIDATES, 10_000, 1024) == [256, 512, 1024]
     assert list_lengths(CANDIDATES, 10_000, 600) == [256, 512, 600]
     assert list_lengths(STEPS, 100, 2048) == [128]
     think = lengths_of("think", 500)
@@ -201,19 +197,13 @@ def test_training_finds_the_tokens_in_the_cache(write_rows, tiny_folder, monkeyp
         assert len(tokens) == len(split) and max(tokens["prompt_length"]) == 25
 
 
-def test_page_and_picture_of_a_single_pair(analyze, tmp_path):
+def test_page_of_a_single_pair(analyze, tmp_path):
     """The example is cut where training starts."""
     result = analyze([pair(0, chosen="<script>alert(1)</script> & apples")])
     shown = result["example"]
     assert shown["prompt"]["text"].endswith("<|im_start|>assistant\n")
     assert shown["chosen"]["text"].startswith("<script>alert") and shown["chosen"]["text"].endswith("<|im_end|>\n")
     dataset_report.write_page(result, tmp_path / "page.html")
-    dataset_report.write_plot(result, tmp_path / "picture.png")
     page = (tmp_path / "page.html").read_text()
     assert page.count("<svg") == 1 and "<script" not in page and "&lt;script&gt;" in page
     assert "src=" not in page and "http" not in page.replace("http://www.w3.org", "")
-    assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
-    text = dataset_report.format_analysis(result)
-    for rows in dataset_report.build_tables(result).values():
-        for cell in itertools.chain(*rows):
-            assert f">{cell}</t" in page and cell in text
