@@ -89,10 +89,10 @@ def analyze_lengths(
     for row in rows:
         row["relative_time"] = row["flops"] / best["flops"]
     wanted = f"at least {min_coverage:.1%} of the pairs untouched and {min_tokens_kept:.1%} of the response tokens"
-    kept = f"{best['max_length']:,} leaves {best['untouched']:.1%} and keeps {best['tokens_kept']:.1%}"
-    reason = f"The shortest that leaves {wanted}: {kept}."
+    found = f"{best['max_length']:,} leaves {best['untouched']:.1%} and keeps {best['tokens_kept']:.1%}"
+    reason = f"The shortest that leaves {wanted}: {found}."
     if not suffices:
-        reason = f"No max_length within the model's limit leaves {wanted}; the longest, {kept}."
+        reason = f"No max_length within the model's limit leaves {wanted}; the longest, {found}."
     # Ties count one half
     longer = np.where(lengths.chosen == lengths.rejected, 0.5, lengths.chosen > lengths.rejected)
     return {

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -189,10 +188,6 @@ def assert_same_run(run: Run, expected: Run) -> None:
     for mine, theirs in zip(logged(run.folder), logged(expected.folder), strict=True):
         assert mine == theirs
     assert run.weights() == expected.weights()
-
-
-def copy_run(run: Run, name: str) -> Path:
-    return Path(shutil.copytree(run.folder, run.folder.with_name(name)))
 
 
 def clean_environment(hf_home: Path) -> dict[str, str]:

@@ -22,18 +22,6 @@ def hub():
         yield server
 
 
-@pytest.fixture
-def start(place, hub, tmp_path):
-    """A function: starts a run that pushes to the loopback Hub; its secrets are in .env, which others can read."""
-    (tmp_path / ".env").write_text("".join(f"{name}={value}\n" for name, value in CANARIES.items()))
-    (tmp_path / ".env").chmod(0o644)
-    (tmp_path / "wandb").mkdir()
-    env = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "WANDB_MODE": "offline"}
-    env |= {"WANDB_DIR": str(tmp_path / "wandb")}
-    pushed = {"push_to_hub": "true", "hub_model_id": "lab/model", "report_to": "wandb", "max_steps": 4}
-    return lambda name, **fields: place.start(name, env=env, cwd=tmp_path, **pushed | fields)
-
-
 def leaks(data: bytes) -> set[str]:
     return {name for name, value in CANARIES.items() if value.encode() in data}
 
@@ -45,22 +33,30 @@ def watch_command_lines(shown: set[str], over: threading.Event) -> None:
             shown.update(leaks(" ".join(process.info["cmdline"] or []).encode()))
 
 
-def test_a_checkpoint_is_pushed_the_final_push_fails_and_no_secret_is_left(start, hub, tmp_path):
+def test_a_checkpoint_is_pushed_the_final_push_fails_and_no_secret_is_left(place, hub, tmp_path):
+    """The secrets are in .env, which others can read."""
+    (tmp_path / ".env").write_text("".join(f"{name}={value}\n" for name, value in CANARIES.items()))
+    (tmp_path / ".env").chmod(0o644)
+    (tmp_path / "wandb").mkdir()
+    env = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "WANDB_MODE": "offline"}
+    env |= {"WANDB_DIR": str(tmp_path / "wandb")}
+    fields = {"env": env, "cwd": tmp_path, "report_to": "wandb", "max_steps": 4}
+    pushed = {"push_to_hub": "true", "hub_model_id": "lab/model", "hub_strategy": "every_save"}
+    pushed |= fields | {"hub_revision": "step-{step}"}
     shown: set[str] = set()
     over = threading.Event()
     threading.Thread(target=watch_command_lines, args=(shown, over), daemon=True).start()
-    pushed = {"hub_strategy": "every_save", "hub_revision": "step-{step}"}
     hub.fault("POST .*/commit/main", 403, times=99)
     try:
-        run = start("pushed", **pushed)
+        run = place.start("pushed", **pushed)
         assert run.wait() == 5, run.log[-3000:]
         status = run.status
         hub.faults.clear()
         assert set(hub.repos["lab/model"].branches) == {"main", "step-2"}  # step 4 is the end, which goes to main
         assert "model.safetensors" in hub.repos["lab/model"].files("step-2")
         # the same command again: nothing is trained, and now it is pushed
-        again = start("pushed", **pushed).finish()
-        broken = start("push-broken", model_name_or_path=f"no/{CANARIES['MAIL_PASSWORD']}", push_to_hub="false")
+        again = place.start("pushed", **pushed).finish()
+        broken = place.start("push-broken", model_name_or_path=f"no/{CANARIES['MAIL_PASSWORD']}", **fields)
         assert broken.wait() == 2, broken.log[-3000:]
     finally:
         over.set()

@@ -1,11 +1,7 @@
 """Every recipe trains: two steps with a tiny random model of its architecture, by its own launcher on the CPU.
 
-Overridden are the model, the data, output_dir, and:
-    max_steps, global_batch_size   2 steps of 2 micro-batches on each process, of the recipe's own per-device size
-    bf16, dtype                    there is no GPU, and 16 bit on a CPU is slow
-    dataset_num_proc, report_to    one process reads a few rows; nothing is tracked
-    preflight                      random weights find every answer impossible
-Whatever else a recipe says is used.
+OVERRIDDEN are the model, the data, the output, the number and size of batches, 16 bit (slow on a CPU), and the
+preflight (random weights find every answer impossible). Whatever else a recipe says is used.
 """
 
 import json

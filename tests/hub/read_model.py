@@ -6,12 +6,8 @@ Run as a file by the Python of another environment, which has neither this packa
 import json
 import sys
 
-TEXTS = [
-    "The quick brown fox's 1234567 tests don't stop.",
-    "  def f(x):\n\treturn x  # 12\n\n\n",
-    "naïve Öfen, 東京 🙂",
-    "<think>ok</think>{eos} and on",
-]
+TEXTS = ["The fox's 1234567 tests don't stop.", "  def f(x):\n\treturn x  # 12\n\n\n", "naïve Öfen, 東京 🙂"]
+TEXTS += ["<think>ok</think>{eos} and on"]
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
 
 
@@ -31,7 +27,6 @@ def read_model(folder: str) -> dict:
     names = ("hidden_size", "vocab_size", "use_cache", "sliding_window")
     return {
         "token ids": [tokenizer(text)["input_ids"] for text in texts],
-        "without special tokens": [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts],
         "special tokens": [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id],
         "chat template": tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True),
         "generation config": GenerationConfig.from_pretrained(folder).eos_token_id,

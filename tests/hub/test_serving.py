@@ -38,12 +38,9 @@ def make_tokenizer(kind: str, folder: Path) -> None:
         bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_of])
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=list(filter(None, (pad, bos, eos))),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
+    special = list(filter(None, (pad, bos, eos)))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(LINES * 5, trainer)
     if bos:
         tokenizer.post_processor = processors.TemplateProcessing(

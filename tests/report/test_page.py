@@ -101,8 +101,7 @@ def test_hostile_text_is_shown_and_not_obeyed(run, without_curves):
     save(run, "preflight.json", {"verdict": HOSTILE, "reasons": [HOSTILE, {HOSTILE: HOSTILE}], "more": [HOSTILE]})
     save(run, "health.json", {"signal": HOSTILE, "nested": {"a": HOSTILE}})
     save(run, "data.json", data | {"sources": [HOSTILE], "dropped": {HOSTILE: 3}})
-    sides = {"before": HOSTILE, "after": HOSTILE, "before_tokens": 9, "after_tokens": 9}
-    save(run, "samples.json", [{"prompt": HOSTILE, **sides}])
+    save(run, "samples.json", [{"prompt": HOSTILE, "before": HOSTILE, "after": HOSTILE}])
     config = yaml.safe_load((run / "resolved_config.yaml").read_text())
     (run / "resolved_config.yaml").write_text(yaml.safe_dump(config | {"run_name": HOSTILE}))
     page = page_of(run)

@@ -138,7 +138,6 @@ def _write_config(root: Path) -> None:
 
 
 def _clean_environment() -> dict[str, str]:
-    """Without variables of a Slurm job or launcher in which the tests themselves may run."""
     foreign = ("SLURM", "SBATCH", "SRUN", "ACCELERATE_", "LAUNCH", "NUM_GPUS", "NUM_PROCESSES", "MAX_REQUEUES")
     return {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
 

@@ -56,8 +56,7 @@ def test_unhealthy_nodes_end_the_job_with_a_code_of_their_own(cluster, project):
     assert "nothing was trained" in log.splitlines()[-1]
 
 
-def test_two_jobs_at_once_in_one_folder(cluster, project):
-    """One has the folder, and trains; the other ends with code 2 and says in a line who has it."""
+def test_of_two_jobs_at_once_in_one_folder_one_trains_and_the_other_says_who_has_it(cluster, project):
     fields = {"env": {"NUM_PROCESSES": "1"}, "output_dir": "outputs/contested"}
     runs = {}
     for node, rate in (("n1", 1e-4), ("n2", 2e-4)):
@@ -101,7 +100,6 @@ def test_documented(cluster, project, line, monkeypatch):
 
 @pytest.mark.parametrize(("script", "name"), [("dpo_train.sh", "dpo-train"), ("dpo_instruct_train.sh", INSTRUCT)])
 def test_header(cluster, project, script, name):
-    """What Slurm made of the header, not what the header says."""
     job = cluster.sbatch("--hold", f"scripts/{script}", cwd=project)
     record = cluster.show(job)
     cluster.run("scancel", job)
