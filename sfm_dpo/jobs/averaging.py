@@ -64,6 +64,5 @@ def check_alike(first: Source, first_folder: Path, other: Source, folder: Path) 
     b = json.loads((folder / "config.json").read_text()) | {"base": other.config["model_name_or_path"]}
     differing = [name for name in a | b if a.get(name) != b.get(name) and name != "transformers_version"]
     if differing:
-        raise UserError(
-            f"{other.folder}: {', '.join(differing)}: not as in {first.folder}; average models of one base"
-        )
+        names = ", ".join(differing)
+        raise UserError(f"{other.folder}: {names}: not as in {first.folder}; average models of one base")

@@ -109,10 +109,7 @@ def run_lm_eval(model: dict[str, str], model_args: str, **options: Any) -> dict:
 
 
 def compare_results(base: dict, trained: dict) -> list[dict[str, Any]]:
-    """A row for each task and metric of two results of lm-eval.
-
-    `low` to `high`: 95% interval of the difference, from that of each sample; None where a metric is not their mean.
-    """
+    """A row for each task and metric; `low` to `high`: 95% interval of the difference, None where it is no mean."""
     rows = []
     for task, scores in trained["results"].items():
         for key in scores:
@@ -147,10 +144,7 @@ def _read_samples(result: dict, task: str, metric: str, name: str) -> dict[Any, 
 
 
 def evaluate_pairs(source: Source, model: Path, dataset: str, limit: int | None) -> dict[str, Any]:
-    """The metrics that `eval_datasets` would have given for `limit` pairs of a `dataset`, without `eval_`.
-
-    The reference is the run's base model; `model` is a folder with the trained weights or the adapter.
-    """
+    """The metrics of `eval_datasets` for `limit` pairs of `dataset`; `model`: folder of trained weights or adapter."""
     on_gpu = torch.cuda.is_available()
     fields = {name: source.config[name] for name in PAIR_FIELDS if source.config.get(name) is not None}
     fields |= {"bf16": on_gpu, "use_cpu": not on_gpu, "dtype": "auto" if on_gpu else "float32", "report_to": "none"}

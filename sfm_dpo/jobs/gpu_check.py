@@ -124,10 +124,9 @@ def write_pairs(path: Path, count: int, longest: int) -> None:
         n = int(np.exp(rng.uniform(np.log(2), np.log(most))))
         return " ".join(f"w{i}" for i in rng.integers(500, size=n))
 
-    with path.open("w") as file:
-        for _ in range(count):
-            row = {"prompt": words(longest // 4), "chosen": words(longest), "rejected": words(longest)}
-            file.write(json.dumps(row) + "\n")
+    limits = {"prompt": longest // 4, "chosen": longest, "rejected": longest}
+    rows = [{part: words(limit) for part, limit in limits.items()} for _ in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def check_paths(place: Place) -> Result:

@@ -115,7 +115,6 @@ def format_sweep(grid: Grid) -> str:
 
 
 def format_mean(values: list[float]) -> str:
-    """Mean ± standard deviation, without the latter for one value."""
     if not values:
         return "-"
     return f"{mean(values):.4f}" + (f" ± {stdev(values):.4f}" if len(values) > 1 else "")

@@ -55,14 +55,8 @@ def healthy(steps: int, end_loss: float = 0.5, noise: float = 0.03, seed: int = 
         margin = 2 * (math.log(2) - end_loss) * area / sum(rates)
         area += rate
         margin += rng.gauss(0, noise * (0.2 + margin))
-        log.append(
-            {
-                "step": i + 1,
-                "loss": math.log1p(math.exp(-margin)) + rng.gauss(0, noise / 2),
-                "rewards/margins": margin,
-                "rewards/chosen": -0.4 * margin,
-            }
-        )
+        loss = math.log1p(math.exp(-margin)) + rng.gauss(0, noise / 2)
+        log.append({"step": i + 1, "loss": loss, "rewards/margins": margin, "rewards/chosen": -0.4 * margin})
     return log
 
 
@@ -143,9 +137,6 @@ def test_losses_with_another_floor_are_judged_by_margins_alone():
     assert not replay(log)
 
 
-# ---- the callback, on real training
-
-
 @pytest.fixture
 def command(tiny_folder, write_rows, tmp_path) -> list[str]:
     rows = [{"prompt": f"question {i}:", "chosen": f" yes {i}" * 3, "rejected": " no no" * 4} for i in range(24)]
@@ -158,7 +149,7 @@ COLLAPSE = ["--learning_rate", "1e-3", "--warmup_steps", "40"]
 
 
 @pytest.mark.slow
-def test_a_run_that_collapses_is_stopped_and_its_last_healthy_checkpoint_kept(command, tmp_path, capsys):
+def test_a_run_that_collapses_is_stopped_and_its_last_healthy_checkpoint_kept(command, tmp_path, capsys, no_report):
     out = tmp_path / "run"
     assert train_dpo.main(command + COLLAPSE) == 4
     status, health = (json.loads((out / name).read_text()) for name in ("status.json", "health.json"))
@@ -172,15 +163,13 @@ def test_a_run_that_collapses_is_stopped_and_its_last_healthy_checkpoint_kept(co
     assert max(steps) < status["step"] and not (out / "model.safetensors").exists()  # nothing is saved after the stop
     assert logged(out)[-1]["step"] == status["step"]
     assert finding["signal"] in capsys.readouterr().err
-    assert "collapsed" in (out / "report.html").read_text()
 
     assert train_dpo.main(command + COLLAPSE) == 2  # it does not go on by itself
     assert "the guard stopped this run" in capsys.readouterr().err
-    assert json.loads((out / "status.json").read_text())["state"] == "collapsed"
 
 
 @pytest.mark.slow
-def test_a_healthy_run_is_left_alone_and_says_so(command, tmp_path):
+def test_a_healthy_run_is_left_alone_and_says_so(command, tmp_path, no_report):
     out = tmp_path / "run"
     more = "--learning_rate 1e-5 --eval_fraction 0.2 --guard_generations 10 --num_train_epochs 3 --padding_free true"
     assert train_dpo.main(command + more.split()) == 0
@@ -192,7 +181,7 @@ def test_a_healthy_run_is_left_alone_and_says_so(command, tmp_path):
 
 
 @pytest.mark.slow
-def test_warn_logs_the_collapse_and_goes_on(command, tmp_path, capsys):
+def test_warn_logs_the_collapse_and_goes_on(command, tmp_path, capsys, no_report):
     assert train_dpo.main([*command, *COLLAPSE, "--guard", "warn"]) == 0
     health = json.loads((tmp_path / "run" / "health.json").read_text())
     assert (health["verdict"], health["stopped"]) == ("collapsed", False)

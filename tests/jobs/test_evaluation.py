@@ -83,9 +83,8 @@ def score(folder: str | Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_evaluation_of_a_run(run, tasks, capsys):
+def test_evaluation_of_a_run(run, tasks):
     assert evaluate.main([str(run), "--tasks", *tasks]) == 0
-    out = capsys.readouterr().out
     evaluation = json.loads((run / "evaluation.json").read_text())
     choice, answer = evaluation["benchmarks"]
     base, trained = score(read_resolved_config(run)["model_name_or_path"]), score(run)
@@ -94,7 +93,6 @@ def test_evaluation_of_a_run(run, tasks, capsys):
     assert choice["difference"] == pytest.approx(np.mean(trained) - np.mean(base))
     facts = [answer[name] for name in ("metric", "samples", "num_fewshot", "chat_template")]
     assert facts == ["exact_match", 9, 0, True]
-    assert "local_choice" in out
     assert "local_choice" in (run / "report.html").read_text()
     assert "| local_choice | acc | 9 |" in (run / "README.md").read_text()
 
@@ -148,12 +146,11 @@ def test_an_adapter_is_evaluated_as_what_it_makes_of_the_base_model(finished_run
     shutil.copytree(adapter, merged, ignore=shutil.ignore_patterns("adapter_*", "checkpoint-*"))
     PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(merged)
     data = read_resolved_config(adapter)["dataset_name"]
-    found = []
+    margins, benchmarks = [], []
     for run in (adapter, merged):
         assert evaluate.main([str(run), "--pairs", data, "--tasks", tasks[0], "--limit", "4"]) == 0
-        found.append(json.loads((run / "evaluation.json").read_text()))
-    (mine,), (theirs,) = (evaluation["pairs"] for evaluation in found)
-    assert mine["rewards/margins"] == pytest.approx(theirs["rewards/margins"], abs=1e-4)
-    assert abs(mine["rewards/margins"]) > 1e-3 and mine["logps/accuracies"] == theirs["logps/accuracies"]
-    for one, other in zip(*(evaluation["benchmarks"] for evaluation in found), strict=True):
-        assert one["trained"] == other["trained"] and one["base"] == other["base"]
+        found = json.loads((run / "evaluation.json").read_text())
+        margins.append(found["pairs"][0]["rewards/margins"])
+        benchmarks.append([found["benchmarks"][0][side] for side in ("base", "trained")])
+    assert margins[0] == pytest.approx(margins[1], abs=1e-4) and abs(margins[0]) > 1e-3
+    assert benchmarks[0] == benchmarks[1]

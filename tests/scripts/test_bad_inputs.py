@@ -18,7 +18,7 @@ import pytest
 
 import sfm_dpo.report.page
 import train_dpo
-from tests.toolbox import error_line
+from tests.toolbox import error_line, write_jsonl
 
 ROOT = Path(__file__).parents[2]
 NOISE = bytes(range(256)) * 8
@@ -50,8 +50,6 @@ def without_file(name: str) -> Callable[[Path], None]:
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n"
 # Copies of a good model, and of a good run, each with one thing wrong.
 MODELS = {
-    "config_type": with_config("hidden_size", "64"),
-    "config_heads": with_config("hidden_size", 63),
     "config_cut": with_file("config.json", '{"model_type": '),
     "more_layers": with_config("num_hidden_layers", 4),
     "other_size": with_config("intermediate_size", 97),
@@ -75,17 +73,12 @@ def kit(tmp_path_factory, tiny_folder) -> Path:
     kit = tmp_path_factory.mktemp("a kit")
     shutil.copytree(tiny_folder("llama"), kit / "model")
     rows = [{"prompt": f"q {i}", "chosen": "a good answer", "rejected": "none " * (i + 1)} for i in range(8)]
-    chats = [
-        {"prompt": row["prompt"]}
-        | {side: [{"role": "assistant", "content": row[side]}] for side in ("chosen", "rejected")}
-        for row in rows
-    ]
-    for name, content in (("pairs", rows), ("chats", chats)):
-        (kit / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
-    argv = words(TRAIN, kit, kit / "run") + words(
-        "--max_steps 2 --save_steps 1 --preflight skip --guard skip", kit, kit
-    )
-    assert train_dpo.main(argv) == 0
+    sides = ("chosen", "rejected")
+    chats = [row | {side: [{"role": "assistant", "content": row[side]}] for side in sides} for row in rows]
+    write_jsonl(kit / "pairs.jsonl", rows)
+    write_jsonl(kit / "chats.jsonl", chats)
+    argv = f"{TRAIN} --max_steps 2 --save_steps 1 --preflight skip --guard skip"
+    assert train_dpo.main(words(argv, kit, kit / "run")) == 0
     for source, changes in (("model", MODELS), ("run", RUNS)):
         for name, change in changes.items():
             shutil.copytree(kit / source, kit / f"{source}s" / name)
@@ -98,7 +91,6 @@ def kit(tmp_path_factory, tiny_folder) -> Path:
         "utf16.jsonl": (kit / "pairs.jsonl").read_text().encode("utf-16"),
         "list.json": b"[1, 2]",
         "half.jsonl": (kit / "pairs.jsonl").read_bytes() + b'{"prompt": "\\ud83d", "chosen": "a", "rejected": "b"}\n',
-        "nul.yaml": b"beta: 5\x00\n",
         "launch.yaml": b"distributed: no\n",
         "task.yaml": b"task: t\ndataset_path: json\ndataset_kwargs: {data_files: {test: nowhere.jsonl}}\n"
         b"test_split: test\noutput_type: generate_until\ndoc_to_text: a\ndoc_to_target: b\n",
@@ -125,10 +117,8 @@ def main_of(command: str) -> Callable[[list[str]], int]:
 CASES = {
     "plan": [
         (f"{RECIPE} --num_gpus four", "--num_gpus: invalid int value: 'four'"),
-        (f"{RECIPE} --mfu 22.5", "--mfu: '22.5' must be from 0.001 to 1"),
         (f"{RECIPE} --gpu b2000", "--gpu b2000: choose one of b300, b200"),
         (f"{RECIPE} --lengths {{kit}}/list.json", "--lengths", "list.json", "give the JSON of analyze_dataset.py"),
-        ("--model_name_or_path {kit}/models/config_type --dataset_name x", "config_type", "'hidden_size' expected"),
     ],
     "preflight": [
         (f"{RECIPE} --preflight_samples many", "--preflight_samples", "invalid int value: 'many'"),
@@ -142,7 +132,6 @@ CASES = {
         ("{kit} --jsn", "unrecognized arguments: --jsn (see --help)"),
     ],
     "compare_runs": [
-        (RUN, "the following arguments are required: run_b"),
         (f"{{kit}}/runs/state_list/trainer_state.json {RUN}", "trainer_state.json: not a run's folder"),
     ],
     "push_to_hub": [
@@ -152,12 +141,10 @@ CASES = {
     ],
     "average": [
         (f"{RUN} {RUN} --output_dir {{out}} --weights 1", "--weights: 1 for 2 models; give one for each"),
-        (f"{RUN} {RUN} --output_dir {{out}} --weights 1 0", "--weights: '0' must be from 1e-09 to inf"),
         (f"{RUN} {RUN} --output_dir {{kit}}/model", "model: exists; choose another"),
     ],
     "sweep": [  # grids: tests/jobs/test_sweep.py
         ("{kit}/nowhere.yaml", "nowhere.yaml: is no grid ([Errno 2]", "give recipe, output_dir and fields"),
-        ("{kit}/list.json", "list.json: is no grid", "must be a mapping"),
     ],
     "evaluate": [
         (RUN, "run: nothing to evaluate; give --tasks or --pairs, or eval_tasks in the recipe"),
@@ -180,15 +167,12 @@ CASES = {
     "report": [("", "required: RUN"), ("{kit}/model", "model: not a run's folder")],
     "analyze_dataset": [
         (f"{DATA} --plot no/lengths.png", "'no/lengths.png' cannot be written"),
-        (f"{DATA} {{kit}}/pairs.jsonl", "unknown option", "pairs.jsonl"),
     ],
     "throughput": [
         ("--pairs 3", "--pairs 3: give a multiple of 4 x --accumulation 4"),
     ],
     "train_dpo": [
         ("--config {kit}/noise.yaml", "noise.yaml is not valid YAML"),
-        ("--config {kit}/nul.yaml", "nul.yaml is not valid YAML", "#x0000"),
-        ("--config ''", "--config : no such file"),
         (f"{TRAIN} --dataset_name {{kit}}/folder.json", "folder.json: needs .json, .jsonl or .parquet files"),
         (f"{TRAIN} --dataset_name {{kit}}/noise.parquet", "noise.parquet: cannot be read: Parquet magic bytes"),
         (f"{TRAIN} --dataset_name {{kit}}/cut.jsonl", "cut.jsonl: cannot be read: Compressed file ended"),
@@ -196,7 +180,6 @@ CASES = {
         (f"{TRAIN} --dataset_name {{kit}}/half.jsonl", "half.jsonl: line 9: ", "surrogates not allowed"),
         (f"{TRAIN} --dataset_config x", "dataset_name", "has no x; remove it"),
         (f"{ON}/config_cut", "config.json", "is not a valid JSON file"),
-        (f"{ON}/config_heads", "The hidden size (63) is not a multiple"),
         (f"{ON}/unknown_type", "model type `lama`"),
         (f"{ON}/more_layers", "model.layers.3.", "take config.json and weights from"),
         (f"{ON}/other_size", "mlp", "is of another shape"),
@@ -223,21 +206,6 @@ def test_wrong_input_is_one_line_and_exit_code_2(command, case, kit, tmp_path, c
     except SystemExit as end:
         code = end.code
     assert_one_line(code, capsys.readouterr().err, parts)
-
-
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (("train_dpo.py", "--config", "no where.yaml"), "--config no where.yaml: no such file"),
-        (("scripts/plan.py", "--num_gpus", "four"), "--num_gpus: invalid int value: 'four'"),
-        (("-m", "sfm_dpo.report.page", "no where"), "no where: not a run's folder"),
-    ],
-)
-@pytest.mark.slow
-def test_as_a_command(words, part):
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert_one_line(done.returncode, done.stderr, [part])
-    assert not done.stdout
 
 
 SCRIPTS = [path for folder in (".", "scripts", "bench") for path in sorted((ROOT / folder).glob("*.py"))]
