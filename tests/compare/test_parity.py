@@ -40,8 +40,7 @@ def test_correct_paths_are_rounding(recipe, architecture):
 
 
 def test_compiled_layers(recipe):
-    argv = [*recipe("llama"), "--torch_compile_backend", "aot_eager"]
-    rows = run_parity(argv, ["compile"], pairs=1)["variants"]
+    rows = run_parity([*recipe("llama"), "--torch_compile_backend", "aot_eager"], ["compile"], pairs=1)["variants"]
     torch._dynamo.reset()
     assert rows[-1]["verdict"] == "rounding", rows[-1]
 
@@ -98,15 +97,11 @@ def test_command(recipe, tmp_path, capsys, monkeypatch):
     assert {"layer 0", "layer 1", "layer 2", "lm_head"} <= set(packed["layers"])
     monkeypatch.setattr(packing, "boundary_mask", leaking)
     assert command.main(argv) == 1
-
-
-def test_an_unknown_variant_is_one_line_and_exit_2(recipe, capsys):
     assert command.main([*recipe("llama"), "--variants", "pakced"]) == 2
     assert "unknown word 'pakced'" in error_line(capsys.readouterr().err)
 
 
 def test_a_recipe_for_gpus_is_taken_as_it_is(tmp_path, recipe):
-    """Tracking, evaluation, checkpoints, bf16, LoRA: nothing of a real recipe prevents the comparison."""
     path = tmp_path / "recipe.yaml"
     fields = "bf16: true, report_to: [wandb], eval_fraction: 0.1, eval_strategy: steps, eval_steps: 5, use_peft: true"
     fields += ", global_batch_size: 128, guard_generations: 10, padding_free: true, torch_compile: true"

@@ -27,14 +27,6 @@ def check(tmp_path, ranks: int = 2, env: list[dict] | None = None) -> tuple[list
 
 
 @pytest.mark.slow
-def test_healthy_nodes_leave_nothing_behind(tmp_path):
-    codes, output = check(tmp_path)
-    assert codes == [0, 0], output
-    assert output.splitlines()[-1] == "health: 2 node(s), 2 rank(s) fine"
-    assert [p for folder in ("run", "hf") for p in (tmp_path / folder).iterdir()] == []
-
-
-@pytest.mark.slow
 def test_bad_nodes_are_excluded_and_the_good_one_is_not(tmp_path):
     lost = {"SLURM_GPUS_ON_NODE": "4", "DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": ""}
     codes, output = check(tmp_path, 3, [{}, {"HF_HOME": "/proc/hf"}, lost])
@@ -63,13 +55,14 @@ def test_a_rank_that_never_comes(tmp_path):
     assert re.search(r"unhealthy \S+: rank 0 could not reach the other ranks: ", done.stderr)
 
 
-def test_alone_without_a_launcher(tmp_path, monkeypatch, capsys):
+def test_a_healthy_process_without_a_launcher_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # so that what the check sets is undone
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     assert node_check.main(["--output_dir", str(tmp_path / "run")]) == 0
     assert capsys.readouterr().out == "health: 1 node(s), 1 rank(s) fine\n"
+    assert not [p for folder in ("run", "hf") for p in (tmp_path / folder).iterdir()]
 
 
 def test_a_device_that_computes_garbage(monkeypatch):
