@@ -34,8 +34,7 @@ def main(argv: list[str]) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from sfm_dpo.common.files import CALIBRATION
     from sfm_dpo.config import parse_config
-    from sfm_dpo.data.token_lengths import Lengths
-    from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
+    from sfm_dpo.data.tokenization import Lengths, load_token_pairs, load_tokenizer
     from sfm_dpo.model.loading import load_model_config
     from sfm_dpo.planning.run_plan import Cluster, Planner, format_plan, read_lengths
 

@@ -6,7 +6,7 @@ fewer words than n are not found.
 """
 
 import re
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,15 @@ from sfm_dpo.data.sources import LOCAL_FORMATS
 
 NGRAM = 13
 COMMON_ROWS = 10
-EXAMPLES = 5
 # A word, or a single character of the scripts that put no space between words
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u9fff]+")
 
 
 def read_evaluation_texts(name: str) -> list[str]:
-    """All text of each row of an evaluation set: a local file or folder, or DATASET[/configuration] of the Hub.
-
-    Of its splits the test split is read, where there is one, otherwise all.
-    """
-    path, config = name, None
+    """All text of each row of an evaluation set, of its test split where it has one: of a local file or folder, or of
+    DATASET[/configuration] on the Hub."""
+    path = name
+    config = None
     if name.count("/") == 2 and not Path(name).exists():
         path, _, config = name.rpartition("/")
     try:
@@ -46,74 +44,47 @@ def _list_texts(value: Any) -> list[str]:
     """All text in nested lists and mappings."""
     if isinstance(value, str):
         return [value]
-    items: Any = ()
     if isinstance(value, dict):
-        items = value.values()
-    elif isinstance(value, list):
-        items = value
-    return [text for item in items for text in _list_texts(item)]
+        value = list(value.values())
+    return [text for item in value for text in _list_texts(item)] if isinstance(value, list) else []
 
 
-def list_ngrams(text: str, n: int) -> set[str]:
-    """The n-grams of words of a text, in lower case and without punctuation."""
+def _list_ngrams(text: str, n: int) -> set[str]:
     words = _WORD.findall(text.lower())
     return {" ".join(words[i : i + n]) for i in range(len(words) - n + 1)}
 
 
-def index_ngrams(texts: list[str], n: int) -> dict[str, int]:
+def _index_ngrams(texts: list[str], n: int) -> dict[str, int]:
     """The n-grams of an evaluation set that are no stock phrase, and the first row that has each."""
-    first: dict[str, int] = {}
-    rows: Counter[str] = Counter()
+    rows: dict[str, list[int]] = defaultdict(list)
     for row, text in enumerate(texts):
-        grams = list_ngrams(text, n)
-        rows.update(grams)
-        for gram in grams:
-            first.setdefault(gram, row)
-    return {gram: row for gram, row in first.items() if rows[gram] <= COMMON_ROWS}
+        for gram in _list_ngrams(text, n):
+            rows[gram].append(row)
+    return {gram: found[0] for gram, found in rows.items() if len(found) <= COMMON_ROWS}
 
 
-def _match_pair(*sides: Any, index: dict[str, int], n: int) -> dict[str, Any]:
-    """An n-gram that the pair and the evaluation set share, or "", and the row of the set that has it, or -1."""
-    grams = set().union(*(list_ngrams(read_text(side), n) for side in sides))
-    shared = min(grams & index.keys(), default="")
-    return {"shared": shared, "set_row": index.get(shared, -1)}
+def _find_shared_ngram(pair: dict[str, Any], index: dict[str, int], n: int) -> dict[str, str]:
+    grams = set().union(*(_list_ngrams(read_text(pair[part]), n) for part in PARTS))
+    return {"shared": min(grams & index.keys(), default="")}
 
 
 def report_contamination(pairs: Dataset, names: list[str], n: int, num_proc: int | None = None) -> dict[str, Any]:
-    """Counts and examples of each evaluation set, and the keys of all pairs that share an n-gram with any.
-
-    Args:
-        pairs: of preferences.py.
-        names: of evaluation sets, as in `read_evaluation_texts`.
-    """
+    """Counts and examples of each evaluation set (`names`: see `read_evaluation_texts`), and the keys of all `pairs`
+    (preferences.py) that share an n-gram with any."""
     sets = []
     matched: set[int] = set()
     for name in names:
         texts = read_evaluation_texts(name)
-        found = pairs.map(
-            _match_pair,
-            input_columns=list(PARTS),
-            fn_kwargs={"index": index_ngrams(texts, n), "n": n},
-            remove_columns=pairs.column_names,
-            num_proc=num_proc,
-            keep_in_memory=True,
-            desc="Matching",
-        )[:]
-        examples = [
-            {"row": row, "set_row": set_row, "text": shared}
-            for row, (shared, set_row) in enumerate(zip(found["shared"], found["set_row"], strict=True))
-            if shared
-        ]
-        matched.update(example["row"] for example in examples)
-        sets.append(
-            {
-                "set": name,
-                "rows": len(texts),
-                "short": sum(not list_ngrams(text, n) for text in texts),
-                "pairs": len(examples),
-                "set_rows": len({example["set_row"] for example in examples}),
-                "examples": examples[:EXAMPLES],
-            }
-        )
+        index = _index_ngrams(texts, n)
+        known = {"index": index, "n": n}
+        found = pairs.select_columns(list(PARTS)).map(
+            _find_shared_ngram, fn_kwargs=known, remove_columns=list(PARTS), num_proc=num_proc, keep_in_memory=True
+        )["shared"]
+        shared = {row: gram for row, gram in enumerate(found) if gram}
+        matched.update(shared)
+        examples = [{"row": row, "set_row": index[gram], "text": gram} for row, gram in shared.items()]
+        set_rows = {example["set_row"] for example in examples}
+        counts = {"rows": len(texts), "pairs": len(examples), "set_rows": len(set_rows)}
+        sets.append({"set": name, **counts, "examples": examples[:5]})
     keys = pairs["pair_key"]
     return {"ngram": n, "sets": sets, "pairs": [{"row": row, "key": keys[row]} for row in sorted(matched)]}

@@ -5,6 +5,7 @@ docs/filters.md has what each check finds, misses and names falsely.
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from sfm_dpo.data.preferences import read_text
 OPENING = 160  # characters in which a refusal refuses: later words such as "cannot help" are part of an answer
 LONG_ANSWER = 200  # characters: titles, names, formulas and one-line answers need no full stop
 LONG_LINE = 60  # characters of a last line that is prose: items of lists and signatures are shorter
-EXAMPLES = 3
 _REFUSAL = re.compile(
     r"\bI(?:['’]m| am) (?:unable|not able) to\b|\bI must (?:decline|refuse)\b|\bI(?:['’]m| am) not comfortable\b|"
     r"\bI (?:can ?not|can['’]t|won['’]t|will not) (?:help|assist|provide|comply|answer|fulfil|discuss|engage|create|"
@@ -32,13 +32,9 @@ _EMPTY_THINK = re.compile(r"<think>\s*</think>")
 _ITEM = re.compile(r"\s*(?:[-*+>|#]|\d+[.)]|\t| {4})")
 
 
-def _search(pattern: re.Pattern, text: str) -> int | None:
-    match = pattern.search(text)
+def _search(pattern: re.Pattern, text: str, end: int | None = None) -> int | None:
+    match = pattern.search(text[:end])
     return match.start() if match else None
-
-
-def find_refusal(answer: str) -> int | None:
-    return _search(_REFUSAL, answer[:OPENING])
 
 
 def find_cut(answer: str) -> int | None:
@@ -54,10 +50,6 @@ def find_cut(answer: str) -> int | None:
     return len(text) if is_prose and is_unfinished else None
 
 
-def find_role_tag(answer: str) -> int | None:
-    return _search(_ROLE_TAG, answer)
-
-
 def find_bad_think(answer: str) -> int | None:
     """A think block without content, or that is not closed; one that the generation prompt opens is."""
     opened = answer.rfind("<think>")
@@ -68,47 +60,39 @@ def find_bad_think(answer: str) -> int | None:
 
 # Each returns the position of the evidence in an answer, or None
 CHECKS: dict[str, tuple[Callable[[str], int | None], str]] = {
-    "refusal": (find_refusal, "the answer refuses"),
+    "refusal": (partial(_search, _REFUSAL, end=OPENING), "the answer refuses"),
     "cut": (find_cut, "the answer ends inside a sentence or a code block"),
-    "role_tag": (find_role_tag, "a role tag of a chat format is part of the answer"),
+    "role_tag": (partial(_search, _ROLE_TAG), "a role tag of a chat format is part of the answer"),
     "bad_think": (find_bad_think, "an empty think block, or one that is not closed"),
 }
 
 
-def find_faults(pairs: Dataset, num_proc: int | None = None) -> dict[str, np.ndarray]:
-    """[N, 2] bool of pairs (preferences.py) for each of CHECKS: in the chosen, and in the rejected answer."""
-    columns = pairs.map(
-        _check_answers,
-        input_columns=["chosen", "rejected"],
-        remove_columns=pairs.column_names,
-        num_proc=num_proc,
-        keep_in_memory=True,
-        desc="Checking",
+def find_faults(pairs: Dataset, num_proc: int | None = None) -> list[dict[str, Any]]:
+    """Of each check that finds something in `pairs` (preferences.py): how many pairs, how many answers on each side,
+    and examples with the text around the evidence."""
+    columns = pairs.select_columns(["chosen", "rejected"]).map(
+        _check_answers, remove_columns=["chosen", "rejected"], num_proc=num_proc, keep_in_memory=True, desc="Checking"
     )
-    return columns.with_format("numpy")[:]
-
-
-def _check_answers(*sides: Any) -> dict[str, list[bool]]:
-    answers = [read_text(side) for side in sides]
-    return {name: [find(answer) is not None for answer in answers] for name, (find, _) in CHECKS.items()}
-
-
-def summarize_faults(pairs: Dataset, found: dict[str, np.ndarray]) -> list[dict[str, Any]]:
-    """Of each check that found something: pairs, answers by side, and examples with the text around the evidence."""
     summary = []
-    for name, (find, text) in CHECKS.items():
-        rows = np.flatnonzero(found[name].any(axis=1))
-        if not len(rows):
+    for name, found in columns.with_format("numpy")[:].items():  # [N, 2] bool: chosen, rejected
+        rows = np.flatnonzero(found.any(axis=1)).tolist()
+        if not rows:
             continue
+        find, text = CHECKS[name]
         examples = []
-        for row in rows[:EXAMPLES].tolist():
-            side = "chosen" if found[name][row, 0] else "rejected"
+        for row in rows[:3]:
+            side = "chosen" if found[row, 0] else "rejected"
             answer = read_text(pairs[row][side])
             at = find(answer) or 0
             prompt = read_text(pairs[row]["prompt"])
             excerpt = answer[max(0, at - 150) : at + 150]
             examples.append({"row": row, "side": side, "prompt": prompt[-200:], "text": excerpt})
-        chosen, rejected = found[name].sum(axis=0).tolist()
+        chosen, rejected = found.sum(axis=0).tolist()
         counts = {"pairs": len(rows), "chosen": chosen, "rejected": rejected}
         summary.append({"fault": name, "text": text, **counts, "examples": examples})
     return summary
+
+
+def _check_answers(pair: dict[str, Any]) -> dict[str, list[bool]]:
+    answers = [read_text(pair[side]) for side in ("chosen", "rejected")]
+    return {name: [find(answer) is not None for answer in answers] for name, (find, _) in CHECKS.items()}

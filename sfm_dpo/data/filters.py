@@ -1,8 +1,4 @@
-"""Filters that leave out usable pairs on request: rows by script, repeats, contaminated pairs.
-
-Each filter is a field of TrainConfig, off by default; what it leaves out is counted by reason. Of pairs that repeat
-each other the first stays. docs/filters.md describes them.
-"""
+"""Filters that leave out usable pairs on request: rows by script, repeats, contaminated pairs (docs/filters.md)."""
 
 import functools
 import json
@@ -27,7 +23,6 @@ FILTER_REASONS = {
 
 @functools.cache
 def load_keep(script: str) -> Callable[[dict], Any]:
-    """The function keep(row) of a Python file."""
     try:
         return runpy.run_path(script)["keep"]
     except Exception as error:
@@ -37,7 +32,6 @@ def load_keep(script: str) -> Callable[[dict], Any]:
 
 
 def keeps(script: str, row: dict[str, Any]) -> bool:
-    """Whether the script keeps a row as it is stored."""
     try:
         return bool(load_keep(script)(row))
     except Exception as error:
@@ -46,7 +40,8 @@ def keeps(script: str, row: dict[str, Any]) -> bool:
 
 
 def filter_pairs(pairs: Dataset, args: TrainConfig) -> tuple[Dataset, list[dict[str, Any]]]:
-    """The pairs (preferences.py) without contaminated ones and repeats, and these as in Pairs.dropped_rows."""
+    """The pairs (preferences.py) without contaminated ones and repeats, of which the first stays; and the pairs left
+    out as in Pairs.dropped_rows."""
     keys = pairs.select_columns(["prompt_key", "pair_key"]).to_pandas()
     reasons = np.full(len(pairs), "", dtype=object)
     if args.drop_contaminated:

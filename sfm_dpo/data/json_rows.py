@@ -15,7 +15,6 @@ from sfm_dpo.common.errors import UserError
 
 VERSION = "sfm-json-rows-1"  # part of the cache's key: raise it with any change of this module that changes a row
 COLUMN = "json_row"
-CHUNK_BYTES = 10 << 20
 
 
 class JsonRows(Json):
@@ -30,11 +29,9 @@ class JsonRows(Json):
 
 
 def read_rows(file: str, name: str) -> Iterator[list[str]]:
-    """The rows of a file, an object a line or a list of objects, as JSON text, in lists of some CHUNK_BYTES.
+    """The rows of a file, an object a line or a list of objects, as JSON text, in lists of some 10 MiB.
 
-    Raises:
-        UserError: the file, by `name`, and its line that is not UTF-8, not JSON, or no object.
-    """
+    Raises UserError with the file's `name` and the line that is not UTF-8, not JSON, or no object."""
     rows: list[str] = []
     size = 0
     with open(file, "rb") as stream:
@@ -56,8 +53,9 @@ def read_rows(file: str, name: str) -> Iterator[list[str]]:
                 raise UserError(f"dataset_name {name}: {where}{error}") from error
             rows += map(json.dumps, objects) if is_list else [text]
             size += len(line)
-            if size > CHUNK_BYTES:
+            if size > 10 * 2**20:
                 yield rows
-                rows, size = [], 0
+                rows = []
+                size = 0
     if rows:
         yield rows

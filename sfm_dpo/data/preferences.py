@@ -1,13 +1,8 @@
 """Preference pairs: rows of any published shape normalised, checked, mixed, sampled and split.
 
-The columns of a usable row:
-    prompt, chosen, rejected  message lists ({"role", "content", ...}), `prompt` being the shared beginning; of plain
-                              text strings
-    template                  JSON of further arguments of the chat template: the row's `tools` and
-                              `chat_template_kwargs`, as in TRL
-    source, row               dataset, and number of the row in it, from 1: of a JSON Lines file the line, blank ones
-                              not counted
-    prompt_key, pair_key      hashes by which equal prompts and equal pairs are found
+A usable row has `prompt`, `chosen` and `rejected`: message lists ({"role", "content", ...}), or strings of plain text;
+`template`, JSON of its `tools` and `chat_template_kwargs`, as in TRL; `source` and `row`, the dataset and the number
+of the row in it, from 1; and `prompt_key` and `pair_key`, hashes by which repeats are found.
 """
 
 import json
@@ -24,16 +19,15 @@ from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import format_table, write_atomically
-from sfm_dpo.config import Config, TrainConfig
+from sfm_dpo.config import Config
 from sfm_dpo.config_checks import HELD_OUT
 from sfm_dpo.data import json_rows
 from sfm_dpo.data.filters import FILTER_REASONS, filter_pairs, keeps, load_keep
-from sfm_dpo.data.raw_shapes import check_columns, read_transcript
-from sfm_dpo.data.sources import drop_rows, explain_cache_errors, load_rows
+from sfm_dpo.data.raw_shapes import read_transcript
+from sfm_dpo.data.sources import column_names, drop_rows, explain_cache_errors, load_rows
 
 # Part of the cache's key. Raise it with any change of this module that changes a normalised row or its drop reason.
 PAIRS_VERSION = 4
-
 # Why a row cannot be used
 DROP_REASONS = {
     "malformed": "malformed: neither text nor messages that the chat template takes",
@@ -43,7 +37,7 @@ DROP_REASONS = {
     "chosen_equals_rejected": "chosen equals rejected",
     "prompt_too_long": "prompt leaves no room for a response within max_length",
 } | FILTER_REASONS
-TOOL_ROLES = ("tool", "environment")  # of messages that hold the result of a call
+RESPONSE_ROLES = ("assistant", "tool", "environment")  # the last two hold the result of a call
 CALL_KEYS = ("tool_calls", "function_calls", "function_call")  # of an assistant's message
 PARTS = ("prompt", "chosen", "rejected")
 _PAIR = Features(
@@ -55,23 +49,17 @@ _PAIR = Features(
 
 @dataclass
 class Pairs:
-    """Usable pairs and the account of the rest.
-
-    `train` and `eval` hold a row's columns (above); `eval` is None if nothing is held out. `rows` counts the rows
-    read; `dropped_rows` lists those left out: `row`, `source` and `reason`, a key of DROP_REASONS. `eval_sets` are
-    those of eval_datasets by name; nothing else here counts them.
-    """
+    """Usable pairs, and what became of the other rows."""
 
     train: Dataset
-    eval: Dataset | None
+    eval: Dataset | None  # None if nothing is held out
     sources: list[str]
-    rows: int
-    dropped_rows: list[dict[str, Any]]
-    eval_sets: dict[str, Dataset] = field(default_factory=dict)
+    rows: int  # read, without those of eval_sets
+    dropped_rows: list[dict[str, Any]]  # row, source, and reason, a key of DROP_REASONS
+    eval_sets: dict[str, Dataset] = field(default_factory=dict)  # eval_datasets by name
 
     @property
     def dropped(self) -> Counter[str]:
-        """Dropped rows by reason."""
         return Counter(row["reason"] for row in self.dropped_rows)
 
     def held_out(self) -> dict[str, Dataset]:
@@ -79,8 +67,7 @@ class Pairs:
         return ({} if self.eval is None else {HELD_OUT: self.eval}) | self.eval_sets
 
     def check_dropped(self, limit: float) -> None:
-        """Raises UserError if no pair is left, or more than `limit` (a share of all rows) cannot be used; what filters
-        leave out does not count."""
+        """Raises UserError if no pair is left, or filters apart more than `limit` of all rows cannot be used."""
         unusable = sum(n for reason, n in self.dropped.items() if reason not in FILTER_REASONS)
         if len(self.dropped_rows) == self.rows:
             unusable = self.rows
@@ -97,7 +84,6 @@ class Pairs:
         return f"{DROP_REASONS[reason]}, first in row {first['row']} of {first['source']}"
 
     def table(self) -> str:
-        """The account as text, one line a reason."""
         rows = [("source", ", ".join(self.sources)), ("rows", f"{self.rows:,}")]
         rows += [(f"dropped: {self._explain(reason)}", f"{n:,}") for reason, n in self.dropped.items()]
         rows.append(("pairs to train on", f"{len(self.train):,}"))
@@ -105,12 +91,10 @@ class Pairs:
         return format_table(rows)
 
     def write_dropped(self, path: Path) -> None:
-        """Writes a JSON line for each dropped row: row, reason and source."""
         rows = sorted(self.dropped_rows, key=lambda row: (row["source"], row["row"]))
         write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
     def as_dict(self) -> dict[str, Any]:
-        """The account for data.json."""
         return {
             "sources": self.sources,
             "rows": self.rows,
@@ -127,9 +111,8 @@ class Pairs:
 def load_pairs(config: Config) -> Pairs:
     """Loads `dataset_name` or the mixture `datasets`, drops what cannot be used, samples and splits."""
     args = config.train
-    entries = config.data.datasets or [
-        DatasetConfig(str(args.dataset_name), args.dataset_config, split=args.dataset_train_split)
-    ]
+    single = DatasetConfig(str(args.dataset_name), args.dataset_config, split=args.dataset_train_split)
+    entries = config.data.datasets or [single]
     if args.filter_script:
         load_keep(args.filter_script)
     parts: list[Dataset] = []
@@ -137,23 +120,41 @@ def load_pairs(config: Config) -> Pairs:
     count = 0
     for entry in entries:
         rows = load_rows(entry.path, entry.name, entry.split, entry.data_dir, entry.data_files)
-        check_columns(rows, entry.path)
-        part, unusable = normalize_rows(rows, entry.path, args.dataset_num_proc, args.filter_script)
+        columns = column_names(rows)
+        if missing := [name for name in ("chosen", "rejected") if name not in columns]:
+            raise UserError(
+                f"dataset_name {entry.path}: no column {' or '.join(missing)}; it has {', '.join(columns)}; of scored "
+                f"answers make pairs with python scripts/make_pairs.py {entry.path} --by score pairs.jsonl"
+            )
+        part, unusable = _normalize_rows(rows, entry.path, args.dataset_num_proc, args.filter_script)
         parts.append(part)
         dropped += unusable
         count += len(rows)
-    train, filtered = filter_pairs(_mix(parts, [entry.fraction for entry in entries]), args)
+    shares = [entry.fraction for entry in entries if entry.fraction is not None]  # all or none of them
+    if shares:  # the first rows of each, so that nothing is repeated, as TRL's `get_dataset`
+        weights = [share / sum(shares) for share in shares]
+        total = min(len(part) / weight for part, weight in zip(parts, weights, strict=True))
+        parts = [part.select(range(round(w * total))) for part, w in zip(parts, weights, strict=True)]
+    train, filtered = filter_pairs(parts[0] if len(parts) == 1 else concatenate_datasets(parts), args)
     pairs = Pairs(train, None, [entry.path for entry in entries], count, dropped + filtered)
     pairs.check_dropped(args.max_dropped_fraction)
-    return _sample_and_split(pairs, args)
+    if args.max_samples is not None and args.max_samples < len(pairs.train):
+        pairs.train = pairs.train.shuffle(seed=args.seed).select(range(args.max_samples))
+    if args.eval_fraction:
+        held_out = round(len(pairs.train) * args.eval_fraction)
+        if not 1 <= held_out < len(pairs.train):
+            raise UserError(f"eval_fraction {args.eval_fraction:g} of {len(pairs.train)} pairs holds out {held_out}")
+        split = pairs.train.train_test_split(test_size=held_out, seed=args.seed)
+        pairs.train = split["train"]
+        pairs.eval = split["test"]
+    return pairs
 
 
 @explain_cache_errors()
-def normalize_rows(
-    rows: Dataset, source: str, num_proc: int | None = None, script: str | None = None
+def _normalize_rows(
+    rows: Dataset, source: str, num_proc: int | None, script: str | None
 ) -> tuple[Dataset, list[dict[str, Any]]]:
-    """Usable pairs of `rows` in the form of this module's docstring, and the others as in Pairs.dropped_rows, among
-    them what filter_script, `script`, does not keep."""
+    """Usable pairs of `rows`, and the others as in Pairs.dropped_rows, among them what filter_script does not keep."""
     code = Path(script).read_text() if script else ""
     pairs = rows.map(
         _normalize_batch,
@@ -185,7 +186,6 @@ def _normalize_batch(batch: dict[str, list], indices: list[int], source: str, sc
 
 
 def _normalize_row(row: dict[str, Any]) -> dict[str, Any]:
-    """The columns of _PAIR but `source` and `row`."""
     pair = normalize_pair(row.get("prompt"), row.get("chosen"), row.get("rejected"))
     template = None
     try:
@@ -196,19 +196,12 @@ def _normalize_row(row: dict[str, Any]) -> dict[str, Any]:
             template = json.dumps(arguments)
     except (ValueError, TypeError):
         pair = "malformed"
-    if isinstance(pair, str):
-        reason = pair
-        pair = ([], [], [])
-    else:
-        reason = ""
+    reason = pair if isinstance(pair, str) else ""
+    sides: tuple[Any, Any, Any] = ([], [], []) if isinstance(pair, str) else pair
     # Written as JSON here, because datasets 5.2 would take text that could be JSON for its value
-    columns: dict[str, Any] = {name: json.dumps(side) for name, side in zip(PARTS, pair, strict=True)}
-    return columns | {
-        "template": template,
-        "dropped": reason,
-        "prompt_key": _hash(pair[0], template),
-        "pair_key": _hash(*pair, template),
-    }
+    columns: dict[str, Any] = {name: json.dumps(side) for name, side in zip(PARTS, sides, strict=True)}
+    keys = {"prompt_key": _hash(sides[0], template), "pair_key": _hash(*sides, template)}
+    return columns | keys | {"template": template, "dropped": reason}
 
 
 def _hash(*values: Any) -> str:
@@ -218,12 +211,12 @@ def _hash(*values: Any) -> str:
 def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | str:
     """One pair as (prompt, chosen, rejected), or the reason (a key of DROP_REASONS) why it cannot be used.
 
-    Four shapes, as found in published sets: `prompt` text and message lists that hold the response alone
-    (Dolci-Think); no `prompt` and whole conversations whose shared beginning is the prompt (Dolci-Instruct), or
-    transcripts of Human and Assistant (hh-rlhf); plain text in all three.
+    Published sets have four shapes: `prompt` text and message lists with the response alone (Dolci-Think); no `prompt`
+    and conversations whose shared beginning is the prompt (Dolci-Instruct), or such transcripts (hh-rlhf); plain text.
     """
     if prompt is None:
-        chosen, rejected = read_transcript(chosen), read_transcript(rejected)
+        chosen = read_transcript(chosen)
+        rejected = read_transcript(rejected)
     if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
         if chosen == rejected:
             return "chosen_equals_rejected"
@@ -242,8 +235,9 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
         return "chosen_equals_rejected"
     shared = common_prefix_length(chosen, rejected)  # in messages
     prompt = _join_prompts(prompt_messages, chosen[:shared])
-    chosen, rejected = chosen[shared:], rejected[shared:]
-    if any(message["role"] not in ("assistant", *TOOL_ROLES) for message in chosen + rejected):
+    chosen = chosen[shared:]
+    rejected = rejected[shared:]
+    if any(message["role"] not in RESPONSE_ROLES for message in chosen + rejected):
         return "prompts_differ"
     if not chosen or not rejected or _is_empty(chosen[-1]) or _is_empty(rejected[-1]):
         return "empty_response"
@@ -280,7 +274,7 @@ def _read_messages(value: Any, role: str) -> list[dict] | None:
 
 
 def read_text(side: str | list[dict]) -> str:
-    """The text of a prompt or response, messages joined; without system messages, which many prompts share."""
+    """The text of a prompt or response, without system messages, which many prompts share."""
     if isinstance(side, str):
         return side
     return "\n".join(message["content"] for message in side if message["role"] != "system")
@@ -289,25 +283,3 @@ def read_text(side: str | list[dict]) -> str:
 def _is_empty(message: dict) -> bool:
     # A response may be a call and no text
     return not message["content"].strip() and not any(message.get(key) for key in CALL_KEYS)
-
-
-def _mix(parts: list[Dataset], fractions: list[float | None]) -> Dataset:
-    """Concatenates; with fractions, the first rows of each so that nothing is repeated (as TRL's `get_dataset`)."""
-    shares = [fraction for fraction in fractions if fraction is not None]  # all or none of them
-    if shares:
-        weights = [share / sum(shares) for share in shares]
-        total = min(len(part) / weight for part, weight in zip(parts, weights, strict=True))
-        parts = [part.select(range(round(w * total))) for part, w in zip(parts, weights, strict=True)]
-    return parts[0] if len(parts) == 1 else concatenate_datasets(parts)
-
-
-def _sample_and_split(pairs: Pairs, args: TrainConfig) -> Pairs:
-    if args.max_samples is not None and args.max_samples < len(pairs.train):
-        pairs.train = pairs.train.shuffle(seed=args.seed).select(range(args.max_samples))
-    if args.eval_fraction:
-        held_out = round(len(pairs.train) * args.eval_fraction)
-        if not 1 <= held_out < len(pairs.train):
-            raise UserError(f"eval_fraction {args.eval_fraction:g} of {len(pairs.train)} pairs holds out {held_out}")
-        split = pairs.train.train_test_split(test_size=held_out, seed=args.seed)
-        pairs.train, pairs.eval = split["train"], split["test"]
-    return pairs

@@ -1,8 +1,7 @@
 """Order of the pairs: which pairs an optimizer step holds, and how they are assigned to micro-batches of equal count.
 
 What a step holds depends on seed, epoch, data and global batch alone, never on ranks or pairs per device. Accelerate
-gives consecutive batches of a plain index sampler to the ranks in turn, so the sampler emits a step's micro-batches in
-that order. ORDER_VERSION goes into every checkpoint: a run resumes only where the order is the same.
+gives consecutive batches of a plain index sampler to the ranks in turn.
 """
 
 import hashlib
@@ -15,23 +14,17 @@ from torch.utils.data import Sampler
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config, TrainConfig
-from sfm_dpo.data.token_lengths import Lengths
+from sfm_dpo.data.tokenization import Lengths
 from sfm_dpo.model.memory_plan import MicroBatch
 
-ORDER_VERSION = 2  # raise it when the same seed and data give another order; 1 was transformers' samplers
+# In every checkpoint, which resumes only in the same order: raise it when the same seed and data give another one
+ORDER_VERSION = 2
 FIRST_STEPS_FOR = (1, 2, 4, 8, 16)  # pairs in a micro-batch
 
 
 def assign_pairs(tokens: np.ndarray, size: int) -> list[np.ndarray]:
-    """Assigns n pairs to micro-batches of `size`: the longest first, each to the lightest that has room.
-
-    Args:
-        tokens: [n] tokens of each pair; n is a multiple of `size`.
-
-    Returns:
-        Positions in `tokens`, [size] for each of the n / size micro-batches, the heaviest first: ranks that wait for
-        each other get neighbours.
-    """
+    """Assigns pairs of `tokens` [n] to n / size micro-batches: the longest first, each to the lightest that has room.
+    Returns their positions [size] each, the heaviest first: ranks that wait for each other get neighbours."""
     with_room: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(len(tokens) // size)]
     full = []
     for position in np.argsort(-tokens, kind="stable").tolist():
@@ -53,13 +46,9 @@ class PairSampler(Sampler[int]):
     that hold the largest micro-batch, for any usual number of pairs in it, come first in the first epoch: what fits
     into memory then fits for the whole run.
 
-    Args:
-        tokens: [N] tokens of each pair, chosen and rejected sequence together.
-        strategy: TRL's `train_sampling_strategy`: random; batch_rebalance, the same steps, within which `assign_pairs`
-            makes the micro-batches; group_by_length, sorted within 50 global batches; sequential, the order of the
-            data.
-        global_batch: pairs in an optimizer step over all ranks; a multiple of `micro_batch`.
-        packed: micro-batches are computed without padding; otherwise pairs of one length are put together.
+    `tokens`: [N], both sequences of each pair together; `strategy`: random; batch_rebalance, the same steps, within
+    which `assign_pairs` makes the micro-batches; group_by_length, sorted within 50 global batches; or sequential;
+    `global_batch`: pairs in a step over all ranks; `packed`: without padding, else pairs of one length come together.
     """
 
     def __init__(
@@ -113,11 +102,9 @@ class PairSampler(Sampler[int]):
             windows = (order[i : i + window] for i in range(0, len(order), window))
             order = np.concatenate([rows[np.argsort(-self.tokens[rows], kind="stable")] for rows in windows])
         steps = np.split(order, len(order) // self.global_batch)
-        return self._put_largest_first(steps) if epoch == 0 else steps
-
-    def _put_largest_first(self, steps: list[np.ndarray]) -> list[np.ndarray]:
-        """The steps, those first that hold the largest packed micro-batch of each usual size: the order depends
-        neither on pairs per device nor on padding."""
+        if epoch:
+            return steps
+        # Packed micro-batches of each usual size: the order depends neither on pairs per device nor on padding
         first: list[int] = []
         for size in FIRST_STEPS_FOR:
             if self.global_batch % size == 0:
@@ -148,12 +135,9 @@ class PairSampler(Sampler[int]):
         return max(micro_batches, key=lambda rows: int(self.tokens[rows].sum()))
 
     def imbalance(self, size: int, ranks: int, longest: np.ndarray | None = None) -> float:
-        """Tokens of the slowest rank over those of the mean one, where each rank takes micro-batches of `size` pairs
-        and waits for the others after each; over at most 100 steps of the first epoch.
-
-        Args:
-            longest: [N] tokens of the longer sequence of each pair, to which a micro-batch is padded; None: packed.
-        """
+        """Tokens of the slowest rank over those of the mean one, if all wait for each other after each micro-batch of
+        `size` pairs; over at most 100 steps of the first epoch. `longest`: [N] tokens of the longer sequence of each
+        pair, to which a micro-batch is padded; None: packed."""
         steps = self.steps(0)
         computed = []
         for rows in steps[:: math.ceil(len(steps) / 100)]:
@@ -164,8 +148,7 @@ class PairSampler(Sampler[int]):
         return float(together.max(axis=1).sum() / together.mean(axis=1).sum())
 
     def fingerprint(self, epoch: int) -> str:
-        """24 hex digits of the sha256 over the rows of each step, sorted within it: which rank and micro-batch a pair
-        falls into changes no gradient."""
+        """Hash of the rows of each step, sorted: which rank and micro-batch a pair falls into changes no gradient."""
         digest = hashlib.sha256()
         for rows in self.steps(epoch):
             digest.update(np.sort(rows).astype(np.int64).tobytes())

@@ -12,7 +12,6 @@ from unittest import mock
 import datasets
 import numpy as np
 from datasets import Dataset, load_dataset
-from datasets.exceptions import DatasetGenerationError
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
 from sfm_dpo.common.errors import UserError
@@ -28,28 +27,24 @@ def explain_cache_errors(folder: Path | None = None, end: type[UserError] = User
     ours to write, raises `end`."""
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
-        cause: BaseException | None = error  # datasets wraps what its writer raised
-        while cause and getattr(cause, "errno", None) not in DISK_ERRORS:
+        cause: BaseException | None = error  # datasets wraps what its writer, or json_rows.py, raised
+        while cause and not isinstance(cause, UserError) and getattr(cause, "errno", None) not in DISK_ERRORS:
             cause = cause.__cause__
+        if isinstance(cause, UserError):
+            raise cause from cause.__cause__
         if not isinstance(cause, OSError):
             raise
         path = cause.filename or folder or datasets.config.HF_DATASETS_CACHE
-        raise end(
-            f"HF_HOME: {path}: {cause.strerror}; free space, or set HF_HOME (in .env) to another folder"
-        ) from error
+        message = f"HF_HOME: {path}: {cause.strerror}; free space, or set HF_HOME (in .env) to another folder"
+        raise end(message) from error
 
 
 def load_rows(
     path: str, name: str | None = None, split: str = "train", data_dir: str | None = None, data_files: Any = None
 ) -> Dataset:
-    """All rows and columns of a split, from a Hub id, or a local .json/.jsonl/.parquet file or folder of such files.
-
-    Args:
-        name, data_dir, data_files: as in `datasets.load_dataset`, for Hub ids alone.
-    """
+    """All rows and columns of a split, from a local .json/.jsonl/.parquet file or folder of such files, or from a Hub
+    id, with the arguments of `datasets.load_dataset`."""
     local = Path(path).expanduser()
     if os.path.exists(local):  # not Path.exists, which raises in a folder that may not be entered
         if given := name or data_dir or data_files:
@@ -57,7 +52,13 @@ def load_rows(
         return _load_local(local, split)
     if local.suffix in LOCAL_FORMATS or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise UserError(f"dataset_name {path}: no such file or folder")
-    return _load_hub(path, name, split=split, data_dir=data_dir, data_files=data_files)
+    try:
+        return _load(path, name, split=split, data_dir=data_dir, data_files=data_files)
+    except (OSError, ValueError) as error:  # not found, no network, unknown split or configuration
+        raise UserError(
+            f"dataset_name {path}: no local file, and the Hub's cannot be loaded: {error}; without a network run "
+            "scripts/prefetch.py first where there is one; a gated or private one needs HF_TOKEN"
+        ) from error
 
 
 def column_names(rows: Dataset) -> list[str]:
@@ -84,12 +85,7 @@ def _load(*args: Any, **options: Any) -> Dataset:
     # Upstream: datasets 5.2, utils/json.py, json_encode_field: leaves text that could be JSON as it is where it writes
     # all other values of a field as JSON, so that it is read as a value. Canary: test_canary_datasets_json
     with mock.patch.dict(_PACKAGED_DATASETS_MODULES, json=(json_rows.__name__, json_rows.VERSION)):
-        try:
-            return load_dataset(*args, **options)
-        except DatasetGenerationError as error:
-            if isinstance(error.__cause__, UserError):
-                raise error.__cause__ from None
-            raise
+        return load_dataset(*args, **options)
 
 
 def _load_local(path: Path, split: str) -> Dataset:
@@ -112,13 +108,3 @@ def _load_local(path: Path, split: str) -> Dataset:
         raise
     except Exception as error:  # of pyarrow, of the builder, of the card of a copied dataset
         raise UserError(f"dataset_name {path}: cannot be read: {error.__cause__ or error}") from error
-
-
-def _load_hub(path: str, name: str | None, **options: Any) -> Dataset:
-    try:
-        return _load(path, name, **options)
-    except (OSError, ValueError) as error:  # not found, no network, unknown split or configuration
-        raise UserError(
-            f"dataset_name {path}: no local file, and the Hub's cannot be loaded: {error}; without a network run "
-            "scripts/prefetch.py first where there is one; a gated or private one needs HF_TOKEN"
-        ) from error

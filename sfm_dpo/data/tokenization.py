@@ -11,6 +11,7 @@ import itertools
 import json
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import datasets
@@ -30,7 +31,6 @@ from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import read_eval_sets
 from sfm_dpo.data.preferences import PARTS, Pairs, load_pairs
 from sfm_dpo.data.sources import drop_rows, explain_cache_errors
-from sfm_dpo.data.token_lengths import Lengths
 
 # Part of the cache's key. Raise it with any change of this module that changes an id, a length or a drop reason.
 TOKENS_VERSION = 3
@@ -41,7 +41,8 @@ TRAIN_ONLY_FIELDS = "eval_datasets eval_fraction max_samples filter_script drop_
 _TOKENS = Features(
     {f"{part}_ids": List(Value("int32")) for part in PARTS}
     | {f"{part}_length": Value("int32") for part in PARTS}
-    | {"shared_length": Value("int32"), "prompt_trimmed": Value("int32")}
+    | {"shared_length": Value("int32")}  # tokens with which both responses begin
+    | {"prompt_trimmed": Value("int32")}  # tokens taken from the prompt's end, where prompt+response diverges from it
     | {"source": Value("string"), "row": Value("int64"), "dropped": Value("string")}
 )
 
@@ -50,11 +51,10 @@ log = logging.getLogger(__name__)
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """The tokenizer in the model's own folder or repository, with a pad token."""
-    name, args = config.model.model_name_or_path, config.train
+    name = config.model.model_name_or_path
+    options = {"revision": config.model.model_revision, "trust_remote_code": config.train.trust_remote_code}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, revision=config.model.model_revision, trust_remote_code=args.trust_remote_code
-        )
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:  # a damaged tokenizer.json raises just that
         raise UserError(f"model_name_or_path {name}: no tokenizer can be loaded: {error}") from error
     if tokenizer.eos_token is None:
@@ -90,7 +90,7 @@ def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> Pair
 def _tokenize_split(
     split: str, texts: Dataset, pairs: Pairs, args: TrainConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Dataset:
-    """Token ids of a split of `pairs`, whose account gets the rows dropped here."""
+    """Token ids of a split of `pairs`, to whose dropped rows it adds."""
     tokens, dropped = tokenize_pairs(texts, tokenizer, args.max_length, args.max_prompt_length, args.dataset_num_proc)
     pairs.dropped_rows += dropped
     if not len(tokens):
@@ -113,14 +113,11 @@ def tokenize_pairs(
     max_prompt_length: int | None = None,
     num_proc: int | None = None,
 ) -> tuple[Dataset, list[dict[str, Any]]]:
-    """Token ids and lengths of `pairs` (preferences.py), and the rows that cannot be used, as in Pairs.dropped_rows.
+    """The columns of _TOKENS but `dropped` for `pairs` (preferences.py), and the rows that cannot be used, as in
+    Pairs.dropped_rows.
 
     A second call with the same pairs and tokenizer reads the cache, whatever the two lengths. `max_length` truncates
     in TRL's collator and here only drops the pairs whose prompt fills it.
-
-    Returns:
-        The dataset has the columns of _TOKENS but `dropped`. `prompt_trimmed` counts the tokens taken from the
-        prompt's end because prompt+response diverges from it, `shared_length` those with which both responses begin.
     """
     # Not the key that datasets would make: it hashes the tokenizer's state, which changes with use.
     versions = (TOKENS_VERSION, transformers.__version__, datasets.__version__)
@@ -135,20 +132,14 @@ def tokenize_pairs(
         new_fingerprint=Hasher.hash((pairs._fingerprint, tokenizer_key(tokenizer), versions)),
         desc="Tokenizing",
     )
-    cut = tokens.with_format("numpy")["prompt_length"][:] > (max_prompt_length or np.inf)
-    if cut.any():
-        log.info(f"{cut.sum():,} prompts are longer than max_prompt_length {max_prompt_length} and keep their end")
-        tokens = tokens.map(
-            _cut_prompts,
-            batched=True,
-            input_columns="prompt_ids",
-            fn_kwargs={"max_prompt_length": max_prompt_length},
-            num_proc=num_proc,
-            new_fingerprint=Hasher.hash((tokens._fingerprint, max_prompt_length)),
-            desc="Cutting prompts",
-        )
-    columns = tokens.select_columns(["prompt_length", "chosen_length", "rejected_length", "dropped"])
-    columns = columns.with_format("numpy")[:]
+    longer = tokens.with_format("numpy")["prompt_length"][:] > (max_prompt_length or np.inf)
+    if longer.any():
+        log.info(f"{longer.sum():,} prompts are longer than max_prompt_length {max_prompt_length} and keep their end")
+        cut = functools.partial(_cut_prompts, max_prompt_length=max_prompt_length)
+        key = Hasher.hash((tokens._fingerprint, max_prompt_length))
+        tokens = tokens.map(cut, batched=True, input_columns="prompt_ids", num_proc=num_proc, new_fingerprint=key)
+    names = ["prompt_length", "chosen_length", "rejected_length", "dropped"]
+    columns = tokens.select_columns(names).with_format("numpy")[:]
     reasons = np.asarray(columns["dropped"], dtype=object)
     empty = (columns["chosen_length"] == 0) | (columns["rejected_length"] == 0)
     reasons[(reasons == "") & empty] = "empty_response"
@@ -172,7 +163,7 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
 def _tokenize_batch(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> dict[str, list]:
     pairs = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     rows = []
-    for is_text, neighbours in itertools.groupby(pairs, key=_is_text):
+    for is_text, neighbours in itertools.groupby(pairs, key=lambda pair: isinstance(pair["prompt"], str)):
         group = list(neighbours)
         texts = [_render(pair, tokenizer) for pair in group]
         flat = [text for sides in texts for text in sides or ("", "", "")]
@@ -186,14 +177,10 @@ def _tokenize_batch(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) 
     return {name: [row[name] for row in rows] for name in _TOKENS}
 
 
-def _is_text(pair: dict[str, Any]) -> bool:
-    return isinstance(pair["prompt"], str)
-
-
 def _render(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str] | None:
     """The texts of prompt, prompt+chosen and prompt+rejected; None where the chat template refuses the row."""
     prompt, chosen, rejected = (row[part] for part in PARTS)
-    if _is_text(row):
+    if isinstance(prompt, str):
         eos = tokenizer.eos_token
         chosen, rejected = (side if side.endswith(eos) else side + eos for side in (chosen, rejected))
         return prompt, prompt + chosen, prompt + rejected
@@ -214,29 +201,21 @@ def _render(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[st
 
 
 def _split_ids(prompt: list[int], prompt_chosen: list[int], prompt_rejected: list[int]) -> dict[str, Any]:
-    """A row of _TOKENS but source and row. As in TRL, the responses start where the prompt stops being a prefix of
-    prompt+response."""
+    """As in TRL, the responses start where the prompt stops being a prefix of prompt+response."""
     start = min(common_prefix_length(prompt, prompt_chosen), common_prefix_length(prompt, prompt_rejected))
     ids = {"prompt": prompt[:start], "chosen": prompt_chosen[start:], "rejected": prompt_rejected[start:]}
-    # A template may leave out what made the two sides differ, or strip white space.
-    equal = prompt_chosen == prompt_rejected
     row: dict[str, Any] = {f"{part}_ids": ids[part] for part in PARTS}
     row |= {f"{part}_length": len(ids[part]) for part in PARTS}
-    return row | {
-        "shared_length": common_prefix_length(ids["chosen"], ids["rejected"]),
-        "prompt_trimmed": len(prompt) - start,
-        "dropped": "chosen_equals_rejected" if equal else "",
-    }
+    row["shared_length"] = common_prefix_length(ids["chosen"], ids["rejected"])
+    row["prompt_trimmed"] = len(prompt) - start
+    # A template may leave out what made the two sides differ, or strip white space.
+    row["dropped"] = "chosen_equals_rejected" if prompt_chosen == prompt_rejected else ""
+    return row
 
 
 def _cut_prompts(prompts: list[list[int]], max_prompt_length: int) -> dict[str, list]:
     cut = [ids[-max_prompt_length:] for ids in prompts]
     return {"prompt_ids": cut, "prompt_length": [len(ids) for ids in cut]}
-
-
-def pair_tokens(tokens: Dataset, max_length: int | None, prefix_sharing: bool = False) -> np.ndarray:
-    """[N] computed tokens of each pair, chosen and rejected sequence together, after truncation to `max_length`."""
-    return Lengths.of(tokens).truncate(max_length).computed(prefix_sharing)
 
 
 def hash_tokens(dataset: Dataset) -> str:
@@ -249,3 +228,65 @@ def hash_tokens(dataset: Dataset) -> str:
             digest.update(np.ascontiguousarray(column.value_lengths().to_numpy()).tobytes())
             digest.update(np.ascontiguousarray(column.flatten().to_numpy()).tobytes())
     return digest.hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """Tokens of N pairs, each field [N] int64; `shared` counts the tokens with which both responses begin."""
+
+    prompt: np.ndarray
+    chosen: np.ndarray
+    rejected: np.ndarray
+    shared: np.ndarray
+
+    @classmethod
+    def of(cls, tokens: Dataset) -> "Lengths":
+        names = [name for name in tokens.column_names if name.endswith("_length")]
+        return cls.from_columns(tokens.select_columns(names).with_format("numpy")[:])
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, np.ndarray]) -> "Lengths":
+        """From the columns prompt_length, chosen_length and rejected_length, and shared_length (0 where missing)."""
+        prompt, chosen, rejected = (columns[f"{name}_length"].astype(np.int64) for name in PARTS)
+        shared = columns.get("shared_length", np.zeros_like(prompt))
+        return cls(prompt, chosen, rejected, shared.astype(np.int64))
+
+    @property
+    def total(self) -> np.ndarray:
+        """[N] tokens of the longer sequence."""
+        return self.sequences.max(axis=1)
+
+    @property
+    def sequences(self) -> np.ndarray:
+        """[N, 2] tokens of prompt + chosen and prompt + rejected."""
+        return np.stack([self.prompt + self.chosen, self.prompt + self.rejected], axis=1)
+
+    def computed(self, prefix_sharing: bool) -> np.ndarray:
+        """[N] tokens of both sequences of a pair; with prefix sharing all of the prompt but its last token once."""
+        return self.sequences.sum(axis=1) - prefix_sharing * np.maximum(self.prompt - 1, 0)
+
+    @property
+    def responses(self) -> np.ndarray:
+        """[N, 2] tokens of chosen and rejected, those that are trained."""
+        return np.stack([self.chosen, self.rejected], axis=1)
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+    def truncate(self, max_length: int | None, max_prompt_length: int | None = None) -> "Lengths":
+        """The last `max_prompt_length` tokens of each prompt, then the first `max_length` of each sequence."""
+        prompt = self.prompt if max_prompt_length is None else np.minimum(self.prompt, max_prompt_length)
+        if max_length is None:
+            return Lengths(prompt, self.chosen, self.rejected, self.shared)
+        prompt = np.minimum(prompt, max_length)
+        left = max_length - prompt
+        return Lengths(prompt, *(np.minimum(side, left) for side in (self.chosen, self.rejected, self.shared)))
+
+    @property
+    def trainable(self) -> np.ndarray:
+        """[N] bool: whether a token of a response is left; training drops the other pairs."""
+        return np.maximum(self.chosen, self.rejected) > 0
+
+    def select(self, rows: np.ndarray) -> "Lengths":
+        """The pairs of a mask [N] or of indices."""
+        return Lengths(*(getattr(self, field.name)[rows] for field in dataclasses.fields(self)))

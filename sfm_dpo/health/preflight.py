@@ -20,7 +20,7 @@ from sfm_dpo.common.errors import PreflightRefused, UserError
 from sfm_dpo.common.files import format_table, write_json
 from sfm_dpo.config import Config
 from sfm_dpo.config_checks import main_loss
-from sfm_dpo.data.token_lengths import Lengths
+from sfm_dpo.data.tokenization import Lengths
 from sfm_dpo.health.preflight_rules import MOVE, compute_pair_figures, format_finding, judge_base_model
 
 log = logging.getLogger(__name__)

@@ -15,10 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config
 from sfm_dpo.data.contamination import NGRAM, report_contamination
-from sfm_dpo.data.faults import find_faults, summarize_faults
+from sfm_dpo.data.faults import find_faults
 from sfm_dpo.data.preferences import DROP_REASONS, load_pairs
-from sfm_dpo.data.token_lengths import Lengths
-from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
+from sfm_dpo.data.tokenization import Lengths, load_tokenizer, tokenize_pairs
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.model.memory import meta_model
@@ -66,7 +65,7 @@ def analyze_dataset(
         "dropped": dict(pairs.dropped),
         "pairs": len(tokens),
         "sampled": args.max_samples is not None and usable > len(texts),
-        "faults": summarize_faults(texts, find_faults(texts, args.dataset_num_proc)),
+        "faults": find_faults(texts, args.dataset_num_proc),
     }
     lengths = Lengths.of(tokens)
     shape = load_model_config(config)

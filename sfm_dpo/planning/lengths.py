@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.data.token_lengths import Lengths
+from sfm_dpo.data.tokenization import Lengths
 
 # Rows of the table, beside the recommendation and the step below it
 CANDIDATES = (256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768)

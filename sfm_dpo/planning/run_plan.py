@@ -19,7 +19,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import format_table
 from sfm_dpo.config import Config
 from sfm_dpo.data.sampler import list_micro_batches
-from sfm_dpo.data.token_lengths import Lengths
+from sfm_dpo.data.tokenization import Lengths
 from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.memory import meta_model

@@ -21,7 +21,7 @@ from sfm_dpo.common.distributed import broadcast, is_main_process, main_process_
 from sfm_dpo.common.errors import OutOfMemory, UserError
 from sfm_dpo.config import Config
 from sfm_dpo.data.sampler import list_micro_batches
-from sfm_dpo.data.token_lengths import Lengths
+from sfm_dpo.data.tokenization import Lengths
 from sfm_dpo.model.memory_plan import MemoryPlanner, choose_setting, memory_limit
 from sfm_dpo.model.sharding import launched_with
 from sfm_dpo.run.folder import DATA, read_mapping

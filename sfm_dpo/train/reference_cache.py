@@ -30,7 +30,7 @@ from safetensors.numpy import save
 from sfm_dpo.common.distributed import broadcast, gather, is_main_process, main_process_first, rank, world_size
 from sfm_dpo.common.errors import DiskFull, StopRequested, UserError
 from sfm_dpo.data.sources import explain_cache_errors
-from sfm_dpo.data.tokenization import hash_tokens, pair_tokens
+from sfm_dpo.data.tokenization import Lengths, hash_tokens
 from sfm_dpo.model.loading import hash_config
 from sfm_dpo.model.sharding import hash_weights
 from sfm_dpo.run.checkpoint import stop_requested
@@ -59,7 +59,7 @@ def add_reference(trainer: Any) -> None:
     held_out = trainer.eval_dataset or {}
     earlier_shards = 0
     for name, dataset in {"train": trainer.train_dataset, **held_out}.items():
-        lengths = pair_tokens(dataset, trainer.args.max_length, trainer.prefix_sharing)
+        lengths = Lengths.of(dataset).truncate(trainer.args.max_length).computed(trainer.prefix_sharing)
         batch_tokens = BATCH_TOKENS[trainer.accelerator.device.type] // (1 if trainer.packed else 2)
         if pairs := trainer.args.precompute_ref_batch_size:
             batch_tokens = pairs * int(lengths.max(initial=1))

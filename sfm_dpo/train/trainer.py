@@ -26,7 +26,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.sampler import ORDER_VERSION, PairSampler
-from sfm_dpo.data.tokenization import hash_tokens, pair_tokens
+from sfm_dpo.data.tokenization import Lengths, hash_tokens
 from sfm_dpo.model.attention import activate_flash, check_shared_keys, describe_kernel
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import load_model
@@ -289,4 +289,4 @@ class SFMDPOTrainer(UpstreamFixes):
 
 def build_sampler(dataset: Dataset, args: TrainConfig, prefix_sharing: bool = False) -> PairSampler:
     """The order in which a run trains on tokenised pairs. Raises UserError for fewer pairs than a global batch."""
-    return PairSampler.of(pair_tokens(dataset, args.max_length, prefix_sharing), args)
+    return PairSampler.of(Lengths.of(dataset).truncate(args.max_length).computed(prefix_sharing), args)

@@ -8,7 +8,7 @@ import pytest
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.contamination import report_contamination
-from sfm_dpo.data.faults import CHECKS, find_faults, summarize_faults
+from sfm_dpo.data.faults import CHECKS, find_faults
 from sfm_dpo.data.preferences import load_pairs
 
 PROSE = "The parser reads one line after the other and keeps what it has read in a list of tokens. " * 3
@@ -56,7 +56,7 @@ def test_faults_are_counted_by_side_with_examples(load):
     rows = [{"prompt": "q", "chosen": answer, "rejected": "No."} for _, answer in FAULTY]
     rows += [{"prompt": "q", "chosen": "Yes.", "rejected": FAULTY[0][1]}]
     pairs = load(rows).train
-    summary = {row["fault"]: row for row in summarize_faults(pairs, find_faults(pairs, num_proc=2))}
+    summary = {row["fault"]: row for row in find_faults(pairs, num_proc=2)}
     assert set(summary) == set(CHECKS)
     assert [summary["refusal"][key] for key in ("pairs", "chosen", "rejected")] == [4, 3, 1]
     assert "<|im_start|>user" in summary["role_tag"]["examples"][0]["text"]

@@ -11,7 +11,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.data import tokenization
 from sfm_dpo.data.preferences import load_pairs
-from sfm_dpo.data.token_lengths import Lengths
+from sfm_dpo.data.tokenization import Lengths
 from sfm_dpo.planning import dataset_report
 from sfm_dpo.planning.dataset import analyze_dataset
 from sfm_dpo.planning.lengths import CANDIDATES, PERCENTILES, STEPS, analyze_lengths, list_lengths

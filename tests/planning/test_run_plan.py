@@ -12,7 +12,7 @@ from scripts import plan
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config import parse_config
-from sfm_dpo.data.token_lengths import Lengths
+from sfm_dpo.data.tokenization import Lengths
 from sfm_dpo.planning.run_plan import Cluster, Planner, format_plan
 from tests.tiny_models import tiny_config
 

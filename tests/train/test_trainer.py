@@ -10,7 +10,7 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
-from sfm_dpo.data.tokenization import load_tokenizer, pair_tokens, tokenize_pairs
+from sfm_dpo.data.tokenization import Lengths, load_tokenizer, tokenize_pairs
 from sfm_dpo.model.loading import model_init_kwargs
 from sfm_dpo.model.packing import find_shared
 from sfm_dpo.run.folder import describe
@@ -120,9 +120,10 @@ def test_the_length_column_is_what_is_computed(tiny_folder, tmp_path):
     shared = find_shared(batch["input_ids"], batch["attention_mask"], batch["completion_mask"] == 1)
     assert shared[:4].sum() == 0 and shared[4:].sum(dim=1).tolist() == [8, 0, 5, 0]
     computed = (batch["attention_mask"].bool() & ~shared).sum(dim=1)
-    assert pair_tokens(tokens, 64, True).tolist() == (computed[:4] + computed[4:]).tolist()
+    lengths = Lengths.of(tokens).truncate(64)
+    assert lengths.computed(True).tolist() == (computed[:4] + computed[4:]).tolist()
     real = batch["attention_mask"].sum(dim=1)
-    assert pair_tokens(tokens, 64).tolist() == (real[:4] + real[4:]).tolist()
+    assert lengths.computed(False).tolist() == (real[:4] + real[4:]).tolist()
 
 
 # ---- metrics
