@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.data.tokenization import Lengths
-from sfm_dpo.model.memory_plan import MicroBatch
+from sfm_dpo.model.memory import MicroBatch
 
 # In every checkpoint, which resumes only in the same order: raise it when the same seed and data give another one
 ORDER_VERSION = 2

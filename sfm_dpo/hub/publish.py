@@ -17,8 +17,7 @@ from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.hub import upload
-from sfm_dpo.model.saving import fix_saved_files
-from sfm_dpo.model.weights import open_tensors, read_finite
+from sfm_dpo.model.saving import fix_saved_files, open_tensors, read_finite
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.run.checkpoint import PUSHING, step_of, why_damaged, why_incomplete
 from sfm_dpo.run.folder import RESOLVED_CONFIG, read_resolved_config, read_status, write_status

@@ -14,7 +14,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import write_json
 from sfm_dpo.hub.publish import Source, find_source, stage_files
-from sfm_dpo.model.weights import open_tensors, read_finite
+from sfm_dpo.model.saving import open_tensors, read_finite
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, environment, write_status
 from sfm_dpo.run.reader import PARENTS

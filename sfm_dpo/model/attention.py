@@ -1,14 +1,9 @@
 """Packed causal attention: many sequences in one row, no attention across their boundaries.
 
-`register()` adds the attention implementation "packed" to transformers. The boundaries of the sequences travel as the
-attention mask (`boundary_mask`): transformers hands a 4-D mask through to every attention call untouched, as an
-argument of the layer, and gradient checkpointing calls a layer again with the arguments it had.
-
-Under prefix sharing a row holds [prompt, chosen] and, of the rejected sequence, only what follows the shared tokens.
-Its queries see the keys of the prompt in the chosen sequence: keys and values are gathered, and have boundaries of
-their own, longer than those of the queries, whose causal mask is aligned at the end.
-
-A call with any other mask (padded evaluation, `generate`) goes to transformers' own SDPA with the mask made for it.
+The boundaries travel as the attention mask (`boundary_mask`): transformers hands a 4-D mask through to every attention
+call untouched, and gradient checkpointing calls a layer again with the arguments it had. Under prefix sharing a row
+holds, of a rejected sequence, only what follows the shared tokens: its queries see the prompt's keys in the chosen
+sequence. Keys and values are gathered, with boundaries of their own, and the causal mask is aligned at the end.
 """
 
 import json
@@ -43,12 +38,12 @@ def register() -> None:
 def boundary_mask(
     cu_seqlens: torch.Tensor, max_length: int, cu_keys: torch.Tensor | None = None, keys: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Boundaries in the form of a 4-D attention mask: int32 `[1, 1, max_length, n + 1]`, a view without memory.
+    """Boundaries as a 4-D attention mask: int32 `[1, 1, max_length, n + 1]`, a view without memory.
 
     `cu_seqlens`: int32 `[n + 1]`, where the n sequences begin, and the total; `max_length`: of the longest with its
-    keys. Sizes in the shape spare every layer the device sync that reading them from the tensor would be, and are
-    dynamic to torch.compile. With other keys than queries it is `[n + 1, 1, max_length, 2 (n + 1) + T_k]`: sequence i
-    sees the tokens `keys[cu_keys[i]:cu_keys[i + 1]]` of the row, the last of which are its own (int32 both).
+    keys. Sizes in the shape spare every layer a device sync, and are dynamic to torch.compile. With other keys than
+    queries it is `[n + 1, 1, max_length, 2 (n + 1) + T_k]`: sequence i sees the tokens
+    `keys[cu_keys[i]:cu_keys[i + 1]]` of the row, the last of which are its own (int32 both).
     """
     if cu_keys is None or keys is None:
         return cu_seqlens.view(1, 1, 1, -1).expand(1, 1, max_length, -1)
@@ -56,10 +51,7 @@ def boundary_mask(
 
 
 def activate_flash(choice: str) -> None:
-    """Makes `varlen_attn` compute by FA2 (PyTorch's own), FA3 or FA4; auto: check_gpu.sh's fastest here, else FA2.
-
-    Raises UserError where that cannot be activated.
-    """
+    """Makes `varlen_attn` compute by FA2 (PyTorch's own), FA3 or FA4; auto: check_gpu.sh's fastest here, else FA2."""
     name = "FA2" if choice == "auto" else choice.upper()
     if choice == "auto" and CALIBRATION.exists():
         measured = json.loads(CALIBRATION.read_text())
@@ -84,7 +76,6 @@ def describe_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 
 def _takes_varlen(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
-    """Whether varlen_attn has a kernel."""
     is_half = dtype in (torch.bfloat16, torch.float16)
     return device.type == "cuda" and is_half and head_dim == value_dim and head_dim % 8 == 0 and head_dim <= 256
 
@@ -106,10 +97,8 @@ def packed_attention_forward(
     `boundary_mask`. A query sees itself and the `sliding_window - 1` (or all) tokens before it in its own sequence.
     Returns `[1, T, H, D]` and None. Raises ValueError where the model asks for what the kernels do not compute.
     """
-    if attention_mask is None or attention_mask.dtype != torch.int32:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+    if attention_mask is None or attention_mask.dtype != torch.int32:  # padded evaluation, `generate`
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if dropout:
         unsupported.append("dropout")
@@ -120,10 +109,8 @@ def packed_attention_forward(
         unsupported.append("is_causal false")
     if unsupported:
         config: Any = module.config
-        raise ValueError(
-            f"model_type '{config.model_type}': packed attention has no {', '.join(unsupported)}; set padding_free: "
-            "false"
-        )
+        what = f"model_type '{config.model_type}': packed attention has no {', '.join(unsupported)}"
+        raise ValueError(f"{what}; set padding_free: false")
 
     device_type = query.device.type
     if torch.is_autocast_enabled(device_type):
@@ -146,26 +133,17 @@ def packed_attention_forward(
 
 
 def _varlen(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window, max_length) -> torch.Tensor:
-    output: Any = varlen_attn(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        cu_seqlens,
-        cu_keys,
-        max_length,
-        max_length,
-        scale=scaling,
-        window_size=(-1, 0) if sliding_window is None else (sliding_window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
+    window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
+    options = {"scale": scaling, "window_size": window, "enable_gqa": query.shape[1] != key.shape[1]}
+    output: Any = varlen_attn(*rows, cu_seqlens, cu_keys, max_length, max_length, **options)
     return output.unsqueeze(0)
 
 
 def check_shared_keys(
     device: torch.device, dtype: torch.dtype, head_dim: int, kernel: Callable[..., torch.Tensor] | None = None
 ) -> None:
-    """Compares a small call of the kernel, by default the one in use, with SDPA in fp32, forward and backward: more
-    keys than queries, grouped queries, with and without a window. Raises ValueError where they differ.
+    """Raises ValueError where a small call of the kernel, by default the one in use, differs from SDPA in fp32.
 
     `varlen_attn` does not document where it aligns a causal mask that is not square, and step 0 cannot see it.
     """
@@ -198,20 +176,9 @@ def check_shared_keys(
 
 
 @torch.compiler.disable  # the lengths are Python integers in here: each new set of them would be a recompilation
-def _sdpa_by_sequence(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    cu_keys: torch.Tensor,
-    scaling: float | None,
-    sliding_window: int | None,
-) -> torch.Tensor:
-    """`[1, H, T, D]` to `[1, T, H, D]`; `key` and `value` may hold more tokens before those of `query`.
-
-    Where a window cuts or keys come before, blocks of queries with the keys they can see: one masked call would
-    compute every score.
-    """
+def _sdpa_by_sequence(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window) -> torch.Tensor:
+    """`[1, H, T, D]` to `[1, T, H, D]`; where a window cuts or keys come before those of the queries, by blocks of
+    queries with the keys they can see: one masked call would compute every score."""
     groups = query.shape[1] // key.shape[1]
     key = repeat_kv(key, groups)
     value = repeat_kv(value, groups)

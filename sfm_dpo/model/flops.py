@@ -1,9 +1,8 @@
 """Model FLOPs by formula.
 
-Counted are the useful ones, for real tokens only (under prefix sharing for a pair's prompt once): 2 for each weight a
-token is multiplied with, 4 x head size x heads for each visible (query, key) pair, the LM head for response tokens.
-A backward takes as much for the activations, and for the weights that are trained: three forwards in all, under LoRA
-about 2.3. Padding, recomputation under gradient checkpointing and the optimizer are not counted.
+Counted are 2 for each weight that a real token is multiplied with, 4 x head size x heads for each visible (query, key)
+pair, and the LM head for response tokens; a backward takes as much for the activations, and for the weights that are
+trained. Padding, shared prompts, recomputation under gradient checkpointing and the optimizer are not counted.
 """
 
 from dataclasses import dataclass
@@ -16,23 +15,16 @@ from sfm_dpo.model.sharding import ATTENTION, numel, shape
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """FLOPs of one forward, by the model's shape.
+    """FLOPs of one forward, by the model's shape."""
 
-    Attributes:
-        per_token: in the layers' matrices.
-        per_response_token: in the LM head.
-        attention: for each kind of layer (window or None, FLOPs for a visible (query, key) pair over these layers).
-        trained: share of the layers' matrices that is trained, and of the head.
-    """
-
-    per_token: int
-    per_response_token: int
-    attention: tuple[tuple[int | None, int], ...]
-    trained: tuple[float, float] = (1.0, 1.0)
+    per_token: int  # in the layers' matrices
+    per_response_token: int  # in the LM head
+    attention: tuple[tuple[int | None, int], ...]  # (window, FLOPs of a visible pair) of each kind of layer
+    trained: tuple[float, float] = (1.0, 1.0)  # share of the layers' matrices, and of the head
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "ForwardFlops":
-        """Of a model, also on the meta device. Of a mixture of experts the active weights count."""
+        """Of a model, also on the meta device; of a mixture of experts the active weights count."""
         config = model.config.get_text_config()
         head = model.get_output_embeddings().weight
         embedding = model.get_input_embeddings().weight
@@ -48,11 +40,7 @@ class ForwardFlops:
         return cls(2 * weights, 2 * numel(head), _attention(config), shares)
 
     def __call__(
-        self,
-        lengths: torch.Tensor,
-        response_tokens: int,
-        training: bool = False,
-        shared: torch.Tensor | None = None,
+        self, lengths: torch.Tensor, response_tokens: int, training: bool = False, shared: torch.Tensor | None = None
     ) -> int:
         """FLOPs of a forward, or of a forward and backward, over sequences of `lengths` [n] real tokens, of which
         prefix sharing does not compute the first `shared` [n]."""

@@ -14,35 +14,25 @@ from sfm_dpo.config import Config
 
 
 def load_model_config(config: Config) -> PretrainedConfig:
-    """The model's config.json.
-
-    Raises:
-        UserError: neither a folder with a model nor one that the Hub gives.
-    """
+    """The model's config.json; UserError where there is none."""
     name = config.model.model_name_or_path
+    options = {"revision": config.model.model_revision, "trust_remote_code": config.train.trust_remote_code}
     try:
-        return AutoConfig.from_pretrained(
-            name, revision=config.model.model_revision, trust_remote_code=config.train.trust_remote_code
-        )
+        return AutoConfig.from_pretrained(name, **options)
     except (OSError, ValueError, StrictDataclassError) as error:
         reason = f"neither a folder with a model nor one that the Hub gives: {_first_lines(error)}"
         raise UserError(f"model_name_or_path {name}: {reason}") from error
 
 
 def load_model(name: str, init_kwargs: dict[str, Any]) -> PreTrainedModel:
-    """The causal language model in a folder or on the Hub, in fp32 where no dtype is given.
-
-    Raises:
-        UserError: weights that are missing or damaged (transformers 5.23 draws missing ones at random and only prints
-            a table); an `init_kwargs` that the model does not know.
-    """
+    """The causal language model in a folder or on the Hub, in fp32 where no dtype is given; UserError for unknown
+    `init_kwargs`, and for missing weights, for which transformers 5.23 draws random ones."""
     kwargs = {"dtype": "float32", "use_safetensors": True} | init_kwargs  # .bin files can run code
+    kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     if PartialState().distributed_type == DistributedType.NO and PartialState().device.type == "cuda":
         kwargs.setdefault("device_map", "auto")  # as TRL: read straight into the GPU
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            name, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-        )
+        model, report = AutoModelForCausalLM.from_pretrained(name, **kwargs)
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise UserError(f"model_name_or_path {name}: cannot be loaded: {_first_lines(error)}") from error
     absent = [f"{key} is missing" for key in sorted(report["missing_keys"])]
@@ -56,7 +46,6 @@ def load_model(name: str, init_kwargs: dict[str, Any]) -> PreTrainedModel:
 
 
 def _first_lines(error: Exception) -> str:
-    """What a library says before its explanations."""
     reason = str(error).split("\n\n")[0]
     if "couldn't connect" in reason:
         reason += "; or run scripts/prefetch.py where there is a network"
@@ -64,7 +53,7 @@ def _first_lines(error: Exception) -> str:
 
 
 def model_init_kwargs(config: Config) -> dict[str, Any]:
-    """Arguments of from_pretrained, for policy and reference, as TRL's own script puts them together."""
+    """Arguments of from_pretrained, for policy and reference, as in TRL's own script."""
     return {
         "revision": config.model.model_revision,
         "dtype": config.model.dtype,
@@ -75,7 +64,6 @@ def model_init_kwargs(config: Config) -> dict[str, Any]:
 
 def hash_config(config: PretrainedConfig) -> str:
     """Hash of what a model's configuration says about its computation: without paths, versions and the KV cache."""
-    fields = config.to_dict()
-    for name in ("_name_or_path", "name_or_path", "transformers_version", "use_cache", "dtype"):
-        fields.pop(name, None)
+    session = ("_name_or_path", "name_or_path", "transformers_version", "use_cache", "dtype")
+    fields = {name: value for name, value in config.to_dict().items() if name not in session}
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:16]

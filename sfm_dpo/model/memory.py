@@ -1,31 +1,40 @@
-"""Memory of activations, computed from the model's configuration alone.
+"""Memory of a run, computed from the model's configuration alone, and the choice of settings that fit.
 
-They are traced: the model runs forward and backward on fake tensors, which have shapes and no memory, under PyTorch's
-MemTracker.
+Activations are traced: the model runs forward and backward on fake tensors, which have shapes and no memory, under
+PyTorch's MemTracker. A setting is the number of pairs in a micro-batch and how many layers are checkpointed.
 """
 
 import copy
+import json
+import math
 import warnings
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from peft import get_peft_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AttentionInterface,
-    AttentionMaskInterface,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.initialization import no_init_weights
-from transformers.modeling_utils import local_torch_dtype
+from transformers.masking_utils import flash_attention_mask
+from transformers.modeling_utils import PreTrainedModel, local_torch_dtype
+from trl import get_peft_config
+
+from sfm_dpo.config import Config, TrainConfig
+from sfm_dpo.model.packing import why_not_shared
+from sfm_dpo.model.sharding import blocks
 
 SHAPES = "shapes_only"  # transformers takes a name with "flash" in it for a package
 TRACED_TOKENS = 1024
-HEAD_TOKENS, HEAD_COLUMNS = 4096, 32768  # a tile of logits (TRL 1.16, kernels/chunked_logprob.py)
+HEAD_TOKENS = 4096  # of a tile of logits (TRL 1.16, kernels/chunked_logprob.py)
+HEAD_COLUMNS = 32768
+EVERY_N_LAYERS = (0, 8, 4, 3, 2, 1)  # transformers' every_n_layers: which layers are checkpointed; 0: none
+USABLE = 0.9  # of a GPU's memory; the rest: CUDA's context, NCCL, and what the allocator cannot join
 
 
 class _Flash(torch.autograd.Function):
@@ -47,21 +56,16 @@ def _attention_of_shapes(module, query, key, value, mask, **kwargs):
     return _Flash.apply(query, key, value), None
 
 
-def _no_mask(*args, **kwargs):
-    return None
-
-
 AttentionInterface.register(SHAPES, _attention_of_shapes)
-AttentionMaskInterface.register(SHAPES, _no_mask)
+AttentionMaskInterface.register(SHAPES, flash_attention_mask)  # none without padding
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that a micro-batch holds, each [2] (fixed, and for each computed token): when the forward of the backbone
-    is over, and at the worst moment of its backward."""
+    """Bytes that a micro-batch holds, each [2]: fixed, and for each computed token."""
 
-    saved: np.ndarray
-    peak: np.ndarray
+    saved: np.ndarray  # when the forward of the backbone is over
+    peak: np.ndarray  # at the worst moment of its backward
 
     def peak_bytes(self, tokens: int, head: int) -> int:
         """Of a micro-batch of `tokens`, with an LM head that takes `head` bytes."""
@@ -78,7 +82,6 @@ class Activations:
 
 
 def meta_model(config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
-    """A model on the meta device: shapes without memory."""
     with torch.device("meta"):
         return _build(config, dtype)
 
@@ -90,15 +93,11 @@ def _build(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def trace_activations(config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool) -> Activations:
-    """Activations of the backbone, without the LM head, under a flash attention kernel.
-
-    Traced at two lengths, whose difference is the part of each token; with one block of each kind, and then one more
-    of each, whose difference stands for all others of its kind.
-    """
+    """Activations of the backbone, without the LM head, under a flash attention kernel: traced at two lengths, and
+    with one and with two blocks of each kind, for what each token and each further block adds."""
     text = config.get_text_config()
     if dtype == torch.float32 and getattr(text, "num_experts", None):
-        # The product over experts is traced in 16 bit only
-        half = trace_activations(config, torch.bfloat16, checkpointing)
+        half = trace_activations(config, torch.bfloat16, checkpointing)  # products over experts need 16 bit here
         return Activations(2 * half.saved, 2 * half.peak)
     counts = Counter(getattr(text, "layer_types", None) or ["block"] * text.num_hidden_layers)
     totals = []
@@ -117,11 +116,8 @@ def trace_activations(config: PretrainedConfig, dtype: torch.dtype, checkpointin
 
 
 def head_bytes(config: PretrainedConfig, tokens: int, dtype: torch.dtype, on_gpu: bool) -> int:
-    """Peak bytes of TRL's fused LM head, reached in its backward, for `tokens` computed tokens.
-
-    Gradients of hidden states and head in fp32, copies of them in `dtype`, and a tile of logits in `dtype`; without
-    Triton seven more tiles in fp32.
-    """
+    """Peak bytes of TRL's fused LM head, in its backward: gradients of hidden states and head in fp32, copies of them
+    in `dtype`, and a tile of logits in `dtype`; without Triton seven more tiles in fp32."""
     text = config.get_text_config()
     size = dtype.itemsize
     weights = text.vocab_size * text.hidden_size
@@ -182,3 +178,143 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
 
 def _total(tracker: MemTracker, moment: str) -> int:
     return sum(device["Total"] for device in tracker.get_tracker_snapshot(moment).values())
+
+
+def memory_limit(total: float, memory_gib: float | None) -> float:
+    """Bytes that a process may take of the `total` of its device."""
+    return memory_gib * 2**30 if memory_gib else USABLE * total
+
+
+class MicroBatch(NamedTuple):
+    """The largest micro-batch of a run with so many pairs per device."""
+
+    per_device: int
+    tokens: int  # computed, padding included where there is any
+    responses: int  # tokens that reach the LM head
+    waiting: float  # work of the slowest rank over that of the mean one
+
+
+@dataclass(frozen=True)
+class Setting:
+    per_device: int  # pairs in a micro-batch
+    every_n_layers: int  # every n-th layer is checkpointed; 0: none
+    tokens: int  # computed in the largest micro-batch
+    bytes: int  # of a process at its peak
+    work: float  # against that of a run without recomputation whose ranks never wait
+
+    @property
+    def layers(self) -> str:
+        return {0: "no layer", 1: "all layers"}.get(self.every_n_layers, f"1 of {self.every_n_layers} layers")
+
+    @property
+    def options(self) -> str:
+        options = f"--per_device_train_batch_size {self.per_device} --gradient_checkpointing {self.every_n_layers > 0}"
+        if self.every_n_layers > 1:
+            kwargs = json.dumps({"use_reentrant": False, "every_n_layers": self.every_n_layers})
+            options += f" --gradient_checkpointing_kwargs '{kwargs}'"
+        return options
+
+    def __str__(self) -> str:
+        size = f"{self.bytes / 2**30:.2f} GiB at the largest micro-batch of {self.tokens:,} tokens"
+        return f"{self.per_device} pairs per device, {self.layers} checkpointed: {size}"
+
+
+class MemoryPlanner:
+    """Memory of a run on `gpus` GPUs, or processes on CPUs; `half`: in 16 bit; `shape`: the model's configuration."""
+
+    def __init__(self, config: Config, shape: PretrainedConfig, gpus: int, half: bool = True, on_gpu: bool = True):
+        self.config = config
+        self.shape = shape
+        self.gpus = gpus
+        self.half = half
+        self.on_gpu = on_gpu
+        self.dtype = torch.bfloat16 if half else torch.float32
+        self.model = meta_model(shape)
+        self.parameters = self.model.num_parameters()
+        self.adapter = None
+        if lora := get_peft_config(config.model):
+            with torch.device("meta"):
+                self.adapter = get_peft_model(meta_model(shape), lora)
+        self.trained = (self.adapter or self.model).num_parameters(only_trainable=True)
+        obstacle = why_not_shared(self.model, config.train.padding_free, config.train.router_aux_loss_coef)
+        self.prefix_sharing = not obstacle and config.train.prefix_sharing is not False
+
+    def states(self, launch: str, zero: dict[str, Any]) -> dict[str, int]:
+        """Bytes on each GPU of weights, gradients, AdamW's moments, buffers, and a live reference model.
+
+        `launch`: zero2, zero3, as DeepSpeed's estimators (estimate_zero2_model_states_mem_needs) with `zero`, its
+        `zero_optimization`; fsdp2: all in fp32, and as buffers a 16-bit copy of two gathered blocks, as much for
+        gradients on their way, and the embedding or head; none (DDP too): undivided, autocast's 16-bit copy of the
+        weights, DDP's buckets of gradients.
+        """
+        gpus = self.gpus
+        size = 2 if self.half else 4
+        total = self.parameters + (self.trained if self.adapter else 0)
+        weights, gradients, optimizer = {  # bytes a parameter, all of them and the trained ones
+            "zero2": (size, (6 if self.half else 4) / gpus, 12 / gpus),
+            "zero3": (size / gpus, 4 / gpus, 12 / gpus),
+            "fsdp2": (4 / gpus, 4 / gpus, 8 / gpus),
+            "none": (6 if self.half else 4, 4 if gpus == 1 else 8, 8),
+        }[launch]
+        largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in self.model.modules())
+        gathered = 2 * size * largest if launch == "zero3" else 0
+        buffers = 0
+        if launch == "fsdp2":
+            largest_block = max(sum(p.numel() for p in block.parameters()) for block in blocks(self.model))
+            buffers = 4 * size * largest_block + size * largest
+        elif launch != "none":
+            bucket = zero.get("reduce_bucket_size", "auto")
+            if bucket == "auto":  # as transformers fills it in
+                bucket = self.shape.get_text_config().hidden_size ** 2
+            buffers = size * min(int(bucket), self.trained) * (2 if zero.get("overlap_comm") else 1)
+        states = {
+            "weights": int(weights * total) + gathered,
+            "gradients": int(gradients * self.trained),
+            "optimizer": int(optimizer * self.trained),
+            "buffers": buffers,
+        }
+        if not self.adapter and not self.config.train.precompute_ref_log_probs:
+            states["reference"] = int(size * total / (gpus if launch == "zero3" else 1))
+        return states
+
+    def list_settings(self, micro_batches: Iterable[MicroBatch], states: int = 0, ratio: float = 1.0) -> list[Setting]:
+        """Every setting, the least work first; its bytes are those of activations and `states`, times the `ratio`."""
+        args = self.config.train
+        forwards = 3 if args.precompute_ref_log_probs else 4  # of a step; the backward counts as two
+        layers = self.shape.get_text_config().num_hidden_layers
+        settings = []
+        for per_device, tokens, responses, waiting in micro_batches:
+            head = head_bytes(self.shape, responses, self.dtype, self.on_gpu)
+            for every in {*EVERY_N_LAYERS, checkpointed_layers(args)}:
+                recomputed = 1 / every if every else 0
+                work = waiting * (1 + recomputed / forwards)
+                share = math.ceil(layers / every) / layers if every else 0.0
+                size = states + Activations.mix(*self._traced, share).peak_bytes(tokens, head)
+                settings.append(Setting(per_device, every, tokens, round(ratio * size), work))
+        return sorted(settings, key=lambda setting: (round(setting.work, 3), -setting.per_device))
+
+    @cached_property
+    def _traced(self) -> tuple[Activations, Activations]:
+        """All layers checkpointed, and none."""
+        checkpointed = trace_activations(self.shape, self.dtype, checkpointing=True)
+        return checkpointed, trace_activations(self.shape, self.dtype, checkpointing=False)
+
+
+def checkpointed_layers(args: TrainConfig) -> int:
+    """`every_n_layers` of a configuration; 0 without gradient checkpointing."""
+    if not args.gradient_checkpointing:
+        return 0
+    return (args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1)
+
+
+def choose_setting(settings: list[Setting], limit: float, config: Config) -> Setting:
+    """The first that has what the configuration names and fits into `limit` bytes; where none does, the smallest."""
+    if "per_device_train_batch_size" not in config.fitted:
+        settings = [setting for setting in settings if setting.per_device == config.micro_batch]
+    if "gradient_checkpointing" not in config.fitted:
+        every = checkpointed_layers(config.train)
+        settings = [setting for setting in settings if setting.every_n_layers == every]
+    for setting in settings:
+        if setting.bytes <= limit:
+            return setting
+    return min(settings, key=lambda setting: setting.bytes)

@@ -1,7 +1,7 @@
 """Packing: the padding-free forward, one row of real tokens (attention.py keeps them apart); compiled layers.
 
-TRL has no padding-free DPO (1.16: `padding_free` warns and pads). Here padding is removed just before the model: the
-forward that TRL's fused LM head put in place is wrapped, so collator, losses and metrics stay TRL's.
+TRL has no padding-free DPO (1.16: `padding_free` warns and pads). Here the forward that TRL's fused LM head put in
+place is wrapped, so collator, losses and metrics stay TRL's.
 """
 
 import functools
@@ -16,26 +16,19 @@ from transformers import PreTrainedModel
 from sfm_dpo.model.attention import PACKED, boundary_mask, register
 from sfm_dpo.model.sharding import ATTENTION, blocks
 
-_KERNELS = ("fla", "causal_conv1d")  # packages whose kernels keep the sequences of a gated delta net apart
-
 
 def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) -> None:
     """Make `model(input_ids=..., attention_mask=..., labels=..., fused_lm_head=True)` compute only real tokens.
 
     `model` has been given TRL's `add_fused_lm_head`; under PEFT it is the base model. Such a call takes TRL's padded
-    `[rows, L]` batch, runs the fused forward once on one row `[1, T]` of the T real tokens, and returns TRL's
-    `FusedCausalLMOutput` with each per-token field back in `[rows, L - 1]`, zero where the padded path has zero. Every
-    other call (`generate`, a plain forward) goes to the forward that was there. With `prefix_sharing` the row holds
-    the prompt of a pair once (`find_shared`), and neither log-probs nor gradients change.
-
-    Raises ValueError, one line, where sequences in one row would not be independent of each other.
+    `[rows, L]` batch, runs the fused forward on one row `[1, T]` of the T real tokens, and returns TRL's
+    `FusedCausalLMOutput` with each per-token field back in `[rows, L - 1]`, zero where the padded path has zero. With
+    `prefix_sharing` the row holds the prompt of a pair once (`find_shared`); neither log-probs nor gradients change.
+    Raises ValueError where sequences in one row would not be independent of each other.
     """
-    obstacle = _why_not_packable(model)
-    if obstacle is not None:
-        model_type = model.config.get_text_config().model_type
-        raise ValueError(
-            f"padding_free: true is not possible for model_type '{model_type}': {obstacle}; set padding_free: false"
-        )
+    if obstacle := _why_not_packable(model):
+        what = f"padding_free: true is not possible for model_type '{model.config.get_text_config().model_type}'"
+        raise ValueError(f"{what}: {obstacle}; set padding_free: false")
     register()
     model.set_attn_implementation(PACKED)
     nets = _find_delta_nets(model)
@@ -104,11 +97,11 @@ def _run_packed(
 
 def has_delta_net_kernels() -> bool:
     """Whether transformers computes gated delta nets by kernels, which take boundaries; its own code takes none."""
-    return all(map(importlib.util.find_spec, _KERNELS))
+    return all(map(importlib.util.find_spec, ("fla", "causal_conv1d")))
 
 
 def describe_delta_nets(model: PreTrainedModel) -> str:
-    """How gated delta nets are packed, for the log and the reference cache's key."""
+    """For the log and the reference cache's key."""
     if not _find_delta_nets(model):
         return ""
     return "; gated delta nets " + ("by fla and causal_conv1d" if has_delta_net_kernels() else "sequence by sequence")
@@ -128,11 +121,9 @@ def _cumulate(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def find_shared(input_ids: torch.Tensor, attention_mask: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
-    """Tokens that prefix sharing does not compute, bool `[2B, L]`, of TRL's batch with chosen rows before rejected.
-
-    In the row of a rejected sequence the tokens with which the chosen one of its pair begins, too, up to the last
-    token before the first response: that one predicts another token in each.
-    """
+    """Tokens that prefix sharing does not compute, bool `[2B, L]`, of TRL's batch with chosen rows before rejected: of
+    a rejected row those with which its chosen row begins, up to the last before the first response, which predicts
+    another token in each."""
     half = len(input_ids) // 2
     ids = input_ids.masked_fill(attention_mask == 0, -1)
     predicts = F.pad(responses[:, 1:], (0, 1))
@@ -142,7 +133,7 @@ def find_shared(input_ids: torch.Tensor, attention_mask: torch.Tensor, responses
 
 
 def why_not_shared(model: PreTrainedModel, padding_free: bool, router_aux_loss_coef: float | None) -> str | None:
-    """What keeps a model from computing a pair's prompt once for both answers; None where it can."""
+    """What keeps a model from computing a pair's prompt once for both answers."""
     config = model.config.get_text_config()
     if not padding_free:
         return "padding_free is false"
@@ -157,8 +148,7 @@ def why_not_shared(model: PreTrainedModel, padding_free: bool, router_aux_loss_c
 
 
 def _why_not_packable(model: PreTrainedModel) -> str | None:
-    """What could carry one sequence into the next: decided by the kinds of layer that the model declares,
-    transformers' own flags, and the modules (none but a gated delta net that takes boundaries may convolve)."""
+    """What could carry one sequence into the next, by the declared layers, transformers' flags, and the modules."""
     config = model.config.get_text_config()
     for layer_type in getattr(config, "layer_types", None) or ():
         if layer_type not in {*ATTENTION, "linear_attention"}:
@@ -181,19 +171,13 @@ def _why_not_packable(model: PreTrainedModel) -> str | None:
 
 def _find_delta_nets(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Gated delta nets of transformers whose code hands boundaries to its kernels (OLMo-Hybrid, Qwen3-Next, 3.5)."""
-    kinds = {kind for kind in set(map(type, model.modules())) if _takes_boundaries(kind)}
+    boundaries = 'cu_seqlens=kwargs.pop("cu_seq_lens_q"'
+    kinds = {kind for kind in set(map(type, model.modules())) if boundaries in inspect.getsource(kind.forward)}
     return [module for module in model.modules() if type(module) in kinds]
 
 
-def _takes_boundaries(module_class: type[torch.nn.Module]) -> bool:
-    return 'cu_seqlens=kwargs.pop("cu_seq_lens_q"' in inspect.getsource(module_class.forward)
-
-
 def compile_layers(model: PreTrainedModel, backend: str, mode: str | None) -> None:
-    """torch.compile for each decoder layer of `model`, in place: names in the state dict stay as they were.
-
-    Layers of one kind share a graph. `generate` runs uncompiled.
-    """
+    """torch.compile for each decoder layer, in place: names in the state dict stay. `generate` runs uncompiled."""
     for layer in blocks(model):
         layer.compile(dynamic=True, backend=backend, mode=mode, recompile_limit=32)
     # Upstream: transformers 5.23, cache_utils.py, Cache.update: takes the layer's index, for each of which

@@ -1,14 +1,19 @@
-"""The small files of a saved model, in a form that Transformers 4 and vLLM read as Transformers 5 does.
+"""The files of a saved model: the small ones in a form that Transformers 4 and vLLM read as well, and its tensors.
 
 Transformers 5.23 writes fields that older readers do not know (rope_parameters, dtype), or refuse (the tokenizer class
 TokenizersBackend, a list in extra_special_tokens), and how the model was loaded here. Trainer turns use_cache off.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
 from transformers import PretrainedConfig
+
+from sfm_dpo.common.errors import UserError
 
 # How the files were loaded here, and what was loaded from a checkpoint: nothing that a reader needs
 _SESSION = ("_name_or_path", "name_or_path", "is_local", "local_files_only", "_commit_hash")
@@ -17,16 +22,13 @@ _NOT_TRAINED = ("use_cache", "transformers_version")
 
 
 def read_base_config(name: str, revision: str | None, loaded: PretrainedConfig) -> dict[str, Any]:
-    """For `fix_saved_files`: config.json of a base model as it is in its file, and as Transformers understood it."""
+    """config.json of a base model as it is in its file, and as Transformers understood it."""
     raw, _ = PretrainedConfig.get_config_dict(name, revision=revision)
     return {"file": raw, "loaded": json.loads(json.dumps(loaded.to_dict(), default=str))}
 
 
 def fix_saved_files(folder: Path, base: dict[str, Any] | None = None) -> None:
-    """Rewrites the files of SAVED_FILES in `folder`. Fields that Transformers 5 reads keep their meaning.
-
-    `base`: of `read_base_config`; with it config.json is the base model's but for what training changed.
-    """
+    """Rewrites SAVED_FILES; `base`: of `read_base_config`, whose config.json then only gets what training changed."""
     for name in SAVED_FILES:
         path = folder / name
         if not path.is_file():
@@ -71,3 +73,22 @@ def _fix_tokenizer(config: dict[str, Any], template: Path) -> None:
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
     if template.is_file():  # which Transformers 4.45 does not look for
         config["chat_template"] = template.read_text()
+
+
+def open_tensors(folder: Path) -> dict[str, Callable[[str], torch.Tensor]]:
+    """Name of each tensor in the folder's safetensors -> the function that reads it."""
+    tensors: dict[str, Callable[[str], torch.Tensor]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        reader = safe_open(file, framework="pt")
+        tensors |= dict.fromkeys(reader.keys(), reader.get_tensor)
+    if not tensors:
+        raise UserError(f"{folder}: holds no safetensors")
+    return tensors
+
+
+def read_finite(tensors: dict[str, Callable[[str], torch.Tensor]], name: str) -> torch.Tensor:
+    """A tensor of `open_tensors`; UserError if a value is NaN or infinite."""
+    tensor = tensors[name](name)
+    if not torch.isfinite(tensor).all():
+        raise UserError(f"{name} holds values that are not finite numbers")
+    return tensor

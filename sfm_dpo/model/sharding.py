@@ -1,7 +1,7 @@
 """Sharding: which rank holds which weights under ZeRO-2, ZeRO-3 and FSDP2, and what they save.
 
-ZeRO-2 and a single process: every rank has all weights. ZeRO-3: DeepSpeed splits each tensor while the model is
-loaded. FSDP2: accelerate splits the model when training begins, one unit a decoder block.
+ZeRO-3: DeepSpeed splits each tensor while the model is loaded. FSDP2: accelerate splits the model when training
+begins, one unit a decoder block. Otherwise every rank has all weights.
 """
 
 import dataclasses
@@ -19,8 +19,7 @@ from sfm_dpo.common.distributed import broadcast, is_main_process
 from sfm_dpo.common.files import PROJECT
 
 ATTENTION = {"full_attention", "sliding_attention"}
-# DeepSpeed file of each launcher
-LAUNCHES = {"zero2": "ds_config.json", "zero3": "configs/accelerate/ds_zero3.json", "fsdp2": None}
+LAUNCHES = {"zero2": "ds_config.json", "zero3": "configs/accelerate/ds_zero3.json", "fsdp2": None}  # DeepSpeed files
 
 
 def launched_with() -> str:
@@ -50,7 +49,6 @@ def numel(parameter: torch.nn.Parameter) -> int:
 
 
 def shape(parameter: torch.nn.Parameter) -> torch.Size:
-    """Shape of the whole tensor."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
@@ -60,9 +58,7 @@ def shape(parameter: torch.nn.Parameter) -> torch.Size:
 def hash_weights(model: torch.nn.Module, gather: bool = False, frozen_only: bool = False) -> str:
     """Hash of the weights, tensor by tensor: all at once could fill the GPU. All ranks must call it.
 
-    Args:
-        gather: the weights are split by ZeRO-3.
-        frozen_only: leaves out what is trained: of a model with a LoRA adapter its base remains.
+    `gather`: the weights are split by ZeRO-3; `frozen_only`: without what is trained, such as a LoRA adapter.
     """
     import deepspeed
 
@@ -83,7 +79,6 @@ def hash_weights(model: torch.nn.Module, gather: bool = False, frozen_only: bool
 # Upstream: accelerate 1.15, state.py, AcceleratorState.__init__: takes no notice of FSDP on CPU processes, says
 # nothing, and trains with DDP. Canary: test_canary_fsdp_on_cpu
 def use_fsdp_on_cpu(accelerator: Accelerator) -> None:
-    """Makes FSDP2 what the launcher asked for, also where there is no GPU."""
     if launched_with() == "fsdp" and accelerator.distributed_type == DistributedType.MULTI_CPU:
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
         for state in (accelerator.state, PartialState()):  # each AcceleratorState() copies from the other
@@ -99,7 +94,6 @@ def keep_outputs(fsdp_plugin: Any) -> None:
 
 
 def blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The decoder layers."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 

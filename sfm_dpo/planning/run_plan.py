@@ -22,8 +22,7 @@ from sfm_dpo.data.sampler import list_micro_batches
 from sfm_dpo.data.tokenization import Lengths
 from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
 from sfm_dpo.model.flops import ForwardFlops
-from sfm_dpo.model.memory import meta_model
-from sfm_dpo.model.memory_plan import MemoryPlanner, Setting, choose_setting, memory_limit
+from sfm_dpo.model.memory import MemoryPlanner, Setting, choose_setting, memory_limit, meta_model
 from sfm_dpo.model.sharding import LAUNCHES, checkpoint_bytes, zero_config
 from sfm_dpo.run.checkpoint import peak_checkpoint_count
 

@@ -1,7 +1,7 @@
 """Fits a run to its memory: chooses pairs per device and how many layers are checkpointed, before training.
 
 Both follow from the largest micro-batch that the sampler assigns (data/sampler.py), the first that runs, and from the
-memory that the planner computes for it (model/memory_plan.py). What runs out of memory says what would fit.
+memory that the planner computes for it (model/memory.py). What runs out of memory says what would fit.
 """
 
 import logging
@@ -22,7 +22,7 @@ from sfm_dpo.common.errors import OutOfMemory, UserError
 from sfm_dpo.config import Config
 from sfm_dpo.data.sampler import list_micro_batches
 from sfm_dpo.data.tokenization import Lengths
-from sfm_dpo.model.memory_plan import MemoryPlanner, choose_setting, memory_limit
+from sfm_dpo.model.memory import MemoryPlanner, choose_setting, memory_limit
 from sfm_dpo.model.sharding import launched_with
 from sfm_dpo.run.folder import DATA, read_mapping
 from sfm_dpo.train.callbacks import Position

@@ -20,7 +20,7 @@ from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler, list_micro_batches
 from sfm_dpo.data.tokenization import Lengths
-from sfm_dpo.model.memory_plan import MemoryPlanner, choose_setting
+from sfm_dpo.model.memory import MemoryPlanner, choose_setting
 from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.folder import read_resolved_config
 from sfm_dpo.train.callbacks import Position, allocate_optimizer_state
