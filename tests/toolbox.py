@@ -40,6 +40,15 @@ def on_cpu(model: Path, data: Path, output_dir: Path, **fields) -> list[str]:
     return as_options(places | small | quiet | fields)
 
 
+def read_pairs(data: Path, *options):
+    """The pairs of a run on a data set, as load_pairs gives them."""
+    from sfm_dpo.config import parse_config
+    from sfm_dpo.data.preferences import load_pairs
+
+    argv = ["--model_name_or_path", "m", "--use_cpu", "--dataset_name", data, *options]
+    return load_pairs(parse_config([str(word) for word in argv]))
+
+
 def write_jsonl(path: Path, rows: list[dict]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

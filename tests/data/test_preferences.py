@@ -1,15 +1,22 @@
 """Preference pairs: every published shape and drop reason, no row lost uncounted, each broken file in one line."""
 
+import errno
 import json
 
+import datasets
+import numpy as np
 import pytest
+import torch
 
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import DiskFull, UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.preferences import DROP_REASONS, load_pairs, normalize_pair
-from sfm_dpo.data.sources import load_rows
+from sfm_dpo.data.sources import explain_cache_errors, load_rows
 from sfm_dpo.data.tokenization import load_token_pairs
+from sfm_dpo.train import reference_cache
 from tests.tiny_models import tiny_tokenizer
+from tests.toolbox import read_pairs as load
+from tests.toolbox import small_disk
 
 
 def user(text):
@@ -20,25 +27,20 @@ def assistant(text, **extra):
     return {"role": "assistant", "content": text, **extra}
 
 
-def system(text):
-    return {"role": "system", "content": text}
-
-
 PAIR = {"prompt": "q", "chosen": [assistant("good")], "rejected": [assistant("bad")]}
-S, Q, A, B = system("s"), user("q"), assistant("a"), assistant("b")
+S = {"role": "system", "content": "s"}
+Q = user("q")
+A = assistant("a")
+B = assistant("b")
 PLAIN = ([Q], [A], [B])
 WITH_SYSTEM = ([S, Q], [A], [B])
-CALL, RESULT = assistant("", tool_calls=[{"name": "f"}]), {"role": "tool", "content": "7"}
+CALL = assistant("", tool_calls=[{"name": "f"}])
+RESULT = {"role": "tool", "content": "7"}
 
 
-def config(dataset=None, *cli, recipe=None):
-    data = [] if dataset is None else ["--dataset_name", str(dataset)]
-    recipe = [] if recipe is None else ["--config", str(recipe)]
-    return parse_config([*recipe, "--model_name_or_path", "org/model", "--use_cpu", *data, *cli])
-
-
-def load(dataset, *cli):
-    return load_pairs(config(dataset, *cli))
+def mixture(tmp_path, entries, *cli):
+    (tmp_path / "r.yaml").write_text(json.dumps({"datasets": entries}))
+    return parse_config(["--config", str(tmp_path / "r.yaml"), "--model_name_or_path", "m", "--use_cpu", *cli])
 
 
 # ---- shapes
@@ -96,7 +98,7 @@ def test_what_a_file_holds_arrives_unchanged(write_rows):
     rows = [
         {"prompt": "q", "chosen": "a", "rejected": "b", "score": 1.5},
         {"prompt": text, "chosen": [assistant(text, tool_calls=calls)], "rejected": [assistant("b", weight=2)]},
-        {"chosen": [user("q"), assistant("a")], "rejected": [user("q"), assistant("b")], "dropped": "y", "source": 3},
+        {"chosen": [Q, A], "rejected": [Q, B], "dropped": "y", "source": 3},
     ]
     pairs = load(write_rows("mixed.jsonl", rows))
     assert pairs.rows == 3 and not pairs.dropped
@@ -130,11 +132,11 @@ def test_text_stays_text_whatever_its_neighbours_are(write_rows, name):
 
 
 BAD = {
-    "malformed": {"prompt": "q", "chosen": [{"role": "assistant"}, {"text": "x"}], "rejected": [assistant("b")]},
-    "last_turn_not_assistant": {"prompt": "q", "chosen": [user("a")], "rejected": [assistant("b")]},
-    "prompts_differ": {"chosen": [user("q"), assistant("a")], "rejected": [user("p"), assistant("b")]},
-    "empty_response": {"prompt": "q", "chosen": [assistant("")], "rejected": [assistant("b")]},
-    "chosen_equals_rejected": {"prompt": "q", "chosen": [assistant("b")], "rejected": [assistant("b")]},
+    "malformed": {"prompt": "q", "chosen": [{"role": "assistant"}, {"text": "x"}], "rejected": [B]},
+    "last_turn_not_assistant": {"prompt": "q", "chosen": [user("a")], "rejected": [B]},
+    "prompts_differ": {"chosen": [Q, A], "rejected": [user("p"), B]},
+    "empty_response": {"prompt": "q", "chosen": [assistant("")], "rejected": [B]},
+    "chosen_equals_rejected": {"prompt": "q", "chosen": [B], "rejected": [B]},
 }
 
 
@@ -142,11 +144,9 @@ def test_every_row_is_kept_or_counted(write_rows):
     rows = [PAIR] * 5
     for n, row in enumerate(BAD.values(), 1):
         rows += [row] * n
-    path = write_rows("bad.jsonl", rows)
-    pairs = load(path, "--max_dropped_fraction", "0.9")
+    pairs = load(write_rows("bad.jsonl", rows), "--max_dropped_fraction", "0.9")
     assert pairs.as_dict()["dropped"] == pairs.dropped == {reason: n for n, reason in enumerate(BAD, 1)}
     assert pairs.rows == len(rows) == len(pairs.train) + pairs.dropped.total()
-    assert f"last turn is not the assistant's, first in row 7 of {path}" in pairs.table()
 
 
 def test_dropped_rows_are_listed_by_the_number_in_their_own_file(write_rows, tmp_path):
@@ -154,10 +154,9 @@ def test_dropped_rows_are_listed_by_the_number_in_their_own_file(write_rows, tmp
     first = write_rows("first.jsonl", [PAIR, BAD["empty_response"], *numbered(8), BAD["prompts_differ"]])
     long = PAIR | {"prompt": "word " * 200}
     second = write_rows("second.parquet", [*numbered(3), PAIR | {"rejected": PAIR["chosen"]}, long, *numbered(5)])
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text(json.dumps({"datasets": [{"path": str(first)}, {"path": str(second)}]}))
     cli = ["--max_dropped_fraction", "1", "--max_length", "64", "--eval_fraction", "0.2"]
-    pairs = load_token_pairs(config(None, *cli, recipe=recipe), tiny_tokenizer())
+    config = mixture(tmp_path, [{"path": str(first)}, {"path": str(second)}], *cli)
+    pairs = load_token_pairs(config, tiny_tokenizer())
     pairs.write_dropped(tmp_path / "dropped.jsonl")
     expected = [
         (str(first), 2, "empty_response"),
@@ -165,7 +164,7 @@ def test_dropped_rows_are_listed_by_the_number_in_their_own_file(write_rows, tmp
         (str(second), 4, "chosen_equals_rejected"),
         (str(second), 5, "prompt_too_long"),
     ]
-    lines = [json.loads(line) for line in (tmp_path / "dropped.jsonl").read_text().splitlines()]
+    lines = map(json.loads, (tmp_path / "dropped.jsonl").read_text().splitlines())
     assert [(line["source"], line["row"], line["reason"]) for line in lines] == expected
     assert f"first in row 11 of {first}" in pairs.table() and f"first in row 5 of {second}" in pairs.table()
     kept = [row for split in (pairs.train, pairs.eval) for row in zip(split["source"], split["row"], strict=True)]
@@ -208,13 +207,12 @@ def test_max_samples_and_held_out_split_are_seeded_and_disjoint(write_rows):
 
 
 def test_mixture_with_fractions(write_rows, tmp_path):
-    a, b = write_rows("a.jsonl", numbered(30, "a")), write_rows("b.parquet", numbered(40, "b"))
-    recipe = tmp_path / "r.yaml"
+    a = write_rows("a.jsonl", numbered(30, "a"))
+    b = write_rows("b.parquet", numbered(40, "b"))
 
     def run(*fractions):
         entries = [{"path": str(p), "fraction": f} for p, f in zip((a, b), fractions, strict=True)]
-        recipe.write_text(json.dumps({"datasets": entries}))
-        pairs = load_pairs(config(recipe=recipe))
+        pairs = load_pairs(mixture(tmp_path, entries))
         mixed = prompts(pairs.train)
         assert len(set(mixed)) == len(mixed)  # nothing twice
         assert pairs.rows == 70 and pairs.sources == [str(a), str(b)]
@@ -242,13 +240,6 @@ def test_a_folder_with_several_splits_gives_the_one_that_is_asked_for(write_rows
     assert len(load_rows(str(file), split="train[:50%]")) == 2
     with pytest.raises(UserError, match="test"):
         load_rows(str(file), split="test")
-
-
-@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.json", "pairs.parquet"])
-def test_formats(write_rows, name):
-    path = write_rows(name, [PAIR, {"prompt": "r", "chosen": [assistant("x")], "rejected": [assistant("y")]}])
-    train = load(path).train
-    assert prompts(train) == ["q", "r"] and train["chosen"][:] == [PAIR["chosen"], [assistant("x")]]
 
 
 def test_a_folder_is_the_sum_of_its_files_but_not_of_hidden_ones(write_rows, tmp_path):
@@ -291,3 +282,31 @@ def test_missing_empty_and_mixed_folders_and_no_network(write_rows, tmp_path):
         load(tmp_path / "two")
     with pytest.raises(UserError, match=r"dataset_name org/pairs: no local file, and the Hub's .*prefetch"):
         load("org/pairs")
+
+
+# ---- HF_HOME that is full or somebody else's
+
+
+def test_what_cannot_be_written_is_named_and_other_errors_stay():
+    def fail(cause):
+        with explain_cache_errors():
+            raise ValueError("the library's own") from cause
+
+    with pytest.raises(UserError, match=r"^HF_HOME: /hf/x: Permission denied; free space, or set HF_HOME"):
+        fail(PermissionError(errno.EACCES, "Permission denied", "/hf/x"))
+    with pytest.raises(ValueError, match="the library's own"):
+        fail(None)
+
+
+def test_a_full_disk_while_pairs_are_read_and_in_the_reference_pass(write_rows, tmp_path, monkeypatch):
+    """On a file system that is really full: needs root, and the right to mount."""
+    path = write_rows("pairs.jsonl", [{"prompt": f"{i} " + "q" * 1000} for i in range(600)])
+    with small_disk(tmp_path / "hf", "64k") as home:
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "datasets")
+        with pytest.raises(UserError, match=f"HF_HOME: {home}/datasets.*: No space left on device"):
+            load_rows(str(path))
+        cache = reference_cache.ReferenceCache(home / "key", np.arange(1, 65), 1)
+        reference_cache.make_folder(cache.folder)
+        with pytest.raises(DiskFull, match=f"HF_HOME: {home}/key.*: No space left on device"):
+            cache.compute(cache.missing_shards(), lambda rows: torch.zeros(len(rows), 2), lambda left, owner: None)
+        assert not list(cache.folder.glob("*.lease*")), "the others wait for nothing"

@@ -3,7 +3,6 @@
 The expectation is computed from how a row was made, not from what preferences.py says about it.
 """
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +13,10 @@ from hypothesis import strategies as st
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config import parse_config
-from sfm_dpo.data.preferences import DROP_REASONS, load_pairs, normalize_pair
+from sfm_dpo.data.preferences import DROP_REASONS, normalize_pair
 from sfm_dpo.data.tokenization import tokenize_pairs
 from tests.tiny_models import EOS, IM_END, IM_START, tiny_tokenizer
+from tests.toolbox import read_pairs, write_jsonl
 
 TOKENIZER = tiny_tokenizer()
 PROFILE = {"derandomize": True, "deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
@@ -106,11 +105,7 @@ def strings(draw) -> Case:
     )
 
 
-def files(*shapes):
-    return st.lists(st.one_of(*shapes), min_size=1, max_size=6)
-
-
-case_files = files(strings(), think(), instruct())
+case_files = st.lists(st.one_of(strings(), think(), instruct()), min_size=1, max_size=6)
 garbage = st.fixed_dictionaries(
     {"chosen": anything, "rejected": anything}, optional={"prompt": anything, "x": anything}
 )
@@ -136,10 +131,7 @@ def folder(tmp_path_factory):
 
 
 def load(folder, rows: list[dict]):
-    path = folder / "pairs.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    argv = ["--model_name_or_path", "m", "--dataset_name", str(path), "--use_cpu", "--max_dropped_fraction", "1"]
-    return load_pairs(parse_config(argv))
+    return read_pairs(write_jsonl(folder / "pairs.jsonl", rows), "--max_dropped_fraction", 1)
 
 
 @settings(max_examples=25, **PROFILE)

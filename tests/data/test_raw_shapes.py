@@ -4,9 +4,8 @@ import pytest
 
 from scripts import make_pairs
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config import parse_config
-from sfm_dpo.data.preferences import load_pairs
 from sfm_dpo.data.raw_shapes import read_transcript
+from tests.toolbox import read_pairs
 
 
 def turns(*texts):
@@ -18,10 +17,6 @@ def ultrafeedback(i, scores):
     return {"source": "evol", "instruction": f"q{i}", "models": [], "completions": answers}
 
 
-def helpsteer(prompt, response, helpfulness, correctness):
-    return {"prompt": prompt, "response": response, "helpfulness": helpfulness, "correctness": correctness}
-
-
 NECTAR = {
     "prompt": "\n\nHuman: q\n\nAssistant: ",
     "answers": [{"answer": f"a{rank}", "model": "m", "rank": float(rank)} for rank in (3, 1, 2)],
@@ -29,10 +24,10 @@ NECTAR = {
 }
 ULTRAFEEDBACK = [ultrafeedback(0, [5, 8.5, 2, None]), ultrafeedback(1, [3, 3]), ultrafeedback(2, [1, 2])]
 HELPSTEER = [
-    helpsteer("q", "a", 3, 4),
-    helpsteer("q", "b", 4, 1),
-    helpsteer("r", "c", 2, 2),
-    helpsteer("r", "d", 2, 1),
+    {"prompt": "q", "response": "a", "helpfulness": 3, "correctness": 4},
+    {"prompt": "q", "response": "b", "helpfulness": 4, "correctness": 1},
+    {"prompt": "r", "response": "c", "helpfulness": 2, "correctness": 2},
+    {"prompt": "r", "response": "d", "helpfulness": 2, "correctness": 1},
 ]
 # name: (rows, options, expected (prompt, chosen, rejected), prompts without a pair)
 RAW = {
@@ -42,10 +37,6 @@ RAW = {
     "helpsteer2": (HELPSTEER, "", [("q", "b", "a")], 1),
     "correctness": (HELPSTEER, "--by correctness", [("q", "a", "b"), ("r", "c", "d")], 0),
 }
-
-
-def load(path):
-    return load_pairs(parse_config(["--model_name_or_path", "org/model", "--use_cpu", "--dataset_name", str(path)]))
 
 
 def last_texts(pairs):
@@ -58,9 +49,9 @@ def test_raw_sets_become_pairs(write_rows, tmp_path, capsys, name, suffix):
     raw, out = write_rows(f"raw.{suffix}", rows), tmp_path / "pairs.jsonl"
     assert make_pairs.main([str(raw), "--by", "score", *options.split(), str(out)]) == 0
     assert f"pairs.jsonl: {len(expected)} pairs; {without} prompts" in capsys.readouterr().out
-    assert last_texts(load(out).train) == expected
+    assert last_texts(read_pairs(out).train) == expected
     with pytest.raises(UserError, match=f"no column chosen .* python scripts/make_pairs.py {raw} --by score"):
-        load(raw)
+        read_pairs(raw)
 
 
 @pytest.mark.parametrize(
@@ -82,5 +73,5 @@ def test_transcripts(write_rows):
     text = "\n\nHuman: Hi\n\nwell\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant:"
     assert read_transcript(text) == turns("Hi\n\nwell", "Hello", "Bye")
     assert read_transcript("Human: Hi") == "Human: Hi" and read_transcript([]) == []
-    pairs = load(write_rows("pairs.jsonl", [{"chosen": text + " good", "rejected": text + " bad"}])).train
+    pairs = read_pairs(write_rows("pairs.jsonl", [{"chosen": text + " good", "rejected": text + " bad"}])).train
     assert last_texts(pairs) == [("Bye", "good", "bad")]

@@ -14,7 +14,7 @@ from bench.balance import rank_tokens
 from bench.lengths import sample_lengths
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.sampler import PairSampler, assign_pairs
-from tests.toolbox import logged, pairs
+from tests.toolbox import logged, on_cpu, pairs, write_jsonl
 
 STRATEGIES = ["random", "group_by_length", "batch_rebalance", "sequential"]
 TOKENS = np.exp(np.random.default_rng(0).normal(5.6, 0.9, 4100)).clip(8, 2048).astype(int)
@@ -80,16 +80,15 @@ def test_the_largest_micro_batch_is_in_the_first_steps(strategy, size):
 
 
 def train(tmp_path: Path, tiny_folder, *fields: str) -> Path:
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs(27)))
-    argv = f"--model_name_or_path {tiny_folder('llama')} --dataset_name {tmp_path / 'pairs.jsonl'} --seed 3 --use_cpu"
-    argv += " --global_batch_size 8 --per_device_train_batch_size 2 --max_length 96 --learning_rate 1e-3"
-    argv += " --logging_steps 1 --save_strategy no --preflight skip --guard skip --dataset_num_proc 1"
+    data = write_jsonl(tmp_path / "pairs.jsonl", pairs(27))
     out = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
-    assert train_dpo.main([*argv.split(), "--output_dir", str(out), *fields]) == 0
+    argv = on_cpu(tiny_folder("llama"), data, out, global_batch_size=8, learning_rate=1e-3, seed=3, save_strategy="no")
+    assert train_dpo.main([*argv, *fields]) == 0
     return out
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["batch_rebalance", "sequential"])
+@pytest.mark.usefixtures("no_report")
 @pytest.mark.slow
 def test_what_is_written_is_what_was_trained_on(tmp_path, tiny_folder, monkeypatch, capsys, strategy):
     """Rows that the trainer's loss saw, found by their tokens."""
@@ -115,6 +114,7 @@ def test_what_is_written_is_what_was_trained_on(tmp_path, tiny_folder, monkeypat
     assert "3 pairs do not fill a last batch of 8 and are left out" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("no_report")
 @pytest.mark.slow
 def test_full_determinism_gives_bitwise_equal_runs(tmp_path, tiny_folder):
     """Padding-free, cached reference, balanced batches, a worker: metrics and weights bit by bit."""

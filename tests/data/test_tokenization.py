@@ -12,9 +12,9 @@ from trl import DPOTrainer
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.data import tokenization
-from sfm_dpo.data.preferences import load_pairs
 from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
 from tests.tiny_models import CHAT_TEMPLATE, EOS, tiny_tokenizer
+from tests.toolbox import read_pairs
 
 IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -113,17 +113,15 @@ def test_tools_and_template_arguments_of_a_row_reach_the_template(write_rows):
         del row["source"]
         row |= {"tools": json.dumps(tools), "chat_template_kwargs": {"terse": row == rows[1]}}
     path = write_rows("pairs.jsonl", rows)
-    config = parse_config(["--model_name_or_path", "x", "--use_cpu", "--dataset_name", str(path)])
-    ids, tokenizer = our_ids(load_pairs(config).train, tokenizer_with(template)), tokenizer_with(template)
+    tokenizer = tokenizer_with(template)
+    ids = our_ids(read_pairs(path).train, tokenizer)
     assert ids == trl_ids(Dataset.from_list([row | {"source": ""} for row in rows]), tokenizer)
     prompts = tokenizer.batch_decode([prompt for prompt, _, _ in ids])
     assert all("Adds." in prompt for prompt in prompts)
     assert ["(briefly)" in prompt for prompt in prompts] == [False, True, False, False]
 
     rows[2]["tools"] = "[half"
-    config.train.dataset_name = str(write_rows("half.jsonl", rows))
-    config.train.max_dropped_fraction = 0.5
-    assert load_pairs(config).dropped["malformed"] == 1
+    assert read_pairs(write_rows("half.jsonl", rows), "--max_dropped_fraction", 0.5).dropped == {"malformed": 1}
 
 
 def test_pairs_that_trl_drops_for_their_length_are_dropped_and_counted():
@@ -138,8 +136,8 @@ def test_pairs_that_trl_drops_for_their_length_are_dropped_and_counted():
 @pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data")
 @pytest.mark.parametrize("name", ["pairs_prompt.jsonl", "pairs_chat.jsonl"])
 def test_ids_are_trls_on_real_pairs(name):
-    config = parse_config(["--model_name_or_path", "x", "--use_cpu", "--dataset_name", str(SHARED / name)])
-    pairs, tokenizer = load_pairs(config).train, tokenizer_with(DEFAULT_SYSTEM)
+    pairs = read_pairs(SHARED / name).train
+    tokenizer = tokenizer_with(DEFAULT_SYSTEM)
     assert our_ids(pairs, tokenizer, max_length=2048) == trl_ids(pairs, tokenizer, max_length=2048)
 
 
@@ -147,9 +145,9 @@ def test_ids_are_trls_on_real_pairs(name):
 
 
 def test_prompts_that_are_no_prefix_are_counted():
-    tokens, _ = tokenize_pairs(pairs_of(conversation), tokenizer_with(THINK), None)
-    assert set(tokens["prompt_trimmed"]) == {len("<think>")}
-    assert set(tokenize_pairs(pairs_of(conversation), tokenizer_with(), None)[0]["prompt_trimmed"]) == {0}
+    for template, trimmed in ((THINK, len("<think>")), (CHAT_TEMPLATE, 0)):
+        tokens, _ = tokenize_pairs(pairs_of(conversation), tokenizer_with(template), None)
+        assert set(tokens["prompt_trimmed"]) == {trimmed}
 
 
 def test_a_template_that_refuses_a_role_drops_the_row_and_counts_it():
@@ -182,11 +180,7 @@ def stored(write_rows):
     """Pairs as load_pairs gives them: on disk, so that a second call in another process finds the same cache."""
     rows = [{k: v for k, v in conversation(i).items() if k != "source"} for i in range(40)]
     path = write_rows("pairs.jsonl", rows)
-
-    def load():
-        return load_pairs(parse_config(["--model_name_or_path", "x", "--use_cpu", "--dataset_name", str(path)])).train
-
-    return load
+    return lambda: read_pairs(path).train
 
 
 def tokens_from_cache(pairs, tokenizer, monkeypatch, max_length=None, **kwargs) -> Dataset:
