@@ -11,8 +11,7 @@ from datasets import Dataset
 import train_dpo
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
-from sfm_dpo.data.tokenization import Lengths
-from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
+from sfm_dpo.data.tokenization import Lengths, load_tokenizer, tokenize_pairs
 from sfm_dpo.health.preflight import check_vocabulary, compute_packed_difference, inspect_tokens, run_preflight
 from sfm_dpo.health.preflight_rules import compute_pair_figures, judge_base_model
 from sfm_dpo.model import packing
