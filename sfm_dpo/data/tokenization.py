@@ -133,7 +133,7 @@ def tokenize_pairs(
         desc="Tokenizing",
     )
     longer = tokens.with_format("numpy")["prompt_length"][:] > (max_prompt_length or np.inf)
-    if longer.any():
+    if max_prompt_length and longer.any():
         log.info(f"{longer.sum():,} prompts are longer than max_prompt_length {max_prompt_length} and keep their end")
         cut = functools.partial(_cut_prompts, max_prompt_length=max_prompt_length)
         key = Hasher.hash((tokens._fingerprint, max_prompt_length))

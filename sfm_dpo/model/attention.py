@@ -133,10 +133,10 @@ def packed_attention_forward(
 
 
 def _varlen(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window, max_length) -> torch.Tensor:
-    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
+    q, k, v = [x[0].transpose(0, 1) for x in (query, key, value)]
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
     options = {"scale": scaling, "window_size": window, "enable_gqa": query.shape[1] != key.shape[1]}
-    output: Any = varlen_attn(*rows, cu_seqlens, cu_keys, max_length, max_length, **options)
+    output: Any = varlen_attn(q, k, v, cu_seqlens, cu_keys, max_length, max_length, **options)
     return output.unsqueeze(0)
 
 

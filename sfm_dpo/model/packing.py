@@ -172,7 +172,8 @@ def _why_not_packable(model: PreTrainedModel) -> str | None:
 def _find_delta_nets(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Gated delta nets of transformers whose code hands boundaries to its kernels (OLMo-Hybrid, Qwen3-Next, 3.5)."""
     boundaries = 'cu_seqlens=kwargs.pop("cu_seq_lens_q"'
-    kinds = {kind for kind in set(map(type, model.modules())) if boundaries in inspect.getsource(kind.forward)}
+    kinds: set[type[torch.nn.Module]] = set(map(type, model.modules()))
+    kinds = {kind for kind in kinds if boundaries in inspect.getsource(kind.forward)}
     return [module for module in model.modules() if type(module) in kinds]
 
 
