@@ -41,7 +41,7 @@ ELSEWHERE = {
     r"accelerate launch --main_process_port 29600": "every start of two processes here chooses a port",
     r".*python bench/throughput.py.* --rounds 3.*": "half an hour, as docs/speed.md says; test_bench.py runs --quick",
     r"python scripts/analyze_dataset.py pairs.jsonl --against .*": "test_analyze.py",
-    r"python train_dpo.py .* --drop_contaminated .*": "tests/data/test_pair_faults.py",
+    r"python train_dpo.py .* --drop_contaminated .*": "tests/data/test_filters.py",
     r"python scripts/make_pairs.py .*": "tests/data/test_raw_shapes.py",
     r"source .*|trl dpo.*|hf auth login|pip install .*|git lfs pull|apt-get .*|wandb (sync|leet) .*": "other programs",
     r"scontrol show job": "Slurm's",
