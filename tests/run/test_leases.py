@@ -108,18 +108,6 @@ def start_contender(*arguments) -> subprocess.Popen:
     return contender
 
 
-def test_one_has_it_until_it_gives_it_back(tmp_path):
-    one, two = contenders(tmp_path)
-    assert one.take() and not two.take()
-    assert owner_of(two.path) == ME
-    two.release()
-    assert not two.take()
-    one.release()
-    assert two.take()
-    two.release()
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("disk", ["exchange", "no exchange"])
 def test_one_of_many_at_once_wins_and_a_stale_lock_is_taken_over_by_one(tmp_path, dead, disk):
     folders = [tmp_path / str(n) for n in range(ROUNDS)]

@@ -1,12 +1,45 @@
-"""GPUs that torch does not see: torch's reason, and who says so."""
+"""Ends of a script's main, tables in plain text, and GPUs that torch does not see."""
+
+import sys
 
 import pytest
 import torch
 
 from sfm_dpo.common import distributed
+from sfm_dpo.common.cli import command
 from sfm_dpo.common.distributed import explain_missing_gpus
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import GuardStopped, UserError
+from sfm_dpo.common.files import format_table
 from sfm_dpo.config import parse_config
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "line"),
+    [
+        (None, 0, ""),
+        (3, 3, ""),
+        (GuardStopped("too bad: hf_" + "a" * 34), 4, "error: too bad: ***\n"),
+        (KeyboardInterrupt(), 130, "\ninterrupted\n"),
+    ],
+)
+def test_command_returns_the_exit_code(capsys, monkeypatch, end, code, line):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    @command
+    def main(argv):
+        if isinstance(end, BaseException):
+            raise end
+        return end
+
+    assert main([]) == code
+    assert capsys.readouterr() == ("", line)
+
+
+def test_columns_are_aligned_and_short_rows_are_filled():
+    table = format_table([(1, "ab", "x"), (100, "c")], ("n", "name"), align="rl")
+    assert table == "    n  name\n    1  ab    x\n  100  c"
+    assert format_table([("a", 1), ("bb", 20)], align="lr", indent=0) == "a    1\nbb  20"
+    assert format_table([]) == ""
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is visible")
