@@ -71,7 +71,6 @@ def test_command_line_beats_recipe_beats_defaults(parse):
         ("beta", "5", 5.0),
         ("eval_strategy", "no", "no"),  # YAML reads no as false
         ("output_dir", "on", "on"),
-        ("dataset_name", "'-ü = it''s 日本.jsonl'", "-ü = it's 日本.jsonl"),
         ("gradient_checkpointing", "yes", True),
         ("loss_type", "sigmoid_norm", ["sigmoid_norm"]),
         ("model_init_kwargs", "{a: [1, two], b: {c: false}}", {"a": [1, "two"], "b": {"c": False}}),
