@@ -106,7 +106,7 @@ def test_header(cluster, project, script, name):
     expected = {"JobName": name, "NumNodes": "1-1", "TresPerNode": "gres:gpu:4", "CPUs/Task": "32", "Requeue": "1"}
     expected |= {"MinMemoryNode": "500G", "TimeLimit": "1-00:00:00"}
     assert {key: record[key] for key in expected} == expected
-    assert record["StdOut"] == record["StdErr"] == f"{project}/logs/{name}-{job}.out"
+    assert cluster.run("scontrol", "show", "job", job).count(f"{project}/logs/{name}-{job}.out") == 2  # out and err
     assert "#SBATCH --open-mode=append" in (project / "scripts" / script).read_text()  # Slurm does not show it
 
 
