@@ -21,8 +21,8 @@ from bench.throughput import BATCH, MODELS, ROOT, SHIPPED, VARIANTS, recipe_of
 from sfm_dpo.config import parse_config
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.train.fit_memory import fit_memory
+from sfm_dpo.train.metrics import CountingCollator, Meter, peak_memory_gib
 from sfm_dpo.train.reference_cache import add_reference
-from sfm_dpo.train.throughput import CountingCollator, Meter, peak_memory_gib
 from sfm_dpo.train.trainer import SFMDPOTrainer
 
 CPU_SHAPE = {"hidden_size": 256, "intermediate_size": 688, "vocab_size": 1024}

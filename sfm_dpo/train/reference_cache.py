@@ -37,9 +37,7 @@ from sfm_dpo.run.checkpoint import stop_requested
 from sfm_dpo.run.folder import write_status
 from sfm_dpo.run.leases import Lease, describe_owner, read_owner
 
-# Computed at once, padding counted: by the device alone, so that all jobs that share a cache compute alike. Matrix
-# products are no faster with more
-BATCH_TOKENS = {"cuda": 32_768, "cpu": 4_096}
+BATCH_TOKENS = {"cuda": 32_768, "cpu": 4_096}  # computed at once, padding counted; the same for all jobs of a cache
 COMPILATION = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 CACHE_FORMAT = 2  # raise it when the same key would stand for other log-probs or another layout of the shards
 NFS_SECONDS = 60  # its acdirmax: for so long a client may remember that a file was not there
@@ -115,7 +113,7 @@ def cache_folder(dataset: Dataset, settings: dict[str, Any]) -> Path:
 
 
 def reference_root() -> Path:
-    return Path(os.path.expanduser(HF_CACHE_HOME)) / "sfm_dpo" / "reference"
+    return Path(HF_CACHE_HOME).expanduser() / "sfm_dpo" / "reference"
 
 
 def make_folder(folder: Path) -> None:
@@ -184,10 +182,10 @@ class ReferenceCache:
         return self.folder / f"{number:06}.safetensors"
 
     def missing_shards(self) -> list[int]:
-        return [number for number in range(len(self.shards)) if not self.is_done(number)]
+        return [number for number in range(len(self.shards)) if self.read(number) is None]
 
-    def is_done(self, number: int) -> bool:
-        return read_shard(self.path(number), self.shards[number]) is not None
+    def read(self, number: int) -> np.ndarray | None:
+        return read_shard(self.path(number), self.shards[number])
 
     def count_tokens(self, numbers: list[int]) -> int:
         return int(sum(self.lengths[self.shards[number]].sum() for number in numbers))
@@ -253,12 +251,12 @@ class ReferenceCache:
             lease = self.leases[number]
             if len(mine) == world_size():
                 left.append(number)
-            elif self.is_done(number):
+            elif self.read(number) is not None:
                 continue
             elif not lease.take():
                 left.append(number)
                 owner = owner or describe_owner(read_owner(lease.path))
-            elif self.is_done(number):  # looked at again: the new file in the folder makes NFS ask the server
+            elif self.read(number) is not None:  # looked at again: the new file in the folder makes NFS ask the server
                 lease.release()
             else:
                 mine.append(number)
@@ -269,7 +267,7 @@ class ReferenceCache:
         logps = np.empty((len(self.lengths), 2), dtype=np.float32)
         deadline = time.monotonic() + NFS_SECONDS
         for number, rows in enumerate(self.shards):
-            while (shard := read_shard(self.path(number), rows)) is None:
+            while (shard := self.read(number)) is None:
                 if time.monotonic() > deadline:
                     where = f"{self.path(number)}: not found on {platform.node()}"
                     raise UserError(f"{where}; HF_HOME must be a folder that all nodes share")

@@ -1,10 +1,7 @@
 """The trainer: TRL's DPOTrainer with tokenised pairs in, packed forward, cached reference, balanced micro-batches.
 
-The loss is TRL's, computed in `DPOTrainer._compute_loss` (trl/trainer/dpo_trainer.py). For the recipes' `loss_type:
-sigmoid_norm`, open-instruct's `dpo_norm`, it is the mean over the pairs of a micro-batch of
-
-    -log sigmoid(beta * (r(chosen) - r(rejected))),   r = mean over the response's tokens of log pi - log pi_ref
-
+The loss is TRL's (`DPOTrainer._compute_loss`): for `loss_type: sigmoid_norm`, open-instruct's `dpo_norm`, the mean
+over the pairs of -log sigmoid(beta * (r(chosen) - r(rejected))), r = mean over the response of log pi - log pi_ref.
 Micro-batches hold equally many pairs (data/sampler.py), so that their mean is the mean over the global batch.
 """
 
@@ -35,8 +32,7 @@ from sfm_dpo.model.saving import fix_saved_files, read_base_config
 from sfm_dpo.model.sharding import launched_with
 from sfm_dpo.run.checkpoint import COMPLETE
 from sfm_dpo.train.callbacks import CheckpointCallback, Position, ResumeCallback
-from sfm_dpo.train.metrics import MetricSums, check_step_0, loss_scale, reward_metrics
-from sfm_dpo.train.throughput import CountingCollator, Meter
+from sfm_dpo.train.metrics import CountingCollator, Meter, MetricSums, check_step_0, loss_scale, reward_metrics
 from sfm_dpo.train.upstream import UpstreamFixes, arguments_for_trl
 
 log = logging.getLogger(__name__)
@@ -100,12 +96,10 @@ class SFMDPOTrainer(UpstreamFixes):
         if args.precompute_ref_log_probs:
             self.ref_model = None
         self.meter = Meter()
+        flops = ForwardFlops.of(self.bare_model())
+        live_reference = not args.precompute_ref_log_probs
         self.data_collator = CountingCollator(
-            self.data_collator,
-            ForwardFlops.of(self.bare_model()),
-            reference_in_step=not args.precompute_ref_log_probs,
-            packed=self.packed,
-            prefix_sharing=self.prefix_sharing,
+            self.data_collator, flops, live_reference, self.packed, self.prefix_sharing
         )
         self.add_callback(self.meter)
         self.add_callback(self.position)
@@ -160,10 +154,7 @@ class SFMDPOTrainer(UpstreamFixes):
         return self.args.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
 
     def _prepare_forward_model(self) -> Any:
-        """What computes log-probs of the base model before training begins.
-
-        Under ZeRO-3 and FSDP2 no rank has full weights: there all ranks must call the forward equally often.
-        """
+        """What computes log-probs of the base model before training begins; all ranks must call it equally often."""
         if self.ref_model is not None:
             return self.ref_model
         self.model.eval()

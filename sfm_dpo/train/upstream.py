@@ -110,13 +110,8 @@ class UpstreamFixes(DPOTrainer):
         batches += [[row] for row in rows[full:]]
         if len(rows) < math.ceil(len(dataset) / ranks):
             batches.append([0])
-        return DataLoader(
-            dataset,
-            batch_sampler=batches,
-            collate_fn=self.data_collator,
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory,
-        )
+        loading = {"num_workers": self.args.dataloader_num_workers, "pin_memory": self.args.dataloader_pin_memory}
+        return DataLoader(dataset, batch_sampler=batches, collate_fn=self.data_collator, **loading)
 
     def _eval_rows(self, dataset: Dataset) -> list[int]:
         return list(range(self.accelerator.process_index, len(dataset), self.accelerator.num_processes))
@@ -128,9 +123,7 @@ class UpstreamFixes(DPOTrainer):
     # Upstream: transformers 5.23, trainer.py, Trainer.evaluation_loop: also counts pairs that only fill up the last
     # batch of several ranks; TRL takes the mean of its metrics over batches, and logs those of several held-out sets
     # under one name. Canary: test_canary_eval_metrics
-    def evaluation_loop(
-        self, dataloader: DataLoader, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
-    ) -> Any:
+    def evaluation_loop(self, dataloader: DataLoader, *args, metric_key_prefix: str = "eval", **kwargs) -> Any:
         """transformers'; each metric is the mean over all pairs or tokens, whatever the batches and ranks."""
         self.eval_sums = MetricSums(pairs=len(self._eval_rows(dataloader.dataset)))
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
