@@ -10,15 +10,14 @@ import train_dpo
 from sfm_dpo.run import folder
 from sfm_dpo.run.checkpoint import COMPLETE, STOP
 from sfm_dpo.run.folder import read_status
-from tests.toolbox import logged, on_cpu
+from tests.toolbox import logged, on_cpu, pairs
 
 
 @pytest.mark.usefixtures("no_report")
 def test_a_mismatch_at_resume_is_in_the_status_and_the_end_is_evaluated(tiny_folder, write_rows, tmp_path, capsys):
-    rows = [{"prompt": f"{i}?", "chosen": "yes " * (i % 5 + 1), "rejected": "no " * 3} for i in range(16)]
     run = tmp_path / "output_dir"
     more = {"eval_fraction": 0.25, "learning_rate": 1e-3, "logging_steps": 50}  # so that no step is logged
-    fields = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", rows), run, **more)
+    fields = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(16)), run, **more)
     run.mkdir()
     (run / STOP).touch()
     assert train_dpo.main(fields) == 75

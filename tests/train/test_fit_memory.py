@@ -22,7 +22,7 @@ from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler, list_micro_batche
 from sfm_dpo.data.tokenization import Lengths
 from sfm_dpo.model.memory import MemoryPlanner, choose_setting
 from sfm_dpo.run.checkpoint import STOP
-from sfm_dpo.run.folder import read_resolved_config
+from sfm_dpo.run.folder import read_mapping, read_resolved_config
 from sfm_dpo.train.callbacks import Position, allocate_optimizer_state
 from sfm_dpo.train.fit_memory import explain_out_of_memory
 from tests.model.test_memory import SHAPE
@@ -125,12 +125,12 @@ def test_the_choice_is_kept_at_resume_and_is_no_part_of_what_was_asked(train, tm
     (tmp_path / "run" / STOP).touch()
     code, _, run = train("run", **fit, memory_gib=64)
     assert code == 75
-    chosen = json.loads((run / "data.json").read_text())["fit_memory"]
+    chosen = read_mapping(run / "data.json")["fit_memory"]
     assert (chosen["per_device"], chosen["every_n_layers"]) == (8, 0)
     asked = read_resolved_config(run)
     assert asked["fit_memory"] is True and not {"per_device_train_batch_size", "gradient_checkpointing"} & set(asked)
     code, _, _ = train("run", **fit, memory_gib=0.0001)
-    assert code == 0 and json.loads((run / "data.json").read_text())["fit_memory"] == chosen
+    assert code == 0 and read_mapping(run / "data.json")["fit_memory"] == chosen
     code, _, _ = train("other", **fit, memory_gib=0.0001)
     assert code == 2 and "hold no setting; the smallest needs 1 pairs per device" in capsys.readouterr().err
 
@@ -214,17 +214,17 @@ def test_a_micro_batch_that_does_not_fit_ends_at_step_1_with_a_line_that_names_a
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     words = [60] * 8 + [2] * 24
     rows = [{"prompt": f"{i}?", "chosen": "yes " * n, "rejected": "no, " * n} for i, n in enumerate(words)]
-    fields = ["--dataset_name", write_rows("p.jsonl", rows), "--model_name_or_path", tmp_path / "model", "--use_cpu"]
-    fields += "--global_batch_size 8 --max_length 192 --padding_free true --preflight skip --guard skip".split()
-    fields += "--save_strategy no --precompute_ref_log_probs true --precompute_ref_batch_size 1 --max_steps 2".split()
-    fields += "--train_sampling_strategy group_by_length --fit_memory true".split()
+    data = write_rows("p.jsonl", rows)
+    common = {"global_batch_size": 8, "per_device_train_batch_size": None, "max_length": 192, "padding_free": "true"}
+    common |= {"save_strategy": "no", "precompute_ref_log_probs": "true", "precompute_ref_batch_size": 1}
+    common |= {"max_steps": 2, "train_sampling_strategy": "group_by_length", "fit_memory": "true"}
     env = os.environ | {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
 
     def train(name: str, *more: str) -> tuple[int, str, dict]:
-        command = [sys.executable, "-c", LIMITED, int(1.6 * 2**30), *fields, "--output_dir", tmp_path / name, *more]
-        command = [str(part) for part in command]
+        fields = on_cpu(tmp_path / "model", data, tmp_path / name, **common)
+        command = [sys.executable, "-c", LIMITED, str(int(1.6 * 2**30)), *fields, *more]
         done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=280)
-        return done.returncode, done.stdout + done.stderr, json.loads((tmp_path / name / "status.json").read_text())
+        return done.returncode, done.stdout + done.stderr, read_mapping(tmp_path / name / "status.json")
 
     code, log, status = train("fitted", "--memory_gib", "1000")
     assert (code, status["state"], status["step"]) == (2, "failed", 0), log[-3000:]
@@ -232,9 +232,7 @@ def test_a_micro_batch_that_does_not_fit_ends_at_step_1_with_a_line_that_names_a
     assert re.search(r"out of memory in training, step 1, micro-batch of 8 pairs, [\d,]+ tokens", line), line
     smaller = re.search(r"; the next smaller setting of fit_memory: (--per_device.*)", line)[1]
     train("smaller", "--memory_gib", "1000", *shlex.split(smaller))
-    first, second = (
-        json.loads((tmp_path / name / "data.json").read_text())["fit_memory"] for name in ("fitted", "smaller")
-    )
+    first, second = (read_mapping(tmp_path / name / "data.json")["fit_memory"] for name in ("fitted", "smaller"))
     assert first["per_device"] == 8 and second["bytes"] < first["bytes"]
     code, log, status = train("smallest", "--per_device_train_batch_size", "1", "--gradient_checkpointing", "true")
     assert (code, status["state"], status["step"]) == (0, "done", 2), log[-3000:]

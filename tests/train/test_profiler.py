@@ -10,6 +10,7 @@ from torch.autograd.profiler_util import FunctionEvent
 import train_dpo
 from sfm_dpo.train.profiler import time_shares
 from sfm_dpo.train.trainer import SFMDPOTrainer
+from tests.toolbox import on_cpu, pairs
 
 
 def kernel(name: str, start: int, end: int, annotation: bool = False) -> FunctionEvent:
@@ -40,10 +41,8 @@ def test_a_real_run_whose_batches_take_long_to_collate(tiny_folder, write_rows, 
         return collate(self, inputs)
 
     monkeypatch.setattr(SFMDPOTrainer, "_prepare_inputs", slow)
-    rows = [{"prompt": f"{i}?", "chosen": "yes " * (i % 5 + 1), "rejected": "no " * 3} for i in range(16)]
-    fields = f"--model_name_or_path {tiny_folder('llama')} --dataset_name {write_rows('p.jsonl', rows)} --use_cpu "
-    fields += f"--output_dir {tmp_path / 'run'} --global_batch_size 4 --per_device_train_batch_size 2 "
-    assert train_dpo.main([*fields.split(), *"--preflight skip --guard skip --profile_steps 2 3".split()]) == 0
+    data = write_rows("p.jsonl", pairs(16))
+    assert train_dpo.main(on_cpu(tiny_folder("llama"), data, tmp_path / "run", profile_steps=[2, 3])) == 0
 
     folder = tmp_path / "run" / "profile"
     result = json.loads((folder / "profile.json").read_text())

@@ -13,27 +13,21 @@ from sfm_dpo.config import parse_config
 from sfm_dpo.data.tokenization import Lengths, load_tokenizer, tokenize_pairs
 from sfm_dpo.model.loading import model_init_kwargs
 from sfm_dpo.model.packing import find_shared
-from sfm_dpo.run.folder import describe
 from sfm_dpo.train.metrics import LOGP_NOISE, loss_scale, share_above, step_0_tolerance
 from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from tests.oracle import by_hand, open_instruct_dpo_norm
 from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.toolbox import pairs
 
 
-def pairs(n: int = 8) -> Dataset:
-    """Plain text pairs whose responses differ in length by up to ten times."""
-    rows = [{"prompt": f"question {i}" * (1 + i % 3) + ":", "chosen": " yes" * (1 + i * 3 % 7)} for i in range(n)]
-    return Dataset.from_list([row | {"rejected": " nope" * (1 + i)} for i, row in enumerate(rows)])
-
-
-def make_trainer(folder, output_dir, *cli: str, peft=None, n=8) -> SFMDPOTrainer:
+def make_trainer(folder, output_dir, *cli: str, peft=None) -> SFMDPOTrainer:
     argv = f"--model_name_or_path={folder} --dataset_name=x --output_dir={output_dir} --use_cpu --global_batch_size=4"
     argv += " --per_device_train_batch_size=4 --max_length=128 --learning_rate=1e-3 --logging_steps=1"
     config = parse_config([*argv.split(), "--save_strategy=no", *cli])
     config.train.model_init_kwargs = model_init_kwargs(config)
     tokenizer = load_tokenizer(config)
-    tokens, _ = tokenize_pairs(pairs(n), tokenizer, config.train.max_length)
+    tokens, _ = tokenize_pairs(Dataset.from_list(pairs(8)), tokenizer, config.train.max_length)
     trainer = SFMDPOTrainer(
         model=str(folder), args=config.train, train_dataset=tokens, processing_class=tokenizer, peft_config=peft
     )
@@ -41,18 +35,17 @@ def make_trainer(folder, output_dir, *cli: str, peft=None, n=8) -> SFMDPOTrainer
     return trainer
 
 
-def move(model, seed: int = 1) -> None:
+def move(model) -> None:
     """Takes the policy away from the reference, as training would."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
 
 
-def one_batch(trainer, n: int = 4):
-    """(loss, the metrics it recorded, the rows) of a batch of the first n pairs."""
-    rows = [trainer.train_dataset[i] for i in range(n)]
+def one_batch(trainer):
+    """(loss, the metrics it recorded, the rows) of a batch of the first 4 pairs."""
+    rows = [trainer.train_dataset[i] for i in range(4)]
     trainer.state.global_step = 1  # past the check of step 0
     trainer._metrics["train"].clear()
     trainer.model.train()
@@ -78,9 +71,6 @@ def test_sigmoid_norm_with_beta_5_is_open_instructs_dpo_norm(tiny_folder, tmp_pa
         assert metrics[f"logps/{side}"] == pytest.approx(logps[f"policy_{side}_sum"].mean().item(), abs=1e-3)
         reward = 5 * (logps[f"policy_{side}_mean"] - logps[f"reference_{side}_mean"])
         assert metrics[f"rewards/{side}"] == pytest.approx(reward.mean().item(), abs=1e-4)
-
-
-# ---- prefix sharing
 
 
 def test_prefix_sharing_is_on_where_the_model_can(tiny_folder, tmp_path):
@@ -126,9 +116,6 @@ def test_the_length_column_is_what_is_computed(tiny_folder, tmp_path):
     assert lengths.computed(False).tolist() == (real[:4] + real[4:]).tolist()
 
 
-# ---- metrics
-
-
 def test_every_metric_is_recorded_once_a_batch(tiny_folder, tmp_path):
     assert share_above(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 2.0, 2.0])).tolist() == [0.0, 0.5, 1.0]
     trainer = make_trainer(tiny_folder("gpt_neox"), tmp_path)
@@ -149,8 +136,6 @@ def losses(trainer, resume_from=None) -> list[float]:
 def test_a_resumed_run_equals_an_uninterrupted_one(tiny_folder, tmp_path):
     """All weights must come back: save_pretrained gives GPT-NeoX's head another name than the module's."""
     cli = ("--max_steps", "5", "--save_strategy", "steps", "--save_steps", "3", "--save_total_limit", "9")
-    config = parse_config(["--model_name_or_path=m", "--dataset_name=x", "--use_cpu", f"--output_dir={tmp_path}/run"])
-    describe(config, {"sources": ["x"], "train": 8, "eval": 0, "dropped": {}})  # a checkpoint's model card needs it
     uninterrupted = make_trainer(tiny_folder("gpt_neox"), tmp_path / "run", *cli)
     curve = losses(uninterrupted)
     resumed = make_trainer(tiny_folder("gpt_neox"), tmp_path / "run", *cli)
