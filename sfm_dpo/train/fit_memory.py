@@ -1,7 +1,7 @@
 """Fits a run to its memory: chooses pairs per device and how many layers are checkpointed, before training.
 
-Both follow from the largest micro-batch that the sampler assigns (data/sampler.py), the first that runs, and from the
-memory that the planner computes for it (model/memory.py). What runs out of memory says what would fit.
+Both follow from the largest micro-batch (data/sampler.py), the first that runs, and from the memory that the planner
+computes for it (model/memory.py). What runs out of memory says what would fit.
 """
 
 import logging
@@ -39,11 +39,8 @@ BATCH_SIZES = {
 
 
 def fit_memory(config: Config, dataset: Dataset, shape: PretrainedConfig, kept: dict[str, Any]) -> dict[str, Any]:
-    """Chooses, on rank 0 for all, what the configuration leaves open, and sets it in `config.train`.
-
-    Returns the choice, for data.json; `kept` is that of the run that is resumed, or empty. Raises UserError where no
-    setting fits.
-    """
+    """Chooses, on rank 0 for all, what the configuration leaves open, sets it in `config.train`, and returns it, for
+    data.json. `kept` is the choice of the run that is resumed, or empty. Raises UserError where no setting fits."""
     choice = broadcast(kept)
     if not choice:
         choice = broadcast(main_process_first(lambda: _choose(config, dataset, shape)))

@@ -46,10 +46,7 @@ def reward_metrics(
 
 
 def share_above(a: torch.Tensor, b: torch.Tensor, tie: float = 1e-4) -> torch.Tensor:
-    """1 where a > b, 0 where a < b; a tie counts one half, so that policy = reference scores chance, not 0.
-
-    Rounding makes a tie inexact: a cached reference was computed in batches of another shape.
-    """
+    """1 where a > b, 0 where a < b; a tie, inexact by rounding, counts one half: policy = reference scores chance."""
     return torch.where((a - b).abs() <= tie, 0.5, (a > b).float())
 
 
@@ -103,8 +100,8 @@ def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], margins, ref_l
 
 
 class MetricSums:
-    """Sums of held-out metrics and what they count, so that their means depend neither on batches nor on ranks.
-    This rank counts `pairs`; further ones repeat an earlier one."""
+    """Sums of held-out metrics and what they count: their means depend neither on batches nor on ranks. This rank
+    counts `pairs`; further ones repeat an earlier one."""
 
     def __init__(self, pairs: int):
         self.pairs_left = pairs

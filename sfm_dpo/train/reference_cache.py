@@ -163,11 +163,7 @@ def complete_cache(trainer: Any, name: str, dataset: Dataset, cache: "ReferenceC
 
 class ReferenceCache:
     """Shards of a dataset's reference log-probs: longest pairs first, so that a batch holds pairs of one length.
-
-    Args:
-        lengths: [N] tokens of each pair after truncation.
-        batch_tokens: computed at once, and at least one pair.
-    """
+    `lengths` are [N] tokens of each pair after truncation; `batch_tokens` are computed at once, at least one pair."""
 
     def __init__(self, folder: Path, lengths: np.ndarray, batch_tokens: int):
         self.folder = folder
@@ -202,10 +198,8 @@ class ReferenceCache:
     def compute(
         self, numbers: list[int], forward: Callable[[np.ndarray], torch.Tensor], progress: Callable[[int, str], None]
     ) -> None:
-        """Computes the shards that no other job computes, and waits for the others.
-
-        All ranks must call it: under ZeRO-3 and FSDP2 each forward needs all of them. Rank 0 leases and writes; it
-        alone raises DiskFull where it cannot.
+        """Computes the shards that no other job computes, and waits for the others. All ranks must call it: under
+        ZeRO-3 and FSDP2 each forward needs all of them. Rank 0 leases and writes; it alone raises DiskFull.
 
         Args:
             forward: rows of a batch -> [B, 2] sums of log-probs, chosen and rejected.
