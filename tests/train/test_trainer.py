@@ -18,7 +18,12 @@ from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from tests.oracle import by_hand, open_instruct_dpo_norm
 from tests.tiny_models import tiny_model, tiny_tokenizer
-from tests.toolbox import pairs
+
+
+def pairs(n: int = 8) -> Dataset:
+    """Plain text pairs whose responses differ in length by up to ten times; none is truncated."""
+    rows = [{"prompt": f"question {i}" * (1 + i % 3) + ":", "chosen": " yes" * (1 + i * 3 % 7)} for i in range(n)]
+    return Dataset.from_list([row | {"rejected": " nope" * (1 + i)} for i, row in enumerate(rows)])
 
 
 def make_trainer(folder, output_dir, *cli: str, peft=None) -> SFMDPOTrainer:
@@ -27,7 +32,7 @@ def make_trainer(folder, output_dir, *cli: str, peft=None) -> SFMDPOTrainer:
     config = parse_config([*argv.split(), "--save_strategy=no", *cli])
     config.train.model_init_kwargs = model_init_kwargs(config)
     tokenizer = load_tokenizer(config)
-    tokens, _ = tokenize_pairs(Dataset.from_list(pairs(8)), tokenizer, config.train.max_length)
+    tokens, _ = tokenize_pairs(pairs(), tokenizer, config.train.max_length)
     trainer = SFMDPOTrainer(
         model=str(folder), args=config.train, train_dataset=tokens, processing_class=tokenizer, peft_config=peft
     )
