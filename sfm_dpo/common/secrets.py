@@ -5,17 +5,16 @@ import re
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 from dotenv import dotenv_values, find_dotenv
 
 from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.files import PROJECT
 
-_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSW|CREDENTIAL|WEBHOOK")
-# What .env may hold besides secrets: folders, projects, modes
-_SETTING = re.compile(r"^(HF|WANDB|TRACKIO|TENSORBOARD|CUDA|NCCL|OMP|TORCH|PYTORCH|SBATCH|SLURM|DS)_")
+_SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|HOOK)S?(_|\d|$)")
+_NO_SECRET = re.compile(r"_(PATH|FILE|DIR|HOME|NAME)$")  # HF_TOKEN_PATH
 _SHORTEST = 8  # masking a shorter value would make ordinary text illegible, and no token is so short
-_env_file_values: set[str] = set()  # what load_env_file has read, but settings
 
 
 def load_env_file() -> None:
@@ -28,18 +27,24 @@ def load_env_file() -> None:
         print(f"warning: .env can be read by others (mode {mode:o}): chmod 600 {path}", file=sys.stderr, flush=True)
     for name, value in dotenv_values(path).items():  # which warns about a line that is not NAME=value
         os.environ.setdefault(name, value or "")
-        if value and not _SETTING.search(name.upper()):
-            _env_file_values.add(value)
 
 
 def mask(text: str) -> str:
-    """`text` with `***` for the values of variables with a secret's name, for all of .env but settings, and for tokens
-    of the Hub."""
-    secrets = {value for name, value in os.environ.items() if _SECRET.search(name.upper())} | _env_file_values
-    for value in sorted(secrets, key=len, reverse=True):  # a secret may be part of another
-        if len(value) >= _SHORTEST:
+    """`text` with `***` for the values of variables named like a secret, but numbers and paths, and for Hub tokens."""
+    names = {name for name in os.environ if _SECRET.search(name.upper()) and not _NO_SECRET.search(name.upper())}
+    for value in sorted({os.environ[name] for name in names}, key=len, reverse=True):  # one may be part of another
+        if value in text and len(value) >= _SHORTEST and not value.isdigit() and not os.path.exists(value):
             text = text.replace(value, "***")
     return re.sub(r"\bhf_[A-Za-z0-9]{20,}", "***", text)
+
+
+def mask_values(content: Any) -> Any:
+    """Parsed JSON or YAML with each of its texts masked; a mask in the file's own text could break its syntax."""
+    if isinstance(content, dict):
+        return {key: mask_values(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [mask_values(value) for value in content]
+    return mask(content) if isinstance(content, str) else content
 
 
 def mask_traceback(kind, error, trace) -> None:

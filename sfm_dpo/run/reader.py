@@ -11,7 +11,7 @@ import yaml
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import format_clock, format_table
-from sfm_dpo.common.secrets import mask
+from sfm_dpo.common.secrets import mask_values
 from sfm_dpo.run.checkpoint import checkpoints, newest_checkpoint
 from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, STATUS, read_mapping
 from sfm_dpo.run.leases import LOCK, is_running, read_owner, squeue_states
@@ -82,11 +82,11 @@ def to_float(value: Any) -> float:
 def _read_file(path: Path, kind: type) -> Any:
     """Content of a JSON or YAML file without secrets, empty where the file is absent or cannot be read."""
     try:
-        text = mask(path.read_text())  # a report is made to be sent
+        text = path.read_text()
         content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
-    except (OSError, ValueError, yaml.YAMLError):
+        return mask_values(content) if isinstance(content, kind) else kind()  # a report is made to be sent
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return kind()
-    return content if isinstance(content, kind) else kind()
 
 
 def find_runs(folders: Iterable[str | Path]) -> list[Path]:

@@ -19,14 +19,14 @@ def write_env(tmp_path, monkeypatch):
     return write
 
 
-def test_secrets_are_masked_and_settings_are_not(write_env, monkeypatch, environment):
-    write_env("OTHER=from-the-file\nHF_HOME=/shared/hub\nWANDB_PROJECT=my-project\nSMTP_PASSWORD=longenough\nN=12\n")
+def test_what_is_named_like_a_secret_and_looks_like_one_is_masked(write_env, tmp_path, monkeypatch, environment):
+    named = {"SMTP_PASSWORD": "longenough", "MY_API_KEY": "key-value-1", "MY_API_KEY_2": "key-value-1-longer"}
+    ordinary = {"MODEL_DIR": "/models/base", "HF_TOKEN_PATH": "/home/me/token", "SSH_KEY": str(tmp_path)}
+    ordinary |= {"N_KEYS": "7", "MAX_TOKENS": "100000000", "TOKENIZER": "org/tokenizer", "WANDB_PROJECT": "my-project"}
+    write_env("".join(f"{name}={value}\n" for name, value in (named | ordinary).items()))
     load_env_file()
-    write_env("")  # .env is read once
-    monkeypatch.setenv("MY_API_KEY", "key-value-1")
-    monkeypatch.setenv("MY_API_KEY_2", "key-value-1-longer")
-    text = "from-the-file /shared/hub my-project longenough 12 key-value-1 key-value-1-longer hf_" + "a" * 34
-    assert mask(text) == "*** /shared/hub my-project *** 12 *** *** ***"
+    text = " ".join([*ordinary.values(), *named.values(), "hf_" + "a" * 34])
+    assert mask(text) == " ".join([*ordinary.values(), "*** *** *** ***"])
 
 
 def test_a_traceback_is_masked(monkeypatch, capsys):

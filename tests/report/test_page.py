@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from sfm_dpo.common.statistics import wilson
+from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import changed_fields, format_summary, main, write_report
 from sfm_dpo.report.plots import PANELS, draw_curves
 from sfm_dpo.run.reader import first_and_last, read_run
@@ -156,9 +157,14 @@ def test_secrets_in_the_files_do_not_reach_the_report_that_the_command_writes(
 ):
     monkeypatch.setenv("WANDB_API_KEY", "canary0123456789canary")
     save(run, "status.json", {"state": "failed", "message": "401 for canary0123456789canary, hf_" + "A" * 34})
+    config = yaml.safe_load((run / "resolved_config.yaml").read_text())
+    config["model_name_or_path"] = "canary0123456789canary"
+    (run / "resolved_config.yaml").write_text(yaml.safe_dump(config))  # in which `key: ***` would be an error
     assert main([str(run)]) == 0
     text = (run / "report.html").read_text()
     out = capsys.readouterr().out
     for shown in (text, out):
         assert "canary" not in shown and "hf_AAAA" not in shown and "401 for ***" in shown
     assert str(run / "report.html") in out.splitlines()[-1]
+    write_model_card(run)
+    assert "# run\n" in (run / "README.md").read_text() and "canary" not in (run / "README.md").read_text()
