@@ -11,15 +11,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.model import attention
-from sfm_dpo.model.attention import (
-    PACKED,
-    activate_flash,
-    boundary_mask,
-    check_shared_keys,
-    describe_kernel,
-    packed_attention_forward,
-    register,
-)
+from sfm_dpo.model.attention import PACKED, boundary_mask, check_shared_keys, packed_attention_forward, register
 from sfm_dpo.model.packing import enable_padding_free
 from tests.tiny_models import ARCHITECTURES, tiny_model
 
@@ -38,8 +30,7 @@ def inputs(lengths, heads=4, kv_heads=4, head_dim=16, device="cpu", dtype=torch.
 def written_out(qkv, own, seen, window):
     """softmax(q k^T / sqrt(d)) v of each sequence alone, float64: its queries stand at the end of its keys `seen`."""
     query, key, value = (x.double() for x in qkv)
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     outputs = []
     for q, keys in zip(query.split(own, 2), seen, strict=True):
         distance = torch.arange(len(keys) - q.shape[2], len(keys))[:, None] - torch.arange(len(keys))[None]
@@ -63,11 +54,6 @@ def assert_written_out(qkv, mask, own, seen, window, tolerance):
     torch.testing.assert_close(grads, expected_grads, atol=tolerance, rtol=tolerance)
 
 
-def check_against_written_out(device, dtype, tolerance, kv_heads, window, head_dim=16, lengths=LENGTHS):
-    qkv, mask = inputs(lengths, kv_heads=kv_heads, head_dim=head_dim, device=device, dtype=dtype)
-    assert_written_out(qkv, mask, lengths, torch.arange(sum(lengths)).split(lengths), window, tolerance)
-
-
 @pytest.mark.parametrize(
     ("lengths", "kv_heads", "window"),
     [
@@ -77,7 +63,8 @@ def check_against_written_out(device, dtype, tolerance, kv_heads, window, head_d
     ],
 )
 def test_equals_attention_written_out(lengths, kv_heads, window):
-    check_against_written_out("cpu", torch.float32, 1e-5, kv_heads, window, lengths=lengths)
+    qkv, mask = inputs(lengths, kv_heads=kv_heads)
+    assert_written_out(qkv, mask, lengths, torch.arange(sum(lengths)).split(lengths), window, 1e-5)
 
 
 @pytest.mark.gpu
@@ -88,7 +75,8 @@ def test_equals_attention_written_out(lengths, kv_heads, window):
     ("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 5e-3), (torch.float32, 1e-4)]
 )
 def test_equals_attention_written_out_on_cuda(kv_heads, window, dtype, tolerance):
-    check_against_written_out("cuda", dtype, tolerance, kv_heads, window, head_dim=64)
+    qkv, mask = inputs(LENGTHS, kv_heads=kv_heads, head_dim=64, device="cuda", dtype=dtype)
+    assert_written_out(qkv, mask, LENGTHS, torch.arange(sum(LENGTHS)).split(LENGTHS), window, tolerance)
 
 
 # Own and seen tokens of each sequence: [7 of a prompt and 5 of its chosen answer] is seen by a rejected one of 4, ...
@@ -215,8 +203,8 @@ def test_the_flash_kernel_is_the_one_asked_for_or_measured_as_fastest_on_this_gp
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "B200")
 
     def kernel(choice: str) -> str:
-        activate_flash(choice)
-        return describe_kernel(torch.device("cuda"), torch.bfloat16, 64)
+        attention.activate_flash(choice)
+        return attention.describe_kernel(torch.device("cuda"), torch.bfloat16, 64)
 
     assert "(FA2)" in kernel("auto")
     measured.write_text(json.dumps({"gpu": "B200", "flash": "FA9"}))

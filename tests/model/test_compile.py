@@ -67,17 +67,11 @@ def loss_and_gradients(model, batch) -> tuple[float, torch.Tensor]:
     return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def assert_equal(expected, got, tolerance=1e-5):
-    assert got[0] == pytest.approx(expected[0], rel=tolerance)
-    assert (got[1] - expected[1]).norm() <= tolerance * expected[1].norm()
-
-
 @pytest.mark.parametrize(
     ("architecture", "packed", "sharing", "checkpointing"),
     [
         ("llama", False, False, True),
         ("gpt_neox", True, False, False),
-        ("olmo3", True, False, False),
         ("olmo3", True, True, False),
         ("olmo3", True, True, True),
     ],
@@ -89,7 +83,10 @@ def test_no_batch_needs_a_graph_of_its_own(architecture, packed, sharing, checkp
     compiled = make_model(architecture, **options, backend="counting")
     counts = []
     for batch in map(make_pairs, BATCHES):
-        assert_equal(loss_and_gradients(plain, batch), loss_and_gradients(compiled, batch))
+        expected_loss, expected = loss_and_gradients(plain, batch)
+        loss, gradients = loss_and_gradients(compiled, batch)
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert (gradients - expected).norm() <= 1e-5 * expected.norm()
         with torch.no_grad():
             compiled(**batch, fused_lm_head=True)
         counts.append(len(graphs))

@@ -10,15 +10,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from sfm_dpo.model import packing
 from sfm_dpo.model.packing import enable_padding_free, why_not_shared
-from tests.model.test_packing import (
-    GRADIENT_TOLERANCE,
-    LOG_PROB_TOLERANCE,
-    log_probs_after_changing_row,
-    make_batch,
-    norm,
-    one_by_one,
-    run,
-)
+from tests.model.test_packing import assert_single_sequences, log_probs_after_changing_row, make_batch, run
 from tests.tiny_models import VOCAB_SIZE, tiny_config
 
 ROWS = [(3, 30), (5, 100), (3, 1), (9, 66)]  # the delta rule is computed in chunks of 64 tokens
@@ -28,26 +20,16 @@ HYBRIDS = ("olmo_hybrid", "qwen3_next", "qwen3_5")
 def tiny_hybrid(architecture):
     """Two gated delta nets of which one comes first, and full attention."""
     torch.manual_seed(0)
-    shape = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "initializer_range": 0.2,
-        "pad_token_id": 256,
-    }
+    shape = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    shape |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2)
+    shape |= dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2)
+    shape |= dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 16)
+    shape |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    shape |= {"initializer_range": 0.2, "pad_token_id": 256}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     experts |= {"shared_expert_intermediate_size": 16, "output_router_logits": False}
     config = {
-        "olmo_hybrid": lambda: tiny_config("olmo_hybrid", **{**shape, "num_attention_heads": 2}),
+        "olmo_hybrid": lambda: tiny_config("olmo_hybrid", **shape),
         "qwen3_next": lambda: Qwen3NextConfig(**shape, **experts),
         "qwen3_5": lambda: Qwen3_5TextConfig(**shape),
     }[architecture]()
@@ -65,22 +47,14 @@ def packed_hybrid(architecture):
     return model
 
 
-def assert_equals_single_sequences(model, architecture, batch):
-    output, gradients = run(model, batch)
-    weights = torch.linspace(-1, 1, output.log_probs.numel()).view_as(output.log_probs)
-    expected, expected_gradients = one_by_one(tiny_hybrid(architecture), batch, weights)
-    assert (output.log_probs - expected).abs().max() <= LOG_PROB_TOLERANCE
-    difference = {name: gradients[name] - gradient for name, gradient in expected_gradients.items()}
-    assert norm(difference) < GRADIENT_TOLERANCE * norm(expected_gradients)
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("architecture", HYBRIDS)
 def test_packed_equals_single_sequences(architecture, checkpointing):
     model = packed_hybrid(architecture)
     if checkpointing:
         model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert_equals_single_sequences(model, architecture, make_batch(ROWS))
+    batch = make_batch(ROWS)
+    assert_single_sequences(run(model, batch), tiny_hybrid(architecture), batch)
 
 
 @pytest.mark.parametrize("architecture", HYBRIDS)
@@ -114,7 +88,8 @@ def delta_rule(query, key, value, g, beta, cu_seqlens=None, use_qk_l2norm_in_ker
     """fla's chunk_gated_delta_rule, token by token: the state [H, K, V] is empty where a sequence begins."""
     assert use_qk_l2norm_in_kernel
     query, key = (x[0] * torch.rsqrt(x[0].square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
-    starts, outputs = set([0] if cu_seqlens is None else cu_seqlens.tolist()), []
+    starts = [0] if cu_seqlens is None else cu_seqlens.tolist()
+    outputs = []
     for t in range(key.shape[0]):
         if t in starts:
             state = torch.zeros(*key.shape[1:], value.shape[-1])
@@ -144,12 +119,8 @@ def kernels(monkeypatch):
 @pytest.mark.parametrize("architecture", HYBRIDS)
 def test_kernels_are_given_both_kinds_of_boundaries(architecture, kernels):
     batch = make_batch([(3, 9), (5, 30), (3, 1), (9, 6)])
-    weights = torch.linspace(-1, 1, 4 * 34).view(4, 34)
-    expected, expected_gradients = one_by_one(tiny_hybrid(architecture), batch, weights)
-    output, gradients = run(kernels(architecture), batch)
-    assert (output.log_probs - expected).abs().max() <= 1e-4  # token by token rounds otherwise than in chunks
-    difference = {name: gradients[name] - gradient for name, gradient in expected_gradients.items()}
-    assert norm(difference) < 1e-3 * norm(expected_gradients)
+    tolerances = (1e-4, 1e-3)  # token by token rounds otherwise than in chunks
+    assert_single_sequences(run(kernels(architecture), batch), tiny_hybrid(architecture), batch, *tolerances)
 
 
 @pytest.mark.parametrize("withheld", ["seq_idx", "cu_seqlens"])

@@ -1,11 +1,19 @@
-"""Loading a model's weights."""
+"""Loading weights; DeepSpeed on CPUs, and log-probs that FSDP2 must not round."""
 
+import gc
 import shutil
 
 import pytest
+import torch
+import torch.distributed as dist
+from accelerate import FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import fully_shard
+from trl.trainer.utils import add_fused_lm_head
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.model.loading import load_model
+from sfm_dpo.model.sharding import disable_deepspeed_shm, keep_outputs
+from tests.tiny_models import tiny_model
 
 
 def test_weights_that_could_run_code_are_not_loaded(tiny_folder, tmp_path):
@@ -13,3 +21,45 @@ def test_weights_that_could_run_code_are_not_loaded(tiny_folder, tmp_path):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"cannot be loaded: .*no file named model.safetensors"):
         load_model(str(folder), {})
+
+
+@pytest.mark.parametrize("disable", [False, True])
+def test_canary_deepspeed_compiles_an_all_reduce_on_cpu(monkeypatch, disable):
+    """Stock DeepSpeed builds it whatever the backend; if that ever ends, disable_deepspeed_shm can go."""
+    import deepspeed
+    from deepspeed.comm.torch import build_shm_op
+    from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    cpu = deepspeed.accelerator.cpu_accelerator.CPU_Accelerator
+    monkeypatch.setattr("deepspeed.comm.torch.get_accelerator", cpu, raising=False)  # imported at its first use
+    monkeypatch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", True)
+    monkeypatch.setattr(ShareMemCommBuilder, "load", lambda self: "compiled")
+    if disable:
+        disable_deepspeed_shm()
+    assert build_shm_op() == (None if disable else "compiled")
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    gc.collect()  # a group in a cycle of references would be deleted later: in a forked process that hangs
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_log_probs_under_fsdp2_are_not_rounded(one_rank, kept):
+    """accelerate's own policy rounds them to bf16: if that ever ends, keep_outputs can go."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    plugin.set_mixed_precision("bf16")
+    if kept:
+        keep_outputs(plugin)
+    model = tiny_model("llama")
+    add_fused_lm_head(model)
+    fully_shard(model, mp_policy=plugin.mixed_precision_policy)
+    ids = torch.randint(0, 250, (2, 12))
+    with torch.no_grad():
+        log_probs = model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
+    assert log_probs.dtype == (torch.float32 if kept else torch.bfloat16)
+    assert torch.equal(log_probs, log_probs.bfloat16()) is not kept

@@ -34,24 +34,27 @@ SHAPE = {
 # heap is given back and the peak that Linux remembers is reset.
 MEASURE = """
 import ctypes, gc, json, sys
+import sfm_dpo.jobs.training_run
 import train_dpo
+from tests.toolbox import on_cpu
+
+sfm_dpo.jobs.training_run.write_report = lambda run: None
 
 def status(name):
     line = next(line for line in open("/proc/self/status") if line.startswith(name))
     return int(line.split()[1]) * 1024
 
 small, big, data, out = sys.argv[1:5]
-fields = ["--dataset_name", data, "--use_cpu", "--global_batch_size", "4", "--per_device_train_batch_size", "2",
-    "--max_length", "192", "--padding_free", "true", "--preflight", "skip", "--guard", "skip", "--save_strategy", "no",
-    "--precompute_ref_log_probs", "true", "--max_steps", "2", "--learning_rate", "1e-6", "--logging_steps", "1"]
+fields = {"max_length": 192, "padding_free": "true", "precompute_ref_log_probs": "true", "max_steps": 2,
+    "learning_rate": 1e-6, "save_strategy": "no"}
 
 def run(model, name, checkpointing):
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     before = status("VmRSS")
     open("/proc/self/clear_refs", "w").write("5")
-    more = ["--model_name_or_path", model, "--output_dir", f"{out}/{name}", "--gradient_checkpointing", checkpointing]
-    assert train_dpo.main([*fields, *more]) == 0
+    argv = on_cpu(model, data, f"{out}/{name}", gradient_checkpointing=checkpointing, **fields)
+    assert train_dpo.main(argv) == 0
     return status("VmHWM") - before
 
 run(small, "warm", "false")

@@ -6,7 +6,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, MambaConfig
 from trl.trainer.utils import add_fused_lm_head
 
-import sfm_dpo.model.packing
+from sfm_dpo.model import packing
+from sfm_dpo.model.attention import boundary_mask
 from sfm_dpo.model.packing import enable_padding_free
 from tests.tiny_models import ARCHITECTURES, tiny_config, tiny_model
 
@@ -125,11 +126,7 @@ def test_no_sequence_sees_another(architecture, monkeypatch):
         assert others < 1e-5 and own > 0.1
 
     # The same measurement sees a leak: one boundary for the whole row, everything else as it was
-    monkeypatch.setattr(
-        sfm_dpo.model.packing,
-        "boundary_mask",
-        lambda cu, _: sfm_dpo.model.attention.boundary_mask(cu[[0, -1]], int(cu[-1])),
-    )
+    monkeypatch.setattr(packing, "boundary_mask", lambda cu, _: boundary_mask(cu[[0, -1]], int(cu[-1])))
     others, _ = log_probs_after_changing_row(packed, batch, 0)
     assert others > 1e-2
 
@@ -168,6 +165,17 @@ def one_by_one(model, batch, weights):
     return expected, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def assert_single_sequences(got, alone, batch, log_prob_tolerance=LOG_PROB_TOLERANCE, tolerance=GRADIENT_TOLERANCE):
+    """What `run` gave is what the model `alone` computes of each sequence alone."""
+    output, gradients = got
+    weights = torch.linspace(-1, 1, output.log_probs.numel()).view_as(output.log_probs)
+    expected, expected_gradients = one_by_one(alone, batch, weights)
+    assert (output.log_probs - expected).abs().max() <= log_prob_tolerance
+    difference = {name: gradients[name] - gradient for name, gradient in expected_gradients.items()}
+    assert norm(difference) < tolerance * norm(expected_gradients)
+    assert norm(gradients) == pytest.approx(norm(expected_gradients), rel=tolerance)
+
+
 def shared_model(architecture, **kwargs):
     model = tiny_model(architecture, **({"router_aux_loss_coef": 0.0} if architecture == "olmoe" else {}), **kwargs)
     model.config.output_router_logits = False
@@ -182,18 +190,14 @@ def test_shared_prompts_change_neither_log_probs_nor_gradients(architecture, cas
     """Against each sequence alone, and against the row in which nothing is shared."""
     pairs = PROMPTS[case]
     batch = make_pairs(pairs, differ=11 if case == "prompts that differ" else None)
-    model, unshared, alone = shared_model(architecture), *padded_and_packed(architecture)[::-1]
+    model = shared_model(architecture)
+    alone, unshared = padded_and_packed(architecture)
     unshared.config.output_router_logits = False
     computed = []
     model.get_input_embeddings().register_forward_hook(lambda _, args, __: computed.append(args[0].shape[1]))
-    output, gradients = run(model, batch)
-    weights = torch.linspace(-1, 1, output.log_probs.numel()).view_as(output.log_probs)
-    expected, expected_gradients = one_by_one(alone, batch, weights)
-    assert (output.log_probs - expected).abs().max() <= LOG_PROB_TOLERANCE
-    difference = {name: gradients[name] - gradient for name, gradient in expected_gradients.items()}
-    assert norm(difference) < GRADIENT_TOLERANCE * norm(expected_gradients)
-    assert norm(gradients) == pytest.approx(norm(expected_gradients), rel=GRADIENT_TOLERANCE)
-    assert_equal_runs(run(unshared, batch), (output, gradients))
+    got = run(model, batch)
+    assert_single_sequences(got, alone, batch)
+    assert_equal_runs(run(unshared, batch), got)
     shared = [prompt - 1 for prompt, _, _ in pairs]
     shared[0] = min(shared[0], 11) if case == "prompts that differ" else shared[0]
     assert computed == [int(batch["attention_mask"].sum()) - sum(shared)]
@@ -226,10 +230,9 @@ def test_gradient_checkpointing_recomputes_with_the_same_boundaries(architecture
     assert_equal_runs(expected, (first, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
 
 
-@pytest.mark.parametrize("rows", BATCHES)
 @pytest.mark.parametrize("padding_side", ["left", "right"])
-def test_rows_that_share_nothing_are_computed_as_they_are(rows, padding_side):
-    batch = make_batch(BATCHES[rows], padding_side)
+def test_rows_that_share_nothing_are_computed_as_they_are(padding_side):
+    batch = make_batch(BATCHES["very unequal"], padding_side)
     assert_equal_runs(run(padded_and_packed("olmo3")[0], batch), run(shared_model("olmo3"), batch))
 
 
@@ -250,10 +253,8 @@ SHAPE = {"vocab_size": 64, "hidden_size": 32, "pad_token_id": 0, "bos_token_id":
 def test_models_that_cannot_be_packed_are_refused(config, reason):
     model = AutoModelForCausalLM.from_config(config)
     add_fused_lm_head(model)
-    with pytest.raises(ValueError, match=rf"^[^\n]*'{config.model_type}'[^\n]*$") as error:
+    with pytest.raises(ValueError, match=f"'{config.model_type}': .*{reason}.*; set padding_free: false$"):
         enable_padding_free(model)
-    assert reason in str(error.value)
-    assert "set padding_free: false" in str(error.value)
 
 
 def test_inputs_it_cannot_pack_are_refused():
