@@ -76,15 +76,13 @@ def tiny_config(architecture: str, **overrides) -> PreTrainedConfig:
             },
         ),
         "llama": (LlamaConfig, {"num_key_value_heads": 2}),
+        "olmo2": (Olmo2Config, {}),  # not among ARCHITECTURES: OLMo 3 has all it has
+        "olmo_hybrid": (OlmoHybridConfig, {"num_key_value_heads": 4}),  # see tests/model/test_hybrid.py
         "olmoe": (
             OlmoeConfig,
             {"num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1},
         ),
     }
-    if architecture == "olmo2":  # not among ARCHITECTURES: OLMo 3 has all it has
-        specific[architecture] = (Olmo2Config, {})
-    if architecture == "olmo_hybrid":  # not among ARCHITECTURES: see tests/model/test_hybrid.py
-        specific[architecture] = (OlmoHybridConfig, {"num_key_value_heads": 4})
     config_class, extra = specific[architecture]
     return config_class(**{**shape, **extra, **overrides})
 

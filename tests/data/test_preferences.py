@@ -43,9 +43,6 @@ def mixture(tmp_path, entries, *cli):
     return parse_config(["--config", str(tmp_path / "r.yaml"), "--model_name_or_path", "m", "--use_cpu", *cli])
 
 
-# ---- shapes
-
-
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
@@ -128,30 +125,13 @@ def test_text_stays_text_whatever_its_neighbours_are(write_rows, name):
     assert pairs.train["chosen"][: len(rows)] == [*JSON_LIKE, *([assistant(text)] for text in JSON_LIKE)]
 
 
-# ---- the account
-
-
-BAD = {
-    "malformed": {"prompt": "q", "chosen": [{"role": "assistant"}, {"text": "x"}], "rejected": [B]},
-    "last_turn_not_assistant": {"prompt": "q", "chosen": [user("a")], "rejected": [B]},
-    "prompts_differ": {"chosen": [Q, A], "rejected": [user("p"), B]},
-    "empty_response": {"prompt": "q", "chosen": [assistant("")], "rejected": [B]},
-    "chosen_equals_rejected": {"prompt": "q", "chosen": [B], "rejected": [B]},
-}
-
-
-def test_every_row_is_kept_or_counted(write_rows):
-    rows = [PAIR] * 5
-    for n, row in enumerate(BAD.values(), 1):
-        rows += [row] * n
-    pairs = load(write_rows("bad.jsonl", rows), "--max_dropped_fraction", "0.9")
-    assert pairs.as_dict()["dropped"] == pairs.dropped == {reason: n for n, reason in enumerate(BAD, 1)}
-    assert pairs.rows == len(rows) == len(pairs.train) + pairs.dropped.total()
+EMPTY = PAIR | {"chosen": [assistant("")]}
+DIFFER = {"chosen": [Q, A], "rejected": [user("p"), B]}
 
 
 def test_dropped_rows_are_listed_by_the_number_in_their_own_file(write_rows, tmp_path):
     """Two sources, shuffled before the tokens are looked at."""
-    first = write_rows("first.jsonl", [PAIR, BAD["empty_response"], *numbered(8), BAD["prompts_differ"]])
+    first = write_rows("first.jsonl", [PAIR, EMPTY, *numbered(8), DIFFER])
     long = PAIR | {"prompt": "word " * 200}
     second = write_rows("second.parquet", [*numbered(3), PAIR | {"rejected": PAIR["chosen"]}, long, *numbered(5)])
     cli = ["--max_dropped_fraction", "1", "--max_length", "64", "--eval_fraction", "0.2"]
@@ -173,12 +153,12 @@ def test_dropped_rows_are_listed_by_the_number_in_their_own_file(write_rows, tmp
 
 
 def test_max_dropped_fraction(write_rows):
-    path = write_rows("bad.jsonl", [PAIR] * 19 + [BAD["empty_response"]])
+    path = write_rows("bad.jsonl", [PAIR] * 19 + [EMPTY])
     assert len(load(path).train) == 19  # exactly the default of 5%
     with pytest.raises(UserError, match=r"1 of 20 rows .*empty response.*max_dropped_fraction 0\.04"):
         load(path, "--max_dropped_fraction", "0.04")
     with pytest.raises(UserError, match=r"3 of 3 rows cannot be used \(3 x prompts .* differ, first in row 1 of"):
-        load(write_rows("all.jsonl", [BAD["prompts_differ"]] * 3), "--max_dropped_fraction", "1")
+        load(write_rows("all.jsonl", [DIFFER] * 3), "--max_dropped_fraction", "1")
 
 
 def numbered(n, side="q"):
@@ -221,9 +201,6 @@ def test_mixture_with_fractions(write_rows, tmp_path):
     assert run(None, None) == (30, 40)
     assert run(0.5, 0.5) == (30, 30)
     assert run(0.1, 0.9) == (4, 40)
-
-
-# ---- files
 
 
 def test_a_folder_with_several_splits_gives_the_one_that_is_asked_for(write_rows, tmp_path):
@@ -282,9 +259,6 @@ def test_missing_empty_and_mixed_folders_and_no_network(write_rows, tmp_path):
         load(tmp_path / "two")
     with pytest.raises(UserError, match=r"dataset_name org/pairs: no local file, and the Hub's .*prefetch"):
         load("org/pairs")
-
-
-# ---- HF_HOME that is full or somebody else's
 
 
 def test_what_cannot_be_written_is_named_and_other_errors_stay():

@@ -46,7 +46,8 @@ def last_texts(pairs):
 @pytest.mark.parametrize(("name", "suffix"), [*((name, "jsonl") for name in RAW), ("ultrafeedback", "parquet")])
 def test_raw_sets_become_pairs(write_rows, tmp_path, capsys, name, suffix):
     rows, options, expected, without = RAW[name]
-    raw, out = write_rows(f"raw.{suffix}", rows), tmp_path / "pairs.jsonl"
+    raw = write_rows(f"raw.{suffix}", rows)
+    out = tmp_path / "pairs.jsonl"
     assert make_pairs.main([str(raw), "--by", "score", *options.split(), str(out)]) == 0
     assert f"pairs.jsonl: {len(expected)} pairs; {without} prompts" in capsys.readouterr().out
     assert last_texts(read_pairs(out).train) == expected
@@ -63,8 +64,8 @@ def test_raw_sets_become_pairs(write_rows, tmp_path, capsys, name, suffix):
     ],
 )
 def test_what_cannot_be_paired_is_one_line(write_rows, tmp_path, caplog, row, options, message):
-    raw, out = write_rows("raw.jsonl", [row]), tmp_path / "pairs.jsonl"
-    assert make_pairs.main([str(raw), "--by", "score", *options.split(), str(out)]) == 2
+    raw = write_rows("raw.jsonl", [row])
+    assert make_pairs.main([str(raw), "--by", "score", *options.split(), str(tmp_path / "pairs.jsonl")]) == 2
     assert any(message.replace("RAW", str(raw)) in line for line in caplog.messages), caplog.messages
     assert not list(tmp_path.glob("*pairs.jsonl*"))
 

@@ -55,8 +55,8 @@ def test_order_depends_on_seed_epoch_data_and_global_batch_alone(strategy):
     assert len({*order(), *order(seed=4)}) == (1 if strategy == "sequential" else 4)
     for micro_batch in (1, 4):
         sampler = PairSampler(TOKENS, strategy, 128, micro_batch, 3, packed=False)
-        rows, steps = np.split(np.array(list(sampler)), 32), sampler.steps(0)
-        assert [sorted(step) for step in rows] == [sorted(step) for step in steps]
+        rows = np.split(np.array(list(sampler)), 32)
+        assert [sorted(step) for step in rows] == [sorted(step) for step in sampler.steps(0)]
 
 
 def test_a_tail_is_another_one_each_epoch_and_too_few_pairs_are_an_error():
@@ -74,9 +74,6 @@ def test_the_largest_micro_batch_is_in_the_first_steps(strategy, size):
     sampler = PairSampler(TOKENS, strategy, 128, size, seed=1)
     largest = [sampler.largest(rows, size) for rows in sampler.steps(0)]
     assert max(largest) in largest[:5] and len(largest) == 32
-
-
-# ---- what is trained
 
 
 def train(tmp_path: Path, tiny_folder, *fields: str) -> Path:

@@ -1,7 +1,6 @@
 """Tokenization: TRL's own ids on every shape, prompts that keep their end, and the cache's key."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,6 @@ from tests.tiny_models import CHAT_TEMPLATE, EOS, tiny_tokenizer
 from tests.toolbox import read_pairs
 
 IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
-SHARED = Path(__file__).parents[3] / "shared" / "data"
 
 # Begins with a system message of its own where there is none, as OLMo's and Qwen's templates do.
 DEFAULT_SYSTEM = (
@@ -86,9 +84,6 @@ def our_ids(pairs: Dataset, tokenizer, max_length=None, **kwargs) -> list[tuple]
     return [tuple(row[name] for name in IDS) for row in tokens]
 
 
-# ---- TRL's ids
-
-
 @pytest.mark.parametrize("bos", [False, True])
 @pytest.mark.parametrize(
     ("make", "template"),
@@ -133,17 +128,6 @@ def test_pairs_that_trl_drops_for_their_length_are_dropped_and_counted():
     assert len(tokenize_pairs(pairs, tokenizer, max_length=None)[0]) == 12
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data")
-@pytest.mark.parametrize("name", ["pairs_prompt.jsonl", "pairs_chat.jsonl"])
-def test_ids_are_trls_on_real_pairs(name):
-    pairs = read_pairs(SHARED / name).train
-    tokenizer = tokenizer_with(DEFAULT_SYSTEM)
-    assert our_ids(pairs, tokenizer, max_length=2048) == trl_ids(pairs, tokenizer, max_length=2048)
-
-
-# ---- what happens to the prompt
-
-
 def test_prompts_that_are_no_prefix_are_counted():
     for template, trimmed in ((THINK, len("<think>")), (CHAT_TEMPLATE, 0)):
         tokens, _ = tokenize_pairs(pairs_of(conversation), tokenizer_with(template), None)
@@ -170,9 +154,6 @@ def test_conversations_without_a_chat_template_are_an_error_and_plain_text_is_no
     with pytest.raises(UserError, match="no chat template"):
         tokenize_pairs(pairs_of(conversation), tokenizer, None)
     assert len(tokenize_pairs(pairs_of(text_pair), tokenizer, None)[0]) == 12
-
-
-# ---- the cache
 
 
 @pytest.fixture
@@ -227,9 +208,6 @@ def test_what_changes_the_ids_changes_the_key(stored, monkeypatch, change):
         pairs = pairs.select(range(39))
     with pytest.raises(AssertionError, match="tokenized again"):
         tokens_from_cache(pairs, tokenizer, monkeypatch)
-
-
-# ---- loading
 
 
 def test_load_tokenizer(tiny_folder, tmp_path):

@@ -131,8 +131,6 @@ def test_no_sequence_sees_another(architecture, monkeypatch):
     assert others > 1e-2
 
 
-# ---- prefix sharing ----
-
 # (prompt, chosen, rejected) tokens of each pair; OLMo 3's windows hold 8 tokens
 PROMPTS = {
     "long and short": [(20, 30, 1), (3, 1, 90), (12, 2, 140)],
@@ -236,8 +234,6 @@ def test_rows_that_share_nothing_are_computed_as_they_are(padding_side):
     assert_equal_runs(run(padded_and_packed("olmo3")[0], batch), run(shared_model("olmo3"), batch))
 
 
-# ---- what cannot be packed ----
-
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -262,9 +258,6 @@ def test_inputs_it_cannot_pack_are_refused():
     batch = make_batch(BATCHES["one pair"])
     with pytest.raises(ValueError, match="'token_type_ids'"):
         packed(**batch, token_type_ids=torch.zeros_like(batch["input_ids"]), fused_lm_head=True)
-
-
-# ---- on a GPU ----
 
 
 @pytest.mark.gpu
