@@ -163,15 +163,15 @@ def one_by_one(model, batch, weights):
     return expected, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_single_sequences(got, alone, batch, log_prob_tolerance=LOG_PROB_TOLERANCE, tolerance=GRADIENT_TOLERANCE):
+def assert_single_sequences(got, alone, batch):
     """What `run` gave is what the model `alone` computes of each sequence alone."""
     output, gradients = got
     weights = torch.linspace(-1, 1, output.log_probs.numel()).view_as(output.log_probs)
     expected, expected_gradients = one_by_one(alone, batch, weights)
-    assert (output.log_probs - expected).abs().max() <= log_prob_tolerance
+    assert (output.log_probs - expected).abs().max() <= LOG_PROB_TOLERANCE
     difference = {name: gradients[name] - gradient for name, gradient in expected_gradients.items()}
-    assert norm(difference) < tolerance * norm(expected_gradients)
-    assert norm(gradients) == pytest.approx(norm(expected_gradients), rel=tolerance)
+    assert norm(difference) < GRADIENT_TOLERANCE * norm(expected_gradients)
+    assert norm(gradients) == pytest.approx(norm(expected_gradients), rel=GRADIENT_TOLERANCE)
 
 
 def shared_model(architecture, **kwargs):
