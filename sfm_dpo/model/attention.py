@@ -35,19 +35,43 @@ def register() -> None:
     AttentionMaskInterface.register(PACKED, sdpa_mask)
 
 
-def boundary_mask(
-    cu_seqlens: torch.Tensor, max_length: int, cu_keys: torch.Tensor | None = None, keys: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Boundaries as a 4-D attention mask: int32 `[1, 1, max_length, n + 1]`, a view without memory.
+def boundary_mask(cu_seqlens: torch.Tensor, max_length: int, *shared_keys: torch.Tensor) -> torch.Tensor:
+    """Boundaries in the form of a 4-D attention mask: int32 `[1, 1, max_length, n + 1]`, a view without memory.
 
     `cu_seqlens`: int32 `[n + 1]`, where the n sequences begin, and the total; `max_length`: of the longest with its
-    keys. Sizes in the shape spare every layer a device sync, and are dynamic to torch.compile. With other keys than
-    queries it is `[n + 1, 1, max_length, 2 (n + 1) + T_k]`: sequence i sees the tokens
-    `keys[cu_keys[i]:cu_keys[i + 1]]` of the row, the last of which are its own (int32 both).
+    keys. Sizes in the shape spare every layer the device sync that reading them from the tensor would be, and are
+    dynamic to torch.compile. With other keys than queries, `shared_keys` (cu_keys, keys, order), it is
+    `[n + 1, 1, max_length, 2 (n + 1) + 2 T_k]`: sequence i sees the tokens `keys[cu_keys[i]:cu_keys[i + 1]]` of the
+    row, the last of which are its own; `order` as for `GatherKeys` (int32 all).
     """
-    if cu_keys is None or keys is None:
+    if not shared_keys:
         return cu_seqlens.view(1, 1, 1, -1).expand(1, 1, max_length, -1)
-    return torch.cat([cu_seqlens, cu_keys, keys]).view(1, 1, 1, -1).expand(len(cu_seqlens), 1, max_length, -1)
+    return torch.cat([cu_seqlens, *shared_keys]).view(1, 1, 1, -1).expand(len(cu_seqlens), 1, max_length, -1)
+
+
+class GatherKeys(torch.autograd.Function):
+    """`states[:, keys]` of keys or values `[1, T, H, D]`, for prefix sharing.
+
+    autograd's backward of it adds every element atomically, which is slow in 16 bit and not deterministic. But each
+    token is a key once for its own sequence, and a prompt's token once more. `order` `[T_k]`: the positions in `keys`
+    of all tokens as their own sequences' keys, by token, then those of the second copies.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, keys: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(keys, order)
+        ctx.tokens = states.shape[1]
+        return states.index_select(1, keys)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        keys, order = ctx.saved_tensors
+        own = order[: ctx.tokens]
+        copies = order[ctx.tokens :]
+        prompts = keys.index_select(0, copies).long()
+        result = gradient.index_select(1, own)
+        total = result.index_select(1, prompts) + gradient.index_select(1, copies)
+        return result.index_copy_(1, prompts, total), None, None
 
 
 def activate_flash(choice: str) -> None:
@@ -89,13 +113,15 @@ def packed_attention_forward(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    varlen: bool | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """Attention function in the form of transformers' AttentionInterface.
 
     `query` `[1, H, T, D]`, `key` and `value` `[1, H_kv, T, D]`, T = tokens of all sequences; `attention_mask` from
     `boundary_mask`. A query sees itself and the `sliding_window - 1` (or all) tokens before it in its own sequence.
-    Returns `[1, T, H, D]` and None. Raises ValueError where the model asks for what the kernels do not compute.
+    `varlen`: by default where it has a kernel. Returns `[1, T, H, D]` and None. Raises ValueError where the model asks
+    for what the kernels do not compute.
     """
     if attention_mask is None or attention_mask.dtype != torch.int32:  # padded evaluation, `generate`
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -124,10 +150,10 @@ def packed_attention_forward(
     if n > 1:  # other keys than queries
         cu_seqlens = boundaries[:n]
         cu_keys = boundaries[n : 2 * n]
-        keys = boundaries[2 * n :]
-        key = key.transpose(1, 2).index_select(1, keys).transpose(1, 2)
-        value = value.transpose(1, 2).index_select(1, keys).transpose(1, 2)
-    if _takes_varlen(query.device, query.dtype, query.shape[-1], value.shape[-1]):
+        keys, order = boundaries[2 * n :].chunk(2)
+        key = GatherKeys.apply(key.transpose(1, 2), keys, order).transpose(1, 2)
+        value = GatherKeys.apply(value.transpose(1, 2), keys, order).transpose(1, 2)
+    if varlen or _takes_varlen(query.device, query.dtype, query.shape[-1], value.shape[-1]):
         return _varlen(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window, max_length), None
     return _sdpa_by_sequence(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window), None
 

@@ -66,7 +66,8 @@ def _run_packed(
         computed = attention_mask.bool() & ~shared
         position = (computed.flatten().cumsum(0, dtype=torch.int32) - 1).view(rows, length)  # in the row
         keys = torch.where(shared, position.roll(rows // 2, 0), position).flatten()[real]
-        shared_keys = (cu_seqlens, keys)
+        order = shared.flatten()[real].byte().argsort(stable=True)  # own keys first
+        shared_keys = (cu_seqlens, keys, order.to(torch.int32))
         cu_seqlens = _cumulate(computed.sum(dim=1))
         real = computed.flatten().nonzero().squeeze(1)
     if hybrid:

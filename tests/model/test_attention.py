@@ -1,17 +1,26 @@
 """Packed attention alone: against attention written out, what it refuses, and what it leaves to SDPA."""
 
 import json
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.attention import register_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils._python_dispatch import TorchDispatchMode
 from trl.trainer.utils import add_fused_lm_head
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.model import attention
-from sfm_dpo.model.attention import PACKED, boundary_mask, check_shared_keys, packed_attention_forward, register
+from sfm_dpo.model.attention import (
+    PACKED,
+    GatherKeys,
+    boundary_mask,
+    check_shared_keys,
+    packed_attention_forward,
+    register,
+)
 from sfm_dpo.model.packing import enable_padding_free
 from tests.tiny_models import ARCHITECTURES, tiny_model
 
@@ -80,7 +89,7 @@ def test_equals_attention_written_out_on_cuda(kv_heads, window, dtype, tolerance
 
 
 # Own and seen tokens of each sequence: [7 of a prompt and 5 of its chosen answer] is seen by a rejected one of 4, ...
-SHARED = [([12, 4, 9, 1], [0, 0, 7, 0]), ([300, 140, 150, 1], [0, 130, 0, 299]), ([5, 5], [0, 4])]
+SHARED = [([12, 4, 9, 1], [0, 0, 7, 0]), ([300, 140, 150], [0, 130, 0]), ([300, 1], [0, 299]), ([5, 5], [0, 4])]
 
 
 def shared_inputs(own, before, kv_heads, device="cpu", dtype=torch.float32, head_dim=16):
@@ -89,8 +98,42 @@ def shared_inputs(own, before, kv_heads, device="cpu", dtype=torch.float32, head
     starts = [sum(own[:i]) for i in range(len(own))]
     keys = [torch.cat([torch.arange(b), torch.arange(s, s + n)]) for n, b, s in zip(own, before, starts, strict=True)]
     cu_seqlens, cu_keys = (torch.tensor([0, *n]).cumsum(0).int() for n in (own, list(map(len, keys))))
-    mask = boundary_mask(cu_seqlens, max(map(len, keys)), cu_keys, torch.cat(keys).int()).to(device)
+    mask = boundary_mask(cu_seqlens, max(map(len, keys)), cu_keys, *keys_and_order(own, before)).to(device)
     return qkv, keys, mask
+
+
+def keys_and_order(own, before):
+    """The tokens that all sequences see, and GatherKeys' order: own tokens, then second copies."""
+    keys = []
+    is_copy = []
+    for number, (count, seen) in enumerate(zip(own, before, strict=True)):
+        start = sum(own[:number])
+        keys += [*range(seen), *range(start, start + count)]
+        is_copy += [True] * seen + [False] * count
+    return torch.tensor(keys).int(), torch.tensor(is_copy).byte().argsort(stable=True).int()
+
+
+class OpCounter(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("own", "before"), SHARED)
+def test_gathered_keys_have_autograd_s_gradient_without_atomics(own, before):
+    keys, order = keys_and_order(own, before)
+    states = torch.randn(1, sum(own), 2, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(1, len(keys), 2, 8, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(states.index_select(1, keys), states, weight)
+    gathered = GatherKeys.apply(states, keys, order)
+    with OpCounter() as ops:
+        (gradient,) = torch.autograd.grad(gathered, states, weight)
+    assert torch.equal(gathered, states[:, keys]) and torch.equal(gradient, expected)
+    assert ops.names["index_copy_"] == 1 and not [name for name in ops.names if "add_" in name or "put" in name]
 
 
 @pytest.mark.parametrize(("own", "before"), SHARED)
@@ -144,7 +187,7 @@ def test_the_varlen_call_of_shared_keys(monkeypatch):
     monkeypatch.setattr("sfm_dpo.model.attention._takes_varlen", lambda *_: True)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # unknown for the meta device
     qkv, _, mask = shared_inputs([12, 4, 9, 1], [0, 0, 7, 0], 2, "meta", torch.bfloat16, 64)
-    assert mask.shape == (5, 1, 16, 5 + 5 + 33)
+    assert mask.shape == (5, 1, 16, 5 + 5 + 2 * 33)
     output, _ = packed_attention_forward(SimpleNamespace(is_causal=True), *qkv, mask, sliding_window=8)
     grads = torch.autograd.grad(output.sum(), qkv)
     (query, key, value, cu_seqlens, cu_keys, *longest), options = calls[0]
