@@ -145,7 +145,7 @@ def check(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
     if args.padding_free:
         log.info(f"padding-free, attention by {trainer.attention_kernel()}")
     sampler = trainer.train_sampler
-    largest = int(sampler.tokens[sampler.largest_micro_batch(sampler.micro_batch)].sum())
+    largest = sampler.layout.count(sampler.largest_micro_batch(sampler.micro_batch))
     where = "" if args.train_sampling_strategy == "sequential" else " and runs first"
     log.info(f"the largest micro-batch has {largest:,} tokens{where}")
     if is_main_process():

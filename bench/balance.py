@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""How long ranks wait for the slowest: tokens of each rank and micro-batch, by sampling strategy.
+"""How long ranks wait for the slowest, by sampling strategy.
 
     python bench/balance.py [--lengths think]
 
-Ranks exchange gradients after each micro-batch (ZeRO-2), so a micro-batch takes what its slowest rank takes. `slowest`
-is the sum over micro-batches of the slowest rank's tokens over that of the mean rank: 1.00 is perfect balance. `peak`
-is the largest micro-batch.
+Ranks exchange gradients after each micro-batch (ZeRO-2), so a micro-batch takes what its slowest rank takes. Columns:
+FLOPs of the slowest rank over those of the mean one, by model, 1.000 being perfect balance; tokens of the largest
+micro-batch. `equal tokens` is batch_rebalance as it would be with tokens in place of cost, `stock` transformers' own.
 """
 
 import sys
@@ -18,41 +18,58 @@ import sfm_dpo
 sfm_dpo.setup()
 
 import numpy as np
+import torch
+from transformers import AutoConfig
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from bench.lengths import LENGTHS, MAX_LENGTH, sample_lengths
 from sfm_dpo.common.cli import Arguments
-from sfm_dpo.data.sampler import PairSampler
+from sfm_dpo.common.files import PROJECT
+from sfm_dpo.data.sampler import PairSampler, assign_pairs
+from sfm_dpo.data.tokenization import Lengths
+from sfm_dpo.model.flops import ForwardFlops
+from sfm_dpo.model.memory import meta_model
 
 PAIRS, GLOBAL_BATCH, RANKS, PER_DEVICE = 20_000, 128, 4, 4
+MODELS = ("gpt_neox_6.9b", "olmo3_7b")
 
 
-def rank_tokens(strategy: str, tokens: np.ndarray) -> np.ndarray:
-    """[micro-batches, RANKS] tokens; `stock`: transformers' own sampler for batch_rebalance."""
+def micro_batches(strategy: str, lengths: Lengths) -> list[np.ndarray]:
+    """The rows of each, in the order of ranks."""
+    tokens = lengths.computed(prefix_sharing=False)
     if strategy == "stock":
         settings = (tokens.tolist(), GLOBAL_BATCH, RANKS, GLOBAL_BATCH // (RANKS * PER_DEVICE))
-        samplers = [BatchRebalanceSampler(*settings, rank=rank) for rank in range(RANKS)]
-        return np.array([[tokens[rows].sum() for rows in sampler] for sampler in samplers]).T
-    sampler = PairSampler(tokens, strategy, GLOBAL_BATCH, PER_DEVICE, 42)
-    batches = [rows for step in sampler.steps(0) for rows in sampler.micro_batches(step)]
-    sums = [tokens[rows].sum() for rows in batches]
-    return np.array(sums).reshape(-1, RANKS)  # accelerate gives batch i to rank i mod W
+        ranks = [BatchRebalanceSampler(*settings, rank=rank) for rank in range(RANKS)]
+        return [np.array(rows) for together in zip(*ranks, strict=True) for rows in together]
+    name = "random" if strategy == "equal tokens" else strategy
+    sampler = PairSampler(lengths, name, GLOBAL_BATCH, PER_DEVICE, 42)
+    if strategy == "equal tokens":
+        return [step[rows] for step in sampler.steps(0) for rows in assign_pairs(tokens[step], PER_DEVICE)]
+    return [rows for step in sampler.steps(0) for rows in sampler.micro_batches(step)]
+
+
+def measure(strategy: str, lengths: Lengths) -> list[float]:
+    """Slowest rank over mean rank for each of MODELS, and the tokens of the largest micro-batch."""
+    batches = micro_batches(strategy, lengths)
+    row = []
+    for name in MODELS:
+        forward = ForwardFlops.of(meta_model(AutoConfig.from_pretrained(PROJECT / "bench/shapes" / name)))
+        work = [forward(torch.from_numpy(lengths.sequences[rows].ravel()), 0) for rows in batches]
+        together = np.array(work, dtype=float).reshape(-1, RANKS)  # accelerate gives batch i to rank i mod W
+        row.append(together.max(axis=1).sum() / together.mean(axis=1).sum())
+    return [*row, max(lengths.sequences[rows].sum() for rows in batches)]
 
 
 def main(argv: list[str]) -> None:
     parser = Arguments(description=__doc__)
     parser.add_argument("--lengths", choices=list(LENGTHS), default="think")
-    options = parser.parse_args(argv)
-    max_length = MAX_LENGTH[options.lengths]
-    lengths = sample_lengths(options.lengths, PAIRS)
-    prompt = np.minimum(lengths["prompt"], max_length // 2)
-    tokens = sum(np.minimum(prompt + lengths[side], max_length) for side in ("chosen", "rejected"))
-    print(f"{PAIRS:,} pairs, {RANKS} ranks x {PER_DEVICE}, max_length {max_length:,}")
-    print(f"{'':<18}{'slowest':>8}{'peak':>10}")
-    for strategy in ("random", "group_by_length", "batch_rebalance", "stock"):
-        work = rank_tokens(strategy, tokens)
-        slowest = work.max(axis=1).sum() / work.mean(axis=1).sum()
-        print(f"{strategy:<18}{slowest:8.3f}{work.max():10,}")
+    kind = parser.parse_args(argv).lengths
+    columns = {f"{name}_length": tokens for name, tokens in sample_lengths(kind, PAIRS).items()}
+    lengths = Lengths.from_columns(columns).truncate(MAX_LENGTH[kind], MAX_LENGTH[kind] // 2)
+    print(f"{PAIRS:,} pairs, {RANKS} ranks x {PER_DEVICE}, max_length {MAX_LENGTH[kind]:,}; {', '.join(MODELS)}")
+    for strategy in ("random", "group_by_length", "stock", "equal tokens", "batch_rebalance"):
+        neox, olmo, peak = measure(strategy, lengths)
+        print(f"{strategy:<18}{neox:8.3f}{olmo:8.3f}{peak:10,}")
 
 
 if __name__ == "__main__":

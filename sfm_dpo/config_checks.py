@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import torch
 from transformers.utils import is_flash_attn_2_available
 
 from sfm_dpo.common.errors import UserError, nearest
@@ -19,9 +18,6 @@ LOSS_TYPES = (
 ).split()
 # Losses whose log-ratios are means over response tokens; the others in TRL use sums.
 LENGTH_NORMALIZED_LOSSES = {"sigmoid_norm", "ipo"}
-# Of TRL's DPOTrainer.__init__, which raises for others after the model has been loaded
-F_DIVERGENCE_LOSSES = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
-SORTING_LOSSES = {"aot", "aot_unpaired"}
 
 HELD_OUT = "eval"  # the pairs of eval_fraction, beside the names of eval_datasets
 EVAL_METRICS = """loss rewards/chosen rewards/rejected rewards/margins rewards/average rewards/accuracies logps/chosen
@@ -75,17 +71,6 @@ def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> It
     if summed and c.beta >= 1 and not c.allow_unnormalized_beta:
         why = f"with loss_type {summed[0]} this loss uses sums over tokens, some fifty times stiffer than OLMo's means"
         yield "beta", f"{why}; use loss_type sigmoid_norm, or beta 0.1, or allow_unnormalized_beta: true"
-    losses = {*c.loss_type}
-    if "exo_pair" in losses and not c.label_smoothing:
-        yield "label_smoothing", "exo_pair needs one above 0, for instance 0.001"
-    if c.f_divergence_type != "reverse_kl" and (others := losses - F_DIVERGENCE_LOSSES):
-        yield "f_divergence_type", f"loss_type {min(others)} has reverse_kl only; use that"
-    if c.use_weighting and (others := losses & {*SORTING_LOSSES, "sft"}):
-        yield "use_weighting", f"loss_type {min(others)} has no loss of a single pair; remove one of the two"
-    if losses & SORTING_LOSSES and (c.fit_memory or c.per_device_train_batch_size != c.global_batch_size):
-        yield "loss_type", "sorts the pairs of a micro-batch, which must be the global batch of a single process"
-    if c.use_peft and {"lm_head", "embed_out"} & {*(c.lora_target_modules or ())}:
-        yield "lora_target_modules", "the fused LM head would ignore its adapter; take it out"
     if c.prefix_sharing and not c.padding_free:
         yield "prefix_sharing", "needs padding_free: true"
     sharded = "true" in (os.environ.get("ACCELERATE_USE_DEEPSPEED"), os.environ.get("ACCELERATE_USE_FSDP"))
@@ -121,9 +106,6 @@ def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> It
     if training and c.attn_implementation == "flash_attention_2" and not is_flash_attn_2_available():
         yield "attn_implementation", "needs flash-attn and a GPU; remove it: padding_free: true needs no such package"
     launched = "LOCAL_RANK" in os.environ or any(name.startswith("ACCELERATE_USE_") for name in os.environ)
-    gpus = torch.cuda.device_count()
-    if training and world_size == 1 and gpus > 1 and not c.use_cpu:
-        yield "use_cpu", f"one process sees {gpus} GPUs; use accelerate launch, or set CUDA_VISIBLE_DEVICES=0"
     if training and c.deepspeed and not launched:
         yield "deepspeed", "no launcher started this process; use accelerate launch --config_file ..., which brings it"
 

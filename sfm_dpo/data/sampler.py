@@ -1,13 +1,16 @@
 """Order of the pairs: which pairs an optimizer step holds, and how they are assigned to micro-batches of equal count.
 
-What a step holds depends on seed, epoch, data and global batch alone, never on ranks or pairs per device. Accelerate
-gives consecutive batches of a plain index sampler to the ranks in turn.
+What a step holds, and the order of the steps, depend on seed, data and global batch alone, never on ranks, pairs per
+device or a speed flag. Accelerate gives consecutive batches of a plain index sampler to the ranks in turn, so the
+sampler emits a step's micro-batches in that order. ORDER_VERSION goes into every checkpoint: a run resumes only where
+the order is the same.
 """
 
 import hashlib
 import heapq
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -17,20 +20,27 @@ from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.data.tokenization import Lengths
 from sfm_dpo.model.memory import MicroBatch
 
-# In every checkpoint, which resumes only in the same order: raise it when the same seed and data give another one
-ORDER_VERSION = 2
+ORDER_VERSION = 3  # raise it when the same seed and data give another order; 1 was transformers' samplers
 FIRST_STEPS_FOR = (1, 2, 4, 8, 16)  # pairs in a micro-batch
+HIDDEN = 4096  # hidden size of a 7B model
 
 
-def assign_pairs(tokens: np.ndarray, size: int) -> list[np.ndarray]:
-    """Assigns pairs of `tokens` [n] to n / size micro-batches: the longest first, each to the lightest that has room.
-    Returns their positions [size] each, the heaviest first: ranks that wait for each other get neighbours."""
-    with_room: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(len(tokens) // size)]
+def assign_pairs(cost: np.ndarray, size: int) -> list[np.ndarray]:
+    """Assigns n pairs to micro-batches of `size`: the dearest first, each to the cheapest that has room.
+
+    Args:
+        cost: [n] of each pair; n is a multiple of `size`.
+
+    Returns:
+        Positions in `cost`, [size] for each of the n / size micro-batches, the dearest first: ranks that wait for
+        each other get neighbours.
+    """
+    with_room: list[tuple[float, int, list[int]]] = [(0.0, number, []) for number in range(len(cost) // size)]
     full = []
-    for position in np.argsort(-tokens, kind="stable").tolist():
-        weight, number, positions = heapq.heappop(with_room)
+    for position in np.argsort(-cost, kind="stable").tolist():
+        total, number, positions = heapq.heappop(with_room)
         positions.append(position)
-        micro_batch = (weight + int(tokens[position]), number, positions)
+        micro_batch = (total + float(cost[position]), number, positions)
         if len(positions) < size:
             heapq.heappush(with_room, micro_batch)
         else:
@@ -39,45 +49,94 @@ def assign_pairs(tokens: np.ndarray, size: int) -> list[np.ndarray]:
     return [np.array(positions) for _, _, positions in full]
 
 
+@dataclass(frozen=True)
+class Layout:
+    """What a run computes of each pair: padded, packed, or packed with prefix sharing.
+
+    Attributes:
+        tokens: [N] of both sequences of a pair; a shared prompt once.
+        longest: [N] tokens of the longer sequence, to which a micro-batch is padded; None: packed.
+        cost: [N] work, as tokens. A layer of hidden size h takes 24 h^2 FLOPs a token, and 4 h for each (query, key).
+    """
+
+    tokens: np.ndarray
+    longest: np.ndarray | None
+    cost: np.ndarray
+
+    @classmethod
+    def of(cls, lengths: Lengths, packed: bool, shared: bool) -> "Layout":
+        squares = (lengths.sequences.astype(float) ** 2).sum(axis=1)
+        if shared:
+            squares -= lengths.prompt.astype(float) ** 2
+        tokens = lengths.computed(shared)
+        return cls(tokens, None if packed else lengths.total, tokens + squares / 2 / (6 * HIDDEN))
+
+    def count(self, rows: np.ndarray) -> int:
+        """Tokens computed of a micro-batch, padding included."""
+        if self.longest is None:
+            return int(self.tokens[rows].sum())
+        return 2 * len(rows) * int(self.longest[rows].max())
+
+    def split(self, rows: np.ndarray, size: int, balanced: bool) -> list[np.ndarray]:
+        """The rows [size] of each micro-batch; balanced: of equal cost, or padded ones of pairs of one length."""
+        if not balanced:
+            return np.split(rows, len(rows) // size)
+        if self.longest is None:
+            return [rows[positions] for positions in assign_pairs(self.cost[rows], size)]
+        return np.split(rows[np.argsort(-self.longest[rows], kind="stable")], len(rows) // size)
+
+
 class PairSampler(Sampler[int]):
     """Rows of the training set for one epoch: `micro_batch` consecutive rows are one micro-batch.
 
     Pairs that do not fill the last global batch are left out of the epoch, another random few each time. The steps
-    that hold the largest micro-batch, for any usual number of pairs in it, come first in the first epoch: what fits
-    into memory then fits for the whole run.
+    that hold the largest micro-batch, for any usual number of pairs in it and any Layout, come first in the first
+    epoch: what fits into memory then fits for the whole run.
 
-    `tokens`: [N], both sequences of each pair together; `strategy`: random; batch_rebalance, the same steps, within
-    which `assign_pairs` makes the micro-batches; group_by_length, sorted within 50 global batches; or sequential;
-    `global_batch`: pairs in a step over all ranks; `packed`: without padding, else pairs of one length come together.
+    Args:
+        lengths: of the N pairs, truncated.
+        strategy: TRL's `train_sampling_strategy`: random; batch_rebalance, the same steps, within which the
+            micro-batches are balanced; group_by_length, sorted within 50 global batches; sequential, the order of the
+            data.
+        global_batch: pairs in an optimizer step over all ranks; a multiple of `micro_batch`.
+        packed, shared: the run's Layout.
     """
 
     def __init__(
-        self, tokens: np.ndarray, strategy: str, global_batch: int, micro_batch: int, seed: int, packed: bool = True
+        self,
+        lengths: Lengths,
+        strategy: str,
+        global_batch: int,
+        micro_batch: int,
+        seed: int,
+        packed: bool = True,
+        shared: bool = False,
     ):
-        if len(tokens) < global_batch:
+        if len(lengths) < global_batch:
             raise UserError(
-                f"global_batch_size {global_batch}: there are only {len(tokens)} pairs to train on, less than one "
+                f"global_batch_size {global_batch}: there are only {len(lengths)} pairs to train on, less than one "
                 "optimizer step; use a smaller global_batch_size, or more data"
             )
-        self.tokens = tokens
+        self.lengths = lengths
         self.strategy = strategy
         self.global_batch = global_batch
         self.micro_batch = micro_batch
         self.seed = seed
-        self.packed = packed
+        self.layout = Layout.of(lengths, packed, shared)
         self.epoch = 0
         self.is_over = False  # nothing is left to train
         self._steps: dict[int, list[np.ndarray]] = {}  # of the epoch that was asked for last
 
     @classmethod
-    def of(cls, tokens: np.ndarray, args: TrainConfig) -> "PairSampler":
+    def of(cls, lengths: Lengths, args: TrainConfig, shared: bool) -> "PairSampler":
         """The sampler of a run."""
         strategy = args.train_sampling_strategy
         seed = args.seed if args.data_seed is None else args.data_seed
-        return cls(tokens, strategy, args.global_batch_size, args.per_device_train_batch_size, seed, args.padding_free)
+        per_device = args.per_device_train_batch_size
+        return cls(lengths, strategy, args.global_batch_size, per_device, seed, args.padding_free, shared)
 
     def __len__(self) -> int:
-        return len(self.tokens) // self.global_batch * self.global_batch
+        return len(self.lengths) // self.global_batch * self.global_batch
 
     def __iter__(self) -> Iterator[int]:
         for rows in [] if self.is_over else self.steps(self.epoch):
@@ -96,55 +155,49 @@ class PairSampler(Sampler[int]):
     def _order_steps(self, epoch: int) -> list[np.ndarray]:
         if self.strategy == "sequential":
             return np.split(np.arange(len(self)), len(self) // self.global_batch)
-        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.tokens))[: len(self)]
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.lengths))[: len(self)]
         if self.strategy == "group_by_length":
+            tokens = self.lengths.computed(prefix_sharing=False)
             window = 50 * self.global_batch  # as transformers' LengthGroupedSampler
             windows = (order[i : i + window] for i in range(0, len(order), window))
-            order = np.concatenate([rows[np.argsort(-self.tokens[rows], kind="stable")] for rows in windows])
+            order = np.concatenate([rows[np.argsort(-tokens[rows], kind="stable")] for rows in windows])
         steps = np.split(order, len(order) // self.global_batch)
-        if epoch:
-            return steps
-        # Packed micro-batches of each usual size: the order depends neither on pairs per device nor on padding
+        return self._put_largest_first(steps) if epoch == 0 else steps
+
+    def _put_largest_first(self, steps: list[np.ndarray]) -> list[np.ndarray]:
+        """The steps, those first that hold the largest micro-batch of a Layout and a usual size."""
         first: list[int] = []
-        for size in FIRST_STEPS_FOR:
-            if self.global_batch % size == 0:
-                largest = [self.largest(rows, size) for rows in steps]
-                first.append(int(np.argmax(largest)))
+        for packed, shared in ((True, True), (True, False), (False, False)):
+            layout = Layout.of(self.lengths, packed, shared)
+            for size in FIRST_STEPS_FOR:
+                if self.global_batch % size == 0:
+                    largest = [max(map(layout.count, self.micro_batches(rows, size, layout))) for rows in steps]
+                    first.append(int(np.argmax(largest)))
         rest = [rows for i, rows in enumerate(steps) if i not in first]
         return [steps[i] for i in dict.fromkeys(first)] + rest
 
-    def micro_batches(self, rows: np.ndarray, size: int | None = None) -> list[np.ndarray]:
+    def micro_batches(
+        self, rows: np.ndarray, size: int | None = None, layout: Layout | None = None
+    ) -> list[np.ndarray]:
         """The rows [size, by default micro_batch] of each micro-batch of an optimizer step, in the order of ranks."""
-        return self._split(rows, size or self.micro_batch, self.packed)
-
-    def _split(self, rows: np.ndarray, size: int, packed: bool = True) -> list[np.ndarray]:
-        if self.strategy == "batch_rebalance" and packed:
-            return [rows[positions] for positions in assign_pairs(self.tokens[rows], size)]
-        if self.strategy == "batch_rebalance":  # pairs of one length share less padding
-            rows = rows[np.argsort(-self.tokens[rows], kind="stable")]
-        return np.split(rows, len(rows) // size)
-
-    def largest(self, rows: np.ndarray, size: int) -> int:
-        """Tokens of the largest of a step's packed micro-batches of `size` pairs."""
-        return max(int(self.tokens[micro_batch].sum()) for micro_batch in self._split(rows, size))
+        return (layout or self.layout).split(rows, size or self.micro_batch, self.strategy == "batch_rebalance")
 
     def largest_micro_batch(self, size: int, epochs: int = 1) -> np.ndarray:
-        """The rows [size] of the packed micro-batch with the most tokens in the first `epochs` epochs."""
+        """The rows [size] of the micro-batch with the most tokens in the first `epochs` epochs."""
         steps = [rows for epoch in range(epochs) for rows in self.steps(epoch)]
-        micro_batches = [micro_batch for rows in steps for micro_batch in self._split(rows, size)]
-        return max(micro_batches, key=lambda rows: int(self.tokens[rows].sum()))
+        micro_batches = [micro_batch for rows in steps for micro_batch in self.micro_batches(rows, size)]
+        return max(micro_batches, key=self.layout.count)
 
-    def imbalance(self, size: int, ranks: int, longest: np.ndarray | None = None) -> float:
-        """Tokens of the slowest rank over those of the mean one, if all wait for each other after each micro-batch of
-        `size` pairs; over at most 100 steps of the first epoch. `longest`: [N] tokens of the longer sequence of each
-        pair, to which a micro-batch is padded; None: packed."""
+    def imbalance(self, size: int, ranks: int) -> float:
+        """Work of the slowest rank over that of the mean one, where each rank takes micro-batches of `size` pairs and
+        waits for the others after each; over at most 100 steps of the first epoch."""
         steps = self.steps(0)
-        computed = []
+        work = []
         for rows in steps[:: math.ceil(len(steps) / 100)]:
             for micro_batch in self.micro_batches(rows, size):
-                padded = None if longest is None else 2 * size * int(longest[micro_batch].max())
-                computed.append(padded or int(self.tokens[micro_batch].sum()))
-        together = np.array(computed).reshape(-1, ranks)
+                is_padded = self.layout.longest is not None
+                work.append(self.layout.count(micro_batch) if is_padded else self.layout.cost[micro_batch].sum())
+        together = np.array(work).reshape(-1, ranks)
         return float(together.max(axis=1).sum() / together.mean(axis=1).sum())
 
     def fingerprint(self, epoch: int) -> str:
@@ -159,17 +212,15 @@ def list_micro_batches(config: Config, lengths: Lengths, prefix_sharing: bool, r
     """The largest micro-batch of a run, which has to fit into memory, for each usual number of pairs per device and
     the one that the configuration names, where the global batch allows it. `lengths` are truncated."""
     args = config.train
-    tokens = lengths.computed(prefix_sharing)
-    sampler = PairSampler.of(tokens, args)
+    sampler = PairSampler.of(lengths, args, prefix_sharing)
     micro_batches = []
     for size in sorted({*FIRST_STEPS_FOR, config.micro_batch}):
         if args.global_batch_size % (size * ranks):
             continue
         rows = sampler.largest_micro_batch(size, math.ceil(args.num_train_epochs))
-        largest = int(tokens[rows].sum())
-        if not args.padding_free:
-            largest = 2 * size * int(lengths.total.max())
         responses = int(lengths.responses[rows].sum())
-        waiting = sampler.imbalance(size, ranks, None if args.padding_free else lengths.total)
-        micro_batches.append(MicroBatch(size, largest, responses, waiting))
+        waiting = sampler.imbalance(size, ranks)
+        tokens = sampler.layout.count(rows)
+        copies = max(0, int(lengths.sequences[rows].sum()) - tokens)
+        micro_batches.append(MicroBatch(size, tokens, copies, responses, waiting))
     return micro_batches

@@ -59,9 +59,6 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         raise UserError(f"model_name_or_path {name}: no tokenizer can be loaded: {error}") from error
     if tokenizer.eos_token is None:
         raise UserError(f"model_name_or_path {name}: its tokenizer has no EOS token; set eos_token in its config")
-    pad_token = config.train.pad_token
-    if pad_token and pad_token not in tokenizer.get_vocab():
-        raise UserError(f"pad_token {pad_token}: is not in the vocabulary of {name}; remove it")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -18,14 +18,10 @@ def load_model_config(config: Config) -> PretrainedConfig:
     name = config.model.model_name_or_path
     options = {"revision": config.model.model_revision, "trust_remote_code": config.train.trust_remote_code}
     try:
-        loaded = AutoConfig.from_pretrained(name, **options)
+        return AutoConfig.from_pretrained(name, **options)
     except (OSError, ValueError, StrictDataclassError) as error:
         reason = f"neither a folder with a model nor one that the Hub gives: {_first_lines(error)}"
         raise UserError(f"model_name_or_path {name}: {reason}") from error
-    coefficient = config.train.router_aux_loss_coef
-    if coefficient and not hasattr(loaded.get_text_config(), "output_router_logits"):
-        raise UserError(f"router_aux_loss_coef {coefficient:g}: {name} is no mixture of experts; remove it")
-    return loaded
 
 
 def load_model(name: str, init_kwargs: dict[str, Any]) -> PreTrainedModel:

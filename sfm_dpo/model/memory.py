@@ -11,7 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,43 +21,26 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.initialization import no_init_weights
-from transformers.masking_utils import flash_attention_mask
+from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import PreTrainedModel, local_torch_dtype
 from trl import get_peft_config
 
 from sfm_dpo.config import Config, TrainConfig
+from sfm_dpo.model.attention import boundary_mask, packed_attention_forward
 from sfm_dpo.model.packing import why_not_shared
 from sfm_dpo.model.sharding import blocks
 
-SHAPES = "shapes_only"  # transformers takes a name with "flash" in it for a package
+SHAPES = "packed_shapes"  # packed attention with the GPU's kernel, which knows shapes on every device
 TRACED_TOKENS = 1024
+TRACED_SEQUENCES = 2
 HEAD_TOKENS = 4096  # of a tile of logits (TRL 1.16, kernels/chunked_logprob.py)
 HEAD_COLUMNS = 32768
 EVERY_N_LAYERS = (0, 8, 4, 3, 2, 1)  # transformers' every_n_layers: which layers are checkpointed; 0: none
 USABLE = 0.9  # of a GPU's memory; the rest: CUDA's context, NCCL, and what the allocator cannot join
 
 
-class _Flash(torch.autograd.Function):
-    """What a flash attention saves for its backward: query, key, value, output, and a number a head and token."""
-
-    @staticmethod
-    def forward(ctx, query, key, value):
-        batch, heads, tokens, _ = query.shape
-        output = value.new_empty(batch, tokens, heads, value.shape[-1])
-        ctx.save_for_backward(query, key, value, output, value.new_empty(batch, heads, tokens, dtype=torch.float32))
-        return output
-
-    @staticmethod
-    def backward(ctx, grad):
-        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
-
-
-def _attention_of_shapes(module, query, key, value, mask, **kwargs):
-    return _Flash.apply(query, key, value), None
-
-
-AttentionInterface.register(SHAPES, _attention_of_shapes)
-AttentionMaskInterface.register(SHAPES, flash_attention_mask)  # none without padding
+AttentionInterface.register(SHAPES, partial(packed_attention_forward, varlen=True))
+AttentionMaskInterface.register(SHAPES, sdpa_mask)
 
 
 @dataclass(frozen=True)
@@ -92,21 +75,24 @@ def _build(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
 
 
-def trace_activations(config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool) -> Activations:
-    """Activations of the backbone, without the LM head, under a flash attention kernel: traced at two lengths, and
-    with one and with two blocks of each kind, for what each token and each further block adds."""
+def trace_activations(
+    config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool, copies: float | None = None
+) -> Activations:
+    """Activations of the backbone, without the LM head, on the packed path: traced at two lengths, and with one and
+    with two blocks of each kind, for what each token and each further block adds. `copies`: second copies of keys for
+    each computed token under prefix sharing, None without."""
     text = config.get_text_config()
     if dtype == torch.float32 and getattr(text, "num_experts", None):
-        half = trace_activations(config, torch.bfloat16, checkpointing)  # products over experts need 16 bit here
+        half = trace_activations(config, torch.bfloat16, checkpointing, copies)  # products over experts need 16 bit
         return Activations(2 * half.saved, 2 * half.peak)
     counts = Counter(getattr(text, "layer_types", None) or ["block"] * text.num_hidden_layers)
     totals = []
     for tokens in (TRACED_TOKENS, 2 * TRACED_TOKENS):
-        one_each = _trace_bytes(config, dtype, checkpointing, list(counts), tokens)
+        one_each = _trace_bytes(config, dtype, checkpointing, list(counts), tokens, copies)
         others = 0
         for kind, count in counts.items():
             if count > 1:
-                with_another = _trace_bytes(config, dtype, checkpointing, [*counts, kind], tokens)
+                with_another = _trace_bytes(config, dtype, checkpointing, [*counts, kind], tokens, copies)
                 others = others + (count - 1) * (with_another - one_each)
         totals.append(one_each + others)
     per_token = (totals[1] - totals[0]) / TRACED_TOKENS
@@ -142,7 +128,12 @@ class _PeakTracker(MemTracker):
 
 
 def _trace_bytes(
-    config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool, kinds: list[str], tokens: int
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    kinds: list[str],
+    tokens: int,
+    copies: float | None,
 ) -> np.ndarray:
     """[2] bytes beside the weights, after the forward and at the peak of the backward, with a block for each kind."""
     config = copy.deepcopy(config)
@@ -165,7 +156,13 @@ def _trace_bytes(
         with tracker, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Expected a tensor or a traceable", UserWarning)  # MemTracker's own
             ids = torch.zeros(1, tokens, dtype=torch.long)
-            output = model.base_model(input_ids=ids, position_ids=ids, use_cache=False).last_hidden_state
+            bounds = torch.zeros(TRACED_SEQUENCES + 1, dtype=torch.int32)
+            mask = boundary_mask(bounds, tokens)
+            if copies is not None:
+                keys = torch.zeros(tokens + round(copies * tokens), dtype=torch.int32)
+                mask = boundary_mask(bounds, tokens, bounds, keys, keys)
+            inputs = {"input_ids": ids, "position_ids": ids, "attention_mask": mask}
+            output = model.base_model(**inputs, use_cache=False).last_hidden_state
             saved = _total(tracker, "current")
             output.sum().backward()
         peak = _total(tracker, "peak")
@@ -190,6 +187,7 @@ class MicroBatch(NamedTuple):
 
     per_device: int
     tokens: int  # computed, padding included where there is any
+    copies: int  # second copies of keys under prefix sharing
     responses: int  # tokens that reach the LM head
     waiting: float  # work of the slowest rank over that of the mean one
 
@@ -238,6 +236,7 @@ class MemoryPlanner:
         self.trained = (self.adapter or self.model).num_parameters(only_trainable=True)
         obstacle = why_not_shared(self.model, config.train.padding_free, config.train.router_aux_loss_coef)
         self.prefix_sharing = not obstacle and config.train.prefix_sharing is not False
+        self._traces: dict[float | None, tuple[Activations, Activations]] = {}
 
     def states(self, launch: str, zero: dict[str, Any]) -> dict[str, int]:
         """Bytes on each GPU of weights, gradients, AdamW's moments, buffers, and a live reference model.
@@ -251,7 +250,7 @@ class MemoryPlanner:
         size = 2 if self.half else 4
         total = self.parameters + (self.trained if self.adapter else 0)
         weights, gradients, optimizer = {  # bytes a parameter, all of them and the trained ones
-            "zero2": (size, (6 if self.half else 4) / gpus, 12 / gpus),
+            "zero2": (size, 4 / gpus, 12 / gpus),  # gradients of 16-bit weights are added up in fp32
             "zero3": (size / gpus, 4 / gpus, 12 / gpus),
             "fsdp2": (4 / gpus, 4 / gpus, 8 / gpus),
             "none": (6 if self.half else 4, 4 if gpus == 1 else 8, 8),
@@ -282,22 +281,27 @@ class MemoryPlanner:
         args = self.config.train
         forwards = 3 if args.precompute_ref_log_probs else 4  # of a step; the backward counts as two
         layers = self.shape.get_text_config().num_hidden_layers
+        micro_batches = list(micro_batches)
+        copies = max(batch.copies / batch.tokens for batch in micro_batches) if self.prefix_sharing else None
+        traced = self._trace(copies)
+        update = 4 * self.trained // self.gpus  # DeepSpeed's copy of a rank's gradients, when activations are gone
         settings = []
-        for per_device, tokens, responses, waiting in micro_batches:
+        for per_device, tokens, _, responses, waiting in micro_batches:
             head = head_bytes(self.shape, responses, self.dtype, self.on_gpu)
             for every in {*EVERY_N_LAYERS, checkpointed_layers(args)}:
                 recomputed = 1 / every if every else 0
                 work = waiting * (1 + recomputed / forwards)
                 share = math.ceil(layers / every) / layers if every else 0.0
-                size = states + Activations.mix(*self._traced, share).peak_bytes(tokens, head)
+                size = states + max(update, Activations.mix(*traced, share).peak_bytes(tokens, head))
                 settings.append(Setting(per_device, every, tokens, round(ratio * size), work))
         return sorted(settings, key=lambda setting: (round(setting.work, 3), -setting.per_device))
 
-    @cached_property
-    def _traced(self) -> tuple[Activations, Activations]:
+    def _trace(self, copies: float | None) -> tuple[Activations, Activations]:
         """All layers checkpointed, and none."""
-        checkpointed = trace_activations(self.shape, self.dtype, checkpointing=True)
-        return checkpointed, trace_activations(self.shape, self.dtype, checkpointing=False)
+        if copies not in self._traces:
+            checkpointed = trace_activations(self.shape, self.dtype, True, copies)
+            self._traces[copies] = (checkpointed, trace_activations(self.shape, self.dtype, False, copies))
+        return self._traces[copies]
 
 
 def checkpointed_layers(args: TrainConfig) -> int:

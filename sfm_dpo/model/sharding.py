@@ -80,7 +80,10 @@ def hash_weights(model: torch.nn.Module, gather: bool = False, frozen_only: bool
 # nothing, and trains with DDP. Canary: test_canary_fsdp_on_cpu
 def use_fsdp_on_cpu(accelerator: Accelerator) -> None:
     if launched_with() == "fsdp" and accelerator.distributed_type == DistributedType.MULTI_CPU:
-        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+        plugin = FullyShardedDataParallelPlugin()
+        if accelerator.mixed_precision != "no":
+            plugin.set_mixed_precision(accelerator.mixed_precision)  # as AcceleratorState does on GPUs
+        accelerator.state.fsdp_plugin = plugin
         for state in (accelerator.state, PartialState()):  # each AcceleratorState() copies from the other
             state.distributed_type = DistributedType.FSDP
 

@@ -33,8 +33,8 @@ PUBLISHED_MFU = {
     0.0856: "OLMo 3 7B, 32 GPUs, OLMo-core, packed, 16k, steady (open-instruct #1827)",
     0.0277: "the same with DeepSpeed ZeRO-3, packed (open-instruct #1827)",
 }
-# Bytes of memory, from the vendors' data sheets.
-GPU_MEMORY = {"B300": 288e9, "B200": 180e9, "H200": 141e9, "H100": 80e9, "A100": 80e9, "L40S": 48e9}
+# Bytes, as torch.cuda.mem_get_info shows them, which fit_memory reads; B300: from its data sheet
+GPU_MEMORY = {"B300": 288e9, "B200": 191e9, "H200": 150e9, "H100": 85e9, "A100": 85e9, "L40S": 47.7e9}
 DRAWN = 20_000  # pairs that stand for the data where only percentiles are known
 
 

@@ -194,7 +194,6 @@ _DIFFERENCES = {  # by fact of the mark, in which a resumed run must agree
     "world_size": "was written by {was} process(es), now there are {now}",
     "train_tokens": "the data have changed since it was written",
     "order_version": "was written by a version of this project that put the pairs in another order ({was}, now {now})",
-    "prefix_sharing": "was written with prefix_sharing {was}, now it is {now}, which puts the pairs in another order",
     "launch": "was written with launch {was}, now it is {now}, which cannot read its optimizer",
 }
 

@@ -68,8 +68,9 @@ class ResumeCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         logged = [int(entry["num_tokens"]) for entry in state.log_history if "num_tokens" in entry]
         self.trainer._total_train_tokens = max(logged, default=0)
-        if not self.trainer.zero_stage:  # DeepSpeed has it already
-            allocate_optimizer_state(self.trainer.optimizer.optimizer)  # of accelerate's wrapper
+        # Upstream: deepspeed 0.19, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.initialize_optimizer_states:
+        # allocates no moments, so that they come after the first step's peak. Canary: test_canary_zero_optimizer_state
+        allocate_optimizer_state(self.trainer.optimizer.optimizer)  # of accelerate's wrapper
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         sampler = self.trainer.train_sampler
@@ -78,21 +79,32 @@ class ResumeCallback(TrainerCallback):
         sampler.is_over = state.global_step >= state.max_steps  # a run that resumes from its last step
 
 
-def allocate_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Gives torch's Adam and AdamW the state that they would allocate in their first update: what does not fit into
-    memory then shows in the first step. An update with gradients and learning rate 0 changes no weight and moment."""
-    if optimizer.state or not isinstance(optimizer, torch.optim.Adam):  # AdamW is a subclass
+def allocate_optimizer_state(optimizer: Any) -> None:
+    """Gives torch's Adam and AdamW, alone or in DeepSpeed's ZeRO, the state that their first update would allocate.
+
+    The first step holds the largest micro-batch: with this, what does not fit into memory shows there. An update with
+    gradients and learning rate 0 leaves weights and moments as they are; its count is taken back.
+    """
+    adam = getattr(optimizer, "optimizer", optimizer)
+    if adam.state or not isinstance(adam, torch.optim.Adam):  # AdamW is a subclass
         return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
+    partitions = getattr(optimizer, "fp32_partitioned_groups_flat", [])  # of ZeRO-3, whose Adam gets one at a time
+    for number, partition in enumerate(partitions):
+        adam.param_groups[optimizer.sub_group_to_group_id[number]]["params"].append(partition)
+    rates = [group["lr"] for group in adam.param_groups]
+    parameters = [parameter for group in adam.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    for group in adam.param_groups:
         group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    optimizer.step()
-    optimizer.zero_grad()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+    adam.step()
+    for parameter in parameters:
+        parameter.grad = None
+    for group, rate in zip(adam.param_groups, rates, strict=True):
         group["lr"] = rate
-    for state in optimizer.state.values():
+        if partitions:
+            group["params"] = []
+    for state in adam.state.values():
         state["step"].zero_()
 
 

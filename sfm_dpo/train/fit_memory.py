@@ -40,10 +40,9 @@ BATCH_SIZES = {
 
 def fit_memory(config: Config, dataset: Dataset, shape: PretrainedConfig, kept: dict[str, Any]) -> dict[str, Any]:
     """Chooses, on rank 0 for all, what the configuration leaves open, sets it in `config.train`, and returns it, for
-    data.json. `kept` is the choice of the run that is resumed, or empty. Raises UserError where no setting fits."""
-    choice = broadcast(kept)
-    if not choice:
-        choice = broadcast(main_process_first(lambda: _choose(config, dataset, shape)))
+    data.json. `kept`, the choice of the run that is resumed or empty, stays where it fits. Raises UserError where no
+    setting fits."""
+    choice = broadcast(main_process_first(lambda: _choose(config, dataset, shape, kept)))
     args = config.train
     args.per_device_train_batch_size = choice["per_device"]
     args.gradient_accumulation_steps = args.global_batch_size // (choice["per_device"] * args.world_size)
@@ -55,7 +54,7 @@ def fit_memory(config: Config, dataset: Dataset, shape: PretrainedConfig, kept: 
     return choice
 
 
-def _choose(config: Config, dataset: Dataset, shape: PretrainedConfig) -> dict[str, Any]:
+def _choose(config: Config, dataset: Dataset, shape: PretrainedConfig, kept: dict[str, Any]) -> dict[str, Any]:
     if not is_main_process():
         return {}
     args = config.train
@@ -76,6 +75,10 @@ def _choose(config: Config, dataset: Dataset, shape: PretrainedConfig) -> dict[s
     micro_batches = list_micro_batches(config, lengths, planner.prefix_sharing, args.world_size)
     settings = planner.list_settings(micro_batches, states)
     setting = choose_setting(settings, limit, config)
+    for other in settings:  # all of which this number of processes can take
+        is_kept = (other.per_device, other.every_n_layers) == (kept.get("per_device"), kept.get("every_n_layers"))
+        if is_kept and other.bytes <= limit:
+            setting = other
     if setting.bytes > limit:
         raise UserError(
             f"fit_memory true: {limit / 2**30:.2f} GiB hold no setting; the smallest needs {setting}; use a shorter "

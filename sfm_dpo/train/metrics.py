@@ -26,11 +26,6 @@ def loss_scale(completion_mask: torch.Tensor, loss_type: str) -> torch.Tensor:
     return lengths if loss_type in LENGTH_NORMALIZED_LOSSES else torch.ones_like(lengths)
 
 
-def count_chosen(completion_mask: torch.Tensor) -> torch.Tensor:
-    """Chosen tokens with a log-prob a pair, in the mean over a micro-batch's mask [2B, L]; [] fp32."""
-    return completion_mask.chunk(2)[0][:, 1:].sum(dim=1).float().mean()
-
-
 def reward_metrics(
     logps: torch.Tensor, ref_logps: torch.Tensor, scale: torch.Tensor, beta: float
 ) -> dict[str, torch.Tensor]:

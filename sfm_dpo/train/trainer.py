@@ -32,15 +32,7 @@ from sfm_dpo.model.saving import fix_saved_files, read_base_config
 from sfm_dpo.model.sharding import launched_with
 from sfm_dpo.run.checkpoint import COMPLETE
 from sfm_dpo.train.callbacks import CheckpointCallback, Position, ResumeCallback
-from sfm_dpo.train.metrics import (
-    CountingCollator,
-    Meter,
-    MetricSums,
-    check_step_0,
-    count_chosen,
-    loss_scale,
-    reward_metrics,
-)
+from sfm_dpo.train.metrics import CountingCollator, Meter, MetricSums, check_step_0, loss_scale, reward_metrics
 from sfm_dpo.train.upstream import UpstreamFixes, arguments_for_trl
 
 log = logging.getLogger(__name__)
@@ -75,7 +67,6 @@ class SFMDPOTrainer(UpstreamFixes):
         self.position = position or Position()
         self.packed = args.padding_free
         self.eval_sums = MetricSums(pairs=0)  # of the current evaluation
-        self.chosen_tokens: float | None = None  # a pair of the optimizer step or held-out set has, for the loss sft
         self.step_0_checked = False
         self.reference_facts: dict[str, Any] = {}  # by split: what `add_reference` read or computed
         self.train_tokens = hash_tokens(kwargs["train_dataset"])
@@ -214,19 +205,6 @@ class SFMDPOTrainer(UpstreamFixes):
 
     # ---- loss
 
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers': the micro-batches of an optimizer step."""
-        result = super().get_batch_samples(*args, **kwargs)
-        if "sft" in self.loss_types:
-            counts = torch.stack([count_chosen(batch["completion_mask"]) for batch in result[0]])
-            self.chosen_tokens = self.accelerator.gather(counts.to(self.accelerator.device)).mean().item()
-        return result
-
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        lengths = Lengths.of(dataloader.dataset).truncate(self.args.max_length)
-        self.chosen_tokens = (lengths.responses[:, 0] - (lengths.prompt == 0)).mean()
-        return super().evaluation_loop(dataloader, *args, **kwargs)
-
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._compute_loss: logs rewards/* as sums over tokens also
     # where the loss uses means. Canary: test_canary_compute_loss
     def _compute_loss(self, model, inputs: dict[str, torch.Tensor], return_outputs: bool):
@@ -234,11 +212,6 @@ class SFMDPOTrainer(UpstreamFixes):
         if not self.train_config.precompute_ref_log_probs:
             chosen, rejected = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
             inputs = inputs | {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
-        if "sft" in self.loss_types and self.chosen_tokens:  # TRL's is the mean over the micro-batch's tokens alone
-            share = count_chosen(inputs["completion_mask"]) / self.chosen_tokens
-            weights = self.args.loss_weights or [1.0] * len(self.loss_types)
-            weighted = zip(self.loss_types, weights, strict=True)
-            self.loss_weights = [weight * share if loss == "sft" else weight for loss, weight in weighted]
         forwards = []
 
         def forward(**kwargs):
@@ -289,7 +262,6 @@ class SFMDPOTrainer(UpstreamFixes):
             "launch": f"ZeRO-{self.zero_stage}" if self.zero_stage else launch,
             "train_tokens": self.train_tokens,
             "order_version": ORDER_VERSION,
-            "prefix_sharing": self.prefix_sharing,
         }
 
     # Upstream: transformers 5.23, tokenization_utils_base.py, PreTrainedTokenizerBase.save_pretrained: writes a class
@@ -307,4 +279,4 @@ class SFMDPOTrainer(UpstreamFixes):
 
 def build_sampler(dataset: Dataset, args: TrainConfig, prefix_sharing: bool = False) -> PairSampler:
     """The order in which a run trains on tokenised pairs. Raises UserError for fewer pairs than a global batch."""
-    return PairSampler.of(Lengths.of(dataset).truncate(args.max_length).computed(prefix_sharing), args)
+    return PairSampler.of(Lengths.of(dataset).truncate(args.max_length), args, prefix_sharing)

@@ -10,14 +10,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_dpo
-from bench.balance import rank_tokens
+from bench.balance import measure
 from bench.lengths import sample_lengths
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.sampler import PairSampler, assign_pairs
+from sfm_dpo.data.tokenization import Lengths
 from tests.toolbox import logged, on_cpu, pairs, write_jsonl
 
 STRATEGIES = ["random", "group_by_length", "batch_rebalance", "sequential"]
-TOKENS = np.exp(np.random.default_rng(0).normal(5.6, 0.9, 4100)).clip(8, 2048).astype(int)
+LAYOUTS = [(True, True), (True, False), (False, False)]  # packed, shared
+
+
+def draw_lengths(pairs: int = 4100) -> Lengths:
+    tokens = np.exp(np.random.default_rng(0).normal(5.6, 0.9, (3, pairs))).clip(8, 2048).astype(int)
+    return Lengths(*tokens, shared=np.zeros(pairs, dtype=int))
+
+
+LENGTHS = draw_lengths()
 
 
 @given(st.lists(st.integers(1, 10_000), min_size=1, max_size=20), st.integers(1, 6))
@@ -31,49 +40,51 @@ def test_assignment_keeps_every_pair_and_fills_every_micro_batch(tokens, size):
     assert weights == sorted(weights, reverse=True)
 
 
-@pytest.mark.parametrize("kind, max_length, largest", [("think", 8192, 25_000), ("instruct", 4096, 11_000)])
-def test_ranks_wait_little_for_the_slowest(kind, max_length, largest):
-    """4 ranks x 4 pairs, Dolci's lengths; transformers' sampler leaves the slowest rank a fifth behind."""
-    lengths = sample_lengths(kind, 5120)
-    prompt = np.minimum(lengths["prompt"], max_length // 2)
-    tokens = sum(np.minimum(prompt + lengths[side], max_length) for side in ("chosen", "rejected"))
-    work = {name: rank_tokens(name, tokens) for name in ("batch_rebalance", "stock")}
-    slowest = {name: ranks.max(axis=1).sum() / ranks.mean(axis=1).sum() for name, ranks in work.items()}
-    assert slowest["batch_rebalance"] < 1.02 and slowest["stock"] > 1.15
-    assert work["batch_rebalance"].max() <= largest
+def test_ranks_wait_little_for_the_slowest():
+    """4 ranks x 4 pairs, Dolci-Think's lengths, FLOPs of GPT-NeoX and OLMo 3; transformers' sampler leaves the slowest
+    rank a fifth behind."""
+    columns = {f"{name}_length": tokens for name, tokens in sample_lengths("think", 5120).items()}
+    lengths = Lengths.from_columns(columns).truncate(8192, 4096)
+    *balanced, peak = measure("batch_rebalance", lengths)
+    *equal_tokens, least_peak = measure("equal tokens", lengths)
+    assert max(balanced) <= 1.01 and min(measure("stock", lengths)[:2]) > 1.15
+    assert equal_tokens[0] > 1.01 and peak < 1.03 * least_peak
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_order_depends_on_seed_epoch_data_and_global_batch_alone(strategy):
-    def order(seed=3, micro_batch=4, tokens=TOKENS, epochs=(0, 1)) -> list[str]:
-        sampler = PairSampler(tokens, strategy, 128, micro_batch, seed)
+    def order(seed=3, micro_batch=4, epochs=(0, 1), layout=LAYOUTS[0]) -> list[str]:
+        sampler = PairSampler(LENGTHS, strategy, 128, micro_batch, seed, *layout)
         return [sampler.fingerprint(epoch) for epoch in epochs]
 
     torch.rand(7)
     assert order() == order(micro_batch=1) == order(micro_batch=16)
+    assert order() == order(layout=LAYOUTS[1]) == order(layout=LAYOUTS[2])
     assert order(epochs=(1, 0)) == order()[::-1]
     assert len({*order(), *order(seed=4)}) == (1 if strategy == "sequential" else 4)
     for micro_batch in (1, 4):
-        sampler = PairSampler(TOKENS, strategy, 128, micro_batch, 3, packed=False)
+        sampler = PairSampler(LENGTHS, strategy, 128, micro_batch, 3, packed=False)
         rows = np.split(np.array(list(sampler)), 32)
         assert [sorted(step) for step in rows] == [sorted(step) for step in sampler.steps(0)]
 
 
 def test_a_tail_is_another_one_each_epoch_and_too_few_pairs_are_an_error():
-    sampler = PairSampler(TOKENS, "random", 128, 4, seed=0)
+    sampler = PairSampler(LENGTHS, "random", 128, 4, seed=0)
     assert len(sampler) == 4096 == len(set(sampler))
     epochs = [set(np.concatenate(sampler.steps(epoch)).tolist()) for epoch in range(2)]
     assert epochs[0] != epochs[1]
     with pytest.raises(UserError, match="global_batch_size 128: there are only 127 pairs to train on"):
-        PairSampler(TOKENS[:127], "random", 128, 4, seed=0)
+        PairSampler(draw_lengths(127), "random", 128, 4, seed=0)
 
 
 @pytest.mark.parametrize("strategy", ["random", "group_by_length", "batch_rebalance"])
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
-def test_the_largest_micro_batch_is_in_the_first_steps(strategy, size):
-    sampler = PairSampler(TOKENS, strategy, 128, size, seed=1)
-    largest = [sampler.largest(rows, size) for rows in sampler.steps(0)]
-    assert max(largest) in largest[:5] and len(largest) == 32
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_largest_micro_batch_is_in_the_first_steps(strategy, size, layout):
+    sampler = PairSampler(LENGTHS, strategy, 128, size, 1, *layout)
+    largest = [max(map(sampler.layout.count, sampler.micro_batches(rows))) for rows in sampler.steps(0)]
+    assert max(largest) in largest[:15] and len(largest) == 32
+    assert max(largest) == sampler.layout.count(sampler.largest_micro_batch(size))
 
 
 def train(tmp_path: Path, tiny_folder, *fields: str) -> Path:
@@ -112,6 +123,19 @@ def test_what_is_written_is_what_was_trained_on(tmp_path, tiny_folder, monkeypat
 
 
 @pytest.mark.usefixtures("no_report")
+@pytest.mark.slow
+def test_speed_flags_change_neither_steps_nor_losses(tmp_path, tiny_folder):
+    fields = "--train_sampling_strategy batch_rebalance --num_train_epochs 2 --learning_rate 1e-5".split()
+    flags = [("true", "true"), ("true", "false"), ("false", "false")]
+    runs = [
+        train(tmp_path, tiny_folder, *fields, "--padding_free", packed, "--prefix_sharing", shared)
+        for packed, shared in flags
+    ]
+    losses = [[entry["loss"] for entry in logged(run)] for run in runs]
+    assert len(losses[0]) == 6 and max(losses[0]) - min(losses[0]) > 1e-3
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[1] == pytest.approx(losses[2], rel=1e-4)
+
+
 @pytest.mark.slow
 def test_full_determinism_gives_bitwise_equal_runs(tmp_path, tiny_folder):
     """Padding-free, cached reference, balanced batches, a worker: metrics and weights bit by bit."""

@@ -3,7 +3,8 @@
 accelerate launch ... tests/e2e/many_runs.py FILE     FILE: JSON, a list of command lines
 
 Each run's folder also gets dtypes.json: the dtypes of the policy's parameters and buffers, of the optimizer's master
-weights and moments, and of the reference log-probs, as the last training step had them.
+weights and moments, and of the reference log-probs, as the last training step had them; and of the moments before the
+first forward.
 """
 
 import gc
@@ -34,7 +35,10 @@ def recording(self, model, inputs, return_outputs):
         moments = [v for state in getattr(optimizer, "state", {}).values() for v in state.values()]
         for kind, some in (("masters", masters), ("moments", moments)):
             dtypes[kind] = sorted({str(t.dtype) for t in some if isinstance(t, torch.Tensor) and t.dim()})
-        (Path(self.args.output_dir) / "dtypes.json").write_text(json.dumps(dtypes))
+        path = Path(self.args.output_dir) / "dtypes.json"
+        before = json.loads(path.read_text()) if path.is_file() else dtypes
+        dtypes["first moments"] = before.get("first moments", dtypes["moments"])
+        path.write_text(json.dumps(dtypes))
     return compute_loss(self, model, inputs, return_outputs)
 
 

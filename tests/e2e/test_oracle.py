@@ -32,8 +32,6 @@ FIELDS = {
     "eval_fraction": 0.27,  # 11 of 41 pairs: a ragged batch on two ranks; of the other 30 pairs 6 are a tail
 }
 LOSSES = {"sigmoid_norm": 5.0, "sigmoid": 0.1, "ipo": 0.1, "hinge": 0.1, "apo_zero": 0.1, "bco_pair": 0.1}
-LOSSES["sigmoid_norm sft"] = 5.0
-SFT_WEIGHT = 0.2
 PATHS = {
     "padded, live": {"padding_free": "false", "precompute_ref_log_probs": "false"},
     "packed, cached": {"padding_free": "true", "prefix_sharing": "false", "precompute_ref_log_probs": "true"},
@@ -48,7 +46,6 @@ FEW: list[Combination] = [
     ("sigmoid_norm", "packed, cached", "batch_rebalance"),
     ("sigmoid", "padded, live", "random"),
     ("sigmoid_norm", "shared, live", "group_by_length"),
-    ("sigmoid_norm sft", "shared, cached", "random"),
 ]
 ALL: list[Combination] = [(loss, "packed, cached", "batch_rebalance") for loss in LOSSES]
 ALL += [("sigmoid_norm", path, sampler) for path in PATHS for sampler in SAMPLERS if (path, sampler) != ALL[0][1:]]
@@ -68,8 +65,7 @@ def test_against_plain_pytorch(place, launch, combinations):
     """Prints the largest difference of each combination: `-s` shows the table."""
     runs = {
         f"{launch}, {len(combinations)}, {', '.join(combination)}": {
-            "loss_type": combination[0].split(),
-            "loss_weights": [1.0, SFT_WEIGHT] if "sft" in combination[0] else None,
+            "loss_type": combination[0],
             "beta": LOSSES[combination[0]],
             "train_sampling_strategy": combination[2],
             **PATHS[combination[1]],
@@ -94,10 +90,10 @@ def oracle(place: Place, fields: dict) -> tuple[list[dict[str, float]], dict[str
     """Metrics of each training step, then of the two held-out evaluations; and the weights at the end."""
     config = parse_config(as_options(place.values("nowhere", per_device_train_batch_size=2, **fields)), world_size=1)
     split = load_token_pairs(config, load_tokenizer(config))
-    steps = build_sampler(split.train, config.train, bool(config.train.prefix_sharing)).steps(0)[:STEPS]
+    steps = build_sampler(split.train, config.train).steps(0)[:STEPS]
     policy = AutoModelForCausalLM.from_pretrained(place.model, dtype=torch.float64)
     reference = copy.deepcopy(policy)
-    loss_type, beta = " ".join(fields["loss_type"]), fields["beta"]
+    loss_type, beta = fields["loss_type"], fields["beta"]
     before = measure(policy, reference, list(split.eval), loss_type, beta)[1]
     expected = []
     for rows in steps:
@@ -117,7 +113,7 @@ def oracle(place: Place, fields: dict) -> tuple[list[dict[str, float]], dict[str
 
 def measure(policy, reference, rows: list[dict], loss_type: str, beta: float) -> tuple[torch.Tensor, dict[str, float]]:
     """Mean loss of pairs, and the metrics that are logged of them."""
-    losses, metrics, chosen_logps = [], [], []
+    losses, metrics = [], []
     for row in rows:
         sums, gains, lengths = [], [], []
         for side in ("chosen", "rejected"):
@@ -127,8 +123,7 @@ def measure(policy, reference, rows: list[dict], loss_type: str, beta: float) ->
             sums.append(own.sum())
             gains.append((own - base).sum())
             lengths.append(len(own))
-            chosen_logps += [own] if side == "chosen" else []
-        scale = lengths if loss_type.startswith(("sigmoid_norm", "ipo")) else [1, 1]
+        scale = lengths if loss_type in ("sigmoid_norm", "ipo") else [1, 1]
         chosen, rejected = (gain / n for gain, n in zip(gains, scale, strict=True))
         losses.append(loss_of(loss_type, beta, chosen, rejected))
         c, r = beta * chosen.item(), beta * rejected.item()
@@ -143,13 +138,10 @@ def measure(policy, reference, rows: list[dict], loss_type: str, beta: float) ->
                 "logps/chosen": sums[0].item(),
                 "logps/rejected": sums[1].item(),
                 "logps/accuracies": float(likely[0] > likely[1]),
+                "loss": losses[-1].item(),
             }
         )
-    means = {name: float(np.mean([f[name] for f in metrics])) for name in metrics[0]}
-    loss = torch.stack(losses).mean()
-    if "sft" in loss_type:
-        loss = loss - SFT_WEIGHT * torch.cat(chosen_logps).mean()  # over all tokens of the global batch
-    return loss, means | {"loss": loss.item()}
+    return torch.stack(losses).mean(), {name: float(np.mean([f[name] for f in metrics])) for name in metrics[0]}
 
 
 def response_logps(model, row: dict, side: str) -> torch.Tensor:
@@ -169,4 +161,4 @@ def loss_of(loss_type: str, beta: float, chosen: torch.Tensor, rejected: torch.T
         "hinge": torch.relu(1 - beta * margin),
         "apo_zero": 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected),
         "bco_pair": -F.logsigmoid(beta * chosen) - F.logsigmoid(-beta * rejected),
-    }[loss_type.split()[0]]
+    }[loss_type]

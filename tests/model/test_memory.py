@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AutoModelForCausalLM, Olmo3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Olmo3Config
 
 from sfm_dpo.common.files import PROJECT
-from sfm_dpo.model.memory import Activations, head_bytes, meta_model, trace_activations
+from sfm_dpo.model.memory import Activations, _trace_bytes, head_bytes, meta_model, trace_activations
 from tests.tiny_models import tiny_tokenizer
 
 SHAPE = {
@@ -83,6 +83,29 @@ def test_memory_of_a_real_run_is_within_15_percent(tmp_path, tiny_folder, write_
         planned = states + trace_activations(config, torch.float32, checkpointing).peak_bytes(tokens, head)
         assert planned == pytest.approx(measured[name], rel=0.15), name
     assert measured["off"] > 1.3 * measured["on"], "activations must be worth measuring"
+
+
+# Saved for the backward by a layer and token, in units of 2 bytes x hidden size, as counted from the models' code:
+# without sharing GPT-NeoX keeps its fused projection, of which the values are a part
+UNITS = [("gpt_neox_6.9b", None, 18.1), ("olmo3_7b", None, 32.9), ("olmo3_7b", 0.05, 33.0)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [pytest.param(True, marks=pytest.mark.grid), False])
+@pytest.mark.parametrize(
+    ("name", "copies", "units"),
+    [("gpt_neox_6.9b", 0.05, 16.2), *(pytest.param(*case, marks=pytest.mark.grid) for case in UNITS)],
+)
+def test_the_plan_is_a_trace_of_all_layers_at_24000_tokens(name, copies, units, checkpointing):
+    config = AutoConfig.from_pretrained(PROJECT / "bench/shapes" / name)
+    kinds = getattr(config, "layer_types", None) or ["block"] * config.num_hidden_layers
+    traced = _trace_bytes(config, torch.bfloat16, checkpointing, list(kinds), 24_000, copies)
+    plan = trace_activations(config, torch.bfloat16, checkpointing, copies)
+    planned = [plan.saved @ [1, 24_000], plan.peak @ [1, 24_000]]
+    assert planned == pytest.approx(traced.tolist(), rel=0.05)
+    if not checkpointing:
+        saved = planned[0] / (2 * config.hidden_size * config.num_hidden_layers * 24_000)
+        assert saved == pytest.approx(units, rel=0.01)
 
 
 def test_mixed_activations_lie_between_none_and_all():

@@ -137,7 +137,6 @@ def test_a_kill_in_the_middle_of_a_rotation_leaves_no_complete_looking_half(tmp_
         ("world_size", 4, "was written by 2 process(es), now there are 4; resume as before, ", True),
         ("train_tokens", "xyz", "the data have changed since it was written", True),
         ("order_version", 3, "put the pairs in another order (1, now 3)", True),
-        ("prefix_sharing", True, "was written with prefix_sharing False, now it is True", True),
         ("launch", "FSDP2", "was written with launch whole weights, now it is FSDP2", False),
         ("world_size under ZeRO", 4, "was written by 2 process(es), now there are 4", False),
     ],
@@ -145,8 +144,7 @@ def test_a_kill_in_the_middle_of_a_rotation_leaves_no_complete_looking_half(tmp_
 def test_a_run_resumes_only_with_what_wrote_the_checkpoint(tmp_path, fact, now, message, may_ignore):
     fact, _, launch = fact.partition(" under ")
     folder = write_checkpoint(tmp_path, 3)
-    facts = {"launch": launch or "whole weights", "world_size": 2, "train_tokens": "abc"}
-    facts |= {"order_version": 1, "prefix_sharing": False}
+    facts = {"launch": launch or "whole weights", "world_size": 2, "train_tokens": "abc", "order_version": 1}
     mark_complete(folder, facts)
     check_resume(folder, facts, ignore=False)
     with pytest.raises(UserError, match=rf"^{folder}: .*{re.escape(message)}") as caught:

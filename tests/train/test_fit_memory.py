@@ -69,8 +69,7 @@ def test_the_largest_micro_batch_is_the_largest_of_all(size, epochs):
     tokens = LENGTHS.sequences.sum(axis=1)
     config = configuration(f"--num_train_epochs={epochs}", "--padding_free=true")
     planned = {found.per_device: found.tokens for found in list_micro_batches(config, LENGTHS, False, 4)}
-    sampler = PairSampler(tokens, "batch_rebalance", 128, size, seed=config.train.seed)
-    largest = 0
+    sampler, largest = PairSampler(LENGTHS, "batch_rebalance", 128, size, seed=config.train.seed), 0
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         largest = max(largest, tokens[np.array(list(sampler))].reshape(-1, size).sum(axis=1).max())
@@ -119,18 +118,29 @@ def test_losses_do_not_depend_on_the_setting(train):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_report")
-def test_the_choice_is_kept_at_resume_and_is_no_part_of_what_was_asked(train, tmp_path, capsys):
+def test_the_choice_is_kept_at_resume_where_it_fits_and_is_no_part_of_what_was_asked(train, tmp_path, capsys):
     fit = {"fit_memory": "true", "save_strategy": "steps", "save_steps": 100}
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / STOP).touch()
-    code, _, run = train("run", **fit, memory_gib=64)
-    assert code == 75
-    chosen = read_mapping(run / "data.json")["fit_memory"]
+    run = tmp_path / "run"
+    run.mkdir()
+
+    def resume(gib: float, stop: bool) -> tuple[dict, list[float]]:
+        if stop:
+            (run / STOP).touch()
+        code, losses, _ = train("run", **fit, memory_gib=gib)
+        assert code == (75 if stop else 0)
+        return read_mapping(run / "data.json")["fit_memory"], losses
+
+    chosen, _ = resume(64, stop=True)
     assert (chosen["per_device"], chosen["every_n_layers"]) == (8, 0)
     asked = read_resolved_config(run)
     assert asked["fit_memory"] is True and not {"per_device_train_batch_size", "gradient_checkpointing"} & set(asked)
-    code, _, _ = train("run", **fit, memory_gib=0.0001)
-    assert code == 0 and read_mapping(run / "data.json")["fit_memory"] == chosen
+    less = (chosen["bytes"] - 1) / 2**30
+    smaller, _ = resume(less, stop=True)
+    assert smaller["bytes"] <= less * 2**30 and smaller["per_device"] in (1, 2, 4, 8)
+    kept, resumed = resume(64, stop=False)
+    assert (kept["per_device"], kept["every_n_layers"]) == (smaller["per_device"], smaller["every_n_layers"]) != (8, 0)
+    code, losses, _ = train("uninterrupted", **fit, memory_gib=64)
+    assert code == 0 and resumed == pytest.approx(losses, abs=1e-5)
     code, _, _ = train("other", **fit, memory_gib=0.0001)
     assert code == 2 and "hold no setting; the smallest needs 1 pairs per device" in capsys.readouterr().err
 
