@@ -121,13 +121,13 @@ def compare_results(base: dict, trained: dict) -> list[dict[str, Any]]:
             of_base = _read_samples(base, task, metric, name)
             of_trained = _read_samples(trained, task, metric, name)
             differences = [value - of_base[sample] for sample, value in of_trained.items()]
-            samples = trained["n-samples"].get(task, {}).get("effective", len(differences))
-            row = {"task": task, "metric": metric, "filter": name, "samples": samples, "base": before}
-            row |= {"trained": after, "difference": after["value"] - before["value"], "low": None, "high": None}
+            row = {"task": task, "metric": metric, "filter": name, "samples": scores["sample_len"]}
+            row |= {"base": before, "trained": after, "difference": after["value"] - before["value"]}
+            row |= {"low": None, "high": None, "num_fewshot": trained["n-shot"].get(task)}
             mean, low, high = mean_interval(differences)
             if len(differences) > 1 and math.isclose(mean, row["difference"], rel_tol=1e-6, abs_tol=1e-9):
                 row |= {"low": low, "high": high}
-            rows.append(row | {"num_fewshot": trained["n-shot"].get(task)})
+            rows.append(row)
     return rows
 
 

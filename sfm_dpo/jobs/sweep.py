@@ -78,12 +78,15 @@ def plan_sweep(grid: Grid) -> tuple[list[str], list[int]]:
 
 
 def read_metrics(run: dict[str, Any]) -> dict[str, float]:
-    """The last value of each logged metric, and TASK/METRIC and SET/METRIC of evaluation.json."""
+    """The last value of each logged metric, and TASK/METRIC (of several filters the first), TASK/METRIC,FILTER and
+    SET/METRIC of evaluation.json."""
     metrics: dict[str, float] = {}
     for entry in run["log"]:
         metrics |= entry
     for row in run["evaluation"].get("benchmarks", []):
-        metrics[f"{row['task']}/{row['metric']}"] = row["trained"]["value"]
+        name = f"{row['task']}/{row['metric']}"
+        metrics[f"{name},{row['filter']}"] = row["trained"]["value"]
+        metrics.setdefault(name, row["trained"]["value"])
     for row in run["evaluation"].get("pairs", []):
         metrics |= {f"{row['source']}/{name}": value for name, value in row.items()}
     return metrics

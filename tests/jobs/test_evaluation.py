@@ -23,11 +23,16 @@ from tests.toolbox import write_jsonl
 def make_result(values: np.ndarray, mean: float) -> dict:
     samples = [{"doc_id": i, "filter": "none", "acc": value} for i, value in enumerate(values.tolist())]
     return {
-        "results": {"t": {"alias": "t", "acc,none": mean, "acc_stderr,none": 0.1}},
+        "results": {"t": {"alias": "t", "sample_len": len(values), "acc,none": mean, "acc_stderr,none": 0.1}},
         "samples": {"t": samples},
         "n-shot": {"t": 0},
-        "n-samples": {"t": {"effective": len(values)}},
     }
+
+
+def test_a_group_has_the_samples_of_its_tasks():
+    result = make_result(np.zeros(7), 0.0)
+    result["results"]["group"] = result["results"]["t"] | {"sample_len": 14}  # as lm-eval does; it has no samples
+    assert [(row["task"], row["samples"]) for row in compare_results(result, result)] == [("t", 7), ("group", 14)]
 
 
 def test_the_interval_is_that_of_the_differences():

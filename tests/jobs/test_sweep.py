@@ -84,15 +84,17 @@ def test_rank_by_a_benchmark_or_a_preference_set(grid, train, capsys):
     train(path, [0.5, 0.5, 0.5])
     for folder, value in zip(list_members(read_grid(path)), (0.2, 0.6, 0.9), strict=False):
         benchmark = {"task": "sums", "metric": "acc", "filter": "none", "trained": {"value": value, "stderr": 0.01}}
+        other = benchmark | {"filter": "flexible", "trained": {"value": -value, "stderr": 0.01}}
         pairs = {"source": "hard", "pairs": 7, "rewards/accuracies": 1 - value}
-        (folder / "evaluation.json").write_text(json.dumps({"benchmarks": [benchmark], "pairs": [pairs]}))
+        (folder / "evaluation.json").write_text(json.dumps({"benchmarks": [benchmark, other], "pairs": [pairs]}))
     shutil.copy(path, path.parent / "sweep")
     status.main([str(path.parent / "sweep")])  # the table of the grid as it was submitted
     table = capsys.readouterr().out.splitlines()[-4:]
     assert [line.split()[0] for line in table] == ["1e-4", "1e-5", "1e-6", "1e-3"]
     assert table[3].endswith("1 not started")
-    path = grid(fields={"learning_rate": ["1e-4", "1e-6"]}, rank_by="hard/rewards/accuracies")
-    assert format_sweep(read_grid(path)).splitlines()[1].startswith("1e-6")
+    for metric in ("hard/rewards/accuracies", "sums/acc,flexible"):
+        path = grid(fields={"learning_rate": ["1e-4", "1e-6"]}, rank_by=metric)
+        assert format_sweep(read_grid(path)).splitlines()[1].startswith("1e-6")
 
 
 @pytest.mark.parametrize(
