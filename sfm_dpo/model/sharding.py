@@ -89,11 +89,12 @@ def use_fsdp_on_cpu(accelerator: Accelerator) -> None:
 
 
 # Upstream: accelerate 1.15, utils/dataclasses.py, FullyShardedDataParallelPlugin.set_mixed_precision: FSDP2 casts
-# outputs to 16 bit, and no setting keeps them as they are. Canary: test_canary_fsdp_outputs
-def keep_outputs(fsdp_plugin: Any) -> None:
-    """Lets a model under FSDP2 return what it computed: log-probs rounded to 16 bit bury what the policy learned."""
-    if fsdp_plugin.mixed_precision_policy is not None:
-        fsdp_plugin.mixed_precision_policy = dataclasses.replace(fsdp_plugin.mixed_precision_policy, output_dtype=None)
+# outputs and each layer's inputs to 16 bit, and no setting keeps them as they are. Canary: test_canary_fsdp_outputs
+def keep_precision(fsdp_plugin: Any) -> None:
+    """Lets a model under FSDP2 return what it computed: log-probs rounded to 16 bit bury what the policy learned. Its
+    layers get what they are given: OLMo's RoPE is fp32, which the reference, a single unit of FSDP2, would keep."""
+    if policy := fsdp_plugin.mixed_precision_policy:
+        fsdp_plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None, cast_forward_inputs=False)
 
 
 def blocks(model: PreTrainedModel) -> list[torch.nn.Module]:

@@ -18,7 +18,7 @@ from trl import DPOTrainer
 
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.config_checks import HELD_OUT
-from sfm_dpo.model.sharding import keep_outputs, launched_with, use_fsdp_on_cpu
+from sfm_dpo.model.sharding import keep_precision, launched_with, use_fsdp_on_cpu
 from sfm_dpo.train.metrics import MetricSums
 
 
@@ -55,7 +55,7 @@ class UpstreamFixes(DPOTrainer):
         use_fsdp_on_cpu(self.accelerator)
         self.is_fsdp_enabled = self.accelerator.distributed_type == DistributedType.FSDP
         if self.is_fsdp_enabled:
-            keep_outputs(self.accelerator.state.fsdp_plugin)
+            keep_precision(self.accelerator.state.fsdp_plugin)
 
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._prepare_dataset: tokenises text though the ids are there;
     # any argument of the run changes the fingerprint of the result. Canary: test_canary_prepare_dataset

@@ -12,7 +12,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.model.loading import load_model
-from sfm_dpo.model.sharding import disable_deepspeed_shm, keep_outputs
+from sfm_dpo.model.sharding import disable_deepspeed_shm, keep_precision
 from tests.tiny_models import tiny_model
 
 
@@ -50,11 +50,11 @@ def one_rank(tmp_path):
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_log_probs_under_fsdp2_are_not_rounded(one_rank, kept):
-    """accelerate's own policy rounds them to bf16: if that ever ends, keep_outputs can go."""
+    """accelerate's own policy rounds them to bf16: if that ever ends, keep_precision can go."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     plugin.set_mixed_precision("bf16")
     if kept:
-        keep_outputs(plugin)
+        keep_precision(plugin)
     model = tiny_model("llama")
     add_fused_lm_head(model)
     fully_shard(model, mp_policy=plugin.mixed_precision_policy)

@@ -272,6 +272,7 @@ def test_canary_fsdp_outputs():
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     plugin.set_mixed_precision("bf16")
     assert plugin.mixed_precision_policy.output_dtype == torch.bfloat16
+    assert plugin.mixed_precision_policy.cast_forward_inputs
     plugin.mixed_precision_policy = {"param_dtype": torch.bfloat16, "output_dtype": None}
     with pytest.raises(ValueError, match="output_dtype"):
         plugin.set_mixed_precision("bf16")
