@@ -119,9 +119,9 @@ def compare_metric(name: str, series: dict[str, list], tolerance: float) -> dict
     """The largest difference of a metric, `absolute` and `relative` to the larger value; the `first` step with a
     difference of any size, and `beyond`, the first with one beyond the tolerance, or None.
 
-    A difference counts relative to the larger value of its step, but at least to the metric's median size, and for the
-    loss and the rewards, in nats, at least to 1. A value that is not finite is beyond. Never beyond are shares of
-    pairs, which jump where a margin crosses 0, and the causes: learning rate and number of tokens.
+    A difference counts relative to the larger value of its step, but at least to the metric's median size and, but for
+    the gradient norm, to 1 (nat). A value that is not finite is beyond. Never beyond are shares of pairs, which jump
+    where a margin crosses 0, and the causes: learning rate and number of tokens.
     """
     steps = series["steps"]
     a = np.array(series["a"])
@@ -129,7 +129,7 @@ def compare_metric(name: str, series: dict[str, list], tolerance: float) -> dict
     gap = np.abs(a - b)
     larger = np.maximum(np.abs(a), np.abs(b))
     scale = np.maximum(larger, np.nanmedian(larger))
-    if name.endswith("loss") or "rewards/" in name:
+    if name != "grad_norm":
         scale = np.maximum(scale, 1.0)
     decides = not any(part in name for part in ("accurac", "learning_rate", "num_tokens"))
     differing = np.flatnonzero(gap != 0)

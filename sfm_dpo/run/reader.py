@@ -1,5 +1,6 @@
 """What runs have written: the files of a folder, its logged metrics, and the state of all runs in a table."""
 
+import contextlib
 import json
 import math
 import time
@@ -17,6 +18,7 @@ from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, STATUS, read_
 from sfm_dpo.run.leases import LOCK, is_running, read_owner, squeue_states
 
 EVALUATION = "evaluation.json"
+LOG = "log.jsonl"  # each logged entry when it is logged; trainer_state.json has them when it is saved
 PARENTS = "parents.json"
 _MAPPINGS = [ENVIRONMENT, DATA, STATUS, "preflight.json", "health.json", EVALUATION]
 _LISTS = ["samples.json", PARENTS]
@@ -28,8 +30,8 @@ _FORMS = {"pairs_per_second": ".2f", "loss": ".4f", "margin": "+.3f"}
 
 def read_run(run: Path) -> dict[str, Any]:
     """The content of a run's files, empty where absent or unreadable: `config`, and by stem those of `_MAPPINGS` and
-    `_LISTS`; `log` (log_history of the newest trainer_state.json), `steps`, `seconds` of training since the last start
-    or None, and `checkpoints`. Raises UserError if `run` holds none of the files."""
+    `_LISTS`; `log` (log_history of the newest trainer_state.json, and what LOG has after it), `steps`, `seconds` of
+    training since the last start or None, and `checkpoints`. Raises UserError if `run` holds none of the files."""
     facts = {"config": _read_file(run / RESOLVED_CONFIG, dict)}
     facts |= {Path(name).stem: _read_file(run / name, dict) for name in _MAPPINGS}
     facts |= {Path(name).stem: _read_file(run / name, list) for name in _LISTS}
@@ -39,6 +41,7 @@ def read_run(run: Path) -> dict[str, Any]:
     if not any(facts.values()) and not state:
         raise UserError(f"{run}: not a run's folder: it holds neither {RESOLVED_CONFIG} nor {STATUS}")
     log = [entry for entry in state.get("log_history", []) if isinstance(entry.get("step"), int)]
+    log += [entry for entry in _read_log(run / LOG) if entry["step"] > state.get("global_step", -1)]
     runtimes = [entry["train_runtime"] for entry in log if "train_runtime" in entry]
     return facts | {
         "log": log,
@@ -87,6 +90,15 @@ def _read_file(path: Path, kind: type) -> Any:
         return mask_values(content) if isinstance(content, kind) else kind()  # a report is made to be sent
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return kind()
+
+
+def _read_log(path: Path) -> list[dict[str, Any]]:
+    """The entries of LOG, none where it is absent."""
+    entries = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError):  # a line that a kill cut off
+            entries.append(json.loads(line))
+    return entries
 
 
 def find_runs(folders: Iterable[str | Path]) -> list[Path]:

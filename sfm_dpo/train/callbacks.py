@@ -1,5 +1,6 @@
 """Callbacks of a run: where each rank is, exact resume, complete checkpoints, stopping on request, progress."""
 
+import json
 import logging
 import time
 from pathlib import Path
@@ -10,10 +11,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from sfm_dpo.common.distributed import broadcast, is_main_process
-from sfm_dpo.common.files import format_clock
+from sfm_dpo.common.files import format_clock, write_atomically
 from sfm_dpo.run.checkpoint import mark_complete, rotate, stop_requested
 from sfm_dpo.run.folder import write_status
-from sfm_dpo.run.reader import eval_prefix
+from sfm_dpo.run.reader import LOG, eval_prefix
 
 log = logging.getLogger(__name__)
 
@@ -154,19 +155,29 @@ def describe_best(args: TrainingArguments, state: TrainerState) -> dict[str, Any
     return {"best": {"checkpoint": checkpoint, "step": step, "metric": metric, "value": state.best_metric}}
 
 
+def format_entry(entry: dict[str, Any]) -> str:
+    return json.dumps(entry) + "\n"
+
+
 class ProgressLine(TrainerCallback):
-    """A line of the log each logging step, and status.json; a progress bar would fill a batch job's log."""
+    """A line of the log each logging step, log.jsonl and status.json; a progress bar would fill a batch job's log."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         self.start = time.monotonic()
         self.first_step = state.global_step
         self.kept: dict[str, float] = {}
+        if state.is_world_process_zero:  # what an earlier start logged after this checkpoint goes
+            write_atomically(Path(args.output_dir) / LOG, "".join(map(format_entry, state.log_history)))
         write_status(args.output_dir, "running", step=state.global_step, max_steps=state.max_steps)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):
         logs = logs or {}
         prefix = eval_prefix(logs)
-        if not state.is_world_process_zero or not (prefix or "loss" in logs):
+        if not state.is_world_process_zero:
+            return
+        with (Path(args.output_dir) / LOG).open("a") as file:
+            file.write(format_entry(state.log_history[-1]))
+        if not (prefix or "loss" in logs):
             return
         parts = [f"step {state.global_step}/{state.max_steps}"]
         if prefix:

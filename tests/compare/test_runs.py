@@ -78,9 +78,10 @@ def test_noise_depends_on_the_precision(tmp_path, bf16, expected):
     assert compare(a, b, tolerance=0.5)["verdict"]["verdict"] == "within noise"
 
 
-def test_rewards_near_zero_and_accuracies_do_not_decide(tmp_path):
-    a = write_run(tmp_path / "a", healthy() | {"rewards/accuracies": [0.5] * 10})
+def test_metrics_near_zero_and_accuracies_do_not_decide(tmp_path):
+    a = write_run(tmp_path / "a", healthy() | {"rewards/accuracies": [0.5] * 10, "eval_logits/chosen": [1e-6] * 10})
     noisy = healthy() | {"rewards/margins": [1e-7, *healthy()["rewards/margins"][1:]]}
+    noisy |= {"eval_logits/chosen": [-1e-6] * 10}
     b = write_run(tmp_path / "b", noisy | {"rewards/accuracies": [0.5] * 9 + [0.625]})
     assert compare(a, b)["verdict"]["verdict"] == "within noise"
 
@@ -104,6 +105,20 @@ def test_our_run_another_trainers_and_a_checkpoint_are_one_form(tmp_path):
     for other in (state, killed, killed / "checkpoint-10"):
         result = compare(ours, other)
         assert result["verdict"]["verdict"] == "identical" and result["common_steps"] == [1, 10, 10], other
+
+
+def test_a_killed_run_has_what_it_logged_since_its_checkpoint(tmp_path):
+    series = healthy()
+    whole, killed = write_run(tmp_path / "whole", series), write_run(tmp_path / "killed", {})
+    state = json.loads((whole / "trainer_state.json").read_text())
+    (killed / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in state["log_history"][:3]))
+    with (killed / "log.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')
+    for newest in (0, 2):  # no checkpoint, and that of step 2
+        old = {"global_step": newest, "log_history": state["log_history"][:newest]}
+        (killed / "trainer_state.json").write_text(json.dumps(old))
+        result = compare(whole, killed)
+        assert (result["verdict"]["verdict"], result["common_steps"]) == ("identical", [1, 3, 3])
 
 
 def test_a_run_diverges_where_a_value_is_not_finite(tmp_path):
