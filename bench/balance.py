@@ -3,9 +3,8 @@
 
     python bench/balance.py [--lengths think]
 
-Ranks exchange gradients after each micro-batch (ZeRO-2), so a micro-batch takes what its slowest rank takes. Columns:
-FLOPs of the slowest rank over those of the mean one, by model, 1.000 being perfect balance; tokens of the largest
-micro-batch. `equal tokens` is batch_rebalance as it would be with tokens in place of cost, `stock` transformers' own.
+Columns: FLOPs of the slowest rank over those of the mean one, by model; tokens of the largest micro-batch. `equal
+tokens` is batch_rebalance with tokens in place of cost, `stock` transformers' own.
 """
 
 import sys

@@ -86,7 +86,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     count = number(int, 1)
     names = [*VARIANTS, *SHIPPED]
     parser.add_argument("--model", choices=list(MODELS), default="olmo3", help="6 narrow layers, 8 real ones on a GPU")
-    parser.add_argument("--shape", help="folder whose config.json is the model's, instead of --model")
     parser.add_argument("--lengths", choices=list(RECIPES), default="think", help="of which data")
     parser.add_argument("--pairs", type=count, default=96, help="measured pairs")
     parser.add_argument("--accumulation", type=count, default=4, help="micro-batches in an optimizer step")

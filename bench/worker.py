@@ -67,7 +67,7 @@ def prepare(job: dict) -> dict:
     return {
         "machine": machine(),
         "torch": torch.__version__,
-        "model": f"{job['shape'] or job['model']}, {config.num_hidden_layers} layers, hidden {config.hidden_size}, "
+        "model": f"{job['model']}, {config.num_hidden_layers} layers, hidden {config.hidden_size}, "
         f"vocabulary {config.vocab_size:,}, {model.num_parameters() / 1e6:,.0f} M parameters, {model.dtype}",
         "data": f"{job['pairs']} pairs of {job['lengths']} lengths divided by {scale_of(job)}, max_length "
         f"{max_length_of(job)}, micro-batches of {BATCH} pairs, {job['accumulation']} in a step",
@@ -76,8 +76,6 @@ def prepare(job: dict) -> dict:
 
 def model_config(job: dict):
     """The architecture's own features (windows, grouped queries, partial RoPE) at the size asked for."""
-    if job["shape"]:
-        return AutoConfig.from_pretrained(job["shape"])
     fields = json.loads((ROOT / "bench/shapes" / MODELS[job["model"]] / "config.json").read_text())
     fields.pop("layer_types", None)  # the model's own pattern, for so many layers
     fields |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1, "max_position_embeddings": 8192}
@@ -143,7 +141,7 @@ def train(job: dict) -> dict:
     trainer.train_dataset = pairs.select(range(warm, len(pairs)))
     seconds = trainer.train().metrics["train_runtime"]
     peak = peak_memory_gib()  # before the matrix products that follow
-    counts, args = meter.counts, trainer.args
+    counts = meter.counts
     assert counts["pairs"] == job["pairs"]
     return {
         "variant": job["variant"],
@@ -156,11 +154,8 @@ def train(job: dict) -> dict:
         "peak_memory_gib": peak,
         "mfu": counts["flops"] / seconds / matmul_rate(),
         "flops": counts["flops"],
-        # More than the kinds of layer, forward and backward, are recompilations
-        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
         "loss": trainer.state.log_history[-1]["train_loss"],
-        "pairs_at_once": args.per_device_train_batch_size,
-        "memory_gib": getattr(args, "memory_gib", None),
+        "memory_gib": getattr(trainer.args, "memory_gib", None),
     }
 
 
