@@ -8,7 +8,7 @@ Slurm:              sbatch scripts/dpo_train.sh --learning_rate 5e-7
 Any field of TRL's DPOConfig, of its ModelConfig and of sfm_dpo/config.py can be given in the recipe and overridden
 after it. Exit codes: 0 done, 1 crashed, 2 wrong configuration or data, 3 refused by the preflight, 4 stopped by the
 guard (docs/health.md), 5 trained and saved but not pushed to the Hub (docs/hub.md), 70 no progress
-(docs/slurm.md), 75 stopped on request.
+(docs/slurm.md), 75 stopped on request, 130 interrupted.
 """
 
 import sfm_dpo
@@ -25,7 +25,6 @@ from trl import get_peft_config, get_quantization_config
 from sfm_dpo.common.distributed import is_main_process, main_process_first
 from sfm_dpo.common.errors import PreflightDone, StopRequested
 from sfm_dpo.common.files import write_json
-from sfm_dpo.common.secrets import mask_traceback
 from sfm_dpo.config import Config, parse_config
 from sfm_dpo.data.preferences import Pairs
 from sfm_dpo.data.tokenization import hash_tokens, load_token_pairs, load_tokenizer
@@ -197,5 +196,4 @@ def push(config: Config) -> int:
 
 
 if __name__ == "__main__":
-    sys.excepthook = mask_traceback
     sys.exit(main(sys.argv[1:]))

@@ -211,7 +211,7 @@ print(hangs, run["checkpoint"] is not None, run.get("host") or "", sep="\n")
             code=${fields[1]}
         fi
     fi
-    [[ $state != stopped ]] || ((code == 0)) || requeue "${fields[4]}" # 0: no more than the preflight was asked for
+    [[ $state != stopped ]] || ((code != 75)) || requeue "${fields[4]}" # 0: only the preflight was requested; 130: interrupted
     [[ $state != hung ]] || requeue_hung "${fields[@]:5}"
     say "ended: state $state, exit code $code, step ${step:-None}, $output_dir${message:+: $message}"
     exit "$code"

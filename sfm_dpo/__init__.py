@@ -23,8 +23,9 @@ def setup() -> None:
         raise SystemExit(2)
 
     from sfm_dpo.common.cli import install_log
-    from sfm_dpo.common.secrets import load_env_file
+    from sfm_dpo.common.secrets import load_env_file, mask_traceback
 
+    sys.excepthook = mask_traceback
     install_log()
     load_env_file()
     # Packed rows differ in length: fixed segments of the CUDA allocator would fragment. torch prefers the older name.

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.errors import RunEnd
-from sfm_dpo.common.secrets import mask, mask_traceback
+from sfm_dpo.common.secrets import mask
 
 log = logging.getLogger(__name__)
 _PREFIX = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
@@ -40,7 +40,6 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], in
 
     @functools.wraps(main)
     def run(argv: list[str]) -> int:
-        sys.excepthook = mask_traceback
         try:
             return main(argv) or 0
         except RunEnd as end:

@@ -1,7 +1,7 @@
 """How a run ends other than by a crash (1): one exception for each end, with its exit code and state in status.json.
 
 Further exit codes: 5, not pushed (hub/publish.py); 69, the node check failed (health/node_check.py); 70, hung
-(train/watchdog.py); 130, interrupted (common/cli.py).
+(train/watchdog.py); 130 from a script (common/cli.py).
 """
 
 import difflib
@@ -46,6 +46,10 @@ class GuardStopped(UserError):
 class StopRequested(RunEnd):  # by the stop file; the same command resumes
     exit_code = 75
     state = "stopped"
+
+
+class Interrupted(StopRequested):  # by Ctrl-C, or by SIGTERM where there is no launcher
+    exit_code = 130
 
 
 class PreflightDone(StopRequested):  # only the preflight was requested

@@ -48,5 +48,6 @@ def mask_values(content: Any) -> Any:
 
 
 def mask_traceback(kind, error, trace) -> None:
-    """For sys.excepthook: a library may have put the token it was given into its message."""
-    print(mask("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr, flush=True)
+    """For sys.excepthook: a library may have put the token it was given into its message. Ctrl-C is one line."""
+    lines = traceback.format_exception(kind, error, trace) if kind is not KeyboardInterrupt else ["\ninterrupted\n"]
+    print(mask("".join(lines)), end="", file=sys.stderr, flush=True)

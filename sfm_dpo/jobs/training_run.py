@@ -3,18 +3,19 @@
 import errno
 import logging
 import os
+import signal
 import traceback
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from sfm_dpo.common.distributed import is_main_process, main_process_first
-from sfm_dpo.common.errors import DiskFull, RunEnd, StopRequested
+from sfm_dpo.common.errors import DiskFull, Interrupted, RunEnd, StopRequested
 from sfm_dpo.config import Config
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import format_summary, write_report
 from sfm_dpo.run.checkpoint import clear_stop, newest_checkpoint, step_of
-from sfm_dpo.run.folder import RESOLVED_CONFIG, acquire, has_failed, message_of_rank, write_status
+from sfm_dpo.run.folder import RESOLVED_CONFIG, acquire, has_failed, message_of_rank, read_status, write_status
 from sfm_dpo.run.leases import Lease
 from sfm_dpo.train.callbacks import Position, describe_best
 from sfm_dpo.train.fit_memory import explain_out_of_memory
@@ -39,6 +40,12 @@ class Run:
         self.exit_code = 0  # of the process
 
     def __enter__(self) -> Self:
+        if (
+            "LOCAL_RANK" not in os.environ and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        ):  # else STOP is the way
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt
+            # Pools of processes, as those of datasets.map, end theirs by SIGTERM
+            os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
         return self
 
     def begin(self, config: Config) -> bool:
@@ -59,13 +66,15 @@ class Run:
         clear_stop(self.folder)  # it came too late
         best = describe_best(trainer.train_config, trainer.state)
         write_status(self.folder, "done", 0, step=trainer.state.global_step, **best)
-        report(self.folder)
-        if is_main_process():
-            write_model_card(self.folder)
+        folder, self.folder = self.folder, None
+        report(folder)
         trainer.end()
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> bool:
         """Every end but a crash is one line; a crash is its traceback, from Python."""
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        if is_interrupt:
+            handle_interrupts(signal.SIG_IGN)  # a second one must not cut off what follows
         end = self._explain(error) if error else None
         folder = self.folder
         try:
@@ -80,6 +89,8 @@ class Run:
                 self.watchdog.stop()
             if self.lease:
                 self.lease.release()
+            if is_interrupt:
+                handle_interrupts(signal.SIG_DFL)  # libraries may want long to end
         return end is not None
 
     def _explain(self, error: BaseException) -> RunEnd | None:
@@ -88,6 +99,8 @@ class Run:
             return error
         if self.folder is None:
             return None
+        if isinstance(error, KeyboardInterrupt):
+            return Interrupted(f"interrupted at step {self.position.step}")
         if memory := explain_out_of_memory(error, self.position, self.folder):
             return memory
         if isinstance(error, OSError) and error.errno in UNWRITABLE:
@@ -118,14 +131,22 @@ class Run:
             write_status(self.folder, end.state, end.exit_code, message, any_rank=not is_stop, **status)
             if self.lease:
                 self.lease.release()  # before the report: a launcher ends this rank soon after another one has left
-            report(self.folder)
+            if not isinstance(end, Interrupted):
+                report(self.folder)
+
+
+def handle_interrupts(how: signal.Handlers) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, how)
 
 
 def report(run: Path) -> None:
-    """report.html and the closing lines; also of a run that failed, once it had begun."""
+    """report.html, the model card of a trained run, the closing lines; also of a run that failed after it began."""
     if is_main_process() and (run / RESOLVED_CONFIG).is_file():
         try:
             write_report(run)
+            if read_status(run).get("state") in ("done", "push_failed"):
+                write_model_card(run)
         except OSError as error:  # a full disk must not make a failure of a trained model
             log.info(f"report not written: {error}; later: python -m sfm_dpo.report.page {run}")
         log.info(format_summary(run))

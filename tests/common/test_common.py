@@ -1,7 +1,5 @@
 """Ends of a script's main, tables in plain text, and GPUs that torch does not see."""
 
-import sys
-
 import pytest
 import torch
 
@@ -22,9 +20,7 @@ from sfm_dpo.config import parse_config
         (KeyboardInterrupt(), 130, "\ninterrupted\n"),
     ],
 )
-def test_command_returns_the_exit_code(capsys, monkeypatch, end, code, line):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-
+def test_command_returns_the_exit_code(capsys, end, code, line):
     @command
     def main(argv):
         if isinstance(end, BaseException):

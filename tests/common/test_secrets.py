@@ -32,7 +32,8 @@ def test_what_is_named_like_a_secret_and_looks_like_one_is_masked(write_env, tmp
 def test_a_traceback_is_masked(monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", "hf_canaryInTraceback")
     mask_traceback(ValueError, ValueError("no access: hf_canaryInTraceback"), None)
-    assert capsys.readouterr().err == "ValueError: no access: ***\n"
+    mask_traceback(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert capsys.readouterr().err == "ValueError: no access: ***\n\ninterrupted\n"
 
 
 @pytest.mark.parametrize(("mode", "warns"), [(0o600, False), (0o640, True), (0o604, True)])

@@ -44,8 +44,9 @@ def test_a_new_or_empty_folder_or_one_with_an_earlier_mistake_alone_is_free(tmp_
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / ".nfs001").touch()
     assert is_to_be_trained(tmp_path / "empty")
-    write_status(tmp_path / "empty", "failed", 2, "no such file")
-    assert is_to_be_trained(tmp_path / "empty", "--seed", "1")
+    for state in ("failed", "stopped"):  # the latter: Ctrl-C while its data were read
+        write_status(tmp_path / "empty", state, 2, "no such file")
+        assert is_to_be_trained(tmp_path / "empty", "--seed", "1")
 
 
 @pytest.mark.parametrize("state", ["running", "stopped", "done"])

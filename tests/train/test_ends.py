@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 
 import pytest
 
@@ -10,6 +11,7 @@ import train_dpo
 from sfm_dpo.run import folder
 from sfm_dpo.run.checkpoint import COMPLETE, STOP
 from sfm_dpo.run.folder import read_status
+from sfm_dpo.train.callbacks import ProgressLine
 from tests.toolbox import logged, on_cpu, pairs
 
 
@@ -50,3 +52,49 @@ def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, monkeypatch, capsy
     line = f"error: /disk/file: {error.strerror}; free space, and run the same command again to resume\n"
     assert capsys.readouterr().err == line
     assert bool(read_status(tmp_path / "run")) == (number == errno.ENOSPC)
+
+
+@pytest.fixture
+def signals():
+    """What SIGINT and SIGTERM do to a new process; afterwards what they did here."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def reset():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    yield reset
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_report")
+def test_ctrl_c_and_sigterm_are_a_stop(tiny_folder, write_rows, tmp_path, monkeypatch, capsys, signals):
+    run, write_json = tmp_path / "run", folder.write_json
+    fields = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(16)), run, save_steps=1)
+    for number, step in ((signal.SIGTERM, 2), (signal.SIGINT, 3)):
+        signals()
+
+        def interrupt(self, args, state, *rest, number=number, step=step, **kwargs):
+            if state.global_step == step:
+                signal.raise_signal(number)
+
+        def write(path, value, number=number):
+            if value.get("state") == "stopped":
+                signal.raise_signal(number)  # once more
+            write_json(path, value)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ProgressLine, "on_step_begin", interrupt)
+            patch.setattr(folder, "write_json", write)
+            assert train_dpo.main(fields) == 130
+        checkpoint = run / f"checkpoint-{step}"
+        line = f"interrupted at step {step}; run the same command again to resume from {checkpoint}\n"
+        out, err = capsys.readouterr()
+        assert out.endswith(line) and "Traceback" not in err
+        status = read_status(run)
+        assert (status["state"], status["exit_code"], status["checkpoint"]) == ("stopped", 130, str(checkpoint))
+    signals()
+    assert train_dpo.main(fields) == 0
+    assert f"resuming from {checkpoint}" in capsys.readouterr().out
