@@ -22,7 +22,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback
 from trl import get_peft_config, get_quantization_config
 
-from sfm_dpo.common.distributed import is_main_process, main_process_first
+from sfm_dpo.common.distributed import broadcast, is_main_process, main_process_first
 from sfm_dpo.common.errors import PreflightDone, StopRequested
 from sfm_dpo.common.files import write_json
 from sfm_dpo.config import Config, parse_config
@@ -34,6 +34,7 @@ from sfm_dpo.health.preflight import check_vocabulary, preflight_phase
 from sfm_dpo.hub.callback import PushCheckpoints
 from sfm_dpo.hub.publish import check_push, push_finished
 from sfm_dpo.jobs.training_run import Run, report
+from sfm_dpo.model.attention import choose_flash
 from sfm_dpo.model.loading import load_model_config, model_init_kwargs
 from sfm_dpo.model.sharding import checkpoint_bytes, disable_deepspeed_shm
 from sfm_dpo.run.checkpoint import (
@@ -94,9 +95,10 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
     if checkpoint:  # before the model is loaded
         check_resume(checkpoint, {"train_tokens": hash_tokens(pairs.train)}, args.ignore_resume_mismatch)
     facts = pairs.as_dict()
+    kept = read_mapping(Path(args.output_dir) / DATA) if checkpoint else {}
     if args.fit_memory:
-        kept = read_mapping(Path(args.output_dir) / DATA).get("fit_memory", {}) if checkpoint else {}
-        facts["fit_memory"] = fit_memory(config, pairs.train, model_config, kept)
+        facts["fit_memory"] = fit_memory(config, pairs.train, model_config, kept.get("fit_memory", {}))
+    facts["flash_attention"] = broadcast(choose_flash(args.flash_attention, kept.get("flash_attention")))
     sampler = build_sampler(pairs.train, args)
     if left_out := len(pairs.train) - len(sampler):
         which = "the last ones" if args.train_sampling_strategy == "sequential" else "another random few each time"
@@ -105,6 +107,7 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
         describe(config, facts, step_of(checkpoint))
         pairs.write_dropped(Path(args.output_dir) / "dropped.jsonl")
         write_status(args.output_dir, "running", step=step_of(checkpoint))
+    args.flash_attention = facts["flash_attention"]  # resolved_config.yaml keeps what was asked
     return pairs, tokenizer, checkpoint
 
 

@@ -74,13 +74,22 @@ class GatherKeys(torch.autograd.Function):
         return result.index_copy_(1, prompts, total), None, None
 
 
-def activate_flash(choice: str) -> None:
-    """Makes `varlen_attn` compute by FA2 (PyTorch's own), FA3 or FA4; auto: check_gpu.sh's fastest here, else FA2."""
-    name = "FA2" if choice == "auto" else choice.upper()
-    if choice == "auto" and CALIBRATION.exists():
+def choose_flash(choice: str, kept: str | None = None) -> str:
+    """fa2 (PyTorch's own), fa3 or fa4; auto: what a resumed run had, else check_gpu.sh's fastest here, else fa2."""
+    if choice != "auto":
+        return choice
+    if kept:
+        return kept
+    if CALIBRATION.exists() and torch.cuda.is_available():
         measured = json.loads(CALIBRATION.read_text())
-        if measured["gpu"] == torch.cuda.get_device_name():
-            name = measured.get("flash") or name
+        if measured["gpu"] == torch.cuda.get_device_name() and measured.get("flash"):
+            return measured["flash"].lower()
+    return "fa2"
+
+
+def activate_flash(choice: str) -> None:
+    """Makes `varlen_attn` compute by the kernel of `choose_flash`. Raises UserError where that cannot be activated."""
+    name = choose_flash(choice).upper()
     torch_attention.restore_flash_attention_impl(_raise_warn=False)
     if name == "FA2":
         return
@@ -91,12 +100,11 @@ def activate_flash(choice: str) -> None:
         raise UserError(message) from error
 
 
-def describe_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """One line for the log: which kernel computes packed attention for these heads."""
+def kernel_name(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """What computes packed attention for these heads: FA2, FA3, FA4, or SDPA, sequence by sequence."""
     if _takes_varlen(device, dtype, head_dim, head_dim):
-        flash = torch_attention.current_flash_attention_impl() or "FA2"
-        return f"torch.nn.attention.varlen.varlen_attn ({flash}), all sequences in one call"
-    return f"scaled_dot_product_attention, sequence by sequence ({device.type}, {dtype}, head size {head_dim})"
+        return torch_attention.current_flash_attention_impl() or "FA2"
+    return "SDPA"
 
 
 def _takes_varlen(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
@@ -159,7 +167,10 @@ def packed_attention_forward(
 
 
 def _varlen(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window, max_length) -> torch.Tensor:
-    q, k, v = [x[0].transpose(0, 1) for x in (query, key, value)]
+    # FA3 and FA4 return a contiguous output; to torch.compile it has the query's strides. GPT-NeoX's
+    # RoPE leaves others: the query is copied, instead of the output
+    q = query[0].transpose(0, 1).contiguous()
+    k, v = [x[0].transpose(0, 1) for x in (key, value)]
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
     options = {"scale": scaling, "window_size": window, "enable_gqa": query.shape[1] != key.shape[1]}
     output: Any = varlen_attn(q, k, v, cu_seqlens, cu_keys, max_length, max_length, **options)
@@ -196,7 +207,7 @@ def check_shared_keys(
             error = ((expected - got).norm() / expected.norm()).item()
             if not error < 0.05:  # rounding to 16 bit: 0.005; a mask that is aligned at the start: 0.7
                 raise ValueError(
-                    f"prefix_sharing: {describe_kernel(device, dtype, head_dim)} is off SDPA by {error:.0%} (window "
+                    f"prefix_sharing: {kernel_name(device, dtype, head_dim)} is off SDPA by {error:.0%} (window "
                     f"{window}, {name}) where keys outnumber queries; set prefix_sharing: false"
                 )
 

@@ -101,11 +101,11 @@ def has_delta_net_kernels() -> bool:
     return all(map(importlib.util.find_spec, ("fla", "causal_conv1d")))
 
 
-def describe_delta_nets(model: PreTrainedModel) -> str:
-    """For the log and the reference cache's key."""
+def delta_net_kernel(model: PreTrainedModel) -> str | None:
+    """What computes packed gated delta nets: fla, or transformers' code, sequence by sequence; None without any."""
     if not _find_delta_nets(model):
-        return ""
-    return "; gated delta nets " + ("by fla and causal_conv1d" if has_delta_net_kernels() else "sequence by sequence")
+        return None
+    return "fla" if has_delta_net_kernels() else "transformers"
 
 
 @torch.compiler.disable

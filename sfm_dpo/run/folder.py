@@ -41,7 +41,7 @@ MAY_DIFFER = set(
     hub_always_push save_steps save_total_limit ddp_timeout output_dir resume_from_checkpoint
     max_dropped_fraction trackio_space_id preflight preflight_only preflight_samples guard guard_generations
     profile_steps ignore_resume_mismatch verify_checkpoints eval_tasks gradient_accumulation_steps hang_timeout
-    memory_gib load_best_model_at_end eval_datasets""".split()
+    memory_gib load_best_model_at_end eval_datasets flash_attention""".split()
 )
 
 

@@ -31,7 +31,9 @@ from sfm_dpo.common.distributed import broadcast, gather, is_main_process, main_
 from sfm_dpo.common.errors import DiskFull, StopRequested, UserError
 from sfm_dpo.data.sources import explain_cache_errors
 from sfm_dpo.data.tokenization import Lengths, hash_tokens
+from sfm_dpo.model.attention import kernel_name
 from sfm_dpo.model.loading import hash_config
+from sfm_dpo.model.packing import delta_net_kernel
 from sfm_dpo.model.sharding import hash_weights
 from sfm_dpo.run.checkpoint import stop_requested
 from sfm_dpo.run.folder import write_status
@@ -43,6 +45,14 @@ CACHE_FORMAT = 2  # raise it when the same key would stand for other log-probs o
 NFS_SECONDS = 60  # its acdirmax: for so long a client may remember that a file was not there
 POLL_SECONDS = 0.5  # between looks at the shards that others compute
 REPORT_SECONDS = 10.0
+# What the key holds of kernels, literally: reworded, it would be another key, and all caches would be computed again
+SDPA = "scaled_dot_product_attention, sequence by sequence ({0.type}, {1}, head size {2})"
+VARLEN = "torch.nn.attention.varlen.varlen_attn ({}), all sequences in one call"
+DELTA_NETS = {
+    None: "",
+    "fla": "; gated delta nets by fla and causal_conv1d",
+    "transformers": "; gated delta nets sequence by sequence",
+}
 SHARD_PAIRS = 256  # at 15,000 tokens/s and 8,192 tokens a sequence, under five minutes of work to lose
 
 log = logging.getLogger(__name__)
@@ -85,13 +95,16 @@ def describe_settings(trainer: Any) -> dict[str, Any]:
     if precision != "no":  # in 16 bit the launchers differ in what computes in which precision
         regime = "FSDP2" if trainer.is_fsdp_enabled else "autocast"
         precision = f"{precision}, {'DeepSpeed' if trainer.zero_stage else regime}"
+    kernel = None
+    if trainer.packed:
+        kernel = kernel_token(trainer.attention_call(), delta_net_kernel(trainer.bare_model()))
     settings = {
         "weights": weights,
         "config": hash_config(trainer.bare_model().config),
         "dtype": next(trainer.forward_model.parameters()).dtype,
         "precision": precision,
         "attention": trainer.bare_model().config._attn_implementation,
-        "kernel": trainer.attention_kernel() if trainer.packed else None,
+        "kernel": kernel,
         "packed": trainer.packed,
         "compilation": {name: getattr(args, name) for name in COMPILATION},
         "max_length": args.max_length,
@@ -104,6 +117,12 @@ def describe_settings(trainer: Any) -> dict[str, Any]:
     if trainer.prefix_sharing:  # a key without it is that of an older cache
         settings["prefix_sharing"] = True
     return settings
+
+
+def kernel_token(call: tuple[torch.device, torch.dtype, int], delta_nets: str | None) -> str:
+    """The key's words for `kernel_name(*call)` and a `delta_net_kernel`."""
+    name = kernel_name(*call)
+    return (SDPA.format(*call) if name == "SDPA" else VARLEN.format(name)) + DELTA_NETS[delta_nets]
 
 
 def cache_folder(dataset: Dataset, settings: dict[str, Any]) -> Path:

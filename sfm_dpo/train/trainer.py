@@ -24,10 +24,10 @@ from sfm_dpo.config import TrainConfig
 from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.sampler import ORDER_VERSION, PairSampler
 from sfm_dpo.data.tokenization import Lengths, hash_tokens
-from sfm_dpo.model.attention import activate_flash, check_shared_keys, describe_kernel
+from sfm_dpo.model.attention import activate_flash, check_shared_keys, kernel_name
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import load_model
-from sfm_dpo.model.packing import compile_layers, describe_delta_nets, enable_padding_free, why_not_shared
+from sfm_dpo.model.packing import compile_layers, delta_net_kernel, enable_padding_free, why_not_shared
 from sfm_dpo.model.saving import fix_saved_files, read_base_config
 from sfm_dpo.model.sharding import launched_with
 from sfm_dpo.run.checkpoint import COMPLETE
@@ -132,12 +132,12 @@ class SFMDPOTrainer(UpstreamFixes):
         if obstacle or asked is False:
             return False
         try:
-            check_shared_keys(*self._attention_call())
+            check_shared_keys(*self.attention_call())
         except ValueError as error:
             raise UserError(str(error)) from error
         return True
 
-    def _attention_call(self) -> tuple[torch.device, torch.dtype, int]:
+    def attention_call(self) -> tuple[torch.device, torch.dtype, int]:
         """Device, dtype and head size of the attention."""
         config = self.bare_model().config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -146,7 +146,8 @@ class SFMDPOTrainer(UpstreamFixes):
 
     def attention_kernel(self) -> str:
         """What computes packed attention, for the log; it takes the place of `attn_implementation`."""
-        return describe_kernel(*self._attention_call()) + describe_delta_nets(self.bare_model())
+        nets = delta_net_kernel(self.bare_model())
+        return kernel_name(*self.attention_call()) + (f", gated delta nets by {nets}" if nets else "")
 
     @property
     def zero_stage(self) -> int:

@@ -9,8 +9,10 @@ import re
 import shlex
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Olmo3Config
@@ -118,7 +120,10 @@ def test_losses_do_not_depend_on_the_setting(train):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_report")
-def test_the_choice_is_kept_at_resume_where_it_fits_and_is_no_part_of_what_was_asked(train, tmp_path, capsys):
+def test_the_choice_is_kept_at_resume_where_it_fits_and_is_no_part_of_what_was_asked(
+    train, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(psutil.Process, "memory_info", lambda self: SimpleNamespace(rss=2**29))  # or it grows by runs
     fit = {"fit_memory": "true", "save_strategy": "steps", "save_steps": 100}
     run = tmp_path / "run"
     run.mkdir()
@@ -131,14 +136,19 @@ def test_the_choice_is_kept_at_resume_where_it_fits_and_is_no_part_of_what_was_a
         return read_mapping(run / "data.json")["fit_memory"], losses
 
     chosen, _ = resume(64, stop=True)
+    facts = read_mapping(run / "data.json")
+    assert facts["flash_attention"] == "fa2"
+    (run / "data.json").write_text(json.dumps(facts | {"flash_attention": "fa4"}))  # as was measured then
     assert (chosen["per_device"], chosen["every_n_layers"]) == (8, 0)
     asked = read_resolved_config(run)
+    assert asked["flash_attention"] == "auto"
     assert asked["fit_memory"] is True and not {"per_device_train_batch_size", "gradient_checkpointing"} & set(asked)
     less = (chosen["bytes"] - 1) / 2**30
     smaller, _ = resume(less, stop=True)
     assert smaller["bytes"] <= less * 2**30 and smaller["per_device"] in (1, 2, 4, 8)
     kept, resumed = resume(64, stop=False)
     assert (kept["per_device"], kept["every_n_layers"]) == (smaller["per_device"], smaller["every_n_layers"]) != (8, 0)
+    assert read_mapping(run / "data.json")["flash_attention"] == "fa4"
     code, losses, _ = train("uninterrupted", **fit, memory_gib=64)
     assert code == 0 and resumed == pytest.approx(losses, abs=1e-5)
     code, _, _ = train("other", **fit, memory_gib=0.0001)
