@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     samples = max(args.preflight_samples, args.global_batch_size)
     fields += ["--max_samples", str(min(samples, args.max_samples or samples)), "--eval_fraction", "0"]
     fields += ["--precompute_ref_log_probs", "true", "--preflight", "abort", "--preflight_only", "true"]
-    fields += ["--report_to", "none", "--push_to_hub", "false"]
+    fields += ["--report_to", "none", "--push_to_hub", "false", "--torch_compile", "false"]
     with tempfile.TemporaryDirectory() as folder:
         code = train_dpo.main([*fields, "--output_dir", f"{folder}/run"])
         result = Path(folder, "run", PREFLIGHT)

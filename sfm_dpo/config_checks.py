@@ -49,6 +49,7 @@ REFUSED = {
     "streaming": "pairs are checked before training, so they cannot be streamed",
     "sync_ref_model": "checkpoints do not hold the synchronised reference, a resumed run would lose it; remove it",
     "test_split_size": "set eval_fraction instead, which is seeded",
+    "use_liger_kernel": "is applied after the reference pass, to the policy alone; set torch_compile: true instead",
 }
 
 

@@ -87,7 +87,8 @@ def compute_packed_difference(trainer, rows: np.ndarray) -> float:
     for padded_ids, mask, padded_completion, packed_sum in inputs:
         ids = padded_ids[mask.bool()]
         completion = padded_completion[mask.bool()].bool()
-        with trainer.accelerator.autocast():  # a plain forward: transformers' own attention, nothing else in the row
+        # A plain forward: transformers' own attention, nothing else in the row, no graph of its own
+        with trainer.accelerator.autocast(), torch.compiler.set_stance("force_eager"):
             logits = model(input_ids=ids[None], attention_mask=torch.ones_like(ids[None])).logits[0, :-1]
         logps = torch.log_softmax(logits.float(), dim=-1).gather(1, ids[1:, None])[:, 0][completion[1:]]
         differences.append(abs(packed_sum.item() - logps.sum().item()) / len(logps))

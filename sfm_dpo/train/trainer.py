@@ -7,6 +7,7 @@ Micro-batches hold equally many pairs (data/sampler.py), so that their mean is t
 
 import logging
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,9 @@ class SFMDPOTrainer(UpstreamFixes):
     def _pack_and_compile(self) -> None:
         """Packs and compiles policy and reference, as asked, now that TRL has given them their fused LM head."""
         args = self.train_config
+        if args.torch_compile:
+            where = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR, now a folder in /tmp")
+            log.info(f"torch_compile: layers are compiled at their first forward and backward, and kept in {where}")
         for model in filter(None, (self.bare_model(), self.ref_model)):
             model = self.accelerator.unwrap_model(model)
             try:
