@@ -121,7 +121,7 @@ first_host() {
     ((SLURM_JOB_NUM_NODES == 1)) || srun_options+=(--label)
 }
 
-# Each node's GPUs, folders and the way to the others, in a minute at most; ends the job with code 69 if they are no good.
+# Each node's GPUs, folders and the way to the others, in minutes at most; ends the job with code 69 if they are no good.
 check_health() {
     if [[ ${SKIP_HEALTHCHECK:-} == 1 ]]; then
         say "health check skipped"
@@ -132,7 +132,7 @@ check_health() {
     # shellcheck disable=SC2016
     local on_node='[[ ${DS_ACCELERATOR:-} != cpu ]] || export CUDA_VISIBLE_DEVICES=
         for ((i = 0; i < LOCAL_WORLD_SIZE; i++)); do
-            RANK=$((SLURM_NODEID * LOCAL_WORLD_SIZE + i)) LOCAL_RANK=$i timeout 240 python -m sfm_dpo.health.node_check "$@" &
+            RANK=$((SLURM_NODEID * LOCAL_WORLD_SIZE + i)) LOCAL_RANK=$i timeout 600 python -m sfm_dpo.health.node_check "$@" &
         done
         code=0
         for pid in $(jobs -p); do wait "$pid" || code=$?; done

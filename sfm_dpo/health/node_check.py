@@ -24,7 +24,7 @@ from sfm_dpo.common.distributed import explain_missing_gpus, is_main_process
 log = logging.getLogger("sfm_dpo.health.node_check")  # __name__ is __main__
 
 UNHEALTHY = 69  # exit code: EX_UNAVAILABLE
-JOIN_SECONDS = 120  # a rank that has not joined by then is lost: importing torch from a cold disk takes long
+JOIN_SECONDS = 300  # a rank that has not joined by then is lost: importing torch from a cold shared disk takes long
 REDUCE_SECONDS = 45
 
 Report = tuple[str, list[str]]  # a rank's host and findings

@@ -55,6 +55,12 @@ def test_a_rank_that_never_comes(tmp_path):
     assert re.search(r"unhealthy \S+: rank 0 could not reach the other ranks: ", done.stderr)
 
 
+def test_a_cold_start_on_a_shared_disk_is_waited_for():
+    limit = re.search(r"timeout (\d+) python -m sfm_dpo.health.node_check", (ROOT / "scripts/common.sh").read_text())
+    assert node_check.JOIN_SECONDS >= 300
+    assert int(limit[1]) > node_check.JOIN_SECONDS + node_check.REDUCE_SECONDS + 120
+
+
 def test_a_healthy_process_without_a_launcher_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # so that what the check sets is undone
