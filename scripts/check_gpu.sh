@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Is everything right and fast on this cluster? At most 15 minutes on one node; one table at the end (docs/gpu.md).
+# Is everything right and fast on this cluster? On one node; a table, a line after each check (docs/gpu.md).
 #
 #   sbatch scripts/check_gpu.sh                                 with recipes/think.yaml
 #   sbatch scripts/check_gpu.sh --config recipes/tulu3_8b.yaml  with the model and the lengths of another recipe
@@ -13,7 +13,7 @@
 #SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=32
 #SBATCH --mem=500G
-#SBATCH --time=0:30:00
+#SBATCH --time=1:30:00
 #SBATCH --output=logs/%x-%j.out
 
 common="${SLURM_SUBMIT_DIR:-.}/scripts/common.sh"

@@ -37,7 +37,7 @@ class ForwardFlops:
             weights += count
             trained += count * parameter.requires_grad
         shares = (trained / weights, float(head.requires_grad))
-        return cls(2 * weights, 2 * numel(head), _attention(config), shares)
+        return cls(2 * weights, 2 * numel(head), attention_flops(config), shares)
 
     def __call__(
         self, lengths: torch.Tensor, response_tokens: int, training: bool = False, shared: torch.Tensor | None = None
@@ -61,7 +61,8 @@ def _visible(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
     return inside * (inside + 1) / 2 + (n - inside) * inside
 
 
-def _attention(config: PretrainedConfig) -> tuple[tuple[int | None, int], ...]:
+def attention_flops(config: PretrainedConfig) -> tuple[tuple[int | None, int], ...]:
+    """(window, FLOPs of a visible pair) of each kind of layer."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     flops = 4 * head_dim * config.num_attention_heads
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers

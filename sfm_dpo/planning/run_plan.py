@@ -63,8 +63,10 @@ class Cluster:
             measured = json.loads(path.read_text())
             if self.gpu not in measured["gpu"].upper():
                 return self
-            mfu = {measured["mfu"]: f"measured on {measured['gpu']}: {path}"}
-            return replace(self, mfu=mfu, memory_ratio=measured["memory_ratio"])
+            mfu = {measured["mfu"]: f"measured on {measured['gpu']}: {path}"} if measured.get("mfu") else self.mfu
+            return replace(
+                self, mfu=mfu, memory_ratio=measured.get("memory_ratio", 1.0)
+            )  # last of what the check writes
         except (OSError, ValueError, KeyError) as error:
             reason = f"{type(error).__name__} {error}"
             raise UserError(f"--calibration {path}: {reason}; give check_gpu.sh's calibration.json") from error

@@ -208,8 +208,10 @@ class Meter(TrainerCallback):
             "perf/shared_fraction": 1 - totals["computed"] / max(totals["tokens"], 1),
             "perf/peak_memory_gib": peak_memory_gib(),
         }
-        if torch.cuda.is_available() and (peak := get_peak_flops(torch.cuda.get_device_name(), "bfloat16")):
-            metrics["perf/mfu"] = totals["flops"] / seconds / (peak * world_size)
+        if torch.cuda.is_available():
+            metrics["perf/reserved_memory_gib"] = torch.cuda.max_memory_reserved() / 2**30
+            if peak := get_peak_flops(torch.cuda.get_device_name(), "bfloat16"):
+                metrics["perf/mfu"] = totals["flops"] / seconds / (peak * world_size)
         return metrics
 
 

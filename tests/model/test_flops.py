@@ -93,3 +93,12 @@ def test_a_shared_prompt_counts_once_as_in_the_packed_forward():
     expected = {"pairs": 2, "tokens": 13, "computed": 11, "grid": 11, "flops": 4 * (11 + visible)}
     assert counts == expected
     assert Meter().metrics(counts, world_size=1)["perf/shared_fraction"] == pytest.approx(2 / 13)
+
+
+def test_on_a_gpu_reserved_memory_is_logged_beside_allocated(monkeypatch):
+    gpu = {"is_available": True, "get_device_name": "unknown", "max_memory_allocated": 2**30}
+    for name, value in (gpu | {"max_memory_reserved": 3 * 2**30}).items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    metrics = Meter().metrics({"tokens": 1, "computed": 1, "grid": 1, "pairs": 1}, world_size=1)
+    assert (metrics["perf/peak_memory_gib"], metrics["perf/reserved_memory_gib"]) == (1.0, 3.0)
+    assert "perf/mfu" not in metrics

@@ -83,6 +83,8 @@ def test_a_calibration_of_this_gpu_is_used_and_of_another_is_not(plan_of, tmp_pa
     assert sizes[1] == pytest.approx(1.1 * sizes[0])
     file.write_text(json.dumps(measured | {"gpu": "NVIDIA H100 80GB HBM3"}))
     assert B200.calibrated(file) == B200
+    file.write_text(json.dumps({"gpu": "NVIDIA B200", "flash": "FA4"}))  # the check was cut off
+    assert B200.calibrated(file) == B200
     file.write_text("{}")
     with pytest.raises(UserError, match=r"--calibration .*KeyError 'gpu'"):
         B200.calibrated(file)

@@ -9,8 +9,9 @@ import sys
 import numpy as np
 import pytest
 
-from bench import throughput
+from bench import attention, throughput
 from bench.lengths import sample_lengths
+from tests.tiny_models import tiny_config
 
 
 @pytest.mark.parametrize(
@@ -84,3 +85,23 @@ def test_quick_run(tmp_path):
     # The reference forward is in the step of the first two
     assert runs["stock"]["flops"] == runs["padding_free"]["flops"]
     assert runs["batch_rebalance"]["flops"] * 4 == pytest.approx(runs["stock"]["flops"] * 3)
+
+
+def test_attention_is_timed_for_the_windows_and_heads_of_the_model(tiny_folder, tmp_path, monkeypatch):
+    """Layers of OLMo 3: two with a window, one without."""
+    called = []
+    packed = attention.packed_attention_forward
+
+    def record(module, query, key, value, mask, sliding_window):
+        called.append((sliding_window, query.shape, key.shape[1]))
+        return packed(module, query, key, value, mask, sliding_window=sliding_window)
+
+    monkeypatch.setattr(attention, "packed_attention_forward", record)
+    monkeypatch.setattr(attention, "milliseconds", lambda call: 1e3 if call() and called[-1][0] else 4e3)
+    out = tmp_path / "times.json"
+    assert attention.main([str(tiny_folder("olmo3")), "--json", str(out)]) == 0
+    assert set(called) == {(8, (1, 4, 320, 16), 4), (None, (1, 4, 320, 16), 4)}
+    assert json.loads(out.read_text()) == [2e3, 2e3]  # (2 x 1 s + 4 s) / 3
+    monkeypatch.undo()
+    short, long = (attention.time_attention(tiny_config("llama"), [n], "cpu") for n in (32, 1024))
+    assert 0 < short[0] < long[0] and 0 < short[1] < long[1]
