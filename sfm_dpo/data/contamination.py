@@ -5,16 +5,18 @@ COMMON_ROWS rows of a set share is a stock phrase and does not count. Paraphrase
 fewer words than n are not found.
 """
 
+import json
 import re
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, concatenate_datasets, load_dataset
+from datasets import Dataset, concatenate_datasets
 
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.data.json_rows import COLUMN
 from sfm_dpo.data.preferences import PARTS, read_text
-from sfm_dpo.data.sources import LOCAL_FORMATS
+from sfm_dpo.data.sources import LOCAL_FORMATS, load_any
 
 NGRAM = 13
 COMMON_ROWS = 10
@@ -31,13 +33,16 @@ def read_evaluation_texts(name: str) -> list[str]:
         path, _, config = name.rpartition("/")
     try:
         if file_format := LOCAL_FORMATS.get(Path(name).suffix):
-            splits = load_dataset(file_format, data_files=name)
+            splits = load_any(file_format, data_files=name)
         else:
-            splits = load_dataset(path, config)
+            splits = load_any(path, config)
+    except UserError as error:  # of json_rows.py
+        raise UserError(f"--against {name}: {error}") from error
     except Exception as error:  # of the Hub, of pyarrow, of the builder
         raise UserError(f"--against {name}: cannot be read: {error.__cause__ or error}") from error
     rows = splits["test"] if "test" in splits else concatenate_datasets(list(splits.values()))
-    return ["\n".join(_list_texts(row)) for row in rows]
+    values = map(json.loads, rows[COLUMN]) if COLUMN in rows.column_names else rows
+    return ["\n".join(_list_texts(row)) for row in values]
 
 
 def _list_texts(value: Any) -> list[str]:

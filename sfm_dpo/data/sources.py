@@ -53,7 +53,7 @@ def load_rows(
     if local.suffix in LOCAL_FORMATS or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise UserError(f"dataset_name {path}: no such file or folder")
     try:
-        return _load(path, name, split=split, data_dir=data_dir, data_files=data_files)
+        return load_any(path, name, split=split, data_dir=data_dir, data_files=data_files)
     except (OSError, ValueError) as error:  # not found, no network, unknown split or configuration
         raise UserError(
             f"dataset_name {path}: no local file, and the Hub's cannot be loaded: {error}; without a network run "
@@ -80,7 +80,7 @@ def drop_rows(rows: Dataset, reasons: np.ndarray) -> tuple[Dataset, list[dict[st
 
 
 @explain_cache_errors()
-def _load(*args: Any, **options: Any) -> Dataset:
+def load_any(*args: Any, **options: Any) -> Any:
     """datasets' `load_dataset`, whose JSON files are read by json_rows.py."""
     # Upstream: datasets 5.2, utils/json.py, json_encode_field: leaves text that could be JSON as it is where it writes
     # all other values of a field as JSON, so that it is read as a value. Canary: test_canary_datasets_json
@@ -102,8 +102,8 @@ def _load_local(path: Path, split: str) -> Dataset:
             raise UserError(f"dataset_name {file}: cannot be read; check its permissions")
     try:
         if path.is_dir():  # its files may be of several splits, told by their names, as in a copy of a Hub dataset
-            return _load(str(path), split=split)
-        return _load(formats.pop(), data_files=[str(path)], split=split)
+            return load_any(str(path), split=split)
+        return load_any(formats.pop(), data_files=[str(path)], split=split)
     except UserError:
         raise
     except Exception as error:  # of pyarrow, of the builder, of the card of a copied dataset

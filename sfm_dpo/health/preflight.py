@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
+from torch.nn.functional import avg_pool1d
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sfm_dpo.common.distributed import broadcast, is_main_process
 from sfm_dpo.common.errors import PreflightRefused, UserError
 from sfm_dpo.common.files import format_table, write_json
+from sfm_dpo.common.statistics import LOGP_NOISE
 from sfm_dpo.config import Config
 from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.tokenization import Lengths
@@ -26,6 +28,7 @@ from sfm_dpo.health.preflight_rules import MOVE, compute_pair_figures, format_fi
 log = logging.getLogger(__name__)
 
 PREFLIGHT = "preflight.json"
+WINDOW = 16  # tokens
 
 
 def inspect_tokens(rows: list[dict], lengths: Lengths, eos: set[int], max_length: int | None) -> dict[str, float]:
@@ -75,24 +78,34 @@ def compute_base_logps(trainer, rows: np.ndarray) -> np.ndarray:
 
 @torch.no_grad()
 def compute_packed_difference(trainer, rows: np.ndarray) -> float:
-    """Largest difference per token between sums computed in one packed row and sequence by sequence, over tolerance.
+    """Largest difference between log-probs computed in one packed row and sequence by sequence, over its tolerance, in
+    the mean over WINDOW tokens in a row: one key of another sequence moves the first tokens of a long answer alone.
 
     `rows`: pairs of the training set. The two sides of one are enough for a sequence that sees another's tokens.
     """
     model = trainer.forward_model
     batch = trainer.load_batch(trainer.train_dataset, rows)
-    packed_sums = torch.cat(trainer.compute_ref_log_probs(model, batch))
+    outputs = []
+
+    def forward(**kwargs: Any) -> Any:
+        outputs.append(model(**kwargs))
+        return outputs[-1]
+
+    trainer.compute_ref_log_probs(forward, batch)
     differences = []
-    inputs = zip(batch["input_ids"], batch["attention_mask"], batch["completion_mask"], packed_sums, strict=True)
-    for padded_ids, mask, padded_completion, packed_sum in inputs:
+    inputs = zip(
+        batch["input_ids"], batch["attention_mask"], batch["completion_mask"], outputs[0].log_probs, strict=True
+    )
+    for padded_ids, mask, padded_completion, packed in inputs:
         ids = padded_ids[mask.bool()]
         completion = padded_completion[mask.bool()].bool()
         # A plain forward: transformers' own attention, nothing else in the row, no graph of its own
         with trainer.accelerator.autocast(), torch.compiler.set_stance("force_eager"):
             logits = model(input_ids=ids[None], attention_mask=torch.ones_like(ids[None])).logits[0, :-1]
         logps = torch.log_softmax(logits.float(), dim=-1).gather(1, ids[1:, None])[:, 0][completion[1:]]
-        differences.append(abs(packed_sum.item() - logps.sum().item()) / len(logps))
-    return max(differences) / (5e-2 if trainer.args.bf16 or trainer.args.fp16 else 1e-4)
+        gaps = (packed[padded_completion[1:].bool()] - logps).abs()
+        differences.append(avg_pool1d(gaps[None], min(WINDOW, len(gaps)), stride=1).max().item())
+    return max(differences) / (5 * LOGP_NOISE[trainer.accelerator.mixed_precision])
 
 
 def run_preflight(trainer, config: Config) -> dict[str, Any]:

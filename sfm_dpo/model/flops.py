@@ -13,6 +13,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from sfm_dpo.model.sharding import ATTENTION, numel, shape
 
 
+def count_experts(config: PretrainedConfig) -> int | None:
+    """Of each layer of a mixture of experts, else None."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((count for name in names if (count := getattr(config, name, None))), None)
+
+
 @dataclass(frozen=True)
 class ForwardFlops:
     """FLOPs of one forward, by the model's shape."""
@@ -28,12 +34,14 @@ class ForwardFlops:
         config = model.config.get_text_config()
         head = model.get_output_embeddings().weight
         embedding = model.get_input_embeddings().weight
+        experts = count_experts(config)
+        per_token = getattr(config, "num_experts_per_tok", experts)
         weights = trained = 0
         for name, parameter in model.named_parameters():
             if parameter is head or parameter is embedding or len(shape(parameter)) < 2:
                 continue
-            active = config.num_experts_per_tok / config.num_experts if ".experts." in name else 1
-            count = int(numel(parameter) * active)
+            is_expert = ".experts." in name or (len(shape(parameter)) == 3 and shape(parameter)[0] == experts)
+            count = int(numel(parameter) * (per_token / experts if experts and is_expert else 1))
             weights += count
             trained += count * parameter.requires_grad
         shares = (trained / weights, float(head.requires_grad))

@@ -27,6 +27,7 @@ from trl import get_peft_config
 
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.model.attention import boundary_mask, packed_attention_forward
+from sfm_dpo.model.flops import count_experts
 from sfm_dpo.model.packing import why_not_shared
 from sfm_dpo.model.sharding import blocks
 
@@ -82,7 +83,7 @@ def trace_activations(
     with two blocks of each kind, for what each token and each further block adds. `copies`: second copies of keys for
     each computed token under prefix sharing, None without."""
     text = config.get_text_config()
-    if dtype == torch.float32 and getattr(text, "num_experts", None):
+    if dtype == torch.float32 and count_experts(text):
         half = trace_activations(config, torch.bfloat16, checkpointing, copies)  # products over experts need 16 bit
         return Activations(2 * half.saved, 2 * half.peak)
     counts = Counter(getattr(text, "layer_types", None) or ["block"] * text.num_hidden_layers)

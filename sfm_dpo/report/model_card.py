@@ -17,6 +17,8 @@ from sfm_dpo.run.folder import read_mapping
 from sfm_dpo.run.reader import EVALUATION, read_run
 
 _CURVES = ("loss", "accuracy", "margin", "logps")
+LAUNCHERS = {"ZeRO-2": "accelerate_config.yaml"}  # by `launch` of data.json
+LAUNCHERS |= {"ZeRO-3": "configs/accelerate/zero3.yaml", "FSDP2": "configs/accelerate/fsdp2.yaml"}
 # Beginnings of fields about the machine and the project of this run, which say nothing to somebody who repeats it.
 _LOCAL = tuple("output_dir run_name push_to report_to dataset_num dataloader_ project hub_ trackio_ logging_".split())
 
@@ -70,6 +72,7 @@ def write_model_card(
         repo=repo,
         revision="" if revision == "main" else f', revision="{revision}"',
         recipe=format_yaml(recipe).strip(),
+        launcher=LAUNCHERS.get(facts["data"].get("launch")),
     )
     write_atomically(folder / "README.md", mask(text) + "\n")
 

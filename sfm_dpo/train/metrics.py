@@ -16,6 +16,7 @@ from trl.trainer.utils import get_peak_flops
 
 from sfm_dpo.common.distributed import gather
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.statistics import LOGP_NOISE
 from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES
 from sfm_dpo.model.flops import ForwardFlops
 
@@ -48,11 +49,6 @@ def reward_metrics(
 def share_above(a: torch.Tensor, b: torch.Tensor, tie: float = 1e-4) -> torch.Tensor:
     """1 where a > b, 0 where a < b; a tie, inexact by rounding, counts one half: policy = reference scores chance."""
     return torch.where((a - b).abs() <= tie, 0.5, (a > b).float())
-
-
-# Standard deviation of a token's log-prob (nats) between two forwards of other shapes: rounding of hidden states and
-# of logits of some 10, relative 2**-9 in bf16, 2**-12 in fp16, 2**-24 in fp32
-LOGP_NOISE = {"bf16": 0.015, "fp16": 0.002, "no": 1e-5}
 
 
 def step_0_tolerance(completion_mask: torch.Tensor, scale: torch.Tensor, beta: float, precision: str) -> torch.Tensor:
@@ -210,13 +206,14 @@ class Meter(TrainerCallback):
         }
         if torch.cuda.is_available():
             metrics["perf/reserved_memory_gib"] = torch.cuda.max_memory_reserved() / 2**30
+            torch.cuda.reset_peak_memory_stats()
             if peak := get_peak_flops(torch.cuda.get_device_name(), "bfloat16"):
                 metrics["perf/mfu"] = totals["flops"] / seconds / (peak * world_size)
         return metrics
 
 
 def peak_memory_gib() -> float:
-    """Peak of this process: allocated on the GPU, or resident on a machine without one."""
+    """Peak of this process: allocated on the GPU since the last log, or resident in its life without a GPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB

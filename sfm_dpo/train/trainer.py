@@ -201,12 +201,14 @@ class SFMDPOTrainer(UpstreamFixes):
         return self.train_sampler
 
     def describe_data(self) -> dict[str, Any]:
-        """For data.json: the hash of the tokens, the order of each epoch, and the reference cache of each split."""
+        """For data.json: the hash of the tokens, the order of each epoch, the reference cache of each split, and the
+        launch."""
         epochs = self.args.num_train_epochs
         if self.args.max_steps > 0:
             epochs = self.args.max_steps * self.train_config.global_batch_size / len(self.train_sampler)
         order = [self.train_sampler.fingerprint(epoch) for epoch in range(math.ceil(epochs))]
-        return {"train_tokens": self.train_tokens, "reference": self.reference_facts, "order": order}
+        launch = self.resume_facts()["launch"]
+        return {"train_tokens": self.train_tokens, "reference": self.reference_facts, "order": order, "launch": launch}
 
     # ---- loss
 

@@ -18,6 +18,7 @@ from trl import DPOTrainer
 
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.config_checks import HELD_OUT
+from sfm_dpo.model.loading import load_model
 from sfm_dpo.model.sharding import keep_precision, launched_with, use_fsdp_on_cpu
 from sfm_dpo.train.metrics import MetricSums
 
@@ -144,8 +145,8 @@ class UpstreamFixes(DPOTrainer):
         elif is_peft_model(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            saved = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
-            self.model.load_state_dict(saved.state_dict())
+            options = {"dtype": self.model.dtype, "device_map": None, "trust_remote_code": self.args.trust_remote_code}
+            self.model.load_state_dict(load_model(resume_from_checkpoint, options).state_dict())
 
     # Upstream: transformers 5.23, trainer.py, Trainer.save_model: writes no model under FSDP with SHARDED_STATE_DICT
     # checkpoints, and says nothing; with FULL_STATE_DICT the optimizer, too, goes through rank 0's memory.

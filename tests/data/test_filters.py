@@ -6,7 +6,7 @@ import random
 import pytest
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.data.contamination import report_contamination
+from sfm_dpo.data.contamination import read_evaluation_texts, report_contamination
 from sfm_dpo.data.faults import CHECKS, find_faults
 from sfm_dpo.data.filters import load_keep
 from tests.toolbox import read_pairs
@@ -138,6 +138,8 @@ def test_pairs_in_common_with_evaluation_sets_are_those_of_plain_python(load, wr
         assert found["rows"] == 60
         for example in found["examples"]:
             assert {tuple(example["text"].split())} <= grams(" ".join(questions[example["set_row"]]))
+    mixed = [{"text": "[1, 2]", "more": {"n": "007"}}, {"text": {"a": "b"}, "more": {"n": "8"}}]
+    assert read_evaluation_texts(str(write_rows("mixed.jsonl", mixed))) == ["[1, 2]\n007", "b\n8"]
     with pytest.raises(UserError, match=r"--against none\.jsonl: cannot be read"):
         report_contamination(pairs, ["none.jsonl"], 13)
 

@@ -115,14 +115,28 @@ def test_a_tokenizer_of_another_model_is_one_line():
         check_vocabulary(tokens, tiny_tokenizer(), 256)
 
 
+def leak_one_key(monkeypatch):
+    """Lets the second sequence of a packed row see the last token of the first."""
+    real = packing.boundary_mask
+
+    def mask(cu: torch.Tensor, max_length: int, *_) -> torch.Tensor:
+        first, total = int(cu[1]), int(cu[-1])
+        keys = torch.cat([torch.arange(first), torch.arange(first - 1, total)])
+        order = torch.cat([torch.arange(first), torch.arange(first + 1, total + 1), torch.tensor([first])])
+        cu_keys = torch.tensor([0, first, total + 1])
+        return real(cu, max_length + 1, cu_keys.int(), keys.int(), order.int())
+
+    monkeypatch.setattr(packing, "boundary_mask", mask)
+
+
 TEXTS = [(f"question {i}" * (1 + i % 3) + ":", " yes" * (1 + i * 3 % 7), " nope" * (1 + i)) for i in range(8)]
 
 
-def make_trainer(folder, out, *cli: str):
-    argv = f"--model_name_or_path {folder} --dataset_name x --output_dir {out} --use_cpu --bf16 false --max_length 128"
+def make_trainer(folder, out, *cli: str, texts=TEXTS):
+    argv = f"--model_name_or_path {folder} --dataset_name x --output_dir {out} --use_cpu --max_length 4096"
     config = parse_config([*argv.split(), *"--global_batch_size 4 --per_device_train_batch_size 4".split(), *cli])
     tokenizer = load_tokenizer(config)
-    tokens = tokens_of(TEXTS, tokenizer, 128)
+    tokens = tokens_of(texts, tokenizer, 4096)
     trainer = SFMDPOTrainer(model=str(folder), args=config.train, train_dataset=tokens, processing_class=tokenizer)
     add_reference(trainer)
     return trainer, config
@@ -151,6 +165,20 @@ def test_leaking_boundaries_are_told_from_rounding(tiny_folder, tmp_path, monkey
     monkeypatch.setattr(packing, "boundary_mask", lambda cu, *_: real(cu[[0, -1]], int(cu[-1])))
     assert compute_packed_difference(trainer, np.array([3, 5])) > 10
     assert judge_base_model({"packed_difference": 10.0}, "sigmoid_norm")[0] == "no-go"
+
+
+@pytest.mark.parametrize("bf16", ["false", "true"])
+@pytest.mark.parametrize("tokens", [20, 200, 2000])
+def test_one_key_of_another_sequence_is_seen_in_a_long_answer(tiny_folder, tmp_path, monkeypatch, bf16, tokens):
+    rng = np.random.default_rng(0)
+    answers = ["".join(map(chr, rng.integers(97, 123, tokens))) for _ in range(2)]
+    cli = "--padding_free", "true", "--prefix_sharing", "false", "--bf16", bf16
+    trainer, _ = make_trainer(
+        tiny_folder("llama"), tmp_path / "run", *cli, texts=[("a short question?", *answers)] * 4
+    )
+    assert compute_packed_difference(trainer, np.array([0])) < 1
+    leak_one_key(monkeypatch)
+    assert compute_packed_difference(trainer, np.array([0])) > 1
 
 
 @pytest.mark.slow

@@ -4,8 +4,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
 
-from sfm_dpo.model.flops import ForwardFlops
+from sfm_dpo.model.flops import ForwardFlops, count_experts
 from sfm_dpo.model.memory import meta_model
 from sfm_dpo.model.packing import find_shared
 from sfm_dpo.train.metrics import CountingCollator, Meter
@@ -61,6 +62,25 @@ def test_experts_count_as_far_as_they_are_active():
     active = experts * config.num_experts_per_tok // config.num_experts
     assert flops.per_token == 2 * (sum(sizes.values()) - experts + active)
     assert ForwardFlops.of(meta_model(config)) == flops
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "phimoe", "granitemoe", "mixtral"])
+def test_experts_by_each_name(kind):
+    """Twice the active experts: as many more matrices, whatever the model calls its experts."""
+    shape = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24}
+    shape |= {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    model = meta_model(AutoConfig.for_model(kind, first_k_dense_replace=0, **shape, num_experts_per_tok=2))
+    experts = count_experts(model.config)
+    sizes = [p.numel() for p in model.parameters() if p.dim() == 3 and len(p) == experts]
+    once = ForwardFlops.of(model).per_token
+    model.config.num_experts_per_tok = 4
+    assert ForwardFlops.of(model).per_token - once == 2 * sum(sizes) * 2 // experts > 0
 
 
 def collator(reference_in_step: bool, packed: bool, prefix_sharing: bool) -> CountingCollator:

@@ -168,3 +168,24 @@ def test_secrets_in_the_files_do_not_reach_the_report_that_the_command_writes(
     assert str(run / "report.html") in out.splitlines()[-1]
     write_model_card(run)
     assert "# run\n" in (run / "README.md").read_text() and "canary" not in (run / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("launch", "processes", "command"),
+    [
+        ("ZeRO-3", 8, "accelerate launch --config_file configs/accelerate/zero3.yaml --num_processes 8 train_dpo.py"),
+        ("whole weights", 2, "torchrun --nproc_per_node 2 train_dpo.py"),
+        ("whole weights", 1, "python train_dpo.py"),
+    ],
+)
+def test_the_card_repeats_the_launch_and_the_steps(run, launch, processes, command):
+    data = json.loads((run / "data.json").read_text())
+    assert data["launch"] == "whole weights"
+    environment = json.loads((run / "environment.json").read_text())
+    save(run, "data.json", data | {"launch": launch})
+    save(run, "environment.json", environment | {"world_size": processes})
+    config = yaml.safe_load((run / "resolved_config.yaml").read_text())
+    save(run, "resolved_config.yaml", config | {"max_steps": 1200})
+    write_model_card(run)
+    card = (run / "README.md").read_text()
+    assert f"\n{command} --config recipe.yaml\n" in card and "pairs, 1,200 steps |" in card

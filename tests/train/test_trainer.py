@@ -1,19 +1,22 @@
 """One step: the loss and its metrics against plain logits. Other losses: tests/e2e/test_oracle.py."""
 
 import math
+import shutil
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.statistics import LOGP_NOISE
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.tokenization import Lengths, load_tokenizer, tokenize_pairs
 from sfm_dpo.model.loading import model_init_kwargs
 from sfm_dpo.model.packing import find_shared
-from sfm_dpo.train.metrics import LOGP_NOISE, loss_scale, share_above, step_0_tolerance
+from sfm_dpo.train.metrics import loss_scale, share_above, step_0_tolerance
 from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from tests.oracle import by_hand, open_instruct_dpo_norm
@@ -196,3 +199,14 @@ def test_rounding_passes_step_0_and_a_wrong_reference_does_not(loss, beta, preci
     assert error.mean() < tolerance / 2 and error.quantile(0.999) < tolerance
     if precision == "no" or tokens >= 50:  # two tokens in bf16 cannot tell
         assert beta * 0.05 * tokens / scale[0].item() / 2 > tolerance
+
+
+def test_weights_that_a_checkpoint_lacks_are_not_drawn_at_random(tiny_folder, tmp_path):
+    trainer = make_trainer(tiny_folder("gpt_neox"), tmp_path / "run")
+    folder = shutil.copytree(tiny_folder("gpt_neox"), tmp_path / "checkpoint-2")
+    weights = load_file(folder / "model.safetensors")
+    trainer._load_from_checkpoint(str(folder))
+    del weights[next(name for name in weights if "layers.1" in name)]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"checkpoint-2: its weights do not make up .*layers\.1\..* is missing"):
+        trainer._load_from_checkpoint(str(folder))
