@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from bench import attention, throughput
 from bench.lengths import sample_lengths
@@ -105,3 +106,11 @@ def test_attention_is_timed_for_the_windows_and_heads_of_the_model(tiny_folder, 
     monkeypatch.undo()
     short, long = (attention.time_attention(tiny_config("llama"), [n], "cpu") for n in (32, 1024))
     assert 0 < short[0] < long[0] and 0 < short[1] < long[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_attention_of_7b_on_a_gpu_is_a_kernels_and_not_sequence_by_sequence():
+    heads = tiny_config("llama", hidden_size=4096, num_attention_heads=32, num_key_value_heads=32)
+    forward, backward = attention.time_attention(heads, attention.LENGTHS, "cuda")  # 1.8 and 4.5 TFLOP
+    assert forward < 40 and backward < 120
