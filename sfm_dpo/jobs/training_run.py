@@ -56,6 +56,8 @@ class Run:
             log.info(f"{folder}: already done; to run again remove it or choose another output_dir")
             return False
         self.folder = folder
+        if not (folder / RESOLVED_CONFIG).is_file():  # nothing else is there before the data are read
+            write_status(folder, "running", message="loading")
         self.watchdog = Watchdog(folder, config.train.hang_timeout, self.position)
         return True
 

@@ -203,7 +203,7 @@ class Setting:
 
     @property
     def layers(self) -> str:
-        return {0: "no layer", 1: "all layers"}.get(self.every_n_layers, f"1 of {self.every_n_layers} layers")
+        return {0: "no layer", 1: "all layers"}.get(self.every_n_layers, f"1 in {self.every_n_layers} layers")
 
     @property
     def options(self) -> str:

@@ -135,7 +135,7 @@ def is_unfinished(config: "Config") -> bool:
     run = Path(config.train.output_dir)
     entries = [p.name for p in run.iterdir() if not p.name.startswith(".")]
     status = read_status(run)
-    if not set(entries) - {STATUS, "STOP"} and status.get("state") in (None, "failed", "stopped"):
+    if not set(entries) - {STATUS, "STOP"} and status.get("state") in (None, "failed", "stopped", "running"):
         return True  # empty, or all it holds is how an earlier start ended before its data were read
     if not (run / RESOLVED_CONFIG).is_file():
         raise UserError(

@@ -128,7 +128,7 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
     checkpoint = newest_checkpoint(run)
     return {
         "run": str(run),
-        "state": "DONE" if state == "done" else state,
+        "state": state,
         "message": status.get("message") or None,
         "job": job,
         "slurm": slurm,
@@ -152,7 +152,7 @@ def format_runs(runs: list[dict[str, Any]]) -> str:
     """The runs as text, a line each, and below it what those that did not end well have said."""
     cells = [[_format_cell(run, _KEYS.get(name, name)) for name in COLUMNS] for run in runs]
     lines = [format_table(cells, COLUMNS, indent=0)]
-    notes = [f"{run['run']}: {run['message']}" for run in runs if run["message"] and run["state"] != "DONE"]
+    notes = [f"{run['run']}: {run['message']}" for run in runs if run["message"] and run["state"] != "done"]
     if notes:
         lines += ["", *notes]
     return "\n".join(lines)

@@ -44,7 +44,7 @@ def test_a_new_or_empty_folder_or_one_with_an_earlier_mistake_alone_is_free(tmp_
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / ".nfs001").touch()
     assert is_to_be_trained(tmp_path / "empty")
-    for state in ("failed", "stopped"):  # the latter: Ctrl-C while its data were read
+    for state in ("failed", "stopped", "running"):  # Ctrl-C while its data were read; killed then
         write_status(tmp_path / "empty", state, 2, "no such file")
         assert is_to_be_trained(tmp_path / "empty", "--seed", "1")
 

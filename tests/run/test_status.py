@@ -109,7 +109,7 @@ def test_runs_are_found_given_and_one_folder_deeper_and_told_with_their_last_wor
     assert [(Path(r["run"]).name, r["state"]) for r in runs] == [
         ("bad", "failed"),
         ("odd", "unknown"),
-        ("good", "DONE"),
+        ("good", "done"),
     ]
     assert format_runs(runs).splitlines()[-1] == f"{bad}: disk full while writing checkpoint-4"
     assert find_runs([bad, tmp_path / "sweep", bad]) == [bad, good]

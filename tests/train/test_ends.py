@@ -4,13 +4,16 @@ import errno
 import json
 import os
 import signal
+import time
 
 import pytest
 
 import train_dpo
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.run import folder
 from sfm_dpo.run.checkpoint import COMPLETE, STOP
 from sfm_dpo.run.folder import read_status
+from sfm_dpo.run.reader import describe_run
 from sfm_dpo.train.callbacks import ProgressLine
 from tests.toolbox import logged, on_cpu, pairs
 
@@ -98,3 +101,16 @@ def test_ctrl_c_and_sigterm_are_a_stop(tiny_folder, write_rows, tmp_path, monkey
     signals()
     assert train_dpo.main(fields) == 0
     assert f"resuming from {checkpoint}" in capsys.readouterr().out
+
+
+def test_status_py_sees_a_run_as_soon_as_it_has_its_folder(tmp_path, monkeypatch, environment):
+    seen = []
+
+    def fail(config):
+        seen.append(describe_run(tmp_path / "run", None, time.time()))
+        raise UserError("no such model")
+
+    monkeypatch.setattr(train_dpo, "load", fail)
+    fields = f"--model_name_or_path m --dataset_name d.jsonl --use_cpu --output_dir {tmp_path / 'run'}"
+    assert train_dpo.main(fields.split()) == 2
+    assert (seen[0]["state"], seen[0]["message"]) == ("running", "loading")
