@@ -9,7 +9,7 @@ PACKAGES = "dotenv psutil numpy torch transformers accelerate datasets deepspeed
 
 
 def setup() -> None:
-    """Prepares the process of a command: packages, log, .env, the CUDA allocator.
+    """Prepares the process of a command: packages, log, .env, progress bars, the CUDA allocator.
 
     Commands call it before they import Hugging Face's libraries, which read HF_HOME from the environment once.
 
@@ -28,6 +28,9 @@ def setup() -> None:
     sys.excepthook = mask_traceback
     install_log()
     load_env_file()
+    if not sys.stderr.isatty():  # in a log their carriage returns make one long line
+        for bars in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(bars, "1")
     # Packed rows differ in length: fixed segments of the CUDA allocator would fragment. torch prefers the older name.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

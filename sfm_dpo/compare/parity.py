@@ -4,6 +4,7 @@ The reference is eager attention in fp32, padded, all pairs in one forward. The 
 """
 
 import gc
+import logging
 import re
 import tempfile
 from collections import defaultdict
@@ -22,6 +23,8 @@ from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.health.preflight import check_vocabulary
 from sfm_dpo.model.loading import load_model_config, model_init_kwargs
 from sfm_dpo.train.trainer import SFMDPOTrainer
+
+log = logging.getLogger(__name__)
 
 MAX_TIMES_ROUNDING = 8.0
 DEFAULT_VARIANTS = "padded packed shared batch_1 compile bf16 packed+bf16".split()
@@ -197,6 +200,7 @@ def run_parity(argv: list[str], names: list[str], pairs: int = 4) -> dict[str, A
         rows, tokenizer = load_rows(argv, pairs)
 
         def measure(variant: Variant) -> Measurement:
+            log.info(f"computing {variant.name}{', weights moved by a bit' if variant.nudged else ''}")
             return ParityTrainer(argv, rows, tokenizer, variant).measure()
 
         reference = measure(Variant("eager"))

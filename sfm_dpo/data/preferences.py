@@ -6,6 +6,7 @@ of the row in it, from 1; and `prompt_key` and `pair_key`, hashes by which repea
 """
 
 import json
+import logging
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,8 @@ _PAIR = Features(
     | {name: Value("string") for name in ("template", "source", "dropped", "prompt_key", "pair_key")}
     | {"row": Value("int64")}
 )
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -155,6 +158,7 @@ def _normalize_rows(
     rows: Dataset, source: str, num_proc: int | None, script: str | None
 ) -> tuple[Dataset, list[dict[str, Any]]]:
     """Usable pairs of `rows`, and the others as in Pairs.dropped_rows, among them what filter_script does not keep."""
+    log.info(f"reading {source}: {len(rows):,} rows")
     code = Path(script).read_text() if script else ""
     pairs = rows.map(
         _normalize_batch,

@@ -119,6 +119,7 @@ def tokenize_pairs(
     A second call with the same pairs and tokenizer reads the cache, whatever the two lengths. `max_length` truncates
     in TRL's collator and here only drops the pairs whose prompt fills it.
     """
+    log.info(f"tokenizing {len(pairs):,} pairs")
     # Not the key that datasets would make: it hashes the tokenizer's state, which changes with use.
     versions = (TOKENS_VERSION, transformers.__version__, datasets.__version__)
     tokens = pairs.map(

@@ -1,6 +1,7 @@
 """Is the trained model better than its base? Benchmarks of lm-eval, and held-out metrics on other preference sets."""
 
 import importlib
+import logging
 import math
 import tempfile
 from pathlib import Path
@@ -25,6 +26,8 @@ from sfm_dpo.run.folder import read_mapping
 from sfm_dpo.run.reader import EVALUATION
 from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.trainer import SFMDPOTrainer
+
+log = logging.getLogger(__name__)
 
 # Fields of the run that decide what becomes of a text and what a reward is
 PAIR_FIELDS = """model_name_or_path model_revision trust_remote_code max_length max_prompt_length pad_token seed
@@ -167,6 +170,7 @@ def evaluate_pairs(source: Source, model: Path, dataset: str, limit: int | None)
         peft_config=PeftConfig.from_pretrained(model) if (model / ADAPTER_CONFIG_NAME).is_file() else None,
     )
     add_reference(trainer)
+    log.info(f"computing the trained model on {len(pairs):,} pairs")
     trainer._load_from_checkpoint(str(model))  # the trained weights in the place of the base model's
     trainer.evaluate()
     logged = trainer.state.log_history[-1]

@@ -92,7 +92,9 @@ def test_command(recipe, tmp_path, capsys, monkeypatch):
     file = tmp_path / "parity.json"
     argv = [*recipe("llama"), "--pairs", "2", "--variants", "packed", "--json", str(file)]
     assert command.main(argv) == 0
-    assert capsys.readouterr().out.rstrip().endswith("rounding")
+    out = capsys.readouterr().out.rstrip()
+    assert "computing eager\ncomputing eager, weights moved by a bit\ncomputing packed\n" in out
+    assert out.endswith("rounding")
     packed = json.loads(file.read_text())["variants"][1]
     assert {"layer 0", "layer 1", "layer 2", "lm_head"} <= set(packed["layers"])
     monkeypatch.setattr(packing, "boundary_mask", leaking)

@@ -34,7 +34,7 @@ def prompt_rows() -> list[dict]:
 
 
 def test_as_a_command_with_a_recipe_spaces_and_secrets(place, tiny_folder, write_rows, tmp_path, capsys, environment):
-    """The command itself: precedence, a folder with a space, no secret in anything it leaves or says, DONE."""
+    """The command itself: precedence, a folder with a space, no secret in anything it leaves or says, done."""
     base, data = tiny_folder("gpt_neox"), write_rows("two words ü/pairs.jsonl", prompt_rows())
     run = tmp_path / "my run"
     recipe = SMALL | {"model_name_or_path": str(base), "dataset_name": str(data), "output_dir": str(run)}
@@ -44,6 +44,7 @@ def test_as_a_command_with_a_recipe_spaces_and_secrets(place, tiny_folder, write
     given = unset | {"config": tmp_path / "my recipe.yaml", "per_device_train_batch_size": 4, "output_dir": run}
     started = place.start("command", env={"HF_TOKEN": "hf_canary_env", "WANDB_API_KEY": "wandb_canary"}, **given)
     assert started.wait() == 0, started.log
+    assert "tokenizing 24 pairs\n" in started.log and "\r" not in started.log_file.read_bytes().decode()  # no bars
     assert {path.name for path in run.iterdir()} >= set(FILES)
     assert list(run.glob("checkpoint-*/trainer_state.json"))
     resolved = yaml.safe_load((run / "resolved_config.yaml").read_text())

@@ -137,7 +137,9 @@ def test_pairs_of_a_run(run, tmp_path, capsys):
     assert row["loss"] == pytest.approx(np.log1p(np.exp(-margins)).mean(), abs=1e-4)
     assert row["rewards/accuracies"] == np.mean(margins > 0)
     assert row["logps/accuracies"] == np.mean(trained @ [1, -1] > 0)
-    assert "reward accuracy" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "tokenizing 6 pairs\n" in out and "computing the trained model on 6 pairs\n" in out
+    assert "reward accuracy" in out
     assert row["source"] == "other.jsonl" and "other.jsonl" in (run / "report.html").read_text()
     assert str(tmp_path / "other.jsonl") not in (run / "README.md").read_text()  # which is published
 
