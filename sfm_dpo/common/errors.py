@@ -33,6 +33,10 @@ class OutOfMemory(UserError):
     """A micro-batch does not fit; perhaps on one rank alone."""
 
 
+class ResumeRefused(UserError):
+    """A checkpoint is of another run, or of other processes."""
+
+
 class PreflightRefused(UserError):
     exit_code = 3
     state = "refused"

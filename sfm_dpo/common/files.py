@@ -1,21 +1,30 @@
 """Files, written atomically; sizes, times and tables as text."""
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 PROJECT = Path(__file__).resolve().parents[2]
 CALIBRATION = PROJECT / "outputs/check-gpu/calibration.json"  # written by check_gpu.sh
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """A reader sees the old text or the new one, never half of it."""
+    """A reader sees the old text or the new one, never half of it, also after a power cut."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text)
+    with partial.open("w") as file:
+        file.write(text)
+        sync(file)
     partial.replace(path)
+
+
+def sync(file: IO) -> None:
+    """Writes an open file to the disk: a renamed one may otherwise be empty after a power cut."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def write_json(path: Path, value: Any) -> None:

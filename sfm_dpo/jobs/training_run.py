@@ -7,15 +7,25 @@ import signal
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from sfm_dpo.common.distributed import is_main_process, main_process_first
-from sfm_dpo.common.errors import DiskFull, Interrupted, RunEnd, StopRequested
+from sfm_dpo.common.errors import DiskFull, Interrupted, ResumeRefused, RunEnd, StopRequested
+from sfm_dpo.common.files import write_json
 from sfm_dpo.config import Config
-from sfm_dpo.report.model_card import write_model_card
-from sfm_dpo.report.page import format_summary, write_report
+from sfm_dpo.report.model_card import CARD, write_model_card
+from sfm_dpo.report.page import REPORT, format_summary, write_report
 from sfm_dpo.run.checkpoint import clear_stop, newest_checkpoint, step_of
-from sfm_dpo.run.folder import RESOLVED_CONFIG, acquire, has_failed, message_of_rank, read_status, write_status
+from sfm_dpo.run.folder import (
+    RESOLVED_CONFIG,
+    STATUS,
+    acquire,
+    has_failed,
+    list_weights,
+    message_of_rank,
+    read_status,
+    write_status,
+)
 from sfm_dpo.run.leases import Lease
 from sfm_dpo.train.callbacks import Position, describe_best
 from sfm_dpo.train.fit_memory import explain_out_of_memory
@@ -37,6 +47,7 @@ class Run:
         self.position = Position()
         self.watchdog: Watchdog | None = None
         self.lease: Lease | None = None
+        self.before: dict[str, Any] = {}  # status.json of an earlier start
         self.exit_code = 0  # of the process
 
     def __enter__(self) -> Self:
@@ -53,9 +64,12 @@ class Run:
         folder = Path(config.train.output_dir)
         self.lease = main_process_first(lambda: acquire(config))
         if self.lease is None:
+            if not ((folder / REPORT).is_file() and (folder / CARD).is_file()):
+                report(folder)  # the run was killed before
             log.info(f"{folder}: already done; to run again remove it or choose another output_dir")
             return False
         self.folder = folder
+        self.before = read_status(folder)
         if not (folder / RESOLVED_CONFIG).is_file():  # nothing else is there before the data are read
             write_status(folder, "running", message="loading")
         self.watchdog = Watchdog(folder, config.train.hang_timeout, self.position)
@@ -67,7 +81,7 @@ class Run:
         self.watchdog.stop()
         clear_stop(self.folder)  # it came too late
         best = describe_best(trainer.train_config, trainer.state)
-        write_status(self.folder, "done", 0, step=trainer.state.global_step, **best)
+        write_status(self.folder, "done", 0, step=trainer.state.global_step, files=list_weights(self.folder), **best)
         folder, self.folder = self.folder, None
         report(folder)
         trainer.end()
@@ -116,6 +130,11 @@ class Run:
 
     def _close(self, end: RunEnd) -> None:
         self.exit_code = end.exit_code
+        if isinstance(end, ResumeRefused) and self.before.get("state") == "stopped":  # it still can resume
+            if self.folder and is_main_process():
+                log.error(str(end))
+                write_json(self.folder / STATUS, self.before)
+            return
         is_stop = isinstance(end, StopRequested)
         message = str(end) if is_stop else message_of_rank(self.folder, str(end))
         status = end.status

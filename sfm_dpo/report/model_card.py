@@ -16,6 +16,7 @@ from sfm_dpo.report.plots import draw_curves
 from sfm_dpo.run.folder import read_mapping
 from sfm_dpo.run.reader import EVALUATION, read_run
 
+CARD = "README.md"
 _CURVES = ("loss", "accuracy", "margin", "logps")
 LAUNCHERS = {"ZeRO-2": "accelerate_config.yaml"}  # by `launch` of data.json
 LAUNCHERS |= {"ZeRO-3": "configs/accelerate/zero3.yaml", "FSDP2": "configs/accelerate/fsdp2.yaml"}
@@ -74,7 +75,7 @@ def write_model_card(
         recipe=format_yaml(recipe).strip(),
         launcher=LAUNCHERS.get(facts["data"].get("launch")),
     )
-    write_atomically(folder / "README.md", mask(text) + "\n")
+    write_atomically(folder / CARD, mask(text) + "\n")
 
 
 def hide_paths(value: Any) -> Any:

@@ -17,7 +17,7 @@ import psutil
 import xxhash
 
 from sfm_dpo.common.distributed import broadcast, gather, is_main_process, rank, world_size
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import ResumeRefused, UserError
 from sfm_dpo.common.files import write_json
 from sfm_dpo.run.folder import read_mapping
 
@@ -210,7 +210,7 @@ def check_resume(checkpoint: Path, facts: dict[str, Any], ignore: bool) -> None:
             continue
         difference = _DIFFERENCES[name].format(was=was, now=now)
         override = ", or say ignore_resume_mismatch: true" if may_ignore else ""
-        raise UserError(f"{checkpoint}: {difference}; resume as before, or start in another output_dir{override}")
+        raise ResumeRefused(f"{checkpoint}: {difference}; resume as before, or start in another output_dir{override}")
 
 
 def _read_facts(checkpoint: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import logging
 import os
 import platform
 import secrets
@@ -23,6 +24,8 @@ from sfm_dpo.run.leases import LOCK, Lease, check_owner, take_folder
 
 if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
     from sfm_dpo.config import Config
+
+log = logging.getLogger(__name__)
 
 RESOLVED_CONFIG = "resolved_config.yaml"
 ENVIRONMENT = "environment.json"
@@ -66,7 +69,8 @@ def write_status(
     if not (is_main_process() or any_rank):
         return
     status = {"state": state, "exit_code": exit_code, "message": mask(message), "step": None, "checkpoint": None}
-    status |= {"best": read_status(run).get("best")} | extra
+    before = read_status(run)
+    status |= {"best": before.get("best"), "files": before.get("files")} | extra
     status |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID"), "pid": os.getpid()}
     path = Path(run) / STATUS
     try:
@@ -157,7 +161,17 @@ def is_unfinished(config: "Config") -> bool:
             f"output_dir {run}: the guard stopped this run; start another {start}with a lower learning_rate "
             "in another output_dir, or resume regardless with --guard warn"
         )
-    return status.get("state") not in ("done", "push_failed")
+    if status.get("state") not in ("done", "push_failed"):
+        return True
+    is_damaged = (status.get("files") or {}).items() - list_weights(run).items()
+    if is_damaged:
+        log.info(f"{run}: {min(is_damaged)[0]} is missing or damaged; the run resumes from its newest checkpoint")
+    return bool(is_damaged)
+
+
+def list_weights(run: Path) -> dict[str, int]:
+    """Name and size in bytes of each file with weights of the final model."""
+    return {path.name: path.stat().st_size for path in sorted(run.glob("*.safetensors*"))}
 
 
 def describe(config: "Config", pairs: dict[str, Any], step: int = 0) -> None:

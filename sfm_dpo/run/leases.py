@@ -15,12 +15,13 @@ import psutil
 from filelock import LeaseCompromise, SoftFileLease, Timeout
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import now
+from sfm_dpo.common.files import now, sync
 
 log = logging.getLogger(__name__)
 
 LEASE_SECONDS = 300.0  # longer than a batch, and than an NFS client remembers a file's time (60 s)
 SETTLE_SECONDS = 1.0
+_OWNER = set("job cluster host uid pid started time".split())  # of `this_process`
 LOCK = ".lock"  # the lease of a run's folder, which rank 0 of train_dpo.py holds while it lives
 
 
@@ -80,6 +81,7 @@ class Lease:
             return False
         with self.path.open("a") as file:  # filelock ignores a line that it does not know
             file.write(f"owner={json.dumps(this_process())}\n")
+            sync(file)
         return True
 
     def _is_expired(self) -> bool:
@@ -155,8 +157,9 @@ def read_owner(path: Path) -> dict[str, Any]:
         owners = [json.loads(line) for line in lines]
     except (OSError, ValueError):
         return {}
+    good = [owner for owner in owners if isinstance(owner, dict) and owner.keys() >= _OWNER]
     # A contender that was superseded at once may have added its line to its successor's file
-    return next((owner for owner in owners if f"pid={owner['pid']}\n" in head), {})
+    return next((owner for owner in good if f"pid={owner['pid']}\n" in head), {})
 
 
 def describe_owner(owner: dict[str, Any]) -> str:
@@ -182,8 +185,9 @@ def check_owner(run: Path) -> dict[str, Any]:
     if not owner and path.exists():
         time.sleep(SETTLE_SECONDS)  # its owner may be writing it
         owner = read_owner(path)
-        if not owner and path.exists():
-            raise UserError(f"output_dir {run}: {LOCK} is damaged; remove it if nothing trains there")
+        if not owner and path.exists() and time.time() - path.stat().st_mtime < LEASE_SECONDS:  # it may be renewed
+            wait = f"wait {LEASE_SECONDS:g} s, or remove it if nothing trains there"
+            raise UserError(f"output_dir {run}: {LOCK} is damaged; {wait}")
     is_this_job = owner.get("job") == os.environ.get("SLURM_JOB_ID", "none") and not is_alive(owner)
     if not is_this_job and is_running(owner, squeue_states()) is not False:
         raise UserError(

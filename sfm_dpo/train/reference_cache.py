@@ -29,6 +29,7 @@ from safetensors.numpy import save
 
 from sfm_dpo.common.distributed import broadcast, gather, is_main_process, main_process_first, rank, world_size
 from sfm_dpo.common.errors import DiskFull, StopRequested, UserError
+from sfm_dpo.common.files import sync
 from sfm_dpo.data.sources import explain_cache_errors
 from sfm_dpo.data.tokenization import Lengths, hash_tokens
 from sfm_dpo.model.attention import kernel_name
@@ -295,7 +296,9 @@ def write_shard(path: Path, rows: np.ndarray, logps: np.ndarray) -> None:
     logps = np.ascontiguousarray(logps, dtype=np.float32)
     partial = path.with_suffix(f".{os.getpid()}.partial")
     # save_file makes files that nobody else can read
-    partial.write_bytes(save({"rows": rows, "logps": logps}, {"checksum": _checksum(rows, logps)}))
+    with partial.open("wb") as file:
+        file.write(save({"rows": rows, "logps": logps}, {"checksum": _checksum(rows, logps)}))
+        sync(file)
     partial.replace(path)
 
 

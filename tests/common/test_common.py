@@ -1,5 +1,7 @@
 """Ends of a script's main, tables in plain text, and GPUs that torch does not see."""
 
+import os
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from sfm_dpo.common import distributed
 from sfm_dpo.common.cli import command
 from sfm_dpo.common.distributed import explain_missing_gpus
 from sfm_dpo.common.errors import GuardStopped, UserError
-from sfm_dpo.common.files import format_table
+from sfm_dpo.common.files import format_table, write_atomically
 from sfm_dpo.config import parse_config
 
 
@@ -29,6 +31,13 @@ def test_command_returns_the_exit_code(capsys, end, code, line):
 
     assert main([]) == code
     assert capsys.readouterr() == ("", line)
+
+
+def test_what_is_written_atomically_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number).st_size))
+    write_atomically(tmp_path / "status.json", "{}")
+    assert synced == [2] and (tmp_path / "status.json").read_text() == "{}"
 
 
 def test_columns_are_aligned_and_short_rows_are_filled():

@@ -92,7 +92,7 @@ def test_status_holds_the_contract(tmp_path):
     assert datetime.now(UTC) - datetime.fromisoformat(status.pop("time")) < timedelta(seconds=60)
     assert (status.pop("pid"), status.pop("job")) == (os.getpid(), os.environ.get("SLURM_JOB_ID"))
     expected = {"state": "stopped", "exit_code": 75, "message": "on request", "step": 30}
-    assert status == expected | {"checkpoint": "checkpoint-30", "best": None}
+    assert status == expected | {"checkpoint": "checkpoint-30", "best": None, "files": None}
     write_status(tmp_path, "running", best={"step": 20})
     write_status(tmp_path, "done", 0)
     assert read_status(tmp_path)["best"] == {"step": 20}

@@ -15,30 +15,44 @@ from sfm_dpo.run.checkpoint import COMPLETE, STOP
 from sfm_dpo.run.folder import read_status
 from sfm_dpo.run.reader import describe_run
 from sfm_dpo.train.callbacks import ProgressLine
-from tests.toolbox import logged, on_cpu, pairs
+from tests.toolbox import error_line, logged, on_cpu, pairs
 
 
 @pytest.mark.usefixtures("no_report")
-def test_a_mismatch_at_resume_is_in_the_status_and_the_end_is_evaluated(tiny_folder, write_rows, tmp_path, capsys):
+def test_a_mismatch_leaves_the_run_stopped_the_end_is_evaluated_and_made_again(
+    tiny_folder, write_rows, tmp_path, capsys
+):
     run = tmp_path / "output_dir"
     more = {"eval_fraction": 0.25, "learning_rate": 1e-3, "logging_steps": 50}  # so that no step is logged
     fields = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(16)), run, **more)
     run.mkdir()
     (run / STOP).touch()
     assert train_dpo.main(fields) == 75
+    stopped = read_status(run)
     mark = run / "checkpoint-1" / COMPLETE
     complete = json.loads(mark.read_text())
     mark.write_text(json.dumps(complete | {"world_size": 4}))
     assert train_dpo.main(fields) == 2
-    status = read_status(run)
-    assert (status["state"], status["exit_code"]) == ("failed", 2)
-    assert "was written by 4 process(es), now there are 1" in status["message"]
+    assert "was written by 4 process(es), now there are 1" in error_line(capsys.readouterr().err)
+    assert read_status(run) == stopped and stopped["state"] == "stopped"
 
     mark.write_text(json.dumps(complete))
     assert train_dpo.main(fields) == 0
     evals = {entry["step"]: entry["eval_loss"] for entry in logged(run, "eval_loss")}
     assert set(evals) == {0, 3} and evals[3] < evals[0] == pytest.approx(0.6931, abs=1e-4)
     assert f"{evals[3]:.3f}" in capsys.readouterr().out.rpartition("held out")[2]
+
+    weights, card = run / "model.safetensors", run / "README.md"
+    trained = weights.read_bytes()
+    for content in (None, trained[:10], trained):
+        card.unlink(missing_ok=True)
+        weights.unlink()
+        if content:
+            weights.write_bytes(content)
+        assert train_dpo.main(fields) == 0
+        said = "already done" if content == trained else "model.safetensors is missing or damaged"
+        assert said in capsys.readouterr().out
+        assert card.is_file() and weights.read_bytes() == trained
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
