@@ -33,7 +33,9 @@ run_dpo() {
     first_host
     if [[ ${2:-} == --members ]]; then # of scripts/sweep.py: each task of its array has a line of arguments
         [[ -n ${SLURM_ARRAY_TASK_ID:-} ]] || fail "--members $3: no array; submit it with: python scripts/sweep.py"
-        eval "set -- $(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" "$3") ${*:4}"
+        local member
+        mapfile -d '' -t member < <(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" "$3" | xargs printf '%s\0')
+        set -- "${member[@]}" "${@:4}"
     fi
     set -- --config "$@" # the recipe; train_dpo.py takes the last --config, so the user's wins
 

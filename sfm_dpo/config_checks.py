@@ -62,6 +62,8 @@ def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> It
     """Fields whose value is wrong beside the others, or with `training` on this machine, each with what to do."""
     if not c.model_name_or_path:
         yield "model_name_or_path", "give a Hub id or a folder"
+    if "\n" in c.output_dir:
+        yield "output_dir", "holds a line break; remove it"
     if not c.dataset_name and not c.datasets:
         yield "dataset_name", "give a Hub id, a .json/.jsonl/.parquet file or a folder"
     if c.dataset_name and c.datasets:
@@ -120,6 +122,8 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
                 raise UserError(f"{name} {values[name]}: must be {words}")
     for loss in namespace.loss_type:
         check_known("loss_type", loss, LOSS_TYPES)
+    if re.search(r"['\"](use_auth_)?token['\"]", str(namespace.model_init_kwargs)):  # whose value is not quoted
+        raise UserError("model_init_kwargs: its token would be written down; put HF_TOKEN into .env instead")
     refused = [(name, remedy) for name, remedy in REFUSED.items() if values[name]]
     for name, remedy in [*refused, *find_conflicts(namespace, world_size, training)]:
         raise UserError(f"{name} {values[name]}: {remedy}")

@@ -177,6 +177,8 @@ BEST |= {"eval_strategy": "steps", "eval_steps": 500}
         ({"attn_implementation": "flash_attention_2"}, ["needs flash-attn", "padding_free: true"]),
         ({"use_peft": True, "lora_task_type": "NOPE"}, ["'NOPE'", "CAUSAL_LM"]),
         ({"bf16": True, "use_cpu": "absent"}, ["bf16 true: no GPU is visible", "--use_cpu true"]),
+        ({"output_dir": "a\nb"}, ["output_dir a b: holds a line break; remove it"]),
+        ({"model_init_kwargs": {"token": "secret"}}, ["model_init_kwargs: its token would be written down"]),
         ({"dtype": "bfloat16"}, ["dtype bfloat16", "fp32 master weights"]),
     ],
 )

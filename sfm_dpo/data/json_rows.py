@@ -48,7 +48,7 @@ def read_rows(file: str, name: str) -> Iterator[list[str]]:
                     json.dumps(objects, ensure_ascii=False).encode()  # fails for half of a surrogate pair
                 if not all(isinstance(row, dict) for row in objects):
                     raise ValueError("is not a JSON object")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 where = "" if is_list else f"line {number}: "
                 raise UserError(f"dataset_name {name}: {where}{error}") from error
             rows += map(json.dumps, objects) if is_list else [text]

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
@@ -30,31 +29,36 @@ def average_models(paths: list[Path], output: Path, weights: list[float] | None 
     shares = [weight / sum(weights) for weight in weights]
     sources = [find_source(path) for path in paths]
     first = sources[0]
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".average-", dir=output.parent) as staged:
+    staged = output.with_name(f".{output.name}.partial")
+    shutil.rmtree(staged, ignore_errors=True)  # of a start that was killed
+    mean = staged / "mean"
+    try:
         folders = [Path(staged, str(number)) for number in range(len(sources))]
         for source, folder in zip(sources, folders, strict=True):
-            folder.mkdir()
+            folder.mkdir(parents=True)
             stage_files(source.folder, folder)
             check_alike(first, folders[0], source, folder)
-        shutil.copytree(folders[0], output, ignore=shutil.ignore_patterns("*.safetensors"))
+        shutil.copytree(folders[0], mean, ignore=shutil.ignore_patterns("*.safetensors"))
         models = [open_tensors(folder) for folder in folders]  # which may be sharded in other ways
         for path in folders[0].glob("*.safetensors"):
-            mean = {}
+            averaged: dict[str, torch.Tensor] = {}
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (no mapping)
                     tensors = [read_finite(model, name) for model in models]
                     parts = [share * tensor.double() for share, tensor in zip(shares, tensors, strict=True)]
-                    mean[name] = torch.stack(parts).sum(0).to(tensors[0].dtype)
-                save_file(mean, output / path.name, file.metadata())
-    config = first.config | {"output_dir": str(output), "hub_model_id": None}
-    (output / RESOLVED_CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
-    shutil.copy(first.run / DATA, output)
-    write_json(output / ENVIRONMENT, environment())
-    parents = [{"model": source.name, "weight": share} for source, share in zip(sources, shares, strict=True)]
-    write_json(output / PARENTS, parents)
-    write_status(output, "done", 0, f"mean of the weights of {len(paths)} models")
-    write_model_card(output)
+                    averaged[name] = torch.stack(parts).sum(0).to(tensors[0].dtype)
+                save_file(averaged, mean / path.name, file.metadata())
+        config = first.config | {"output_dir": str(output), "hub_model_id": None}
+        (mean / RESOLVED_CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
+        shutil.copy(first.run / DATA, mean)
+        write_json(mean / ENVIRONMENT, environment())
+        parents = [{"model": source.name, "weight": share} for source, share in zip(sources, shares, strict=True)]
+        write_json(mean / PARENTS, parents)
+        write_status(mean, "done", 0, f"mean of the weights of {len(paths)} models")
+        write_model_card(mean)
+        mean.rename(output)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
 
 
 def check_alike(first: Source, first_folder: Path, other: Source, folder: Path) -> None:

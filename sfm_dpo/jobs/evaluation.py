@@ -3,10 +3,14 @@
 import importlib
 import logging
 import math
+import os
+import platform
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import yaml
 from peft import PeftConfig
@@ -48,7 +52,11 @@ def evaluate_run(path: Path, tasks: list[str], pairs: str | None, **options: Any
     if tasks:
         options |= {"tasks": tasks, "task_manager": load_tasks(tasks)}
     found: dict[str, list[dict[str, Any]]] = {}
-    with tempfile.TemporaryDirectory(prefix=".evaluate-", dir=source.run) as folder:
+    prefix = f".evaluate-{platform.node()}-"
+    for left in source.run.glob(f"{prefix}*"):  # by one that was killed
+        if not psutil.pid_exists(int(left.name.removeprefix(prefix).split("-")[0])):
+            shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", dir=source.run) as folder:
         stage_files(source.folder, Path(folder))  # shards put together
         if tasks:
             found["benchmarks"] = evaluate_benchmarks(source, Path(folder), options)

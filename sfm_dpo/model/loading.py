@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 from accelerate import DistributedType, PartialState
@@ -17,6 +18,8 @@ def load_model_config(config: Config) -> PretrainedConfig:
     """The model's config.json; UserError where there is none."""
     name = config.model.model_name_or_path
     options = {"revision": config.model.model_revision, "trust_remote_code": config.train.trust_remote_code}
+    if name.startswith(("/", ".", "~")) and not Path(name).exists():  # transformers would call it a wrong Hub id
+        raise UserError(f"model_name_or_path {name}: no such folder")
     try:
         return AutoConfig.from_pretrained(name, **options)
     except (OSError, ValueError, StrictDataclassError) as error:

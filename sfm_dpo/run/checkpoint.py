@@ -34,28 +34,28 @@ _WRITER = re.compile(r"(?:pp_rank_|rng_state_|__)(\d+)[_.]")
 
 def checkpoints(run: str | Path) -> list[Path]:
     """checkpoint-N of a run, complete or not, oldest first."""
-    folders = [folder for folder in Path(run).glob("checkpoint-*") if folder.name.rsplit("-", 1)[1].isdigit()]
+    folders = [folder for folder in Path(run).glob("checkpoint-*") if folder.name.rsplit("-", 1)[1].isdecimal()]
     return sorted(folders, key=step_of)
 
 
 def step_of(checkpoint: Path | None) -> int:
     """The step that checkpoint-N resumes from; 0 for none, or for a folder of another name."""
     number = checkpoint.name.rsplit("-", 1)[-1] if checkpoint else "0"
-    return int(number) if number.isdigit() else 0
+    return int(number) if number.isdecimal() else 0
 
 
 def why_incomplete(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint; None if it is complete."""
     try:
-        files = _read_facts(checkpoint)["files"]
-    except (OSError, ValueError, KeyError):
+        files = dict(_read_facts(checkpoint)["files"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "was not written to the end"
     for name, size in files.items():
         path = checkpoint / name
         if not path.is_file():
             return f"lacks {name}"
         if path.stat().st_size != size:
-            return f"has a damaged {name} ({path.stat().st_size:,} bytes of {size:,})"
+            return f"has a damaged {name} ({path.stat().st_size:,} bytes of {size})"
     return None
 
 

@@ -86,7 +86,7 @@ def has_failed(run: str | Path) -> bool:
     """Whether a rank has written why this start failed."""
     status = read_status(run)
     good = ("running", "done", "stopped", "push_failed")
-    return status.get("state", "running") not in good and status["time"] >= STARTED
+    return status.get("state", "running") not in good and status.get("time", "") >= STARTED
 
 
 def message_of_rank(run: Path | None, error: str) -> str | None:
@@ -155,7 +155,7 @@ def is_unfinished(config: "Config") -> bool:
                 "another output_dir, or remove the folder"
             )
     if status.get("state") == "collapsed" and config.train.guard == "stop":
-        healthy = status["checkpoint"]
+        healthy = status.get("checkpoint")
         start = f"from {healthy} (--resume_from_checkpoint {healthy}) " if healthy else ""
         raise UserError(
             f"output_dir {run}: the guard stopped this run; start another {start}with a lower learning_rate "
@@ -182,7 +182,7 @@ def describe(config: "Config", pairs: dict[str, Any], step: int = 0) -> None:
     before = read_mapping(run / ENVIRONMENT)
     start = {"time": now(), "step": step, "host": platform.node(), "world_size": world_size()}
     start |= {"job": os.environ.get("SLURM_JOB_ID"), "restart": os.environ.get("SLURM_RESTART_COUNT")}
-    history: dict[str, Any] = {"starts": [*before.get("starts", []), start], "hangs": before.get("hangs", [])}
+    history: dict[str, Any] = {"starts": [*list_in(before, "starts"), start], "hangs": list_in(before, "hangs")}
     if "wandb" in config.train.report_to:  # transformers lets W&B choose an id, another one at each start
         history["wandb_run_id"] = os.environ.get("WANDB_RUN_ID") or before.get("wandb_run_id") or secrets.token_hex(4)
         os.environ["WANDB_RUN_ID"] = history["wandb_run_id"]
@@ -221,6 +221,12 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """A JSON mapping, empty where there is none, or none that can be read."""
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def list_in(mapping: dict[str, Any], name: str) -> list[Any]:
+    """The list of this name in what a file holds, empty where it is absent or something else."""
+    value = mapping.get(name)
+    return value if isinstance(value, list) else []

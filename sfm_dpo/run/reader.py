@@ -14,7 +14,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import format_clock, format_table
 from sfm_dpo.common.secrets import mask_values
 from sfm_dpo.run.checkpoint import checkpoints, newest_checkpoint
-from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, STATUS, read_mapping
+from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, STATUS, list_in, read_mapping
 from sfm_dpo.run.leases import LOCK, is_running, read_owner, squeue_states
 
 EVALUATION = "evaluation.json"
@@ -66,7 +66,7 @@ def list_evaluations(facts: dict[str, Any], prefix: str = "eval_") -> list[dict[
 
 def list_restarts(facts: dict[str, Any]) -> list[int]:
     """Steps at which the run was started again, from the list of starts in environment.json."""
-    starts = facts["environment"].get("starts") or []
+    starts = list_in(facts["environment"], "starts")
     return list(dict.fromkeys(start["step"] for start in starts[1:]))
 
 
@@ -139,7 +139,7 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
         "health": read_mapping(run / "health.json").get("verdict"),
         "seconds_since_update": round(age),
         "checkpoint": checkpoint and checkpoint.name,
-        "starts": len(read_mapping(run / ENVIRONMENT).get("starts", [])) or None,
+        "starts": len(list_in(read_mapping(run / ENVIRONMENT), "starts")) or None,
     }
 
 

@@ -43,6 +43,7 @@ def parents(finished_run, tmp_path):
 def test_the_mean_is_exact_sharded_as_the_first_and_loads(parents, tmp_path, weights, tied, dtype, tolerance):
     runs, output = parents("100KB", dtype, tie_word_embeddings=tied), tmp_path / "mean"
     words = ["--weights", *map(str, weights)] if weights else []
+    (tmp_path / ".mean.partial/0").mkdir(parents=True)  # by one that was killed
     assert average.main([*map(str, runs), "--output_dir", str(output), *words]) == 0
 
     states, mean, total = [state(run) for run in runs], state(output), sum(weights or [1, 1, 1])
@@ -52,6 +53,7 @@ def test_the_mean_is_exact_sharded_as_the_first_and_loads(parents, tmp_path, wei
         expected = sum(share * other[name].double() for share, other in zip(shares, states, strict=True))
         assert tensor.dtype == dtype
         assert torch.allclose(tensor.double(), expected, rtol=tolerance, atol=1e-9), name
+    assert not (tmp_path / ".mean.partial").exists()
     files = {path.name for path in runs[0].glob("*.safetensors*")}
     assert {path.name for path in output.glob("*.safetensors*")} == files and len(files) > 2
 
@@ -78,3 +80,15 @@ def test_models_that_do_not_go_together(parents, tmp_path, capsys, spoil):
     error = capsys.readouterr().err
     assert message in error and str(runs[1]) in error
     assert not (tmp_path / "mean").exists()
+
+
+def test_a_kill_leaves_no_folder_that_the_next_start_refuses(parents, tmp_path, monkeypatch):
+    words = [*map(str, parents()), "--output_dir", str(tmp_path / "mean")]
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("sfm_dpo.jobs.averaging.write_json", killed)
+        assert average.main(words) == 130
+    assert not (tmp_path / "mean").exists() and average.main(words) == 0

@@ -83,11 +83,18 @@ def test_damage_is_named_and_skipped_and_nothing_is_deleted(tmp_path, name, size
     assert sorted(bad.rglob("*")) == left
 
 
+@pytest.mark.parametrize("mark", ['{"files": 5}', '{"files": {"model.safetensors": "100"}}', "[]", "[" * 5000])
+def test_a_mark_that_no_run_has_written_counts_for_nothing(tmp_path, mark):
+    folder = write_checkpoint(tmp_path, 3)
+    (folder / COMPLETE).write_text(mark)
+    assert why_incomplete(folder) and newest_checkpoint(tmp_path) is None
+
+
 def test_newest_is_by_step(tmp_path):
     assert newest_checkpoint(tmp_path) is newest_checkpoint(tmp_path / "absent") is None
     write_checkpoint(tmp_path, 3, complete=False)
     assert newest_checkpoint(tmp_path) is None
-    for other in ("checkpoint-best", "checkpoint-7.tmp", "figures"):
+    for other in ("checkpoint-best", "checkpoint-7.tmp", "checkpoint-²", "figures"):
         (tmp_path / other).mkdir()
     write_checkpoint(tmp_path, 20)
     assert newest_checkpoint(write_checkpoint(tmp_path, 100).parent) == tmp_path / "checkpoint-100"

@@ -54,6 +54,7 @@ MODELS = {
     "more_layers": with_config("num_hidden_layers", 4),
     "other_size": with_config("intermediate_size", 97),
     "unknown_type": with_file("config.json", '{"model_type": "lama"}'),
+    "no_tokenizer": lambda folder: [path.unlink() for path in folder.glob("*token*")],
     "tokenizer_noise": with_file("tokenizer.json", NOISE),
     "template_syntax": with_file("chat_template.jinja", "{% for m in messages %}{{ m['content'] }"),
     "template_refuses": with_file("chat_template.jinja", "{{ raise_exception('no') }}"),
@@ -61,6 +62,7 @@ MODELS = {
     "weights_lfs": with_file("model.safetensors", LFS),
 }
 RUNS = {
+    "collapsed": with_file("status.json", '{"state": "collapsed"}'),
     "config_list": with_file("resolved_config.yaml", "- a\n"),
     "state_list": with_file("trainer_state.json", "[1]"),
     "unmarked": without_file("checkpoint-2/complete.json"),
@@ -89,6 +91,7 @@ def kit(tmp_path_factory, tiny_folder) -> Path:
         "noise.parquet": NOISE,
         "cut.jsonl": packed[: len(packed) // 2],
         "utf16.jsonl": (kit / "pairs.jsonl").read_text().encode("utf-16"),
+        "deep.jsonl": b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}\n",
         "list.json": b"[1, 2]",
         "half.jsonl": (kit / "pairs.jsonl").read_bytes() + b'{"prompt": "\\ud83d", "chosen": "a", "rejected": "b"}\n',
         "launch.yaml": b"distributed: no\n",
@@ -171,6 +174,13 @@ CASES = {
         (f"{TRAIN} --dataset_name {{kit}}/cut.jsonl", "cut.jsonl: cannot be read: Compressed file ended"),
         (f"{TRAIN} --dataset_name {{kit}}/utf16.jsonl", "utf16.jsonl: line 1: 'utf-8' codec"),
         (f"{TRAIN} --dataset_name {{kit}}/half.jsonl", "half.jsonl: line 9: ", "surrogates not allowed"),
+        (f"{TRAIN} --dataset_name {{kit}}/deep.jsonl", "deep.jsonl: line 1: maximum recursion depth"),
+        (f"{TRAIN} --model_name_or_path /nope", "model_name_or_path /nope: no such folder"),
+        (f"{ON}/no_tokenizer", "no_tokenizer: no tokenizer can be loaded"),
+        (
+            f"{TRAIN} --max_steps 2 --output_dir {{kit}}/runs/collapsed",
+            "the guard stopped this run; start another",
+        ),
         (f"{ON}/config_cut", "config.json", "is not a valid JSON file"),
         (f"{ON}/unknown_type", "model type `lama`"),
         (f"{ON}/more_layers", "model.layers.3.", "take config.json and weights from"),
@@ -228,6 +238,21 @@ def test_variables_of_the_batch_scripts(env, part):
         command, cwd=ROOT, env=os.environ | {"PATH": path} | env, capture_output=True, text=True, check=False
     )
     assert_one_line(done.returncode, done.stderr, [part])
+
+
+def test_members_are_words_and_no_commands(tmp_path):
+    """What --members FILE reads for a task, and the words behind it; run_dpo up to the check of the configuration."""
+    words = ["recipe.yaml", "--run_name", "a 'b' $(touch evil) \"c\"", "--output_dir", "x;touch evil", ""]
+    (tmp_path / "members.txt").write_text(f"other\n{shlex.join(words)}\n")
+    functions = "use_environment() { :; }; choose_launch() { per_node=1; config_file=c; }; first_host() { :; }"
+    functions += "; python() { >&2 printf '<%s>' \"$@\"; exit 3; }"
+    command = f"source {ROOT}/scripts/common.sh; {functions}; run_dpo recipe --members members.txt '$(touch evil)'"
+    job = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_NUM_NODES": "1"}
+    env = os.environ | job | {"SLURM_SUBMIT_DIR": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    expected = ["scripts/check_config.py", "c", "1", "--config", *words, "$(touch evil)"]
+    assert done.stderr == "".join(f"<{word}>" for word in expected) and done.returncode == 3
+    assert not (tmp_path / "evil").exists()
 
 
 def assert_one_line(code: int, stderr: str, parts: list[str]) -> None:
