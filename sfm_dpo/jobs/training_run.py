@@ -51,9 +51,8 @@ class Run:
         self.exit_code = 0  # of the process
 
     def __enter__(self) -> Self:
-        if (
-            "LOCAL_RANK" not in os.environ and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-        ):  # else STOP is the way
+        # Under a launcher STOP is the way
+        if "LOCAL_RANK" not in os.environ and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt
             # Pools of processes, as those of datasets.map, end theirs by SIGTERM
             os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
