@@ -78,6 +78,8 @@ def report_contamination(pairs: Dataset, names: list[str], n: int, num_proc: int
     (preferences.py) that share an n-gram with any."""
     sets = []
     matched: set[int] = set()
+    numbers = pairs["row"]  # in `sources`, from 1
+    sources = pairs["source"]
     for name in names:
         texts = read_evaluation_texts(name)
         index = _index_ngrams(texts, n)
@@ -87,9 +89,16 @@ def report_contamination(pairs: Dataset, names: list[str], n: int, num_proc: int
         )["shared"]
         shared = {row: gram for row, gram in enumerate(found) if gram}
         matched.update(shared)
-        examples = [{"row": row, "set_row": index[gram], "text": gram} for row, gram in shared.items()]
+        examples = [
+            {"row": numbers[row], "source": sources[row], "set_row": index[gram] + 1, "text": gram}
+            for row, gram in shared.items()
+        ]
         set_rows = {example["set_row"] for example in examples}
         counts = {"rows": len(texts), "pairs": len(examples), "set_rows": len(set_rows)}
         sets.append({"set": name, **counts, "examples": examples[:5]})
     keys = pairs["pair_key"]
-    return {"ngram": n, "sets": sets, "pairs": [{"row": row, "key": keys[row]} for row in sorted(matched)]}
+    return {
+        "ngram": n,
+        "sets": sets,
+        "pairs": [{"row": numbers[row], "source": sources[row], "key": keys[row]} for row in sorted(matched)],
+    }

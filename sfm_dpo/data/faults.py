@@ -82,11 +82,11 @@ def find_faults(pairs: Dataset, num_proc: int | None = None) -> list[dict[str, A
         examples = []
         for row in rows[:3]:
             side = "chosen" if found[row, 0] else "rejected"
-            answer = read_text(pairs[row][side])
+            pair = pairs[row]
+            answer = read_text(pair[side])
             at = find(answer) or 0
-            prompt = read_text(pairs[row]["prompt"])
-            excerpt = answer[max(0, at - 150) : at + 150]
-            examples.append({"row": row, "side": side, "prompt": prompt[-200:], "text": excerpt})
+            texts = {"prompt": read_text(pair["prompt"])[-200:], "text": answer[max(0, at - 150) : at + 150]}
+            examples.append({"row": pair["row"], "source": pair["source"], "side": side} | texts)
         chosen, rejected = found.sum(axis=0).tolist()
         counts = {"pairs": len(rows), "chosen": chosen, "rejected": rejected}
         summary.append({"fault": name, "text": text, **counts, "examples": examples})

@@ -130,7 +130,7 @@ def _list_findings(
 def _decode_example(tokens: Dataset, lengths: Lengths, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The pair of median length, decoded; of a long text the first and last tokens."""
     row = int(np.argsort(lengths.total, kind="stable")[(len(lengths) - 1) // 2])
-    example: dict[str, Any] = {"row": row}
+    example: dict[str, Any] = {"row": tokens[row]["row"], "source": tokens[row]["source"]}
     for name in ("prompt", "chosen", "rejected"):
         ids = tokens[row][f"{name}_ids"]
         text = tokenizer.decode(ids)

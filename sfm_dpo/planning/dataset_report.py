@@ -54,7 +54,8 @@ def format_recipe_line(result: dict[str, Any]) -> str:
 def format_analysis(result: dict[str, Any]) -> str:
     """All of the analysis but the examples of what looks wrong, for a terminal."""
     findings = [f"  {finding['level']}: {finding['text']}" for finding in result["findings"]]
-    example = [f"Example: the pair of median length (number {result['example']['row']:,}); the prompt is not trained"]
+    where = f"row {result['example']['row']:,} of {result['example']['source']}"
+    example = [f"Example: the pair of median length ({where}); the prompt is not trained"]
     for side in ("prompt", "chosen", "rejected"):
         shown = result["example"][side]
         example.append(f"  {side}, {shown['tokens']:,} tokens")

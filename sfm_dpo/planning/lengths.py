@@ -114,7 +114,7 @@ def compute_percentiles(values: np.ndarray) -> dict[str, Any]:
 
 def compute_curves(lengths: Lengths) -> dict[str, list]:
     """Share of the pairs with at most so many tokens (`length`), for each of SIDES."""
-    shortest = max(1, int(np.percentile(lengths.prompt, 1)))
+    shortest = max(1, min(int(np.percentile(getattr(lengths, side), 1)) for side in SIDES))
     at = np.unique(np.geomspace(shortest, int(lengths.total.max()), 160).round()).astype(int)
     curves = {"length": at.tolist()}
     for side in SIDES:

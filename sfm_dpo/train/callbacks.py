@@ -146,13 +146,17 @@ class StopCallback(TrainerCallback):
 
 
 def describe_best(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
-    """For status.json: the best checkpoint so far by metric_for_best_model, or None."""
+    """For status.json: the best checkpoint so far by metric_for_best_model, and the base model's value where it is
+    better; or None."""
     step = state.best_global_step
     if not step:
         return {"best": None}
     metric = f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
     checkpoint = f"{args.output_dir}/checkpoint-{step}"
-    return {"best": {"checkpoint": checkpoint, "step": step, "metric": metric, "value": state.best_metric}}
+    base = next((entry[metric] for entry in state.log_history if entry["step"] == 0 and metric in entry), None)
+    is_better = base is not None and (base > state.best_metric if args.greater_is_better else base < state.best_metric)
+    best = {"checkpoint": checkpoint, "step": step, "metric": metric, "value": state.best_metric}
+    return {"best": best | {"better_base": base if is_better else None}}
 
 
 def format_entry(entry: dict[str, Any]) -> str:

@@ -103,7 +103,9 @@ def test_faults_are_counted_by_side_with_examples(load):
     summary = {row["fault"]: row for row in find_faults(pairs, num_proc=2)}
     assert set(summary) == set(CHECKS)
     assert [summary["refusal"][key] for key in ("pairs", "chosen", "rejected")] == [4, 3, 1]
-    assert "<|im_start|>user" in summary["role_tag"]["examples"][0]["text"]
+    example = summary["role_tag"]["examples"][0]
+    assert "<|im_start|>user" in example["text"] == rows[example["row"] - 1]["chosen"][:300]
+    assert example["source"].endswith(".jsonl")
 
 
 def test_pairs_in_common_with_evaluation_sets_are_those_of_plain_python(load, write_rows, tmp_path):
@@ -134,10 +136,10 @@ def test_pairs_in_common_with_evaluation_sets_are_those_of_plain_python(load, wr
     for name in (write_rows("set.jsonl", stored), tmp_path / "set"):
         result = report_contamination(pairs, [str(name)], 13)
         [found] = result["sets"]
-        assert [row["row"] for row in result["pairs"]] == expected and found["pairs"] == len(expected)
+        assert [row["row"] - 1 for row in result["pairs"]] == expected and found["pairs"] == len(expected)
         assert found["rows"] == 60
         for example in found["examples"]:
-            assert {tuple(example["text"].split())} <= grams(" ".join(questions[example["set_row"]]))
+            assert {tuple(example["text"].split())} <= grams(" ".join(questions[example["set_row"] - 1]))
     mixed = [{"text": "[1, 2]", "more": {"n": "007"}}, {"text": {"a": "b"}, "more": {"n": "8"}}]
     assert read_evaluation_texts(str(write_rows("mixed.jsonl", mixed))) == ["[1, 2]\n007", "b\n8"]
     with pytest.raises(UserError, match=r"--against none\.jsonl: cannot be read"):

@@ -1,9 +1,12 @@
 """The length analysis: every count against a plain slow reference, published percentiles, its rules and warnings."""
 
+import itertools
 import shutil
 
 import numpy as np
 import pytest
+from matplotlib import rc_context
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from transformers import AutoTokenizer
 
 from bench.lengths import sample_lengths
@@ -14,7 +17,9 @@ from sfm_dpo.data.preferences import load_pairs
 from sfm_dpo.data.tokenization import Lengths
 from sfm_dpo.planning import dataset_report
 from sfm_dpo.planning.dataset import analyze_dataset
+from sfm_dpo.planning.dataset_report import draw_lengths
 from sfm_dpo.planning.lengths import CANDIDATES, PERCENTILES, STEPS, analyze_lengths, list_lengths
+from sfm_dpo.report.plots import STYLE
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 
 
@@ -207,3 +212,23 @@ def test_page_of_a_single_pair(analyze, tmp_path):
     page = (tmp_path / "page.html").read_text()
     assert page.count("<svg") == 1 and "<script" not in page and "&lt;script&gt;" in page
     assert "src=" not in page and "http" not in page.replace("http://www.w3.org", "")
+
+
+@pytest.mark.parametrize("longest", [40, 500, 200_000])
+def test_the_picture_shows_short_answers_and_its_labels_apart(longest):
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(longest // 2, longest, 500)
+    answers = [rng.integers(min(longest // 10, 5), longest // 4, 500) for _ in range(2)]
+    lengths = Lengths(prompt, *answers, np.zeros(500, dtype=np.int64))
+    result = analyze_lengths(lengths, lambda sequences, responses: 1, min_coverage=0.9, min_tokens_kept=0.9)
+    sides = ("prompt", "chosen", "rejected", "total")
+    assert max(result["curves"][side][0] for side in sides) < (0.05 if longest > 40 else 0.3)
+    with rc_context(STYLE):
+        figure = draw_lengths(result)
+        FigureCanvasAgg(figure).draw()
+    axes = figure.axes[0]
+    low, high = axes.get_xlim()
+    ticks = {tick.get_loc(): tick.label1 for tick in [*axes.xaxis.get_major_ticks(), *axes.xaxis.get_minor_ticks()]}
+    shown = [ticks[at] for at in sorted(ticks) if low <= at <= high and ticks[at].get_text()]
+    boxes = [label.get_window_extent() for label in shown]
+    assert len(boxes) > 2 and all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
