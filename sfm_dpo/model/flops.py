@@ -35,13 +35,13 @@ class ForwardFlops:
         head = model.get_output_embeddings().weight
         embedding = model.get_input_embeddings().weight
         experts = count_experts(config)
-        per_token = getattr(config, "num_experts_per_tok", experts)
+        active = getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0
         weights = trained = 0
         for name, parameter in model.named_parameters():
             if parameter is head or parameter is embedding or len(shape(parameter)) < 2:
                 continue
             is_expert = ".experts." in name or (len(shape(parameter)) == 3 and shape(parameter)[0] == experts)
-            count = int(numel(parameter) * (per_token / experts if experts and is_expert else 1))
+            count = int(numel(parameter) * (active if is_expert else 1))
             weights += count
             trained += count * parameter.requires_grad
         shares = (trained / weights, float(head.requires_grad))
