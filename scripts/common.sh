@@ -205,7 +205,7 @@ hangs = sum(hang["job"] == run["job"] for hang in environment.get("hangs", []))
 print(run["state"], run["exit_code"], run["step"], " ".join(run["message"].split()), done > had, sep="\n")
 print(hangs, run["checkpoint"] is not None, run.get("host") or "", sep="\n")
 ' "$status" "$status_before" "$output_dir/environment.json")
-        state=${fields[0]} step=${fields[2]} message=${fields[3]}
+        state=${fields[0]} step=${fields[2]#None} message=${fields[3]}
         if [[ $state == running ]]; then # killed: nobody was left to write how it ended
             state=died message="the processes ended without a word (launcher's exit code $launcher_code)"
             ((code != 0)) || code=1
@@ -215,7 +215,7 @@ print(hangs, run["checkpoint"] is not None, run.get("host") or "", sep="\n")
     fi
     [[ $state != stopped ]] || ((code != 75)) || requeue "${fields[4]}" # 0: only the preflight was requested; 130: interrupted
     [[ $state != hung ]] || requeue_hung "${fields[@]:5}"
-    say "ended: state $state, exit code $code, step ${step:-None}, $output_dir${message:+: $message}"
+    say "ended: state $state, exit code $code, ${step:+step $step, }$output_dir${message:+: $message}"
     exit "$code"
 }
 
