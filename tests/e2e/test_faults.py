@@ -9,6 +9,7 @@ import contextlib
 import os
 import random
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -26,6 +27,7 @@ from tests.toolbox import small_disk
 KILLS = [int(os.environ["KILLS"])] if "KILLS" in os.environ else [2, pytest.param(4, marks=pytest.mark.grid)]
 # When a rank is killed, and how long after the beginning of that, in seconds at most
 PHASES = {"reference pass": 0.1, "training": 0.3, "saving a checkpoint": 0.03, "saving the model": 0.003}
+PHASES |= {"preflight": 0.3}
 
 
 def half_written(run: Run) -> list[Path]:
@@ -37,6 +39,8 @@ def wait_for_phase(run: Run, phase: str, place: Place, dice: random.Random) -> b
     if phase == "reference pass":
         wanted = dice.randrange(1, 60)
         reached = run.until(lambda: len(shards(place)) >= wanted)
+    elif phase == "preflight":
+        reached = run.until(lambda: "the largest micro-batch has" in run.log)
     elif phase == "training":
         reached = run.until_step(dice.randrange(1, 8))
     elif phase == "saving a checkpoint":
@@ -91,9 +95,9 @@ def test_kill_9_of_a_random_rank_at_random_moments(place, uninterrupted, tmp_pat
 
 
 FAULTS = [int(os.environ["FAULTS"])] if "FAULTS" in os.environ else [2, pytest.param(4, marks=pytest.mark.grid)]
-MOMENTS = ("tokenisation", "reference pass", "training", "saving a checkpoint", "pushing")
+MOMENTS = ("tokenisation", "reference pass", "training", "saving a checkpoint", "pushing", "preflight")
 KINDS = ("two starts", "kill -9", "full disk: output_dir", "flipped byte", "SIGSTOP", "removed file")
-KINDS += ("full disk: HF_HOME", "clock set back", "output_dir read-only", "full disk: TMPDIR")
+KINDS += ("full disk: HF_HOME", "clock set back", "output_dir read-only", "full disk: TMPDIR", "SIGINT", "SIGTERM")
 AFTER_A_KILL = ("flipped byte", "removed file", "clock set back")
 
 
@@ -137,6 +141,8 @@ def one_fault(kind, moment, processes, disk, number, place, hub, dice) -> tuple[
     with contextlib.suppress(psutil.NoSuchProcess):  # it was over before
         if kind in ("kill -9", *AFTER_A_KILL):
             rank.kill()
+        elif kind in ("SIGINT", "SIGTERM"):
+            rank.send_signal(signal.Signals[kind])
         elif kind == "SIGSTOP":
             rank.suspend()
             time.sleep(3 + 4 * dice.random())
@@ -151,6 +157,8 @@ def one_fault(kind, moment, processes, disk, number, place, hub, dice) -> tuple[
     elif kind == "output_dir read-only":
         remount(disk, "ro")
     code = run.wait()
+    if kind in ("SIGINT", "SIGTERM") and processes == 1:
+        assert code in (0, 130) and "Traceback" not in run.log, run.log[-3000:]
     if kind in AFTER_A_KILL:
         damage(kind, run, here, dice)
     if kind == "output_dir read-only":
