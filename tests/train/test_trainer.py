@@ -136,6 +136,29 @@ def test_every_metric_is_recorded_once_a_batch(tiny_folder, tmp_path):
 # ---- training
 
 
+def test_held_out_metrics_of_tokens_depend_on_no_batch_size(tiny_folder, tmp_path):
+    """Against each sequence alone: pairs of other lengths count by their tokens."""
+    trainer = make_trainer(tiny_folder("llama"), tmp_path, "--padding_free=true")
+    dataset = trainer.train_dataset.select(range(5))
+    model = trainer.bare_model().eval()
+    entropies: list[torch.Tensor] = []
+    hits: list[torch.Tensor] = []
+    for row in dataset:
+        for side in ("chosen", "rejected"):
+            ids = torch.tensor([row["prompt_ids"] + row[f"{side}_ids"]])
+            answer = slice(len(row["prompt_ids"]) - 1, -1)  # whose tokens these positions predict
+            logits = model(input_ids=ids).logits[0, answer].detach().double()
+            entropies.append(torch.distributions.Categorical(logits=logits).entropy())
+            if side == "chosen":
+                hits.append((logits.argmax(-1) == ids[0, len(row["prompt_ids"]) :]).double())
+    assert len({len(entropy) for entropy in entropies}) > 2
+    for size in (1, 2, 5):
+        trainer.args.per_device_eval_batch_size = size
+        metrics = trainer.evaluate(dataset)
+        assert metrics["eval_entropy"] == pytest.approx(torch.cat(entropies).mean().item(), rel=1e-5)
+        assert metrics["eval_mean_token_accuracy"] == pytest.approx(torch.cat(hits).mean().item(), abs=1e-6)
+
+
 def losses(trainer, resume_from=None) -> list[float]:
     trainer.train(resume_from_checkpoint=resume_from)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
