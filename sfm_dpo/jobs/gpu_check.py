@@ -34,7 +34,7 @@ LAYERS = 4
 PER_DEVICE = 2
 TIMEOUT = 900  # seconds for each process
 SPREAD = 4  # runs may differ by so many times what another batch shape makes
-ROUNDOFF = torch.finfo(torch.bfloat16).eps / 2  # and at least by one rounding
+ROUNDOFF = torch.finfo(torch.bfloat16).eps / 2  # and at least of one rounding: DeepSpeed's residual stream is 16 bit
 MEMORY_TOLERANCE = 1.15  # measured over planned
 Result = tuple[bool | None, str]  # whether a check passed (None where it only measures), and what it found
 
@@ -50,7 +50,7 @@ class Place:
     processes: int
     on_gpu: bool
     # [2]: of the loss, and, relative, of the gradient norm
-    tolerance: np.ndarray = field(default_factory=lambda: np.full(2, ROUNDOFF))
+    tolerance: np.ndarray = field(default_factory=lambda: np.full(2, SPREAD * ROUNDOFF))
     calibration: dict[str, Any] = field(default_factory=dict)  # what has been measured
 
     @property
@@ -161,7 +161,7 @@ def check_rounding(place: Place) -> Result:
     place.train("single", "single")
     place.train("single-shape", "single", per_device_train_batch_size=1)
     rounding, text = compare(place, "single-shape")
-    place.tolerance = np.maximum(place.tolerance, SPREAD * rounding)  # NaN where a step is: nothing agrees with it
+    place.tolerance = SPREAD * np.maximum(ROUNDOFF, rounding)  # NaN where a step is: nothing agrees with it
     return None, f"another batch shape: {text}; allowed below: {place.tolerance[0]:.1e}, {place.tolerance[1]:.1%}"
 
 

@@ -67,7 +67,7 @@ def trained(tmp_path) -> Trained:
 
 def test_launchers_agree_with_one_process_within_the_rounding_of_this_model(trained):
     assert check_rounding(trained)[1].startswith("another batch shape: loss within 1.0e-02, gradient norm within 0.0%")
-    assert trained.tolerance == pytest.approx([0.04, 2**-8])
+    assert trained.tolerance == pytest.approx([0.04, 2**-6])
     passed = [check_launcher(trained, launch)[0] for launch in ("zero2", "fsdp2", "zero3")]
     assert passed == [True, False, False]
 
