@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Is everything right and fast on this machine? Called by scripts/check_gpu.sh; docs/gpu.md explains the table.
+"""Checks that everything is right and fast on this machine. Called by scripts/check_gpu.sh; docs/gpu.md explains it.
 
     python scripts/check_gpu.py [--processes 4] [--config recipes/think.yaml ...]
 

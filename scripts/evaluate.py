@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Is the trained model better than its base? Benchmarks of lm-eval, and log-probs on another preference set.
+"""Evaluates a trained model beside its base: benchmarks of lm-eval, and held-out metrics on another preference set.
 
     python scripts/evaluate.py outputs/dpo --tasks ifeval gsm8k --limit 200
     python scripts/evaluate.py outputs/dpo --pairs my-org/my-pairs        reward accuracy on other pairs

@@ -110,7 +110,7 @@ class Guard(TrainerCallback):
         if self.stopped:
             raise GuardStopped(
                 f"guard: {format_finding(self.stopped)}; last healthy checkpoint: {self.last_healthy or 'none'}; "
-                f"{self.stopped.remedy}, in another output_dir; with guard: warn training goes on regardless",
+                f"{self.stopped.remedy}, in another output_dir; guard: warn continues regardless",
                 step=self.stopped.step,
                 checkpoint=self.last_healthy,
             )

@@ -1,4 +1,4 @@
-"""Is the trained model better than its base? Benchmarks of lm-eval, and held-out metrics on other preference sets."""
+"""Evaluation of a trained model beside its base: benchmarks of lm-eval, and held-out metrics on other preference sets."""
 
 import importlib
 import logging

@@ -97,7 +97,7 @@ def draw_lengths(result: dict[str, Any]) -> Figure:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    axes.legend(loc="upper left")
+    figure.legend(loc="outside lower left", ncols=3)  # every corner inside may hold a curve
     return figure
 
 

@@ -1,4 +1,4 @@
-"""Where were we? Marks and damage, rotation, what must agree to go on, disk space, and whose stop file it is."""
+"""Checkpoints: marks and damage, rotation, what must agree before a resume, disk space, and whose stop file it is."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What is in the run's folder? Who may use it, status.json in one piece, and no secrets in what is written down."""
+"""A run's folder: who may use it, status.json in one piece, and no secrets in what is written down."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""How do all runs stand? From folders of every state, with and without Slurm, and from the command itself."""
+"""The state of runs, from folders of every state, with and without Slurm, and from the command itself."""
 
 import json
 import platform
