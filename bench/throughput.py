@@ -95,7 +95,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny model, few pairs, one round: checks the script")
     options = parser.parse_args(argv)
     if options.quick:
-        options.pairs, options.rounds, options.accumulation = 8, 1, 1
+        options.pairs = 8
+        options.rounds = options.accumulation = 1
     if options.pairs % (BATCH * options.accumulation):
         parser.error(f"--pairs {options.pairs}: give a multiple of {BATCH} x --accumulation {options.accumulation}")
     return options

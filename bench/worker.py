@@ -123,8 +123,10 @@ def train(job: dict) -> dict:
     trainer.remove_callback(PrinterCallback)
     warm = BATCH * job["accumulation"]  # an optimizer step to warm up
     reference_seconds = add_timed_reference(trainer, warm) if trainer.args.precompute_ref_log_probs else 0.0
-    packed, sharing = getattr(trainer, "packed", False), getattr(trainer, "prefix_sharing", False)
-    meter, flops = Meter(), ForwardFlops.of(trainer.model)
+    packed = getattr(trainer, "packed", False)
+    sharing = getattr(trainer, "prefix_sharing", False)
+    meter = Meter()
+    flops = ForwardFlops.of(trainer.model)
     live_reference = not trainer.args.precompute_ref_log_probs
     collate = CountingCollator(trainer.data_collator, flops, live_reference, packed, sharing)
 
@@ -162,7 +164,8 @@ def train(job: dict) -> dict:
 
 def make_trainer(job: dict) -> DPOTrainer:
     """The variant's trainer. What is not a flag is the same for all."""
-    model, variant = str(Path(job["scratch"]) / "model"), job["variant"]
+    model = str(Path(job["scratch"]) / "model")
+    variant = job["variant"]
     pairs = load_from_disk(str(Path(job["scratch"]) / "pairs"))
     common: dict[str, Any] = {"train_dataset": pairs, "processing_class": AutoTokenizer.from_pretrained(model)}
     settings: dict[str, Any] = {

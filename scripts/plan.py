@@ -49,7 +49,8 @@ def main(argv: list[str]) -> int:
         lengths, pairs = read_lengths(ours.lengths)
     else:
         tokens = load_token_pairs(config, load_tokenizer(config)).train
-        lengths, pairs = Lengths.of(tokens), len(tokens)
+        lengths = Lengths.of(tokens)
+        pairs = len(tokens)
     plan = Planner(config, shape, lengths, ours.pairs or pairs, cluster).plan()
     print(format_plan(plan))
     if ours.json:

@@ -25,5 +25,6 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
 def wilson(share: float, n: int) -> tuple[float, float]:
     """Wilson's 95% score interval (1927) of a share observed in n trials. NaN where share is."""
     square = Z * Z / n
-    centre, half = share + square / 2, Z * math.sqrt(share * (1 - share) / n + square / (4 * n))
+    centre = share + square / 2
+    half = Z * math.sqrt(share * (1 - share) / n + square / (4 * n))
     return max(0.0, (centre - half) / (1 + square)), min(1.0, (centre + half) / (1 + square))

@@ -1,4 +1,4 @@
-"""Evaluation of a trained model beside its base: benchmarks of lm-eval, and held-out metrics on other preference sets."""
+"""Evaluation of a trained model beside its base: benchmarks of lm-eval, held-out metrics on other preference sets."""
 
 import importlib
 import logging

@@ -81,7 +81,8 @@ class Run:
         clear_stop(self.folder)  # it came too late
         best = describe_best(trainer.train_config, trainer.state)
         write_status(self.folder, "done", 0, step=trainer.state.global_step, files=list_weights(self.folder), **best)
-        folder, self.folder = self.folder, None
+        folder = self.folder
+        self.folder = None  # what follows changes its state no more
         report(folder)
         trainer.end()
 
