@@ -3,8 +3,8 @@
 accelerate launch ... tests/e2e/many_runs.py FILE     FILE: JSON, a list of command lines
 
 Each run's folder also gets dtypes.json: the dtypes of the policy's parameters and buffers, of the optimizer's master
-weights and moments, and of the reference log-probs, as the last training step had them; and of the moments before the
-first forward.
+weights and moments, of the reference log-probs and of what a linear layer computes, as the last training step had
+them; and of the moments before the first forward.
 """
 
 import gc
@@ -38,7 +38,13 @@ def recording(self, model, inputs, return_outputs):
         path = Path(self.args.output_dir) / "dtypes.json"
         before = json.loads(path.read_text()) if path.is_file() else dtypes
         dtypes["first moments"] = before.get("first moments", dtypes["moments"])
-        path.write_text(json.dumps(dtypes))
+
+        def note_dtype(module, inputs, output):
+            path.write_text(json.dumps(dtypes | {"computed": str(output.dtype)}))
+            hook.remove()
+
+        linear = next(module for module in self.model.modules() if isinstance(module, torch.nn.Linear))
+        hook = linear.register_forward_hook(note_dtype)
     return compute_loss(self, model, inputs, return_outputs)
 
 

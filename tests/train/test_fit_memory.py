@@ -22,7 +22,7 @@ from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler, list_micro_batches
 from sfm_dpo.data.tokenization import Lengths
-from sfm_dpo.model.memory import MemoryPlanner, choose_setting
+from sfm_dpo.model.memory import MemoryPlanner, MicroBatch, choose_setting
 from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.folder import read_mapping, read_resolved_config
 from sfm_dpo.train.callbacks import Position, allocate_optimizer_state
@@ -76,6 +76,19 @@ def test_the_largest_micro_batch_is_the_largest_of_all(size, epochs):
         sampler.set_epoch(epoch)
         largest = max(largest, tokens[np.array(list(sampler))].reshape(-1, size).sum(axis=1).max())
     assert planned[size] == largest
+
+
+def test_second_copies_of_keys_and_the_update_take_memory():
+    shape = tiny_config("gpt_neox", num_hidden_layers=8, hidden_size=512, intermediate_size=2048)
+    planner = MemoryPlanner(configuration("--padding_free=true"), shape, 4)
+
+    def plan(tokens: int, copies: int) -> int:
+        settings = planner.list_settings([MicroBatch(1, tokens, copies, 16, 1.0)])
+        return next(setting.bytes for setting in settings if not setting.every_n_layers)
+
+    keys_and_values = 2 * 8 * planner.shape.hidden_size * 2  # bytes of a token, saved for the backward in bf16
+    assert plan(4096, 4096) - plan(4096, 0) == pytest.approx(4096 * keys_and_values, rel=0.2)  # and gradients
+    assert plan(1, 0) == 4 * planner.trained // 4  # more than activations: a rank's gradients, once more
 
 
 def test_a_settings_options_choose_it():
