@@ -3,7 +3,7 @@
 
     python scripts/preflight.py --config recipes/think.yaml [--field value ...] [--json FILE]
 
-On `preflight_samples` pairs, at least a global batch. Exit codes: 0 go or caution, 2 wrong configuration, 3 no-go.
+On `preflight_samples` pairs, at least two global batches. Exit codes: 0 go or caution, 2 wrong configuration, 3 no-go.
 """
 
 import shutil
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", type=new_file)
     options, fields = parser.parse_known_args(argv or ["--help"])
     args = parse_config(fields, training=False).train
-    samples = max(args.preflight_samples, args.global_batch_size)
+    samples = max(args.preflight_samples, 2 * args.global_batch_size)  # some may be dropped for their length
     fields += ["--max_samples", str(min(samples, args.max_samples or samples)), "--eval_fraction", "0"]
     fields += ["--precompute_ref_log_probs", "true", "--preflight", "abort", "--preflight_only", "true"]
     fields += ["--report_to", "none", "--push_to_hub", "false", "--torch_compile", "false"]

@@ -52,6 +52,7 @@ class TrainConfig(DPOConfig):
     eval_fraction: float = HfArg(default=0.0, help="Share of the pairs held out for evaluation, drawn with `seed`.")
     eval_datasets: str | None = HfArg(default=None, help="More held-out sets: {math: m.jsonl, code: {path: org/set}}.")
     max_prompt_length: int | None = HfArg(default=None, help="A longer prompt keeps its last tokens (TRL dropped it).")
+    overlong: Literal["truncate", "drop", "error"] = HfArg(default="truncate", help="What becomes of a longer pair.")
     truncation_mode: Literal["keep_start"] = HfArg(default="keep_start", help="A longer pair keeps its first tokens.")
     max_dropped_fraction: float = HfArg(default=0.05, help="Stop if a larger share of the rows cannot be used.")
     # Filters (docs/filters.md)

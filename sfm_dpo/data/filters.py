@@ -18,6 +18,7 @@ FILTER_REASONS = {
     "script": "filter_script does not keep it",
     "contaminated": "listed in drop_contaminated",
     "duplicate": "repeats an earlier one (drop_duplicates)",
+    "too_long": "longer than max_length (overlong: drop)",
 }
 
 

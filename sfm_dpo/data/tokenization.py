@@ -82,7 +82,7 @@ def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> Pair
         except UserError as error:
             raise UserError(f"eval_datasets {name}: {error}") from error
         if loaded.dropped_rows:
-            log.info(f"{name}: {len(loaded.dropped_rows):,} of {loaded.rows:,} rows cannot be used")
+            log.info(f"{name}: {len(loaded.dropped_rows):,} of {loaded.rows:,} rows are left out")
         pairs.eval_sets[name] = loaded.train
     return pairs
 
@@ -91,7 +91,8 @@ def _tokenize_split(
     split: str, texts: Dataset, pairs: Pairs, args: TrainConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Dataset:
     """Token ids of a split of `pairs`, to whose dropped rows it adds."""
-    tokens, dropped = tokenize_pairs(texts, tokenizer, args.max_length, args.max_prompt_length, args.dataset_num_proc)
+    lengths = (args.max_length, args.max_prompt_length)
+    tokens, dropped = tokenize_pairs(texts, tokenizer, *lengths, args.dataset_num_proc, args.overlong)
     pairs.dropped_rows += dropped
     if not len(tokens):
         counts = ", ".join(f"{n} x {reason}" for reason, n in Counter(row["reason"] for row in dropped).items())
@@ -112,12 +113,14 @@ def tokenize_pairs(
     max_length: int | None,
     max_prompt_length: int | None = None,
     num_proc: int | None = None,
+    overlong: str = "truncate",
 ) -> tuple[Dataset, list[dict[str, Any]]]:
     """The columns of _TOKENS but `dropped` for `pairs` (preferences.py), and the rows that cannot be used, as in
     Pairs.dropped_rows.
 
-    A second call with the same pairs and tokenizer reads the cache, whatever the two lengths. `max_length` truncates
-    in TRL's collator and here only drops the pairs whose prompt fills it.
+    A second call with the same pairs and tokenizer reads the cache, whatever the lengths. `max_length` truncates in
+    TRL's collator and here only drops the pairs whose prompt fills it, or by `overlong` all that are longer. Raises
+    UserError where there are any and `overlong` is error.
     """
     log.info(f"tokenizing {len(pairs):,} pairs")
     # Not the key that datasets would make: it hashes the tokenizer's state, which changes with use.
@@ -145,7 +148,17 @@ def tokenize_pairs(
     empty = (columns["chosen_length"] == 0) | (columns["rejected_length"] == 0)
     reasons[(reasons == "") & empty] = "empty_response"
     if max_length is not None:
-        reasons[(reasons == "") & (columns["prompt_length"] >= max_length)] = "prompt_too_long"
+        lengths = Lengths.from_columns(columns)
+        longer = (reasons == "") & ~lengths.fit(max_length)
+        if overlong == "error" and longer.any():
+            raise UserError(
+                f"overlong error: {longer.sum():,} of {len(pairs):,} pairs are longer than max_length {max_length}, "
+                f"the longest has {lengths.total[longer].max():,} tokens; raise max_length, set max_prompt_length, "
+                "remove them, or choose overlong: truncate or drop"
+            )
+        if overlong == "drop":
+            reasons[longer] = "too_long"
+        reasons[(reasons == "") & (lengths.prompt >= max_length)] = "prompt_too_long"
     usable, dropped = drop_rows(tokens, reasons)
     return usable.remove_columns("dropped"), dropped
 
@@ -283,10 +296,16 @@ class Lengths:
         left = max_length - prompt
         return Lengths(prompt, *(np.minimum(side, left) for side in (self.chosen, self.rejected, self.shared)))
 
-    @property
-    def trainable(self) -> np.ndarray:
-        """[N] bool: whether a token of a response is left; training drops the other pairs."""
-        return np.maximum(self.chosen, self.rejected) > 0
+    def fit(self, max_length: int | None, max_prompt_length: int | None = None) -> np.ndarray:
+        """[N] bool: whether both sequences have at most `max_length` tokens, the prompt cut to `max_prompt_length`."""
+        return self.truncate(None, max_prompt_length).total <= (max_length or np.inf)
+
+    def used(self, max_length: int | None, max_prompt_length: int | None, overlong: str) -> np.ndarray:
+        """[N] bool: the pairs that training uses: where `overlong` is drop those that fit, else all of which a token
+        of a response is left."""
+        if overlong == "drop":
+            return self.fit(max_length, max_prompt_length)
+        return self.truncate(max_length, max_prompt_length).responses.max(axis=1) > 0
 
     def select(self, rows: np.ndarray) -> "Lengths":
         """The pairs of a mask [N] or of indices."""

@@ -3,6 +3,7 @@
 It reads and tokenises as training does, into the same cache; docs/lengths.md has the JSON.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,13 @@ def analyze_dataset(
         min_tokens_kept=min_tokens_kept,
         limit=getattr(shape.get_text_config(), "max_position_embeddings", None),
         max_prompt_length=args.max_prompt_length,
+        overlong=args.overlong,
     )
+    best = result["recommendation"]
+    longer = ~lengths.fit(best["max_length"], args.max_prompt_length)
+    best["overlong_by_source"] = dict(Counter(np.array(tokens["source"][:])[longer].tolist()))
+    if longer.any():
+        best["reason"] += f"\n{_describe_overlong(best, lengths.responses[longer].sum() / lengths.responses.sum())}"
     if against:
         result["contamination"] = report_contamination(texts, list(against), ngram, args.dataset_num_proc)
     repeated_prompts = len(texts) - len(set(texts["prompt_key"]))
@@ -90,6 +97,19 @@ def analyze_dataset(
     result["findings"] = _list_findings(result, lengths, repeated_prompts, repeated_pairs, trimmed)
     result["example"] = _decode_example(tokens, lengths, tokenizer)
     return result
+
+
+def _describe_overlong(best: dict[str, Any], share: float) -> str:
+    """What either choice for the longer pairs, with this share of the response tokens, costs at a max_length."""
+    counts = best["overlong_by_source"].items()
+    by_source = ""
+    if len(counts) > 1:
+        by_source = f" ({', '.join(f'{source}: {count:,}' for source, count in counts)})"
+    return (
+        f"With overlong: truncate {best['cut']['chosen']:,} chosen and {best['cut']['rejected']:,} rejected answers "
+        f"lose their end. With overlong: drop {best['overlong']:,} pairs are left out, with {share:.1%} of the "
+        f"response tokens{by_source}."
+    )
 
 
 def _list_findings(

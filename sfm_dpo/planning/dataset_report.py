@@ -15,8 +15,8 @@ from sfm_dpo.report.plots import COLORS, INK, STYLE, to_svg
 
 NOTE = (
     "*: recommended. untouched: pairs of which no token is cut. no signal: both responses are identical after "
-    "truncation. dropped: the prompt fills max_length. tokens and FLOPs: of an epoch, without padding. step time: "
-    "padding-free, relative to the recommendation."
+    "truncation. dropped: the prompt fills max_length, or with overlong: drop the pair is longer. tokens and FLOPs: "
+    "of an epoch, without padding. step time: padding-free, relative to the recommendation."
 )
 HEADINGS = "max_length,untouched,tokens kept,no signal,dropped,tokens,FLOPs,step time".split(",")
 LINES: dict[str, tuple[str, dict[str, Any]]] = {  # curve: (label, style)

@@ -19,19 +19,26 @@ FORWARDS = 4  # an epoch: forward and backward of the policy (3 forwards), and o
 SIDES = ("total", "prompt", "chosen", "rejected")
 
 
-def compute_coverage(lengths: Lengths, max_length: int, max_prompt_length: int | None) -> dict[str, Any]:
+def compute_coverage(
+    lengths: Lengths, max_length: int, max_prompt_length: int | None, overlong: str
+) -> dict[str, Any]:
     """What a max_length keeps of N pairs; docs/lengths.md explains the counts."""
     kept = lengths.truncate(max_length, max_prompt_length)
+    used = lengths.used(max_length, max_prompt_length, overlong)
+    cut = (kept.responses < lengths.responses) & (kept.responses.max(axis=1, keepdims=True) > 0)
+    trained = kept.select(used)
     untouched = (kept.prompt == lengths.prompt) & (kept.responses == lengths.responses).all(axis=1)
     identical = (kept.chosen == kept.rejected) & (kept.shared >= kept.chosen)
     return {
         "max_length": max_length,
         "untouched": float(untouched.mean()),
-        "tokens_kept": int(kept.responses.sum()) / int(lengths.responses.sum()),
-        "no_signal": int((identical & kept.trainable).sum()),
-        "dropped": int((~kept.trainable).sum()),
-        "response_tokens": int(kept.responses.sum()),
-        "tokens": int(kept.sequences[kept.trainable].sum()),
+        "tokens_kept": int(trained.responses.sum()) / int(lengths.responses.sum()),
+        "no_signal": int((identical & used).sum()),
+        "dropped": int((~used).sum()),
+        "overlong": int((~lengths.fit(max_length, max_prompt_length)).sum()),
+        "cut": dict(zip(("chosen", "rejected"), cut.sum(axis=0).tolist(), strict=True)),
+        "response_tokens": int(trained.responses.sum()),
+        "tokens": int(trained.sequences.sum()),
     }
 
 
@@ -55,6 +62,7 @@ def analyze_lengths(
     min_tokens_kept: float,
     limit: int | None = None,
     max_prompt_length: int | None = None,
+    overlong: str = "truncate",
 ) -> dict[str, Any]:
     """Percentiles, a row for each candidate max_length, the recommendation and the curves of the picture.
 
@@ -66,7 +74,7 @@ def analyze_lengths(
     steps = list_lengths(STEPS, longest, limit)
     suffices = False
     for step in steps:
-        best = compute_coverage(lengths, step, max_prompt_length)
+        best = compute_coverage(lengths, step, max_prompt_length, overlong)
         suffices = best["untouched"] >= min_coverage and best["tokens_kept"] >= min_tokens_kept
         if suffices:
             break
@@ -79,10 +87,10 @@ def analyze_lengths(
     shown = {*list_lengths(CANDIDATES, longest, limit), *steps[max(0, position - 1) : position + 1]}
     rows = []
     for max_length in sorted(shown):
-        row = compute_coverage(lengths, max_length, max_prompt_length)
+        row = compute_coverage(lengths, max_length, max_prompt_length, overlong)
         if row["tokens"]:
-            kept = lengths.truncate(max_length, max_prompt_length)
-            kept = kept.select(kept.trainable)
+            used = lengths.used(max_length, max_prompt_length, overlong)
+            kept = lengths.truncate(max_length, max_prompt_length).select(used)
             row["flops"] = FORWARDS * forward_flops(kept.sequences.ravel(), row["response_tokens"])
             rows.append(row)
     best = next(row for row in rows if row["max_length"] == best["max_length"])

@@ -108,11 +108,12 @@ class Planner:
             )
         self.memory = MemoryPlanner(config, shape, cluster.gpus)
         self.limit = memory_limit(GPU_MEMORY[cluster.gpu], self.args.memory_gib)
-        cut = lengths.truncate(self.args.max_length, self.args.max_prompt_length)
-        if not cut.trainable.any():
+        limits = (self.args.max_length, self.args.max_prompt_length)
+        used = lengths.used(*limits, self.args.overlong)
+        if not used.any():
             raise UserError(f"max_length {self.args.max_length}: no prompt leaves room for a response; raise it")
-        self.lengths = cut.select(cut.trainable)
-        self.pairs = round(pairs * float(cut.trainable.mean()))
+        self.lengths = lengths.truncate(*limits).select(used)
+        self.pairs = round(pairs * float(used.mean()))
         self.scale = self.pairs / len(self.lengths)  # pairs of the training set that each of the lengths stands for
         # Lengths that stand for more pairs are repeated, and fewer than a global batch until they fill one
         rows = np.arange(max(self.pairs, self.args.global_batch_size)) % len(self.lengths)

@@ -128,6 +128,24 @@ def test_pairs_that_trl_drops_for_their_length_are_dropped_and_counted():
     assert len(tokenize_pairs(pairs, tokenizer, max_length=None)[0]) == 12
 
 
+def test_longer_pairs_are_truncated_dropped_or_an_error(stored, monkeypatch):
+    pairs, tokenizer = stored(), tokenizer_with()
+    whole, _ = tokenize_pairs(pairs, tokenizer, None, 50)
+    sides = zip(whole["prompt_ids"], whole["chosen_ids"], whole["rejected_ids"], strict=True)
+    fits = [len(prompt) + max(len(chosen), len(rejected)) <= 100 for prompt, chosen, rejected in sides]
+    tokens, dropped = tokenize_pairs(pairs, tokenizer, 100, 50, overlong="drop")
+    assert tokens["row"][:] == [row for row, fit in zip(whole["row"], fits, strict=True) if fit]
+    assert [row["reason"] for row in dropped] == ["too_long"] * fits.count(False)
+    assert tokens_from_cache(pairs, tokenizer, monkeypatch, 100, max_prompt_length=50).to_dict() == whole.to_dict()
+    longest = max(map(len, whole["prompt_ids"])) + max(map(len, whole["rejected_ids"]))
+    error = f"^overlong error: {fits.count(False)} of 40 pairs .* max_length 100, the longest has {longest} tokens"
+    with pytest.raises(UserError, match=error):
+        tokenize_pairs(pairs, tokenizer, 100, 50, overlong="error")
+    assert len(tokenize_pairs(pairs, tokenizer, longest, 50, overlong="error")[0]) == 40
+    _, dropped = tokenize_pairs(pairs, tokenizer, 40, overlong="drop")  # shorter than most prompts
+    assert {row["reason"] for row in dropped} == {"too_long"}
+
+
 def test_prompts_that_are_no_prefix_are_counted():
     for template, trimmed in ((THINK, len("<think>")), (CHAT_TEMPLATE, 0)):
         tokens, _ = tokenize_pairs(pairs_of(conversation), tokenizer_with(template), None)

@@ -75,11 +75,17 @@ def slow_tokens(rows: list[dict], tokenizer) -> list[tuple[list, list, list]]:
     return out
 
 
-def slow_row(pairs, max_length: int, max_prompt_length: int | None) -> dict:
-    whole = no_signal = dropped = responses = tokens = 0
+def slow_row(pairs, max_length: int, max_prompt_length: int | None, overlong: str = "truncate") -> dict:
+    whole = no_signal = dropped = responses = tokens = too_long = 0
+    cut = {"chosen": 0, "rejected": 0}
     for prompt, chosen, rejected in pairs:
         shown = prompt if max_prompt_length is None else prompt[-max_prompt_length:]
-        if len(shown) >= max_length:
+        longer = len(shown) + max(len(chosen), len(rejected)) > max_length
+        too_long += longer
+        if len(shown) < max_length:
+            cut["chosen"] += len(shown + chosen) > max_length
+            cut["rejected"] += len(shown + rejected) > max_length
+        if len(shown) >= max_length or (longer and overlong == "drop"):
             dropped += 1
             continue
         sides = [(shown + side)[:max_length] for side in (chosen, rejected)]
@@ -92,17 +98,20 @@ def slow_row(pairs, max_length: int, max_prompt_length: int | None) -> dict:
         "tokens_kept": responses / sum(len(c) + len(r) for _, c, r in pairs),
         "no_signal": no_signal,
         "dropped": dropped,
+        "overlong": too_long,
         "response_tokens": responses,
         "tokens": tokens,
+        "cut": cut,
     }
 
 
-@pytest.mark.parametrize("limit", [None, 60])
-def test_counts_are_those_of_a_slow_reference(limit, analyze, tiny_folder):
+@pytest.mark.parametrize(("limit", "overlong"), [(None, "drop"), (60, "truncate")])
+def test_counts_are_those_of_a_slow_reference(limit, overlong, analyze, tiny_folder):
     rng = np.random.default_rng(0)
     rows = [pair(i * 10**50, *("aé" * int(n) for n in rng.integers(0, 300, 2))) for i in range(120)]
     rows += [pair(1, "same", "same"), pair(2, "", "b"), *(pair(i, "a" * 400, "a" * 401) for i in range(3))]
-    result = analyze(rows, *([] if limit is None else ["--max_prompt_length", str(limit)]))
+    options = [] if limit is None else ["--max_prompt_length", limit]
+    result = analyze(rows, *options, "--overlong", overlong)
     slow = slow_tokens(rows, AutoTokenizer.from_pretrained(tiny_folder("llama")))
     dropped = len(rows) - len(slow)
     assert dropped >= 2
@@ -114,7 +123,8 @@ def test_counts_are_those_of_a_slow_reference(limit, analyze, tiny_folder):
             expected = next(v for i, v in enumerate(sorted(values), 1) if 100 * i >= q * len(values))
             assert result["percentiles"][side][str(q)] == expected
     for row in [*result["candidates"], result["recommendation"]]:
-        expected = slow_row(slow, row["max_length"], limit)
+        expected = slow_row(slow, row["max_length"], limit, overlong)
+        assert row["cut"] == expected.pop("cut")
         assert {k: row[k] for k in expected} == pytest.approx(expected)
     longer = sum((len(c) > len(r)) + 0.5 * (len(c) == len(r)) for _, c, r in slow) / len(slow)
     assert result["length_bias"]["chosen_longer"] == pytest.approx(longer)
@@ -145,7 +155,8 @@ def test_the_recommended_length_meets_the_rule_and_the_next_shorter_one_does_not
     result = analyze_lengths(lengths, count_tokens, min_coverage=min_coverage, min_tokens_kept=min_tokens_kept)
     best = result["recommendation"]
     row = slow_row(pairs, best["max_length"], None)
-    assert meets(row) and {key: best[key] for key in row} == pytest.approx(row)
+    assert meets(row) and best["cut"] == row.pop("cut")
+    assert {key: best[key] for key in row} == pytest.approx(row)
     step = 128 if best["max_length"] <= 4096 else 1024
     assert best["max_length"] % step == 0
     [below] = [r for r in result["candidates"] if r["max_length"] == best["max_length"] - step]

@@ -64,6 +64,13 @@ def test_numbers_are_deepspeeds_and_the_formulas(plan_of):
     assert plan["launches"]["zero2"]["checkpoint"] == 16 * n and plan["launches"]["fsdp2"]["checkpoint"] == 16 * n
 
 
+def test_longer_pairs_that_are_dropped_are_not_planned(plan_of):
+    lengths = Lengths(*(np.array(values) for values in ([100, 30000], [900, 1000], [400, 10], [0, 0])))
+    for overlong, expected in (("truncate", 32), ("drop", 16)):
+        fields = ["--overlong", overlong, "--max_length", "4096", "--max_prompt_length", "4000"]
+        assert plan_of(tiny_config("olmo3"), lengths, fields).pairs == expected
+
+
 def test_what_does_not_fit_is_shown_with_its_smallest_setting(plan_of):
     planner = plan_of(PYTHIA, lengths_of(80, 100, 900, 400), ["--memory_gib", "40", "--fit_memory", "true"])
     plan = planner.plan()
