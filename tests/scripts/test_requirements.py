@@ -1,8 +1,12 @@
 """Every package that is imported is in the requirements, pinned to the version that the tests run on."""
 
 import ast
+import os
+import shutil
+import subprocess
 import sys
-from importlib.metadata import packages_distributions, version
+import zipfile
+from importlib.metadata import distributions, packages_distributions, version
 from pathlib import Path
 
 import pytest
@@ -12,24 +16,18 @@ OWN = {"sfm_dpo", "tests", "bench", "scripts", *(path.stem for path in ROOT.glob
 
 
 def read_pins(name: str) -> dict[str, str]:
-    """Package, as PyPI spells it -> version; of a requirements file and of those that it names with -r."""
+    """Package, as PyPI spells it -> version."""
     pins: dict[str, str] = {}
     for line in (ROOT / name).read_text().splitlines():
         line = line.split("#")[0].strip()
-        if line.startswith("-r"):
-            pins |= read_pins(line.split()[1])
-        elif line:
+        if line:
             package, pin = line.split("==")
             pins[package.partition("[")[0].lower().replace("_", "-")] = pin  # without extras
     return pins
 
 
-def test_lm_eval_is_installed_for_the_tests_and_not_for_training():
-    assert (
-        version("lm_eval")
-        == read_pins("requirements-eval.txt")["lm-eval"]
-        == read_pins("requirements-dev.txt")["lm-eval"]
-    )
+def test_lm_eval_is_not_installed_for_training():
+    assert version("lm_eval") == read_pins("requirements-eval.txt")["lm-eval"]
     assert "lm-eval" not in read_pins("requirements.txt")
 
 
@@ -48,15 +46,38 @@ def find_imports(paths: list[Path]) -> set[str]:
 @pytest.mark.parametrize(
     ("requirements", "patterns"),
     [
-        ("requirements.txt", ["sfm_dpo/**/*.py", "scripts/*.py", "*.py"]),
-        ("requirements-dev.txt", ["tests/**/*.py", "bench/**/*.py", "data/*.py"]),
+        (["requirements.txt"], ["sfm_dpo/**/*.py", "scripts/*.py", "*.py"]),
+        (["requirements.txt", "requirements-dev.txt"], ["tests/**/*.py", "bench/**/*.py", "data/*.py"]),
     ],
 )
 def test_imports_are_required_at_the_installed_version(requirements, patterns):
     imports = find_imports([path for pattern in patterns for path in ROOT.glob(pattern)])
     packages = packages_distributions()
-    pins = read_pins(requirements)
+    pins: dict[str, str] = {}
+    for name in requirements:
+        pins |= read_pins(name)
     assert len(imports) > 5
     assert not [module for module in imports if packages[module][0].lower().replace("_", "-") not in pins]
     for package, pin in pins.items():
         assert version(package).split("+")[0] == pin, package  # torch's +cpu
+
+
+@pytest.mark.slow
+def test_wheel_holds_the_package_and_its_requirements(tmp_path):
+    files = subprocess.check_output(["git", "ls-files", "sfm_dpo"], cwd=ROOT, text=True).split()
+    requirements = [path.name for path in ROOT.glob("requirements*.txt")]
+    for name in [*files, *requirements, "pyproject.toml", "README.md", "LICENSE"]:
+        copy = tmp_path / "source" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, copy)
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "./source"]
+    subprocess.run(build, cwd=tmp_path, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name} == set(files)
+    (installed,) = distributions(path=[str(wheel)])
+    required = [requirement for requirement in installed.requires or [] if "extra ==" not in requirement]
+    assert len(required) == len(read_pins("requirements.txt"))
+    assert set(installed.metadata.get_all("Provides-Extra")) == {"dev", "eval"}
+    code = "from sfm_dpo.common.errors import UserError; print(UserError.__module__)"
+    environment = os.environ | {"PYTHONPATH": str(wheel)}
+    subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, env=environment, check=True)
