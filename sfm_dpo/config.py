@@ -60,6 +60,8 @@ class TrainConfig(DPOConfig):
     drop_duplicates: Literal["no", "pairs", "prompts"] = HfArg(default="no", help="Leave out repeated pairs, prompts.")
     drop_contaminated: str | None = HfArg(default=None, help="Leave out the pairs in this JSON of analyze_dataset.py.")
     # Speed
+    padding_free: bool = HfArg(default=False, help="Compute real tokens only, no padding (docs/speed.md).")
+    precompute_ref_log_probs: bool = HfArg(default=False, help="Compute the reference's log-probs once, on disk.")
     prefix_sharing: bool | None = HfArg(default=None, help="Compute a prompt once for both answers (docs/speed.md).")
     # auto: the fastest by check_gpu.sh, else FA2
     flash_attention: Literal["auto", "fa2", "fa3", "fa4"] = HfArg(default="auto", help="Kernel of packed attention.")
@@ -68,6 +70,7 @@ class TrainConfig(DPOConfig):
     profile_steps: list[int] | None = HfArg(default=None, help="First and last step to profile (docs/speed.md).")
     eval_tasks: list[str] | None = HfArg(default=None, help="lm-eval's tasks after training (docs/evaluation.md).")
     # Hub (docs/hub.md)
+    push_to_hub: bool = HfArg(default=False, help="Push the finished model, or each checkpoint (hub_strategy).")
     hub_private_repo: bool | None = HfArg(default=True, help="A repository that the push creates is private.")
     # Trainer's other two, checkpoint and all_checkpoints, would publish the optimizer: 80 GB of a 7B model each time
     hub_strategy: Literal["end", "every_save"] = HfArg(default="end", help="Push the model, or checkpoints too.")
@@ -122,12 +125,52 @@ class Config:
         return json.loads(json.dumps(values, default=dataclasses.asdict))  # enums are strings to it
 
 
+# What --help and docs/reference.md list: our fields, and those of TRL that a recipe is likely to set
+FIELD_GROUPS = {
+    "Model": """model_name_or_path model_revision trust_remote_code dtype attn_implementation model_init_kwargs use_peft
+        lora_r lora_alpha lora_dropout lora_target_modules""",
+    "Data": """dataset_name dataset_config dataset_train_split datasets max_samples eval_fraction eval_datasets
+        max_length max_prompt_length truncation_mode max_dropped_fraction filter_script drop_duplicates
+        drop_contaminated dataset_num_proc""",
+    "Objective and optimizer": """loss_type loss_weights beta label_smoothing allow_unnormalized_beta learning_rate
+        lr_scheduler_type warmup_steps num_train_epochs max_steps weight_decay max_grad_norm optim
+        router_aux_loss_coef""",
+    "Batch, memory and speed": """global_batch_size per_device_train_batch_size per_device_eval_batch_size fit_memory
+        memory_gib gradient_checkpointing padding_free prefix_sharing flash_attention precompute_ref_log_probs
+        precompute_ref_batch_size train_sampling_strategy torch_compile bf16 use_cpu profile_steps""",
+    "Preflight, guard and resume": """preflight preflight_only preflight_samples guard guard_generations hang_timeout
+        ddp_timeout verify_checkpoints ignore_resume_mismatch resume_from_checkpoint full_determinism seed""",
+    "Output and evaluation": """eval_tasks output_dir run_name logging_steps logging_first_step report_to eval_strategy eval_steps
+        save_strategy save_steps save_total_limit load_best_model_at_end metric_for_best_model""",
+    "Hugging Face Hub": "push_to_hub hub_model_id hub_strategy hub_revision hub_private_repo hub_always_push",
+}
+
+
 class FieldParser(TrlParser):
     def __init__(self) -> None:
         super().__init__(DATACLASSES, allow_abbrev=False, prog="train_dpo.py")
         self.set_defaults(per_device_train_batch_size=None, gradient_checkpointing=None)  # see resolve_fitted
         self.fields = {action.dest: action for action in reversed(self._actions) if action.dest != "help"}
         self.add_argument("--config", help="YAML recipe; its keys are the fields below")
+
+    def format_help(self) -> str:  # argparse would print a thousand lines
+        lines = ["usage: train_dpo.py --config RECIPE [--field value ...]"]
+        for group, names in FIELD_GROUPS.items():
+            lines += ["", f"{group}:"]
+            for name in names.split():
+                default, meaning = self.describe(name)
+                lines.append(f"  --{name} [{default}]\n      {meaning}")
+        lines += ["", "Every other field of TRL's DPOConfig and ModelConfig is accepted, too."]
+        return "\n".join(lines) + "\n"
+
+    def describe(self, name: str) -> tuple[str, str]:
+        """Default and meaning of a field: the first sentence of its help."""
+        default = self.fields[name].default
+        if isinstance(default, list):
+            default = " ".join(default)
+        shown = "none" if default in (None, "") else str(getattr(default, "value", default))
+        meaning = " ".join(str(self.fields[name].help).replace("%%", "%").split())
+        return shown, meaning.partition(". ")[0].rstrip(".") + "."
 
     def error(self, message: str):  # argparse would print several hundred lines of usage
         raise UserError(f"{message} (see --help)")

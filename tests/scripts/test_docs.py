@@ -1,12 +1,16 @@
 """Links, files and options that the documentation names exist."""
 
 import ast
+import dataclasses
+import os
 import re
 
 import pytest
+import yaml
 from accelerate.commands.launch import launch_command_parser
 
-from sfm_dpo.config import FieldParser
+from sfm_dpo.config import DATACLASSES, FIELD_GROUPS, FieldParser, TrainConfig
+from sfm_dpo.run.folder import MAY_DIFFER
 from tests.commands import PAGES, ROOT, text
 
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
@@ -16,6 +20,12 @@ SLURM = (
     "wait batch"
 )
 OTHER = "no-deps append help nproc-per-node"  # of git, pip, wandb sync, trl and torchrun
+REFERENCE = """# Fields
+
+Every field of this project, and the fields of TRL's `DPOConfig` and `ModelConfig` that a recipe is likely to set; the
+other fields of both are accepted, too. A recipe is YAML with these names, and `--name value` on the command line
+overrides it. `python train_dpo.py --help` prints the same list. *resume*: whether a run may be resumed with another value.
+This page is generated: `RECORD=1 pytest tests/scripts/test_docs.py`."""
 OWN_FOLDERS = "bench|configs|data|docs|recipes|scripts|sfm_dpo|tests"
 
 
@@ -47,3 +57,34 @@ def test_named_files_and_options_exist(path, options):
 def test_all_recipes_are_on_their_page():
     page = (ROOT / "docs/recipes.md").read_text()
     assert not [recipe.stem for recipe in RECIPES if f"`{recipe.stem}`" not in page]
+
+
+def test_every_field_of_ours_and_of_a_recipe_is_in_one_group_of_the_help():
+    listed = [name for names in FIELD_GROUPS.values() for name in names.split()]
+    used = {key for recipe in RECIPES for key in yaml.safe_load(recipe.read_text())}
+    assert len(listed) == len(set(listed))
+    assert set(TrainConfig.__annotations__) | used <= set(listed)
+
+
+def write_reference() -> str:
+    parser = FieldParser()
+    types = {field.name: field.type for cls in DATACLASSES for field in dataclasses.fields(cls)}
+    lines = [REFERENCE]
+    for group, names in FIELD_GROUPS.items():
+        lines += [f"\n## {group}\n", "| field | type | default | meaning | resume |", "|---|---|---|---|---|"]
+        for name in names.split():
+            choices = [str(choice) for choice in parser.fields[name].choices or ()]
+            kind = getattr(types[name], "__name__", None) or str(types[name]).replace(" | None", "")
+            if 0 < len(choices) < 9:
+                kind = ", ".join(choices)
+            default, meaning = parser.describe(name)
+            may_change = "yes" if name in MAY_DIFFER else "no"
+            lines.append(f"| `{name}` | {kind} | {default} | {meaning.replace('|', ',')} | {may_change} |")
+    return "\n".join(lines) + "\n"
+
+
+def test_reference_is_that_of_the_fields():
+    page = ROOT / "docs/reference.md"
+    if os.environ.get("RECORD"):
+        page.write_text(write_reference())
+    assert page.read_text() == write_reference(), "RECORD=1 pytest tests/scripts/test_docs.py writes it"
