@@ -127,8 +127,8 @@ class Config:
 
 # What --help and docs/reference.md list: our fields, and those of TRL that a recipe is likely to set
 FIELD_GROUPS = {
-    "Model": """model_name_or_path model_revision trust_remote_code dtype attn_implementation model_init_kwargs use_peft
-        lora_r lora_alpha lora_dropout lora_target_modules""",
+    "Model": """model_name_or_path model_revision trust_remote_code dtype attn_implementation model_init_kwargs
+        use_peft lora_r lora_alpha lora_dropout lora_target_modules""",
     "Data": """dataset_name dataset_config dataset_train_split datasets max_samples eval_fraction eval_datasets
         max_length max_prompt_length truncation_mode max_dropped_fraction filter_script drop_duplicates
         drop_contaminated dataset_num_proc""",
@@ -140,8 +140,8 @@ FIELD_GROUPS = {
         precompute_ref_batch_size train_sampling_strategy torch_compile bf16 use_cpu profile_steps""",
     "Preflight, guard and resume": """preflight preflight_only preflight_samples guard guard_generations hang_timeout
         ddp_timeout verify_checkpoints ignore_resume_mismatch resume_from_checkpoint full_determinism seed""",
-    "Output and evaluation": """eval_tasks output_dir run_name logging_steps logging_first_step report_to eval_strategy eval_steps
-        save_strategy save_steps save_total_limit load_best_model_at_end metric_for_best_model""",
+    "Output and evaluation": """output_dir run_name logging_steps logging_first_step report_to eval_strategy eval_steps
+        eval_tasks save_strategy save_steps save_total_limit load_best_model_at_end metric_for_best_model""",
     "Hugging Face Hub": "push_to_hub hub_model_id hub_strategy hub_revision hub_private_repo hub_always_push",
 }
 
