@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,13 +20,15 @@ _PREFIX = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 
 
 class LineHandler(logging.Handler):
-    """Rank 0's lines on stdout, errors of any rank on stderr, secrets masked. sfm_dpo.setup() installs it."""
+    """Rank 0's lines with the time on stdout, errors of any rank on stderr, secrets masked. sfm_dpo.setup() installs
+    it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno < logging.ERROR and not is_main_process():
-            return
-        stream = sys.stderr if record.levelno >= logging.ERROR else sys.stdout
-        print(mask(_PREFIX.get(record.levelno, "") + record.getMessage()), file=stream, flush=True)
+        message = mask(_PREFIX.get(record.levelno, "") + record.getMessage())
+        if record.levelno >= logging.ERROR:
+            print(message, file=sys.stderr, flush=True)
+        elif is_main_process():
+            print(f"{time.strftime('%H:%M:%S')} {message}", flush=True)
 
 
 def install_log() -> None:

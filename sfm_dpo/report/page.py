@@ -21,7 +21,7 @@ from sfm_dpo.common.files import format_clock, format_table, write_atomically
 from sfm_dpo.common.statistics import wilson
 from sfm_dpo.config import DATACLASSES
 from sfm_dpo.data.preferences import DROP_REASONS
-from sfm_dpo.report.plots import draw_curves
+from sfm_dpo.report.plots import draw_curves, read_constants
 from sfm_dpo.run.reader import first_and_last, list_evaluations, list_restarts, read_run, to_float
 
 REPORT, FIGURES = "report.html", "figures"
@@ -69,6 +69,7 @@ def write_report(run: Path) -> Path:
         held_out=list_held_out(facts),
         evaluation_tables=evaluation_tables(facts["evaluation"]),
         curves=draw_curves(facts["log"], run / FIGURES),
+        constants=read_constants(facts["log"]),
         restarts=list_restarts(facts),
         drop_reasons=DROP_REASONS,
         changed=changed_fields(facts["config"]),

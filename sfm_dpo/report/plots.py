@@ -56,11 +56,13 @@ def draw_curves(
     """Writes `folder`/<panel>.png for each of `panels` with a logged value; returns [(title, SVG element)].
 
     `log` is transformers' log_history, with `eval_` before held-out metrics; NaN and inf leave a gap. `panels` are by
-    default all of PANELS, and one for each perf/ metric.
+    default all of PANELS, and one for each perf/ metric that is not constant.
     """
     chosen = {name: PANELS[name] for name in panels or PANELS}
     if panels is None:
-        for key in sorted({key for entry in log for key in entry if key.startswith("perf/")}):
+        constant = read_constants(log)
+        keys = {key for entry in log for key in entry if key.startswith("perf/")}
+        for key in sorted(keys - set(constant)):
             chosen[re.sub(r"\W", "_", key)] = (key, {key: "training"}, key.removeprefix("perf/").replace("_", " "))
     svgs = []
     with matplotlib.rc_context(STYLE):
@@ -81,6 +83,16 @@ def draw_curves(
             figure.savefig(folder / f"{name}.png", facecolor="white")
             svgs.append((title, to_svg(figure, name)))
     return svgs
+
+
+def read_constants(log: list[dict[str, Any]]) -> dict[str, float]:
+    """The perf/ metrics that stay within 1% of their largest value, each with its last value: no curve shows more."""
+    constants = {}
+    for key in sorted({key for entry in log for key in entry if key.startswith("perf/")}):
+        _, values = _read_series(log, key)
+        if len(values) > 1 and np.ptp(values) <= 0.01 * np.abs(values).max():
+            constants[key] = float(values[-1])
+    return constants
 
 
 def _draw_training(axes: Axes, log: list[dict[str, Any]], metric: str, label: str, color: str) -> None:

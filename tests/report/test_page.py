@@ -13,7 +13,7 @@ import yaml
 from sfm_dpo.common.statistics import wilson
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import changed_fields, format_summary, main, write_report
-from sfm_dpo.report.plots import PANELS, draw_curves
+from sfm_dpo.report.plots import PANELS, draw_curves, read_constants
 from sfm_dpo.run.reader import first_and_last, read_run
 
 STEPS = 6
@@ -145,11 +145,13 @@ def test_values_that_are_no_numbers(run, without_curves):
     assert {"Loss", "Reward margin", "Gradient norm"} <= {title for title, _ in drawn}
 
 
-def test_perf_metrics_and_long_runs_are_drawn(tmp_path):
-    log = [{"step": i, "loss": 0.7 - i / 1000, "perf/mfu": 0.4, "eval_math_loss": 0.6} for i in range(1, 201)]
+def test_perf_metrics_and_long_runs_are_drawn_and_constants_are_not(tmp_path):
+    log = [{"step": i, "loss": 0.7 - i / 1000, "perf/mfu": i / 300, "eval_math_loss": 0.6} for i in range(1, 201)]
+    log = [entry | {"perf/padding_fraction": 0.0, "perf/peak_memory_gib": 80 + entry["step"] / 1000} for entry in log]
     drawn = dict(draw_curves(log, tmp_path / "figures"))
     assert {path.stem for path in (tmp_path / "figures").iterdir()} == {"loss", "perf_mfu"}
     assert "math" in drawn["Loss"]
+    assert read_constants(log) == {"perf/padding_fraction": 0.0, "perf/peak_memory_gib": 80.2}
 
 
 def test_secrets_in_the_files_do_not_reach_the_report_that_the_command_writes(
