@@ -4,6 +4,7 @@ From the model's configuration and the lengths of the pairs alone: no weights ar
 explains how each number is made.
 """
 
+import math
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -165,7 +166,7 @@ class Planner:
             "model": {"type": memory.shape.model_type, "parameters": memory.parameters, "trained": memory.trained},
             "gpu": {"name": self.cluster.gpu, "limit": self.limit, "count": self.cluster.gpus},
             "data": {"pairs": self.pairs, "tokens": tokens, "longest_sequence": int(sequences.max())},
-            "batch": {"global": batch, "steps": round(self.pairs * self.args.num_train_epochs / batch)},
+            "batch": {"global": batch, "steps": math.ceil(self.pairs // batch * self.args.num_train_epochs)},
             "launches": {launch: self.plan_launch(launch) for launch in LAUNCHES},
             "time": self.plan_time(),
             "checkpoints": peak_checkpoint_count(self.args, COLLAPSE_STEPS),
