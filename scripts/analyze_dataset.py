@@ -6,7 +6,7 @@
     python scripts/analyze_dataset.py --config recipes/think.yaml --json lengths.json --plot lengths.png
     python scripts/analyze_dataset.py pairs.jsonl --against gsm8k.jsonl --json found.json
 
-Any field of a recipe can be given as an option. docs/lengths.md and docs/filters.md explain the output.
+Any field of a recipe can be given as an option. docs/lengths.md and docs/data.md explain the output.
 """
 
 import os

@@ -55,7 +55,7 @@ class TrainConfig(DPOConfig):
     overlong: Literal["truncate", "drop", "error"] = HfArg(default="truncate", help="What becomes of a longer pair.")
     truncation_mode: Literal["keep_start"] = HfArg(default="keep_start", help="A longer pair keeps its first tokens.")
     max_dropped_fraction: float = HfArg(default=0.05, help="Stop if a larger share of the rows cannot be used.")
-    # Filters (docs/filters.md)
+    # Filters (docs/data.md)
     filter_script: str | None = HfArg(default=None, help="Python file with keep(row): whether a stored row is kept.")
     drop_duplicates: Literal["no", "pairs", "prompts"] = HfArg(default="no", help="Leave out repeated pairs, prompts.")
     drop_contaminated: str | None = HfArg(default=None, help="Leave out the pairs in this JSON of analyze_dataset.py.")
@@ -96,7 +96,7 @@ REMOVED = {
     "hub_push_every": "set hub_strategy: every_save, and save_steps",
     "max_pairs_per_prompt": "set drop_duplicates: prompts",
     **dict.fromkeys(_SCORES, "make pairs with scripts/make_pairs.py"),
-    **dict.fromkeys(_FILTERS, "write a filter_script (docs/filters.md)"),
+    **dict.fromkeys(_FILTERS, "write a filter_script (docs/data.md)"),
 }
 
 _construct = yaml.SafeLoader("").construct_document  # a node's value, typed by YAML's rules

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 PROGRAMS = (
     "accelerate|apt-get|for|git|hf|make|pip|pytest|python|sbatch|scancel|scontrol|source|torchrun|touch|trl|wandb"
 )

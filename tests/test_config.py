@@ -287,7 +287,7 @@ def test_fields_that_would_not_work_are_refused(parse, field):
     assert refused(parse, {field: value.get(field, True)}).startswith(f"{field} {value.get(field, True)}: ")
 
 
-def test_every_field_of_trl_is_in_the_table_of_the_design():
-    page = (PROJECT / "docs" / "design.md").read_text()
+def test_every_field_of_trl_is_in_its_table():
+    page = (PROJECT / "docs/internals/trl-fields.md").read_text()
     ours = {f.name for f in dataclasses.fields(DPOConfig)} - {f.name for f in dataclasses.fields(TrainingArguments)}
     assert not {name for name in ours | set(REFUSED) - {"streaming", "test_split_size"} if f"`{name}`" not in page}

@@ -1,6 +1,6 @@
 """What preference data get wrong, found in the texts alone: refusals, cut answers, leaked tags, bad think blocks.
 
-docs/filters.md has what each check finds, misses and names falsely.
+docs/internals/testing.md has what each check finds, misses and reports falsely.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Filters that leave out usable pairs on request: rows by script, repeats, contaminated pairs (docs/filters.md)."""
+"""Filters that leave out usable pairs on request: rows by script, repeats, contaminated pairs (docs/data.md)."""
 
 import functools
 import json

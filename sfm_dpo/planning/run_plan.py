@@ -4,8 +4,8 @@ From the model's configuration and the lengths of the pairs alone: no weights ar
 explains how each number is made.
 """
 
-import math
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path

@@ -43,7 +43,7 @@ ELSEWHERE = {
     r"python scripts/analyze_dataset.py pairs.jsonl --against .*": "test_analyze.py",
     r"python train_dpo.py .* --drop_contaminated .*": "tests/data/test_filters.py",
     r"python scripts/make_pairs.py .*": "tests/data/test_raw_shapes.py",
-    r"source .*|trl dpo.*|hf auth login|pip install .*|git lfs pull|apt-get .*|wandb (sync|leet) .*": "other programs",
+    r"source .*|git (clone|lfs) .*|trl dpo.*|hf auth login|pip install .*|apt-get .*|wandb (sync|leet) .*": "others",
     r"scontrol show job": "Slurm's",
     r"scontrol gives no address for node": "an error text",
 }

@@ -1,8 +1,8 @@
 """Kills and other faults at random moments: the same command ends bitwise as if nothing had happened.
 
 Two of each by default, four in the grid. `KILLS=20 python -m pytest tests/e2e/test_faults.py -k kill_9 -s` does twenty
-kills and prints the table of docs/slurm.md, `FAULTS=50 ... -k each_fault -s` fifty faults; KILL_SEED and FAULT_SEED
-make another series.
+kills and prints the table of docs/internals/testing.md, `FAULTS=50 ... -k each_fault -s` fifty faults; KILL_SEED and
+FAULT_SEED make another series.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Canaries: each runs stock upstream alone and asserts a bug that sfm_dpo works around in an override or a patch.
 
 When one fails, the code below the comment `Upstream: ... Canary: its name` in sfm_dpo can be deleted. The last tests
-compare these comments with docs/design.md; `RECORD=1 pytest tests/train/test_upstream.py` writes the table there.
+compare these comments with docs/internals/upstream.md; `RECORD=1 pytest tests/train/test_upstream.py` writes it.
 """
 
 import json
@@ -347,12 +347,12 @@ def test_each_comment_names_a_canary_and_each_canary_has_a_comment():
     assert {canary for *_, canary in upstream_comments()} <= canaries <= set(re.findall(r"test_canary_\w+", source))
 
 
-def test_the_design_lists_the_comments():
-    table = [START, "| library | file and function | fault | canary |", "|---|---|---|---|"]
+def test_the_page_lists_the_comments():
+    table = [START, "| library | file and function | bug | canary |", "|---|---|---|---|"]
     for library, file, where, fault, canary in upstream_comments():
         table.append(f"| {library} | `{file}`: {where} | {fault} | `{canary}` |")
     table = "\n".join([*table, END])
-    page = PROJECT / "docs" / "design.md"
+    page = PROJECT / "docs/internals/upstream.md"
     text = page.read_text()
     if os.environ.get("RECORD"):
         page.write_text(text.split(START)[0] + table + text.split(END)[1])
