@@ -131,7 +131,7 @@ FIELD_GROUPS = {
         use_peft lora_r lora_alpha lora_dropout lora_target_modules""",
     "Data": """dataset_name dataset_config dataset_train_split datasets max_samples eval_fraction eval_datasets
         max_length max_prompt_length truncation_mode max_dropped_fraction filter_script drop_duplicates
-        drop_contaminated dataset_num_proc""",
+        drop_contaminated overlong dataset_num_proc""",
     "Objective and optimizer": """loss_type loss_weights beta label_smoothing allow_unnormalized_beta learning_rate
         lr_scheduler_type warmup_steps num_train_epochs max_steps weight_decay max_grad_norm optim
         router_aux_loss_coef""",

@@ -48,7 +48,7 @@ def test_named_files_and_options_exist(path, options):
     ]
     # Not what begins elsewhere: open-instruct/scripts/..., site-packages/trl/scripts/...
     named = re.findall(rf"(?<![\w/.-])(?:{OWN_FOLDERS})/[\w./-]*\w", text(path))
-    named = [name for name in named if "mine" not in name]
+    named = [name for name in named if "mine" not in name and name != "scripts/site.sh"]
     missing += [name for name in named if not (ROOT / name).exists() and not (ROOT / "sfm_dpo" / name).exists()]
     assert not missing
     assert not set(re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", text(path))) - options
