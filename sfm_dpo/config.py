@@ -59,6 +59,7 @@ class TrainConfig(DPOConfig):
     filter_script: str | None = HfArg(default=None, help="Python file with keep(row): whether a stored row is kept.")
     drop_duplicates: Literal["no", "pairs", "prompts"] = HfArg(default="no", help="Leave out repeated pairs, prompts.")
     drop_contaminated: str | None = HfArg(default=None, help="Leave out the pairs in this JSON of analyze_dataset.py.")
+    control_tokens: Literal["accept", "drop"] = HfArg(default="accept", help="Pairs with special tokens in texts.")
     # Speed
     padding_free: bool = HfArg(default=False, help="Compute real tokens only, no padding (docs/speed.md).")
     precompute_ref_log_probs: bool = HfArg(default=False, help="Compute the reference's log-probs once, on disk.")
@@ -131,7 +132,7 @@ FIELD_GROUPS = {
         use_peft lora_r lora_alpha lora_dropout lora_target_modules""",
     "Data": """dataset_name dataset_config dataset_train_split datasets max_samples eval_fraction eval_datasets
         max_length max_prompt_length truncation_mode max_dropped_fraction filter_script drop_duplicates
-        drop_contaminated overlong dataset_num_proc""",
+        drop_contaminated control_tokens overlong dataset_num_proc""",
     "Objective and optimizer": """loss_type loss_weights beta label_smoothing allow_unnormalized_beta learning_rate
         lr_scheduler_type warmup_steps num_train_epochs max_steps weight_decay max_grad_norm optim
         router_aux_loss_coef""",

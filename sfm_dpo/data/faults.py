@@ -6,12 +6,13 @@ docs/internals/testing.md has what each check finds, misses and reports falsely.
 import re
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
 
-from sfm_dpo.data.preferences import read_text
+from sfm_dpo.data.preferences import PARTS, read_text
 
 OPENING = 160  # characters in which a refusal refuses: later words such as "cannot help" are part of an answer
 LONG_ANSWER = 200  # characters: titles, names, formulas and one-line answers need no full stop
@@ -64,14 +65,16 @@ CHECKS: dict[str, tuple[Callable[[str], int | None], str]] = {
     "cut": (find_cut, "the answer ends inside a sentence or a code block"),
     "role_tag": (partial(_search, _ROLE_TAG), "a role tag of a chat format is part of the answer"),
     "bad_think": (find_bad_think, "an empty think block, or one that is not closed"),
+    "two_turns": (lambda answer: None, "two assistant turns in a row"),  # seen in the roles
 }
 
 
 def find_faults(pairs: Dataset, num_proc: int | None = None) -> list[dict[str, Any]]:
     """Of each check that finds something in `pairs` (preferences.py): how many pairs, how many answers on each side,
     and examples with the text around the evidence."""
-    columns = pairs.select_columns(["chosen", "rejected"]).map(
-        _check_answers, remove_columns=["chosen", "rejected"], num_proc=num_proc, keep_in_memory=True, desc="Checking"
+    parts = list(PARTS)
+    columns = pairs.select_columns(parts).map(
+        _check_answers, remove_columns=parts, num_proc=num_proc, keep_in_memory=True, desc="Checking"
     )
     summary = []
     for name, found in columns.with_format("numpy")[:].items():  # [N, 2] bool: chosen, rejected
@@ -95,4 +98,8 @@ def find_faults(pairs: Dataset, num_proc: int | None = None) -> list[dict[str, A
 
 def _check_answers(pair: dict[str, Any]) -> dict[str, list[bool]]:
     answers = [read_text(pair[side]) for side in ("chosen", "rejected")]
-    return {name: [find(answer) is not None for answer in answers] for name, (find, _) in CHECKS.items()}
+    found = {name: [find(answer) is not None for answer in answers] for name, (find, _) in CHECKS.items()}
+    if isinstance(pair["prompt"], list):
+        turns = [[message["role"] for message in pair["prompt"][-1:] + pair[side]] for side in ("chosen", "rejected")]
+        found["two_turns"] = [("assistant", "assistant") in pairwise(roles) for roles in turns]
+    return found

@@ -18,6 +18,7 @@ FILTER_REASONS = {
     "script": "filter_script does not keep it",
     "contaminated": "listed in drop_contaminated",
     "duplicate": "repeats an earlier one (drop_duplicates)",
+    "control_tokens": "special tokens in its texts (control_tokens: drop)",
     "too_long": "longer than max_length (overlong: drop)",
 }
 

@@ -60,6 +60,7 @@ class Pairs:
     rows: int  # read, without those of eval_sets
     dropped_rows: list[dict[str, Any]]  # row, source, and reason, a key of DROP_REASONS
     eval_sets: dict[str, Dataset] = field(default_factory=dict)  # eval_datasets by name
+    control_tokens: int = 0  # pairs of `train` whose texts hold special tokens of the tokenizer
 
     @property
     def dropped(self) -> Counter[str]:
@@ -90,6 +91,8 @@ class Pairs:
         rows = [("source", ", ".join(self.sources)), ("rows", f"{self.rows:,}")]
         rows += [(f"dropped: {self._explain(reason)}", f"{n:,}") for reason, n in self.dropped.items()]
         rows.append(("pairs to train on", f"{len(self.train):,}"))
+        if self.control_tokens:
+            rows.append(("of these, with special tokens in their texts", f"{self.control_tokens:,}"))
         rows += [(f"pairs held out: {name}", f"{len(pairs):,}") for name, pairs in self.held_out().items()]
         return format_table(rows)
 
@@ -103,6 +106,7 @@ class Pairs:
             "rows": self.rows,
             "dropped": dict(self.dropped),
             "train": len(self.train),
+            "control_tokens": self.control_tokens,
             "eval": len(self.eval or ()),
             "eval_sets": {name: len(pairs) for name, pairs in self.eval_sets.items()},
             # Upstream: datasets 5.2, arrow_dataset.py, Dataset: no public name for what its cache knows a dataset by,

@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +34,7 @@ from sfm_dpo.data.preferences import PARTS, Pairs, load_pairs
 from sfm_dpo.data.sources import drop_rows, explain_cache_errors
 
 # Part of the cache's key. Raise it with any change of this module that changes an id, a length or a drop reason.
-TOKENS_VERSION = 3
+TOKENS_VERSION = 4
 # Rows a call of the tokenizer: it holds some 300 bytes a token beside the ids, and a long pair has 50,000 tokens.
 BATCH_ROWS = 100
 # Fields that choose among the pairs to train on. A set of eval_datasets is read without them.
@@ -42,6 +43,7 @@ _TOKENS = Features(
     {f"{part}_ids": List(Value("int32")) for part in PARTS}
     | {f"{part}_length": Value("int32") for part in PARTS}
     | {"shared_length": Value("int32")}  # tokens with which both responses begin
+    | {"control_tokens": Value("bool")}  # whether its texts hold special tokens, which act as the template's own
     | {"prompt_trimmed": Value("int32")}  # tokens taken from the prompt's end, where prompt+response diverges from it
     | {"source": Value("string"), "row": Value("int64"), "dropped": Value("string")}
 )
@@ -72,6 +74,7 @@ def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> Pair
     if pairs.eval is not None:
         pairs.eval = _tokenize_split("eval", pairs.eval, pairs, args, tokenizer)
     pairs.check_dropped(args.max_dropped_fraction)
+    pairs.control_tokens = int(np.sum(pairs.train["control_tokens"][:]))
     for name, entry in read_eval_sets(args.eval_datasets).items():
         eval_args = copy.copy(args)
         for field in TRAIN_ONLY_FIELDS:
@@ -91,8 +94,9 @@ def _tokenize_split(
     split: str, texts: Dataset, pairs: Pairs, args: TrainConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Dataset:
     """Token ids of a split of `pairs`, to whose dropped rows it adds."""
-    lengths = (args.max_length, args.max_prompt_length)
-    tokens, dropped = tokenize_pairs(texts, tokenizer, *lengths, args.dataset_num_proc, args.overlong)
+    names = "max_length max_prompt_length overlong control_tokens".split()
+    fields = {name: getattr(args, name) for name in names}
+    tokens, dropped = tokenize_pairs(texts, tokenizer, num_proc=args.dataset_num_proc, **fields)
     pairs.dropped_rows += dropped
     if not len(tokens):
         counts = ", ".join(f"{n} x {reason}" for reason, n in Counter(row["reason"] for row in dropped).items())
@@ -114,6 +118,7 @@ def tokenize_pairs(
     max_prompt_length: int | None = None,
     num_proc: int | None = None,
     overlong: str = "truncate",
+    control_tokens: str = "accept",
 ) -> tuple[Dataset, list[dict[str, Any]]]:
     """The columns of _TOKENS but `dropped` for `pairs` (preferences.py), and the rows that cannot be used, as in
     Pairs.dropped_rows.
@@ -142,11 +147,13 @@ def tokenize_pairs(
         cut = functools.partial(_cut_prompts, max_prompt_length=max_prompt_length)
         key = Hasher.hash((tokens._fingerprint, max_prompt_length))
         tokens = tokens.map(cut, batched=True, input_columns="prompt_ids", num_proc=num_proc, new_fingerprint=key)
-    names = ["prompt_length", "chosen_length", "rejected_length", "dropped"]
+    names = ["prompt_length", "chosen_length", "rejected_length", "dropped", "control_tokens"]
     columns = tokens.select_columns(names).with_format("numpy")[:]
     reasons = np.asarray(columns["dropped"], dtype=object)
     empty = (columns["chosen_length"] == 0) | (columns["rejected_length"] == 0)
     reasons[(reasons == "") & empty] = "empty_response"
+    if control_tokens == "drop":
+        reasons[(reasons == "") & columns["control_tokens"]] = "control_tokens"
     if max_length is not None:
         lengths = Lengths.from_columns(columns)
         longer = (reasons == "") & ~lengths.fit(max_length)
@@ -176,6 +183,8 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _tokenize_batch(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> dict[str, list]:
     pairs = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    control_tokens = re.compile("|".join(map(re.escape, special | {tokenizer.eos_token})))
     rows = []
     for is_text, neighbours in itertools.groupby(pairs, key=lambda pair: isinstance(pair["prompt"], str)):
         group = list(neighbours)
@@ -185,10 +194,18 @@ def _tokenize_batch(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) 
         ids = tokenizer(flat, add_special_tokens=is_text, return_attention_mask=False)["input_ids"]
         for n, pair in enumerate(group):
             row = _split_ids(*ids[3 * n : 3 * n + 3]) | {"source": pair.get("source"), "row": pair.get("row")}
+            row["control_tokens"] = any(map(control_tokens.search, _list_texts(pair, tokenizer.eos_token)))
             if texts[n] is None:
                 row["dropped"] = "malformed"
             rows.append(row)
     return {name: [row[name] for row in rows] for name in _TOKENS}
+
+
+def _list_texts(pair: dict[str, Any], eos: str) -> list[str]:
+    """What a user or a model wrote: of messages the content, of plain text all but the EOS that ends a response."""
+    if isinstance(pair["prompt"], str):
+        return [pair["prompt"], pair["chosen"].removesuffix(eos), pair["rejected"].removesuffix(eos)]
+    return [message["content"] for part in PARTS for message in pair[part]]
 
 
 def _render(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str] | None:
@@ -204,13 +221,13 @@ def _render(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[st
             "conversations; put a chat_template.jinja into its folder"
         )
     arguments = json.loads(row.get("template") or "{}")
-    render = functools.partial(tokenizer.apply_chat_template, tokenize=False, **arguments)
     try:
+        render = functools.partial(tokenizer.apply_chat_template, tokenize=False, **arguments)
         return render(prompt, add_generation_prompt=True), render(prompt + chosen), render(prompt + rejected)
     except TemplateSyntaxError as error:
         where = f"model_name_or_path {tokenizer.name_or_path}: its chat template, line {error.lineno}"
         raise UserError(f"{where}: {error}") from error
-    except (TemplateError, TypeError):  # a template that refuses the roles, or their order
+    except (TemplateError, TypeError, ValueError):  # a template that refuses the roles, their order or the tools
         return None
 
 

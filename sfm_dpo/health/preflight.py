@@ -132,6 +132,7 @@ def run_preflight(trainer, config: Config) -> dict[str, Any]:
     model = trainer.accelerator.unwrap_model(trainer.model)
     rows = list(dataset.select(sample))
     figures |= inspect_tokens(rows, lengths, list_eos(model, tokenizer), args.max_length)
+    figures["control_tokens"] = float(np.mean(dataset["control_tokens"][:]))
     if args.padding_free:
         size = lengths.prompt + responses.max(axis=1)
         by_size = sample[np.argsort(size[sample], kind="stable")]

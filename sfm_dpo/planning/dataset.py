@@ -46,7 +46,9 @@ def analyze_dataset(
     parts = []
     dropped: list[dict[str, Any]] = []
     for split in splits:  # one by one, as training tokenises them: the cache knows each by its fingerprint
-        part, unusable = tokenize_pairs(split, tokenizer, None, None, args.dataset_num_proc)
+        part, unusable = tokenize_pairs(
+            split, tokenizer, None, num_proc=args.dataset_num_proc, control_tokens=args.control_tokens
+        )
         parts.append(part)
         dropped += unusable
     usable = pairs.rows - len(pairs.dropped_rows)
@@ -66,6 +68,7 @@ def analyze_dataset(
         "dropped": dict(pairs.dropped),
         "pairs": len(tokens),
         "sampled": args.max_samples is not None and usable > len(texts),
+        "control_tokens": int(np.sum(tokens["control_tokens"][:])),
         "faults": find_faults(texts, args.dataset_num_proc),
     }
     lengths = Lengths.of(tokens)
@@ -121,6 +124,7 @@ def _list_findings(
     warnings = {
         "pairs are identical on both sides after truncation: they teach nothing": best["no_signal"],
         "pairs are exact repeats of earlier ones (drop_duplicates)": repeated_pairs,
+        "pairs hold special tokens in their texts, read as the template's (control_tokens)": result["control_tokens"],
         "prompts are no token prefix of prompt+response: what follows the shared tokens is left out": trimmed,
     }
     notes = {

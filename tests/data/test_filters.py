@@ -101,11 +101,24 @@ def test_faults_are_counted_by_side_with_examples(load):
     rows += [{"prompt": "q", "chosen": "Yes.", "rejected": FAULTY[0][1]}]
     pairs = load(rows).train
     summary = {row["fault"]: row for row in find_faults(pairs, num_proc=2)}
-    assert set(summary) == set(CHECKS)
+    assert set(summary) == {*CHECKS} - {"two_turns"}
     assert [summary["refusal"][key] for key in ("pairs", "chosen", "rejected")] == [4, 3, 1]
     example = summary["role_tag"]["examples"][0]
     assert "<|im_start|>user" in example["text"] == rows[example["row"] - 1]["chosen"][:300]
     assert example["source"].endswith(".jsonl")
+
+
+def test_two_assistant_turns_in_a_row_are_found_where_they_are_trained(load):
+    def talk(*roles):
+        return [{"role": role, "content": "x"} for role in roles]
+
+    sides = {"chosen": talk("tool", "assistant"), "rejected": talk("assistant", "assistant")}
+    rows = [sides | {"prompt": talk("user")}, sides | {"prompt": talk("assistant", "assistant", "user")}]
+    rows[1]["rejected"] = talk("assistant", "tool", "assistant")
+    rows.append(sides | {"prompt": talk("user", "assistant")})  # where the prompt ends, too
+    [found] = find_faults(load(rows).train)
+    assert [found[key] for key in ("fault", "chosen", "rejected")] == ["two_turns", 0, 2]
+    assert [example["row"] for example in found["examples"]] == [1, 3]
 
 
 def test_pairs_in_common_with_evaluation_sets_are_those_of_plain_python(load, write_rows, tmp_path):

@@ -145,7 +145,8 @@ def make_trainer(folder, out, *cli: str, texts=TEXTS):
 @pytest.mark.parametrize("cli", [(), ("--precompute_ref_log_probs", "true", "--padding_free", "true")])
 def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, cli):
     folder = tiny_folder("olmo3")
-    trainer, config = make_trainer(folder, tmp_path / "run", *cli)
+    texts = [*TEXTS[:-1], ("<|im_start|>", *TEXTS[-1][1:])]
+    trainer, config = make_trainer(folder, tmp_path / "run", *cli, texts=texts)
     before = {name: p.clone() for name, p in trainer.model.state_dict().items()}
     result = run_preflight(trainer, config)
     logps = by_hand(folder, before, list(trainer.train_dataset))
@@ -153,6 +154,7 @@ def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, c
     assert result["figures"]["sum_gap"][0] == pytest.approx((chosen - rejected).mean().item(), abs=1e-2)
     assert result["verdict"] == "no-go"  # random weights
     assert result["figures"]["pairs"] == 8
+    assert "caution: control_tokens 0.125" in result["text"]
     assert not cli or result["figures"]["packed_difference"] < 0.1
     json.dumps(result, allow_nan=False)
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.state_dict().items())

@@ -185,6 +185,8 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
     rows += [pair(92, chosen="x" * 600 + "a", rejected="x" * 600 + "b")]
     rows += [pair(93) | {"chosen": [turn("user", "another"), turn("assistant", "a")]}]
     rows += [pair(94, chosen="I cannot help with that.", rejected="no")]
+    rows += [pair(95, chosen="a<|im_end|>\n<|im_start|>user\n")]
+    rows += [{side: [*turns[:-1], turn("assistant", "Hm."), turns[-1]] for side, turns in pair(96).items()}]
     result = analyze(rows, model=tmp_path / "thinking", min_coverage=0.5, min_tokens_kept=0.2)
     assert result["recommendation"]["max_length"] == 128
     assert result["dropped"] == {"chosen_equals_rejected": 1, "empty_response": 1, "prompts_differ": 1}
@@ -193,8 +195,10 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
         "warning: the rejected response is the longer one in",
         "warning: 1 pairs are exact repeats",
         "warning: 1 pairs are identical on both sides after truncation",
-        "warning: 44 prompts are no token prefix",
-        "note: 1 of 47 rows dropped: prompts of the two sides differ",
+        "warning: 46 prompts are no token prefix",
+        "warning: 1 pairs hold special tokens in their texts",
+        "note: 1 pairs (1 chosen, 1 rejected): two assistant turns in a row",
+        "note: 1 of 49 rows dropped: prompts of the two sides differ",
         "note: 1 pairs (1 chosen, 0 rejected): the answer refuses",
     ):
         assert sum(words in finding for finding in findings) == 1, (words, findings)
