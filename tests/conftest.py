@@ -91,6 +91,12 @@ def finished_run(tiny_folder, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
+def run(finished_run, tmp_path) -> Path:
+    """A copy of `finished_run`, so that a test may spoil it."""
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))
+
+
+@pytest.fixture
 def hub(monkeypatch, tmp_path):
     """A Hub on loopback that this process's huggingface_hub takes for the real one; its token is in HF_TOKEN."""
     from huggingface_hub import constants, hf_api

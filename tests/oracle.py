@@ -5,14 +5,14 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 
-@torch.no_grad()
 def response_logps(model, prompt: list[int], response: list[int]) -> torch.Tensor:
     """Log-prob of each response token [len(response)] from plain logits: no batch, no padding, no mask."""
     logits = model(input_ids=torch.tensor([prompt + response])).logits[0]
-    chosen = F.log_softmax(logits.float(), dim=-1)[torch.arange(len(prompt) - 1, len(prompt + response) - 1)]
-    return chosen.gather(1, torch.tensor(response)[:, None])[:, 0]
+    logps = F.log_softmax(logits[len(prompt) - 1 : -1], dim=-1)
+    return logps.gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
+@torch.no_grad()
 def by_hand(folder, policy_state: dict, rows) -> dict[str, torch.Tensor]:
     """Per-pair sums and means [N] of the response's log-probs under policy and reference."""
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -23,6 +23,14 @@ def pairs(count: int = 64) -> list[dict]:
     ]
 
 
+def user(text: str) -> dict:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **extra) -> dict:
+    return {"role": "assistant", "content": text, **extra}
+
+
 def as_options(values: dict) -> list[str]:
     """{"max_steps": 2} -> ["--max_steps", "2"]; None leaves a field out."""
     options: list = []

@@ -15,17 +15,8 @@ from sfm_dpo.data.sources import explain_cache_errors, load_rows
 from sfm_dpo.data.tokenization import load_token_pairs
 from sfm_dpo.train import reference_cache
 from tests.tiny_models import tiny_tokenizer
+from tests.toolbox import assistant, small_disk, user
 from tests.toolbox import read_pairs as load
-from tests.toolbox import small_disk
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def assistant(text, **extra):
-    return {"role": "assistant", "content": text, **extra}
-
 
 PAIR = {"prompt": "q", "chosen": [assistant("good")], "rejected": [assistant("bad")]}
 S = {"role": "system", "content": "s"}

@@ -5,11 +5,7 @@ import pytest
 from scripts import make_pairs
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.raw_shapes import read_transcript
-from tests.toolbox import read_pairs
-
-
-def turns(*texts):
-    return [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 3, texts, strict=False)]
+from tests.toolbox import assistant, read_pairs, user
 
 
 def ultrafeedback(i, scores):
@@ -72,7 +68,7 @@ def test_what_cannot_be_paired_is_one_line(write_rows, tmp_path, caplog, row, op
 
 def test_transcripts(write_rows):
     text = "\n\nHuman: Hi\n\nwell\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant:"
-    assert read_transcript(text) == turns("Hi\n\nwell", "Hello", "Bye")
+    assert read_transcript(text) == [user("Hi\n\nwell"), assistant("Hello"), user("Bye")]
     assert read_transcript("Human: Hi") == "Human: Hi" and read_transcript([]) == []
     pairs = read_pairs(write_rows("pairs.jsonl", [{"chosen": text + " good", "rejected": text + " bad"}])).train
     assert last_texts(pairs) == [("Bye", "good", "bad")]

@@ -13,7 +13,7 @@ from sfm_dpo.config import parse_config
 from sfm_dpo.data import tokenization
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer, tokenize_pairs
 from tests.tiny_models import CHAT_TEMPLATE, EOS, tiny_tokenizer
-from tests.toolbox import read_pairs
+from tests.toolbox import assistant, read_pairs, user
 
 IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
 
@@ -34,19 +34,15 @@ NO_SYSTEM = (
 )
 
 
-def turn(role, text):
-    return {"role": role, "content": text}
-
-
 def conversation(i: int) -> dict:
     """Prompts with and without system message, with one to three turns; responses with accents and white space."""
-    lead = [turn("system", f"Answer {i}.")] if i % 2 else []
+    lead = [{"role": "system", "content": f"Answer {i}."}] if i % 2 else []
     for n in range(i % 3):
-        lead += [turn("user", f"question {n}"), turn("assistant", f"answer {n}")]
+        lead += [user(f"question {n}"), assistant(f"answer {n}")]
     return {
-        "prompt": [*lead, turn("user", f"Wie heißt die Stadt {i}? 😀")],
-        "chosen": [turn("assistant", f" Köln{i}\n\n")],
-        "rejected": [turn("assistant", "no" * (1 + i))],
+        "prompt": [*lead, user(f"Wie heißt die Stadt {i}? 😀")],
+        "chosen": [assistant(f" Köln{i}\n\n")],
+        "rejected": [assistant("no" * (1 + i))],
         "source": "test",
     }
 
@@ -186,7 +182,7 @@ def test_a_template_that_refuses_a_role_drops_the_row_and_counts_it():
 
 def test_sides_that_the_template_makes_equal_are_dropped_and_counted():
     trimming = CHAT_TEMPLATE.replace("message['content']", "message['content'] | trim")
-    row = {"prompt": [turn("user", "q")], "chosen": [turn("assistant", "a ")], "rejected": [turn("assistant", "a")]}
+    row = {"prompt": [user("q")], "chosen": [assistant("a ")], "rejected": [assistant("a")]}
     pairs = Dataset.from_list([row | {"source": "t"}])
     [dropped] = tokenize_pairs(pairs, tokenizer_with(trimming), None)[1]
     assert dropped["reason"] == "chosen_equals_rejected"

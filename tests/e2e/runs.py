@@ -130,15 +130,15 @@ class Place:
         return values | {"output_dir": self.folder / run} | self.defaults | fields
 
     def start(self, run: str, processes: int = 1, launch="cpu", script=ROOT / "train_dpo.py", **fields) -> Run:
-        """Starts train_dpo.py, or a script of this name that does more; `env` and `cwd` are the process's, all else
+        """Starts train_dpo.py, or a script of this name that does more; `env` and `popen` are the process's, all else
         fields. More than one process: under accelerate's launcher, by default ZeRO-2 on CPU."""
         env = clean_environment(self.hf_home) | fields.pop("env", {})
-        cwd = fields.pop("cwd", ROOT)
+        popen = {"cwd": ROOT, "stderr": subprocess.STDOUT} | fields.pop("popen", {})
         values = self.values(run, **fields)
         command = [*launcher(processes, launch), str(script), *as_options(values)]
         with (self.folder / f"{run}.log").open("ab") as log:
             start = log.tell()
-            process = subprocess.Popen(command, cwd=cwd, env=env, stdout=log, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(command, env=env, stdout=log, **popen)
         return Run(Path(values["output_dir"]), Path(log.name), start, process)
 
     def start_together(self, argvs: list[list[str]], processes: int, launch: str) -> None:

@@ -2,26 +2,14 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import analyze_dataset
 import yaml
-
-from sfm_dpo.common.files import PROJECT
 
 ROWS = [
     {"prompt": f"Wie viele Äpfel? {i}", "chosen": "two " * (1 + i % 9), "rejected": "I cannot say " * (1 + i % 4)}
     for i in range(60)
 ]
-
-
-def test_help_imports_nothing_slow():
-    command = [sys.executable, "-X", "importtime", "scripts/analyze_dataset.py", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=PROJECT)
-    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
-    assert "argparse" in imported and not imported & {"torch", "transformers", "datasets", "trl", "numpy"}
-    assert done.returncode == 0 and "--min_coverage" in done.stdout and "DATASET" in done.stdout
 
 
 def test_what_it_prints_and_writes(write_rows, tiny_folder, tmp_path, environment, capsys):

@@ -18,6 +18,7 @@ from sfm_dpo.config import parse_config
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.train.trainer import build_sampler
 from tests.e2e.runs import Place, make_place
+from tests.oracle import response_logps
 from tests.toolbox import as_options, logged, pairs
 
 MAX_LENGTH, BATCH, STEPS, RATE = 96, 8, 2, 0.01
@@ -117,9 +118,10 @@ def measure(policy, reference, rows: list[dict], loss_type: str, beta: float) ->
     for row in rows:
         sums, gains, lengths = [], [], []
         for side in ("chosen", "rejected"):
-            own = response_logps(policy, row, side)
+            response = row[f"{side}_ids"][: MAX_LENGTH - len(row["prompt_ids"])]
+            own = response_logps(policy, row["prompt_ids"], response)
             with torch.no_grad():
-                base = response_logps(reference, row, side)
+                base = response_logps(reference, row["prompt_ids"], response)
             sums.append(own.sum())
             gains.append((own - base).sum())
             lengths.append(len(own))
@@ -142,13 +144,6 @@ def measure(policy, reference, rows: list[dict], loss_type: str, beta: float) ->
             }
         )
     return torch.stack(losses).mean(), {name: float(np.mean([f[name] for f in metrics])) for name in metrics[0]}
-
-
-def response_logps(model, row: dict, side: str) -> torch.Tensor:
-    """Log-probs of a response's tokens, in a row of its own, cut at MAX_LENGTH."""
-    ids = torch.tensor(row["prompt_ids"] + row[f"{side}_ids"])[:MAX_LENGTH]
-    logps = F.log_softmax(model(ids[None]).logits[0, :-1], dim=-1)
-    return logps.gather(1, ids[1:, None])[len(row["prompt_ids"]) - 1 :, 0]
 
 
 def loss_of(loss_type: str, beta: float, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:

@@ -3,9 +3,9 @@
 import threading
 
 import psutil
-import pytest
 
-from tests.hub_server import TOKEN, HubServer
+from sfm_dpo.common.secrets import load_env_file
+from tests.hub_server import TOKEN
 
 # Found nowhere: tokens by their names, and what only .env holds.
 CANARIES = {
@@ -14,12 +14,6 @@ CANARIES = {
     "MAIL_PASSWORD": "mailCanary123456",
     "CHAT_HOOK": "https://chat.example/hookCanary123456",
 }
-
-
-@pytest.fixture
-def hub():
-    with HubServer() as server:
-        yield server
 
 
 def leaks(data: bytes) -> set[str]:
@@ -33,35 +27,34 @@ def watch_command_lines(shown: set[str], over: threading.Event) -> None:
             shown.update(leaks(" ".join(process.info["cmdline"] or []).encode()))
 
 
-def test_a_checkpoint_is_pushed_the_final_push_fails_and_no_secret_is_left(place, hub, tmp_path):
+def test_a_checkpoint_is_pushed_the_final_push_fails_and_no_secret_is_left(
+    place, train_here, hub, tmp_path, monkeypatch
+):
     """The secrets are in .env, which others can read."""
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.chdir(tmp_path)
     (tmp_path / ".env").write_text("".join(f"{name}={value}\n" for name, value in CANARIES.items()))
     (tmp_path / ".env").chmod(0o644)
     (tmp_path / "wandb").mkdir()
     env = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "WANDB_MODE": "offline"}
     env |= {"WANDB_DIR": str(tmp_path / "wandb")}
-    fields = {"env": env, "cwd": tmp_path, "report_to": "wandb", "max_steps": 4}
-    pushed = {"push_to_hub": "true", "hub_model_id": "lab/model", "hub_strategy": "every_save"}
-    pushed |= fields | {"hub_revision": "step-{step}"}
+    fields = {"report_to": "wandb", "max_steps": 4, "push_to_hub": "true", "hub_model_id": "lab/model"}
+    fields |= {"hub_strategy": "every_save", "hub_revision": "step-{step}"}
     shown: set[str] = set()
     over = threading.Event()
     threading.Thread(target=watch_command_lines, args=(shown, over), daemon=True).start()
     hub.fault("POST .*/commit/main", 403, times=99)
-    try:
-        run = place.start("pushed", **pushed)
-        assert run.wait() == 5, run.log[-3000:]
-        status = run.status
-        hub.faults.clear()
-        assert set(hub.repos["lab/model"].branches) == {"main", "step-2"}  # step 4 is the end, which goes to main
-        assert "model.safetensors" in hub.repos["lab/model"].files("step-2")
-        # the same command again: nothing is trained, and now it is pushed
-        again = place.start("pushed", **pushed).finish()
-        broken = place.start("push-broken", model_name_or_path=f"no/{CANARIES['MAIL_PASSWORD']}", **fields)
-        assert broken.wait() == 2, broken.log[-3000:]
-    finally:
-        over.set()
-    # the last one has its canary on its command line, where the test put it
-    assert not shown - {"MAIL_PASSWORD"}
+    run = place.start("pushed", env=env, popen={"cwd": tmp_path}, **fields)
+    code = run.wait()
+    over.set()
+    assert code == 5 and not shown, run.log[-3000:]
+    status = run.status
+    hub.faults.clear()
+    assert set(hub.repos["lab/model"].branches) == {"main", "step-2"}  # step 4 is the end, which goes to main
+    assert "model.safetensors" in hub.repos["lab/model"].files("step-2")
+    load_env_file()
+    again = train_here("pushed", **fields)  # nothing is trained, and now it is pushed
+    broken = train_here("push-broken", 2, model_name_or_path=f"no/{CANARIES['MAIL_PASSWORD']}")
     assert not leaks((run.log + again.log + broken.log).encode())
     for folder in (run.folder, broken.folder, tmp_path):
         for path in folder.rglob("*"):

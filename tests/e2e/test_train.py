@@ -5,7 +5,6 @@ Mistakes: tests/scripts/test_bad_inputs.py, tests/test_config.py.
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import pytest
@@ -173,17 +172,3 @@ def test_two_processes_stop_together_where_the_guard_says_so(place, write_rows):
     assert health["stopped"] and (Path(health["last_healthy"]) / "KEEP").is_file()
     assert json.loads((run.folder / "preflight.json").read_text())["figures"]["pairs"] == 24
     assert run.log.count("preflight: no-go") == run.log.count("guard: stop:") == 1  # said once
-
-
-@pytest.mark.parametrize("files", [(), ("config.json", "model.safetensors")])
-def test_an_incomplete_model_is_one_line(tiny_folder, write_rows, tmp_path, capsys, files):
-    (tmp_path / "bare").mkdir()
-    for name in files:
-        shutil.copy(tiny_folder("llama") / name, tmp_path / "bare")
-    run = tmp_path / "run"
-    assert train_dpo.main(on_cpu(tmp_path / "bare", write_rows("pairs.jsonl", prompt_rows()), run)) == 2
-    message = "no tokenizer" if files else "neither a folder with a model nor one that the Hub gives"
-    line = error_line(capsys.readouterr().err)
-    assert message in line and "bare" in line
-    status = json.loads((run / "status.json").read_text())
-    assert (status["state"], status["exit_code"]) == ("failed", 2) and message in status["message"]

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,16 +11,15 @@ from datasets import Dataset
 
 import train_dpo
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config import parse_config
-from sfm_dpo.data.tokenization import Lengths, load_tokenizer, tokenize_pairs
+from sfm_dpo.data.tokenization import Lengths, tokenize_pairs
 from sfm_dpo.health.preflight import check_vocabulary, compute_packed_difference, inspect_tokens, run_preflight
 from sfm_dpo.health.preflight_rules import compute_pair_figures, judge_base_model
 from sfm_dpo.model import packing
-from sfm_dpo.train.reference_cache import add_reference
-from sfm_dpo.train.trainer import SFMDPOTrainer
 from tests.oracle import by_hand
 from tests.tiny_models import tiny_tokenizer
-from tests.toolbox import on_cpu
+from tests.toolbox import on_cpu, pairs
+from tests.train.test_trainer import make_trainer
+from tests.train.test_trainer import pairs as toy_pairs
 
 # A failed project's pairs; of the lengths only the means per token are known (5.2 and 0.8 nats)
 RECORDED = np.array([[-1034, -38], [-1045, -18], [-623, -23]], dtype=float)
@@ -93,14 +93,19 @@ def test_not_a_number_breaks_every_rule():
     assert verdict_of(np.full((4, 2), np.nan), np.ones((4, 2)))[0] == "no-go"
 
 
-def tokens_of(texts, tokenizer=None, max_length=64):
-    pairs = Dataset.from_list([{"prompt": p, "chosen": c, "rejected": r, "source": "s"} for p, c, r in texts])
-    return tokenize_pairs(pairs, tokenizer or tiny_tokenizer(), max_length)[0]
+def dataset_of(*texts: tuple[str, str, str]) -> Dataset:
+    return Dataset.from_list([dict(zip(("prompt", "chosen", "rejected"), text, strict=True)) for text in texts])
+
+
+def tokens_of(*texts: tuple[str, str, str]) -> Dataset:
+    return tokenize_pairs(dataset_of(*texts), tiny_tokenizer(), max_length=64)[0]
 
 
 def test_missing_eos_and_cut_responses_are_counted():
-    tokens, eos = tokens_of([("q", "yes" * 3, "no"), ("q", "x" * 80, "no")]), {tiny_tokenizer().eos_token_id}
-    rows, lengths = list(tokens), Lengths.of(tokens)
+    tokens = tokens_of(("q", "yes" * 3, "no"), ("q", "x" * 80, "no"))
+    eos = {tiny_tokenizer().eos_token_id}
+    rows = list(tokens)
+    lengths = Lengths.of(tokens)
     assert inspect_tokens(rows, lengths, eos, 64) == {"no_eos": 0.0, "cut": 0.25}
     for row in rows:
         row["chosen_ids"] = [i for i in row["chosen_ids"] if i not in eos]
@@ -109,7 +114,7 @@ def test_missing_eos_and_cut_responses_are_counted():
 
 
 def test_a_tokenizer_of_another_model_is_one_line():
-    tokens = tokens_of([("q", "yes", "no")])
+    tokens = tokens_of(("q", "yes", "no"))
     check_vocabulary(tokens, tiny_tokenizer(), 260)
     with pytest.raises(UserError, match=r"gives id 259, but the model has 256 embeddings"):
         check_vocabulary(tokens, tiny_tokenizer(), 256)
@@ -129,26 +134,14 @@ def leak_one_key(monkeypatch):
     monkeypatch.setattr(packing, "boundary_mask", mask)
 
 
-TEXTS = [(f"question {i}" * (1 + i % 3) + ":", " yes" * (1 + i * 3 % 7), " nope" * (1 + i)) for i in range(8)]
-
-
-def make_trainer(folder, out, *cli: str, texts=TEXTS):
-    argv = f"--model_name_or_path {folder} --dataset_name x --output_dir {out} --use_cpu --max_length 4096"
-    config = parse_config([*argv.split(), *"--global_batch_size 4 --per_device_train_batch_size 4".split(), *cli])
-    tokenizer = load_tokenizer(config)
-    tokens = tokens_of(texts, tokenizer, 4096)
-    trainer = SFMDPOTrainer(model=str(folder), args=config.train, train_dataset=tokens, processing_class=tokenizer)
-    add_reference(trainer)
-    return trainer, config
-
-
 @pytest.mark.parametrize("cli", [(), ("--precompute_ref_log_probs", "true", "--padding_free", "true")])
 def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, cli):
     folder = tiny_folder("olmo3")
-    texts = [*TEXTS[:-1], ("<|im_start|>", *TEXTS[-1][1:])]
-    trainer, config = make_trainer(folder, tmp_path / "run", *cli, texts=texts)
+    rows = toy_pairs().to_list()
+    rows[-1]["prompt"] = "<|im_start|>"
+    trainer = make_trainer(folder, tmp_path / "run", *cli, data=Dataset.from_list(rows))
     before = {name: p.clone() for name, p in trainer.model.state_dict().items()}
-    result = run_preflight(trainer, config)
+    result = run_preflight(trainer, SimpleNamespace(train=trainer.train_config))
     logps = by_hand(folder, before, list(trainer.train_dataset))
     chosen, rejected = logps["reference_chosen_sum"], logps["reference_rejected_sum"]
     assert result["figures"]["sum_gap"][0] == pytest.approx((chosen - rejected).mean().item(), abs=1e-2)
@@ -161,7 +154,7 @@ def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, c
 
 
 def test_leaking_boundaries_are_told_from_rounding(tiny_folder, tmp_path, monkeypatch):
-    trainer, _ = make_trainer(tiny_folder("llama"), tmp_path / "run", "--padding_free", "true")
+    trainer = make_trainer(tiny_folder("llama"), tmp_path / "run", "--padding_free", "true")
     assert compute_packed_difference(trainer, np.array([3, 5])) < 0.1
     real = packing.boundary_mask  # and one sequence out of all:
     monkeypatch.setattr(packing, "boundary_mask", lambda cu, *_: real(cu[[0, -1]], int(cu[-1])))
@@ -174,10 +167,9 @@ def test_leaking_boundaries_are_told_from_rounding(tiny_folder, tmp_path, monkey
 def test_one_key_of_another_sequence_is_seen_in_a_long_answer(tiny_folder, tmp_path, monkeypatch, bf16, tokens):
     rng = np.random.default_rng(0)
     answers = ["".join(map(chr, rng.integers(97, 123, tokens))) for _ in range(2)]
-    cli = "--padding_free", "true", "--prefix_sharing", "false", "--bf16", bf16
-    trainer, _ = make_trainer(
-        tiny_folder("llama"), tmp_path / "run", *cli, texts=[("a short question?", *answers)] * 4
-    )
+    cli = f"--padding_free true --prefix_sharing false --max_length 4096 --bf16 {bf16}".split()
+    data = dataset_of(*[("a short question?", *answers)] * 4)
+    trainer = make_trainer(tiny_folder("llama"), tmp_path / "run", *cli, data=data)
     assert compute_packed_difference(trainer, np.array([0])) < 1
     leak_one_key(monkeypatch)
     assert compute_packed_difference(trainer, np.array([0])) > 1
@@ -186,8 +178,7 @@ def test_one_key_of_another_sequence_is_seen_in_a_long_answer(tiny_folder, tmp_p
 @pytest.mark.slow
 def test_a_no_go_ends_the_run_before_its_first_step(tiny_folder, write_rows, tmp_path, capsys, no_report):
     out = tmp_path / "run"
-    data = write_rows("p.jsonl", [{"prompt": p, "chosen": c, "rejected": r} for p, c, r in TEXTS])
-    assert train_dpo.main(on_cpu(tiny_folder("llama"), data, out, preflight="abort")) == 3
+    assert train_dpo.main(on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(8)), out, preflight="abort")) == 3
     status, result = (json.loads((out / name).read_text()) for name in ("status.json", "preflight.json"))
     assert (status["state"], status["exit_code"], result["verdict"]) == ("refused", 3, "no-go")
     captured = capsys.readouterr()

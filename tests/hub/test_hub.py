@@ -25,12 +25,6 @@ from tests.hub_server import NAME, TOKEN
 WEIGHTS = "model.safetensors"
 
 
-@pytest.fixture
-def run(finished_run, tmp_path):
-    """A copy, so that a test may spoil it."""
-    return Path(shutil.copytree(finished_run, tmp_path / "run"))
-
-
 def push(path, *more) -> int:
     return push_to_hub.main([str(path), "--hub_model_id", "lab/model", *more])
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train_dpo
 from sfm_dpo.jobs.evaluation import compare_results
 from sfm_dpo.run.folder import read_resolved_config
+from tests.oracle import response_logps
 from tests.toolbox import write_jsonl
 
 
@@ -51,11 +52,6 @@ def test_the_interval_is_that_of_the_differences():
 
 
 @pytest.fixture
-def run(finished_run, tmp_path) -> Path:
-    return Path(shutil.copytree(finished_run, tmp_path / "run"))
-
-
-@pytest.fixture
 def tasks(tmp_path) -> list[str]:
     """A multiple-choice and a generation task over one local file; the second asks for sampling, which is not done."""
     rows = [{"question": f"{i} + {i}?", "choices": [str(2 * i), "I forgot it.", f"{i}!"]} for i in range(9)]
@@ -81,9 +77,7 @@ def score(folder: str | Path) -> list[float]:
         prompt = tokenizer(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)).input_ids
         sums = []
         for choice in (str(2 * i), "I forgot it.", f"{i}!"):
-            ids = tokenizer(choice).input_ids
-            logps = model(torch.tensor([prompt + ids])).logits[0].log_softmax(-1)
-            sums.append(sum(logps[len(prompt) - 1 + n, id].item() for n, id in enumerate(ids)))
+            sums.append(response_logps(model, prompt, tokenizer(choice).input_ids).sum().item())
         hits.append(float(np.argmax(sums) == 0))
     return hits
 
@@ -125,17 +119,16 @@ def test_pairs_of_a_run(run, tmp_path, capsys):
     assert evaluate.main([str(run), "--pairs", str(write_jsonl(tmp_path / "other.jsonl", rows))]) == 0
     (row,) = json.loads((run / "evaluation.json").read_text())["pairs"]
     config = read_resolved_config(run)
-    sums = []
+    means = []
     for folder in (config["model_name_or_path"], run):
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        tokenizer = AutoTokenizer.from_pretrained(folder)
         for pair in rows:
             for side in ("chosen", "rejected"):
-                start = len(tokenizer(pair["prompt"]).input_ids)
-                ids = tokenizer(pair["prompt"] + pair[side] + tokenizer.eos_token).input_ids
-                logps = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-                values = [logps[n - 1, ids[n]].item() for n in range(start, len(ids))]
-                sums.append(np.mean(values))
-    base, trained = np.array(sums).reshape(2, 6, 2)
+                prompt = tokenizer(pair["prompt"]).input_ids
+                response = tokenizer(pair[side] + tokenizer.eos_token).input_ids
+                means.append(response_logps(model, prompt, response).mean().item())
+    base, trained = np.array(means).reshape(2, 6, 2)
     margins = config["beta"] * (trained - base) @ np.array([1, -1])
     assert row["pairs"] == 6 and row["rewards/margins"] == pytest.approx(margins.mean(), abs=1e-4)
     assert row["loss"] == pytest.approx(np.log1p(np.exp(-margins)).mean(), abs=1e-4)

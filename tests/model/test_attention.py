@@ -25,11 +25,17 @@ from sfm_dpo.model.packing import enable_padding_free
 from tests.tiny_models import ARCHITECTURES, tiny_model
 
 LENGTHS = [5, 1, 23, 12]
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+ON_CPU = ("cpu", torch.float32, 1e-5)  # device, dtype, tolerance
+ON_GPU = pytest.param("cuda", torch.bfloat16, 3e-2, marks=GPU)
+ON_GPU_ALONE = [
+    pytest.param("cuda", dtype, error, marks=GPU) for dtype, error in ((torch.float16, 5e-3), (torch.float32, 1e-4))
+]
 
 
-def inputs(lengths, heads=4, kv_heads=4, head_dim=16, device="cpu", dtype=torch.float32):
+def inputs(lengths, heads=4, kv_heads=4, device="cpu", dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
+    head_dim = 16 if device == "cpu" else 64
     shapes = [(1, h, sum(lengths), head_dim) for h in (heads, kv_heads, kv_heads)]
     tensors = [torch.randn(s, generator=generator).to(device, dtype).requires_grad_() for s in shapes]
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
@@ -63,6 +69,7 @@ def assert_written_out(qkv, mask, own, seen, window, tolerance):
     torch.testing.assert_close(grads, expected_grads, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), [ON_CPU, ON_GPU, *ON_GPU_ALONE])
 @pytest.mark.parametrize(
     ("lengths", "kv_heads", "window"),
     [
@@ -71,30 +78,18 @@ def assert_written_out(qkv, mask, own, seen, window, tolerance):
         ([4, 0, 3], 4, None),
     ],
 )
-def test_equals_attention_written_out(lengths, kv_heads, window):
-    qkv, mask = inputs(lengths, kv_heads=kv_heads)
-    assert_written_out(qkv, mask, lengths, torch.arange(sum(lengths)).split(lengths), window, 1e-5)
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("window", [None, 1, 8, 12, 100])
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 5e-3), (torch.float32, 1e-4)]
-)
-def test_equals_attention_written_out_on_cuda(kv_heads, window, dtype, tolerance):
-    qkv, mask = inputs(LENGTHS, kv_heads=kv_heads, head_dim=64, device="cuda", dtype=dtype)
-    assert_written_out(qkv, mask, LENGTHS, torch.arange(sum(LENGTHS)).split(LENGTHS), window, tolerance)
+def test_equals_attention_written_out(lengths, kv_heads, window, device, dtype, tolerance):
+    qkv, mask = inputs(lengths, kv_heads=kv_heads, device=device, dtype=dtype)
+    assert_written_out(qkv, mask, lengths, torch.arange(sum(lengths)).split(lengths), window, tolerance)
 
 
 # Own and seen tokens of each sequence: [7 of a prompt and 5 of its chosen answer] is seen by a rejected one of 4, ...
 SHARED = [([12, 4, 9, 1], [0, 0, 7, 0]), ([300, 140, 150], [0, 130, 0]), ([300, 1], [0, 299]), ([5, 5], [0, 4])]
 
 
-def shared_inputs(own, before, kv_heads, device="cpu", dtype=torch.float32, head_dim=16):
-    """Queries and keys of a row in which every sequence also sees the first `before` tokens of the row."""
-    qkv, _ = inputs(own, kv_heads=kv_heads, device=device, dtype=dtype, head_dim=head_dim)
+def shared_inputs(own, before, device, dtype):
+    """Queries and 2 heads of keys of a row in which every sequence also sees the first `before` tokens of the row."""
+    qkv, _ = inputs(own, kv_heads=2, device=device, dtype=dtype)
     starts = [sum(own[:i]) for i in range(len(own))]
     keys = [torch.cat([torch.arange(b), torch.arange(s, s + n)]) for n, b, s in zip(own, before, starts, strict=True)]
     cu_seqlens, cu_keys = (torch.tensor([0, *n]).cumsum(0).int() for n in (own, list(map(len, keys))))
@@ -136,11 +131,13 @@ def test_gathered_keys_have_autograd_s_gradient_without_atomics(own, before):
     assert ops.names["index_copy_"] == 1 and not [name for name in ops.names if "add_" in name or "put" in name]
 
 
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), [ON_CPU, ON_GPU])
 @pytest.mark.parametrize(("own", "before"), SHARED)
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 129, 200, 1000])
-def test_more_keys_than_queries_equal_attention_written_out(own, before, window):
-    qkv, keys, mask = shared_inputs(own, before, kv_heads=2)
-    assert_written_out(qkv, mask, own, keys, window, 1e-5)
+def test_more_keys_than_queries_equal_attention_written_out(own, before, window, device, dtype, tolerance):
+    check_shared_keys(torch.device(device), dtype, 64)
+    qkv, keys, mask = shared_inputs(own, before, device, dtype)
+    assert_written_out(qkv, mask, own, keys, window, tolerance)
 
 
 @pytest.mark.parametrize("at_end", [True, False])
@@ -164,16 +161,6 @@ def test_the_check_at_the_start_refuses_a_kernel_that_aligns_its_mask_at_the_sta
             check_shared_keys(*call)
 
 
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize(("own", "before"), SHARED)
-@pytest.mark.parametrize("window", [None, 8, 129])
-def test_more_keys_than_queries_on_cuda(own, before, window):
-    check_shared_keys(torch.device("cuda"), torch.bfloat16, 64)
-    qkv, keys, mask = shared_inputs(own, before, 2, "cuda", torch.bfloat16, 64)
-    assert_written_out(qkv, mask, own, keys, window, 3e-2)
-
-
 def test_the_varlen_call_of_shared_keys(monkeypatch):
     """No CPU can run the kernel, but its operator knows shapes: what it is given on CUDA, and that gradients fit. (On
     the meta device: autograd aborts on fake CUDA tensors where PyTorch was built without CUDA.)"""
@@ -186,7 +173,7 @@ def test_the_varlen_call_of_shared_keys(monkeypatch):
     monkeypatch.setattr("sfm_dpo.model.attention.varlen_attn", spy)
     monkeypatch.setattr("sfm_dpo.model.attention._takes_varlen", lambda *_: True)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # unknown for the meta device
-    qkv, _, mask = shared_inputs([12, 4, 9, 1], [0, 0, 7, 0], 2, "meta", torch.bfloat16, 64)
+    qkv, _, mask = shared_inputs([12, 4, 9, 1], [0, 0, 7, 0], "meta", torch.bfloat16)
     assert mask.shape == (5, 1, 16, 5 + 5 + 2 * 33)
     output, _ = packed_attention_forward(SimpleNamespace(is_causal=True), *qkv, mask, sliding_window=8)
     grads = torch.autograd.grad(output.sum(), qkv)

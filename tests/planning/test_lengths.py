@@ -21,21 +21,18 @@ from sfm_dpo.planning.dataset_report import draw_lengths
 from sfm_dpo.planning.lengths import CANDIDATES, PERCENTILES, STEPS, analyze_lengths, list_lengths
 from sfm_dpo.report.plots import STYLE
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
+from tests.toolbox import assistant, user
 
 
 def lengths_of(kind: str, n: int) -> Lengths:
     return Lengths(*sample_lengths(kind, n).values(), np.zeros(n, dtype=np.int64))
 
 
-def turn(role, text):
-    return {"role": role, "content": text}
-
-
 def pair(i: int, chosen: str = "{} apples", rejected: str = "I do not know, {}") -> dict:
-    lead = [turn("user", "Hi"), turn("assistant", "Hello")] * (i % 2)
-    prompt = [*lead, turn("user", f"How many apples? {i}")]
+    lead = [user("Hi"), assistant("Hello")] * (i % 2)
+    prompt = [*lead, user(f"How many apples? {i}")]
     sides = {"chosen": chosen, "rejected": rejected}
-    return {name: [*prompt, turn("assistant", text.format(i))] for name, text in sides.items()}
+    return {name: [*prompt, assistant(text.format(i))] for name, text in sides.items()}
 
 
 @pytest.fixture
@@ -183,10 +180,10 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
     rows = [pair(i) for i in range(40)] + [pair(3), pair(5, chosen="five")]
     rows += [pair(90, chosen="same", rejected="same"), pair(91, chosen="")]
     rows += [pair(92, chosen="x" * 600 + "a", rejected="x" * 600 + "b")]
-    rows += [pair(93) | {"chosen": [turn("user", "another"), turn("assistant", "a")]}]
+    rows += [pair(93) | {"chosen": [user("another"), assistant("a")]}]
     rows += [pair(94, chosen="I cannot help with that.", rejected="no")]
     rows += [pair(95, chosen="a<|im_end|>\n<|im_start|>user\n")]
-    rows += [{side: [*turns[:-1], turn("assistant", "Hm."), turns[-1]] for side, turns in pair(96).items()}]
+    rows += [{side: [*turns[:-1], assistant("Hm."), turns[-1]] for side, turns in pair(96).items()}]
     result = analyze(rows, model=tmp_path / "thinking", min_coverage=0.5, min_tokens_kept=0.2)
     assert result["recommendation"]["max_length"] == 128
     assert result["dropped"] == {"chosen_equals_rejected": 1, "empty_response": 1, "prompts_differ": 1}

@@ -21,11 +21,6 @@ HOSTILE = "</pre></div><script>alert(1)</script><img src=http://x.example/a.png 
 
 
 @pytest.fixture
-def run(finished_run, tmp_path):
-    return Path(shutil.copytree(finished_run, tmp_path / "run"))
-
-
-@pytest.fixture
 def without_curves(monkeypatch):
     """Drawing takes seconds, and has tests of its own."""
     monkeypatch.setattr("sfm_dpo.report.page.draw_curves", lambda *args, **kwargs: [])

@@ -115,13 +115,19 @@ def test_runs_are_found_given_and_one_folder_deeper_and_told_with_their_last_wor
     assert find_runs([bad, tmp_path / "sweep", bad]) == [bad, good]
 
 
-@pytest.mark.parametrize("script", ["status", "compare_runs"])
-def test_what_only_reads_runs_starts_at_once(script, tmp_path):
-    arguments = {"status": [tmp_path], "compare_runs": ["--help"]}[script]
-    command = [sys.executable, "-X", "importtime", ROOT / "scripts" / f"{script}.py", *arguments]
+STARTS = [  # what each imports of its own
+    ("status", ".", "sfm_dpo.run.folder"),
+    ("compare_runs", "--help", "sfm_dpo.run.folder"),
+    ("analyze_dataset", "--help", "argparse"),
+]
+
+
+@pytest.mark.parametrize(("script", "argument", "module"), STARTS)
+def test_what_only_reads_runs_and_help_start_at_once(script, argument, module):
+    command = [sys.executable, "-X", "importtime", ROOT / "scripts" / f"{script}.py", argument]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
-    assert "sfm_dpo.run.folder" in imported and not imported & {"torch", "transformers", "accelerate", "trl"}
+    assert module in imported and not imported & {"torch", "transformers", "datasets", "accelerate", "trl"}
 
 
 @pytest.mark.parametrize(("step", "words"), [(None, ""), (3, "step 3, ")])

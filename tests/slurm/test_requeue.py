@@ -96,7 +96,6 @@ def test_preempted_job_saves_and_comes_back_when_the_urgent_one_is_through(clust
 
 
 # Stand-ins for train_dpo.py, which end as a run may end
-# Stand-ins for train_dpo.py, which end as a run may end
 STUCK = """
 import os
 from sfm_dpo.run.folder import write_status

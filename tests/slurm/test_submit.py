@@ -82,7 +82,7 @@ def test_documented(cluster, project, line, monkeypatch):
     monkeypatch.chdir(project)
     link(project, "SMALL_MODEL", "tiny model")
     link(project, "pairs.jsonl", "pairs/train.jsonl")
-    if line.startswith("LAUNCH=cpu sbatch scripts/dpo"):
+    if line.startswith("LAUNCH=cpu") and "scripts/dpo_train.sh" in line:
         env = CPU | {"NUM_PROCESSES": "1"}
         said = cluster.run("bash", "-c", line.replace("sbatch", "sbatch --parsable"), cwd=project, **env)
         assert cluster.wait(said, 240)["JobState"] == "COMPLETED", log_of(project, said)[-3000:]

@@ -128,3 +128,5 @@ def test_status_py_sees_a_run_as_soon_as_it_has_its_folder(tmp_path, monkeypatch
     fields = f"--model_name_or_path m --dataset_name d.jsonl --use_cpu --output_dir {tmp_path / 'run'}"
     assert train_dpo.main(fields.split()) == 2
     assert (seen[0]["state"], seen[0]["message"]) == ("running", "loading")
+    status = read_status(tmp_path / "run")
+    assert (status["state"], status["exit_code"], status["message"]) == ("failed", 2, "no such model")

@@ -1,24 +1,19 @@
 """fit_memory: the choice of pairs per device and checkpointed layers; the optimizer's state before the first step;
-what an out-of-memory error says, under a real limit. None of it changes a loss."""
+what an out-of-memory error says. None of it changes a loss."""
 
 import functools
 import json
 import math
-import os
 import re
 import shlex
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Olmo3Config
 
 import train_dpo
-from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler, list_micro_batches
 from sfm_dpo.data.tokenization import Lengths
@@ -27,11 +22,11 @@ from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.folder import read_mapping, read_resolved_config
 from sfm_dpo.train.callbacks import Position, allocate_optimizer_state
 from sfm_dpo.train.fit_memory import explain_out_of_memory
-from tests.model.test_memory import SHAPE
-from tests.tiny_models import tiny_config, tiny_tokenizer
+from tests.tiny_models import tiny_config
 from tests.toolbox import error_line, logged, on_cpu, pairs
 from tests.train.test_trainer import make_trainer
 
+CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.02 GiB is"
 RNG = np.random.default_rng(0)
 RESPONSES = np.exp(RNG.normal(5, 1, (2, 1024))).astype(np.int64).clip(4, 4000)
 LENGTHS = Lengths(np.full(1024, 50), *RESPONSES, np.zeros(1024, dtype=np.int64))
@@ -102,8 +97,9 @@ def test_a_settings_options_choose_it():
 
 
 @pytest.fixture
-def train(tiny_folder, write_rows, tmp_path):
+def train(tiny_folder, write_rows, tmp_path, monkeypatch):
     """A function: name of a run and fields -> (exit code, losses, its folder)."""
+    monkeypatch.setattr(psutil.Process, "memory_info", lambda self: SimpleNamespace(rss=2**29))  # or it grows by runs
     model = tiny_folder("olmo3")
     data = write_rows("pairs.jsonl", pairs(32))
 
@@ -133,10 +129,7 @@ def test_losses_do_not_depend_on_the_setting(train):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_report")
-def test_the_choice_is_kept_at_resume_where_it_fits_and_is_no_part_of_what_was_asked(
-    train, tmp_path, capsys, monkeypatch
-):
-    monkeypatch.setattr(psutil.Process, "memory_info", lambda self: SimpleNamespace(rss=2**29))  # or it grows by runs
+def test_the_choice_is_kept_at_resume_where_it_fits_and_is_no_part_of_what_was_asked(train, tmp_path, capsys):
     fit = {"fit_memory": "true", "save_strategy": "steps", "save_steps": 100}
     run = tmp_path / "run"
     run.mkdir()
@@ -166,6 +159,25 @@ def test_the_choice_is_kept_at_resume_where_it_fits_and_is_no_part_of_what_was_a
     assert code == 0 and resumed == pytest.approx(losses, abs=1e-5)
     code, _, _ = train("other", **fit, memory_gib=0.0001)
     assert code == 2 and "hold no setting; the smallest needs 1 pairs per device" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_report")
+def test_a_micro_batch_that_does_not_fit_is_a_line_that_names_a_smaller_setting(train, monkeypatch, capsys):
+    def does_not_fit(*args):
+        raise torch.OutOfMemoryError(CUDA)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_dpo.SFMDPOTrainer, "_compute_loss", does_not_fit)
+        code, _, run = train("large", fit_memory="true")
+    assert code == 2 and read_mapping(run / "status.json")["state"] == "failed"
+    line = error_line(capsys.readouterr().err)
+    assert re.search(r"out of memory in training, step 1, micro-batch of 8 pairs, [\d,]+ tokens", line), line
+    smaller = shlex.split(re.search(r"; the next smaller setting of fit_memory: (--per_device.*)", line)[1])
+    fields = {name.removeprefix("--"): value for name, value in zip(smaller[::2], smaller[1::2], strict=True)}
+    code, _, other = train("smaller", fit_memory="true", **fields)
+    sizes = [read_mapping(folder / "data.json")["fit_memory"]["bytes"] for folder in (run, other)]
+    assert code == 0 and sizes[1] < sizes[0]
 
 
 def test_the_layers_stay_checkpointed_as_asked(tiny_folder, tmp_path):
@@ -209,18 +221,16 @@ def test_state_allocated_before_the_first_update_changes_no_bit(options, dtype):
     assert all(torch.equal(lazy, ahead) for lazy, ahead in zip(*results, strict=True))
 
 
-CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.02 GiB is"
-
-
 @pytest.mark.parametrize(
     ("error", "line"),
     [
         (torch.OutOfMemoryError(CUDA), "step 8 (CUDA out of memory. Tried to allocate 2.50 GiB."),
+        (RuntimeError("alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried"), "alloc_cpu.cpp"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), "; use a smaller"),
         (MemoryError(), "out of memory in training, step 8 (MemoryError); use a smaller per_device_train_batch_size"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
     ],
-    ids=["CUDA", "cuBLAS", "Python", "another"],
+    ids=["CUDA", "CPU", "cuBLAS", "Python", "another"],
 )
 def test_errors_that_are_out_of_memory(error, line, tmp_path):
     position = Position()
@@ -229,43 +239,3 @@ def test_errors_that_are_out_of_memory(error, line, tmp_path):
     assert (end is None) == (line is None)
     if end:
         assert (end.exit_code, end.state) == (2, "failed") and line in str(end)
-
-
-LIMITED = """
-import resource, sys
-import psutil, train_dpo
-
-resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + int(sys.argv[1]),) * 2)
-sys.exit(train_dpo.main(sys.argv[2:]))
-"""
-
-
-@pytest.mark.grid
-@pytest.mark.timeout(600)
-def test_a_micro_batch_that_does_not_fit_ends_at_step_1_with_a_line_that_names_a_smaller_setting(tmp_path, write_rows):
-    AutoModelForCausalLM.from_config(Olmo3Config(**SHAPE)).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    words = [60] * 8 + [2] * 24
-    rows = [{"prompt": f"{i}?", "chosen": "yes " * n, "rejected": "no, " * n} for i, n in enumerate(words)]
-    data = write_rows("p.jsonl", rows)
-    common = {"global_batch_size": 8, "per_device_train_batch_size": None, "max_length": 192, "padding_free": "true"}
-    common |= {"save_strategy": "no", "precompute_ref_log_probs": "true", "precompute_ref_batch_size": 1}
-    common |= {"max_steps": 2, "train_sampling_strategy": "group_by_length", "fit_memory": "true"}
-    env = os.environ | {"PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
-
-    def train(name: str, *more: str) -> tuple[int, str, dict]:
-        fields = on_cpu(tmp_path / "model", data, tmp_path / name, **common)
-        command = [sys.executable, "-c", LIMITED, str(int(1.6 * 2**30)), *fields, *more]
-        done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=280)
-        return done.returncode, done.stdout + done.stderr, read_mapping(tmp_path / name / "status.json")
-
-    code, log, status = train("fitted", "--memory_gib", "1000")
-    assert (code, status["state"], status["step"]) == (2, "failed", 0), log[-3000:]
-    line = error_line(log)
-    assert re.search(r"out of memory in training, step 1, micro-batch of 8 pairs, [\d,]+ tokens", line), line
-    smaller = re.search(r"; the next smaller setting of fit_memory: (--per_device.*)", line)[1]
-    train("smaller", "--memory_gib", "1000", *shlex.split(smaller))
-    first, second = (read_mapping(tmp_path / name / "data.json")["fit_memory"] for name in ("fitted", "smaller"))
-    assert first["per_device"] == 8 and second["bytes"] < first["bytes"]
-    code, log, status = train("smallest", "--per_device_train_batch_size", "1", "--gradient_checkpointing", "true")
-    assert (code, status["state"], status["step"]) == (0, "done", 2), log[-3000:]

@@ -29,13 +29,13 @@ def pairs(n: int = 8) -> Dataset:
     return Dataset.from_list([row | {"rejected": " nope" * (1 + i)} for i, row in enumerate(rows)])
 
 
-def make_trainer(folder, output_dir, *cli: str, peft=None) -> SFMDPOTrainer:
+def make_trainer(folder, output_dir, *cli: str, peft=None, data: Dataset | None = None) -> SFMDPOTrainer:
     argv = f"--model_name_or_path={folder} --dataset_name=x --output_dir={output_dir} --use_cpu --global_batch_size=4"
     argv += " --per_device_train_batch_size=4 --max_length=128 --learning_rate=1e-3 --logging_steps=1"
     config = parse_config([*argv.split(), "--save_strategy=no", *cli])
     config.train.model_init_kwargs = model_init_kwargs(config)
     tokenizer = load_tokenizer(config)
-    tokens, _ = tokenize_pairs(pairs(), tokenizer, config.train.max_length)
+    tokens, _ = tokenize_pairs(data or pairs(), tokenizer, config.train.max_length)
     trainer = SFMDPOTrainer(
         model=str(folder), args=config.train, train_dataset=tokens, processing_class=tokenizer, peft_config=peft
     )
