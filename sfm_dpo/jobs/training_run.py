@@ -170,4 +170,4 @@ def report(run: Path) -> None:
                 write_model_card(run)
         except OSError as error:  # a full disk must not make a failure of a trained model
             log.info(f"report not written: {error}; later: python -m sfm_dpo.report.page {run}")
-        log.info(format_summary(run))
+        log.info(f"result\n{format_summary(run)}")
