@@ -112,7 +112,7 @@ class Planner:
         limits = (self.args.max_length, self.args.max_prompt_length)
         used = lengths.used(*limits, self.args.overlong)
         if not used.any():
-            raise UserError(f"max_length {self.args.max_length}: no prompt leaves room for a response; raise it")
+            raise UserError(f"max_length {self.args.max_length}: no pair is left to train on; raise it")
         self.lengths = lengths.truncate(*limits).select(used)
         self.pairs = round(pairs * float(used.mean()))
         self.scale = self.pairs / len(self.lengths)  # pairs of the training set that each of the lengths stands for
