@@ -74,7 +74,16 @@ submit_evaluation() {
 
 say() { echo "[${SLURM_JOB_NAME:-dpo} $(date '+%F %T')] $*"; }
 
+# The cluster's modules and variables, which may use variables that are not set, and then the virtual environment.
 use_environment() {
+    if [[ -f scripts/site.sh ]]; then
+        local mistake
+        mistake=$(bash -n scripts/site.sh 2>&1) || fail "${mistake%%$'\n'*}"
+        set +euo pipefail
+        # shellcheck source=scripts/site.example.sh
+        source scripts/site.sh || fail "scripts/site.sh: returned $? on $(hostname)"
+        set -euo pipefail
+    fi
     local venv=${VENV:-.venv}
     if [[ -x $venv/bin/accelerate ]]; then
         venv=$(cd "$venv" && pwd)
@@ -132,7 +141,8 @@ check_health() {
     export LOCAL_WORLD_SIZE=$per_node WORLD_SIZE=$((SLURM_JOB_NUM_NODES * per_node))
     # Not under torchrun, which makes 1 of every exit code and prints a traceback.
     # shellcheck disable=SC2016
-    local on_node='[[ ${DS_ACCELERATOR:-} != cpu ]] || export CUDA_VISIBLE_DEVICES=
+    local on_node='source scripts/common.sh && use_environment
+        [[ ${DS_ACCELERATOR:-} != cpu ]] || export CUDA_VISIBLE_DEVICES=
         for ((i = 0; i < LOCAL_WORLD_SIZE; i++)); do
             RANK=$((SLURM_NODEID * LOCAL_WORLD_SIZE + i)) LOCAL_RANK=$i timeout 600 python -m sfm_dpo.health.node_check "$@" &
         done
@@ -156,10 +166,11 @@ launch() {
     # Single quotes: SLURM_NODEID is each node's own. Expanded here, every node would call itself the first.
     # srun sets CUDA_VISIBLE_DEVICES anew.
     # shellcheck disable=SC2016
-    local on_node='[[ ${DS_ACCELERATOR:-} != cpu ]] || export CUDA_VISIBLE_DEVICES=
-        run=$1
+    local on_node='run=$1
         shift
         trap "" TERM
+        source scripts/common.sh && use_environment
+        [[ ${DS_ACCELERATOR:-} != cpu ]] || export CUDA_VISIBLE_DEVICES=
         export PET_SIGNALS_TO_HANDLE=SIGINT PET_SHUTDOWN_TIMEOUT=5 # torchrun: ranks ignore its TERM too, so kill soon
         python -m sfm_dpo.run.launch "$run" --machine_rank "$SLURM_NODEID" "$@" &
         trap "signalled=1; touch \"\$run/STOP\"" TERM

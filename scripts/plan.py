@@ -22,7 +22,7 @@ from sfm_dpo.common.files import write_json
 @command
 def main(argv: list[str]) -> int:
     own = Arguments(description=__doc__)
-    own.add_argument("--gpu", default="b200")
+    own.add_argument("--gpu", help="default: this machine's, or else b200")
     own.add_argument("--num_gpus", type=number(int, 1), default=4)
     own.add_argument("--num_nodes", type=number(int, 1), default=1)
     own.add_argument("--mfu", type=number(float, 0.001, 1), help="default: measured, or three published ones")
@@ -31,14 +31,15 @@ def main(argv: list[str]) -> int:
     own.add_argument("--pairs", type=number(int, 1), help="as if the data had so many pairs")
     own.add_argument("--json", type=new_file)
     ours, fields = own.parse_known_args(argv or ["--help"])
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from sfm_dpo.common.files import CALIBRATION
     from sfm_dpo.config import parse_config
     from sfm_dpo.data.tokenization import Lengths, load_token_pairs, load_tokenizer
     from sfm_dpo.model.loading import load_model_config
-    from sfm_dpo.planning.run_plan import Cluster, Planner, format_plan, read_lengths
+    from sfm_dpo.planning.run_plan import Cluster, Planner, find_gpu, format_plan, read_lengths
 
-    cluster = Cluster(ours.gpu.upper(), ours.num_gpus, ours.num_nodes)
+    gpu, memory = find_gpu(ours.gpu)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    cluster = Cluster(gpu, ours.num_gpus, ours.num_nodes, memory=memory)
     if ours.calibration or CALIBRATION.is_file():
         cluster = cluster.calibrated(ours.calibration or CALIBRATION)
     if ours.mfu:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import re
 import sys
@@ -99,10 +100,10 @@ def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> It
     unit = c.per_device_train_batch_size * world_size
     size = f"per_device_train_batch_size {c.per_device_train_batch_size} x {world_size} process(es)"
     if c.global_batch_size % unit:
-        yield (
-            "global_batch_size",
-            f"is not a multiple of {size}; choose a multiple of {unit}, or change that",
-        )
+        step = math.lcm(unit, 4 * world_size) if c.fit_memory else unit  # fit_memory may then choose up to four pairs
+        below = c.global_batch_size // step * step
+        sizes = f"{below} or {below + step}" if below else step
+        yield "global_batch_size", f"is not a multiple of {size}; choose {sizes}"
     elif c.gradient_accumulation_steps not in (1, c.global_batch_size // unit):
         accumulated = f"global_batch_size {c.global_batch_size} of {size} makes it {c.global_batch_size // unit}"
         yield "gradient_accumulation_steps", f"{accumulated}; remove the field"

@@ -98,6 +98,7 @@ def test_env_section_reaches_the_environment(parse, monkeypatch):
         ("--eval_strategy sometimes", ["eval_strategy", "'sometimes'", "'epoch'"]),
         ("--beta 5 6", ["unknown option 6"]),
         ("--beta", ["beta", "expected one argument"]),
+        ("--learning_rate -1e-6", ["learning_rate -1e-06: must be above 0"]),
         ("--config nowhere.yaml", ["nowhere.yaml", "no such file"]),
         ("--hub_token hf_canary", ["everybody on the machine can read a command line; put HF_TOKEN into"]),
     ],
@@ -158,7 +159,7 @@ BEST |= {"eval_strategy": "steps", "eval_steps": 500}
         ({"loss_type": ["sigmoid_norm", "sft"], "loss_weights": [1.0]}, ["loss_weights"]),
         ({"report_to": "wanbd"}, ["report_to wanbd", "wandb"]),
         ({"gradient_accumulation_steps": 3}, ["gradient_accumulation_steps 3", "makes it 16"]),
-        ({"global_batch_size": 10, "per_device_train_batch_size": 4}, ["10", "a multiple of", "4 x 1 process(es)"]),
+        ({"global_batch_size": 10, "per_device_train_batch_size": 4}, ["10", "4 x 1 process(es); choose 8 or 12"]),
         ({"datasets": [{"path": "a"}]}, ["dataset_name", "datasets"]),
         ({"hub_strategy": "checkpoint"}, ["hub_strategy", "checkpoint", "every_save"]),
         ({"profile_steps": [5, 3]}, ["profile_steps [5, 3]: must be the first and the last step"]),
@@ -200,6 +201,12 @@ def test_accumulation_follows_from_the_number_of_processes(parse):
     for world_size, steps in ((1, 32), (2, 16), (4, 8), (32, 1)):
         config = parse({"global_batch_size": 128, "per_device_train_batch_size": 4}, world_size=world_size)
         assert config.train.gradient_accumulation_steps == steps
+
+
+@pytest.mark.parametrize(("processes", "sizes"), [(3, "120 or 132"), (6, "120 or 144"), (48, "192")])
+def test_the_nearest_global_batches_are_offered_that_four_pairs_a_gpu_divide(parse, processes, sizes):
+    assert refused(parse, {"fit_memory": True}, world_size=processes).endswith(f"; choose {sizes}")
+    parse({"fit_memory": True, "global_batch_size": int(sizes[-3:])}, world_size=processes)
 
 
 def test_precision_without_a_gpu(parse, monkeypatch):

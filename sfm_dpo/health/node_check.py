@@ -6,6 +6,7 @@ The batch scripts run it on all nodes. It imports torch alone, to be fast.
 """
 
 import argparse
+import ctypes
 import logging
 import os
 import sys
@@ -44,6 +45,8 @@ def main(argv: list[str]) -> int:
         os.environ.setdefault(name, value)  # started without a launcher
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     folders = {"output_dir": Path(parser.parse_args(argv).output_dir), "HF_HOME": Path(home).expanduser()}
+    if LOCAL_RANK == 0:
+        print(f"{HOST}: {describe_network()}", flush=True)
     try:
         reports = check_all(folders)
         is_speaker = is_main_process()
@@ -79,6 +82,19 @@ def check_all(folders: dict[str, Path]) -> list[Report]:
             reports = gather_reports(check(folders))
     dist.destroy_process_group()
     return reports
+
+
+def describe_network() -> str:
+    """The NCCL that is loaded, the node's network adapters, and the variables that choose among them."""
+    version = ctypes.c_int()
+    with suppress(OSError):  # torch.cuda.nccl.version() is that of torch's build, not that of LD_PRELOAD
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    number = version.value
+    nccl = f"NCCL {number // 10000}.{number // 100 % 100}.{number % 100}" if number else "no NCCL"
+    adapters = [path.name for kind in ("infiniband", "cxi") for path in sorted(Path("/sys/class", kind).glob("*"))]
+    names = ("NCCL_NET", "FI_PROVIDER", "NCCL_IB_HCA", "NCCL_SOCKET_IFNAME", "LD_PRELOAD")
+    settings = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    return ", ".join([nccl, f"adapters {' '.join(adapters) or 'none'}", *settings])
 
 
 def gather_reports(findings: list[str]) -> list[Report]:

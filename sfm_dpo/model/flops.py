@@ -9,8 +9,15 @@ from dataclasses import dataclass
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
+from trl.trainer.utils import get_peak_flops
 
 from sfm_dpo.model.sharding import ATTENTION, numel, shape
+
+
+def peak_flops(gpu: str) -> float | None:
+    """Dense bf16 FLOPs a second of a GPU, by a name such as torch.cuda's; None where TRL's table lacks it."""
+    # A GH200's GPU has an H200's 989 TFLOPS (NVIDIA's data sheets)
+    return get_peak_flops(gpu.replace("GH200", "H200"), "bfloat16")
 
 
 def count_experts(config: PretrainedConfig) -> int | None:

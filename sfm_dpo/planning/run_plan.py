@@ -6,6 +6,7 @@ explains how each number is made.
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PretrainedConfig
-from trl.trainer.utils import get_peak_flops
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import format_table
@@ -22,7 +22,7 @@ from sfm_dpo.config import Config
 from sfm_dpo.data.sampler import list_micro_batches
 from sfm_dpo.data.tokenization import Lengths
 from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
-from sfm_dpo.model.flops import ForwardFlops
+from sfm_dpo.model.flops import ForwardFlops, peak_flops
 from sfm_dpo.model.memory import MemoryPlanner, Setting, choose_setting, memory_limit, meta_model
 from sfm_dpo.model.sharding import LAUNCHES, checkpoint_bytes, zero_config
 from sfm_dpo.run.checkpoint import peak_checkpoint_count
@@ -34,9 +34,18 @@ PUBLISHED_MFU = {
     0.0856: "OLMo 3 7B, 32 GPUs, OLMo-core, packed, 16k, steady (open-instruct #1827)",
     0.0277: "the same with DeepSpeed ZeRO-3, packed (open-instruct #1827)",
 }
-# Bytes, as torch.cuda.mem_get_info shows them, which fit_memory reads; B300: from its data sheet
-GPU_MEMORY = {"B300": 288e9, "B200": 191e9, "H200": 150e9, "H100": 85e9, "A100": 85e9, "L40S": 47.7e9}
+# Bytes, as torch.cuda.mem_get_info shows them, which fit_memory reads. B300, GB200, GH200 and A100-40: from torch's
+# out-of-memory messages in public issues ("has a total capacity of 184.31 GiB")
+GPU_MEMORY = {"B300": 287e9, "GB200": 197e9, "B200": 191e9, "H200": 150e9, "GH200": 101e9, "H100": 85e9}
+GPU_MEMORY |= {"A100": 85e9, "A100-40": 42.2e9, "L40S": 47.7e9}
 DRAWN = 20_000  # pairs that stand for the data where only percentiles are known
+
+
+def find_gpu(asked: str | None) -> tuple[str, float | None]:
+    """The GPU that is asked for, by default this machine's or else B200, and its bytes where this machine has it."""
+    words = re.split(r"\W", torch.cuda.get_device_name()) if torch.cuda.is_available() else []
+    name = asked.upper() if asked else next((known for known in GPU_MEMORY if known in words), "B200")
+    return name, torch.cuda.mem_get_info()[1] if name in words else None
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,7 @@ class Cluster:
     num_nodes: int = 1
     mfu: Mapping[float, str] = field(default_factory=PUBLISHED_MFU.copy)
     memory_ratio: float = 1.0
+    memory: float | None = None  # bytes, by default those of GPU_MEMORY
 
     def __post_init__(self) -> None:
         if self.gpu not in GPU_MEMORY:
@@ -62,7 +72,7 @@ class Cluster:
         """With the efficiency and the memory that check_gpu.sh measured; unchanged where that was on another GPU."""
         try:
             measured = json.loads(path.read_text())
-            if self.gpu not in measured["gpu"].upper():
+            if self.gpu.removesuffix("-40") not in re.split(r"\W", measured["gpu"].upper()):
                 return self
             mfu = {measured["mfu"]: f"measured on {measured['gpu']}: {path}"} if measured.get("mfu") else self.mfu
             return replace(
@@ -108,7 +118,7 @@ class Planner:
                 f"{config.micro_batch} x {cluster.gpus} GPUs; give other --num_gpus or --per_device_train_batch_size"
             )
         self.memory = MemoryPlanner(config, shape, cluster.gpus)
-        self.limit = memory_limit(GPU_MEMORY[cluster.gpu], self.args.memory_gib)
+        self.limit = memory_limit(cluster.memory or GPU_MEMORY[cluster.gpu], self.args.memory_gib)
         limits = (self.args.max_length, self.args.max_prompt_length)
         used = lengths.used(*limits, self.args.overlong)
         if not used.any():
@@ -150,7 +160,7 @@ class Planner:
         epochs = self.args.num_train_epochs
         training = 3 * forward * epochs
         reference = forward * (1 if self.args.precompute_ref_log_probs else epochs)
-        peak = get_peak_flops(self.cluster.gpu, "bfloat16") * self.cluster.gpus * 3600
+        peak = (peak_flops(self.cluster.gpu) or math.nan) * self.cluster.gpus * 3600
         hours = []
         for mfu, source in self.cluster.mfu.items():
             hours.append({"mfu": mfu, "source": source, "hours": (training + reference) / peak / mfu})

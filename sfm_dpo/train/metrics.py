@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
-from trl.trainer.utils import get_peak_flops
 
 from sfm_dpo.common.distributed import gather
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.statistics import LOGP_NOISE
 from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES
-from sfm_dpo.model.flops import ForwardFlops
+from sfm_dpo.model.flops import ForwardFlops, peak_flops
 
 
 def loss_scale(completion_mask: torch.Tensor, loss_type: str) -> torch.Tensor:
@@ -207,7 +206,7 @@ class Meter(TrainerCallback):
         if torch.cuda.is_available():
             metrics["perf/reserved_memory_gib"] = torch.cuda.max_memory_reserved() / 2**30
             torch.cuda.reset_peak_memory_stats()
-            if peak := get_peak_flops(torch.cuda.get_device_name(), "bfloat16"):
+            if peak := peak_flops(torch.cuda.get_device_name()):
                 metrics["perf/mfu"] = totals["flops"] / seconds / (peak * world_size)
         return metrics
 

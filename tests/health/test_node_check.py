@@ -66,8 +66,11 @@ def test_a_healthy_process_without_a_launcher_leaves_nothing_behind(tmp_path, mo
         monkeypatch.setenv(name, "")  # so that what the check sets is undone
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("NCCL_NET", "AWS Libfabric")
     assert node_check.main(["--output_dir", str(tmp_path / "run")]) == 0
-    assert capsys.readouterr().out == "health: 1 node(s), 1 rank(s) fine\n"
+    network, verdict = capsys.readouterr().out.splitlines()
+    assert re.search(r": (no NCCL|NCCL 2\.\d+\.\d+), .*, NCCL_NET=AWS Libfabric", network)
+    assert verdict.endswith(" health: 1 node(s), 1 rank(s) fine")
     assert not [p for folder in ("run", "hf") for p in (tmp_path / folder).iterdir()]
 
 

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
 from transformers import AutoConfig
@@ -13,7 +14,8 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.tokenization import Lengths
-from sfm_dpo.planning.run_plan import Cluster, Planner, format_plan
+from sfm_dpo.model.flops import peak_flops
+from sfm_dpo.planning.run_plan import GPU_MEMORY, Cluster, Planner, find_gpu, format_plan
 from tests.tiny_models import tiny_config
 
 AS_NAMED = "--fit_memory false --per_device_train_batch_size 4 --gradient_checkpointing true".split()
@@ -90,6 +92,8 @@ def test_a_calibration_of_this_gpu_is_used_and_of_another_is_not(plan_of, tmp_pa
     assert sizes[1] == pytest.approx(1.1 * sizes[0])
     file.write_text(json.dumps(measured | {"gpu": "NVIDIA H100 80GB HBM3"}))
     assert B200.calibrated(file) == B200
+    file.write_text(json.dumps(measured | {"gpu": "NVIDIA GB200"}))
+    assert B200.calibrated(file) == B200
     file.write_text(json.dumps({"gpu": "NVIDIA B200", "flash": "FA4"}))  # the check was cut off
     assert B200.calibrated(file) == B200
     file.write_text("{}")
@@ -129,3 +133,26 @@ def test_command_with_stated_percentiles(tmp_path, monkeypatch, capsys):
 def test_gpus_that_do_not_divide_the_global_batch_are_named(plan_of):
     with pytest.raises(UserError, match=r"global_batch_size 128 is no multiple of .* x 3 GPUs"):
         plan_of(tiny_config("olmo3"), lengths_of(8, 9, 9, 9), (), Cluster("B200", 3))
+
+
+@pytest.mark.parametrize(
+    ("device", "total", "asked", "name", "memory", "peak"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 42e9, None, "A100", 42e9, 312e12),
+        ("NVIDIA A100-SXM4-40GB", 42e9, "a100", "A100", 42e9, 312e12),  # not the 80 GB of the table
+        ("NVIDIA A100-SXM4-40GB", 42e9, "h100", "H100", 85e9, 989e12),
+        ("NVIDIA A100-SXM4-80GB", 85e9, "a100-40", "A100-40", 42.2e9, 312e12),
+        ("NVIDIA GH200 120GB", 102e9, None, "GH200", 102e9, 989e12),
+        ("NVIDIA GB200", 198e9, None, "GB200", 198e9, 2.5e15),
+        ("Tesla V100-SXM2-16GB", 17e9, None, "B200", 191e9, 2.25e15),
+        (None, None, "gh200", "GH200", 101e9, 989e12),
+    ],
+)
+def test_a_gpu_that_is_here_is_planned_with_its_own_memory(monkeypatch, device, total, asked, name, memory, peak):
+    """Stand-ins for what torch.cuda says."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: device)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, total))
+    found, size = find_gpu(asked)
+    assert (found, size or GPU_MEMORY[found], peak_flops(found)) == (name, memory, peak)
+    assert size is None or peak_flops(device) == peak

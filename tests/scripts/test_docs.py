@@ -19,7 +19,7 @@ SLURM = (
     "kill-on-invalid-dep label mem name nodes ntasks ntasks-per-node open-mode output partition requeue signal time "
     "wait batch"
 )
-OTHER = "no-deps append help nproc-per-node"  # of git, pip, wandb sync, trl and torchrun
+OTHER = "index-url no-deps append help nproc-per-node"  # of git, pip, wandb sync, trl and torchrun
 REFERENCE = """# Fields
 
 Every field of this project, and the fields of TRL's `DPOConfig` and `ModelConfig` that a recipe is likely to set; the

@@ -13,7 +13,7 @@ from sfm_dpo.config import parse_config
 from sfm_dpo.run.folder import read_status
 from tests.commands import runnable
 from tests.project import link
-from tests.slurm.jobs import CPU, end_of, log_of, train
+from tests.slurm.jobs import CPU, end_of, log_of, stand_in, train
 from tests.toolbox import as_options, error_line, logged, write_jsonl
 
 INSTRUCT = "dpo-instruct-train"
@@ -165,6 +165,47 @@ def test_eval_tasks_are_evaluated_by_a_job_of_their_own(cluster, project):
     assert "--tasks nothing.yaml: cannot be loaded" in log
     for run in ("evaluated", "not_evaluated"):
         assert read_status(project / f"outputs/{run}")["state"] == "done"
+
+
+SITE = """
+echo "modules of $(hostname) $UNSET"
+! false
+export SITE_NODE=$SLURM_NODEID NCCL_NET=net$SLURM_NODEID PATH=$PWD/modules:$PATH
+"""
+AT_SITE = """
+import os
+from sfm_dpo.run.folder import write_status
+
+print(f"rank {os.environ['RANK']}: node {os.environ['SITE_NODE']}")
+write_status("outputs/site", "done", 0, step=4)
+"""
+
+
+def test_the_site_file_is_sourced_on_every_node(cluster, project, tmp_path):
+    """It leaves bash's strictness and the chosen environment as they were; a python of its modules comes after."""
+    folder = stand_in(project, tmp_path, AT_SITE, {"output_dir": "outputs/site"})
+    (folder / "scripts/site.sh").write_text(SITE)
+    (folder / "modules").mkdir()
+    (folder / "modules/python").symlink_to("/bin/false")
+    env = {"NUM_PROCESSES": "1", "SKIP_HEALTHCHECK": "0"}
+    log = end_of(cluster, folder, train(cluster, folder, "--nodes=2", env=env, output_dir="outputs/site"))
+    assert re.search("n1: .*NCCL.*, adapters .*, NCCL_NET=net0", log), log
+    assert re.search("n2: .*NCCL.*, adapters .*, NCCL_NET=net1", log), log
+    assert "rank 0: node 0\n" in log and "rank 1: node 1\n" in log
+
+
+@pytest.mark.parametrize(
+    ("site", "message"),
+    [("fi\n", "site.sh: line 1: syntax error near unexpected token `fi'"), ("return 3", "site.sh: returned 3 on ")],
+    ids=["syntax", "code"],
+)
+def test_a_site_file_that_fails_ends_the_job_with_one_line(cluster, project, tmp_path, site, message):
+    folder = stand_in(project, tmp_path, "")
+    (folder / "scripts/site.sh").write_text(site)
+    evaluation = cluster.sbatch("scripts/evaluate.sh", "outputs/dpo", cwd=folder)
+    for job, name in ((train(cluster, folder), "dpo-train"), (evaluation, "evaluate")):
+        log = end_of(cluster, folder, job, "FAILED", "2:0", name=name)
+        assert log.count("\n") == 1 and log.startswith(f"error: scripts/{message}"), log
 
 
 def test_submitted_from_another_folder(cluster, project, tmp_path):
