@@ -51,7 +51,7 @@ def load(name: str) -> tuple:
         tokenizer = AutoTokenizer.from_pretrained(name)
         return load_model(name, {"dtype": dtype}).eval(), tokenizer
     except (OSError, ValueError, StrictDataclassError) as error:
-        raise UserError(f"{name}: neither a folder with a model nor one that the Hub gives: {error}") from error
+        raise UserError(f"{name}: neither a folder with a model nor a model on the Hub: {error}") from error
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Helpers without a subject of their own: errors, command lines, secrets, statistics, ranks, files."""
+"""General helpers: errors, command lines, secrets, statistics, ranks, files."""

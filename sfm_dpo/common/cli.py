@@ -1,4 +1,4 @@
-"""Command lines and the log. Imports nothing slow, so that --help answers at once."""
+"""Command lines and the log. Imports nothing slow, so that --help prints at once."""
 
 import argparse
 import functools
@@ -20,8 +20,8 @@ _PREFIX = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 
 
 class LineHandler(logging.Handler):
-    """Rank 0's lines with the time on stdout, errors of any rank on stderr, secrets masked. sfm_dpo.setup() installs
-    it."""
+    """Prints rank 0's lines with the time on stdout and any rank's errors on stderr, with secrets masked.
+    sfm_dpo.setup() installs it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         message = mask(_PREFIX.get(record.levelno, "") + record.getMessage())
@@ -56,18 +56,18 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], in
 
 
 class Arguments(argparse.ArgumentParser):
-    """An ArgumentParser that takes no abbreviations and keeps the lines of its description."""
+    """An ArgumentParser that accepts no abbreviations and keeps the line breaks of its description."""
 
     def __init__(self, **kwargs: Any):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
 
     def error(self, message: str) -> NoReturn:
-        """One line, without the usage that argparse would print above it."""
+        """Prints one line, without argparse's usage text."""
         self.exit(2, f"error: {message} (see --help)\n")
 
 
 def number(kind: type, lowest: float, highest: float = math.inf) -> Callable[[str], Any]:
-    """For `type=`: an int or float from `lowest` to `highest`."""
+    """For `type=`: an int or float between `lowest` and `highest`, both included."""
 
     def read(text: str) -> Any:
         value = kind(text)
@@ -80,7 +80,7 @@ def number(kind: type, lowest: float, highest: float = math.inf) -> Callable[[st
 
 
 def new_file(text: str) -> Path:
-    """For `type=`: a file that can be written. Checked before the work whose result it is to hold."""
+    """For `type=`: the path of a file that can be written, checked before the work starts."""
     path = Path(text)
     if path.is_dir() or not os.access(path.absolute().parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written; name a file in a folder that exists")

@@ -1,4 +1,4 @@
-"""Ranks, by the launcher's environment, how they agree on a value, and why they see no GPU."""
+"""Ranks from the launcher's environment, collectives on Python values, and why a rank sees no GPU."""
 
 import os
 from collections.abc import Callable
@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 from sfm_dpo.common.errors import UserError
 
 T = TypeVar("T")
-DRIVER = Path("/proc/driver/nvidia/version")  # exists where NVIDIA's driver is loaded
+DRIVER = Path("/proc/driver/nvidia/version")  # exists if NVIDIA's driver is loaded
 
 
 def is_main_process() -> bool:
-    """Whether this is rank 0; also before the process group exists."""
+    """Whether this is rank 0; works before the process group exists."""
     return rank() == 0
 
 
@@ -25,7 +25,7 @@ def world_size() -> int:
 
 
 def broadcast(value: T) -> T:
-    """Rank 0's value, on every rank. All ranks must call it; the value is pickled."""
+    """Returns rank 0's value on every rank. All ranks must call it; the value is pickled."""
     from accelerate.utils import broadcast_object_list
 
     values = [value]
@@ -34,7 +34,7 @@ def broadcast(value: T) -> T:
 
 
 def gather(value: T) -> list[T]:
-    """The values of all ranks, on every rank. All ranks must call it; the values are pickled."""
+    """Returns the values of all ranks on every rank. All ranks must call it; the values are pickled."""
     from accelerate.utils import gather_object
 
     return gather_object([value])
@@ -55,7 +55,7 @@ def main_process_first(action: Callable[[], T]) -> T:
 
 
 def explain_missing_gpus() -> str | None:
-    """Why torch sees no GPU where there should be one; None where nothing is wrong."""
+    """Why torch sees no GPU although the node should have one; None if nothing is wrong."""
     import torch
 
     given = os.environ.get("SLURM_GPUS_ON_NODE")

@@ -1,4 +1,4 @@
-"""How a run ends other than by a crash (1): one exception for each end, with its exit code and state in status.json.
+"""The ways a run ends other than by a crash (code 1): an exception each, with its exit code and state in status.json.
 
 Further exit codes: 5, not pushed (hub/publish.py); 69, the node check failed (health/node_check.py); 70, hung
 (train/watchdog.py); 130 from a script (common/cli.py).
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 
 class RunEnd(Exception):
-    """An end that is reported in one line, without a traceback; `status` is further fields for status.json."""
+    """An end that is reported in one line, without a traceback; `status` holds further fields for status.json."""
 
     exit_code: ClassVar[int]
     state: ClassVar[str]  # in status.json
@@ -25,16 +25,16 @@ class UserError(RunEnd):  # wrong configuration or data
     state = "failed"
 
 
-class DiskFull(UserError):  # or read-only; perhaps for one rank alone
+class DiskFull(UserError):  # or read-only; possibly on one rank only
     exit_code = 1
 
 
 class OutOfMemory(UserError):
-    """A micro-batch does not fit; perhaps on one rank alone."""
+    """A micro-batch does not fit; possibly on one rank only."""
 
 
 class ResumeRefused(UserError):
-    """A checkpoint is of another run, or of other processes."""
+    """The checkpoint belongs to another run, or to another number of processes."""
 
 
 class PreflightRefused(UserError):
@@ -52,7 +52,7 @@ class StopRequested(RunEnd):  # by the stop file; the same command resumes
     state = "stopped"
 
 
-class Interrupted(StopRequested):  # by Ctrl-C, or by SIGTERM where there is no launcher
+class Interrupted(StopRequested):  # by Ctrl-C, or by SIGTERM without a launcher
     exit_code = 130
 
 
@@ -61,6 +61,6 @@ class PreflightDone(StopRequested):  # only the preflight was requested
 
 
 def nearest(name: Any, known: Iterable[str], prefix: str = "") -> str:
-    """The end of an error message: the known name that resembles `name`, if one does."""
+    """The end of an error message: the known name most similar to `name`, if there is one."""
     match = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     return f"; did you mean {prefix}{match[0]}?" if match else ""

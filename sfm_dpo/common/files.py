@@ -1,4 +1,4 @@
-"""Files, written atomically; sizes, times and tables as text."""
+"""Atomic file writes, and times and tables as text."""
 
 import json
 import os
@@ -13,7 +13,7 @@ CALIBRATION = PROJECT / "outputs/check-gpu/calibration.json"  # written by check
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """A reader sees the old text or the new one, never half of it, also after a power cut."""
+    """Writes the file so that a reader sees the old or the new text, never part of it, even after a power cut."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w") as file:
         file.write(text)
@@ -22,7 +22,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def sync(file: IO) -> None:
-    """Writes an open file to the disk: a renamed one may otherwise be empty after a power cut."""
+    """Flushes an open file to disk: without this a renamed file may be empty after a power cut."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -32,7 +32,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def now() -> str:
-    """The time with its zone, to the second."""
+    """The current UTC time in ISO format, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -44,7 +44,7 @@ def format_clock(seconds: float) -> str:
 def format_table(
     rows: Iterable[Sequence[object]], headings: Sequence[str] = (), align: str = "l", indent: int = 2
 ) -> str:
-    """The rows as lines of text. `align`: l or r for each column; the last one holds for all further columns."""
+    """The rows as lines of text. `align`: l or r for each column; the last letter applies to all further columns."""
     table = [[str(cell) for cell in row] for row in rows]
     if headings:
         table.insert(0, list(headings))

@@ -1,4 +1,4 @@
-"""Secrets of the environment and of .env, which is read once, and masked in whatever is written or printed."""
+"""Secrets from the environment and from .env: read once, and masked in everything that is written or printed."""
 
 import os
 import re
@@ -14,32 +14,32 @@ from sfm_dpo.common.files import PROJECT
 
 _SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|HOOK)S?(_|\d|$)")
 _NO_SECRET = re.compile(r"_(PATH|FILE|DIR|HOME|NAME)$")  # HF_TOKEN_PATH
-_SHORTEST = 8  # masking a shorter value would make ordinary text illegible, and no token is so short
+_SHORTEST = 8  # masking shorter values would make ordinary text illegible, and no token is that short
 
 
 def load_env_file() -> None:
-    """Puts .env of the working directory, of a folder above it, or else the project's, into the environment."""
+    """Loads .env into the environment: from the working directory, a folder above it, or else the project."""
     path = Path(find_dotenv(usecwd=True) or PROJECT / ".env")
     if not path.is_file():
         return
     mode = path.stat().st_mode & 0o777
     if is_main_process() and mode & 0o077:  # not on stdout, where check_config.py prints a result
-        print(f"warning: .env can be read by others (mode {mode:o}): chmod 600 {path}", file=sys.stderr, flush=True)
-    for name, value in dotenv_values(path).items():  # which warns about a line that is not NAME=value
+        print(f"warning: .env is readable by others (mode {mode:o}): chmod 600 {path}", file=sys.stderr, flush=True)
+    for name, value in dotenv_values(path).items():  # warns about a line that is not NAME=value
         os.environ.setdefault(name, value or "")
 
 
 def mask(text: str) -> str:
-    """`text` with `***` for the values of variables named like a secret, but numbers and paths, and for Hub tokens."""
+    """`text` with `***` for Hub tokens and the values of variables named like a secret, except numbers and paths."""
     names = {name for name in os.environ if _SECRET.search(name.upper()) and not _NO_SECRET.search(name.upper())}
-    for value in sorted({os.environ[name] for name in names}, key=len, reverse=True):  # one may be part of another
+    for value in sorted({os.environ[name] for name in names}, key=len, reverse=True):  # one may contain another
         if value in text and len(value) >= _SHORTEST and not value.isdigit() and not os.path.exists(value):
             text = text.replace(value, "***")
     return re.sub(r"\bhf_[A-Za-z0-9]{20,}", "***", text)
 
 
 def mask_values(content: Any) -> Any:
-    """Parsed JSON or YAML with each of its texts masked; a mask in the file's own text could break its syntax."""
+    """Parsed JSON or YAML with each string masked; masking the file's raw text could break its syntax."""
     if isinstance(content, dict):
         return {key: mask_values(value) for key, value in content.items()}
     if isinstance(content, list):
@@ -48,6 +48,6 @@ def mask_values(content: Any) -> Any:
 
 
 def mask_traceback(kind, error, trace) -> None:
-    """For sys.excepthook: a library may have put the token it was given into its message. Ctrl-C is one line."""
+    """For sys.excepthook: a library's message may contain the token it was given. Ctrl-C prints one line."""
     lines = traceback.format_exception(kind, error, trace) if kind is not KeyboardInterrupt else ["\ninterrupted\n"]
     print(mask("".join(lines)), end="", file=sys.stderr, flush=True)

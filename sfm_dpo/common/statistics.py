@@ -1,13 +1,13 @@
-"""95% confidence intervals of a mean and of a share."""
+"""95% confidence intervals of a mean and of a proportion."""
 
 import math
 from collections.abc import Sequence
 
-# Standard deviation of a token's log-prob (nats) between two forwards of other shapes: rounding of hidden states and
-# of logits of some 10, relative 2**-9 in bf16, 2**-12 in fp16, 2**-24 in fp32
+# Standard deviation of a token's log-prob (nats) between two forwards of different shapes: hidden states and logits
+# (of about 10) are rounded, with a relative error of 2**-9 in bf16, 2**-12 in fp16, 2**-24 in fp32
 LOGP_NOISE = {"bf16": 0.015, "fp16": 0.002, "no": 1e-5}
 
-Z = 1.959964  # of a two-sided 95% interval under the normal approximation
+Z = 1.959964  # for a two-sided 95% interval under the normal approximation
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
@@ -23,7 +23,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def wilson(share: float, n: int) -> tuple[float, float]:
-    """Wilson's 95% score interval (1927) of a share observed in n trials. NaN where share is."""
+    """Wilson's 95% score interval (1927) of a share observed in n trials; NaN if the share is NaN."""
     square = Z * Z / n
     centre = share + square / 2
     half = Z * math.sqrt(share * (1 - share) / n + square / (4 * n))

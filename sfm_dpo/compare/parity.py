@@ -1,6 +1,6 @@
-"""Parity of code paths: one batch and the same weights through several forwards of the trainer that trains.
+"""Parity of code paths: runs the same batch and weights through several forwards of the actual trainer.
 
-The reference is eager attention in fp32, padded, all pairs in one forward. The rule: docs/reproducibility.md.
+The reference is eager attention in fp32, padded, with all pairs in one forward. docs/reproducibility.md has the rule.
 """
 
 import gc
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 MAX_TIMES_ROUNDING = 8.0
 DEFAULT_VARIANTS = "padded packed shared batch_1 compile bf16 packed+bf16".split()
-WORDS: dict[str, dict[str, Any]] = {  # of a variant's name, joined by +: the fields that each sets
+WORDS: dict[str, dict[str, Any]] = {  # the words of a variant's name (joined by +) and the fields each sets
     "eager": {"attention": "eager"},
     "padded": {"attention": "sdpa"},
     "packed": {"attention": "packed"},
@@ -44,14 +44,14 @@ class Variant:
     name: str
     attention: str = "eager"
     shared: bool = False  # prefix sharing
-    batch: int | None = None  # pairs in one forward, None for all
-    dtype: str = "float32"  # bfloat16 is autocast
+    batch: int | None = None  # pairs in one forward; None: all
+    dtype: str = "float32"  # bfloat16: under autocast
     compiled: bool = False
-    nudged: bool = False  # every weight is moved by its last bit, to measure rounding
+    nudged: bool = False  # moves every weight by its last bit, to measure rounding
 
 
 def parse_variant(name: str) -> Variant:
-    """The variant of a name such as `packed+bf16`."""
+    """The variant with a name such as `packed+bf16`."""
     fields: dict[str, Any] = {}
     for word in name.split("+"):
         if word not in WORDS:
@@ -62,45 +62,45 @@ def parse_variant(name: str) -> Variant:
 
 @dataclass
 class Measurement:
-    """What a variant computed, on CPU."""
+    """The results of a variant, on CPU."""
 
     variant: Variant
-    logps: torch.Tensor  # float64 [all tokens of chosen, then of rejected], 0 where one does not count
-    gradients: dict[str, torch.Tensor]  # of the loss, by parameter
+    logps: torch.Tensor  # float64 [all tokens of chosen, then of rejected]; 0 for tokens without loss
+    gradients: dict[str, torch.Tensor]  # gradients of the loss, by parameter
 
 
 def load_rows(argv: list[str], pairs: int) -> tuple[Dataset, PreTrainedTokenizerBase]:
-    """`pairs` of the recipe's training pairs, drawn with its seed, and the tokenizer."""
+    """A sample of `pairs` training pairs of the recipe, drawn with its seed, and the tokenizer."""
     config = parse_config(argv, world_size=1)
     tokenizer = load_tokenizer(config)
     tokens = load_token_pairs(config, tokenizer).train
     check_vocabulary(tokens, tokenizer, load_model_config(config).get_text_config().vocab_size)
     if len(tokens) < pairs:
-        raise UserError(f"--pairs {pairs}: the dataset has {len(tokens)}")
+        raise UserError(f"--pairs {pairs}: the dataset has only {len(tokens)}; choose fewer")
     drawn = np.random.default_rng(config.train.seed).permutation(len(tokens))[:pairs]
     return tokens.select(np.sort(drawn)), tokenizer
 
 
 class ParityTrainer(SFMDPOTrainer):
-    """The trainer of a variant, with the model loaded anew, and no cache of reference log-probs."""
+    """The trainer of a variant, with a freshly loaded model and no cache of reference log-probs."""
 
     def __init__(self, argv: list[str], rows: Dataset, tokenizer: PreTrainedTokenizerBase, variant: Variant):
-        gc.collect()  # the last variant's model: a trainer is full of cycles, and two may not fit on a GPU
+        gc.collect()  # frees the last variant's model (trainers have reference cycles): two may not fit on a GPU
         torch.cuda.empty_cache()
         config = parse_config(argv, world_size=1)
         args = config.train
         args.padding_free = variant.attention == "packed"
-        args.prefix_sharing = None if variant.shared else False  # None: where the model can
+        args.prefix_sharing = None if variant.shared else False  # None: if the model supports it
         args.torch_compile = variant.compiled
         args.torch_compile_backend = (args.torch_compile_backend or "inductor") if variant.compiled else None
-        if variant.attention != "packed":  # TRL would load it by that name, before it is registered
+        if variant.attention != "packed":  # TRL would load "packed" by name before it is registered
             config.model.attn_implementation = variant.attention
         args.model_init_kwargs = model_init_kwargs(config)
         model = config.model.model_name_or_path
         super().__init__(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
-        self.step_0_checked = True  # the check would stop at what is to be measured
+        self.step_0_checked = True  # the check would stop at the differences to be measured
         self.variant = variant
-        # fp32 weights and bf16 arithmetic, as the Trainer's `bf16: true`
+        # fp32 weights and bf16 arithmetic, as with the Trainer's `bf16: true`
         device = self.accelerator.device
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=variant.dtype == "bfloat16")
         self.model.to(device).train()
@@ -108,13 +108,13 @@ class ParityTrainer(SFMDPOTrainer):
             nudge_weights(self.model)
 
     def forward(self, **inputs: Any):
-        """The variant's forward, as TRL calls the model; keeps the log-probs, [2B, L - 1]."""
+        """The variant's forward, as TRL calls the model; stores the log-probs, [2B, L - 1]."""
         output = self.model(**inputs)
         self.log_probs = output.log_probs.detach()
         return output
 
     def measure(self) -> Measurement:
-        """Log-probs, and the gradients of the mean loss over all pairs, with the policy as reference."""
+        """Log-probs and gradients of the mean loss over all pairs, with the policy as the reference."""
         chosen: list[torch.Tensor] = []
         rejected: list[torch.Tensor] = []
         pairs = list(self.train_dataset)
@@ -146,7 +146,7 @@ def nudge_weights(model) -> None:
 
 
 def compare_gradients(expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> dict[str, float]:
-    """|actual - expected| / |expected| by layer, or by module outside the layers."""
+    """|actual - expected| / |expected| for each layer, and for each module outside the layers."""
     errors: dict[str, float] = defaultdict(float)
     sizes: dict[str, float] = defaultdict(float)
     for name, gradient in expected.items():
@@ -159,20 +159,20 @@ def compare_gradients(expected: dict[str, torch.Tensor], actual: dict[str, torch
 
 
 def compare_measurements(reference: Measurement, other: Measurement) -> dict[str, Any]:
-    """`logp_max` and `logp_mean` of the differences, in nats a token; `gradient`: of the worst of the `layers`."""
+    """`logp_max` and `logp_mean` of the differences, in nats per token; `gradient`: the worst of the `layers`."""
     gap = (reference.logps - other.logps).abs()
     count = ((reference.logps != 0) | (other.logps != 0)).sum().clamp(min=1)
     layers = compare_gradients(reference.gradients, other.gradients)
     return {
         "logp_max": gap.max().item(),
         "logp_mean": (gap.sum() / count).item(),
-        "gradient": float(np.max(list(layers.values()))),  # NaN wins
+        "gradient": float(np.max(list(layers.values()))),  # NaN takes precedence
         "layers": layers,
     }
 
 
 def measure_rounding(reference: Measurement, rounded: Measurement) -> dict[str, float]:
-    """How far rounding takes the reference path from itself, for each metric; never below one roundoff."""
+    """How much rounding changes each metric of the reference path; at least one unit of roundoff."""
     differences = compare_measurements(reference, rounded)
     size = reference.logps.abs()
     sizes = {"logp_max": size.max().item(), "logp_mean": size.mean().item(), "gradient": 1.0}
@@ -181,11 +181,11 @@ def measure_rounding(reference: Measurement, rounded: Measurement) -> dict[str, 
 
 
 def judge_variant(reference: Measurement, other: Measurement, level: dict[str, float]) -> dict[str, Any]:
-    """Differences and verdict, rounding or bug, given the `level` of rounding in the variant's precision."""
+    """Differences and verdict (rounding or bug), given the `level` of rounding in the variant's precision."""
     row: dict[str, Any] = {"variant": other.variant.name} | compare_measurements(reference, other)
     times = [row[name] / level[name] for name in level]
     row["times_rounding"] = max(times)
-    row["verdict"] = "rounding" if all(ratio <= MAX_TIMES_ROUNDING for ratio in times) else "bug"  # also of NaN
+    row["verdict"] = "rounding" if all(ratio <= MAX_TIMES_ROUNDING for ratio in times) else "bug"  # NaN is a bug
     return row
 
 
@@ -195,7 +195,7 @@ def run_parity(argv: list[str], names: list[str], pairs: int = 4) -> dict[str, A
     fields += f"--global_batch_size {pairs} --per_device_train_batch_size {pairs} "
     fields += "--precompute_ref_log_probs true"  # no second model
     variants = [parse_variant(name) for name in names]
-    with tempfile.TemporaryDirectory() as folder:  # the trainer wants an output_dir; nothing is kept in it
+    with tempfile.TemporaryDirectory() as folder:  # the trainer needs an output_dir; nothing in it is kept
         argv = [*argv, "--output_dir", folder, *fields.split()]
         rows, tokenizer = load_rows(argv, pairs)
 

@@ -1,4 +1,4 @@
-"""Comparison of two runs: every common metric step by step, and what else differs between them."""
+"""Comparison of two runs: every common metric step by step, and the other differences between the runs."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from sfm_dpo.run.reader import read_run, to_float
 Log = dict[int, dict[str, float]]  # {optimizer step: {metric: value}}
 
 _OMITTED = ("step", "perf/", "runtime", "per_second", "total_flos", "epoch")
-# Shown first, in this order; the others follow by name
+# Shown first, in this order; others follow sorted by name
 _FIRST = "loss logps/chosen logps/rejected rewards/margins grad_norm rewards/chosen rewards/rejected entropy".split()
 _OF_THE_STEP = ("learning_rate", "num_tokens", "eval_")  # others are means since the last logged step
 _NO_EFFECT = MAY_DIFFER - {"gradient_accumulation_steps"} | {"logging_dir", "eval_strategy", "eval_steps"}
-# datasets' own fingerprint also changes with the path of a file; the hash of the tokens does not
+# datasets' own fingerprint also changes with a file's path; the hash of the tokens does not
 _DATA_FACTS = ("sources", "rows", "train", "eval", "train_tokens", "order")
 _ENVIRONMENT_FACTS = ("git_commit", "cuda", "gpus", "world_size")
 
@@ -32,17 +32,17 @@ class RunLog:
 
 
 def read_log(path: Path) -> RunLog:
-    """Reads the folder, or a checkpoint, of a run of train_dpo.py or another HF Trainer."""
+    """Reads the folder or a checkpoint of a run by train_dpo.py or another HF Trainer."""
     run = read_run(path)
     steps: Log = {}
     for entry in run["log"]:
         if "train_runtime" in entry:
-            continue  # the closing summary: means over the complete run
+            continue  # the closing summary: means over the entire run
         for name, value in entry.items():
             if not any(part in name for part in _OMITTED):
                 steps.setdefault(entry["step"], {})[name] = to_float(value)
     if not steps:
-        raise UserError(f"{path}: holds no logged step; compare a run that has trained at least logging_steps steps")
+        raise UserError(f"{path}: no step was logged; compare a run that has trained for at least logging_steps steps")
     environment = {name: run["environment"].get(name) for name in _ENVIRONMENT_FACTS}
     for name, version in run["environment"].get("versions", {}).items():
         environment[f"versions.{name}"] = version
@@ -96,12 +96,12 @@ def align_series(a: RunLog, b: RunLog) -> dict[str, dict[str, list]]:
             b_values = [b_log[step][name] for step in steps]
             series[name] = {"steps": steps, "a": a_values, "b": b_values}
     if not series:
-        raise UserError(f"{a.name} and {b.name}: no metric in common")
+        raise UserError(f"{a.name} and {b.name}: no metric in common; compare two runs of train_dpo.py")
     return series
 
 
 def average_between(log: Log, common: list[int]) -> Log:
-    """The log at the common steps: the mean of a metric since the common step before, or its value of that step."""
+    """The log at the common steps: a metric's mean since the previous common step, or its value at the step."""
     averaged: Log = {step: {} for step in common}
     since: dict[str, list[float]] = defaultdict(list)
     for step, metrics in log.items():
@@ -116,12 +116,12 @@ def average_between(log: Log, common: list[int]) -> Log:
 
 
 def compare_metric(name: str, series: dict[str, list], tolerance: float) -> dict[str, Any]:
-    """The largest difference of a metric, `absolute` and `relative` to the larger value; the `first` step with a
-    difference of any size, and `beyond`, the first with one beyond the tolerance, or None.
+    """The largest difference of a metric, `absolute` and `relative` to the larger value; the `first` step with any
+    difference, and `beyond`, the first step with a difference beyond the tolerance; None if there is no such step.
 
-    A difference counts relative to the larger value of its step, but at least to the metric's median size and, but for
-    the gradient norm, to 1 (nat). A value that is not finite is beyond. Never beyond are shares of pairs, which jump
-    where a margin crosses 0, and the causes: learning rate and number of tokens.
+    The tolerance is relative to the larger value of the step, but at least to the metric's median size and, except for
+    the gradient norm, to 1 (nat). A value that is not finite is beyond it. Shares of pairs, which jump when a margin
+    crosses 0, and causes (learning rate, number of tokens) never are.
     """
     steps = series["steps"]
     a = np.array(series["a"])
@@ -144,7 +144,7 @@ def compare_metric(name: str, series: dict[str, list], tolerance: float) -> dict
 
 
 def find_differences(a: RunLog, b: RunLog) -> dict[str, dict[str, Any]]:
-    """{topic: {name: (in A, in B)}} of the facts that both runs have."""
+    """{topic: {name: (in A, in B)}} for the facts that both runs have and that differ."""
     differences: dict[str, dict[str, Any]] = {}
     for topic, a_facts in a.facts.items():
         values = {name: (a_facts[name], value) for name, value in b.facts[topic].items() if name in a_facts}

@@ -1,1 +1,1 @@
-"""Checks before and during training: node, preflight, guard."""
+"""Checks before and during training: node check, preflight, guard."""

@@ -1,4 +1,4 @@
-"""Greedy answers to prompts, and how repetitive they are."""
+"""Greedy answers to prompts, and how repetitive the answers are."""
 
 from typing import NamedTuple
 
@@ -9,13 +9,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 class Answer(NamedTuple):
     text: str
     tokens: int  # without EOS
-    cut: bool  # the limit ended it
+    cut: bool  # ended by the token limit
 
 
 def continue_prompts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], limit: int
 ) -> list[Answer]:
-    """Greedy answers of up to `limit` tokens to prompts given as token ids, in one batch. `model` is in eval mode."""
+    """Greedy answers of up to `limit` tokens to prompts of token ids, in one batch. `model` must be in eval mode."""
     batch = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt").to(model.device)
     with torch.inference_mode():
         rows = model.generate(**batch, max_new_tokens=limit, do_sample=False, pad_token_id=tokenizer.pad_token_id)
@@ -28,7 +28,7 @@ def continue_prompts(
 
 
 def repeated_4grams(texts: list[str]) -> float:
-    """Share of the 4-grams of words that occurred before in the same text; 0 for texts of under 4 words."""
+    """Share of word 4-grams that occurred before in the same text; 0 for texts of fewer than 4 words."""
     total = 0
     distinct = 0
     for words in map(str.split, texts):

@@ -1,4 +1,4 @@
-"""The guard: applies the rules of guard_rules.py while training, and stops a run that has collapsed."""
+"""The guard: applies the rules of guard_rules.py during training, and stops a run that has collapsed."""
 
 import logging
 from pathlib import Path
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 HEALTH = "health.json"
 SAMPLES = "samples.json"
-AUTHOR = "guard"  # of its KEEP files
-PROMPTS = 4  # of one round of generations
+AUTHOR = "guard"  # written into its KEEP files
+PROMPTS = 4  # in each round of generations
 NEW_TOKENS = 64
 
 
@@ -38,10 +38,10 @@ class Guard(TrainerCallback):
 
     def __init__(self, trainer: Any, prompts: list[list[int]]):
         self.trainer = trainer
-        self.prompts = prompts  # token ids, to be answered every `guard_generations` steps
+        self.prompts = prompts  # token ids; answered every `guard_generations` steps
         self.findings: list[Finding] = []
         self.stopped: Finding | None = None
-        self.last_healthy: str | None = None  # a checkpoint
+        self.last_healthy: str | None = None  # path of a checkpoint
         self.first_answers: list[Answer] = []
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -58,10 +58,10 @@ class Guard(TrainerCallback):
             return
         is_due = bool(self.prompts) and (state.global_step % args.guard_generations == 0 or not self.first_answers)
         if is_due and is_main_process():
-            state.log_history[-1].update(self._generate(args))  # into trainer_state.json
+            state.log_history[-1].update(self._generate(args))  # saved in trainer_state.json
         entries = [entry for entry in state.log_history if "loss" in entry]
         known = {finding.signal for finding in self.findings}
-        # Metrics are gathered from all ranks, but ranks that came to different findings would wait for each other
+        # Metrics are gathered from all ranks, but ranks with different findings would wait for each other forever
         new = broadcast([finding for finding in judge_log(entries, self.run) if finding.signal not in known])
         for finding in new:
             self._report(args, entries, finding)
@@ -72,7 +72,7 @@ class Guard(TrainerCallback):
         return self.on_epoch_end(args, state, control)
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        """Nothing is saved once the run is stopped."""
+        """Saves nothing once the run is stopped."""
         if self.stopped:
             control.should_save = False
             control.should_evaluate = False
@@ -90,10 +90,10 @@ class Guard(TrainerCallback):
         log.info(f"guard: {level}: {format_finding(finding)}; {finding.remedy}")
 
     def on_save(self, args, state, control, **kwargs):
-        """Keeps from rotation what may turn out to be the last healthy checkpoint.
+        """Protects from rotation the checkpoints that may turn out to be the last healthy one.
 
-        A collapse is detected up to COLLAPSE_STEPS after it began: the newest checkpoint of so many steps ago, and the
-        next one. Checkpoints further apart than that stay long enough without help.
+        A collapse is detected up to COLLAPSE_STEPS after it began, so these are the newest checkpoint at least that
+        old and the next one. Checkpoints further apart than that are not rotated too early.
         """
         if not is_main_process() or self.last_healthy or self.trainer.train_config.save_total_limit is None:
             return
@@ -110,13 +110,13 @@ class Guard(TrainerCallback):
         if self.stopped:
             raise GuardStopped(
                 f"guard: {format_finding(self.stopped)}; last healthy checkpoint: {self.last_healthy or 'none'}; "
-                f"{self.stopped.remedy}, in another output_dir; guard: warn continues regardless",
+                f"{self.stopped.remedy}, in another output_dir; to train regardless: guard: warn",
                 step=self.stopped.step,
                 checkpoint=self.last_healthy,
             )
 
     def _generate(self, args) -> dict[str, float]:
-        """Greedy answers to the prompts, by rank 0, which has all weights under ZeRO-2."""
+        """Answers the prompts on rank 0, which has all weights under ZeRO-2, and returns metrics of the answers."""
         tokenizer = self.trainer.processing_class
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         model.eval()
@@ -145,13 +145,13 @@ class Guard(TrainerCallback):
 
 
 def add_guard(trainer: Any) -> Guard | None:
-    """Adds the guard that the trainer's arguments ask for, if any."""
+    """Adds the guard to the trainer, unless `guard` is skip."""
     args = trainer.args
     if args.guard == "skip":
         return None
     if args.guard_generations and (trainer.is_fsdp_enabled or trainer.zero_stage == 3):
         raise UserError(
-            f"guard_generations {args.guard_generations}: needs whole weights on each rank; use ZeRO-2, or 0"
+            f"guard_generations {args.guard_generations}: needs the full weights on each rank; use ZeRO-2, or set 0"
         )
     prompts = list(trainer.eval_dataset[HELD_OUT][:PROMPTS]["prompt_ids"]) if args.guard_generations else []
     guard = Guard(trainer, prompts)
@@ -160,7 +160,7 @@ def add_guard(trainer: Any) -> Guard | None:
 
 
 def _keep_last_healthy(args, entries: Log, finding: Finding) -> str | None:
-    """An entry at step s tells of the weights after s - 1 updates, and checkpoint-s holds s updates."""
+    """An entry at step s describes the weights after s - 1 updates; checkpoint-s holds them after s updates."""
     before = [entry["step"] for entry in entries if entry["step"] < finding.began]
     checkpoint = keep_before(args.output_dir, before[-1] if before else 0, AUTHOR)
     return str(checkpoint) if checkpoint else None

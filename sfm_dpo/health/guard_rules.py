@@ -1,6 +1,6 @@
-"""Rules of the guard: pure functions from the log of a training run to findings, so that it can be replayed.
+"""Rules of the guard: pure functions from a training log to findings, so that a log can be replayed.
 
-All thresholds are here; docs/health.md has them in words, each with its source.
+All thresholds are here; docs/health.md explains them with their sources.
 """
 
 import math
@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 from sfm_dpo.common.statistics import mean_interval
 
 COLLAPSE_STEPS = 20  # optimizer steps within which a collapse happens; the recorded ones took 5 to 12
-SIGMOID_LOSSES = {"sigmoid", "sigmoid_norm"}  # they start at ln 2 and have their floor at 0
+SIGMOID_LOSSES = {"sigmoid", "sigmoid_norm"}  # they start at ln 2, and 0 is their minimum
 
 Entry = dict[str, Any]  # of transformers' log_history, with "step" and "loss"; other metrics may be missing
 Log = list[Entry]
-Evidence = tuple[int, str]  # the first logged step that shows it, and the figures
+Evidence = tuple[int, str]  # the first logged step that shows it, and its values in words
 
 
 class RunFacts(NamedTuple):
-    """What the rules need to know beside the log. rewards/chosen / (beta * chosen_tokens) is in nats per token."""
+    """What the rules need besides the log. rewards/chosen / (beta * chosen_tokens) is in nats per token."""
 
     sigmoid: bool
     beta: float
@@ -47,7 +47,7 @@ class Finding(NamedTuple):  # as in health.json
 
 
 def judge_log(log: Log, run: RunFacts) -> list[Finding]:
-    """What the rules find at the end of `log` (in order of steps), those that stop a run first."""
+    """The findings at the end of `log` (in order of steps); those that stop a run come first."""
     findings = []
     for rule in RULES:
         if evidence := rule.check(log, run):
@@ -56,13 +56,13 @@ def judge_log(log: Log, run: RunFacts) -> list[Finding]:
 
 
 def format_finding(finding: Finding) -> str:
-    return f"{finding.signal} at step {finding.step}, begun at step {finding.began}: {finding.seen}"
+    return f"{finding.signal} at step {finding.step}, began at step {finding.began}: {finding.seen}"
 
 
 def _find_streak(
     log: Log, n: int, figures: str, value: Callable[[Entry], float], limit: float, begins: float
 ) -> Evidence | None:
-    """Evidence where `value` is above `limit` in the last `n` entries; it began when it rose above `begins`."""
+    """Evidence if `value` is above `limit` in the last `n` entries; it began where `value` rose above `begins`."""
     if len(log) < n or not all(value(entry) > limit for entry in log[-n:]):
         return None
     step = log[-n]["step"]
@@ -90,7 +90,7 @@ def _check_collapse(log: Log, run: RunFacts) -> Evidence | None:
     if margin <= 5 or (run.sigmoid and last["loss"] >= 0.01):
         return None
     if last.get("rewards/chosen", 0.0) >= margin / 2:
-        return None  # the margin is made of chosen answers that became likelier: learnt by heart, not displaced
+        return None  # the margin comes from chosen answers that became likelier: memorised, not displaced
     recent = [e for e in log[:-1] if e["step"] >= last["step"] - COLLAPSE_STEPS] or log[-2:-1]
     before = [e for e in recent if e.get("rewards/margins", math.inf) < 1]
     if not before:
@@ -150,15 +150,15 @@ def _check_answers(log: Log, run: RunFacts) -> Evidence | None:
     return None
 
 
-_LOWER_LR = "lower learning_rate by 3 to 10 times"
+_LOWER_LR = "lower learning_rate by a factor of 3 to 10"
 _CORRUPT = f"{_LOWER_LR}; look for a pair with an empty or corrupt response near this step"
-_DISPLACED = f"{_LOWER_LR}; add an sft term (loss_type: [sigmoid_norm, sft]); filter pairs that are nearly alike"
+_DISPLACED = f"{_LOWER_LR}; add an sft term (loss_type: [sigmoid_norm, sft]); filter nearly identical answers"
 _DIVERGED = f"{_LOWER_LR}; check that chosen and rejected are not swapped in part of the data"
-_STUCK = "raise learning_rate 10 times; check that parameters are trainable and kept in fp32 by the optimizer"
-_BEGINS = "watch the generated answers; a lower learning_rate or an sft term holds the chosen answers up"
+_STUCK = "raise learning_rate by a factor of 10; check that parameters are trainable and kept in fp32 by the optimizer"
+_BEGINS = "watch the generated answers; a lower learning_rate or an sft term keeps the chosen answers likely"
 RULES = (
     GuardRule("non_finite", True, _check_finite, _CORRUPT),
-    GuardRule("collapse", True, _check_collapse, f"{_LOWER_LR}, or beta; a loss on sums: use sigmoid_norm"),
+    GuardRule("collapse", True, _check_collapse, f"{_LOWER_LR}, or lower beta; for a loss on sums: use sigmoid_norm"),
     GuardRule("displacement", True, _check_displacement, _DISPLACED),
     GuardRule("divergence", True, _check_divergence, _DIVERGED),
     GuardRule("standstill", True, _check_standstill, _STUCK),

@@ -1,8 +1,8 @@
-"""Node check: GPUs, folders and an all-reduce across all ranks, in seconds, before a job trains for hours.
+"""Node check: tests GPUs, folders and an all-reduce across all ranks in seconds, before a job trains for hours.
 
     torchrun --nproc-per-node 4 -m sfm_dpo.health.node_check --output_dir outputs/dpo
 
-The batch scripts run it on all nodes. It imports torch alone, to be fast.
+The batch scripts run it on all nodes. It imports only torch, to be fast.
 """
 
 import argparse
@@ -25,14 +25,14 @@ from sfm_dpo.common.distributed import explain_missing_gpus, is_main_process
 log = logging.getLogger("sfm_dpo.health.node_check")  # __name__ is __main__
 
 UNHEALTHY = 69  # exit code: EX_UNAVAILABLE
-JOIN_SECONDS = 300  # a rank that has not joined by then is lost: importing torch from a cold shared disk takes long
+JOIN_SECONDS = 300  # time for all ranks to join: importing torch from a cold shared disk is slow
 REDUCE_SECONDS = 45
 
 Report = tuple[str, list[str]]  # a rank's host and findings
 HOST = os.environ.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]
 RANK = int(os.environ.get("RANK", "0"))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
-# By what the node should have: a node that has lost its GPUs must not pass as one without
+# What the node should have: a node that has lost its GPUs must not pass as a CPU node
 HAS_GPUS = torch.cuda.is_available() or "SLURM_GPUS_ON_NODE" in os.environ
 ON_GPU = HAS_GPUS and os.environ.get("DS_ACCELERATOR") != "cpu"
 DEVICE = torch.device("cuda", LOCAL_RANK) if ON_GPU else torch.device("cpu")
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     try:
         reports = check_all(folders)
         is_speaker = is_main_process()
-    except Exception as error:  # torch has no narrower one
+    except Exception as error:  # torch raises no narrower class
         reason = " ".join(str(error).split())[:300]
         reports = [(HOST, [f"rank {RANK} could not reach the other ranks: {reason}"])]
         is_speaker = True
@@ -66,12 +66,12 @@ def main(argv: list[str]) -> int:
         if bad:
             log.error(f"submit again with --exclude={','.join(bad)}, or SKIP_HEALTHCHECK=1 to train anyway")
         else:
-            log.info(f"health: {len({host for host, _ in reports})} node(s), {len(reports)} rank(s) fine")
+            log.info(f"health: {len({host for host, _ in reports})} node(s), {len(reports)} rank(s) are healthy")
     return UNHEALTHY if bad else 0
 
 
 def check_all(folders: dict[str, Path]) -> list[Report]:
-    """Reports of all ranks, up to the first check that found something: a bad device would hang the next one."""
+    """Reports of all ranks up to the first check that fails: a bad device could make the next check hang."""
     findings = check_device()
     if LOCAL_RANK == 0:
         findings += check_writing(folders)
@@ -104,20 +104,20 @@ def gather_reports(findings: list[str]) -> list[Report]:
 
 
 def check_device() -> list[str]:
-    """Whether this rank has its GPU, and multiplies matrices of known product on it."""
+    """Checks that this rank has its GPU and multiplies matrices on it correctly."""
     where = f"GPU {LOCAL_RANK}" if ON_GPU else "CPU"
     size = 8192 if ON_GPU else 512
     if ON_GPU and torch.cuda.device_count() <= LOCAL_RANK:
-        return [f"{where} is missing: {explain_missing_gpus() or 'there are too few'}"]
+        return [f"{where} is missing: {explain_missing_gpus() or 'this node has too few GPUs'}"]
     try:
         twos = torch.full((size, size), 2.0, dtype=torch.bfloat16, device=DEVICE)
         wrong = int((twos @ twos != 4.0 * size).sum())  # a power of two: exact in bfloat16
     except RuntimeError as error:
         return [f"{where}: a matmul failed: {str(error).splitlines()[0]}"]
-    return [f"{where}: {wrong:,} wrong values in a matmul"] if wrong else []
+    return [f"{where}: a matmul gave {wrong:,} wrong values"] if wrong else []
 
 
-def mark_of(folder: Path) -> Path:  # which rank 0 writes, for the other nodes to see
+def mark_of(folder: Path) -> Path:  # rank 0 writes it for the other nodes to see
     return folder / f".health-{os.environ['MASTER_PORT']}"
 
 
@@ -132,17 +132,17 @@ def check_writing(folders: dict[str, Path]) -> list[str]:
             if is_main_process():
                 mark_of(folder).touch()
         except OSError as error:
-            findings.append(f"{name} {folder} cannot be written: {error.strerror}")
+            findings.append(f"{name} {folder} cannot be written: {error.strerror}; choose another folder")
     return findings
 
 
 def check_sharing(folders: dict[str, Path]) -> list[str]:
     missing = [name for name, folder in folders.items() if LOCAL_RANK == 0 and not mark_of(folder).exists()]
-    return [f"{name} {folders[name]} is not the first node's: all nodes must share the folder" for name in missing]
+    return [f"{name} {folders[name]} is not the first node's; choose one that all nodes share" for name in missing]
 
 
 def check_all_reduce(folders: dict[str, Path]) -> list[str]:
-    """Adds up numbers over all ranks on their devices: NCCL between GPUs, gloo otherwise."""
+    """Sums numbers over all ranks on their devices, by NCCL between GPUs and gloo otherwise."""
     ranks = dist.get_world_size()
     group = dist.new_group(backend="nccl" if ON_GPU else "gloo", timeout=timedelta(seconds=REDUCE_SECONDS))
     numbers = torch.full((1024,), float(RANK + 1), device=DEVICE)

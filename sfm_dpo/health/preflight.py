@@ -1,7 +1,7 @@
-"""The preflight: whether DPO can work here, from the base model's log-probs and the tokens, before the first step.
+"""The preflight: judges by the base model's log-probs and the tokens, before the first step, whether DPO can work.
 
-Where the base model finds the chosen answers nearly impossible, DPO's loss still falls, but by making the rejected
-answers impossible too.
+If the base model finds the chosen answers nearly impossible, DPO's loss still falls, but only because the rejected
+answers become impossible, too.
 """
 
 import logging
@@ -32,7 +32,7 @@ WINDOW = 16  # tokens
 
 
 def inspect_tokens(rows: list[dict], lengths: Lengths, eos: set[int], max_length: int | None) -> dict[str, float]:
-    """Shares of responses without one of `eos` (in a sample of `rows`), and of truncated ones (by all `lengths`)."""
+    """Shares of responses without any of `eos` (in the sample `rows`), and of truncated ones (in all `lengths`)."""
     endless = []
     for row in rows:
         for side in ("chosen", "rejected"):
@@ -43,13 +43,13 @@ def inspect_tokens(rows: list[dict], lengths: Lengths, eos: set[int], max_length
 
 
 def list_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Ids that end a response, by the tokenizer and by the model's generation config."""
+    """Ids that end a response, from the tokenizer and the model's generation config."""
     of_model = model.generation_config.eos_token_id if model.can_generate() else None
     return {tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])}
 
 
 def check_vocabulary(tokens: Dataset, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Raises UserError where an id has no row in the embedding: on a GPU that is a device assert, or garbage."""
+    """Raises UserError if an id has no row in the embedding: on a GPU that causes a device assert, or garbage."""
     first = tokens.select(range(min(len(tokens), 1000)))
     ids = {tokenizer.pad_token_id, tokenizer.eos_token_id}
     for name in ("prompt_ids", "chosen_ids", "rejected_ids"):
@@ -57,15 +57,15 @@ def check_vocabulary(tokens: Dataset, tokenizer: PreTrainedTokenizerBase, vocab_
             ids.update(row)
     if max(ids) >= vocab_size:
         raise UserError(
-            f"model_name_or_path {tokenizer.name_or_path}: its tokenizer gives id {max(ids)}, but the model has "
+            f"model_name_or_path {tokenizer.name_or_path}: its tokenizer returns id {max(ids)}, but the model has "
             f"{vocab_size} embeddings; use the tokenizer the model was trained with, or resize the embedding"
         )
 
 
 def compute_base_logps(trainer, rows: np.ndarray) -> np.ndarray:
-    """[len(rows), 2] sums of log-probs (nats) under the base model, computed by all ranks; equal on all of them."""
+    """[len(rows), 2] sums of log-probs (nats) under the base model; all ranks compute them and get the same result."""
     ranks = trainer.accelerator.num_processes
-    padded = np.resize(rows, math.ceil(len(rows) / ranks) * ranks)  # as many forwards on each rank
+    padded = np.resize(rows, math.ceil(len(rows) / ranks) * ranks)  # every rank needs the same number of forwards
     mine = padded[trainer.accelerator.process_index :: ranks].tolist()
     size = trainer.args.per_device_train_batch_size
     sums: list[list[float]] = []
@@ -78,10 +78,10 @@ def compute_base_logps(trainer, rows: np.ndarray) -> np.ndarray:
 
 @torch.no_grad()
 def compute_packed_difference(trainer, rows: np.ndarray) -> float:
-    """Largest difference between log-probs computed in one packed row and sequence by sequence, over its tolerance, in
-    the mean over WINDOW tokens in a row: one key of another sequence moves the first tokens of a long answer alone.
+    """Largest difference between log-probs computed in one packed row and sequence by sequence, relative to its
+    tolerance. Differences are averaged over WINDOW tokens, because a leaked key affects only an answer's first tokens.
 
-    `rows`: pairs of the training set. The two sides of one are enough for a sequence that sees another's tokens.
+    `rows`: pairs of the training set. The two sides of one pair are enough to reveal a leak between sequences.
     """
     model = trainer.forward_model
     batch = trainer.load_batch(trainer.train_dataset, rows)
@@ -99,7 +99,7 @@ def compute_packed_difference(trainer, rows: np.ndarray) -> float:
     for padded_ids, mask, padded_completion, packed in inputs:
         ids = padded_ids[mask.bool()]
         completion = padded_completion[mask.bool()].bool()
-        # A plain forward: transformers' own attention, nothing else in the row, no graph of its own
+        # A plain forward: transformers' own attention, one sequence in the row, not compiled
         with trainer.accelerator.autocast(), torch.compiler.set_stance("force_eager"):
             logits = model(input_ids=ids[None], attention_mask=torch.ones_like(ids[None])).logits[0, :-1]
         logps = torch.log_softmax(logits.float(), dim=-1).gather(1, ids[1:, None])[:, 0][completion[1:]]
@@ -109,9 +109,9 @@ def compute_packed_difference(trainer, rows: np.ndarray) -> float:
 
 
 def run_preflight(trainer, config: Config) -> dict[str, Any]:
-    """The content of preflight.json, equal on all ranks, which must all call it. The policy is still the base model.
+    """The content of preflight.json, the same on all ranks. All must call it while the policy is the base model.
 
-    With a reference cache all pairs are judged, and only one pair is computed, packed against single sequences.
+    With a reference cache it judges all pairs and computes only one, to compare packed with single sequences.
     """
     args = config.train
     dataset = trainer.train_dataset
@@ -155,7 +155,7 @@ def preflight_phase(trainer, config: Config) -> None:
     log.info(result["text"])
     if result["verdict"] == "no-go" and config.train.preflight == "abort":
         worst = next(reason for reason in result["reasons"] if reason.startswith("no-go"))
-        raise PreflightRefused(f"preflight: {worst}; nothing was trained; preflight: warn trains regardless")
+        raise PreflightRefused(f"preflight: {worst}; nothing was trained; to train regardless: preflight: warn")
 
 
 def format_preflight(
@@ -167,7 +167,7 @@ def format_preflight(
         return "{:+.2f} ({:+.2f} to {:+.2f}) nats".format(*figures[name])
 
     rows = [
-        ("pairs", f"{figures['pairs']:,} of {total:,}; means with their 95% interval"),
+        ("pairs", f"{figures['pairs']:,} of {total:,}; means with 95% intervals"),
         ("chosen, per token", interval("chosen_logp")),
         ("gap, per token", interval("token_gap")),
         ("gap, sum", interval("sum_gap")),

@@ -1,6 +1,6 @@
-"""Rules of the preflight: figures of the base model's log-probs on the pairs, their limits, and a verdict.
+"""Rules of the preflight: metrics of the base model's log-probs on the pairs, their limits, and a verdict.
 
-Pure functions. All thresholds are in RULES, and in docs/health.md with their sources and how to read them.
+Pure functions. All thresholds are in RULES; docs/health.md gives their sources and how to read them.
 """
 
 from typing import Any, NamedTuple
@@ -10,12 +10,12 @@ import numpy as np
 from sfm_dpo.common.statistics import mean_interval, wilson
 from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES
 
-HOPELESS = -2.5  # nats per token: a pair with a larger gap than that is one the base model cannot bridge
+HOPELESS = -2.5  # nats per token: the base model cannot bridge a larger gap than this
 MOVE = 0.1  # nats per token: each chosen token gains it and each rejected token loses it
 
 
 class PreflightRule(NamedTuple):
-    """`figure` is worse the higher it is (`worse` "above") or the lower ("below") than its limits."""
+    """The metric `figure` breaks the rule if it is `worse` ("above" or "below") than a limit."""
 
     figure: str
     worse: str
@@ -26,14 +26,14 @@ class PreflightRule(NamedTuple):
     sums: bool = False  # only for losses on summed log-probs
 
 
-_SFT = "train on the chosen answers first (SFT), or take a base model that can write them"
+_SFT = "train on the chosen answers first (SFT), or use a base model that can write them"
 _MEANS = "loss_type sigmoid_norm with beta 5, which compares means; or SFT on the chosen answers first"
 _BETA = "a lower beta, or loss_type sigmoid_norm with beta 5"
 _EOS = "check the chat template and eos_token of the tokenizer"
 _PACKED = "padding_free: false, and report the model"
 RULES = (
     PreflightRule("token_gap", "below", -1.0, -2.5, "mean log-prob per token, chosen minus rejected", _SFT),
-    PreflightRule("chosen_logp", "below", -3.0, -4.5, "mean log-prob per token of the chosen answers", _SFT),
+    PreflightRule("chosen_logp", "below", -3.0, -4.5, "mean log-prob per token of chosen answers", _SFT),
     PreflightRule(
         "hopeless_pairs", "above", 0.1, 0.5, f"share below {HOPELESS:g} nats per token", "filter these pairs"
     ),
@@ -42,12 +42,12 @@ RULES = (
     PreflightRule("no_eos", "above", 0.05, None, "share of untruncated responses that do not end with EOS", _EOS),
     PreflightRule("cut", "above", 0.25, None, "share of responses cut by max_length", "raise max_length"),
     PreflightRule("control_tokens", "above", 0.001, None, "share of pairs with special tokens", "set it to drop"),
-    PreflightRule("packed_difference", "above", None, 1.0, "packed against single, over its tolerance", _PACKED),
+    PreflightRule("packed_difference", "above", None, 1.0, "packed against single, relative to tolerance", _PACKED),
 )
 
 
 def compute_pair_figures(logps: np.ndarray, lengths: np.ndarray, loss_type: str, beta: float) -> dict[str, Any]:
-    """Means and shares with 95% intervals (mean, low, high), in nats; median DPO gradient weight after MOVE.
+    """Means and shares with 95% intervals (mean, low, high), in nats, and the median DPO gradient weight after MOVE.
 
     `logps`: [N, 2] sums of log-probs (nats) of the chosen and rejected responses under the base model; `lengths`:
     [N, 2] their tokens. The weight is sigmoid(-margin).
@@ -70,7 +70,7 @@ def compute_pair_figures(logps: np.ndarray, lengths: np.ndarray, loss_type: str,
 def judge_base_model(figures: dict[str, Any], loss_type: str) -> tuple[str, list[dict[str, Any]]]:
     """(verdict, findings): "go", "caution" or "no-go", and a finding for each rule that `figures` break.
 
-    A figure with an interval is judged by the more favourable end of it.
+    A metric with an interval is judged by the more favourable end of the interval.
     """
     findings: list[dict[str, Any]] = []
     for rule in RULES:
@@ -78,7 +78,7 @@ def judge_base_model(figures: dict[str, Any], loss_type: str) -> tuple[str, list
             continue
         limits = {"no-go": rule.no_go, "caution": rule.caution}
         if rule.figure == "sum_gap" and not any(f["rule"] == "token_gap" for f in findings):
-            limits["no-go"] = None  # long answers alone make sums large
+            limits["no-go"] = None  # long answers are enough to make sums large
         value = figures[rule.figure]
         if isinstance(value, tuple):
             _, low, high = value

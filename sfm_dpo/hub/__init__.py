@@ -1,1 +1,1 @@
-"""The Hugging Face Hub: what is published, verified, uploaded."""
+"""The Hugging Face Hub: models are checked, described and uploaded."""

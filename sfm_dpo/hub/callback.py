@@ -1,7 +1,7 @@
-"""Pushes checkpoints during training: each in a process of its own, which runs scripts/push_to_hub.py.
+"""Pushes checkpoints during training, each in its own process, which runs scripts/push_to_hub.py.
 
-Trainer's own push (transformers 5.23) uploads whatever lies in output_dir, checks nothing, and runs in threads that
-the interpreter waits for at its exit: at a time limit, until Slurm kills it.
+Trainer's own push (transformers 5.23) uploads every file in output_dir, checks nothing, and runs in threads that the
+interpreter waits for at exit: at a time limit, until Slurm kills it.
 """
 
 import logging
@@ -24,21 +24,21 @@ from sfm_dpo.run.checkpoint import PUSHING
 
 log = logging.getLogger(__name__)
 
-# Variables of a launcher's ranks: with them the process would take itself for one of the ranks
+# Variables that a launcher sets for its ranks: with them the process would act as one of the ranks
 _LAUNCHER = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "GROUP_", "ROLE_", "FSDP_")
 
 
 class PushCheckpoints(TrainerCallback):
     """Pushes each checkpoint of a run whose hub_strategy is every_save.
 
-    As in Trainer, a checkpoint is skipped while the push of another one runs, unless hub_always_push. A push that
-    fails does not affect the training. The end of a run waits for pushes and calls `beat`, the watchdog's; where the
-    training stops early, they are ended.
+    As in Trainer, a checkpoint is skipped while an earlier push is running, unless hub_always_push is set. A push that
+    fails does not affect training. A finished run waits for its pushes and calls `beat`, the watchdog's; a run that
+    stops early terminates them.
     """
 
     def __init__(self, beat: Callable[[], None]) -> None:
         self._beat = beat
-        self._pushes: dict[str, subprocess.Popen] = {}  # by the command that pushes later
+        self._pushes: dict[str, subprocess.Popen] = {}  # by the command that repeats the push
 
     def on_save(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         is_last = state.global_step >= state.max_steps or control.should_training_stop
@@ -47,7 +47,7 @@ class PushCheckpoints(TrainerCallback):
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         self._pushes = {command: push for command, push in self._pushes.items() if push.poll() is None}
         if self._pushes and not args.hub_always_push:
-            log.info(f"{checkpoint} is not pushed: the push of an earlier one still runs")
+            log.info(f"{checkpoint} is not pushed: the push of an earlier checkpoint is still running")
             return
         command = format_push_command(checkpoint, args.hub_model_id, args.hub_revision, args.hub_private_repo)
         _, script, *options = shlex.split(command)
@@ -61,7 +61,7 @@ class PushCheckpoints(TrainerCallback):
         for command, push in self._pushes.items():
             if push.poll() is None and state.global_step < state.max_steps:
                 push.terminate()
-                log.info(f"the push of a checkpoint was ended; push later with: {command}")
+                log.info(f"the push of a checkpoint was terminated; push it later with: {command}")
             while push.poll() is None:
                 self._beat()
                 time.sleep(1)

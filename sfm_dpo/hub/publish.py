@@ -1,4 +1,4 @@
-"""Publishes the model of a run or of one checkpoint: finds, cleans, checks, describes and pushes it."""
+"""Publishes the model of a run or checkpoint: finds, cleans, checks, describes and pushes it."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ from sfm_dpo.run.folder import RESOLVED_CONFIG, read_resolved_config, read_statu
 
 log = logging.getLogger(__name__)
 
-# Published beside weights, card and figures; nothing else that a library writes into the folder
+# Published besides weights, card and figures; other files that libraries write into the folder are not
 _FILES = """config.json generation_config.json adapter_config.json chat_template.jinja tokenizer.json
     tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt tokenizer.model""".split()
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
@@ -32,7 +32,7 @@ _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "adapter_model
 
 @dataclass
 class Source:
-    """A model to publish: its folder, its run's, and the step of a checkpoint (None: the final model)."""
+    """A model to publish: its folder, its run's folder, and the step of a checkpoint (None: the final model)."""
 
     folder: Path
     run: Path
@@ -45,37 +45,38 @@ class Source:
 
 
 def find_source(path: Path, publish_anyway: bool = False) -> Source:
-    """The model in a run's folder or in one of its checkpoints. Raises UserError where there is none, where it is not
-    complete, and, unless `publish_anyway`, where the guard stopped the run before it."""
+    """The model in a run's folder or in one of its checkpoints. Raises UserError if there is none, if it is
+    incomplete, or, unless `publish_anyway`, if the guard had stopped the run by then."""
     is_run = (path / RESOLVED_CONFIG).is_file()
     run = path if is_run else path.absolute().parent
     if not (run / RESOLVED_CONFIG).is_file():
-        raise UserError(f"{path}: neither a run's folder nor a checkpoint in one: there is no {RESOLVED_CONFIG}")
+        raise UserError(f"{path}: neither a run's folder nor a checkpoint: no {RESOLVED_CONFIG}; give either")
     status = read_status(run) or {}
     state = status.get("state")
     if state == "collapsed" and not publish_anyway:
         healthy = status.get("checkpoint")
         if is_run or not healthy or step_of(path) > step_of(Path(healthy)):
-            raise UserError(f"{path}: the guard stopped this run; push {healthy}, or add --publish_anyway")
+            other = healthy or "another run"
+            raise UserError(f"{path}: the guard stopped this run; push {other}, or add --publish_anyway")
     if is_run:
         if state not in ("done", "push_failed", "collapsed"):
             raise UserError(f"{path}: the run is not finished (state {state}); push one of its checkpoints")
         return Source(path, run, None, read_resolved_config(run))
-    weights = "*.safetensors" if any(path.glob("*.safetensors")) else "*"  # shards alone hold the weights
+    weights = "*.safetensors" if any(path.glob("*.safetensors")) else "*"  # shards hold them otherwise
     if reason := why_incomplete(path) or why_damaged(path, weights, alone=True):
         raise UserError(f"{path}: {reason}; push another checkpoint")
     return Source(path, run, step_of(path), read_resolved_config(run))
 
 
 def publish(source: Source, repo: str, revision: str | None, publish_anyway: bool = False) -> str:
-    """Checks, describes and uploads a model; returns the address of its commit. Raises UserError if it should not be
-    published, and upload.HubError. The branch is `revision`, with {step} in it a checkpoint's own, or main."""
+    """Checks, describes and uploads a model; returns the URL of its commit. Raises UserError if it should not be
+    published, and upload.HubError. The branch is `revision` (with {step} replaced by a checkpoint's step), or main."""
     branch = revision or "main"
     if "{step}" in branch:
         branch = "main" if source.step is None else branch.replace("{step}", str(source.step))
     mark = source.folder / PUSHING
     with tempfile.TemporaryDirectory(prefix=".hub-", dir=source.run) as folder:
-        if source.step is not None:  # the run may still train, and would delete the checkpoint
+        if source.step is not None:  # the run may still be training, and would rotate the checkpoint
             mark.write_text(str(os.getpid()))
         staged = Path(folder)
         stage_files(source.folder, staged)
@@ -88,7 +89,7 @@ def publish(source: Source, repo: str, revision: str | None, publish_anyway: boo
 
 
 def stage_files(source: Path, target: Path) -> None:
-    """Lays out in `target` what is published: links to the weights, small files without traces of this machine."""
+    """Puts into `target` what is published: links to the weights, and small files without traces of this machine."""
     weights = [path for pattern in _WEIGHTS for path in source.glob(pattern)]
     for path in weights:
         (target / path.name).symlink_to(path.resolve())
@@ -97,12 +98,12 @@ def stage_files(source: Path, target: Path) -> None:
     for name in _FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-    fix_saved_files(target)  # an earlier version may have saved them
+    fix_saved_files(target)  # an earlier version of the project may have saved them
 
 
 def consolidate_shards(checkpoint: Path, target: Path) -> None:
-    """Writes the complete model of a sharded checkpoint (ZeRO-3, FSDP) into `target`, by the libraries' own functions.
-    They give the names of the modules; the model's save_pretrained gives those that from_pretrained expects."""
+    """Writes the full model of a sharded checkpoint (ZeRO-3, FSDP) into `target`, by the libraries' own functions.
+    These use the names of modules; save_pretrained converts them to the names that from_pretrained expects."""
     if (checkpoint / "pytorch_model_fsdp_0").is_dir():
         from accelerate.utils import merge_fsdp_weights
         from safetensors.torch import load_file
@@ -119,12 +120,13 @@ def consolidate_shards(checkpoint: Path, target: Path) -> None:
     tied = set(model.all_tied_weights_keys) if config.get_text_config().tie_word_embeddings else set()
     missing, unexpected = model.load_state_dict(state, strict=False)
     if unexpected or set(missing) - tied:
-        raise UserError(f"{checkpoint}: its shards do not make up the model: {[*unexpected, *missing][:3]}")
+        wrong = [*unexpected, *missing][:3]
+        raise UserError(f"{checkpoint}: its shards do not match its config.json: {wrong}; push another checkpoint")
     model.save_pretrained(target)
 
 
 def _check_fitness(source: Source, staged: Path, publish_anyway: bool) -> str:
-    """What training changed, in words; with `publish_anyway` what is wrong is a warning."""
+    """What training changed, in words. Raises UserError for a problem, or only warns with `publish_anyway`."""
     change = ""
     try:
         base = None
@@ -133,17 +135,17 @@ def _check_fitness(source: Source, staged: Path, publish_anyway: bool) -> str:
         change = describe_change(staged, base)
         log.info(change)
         check_loads(staged)
-    except Exception as error:  # each library that loads has its own
+    except Exception as error:  # each library raises its own class
         reason = " ".join(str(error).replace(str(staged), str(source.folder)).split())[:300]
         if not publish_anyway:
-            raise UserError(f"{source.folder}: {reason}; --publish_anyway pushes it") from error
+            raise UserError(f"{source.folder}: {reason}; to push it regardless: --publish_anyway") from error
         log.warning(f"{reason}; published because of --publish_anyway")
     return change
 
 
 def describe_change(trained: Path, base: Path | None) -> str:
-    """What training changed against the base model, in words. `base` is its folder; None for a LoRA adapter, whose B
-    matrices start at zero. Raises UserError if nothing changed, or a trained weight is not a finite number."""
+    """What training changed in the base model, in words. `base` is its folder; None for a LoRA adapter, whose B
+    matrices start at zero. Raises UserError if nothing changed, or a trained weight is not finite."""
     new = open_tensors(trained)
     old = open_tensors(base) if base else {}
     parameters = 0
@@ -152,7 +154,7 @@ def describe_change(trained: Path, base: Path | None) -> str:
     for name in new:
         after = read_finite(new, name)
         if name in old:
-            # Rounded to the model's dtype: a bf16 model of an fp32 base differs everywhere by rounding alone
+            # Rounded to the model's dtype: a bf16 model differs from its fp32 base everywhere by rounding
             difference = after.float() - old[name](name).to(after.dtype).float()
         elif "lora_B" in name:
             difference = after.float()
@@ -162,30 +164,30 @@ def describe_change(trained: Path, base: Path | None) -> str:
         changed += int(difference.count_nonzero())
         largest = max(largest, difference.abs().max().item())
     if not changed:
-        raise UserError("the weights are those of the base model, bit by bit: nothing was learned")
+        raise UserError("the weights are bitwise those of the base model: nothing was learned")
     return f"{changed / parameters:.2%} of the parameters changed, by at most {largest:.3g}"
 
 
 def find_base(name: str, revision: str | None) -> Path:
-    """The folder of the base model's safetensors; from the Hub, or its cache, if `name` is not a folder."""
+    """The folder of the base model's safetensors: `name`, or the Hub's snapshot if `name` is not a folder."""
     if Path(name).is_dir():
         return Path(name)
     return Path(snapshot_download(name, revision=revision, allow_patterns=["*.safetensors", "*.safetensors.*"]))
 
 
 def check_loads(folder: Path) -> None:
-    """Loads the model in `folder` as its users will. Raises UserError if it has no chat template or lacks weights."""
+    """Loads the model in `folder` as its users will. Raises UserError if weights or the chat template are missing."""
     if not AutoTokenizer.from_pretrained(folder, local_files_only=True).chat_template:
         raise UserError("the tokenizer has no chat template; put chat_template.jinja beside it")
     _, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
     wrong = {kind: keys for kind, keys in info.items() if keys}
     if wrong:
-        raise UserError(f"AutoModelForCausalLM loads it only in part: {wrong}")
+        raise UserError(f"AutoModelForCausalLM does not load all weights: {wrong}")
 
 
 def check_push(args: TrainConfig, resuming: bool) -> None:
-    """Before training, on rank 0: makes sure that a push could begin now, and completes `args.hub_model_id`. Raises
-    UserError if it could not; a run that is `resuming` only warns where the Hub refuses or is down."""
+    """Before training, on rank 0: checks that a push would be accepted now, and completes `args.hub_model_id`. Raises
+    UserError if not; a run that is `resuming` only warns if the Hub refuses or is down."""
     args.hub_model_id = choose_repo(vars(args), Path(args.output_dir))
     remedy = "train with push_to_hub: false and push later with scripts/push_to_hub.py"
     try:
@@ -193,7 +195,7 @@ def check_push(args: TrainConfig, resuming: bool) -> None:
     except upload.HubError as error:
         if not resuming:
             raise
-        log.warning(f"{error}; the training continues, and the push will be tried at its end")
+        log.warning(f"{error}; training continues, and the push will be tried at its end")
 
 
 def choose_repo(config: Mapping[str, Any], run: Path) -> str:
@@ -201,7 +203,7 @@ def choose_repo(config: Mapping[str, Any], run: Path) -> str:
 
 
 def push_finished(args: TrainConfig) -> int:
-    """Pushes a run that is trained and saved, on rank 0, unless it was pushed; returns the exit code, 0 or 5."""
+    """Pushes a finished run on rank 0, unless it has been pushed; returns the exit code, 0 or 5."""
     run = Path(args.output_dir)
     if not is_main_process() or (read_status(run) or {}).get("pushed"):
         return 0
@@ -214,7 +216,7 @@ def push_run(
 ) -> int:
     """Pushes a finished run and writes the outcome into status.json; returns the exit code, 0 or 5.
 
-    A push that fails, or is killed, leaves the state push_failed with the command that pushes later.
+    A push that fails or is killed leaves the state push_failed, with the command that repeats it.
     """
     run = source.run
     later = f"push later with: {upload.format_push_command(run, repo, revision, private)}"
@@ -223,7 +225,7 @@ def push_run(
         repo = upload.check_access(repo, private, revision, "push later")
         address = publish(source, repo, revision, publish_anyway)
     except Exception as error:  # whatever it is, the model is trained and saved
-        message = f"push failed: {error}; the model is in {run}, {later}"
+        message = f"push failed: {error}; the model is saved in {run}; {later}"
         _record_push(run, "push_failed", 5, message)
         log.error(message)
         return 5
@@ -233,5 +235,5 @@ def push_run(
 
 def _record_push(run: Path, state: str, code: int, message: str = "", **extra: Any) -> None:
     status = read_status(run) or {}
-    if status.get("state") in ("done", "push_failed"):  # the guard's verdict stays
+    if status.get("state") in ("done", "push_failed"):  # keeps the guard's verdict
         write_status(run, state, code, message, step=status.get("step"), **extra)

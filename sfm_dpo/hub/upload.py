@@ -1,7 +1,7 @@
 """Access to the Hub, checked before training, and an upload that survives a bad connection.
 
 huggingface_hub's `upload_folder` retries each request for half a minute, commits everything at once and never sends
-data twice. Here it is started again after a longer outage.
+data twice. This module restarts it after a longer outage.
 """
 
 import logging
@@ -21,28 +21,28 @@ from sfm_dpo.common.secrets import mask
 log = logging.getLogger(__name__)
 
 TRANSIENT = {408, 409, 412, 425, 429, 500, 502, 503, 504}
-STALE = ["*.safetensors", "*.safetensors.index.json", "figures/*"]  # removed where a new push does not hold them
+STALE = ["*.safetensors", "*.safetensors.index.json", "figures/*"]  # removed if a new push does not contain them
 
 
 class HubError(UserError):
-    """The Hub refuses, or cannot be reached."""
+    """The Hub refuses a request or cannot be reached."""
 
 
 def check_access(model_id: str, private: bool | None, revision: str | None, remedy: str) -> str:
-    """Makes sure that a push could begin now, and returns the repository's full name; errors end with the `remedy`.
+    """Checks that a push would be accepted now and returns the repository's full name; errors end with the `remedy`.
 
     The repository (private, unless `private` is False) and the branch `revision` are created if they are missing: no
-    other check proves that they can be.
+    other check proves that this is possible.
     """
     if not get_token():
-        raise UserError(f"push_to_hub: there is no token; put HF_TOKEN into .env, or {remedy}")
+        raise UserError(f"push_to_hub: no token; put HF_TOKEN into .env, or {remedy}")
     api = HfApi()
 
     def prepare_repository() -> str:
         repo = api.create_repo(model_id, private=private is not False, exist_ok=True).repo_id
         api.auth_check(repo, write=True)
         if private is not False and not api.model_info(repo).private:
-            raise UserError(f"hub_model_id {repo}: is public; if that is meant, set hub_private_repo: false")
+            raise UserError(f"hub_model_id {repo}: is public; if this is intended, set hub_private_repo: false")
         if revision and "{step}" not in revision:
             api.create_branch(repo, branch=revision, exist_ok=True)
         return repo
@@ -50,11 +50,11 @@ def check_access(model_id: str, private: bool | None, revision: str | None, reme
     try:
         return _call_hub(prepare_repository, waits=(2, 5))
     except HubError as error:
-        raise HubError(f"push_to_hub to {model_id}: {error}; correct it, or {remedy}") from error
+        raise HubError(f"push_to_hub to {model_id}: {error}; fix this, or {remedy}") from error
 
 
 def upload_folder(folder: Path, repo: str, revision: str, message: str) -> str:
-    """Makes branch `revision` of `repo` hold the files of `folder`; returns the commit's address. Raises HubError."""
+    """Uploads `folder` to branch `revision` of `repo` and returns the commit's URL. Raises HubError."""
     api = HfApi()
 
     def commit_folder() -> str:
@@ -69,7 +69,7 @@ def upload_folder(folder: Path, repo: str, revision: str, message: str) -> str:
 
 
 def format_push_command(path: Path, repo: str, revision: str | None, private: bool | None) -> str:
-    """What to type to push later, from the project's folder."""
+    """The command that pushes later, run in the project's folder."""
     words = ["python", "scripts/push_to_hub.py", str(path), "--hub_model_id", repo]
     if revision:
         words += ["--hub_revision", revision]
@@ -79,14 +79,14 @@ def format_push_command(path: Path, repo: str, revision: str | None, private: bo
 
 
 def _call_hub(request: Callable[[], Any], waits: Sequence[float]) -> Any:
-    """Returns what `request` returns; it is repeated after each of the `waits` (seconds) while its error is transient.
-    Raises HubError, with one line for whatever huggingface_hub raised."""
+    """Returns what `request` returns, and repeats it after each of the `waits` (seconds) if its error is transient.
+    Raises HubError, with one line for any error of huggingface_hub."""
     try:
         return request()
     except UserError:
         raise
-    except Exception as error:  # the model is safe, whatever it is
-        # Masked before it is cut: half a secret would not be found
+    except Exception as error:  # whatever it is, the model is saved
+        # Masked before it is cut off: part of a secret would not be recognised
         reason = mask(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
         # hf_xet and the LFS client raise RuntimeError
         is_transient = isinstance(error, httpx2.TransportError | ConnectionError | RuntimeError)

@@ -1,1 +1,1 @@
-"""The model: loading, packed attention, what launchers do to it, FLOPs and memory."""
+"""The model: loading, packed attention, sharding, FLOPs and memory."""

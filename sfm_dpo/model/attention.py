@@ -1,9 +1,9 @@
 """Packed causal attention: many sequences in one row, no attention across their boundaries.
 
-The boundaries travel as the attention mask (`boundary_mask`): transformers hands a 4-D mask through to every attention
-call untouched, and gradient checkpointing calls a layer again with the arguments it had. Under prefix sharing a row
-holds, of a rejected sequence, only what follows the shared tokens: its queries see the prompt's keys in the chosen
-sequence. Keys and values are gathered, with boundaries of their own, and the causal mask is aligned at the end.
+The boundaries are passed as the attention mask (`boundary_mask`): transformers hands a 4-D mask unchanged to every
+attention call, and gradient checkpointing calls a layer again with the same arguments. Under prefix sharing a rejected
+sequence holds only the tokens after the shared ones; its queries see the prompt's keys in the chosen sequence. Keys
+and values are gathered, with their own boundaries, and the causal mask is aligned at the end.
 """
 
 import json
@@ -23,26 +23,26 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import CALIBRATION
 
 PACKED = "packed"
-_BLOCK = 128  # queries in one call where a window cuts
+_BLOCK = 128  # queries in one call if a window cuts keys off
 
-# What transformers' models ask of an attention function beside scale and window, and varlen_attn does not compute
+# Arguments that transformers' models pass to an attention function and varlen_attn does not support
 _UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "indices", "block_indices")
 
 
 def register() -> None:
-    """Make "packed" a valid `attn_implementation`, whose masks (without boundaries) are those of "sdpa"."""
+    """Registers "packed" as an `attn_implementation`; without boundaries its masks are those of "sdpa"."""
     AttentionInterface.register(PACKED, packed_attention_forward)
     AttentionMaskInterface.register(PACKED, sdpa_mask)
 
 
 def boundary_mask(cu_seqlens: torch.Tensor, max_length: int, *shared_keys: torch.Tensor) -> torch.Tensor:
-    """Boundaries in the form of a 4-D attention mask: int32 `[1, 1, max_length, n + 1]`, a view without memory.
+    """Boundaries in the form of a 4-D attention mask: int32 `[1, 1, max_length, n + 1]`, a view that takes no memory.
 
-    `cu_seqlens`: int32 `[n + 1]`, where the n sequences begin, and the total; `max_length`: of the longest with its
-    keys. Sizes in the shape spare every layer the device sync that reading them from the tensor would be, and are
-    dynamic to torch.compile. With other keys than queries, `shared_keys` (cu_keys, keys, order), it is
+    `cu_seqlens`: int32 `[n + 1]`, the starts of the n sequences, then the total; `max_length`: the longest sequence,
+    with its keys. Sizes in the shape spare each layer a device sync to read them from the tensor, and are dynamic for
+    torch.compile. If keys differ from queries, `shared_keys` is (cu_keys, keys, order), all int32, and the mask is
     `[n + 1, 1, max_length, 2 (n + 1) + 2 T_k]`: sequence i sees the tokens `keys[cu_keys[i]:cu_keys[i + 1]]` of the
-    row, the last of which are its own; `order` as for `GatherKeys` (int32 all).
+    row, ending with its own; `order` as in `GatherKeys`.
     """
     if not shared_keys:
         return cu_seqlens.view(1, 1, 1, -1).expand(1, 1, max_length, -1)
@@ -52,9 +52,9 @@ def boundary_mask(cu_seqlens: torch.Tensor, max_length: int, *shared_keys: torch
 class GatherKeys(torch.autograd.Function):
     """`states[:, keys]` of keys or values `[1, T, H, D]`, for prefix sharing.
 
-    autograd's backward of it adds every element atomically, which is slow in 16 bit and not deterministic. But each
-    token is a key once for its own sequence, and a prompt's token once more. `order` `[T_k]`: the positions in `keys`
-    of all tokens as their own sequences' keys, by token, then those of the second copies.
+    autograd's own backward adds every element atomically, which is slow in 16 bit and not deterministic. But each
+    token is a key once in its own sequence, and a shared prompt token once more in the other. `order` `[T_k]`: the
+    positions in `keys` of all tokens in their own sequences, by token, then the positions of the second copies.
     """
 
     @staticmethod
@@ -75,7 +75,7 @@ class GatherKeys(torch.autograd.Function):
 
 
 def choose_flash(choice: str, kept: str | None = None) -> str:
-    """fa2 (PyTorch's own), fa3 or fa4; auto: what a resumed run had, else check_gpu.sh's fastest here, else fa2."""
+    """fa2 (PyTorch's own), fa3 or fa4. auto: that of a resumed run, else the fastest by check_gpu.sh, else fa2."""
     if choice != "auto":
         return choice
     if kept:
@@ -88,20 +88,20 @@ def choose_flash(choice: str, kept: str | None = None) -> str:
 
 
 def activate_flash(choice: str) -> None:
-    """Makes `varlen_attn` compute by the kernel of `choose_flash`. Raises UserError where that cannot be activated."""
+    """Makes `varlen_attn` use the kernel of `choose_flash`. Raises UserError if it cannot be activated."""
     name = choose_flash(choice).upper()
     torch_attention.restore_flash_attention_impl(_raise_warn=False)
     if name == "FA2":
         return
     try:
         torch_attention.activate_flash_attention_impl(name)
-    except Exception as error:  # its package is not installed, or raises anything
+    except Exception as error:  # its package is not installed, or raises any other error
         message = f"flash_attention {choice}: {name} cannot be activated: {error}; set flash_attention: fa2"
         raise UserError(message) from error
 
 
 def kernel_name(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """What computes packed attention for these heads: FA2, FA3, FA4, or SDPA, sequence by sequence."""
+    """The kernel that computes packed attention for these heads: FA2, FA3, FA4, or SDPA sequence by sequence."""
     if _takes_varlen(device, dtype, head_dim, head_dim):
         return torch_attention.current_flash_attention_impl() or "FA2"
     return "SDPA"
@@ -124,12 +124,12 @@ def packed_attention_forward(
     varlen: bool | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """Attention function in the form of transformers' AttentionInterface.
+    """Attention function with the signature of transformers' AttentionInterface.
 
     `query` `[1, H, T, D]`, `key` and `value` `[1, H_kv, T, D]`, T = tokens of all sequences; `attention_mask` from
     `boundary_mask`. A query sees itself and the `sliding_window - 1` (or all) tokens before it in its own sequence.
-    `varlen`: by default where it has a kernel. Returns `[1, T, H, D]` and None. Raises ValueError where the model asks
-    for what the kernels do not compute.
+    `varlen`: use `varlen_attn`; by default if it has a kernel. Returns `[1, T, H, D]` and None. Raises ValueError if
+    the model passes an argument that the kernels do not support.
     """
     if attention_mask is None or attention_mask.dtype != torch.int32:  # padded evaluation, `generate`
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
@@ -143,19 +143,19 @@ def packed_attention_forward(
         unsupported.append("is_causal false")
     if unsupported:
         config: Any = module.config
-        what = f"model_type '{config.model_type}': packed attention has no {', '.join(unsupported)}"
+        what = f"model_type '{config.model_type}': packed attention does not support {', '.join(unsupported)}"
         raise ValueError(f"{what}; set padding_free: false")
 
     device_type = query.device.type
     if torch.is_autocast_enabled(device_type):
-        # RoPE in fp32 leaves query and key wider than value; autocast casts for SDPA, not for a custom operator
+        # RoPE in fp32 leaves query and key in fp32; autocast casts them for SDPA, but not for a custom operator
         dtype = torch.get_autocast_dtype(device_type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
 
     boundaries = attention_mask[0, 0, 0]
     n, _, max_length, _ = attention_mask.shape
     cu_seqlens = cu_keys = boundaries
-    if n > 1:  # other keys than queries
+    if n > 1:  # keys differ from queries
         cu_seqlens = boundaries[:n]
         cu_keys = boundaries[n : 2 * n]
         keys, order = boundaries[2 * n :].chunk(2)
@@ -167,8 +167,8 @@ def packed_attention_forward(
 
 
 def _varlen(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window, max_length) -> torch.Tensor:
-    # FA3 and FA4 return a contiguous output; to torch.compile it has the query's strides. GPT-NeoX's
-    # RoPE leaves others: the query is copied, instead of the output
+    # FA3 and FA4 return a contiguous output, but torch.compile assumes the query's strides, which are not contiguous
+    # after GPT-NeoX's RoPE: make the query contiguous instead of the output
     q = query[0].transpose(0, 1).contiguous()
     k, v = [x[0].transpose(0, 1) for x in (key, value)]
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
@@ -180,9 +180,9 @@ def _varlen(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window, max
 def check_shared_keys(
     device: torch.device, dtype: torch.dtype, head_dim: int, kernel: Callable[..., torch.Tensor] | None = None
 ) -> None:
-    """Raises ValueError where a small call of the kernel, by default the one in use, differs from SDPA in fp32.
+    """Raises ValueError if a small call of the kernel (by default the one in use) differs from SDPA in fp32.
 
-    `varlen_attn` does not document where it aligns a causal mask that is not square, and step 0 cannot see it.
+    `varlen_attn` does not document how it aligns a causal mask that is not square, and step 0 cannot detect an error.
     """
     if kernel is None:
         if not _takes_varlen(device, dtype, head_dim, head_dim):
@@ -205,16 +205,16 @@ def check_shared_keys(
         results = compute(partial(kernel, max_length=max(seen)), dtype)
         for expected, got, name in zip(oracle, results, ("output", "d query", "d key", "d value"), strict=True):
             error = ((expected - got).norm() / expected.norm()).item()
-            if not error < 0.05:  # rounding to 16 bit: 0.005; a mask that is aligned at the start: 0.7
+            if not error < 0.05:  # rounding to 16 bit: 0.005; a mask aligned at the start: 0.7
                 raise ValueError(
-                    f"prefix_sharing: {kernel_name(device, dtype, head_dim)} is off SDPA by {error:.0%} (window "
-                    f"{window}, {name}) where keys outnumber queries; set prefix_sharing: false"
+                    f"prefix_sharing: {kernel_name(device, dtype, head_dim)} differs from SDPA by {error:.0%} (window "
+                    f"{window}, {name}) if keys outnumber queries; set prefix_sharing: false"
                 )
 
 
-@torch.compiler.disable  # the lengths are Python integers in here: each new set of them would be a recompilation
+@torch.compiler.disable  # the lengths are Python integers here: each new set would cause a recompilation
 def _sdpa_by_sequence(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window) -> torch.Tensor:
-    """`[1, H, T, D]` to `[1, T, H, D]`; where a window cuts or keys come before those of the queries, by blocks of
+    """`[1, H, T, D]` to `[1, T, H, D]`. If a window cuts keys off or shared keys come first, it computes blocks of
     queries with the keys they can see: one masked call would compute every score."""
     groups = query.shape[1] // key.shape[1]
     key = repeat_kv(key, groups)
@@ -222,7 +222,7 @@ def _sdpa_by_sequence(query, key, value, cu_seqlens, cu_keys, scaling, sliding_w
     own = cu_seqlens.diff().tolist()
     seen = cu_keys.diff().tolist()
     window = max(seen) if sliding_window is None else sliding_window
-    # Row i, column i + d: the key d - (window - 1) tokens from query i. Slices of it mask every block
+    # Row i, column i + d: the key d - (window - 1) tokens from query i. Each block's mask is a slice of it
     band = torch.ones(_BLOCK, window + _BLOCK - 1, dtype=torch.bool, device=query.device).triu().tril(window - 1)
     outputs = []
     for q, k, v in zip(query.split(own, 2), key.split(seen, 2), value.split(seen, 2), strict=True):

@@ -1,8 +1,8 @@
 """Model FLOPs by formula.
 
-Counted are 2 for each weight that a real token is multiplied with, 4 x head size x heads for each visible (query, key)
-pair, and the LM head for response tokens; a backward takes as much for the activations, and for the weights that are
-trained. Padding, shared prompts, recomputation under gradient checkpointing and the optimizer are not counted.
+The count includes 2 FLOPs for each weight that a real token is multiplied with, 4 x head size x heads for each visible
+(query, key) pair, and the LM head for response tokens. A backward takes as much again for the activations and for the
+trained weights. Padding, shared prompts, recomputation (gradient checkpointing) and the optimizer are not counted.
 """
 
 from dataclasses import dataclass
@@ -21,23 +21,23 @@ def peak_flops(gpu: str) -> float | None:
 
 
 def count_experts(config: PretrainedConfig) -> int | None:
-    """Of each layer of a mixture of experts, else None."""
+    """Experts in each layer of a mixture of experts, else None."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((count for name in names if (count := getattr(config, name, None))), None)
 
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """FLOPs of one forward, by the model's shape."""
+    """FLOPs of one forward, computed from the model's shape."""
 
     per_token: int  # in the layers' matrices
     per_response_token: int  # in the LM head
     attention: tuple[tuple[int | None, int], ...]  # (window, FLOPs of a visible pair) of each kind of layer
-    trained: tuple[float, float] = (1.0, 1.0)  # share of the layers' matrices, and of the head
+    trained: tuple[float, float] = (1.0, 1.0)  # trained share of the layers' matrices, and of the head
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "ForwardFlops":
-        """Of a model, also on the meta device; of a mixture of experts the active weights count."""
+        """From a model, which may be on the meta device; in a mixture of experts only the active weights count."""
         config = model.config.get_text_config()
         head = model.get_output_embeddings().weight
         embedding = model.get_input_embeddings().weight
@@ -57,8 +57,8 @@ class ForwardFlops:
     def __call__(
         self, lengths: torch.Tensor, response_tokens: int, training: bool = False, shared: torch.Tensor | None = None
     ) -> int:
-        """FLOPs of a forward, or of a forward and backward, over sequences of `lengths` [n] real tokens, of which
-        prefix sharing does not compute the first `shared` [n]."""
+        """FLOPs of a forward (or of a forward and backward, if `training`) over sequences of `lengths` [n] real
+        tokens; prefix sharing does not compute the first `shared` [n] tokens."""
         layers, head = (2 + share if training else 1 for share in self.trained)
         shared = torch.zeros_like(lengths) if shared is None else shared
         tokens = int((lengths - shared).sum())
@@ -70,17 +70,17 @@ class ForwardFlops:
 
 
 def _visible(lengths: torch.Tensor, window: int | None) -> torch.Tensor:
-    """[n] causal (query, key) pairs within the window in sequences of these lengths."""
+    """[n] number of causal (query, key) pairs within the window in sequences of these lengths."""
     n = lengths.double()
     inside = n.clamp(max=window) if window is not None else n
     return inside * (inside + 1) / 2 + (n - inside) * inside
 
 
 def attention_flops(config: PretrainedConfig) -> tuple[tuple[int | None, int], ...]:
-    """(window, FLOPs of a visible pair) of each kind of layer."""
+    """(window, FLOPs for a visible pair) of each kind of layer."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     flops = 4 * head_dim * config.num_attention_heads
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    kinds = [kind for kind in kinds if kind in ATTENTION]  # of linear attention the projections alone count
+    kinds = [kind for kind in kinds if kind in ATTENTION]  # in linear attention only the projections count
     windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
     return tuple((window, flops * windows.count(window)) for window in dict.fromkeys(windows))

@@ -15,35 +15,36 @@ from sfm_dpo.config import Config
 
 
 def load_model_config(config: Config) -> PretrainedConfig:
-    """The model's config.json; UserError where there is none."""
+    """The model's config.json. Raises UserError if it cannot be loaded."""
     name = config.model.model_name_or_path
     options = {"revision": config.model.model_revision, "trust_remote_code": config.train.trust_remote_code}
     if name.startswith(("/", ".", "~")) and not Path(name).exists():  # transformers would call it a wrong Hub id
-        raise UserError(f"model_name_or_path {name}: no such folder")
+        raise UserError(f"model_name_or_path {name}: no such folder; correct the path, or give a name on the Hub")
     try:
         return AutoConfig.from_pretrained(name, **options)
     except (OSError, ValueError, StrictDataclassError) as error:
-        reason = f"neither a folder with a model nor one that the Hub gives: {_first_lines(error)}"
+        reason = f"neither a folder with a model nor a model on the Hub: {_first_lines(error)}"
         raise UserError(f"model_name_or_path {name}: {reason}") from error
 
 
 def load_model(name: str, init_kwargs: dict[str, Any]) -> PreTrainedModel:
-    """The causal language model in a folder or on the Hub, in fp32 where no dtype is given; UserError for unknown
-    `init_kwargs`, and for missing weights, for which transformers 5.23 draws random ones."""
+    """The causal language model in a folder or on the Hub, in fp32 unless a dtype is given. Raises UserError for
+    unknown `init_kwargs`, and for missing weights, which transformers 5.23 would initialise at random."""
     kwargs = {"dtype": "float32", "use_safetensors": True} | init_kwargs  # .bin files can run code
     kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     if PartialState().distributed_type == DistributedType.NO and PartialState().device.type == "cuda":
-        kwargs.setdefault("device_map", "auto")  # as TRL: read straight into the GPU
+        kwargs.setdefault("device_map", "auto")  # as TRL does: read the weights straight into the GPU
     try:
         model, report = AutoModelForCausalLM.from_pretrained(name, **kwargs)
     except (OSError, ValueError, TypeError, SafetensorError) as error:
-        raise UserError(f"model_name_or_path {name}: cannot be loaded: {_first_lines(error)}") from error
+        reason = f"cannot be loaded: {_first_lines(error)}; check its files and model_init_kwargs"
+        raise UserError(f"model_name_or_path {name}: {reason}") from error
     absent = [f"{key} is missing" for key in sorted(report["missing_keys"])]
-    absent += [f"{key[0]} is of another shape" for key in sorted(report["mismatched_keys"])]
+    absent += [f"{key[0]} has another shape" for key in sorted(report["mismatched_keys"])]
     if absent:
         raise UserError(
-            f"model_name_or_path {name}: its weights do not make up the model of config.json: {absent[0]}, "
-            f"{len(absent) - 1} more; take config.json and weights from the same place"
+            f"model_name_or_path {name}: its weights do not match config.json: {absent[0]} "
+            f"(and {len(absent) - 1} more); take config.json and weights from the same place"
         )
     return model
 
@@ -51,12 +52,12 @@ def load_model(name: str, init_kwargs: dict[str, Any]) -> PreTrainedModel:
 def _first_lines(error: Exception) -> str:
     reason = str(error).split("\n\n")[0]
     if "couldn't connect" in reason:
-        reason += "; or run scripts/prefetch.py where there is a network"
+        reason += "; or run scripts/prefetch.py on a machine with network access"
     return reason
 
 
 def model_init_kwargs(config: Config) -> dict[str, Any]:
-    """Arguments of from_pretrained, for policy and reference, as in TRL's own script."""
+    """Arguments of from_pretrained for policy and reference, as in TRL's own script."""
     return {
         "revision": config.model.model_revision,
         "dtype": config.model.dtype,
@@ -66,7 +67,7 @@ def model_init_kwargs(config: Config) -> dict[str, Any]:
 
 
 def hash_config(config: PretrainedConfig) -> str:
-    """Hash of what a model's configuration says about its computation: without paths, versions and the KV cache."""
+    """Hash of the fields of a model's configuration that affect its computation: no paths, versions or KV cache."""
     session = ("_name_or_path", "name_or_path", "transformers_version", "use_cache", "dtype")
     fields = {name: value for name, value in config.to_dict().items() if name not in session}
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
-"""Memory of a run, computed from the model's configuration alone, and the choice of settings that fit.
+"""Memory of a run, computed from the model's configuration only, and the choice of settings that fit.
 
-Activations are traced: the model runs forward and backward on fake tensors, which have shapes and no memory, under
-PyTorch's MemTracker. A setting is the number of pairs in a micro-batch and how many layers are checkpointed.
+Activations are traced: the model runs forward and backward on fake tensors, which have shapes but no memory, under
+PyTorch's MemTracker. A setting is the number of pairs in a micro-batch and the share of layers that is checkpointed.
 """
 
 import copy
@@ -31,13 +31,13 @@ from sfm_dpo.model.flops import count_experts
 from sfm_dpo.model.packing import why_not_shared
 from sfm_dpo.model.sharding import blocks
 
-SHAPES = "packed_shapes"  # packed attention with the GPU's kernel, which knows shapes on every device
+SHAPES = "packed_shapes"  # packed attention with the GPU's kernel, whose shapes are known on every device
 TRACED_TOKENS = 1024
 TRACED_SEQUENCES = 2
-HEAD_TOKENS = 4096  # of a tile of logits (TRL 1.16, kernels/chunked_logprob.py)
+HEAD_TOKENS = 4096  # rows of a tile of logits (TRL 1.16, kernels/chunked_logprob.py)
 HEAD_COLUMNS = 32768
 EVERY_N_LAYERS = (0, 8, 4, 3, 2, 1)  # transformers' every_n_layers: which layers are checkpointed; 0: none
-USABLE = 0.9  # of a GPU's memory; the rest: CUDA's context, NCCL, and what the allocator cannot join
+USABLE = 0.9  # share of a GPU's memory; the rest is for CUDA's context, NCCL and fragmentation
 
 
 AttentionInterface.register(SHAPES, partial(packed_attention_forward, varlen=True))
@@ -46,20 +46,20 @@ AttentionMaskInterface.register(SHAPES, sdpa_mask)
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that a micro-batch holds, each [2]: fixed, and for each computed token."""
+    """Bytes that a micro-batch holds, each [2]: a fixed part, and a part for each computed token."""
 
-    saved: np.ndarray  # when the forward of the backbone is over
-    peak: np.ndarray  # at the worst moment of its backward
+    saved: np.ndarray  # at the end of the backbone's forward
+    peak: np.ndarray  # at the peak of its backward
 
     def peak_bytes(self, tokens: int, head: int) -> int:
-        """Of a micro-batch of `tokens`, with an LM head that takes `head` bytes."""
+        """Peak of a micro-batch of `tokens`, with an LM head that takes `head` bytes."""
         saved = self.saved[0] + self.saved[1] * tokens
         peak = self.peak[0] + self.peak[1] * tokens
         return int(max(saved + head, peak))
 
     @classmethod
     def mix(cls, checkpointed: "Activations", stored: "Activations", share: float) -> "Activations":
-        """Where a `share` of the layers is checkpointed, from those of all layers `checkpointed` and all `stored`."""
+        """Activations with a `share` of the layers checkpointed, from those with all and with none checkpointed."""
         saved = share * checkpointed.saved + (1 - share) * stored.saved
         backward = np.maximum(checkpointed.peak - checkpointed.saved, stored.peak - stored.saved)
         return cls(saved, saved + backward)
@@ -71,7 +71,7 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16) ->
 
 
 def _build(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model as its class makes it. `from_config` would split it under ZeRO-3, which all ranks must do together."""
+    """The model as its class builds it. `from_config` would shard it under ZeRO-3, which needs all ranks."""
     with no_init_weights(), local_torch_dtype(dtype):
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
 
@@ -80,8 +80,8 @@ def trace_activations(
     config: PretrainedConfig, dtype: torch.dtype, checkpointing: bool, copies: float | None = None
 ) -> Activations:
     """Activations of the backbone, without the LM head, on the packed path: traced at two lengths, and with one and
-    with two blocks of each kind, for what each token and each further block adds. `copies`: second copies of keys for
-    each computed token under prefix sharing, None without."""
+    two blocks of each kind, to find what each token and each further block adds. `copies`: second copies of keys for
+    each computed token under prefix sharing, or None without it."""
     text = config.get_text_config()
     if dtype == torch.float32 and count_experts(text):
         half = trace_activations(config, torch.bfloat16, checkpointing, copies)  # products over experts need 16 bit
@@ -103,13 +103,13 @@ def trace_activations(
 
 
 def head_bytes(config: PretrainedConfig, tokens: int, dtype: torch.dtype, on_gpu: bool) -> int:
-    """Peak bytes of TRL's fused LM head, in its backward: gradients of hidden states and head in fp32, copies of them
-    in `dtype`, and a tile of logits in `dtype`; without Triton seven more tiles in fp32."""
+    """Peak bytes of TRL's fused LM head, reached in its backward: gradients of hidden states and head in fp32, copies
+    of them in `dtype`, and a tile of logits in `dtype`; without Triton seven more tiles in fp32."""
     text = config.get_text_config()
     size = dtype.itemsize
     weights = text.vocab_size * text.hidden_size
     hidden = tokens * text.hidden_size
-    copies = 4 if size == 4 else 4 + size  # .to(fp32) of what is fp32 copies nothing
+    copies = 4 if size == 4 else 4 + size  # .to(fp32) copies nothing if it is fp32 already
     rows = min(tokens, HEAD_TOKENS)
     tile = size * rows * HEAD_COLUMNS
     if not on_gpu:
@@ -117,8 +117,8 @@ def head_bytes(config: PretrainedConfig, tokens: int, dtype: torch.dtype, on_gpu
     return copies * (weights + hidden) + tile
 
 
-# Upstream: torch 2.13, distributed/_tools/mem_tracker.py, MemTracker._update_peak_stats: also updates the peaks of
-# all modules after every operation, so that a trace takes ten times the time.
+# Upstream: torch 2.13, distributed/_tools/mem_tracker.py, MemTracker._update_peak_stats: updates the peaks of all
+# modules after every operation, too, so that a trace takes ten times as long.
 # Canary: test_canary_mem_tracker_visits_every_module_after_every_operation
 class _PeakTracker(MemTracker):
     def _update_peak_stats(self, peak_state) -> None:
@@ -136,20 +136,20 @@ def _trace_bytes(
     tokens: int,
     copies: float | None,
 ) -> np.ndarray:
-    """[2] bytes beside the weights, after the forward and at the peak of the backward, with a block for each kind."""
+    """[2] bytes besides the weights, after the forward and at the backward's peak, with a block for each kind."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     text.num_hidden_layers = len(kinds)
     if getattr(text, "layer_types", None):
         text.layer_types = kinds
-    text.vocab_size = min(text.vocab_size, 1024)  # the embedding's gradient is no activation
+    text.vocab_size = min(text.vocab_size, 1024)  # the embedding's gradient is not an activation
     text.pad_token_id = None
     with FakeTensorMode(allow_non_fake_inputs=True):
         config._attn_implementation = SHAPES
         model = _build(config, dtype).train()
         if checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
-        for parameter in model.parameters():  # as the launchers do: a gradient is reduced, and gone
+        for parameter in model.parameters():  # as the launchers do: a gradient is freed once it is reduced
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
         tracker = _PeakTracker()
         tracker.track_external(model)
@@ -179,18 +179,18 @@ def _total(tracker: MemTracker, moment: str) -> int:
 
 
 def memory_limit(total: float, memory_gib: float | None) -> float:
-    """Bytes that a process may take of the `total` of its device."""
+    """Bytes that a process may use of its device's `total`."""
     return memory_gib * 2**30 if memory_gib else USABLE * total
 
 
 class MicroBatch(NamedTuple):
-    """The largest micro-batch of a run with so many pairs per device."""
+    """The largest micro-batch of a run with `per_device` pairs per device."""
 
     per_device: int
-    tokens: int  # computed, padding included where there is any
+    tokens: int  # computed tokens, including padding if there is any
     copies: int  # second copies of keys under prefix sharing
     responses: int  # tokens that reach the LM head
-    waiting: float  # work of the slowest rank over that of the mean one
+    waiting: float  # work of the slowest rank over the mean of all ranks
 
 
 @dataclass(frozen=True)
@@ -198,8 +198,8 @@ class Setting:
     per_device: int  # pairs in a micro-batch
     every_n_layers: int  # every n-th layer is checkpointed; 0: none
     tokens: int  # computed in the largest micro-batch
-    bytes: int  # of a process at its peak
-    work: float  # against that of a run without recomputation whose ranks never wait
+    bytes: int  # peak of a process
+    work: float  # relative to a run without recomputation whose ranks never wait
 
     @property
     def layers(self) -> str:
@@ -219,7 +219,7 @@ class Setting:
 
 
 class MemoryPlanner:
-    """Memory of a run on `gpus` GPUs, or processes on CPUs; `half`: in 16 bit; `shape`: the model's configuration."""
+    """Memory of a run on `gpus` GPUs or CPU processes; `half`: in 16 bit; `shape`: the model's configuration."""
 
     def __init__(self, config: Config, shape: PretrainedConfig, gpus: int, half: bool = True, on_gpu: bool = True):
         self.config = config
@@ -240,18 +240,18 @@ class MemoryPlanner:
         self._traces: dict[float | None, tuple[Activations, Activations]] = {}
 
     def states(self, launch: str, zero: dict[str, Any]) -> dict[str, int]:
-        """Bytes on each GPU of weights, gradients, AdamW's moments, buffers, and a live reference model.
+        """Bytes on each GPU for weights, gradients, AdamW's moments, buffers, and a live reference model.
 
-        `launch`: zero2, zero3, as DeepSpeed's estimators (estimate_zero2_model_states_mem_needs) with `zero`, its
-        `zero_optimization`; fsdp2: all in fp32, and as buffers a 16-bit copy of two gathered blocks, as much for
-        gradients on their way, and the embedding or head; none (DDP too): undivided, autocast's 16-bit copy of the
-        weights, DDP's buckets of gradients.
+        `launch`: zero2 and zero3 as in DeepSpeed's estimators (estimate_zero2_model_states_mem_needs), with `zero`,
+        its `zero_optimization`; fsdp2: all states in fp32, and as buffers a 16-bit copy of two gathered blocks, as
+        much for gradients being reduced, and the embedding or head; none (also DDP): unsharded, autocast's 16-bit copy
+        of the weights, and DDP's gradient buckets.
         """
         gpus = self.gpus
         size = 2 if self.half else 4
         total = self.parameters + (self.trained if self.adapter else 0)
-        weights, gradients, optimizer = {  # bytes a parameter, all of them and the trained ones
-            "zero2": (size, 4 / gpus, 12 / gpus),  # gradients of 16-bit weights are added up in fp32
+        weights, gradients, optimizer = {  # bytes per parameter, and twice per trained one
+            "zero2": (size, 4 / gpus, 12 / gpus),  # gradients of 16-bit weights are accumulated in fp32
             "zero3": (size / gpus, 4 / gpus, 12 / gpus),
             "fsdp2": (4 / gpus, 4 / gpus, 8 / gpus),
             "none": (6 if self.half else 4, 4 if gpus == 1 else 8, 8),
@@ -264,7 +264,7 @@ class MemoryPlanner:
             buffers = 4 * size * largest_block + size * largest
         elif launch != "none":
             bucket = zero.get("reduce_bucket_size", "auto")
-            if bucket == "auto":  # as transformers fills it in
+            if bucket == "auto":  # as transformers sets it
                 bucket = self.shape.get_text_config().hidden_size ** 2
             buffers = size * min(int(bucket), self.trained) * (2 if zero.get("overlap_comm") else 1)
         states = {
@@ -278,14 +278,14 @@ class MemoryPlanner:
         return states
 
     def list_settings(self, micro_batches: Iterable[MicroBatch], states: int = 0, ratio: float = 1.0) -> list[Setting]:
-        """Every setting, the least work first; its bytes are those of activations and `states`, times the `ratio`."""
+        """All settings, least work first; their bytes are those of activations and `states`, times `ratio`."""
         args = self.config.train
-        forwards = 3 if args.precompute_ref_log_probs else 4  # of a step; the backward counts as two
+        forwards = 3 if args.precompute_ref_log_probs else 4  # in a step; the backward counts as two
         layers = self.shape.get_text_config().num_hidden_layers
         micro_batches = list(micro_batches)
         copies = max(batch.copies / batch.tokens for batch in micro_batches) if self.prefix_sharing else None
         traced = self._trace(copies)
-        update = 4 * self.trained // self.gpus  # DeepSpeed's copy of a rank's gradients, when activations are gone
+        update = 4 * self.trained // self.gpus  # DeepSpeed's copy of a rank's gradients, after activations are freed
         settings = []
         for per_device, tokens, _, responses, waiting in micro_batches:
             head = head_bytes(self.shape, responses, self.dtype, self.on_gpu)
@@ -298,7 +298,7 @@ class MemoryPlanner:
         return sorted(settings, key=lambda setting: (round(setting.work, 3), -setting.per_device))
 
     def _trace(self, copies: float | None) -> tuple[Activations, Activations]:
-        """All layers checkpointed, and none."""
+        """Activations with all layers checkpointed, and with none."""
         if copies not in self._traces:
             checkpointed = trace_activations(self.shape, self.dtype, True, copies)
             self._traces[copies] = (checkpointed, trace_activations(self.shape, self.dtype, False, copies))
@@ -313,7 +313,7 @@ def checkpointed_layers(args: TrainConfig) -> int:
 
 
 def choose_setting(settings: list[Setting], limit: float, config: Config) -> Setting:
-    """The first that has what the configuration names and fits into `limit` bytes; where none does, the smallest."""
+    """The first setting that agrees with the configuration and fits into `limit` bytes; if none fits, the smallest."""
     if "per_device_train_batch_size" not in config.fitted:
         settings = [setting for setting in settings if setting.per_device == config.micro_batch]
     if "gradient_checkpointing" not in config.fitted:

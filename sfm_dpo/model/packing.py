@@ -1,7 +1,7 @@
-"""Packing: the padding-free forward, one row of real tokens (attention.py keeps them apart); compiled layers.
+"""Packing: the padding-free forward on one row of real tokens (attention.py separates the sequences); compiled layers.
 
-TRL has no padding-free DPO (1.16: `padding_free` warns and pads). Here the forward that TRL's fused LM head put in
-place is wrapped, so collator, losses and metrics stay TRL's.
+TRL has no padding-free DPO (1.16: `padding_free` warns and pads). This module wraps the forward that TRL's fused LM
+head installs, so collator, losses and metrics stay TRL's.
 """
 
 import functools
@@ -18,13 +18,13 @@ from sfm_dpo.model.sharding import ATTENTION, blocks
 
 
 def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) -> None:
-    """Make `model(input_ids=..., attention_mask=..., labels=..., fused_lm_head=True)` compute only real tokens.
+    """Makes `model(input_ids=..., attention_mask=..., labels=..., fused_lm_head=True)` compute only real tokens.
 
-    `model` has been given TRL's `add_fused_lm_head`; under PEFT it is the base model. Such a call takes TRL's padded
+    `model` must have TRL's `add_fused_lm_head`; under PEFT it is the base model. Such a call takes TRL's padded
     `[rows, L]` batch, runs the fused forward on one row `[1, T]` of the T real tokens, and returns TRL's
     `FusedCausalLMOutput` with each per-token field back in `[rows, L - 1]`, zero where the padded path has zero. With
     `prefix_sharing` the row holds the prompt of a pair once (`find_shared`); neither log-probs nor gradients change.
-    Raises ValueError where sequences in one row would not be independent of each other.
+    Raises ValueError if sequences in one row would not be independent of each other.
     """
     if obstacle := _why_not_packable(model):
         what = f"padding_free: true is not possible for model_type '{model.config.get_text_config().model_type}'"
@@ -36,10 +36,10 @@ def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) ->
         for net in nets:
             net.forward = functools.partial(_run_by_sequence, net.forward)
     fused_forward = model.forward
-    # Arguments between input_ids and attention_mask: none but GPT-2's cache
+    # Arguments between input_ids and attention_mask: only GPT-2 has one, its cache
     gap = list(inspect.signature(type(model.base_model).forward).parameters).index("attention_mask") - 2
 
-    # An attribute of the instance, like TRL's own. The signature stays the model's own, which `generate` looks at
+    # Set on the instance, as TRL does. It keeps the model's signature, which `generate` inspects
     @functools.wraps(type(model).forward)
     def packed_forward(self, *args, fused_lm_head=False, **kwargs):
         if fused_lm_head and kwargs.get("attention_mask") is not None:
@@ -72,15 +72,15 @@ def _run_packed(
         real = computed.flatten().nonzero().squeeze(1)
     if hybrid:
         kwargs["cu_seq_lens_q"] = cu_seqlens
-        if has_delta_net_kernels():  # the convolution takes this alone, and leaks silently where it is missing
+        if has_delta_net_kernels():  # the convolution takes only this, and without it mixes sequences silently
             kwargs["seq_idx"] = torch.repeat_interleave(lengths).to(torch.int32)[None]
-    # What each position predicts: shifted in the grid, where no sequence's last position can reach the next sequence
+    # What each position predicts: shifted in the padded grid, where a sequence's last position has no successor
     next_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
 
     output = fused_forward(
         input_ids.flatten()[real][None],
-        # By position: TRL also looks for a keyword `attention_mask`, to leave padding out of the routers' balancing
-        # loss, and there is none left
+        # By position: TRL would use a keyword `attention_mask` to exclude padding from the routers' balancing loss,
+        # and there is no padding
         *[None] * gap,
         boundary_mask(cu_seqlens, longest, *shared_keys),
         position_ids=(attention_mask.cumsum(dim=1) - 1).flatten()[real][None],
@@ -92,17 +92,17 @@ def _run_packed(
     for name, value in list(output.items()):
         if value.shape == (1, real.numel()):
             grid = value.new_zeros(rows * length).index_copy(0, real, value[0])
-            output[name] = grid.view(rows, length)[:, :-1].clone()  # FSDP2 wants no view: it hooks the tensor itself
+            output[name] = grid.view(rows, length)[:, :-1].clone()  # not a view: FSDP2 hooks the tensor itself
     return output
 
 
 def has_delta_net_kernels() -> bool:
-    """Whether transformers computes gated delta nets by kernels, which take boundaries; its own code takes none."""
+    """Whether transformers computes gated delta nets by kernels, which take boundaries; its own code does not."""
     return all(map(importlib.util.find_spec, ("fla", "causal_conv1d")))
 
 
 def delta_net_kernel(model: PreTrainedModel) -> str | None:
-    """What computes packed gated delta nets: fla, or transformers' code, sequence by sequence; None without any."""
+    """What computes packed gated delta nets: fla, or transformers sequence by sequence; None if there are none."""
     if not _find_delta_nets(model):
         return None
     return "fla" if has_delta_net_kernels() else "transformers"
@@ -110,7 +110,7 @@ def delta_net_kernel(model: PreTrainedModel) -> str | None:
 
 @torch.compiler.disable
 def _run_by_sequence(forward, hidden_states: torch.Tensor, *args, cu_seq_lens_q=None, **kwargs) -> torch.Tensor:
-    """A gated delta net's forward, `[1, T, hidden]`, for one sequence after another, each from an empty state."""
+    """A gated delta net's forward, `[1, T, hidden]`, one sequence at a time, each from an empty state."""
     if cu_seq_lens_q is None:
         return forward(hidden_states, *args, **kwargs)
     sequences = hidden_states.split(cu_seq_lens_q.diff().tolist(), dim=1)
@@ -122,9 +122,9 @@ def _cumulate(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def find_shared(input_ids: torch.Tensor, attention_mask: torch.Tensor, responses: torch.Tensor) -> torch.Tensor:
-    """Tokens that prefix sharing does not compute, bool `[2B, L]`, of TRL's batch with chosen rows before rejected: of
-    a rejected row those with which its chosen row begins, up to the last before the first response, which predicts
-    another token in each."""
+    """Tokens that prefix sharing does not compute, bool `[2B, L]`, in TRL's batch, where chosen rows precede rejected
+    ones: the tokens of a rejected row that its chosen row also begins with. The last one before the first response
+    token is computed in both, because it predicts different tokens."""
     half = len(input_ids) // 2
     ids = input_ids.masked_fill(attention_mask == 0, -1)
     predicts = F.pad(responses[:, 1:], (0, 1))
@@ -134,7 +134,7 @@ def find_shared(input_ids: torch.Tensor, attention_mask: torch.Tensor, responses
 
 
 def why_not_shared(model: PreTrainedModel, padding_free: bool, router_aux_loss_coef: float | None) -> str | None:
-    """What keeps a model from computing a pair's prompt once for both answers."""
+    """Why a pair's prompt cannot be computed once for both answers, or None."""
     config = model.config.get_text_config()
     if not padding_free:
         return "padding_free is false"
@@ -149,29 +149,29 @@ def why_not_shared(model: PreTrainedModel, padding_free: bool, router_aux_loss_c
 
 
 def _why_not_packable(model: PreTrainedModel) -> str | None:
-    """What could carry one sequence into the next, by the declared layers, transformers' flags, and the modules."""
+    """Why a sequence could affect the next one, by declared layer types, transformers' flags and modules; or None."""
     config = model.config.get_text_config()
     for layer_type in getattr(config, "layer_types", None) or ():
         if layer_type not in {*ATTENTION, "linear_attention"}:
-            return f"packed attention does not know its '{layer_type}' layers"
+            return f"packed attention does not support its '{layer_type}' layers"
     layers = blocks(model)
     nets = _find_delta_nets(model)
     inside = {module for net in nets for module in net.modules()}
     modules = [module for layer in layers for module in layer.modules() if module not in inside]
     convolves = any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in modules)
     if convolves or (model._is_stateful and not nets):
-        return "its convolutions or recurrent layers carry state along the row, from one sequence into the next"
-    # A model that transformers runs with FlashAttention tells its attention everything by keyword; another one may
-    # say it in a mask, and packed attention has none to read
+        return "its convolutions or recurrent layers carry state from one sequence into the next"
+    # A model that supports FlashAttention passes everything by keyword; another one may encode it in a mask, which
+    # packed attention cannot read
     if not layers or not model._supports_flash_attn or not model._can_set_attn_implementation():
         return "its attention does not go through transformers' AttentionInterface with FlashAttention's arguments"
     if getattr(config, "attention_dropout", 0.0):
-        return "packed attention has no dropout (set attention_dropout to 0.0 in model_init_kwargs)"
+        return "packed attention does not support dropout (set attention_dropout to 0.0 in model_init_kwargs)"
     return None
 
 
 def _find_delta_nets(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Gated delta nets of transformers whose code hands boundaries to its kernels (OLMo-Hybrid, Qwen3-Next, 3.5)."""
+    """Gated delta nets whose code in transformers passes boundaries to kernels (OLMo-Hybrid, Qwen3-Next, Qwen3.5)."""
     boundaries = 'cu_seqlens=kwargs.pop("cu_seq_lens_q"'
     kinds: set[type[torch.nn.Module]] = set(map(type, model.modules()))
     kinds = {kind for kind in kinds if boundaries in inspect.getsource(kind.forward)}
@@ -179,9 +179,9 @@ def _find_delta_nets(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def compile_layers(model: PreTrainedModel, backend: str, mode: str | None) -> None:
-    """torch.compile for each decoder layer, in place: names in the state dict stay. `generate` runs uncompiled."""
+    """Compiles each decoder layer in place, so names in the state dict do not change. `generate` runs uncompiled."""
     for layer in blocks(model):
         layer.compile(dynamic=True, backend=backend, mode=mode, recompile_limit=32)
-    # Upstream: transformers 5.23, cache_utils.py, Cache.update: takes the layer's index, for each of which
-    # torch.compile makes a graph of the layer. Canary: test_canary_graph_for_every_layer
+    # Upstream: transformers 5.23, cache_utils.py, Cache.update: takes the layer's index, so torch.compile
+    # makes a graph for each index. Canary: test_canary_graph_for_every_layer
     model.generate = torch.compiler.set_stance("force_eager")(model.generate)

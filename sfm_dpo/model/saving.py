@@ -1,7 +1,7 @@
-"""The files of a saved model: the small ones in a form that Transformers 4 and vLLM read as well, and its tensors.
+"""The files of a saved model: its tensors, and its small files in a form that Transformers 4 and vLLM also read.
 
-Transformers 5.23 writes fields that older readers do not know (rope_parameters, dtype), or refuse (the tokenizer class
-TokenizersBackend, a list in extra_special_tokens), and how the model was loaded here. Trainer turns use_cache off.
+Transformers 5.23 writes fields that older readers do not know (rope_parameters, dtype) or refuse (the tokenizer class
+TokenizersBackend, a list in extra_special_tokens), and how the model was loaded. Trainer sets use_cache: false.
 """
 
 import json
@@ -15,20 +15,20 @@ from transformers import PretrainedConfig
 
 from sfm_dpo.common.errors import UserError
 
-# How the files were loaded here, and what was loaded from a checkpoint: nothing that a reader needs
+# How and from where the files were loaded here: no reader needs these fields
 _SESSION = ("_name_or_path", "name_or_path", "is_local", "local_files_only", "_commit_hash")
 SAVED_FILES = ("config.json", "generation_config.json", "adapter_config.json", "tokenizer_config.json")
 _NOT_TRAINED = ("use_cache", "transformers_version")
 
 
 def read_base_config(name: str, revision: str | None, loaded: PretrainedConfig) -> dict[str, Any]:
-    """config.json of a base model as it is in its file, and as Transformers understood it."""
+    """config.json of a base model: its raw content, and as Transformers loaded it."""
     raw, _ = PretrainedConfig.get_config_dict(name, revision=revision)
     return {"file": raw, "loaded": json.loads(json.dumps(loaded.to_dict(), default=str))}
 
 
 def fix_saved_files(folder: Path, base: dict[str, Any] | None = None) -> None:
-    """Rewrites SAVED_FILES; `base`: of `read_base_config`, whose config.json then only gets what training changed."""
+    """Rewrites SAVED_FILES. With `base` (of `read_base_config`) config.json is the base's plus training's changes."""
     for name in SAVED_FILES:
         path = folder / name
         if not path.is_file():
@@ -52,9 +52,9 @@ def _fix_config(config: dict[str, Any], base: dict[str, Any] | None) -> dict[str
     if dtype := config.get("dtype") or config.get("torch_dtype"):
         config |= {"dtype": dtype, "torch_dtype": dtype}
     rope = dict(config.get("rope_parameters") or {})
-    if config.get("model_type") == "olmo3":  # its sliding layers are never scaled, in Transformers 4 neither
+    if config.get("model_type") == "olmo3":  # its sliding layers are never scaled, nor are they in Transformers 4
         rope = dict(rope.get("full_attention") or {})
-    if "rope_theta" not in rope:  # none, or by layer in a way that has no older form
+    if "rope_theta" not in rope:  # absent, or given by layer, which has no older form
         return config
     theta = rope.pop("rope_theta")
     rotary = rope.pop("partial_rotary_factor", None)
@@ -68,27 +68,27 @@ def _fix_config(config: dict[str, Any], base: dict[str, Any] | None) -> dict[str
 def _fix_tokenizer(config: dict[str, Any], template: Path) -> None:
     config.pop("backend", None)
     if (template.parent / "tokenizer.json").is_file() and config.get("tokenizer_class", "").endswith("Backend"):
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"  # takes tokenizer.json as it is, in both
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"  # reads tokenizer.json unchanged, in both versions
     if isinstance(config.get("extra_special_tokens"), list):
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
-    if template.is_file():  # which Transformers 4.45 does not look for
+    if template.is_file():  # Transformers 4.45 does not look for this file
         config["chat_template"] = template.read_text()
 
 
 def open_tensors(folder: Path) -> dict[str, Callable[[str], torch.Tensor]]:
-    """Name of each tensor in the folder's safetensors -> the function that reads it."""
+    """Maps the name of each tensor in the folder's safetensors to the function that reads it."""
     tensors: dict[str, Callable[[str], torch.Tensor]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         reader = safe_open(file, framework="pt")
         tensors |= dict.fromkeys(reader.keys(), reader.get_tensor)
     if not tensors:
-        raise UserError(f"{folder}: holds no safetensors")
+        raise UserError(f"{folder}: holds no safetensors; give a folder with the weights of a model")
     return tensors
 
 
 def read_finite(tensors: dict[str, Callable[[str], torch.Tensor]], name: str) -> torch.Tensor:
-    """A tensor of `open_tensors`; UserError if a value is NaN or infinite."""
+    """A tensor of `open_tensors`. Raises UserError if a value is NaN or infinite."""
     tensor = tensors[name](name)
     if not torch.isfinite(tensor).all():
-        raise UserError(f"{name} holds values that are not finite numbers")
+        raise UserError(f"{name} holds NaN or infinite values; use an earlier checkpoint")
     return tensor

@@ -1,7 +1,7 @@
-"""Sharding: which rank holds which weights under ZeRO-2, ZeRO-3 and FSDP2, and what they save.
+"""Sharding: which rank holds which weights under ZeRO-2, ZeRO-3 and FSDP2, and what the ranks save.
 
 ZeRO-3: DeepSpeed splits each tensor while the model is loaded. FSDP2: accelerate splits the model when training
-begins, one unit a decoder block. Otherwise every rank has all weights.
+begins, with each decoder block as a unit. Otherwise every rank has all weights.
 """
 
 import dataclasses
@@ -23,28 +23,28 @@ LAUNCHES = {"zero2": "ds_config.json", "zero3": "configs/accelerate/ds_zero3.jso
 
 
 def launched_with() -> str:
-    """zero (2 or 3), fsdp or none, by what the launcher says in the environment, before a trainer exists."""
+    """zero (2 or 3), fsdp or none, from the launcher's environment variables; works before a trainer exists."""
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
         return "zero"
     return "fsdp" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "none"
 
 
-# Upstream: deepspeed 0.19, comm/torch.py, build_shm_op: compiles an all-reduce of its own on CPU for half a minute,
-# and a process killed meanwhile leaves a lock file for which every later start waits without end.
+# Upstream: deepspeed 0.19, comm/torch.py, build_shm_op: compiles its own all-reduce for CPU for half a minute, and a
+# process killed meanwhile leaves a lock file that every later start waits for forever.
 # Canary: test_canary_deepspeed_compiles_an_all_reduce_on_cpu
 def disable_deepspeed_shm() -> None:
-    """Keeps DeepSpeed on CPU processes to gloo. Call it before the process group exists."""
+    """Makes DeepSpeed use gloo on CPU processes. Call it before the process group exists."""
     if launched_with() == "zero":
         import deepspeed
 
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-# Upstream: deepspeed 0.19, runtime/zero/partition_parameters.py, free_param: puts an empty tensor in a parameter's
-# place; size and shape of the whole are in its attributes ds_numel and ds_shape alone.
+# Upstream: deepspeed 0.19, runtime/zero/partition_parameters.py, free_param: replaces a parameter by an empty tensor;
+# its full size and shape are only in its attributes ds_numel and ds_shape.
 # Canary: test_canary_zero3_parameter
 def numel(parameter: torch.nn.Parameter) -> int:
-    """Elements of the whole tensor; under ZeRO-3 `numel()` is 0."""
+    """Elements of the full tensor; under ZeRO-3 `numel()` is 0."""
     return getattr(parameter, "ds_numel", parameter.numel())
 
 
@@ -52,13 +52,13 @@ def shape(parameter: torch.nn.Parameter) -> torch.Size:
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
-# Upstream: trl 1.16, trainer/utils.py, hash_module: hashes what ZeRO-3 leaves in each tensor, which is nothing, so
-# that all models would share a reference; and an adapter's random start with the weights it is added to.
+# Upstream: trl 1.16, trainer/utils.py, hash_module: hashes the empty tensors that ZeRO-3 leaves, so that all models
+# would share a reference, and includes an adapter's random initial weights.
 # Canary: test_canary_hash_module
 def hash_weights(model: torch.nn.Module, gather: bool = False, frozen_only: bool = False) -> str:
-    """Hash of the weights, tensor by tensor: all at once could fill the GPU. All ranks must call it.
+    """Hash of the weights, tensor by tensor: gathering all at once could fill the GPU. All ranks must call it.
 
-    `gather`: the weights are split by ZeRO-3; `frozen_only`: without what is trained, such as a LoRA adapter.
+    `gather`: ZeRO-3 has split the weights; `frozen_only`: without trained weights, such as a LoRA adapter.
     """
     import deepspeed
 
@@ -76,8 +76,8 @@ def hash_weights(model: torch.nn.Module, gather: bool = False, frozen_only: bool
     return broadcast(digest.hexdigest())
 
 
-# Upstream: accelerate 1.15, state.py, AcceleratorState.__init__: takes no notice of FSDP on CPU processes, says
-# nothing, and trains with DDP. Canary: test_canary_fsdp_on_cpu
+# Upstream: accelerate 1.15, state.py, AcceleratorState.__init__: ignores FSDP on CPU processes without a message and
+# trains with DDP. Canary: test_canary_fsdp_on_cpu
 def use_fsdp_on_cpu(accelerator: Accelerator) -> None:
     if launched_with() == "fsdp" and accelerator.distributed_type == DistributedType.MULTI_CPU:
         plugin = FullyShardedDataParallelPlugin()
@@ -89,10 +89,10 @@ def use_fsdp_on_cpu(accelerator: Accelerator) -> None:
 
 
 # Upstream: accelerate 1.15, utils/dataclasses.py, FullyShardedDataParallelPlugin.set_mixed_precision: FSDP2 casts
-# outputs and each layer's inputs to 16 bit, and no setting keeps them as they are. Canary: test_canary_fsdp_outputs
+# outputs and each layer's inputs to 16 bit, and no setting prevents it. Canary: test_canary_fsdp_outputs
 def keep_precision(fsdp_plugin: Any) -> None:
-    """Lets a model under FSDP2 return what it computed: log-probs rounded to 16 bit bury what the policy learned. Its
-    layers get what they are given: OLMo's RoPE is fp32, which the reference, a single unit of FSDP2, would keep."""
+    """Keeps the precision of outputs and layer inputs under FSDP2: rounding log-probs to 16 bit hides what the policy
+    learned, and OLMo's RoPE is fp32, which the reference, a single FSDP2 unit, would keep."""
     if policy := fsdp_plugin.mixed_precision_policy:
         fsdp_plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None, cast_forward_inputs=False)
 
@@ -102,17 +102,17 @@ def blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
 
 
 def zero_config(launch: str) -> dict[str, Any]:
-    """`zero_optimization` of a launcher's DeepSpeed file; empty for FSDP2."""
+    """`zero_optimization` in a launcher's DeepSpeed file; empty for FSDP2."""
     file = LAUNCHES[launch]
     return json.loads((PROJECT / file).read_text())["zero_optimization"] if file else {}
 
 
 def checkpoint_bytes(model: PreTrainedModel, zero_stage: int = 0, is_fsdp: bool = False) -> int:
-    """Of weights and two moments of AdamW; the ranks' fp32 weights under ZeRO and FSDP2; below ZeRO-3 the weights once
-    more, in DeepSpeed's mp_rank_00_model_states.pt."""
+    """Size of a checkpoint: the weights and AdamW's two moments; the ranks' fp32 weights under ZeRO and FSDP2; below
+    ZeRO-3 the weights a second time, in DeepSpeed's mp_rank_00_model_states.pt."""
     trained = [p for p in model.parameters() if p.requires_grad]
     count = sum(map(numel, trained))
     weights = sum(numel(p) * p.element_size() for p in trained)
-    saved = weights if count == sum(map(numel, model.parameters())) else 4 * count  # an adapter alone
+    saved = weights if count == sum(map(numel, model.parameters())) else 4 * count  # only an adapter
     again = weights if zero_stage in (1, 2) else 0
     return saved + again + count * (12 if zero_stage or is_fsdp else 8)

@@ -1,1 +1,1 @@
-"""What a run leaves for people: report page, figures, model card."""
+"""What a run leaves for its readers: report page, figures, model card."""

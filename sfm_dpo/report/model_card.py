@@ -1,4 +1,4 @@
-"""The model card, README.md: results, training, use and how to repeat it, from the files in a run's folder."""
+"""The model card, README.md: results, training, usage and reproduction, from the files in a run's folder."""
 
 import os
 from pathlib import Path
@@ -18,9 +18,9 @@ from sfm_dpo.run.reader import EVALUATION, read_run
 
 CARD = "README.md"
 _CURVES = ("loss", "accuracy", "margin", "logps")
-LAUNCHERS = {"ZeRO-2": "accelerate_config.yaml"}  # by `launch` of data.json
+LAUNCHERS = {"ZeRO-2": "accelerate_config.yaml"}  # by `launch` in data.json
 LAUNCHERS |= {"ZeRO-3": "configs/accelerate/zero3.yaml", "FSDP2": "configs/accelerate/fsdp2.yaml"}
-# Beginnings of fields about the machine and the project of this run, which say nothing to somebody who repeats it.
+# Prefixes of fields about this run's machine and project, which do not matter to somebody who reproduces it.
 _LOCAL = tuple("output_dir run_name push_to report_to dataset_num dataloader_ project hub_ trackio_ logging_".split())
 
 
@@ -33,14 +33,14 @@ def write_model_card(
     step: int | None = None,
     change: str = "",
 ) -> None:
-    """Writes README.md, and beside it the figures that it shows, from the files in a run's folder.
+    """Writes README.md and the figures it shows, from the files in a run's folder.
 
-    `folder` is where to write, by default the run; `repo` the name on the Hub, by default hub_model_id or the folder;
-    `step` a checkpoint's: metrics after it are left out; `change` that of the weights against the base model's.
+    `folder`: where to write, by default the run's folder; `repo`: the name on the Hub, by default hub_model_id or the
+    folder; `step`: a checkpoint's step, without later metrics; `change`: how the weights differ from the base model's.
     """
     folder = folder or run
     facts = read_run(run)
-    if step is not None:  # the run's own is about the finished model
+    if step is not None:  # the run's own evaluation is of the final model
         facts["log"] = [entry for entry in facts["log"] if entry["step"] <= step]
         facts["evaluation"] = read_mapping(run / f"checkpoint-{step}" / EVALUATION)
     config = facts["config"]
@@ -79,7 +79,7 @@ def write_model_card(
 
 
 def hide_paths(value: Any) -> Any:
-    """`value` with `path/to/NAME` for each absolute path, which means nothing elsewhere and may name its user."""
+    """`value` with `path/to/NAME` for each absolute path: paths mean nothing elsewhere and may contain a user name."""
     if isinstance(value, list):
         return [hide_paths(item) for item in value]
     if isinstance(value, str) and os.path.isabs(value):
@@ -88,7 +88,7 @@ def hide_paths(value: Any) -> Any:
 
 
 def _is_repo(name: str) -> bool:
-    """Whether this is the name of a repository on the Hub, and of no file or folder here."""
+    """Whether this could be the name of a repository on the Hub, and is not a local file or folder."""
     try:
         validate_repo_id(name)
     except HFValidationError:

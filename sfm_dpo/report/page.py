@@ -1,8 +1,8 @@
-"""The report of a run: report.html, figures/*.png and the closing lines, from the files in its folder alone.
+"""The report of a run: report.html, figures/*.png and the closing lines, made only from the files in its folder.
 
     python -m sfm_dpo.report.page outputs/dpo
 
-Works for a run in any state, also before its first step.
+It works for a run in any state, even before its first step.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from sfm_dpo.report.plots import draw_curves, read_constants
 from sfm_dpo.run.reader import first_and_last, list_evaluations, list_restarts, read_run, to_float
 
 REPORT, FIGURES = "report.html", "figures"
-STATES = {  # state of status.json: (class in the page, in plain words)
+STATES = {  # state in status.json: (CSS class, sentence in the page)
     "done": ("good", "The run is done."),
     "running": ("open", "The run is training, or was killed: status.json still says running."),
     "stopped": ("open", "The run was stopped on request; the same command resumes from its newest checkpoint."),
@@ -35,10 +35,10 @@ STATES = {  # state of status.json: (class in the page, in plain words)
     "failed": ("bad", "The run failed."),
     "push_failed": ("open", "The model is trained and saved, but was not pushed to the Hub."),
 }
-# Set by parse_config and TRL from other fields and the machine: their default is never what a run shows.
+# parse_config and TRL set these from other fields and the machine, so they always differ from their defaults.
 _DERIVED = """accelerator_config activation_checkpointing bf16 debug disable_tqdm do_eval gradient_accumulation_steps
     pad_to_multiple_of report_to""".split()
-PAIR_METRICS = {  # of pairs that were not trained: the metric's name in tables
+PAIR_METRICS = {  # metrics of held-out pairs, and their names in tables
     "rewards/accuracies": "reward accuracy",
     "rewards/margins": "reward margin",
     "logps/accuracies": "chosen is likelier",
@@ -48,7 +48,7 @@ BENCHMARK_HEADINGS = ("task", "metric", "samples", "base", "trained", "differenc
 
 
 def render_page(template: str, **values: Any) -> str:
-    """A template of templates/ with its values, HTML-escaped where it is HTML."""
+    """Renders a file of templates/ with `values`; HTML templates escape them."""
     loader = FileSystemLoader(Path(__file__).with_name("templates"))
     escape = select_autoescape(["html.jinja"])
     environment = Environment(loader=loader, autoescape=escape, undefined=StrictUndefined, trim_blocks=True)
@@ -81,7 +81,7 @@ def write_report(run: Path) -> Path:
 
 
 def format_summary(run: Path) -> str:
-    """The closing lines for the terminal: how it ended, held-out accuracy, loss, where everything is."""
+    """The closing lines for the terminal: how the run ended, held-out accuracy, loss, and where the files are."""
     facts = read_run(run)
     status = facts["status"]
     rows = [("run", f"{status.get('state', 'unknown')}, {_format_steps(facts)}")]
@@ -103,11 +103,11 @@ def format_summary(run: Path) -> str:
 
 
 def describe_run(facts: dict[str, Any]) -> list[str]:
-    """The run in full sentences."""
+    """The run described in full sentences."""
     state = facts["status"].get("state")
     config = facts["config"]
     data = facts["data"]
-    lines = [STATES[state][1] if state in STATES else f"status.json gives no known state ({state})."]
+    lines = [STATES[state][1] if state in STATES else f"The state in status.json is unknown ({state})."]
     if facts["status"].get("message"):
         lines.append(f"Message: {facts['status']['message']}")
     if config:
@@ -131,7 +131,7 @@ def _format_steps(facts: dict[str, Any]) -> str:
 
 
 def list_held_out(facts: dict[str, Any]) -> list[tuple[str, list[dict[str, str]]]]:
-    """(name, rows) of eval_fraction and of each set of eval_datasets: each metric's first and last value as text."""
+    """(name, rows) for eval_fraction and each set of eval_datasets: each metric's first and last value as text."""
     tables = []
     sets = {"": facts["data"].get("eval", 0)} | facts["data"].get("eval_sets", {})
     for name, pairs in sets.items():
@@ -151,7 +151,7 @@ def list_held_out(facts: dict[str, Any]) -> list[tuple[str, list[dict[str, str]]
 
 
 def evaluation_tables(evaluation: dict[str, Any]) -> list[tuple[tuple[str, ...], list[list[str]]]]:
-    """(headings, rows) of evaluation.json: the benchmarks and the preference sets, base and trained model."""
+    """(headings, rows) from evaluation.json: benchmarks and preference sets, for base and trained model."""
     benchmarks = [_format_benchmark(row) for row in evaluation.get("benchmarks", [])]
     pairs = []
     for row in evaluation.get("pairs", []):
@@ -167,7 +167,7 @@ def format_evaluation(evaluation: dict[str, Any]) -> str:
 
 
 def _format_benchmark(row: dict[str, Any]) -> list[str]:
-    """After ± is the standard error."""
+    """The cells of a benchmark's row; the standard error follows ±."""
     metric = row["metric"] if row["filter"] == "none" else f"{row['metric']}, {row['filter']}"
     difference = f"{row['difference']:+.3f}"
     if row["low"] is not None:
@@ -180,7 +180,7 @@ def _format_benchmark(row: dict[str, Any]) -> list[str]:
 
 
 def format_metric(name: str, value: float, pairs: int) -> str:
-    """A metric of `pairs` pairs as text, a share of them with its 95% interval."""
+    """A metric of `pairs` pairs as text; shares of pairs get a 95% interval."""
     if name.endswith("accuracies"):
         low, high = wilson(value, pairs)
         return f"{value:.2f} ({low:.2f} to {high:.2f})"
@@ -188,12 +188,12 @@ def format_metric(name: str, value: float, pairs: int) -> str:
 
 
 def format_yaml(values: dict[str, Any]) -> str:
-    """Nested values as text to read."""
+    """Nested values as readable text."""
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def changed_fields(config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(field, value, default) of the fields that differ from the defaults."""
+    """(field, value, default) for each field that differs from its default."""
     defaults = {
         field.name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         for cls in DATACLASSES
@@ -204,7 +204,7 @@ def changed_fields(config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
 
 
 def format_command(command: list[str]) -> str:
-    """The command line as one types it, an option a line."""
+    """The command line as it is typed, one option per line."""
     words = [shlex.quote(str(word)) for word in command]
     return "".join(f" \\\n  {word}" if word.startswith("--") else f" {word}" for word in words).strip()
 

@@ -1,4 +1,4 @@
-"""Curves of a run as PNG files and as SVG for the report."""
+"""A run's curves as PNG files, and as SVG for the report."""
 
 import io
 import re
@@ -16,9 +16,9 @@ from sfm_dpo.run.reader import to_float
 
 matplotlib.use("Agg")
 
-INK = "#23272e"  # text and axes; the report replaces it by the page's own text colour
+INK = "#23272e"  # text and axes; the report replaces it with the page's text colour
 COLORS = ("#2f81c7", "#d9702b", "#3f9d6b")  # legible on white and on dark grey
-SMOOTH_FROM = 120  # logged points from which a running mean is drawn over the faint raw curve
+SMOOTH_FROM = 120  # with this many logged points, a running mean is drawn over the faint raw curve
 # file name: (title, {metric: label}, unit)
 PANELS = {
     "loss": ("Loss", {"loss": "training"}, "nats"),
@@ -45,7 +45,7 @@ STYLE = {
     "axes.titleweight": "bold",
     "lines.linewidth": 1.1,
     "savefig.dpi": 160,
-    "svg.fonttype": "none",  # text stays text: small, sharp, and in the page's colour
+    "svg.fonttype": "none",  # keeps text as text: small, sharp, and in the page's colour
     "svg.hashsalt": "sfm-dpo",
 }
 
@@ -53,10 +53,10 @@ STYLE = {
 def draw_curves(
     log: list[dict[str, Any]], folder: Path, panels: Collection[str] | None = None
 ) -> list[tuple[str, str]]:
-    """Writes `folder`/<panel>.png for each of `panels` with a logged value; returns [(title, SVG element)].
+    """Writes `folder`/<panel>.png for each of `panels` that has a logged value; returns [(title, SVG element)].
 
-    `log` is transformers' log_history, with `eval_` before held-out metrics; NaN and inf leave a gap. `panels` are by
-    default all of PANELS, and one for each perf/ metric that is not constant.
+    `log` is transformers' log_history, in which held-out metrics start with `eval_`; NaN and inf leave a gap. The
+    default for `panels` is all of PANELS, and a panel for each perf/ metric that is not constant.
     """
     chosen = {name: PANELS[name] for name in panels or PANELS}
     if panels is None:
@@ -86,7 +86,7 @@ def draw_curves(
 
 
 def read_constants(log: list[dict[str, Any]]) -> dict[str, float]:
-    """The perf/ metrics that stay within 1% of their largest value, each with its last value: no curve shows more."""
+    """The last value of each perf/ metric that stays within 1% of its largest: a curve would show no more."""
     constants = {}
     for key in sorted({key for entry in log for key in entry if key.startswith("perf/")}):
         _, values = _read_series(log, key)
@@ -96,7 +96,7 @@ def read_constants(log: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _draw_training(axes: Axes, log: list[dict[str, Any]], metric: str, label: str, color: str) -> None:
-    """The logged values as a line; of many, a running mean over their faint line."""
+    """Draws the logged values as a line; if there are many, a running mean over a faint line."""
     steps, values = _read_series(log, metric)
     if not np.isfinite(values).any():
         return
@@ -116,7 +116,7 @@ def _draw_held_out(axes: Axes, log: list[dict[str, Any]], metric: str) -> None:
 
 
 def _read_series(log: list[dict[str, Any]], metric: str) -> tuple[list[int], np.ndarray]:
-    """Steps and values; what is no finite number becomes NaN, which leaves a gap in the line."""
+    """Steps and values; a value that is not a finite number becomes NaN, which leaves a gap in the line."""
     entries = [entry for entry in log if metric in entry]
     values = np.array([to_float(entry[metric]) for entry in entries])
     return [entry["step"] for entry in entries], np.where(np.isfinite(values), values, np.nan)

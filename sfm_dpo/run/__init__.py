@@ -1,1 +1,1 @@
-"""A run's folder: what is in it, its state, its checkpoints, its log."""
+"""A run's folder: its files, state, checkpoints and log."""

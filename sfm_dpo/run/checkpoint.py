@@ -1,7 +1,7 @@
-"""Checkpoints: which are complete, what a resumed run must agree with, rotation, disk space, the stop file.
+"""Checkpoints: completeness, what a resumed run must match, rotation, disk space, the stop file.
 
 A checkpoint is complete once rank 0 has written `complete.json`, with the size and checksum of every file, after all
-ranks have written theirs. transformers 5.23 has no such mark, and its rotation would count half-written checkpoints.
+ranks have written their files. transformers 5.23 has no such marker, and its rotation counts half-written checkpoints.
 """
 
 import hashlib
@@ -26,30 +26,30 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 COMPLETE = "complete.json"
 STOP = "STOP"
-KEEP = "KEEP"  # a checkpoint that holds a file of this name is never rotated away
-PUSHING = "PUSHING"  # nor is one in which this file names a live process: it is on its way to the Hub
-# The rank in the file names of DeepSpeed, transformers and torch.distributed.checkpoint; all others are rank 0's
+KEEP = "KEEP"  # a checkpoint with a file of this name is never rotated away
+PUSHING = "PUSHING"  # holds the id of the process that pushes the checkpoint; it is not rotated while that one lives
+# The rank in file names of DeepSpeed, transformers and torch.distributed.checkpoint; rank 0 writes all other files
 _WRITER = re.compile(r"(?:pp_rank_|rng_state_|__)(\d+)[_.]")
 
 
 def checkpoints(run: str | Path) -> list[Path]:
-    """checkpoint-N of a run, complete or not, oldest first."""
+    """The checkpoint-N folders of a run, complete or not, oldest first."""
     folders = [folder for folder in Path(run).glob("checkpoint-*") if folder.name.rsplit("-", 1)[1].isdecimal()]
     return sorted(folders, key=step_of)
 
 
 def step_of(checkpoint: Path | None) -> int:
-    """The step that checkpoint-N resumes from; 0 for none, or for a folder of another name."""
+    """N of checkpoint-N; 0 for None and for a folder with another name."""
     number = checkpoint.name.rsplit("-", 1)[-1] if checkpoint else "0"
     return int(number) if number.isdecimal() else 0
 
 
 def why_incomplete(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint; None if it is complete."""
+    """Why a checkpoint is incomplete; None if it is complete."""
     try:
         files = dict(_read_facts(checkpoint)["files"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return "was not written to the end"
+        return "was not fully written"
     for name, size in files.items():
         path = checkpoint / name
         if not path.is_file():
@@ -60,22 +60,22 @@ def why_incomplete(checkpoint: Path) -> str | None:
 
 
 def why_damaged(checkpoint: Path, pattern: str = "*", alone: bool = False) -> str | None:
-    """Which file of a complete checkpoint has another checksum than in its mark; None if all agree. All ranks must
-    call it, each reads what it wrote, and all get the same answer; or one, `alone`, reads all."""
+    """Which file of a complete checkpoint does not match its recorded checksum; None if all match. All ranks must call
+    it: each reads the files it wrote, and all get the same answer. With `alone`, one process reads all files."""
     damage = None
     for name, checksum in _read_facts(checkpoint).get("xxh3_128", {}).items():
         if damage or not Path(name).match(pattern) or not (alone or _is_mine(name)):
             continue
         try:
             if _hash_file(checkpoint / name) != checksum:
-                damage = f"has a damaged {name} (its checksum is another)"
+                damage = f"has a damaged {name} (its checksum differs)"
         except OSError as error:
-            damage = f"has a {name} that cannot be read ({error.strerror})"
+            damage = f"has an unreadable {name} ({error.strerror})"
     return damage if alone else next(filter(None, gather(damage)), None)
 
 
 def _is_mine(name: str) -> bool:
-    """Whether this rank wrote a checkpoint's file, or reads it for one that did where there were more ranks."""
+    """Whether this rank wrote the file, or reads it in place of a rank that no longer exists."""
     writer = _WRITER.search(name)
     return int(writer[1] if writer else 0) % world_size() == rank()
 
@@ -86,7 +86,7 @@ def _hash_file(path: Path) -> str:
 
 
 def keep_before(run: str | Path, step: float, author: str) -> Path | None:
-    """Moves `author`'s KEEP to the newest complete checkpoint below `step`, which it returns; leaves others'."""
+    """Moves `author`'s KEEP file to the newest complete checkpoint before `step` and returns that checkpoint."""
     older = [c for c in checkpoints(run) if step_of(c) < step and why_incomplete(c) is None]
     for mark in [checkpoint / KEEP for checkpoint in older[:-1]]:
         if mark.exists() and mark.read_text() == author:
@@ -101,8 +101,8 @@ def newest_checkpoint(run: str | Path) -> Path | None:
 
 
 def find_start(args: Any) -> Path | None:
-    """The checkpoint a run resumes from: the one asked for, or the newest complete one. All ranks must call it, and
-    get the same. A damaged one loses its mark, so that it never counts as complete again."""
+    """The checkpoint a run resumes from: the one asked for, or the newest complete one. All ranks must call it and get
+    the same answer. A damaged checkpoint loses its marker, so it never counts as complete again."""
     clear_old_stop(args.output_dir)
     if asked := args.resume_from_checkpoint:
         if reason := _why_unusable(Path(asked), args.verify_checkpoints):
@@ -112,14 +112,14 @@ def find_start(args: Any) -> Path | None:
         reason = _why_unusable(checkpoint, args.verify_checkpoints)
         if reason is None:
             return checkpoint
-        log.info(f"{checkpoint} {reason}: skipped")
+        log.info(f"{checkpoint} {reason}; skipped")
         if is_main_process():
             (checkpoint / COMPLETE).unlink(missing_ok=True)
     return None
 
 
 def _why_unusable(checkpoint: Path, verify: bool, pattern: str = "*") -> str | None:
-    """What keeps a run from this checkpoint, the same on all ranks."""
+    """Why a run cannot resume from this checkpoint, or None; the same on all ranks."""
     reason = broadcast(why_incomplete(checkpoint))
     if reason is None and verify:
         reason = why_damaged(checkpoint, pattern)
@@ -129,7 +129,7 @@ def _why_unusable(checkpoint: Path, verify: bool, pattern: str = "*") -> str | N
 
 
 def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
-    """Writes the mark. All ranks must call it, once all have written: each hashes the files that it wrote."""
+    """Writes COMPLETE. All ranks must call it after all have saved; each hashes the files it wrote."""
     mine = {}
     for path in sorted(checkpoint.rglob("*")):
         name = str(path.relative_to(checkpoint))
@@ -143,13 +143,13 @@ def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
 
 
 def read_best(checkpoint: Path) -> Path | None:
-    """The best checkpoint when `checkpoint` was written, by metric_for_best_model; None where there was none."""
+    """The best checkpoint by metric_for_best_model when `checkpoint` was written, or None."""
     step = read_mapping(checkpoint / "trainer_state.json").get("best_global_step")
     return checkpoint.with_name(f"checkpoint-{step}") if step else None
 
 
 def check_best(best: Path | None, args: Any) -> None:
-    """Raises UserError if there is no best checkpoint, or it is not what was written. All ranks must call it."""
+    """Raises UserError if there is no best checkpoint or it is damaged. All ranks must call it."""
     reason: str | None = "does not exist: the metric was never finite"
     if best:
         reason = _why_unusable(best, args.verify_checkpoints, "*.safetensors")
@@ -161,7 +161,7 @@ def check_best(best: Path | None, args: Any) -> None:
 
 
 def copy_best(best: str | None, args: Any) -> None:
-    """Puts the weights of the best checkpoint in the place of the last ones in output_dir, once they are checked."""
+    """Replaces the final weights in output_dir by those of the best checkpoint, after checking them."""
     check_best(Path(best) if best else None, args)
     if best and is_main_process():
         for file in Path(best).glob("*.safetensors"):
@@ -169,8 +169,8 @@ def copy_best(best: str | None, args: Any) -> None:
 
 
 def rotate(run: str | Path, limit: int | None) -> None:
-    """Deletes the oldest complete checkpoints beyond `limit`, but none that is kept, being pushed, or the best one
-    of a newer checkpoint, from which a run may resume."""
+    """Deletes the oldest complete checkpoints beyond `limit`, except those that have KEEP, are being pushed, or are
+    the best one of a newer checkpoint that a run may resume from."""
     if limit is None:
         return
     complete = [c for c in checkpoints(run) if why_incomplete(c) is None and not (c / KEEP).exists()]
@@ -178,39 +178,39 @@ def rotate(run: str | Path, limit: int | None) -> None:
     best = [read_best(checkpoint) for checkpoint in complete[-limit:]]
     for checkpoint in complete[:-limit]:
         if checkpoint not in best:
-            (checkpoint / COMPLETE).unlink()  # first: a kill in the middle must not leave half of a complete one
+            (checkpoint / COMPLETE).unlink()  # first: an interrupted deletion must not leave it complete
             shutil.rmtree(checkpoint)
 
 
 def is_being_pushed(checkpoint: Path) -> bool:
-    """Whether a process that lives is pushing it to the Hub."""
+    """Whether a running process is pushing it to the Hub."""
     try:
         return psutil.pid_exists(int((checkpoint / PUSHING).read_text()))
     except (OSError, ValueError):
         return False
 
 
-_DIFFERENCES = {  # by fact of the mark, in which a resumed run must agree
-    "world_size": "was written by {was} process(es), now there are {now}",
+_DIFFERENCES = {  # the facts in COMPLETE that a resumed run must match
+    "world_size": "was written by {was} process(es), but this run has {now}",
     "train_tokens": "the data have changed since it was written",
-    "order_version": "was written by a version of this project that put the pairs in another order ({was}, now {now})",
-    "launch": "was written with launch {was}, now it is {now}, which cannot read its optimizer",
+    "order_version": "was written by a version of this project with another order of pairs ({was}, now {now})",
+    "launch": "was written with launch {was}, but this run uses {now}, which cannot load its optimizer",
 }
 
 
 def check_resume(checkpoint: Path, facts: dict[str, Any], ignore: bool) -> None:
-    """Raises UserError if the run that wrote `checkpoint` differs from this one in a fact; `ignore`
-    (ignore_resume_mismatch) does not help where its optimizer cannot be read."""
+    """Raises UserError if the run that wrote `checkpoint` differs from this one in one of the `facts`; `ignore`
+    (ignore_resume_mismatch) has no effect where the optimizer cannot be loaded."""
     before = _read_facts(checkpoint)
-    is_zero = str(before.get("launch")).startswith("ZeRO")  # DeepSpeed cannot divide it among other processes
+    is_zero = str(before.get("launch")).startswith("ZeRO")  # DeepSpeed cannot redistribute it over another number
     for name, now in facts.items():
         was = before.get(name)
         may_ignore = name != "launch" and not (name == "world_size" and is_zero)
         if was == now or (ignore and may_ignore):
             continue
         difference = _DIFFERENCES[name].format(was=was, now=now)
-        override = ", or say ignore_resume_mismatch: true" if may_ignore else ""
-        raise ResumeRefused(f"{checkpoint}: {difference}; resume as before, or start in another output_dir{override}")
+        override = ", or set ignore_resume_mismatch: true" if may_ignore else ""
+        raise ResumeRefused(f"{checkpoint}: {difference}; restore that setting, or use another output_dir{override}")
 
 
 def _read_facts(checkpoint: Path) -> dict[str, Any]:
@@ -218,8 +218,8 @@ def _read_facts(checkpoint: Path) -> dict[str, Any]:
 
 
 def peak_checkpoint_count(args: Any, collapse_steps: int) -> int:
-    """Checkpoints that a run has at one time: the limit, the one being written, the best, and those that the guard
-    keeps: two where saves are closer than `collapse_steps`."""
+    """The most checkpoints a run holds at one time: the limit, the one being written, the best one, and those the
+    guard keeps (two if saves are closer together than `collapse_steps`)."""
     if args.save_strategy == "no":
         return 1
     protected = 0 if args.guard == "skip" else 1 + (args.save_strategy == "steps" and args.save_steps < collapse_steps)
@@ -227,13 +227,13 @@ def peak_checkpoint_count(args: Any, collapse_steps: int) -> int:
 
 
 def check_disk(run: str | Path, size: int, most: int) -> None:
-    """Raises UserError if the disk cannot take the checkpoints still to come, `most` of them at one time in all."""
+    """Raises UserError if the disk has no room for the checkpoints still to be written; `most` exist at one time."""
     complete = sum(1 for c in checkpoints(run) if why_incomplete(c) is None)
     needed = size * max(1, most - complete)
     free = shutil.disk_usage(run).free
     if free < needed:
         raise UserError(
-            f"output_dir {run}: {free / GIB:.1f} GiB are free, checkpoints will take {needed / GIB:.1f} GiB "
+            f"output_dir {run}: {free / GIB:.1f} GiB are free, but checkpoints will take {needed / GIB:.1f} GiB "
             f"({size / GIB:.1f} GiB each); free space, or choose an output_dir on another disk"
         )
 
@@ -248,8 +248,8 @@ def clear_stop(run: str | Path) -> None:
 
 
 def clear_old_stop(run: str | Path) -> None:
-    """Removes a stop file from before this job. A newer one is meant for this run."""
+    """Removes a stop file that is older than this job; a newer one is meant for this run."""
     started = float(os.environ.get("SLURM_JOB_START_TIME") or psutil.Process().create_time())
     if is_main_process() and stop_requested(run) and (Path(run) / STOP).stat().st_mtime < started:
-        log.info(f"{run}/{STOP} was left over from earlier: removed")
+        log.info(f"removed {run}/{STOP}, which was left over from an earlier job")
         clear_stop(run)

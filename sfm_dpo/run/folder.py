@@ -1,4 +1,4 @@
-"""A run's folder: taking it, and resolved_config.yaml, environment.json, data.json and status.json in it."""
+"""A run's folder: its lock, and resolved_config.yaml, environment.json, data.json and status.json in it."""
 
 import dataclasses
 import errno
@@ -32,11 +32,11 @@ ENVIRONMENT = "environment.json"
 DATA = "data.json"
 STATUS = "status.json"
 STARTED = now()  # this process
-SAID_SECONDS = 3  # after which rank 0 has said how a run ends that ends on all ranks alike
+SAID_SECONDS = 3  # after these, rank 0 has reported an end that all ranks share
 
 _PACKAGES = "torch transformers trl accelerate deepspeed datasets peft huggingface_hub tokenizers numpy".split()
 _SLURM = "JOB_ID JOB_NAME JOB_NODELIST JOB_PARTITION CLUSTER_NAME RESTART_COUNT".split()
-# A run may resume with these changed: they touch neither the objective, nor the data, nor their order. Accumulation
+# A run may resume with these changed: they affect neither the objective, nor the data, nor their order. Accumulation
 # follows from the number of processes, which checkpoint.check_resume compares.
 MAY_DIFFER = set(
     """report_to run_name project logging_steps logging_first_step disable_tqdm log_level dataset_num_proc
@@ -49,23 +49,23 @@ MAY_DIFFER = set(
 
 
 def read_status(run: str | Path) -> dict[str, Any]:
-    """status.json of a run, empty where there is none."""
+    """status.json of a run; empty if there is none."""
     return read_mapping(Path(run) / STATUS)
 
 
 def read_resolved_config(run: str | Path) -> dict[str, Any]:
-    """resolved_config.yaml of a run. Raises UserError where it cannot be read."""
+    """resolved_config.yaml of a run. Raises UserError if it cannot be read."""
     path = Path(run) / RESOLVED_CONFIG
     try:
         return dict(yaml.safe_load(path.read_text()))
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: is damaged ({error}); restore it, or choose another folder") from error
+        raise UserError(f"{path} is missing or damaged ({error}); restore it, or choose another folder") from error
 
 
 def write_status(
     run: str | Path, state: str, exit_code: int | None = None, message: str = "", any_rank: bool = False, **extra: Any
 ) -> None:
-    """Writes status.json: on rank 0, or with `any_rank` on whichever rank calls, about what rank 0 may not know."""
+    """Writes status.json on rank 0; with `any_rank` on the rank that calls, for an end that rank 0 may not know of."""
     if not (is_main_process() or any_rank):
         return
     status = {"state": state, "exit_code": exit_code, "message": mask(message), "step": None, "checkpoint": None}
@@ -77,33 +77,33 @@ def write_status(
         write_json(path, status)
     except OSError as error:
         if error.errno in (errno.EROFS, errno.EACCES):
-            return  # the log has said so
+            return  # already logged
         path.with_name(f".{STATUS}.partial").unlink(missing_ok=True)  # the disk is full
-        path.write_text(json.dumps(status))  # over the old one, which has its block
+        path.write_text(json.dumps(status))  # overwrites the old file in place, which needs no new block
 
 
 def has_failed(run: str | Path) -> bool:
-    """Whether a rank has written why this start failed."""
+    """Whether a rank has recorded in status.json why this start failed."""
     status = read_status(run)
     good = ("running", "done", "stopped", "push_failed")
     return status.get("state", "running") not in good and status.get("time", "") >= STARTED
 
 
 def message_of_rank(run: Path | None, error: str) -> str | None:
-    """What this rank is to say about an end with `error`; None where rank 0, which ends with the same, says it."""
+    """The message this rank logs for an end with `error`; None if rank 0 ends with the same error and logs it."""
     if not is_main_process():
         time.sleep(SAID_SECONDS)
         if run is None or has_failed(run):
             return None
         error = f"rank {os.environ['RANK']} on {platform.node()}: {error}"
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # which torch's launcher quotes
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torch's launcher quotes this file
         Path(file).write_text(json.dumps({"message": mask(error), "timestamp": int(time.time())}))
     return error
 
 
 def acquire(config: "Config") -> Lease | None:
-    """Makes the run's folder and returns its lease, which rank 0 holds; None where its run has trained to the end.
-    Raises UserError where another run has the folder, or it holds something else, which is never overwritten."""
+    """Creates the run's folder and returns its lease, which rank 0 holds; None if its run has already finished. Raises
+    UserError if another run uses the folder, or it holds other files, which are never overwritten."""
     run = make_folder(config)
     lease = take_folder(run) if is_main_process() else Lease(run / LOCK)
     try:
@@ -117,13 +117,13 @@ def acquire(config: "Config") -> Lease | None:
 
 
 def check_folder(config: "Config") -> bool:
-    """Whether there is something to train, as `acquire` decides, without taking the folder. Raises UserError."""
+    """Whether the run is unfinished, as `acquire` decides it, without locking the folder. Raises UserError."""
     check_owner(make_folder(config))
     return is_unfinished(config)
 
 
 def make_folder(config: "Config") -> Path:
-    """Makes output_dir. Raises UserError if it cannot be written."""
+    """Creates output_dir. Raises UserError if it is not writable."""
     run = Path(config.train.output_dir)
     try:
         run.mkdir(parents=True, exist_ok=True)
@@ -135,15 +135,16 @@ def make_folder(config: "Config") -> Path:
 
 
 def is_unfinished(config: "Config") -> bool:
-    """Whether the folder is that of a new run, or of this one before its end. Raises UserError if it is neither."""
+    """Whether the folder belongs to a new run, or to this run unfinished. Raises UserError if to another run."""
     run = Path(config.train.output_dir)
     entries = [p.name for p in run.iterdir() if not p.name.startswith(".")]
     status = read_status(run)
     if not set(entries) - {STATUS, "STOP"} and status.get("state") in (None, "failed", "stopped", "running"):
-        return True  # empty, or all it holds is how an earlier start ended before its data were read
+        return True  # empty, or an earlier start ended before it read its data
     if not (run / RESOLVED_CONFIG).is_file():
         raise UserError(
-            f"output_dir {run}: holds files of something else ({', '.join(sorted(entries)[:3])}); choose another"
+            f"output_dir {run}: holds files that do not belong to a run ({', '.join(sorted(entries)[:3])}); "
+            "choose another output_dir"
         )
     # A field that an earlier version did not have counts as its default, which is its old behaviour
     fields = [f for part in (config.train, config.model, config.data) for f in dataclasses.fields(part)]
@@ -158,8 +159,8 @@ def is_unfinished(config: "Config") -> bool:
         healthy = status.get("checkpoint")
         start = f"from {healthy} (--resume_from_checkpoint {healthy}) " if healthy else ""
         raise UserError(
-            f"output_dir {run}: the guard stopped this run; start another {start}with a lower learning_rate "
-            "in another output_dir, or resume regardless with --guard warn"
+            f"output_dir {run}: the guard stopped this run; start a new run {start}with a lower learning_rate "
+            "in another output_dir, or resume this one with --guard warn"
         )
     if status.get("state") not in ("done", "push_failed"):
         return True
@@ -170,20 +171,20 @@ def is_unfinished(config: "Config") -> bool:
 
 
 def list_weights(run: Path) -> dict[str, int]:
-    """Name and size in bytes of each file with weights of the final model."""
+    """Name and size in bytes of each weight file of the final model."""
     return {path.name: path.stat().st_size for path in sorted(run.glob("*.safetensors*"))}
 
 
 def describe(config: "Config", pairs: dict[str, Any], step: int = 0) -> None:
-    """Writes what was asked (resolved_config.yaml), on what (data.json) and where (environment.json), at this start,
-    from `step`; of earlier starts the lists `starts` and `hangs` and the id under which W&B knows the run are kept."""
+    """Writes the configuration (resolved_config.yaml), the data (data.json) and the environment (environment.json) of
+    this start from `step`. The lists `starts` and `hangs` and W&B's run id are kept from earlier starts."""
     run = Path(config.train.output_dir)
     run.mkdir(parents=True, exist_ok=True)
     before = read_mapping(run / ENVIRONMENT)
     start = {"time": now(), "step": step, "host": platform.node(), "world_size": world_size()}
     start |= {"job": os.environ.get("SLURM_JOB_ID"), "restart": os.environ.get("SLURM_RESTART_COUNT")}
     history: dict[str, Any] = {"starts": [*list_in(before, "starts"), start], "hangs": list_in(before, "hangs")}
-    if "wandb" in config.train.report_to:  # transformers lets W&B choose an id, another one at each start
+    if "wandb" in config.train.report_to:  # otherwise W&B would choose another id at each start
         history["wandb_run_id"] = os.environ.get("WANDB_RUN_ID") or before.get("wandb_run_id") or secrets.token_hex(4)
         os.environ["WANDB_RUN_ID"] = history["wandb_run_id"]
         os.environ.setdefault("WANDB_RESUME", "allow")
@@ -193,7 +194,7 @@ def describe(config: "Config", pairs: dict[str, Any], step: int = 0) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Git commit, versions, hardware, Slurm ids and the command line of this start."""
+    """Git commit, package versions, hardware, Slurm ids and command line of this start."""
     import torch
 
     return {
@@ -218,7 +219,7 @@ def _git(*command: str) -> str | None:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """A JSON mapping, empty where there is none, or none that can be read."""
+    """The JSON mapping in a file; empty if there is none or it cannot be read."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
@@ -227,6 +228,6 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def list_in(mapping: dict[str, Any], name: str) -> list[Any]:
-    """The list of this name in what a file holds, empty where it is absent or something else."""
+    """The list of this name in a file's content; empty if it is absent or not a list."""
     value = mapping.get(name)
     return value if isinstance(value, list) else []

@@ -1,8 +1,8 @@
-"""accelerate's launcher with the exit code (1 for a signal) and the last line of the rank that failed first.
+"""accelerate's launcher, returning the exit code (1 for a signal) and the last line of the rank that failed first.
 
     python -m sfm_dpo.run.launch outputs/dpo --config_file accelerate_config.yaml train_dpo.py --config R
 
-The first argument is the run's folder, the others are those of `accelerate launch`, which makes 1 of every exit code.
+The first argument is the run's folder; the others go to `accelerate launch`, which turns every exit code into 1.
 """
 
 import logging
@@ -27,15 +27,15 @@ def main(argv: list[str]) -> int:
     try:
         launch_command(launch_command_parser().parse_args(argv[1:]))
     except ChildFailedError as error:
-        rank, failure = next(iter(error.failures.items()))  # then those that the launcher has ended itself
+        rank, failure = next(iter(error.failures.items()))  # the launcher ended the others itself
         status = read_mapping(run / STATUS)
         if failure.exitcode < 0:
             message = f"rank {rank} on {platform.node()} was killed by {failure.signal_name()}"
-            if status == before or status.get("state") in ("running", "failed"):  # not where it had said how it ended
+            if status == before or status.get("state") in ("running", "failed"):  # unless it recorded how it ended
                 write_status(run, "failed", 1, message, any_rank=True, step=status.get("step"))
             log.error(message)
         elif failure.exitcode == 1 and status != before and status.get("message"):
-            log.error(status["message"])  # of the others the rank's own line is the last
+            log.error(status["message"])  # otherwise the rank's own line comes last
         return max(1, failure.exitcode)
     return 0
 

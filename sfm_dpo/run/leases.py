@@ -1,4 +1,4 @@
-"""Leases: files by which processes, also on other hosts, hold a run's folder and share out the reference pass."""
+"""Leases: files by which processes, on any host, lock a run's folder and divide the reference pass among them."""
 
 import json
 import logging
@@ -19,17 +19,17 @@ from sfm_dpo.common.files import now, sync
 
 log = logging.getLogger(__name__)
 
-LEASE_SECONDS = 300.0  # longer than a batch, and than an NFS client remembers a file's time (60 s)
+LEASE_SECONDS = 300.0  # longer than a batch, and than an NFS client caches a file's time (60 s)
 SETTLE_SECONDS = 1.0
-_OWNER = set("job cluster host uid pid started time".split())  # of `this_process`
-LOCK = ".lock"  # the lease of a run's folder, which rank 0 of train_dpo.py holds while it lives
+_OWNER = set("job cluster host uid pid started time".split())  # keys of `this_process`
+LOCK = ".lock"  # the lease of a run's folder; rank 0 of train_dpo.py holds it while it runs
 
 
 class Lease:
-    """A file that one of all who try creates; a thread touches it until `release`, and calls `on_loss` if it is lost.
+    """A file that only one contender can create. A thread touches it until `release`, and calls `on_loss` on a loss.
 
-    A contender takes it over when the owner's process is dead on this host, or when the file has not changed for
-    LEASE_SECONDS by the contender's own clock. filelock 4.2 does so by renameat2(RENAME_EXCHANGE) alone, which NFS,
+    A contender takes it over when the owner's process on this host has died, or when the file has not changed for
+    LEASE_SECONDS by the contender's own clock. filelock 4.2 can do so only by renameat2(RENAME_EXCHANGE), which NFS,
     Lustre and CephFS refuse; hence `take_over`.
     """
 
@@ -39,18 +39,18 @@ class Lease:
         self._lock = SoftFileLease(
             path, lease_duration=LEASE_SECONDS, heartbeat_interval=beat, on_compromise=on_loss, thread_local=False
         )
-        self._changed = 0  # time of the file by the server's clock
-        self._seen = 0.0  # when it was first seen, by ours
+        self._changed = 0  # the file's time by the server's clock
+        self._seen = 0.0  # when that time was first seen, by our clock
 
     def take(self) -> bool:
-        """Tries once; to wait for an owner on another host, call it again and again."""
+        """Tries once; call it repeatedly to wait for an owner on another host."""
         if self._acquire():
             return True
         owner = read_owner(self.path)
         return (is_alive(owner) is False or self._is_expired()) and self.take_over(owner)
 
     def take_over(self, owner: dict[str, Any]) -> bool:
-        """Takes the lease of `owner`, who is known to be gone. False where another contender was faster."""
+        """Takes the lease of `owner`, which no longer runs. False if another contender was faster."""
         if read_owner(self.path) != owner:
             return False
         aside = self.path.with_name(f"{self.path.name}.{platform.node()}.{os.getpid()}")
@@ -59,19 +59,19 @@ class Lease:
         except FileNotFoundError:
             return False
         is_stale = read_owner(aside) == owner
-        if not is_stale:  # but the new file of another contender
+        if not is_stale:  # it is another contender's new file
             with suppress(OSError):
                 os.link(aside, self.path)
         aside.unlink()
         if not is_stale or not self._acquire():
             return False
-        time.sleep(SETTLE_SECONDS)  # another contender may have moved the new file, and a third one created another
+        time.sleep(SETTLE_SECONDS)  # another contender may have moved this new file, and a third one created its own
         if not self._lock.is_lock_held_by_us:
             self.release()
         return self._lock.is_locked
 
     def release(self) -> None:
-        with suppress(OSError):  # the disk is read-only by now; the lease is stale once this process is gone
+        with suppress(OSError):  # the disk is read-only; the lease becomes stale when this process ends
             self._lock.release()
 
     def _acquire(self) -> bool:
@@ -79,14 +79,14 @@ class Lease:
             self._lock.acquire(blocking=False)
         except Timeout:
             return False
-        with self.path.open("a") as file:  # filelock ignores a line that it does not know
+        with self.path.open("a") as file:  # filelock ignores lines it does not know
             file.write(f"owner={json.dumps(this_process())}\n")
             sync(file)
         return True
 
     def _is_expired(self) -> bool:
         try:
-            changed = self.path.stat().st_mtime_ns  # as new as the server's, because filelock has just opened the file
+            changed = self.path.stat().st_mtime_ns  # current, because filelock has just opened the file
         except FileNotFoundError:
             return False
         if changed != self._changed:
@@ -96,7 +96,7 @@ class Lease:
 
 
 def this_process() -> dict[str, Any]:
-    """The owner of a lease; `started`, because the number of a process may be reused."""
+    """This process as the owner of a lease; `started` is there because process ids are reused."""
     return {
         "job": os.environ.get("SLURM_JOB_ID"),
         "cluster": os.environ.get("SLURM_CLUSTER_NAME"),
@@ -109,24 +109,24 @@ def this_process() -> dict[str, Any]:
 
 
 def start_time(pid: int) -> float:
-    """Seconds from boot to the start of the process, which stay the same when the clock is set."""
+    """Seconds from boot to the start of the process; unaffected when the clock is set."""
     return psutil.Process(pid).create_time() - psutil.boot_time()
 
 
 def is_alive(owner: dict[str, Any]) -> bool | None:
-    """Whether the process of `this_process` still runs; None where it is on another host."""
+    """Whether the owner's process still runs; None if it is on another host."""
     if owner.get("host") != platform.node():
         return None
     try:
-        is_same = abs(start_time(owner["pid"]) - owner["started"]) < 5  # one of the two clocks may waver
+        is_same = abs(start_time(owner["pid"]) - owner["started"]) < 5  # the two clocks may differ slightly
         return is_same and psutil.Process(owner["pid"]).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
 def is_running(owner: dict[str, Any], queue: dict[str, str] | None) -> bool | None:
-    """Whether an owner still runs by `queue` (of `squeue_states`), or by its process where it is no job; None where
-    that cannot be known from here. A job that waits in the queue does not run."""
+    """Whether an owner still runs, according to `queue` (from `squeue_states`), or to its process if it is not a job;
+    None if this cannot be determined from here. A pending job does not run."""
     if not owner:
         return False
     if not owner["job"]:
@@ -141,7 +141,7 @@ def is_running(owner: dict[str, Any], queue: dict[str, str] | None) -> bool | No
 
 
 def squeue_states() -> dict[str, str] | None:
-    """Slurm's state of each job in the queue; None where there is no Slurm, or it does not answer."""
+    """Slurm's state of each job in the queue; None without Slurm, or if it does not answer."""
     command = ["squeue", "--noheader", "--format=%A %T"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -151,57 +151,57 @@ def squeue_states() -> dict[str, str] | None:
 
 
 def read_owner(path: Path) -> dict[str, Any]:
-    """Who holds a lease, as `this_process` says it; empty where that cannot be read."""
+    """The owner of a lease, in the form of `this_process`; empty if it cannot be read."""
     try:
         head, *lines = path.read_text().split("owner=")
         owners = [json.loads(line) for line in lines]
     except (OSError, ValueError):
         return {}
     good = [owner for owner in owners if isinstance(owner, dict) and owner.keys() >= _OWNER]
-    # A contender that was superseded at once may have added its line to its successor's file
+    # A contender that lost the lease at once may have added its line to its successor's file
     return next((owner for owner in good if f"pid={owner['pid']}\n" in head), {})
 
 
 def describe_owner(owner: dict[str, Any]) -> str:
     if not owner:
-        return "a process that has just taken or released it"
+        return "a process that has just locked or released it"
     job = f"job {owner['job']}, " if owner["job"] else ""
     return f"{job}process {owner['pid']} on {owner['host']}"
 
 
 def take_folder(run: Path) -> Lease:
-    """Takes the lease of a run's folder. Raises UserError at once if another run has it."""
+    """Takes the lease of a run's folder. Raises UserError at once if another run holds it."""
     lease = Lease(run / LOCK, on_loss=_end_superseded_run)
-    for _ in range(5):  # others may try at the same time
+    for _ in range(5):  # others may be trying at the same time
         if lease.take() or lease.take_over(check_owner(run)):
             return lease
-    raise UserError(f"output_dir {run}: {LOCK} cannot be replaced; remove it if nothing trains there")
+    raise UserError(f"output_dir {run}: its stale {LOCK} cannot be replaced; remove it if no run uses the folder")
 
 
 def check_owner(run: Path) -> dict[str, Any]:
-    """The owner of a run's lock, who is gone, or an earlier start of this job. Raises UserError if it is neither."""
+    """The owner of a run's lock, which has ended or is an earlier start of this job. Raises UserError otherwise."""
     path = run / LOCK
     owner = read_owner(path)
     if not owner and path.exists():
         time.sleep(SETTLE_SECONDS)  # its owner may be writing it
         owner = read_owner(path)
         if not owner and path.exists() and time.time() - path.stat().st_mtime < LEASE_SECONDS:  # it may be renewed
-            wait = f"wait {LEASE_SECONDS:g} s, or remove it if nothing trains there"
+            wait = f"wait {LEASE_SECONDS:g} s, or remove it if no run uses the folder"
             raise UserError(f"output_dir {run}: {LOCK} is damaged; {wait}")
     is_this_job = owner.get("job") == os.environ.get("SLURM_JOB_ID", "none") and not is_alive(owner)
     if not is_this_job and is_running(owner, squeue_states()) is not False:
         raise UserError(
-            f"output_dir {run}: {describe_owner(owner)} has it since {owner['time']}; wait, end it, or choose another "
-            f"output_dir (if it has ended all the same: remove {path})"
+            f"output_dir {run}: locked by {describe_owner(owner)} since {owner['time']}; wait, end that run, or "
+            f"choose another output_dir (if it has already ended: remove {path})"
         )
     return owner
 
 
 def _end_superseded_run(loss: LeaseCompromise) -> None:
-    """Ends this process, from the thread of the heartbeat, if the folder is another's; status.json is, too."""
+    """Ends this process, from the heartbeat's thread, if another run has locked the folder and its status.json."""
     path = Path(loss.lock_file)
     owner = read_owner(path)
     if owner and (owner["host"], owner["pid"]) != (platform.node(), os.getpid()):
-        log.error(f"output_dir {path.parent}: {describe_owner(owner)} has taken it from this run, which ends here")
+        log.error(f"output_dir {path.parent}: now locked by {describe_owner(owner)}; this run ends")
         os._exit(UserError.exit_code)
-    log.warning(f"{path} was removed or cannot be renewed: nothing keeps another run out of the folder any more")
+    log.warning(f"{path} was removed or cannot be renewed; do not start another run here until this one ends")

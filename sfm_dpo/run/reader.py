@@ -1,4 +1,4 @@
-"""What runs have written: the files of a folder, its logged metrics, and the state of all runs in a table."""
+"""Reads what runs have written: a folder's files and logged metrics, and the state of all runs as a table."""
 
 import contextlib
 import json
@@ -18,28 +18,28 @@ from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, STATUS, list_
 from sfm_dpo.run.leases import LOCK, is_running, read_owner, squeue_states
 
 EVALUATION = "evaluation.json"
-LOG = "log.jsonl"  # each logged entry when it is logged; trainer_state.json has them when it is saved
+LOG = "log.jsonl"  # entries as they are logged; trainer_state.json has them only after a save
 PARENTS = "parents.json"
 _MAPPINGS = [ENVIRONMENT, DATA, STATUS, "preflight.json", "health.json", EVALUATION]
 _LISTS = ["samples.json", PARENTS]
 STALE_SECONDS = 1800  # longer than a step, an evaluation or a save takes
 COLUMNS = "run state slurm step eta pairs/s loss margin health last checkpoint starts".split()
-_KEYS = {"eta": "eta_seconds", "pairs/s": "pairs_per_second", "last": "seconds_since_update"}  # of describe_run
+_KEYS = {"eta": "eta_seconds", "pairs/s": "pairs_per_second", "last": "seconds_since_update"}  # keys of describe_run
 _FORMS = {"pairs_per_second": ".2f", "loss": ".4f", "margin": "+.3f"}
 
 
 def read_run(run: Path) -> dict[str, Any]:
-    """The content of a run's files, empty where absent or unreadable: `config`, and by stem those of `_MAPPINGS` and
-    `_LISTS`; `log` (log_history of the newest trainer_state.json, and what LOG has after it), `steps`, `seconds` of
+    """The content of a run's files, empty if absent or unreadable: `config`, and by stem those of `_MAPPINGS` and
+    `_LISTS`; `log` (log_history of the newest trainer_state.json, then later entries of LOG), `steps`, `seconds` of
     training since the last start or None, and `checkpoints`. Raises UserError if `run` holds none of the files."""
     facts = {"config": _read_file(run / RESOLVED_CONFIG, dict)}
     facts |= {Path(name).stem: _read_file(run / name, dict) for name in _MAPPINGS}
     facts |= {Path(name).stem: _read_file(run / name, list) for name in _LISTS}
     by_step = checkpoints(run)
     states = [_read_file(folder / "trainer_state.json", dict) for folder in (run, *by_step)]
-    state = max(states, key=lambda s: s.get("global_step", -1))  # a killed run has only those of its checkpoints
+    state = max(states, key=lambda s: s.get("global_step", -1))  # a killed run has only its checkpoints' files
     if not any(facts.values()) and not state:
-        raise UserError(f"{run}: not a run's folder: it holds neither {RESOLVED_CONFIG} nor {STATUS}")
+        raise UserError(f"{run}: not a run's folder: no {RESOLVED_CONFIG} or {STATUS} in it; give a run's output_dir")
     log = [entry for entry in state.get("log_history", []) if isinstance(entry.get("step"), int)]
     log += [entry for entry in _read_log(run / LOG) if entry["step"] > state.get("global_step", -1)]
     runtimes = [entry["train_runtime"] for entry in log if "train_runtime" in entry]
@@ -52,57 +52,57 @@ def read_run(run: Path) -> dict[str, Any]:
 
 
 def eval_prefix(entry: dict[str, Any]) -> str:
-    """`eval_` of the entry of a held-out evaluation, `eval_NAME_` where its set has a name, else nothing."""
+    """The prefix of an evaluation entry's metrics: `eval_`, `eval_NAME_` for a named set, or empty if it is none."""
     losses = [name for name in entry if name.startswith("eval_") and name.endswith("loss")]
     return min(losses, key=len, default="").removesuffix("loss")
 
 
 def list_evaluations(facts: dict[str, Any], prefix: str = "eval_") -> list[dict[str, Any]]:
-    """The entries of a held-out set's evaluations in order, the last being that of the weights that are the model."""
+    """A held-out set's evaluation entries in order; the last one is of the weights that became the model."""
     best = facts["config"].get("load_best_model_at_end") and facts["status"].get("best")
     entries = [entry for entry in facts["log"] if f"{prefix}loss" in entry]
     return [entry for entry in entries if not best or entry["step"] <= best["step"]]
 
 
 def list_restarts(facts: dict[str, Any]) -> list[int]:
-    """Steps at which the run was started again, from the list of starts in environment.json."""
+    """Steps at which the run was restarted, from the list of starts in environment.json."""
     starts = list_in(facts["environment"], "starts")
     return list(dict.fromkeys(start["step"] for start in starts[1:]))
 
 
 def first_and_last(log: list[dict[str, Any]], metric: str) -> tuple[float | None, float | None]:
-    """First logged value and mean of the last tenth of the logged values; finite ones only."""
+    """The first logged value and the mean of the last tenth of the values; finite ones only."""
     values = [v for v in (to_float(entry[metric]) for entry in log if metric in entry) if math.isfinite(v)]
     tail = values[-max(1, len(values) // 10) :]
     return (values[0], sum(tail) / len(tail)) if values else (None, None)
 
 
 def to_float(value: Any) -> float:
-    """A logged value as a float; NaN where it is not a number."""
+    """A logged value as a float; NaN if it is not a number."""
     return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _read_file(path: Path, kind: type) -> Any:
-    """Content of a JSON or YAML file without secrets, empty where the file is absent or cannot be read."""
+    """Content of a JSON or YAML file with secrets masked; empty if the file is absent or cannot be read."""
     try:
         text = path.read_text()
         content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
-        return mask_values(content) if isinstance(content, kind) else kind()  # a report is made to be sent
+        return mask_values(content) if isinstance(content, kind) else kind()  # reports are meant to be shared
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return kind()
 
 
 def _read_log(path: Path) -> list[dict[str, Any]]:
-    """The entries of LOG, none where it is absent."""
+    """The entries of LOG; none if it is absent."""
     entries = []
     for line in path.read_text().splitlines() if path.is_file() else []:
-        with contextlib.suppress(ValueError):  # a line that a kill cut off
+        with contextlib.suppress(ValueError):  # a line cut off by a kill
             entries.append(json.loads(line))
     return entries
 
 
 def find_runs(folders: Iterable[str | Path]) -> list[Path]:
-    """The runs among the given folders, and directly or one deeper inside them, by name."""
+    """The runs among the given folders and up to two levels below them, sorted by name."""
     runs: set[Path] = set()
     for folder in map(Path, folders):
         for status in (folder / STATUS, *folder.glob(f"*/{STATUS}"), *folder.glob(f"*/*/{STATUS}")):
@@ -112,7 +112,7 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
 
 
 def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[str, Any]:
-    """What is known of a run at `now`, in Unix time, and by `queue` (of `squeue_states`); missing facts are None."""
+    """The state of a run at `now` (Unix time), given `queue` from `squeue_states`; unknown values are None."""
     status = read_mapping(run / STATUS)
     job = status.get("job")
     slurm = None if queue is None or job is None else queue.get(job, "not queued")
@@ -149,7 +149,7 @@ def describe_runs(folders: Iterable[str | Path]) -> list[dict[str, Any]]:
 
 
 def format_runs(runs: list[dict[str, Any]]) -> str:
-    """The runs as text, a line each, and below it what those that did not end well have said."""
+    """The runs as text, a line each, followed by the messages of those that are not done."""
     cells = [[_format_cell(run, _KEYS.get(name, name)) for name in COLUMNS] for run in runs]
     lines = [format_table(cells, COLUMNS, indent=0)]
     notes = [f"{run['run']}: {run['message']}" for run in runs if run["message"] and run["state"] != "done"]

@@ -41,7 +41,7 @@ def test_an_env_file_that_others_can_read(write_env, capsys, environment, mode, 
     write_env("# a comment\n\nexport X=1\nHF_TOKEN=\nQUOTED='a b'\n", mode)
     load_env_file()
     error = capsys.readouterr().err
-    assert (f"can be read by others (mode {mode:o}): chmod 600" in error) is warns and error.count("\n") == warns
+    assert (f"is readable by others (mode {mode:o}): chmod 600" in error) is warns and error.count("\n") == warns
     assert (os.environ["X"], os.environ["QUOTED"]) == ("1", "a b")
 
 

@@ -149,7 +149,7 @@ def test_differing_fields_environment_data_and_cache_are_named(tmp_path, capsys)
     [
         ("no metric in common", {"reward": [1.0] * 10}),
         ("1 logged step(s) in common", {"loss": [0.7]}),
-        ("holds no logged step", {}),
+        ("no step was logged", {}),
     ],
 )
 def test_mistakes_are_one_line_and_exit_2(tmp_path, capsys, message, series):

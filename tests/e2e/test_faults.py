@@ -79,7 +79,7 @@ def test_kill_9_of_a_random_rank_at_random_moments(place, uninterrupted, tmp_pat
         assert run.wait(120) != 0, "the run was over before it was killed: nothing was shown"
         newest = newest_checkpoint(run.folder)
         later = [c for c in checkpoints(run.folder) if step_of(c) > step_of(newest)]
-        skipped = [f"{c} {why_incomplete(c)}: skipped" for c in later]
+        skipped = [f"{c} {why_incomplete(c)}; skipped" for c in later]
         written = shards(here)
 
         done = run.status["state"] == "done"  # killed after the last file: everything must be there
@@ -150,7 +150,7 @@ def one_fault(kind, moment, processes, disk, number, place, hub, dice) -> tuple[
         elif kind == "two starts":
             rank.suspend()  # or the first run would be over before the second has read its packages
             second = here.start(f"fault-{number}-second", processes, env=dict(env), **fields)
-            assert second.wait() == (1 if processes > 1 else 2) and "has it since" in second.log, second.log[-3000:]
+            assert second.wait() == (1 if processes > 1 else 2) and ": locked by " in second.log, second.log[-3000:]
             rank.resume()
     if "full disk" in kind:
         fill(disk)

@@ -115,9 +115,9 @@ def test_damaged_and_half_written_checkpoints_are_named_and_skipped(place, unint
     os.truncate(folder / "checkpoint-6" / "model.safetensors", 1000)
     (folder / "checkpoint-4" / "complete.json").unlink()
     again = place.start(folder.name, 2).finish()
-    assert f"{folder}/checkpoint-8 has a damaged {name} (its checksum is another): skipped" in again.log
+    assert f"{folder}/checkpoint-8 has a damaged {name} (its checksum differs); skipped" in again.log
     assert f"{folder}/checkpoint-6 has a damaged model.safetensors (1,000 bytes of" in again.log
-    assert f"{folder}/checkpoint-4 was not written to the end: skipped" in again.log
+    assert f"{folder}/checkpoint-4 was not fully written; skipped" in again.log
     assert f"{folder}/checkpoint-2: checksums verified" in again.log
     assert f"resuming from {folder}/checkpoint-2" in again.log
     assert_same_run(again, uninterrupted(2))

@@ -120,7 +120,7 @@ def test_what_its_users_could_not_use_is_not_pushed(hub, run, capsys):
     state["embed_out.weight"].view(-1)[0] = torch.nan
     lacking = load_file(run / WEIGHTS)
     lacking.pop("gpt_neox.final_layer_norm.weight")
-    for weights, message in ((state, "holds values that are not finite"), (lacking, "loads it only in part")):
+    for weights, message in ((state, "holds NaN or infinite values"), (lacking, "does not load all weights")):
         save_file(weights, run / WEIGHTS, {"format": "pt"})
         assert push(run) == 5
         assert message in capsys.readouterr().err
@@ -164,7 +164,7 @@ def test_what_is_no_finished_model_is_refused_in_one_line(hub, run, tmp_path, ca
     write_status(run, "stopped", 75, step=4)
     for path, message in {
         tmp_path: "neither a run's folder nor a checkpoint",
-        run / "checkpoint-4": "was not written to the end; push another checkpoint",
+        run / "checkpoint-4": "was not fully written; push another checkpoint",
         run: "not finished (state stopped); push one of its checkpoints",
     }.items():
         assert push(path) == 2
@@ -175,7 +175,7 @@ def test_what_is_no_finished_model_is_refused_in_one_line(hub, run, tmp_path, ca
 @pytest.mark.parametrize(
     ("token", "model_id", "message"),
     [
-        ("", "lab/m", "there is no token; put HF_TOKEN into .env, or do X"),
+        ("", "lab/m", "no token; put HF_TOKEN into .env, or do X"),
         ("hf_wrong", "lab/m", "Invalid credentials"),
         (TOKEN, "else/m", "403 Forbidden"),
         (TOKEN, "a b", "HFValidationError"),
@@ -200,7 +200,7 @@ def test_access_makes_a_private_repository_and_its_branch(hub):
     assert hub.repos[f"{NAME}/model"].private and "dev" in hub.repos[f"{NAME}/model"].branches
     assert check_access("open", False, None, "") == f"{NAME}/open"
     assert not hub.repos[f"{NAME}/open"].private
-    with pytest.raises(UserError, match="is public; if that is meant, set hub_private_repo: false"):
+    with pytest.raises(UserError, match="is public; if this is intended, set hub_private_repo: false"):
         check_access("open", True, None, "")
 
 

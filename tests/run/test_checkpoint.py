@@ -66,7 +66,7 @@ def test_a_marked_checkpoint_is_complete(tmp_path):
 @pytest.mark.parametrize(
     ("name", "size", "reason"),
     [
-        (COMPLETE, None, "was not written to the end"),
+        (COMPLETE, None, "was not fully written"),
         ("model.safetensors", None, "lacks model.safetensors"),
         ("model.safetensors", 40, "has a damaged model.safetensors (40 bytes of 100)"),
     ],
@@ -134,18 +134,18 @@ def test_a_kill_in_the_middle_of_a_rotation_leaves_no_complete_looking_half(tmp_
     monkeypatch.setattr(shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         rotate(tmp_path, 2)
-    assert why_incomplete(tmp_path / "checkpoint-1") == "was not written to the end"
+    assert why_incomplete(tmp_path / "checkpoint-1") == "was not fully written"
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
 
 
 @pytest.mark.parametrize(
     ("fact", "now", "message", "may_ignore"),
     [
-        ("world_size", 4, "was written by 2 process(es), now there are 4; resume as before, ", True),
+        ("world_size", 4, "was written by 2 process(es), but this run has 4; restore that setting, ", True),
         ("train_tokens", "xyz", "the data have changed since it was written", True),
-        ("order_version", 3, "put the pairs in another order (1, now 3)", True),
-        ("launch", "FSDP2", "was written with launch whole weights, now it is FSDP2", False),
-        ("world_size under ZeRO", 4, "was written by 2 process(es), now there are 4", False),
+        ("order_version", 3, "another order of pairs (1, now 3)", True),
+        ("launch", "FSDP2", "was written with launch whole weights, but this run uses FSDP2", False),
+        ("world_size under ZeRO", 4, "was written by 2 process(es), but this run has 4", False),
     ],
 )
 def test_a_run_resumes_only_with_what_wrote_the_checkpoint(tmp_path, fact, now, message, may_ignore):
@@ -224,12 +224,12 @@ def start_from(run: Path, asked: Path | None = None, verify: bool = True) -> Pat
 
 def test_a_checkpoint_asked_for_must_be_complete(tmp_path, capsys):
     bad = write_checkpoint(tmp_path, 3, complete=False)
-    with pytest.raises(UserError, match=r"resume_from_checkpoint .*checkpoint-3: was not written to the end; choose"):
+    with pytest.raises(UserError, match=r"resume_from_checkpoint .*checkpoint-3: was not fully written; choose"):
         start_from(tmp_path, asked=bad)
     good = write_checkpoint(tmp_path, 2)
     capsys.readouterr()
     assert start_from(tmp_path, verify=False) == good
-    assert capsys.readouterr().out == f"{bad} was not written to the end: skipped\n"
+    assert capsys.readouterr().out[9:] == f"{bad} was not fully written; skipped\n"
     assert (step_of(good), step_of(None), step_of(tmp_path / "base")) == (2, 0, 0)
 
 
@@ -243,8 +243,8 @@ def test_a_flipped_bit_is_named_and_the_checkpoint_before_is_used(tmp_path, caps
     assert why_incomplete(bad) is None, "a checkpoint that was asked for may be another run's: it is left as it is"
     capsys.readouterr()
     assert start_from(tmp_path) == good
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"{bad} has a damaged {name} (its checksum is another): skipped"
+    lines = [line[9:] for line in capsys.readouterr().out.splitlines()]  # after the time
+    assert lines[0] == f"{bad} has a damaged {name} (its checksum differs); skipped"
     assert lines[1] == f"{good}: checksums verified"
     # From now on it counts for nobody: neither for the next start, nor for the rotation
     assert newest_checkpoint(tmp_path) == start_from(tmp_path, verify=False) == good
@@ -259,5 +259,5 @@ def test_what_cannot_be_read_is_damage(tmp_path):
     folder = write_checkpoint(tmp_path, 3)
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").mkdir()
-    assert why_damaged(folder) == "has a model.safetensors that cannot be read (Is a directory)"
+    assert why_damaged(folder) == "has an unreadable model.safetensors (Is a directory)"
     assert why_damaged(folder, "*.json", alone=True) is None

@@ -69,10 +69,10 @@ def test_another_runs_folder_is_refused_and_the_difference_named(tmp_path, chang
 
 def test_foreign_files_are_never_overwritten(tmp_path):
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(UserError, match=r"holds files of something else \(thesis\.tex\)"):
+    with pytest.raises(UserError, match=r"holds files that do not belong to a run \(thesis\.tex\)"):
         acquire(config(tmp_path))
     write_status(tmp_path, "failed", 2)
-    with pytest.raises(UserError, match="something else"):
+    with pytest.raises(UserError, match="do not belong to a run"):
         acquire(config(tmp_path))
     assert not (tmp_path / LOCK).exists()
 
@@ -161,11 +161,11 @@ def test_the_check_of_the_batch_scripts_looks_and_leaves_the_folder_to_nobody(tm
     (checkpoint / "complete.json").write_text(json.dumps({"world_size": 2, "files": {}}))
     fields = [*needed(run), "--resume_from_checkpoint", str(checkpoint)]
     assert check_config.main(["configs/accelerate/cpu.yaml", "4", *fields]) == 2
-    assert "was written by 2 process(es), now there are 4" in capsys.readouterr().err
+    assert "was written by 2 process(es), but this run has 4" in capsys.readouterr().err
     assert check_config.main(["configs/accelerate/cpu.yaml", "2", *fields]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(run)
     assert not list(run.iterdir())
     owner = {"job": "7", "cluster": None, "uid": -1, "host": "n1", "pid": 1, "started": 1.0, "time": "noon"}
     (run / LOCK).write_text(f"pid=1\nowner={json.dumps(owner)}\n")
     assert check_config.main(["configs/accelerate/cpu.yaml", "2", *fields]) == 2
-    assert f"output_dir {run}: job 7, process 1 on n1 has it since noon; " in capsys.readouterr().err
+    assert f"output_dir {run}: locked by job 7, process 1 on n1 since noon; " in capsys.readouterr().err

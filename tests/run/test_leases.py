@@ -125,7 +125,7 @@ def test_one_of_many_at_once_wins_and_a_stale_lock_is_taken_over_by_one(tmp_path
             assert read_owner(folder / LOCK)["pid"] == winner.pid
             assert sorted(path.name for path in folder.iterdir()) == [LOCK, "go"]
             for answer in answers:
-                assert answer == "won" or f"process {winner.pid} on {platform.node()} has it since " in answer
+                assert answer == "won" or f"locked by process {winner.pid} on {platform.node()} since " in answer
     finally:
         for process in processes:
             process.kill()
@@ -185,9 +185,9 @@ def test_a_file_that_names_nobody_expires_and_a_folder_with_one_is_refused(disk,
     monkeypatch.setattr(leases, "LEASE_SECONDS", 0.3)
     lease = Lease(disk / LOCK)
     lease.path.write_text("filelock/2\npid=1\n")
-    assert refused(disk) == f"{LOCK} is damaged; wait 0.3 s, or remove it if nothing trains there"
+    assert refused(disk) == f"{LOCK} is damaged; wait 0.3 s, or remove it if no run uses the folder"
     assert not lease.take()
-    assert owner_of(lease.path) == "a process that has just taken or released it"
+    assert owner_of(lease.path) == "a process that has just locked or released it"
     time.sleep(0.4)
     assert lease.take()
     lease.release()
@@ -213,7 +213,7 @@ def test_another_process_of_that_number_is_not_the_owner_and_a_clock_that_is_set
 
 
 def test_a_job_has_it_while_slurm_runs_it(tmp_path, slurm, monkeypatch):
-    has_it = "job 7, process 1 on n1 has it since 2026-01-31T18:03:11+00:00; wait, end it, or choose another "
+    has_it = "locked by job 7, process 1 on n1 since 2026-01-31T18:03:11+00:00; wait, end that run, or choose another "
     for states in ({"7": "RUNNING"}, {"7": "COMPLETING"}, None):
         write_lock(tmp_path, job="7")
         slurm(states)
@@ -241,7 +241,7 @@ def test_a_requeued_job_takes_its_own_folder_again(tmp_path, monkeypatch, slurm,
     (tmp_path / "go").touch()
     other = start_contender("exchange", tmp_path)  # two starts of one job at the same time
     assert other.stdout.readline() == "won\n"
-    assert refused(tmp_path).startswith(f"job 7, process {other.pid} on {platform.node()} has it since ")
+    assert refused(tmp_path).startswith(f"locked by job 7, process {other.pid} on {platform.node()} since ")
     other.communicate("")
 
 
@@ -260,7 +260,7 @@ def test_a_superseded_run_ends_and_names_who_has_the_folder(tmp_path, monkeypatc
     write_lock(tmp_path, host="n7", pid=99)
     time.sleep(0.5)
     assert codes == [2]
-    assert "process 99 on n7 has taken it from this run, which ends here" in capsys.readouterr().err
+    assert "now locked by process 99 on n7; this run ends" in capsys.readouterr().err
     lease.release()
     assert read_owner(tmp_path / LOCK)["host"] == "n7"
 

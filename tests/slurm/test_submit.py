@@ -39,7 +39,7 @@ def test_both_scripts_train_and_two_nodes_train_as_one(cluster, project):
         assert losses[-1][0]["loss"] == pytest.approx(0.6931, abs=1e-4)
         assert f"job {job} (restart 0) on n" in log
         assert re.search(rf"ended: state done, exit code 0, step 4, {output}\n$", log), log[-3000:]
-    assert "health: 2 node(s), 4 rank(s) fine" in log
+    assert "health: 2 node(s), 4 rank(s) are healthy" in log
     one, two = losses
     for metric in ("loss", "logps/chosen", "logps/rejected", "grad_norm"):
         assert [e[metric] for e in one] == pytest.approx([e[metric] for e in two], rel=1e-4), metric
@@ -69,7 +69,7 @@ def test_of_two_jobs_at_once_in_one_folder_one_trains_and_the_other_says_who_has
     assert yaml.safe_load((run / "resolved_config.yaml").read_text())["learning_rate"] == runs[winner]
     assert len(json.loads((run / "environment.json").read_text())["starts"]) == 1
     assert not (run / ".lock").exists()
-    line = f"^error: output_dir outputs/contested: job {winner}, process .* on .* has it since .*; wait, .*$"
+    line = f"^error: output_dir outputs/contested: locked by job {winner}, process .* on .* since .*; wait, .*$"
     assert re.search(line, log_of(project, other), re.MULTILINE)
 
 

@@ -33,7 +33,7 @@ def test_a_mismatch_leaves_the_run_stopped_the_end_is_evaluated_and_made_again(
     complete = json.loads(mark.read_text())
     mark.write_text(json.dumps(complete | {"world_size": 4}))
     assert train_dpo.main(fields) == 2
-    assert "was written by 4 process(es), now there are 1" in error_line(capsys.readouterr().err)
+    assert "was written by 4 process(es), but this run has 1" in error_line(capsys.readouterr().err)
     assert read_status(run) == stopped and stopped["state"] == "stopped"
 
     mark.write_text(json.dumps(complete))
