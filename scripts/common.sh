@@ -1,12 +1,12 @@
 # shellcheck shell=bash
-# What the batch scripts share; they source it inside a Slurm job and call `run_dpo RECIPE ARGUMENTS...`.
+# Functions that the batch scripts share; they source this file in a Slurm job and call `run_dpo RECIPE ARGUMENTS...`.
 #
 # Variables, from the environment of sbatch:
 #   LAUNCH         zero2 (default: accelerate_config.yaml) or a name in configs/accelerate, for instance cpu
 #   NUM_GPUS       processes per node; default: the GPUs that Slurm gave the job
 #   NUM_PROCESSES  processes per node where LAUNCH starts with cpu; default 2
-#   VENV           virtual environment; default: .venv here, otherwise what was active when sbatch was typed
-#   MAX_REQUEUES   how often a run that stopped on request goes back into the queue; default 20
+#   VENV           virtual environment; default: .venv here, otherwise the one active when sbatch was called
+#   MAX_REQUEUES   how often a run that stopped on request is requeued; default 20
 #   STOP_LEAD_SECONDS  the seconds in --signal=B:USR1@SECONDS, default 600 as in the header
 #   SKIP_HEALTHCHECK   1: train without looking at GPUs, disks and network first
 #   EVAL_OPTIONS   options of sbatch for the evaluation of eval_tasks, for instance "--time=2:00:00 --gpus-per-node=1"
@@ -22,24 +22,24 @@ fail() {
 run_dpo() {
     [[ -n ${SLURM_JOB_ID:-} ]] || fail "no Slurm job: run 'sbatch scripts/...', or without Slurm 'accelerate launch'"
     export STOP_LEAD_SECONDS=${STOP_LEAD_SECONDS:-600}
-    trap 'fail "asked to stop before training began: --time must exceed the lead of --signal=B:USR1@$STOP_LEAD_SECONDS"' USR1
-    # The id of one task of an array is also that of the array, by which Slurm would requeue all of them
+    trap 'fail "asked to stop before training began: --time must exceed the grace period, --signal=B:USR1@$STOP_LEAD_SECONDS"' USR1
+    # A task's SLURM_JOB_ID may be the array's id, by which Slurm would requeue all tasks
     job_id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}
     job_id=${job_id:-$SLURM_JOB_ID}
-    export SLURM_JOB_START_TIME=${SLURM_JOB_START_TIME:-$(date +%s)} # not before 23.02; tells an old STOP from a new one
+    export SLURM_JOB_START_TIME=${SLURM_JOB_START_TIME:-$(date +%s)} # Slurm sets it since 23.02; dates the STOP file
     cd "$SLURM_SUBMIT_DIR"
     use_environment
     choose_launch
     first_host
-    if [[ ${2:-} == --members ]]; then # of scripts/sweep.py: each task of its array has a line of arguments
+    if [[ ${2:-} == --members ]]; then # from scripts/sweep.py: a line of arguments for each task of the array
         [[ -n ${SLURM_ARRAY_TASK_ID:-} ]] || fail "--members $3: no array; submit it with: python scripts/sweep.py"
         local member
         mapfile -d '' -t member < <(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" "$3" | xargs printf '%s\0')
         set -- "${member[@]}" "${@:4}"
     fi
-    set -- --config "$@" # the recipe; train_dpo.py takes the last --config, so the user's wins
+    set -- --config "$@" # the recipe; train_dpo.py uses the last --config, so the user's wins
 
-    # One process reads the configuration before any node starts: a mistake is one line, and costs seconds.
+    # One process reads the configuration before any node starts, so a mistake costs one line and a few seconds.
     local world=$((SLURM_JOB_NUM_NODES * per_node))
     local facts
     facts=$(python scripts/check_config.py "$config_file" "$world" "$@") || exit
@@ -91,7 +91,7 @@ use_environment() {
     elif [[ -n ${VENV:-} ]]; then
         fail "VENV=$VENV: no accelerate in its bin folder; create it with: make setup VENV=$VENV"
     elif ! command -v accelerate >/dev/null; then
-        fail "no Python environment: run 'make setup' here, or set VENV to the one to use"
+        fail "no Python environment: run 'make setup' here, or set VENV to your virtual environment"
     fi
     export PYTHONUNBUFFERED=1
 }
@@ -108,7 +108,7 @@ choose_launch() {
     fi
     if [[ $name == cpu* ]]; then
         per_node=${NUM_PROCESSES:-2}
-        export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= # also where the node has GPUs
+        export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= # even if the node has GPUs
     else
         per_node=${NUM_GPUS:-${SLURM_GPUS_ON_NODE:-}}
     fi
@@ -118,21 +118,21 @@ choose_launch() {
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}
 }
 
-# Sets host and port of the rendezvous, and srun_options: one task a node. Every node must meet at the same place: there
-# is no fallback to localhost, with which each node would train alone. The address is that by which Slurm reaches the node.
+# Sets host and port of the rendezvous, and srun_options: one task per node. All nodes must use the same address, so
+# there is no fallback to localhost, with which each node would train alone. It is the address that Slurm uses.
 first_host() {
     local name
     name=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
     host=$(scontrol --oneliner show node "$name" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
     [[ -n $host ]] || fail "scontrol gives no address for node '$name', the first of $SLURM_JOB_NODELIST"
-    port=$((20000 + SLURM_JOB_ID % 10000)) # two jobs on a node do not meet; below the ephemeral range
+    port=$((20000 + SLURM_JOB_ID % 10000)) # differs for two jobs on a node; below the ephemeral range
     srun_options=(--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1)
     # Since 22.05 srun no longer takes this one from the job.
     [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || srun_options+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
     ((SLURM_JOB_NUM_NODES == 1)) || srun_options+=(--label)
 }
 
-# Each node's GPUs, folders and the way to the others, in minutes at most; ends the job with code 69 if they are no good.
+# Checks each node's GPUs, folders and connections in a few minutes at most; ends the job with code 69 if one fails.
 check_health() {
     if [[ ${SKIP_HEALTHCHECK:-} == 1 ]]; then
         say "health check skipped"
@@ -154,14 +154,14 @@ check_health() {
         srun "${srun_options[@]}" --kill-on-bad-exit=0 bash -c "$on_node" health --output_dir "$output_dir" || code=$?
     unset LOCAL_WORLD_SIZE WORLD_SIZE
     if ((code != 0)); then
-        say "ended: health check failed (code $code), exit code 69, nothing was trained"
+        say "ended: health check failed (code $code), exit code 69; nothing was trained"
         exit 69
     fi
 }
 
 # Runs accelerate on every node and sets launcher_code. srun stays in the background so that bash can act on signals.
-# A preemption, and a plain scancel, send TERM to every process of the step and none to this script: there the shell of
-# each node writes the stop file, and the processes ignore the signal, for the launcher would kill the ranks after 30 s.
+# Preemption and a plain scancel send TERM to every process of the step, but not to this script: the shell of each node
+# writes the stop file, and the processes ignore the signal, because the launcher would kill the ranks after 30 s.
 launch() {
     # Single quotes: SLURM_NODEID is each node's own. Expanded here, every node would call itself the first.
     # srun sets CUDA_VISIBLE_DEVICES anew.
@@ -184,7 +184,7 @@ launch() {
 
     local signalled=1
     trap 'signalled=1; say "asked to stop: $output_dir/STOP"; mkdir -p "$output_dir"; touch "$output_dir/STOP"' USR1 TERM
-    # --wait=0: rank 0 may push to the Hub long after the other nodes have left; a crash ends all by --kill-on-bad-exit.
+    # --wait=0: rank 0 may push to the Hub long after the other nodes have ended; --kill-on-bad-exit handles crashes.
     srun "${srun_options[@]}" --wait=0 --kill-on-bad-exit=1 bash -c "$on_node" node "$output_dir" \
         --config_file "$config_file" --num_machines "$SLURM_JOB_NUM_NODES" \
         --num_processes "$((SLURM_JOB_NUM_NODES * per_node))" --main_process_ip "$host" --main_process_port "$port" \
@@ -197,12 +197,12 @@ launch() {
     trap '' USR1 TERM # too late to stop
 }
 
-# Ends the job with the run's own verdict: a stop on request is 0 under a launcher.
+# Ends the job with the run's own exit code: the launcher returns 0 for a stop on request.
 finish() {
     local code=$launcher_code state=unknown step='' message='' fields=()
     if [[ -f $status && $(cat "$status") != "$status_before" ]] && grep -q "\"job\": \"$SLURM_JOB_ID\"" "$status"; then
-        # Progress is a step more than this start began with (the one before may have been killed beyond it), or a
-        # shard of the reference cache more than when that one stopped.
+        # Progress is a later step than this start began with (the previous start may have been killed after that step),
+        # or more shards of the reference cache than when the previous start stopped.
         mapfile -t fields < <(python -c '
 import json, sys
 run, before = json.load(open(sys.argv[1])), json.loads(sys.argv[2] or "{}")
@@ -214,11 +214,11 @@ began = environment["starts"][-1]["step"] if environment.get("starts") else befo
 done, had = [run["step"] or 0, run.get("shards") or 0], [began or 0, before.get("shards") or 0]
 hangs = sum(hang["job"] == run["job"] for hang in environment.get("hangs", []))
 print(run["state"], run["exit_code"], run["step"], " ".join(run["message"].split()), done > had, sep="\n")
-print(hangs, run["checkpoint"] is not None, run.get("host") or "", sep="\n")
+print(hangs, (run["checkpoint"] or "").rpartition("/")[2], run.get("host") or "", sep="\n")
 ' "$status" "$status_before" "$output_dir/environment.json")
         state=${fields[0]} step=${fields[2]#None} message=${fields[3]}
-        if [[ $state == running ]]; then # killed: nobody was left to write how it ended
-            state=died message="the processes ended without a word (launcher's exit code $launcher_code)"
+        if [[ $state == running ]]; then # killed before it could record how it ended
+            state=died message="the processes were killed or crashed (launcher's exit code $launcher_code)"
             ((code != 0)) || code=1
         else
             code=${fields[1]}
@@ -233,25 +233,28 @@ print(hangs, run["checkpoint"] is not None, run.get("host") or "", sep="\n")
 requeue() {
     local restarts=${SLURM_RESTART_COUNT:-0} limit=${MAX_REQUEUES:-20} job_state
     job_state=$(scontrol --oneliner show job "$job_id" | sed -n 's/.* JobState=\([^ ]*\).*/\1/p')
-    if [[ $job_state != RUNNING ]]; then # a cancelled job is COMPLETING by now, and requeue would bring it back
-        say "$state, not requeued: Slurm is ending the job ($job_state), as scancel asks it to; submit again to go on"
+    if [[ $job_state != RUNNING ]]; then # a cancelled job is COMPLETING, and requeue would restart it
+        say "$state, not requeued: Slurm is ending the job ($job_state), as after scancel; resubmit to resume"
     elif ((restarts >= limit)); then
-        say "$state, not requeued: restarted $restarts times, MAX_REQUEUES=$limit; submit again to go on"
+        say "$state, not requeued: restarted $restarts times, MAX_REQUEUES=$limit; resubmit to resume"
     elif ((restarts > 0)) && [[ $1 != True ]]; then
-        say "$state, not requeued: this restart did no step and no shard; a longer --time is needed to get anywhere"
+        say "$state, not requeued: this restart finished no step and no shard; resubmit with a longer --time"
     elif scontrol requeue "$job_id"; then
         say "$state and requeued (restart $((restarts + 1)) of at most $limit)"
     else
-        say "$state, and Slurm refused to requeue; submit again to go on"
+        say "$state, and Slurm refused to requeue; resubmit to resume"
     fi
 }
 
-# A hang is often a node's. The job goes back twice at most, if there is a checkpoint; where the node of the rank that
-# stood is known and the partition has enough others, without that node.
+# A node often causes a hang. The job is requeued at most twice, if there is a checkpoint; and without the node of the
+# rank that was stuck, if that is known and the partition has enough other nodes.
 requeue_hung() {
     local hangs=$1 checkpoint=$2 node=$3 excluded others
-    if [[ $checkpoint != True ]] || ((hangs > 2)); then
-        say "hung, not requeued: for the $hangs. time in this job, complete checkpoint: $checkpoint; submit again to go on"
+    if [[ -z $checkpoint ]]; then
+        say "hung before the first checkpoint; not requeued. Resubmit to start again"
+        return
+    elif ((hangs > 2)); then
+        say "hung $hangs times in this job; not requeued. Resubmit to resume from $checkpoint"
         return
     fi
     requeue True
@@ -260,6 +263,6 @@ requeue_hung() {
         grep -vxFf <(scontrol show hostnames "${excluded:+$excluded,}$node")) || true
     if [[ -n $node ]] && (($(wc -w <<<"$others") >= SLURM_JOB_NUM_NODES)); then
         scontrol update JobId="$job_id" ExcNodeList="${excluded:+$excluded,}$node" &&
-            say "it goes on without $node; to allow it again: scontrol update JobId=$job_id ExcNodeList=$excluded"
+            say "the job will avoid node $node; to allow it again: scontrol update JobId=$job_id ExcNodeList=$excluded"
     fi
 }

@@ -215,7 +215,7 @@ class Setting:
 
     def __str__(self) -> str:
         size = f"{self.bytes / 2**30:.2f} GiB at the largest micro-batch of {self.tokens:,} tokens"
-        return f"{self.per_device} pairs per device, {self.layers} checkpointed: {size}"
+        return f"{self.per_device} pair(s) per device, {self.layers} checkpointed: {size}"
 
 
 class MemoryPlanner:

@@ -81,7 +81,7 @@ def _choose(config: Config, dataset: Dataset, shape: PretrainedConfig, kept: dic
             setting = other
     if setting.bytes > limit:
         raise UserError(
-            f"fit_memory true: {limit / 2**30:.2f} GiB hold no setting; the smallest needs {setting}; use a shorter "
+            f"fit_memory true: no setting fits in {limit / 2**30:.2f} GiB; the smallest is {setting}; use a shorter "
             "max_length, more GPUs, or LAUNCH=zero3"
         )
     log.info(f"fit_memory: {setting}, of {limit / 2**30:.2f} GiB; work {setting.work:.3f} times the least")

@@ -142,7 +142,7 @@ def test_full_disk_during_a_save_leaves_the_previous_checkpoint_and_one_line(
 
         os.truncate(filler, filler.stat().st_size - 2**18)  # room for a lock and a log
         early = train_here("disk", 2, **fields)  # still full: said before the first step
-        assert "are free, checkpoints will take" in error_line(early.log)
+        assert "are free, but checkpoints will take" in error_line(early.log)
         filler.unlink()
         again = train_here("disk", **fields)
         assert f"resuming from {newest}" in again.log

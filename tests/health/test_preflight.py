@@ -116,7 +116,7 @@ def test_missing_eos_and_cut_responses_are_counted():
 def test_a_tokenizer_of_another_model_is_one_line():
     tokens = tokens_of(("q", "yes", "no"))
     check_vocabulary(tokens, tiny_tokenizer(), 260)
-    with pytest.raises(UserError, match=r"gives id 259, but the model has 256 embeddings"):
+    with pytest.raises(UserError, match=r"returns id 259, but the model has 256 embeddings"):
         check_vocabulary(tokens, tiny_tokenizer(), 256)
 
 

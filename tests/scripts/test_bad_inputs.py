@@ -179,7 +179,7 @@ CASES = {
         (f"{ON}/no_tokenizer", "no_tokenizer: no tokenizer can be loaded"),
         (
             f"{TRAIN} --max_steps 2 --output_dir {{kit}}/runs/collapsed",
-            "the guard stopped this run; start another",
+            "the guard stopped this run; start a new run",
         ),
         (f"{ON}/config_cut", "config.json", "is not a valid JSON file"),
         (f"{ON}/unknown_type", "model type `lama`"),

@@ -111,7 +111,7 @@ def test_a_job_that_gets_nowhere_is_not_requeued_for_ever(cluster, project, tmp_
     job = submit(cluster, folder, "stuck", env=ONE)
     log = end_of(cluster, folder, job, "FAILED", "75:0", restarts=2)
     assert log.count("stopped and requeued") == 2
-    assert "stopped, not requeued: this restart did no step and no shard" in log
+    assert "stopped, not requeued: this restart finished no step and no shard" in log
 
 
 CHAINED = """
@@ -129,7 +129,7 @@ def test_a_chain_does_what_requeue_does(cluster, project, tmp_path):
     folder = stand_in(project, tmp_path, CHAINED, FIELDS | {"output_dir": "outputs/chain"})
     job = submit(cluster, folder, "chain", "--array=1-3%1", env=ONE | {"MAX_REQUEUES": "0"})
     first = end_of(cluster, folder, f"{job}_1", "FAILED", "75:0")
-    assert "not requeued: restarted 0 times, MAX_REQUEUES=0; submit again to go on" in first
+    assert "not requeued: restarted 0 times, MAX_REQUEUES=0; resubmit to resume" in first
     assert "ended: state done, exit code 0, step 4" in end_of(cluster, folder, f"{job}_2")
     assert "already done" in end_of(cluster, folder, f"{job}_3")
 
@@ -153,10 +153,10 @@ def test_a_hang_is_requeued_twice_and_resumes_without_the_node(cluster, project,
     job = train(cluster, folder, env=ONE, output_dir="outputs/hangs")
     log = end_of(cluster, folder, job, "FAILED", "70:0", restarts=2)
     assert all(f"hung and requeued (restart {n} of at most 20)" in log for n in (1, 2))
-    assert "hung, not requeued: for the 3. time in this job" in log
+    assert "hung 3 times in this job; not requeued. Resubmit to resume from checkpoint-2" in log
     hosts = [hang["host"] for hang in read_mapping(folder / "outputs/hangs/environment.json")["hangs"]]
     assert len(hosts) == 3 and hosts[0] != hosts[1], log
-    assert log.count("it goes on without ") == 1, log  # both nodes excluded, there would be none left
+    assert log.count("the job will avoid node ") == 1, log  # both nodes excluded, there would be none left
     assert log.endswith("ended: state hung, exit code 70, step 3, outputs/hangs: no rank has moved\n")
 
 

@@ -158,7 +158,7 @@ def test_the_choice_is_kept_at_resume_where_it_fits_and_is_no_part_of_what_was_a
     code, losses, _ = train("uninterrupted", **fit, memory_gib=64)
     assert code == 0 and resumed == pytest.approx(losses, abs=1e-5)
     code, _, _ = train("other", **fit, memory_gib=0.0001)
-    assert code == 2 and "hold no setting; the smallest needs 1 pairs per device" in capsys.readouterr().err
+    assert code == 2 and "GiB; the smallest is 1 pair(s) per device" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -231,5 +231,5 @@ def test_weights_that_a_checkpoint_lacks_are_not_drawn_at_random(tiny_folder, tm
     trainer._load_from_checkpoint(str(folder))
     del weights[next(name for name in weights if "layers.1" in name)]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"checkpoint-2: its weights do not make up .*layers\.1\..* is missing"):
+    with pytest.raises(UserError, match=r"checkpoint-2: its weights do not match .*layers\.1\..* is missing"):
         trainer._load_from_checkpoint(str(folder))
