@@ -74,7 +74,7 @@ submit_evaluation() {
 
 say() { echo "[${SLURM_JOB_NAME:-dpo} $(date '+%F %T')] $*"; }
 
-# The cluster's modules and variables, which may use variables that are not set, and then the virtual environment.
+# Loads the cluster's modules and variables (site.sh may use unset variables), then the virtual environment.
 use_environment() {
     if [[ -f scripts/site.sh ]]; then
         local mistake

@@ -85,9 +85,9 @@ def check_all(folders: dict[str, Path]) -> list[Report]:
 
 
 def describe_network() -> str:
-    """The NCCL that is loaded, the node's network adapters, and the variables that choose among them."""
+    """The loaded NCCL, the node's network adapters, and the variables that select one."""
     version = ctypes.c_int()
-    with suppress(OSError):  # torch.cuda.nccl.version() is that of torch's build, not that of LD_PRELOAD
+    with suppress(OSError):  # torch.cuda.nccl.version() is the version torch was built with, not the one in LD_PRELOAD
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
     number = version.value
     nccl = f"NCCL {number // 10000}.{number // 100 % 100}.{number % 100}" if number else "no NCCL"

@@ -41,7 +41,7 @@ RULES = (
     PreflightRule("weight_after_move", "below", 0.02, None, f"median after {MOVE:g} nats per token", _BETA, True),
     PreflightRule("no_eos", "above", 0.05, None, "share of untruncated responses that do not end with EOS", _EOS),
     PreflightRule("cut", "above", 0.25, None, "share of responses cut by max_length", "raise max_length"),
-    PreflightRule("control_tokens", "above", 0.001, None, "share of pairs with special tokens", "set it to drop"),
+    PreflightRule("control_tokens", "above", 0.001, None, "share with special tokens", "control_tokens: drop"),
     PreflightRule("packed_difference", "above", None, 1.0, "packed against single, relative to tolerance", _PACKED),
 )
 

@@ -15,8 +15,8 @@ from sfm_dpo.model.sharding import ATTENTION, numel, shape
 
 
 def peak_flops(gpu: str) -> float | None:
-    """Dense bf16 FLOPs a second of a GPU, by a name such as torch.cuda's; None where TRL's table lacks it."""
-    # A GH200's GPU has an H200's 989 TFLOPS (NVIDIA's data sheets)
+    """Dense bf16 FLOPs per second of a GPU with a name such as torch.cuda's; None if TRL's table lacks it."""
+    # The GPU of a GH200 has the 989 TFLOPS of an H200 (NVIDIA's data sheets)
     return get_peak_flops(gpu.replace("GH200", "H200"), "bfloat16")
 
 
