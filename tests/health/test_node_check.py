@@ -34,7 +34,7 @@ def test_bad_nodes_are_excluded_and_the_good_one_is_not(tmp_path):
     assert "unhealthy n2: HF_HOME /proc/hf cannot be written: " in output
     assert "unhealthy n3: GPU 0 is missing: " in output  # it is not taken for a node without GPUs
     assert "submit again with --exclude=n2,n3, or SKIP_HEALTHCHECK=1 to train anyway" in output
-    assert "n1" not in output and "Traceback" not in output
+    assert "unhealthy n1" not in output and "Traceback" not in output
 
 
 @pytest.mark.slow
