@@ -30,7 +30,7 @@ from sfm_dpo.data.preferences import Pairs
 from sfm_dpo.data.tokenization import hash_tokens, load_token_pairs, load_tokenizer
 from sfm_dpo.health.guard import add_guard
 from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
-from sfm_dpo.health.preflight import check_vocabulary, preflight_phase
+from sfm_dpo.health.preflight import check_reference, check_vocabulary, preflight_phase
 from sfm_dpo.hub.callback import PushCheckpoints
 from sfm_dpo.hub.publish import check_push, push_finished
 from sfm_dpo.jobs.training_run import Run, report
@@ -82,6 +82,8 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
     log.info(config.tracking)
     model_config = load_model_config(config)  # first: a wrong path costs a second, not a download
     tokenizer = load_tokenizer(config)
+    if args.ref_model_name_or_path:
+        check_reference(config, tokenizer)
     checkpoint = find_start(args)
     if checkpoint:
         check_resume(checkpoint, {"world_size": args.world_size}, args.ignore_resume_mismatch)

@@ -27,15 +27,16 @@ MODEL_FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"]
 def main(argv: list[str]) -> None:
     _, fields = Arguments(description=__doc__).parse_known_args(argv or ["--help"])
     config = parse_config(fields, training=False)
-    name = config.model.model_name_or_path
-    if not Path(name).is_dir():
-        try:
-            with explain_cache_errors():
-                folder = snapshot_download(name, revision=config.model.model_revision, allow_patterns=MODEL_FILES)
-        except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-            remedy = "a gated or private one needs HF_TOKEN"
-            raise UserError(f"model_name_or_path {name}: cannot be fetched ({remedy}): {error}") from error
-        print(f"model {name}: {folder}", flush=True)
+    for part in [config, config.reference] if config.train.ref_model_name_or_path else [config]:
+        name = part.model.model_name_or_path
+        if not Path(name).is_dir():
+            try:
+                with explain_cache_errors():
+                    folder = snapshot_download(name, revision=part.model.model_revision, allow_patterns=MODEL_FILES)
+            except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+                remedy = "a gated or private one needs HF_TOKEN"
+                raise UserError(f"{part.model_field} {name}: cannot be fetched ({remedy}): {error}") from error
+            print(f"model {name}: {folder}", flush=True)
     pairs = load_token_pairs(config, load_tokenizer(config))
     print(f"data\n{pairs.table()}")
 

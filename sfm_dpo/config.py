@@ -45,6 +45,7 @@ class TrainConfig(DPOConfig):
     ddp_timeout: int = HfArg(default=14400, help="Seconds a collective may wait.")
     hang_timeout: int = HfArg(default=1800, help="Seconds without progress of any rank that end the run; 0: never.")
     global_batch_size: int = HfArg(default=128, help="Pairs per optimizer step, over all processes and accumulation.")
+    ref_model_name_or_path: str | None = HfArg(default=None, help="Reference model; default: the untrained policy.")
     # Data
     dataset_name: str | None = HfArg(default=None, help="Hub id, or a local .json/.jsonl/.parquet file or folder.")
     dataset_config: str | None = HfArg(default=None, help="Configuration name of a Hub dataset.")
@@ -115,6 +116,14 @@ class Config:
     tracking: str  # which trackers work, for the log
     micro_batch: int  # the recipe's per_device_train_batch_size, also where `training` is False
     fitted: list[str]  # fields that fit_memory chooses
+    model_field: str = "model_name_or_path"  # what errors about the model name
+
+    @property
+    def reference(self) -> "Config":
+        """With the model of ref_model_name_or_path in the place of the policy."""
+        name = self.train.ref_model_name_or_path
+        model = dataclasses.replace(self.model, model_name_or_path=name, model_revision="main")
+        return dataclasses.replace(self, model=model, model_field="ref_model_name_or_path")
 
     def as_dict(self) -> dict[str, Any]:
         """The resolved configuration as plain YAML types, without secrets; `--config` reads it back."""
@@ -129,8 +138,8 @@ class Config:
 
 # What --help and docs/reference.md list: our fields, and those of TRL that a recipe is likely to set
 FIELD_GROUPS = {
-    "Model": """model_name_or_path model_revision trust_remote_code dtype attn_implementation model_init_kwargs
-        use_peft lora_r lora_alpha lora_dropout lora_target_modules""",
+    "Model": """model_name_or_path model_revision ref_model_name_or_path trust_remote_code dtype attn_implementation
+        model_init_kwargs use_peft lora_r lora_alpha lora_dropout lora_target_modules""",
     "Data": """dataset_name dataset_config dataset_train_split datasets max_samples eval_fraction eval_datasets
         max_length max_prompt_length truncation_mode max_dropped_fraction filter_script drop_duplicates
         drop_contaminated control_tokens overlong dataset_num_proc""",

@@ -58,9 +58,9 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:  # a damaged tokenizer.json raises just that
-        raise UserError(f"model_name_or_path {name}: no tokenizer can be loaded: {error}") from error
+        raise UserError(f"{config.model_field} {name}: no tokenizer can be loaded: {error}") from error
     if tokenizer.eos_token is None:
-        raise UserError(f"model_name_or_path {name}: its tokenizer has no EOS token; set eos_token in its config")
+        raise UserError(f"{config.model_field} {name}: its tokenizer has no EOS token; set eos_token in its config")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -51,7 +51,8 @@ class Guard(TrainerCallback):
             chosen_tokens = float(Lengths.of(self.trainer.train_dataset).truncate(args.max_length).chosen.mean())
         is_sigmoid = len(args.loss_type) == 1 and loss_type in SIGMOID_LOSSES
         warmup_steps = args.get_warmup_steps(state.max_steps)
-        self.run = RunFacts(is_sigmoid, args.beta, chosen_tokens, state.max_steps, warmup_steps)
+        other_reference = bool(args.ref_model_name_or_path)
+        self.run = RunFacts(is_sigmoid, args.beta, chosen_tokens, state.max_steps, warmup_steps, other_reference)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" not in (logs or {}) or self.stopped:

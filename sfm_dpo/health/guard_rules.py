@@ -26,6 +26,7 @@ class RunFacts(NamedTuple):
     chosen_tokens: float  # mean of the chosen responses; 1 for a length-normalised loss
     max_steps: int
     warmup_steps: int
+    other_reference: bool = False  # neither do rewards start at 0 nor the loss at ln 2
 
 
 class GuardRule(NamedTuple):
@@ -104,8 +105,10 @@ def _check_collapse(log: Log, run: RunFacts) -> Evidence | None:
 
 
 def _check_displacement(log: Log, run: RunFacts, limit: float = 1.0) -> Evidence | None:
+    start = log[0].get("rewards/chosen", 0.0) if run.other_reference else 0.0
+
     def loss_per_token(entry: Entry) -> float:
-        return -entry.get("rewards/chosen", 0.0) / (run.beta * run.chosen_tokens)
+        return (start - entry.get("rewards/chosen", 0.0)) / (run.beta * run.chosen_tokens)
 
     figures = f"chosen answers lost {loss_per_token(log[-1]):.2f} nats per token"
     return _find_streak(log, 3, figures, loss_per_token, limit, begins=0.3 * limit)
@@ -118,8 +121,9 @@ def _check_displacement_begins(log: Log, run: RunFacts) -> Evidence | None:
 def _check_divergence(log: Log, run: RunFacts) -> Evidence | None:
     if not run.sigmoid:
         return None
-    figures = f"loss {log[-1]['loss']:.2f}, above 2 five times in a row"
-    return _find_streak(log, 5, figures, itemgetter("loss"), limit=2, begins=1)
+    limit = max(2.0, 3 * log[0]["loss"]) if run.other_reference else 2.0
+    figures = f"loss {log[-1]['loss']:.2f}, above {limit:.3g} five times in a row"
+    return _find_streak(log, 5, figures, itemgetter("loss"), limit, begins=limit / 2)
 
 
 def _check_standstill(log: Log, run: RunFacts) -> Evidence | None:

@@ -22,8 +22,9 @@ from sfm_dpo.common.files import format_table, write_json
 from sfm_dpo.common.statistics import LOGP_NOISE
 from sfm_dpo.config import Config
 from sfm_dpo.config_checks import main_loss
-from sfm_dpo.data.tokenization import Lengths
+from sfm_dpo.data.tokenization import Lengths, load_tokenizer
 from sfm_dpo.health.preflight_rules import MOVE, compute_pair_figures, format_finding, judge_base_model
+from sfm_dpo.model.loading import load_model_config
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,18 @@ def check_vocabulary(tokens: Dataset, tokenizer: PreTrainedTokenizerBase, vocab_
             f"model_name_or_path {tokenizer.name_or_path}: its tokenizer returns id {max(ids)}, but the model has "
             f"{vocab_size} embeddings; use the tokenizer the model was trained with, or resize the embedding"
         )
+
+
+def check_reference(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises UserError where the model of ref_model_name_or_path is missing, or reads token ids or chats otherwise."""
+    name = config.train.ref_model_name_or_path
+    embeddings = load_model_config(config.reference).get_text_config().vocab_size
+    other = load_tokenizer(config.reference)
+    ids = tokenizer.get_vocab()
+    if other.get_vocab() != ids or embeddings <= max(ids.values()):
+        raise UserError(f"ref_model_name_or_path {name}: its vocabulary is not the policy's; choose a model with that")
+    if other.chat_template != tokenizer.chat_template:
+        raise UserError(f"ref_model_name_or_path {name}: its chat template is not the policy's; copy that, if it fits")
 
 
 def compute_base_logps(trainer, rows: np.ndarray) -> np.ndarray:
@@ -114,13 +127,14 @@ def run_preflight(trainer, config: Config) -> dict[str, Any]:
     With a reference cache it judges all pairs and computes only one, to compare packed with single sequences.
     """
     args = config.train
+    trainer.use_policy()
     dataset = trainer.train_dataset
     tokenizer = trainer.processing_class
     loss_type = main_loss(args.loss_type)
     sample = np.sort(np.random.default_rng(args.seed).permutation(len(dataset))[: args.preflight_samples])
     lengths = Lengths.of(dataset)
     responses = np.maximum(lengths.truncate(args.max_length).responses, 1)
-    if "ref_chosen_logps" in dataset.column_names:
+    if "ref_chosen_logps" in dataset.column_names and not args.ref_model_name_or_path:
         judged = np.arange(len(dataset))
         reference = dataset.select_columns(["ref_chosen_logps", "ref_rejected_logps"]).with_format("numpy")[:]
         logps = np.stack([reference["ref_chosen_logps"], reference["ref_rejected_logps"]], axis=1)

@@ -19,15 +19,15 @@ def load_model_config(config: Config) -> PretrainedConfig:
     name = config.model.model_name_or_path
     options = {"revision": config.model.model_revision, "trust_remote_code": config.train.trust_remote_code}
     if name.startswith(("/", ".", "~")) and not Path(name).exists():  # transformers would call it a wrong Hub id
-        raise UserError(f"model_name_or_path {name}: no such folder; correct the path, or give a name on the Hub")
+        raise UserError(f"{config.model_field} {name}: no such folder; correct the path, or give a name on the Hub")
     try:
         return AutoConfig.from_pretrained(name, **options)
     except (OSError, ValueError, StrictDataclassError) as error:
         reason = f"neither a folder with a model nor a model on the Hub: {_first_lines(error)}"
-        raise UserError(f"model_name_or_path {name}: {reason}") from error
+        raise UserError(f"{config.model_field} {name}: {reason}") from error
 
 
-def load_model(name: str, init_kwargs: dict[str, Any]) -> PreTrainedModel:
+def load_model(name: str, init_kwargs: dict[str, Any], field: str = "model_name_or_path") -> PreTrainedModel:
     """The causal language model in a folder or on the Hub, in fp32 unless a dtype is given. Raises UserError for
     unknown `init_kwargs`, and for missing weights, which transformers 5.23 would initialise at random."""
     kwargs = {"dtype": "float32", "use_safetensors": True} | init_kwargs  # .bin files can run code
@@ -38,12 +38,12 @@ def load_model(name: str, init_kwargs: dict[str, Any]) -> PreTrainedModel:
         model, report = AutoModelForCausalLM.from_pretrained(name, **kwargs)
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         reason = f"cannot be loaded: {_first_lines(error)}; check its files and model_init_kwargs"
-        raise UserError(f"model_name_or_path {name}: {reason}") from error
+        raise UserError(f"{field} {name}: {reason}") from error
     absent = [f"{key} is missing" for key in sorted(report["missing_keys"])]
     absent += [f"{key[0]} has another shape" for key in sorted(report["mismatched_keys"])]
     if absent:
         raise UserError(
-            f"model_name_or_path {name}: its weights do not match config.json: {absent[0]} "
+            f"{field} {name}: its weights do not match config.json: {absent[0]} "
             f"(and {len(absent) - 1} more); take config.json and weights from the same place"
         )
     return model

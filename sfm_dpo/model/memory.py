@@ -28,6 +28,7 @@ from trl import get_peft_config
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.model.attention import boundary_mask, packed_attention_forward
 from sfm_dpo.model.flops import count_experts
+from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.model.packing import why_not_shared
 from sfm_dpo.model.sharding import blocks
 
@@ -230,6 +231,9 @@ class MemoryPlanner:
         self.dtype = torch.bfloat16 if half else torch.float32
         self.model = meta_model(shape)
         self.parameters = self.model.num_parameters()
+        self.reference = self.model
+        if config.train.ref_model_name_or_path:
+            self.reference = meta_model(load_model_config(config.reference))
         self.adapter = None
         if lora := get_peft_config(config.model):
             with torch.device("meta"):
@@ -273,8 +277,8 @@ class MemoryPlanner:
             "optimizer": int(optimizer * self.trained),
             "buffers": buffers,
         }
-        if not self.adapter and not self.config.train.precompute_ref_log_probs:
-            states["reference"] = int(size * total / (gpus if launch == "zero3" else 1))
+        if not self.config.train.precompute_ref_log_probs and (self.reference is not self.model or not self.adapter):
+            states["reference"] = int(size * self.reference.num_parameters() / (gpus if launch == "zero3" else 1))
         return states
 
     def list_settings(self, micro_batches: Iterable[MicroBatch], states: int = 0, ratio: float = 1.0) -> list[Setting]:

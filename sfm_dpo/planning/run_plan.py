@@ -152,14 +152,15 @@ class Planner:
         sequences = self.lengths.sequences
         shared = np.zeros_like(sequences)
         shared[:, 1] = sequences.sum(axis=1) - self.lengths.computed(self.memory.prefix_sharing)
-        count_flops = ForwardFlops.of(self.memory.model)
         responses = int(self.lengths.responses.sum())
-        forward = self.scale * count_flops(
-            torch.from_numpy(sequences.ravel()), responses, shared=torch.from_numpy(shared.ravel())
-        )
+        lengths = torch.from_numpy(sequences.ravel())
+        forward = [  # FLOPs of policy and reference
+            self.scale * ForwardFlops.of(model)(lengths, responses, shared=torch.from_numpy(shared.ravel()))
+            for model in (self.memory.model, self.memory.reference)
+        ]
         epochs = self.args.num_train_epochs
-        training = 3 * forward * epochs
-        reference = forward * (1 if self.args.precompute_ref_log_probs else epochs)
+        training = 3 * forward[0] * epochs
+        reference = forward[1] * (1 if self.args.precompute_ref_log_probs else epochs)
         peak = (peak_flops(self.cluster.gpu) or math.nan) * self.cluster.gpus * 3600
         hours = []
         for mfu, source in self.cluster.mfu.items():

@@ -64,6 +64,7 @@ def write_model_card(
         name=Path(repo).name if step is None else f"{Path(repo).name}, step {step}",
         step=step,
         base=_format_link(base),
+        reference=_format_link(config.get("ref_model_name_or_path") or ""),
         datasets=[_format_link(name, "datasets/") for name in datasets],
         held_out=list_held_out(facts),
         drop_reasons=DROP_REASONS,

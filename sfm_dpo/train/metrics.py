@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from sfm_dpo.common.distributed import gather
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.statistics import LOGP_NOISE
-from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES
+from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
 
 
@@ -57,12 +57,14 @@ def step_0_tolerance(completion_mask: torch.Tensor, scale: torch.Tensor, beta: f
     return 2 * beta * LOGP_NOISE[precision] * (chosen + rejected).sqrt() + 1e-6
 
 
-def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], margins, ref_logps, scale: torch.Tensor) -> None:
+def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], logps, ref_logps) -> None:
     """At policy = reference the loss is ln 2. If it is not, training would optimise something else: raises UserError,
-    which says what a second computation of the micro-batch `inputs` by `model` showed. [B] and [2B] as above."""
+    which says what a second computation of the micro-batch `inputs` by `model` showed. `logps` and `ref_logps`: [2B];
+    with another reference both are of one model, the policy, or the reference, of which the second are cached."""
     accelerator = trainer.accelerator
-    if trainer.state.global_step:
-        return
+    other = trainer.train_config.ref_model_name_or_path
+    scale = loss_scale(inputs["completion_mask"], main_loss(trainer.loss_types))
+    margins = reward_metrics(logps, ref_logps, scale, trainer.beta)["rewards/margins"]
     tolerance = step_0_tolerance(inputs["completion_mask"], scale, trainer.beta, accelerator.mixed_precision)
 
     def is_off(margin: torch.Tensor, tolerance: torch.Tensor) -> bool:
@@ -84,14 +86,15 @@ def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], margins, ref_l
     elif trainer.reference_facts:
         key = trainer.reference_facts["train"]["key"]
         cause = (
-            f"the reference log-probs in the cache {key} are not those of the model that is trained; "
+            f"the reference log-probs in the cache {key} are not those of {other or 'the model that is trained'}; "
             "precompute_ref_log_probs: false trains without them"
         )
     else:
         cause = "policy and reference are different models"
     error = accelerator.gather(margins.abs().mean() / 2).max().item()
     allowed = accelerator.gather(tolerance.mean()).max().item()
-    raise UserError(f"step 0: the loss is off ln 2 by {error:.3g}, more than {allowed:.3g} of rounding: {cause}")
+    what = "a second computation moves the loss" if other else "the loss is off ln 2"
+    raise UserError(f"step 0: {what} by {error:.3g}, more than {allowed:.3g} of rounding: {cause}")
 
 
 class MetricSums:

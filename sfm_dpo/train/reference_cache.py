@@ -39,6 +39,7 @@ from sfm_dpo.model.sharding import hash_weights
 from sfm_dpo.run.checkpoint import stop_requested
 from sfm_dpo.run.folder import write_status
 from sfm_dpo.run.leases import Lease, describe_owner, read_owner
+from sfm_dpo.train.metrics import check_step_0
 
 BATCH_TOKENS = {"cuda": 32_768, "cpu": 4_096}  # computed at once, padding counted; the same for all jobs of a cache
 COMPILATION = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
@@ -81,6 +82,12 @@ def add_reference(trainer: Any) -> None:
         trainer.reference_facts[name] = {"key": cache.folder.name} | {key: str(settings[key]) for key in settings}
         if name == "train":
             trainer.train_dataset = with_columns
+            if trainer.train_config.ref_model_name_or_path:  # which is gone at step 0
+                rows = cache.batches(cache.shards[0])[0]
+                batch = trainer.load_batch(dataset, rows)
+                again = torch.cat(trainer.compute_ref_log_probs(trainer.forward_model, batch))
+                cached = torch.from_numpy(logps[rows].T.ravel()).to(again)
+                check_step_0(trainer, trainer.forward_model, batch, again, cached)
         else:
             held_out[name] = with_columns
 
@@ -89,7 +96,9 @@ def describe_settings(trainer: Any) -> dict[str, Any]:
     """What changes the log-probs of given tokens, for `cache_folder`. All ranks must call it."""
     args = trainer.train_config
     weights = trainer._precompute_model_hash  # TRL's, taken before FSDP2 splits them
-    adapter = is_peft_model(trainer.model)
+    other_reference = args.ref_model_name_or_path
+    model = trainer.accelerator.unwrap_model(trainer.forward_model) if other_reference else trainer.bare_model()
+    adapter = is_peft_model(trainer.model) and not other_reference
     if trainer.zero_stage == 3 or adapter:
         weights = hash_weights(trainer.forward_model, gather=trainer.zero_stage == 3, frozen_only=adapter)
     precision = trainer.accelerator.mixed_precision
@@ -98,13 +107,13 @@ def describe_settings(trainer: Any) -> dict[str, Any]:
         precision = f"{precision}, {'DeepSpeed' if trainer.zero_stage else regime}"
     kernel = None
     if trainer.packed:
-        kernel = kernel_token(trainer.attention_call(), delta_net_kernel(trainer.bare_model()))
+        kernel = kernel_token(trainer.attention_call(model), delta_net_kernel(model))
     settings = {
         "weights": weights,
-        "config": hash_config(trainer.bare_model().config),
+        "config": hash_config(model.config),
         "dtype": next(trainer.forward_model.parameters()).dtype,
         "precision": precision,
-        "attention": trainer.bare_model().config._attn_implementation,
+        "attention": model.config._attn_implementation,
         "kernel": kernel,
         "packed": trainer.packed,
         "compilation": {name: getattr(args, name) for name in COMPILATION},

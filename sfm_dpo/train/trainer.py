@@ -52,6 +52,7 @@ class SFMDPOTrainer(UpstreamFixes):
     """
 
     data_collator: Any
+    ref_model: Any
     forward_model: Any  # what computes log-probs of the base model, until training begins
 
     def __init__(
@@ -79,7 +80,9 @@ class SFMDPOTrainer(UpstreamFixes):
         # FSDP2 splits the policy only when training begins, so that a cached reference, too, has a model of its own
         needs_reference = not args.precompute_ref_log_probs or launched_with() == "fsdp"
         reference = None
-        if needs_reference and kwargs.get("peft_config") is None:
+        if other := args.ref_model_name_or_path:
+            reference = load_model(other, init_kwargs | {"revision": "main"}, "ref_model_name_or_path")
+        elif needs_reference and kwargs.get("peft_config") is None:
             reference = load_model(model, init_kwargs)
         policy = load_model(model, init_kwargs)
         self.base_config = read_base_config(model, init_kwargs.get("revision"), policy.config)
@@ -93,7 +96,7 @@ class SFMDPOTrainer(UpstreamFixes):
         self.prefix_sharing = self._resolve_prefix_sharing()
         self._pack_and_compile()
         self.train_sampler = build_sampler(self.train_dataset, args, self.prefix_sharing)
-        self.forward_model = self._prepare_forward_model()
+        self.forward_model = self.ref_model or self._prepare_policy()
         if args.precompute_ref_log_probs:
             self.ref_model = None
         self.meter = Meter()
@@ -117,9 +120,10 @@ class SFMDPOTrainer(UpstreamFixes):
             log.info(f"torch_compile: layers are compiled at their first forward and backward, and kept in {where}")
         for model in filter(None, (self.bare_model(), self.ref_model)):
             model = self.accelerator.unwrap_model(model)
+            obstacle = why_not_shared(model, self.packed, args.router_aux_loss_coef)  # another reference may have one
             try:
                 if self.packed:
-                    enable_padding_free(model, self.prefix_sharing)
+                    enable_padding_free(model, self.prefix_sharing and not obstacle)
             except ValueError as error:  # a model in which sequences of one row would see each other
                 raise UserError(str(error)) from error
             if args.torch_compile:
@@ -141,9 +145,9 @@ class SFMDPOTrainer(UpstreamFixes):
             raise UserError(str(error)) from error
         return True
 
-    def attention_call(self) -> tuple[torch.device, torch.dtype, int]:
-        """Device, dtype and head size of the attention."""
-        config = self.bare_model().config.get_text_config()
+    def attention_call(self, model: Any = None) -> tuple[torch.device, torch.dtype, int]:
+        """Device, dtype and head size of the attention of the policy, or of `model`."""
+        config = (model or self.bare_model()).config.get_text_config()
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}[self.accelerator.mixed_precision]
         return self.accelerator.device, dtype, head_dim
@@ -158,10 +162,8 @@ class SFMDPOTrainer(UpstreamFixes):
         """0 without DeepSpeed."""
         return self.args.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
 
-    def _prepare_forward_model(self) -> Any:
-        """What computes log-probs of the base model before training begins; all ranks must call it equally often."""
-        if self.ref_model is not None:
-            return self.ref_model
+    def _prepare_policy(self) -> Any:
+        """The policy as it computes before training begins; all ranks must call it equally often."""
         self.model.eval()
         if self.zero_stage == 3:
             return prepare_deepspeed(self.model, self.accelerator)  # the hooks that gather the weights
@@ -170,11 +172,21 @@ class SFMDPOTrainer(UpstreamFixes):
                 parameter.data = parameter.data.to(torch.bfloat16)
         return self.model.to(self.accelerator.device)  # Trainer leaves that to DeepSpeed, which comes later
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's, once what computed log-probs until now is released: FSDP2's reference model, ZeRO-3's hooks."""
-        if self.zero_stage == 3 and self.ref_model is None and self.forward_model is not None:
+    def use_policy(self) -> None:
+        """After the reference pass: another reference gives way to the policy, unless FSDP2 is yet to split that."""
+        if self.train_config.ref_model_name_or_path and not self.is_fsdp_enabled:
+            self._release_forward_model()
+            self.forward_model = self._prepare_policy()
+
+    def _release_forward_model(self) -> None:
+        if self.zero_stage == 3 and self.forward_model not in (None, self.ref_model):
             self.forward_model.optimizer.destroy()  # or the engine that trains would gather everything twice
         self.forward_model = None
+        self.accelerator.free_memory()  # accelerate, too, remembers a reference that it prepared
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, once what computed log-probs until now is released: a cached reference model, ZeRO-3's hooks."""
+        self._release_forward_model()
         return super().train(*args, **kwargs)
 
     # ---- data
@@ -219,6 +231,9 @@ class SFMDPOTrainer(UpstreamFixes):
         if not self.train_config.precompute_ref_log_probs:
             chosen, rejected = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
             inputs = inputs | {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+        is_step_0 = self.model.training and not self.step_0_checked and not self.state.global_step
+        is_compared = is_step_0 and self.train_config.ref_model_name_or_path  # the policy with itself
+        expected = torch.cat(self.compute_ref_log_probs(model, inputs)) if is_compared else None
         forwards = []
 
         def forward(**kwargs):
@@ -233,9 +248,9 @@ class SFMDPOTrainer(UpstreamFixes):
         rewards = reward_metrics(logps, ref_logps, scale, self.beta)
         self.position.advance()  # what follows waits for the other ranks
         if self.model.training:
-            if not self.step_0_checked:
-                self.step_0_checked = True
-                check_step_0(self, model, inputs, rewards["rewards/margins"], ref_logps, scale)
+            self.step_0_checked = True
+            if is_step_0:
+                check_step_0(self, model, inputs, logps, ref_logps if expected is None else expected)
             self._record_rewards(rewards)
         else:
             loss = result[0] if return_outputs else result

@@ -1,8 +1,8 @@
 """Training against an outside oracle: plain PyTorch, one sequence at a time, float64, without the package's code.
 
 Loss, gradients (by the weights that SGD leaves), logged metrics and held-out metrics, over launchers, samplers,
-padded and packed, cached and live reference, losses; with a tail that is left out and a ragged evaluation. Only the
-token ids and the rows of each step are the package's (tests/data shows both).
+padded and packed, cached and live reference, the policy's own or another, losses; with a tail that is left out and a
+ragged evaluation. Only the token ids and the rows of each step are the package's (tests/data shows both).
 """
 
 import copy
@@ -40,6 +40,7 @@ PATHS = {
     "shared, cached": {"padding_free": "true", "prefix_sharing": "true", "precompute_ref_log_probs": "true"},
     "shared, live": {"padding_free": "true", "prefix_sharing": "true", "precompute_ref_log_probs": "false"},
 }
+OTHER = [f"{path}, other" for path in PATHS if not path.startswith("packed")]  # another model as the reference
 SAMPLERS = ["random", "batch_rebalance", "group_by_length"]
 LAUNCHES = ["single", "cpu 2", "cpu_zero3 2", "cpu_fsdp2 2"]
 Combination = tuple[str, str, str]  # loss, path, sampler
@@ -47,14 +48,16 @@ FEW: list[Combination] = [
     ("sigmoid_norm", "packed, cached", "batch_rebalance"),
     ("sigmoid", "padded, live", "random"),
     ("sigmoid_norm", "shared, live", "group_by_length"),
+    ("sigmoid_norm", "shared, cached, other", "batch_rebalance"),
 ]
 ALL: list[Combination] = [(loss, "packed, cached", "batch_rebalance") for loss in LOSSES]
 ALL += [("sigmoid_norm", path, sampler) for path in PATHS for sampler in SAMPLERS if (path, sampler) != ALL[0][1:]]
+ALL += [("sigmoid_norm", path, "batch_rebalance") for path in OTHER]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Place:
-    return make_place(tmp_path_factory.mktemp("oracle"), pairs(41), {"olmo3": {}}, FIELDS)
+    return make_place(tmp_path_factory.mktemp("oracle"), pairs(41), {"olmo3": {}, "llama": {}}, FIELDS)
 
 
 GRID = [pytest.param(launch, ALL, marks=pytest.mark.grid) for launch in LAUNCHES]
@@ -69,7 +72,8 @@ def test_against_plain_pytorch(place, launch, combinations):
             "loss_type": combination[0],
             "beta": LOSSES[combination[0]],
             "train_sampling_strategy": combination[2],
-            **PATHS[combination[1]],
+            **PATHS[combination[1].removesuffix(", other")],
+            **({"ref_model_name_or_path": place.folder / "llama"} if "other" in combination[1] else {}),
         }
         for combination in combinations
     }
@@ -94,6 +98,8 @@ def oracle(place: Place, fields: dict) -> tuple[list[dict[str, float]], dict[str
     steps = build_sampler(split.train, config.train).steps(0)[:STEPS]
     policy = AutoModelForCausalLM.from_pretrained(place.model, dtype=torch.float64)
     reference = copy.deepcopy(policy)
+    if folder := fields.get("ref_model_name_or_path"):
+        reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     loss_type, beta = fields["loss_type"], fields["beta"]
     before = measure(policy, reference, list(split.eval), loss_type, beta)[1]
     expected = []

@@ -97,6 +97,17 @@ def test_a_margin_made_of_likelier_chosen_answers_is_no_collapse():
     assert "collapse" in replay([entry | {"rewards/chosen": -entry["rewards/chosen"]} for entry in log], NORM)
 
 
+def test_with_another_reference_the_rules_count_from_the_first_entry():
+    run = NORM._replace(other_reference=True)
+    log = [e | {"loss": e["loss"] + 2, "rewards/chosen": e["rewards/chosen"] - 6} for e in healthy(60)]
+    assert replay(log, NORM) and not replay(log, run)
+    displaced = [entry | {"rewards/chosen": entry["rewards/chosen"] - 0.9 * i} for i, entry in enumerate(log)]
+    assert set(replay(displaced, run)) == {"displacement_begins", "displacement"}
+    assert set(replay([entry | {"loss": entry["loss"] * 1.5**i} for i, entry in enumerate(log)], run)) == {
+        "divergence"
+    }
+
+
 def rising(n: int, **metrics) -> list[dict]:
     return [{"step": i + 1, "loss": 0.6} | {k: f(i) for k, f in metrics.items()} for i in range(n)]
 

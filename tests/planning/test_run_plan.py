@@ -66,6 +66,17 @@ def test_numbers_are_deepspeeds_and_the_formulas(plan_of):
     assert plan["launches"]["zero2"]["checkpoint"] == 16 * n and plan["launches"]["fsdp2"]["checkpoint"] == 16 * n
 
 
+def test_another_reference_counts_with_its_own_size(plan_of):
+    lengths = lengths_of(80, 100, 900, 400)
+    larger = ["--ref_model_name_or_path", str(PROJECT / "bench/shapes/olmo2_13b"), "--use_peft", "true"]
+    plan = plan_of(PYTHIA, lengths, [*larger, "--precompute_ref_log_probs", "false"]).plan()
+    alone = plan_of(AutoConfig.from_pretrained(larger[1]), lengths).plan()
+    size = 2 * alone["model"]["parameters"]
+    states = {launch: facts["states"] for launch, facts in plan["launches"].items()}
+    assert [states[launch]["reference"] for launch in ("zero2", "zero3")] == [size, size // 4]
+    assert plan["time"]["flops"]["reference"] == alone["time"]["flops"]["reference"]
+
+
 def test_longer_pairs_that_are_dropped_are_not_planned(plan_of):
     lengths = Lengths(*(np.array(values) for values in ([100, 30000], [900, 1000], [400, 10], [0, 0])))
     for overlong, expected in (("truncate", 32), ("drop", 16)):

@@ -1,0 +1,161 @@
+"""A reference that is another model (ref_model_name_or_path). Launchers: tests/e2e/test_oracle.py."""
+
+import gc
+import json
+import math
+import shutil
+import weakref
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+import train_dpo
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.jobs.evaluation import evaluate_run
+from sfm_dpo.run.folder import read_mapping
+from sfm_dpo.train import reference_cache
+from tests.e2e.test_oracle import measure
+from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.toolbox import error_line, logged, on_cpu, pairs
+from tests.train.test_trainer import make_trainer
+
+LORA = LoraConfig(r=4, target_modules=["q_proj"])
+CACHED = "--precompute_ref_log_probs=true"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(reference_cache, "HF_CACHE_HOME", str(tmp_path / "hf"))
+    return tmp_path / "hf/sfm_dpo/reference"
+
+
+@pytest.fixture
+def other(tiny_folder) -> str:
+    return f"--ref_model_name_or_path={tiny_folder('gpt_neox')}"
+
+
+@pytest.mark.parametrize("cached", ["true", "false"])
+@pytest.mark.parametrize("packed", ["true", "false"])
+@pytest.mark.parametrize("peft", [None, LORA], ids=["full", "LoRA"])
+def test_step_0_is_that_of_plain_torch_in_float64(tiny_folder, tmp_path, other, packed, cached, peft):
+    cli = f"--padding_free={packed}", f"--precompute_ref_log_probs={cached}"
+    trainer = make_trainer(tiny_folder("llama"), tmp_path, other, *cli, peft=peft)
+    rows = [trainer.train_dataset[i] for i in range(4)]
+    trainer.model.train()
+    loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(trainer.data_collator(rows)))
+    loss.backward()
+    assert trainer.step_0_checked
+    models = (AutoModelForCausalLM.from_pretrained(tiny_folder(name)).double() for name in ("llama", "gpt_neox"))
+    policy, reference = models
+    expected, metrics = measure(policy, reference, rows, "sigmoid_norm", 5.0)
+    assert abs(expected.item() - math.log(2)) > 0.05
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+    recorded = trainer._metrics["train"]
+    assert recorded["rewards/chosen"] == [pytest.approx(metrics["rewards/chosen"], abs=1e-4)]
+    if peft is None:
+        expected.backward()
+        for (name, mine), theirs in zip(trainer.model.named_parameters(), policy.parameters(), strict=True):
+            assert torch.allclose(mine.grad.double(), theirs.grad, atol=2e-5), name
+
+
+def test_the_key_is_that_of_the_reference(tiny_folder, tmp_path, cache, other):
+    llama, neox = tiny_folder("llama"), tiny_folder("gpt_neox")
+
+    def fill(model, *cli, peft=None) -> int:
+        make_trainer(model, tmp_path / "run", CACHED, *cli, peft=peft)
+        return len(list(cache.iterdir()))
+
+    assert fill(llama) == 1
+    assert fill(llama, f"--ref_model_name_or_path={llama}") == 1
+    assert fill(llama, other) == 2
+    assert fill(llama, other, peft=LORA) == 2
+    assert fill(neox) == 2
+
+
+def test_a_cached_reference_is_gone_when_training_begins(tiny_folder, tmp_path, other):
+    trainer = make_trainer(tiny_folder("llama"), tmp_path, other, CACHED, "--max_steps=1")
+    reference = weakref.ref(trainer.forward_model)
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            seen.append(reference())
+
+    trainer.add_callback(Look())
+    gc.disable()
+    trainer.train()
+    gc.enable()
+    assert seen == [None]
+
+
+def test_step_0_names_dropout(tmp_path, other):
+    tiny_model("llama", attention_dropout=0.3).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    trainer = make_trainer(tmp_path / "model", tmp_path, other, CACHED, "--disable_dropout", "false")
+    with pytest.raises(UserError, match=r"step 0: a second computation moves the loss .*dropout"):
+        trainer.train()
+
+
+def test_a_cache_of_something_else_is_noticed(tiny_folder, tmp_path, cache, other):
+    make_trainer(tiny_folder("llama"), tmp_path, other, CACHED)
+    for path in cache.glob("*/*.safetensors"):
+        stored = load_file(path)
+        reference_cache.write_shard(path, stored["rows"], stored["logps"] + [[1.0, -1.0]])
+    with pytest.raises(UserError, match=r"step 0: .* in the cache \w+ are not those of .*gpt_neox"):
+        make_trainer(tiny_folder("llama"), tmp_path, other, CACHED)
+
+
+@pytest.mark.slow
+def test_a_run_of_train_dpo(tiny_folder, tmp_path, write_rows, capsys):
+    """The preflight judges the policy, evaluate.py --pairs takes the run's reference, a resumed run must have it."""
+    data = write_rows("pairs.jsonl", pairs(12))
+    run = tmp_path / "run"
+    fields = {
+        "max_steps": 2,
+        "save_steps": 1,
+        "precompute_ref_log_probs": "true",
+        "preflight": "warn",
+        "guard": "warn",
+    }
+    other = tiny_folder("gpt_neox")
+
+    def train(name, **more) -> int:
+        return train_dpo.main(on_cpu(tiny_folder("llama"), data, tmp_path / name, **fields | more))
+
+    sets = json.dumps({"same": str(data)})
+    assert train("run", ref_model_name_or_path=other, eval_datasets=sets) == train("plain") == 0
+    figures = [read_mapping(tmp_path / name / "preflight.json")["figures"] for name in ("run", "plain")]
+    assert figures[0]["chosen_logp"] == pytest.approx(figures[1]["chosen_logp"], abs=1e-4)
+    assert "reference `gpt_neox` |" in (run / "README.md").read_text()
+    evaluate_run(run, [], str(data), limit=None)
+    (row,) = read_mapping(run / "evaluation.json")["pairs"]
+    assert row["loss"] == pytest.approx(logged(run, "eval_same_loss")[-1]["eval_same_loss"], abs=1e-4)
+    (run / "status.json").unlink()
+    shutil.rmtree(run / "checkpoint-2")
+    capsys.readouterr()
+    assert train("run", eval_datasets=sets) == 2
+    assert f"holds another run (ref_model_name_or_path is {other} there" in error_line(capsys.readouterr().err)
+
+
+def test_what_is_refused(tiny_folder, tmp_path, write_rows, capsys):
+    data = write_rows("pairs.jsonl", pairs(12))
+    for name in ("template", "vocabulary", "embeddings"):
+        tokenizer = tiny_tokenizer()
+        if name == "template":
+            tokenizer.chat_template += " "
+        elif name == "vocabulary":
+            tokenizer.add_tokens(["<other>"])
+        size = {"vocab_size": 100, "pad_token_id": None, "eos_token_id": None} if name == "embeddings" else {}
+        tiny_model("llama", **size).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    words = {"template": "its chat template is not", "vocabulary": "its vocabulary is not"}
+    words |= {"embeddings": "its vocabulary is not", "absent": "no such folder"}
+    for name, reason in words.items():
+        fields = {"ref_model_name_or_path": tmp_path / name}
+        assert train_dpo.main(on_cpu(tiny_folder("llama"), data, tmp_path / "run", **fields)) == 2
+        assert error_line(capsys.readouterr().err).startswith(
+            f"error: ref_model_name_or_path {tmp_path / name}: {reason}"
+        )
