@@ -29,6 +29,7 @@ def main(argv: list[str]) -> int:
     sets = "evaluation sets, FILE or DATASET[/configuration]: what is in both"
     parser.add_argument("--against", nargs="+", default=[], metavar="SET", help=sets)
     parser.add_argument("--ngram", type=number(int, 1), default=13, help="words in common that count (default 13)")
+    parser.add_argument("--by", metavar="COLUMN", help="compares chosen and rejected by this column's values")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="writes everything, for machines")
     parser.add_argument("--plot", type=new_file, metavar="FILE", help="writes the picture, .png, .svg or .pdf")
     parser.add_argument("--html", type=new_file, metavar="FILE", help="writes one page with all")
@@ -49,7 +50,8 @@ def main(argv: list[str]) -> int:
         defaults |= {"--dataset_name": DATASET, "--model_name_or_path": MODEL}
     fields += [f"{name}={value}" for name, value in defaults.items() if name not in given]
     config = parse_config(fields, training=False)
-    result = analyze_dataset(config, args.min_coverage, args.min_tokens_kept, args.against, args.ngram, args.dropped)
+    options = (args.against, args.ngram, args.dropped, args.by)
+    result = analyze_dataset(config, args.min_coverage, args.min_tokens_kept, *options)
     print(format_analysis(result))
     if args.json:
         write_json(args.json, result)

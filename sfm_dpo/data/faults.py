@@ -13,17 +13,10 @@ import numpy as np
 from datasets import Dataset
 
 from sfm_dpo.data.preferences import PARTS, read_text
+from sfm_dpo.data.traits import DECLINES, find_traits
 
-OPENING = 160  # characters in which a refusal refuses: later words such as "cannot help" are part of an answer
 LONG_ANSWER = 200  # characters: titles, names, formulas and one-line answers need no full stop
 LONG_LINE = 60  # characters of a last line that is prose: items of lists and signatures are shorter
-_REFUSAL = re.compile(
-    r"\bI(?:['’]m| am) (?:unable|not able) to\b|\bI must (?:decline|refuse)\b|\bI(?:['’]m| am) not comfortable\b|"
-    r"\bI (?:can ?not|can['’]t|won['’]t|will not) (?:help|assist|provide|comply|answer|fulfil|discuss|engage|create|"
-    r"write|generate|give|support|participate|continue|offer|share|do that)\b|"
-    r"\bAs an AI\b[^.]{0,60}\bI (?:can|do|am)\b",
-    re.IGNORECASE,
-)
 _ROLE_TAG = re.compile(
     r"<\|(?:im_start|im_end|user|assistant|system|eot_id|start_header_id|end_header_id|endoftext)\|>|"
     r"<</?SYS>>|\[/?INST\]|^(?:Human|Assistant|### (?:Instruction|Response)):",
@@ -33,9 +26,9 @@ _EMPTY_THINK = re.compile(r"<think>\s*</think>")
 _ITEM = re.compile(r"\s*(?:[-*+>|#]|\d+[.)]|\t| {4})")
 
 
-def _search(pattern: re.Pattern, text: str, end: int | None = None) -> int | None:
-    match = pattern.search(text[:end])
-    return match.start() if match else None
+def _search(pattern: re.Pattern, text: str) -> int | None:
+    match = pattern.search(text)
+    return match.end() if match else None
 
 
 def find_cut(answer: str) -> int | None:
@@ -61,7 +54,7 @@ def find_bad_think(answer: str) -> int | None:
 
 # Each returns the position of the evidence in an answer, or None
 CHECKS: dict[str, tuple[Callable[[str], int | None], str]] = {
-    "refusal": (partial(_search, _REFUSAL, end=OPENING), "the answer refuses"),
+    "refusal": (partial(_search, DECLINES), "the answer refuses, or says that it cannot"),
     "cut": (find_cut, "the answer ends inside a sentence or a code block"),
     "role_tag": (partial(_search, _ROLE_TAG), "a role tag of a chat format is part of the answer"),
     "bad_think": (find_bad_think, "an empty think block, or one that is not closed"),
@@ -69,19 +62,24 @@ CHECKS: dict[str, tuple[Callable[[str], int | None], str]] = {
 }
 
 
-def find_faults(pairs: Dataset, num_proc: int | None = None) -> list[dict[str, Any]]:
-    """Of each check that finds something in `pairs` (preferences.py): how many pairs, how many answers on each side,
-    and examples with the text around the evidence."""
+def read_answers(pairs: Dataset, num_proc: int | None = None) -> dict[str, np.ndarray]:
+    """By name of CHECKS and TRAITS what is found in chosen and rejected of `pairs` (preferences.py), [N, 2] bool."""
     parts = list(PARTS)
     columns = pairs.select_columns(parts).map(
         _check_answers, remove_columns=parts, num_proc=num_proc, keep_in_memory=True, desc="Checking"
     )
+    return columns.with_format("numpy")[:]
+
+
+def find_faults(pairs: Dataset, answers: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Of each check that finds something in the `answers` (of read_answers) to `pairs`: how many pairs, how many
+    answers on each side, and examples with the text around the evidence."""
     summary = []
-    for name, found in columns.with_format("numpy")[:].items():  # [N, 2] bool: chosen, rejected
+    for name, (find, text) in CHECKS.items():
+        found = answers[name]
         rows = np.flatnonzero(found.any(axis=1)).tolist()
         if not rows:
             continue
-        find, text = CHECKS[name]
         examples = []
         for row in rows[:3]:
             side = "chosen" if found[row, 0] else "rejected"
@@ -102,4 +100,4 @@ def _check_answers(pair: dict[str, Any]) -> dict[str, list[bool]]:
     if isinstance(pair["prompt"], list):
         turns = [[message["role"] for message in pair["prompt"][-1:] + pair[side]] for side in ("chosen", "rejected")]
         found["two_turns"] = [("assistant", "assistant") in pairwise(roles) for roles in turns]
-    return found
+    return found | find_traits(answers)

@@ -115,8 +115,9 @@ class Pairs:
         }
 
 
-def load_pairs(config: Config) -> Pairs:
-    """Loads `dataset_name` or the mixture `datasets`, drops what cannot be used, samples and splits."""
+def load_pairs(config: Config, by: str | None = None) -> Pairs:
+    """Loads `dataset_name` or the mixture `datasets`, drops what cannot be used, samples and splits.
+    With `by`, each value of this column is a source of its own."""
     args = config.train
     single = DatasetConfig(str(args.dataset_name), args.dataset_config, split=args.dataset_train_split)
     entries = config.data.datasets or [single]
@@ -133,7 +134,9 @@ def load_pairs(config: Config) -> Pairs:
                 f"dataset_name {entry.path}: no column {' or '.join(missing)}; it has {', '.join(columns)}; of scored "
                 f"answers make pairs with python scripts/make_pairs.py {entry.path} --by score pairs.jsonl"
             )
-        part, unusable = _normalize_rows(rows, entry.path, args.dataset_num_proc, args.filter_script)
+        if by and by not in columns:
+            raise UserError(f"--by {by}: {entry.path} has no such column; it has {', '.join(columns)}")
+        part, unusable = _normalize_rows(rows, entry.path, args.dataset_num_proc, args.filter_script, by)
         parts.append(part)
         dropped += unusable
         count += len(rows)
@@ -159,7 +162,7 @@ def load_pairs(config: Config) -> Pairs:
 
 @explain_cache_errors()
 def _normalize_rows(
-    rows: Dataset, source: str, num_proc: int | None, script: str | None
+    rows: Dataset, source: str, num_proc: int | None, script: str | None, by: str | None
 ) -> tuple[Dataset, list[dict[str, Any]]]:
     """Usable pairs of `rows`, and the others as in Pairs.dropped_rows, among them what filter_script does not keep."""
     log.info(f"reading {source}: {len(rows):,} rows")
@@ -168,25 +171,27 @@ def _normalize_rows(
         _normalize_batch,
         batched=True,
         with_indices=True,
-        fn_kwargs={"source": source, "script": script},
+        fn_kwargs={"source": source, "script": script, "by": by},
         remove_columns=rows.column_names,
         features=_PAIR,
         num_proc=num_proc,
-        new_fingerprint=Hasher.hash((rows._fingerprint, source, PAIRS_VERSION, code)),
+        new_fingerprint=Hasher.hash((rows._fingerprint, source, PAIRS_VERSION, code) + ((by,) if by else ())),
         desc=f"Reading {source}",
     )
     usable, dropped = drop_rows(pairs, pairs.with_format("numpy")["dropped"][:])
     return usable.remove_columns("dropped"), dropped
 
 
-def _normalize_batch(batch: dict[str, list], indices: list[int], source: str, script: str | None) -> dict[str, list]:
+def _normalize_batch(
+    batch: dict[str, list], indices: list[int], source: str, script: str | None, by: str | None
+) -> dict[str, list]:
     if json_rows.COLUMN in batch:
         rows = [json.loads(row) for row in batch[json_rows.COLUMN]]
     else:
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     pairs = []
     for index, row in zip(indices, rows, strict=True):
-        pair = _normalize_row(row) | {"source": source, "row": index + 1}
+        pair = _normalize_row(row) | {"source": f"{source}: {row.get(by)}" if by else source, "row": index + 1}
         if script and not keeps(script, row):
             pair["dropped"] = "script"
         pairs.append(pair)

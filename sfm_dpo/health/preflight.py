@@ -23,6 +23,7 @@ from sfm_dpo.common.statistics import LOGP_NOISE
 from sfm_dpo.config import Config
 from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.tokenization import Lengths, load_tokenizer
+from sfm_dpo.data.traits import compare_sides, find_traits, tabulate_sides
 from sfm_dpo.health.preflight_rules import MOVE, compute_pair_figures, format_finding, judge_base_model
 from sfm_dpo.model.loading import load_model_config
 
@@ -151,6 +152,13 @@ def run_preflight(trainer, config: Config) -> dict[str, Any]:
         size = lengths.prompt + responses.max(axis=1)
         by_size = sample[np.argsort(size[sample], kind="stable")]
         figures["packed_difference"] = compute_packed_difference(trainer, by_size[[(len(by_size) - 1) // 2]])
+    sources = np.array(dataset["source"][:], dtype=object)
+    ids = [row[name] for name in ("chosen_ids", "rejected_ids") for row in rows]
+    traits = find_traits(tokenizer.batch_decode(ids, skip_special_tokens=True))
+    sides = {name: (sources[sample], np.reshape(has, (2, -1)).T) for name, has in traits.items()}
+    sides["tokens"] = (sources[judged], responses[judged])
+    sides["base margin"] = (sources[judged], logps / responses[judged])
+    figures["sides"] = compare_sides(sides)
     verdict, findings = judge_base_model(figures, loss_type)
     reasons = [format_finding(finding) for finding in findings]
     response = rows[0]["chosen_ids"]
@@ -188,4 +196,5 @@ def format_preflight(
         ("gradient weight", f"1/2 at the start; after {MOVE:g} nats per token {figures['weight_after_move']:.2g}"),
         ("boundary", "...{!r} | {!r} ... {!r}".format(*boundary)),
     ]
-    return "\n".join([f"preflight: {verdict}", format_table(rows), *(f"  {reason}" for reason in reasons)])
+    by_source = format_table(zip(*tabulate_sides(figures["sides"]), strict=True))
+    return "\n".join([f"preflight: {verdict}", format_table(rows), *(f"  {reason}" for reason in reasons), by_source])

@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config
 from sfm_dpo.data.contamination import NGRAM, report_contamination
-from sfm_dpo.data.faults import find_faults
+from sfm_dpo.data.faults import find_faults, read_answers
 from sfm_dpo.data.preferences import DROP_REASONS, load_pairs
 from sfm_dpo.data.tokenization import Lengths, load_tokenizer, tokenize_pairs
+from sfm_dpo.data.traits import TRAITS, compare_sides, describe_sides
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.model.memory import meta_model
@@ -35,13 +36,14 @@ def analyze_dataset(
     against: Sequence[str] = (),
     ngram: int = NGRAM,
     dropped_file: Path | None = None,
+    by: str | None = None,
 ) -> dict[str, Any]:
     """Everything about the pairs of a configuration. `against` are evaluation sets with which pairs may share n-grams
-    of `ngram` words; `dropped_file` receives a JSON line for each row that cannot be used."""
+    of `ngram` words; `dropped_file` receives a JSON line for each row that cannot be used; `by` as in load_pairs."""
     args = config.train
     args.max_dropped_fraction = 1.0  # unusable rows are reported here; training stops at them
     tokenizer = load_tokenizer(config)
-    pairs = load_pairs(config)
+    pairs = load_pairs(config, by)
     splits = [split for split in (pairs.train, pairs.eval) if split is not None]
     parts = []
     dropped: list[dict[str, Any]] = []
@@ -60,6 +62,7 @@ def analyze_dataset(
         names = ", ".join(pairs.sources)
         raise UserError(f"dataset_name {names}: no pair is left after tokenization ({dict(pairs.dropped)})")
     texts = concatenate_datasets(splits)
+    answers = read_answers(texts, args.dataset_num_proc)
     result = {
         "dataset": pairs.sources,
         "model": config.model.model_name_or_path,
@@ -69,9 +72,12 @@ def analyze_dataset(
         "pairs": len(tokens),
         "sampled": args.max_samples is not None and usable > len(texts),
         "control_tokens": int(np.sum(tokens["control_tokens"][:])),
-        "faults": find_faults(texts, args.dataset_num_proc),
+        "faults": find_faults(texts, answers),
     }
     lengths = Lengths.of(tokens)
+    sources, token_sources = (np.array(part["source"][:], dtype=object) for part in (texts, tokens))
+    sides = {name: (sources, answers[name]) for name in TRAITS} | {"tokens": (token_sources, lengths.responses)}
+    result["sides"] = compare_sides(sides)
     shape = load_model_config(config)
     forward_flops = ForwardFlops.of(meta_model(shape))
 
@@ -148,7 +154,7 @@ def _list_findings(
         findings = [{"level": "warning", "text": f"{text}: DPO will learn from the length"}]
     for level, counts in (("warning", warnings), ("note", notes)):
         findings += [{"level": level, "text": f"{count:,} {text}"} for text, count in counts.items() if count]
-    return findings
+    return findings + [{"level": "note", "text": text} for text in describe_sides(result["sides"])]
 
 
 def _decode_example(tokens: Dataset, lengths: Lengths, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
 from sfm_dpo.common.files import format_table, write_atomically
+from sfm_dpo.data.traits import tabulate_sides
 from sfm_dpo.planning.lengths import PERCENTILES
 from sfm_dpo.report.page import render_page
 from sfm_dpo.report.plots import COLORS, INK, STYLE, to_svg
@@ -16,7 +17,8 @@ from sfm_dpo.report.plots import COLORS, INK, STYLE, to_svg
 NOTE = (
     "*: recommended. untouched: pairs of which no token is cut. no signal: both responses are identical after "
     "truncation. dropped: the prompt fills max_length, or with overlong: drop the pair is longer. tokens and FLOPs: "
-    "of an epoch, without padding. step time: padding-free, relative to the recommendation."
+    "of an epoch, without padding. step time: padding-free, relative to the recommendation. Right in answers that "
+    "were read: declines 82 of 84, link 50 of 50, fenced block 101 of 101, list 118 of 120."
 )
 HEADINGS = "max_length,untouched,tokens kept,no signal,dropped,tokens,FLOPs,step time".split(",")
 LINES: dict[str, tuple[str, dict[str, Any]]] = {  # curve: (label, style)
@@ -41,7 +43,8 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
         cells = [f"{mark}{row['max_length']:,}", f"{row['untouched']:.1%}", f"{row['tokens_kept']:.1%}"]
         cells += [f"{row['no_signal']:,}", f"{row['dropped']:,}", f"{row['tokens'] / 1e6:,.2f} M"]
         candidates.append([*cells, f"{row['flops']:.2e}", f"x {row['relative_time']:.2f}"])
-    return {"Tokens": percentiles, "What each max_length keeps and costs": candidates}
+    teach = tabulate_sides(result["sides"])
+    return {"Tokens": percentiles, "What each max_length keeps and costs": candidates, "What the pairs teach": teach}
 
 
 def format_recipe_line(result: dict[str, Any]) -> str:

@@ -7,14 +7,14 @@ import pytest
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.contamination import read_evaluation_texts, report_contamination
-from sfm_dpo.data.faults import CHECKS, find_faults
+from sfm_dpo.data.faults import CHECKS, find_faults, read_answers
 from sfm_dpo.data.filters import load_keep
 from tests.toolbox import read_pairs
 
 PROSE = "The parser reads one line after the other and keeps what it has read in a list of tokens. " * 3
 FAULTY = [  # (check, answer)
     ("refusal", "I'm sorry, but I can't help with that."),
-    ("refusal", "As an AI language model, I do not have opinions."),
+    ("refusal", "<think>I can answer that.</think>\nI cannot fulfill this."),
     ("refusal", "I’m not able to discuss this."),
     ("cut", PROSE + "And then it goes on to the next of the files that were"),
     ("cut", PROSE + "\n```python\nprint(1)\n"),
@@ -30,7 +30,8 @@ SOUND = [
     PROSE + "\n\n- tokens\n- lines",
     PROSE + "See https://example.org/a-page-about-parsers",
     "x = 3",
-    "This is an AI that I can recommend.",
+    "As an AI language model, I have no taste, but most people like red.",
+    "<think>I can't answer that.</think>\nYes.",
     "A doctor must decline it; a cat cannot help it.",
     "A human: that is what he is. The assistant: his name.",
     "<think>Let me see.</think>\nYes.",
@@ -100,7 +101,7 @@ def test_faults_are_counted_by_side_with_examples(load):
     rows = [{"prompt": "q", "chosen": answer, "rejected": "No."} for _, answer in FAULTY]
     rows += [{"prompt": "q", "chosen": "Yes.", "rejected": FAULTY[0][1]}]
     pairs = load(rows).train
-    summary = {row["fault"]: row for row in find_faults(pairs, num_proc=2)}
+    summary = {row["fault"]: row for row in find_faults(pairs, read_answers(pairs, num_proc=2))}
     assert set(summary) == {*CHECKS} - {"two_turns"}
     assert [summary["refusal"][key] for key in ("pairs", "chosen", "rejected")] == [4, 3, 1]
     example = summary["role_tag"]["examples"][0]
@@ -116,7 +117,8 @@ def test_two_assistant_turns_in_a_row_are_found_where_they_are_trained(load):
     rows = [sides | {"prompt": talk("user")}, sides | {"prompt": talk("assistant", "assistant", "user")}]
     rows[1]["rejected"] = talk("assistant", "tool", "assistant")
     rows.append(sides | {"prompt": talk("user", "assistant")})  # where the prompt ends, too
-    [found] = find_faults(load(rows).train)
+    pairs = load(rows).train
+    [found] = find_faults(pairs, read_answers(pairs))
     assert [found[key] for key in ("fault", "chosen", "rejected")] == ["two_turns", 0, 2]
     assert [example["row"] for example in found["examples"]] == [1, 3]
 

@@ -36,10 +36,11 @@ def test_options_override_the_recipe_and_sets_are_compared(write_rows, tiny_fold
     found = {"question": f"{ROWS[3]['prompt']} {'two ' * 9}", "answer": "I cannot say " * 9}
     against = write_rows("set.jsonl", [found])
     argv = (data, "--config", tmp_path / "r.yaml", "--json", file, "--html", page, "--min_coverage", "0")
-    argv += ("--max_samples", "40", "--against", against, "--ngram", "6")
+    argv += ("--max_samples", "40", "--against", against, "--ngram", "6", "--by", "prompt")
     assert analyze_dataset.main([str(word) for word in argv]) == 0
     result = json.loads(file.read_text())
     assert result["dataset"] == [str(data)] and result["recommendation"]["untouched"] == 0  # max_prompt_length
+    assert [row["pairs"] for row in result["sides"]] == [1] * 20 and f"{data}: Wie viele" in page.read_text()
     assert not (tmp_path / "run").exists()  # nothing is written but --json and --html
     [found] = result["contamination"]["sets"]
     assert found["pairs"] > 0 and found["examples"][0]["text"] in page.read_text()

@@ -40,7 +40,7 @@ ELSEWHERE = {
     r"python scripts/parity.py --config R": "as with recipes/demo.yaml; it compiles for 20 seconds",
     r"accelerate launch --main_process_port 29600": "every start of two processes here chooses a port",
     r".*python bench/throughput.py.* --rounds 3.*": "half an hour, as docs/speed.md says; test_bench.py runs --quick",
-    r"python scripts/analyze_dataset.py pairs.jsonl --against .*": "test_analyze.py",
+    r"python scripts/analyze_dataset.py pairs.jsonl --(against|by) .*": "test_analyze.py",
     r"python train_dpo.py .* --drop_contaminated .*": "tests/data/test_filters.py",
     r"python scripts/make_pairs.py .*": "tests/data/test_raw_shapes.py",
     r"source .*|git (clone|lfs) .*|trl dpo.*|hf auth login|pip install .*|apt-get .*|wandb (sync|leet) .*": "others",

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -149,6 +150,13 @@ def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, c
     assert result["figures"]["pairs"] == 8
     assert "caution: control_tokens 0.125" in result["text"]
     assert not cli or result["figures"]["packed_difference"] < 0.1
+    [row] = result["figures"]["sides"]
+    lengths = Lengths.of(trainer.train_dataset)
+    margin = (chosen.numpy() / lengths.chosen - rejected.numpy() / lengths.rejected).mean()
+    assert row["sides"]["base margin"]["difference"] == pytest.approx(margin, abs=1e-3)
+    assert row["pairs"] == 8 and row["sides"]["tokens"]["chosen"] == lengths.chosen.mean()
+    [shown] = re.findall(r"base margin +([-+.\d]+),", result["text"])
+    assert float(shown) == pytest.approx(margin, abs=2e-3)
     json.dumps(result, allow_nan=False)
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.state_dict().items())
 

@@ -39,7 +39,7 @@ def pair(i: int, chosen: str = "{} apples", rejected: str = "I do not know, {}")
 def analyze(write_rows, tiny_folder):
     """A function: rows, options -> what analyze_dataset finds."""
 
-    def run(rows, *options, model=None, min_coverage=0.9, min_tokens_kept=0.9):
+    def run(rows, *options, model=None, min_coverage=0.9, min_tokens_kept=0.9, by=None):
         argv = [
             "--dataset_name",
             write_rows("pairs.jsonl", rows),
@@ -47,7 +47,7 @@ def analyze(write_rows, tiny_folder):
             model or tiny_folder("llama"),
         ]
         config = parse_config([str(word) for word in (*argv, *options)], training=False)
-        return analyze_dataset(config, min_coverage, min_tokens_kept)
+        return analyze_dataset(config, min_coverage, min_tokens_kept, by=by)
 
     return run
 
@@ -200,6 +200,34 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
     ):
         assert sum(words in finding for finding in findings) == 1, (words, findings)
     assert "<think>" not in result["example"]["chosen"]["text"]
+
+
+def test_what_the_pairs_teach(analyze, tmp_path):
+    link = "All of it is at https://example.org: apples, {}"
+    refusal = "I'm sorry, I can't help with that: {}"
+    rows = [pair(i, chosen=link if i < 30 else "{}", rejected=refusal if i % 4 else "{} or so") for i in range(40)]
+    result = analyze([row | {"domain": "food"} for row in rows])
+    [row] = result["sides"]
+    assert row["source"].endswith("pairs.jsonl") and row["pairs"] == 40
+    assert row["sides"]["link"]["chosen_more"] == row["sides"]["declines"]["rejected_more"] == 0.75
+    table = dataset_report.build_tables(result)["What the pairs teach"]
+    assert table[1][2:5] == ["75.0%", "0.0% / 75.0%", "75.0% / 0.0%"]
+    texts = [finding["text"] for finding in result["findings"]]
+    path = row["source"]
+    assert f"in {path}, the chosen answer has a link in 75.0% of the pairs, the rejected in 0.0%" in texts
+    assert f"in {path}, the chosen answer declines in 0.0% of the pairs, the rejected in 75.0%" in texts
+    printed = dataset_report.format_analysis(result)
+    dataset_report.write_page(result, tmp_path / "page.html")
+    for shown in (printed, (tmp_path / "page.html").read_text()):
+        assert "What the pairs teach" in shown and "75.0% / 0.0%" in shown and "declines 82 of 84" in shown
+
+
+def test_sides_by_a_column(analyze):
+    rows = [pair(i) | {"domain": None if i == 9 else "math" if i % 3 else "code"} for i in range(10)]
+    by_domain = {row["source"].rpartition(": ")[2]: row["pairs"] for row in analyze(rows, by="domain")["sides"]}
+    assert by_domain == {"math": 6, "code": 3, "None": 1}
+    with pytest.raises(UserError, match=r"--by topic: .*jsonl has no such column; it has chosen, rejected, domain"):
+        analyze(rows, by="topic")
 
 
 def test_training_finds_the_tokens_in_the_cache(write_rows, tiny_folder, monkeypatch):

@@ -1,0 +1,41 @@
+"""Traits of answers, and how the two sides of pairs differ in them, against counts made by hand."""
+
+import numpy as np
+import pytest
+
+from sfm_dpo.data.traits import compare_sides, describe_sides, find_traits, tabulate_sides
+
+ANSWERS = {
+    "declines": "I'm sorry, but I cannot provide that.",
+    "link": "See https://example.org or www.example.org.",
+    "fenced block": "So:\n```python\nprint(1)\n```",
+    "list": "Three:\n- one\n  2) two\n• three",
+    "other script": "当然可以。1. Привет, мир",
+}
+PLAIN = ["", "A hyphen - here\n- and\n- there, `code`, a http word.", "Café, Ærø, Łódź, tiếng Việt.", "π = 3.14159"]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_each_trait_is_found_in_the_answer_and_not_in_the_think_block(name):
+    answers = [ANSWERS[name], f"<think>Hm.</think>{ANSWERS[name]}", f"<think>{ANSWERS[name]}</think>Yes.", *PLAIN]
+    found = find_traits(answers)
+    assert found[name] == [True, True] + [False] * 5
+    assert not any(any(has) for other, has in found.items() if other != name)
+
+
+def test_sides_are_compared_by_source_with_mcnemars_z():
+    source = np.array(["a"] * 10 + ["b"] * 4, dtype=object)
+    chosen = np.array([1, 1, 1, 1, 1, 1, 1, 1, 0, 1, 0, 0, 0, 0], dtype=bool)
+    rejected = np.array([0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 1], dtype=bool)
+    tokens = np.stack([np.full(14, 30), np.full(14, 10)], axis=1)
+    values = {"declines": (source, np.stack([chosen, rejected], axis=1)), "tokens": (source, tokens)}
+    a, b = compare_sides(values)
+    assert (a["source"], a["pairs"], b["source"], b["pairs"]) == ("a", 10, "b", 4)
+    declines = a["sides"]["declines"]
+    assert [declines[key] for key in ("chosen", "rejected", "chosen_more", "rejected_more")] == [0.9, 0.2, 0.8, 0.1]
+    assert declines["z"] == pytest.approx((8 - 1) / np.sqrt(8 + 1)) and b["sides"]["declines"]["z"] == -1
+    assert tabulate_sides([a, b])[1:] == [
+        ["a", "10", "10.0%", "90.0% / 20.0%", "30 / 10"],
+        ["b", "4", "25.0%", "0.0% / 25.0%", "30 / 10"],
+    ]
+    assert describe_sides([a, b]) == ["in a, the chosen answer has 30 tokens on average, the rejected 10"]  # b: z 2
