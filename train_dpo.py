@@ -33,6 +33,7 @@ from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
 from sfm_dpo.health.preflight import check_reference, check_vocabulary, preflight_phase
 from sfm_dpo.hub.callback import PushCheckpoints
 from sfm_dpo.hub.publish import check_push, push_finished
+from sfm_dpo.jobs.eval_command import Evaluations
 from sfm_dpo.jobs.training_run import Run, report
 from sfm_dpo.model.attention import choose_flash
 from sfm_dpo.model.loading import load_model_config, model_init_kwargs
@@ -63,14 +64,19 @@ def main(argv: list[str]) -> int:
     disable_deepspeed_shm()  # before parse_config, where Transformers makes the process group
     with Run() as run:
         config = parse_config(argv)
+        evaluations = Evaluations(config.train)
         if run.begin(config):
             pairs, tokenizer, checkpoint = load(config)
             trainer = build_trainer(config, pairs, tokenizer, checkpoint, run.position)
+            trainer.add_callback(evaluations)
             add_reference(trainer)
             check(config, trainer, checkpoint)
             train(config, trainer, checkpoint)
             finish(config, trainer)
             run.finish(trainer)
+        if evaluations.is_active:
+            evaluations.finish()
+            report(Path(config.train.output_dir))  # once more, with the results
         if config.train.push_to_hub:
             run.exit_code = push(config)
     return run.exit_code

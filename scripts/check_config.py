@@ -37,8 +37,6 @@ def main(argv: list[str]) -> int:
         start = config.train.resume_from_checkpoint or newest_checkpoint(run)
         if start and why_incomplete(Path(start)) is None:
             check_resume(Path(start), {"world_size": int(argv[1])}, config.train.ignore_resume_mismatch)
-        if config.train.eval_tasks and not config.train.preflight_only:
-            print("evaluation:", *config.train.eval_tasks)
         print(run)
     elif (status := read_status(run) or {}).get("state") == "push_failed":
         print(f"{run}: trained, but not pushed: {status['message']}", file=sys.stderr)

@@ -9,7 +9,6 @@
 #   MAX_REQUEUES   how often a run that stopped on request is requeued; default 20
 #   STOP_LEAD_SECONDS  the seconds in --signal=B:USR1@SECONDS, default 600 as in the header
 #   SKIP_HEALTHCHECK   1: train without looking at GPUs, disks and network first
-#   EVAL_OPTIONS   options of sbatch for the evaluation of eval_tasks, for instance "--time=2:00:00 --gpus-per-node=1"
 # Secrets and HF_HOME belong in .env, which train_dpo.py reads by itself: nothing here prints or sources it.
 
 set -euo pipefail
@@ -52,24 +51,8 @@ run_dpo() {
     say "$SLURM_JOB_NUM_NODES node(s) x $per_node process(es), $config_file, environment $(command -v python)"
     say "train_dpo.py $(printf '%q ' "$@" | sed -E 's/(token[= ])[^ ]+/\1***/g')-> $output_dir"
     check_health
-    [[ $'\n'$facts != *$'\nevaluation: '* ]] || submit_evaluation
     launch "$@"
     finish
-}
-
-# eval_tasks as a job of its own, which starts if this one ends well: whatever becomes of it, the model is trained.
-submit_evaluation() {
-    ((${SLURM_RESTART_COUNT:-0} == 0)) || return 0 # it waits since the first start
-    local job options=(--parsable --dependency="afterok:$job_id" --kill-on-invalid-dep=yes)
-    [[ -z ${SLURM_JOB_PARTITION:-} ]] || options+=(--partition="$SLURM_JOB_PARTITION")
-    [[ -z ${SLURM_JOB_ACCOUNT:-} ]] || options+=(--account="$SLURM_JOB_ACCOUNT")
-    # shellcheck disable=SC2206 # several options
-    options+=(${EVAL_OPTIONS:-})
-    if job=$(VENV=${VIRTUAL_ENV:-} sbatch "${options[@]}" scripts/evaluate.sh "$output_dir"); then
-        say "evaluation: job ${job%%;*} follows this one"
-    else
-        say "evaluation: not submitted; later: sbatch scripts/evaluate.sh $output_dir"
-    fi
 }
 
 say() { echo "[${SLURM_JOB_NAME:-dpo} $(date '+%F %T')] $*"; }

@@ -3,7 +3,7 @@
 
     python scripts/evaluate.py outputs/dpo --tasks ifeval gsm8k --limit 200
     python scripts/evaluate.py outputs/dpo --pairs my-org/my-pairs        reward accuracy on other pairs
-    python scripts/evaluate.py outputs/dpo                                the recipe's eval_tasks
+    python scripts/evaluate.py outputs/dpo                                collects the results of eval_command
     sbatch scripts/evaluate.sh outputs/dpo --tasks ifeval                 on a GPU of its own
 
 The results go into evaluation.json, the report and the model card. Needs requirements-eval.txt (docs/evaluation.md).
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 
-from sfm_dpo.common.cli import Arguments, command, number
+from sfm_dpo.common.cli import Arguments, command, new_file, number
 from sfm_dpo.jobs.evaluation import evaluate_run
 
 
@@ -24,6 +24,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("run", metavar="RUN_OR_CHECKPOINT", type=Path)
     parser.add_argument("--tasks", nargs="+", default=[], help="names of lm-eval, or .yaml files")
     parser.add_argument("--pairs", metavar="FILE_OR_DATASET", help="a preference set: Hub id, file or folder")
+    parser.add_argument("--out", metavar="FILE", type=new_file, help="JSON for eval_command; checkpoints without base")
     parser.add_argument("--limit", type=number(int, 1), help="samples of each task, and pairs; default: all")
     parser.add_argument("--num_fewshot", type=number(int, 0), help="default: the task's own")
     parser.add_argument("--batch_size", type=number(int, 1), default=8)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Evaluates a run or checkpoint on one GPU (docs/evaluation.md), log in logs/evaluate-JOB.out. A recipe's eval_tasks are
-# submitted like this by the training's job.
+# Evaluates a run or checkpoint on one GPU (docs/evaluation.md), log in logs/evaluate-JOB.out.
 #
 #   sbatch scripts/evaluate.sh outputs/dpo --tasks ifeval gsm8k
+#   eval_command: sbatch scripts/evaluate.sh {checkpoint} --tasks ifeval gsm8k --out {out}       in a recipe
 #   LAUNCH=cpu sbatch --gpus-per-node=0 scripts/evaluate.sh ...          on a CPU node
 #
 #SBATCH --job-name=evaluate

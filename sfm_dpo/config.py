@@ -71,7 +71,7 @@ class TrainConfig(DPOConfig):
     fit_memory: bool = HfArg(default=False, help="Choose pairs per device and checkpointing by memory, if not given.")
     memory_gib: float | None = HfArg(default=None, help="With fit_memory: GiB of a process; default: 0.9 of all.")
     profile_steps: list[int] | None = HfArg(default=None, help="First and last step to profile (docs/speed.md).")
-    eval_tasks: list[str] | None = HfArg(default=None, help="lm-eval's tasks after training (docs/evaluation.md).")
+    eval_command: str | None = HfArg(default=None, help="Evaluates each checkpoint (docs/evaluation.md).")
     # Hub (docs/hub.md)
     push_to_hub: bool = HfArg(default=False, help="Push the finished model, or each checkpoint (hub_strategy).")
     hub_private_repo: bool | None = HfArg(default=True, help="A repository that the push creates is private.")
@@ -95,6 +95,7 @@ DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)
 _SCORES = "pair_by score_field score_margin score_pairs".split()
 _FILTERS = "keep_values max_length_ratio max_response_similarity max_response_tokens min_response_tokens".split()
 REMOVED = {
+    "eval_tasks": "set eval_command: sbatch scripts/evaluate.sh {checkpoint} --tasks ifeval gsm8k --out {out}",
     "duplicate_threshold": "remove near duplicates before training, for instance with text-dedup",
     "hub_push_every": "set hub_strategy: every_save, and save_steps",
     "max_pairs_per_prompt": "set drop_duplicates: prompts",
@@ -152,7 +153,7 @@ FIELD_GROUPS = {
     "Preflight, guard and resume": """preflight preflight_only preflight_samples guard guard_generations hang_timeout
         ddp_timeout verify_checkpoints ignore_resume_mismatch resume_from_checkpoint full_determinism seed""",
     "Output and evaluation": """output_dir run_name logging_steps logging_first_step report_to eval_strategy eval_steps
-        eval_tasks save_strategy save_steps save_total_limit load_best_model_at_end metric_for_best_model""",
+        eval_command save_strategy save_steps save_total_limit load_best_model_at_end metric_for_best_model""",
     "Hugging Face Hub": "push_to_hub hub_model_id hub_strategy hub_revision hub_private_repo hub_always_push",
 }
 

@@ -5,6 +5,8 @@ import json
 import math
 import os
 import re
+import shlex
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -92,6 +94,10 @@ def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> It
         yield "eval_strategy", "nothing is held out; set eval_fraction, for instance 0.02, or eval_datasets"
     if c.save_strategy == "best":
         yield "save_strategy", "a run could not be resumed; set load_best_model_at_end"
+    if c.eval_command:
+        yield from find_template_errors(c.eval_command, training)
+        if c.save_strategy == "no":
+            yield "save_strategy", "eval_command needs checkpoints; set it to steps or epoch"
     if c.metric_for_best_model or c.load_best_model_at_end:
         if not c.eval_strategy == c.save_strategy != "no":
             yield "eval_strategy", f"must be save_strategy's value, {c.save_strategy}, to find the best checkpoint"
@@ -135,6 +141,21 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
         metric = (namespace.metric_for_best_model or "loss").removeprefix("eval_")
         known = [prefix + name for prefix in prefixes for name in EVAL_METRICS]  # those that are computed
         check_known("metric_for_best_model", f"eval_{metric}", known)
+
+
+def find_template_errors(template: str, training: bool) -> Iterator[tuple[str, str]]:
+    """What is wrong with an eval_command, and what to do."""
+    example = "write for instance: sbatch my_eval.sh {checkpoint} {step} {out}"
+    words: list[str] = []
+    try:
+        words = [word.format(checkpoint="{checkpoint}", step=0, out="{out}") for word in shlex.split(template)]
+    except (ValueError, LookupError, AttributeError) as error:
+        yield "eval_command", f"is no template ({error!r}); {example}; braces of its own are doubled"
+    for name in ("{checkpoint}", "{out}"):
+        if name not in " ".join(words):
+            yield "eval_command", f"lacks {name}; {example}"
+    if training and words and not shutil.which(words[0]):
+        yield "eval_command", f"there is no command {words[0]} here; give its path, or make it executable (chmod +x)"
 
 
 def check_known(field: str, name: Any, known: Iterable[str]) -> None:

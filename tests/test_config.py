@@ -164,6 +164,22 @@ BEST |= {"eval_strategy": "steps", "eval_steps": 500}
         ({"hub_strategy": "checkpoint"}, ["hub_strategy", "checkpoint", "every_save"]),
         ({"profile_steps": [5, 3]}, ["profile_steps [5, 3]: must be the first and the last step"]),
         ({"prefix_sharing": True}, ["prefix_sharing True: needs padding_free: true"]),
+        (
+            {"eval_command": "true {checkpoint}"},
+            ["eval_command true {checkpoint}: lacks {out}; write for instance: sb"],
+        ),
+        (
+            {"eval_command": "true {checkpoint} {stp} {out}"},
+            ["is no template (KeyError('stp')); write for instance: sbatch"],
+        ),
+        ({"eval_command": "true {checkpoint} {out} {"}, ["eval_command true", "is no template (ValueError("]),
+        ({"eval_command": "true '{checkpoint} {out}"}, ["eval_command true", "No closing quotation"]),
+        (
+            {"eval_command": "nothing.sh {checkpoint} {out}"},
+            ["eval_command nothing.sh", "there is no command nothing.sh"],
+        ),
+        ({"eval_command": "true {checkpoint} {out}", "save_strategy": "no"}, ["save_strategy no: eval_command needs"]),
+        ({"eval_tasks": ["ifeval"]}, ["eval_tasks', which was removed: set eval_command: sbatch scripts/evaluate.sh"]),
         ({"guard_generations": 5}, ["guard_generations 5: needs prompts"]),
         ({"eval_datasets": "a.jsonl"}, ["eval_datasets a.jsonl: must be a mapping of names to sets, such as {math:"]),
         ({"eval_datasets": {"a": {"split": "test"}}}, ["eval_datasets {", "must be a mapping"]),

@@ -9,6 +9,9 @@ from sfm_dpo.common.errors import UserError
 
 T = TypeVar("T")
 DRIVER = Path("/proc/driver/nvidia/version")  # exists if NVIDIA's driver is loaded
+# Variables of a launcher's ranks, of their Slurm job and of their W&B run
+_OF_RANKS = """RANK LOCAL_ WORLD_SIZE MASTER_ TORCHELASTIC_ PET_ ACCELERATE_ GROUP_ ROLE_ FSDP_ PMI SLURM_ WANDB_RUN_ID
+    WANDB_RESUME WANDB_SERVICE""".split()
 
 
 def is_main_process() -> bool:
@@ -22,6 +25,11 @@ def rank() -> int:
 
 def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def environment_outside_launcher() -> dict[str, str]:
+    """The environment for a process that must not take itself for a rank, or for a part of this Slurm job."""
+    return {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or not k.startswith(tuple(_OF_RANKS))}
 
 
 def broadcast(value: T) -> T:

@@ -5,7 +5,6 @@ interpreter waits for at exit: at a time limit, until Slurm kills it.
 """
 
 import logging
-import os
 import shlex
 import subprocess
 import sys
@@ -16,16 +15,13 @@ from pathlib import Path
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import HubStrategy
 
-from sfm_dpo.common.distributed import is_main_process
+from sfm_dpo.common.distributed import environment_outside_launcher, is_main_process
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.hub.upload import format_push_command
-from sfm_dpo.run.checkpoint import PUSHING
+from sfm_dpo.run.checkpoint import PUSHING, mark_in_use
 
 log = logging.getLogger(__name__)
-
-# Variables that a launcher sets for its ranks: with them the process would act as one of the ranks
-_LAUNCHER = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "ACCELERATE_", "GROUP_", "ROLE_", "FSDP_")
 
 
 class PushCheckpoints(TrainerCallback):
@@ -51,11 +47,11 @@ class PushCheckpoints(TrainerCallback):
             return
         command = format_push_command(checkpoint, args.hub_model_id, args.hub_revision, args.hub_private_repo)
         _, script, *options = shlex.split(command)
-        env = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHER)}
+        env = environment_outside_launcher()
         env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
         push = subprocess.Popen([sys.executable, PROJECT / script, *options], env=env, stdin=subprocess.DEVNULL)
         self._pushes[command] = push
-        (checkpoint / PUSHING).write_text(str(push.pid))
+        mark_in_use(checkpoint, PUSHING, push.pid)
 
     def on_train_end(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         for command, push in self._pushes.items():

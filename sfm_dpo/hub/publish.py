@@ -19,7 +19,7 @@ from sfm_dpo.config import TrainConfig
 from sfm_dpo.hub import upload
 from sfm_dpo.model.saving import fix_saved_files, open_tensors, read_finite
 from sfm_dpo.report.model_card import write_model_card
-from sfm_dpo.run.checkpoint import PUSHING, step_of, why_damaged, why_incomplete
+from sfm_dpo.run.checkpoint import PUSHING, mark_in_use, step_of, why_damaged, why_incomplete
 from sfm_dpo.run.folder import RESOLVED_CONFIG, read_resolved_config, read_status, write_status
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def publish(source: Source, repo: str, revision: str | None, publish_anyway: boo
     mark = source.folder / PUSHING
     with tempfile.TemporaryDirectory(prefix=".hub-", dir=source.run) as folder:
         if source.step is not None:  # the run may still be training, and would rotate the checkpoint
-            mark.write_text(str(os.getpid()))
+            mark_in_use(source.folder, PUSHING, os.getpid())
         staged = Path(folder)
         stage_files(source.folder, staged)
         change = _check_fitness(source, staged, publish_anyway)

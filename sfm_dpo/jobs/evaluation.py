@@ -26,8 +26,7 @@ from sfm_dpo.hub.publish import Source, find_source, stage_files
 from sfm_dpo.model.loading import model_init_kwargs
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import format_evaluation, write_report
-from sfm_dpo.run.folder import read_mapping
-from sfm_dpo.run.reader import EVALUATION
+from sfm_dpo.run.reader import EVALUATION, EVALUATIONS, read_run, read_scores
 from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.trainer import SFMDPOTrainer
 
@@ -40,16 +39,17 @@ PAIR_FIELDS = """model_name_or_path model_revision ref_model_name_or_path trust_
     attn_implementation""".split()
 
 
-def evaluate_run(path: Path, tasks: list[str], pairs: str | None, **options: Any) -> str:
-    """Adds the results to the evaluation.json of a run or checkpoint, and to a run's report and model card.
+def evaluate_run(path: Path, tasks: list[str], pairs: str | None, out: Path | None, **options: Any) -> str:
+    """Adds the results to the evaluation.json of a run or checkpoint, and with those of eval_command to a run's report
+    and model card. The trained model's benchmarks go to `out`, too; those of a checkpoint go there alone, and without
+    the base model, which would be the same each time.
 
     `tasks`: names, or paths of YAML files; `options`: of lm_eval.simple_evaluate. Returns the results as text.
     """
     source = find_source(path, publish_anyway=True)
-    if not pairs:
-        tasks = tasks or source.config.get("eval_tasks") or []
-        if not tasks:
-            raise UserError(f"{path}: nothing to evaluate; give --tasks or --pairs, or eval_tasks in the recipe")
+    results = [] if tasks or pairs else [read_scores(file) for file in (path / EVALUATIONS).glob("step-*.json")]
+    if not tasks and (out or not (pairs or results)):
+        raise UserError(f"{path}: nothing to evaluate; give --tasks, or without --out --pairs")
     if tasks:
         options |= {"tasks": tasks, "task_manager": load_tasks(tasks)}
     found: dict[str, list[dict[str, Any]]] = {}
@@ -60,10 +60,16 @@ def evaluate_run(path: Path, tasks: list[str], pairs: str | None, **options: Any
     with tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", dir=source.run) as folder:
         stage_files(source.folder, Path(folder))  # shards put together
         if tasks:
-            found["benchmarks"] = evaluate_benchmarks(source, Path(folder), options)
+            found["benchmarks"] = evaluate_benchmarks(source, Path(folder), options, not (out and source.step))
         if pairs:
             found["pairs"] = [evaluate_pairs(source, Path(folder), pairs, options["limit"])]
-    evaluation = read_mapping(source.folder / EVALUATION)
+    if out:
+        names = [f"{row['task']}/{row['metric']},{row['filter']}".removesuffix(",none") for row in found["benchmarks"]]
+        scores = [row["trained"] for row in found["benchmarks"]]
+        write_json(out, dict(zip(names, scores, strict=True)))
+        if source.step:
+            return out.read_text()
+    evaluation = read_run(source.folder)["evaluation"]
     for part, rows in found.items():  # a new row replaces those of the same task or set
         key = "task" if part == "benchmarks" else "source"
         new = {row[key] for row in rows}
@@ -72,7 +78,7 @@ def evaluate_run(path: Path, tasks: list[str], pairs: str | None, **options: Any
     if source.step is None:
         write_report(source.run)
         write_model_card(source.run)
-    return format_evaluation(found)
+    return format_evaluation(found or evaluation)
 
 
 def load_tasks(names: list[str]) -> Any:
@@ -92,16 +98,18 @@ def load_tasks(names: list[str]) -> Any:
     return manager
 
 
-def evaluate_benchmarks(source: Source, folder: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of `compare_results` for the model in `folder` and its base model, each with how it was made."""
+def evaluate_benchmarks(
+    source: Source, folder: Path, options: dict[str, Any], with_base: bool
+) -> list[dict[str, Any]]:
+    """Rows of `compare_results` for the model in `folder` and its base model or itself, each with how it was made."""
     base = {"pretrained": source.config["model_name_or_path"], "tokenizer": str(folder)}
     if revision := source.config.get("model_revision"):
         base["revision"] = revision
     trained = {"pretrained": str(folder), "tokenizer": str(folder)}
     if (folder / ADAPTER_CONFIG_NAME).is_file():
         trained = base | {"peft": str(folder)}
-    before = run_lm_eval(base, **options)
     after = run_lm_eval(trained, **options)
+    before = run_lm_eval(base, **options) if with_base else after
     facts = {"limit": options["limit"], "chat_template": options["apply_chat_template"], "time": now()}
     return [row | facts | {"lm_eval": after["lm_eval_version"]} for row in compare_results(before, after)]
 

@@ -71,7 +71,7 @@ class Place:
         # A wide model makes large differences of small ones where the learning rate is large
         fields |= {"max_steps": self.max_steps, "learning_rate": 1e-6, "logging_steps": 1, "save_strategy": "no"}
         fields |= {"flash_attention": "fa2", "ref_model_name_or_path": ""}  # auto would read calibration.json
-        fields |= {"preflight": "skip", "guard": "skip", "use_peft": False, "push_to_hub": False}
+        fields |= {"preflight": "skip", "guard": "skip", "use_peft": False, "push_to_hub": False, "eval_command": ""}
         given = {name: value for name, value in (fields | other).items() if value is not None}
         return [*self.recipe, *(f"--{name}={value}" for name, value in given.items())]
 

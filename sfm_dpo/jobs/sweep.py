@@ -80,8 +80,8 @@ def plan_sweep(grid: Grid) -> tuple[list[str], list[int]]:
 
 
 def read_metrics(run: dict[str, Any]) -> dict[str, float]:
-    """The last value of each logged metric, and TASK/METRIC (of several filters the first), TASK/METRIC,FILTER and
-    SET/METRIC of evaluation.json."""
+    """The last value of each logged metric, evaluation/METRIC of eval_command, and of evaluation.json TASK/METRIC (of
+    several filters the first), TASK/METRIC,FILTER and SET/METRIC."""
     metrics: dict[str, float] = {}
     for entry in run["log"]:
         metrics |= entry

@@ -42,7 +42,9 @@ def write_model_card(
     facts = read_run(run)
     if step is not None:  # the run's own evaluation is of the final model
         facts["log"] = [entry for entry in facts["log"] if entry["step"] <= step]
+        by_step = facts["evaluation"].get("checkpoints", {})
         facts["evaluation"] = read_mapping(run / f"checkpoint-{step}" / EVALUATION)
+        facts["evaluation"]["checkpoints"] = {n: scores for n, scores in by_step.items() if n <= step}
     config = facts["config"]
     if folder != run:
         draw_curves(facts["log"], folder / FIGURES, panels=_CURVES)

@@ -151,13 +151,17 @@ def list_held_out(facts: dict[str, Any]) -> list[tuple[str, list[dict[str, str]]
 
 
 def evaluation_tables(evaluation: dict[str, Any]) -> list[tuple[tuple[str, ...], list[list[str]]]]:
-    """(headings, rows) from evaluation.json: benchmarks and preference sets, for base and trained model."""
+    """(headings, rows) from evaluation.json: base and trained model; then each checkpoint by eval_command."""
     benchmarks = [_format_benchmark(row) for row in evaluation.get("benchmarks", [])]
     pairs = []
     for row in evaluation.get("pairs", []):
         metrics = [format_metric(name, row.get(name, math.nan), row["pairs"]) for name in PAIR_METRICS]
         pairs.append([row["source"], str(row["pairs"]), *metrics])
     tables = [(BENCHMARK_HEADINGS, benchmarks), (("preference set", "pairs", *PAIR_METRICS.values()), pairs)]
+    by_step = evaluation.get("checkpoints", {})
+    metrics = list(dict.fromkeys(name for scores in by_step.values() for name in scores))
+    rows = [[str(step), *(_format_score(scores.get(name)) for name in metrics)] for step, scores in by_step.items()]
+    tables.append((("step", *metrics), rows))
     return [(headings, rows) for headings, rows in tables if rows]
 
 
@@ -172,11 +176,14 @@ def _format_benchmark(row: dict[str, Any]) -> list[str]:
     difference = f"{row['difference']:+.3f}"
     if row["low"] is not None:
         difference += f" ({row['low']:+.3f} to {row['high']:+.3f})"
-    sides = []
-    for side in (row["base"], row["trained"]):
-        error = "" if side["stderr"] is None else f" ± {side['stderr']:.3f}"
-        sides.append(f"{side['value']:.3f}{error}")
+    sides = [_format_score(row["base"]), _format_score(row["trained"])]
     return [row["task"], metric, str(row["samples"]), *sides, difference]
+
+
+def _format_score(score: dict[str, Any] | None) -> str:
+    if score is None:
+        return "-"
+    return f"{score['value']:.3f}" + ("" if score["stderr"] is None else f" ± {score['stderr']:.3f}")
 
 
 def format_metric(name: str, value: float, pairs: int) -> str:

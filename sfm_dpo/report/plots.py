@@ -56,14 +56,14 @@ def draw_curves(
     """Writes `folder`/<panel>.png for each of `panels` that has a logged value; returns [(title, SVG element)].
 
     `log` is transformers' log_history, in which held-out metrics start with `eval_`; NaN and inf leave a gap. The
-    default for `panels` is all of PANELS, and a panel for each perf/ metric that is not constant.
+    default for `panels` is all of PANELS, and one for each metric of evaluation/ and of perf/ that is not constant.
     """
     chosen = {name: PANELS[name] for name in panels or PANELS}
     if panels is None:
         constant = read_constants(log)
-        keys = {key for entry in log for key in entry if key.startswith("perf/")}
+        keys = {key for entry in log for key in entry if key.startswith(("evaluation/", "perf/"))}
         for key in sorted(keys - set(constant)):
-            chosen[re.sub(r"\W", "_", key)] = (key, {key: "training"}, key.removeprefix("perf/").replace("_", " "))
+            chosen[re.sub(r"\W", "_", key)] = (key, {key: "training"}, key.split("/", 1)[1].replace("_", " "))
     svgs = []
     with matplotlib.rc_context(STYLE):
         for name, (title, metrics, unit) in chosen.items():

@@ -20,6 +20,7 @@ from sfm_dpo.common.distributed import broadcast, gather, is_main_process, rank,
 from sfm_dpo.common.errors import ResumeRefused, UserError
 from sfm_dpo.common.files import write_json
 from sfm_dpo.run.folder import read_mapping
+from sfm_dpo.run.leases import is_alive, this_process
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ GIB = 2**30
 COMPLETE = "complete.json"
 STOP = "STOP"
 KEEP = "KEEP"  # a checkpoint with a file of this name is never rotated away
-PUSHING = "PUSHING"  # holds the id of the process that pushes the checkpoint; it is not rotated while that one lives
+IN_USE = (PUSHING, EVALUATING) = ("PUSHING", "EVALUATING")  # nor while the process that such a file names lives
 # The rank in file names of DeepSpeed, transformers and torch.distributed.checkpoint; rank 0 writes all other files
 _WRITER = re.compile(r"(?:pp_rank_|rng_state_|__)(\d+)[_.]")
 
@@ -133,7 +134,7 @@ def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
     mine = {}
     for path in sorted(checkpoint.rglob("*")):
         name = str(path.relative_to(checkpoint))
-        if path.is_file() and path.name not in (COMPLETE, KEEP, PUSHING) and _is_mine(name):
+        if path.is_file() and path.name not in (COMPLETE, KEEP, *IN_USE) and _is_mine(name):
             mine[name] = (path.stat().st_size, _hash_file(path))
     files = sorted(item for part in gather(mine) for item in part.items())
     mark = {**facts, "files": {name: size for name, (size, _) in files}}
@@ -169,12 +170,12 @@ def copy_best(best: str | None, args: Any) -> None:
 
 
 def rotate(run: str | Path, limit: int | None) -> None:
-    """Deletes the oldest complete checkpoints beyond `limit`, except those that have KEEP, are being pushed, or are
-    the best one of a newer checkpoint that a run may resume from."""
+    """Deletes the oldest complete checkpoints beyond `limit`, except those that have KEEP, are in use, or are the best
+    one of a newer checkpoint that a run may resume from."""
     if limit is None:
         return
     complete = [c for c in checkpoints(run) if why_incomplete(c) is None and not (c / KEEP).exists()]
-    complete = [c for c in complete if not is_being_pushed(c)]
+    complete = [c for c in complete if not is_in_use(c)]
     best = [read_best(checkpoint) for checkpoint in complete[-limit:]]
     for checkpoint in complete[:-limit]:
         if checkpoint not in best:
@@ -182,12 +183,14 @@ def rotate(run: str | Path, limit: int | None) -> None:
             shutil.rmtree(checkpoint)
 
 
-def is_being_pushed(checkpoint: Path) -> bool:
-    """Whether a running process is pushing it to the Hub."""
-    try:
-        return psutil.pid_exists(int((checkpoint / PUSHING).read_text()))
-    except (OSError, ValueError):
-        return False
+def mark_in_use(checkpoint: Path, mark: str, pid: int) -> None:
+    """Keeps a checkpoint from rotation while the process lives. `mark`: PUSHING or EVALUATING."""
+    write_json(checkpoint / mark, this_process(pid))
+
+
+def is_in_use(checkpoint: Path) -> bool:
+    """Whether a running process of this host is pushing or evaluating it."""
+    return any(is_alive(read_mapping(checkpoint / mark)) for mark in IN_USE)
 
 
 _DIFFERENCES = {  # the facts in COMPLETE that a resumed run must match

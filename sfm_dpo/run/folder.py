@@ -43,7 +43,7 @@ MAY_DIFFER = set(
     dataloader_num_workers dataloader_pin_memory push_to_hub hub_model_id hub_strategy hub_private_repo hub_revision
     hub_always_push save_steps save_total_limit ddp_timeout output_dir resume_from_checkpoint
     max_dropped_fraction trackio_space_id preflight preflight_only preflight_samples guard guard_generations
-    profile_steps ignore_resume_mismatch verify_checkpoints eval_tasks gradient_accumulation_steps hang_timeout
+    profile_steps ignore_resume_mismatch verify_checkpoints eval_command gradient_accumulation_steps hang_timeout
     memory_gib load_best_model_at_end eval_datasets flash_attention""".split()
 )
 

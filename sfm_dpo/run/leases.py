@@ -95,15 +95,16 @@ class Lease:
         return time.monotonic() - self._seen > LEASE_SECONDS
 
 
-def this_process() -> dict[str, Any]:
-    """This process as the owner of a lease; `started` is there because process ids are reused."""
+def this_process(pid: int | None = None) -> dict[str, Any]:
+    """This process, or `pid`, as the owner of a lease; `started` is there because process ids are reused."""
+    pid = pid or os.getpid()
     return {
         "job": os.environ.get("SLURM_JOB_ID"),
         "cluster": os.environ.get("SLURM_CLUSTER_NAME"),
         "host": platform.node(),
         "uid": os.getuid(),
-        "pid": os.getpid(),
-        "started": start_time(os.getpid()),
+        "pid": pid,
+        "started": start_time(pid),
         "time": now(),
     }
 

@@ -18,6 +18,7 @@ from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, STATUS, list_
 from sfm_dpo.run.leases import LOCK, is_running, read_owner, squeue_states
 
 EVALUATION = "evaluation.json"
+EVALUATIONS = "evaluations"  # a folder: step-N.json with what eval_command has measured, and step-N.log
 LOG = "log.jsonl"  # entries as they are logged; trainer_state.json has them only after a save
 PARENTS = "parents.json"
 _MAPPINGS = [ENVIRONMENT, DATA, STATUS, "preflight.json", "health.json", EVALUATION]
@@ -30,8 +31,8 @@ _FORMS = {"pairs_per_second": ".2f", "loss": ".4f", "margin": "+.3f"}
 
 def read_run(run: Path) -> dict[str, Any]:
     """The content of a run's files, empty if absent or unreadable: `config`, and by stem those of `_MAPPINGS` and
-    `_LISTS`; `log` (log_history of the newest trainer_state.json, then later entries of LOG), `steps`, `seconds` of
-    training since the last start or None, and `checkpoints`. Raises UserError if `run` holds none of the files."""
+    `_LISTS`; `log` (log_history of the newest trainer_state.json, then later entries of LOG and `read_evaluations`),
+    `steps`, `seconds` of training since the last start or None, and `checkpoints`. Raises UserError without files."""
     facts = {"config": _read_file(run / RESOLVED_CONFIG, dict)}
     facts |= {Path(name).stem: _read_file(run / name, dict) for name in _MAPPINGS}
     facts |= {Path(name).stem: _read_file(run / name, list) for name in _LISTS}
@@ -42,6 +43,10 @@ def read_run(run: Path) -> dict[str, Any]:
         raise UserError(f"{run}: not a run's folder: no {RESOLVED_CONFIG} or {STATUS} in it; give a run's output_dir")
     log = [entry for entry in state.get("log_history", []) if isinstance(entry.get("step"), int)]
     log += [entry for entry in _read_log(run / LOG) if entry["step"] > state.get("global_step", -1)]
+    if evaluations := read_evaluations(run):
+        facts["evaluation"]["checkpoints"] = evaluations
+        for step, scores in evaluations.items():
+            log.append({"step": step} | {f"evaluation/{name}": score["value"] for name, score in scores.items()})
     runtimes = [entry["train_runtime"] for entry in log if "train_runtime" in entry]
     return facts | {
         "log": log,
@@ -101,6 +106,37 @@ def _read_log(path: Path) -> list[dict[str, Any]]:
     return entries
 
 
+def read_scores(path: Path) -> dict[str, dict[str, float | None]]:
+    """By metric the value and stderr (or None) that eval_command has measured. Raises UserError for another file."""
+    try:
+        scores = {}
+        for name, score in json.loads(path.read_text()).items():
+            score = score if isinstance(score, dict) else {"value": score}
+            error = to_float(score.get("stderr"))
+            scores[name] = {"value": score.get("value"), "stderr": error if math.isfinite(error) else None}
+        if not scores or not all(math.isfinite(to_float(score["value"])) for score in scores.values()):
+            raise ValueError("a metric has no number")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        form = '{"metric": number} or {"metric": {"value": number, "stderr": number}}'
+        raise UserError(f"{path}: is no result of an evaluation ({error}); write {form}") from error
+    return scores
+
+
+def read_evaluations(run: Path) -> dict[int, dict[str, Any]]:
+    """`read_scores` by step, without files that are no result."""
+    found = {}
+    for path in (run / EVALUATIONS).glob("step-*.json"):
+        with contextlib.suppress(UserError, ValueError):
+            found[int(path.stem.removeprefix("step-"))] = read_scores(path)
+    return dict(sorted(found.items()))
+
+
+def format_scores(step: int, scores: dict[str, Any]) -> str:
+    """The first four metrics of an evaluation in a line."""
+    parts = [f"{name} {score['value']:.4g}" for name, score in [*scores.items()][:4]]
+    return f"evaluation of step {step}: {', '.join(parts)}"
+
+
 def find_runs(folders: Iterable[str | Path]) -> list[Path]:
     """The runs among the given folders and up to two levels below them, sorted by name."""
     runs: set[Path] = set()
@@ -126,6 +162,7 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
     if slurm == "PENDING":
         state += ", waits"
     checkpoint = newest_checkpoint(run)
+    evaluations = read_evaluations(run)
     return {
         "run": str(run),
         "state": state,
@@ -139,6 +176,7 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
         "health": read_mapping(run / "health.json").get("verdict"),
         "seconds_since_update": round(age),
         "checkpoint": checkpoint and checkpoint.name,
+        "evaluation": format_scores(*list(evaluations.items())[-1]) if evaluations else None,
         "starts": len(list_in(read_mapping(run / ENVIRONMENT), "starts")) or None,
     }
 
@@ -149,10 +187,11 @@ def describe_runs(folders: Iterable[str | Path]) -> list[dict[str, Any]]:
 
 
 def format_runs(runs: list[dict[str, Any]]) -> str:
-    """The runs as text, a line each, followed by the messages of those that are not done."""
+    """The runs as text, a line each, then the messages of those that are not done, and each run's last evaluation."""
     cells = [[_format_cell(run, _KEYS.get(name, name)) for name in COLUMNS] for run in runs]
     lines = [format_table(cells, COLUMNS, indent=0)]
     notes = [f"{run['run']}: {run['message']}" for run in runs if run["message"] and run["state"] != "done"]
+    notes += [f"{run['run']}: {run['evaluation']}" for run in runs if run["evaluation"]]
     if notes:
         lines += ["", *notes]
     return "\n".join(lines)

@@ -103,6 +103,16 @@ def test_evaluation_of_a_run(run, tasks):
     (row,) = json.loads((run / "checkpoint-4" / "evaluation.json").read_text())["benchmarks"]
     assert (row["samples"], row["limit"], row["chat_template"]) == (3, 3, False)
     assert json.loads((run / "evaluation.json").read_text()) == evaluation  # the run's own is as it was
+    (run / "evaluations").mkdir()
+    out = run / "evaluations/step-4.json"
+    assert evaluate.main([str(run / "checkpoint-4"), "--tasks", tasks[0], "--out", str(out)]) == 0
+    hits = score(run / "checkpoint-4")
+    error = pytest.approx(np.std(hits, ddof=1) / 3)
+    assert json.loads(out.read_text()) == {"local_choice/acc": {"value": np.mean(hits), "stderr": error}}
+    assert "local_choice" not in (run / "report.html").read_text().partition("<h2>Curves")[2]
+    assert evaluate.main([str(run)]) == 0  # collects it
+    assert json.loads((run / "evaluation.json").read_text())["checkpoints"]["4"] == json.loads(out.read_text())
+    assert "local_choice" in (run / "report.html").read_text().partition("<h2>Curves")[2]
 
 
 def test_lm_eval_is_missing(run, monkeypatch, capsys):

@@ -61,6 +61,7 @@ def test_a_running_run(tmp_path):
         "health": "healthy",
         "seconds_since_update": facts["seconds_since_update"],
         "checkpoint": "checkpoint-10",
+        "evaluation": None,
         "starts": 3,
     }
     assert facts["seconds_since_update"] < 60

@@ -148,7 +148,7 @@ CASES = {
         ("{kit}/nowhere.yaml", "nowhere.yaml: is no grid ([Errno 2]", "give recipe, output_dir and fields"),
     ],
     "evaluate": [
-        (RUN, "run: nothing to evaluate; give --tasks or --pairs, or eval_tasks in the recipe"),
+        (RUN, "run: nothing to evaluate; give --tasks, or without --out --pairs"),
         (f"{RUN} --tasks arc_esy", "--tasks arc_esy: cannot be loaded", "`lm_eval ls tasks` lists the known ones"),
         (f"{RUN} --tasks {{kit}}/task.yaml", "task.yaml: cannot be loaded", "nowhere.jsonl"),
         (f"{RUN} --pairs {{kit}}/no.jsonl", "no.jsonl"),

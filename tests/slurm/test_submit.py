@@ -6,6 +6,7 @@ import shlex
 import shutil
 import sys
 
+import evaluate
 import pytest
 import yaml
 
@@ -14,7 +15,7 @@ from sfm_dpo.run.folder import read_status
 from tests.commands import runnable
 from tests.project import link
 from tests.slurm.jobs import CPU, end_of, log_of, stand_in, train
-from tests.toolbox import as_options, error_line, logged, write_jsonl
+from tests.toolbox import as_options, error_line, logged, wait_for, write_jsonl
 
 INSTRUCT = "dpo-instruct-train"
 
@@ -142,29 +143,48 @@ metric_list: [{metric: acc, higher_is_better: true}]
 """
 
 
+EVALUATE = """\
+#!/bin/bash
+#SBATCH --job-name=evaluate --time=0:20:00 --output=logs/%x-%j.out
+env >logs/environment-$2
+exec bash scripts/evaluate.sh "$1" --tasks sums.yaml --out "$3"
+"""
+
+
 @pytest.mark.grid
-def test_eval_tasks_are_evaluated_by_a_job_of_their_own(cluster, project):
-    """One that fails leaves the trained model as it was."""
+def test_checkpoints_are_evaluated_by_jobs_of_their_own_once_through_a_requeue(cluster, project):
+    """Jobs wait in the queue while the run is requeued, and for longer than it lives."""
     rows = [{"question": f"What is {i} and {i}?", "choices": [f"{2 * i}.", "No."]} for i in range(8)]
     write_jsonl(project / "sums.jsonl", rows)
     (project / "sums.yaml").write_text(TASK)
-    env = {"NUM_PROCESSES": "1", "EVAL_OPTIONS": "--gpus-per-node=0 --time=0:20:00"}
-
-    def evaluation_of(name: str, tasks: str) -> str:
-        """The id of the job that the training's job submitted."""
-        job = train(cluster, project, env=env, output_dir=f"outputs/{name}", eval_tasks=tasks)
-        log = end_of(cluster, project, job)
-        return re.search(r"evaluation: job (\d+) follows this one", log)[1]
-
-    good = evaluation_of("evaluated", "sums.yaml")
-    bad = evaluation_of("not_evaluated", "nothing.yaml")
-    assert cluster.wait(good, 240)["TimeLimit"] == "00:20:00"
-    (row,) = json.loads((project / "outputs/evaluated/evaluation.json").read_text())["benchmarks"]
-    assert (row["task"], row["metric"], row["samples"]) == ("sums", "acc", 8)
-    log = end_of(cluster, project, bad, "FAILED", "2:0", name="evaluate")
-    assert "--tasks nothing.yaml: cannot be loaded" in log
-    for run in ("evaluated", "not_evaluated"):
-        assert read_status(project / f"outputs/{run}")["state"] == "done"
+    (project / "my_eval.sh").write_text(EVALUATE)
+    run = project / "outputs/evaluated"
+    fields = {"output_dir": "outputs/evaluated", "max_steps": 40, "save_steps": 15, "global_batch_size": 16}
+    fields["eval_command"] = "sbatch --hold my_eval.sh '{checkpoint}' {step} '{out}'"
+    job = train(cluster, project, env={"NUM_PROCESSES": "1"}, **fields)
+    wait_for((run / "evaluations/step-15.log").exists, 240)
+    (run / "STOP").touch()
+    log = end_of(cluster, project, job, restarts=1)
+    stopped = int(re.search(r"stopped on request at step (\d+)", log)[1])
+    jobs = {}
+    for step in {15, stopped, 30, 40}:
+        text = (run / f"evaluations/step-{step}.log").read_text()
+        jobs[step] = text.removeprefix("Submitted batch job ").strip()
+        assert jobs[step].isdecimal(), text
+    assert f"{jobs[40]} still evaluate; then: python scripts/evaluate.py outputs/evaluated" in log
+    assert (run / "checkpoint-15").is_dir(), "it is kept for its evaluation"
+    for job in jobs.values():
+        cluster.run("scontrol", "release", job)
+    assert [cluster.wait(job, 400)["ExitCode"] for job in jobs.values()] == ["0:0"] * len(jobs)
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    assert [row["task"] for row in evaluation["benchmarks"]] == ["sums"]  # the final model's, beside the base
+    assert evaluate.main([str(run)]) == 0
+    results = json.loads((run / "evaluation.json").read_text())["checkpoints"]
+    assert {int(step) for step in results} == jobs.keys()
+    assert all(0 <= scores["sums/acc"]["value"] <= 1 for scores in results.values())
+    assert not re.search(
+        "^SLURM_(GPUS_PER_NODE|MEM_PER_NODE|STEP_ID)=", (project / "logs/environment-40").read_text(), re.MULTILINE
+    )
 
 
 SITE = """
