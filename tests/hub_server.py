@@ -1,8 +1,6 @@
 """A Hugging Face Hub on loopback, for tests: what huggingface_hub 2.4 asks for when it pushes and loads a model.
 
-Repositories, branches and files live in memory. Faults are put in front of the real answers: a status, or a connection
-cut in the middle of what the client sends. The xet protocol is not spoken: HF_HUB_DISABLE_XET=1 turns the
-client to the LFS protocol.
+Repositories live in memory. Faults come before the real answers. HF_HUB_DISABLE_XET=1 turns the client to LFS.
 """
 
 import base64

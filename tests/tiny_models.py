@@ -44,10 +44,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_config(architecture: str, **overrides) -> PreTrainedConfig:
-    """Config of one of `ARCHITECTURES`: hidden 64, 3 layers, 4 heads, vocabulary 260.
-
-    OLMo 3 has windows of 8 tokens on two of its layers and a YaRN-scaled full-attention layer; Llama has 2 key/value
-    heads; OLMoE has 4 experts."""
+    """Config of one of `ARCHITECTURES`, or of OLMo 2 or OLMo-Hybrid."""
     shape = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -76,7 +73,7 @@ def tiny_config(architecture: str, **overrides) -> PreTrainedConfig:
             },
         ),
         "llama": (LlamaConfig, {"num_key_value_heads": 2}),
-        "olmo2": (Olmo2Config, {}),  # not among ARCHITECTURES: OLMo 3 has all it has
+        "olmo2": (Olmo2Config, {}),  # for its recipe
         "olmo_hybrid": (OlmoHybridConfig, {"num_key_value_heads": 4}),  # see tests/model/test_hybrid.py
         "olmoe": (
             OlmoeConfig,

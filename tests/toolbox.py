@@ -77,11 +77,11 @@ def error_line(printed: str) -> str:
     return errors[0]
 
 
-def wait_for(condition: Callable[[], bool], timeout: float) -> None:
+def wait_for(condition: Callable[[], bool], timeout: float, every: float = 0.2) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain for {timeout} s"
-        time.sleep(0.2)
+        time.sleep(every)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,4 @@
-"""Random pairs: nothing but a UserError is raised, no row is lost uncounted, what is trained decodes to the response.
-
-The expectation is computed from how a row was made, not from what preferences.py says about it.
-"""
+"""Random pairs: only a UserError is raised, no row is lost uncounted, what is trained decodes to the response."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -86,7 +83,8 @@ def think(draw) -> Case:
 def instruct(draw) -> Case:
     """Dolci-Instruct: no prompt, two whole conversations with the same beginning, of one turn or several."""
     chosen, rejected, more = draw(texts), draw(texts), draw(extras)
-    lead, start = [], ""
+    lead = []
+    start = ""
     roles = ["system"] * draw(st.integers(0, 1)) + ["user", "assistant"] * draw(st.integers(0, 2)) + ["user"]
     for role in roles:
         text = draw(texts)

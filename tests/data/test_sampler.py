@@ -41,8 +41,7 @@ def test_assignment_keeps_every_pair_and_fills_every_micro_batch(tokens, size):
 
 
 def test_ranks_wait_little_for_the_slowest():
-    """4 ranks x 4 pairs, Dolci-Think's lengths, FLOPs of GPT-NeoX and OLMo 3; transformers' sampler leaves the slowest
-    rank a fifth behind."""
+    """4 ranks x 4 pairs, Dolci-Think's lengths, FLOPs of GPT-NeoX and OLMo 3; stock is transformers' sampler."""
     columns = {f"{name}_length": tokens for name, tokens in sample_lengths("think", 5120).items()}
     lengths = Lengths.from_columns(columns).truncate(8192, 4096)
     *balanced, peak = measure("batch_rebalance", lengths)
@@ -100,7 +99,8 @@ def train(tmp_path: Path, tiny_folder, *fields: str) -> Path:
 @pytest.mark.slow
 def test_what_is_written_is_what_was_trained_on(tmp_path, tiny_folder, monkeypatch, capsys, strategy):
     """Rows that the trainer's loss saw, found by their tokens."""
-    micro_batches, trainers = [], []
+    micro_batches = []
+    trainers = []
     compute_loss = train_dpo.SFMDPOTrainer._compute_loss
 
     def recording(self, model, inputs, return_outputs):
@@ -136,6 +136,7 @@ def test_speed_flags_change_neither_steps_nor_losses(tmp_path, tiny_folder):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[1] == pytest.approx(losses[2], rel=1e-4)
 
 
+@pytest.mark.usefixtures("no_report")
 @pytest.mark.slow
 def test_full_determinism_gives_bitwise_equal_runs(tmp_path, tiny_folder):
     """Padding-free, cached reference, balanced batches, a worker: metrics and weights bit by bit."""

@@ -1,10 +1,7 @@
-"""Several runs of train_dpo.py in one set of processes, for starting them takes longer than training.
+"""Runs of train_dpo.py, a JSON file of command lines, in one set of processes: starts take longer than training.
 
-accelerate launch ... tests/e2e/many_runs.py FILE     FILE: JSON, a list of command lines
-
-Each run's folder also gets dtypes.json: the dtypes of the policy's parameters and buffers, of the optimizer's master
-weights and moments, of the reference log-probs and of what a linear layer computes, as the last training step had
-them; and of the moments before the first forward.
+Each run's folder also gets dtypes.json: of the policy's parameters and buffers, the optimizer's master weights and
+moments, the reference log-probs and what a linear layer computes at the last step; of the moments at the first.
 """
 
 import gc

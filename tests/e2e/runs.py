@@ -151,10 +151,7 @@ class Place:
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-4000:]
 
     def run_many(self, launch: str, runs: dict[str, dict]) -> dict[str, Path]:
-        """Trains runs (name: fields) one after the other in one start, and returns their folders.
-
-        `launch`: single, or a name of configs/accelerate with its number of processes: "cpu 2".
-        """
+        """Trains runs (name: fields) in one start. `launch`: single, or "cpu 2", two processes of cpu.yaml."""
         name, _, processes = launch.partition(" ")
         argvs = [as_options(self.values(run, **fields)) for run, fields in runs.items()]
         self.start_together(argvs, int(processes or 1), name)
@@ -162,10 +159,8 @@ class Place:
 
 
 def make_place(folder: Path, rows: list[dict], models: dict[str, dict], defaults: dict) -> Place:
-    """A folder with pairs and tiny models (architecture: fields of its config); the first is trained by default.
-
-    Its runs save no checkpoint and check nothing, where a test does not ask for it.
-    """
+    """A folder with pairs and tiny models (architecture: fields of its config), the first of which is trained, without
+    checkpoints and checks."""
     folder.mkdir(exist_ok=True)
     write_jsonl(folder / "pairs.jsonl", rows)
     for architecture, config in models.items():

@@ -1,8 +1,7 @@
 """Every command in the README and in docs/ is run, bears a mark there (GPU, minutes, hours), or is in ELSEWHERE.
 
-In a copy of the project with tiny recipes, where the Hub's names are folders, and what goes to the Hub goes to one on
-loopback. Scripts run in this process, which saves the seconds of their imports. The sbatch lines:
-tests/slurm/test_submit.py.
+In a copy of the project with tiny recipes, where the Hub's names are folders, and with a Hub on loopback. Scripts run
+in this process, which saves the seconds of their imports.
 """
 
 import io

@@ -1,11 +1,12 @@
-"""Kills and other faults at random moments: the same command ends bitwise as if nothing had happened.
+"""Faults at random moments of a run: the same command then ends bitwise as if nothing had happened.
 
-Two of each by default, four in the grid. `KILLS=20 python -m pytest tests/e2e/test_faults.py -k kill_9 -s` does twenty
-kills and prints the table of docs/internals/testing.md, `FAULTS=50 ... -k each_fault -s` fifty faults; KILL_SEED and
-FAULT_SEED make another series.
+One of each series by default, more in the grid. `FAULTS=20 python -m pytest tests/e2e/test_faults.py -k kill_9 -s`
+kills twenty times and prints a table, `-k each_fault` goes through all kinds; FAULT_SEED makes another series. A rank
+that is stopped for longer than hang_timeout: test_hang.py.
 """
 
 import contextlib
+import ctypes
 import os
 import random
 import shutil
@@ -16,185 +17,262 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from sfm_dpo.hub.publish import consolidate_shards
 from sfm_dpo.run.checkpoint import checkpoints, newest_checkpoint, step_of, why_incomplete
-from sfm_dpo.run.folder import read_status
 from tests.e2e.runs import Place, Run, assert_same_run
-from tests.e2e.test_resume import flip, shards
+from tests.e2e.test_resume import shards, write_killed
 from tests.hub_server import TOKEN, HubServer
-from tests.toolbox import small_disk
+from tests.toolbox import error_line, small_disk
 
-KILLS = [int(os.environ["KILLS"])] if "KILLS" in os.environ else [2, pytest.param(4, marks=pytest.mark.grid)]
-# When a rank is killed, and how long after the beginning of that, in seconds at most
-PHASES = {"reference pass": 0.1, "training": 0.3, "saving a checkpoint": 0.03, "saving the model": 0.003}
-PHASES |= {"preflight": 0.3}
+MOMENTS = {  # and how long after the beginning of each, in seconds at most
+    "reference pass": 0.1,
+    "training": 0.3,
+    "saving a checkpoint": 0.03,
+    "saving the model": 0.003,
+    "preflight": 0.3,
+    "evaluation": 0.2,
+    "report": 1.0,
+    "tokenisation": 1.0,
+    "pushing": 0.1,
+}
+KINDS = ("read-only: HF_HOME", "two runs on one cache", "two starts", "SIGINT", "SIGTERM", "SIGSTOP")
+KINDS += ("read-only: output_dir", "full disk: output_dir", "full disk: HF_HOME", "full disk: TMPDIR")
+GROUP = 54_321  # also the id of another user
+AFTER_A_KILL = ("flipped byte", "removed file", "clock set back")  # of what the killed run has left
+SERIES = {"kill_9": ["kill -9"], "each_fault": [*KINDS, *AFTER_A_KILL]}
+CASES = [("kill_9", 1), ("each_fault", 0)]  # of one of two processes; with one process
+CASES += [pytest.param("kill_9", number, marks=pytest.mark.grid) for number in (0, 2, 3)]
+CASES += [pytest.param("each_fault", number, marks=pytest.mark.grid) for number in range(1, 13)]
+if "FAULTS" in os.environ:
+    CASES = [(series, number) for series in SERIES for number in range(int(os.environ["FAULTS"]))]
 
 
-def half_written(run: Run) -> list[Path]:
-    return [c for c in checkpoints(run.folder) if not (c / "complete.json").exists()]
+@pytest.mark.parametrize(("series", "number"), CASES)
+def test_the_same_command_then_ends_bitwise(place, uninterrupted, tmp_path, series, number):
+    dice = random.Random(f"{os.environ.get('FAULT_SEED')}, {number}")
+    kind = SERIES[series][number % len(SERIES[series])]
+    moment = list(MOMENTS)[number % len(MOMENTS)]
+    if kind == "two runs on one cache":
+        moment = "reference pass"
+    elif kind in AFTER_A_KILL:
+        moment = dice.choice(("training", "saving a checkpoint"))  # when there is something to damage
+    processes = 1 + (number + number // len(MOMENTS)) % 2
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with small_disk(disk, "64m") if ":" in kind else contextlib.nullcontext(), HubServer() as hub:
+        fault = Fault(kind, moment, processes, disk, place, hub, dice)
+        code = fault.strike(uninterrupted)
+        again, newest = fault.start_again(code)
+        assert_same_run(again, uninterrupted(processes))
+    start = newest.name if newest else "the beginning"
+    print(f"| {number + 1} | {kind} | {processes} | {moment} | code {code} | {start} |", flush=True)
 
 
-def wait_for_phase(run: Run, phase: str, place: Place, dice: random.Random) -> bool:
-    """Waits for a random moment in `phase`; False if the run was over before."""
-    if phase == "reference pass":
-        wanted = dice.randrange(1, 60)
-        reached = run.until(lambda: len(shards(place)) >= wanted)
-    elif phase == "preflight":
-        reached = run.until(lambda: "the largest micro-batch has" in run.log)
-    elif phase == "training":
-        reached = run.until_step(dice.randrange(1, 8))
-    elif phase == "saving a checkpoint":
-        nth = dice.randrange(1, 5)
+def obey_permissions() -> None:
+    """For root between fork and exec: no capability that overrides what files permit (CAP_DAC_*, CAP_FOWNER)."""
+    for capability in (1, 2, 3):
+        ctypes.CDLL(None).prctl(24, capability)  # PR_CAPBSET_DROP
+
+
+@pytest.mark.grid
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give files to another user")
+@pytest.mark.parametrize("umask", [0o002, 0o022, 0o077], ids=oct)
+def test_what_another_user_left_in_a_shared_hf_home_is_used_or_refused_in_one_line(
+    place, uninterrupted, tmp_path, umask
+):
+    """Of two users of a group that shares the folder the first writes with this umask."""
+    home = tmp_path / "hf"
+    home.mkdir()
+    os.chown(home, -1, GROUP)
+    home.chmod(0o2775)
+    here = Place(place.folder, place.model, home)
+    here.start(f"first-{umask:o}", popen={"umask": umask}).finish()
+    for path in (home, *home.rglob("*")):
+        os.chown(path, GROUP, -1)
+    user = {"umask": 0o002, "extra_groups": [GROUP], "preexec_fn": obey_permissions}
+    second = here.start(f"second-{umask:o}", popen=user)
+    code = second.wait()
+    print(f"umask {umask:o}: code {code}", second.log[-300:] if code else "", flush=True)
+    if code and umask != 0o002:
+        assert f"HF_HOME: {home}" in error_line(second.log)
+    else:
+        assert_same_run(second, uninterrupted(1))
+
+
+def test_damaged_and_half_written_checkpoints_are_named_and_skipped(place, uninterrupted):
+    """A flipped bit in what rank 1 wrote and rank 0 never reads, a file that is cut short, and a missing mark."""
+    folder = Path(shutil.copytree(uninterrupted(2).folder, place.folder / "damaged"))
+    write_killed(folder, 8)
+    name = "global_step8/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    flip(folder / "checkpoint-8" / name, 12)
+    os.truncate(folder / "checkpoint-6" / "model.safetensors", 1000)
+    (folder / "checkpoint-4" / "complete.json").unlink()
+    again = place.start(folder.name, 2).finish()
+    assert f"{folder}/checkpoint-8 has a damaged {name} (its checksum differs); skipped" in again.log
+    assert f"{folder}/checkpoint-6 has a damaged model.safetensors (1,000 bytes of" in again.log
+    assert f"{folder}/checkpoint-4 was not fully written; skipped" in again.log
+    assert f"{folder}/checkpoint-2: checksums verified" in again.log
+    assert f"resuming from {folder}/checkpoint-2" in again.log
+    assert_same_run(again, uninterrupted(2))
+
+
+def test_a_checkpoint_of_shards_alone_is_put_together(uninterrupted, tmp_path):
+    """DeepSpeed's shards give the model that the complete save holds; the names are those of from_pretrained."""
+    checkpoint = Path(shutil.copytree(uninterrupted(2).folder / "checkpoint-8", tmp_path / "checkpoint-8"))
+    expected = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    (tmp_path / "consolidated").mkdir()
+    consolidate_shards(checkpoint, tmp_path / "consolidated")
+    found = load_file(tmp_path / "consolidated" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def flip(path: Path, position: int) -> None:
+    """Changes one bit of a file, not its size."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+class Fault:
+    """A run that meets a fault. What `kind` names is on `disk`, all else that the run writes beside it."""
+
+    def __init__(self, kind, moment, processes, disk: Path, place: Place, hub: HubServer, dice: random.Random):
+        self.kind = kind
+        self.moment = moment
+        self.processes = processes
+        self.disk = disk
+        self.hub = hub
+        self.dice = dice
+        beside = disk.with_name("beside")
+        self.place = Place(place.folder, place.model, (disk if "HF_HOME" in kind else beside) / "hf")
+        self.fields = {"output_dir": (disk if "output_dir" in kind else beside) / "run"}
+        self.env = {"TMPDIR": str(disk)} if "TMPDIR" in kind else {}
+        if moment == "evaluation":
+            self.fields |= {"eval_datasets": f'{{"held": "{place.folder}/pairs.jsonl"}}'}
+            self.fields |= {"eval_strategy": "steps", "eval_steps": 2}
+        elif moment == "pushing":
+            self.env |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
+            self.fields |= {"push_to_hub": "true", "hub_model_id": "lab/model"}
+        self.run = self.start()
+        self.rank = self.run.ranks(processes)[dice.randrange(processes)]  # now: looking takes longer than saving
+
+    def start(self, name: str = "", **fields) -> Run:
+        return self.place.start(
+            f"{self.disk.parent.name}{name}", self.processes, env=dict(self.env), **self.fields | fields
+        )
+
+    def wait_for_moment(self) -> bool:
+        """Waits for a random moment; False if the run was over before."""
+        run = self.run
+        wanted = self.dice.randrange(1, 5)
         seen: set[Path] = set()
 
-        def saving() -> bool:
-            seen.update(half_written(run))
-            return len(seen) >= nth and bool(half_written(run))
+        def is_saving() -> bool:
+            half_written = {c for c in checkpoints(run.folder) if not (c / "complete.json").exists()}
+            seen.update(half_written)
+            return len(seen) >= min(wanted, 2) and bool(half_written)
 
-        reached = run.until(saving, every=0.0005)
-    else:
-        reached = run.until(lambda: (run.folder / "config.json").exists(), every=0.0005)
-    time.sleep(dice.random() * PHASES[phase])
-    return reached
+        has_begun = {
+            "tokenisation": (run.folder / ".lock").exists,
+            "reference pass": lambda: len(shards(self.place)) >= 12 * wanted,
+            "preflight": lambda: "the largest micro-batch has" in run.log,
+            "training": lambda: f"step {2 * wanted - 1}/" in run.log,
+            "evaluation": lambda: f"step {2 * wanted}/" in run.log,
+            "saving a checkpoint": is_saving,
+            "saving the model": (run.folder / "config.json").exists,
+            "report": lambda: run.status.get("state") == "done",
+            "pushing": lambda: self.hub.count("preupload") > 0,
+        }
+        reached = run.until(has_begun[self.moment], every=0.0005)
+        time.sleep(self.dice.random() * MOMENTS[self.moment])
+        return reached
 
+    def strike(self, uninterrupted) -> int:
+        """Waits for the moment, then does what `kind` says; returns the exit code of the run."""
+        reached = self.wait_for_moment()
+        with contextlib.suppress(psutil.NoSuchProcess):  # it was over before
+            if self.kind in ("kill -9", *AFTER_A_KILL):
+                assert reached or self.kind in AFTER_A_KILL, self.run.log[-3000:]
+                self.rank.kill()
+            elif self.kind in ("SIGINT", "SIGTERM"):
+                self.rank.send_signal(signal.Signals[self.kind])
+            elif self.kind == "SIGSTOP":
+                self.rank.suspend()
+                time.sleep(3 + 4 * self.dice.random())
+                self.rank.resume()
+            elif self.kind.startswith("two"):
+                self.rank.suspend()  # or the first run would be over before the second has read its packages
+                self.start_second(uninterrupted)
+        if "full disk" in self.kind:
+            self.fill_disk()
+        elif "read-only" in self.kind:
+            remount(self.disk, "ro")
+        code = self.run.wait()
+        log = self.run.log
+        if "read-only" in self.kind:
+            remount(self.disk, "rw")
+        if self.processes == 1 and "kill" not in self.kind:
+            assert "Traceback" not in log and log.count("error: ") == (code == 1), log[-3000:]
+        return code
 
-@pytest.mark.timeout(300 + 240 * int(os.environ.get("KILLS", "4")))
-@pytest.mark.parametrize("kills", KILLS)
-def test_kill_9_of_a_random_rank_at_random_moments(place, uninterrupted, tmp_path, kills):
-    dice = random.Random(int(os.environ.get("KILL_SEED", "4")))
-    print("\n| # | processes | rank killed | during | resumed from | equal |", flush=True)
-    for number in range(kills):
-        phase = list(PHASES)[number % len(PHASES)]
-        processes = 1 + (number + number // len(PHASES)) % 2
-        here = place
-        if phase == "reference pass":  # a cache of its own, or there would be nothing to compute
-            here = Place(place.folder, place.model, tmp_path / f"hf-{number}")
-        name = f"killed-{number}"
-        run = here.start(name, processes)
-        victim = dice.randrange(processes)
-        rank = run.ranks(processes)[victim]  # before the moment: looking takes longer than saving
-        assert wait_for_phase(run, phase, here, dice), run.log[-4000:]
-        with contextlib.suppress(psutil.NoSuchProcess):
-            rank.kill()
-        assert run.wait(120) != 0, "the run was over before it was killed: nothing was shown"
+    def start_second(self, uninterrupted) -> None:
+        """A second run, while the first is stopped, which then goes on, or is killed where they share a cache."""
+        if self.kind == "two starts":
+            second = self.start("-second")
+            assert second.wait() == (1 if self.processes > 1 else 2) and ": locked by " in second.log, second.log
+            self.rank.resume()
+            return
+        second = self.start("-second", output_dir=self.disk / "second")
+        assert second.until(lambda: len(shards(self.place)) >= 64 - self.processes), second.log
+        self.run.kill()
+        assert_same_run(second.finish(), uninterrupted(self.processes))
+
+    def start_again(self, code: int) -> tuple[Run, Path | None]:
+        """The run that the same command makes, and the checkpoint that it resumed from."""
+        run = self.run
+        (self.disk / "others").unlink(missing_ok=True)
         newest = newest_checkpoint(run.folder)
-        later = [c for c in checkpoints(run.folder) if step_of(c) > step_of(newest)]
-        skipped = [f"{c} {why_incomplete(c)}; skipped" for c in later]
-        written = shards(here)
+        if self.kind in AFTER_A_KILL:
+            self.damage()
+        written = shards(self.place)
+        expected = [f"resuming from {newest}"] if newest else []
+        expected += [
+            f"{c} {why_incomplete(c)}; skipped" for c in checkpoints(run.folder) if step_of(c) > step_of(newest)
+        ]
+        if run.status["state"] in ("done", "push_failed"):
+            expected = ["already done"]
+        again = self.start().finish()
+        if self.kind == "kill -9":
+            assert code and all(line in again.log for line in expected), expected
+            assert written.items() <= shards(self.place).items(), "a shard was computed twice"
+        assert (again.folder / "report.html").is_file() and (again.folder / "README.md").is_file()
+        assert self.moment != "pushing" or self.hub.repos["lab/model"].files("main")["model.safetensors"]
+        return again, newest
 
-        done = run.status["state"] == "done"  # killed after the last file: everything must be there
-        again = here.start(name, processes).finish()
-        expected = ["already done"] if done else skipped
-        if newest and not done:
-            expected.append(f"resuming from {newest}")
-        assert all(line in again.log for line in expected), expected
-        assert_same_run(again, uninterrupted(processes))
-        assert written.items() <= shards(here).items(), "a shard was computed twice"
-        print(f"| {number + 1} | {processes} | {victim} | {phase} | {newest and newest.name} | bitwise |", flush=True)
-        shutil.rmtree(run.folder)
+    def damage(self) -> None:
+        """Changes one file of the checkpoints or the reference cache, or the times of all."""
+        files = sorted(path for folder in checkpoints(self.run.folder) for path in folder.rglob("*") if path.is_file())
+        files += shards(self.place)
+        path = self.dice.choice(files)
+        if self.kind == "removed file":
+            path.unlink()
+        elif self.kind == "flipped byte":
+            flip(path, self.dice.randrange(path.stat().st_size))
+        else:  # whatever was written was written in an hour from now
+            later = time.time() + 3600
+            for path in (*files, *self.run.folder.iterdir()):
+                os.utime(path, (later, later))
 
-
-FAULTS = [int(os.environ["FAULTS"])] if "FAULTS" in os.environ else [2, pytest.param(4, marks=pytest.mark.grid)]
-MOMENTS = ("tokenisation", "reference pass", "training", "saving a checkpoint", "pushing", "preflight")
-KINDS = ("two starts", "kill -9", "full disk: output_dir", "flipped byte", "SIGSTOP", "removed file")
-KINDS += ("full disk: HF_HOME", "clock set back", "output_dir read-only", "full disk: TMPDIR", "SIGINT", "SIGTERM")
-AFTER_A_KILL = ("flipped byte", "removed file", "clock set back")
-
-
-@pytest.mark.timeout(300 + 240 * int(os.environ.get("FAULTS", "4")))
-@pytest.mark.parametrize("faults", FAULTS)
-def test_each_fault_then_the_same_command_ends_bitwise(place, uninterrupted, tmp_path, faults):
-    dice = random.Random(int(os.environ.get("FAULT_SEED", "1")))
-    print("\n| # | fault | processes | during | first end |", flush=True)
-    with HubServer() as hub:
-        for number in range(faults):
-            kind = KINDS[number % len(KINDS)]
-            moment = MOMENTS[(number + 2) % len(MOMENTS)]
-            if kind in AFTER_A_KILL:
-                moment = dice.choice(("training", "saving a checkpoint"))  # when there is something to damage
-            processes = 1 + (number // 3) % 2
-            with small_disk(tmp_path / f"disk-{number}", "64m") as disk:
-                first, again = one_fault(kind, moment, processes, disk, number, place, hub, dice)
-                print(f"| {number + 1} | {kind} | {processes} | {moment} | code {first} |", flush=True)
-                assert_same_run(again, uninterrupted(processes))
-
-
-def one_fault(kind, moment, processes, disk, number, place, hub, dice) -> tuple[int, Run]:
-    """The exit code of the run that met the fault, and the run that the same command then makes."""
-    home = disk / "hf" if "HF_HOME" in kind else disk.with_name(f"hf-{number}")
-    here = Place(place.folder, place.model, home)
-    fields: dict = {"output_dir": (disk if "output_dir" in kind else disk.parent) / f"run-{number}"}
-    env = {"TMPDIR": str(disk)} if "TMPDIR" in kind else {}
-    if moment == "pushing":
-        env |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
-        fields |= {"push_to_hub": "true", "hub_model_id": f"lab/model-{number}"}
-    run = here.start(f"fault-{number}", processes, env=dict(env), **fields)
-    rank = run.ranks(processes)[dice.randrange(processes)]  # before the moment: looking takes longer than saving
-    if moment == "tokenisation":
-        run.until(lambda: (run.folder / ".lock").exists())
-        time.sleep(dice.random())
-    elif moment == "pushing":
-        run.until(lambda: (read_status(run.folder) or {}).get("state") == "done", every=0.0005)
-        time.sleep(dice.random() * 0.3)
-    else:
-        wait_for_phase(run, moment, here, dice)
-    with contextlib.suppress(psutil.NoSuchProcess):  # it was over before
-        if kind in ("kill -9", *AFTER_A_KILL):
-            rank.kill()
-        elif kind in ("SIGINT", "SIGTERM"):
-            rank.send_signal(signal.Signals[kind])
-        elif kind == "SIGSTOP":
-            rank.suspend()
-            time.sleep(3 + 4 * dice.random())
-            rank.resume()
-        elif kind == "two starts":
-            rank.suspend()  # or the first run would be over before the second has read its packages
-            second = here.start(f"fault-{number}-second", processes, env=dict(env), **fields)
-            assert second.wait() == (1 if processes > 1 else 2) and ": locked by " in second.log, second.log[-3000:]
-            rank.resume()
-    if "full disk" in kind:
-        fill(disk)
-    elif kind == "output_dir read-only":
-        remount(disk, "ro")
-    code = run.wait()
-    if kind in ("SIGINT", "SIGTERM") and processes == 1:
-        assert code in (0, 130) and "Traceback" not in run.log, run.log[-3000:]
-    if kind in AFTER_A_KILL:
-        damage(kind, run, here, dice)
-    if kind == "output_dir read-only":
-        remount(disk, "rw")
-    (disk / "others").unlink(missing_ok=True)
-    if code and ("full disk" in kind or "read-only" in kind):
-        assert any(word in run.log for word in ("space", "Read-only", "disk full")), run.log[-3000:]
-        assert processes > 1 or "Traceback" not in run.log, run.log[-3000:]
-    again = here.start(f"fault-{number}", processes, env=dict(env), **fields).finish()
-    kept = disk.with_name(f"kept-{number}")  # the disk goes
-    shutil.copytree(fields["output_dir"], kept)
-    return code, Run(kept, again.log_file, again.log_start, again.process)
-
-
-def damage(kind: str, run: Run, place: Place, dice: random.Random) -> None:
-    """Changes one file of the checkpoints or the reference cache, or the times of all."""
-    files = sorted(path for folder in checkpoints(run.folder) for path in folder.rglob("*") if path.is_file())
-    files += shards(place)
-    if not files:
-        return
-    path = dice.choice(files)
-    if kind == "removed file":
-        path.unlink()
-    elif kind == "flipped byte":
-        flip(path, dice.randrange(path.stat().st_size))
-    else:  # whatever was written was written in an hour from now
-        later = time.time() + 3600
-        for path in (*files, *run.folder.iterdir()):
-            os.utime(path, (later, later))
-
-
-def fill(disk: Path) -> None:
-    """Somebody else's data, up to the last page."""
-    with (disk / "others").open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(b"x" * 4096)
+    def fill_disk(self) -> None:
+        """Somebody else's data, up to the last page."""
+        with (self.disk / "others").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(b"x" * 4096)
 
 
 def remount(folder: Path, how: str) -> None:

@@ -105,18 +105,19 @@ def assert_equal(steps: list[list[float]], expected: list[list[float]], **tolera
 @pytest.mark.parametrize(
     ("processes", "architectures"),
     [
-        pytest.param(1, ARCHITECTURES, id="one process"),
+        pytest.param(1, ARCHITECTURES[1:], id="one process"),
+        pytest.param(1, ARCHITECTURES[:1], id="one process, GPT-NeoX", marks=pytest.mark.grid),
         pytest.param(2, ARCHITECTURES[:1], id="ZeRO-2"),
         pytest.param(2, ARCHITECTURES[1:], id="ZeRO-2, others", marks=pytest.mark.grid),
     ],
 )
 def test_losses_are_the_recorded_ones(place, processes, architectures, request):
     """Also with shared prompts, in one process, where rounding differs more."""
-    if architectures == ["gpt_neox"]:
+    if processes == 2 and architectures == ["gpt_neox"]:
         folders = request.getfixturevalue("zero2")
         trained = read_metrics({name: folder for name, folder in folders.items() if not name.startswith("bf16")})
     else:
-        shared = [("llama", "shared")] if processes == 1 else []
+        shared = [("llama", "shared")] if processes == 1 and "llama" in architectures else []
         runs = golden_runs(place, processes, [(a, path) for a in architectures for path in CACHED_OR_NOT] + shared)
         trained = read_metrics(place.run_many("single" if processes == 1 else "cpu 2", runs))
     by_sharing = {name: trained.pop(name) for name in list(trained) if "shared" in name}

@@ -1,7 +1,4 @@
-"""FSDP2 and ZeRO-3 with two real processes: the losses, the reference and the model of one process, unsharded.
-
-Each launcher's run is stopped once and resumes, so that what is compared at the end has been through a checkpoint.
-"""
+"""FSDP2 and ZeRO-3, two real processes, stopped once and resumed: losses, reference and model of one process."""
 
 import json
 import re

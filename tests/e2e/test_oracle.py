@@ -100,7 +100,8 @@ def oracle(place: Place, fields: dict) -> tuple[list[dict[str, float]], dict[str
     reference = copy.deepcopy(policy)
     if folder := fields.get("ref_model_name_or_path"):
         reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    loss_type, beta = fields["loss_type"], fields["beta"]
+    loss_type = fields["loss_type"]
+    beta = fields["beta"]
     before = measure(policy, reference, list(split.eval), loss_type, beta)[1]
     expected = []
     for rows in steps:
@@ -120,9 +121,12 @@ def oracle(place: Place, fields: dict) -> tuple[list[dict[str, float]], dict[str
 
 def measure(policy, reference, rows: list[dict], loss_type: str, beta: float) -> tuple[torch.Tensor, dict[str, float]]:
     """Mean loss of pairs, and the metrics that are logged of them."""
-    losses, metrics = [], []
+    losses = []
+    metrics = []
     for row in rows:
-        sums, gains, lengths = [], [], []
+        sums = []
+        gains = []
+        lengths = []
         for side in ("chosen", "rejected"):
             response = row[f"{side}_ids"][: MAX_LENGTH - len(row["prompt_ids"])]
             own = response_logps(policy, row["prompt_ids"], response)

@@ -1,8 +1,6 @@
 """Every recipe trains: two steps with a tiny random model of its architecture, by its own launcher on the CPU.
 
-OVERRIDDEN are the model, the data, the output, the number and size of batches, 16 bit (slow on a CPU), the preflight
-(random weights find every answer impossible), and the compiler's backend, of a recipe that compiles (Inductor takes a
-minute on a CPU). Whatever else a recipe says is used.
+OVERRIDDEN is, beside model and data, what takes long on a CPU: 16 bit, large batches, Inductor. All else is used.
 """
 
 import json

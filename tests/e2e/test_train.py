@@ -1,7 +1,4 @@
-"""train_dpo.py as a user starts it: what a run leaves behind, and what a second start does.
-
-Mistakes: tests/scripts/test_bad_inputs.py, tests/test_config.py.
-"""
+"""train_dpo.py as a user starts it: what a run leaves behind, and what a second start does."""
 
 import json
 import math
@@ -74,7 +71,7 @@ def test_as_a_command_with_a_recipe_spaces_and_secrets(place, tiny_folder, write
 
 
 def test_held_out_sets_are_scored_apart_and_the_best_checkpoint_is_the_model(
-    tiny_folder, write_rows, tmp_path, capsys
+    tiny_folder, write_rows, tmp_path, capsys, request
 ):
     """One of the named sets is the other with its sides swapped: by its loss the first checkpoint is the best."""
     rows, run = prompt_rows(), tmp_path / "run"
@@ -114,6 +111,7 @@ def test_held_out_sets_are_scored_apart_and_the_best_checkpoint_is_the_model(
     sentence += "the model is that checkpoint; the base model is better: 0.6931."
     assert all(sentence in (run / page).read_text() for page in ("README.md", "report.html"))
 
+    request.getfixturevalue("no_report")  # has been read above
     damaged = bytearray(weights[4])
     damaged[-1] ^= 1
     (run / "checkpoint-4/model.safetensors").write_bytes(damaged)

@@ -1,7 +1,4 @@
-"""What a folder's tokenizer and configuration mean to a version of Transformers, as JSON.
-
-Run as a file by the Python of another environment, which has neither this package nor torch.
-"""
+"""What a folder's tokenizer and configuration mean to the Transformers of an environment without torch, as JSON."""
 
 import json
 import sys

@@ -1,7 +1,4 @@
-"""What a run saves means the same to Transformers 4.57.6, without torch, as to the version here.
-
-The tokenizers are made here as those of the real models are: the same classes, pre-tokenizers and special tokens.
-"""
+"""What a run saves means the same to Transformers 4.57.6, without torch, as to the version here."""
 
 import json
 import subprocess

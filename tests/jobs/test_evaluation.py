@@ -52,8 +52,9 @@ def test_the_interval_is_that_of_the_differences():
 
 
 @pytest.fixture
-def tasks(tmp_path) -> list[str]:
+def tasks(tmp_path, monkeypatch) -> list[str]:
     """A multiple-choice and a generation task over one local file; the second asks for sampling, which is not done."""
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", str)  # lm-eval asks for it, and it starts pip
     rows = [{"question": f"{i} + {i}?", "choices": [str(2 * i), "I forgot it.", f"{i}!"]} for i in range(9)]
     path = str(write_jsonl(tmp_path / "rows.jsonl", rows))
     data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": path}}}
@@ -160,7 +161,8 @@ def test_an_adapter_is_evaluated_as_what_it_makes_of_the_base_model(finished_run
     shutil.copytree(adapter, merged, ignore=shutil.ignore_patterns("adapter_*", "checkpoint-*"))
     PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(merged)
     data = read_resolved_config(adapter)["dataset_name"]
-    margins, benchmarks = [], []
+    margins = []
+    benchmarks = []
     for run in (adapter, merged):
         assert evaluate.main([str(run), "--pairs", data, "--tasks", tasks[0], "--limit", "4"]) == 0
         found = json.loads((run / "evaluation.json").read_text())

@@ -162,8 +162,7 @@ def test_the_check_at_the_start_refuses_a_kernel_that_aligns_its_mask_at_the_sta
 
 
 def test_the_varlen_call_of_shared_keys(monkeypatch):
-    """No CPU can run the kernel, but its operator knows shapes: what it is given on CUDA, and that gradients fit. (On
-    the meta device: autograd aborts on fake CUDA tensors where PyTorch was built without CUDA.)"""
+    """No CPU can run the kernel, but on the meta device its operator knows shapes: what it is given on CUDA."""
     calls = []
 
     def spy(*args, **kwargs):
@@ -251,8 +250,7 @@ def test_the_flash_kernel_is_the_one_asked_for_or_measured_as_fastest_on_this_gp
 
 @pytest.mark.grid
 def test_the_varlen_branch_compiles_once_for_every_shape(monkeypatch):
-    """The branch taken on CUDA, on the meta device (shapes without a GPU): checkpointed layers compiled one by one as
-    whole graphs, forward and backward, are not compiled again for another total, count or longest of the sequences."""
+    """Whatever the total, the count and the longest of the sequences; on the meta device, as a GPU would."""
     monkeypatch.setattr("sfm_dpo.model.attention._takes_varlen", lambda *_: True)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # unknown for the meta device
     torch._dynamo.reset()

@@ -1,7 +1,4 @@
-"""torch_compile: the same results, no graph for each batch, the same names in a checkpoint.
-
-Under ZeRO-2: tests/e2e/test_golden.py. That the kernel's branch is one graph: tests/model/test_attention.py.
-"""
+"""torch_compile: the same results, no graph for each batch, the same names in a checkpoint."""
 
 import contextlib
 

@@ -150,8 +150,7 @@ def make_pairs(pairs, differ=None):
 
 
 def one_by_one(model, batch, weights):
-    """Log-probs [rows, L - 1] by transformers' own forward of each sequence alone, and gradients of their weighted
-    sum."""
+    """Log-probs [rows, L - 1] by a plain forward of each sequence alone, and gradients of their weighted sum."""
     expected = torch.zeros(weights.shape)
     model.zero_grad()
     for row, (ids, mask, labels) in enumerate(zip(*batch.values(), strict=True)):
@@ -206,8 +205,7 @@ def test_shared_prompts_change_neither_log_probs_nor_gradients(architecture, cas
 @pytest.mark.parametrize("sharing", [False, True])
 @pytest.mark.parametrize("architecture", ["gpt_neox", "olmo3", "llama"])
 def test_gradient_checkpointing_recomputes_with_the_same_boundaries(architecture, sharing, lora, use_reentrant):
-    """Against the padded path without checkpointing. Another batch runs between forward and backward: boundaries kept
-    outside the call would be those of the wrong batch when a layer is computed again."""
+    """Though another batch runs between forward and backward. Against the padded path without checkpointing."""
     batch = make_pairs(PROMPTS["long and short"])
     models = list(padded_and_packed(architecture))
     if sharing:

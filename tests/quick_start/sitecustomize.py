@@ -1,8 +1,4 @@
-"""For every Python that the tests start; conftest.py puts it on PYTHONPATH.
-
-Imports make two million objects that stay. Looking for garbage among them, while importing and once more at the end,
-is a third of the CPU time of a tiny run.
-"""
+"""For every Python that the tests start: looking for garbage among what imports make is a third of a tiny run."""
 
 import atexit
 import gc

@@ -12,7 +12,7 @@ from tests.toolbox import as_options, logged, pairs
 
 
 @pytest.mark.slow
-def test_a_killed_run_logs_the_same_figures(tmp_path, tiny_folder, write_rows):
+def test_a_killed_run_logs_the_same_figures(tmp_path, tiny_folder, write_rows, no_report):
     fields = FIELDS | {
         "model_name_or_path": tiny_folder("llama"),
         "dataset_name": write_rows("pairs.jsonl", pairs(40)),

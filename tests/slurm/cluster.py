@@ -1,7 +1,6 @@
-"""A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd, all state in one temporary folder.
+"""A real Slurm of two nodes on this machine, apart from the system's own, all state in one temporary folder.
 
-Nothing of the system's own Slurm is read or touched. Each node claims 32 CPUs, 600 GB and 8 GPUs (empty files), so
-that the batch scripts' headers are submitted as they are.
+Each node claims 32 CPUs, 600 GB and 8 GPUs (empty files), as the batch scripts' headers ask for.
 """
 
 import os
@@ -91,7 +90,7 @@ class Cluster:
 
     def wait(self, job: str, timeout: float) -> dict[str, str]:
         """Waits until the job has ended and returns its record; fails after `timeout` seconds."""
-        wait_for(lambda: self.show(job)["JobState"] in ENDED, timeout)
+        wait_for(lambda: self.show(job)["JobState"] in ENDED, timeout, every=1)
         return self.show(job)
 
 

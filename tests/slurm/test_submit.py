@@ -76,10 +76,7 @@ def test_of_two_jobs_at_once_in_one_folder_one_trains_and_the_other_says_who_has
 
 @pytest.mark.parametrize("line", [line for line in runnable("sbatch|for") if "..." not in line])
 def test_documented(cluster, project, line, monkeypatch):
-    """The sbatch lines of the documentation: what Slurm thinks of them, and train_dpo.py of their fields.
-
-    Those without options are run above; the one for CPU nodes is run here.
-    """
+    """What Slurm thinks of the sbatch lines, and train_dpo.py of their fields; the one for CPU nodes is run."""
     monkeypatch.chdir(project)
     link(project, "SMALL_MODEL", "tiny model")
     link(project, "pairs.jsonl", "pairs/train.jsonl")

@@ -4,11 +4,13 @@ import errno
 import json
 import os
 import signal
+import sys
 import time
 
 import pytest
 
 import train_dpo
+from sfm_dpo.common.cli import interrupt_again
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.run import folder
 from sfm_dpo.run.checkpoint import COMPLETE, STOP
@@ -115,6 +117,20 @@ def test_ctrl_c_and_sigterm_are_a_stop(tiny_folder, write_rows, tmp_path, monkey
     signals()
     assert train_dpo.main(fields) == 0
     assert f"resuming from {checkpoint}" in capsys.readouterr().out
+
+
+def test_an_interrupt_that_reaches_a_destructor_comes_again(signals, monkeypatch):
+    class Interrupted:
+        def __del__(self):
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(0)
+
+    signals()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as a run does
+    monkeypatch.setattr(sys, "unraisablehook", interrupt_again)
+    with pytest.raises(KeyboardInterrupt):
+        Interrupted()
+        time.sleep(10)
 
 
 def test_status_py_sees_a_run_as_soon_as_it_has_its_folder(tmp_path, monkeypatch, environment):

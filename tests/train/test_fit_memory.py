@@ -17,7 +17,7 @@ import train_dpo
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler, list_micro_batches
 from sfm_dpo.data.tokenization import Lengths
-from sfm_dpo.model.memory import MemoryPlanner, MicroBatch, choose_setting
+from sfm_dpo.model.memory import MemoryPlanner, MicroBatch, choose_setting, trace_activations
 from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.folder import read_mapping, read_resolved_config
 from sfm_dpo.train.callbacks import Position, allocate_optimizer_state
@@ -96,10 +96,16 @@ def test_a_settings_options_choose_it():
     assert choose_setting(every, 0, partly) == next(s for s in every if (s.per_device, s.every_n_layers) == (1, 0))
 
 
+@functools.cache
+def trace_once(dtype: torch.dtype, checkpointing: bool, copies: float | None):
+    return trace_activations(tiny_config("olmo3"), dtype, checkpointing, copies)
+
+
 @pytest.fixture
 def train(tiny_folder, write_rows, tmp_path, monkeypatch):
     """A function: name of a run and fields -> (exit code, losses, its folder)."""
     monkeypatch.setattr(psutil.Process, "memory_info", lambda self: SimpleNamespace(rss=2**29))  # or it grows by runs
+    monkeypatch.setattr("sfm_dpo.model.memory.trace_activations", lambda config, *given: trace_once(*given))
     model = tiny_folder("olmo3")
     data = write_rows("pairs.jsonl", pairs(32))
 

@@ -1,7 +1,4 @@
-"""Reference cache: the key covers what changes the log-probs and nothing else; shards survive damage.
-
-Kills: tests/e2e/test_faults.py.
-"""
+"""Reference cache: the key covers what changes the log-probs and nothing else; shards survive damage."""
 
 import json
 import multiprocessing

@@ -34,14 +34,9 @@ from trl.trainer.utils import hash_module
 from sfm_dpo.common.files import PROJECT
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.toolbox import write_jsonl
+from tests.train.test_trainer import pairs
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-
-
-def pairs(n: int = 8) -> Dataset:
-    rows = range(n)
-    columns = {"prompt": [f"question {i}:" for i in rows], "chosen": [" yes" * (1 + i * 3 % 7) for i in rows]}
-    return Dataset.from_dict(columns | {"rejected": [" nope" * (1 + i) for i in rows]})
 
 
 def make(output_dir, model=None, train_dataset=None, eval_dataset=None, **args) -> DPOTrainer:
