@@ -59,7 +59,7 @@ def read_resolved_config(run: str | Path) -> dict[str, Any]:
     try:
         return dict(yaml.safe_load(path.read_text()))
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        raise UserError(f"{path} is missing or damaged ({error}); restore it, or choose another folder") from error
+        raise UserError(f"{path}: missing or damaged ({error}); restore it, or choose another folder") from error
 
 
 def write_status(

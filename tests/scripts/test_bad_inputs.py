@@ -110,7 +110,7 @@ def main_of(command: str) -> Callable[[list[str]], int]:
 CASES = {
     "plan": [
         (f"{RECIPE} --num_gpus four", "--num_gpus: invalid int value: 'four'"),
-        (f"{RECIPE} --gpu b2000", "--gpu b2000: choose one of b300, b200"),
+        (f"{RECIPE} --gpu b2000", "--gpu b2000: choose one of b300, gb200, b200"),
         (f"{RECIPE} --lengths {{kit}}/list.json", "--lengths", "list.json", "give the JSON of analyze_dataset.py"),
     ],
     "preflight": [(f"{RECIPE} --preflight_samples many", "--preflight_samples", "invalid int value: 'many'")],
@@ -127,7 +127,7 @@ CASES = {
     ],
     "push_to_hub": [
         (f"{RUN} --hub_private_repo maybe", "--hub_private_repo: invalid choice: 'maybe'"),
-        ("{kit}/runs/config_list", "resolved_config.yaml: is damaged", "restore it"),
+        ("{kit}/runs/config_list", "resolved_config.yaml: missing or damaged", "restore it"),
     ],
     "average": [
         (f"{RUN} {RUN} --output_dir {{out}} --weights 1", "--weights: 1 for 2 models; give one for each"),
@@ -145,7 +145,7 @@ CASES = {
     "generate": [
         ("{kit}/nothing hi", "nothing: neither a folder with a model nor"),
         (f"{RUN} hi --base {{kit}}/models/weights_lfs", "weights_lfs: cannot be loaded"),
-        ("{kit}/models/more_layers hi", "model.layers.3.", "is missing, 8 more"),
+        ("{kit}/models/more_layers hi", "model.layers.3.", "is missing (and 8 more)"),
     ],
     "check_config": [
         ("", "nothing: give a launch configuration, the number of processes"),
