@@ -56,6 +56,7 @@ class TrainConfig(DPOConfig):
     max_prompt_length: int | None = HfArg(default=None, help="A longer prompt keeps its last tokens (TRL dropped it).")
     overlong: Literal["truncate", "drop", "error"] = HfArg(default="truncate", help="What becomes of a longer pair.")
     truncation_mode: Literal["keep_start"] = HfArg(default="keep_start", help="A longer pair keeps its first tokens.")
+    mask_tool_results: bool = HfArg(default=True, help="Do not train on the results of tool calls (docs/data.md).")
     max_dropped_fraction: float = HfArg(default=0.05, help="Stop if a larger share of the rows cannot be used.")
     # Filters (docs/data.md)
     filter_script: str | None = HfArg(default=None, help="Python file with keep(row): whether a stored row is kept.")
@@ -143,7 +144,7 @@ FIELD_GROUPS = {
         model_init_kwargs use_peft lora_r lora_alpha lora_dropout lora_target_modules""",
     "Data": """dataset_name dataset_config dataset_train_split datasets max_samples eval_fraction eval_datasets
         max_length max_prompt_length truncation_mode max_dropped_fraction filter_script drop_duplicates
-        drop_contaminated control_tokens overlong dataset_num_proc""",
+        drop_contaminated control_tokens overlong mask_tool_results dataset_num_proc""",
     "Objective and optimizer": """loss_type loss_weights beta label_smoothing allow_unnormalized_beta learning_rate
         lr_scheduler_type warmup_steps num_train_epochs max_steps weight_decay max_grad_norm optim
         router_aux_loss_coef""",

@@ -31,6 +31,11 @@ def assistant(text: str, **extra) -> dict:
     return {"role": "assistant", "content": text, **extra}
 
 
+def with_tool(call: str, result: str, answer: str, role: str = "tool") -> list[dict]:
+    """A response that calls a tool before it answers."""
+    return [assistant(call), {"role": role, "content": result}, assistant(answer)]
+
+
 def as_options(values: dict) -> list[str]:
     """{"max_steps": 2} -> ["--max_steps", "2"]; None leaves a field out."""
     options: list = []

@@ -36,9 +36,11 @@ DROP_REASONS = {
     "prompts_differ": "prompts of the two sides differ",
     "empty_response": "empty response",
     "chosen_equals_rejected": "chosen equals rejected",
+    "tool_results": "tool results cannot be told from the model's words (mask_tool_results: false trains on both)",
     "prompt_too_long": "prompt leaves no room for a response within max_length",
 } | FILTER_REASONS
-RESPONSE_ROLES = ("assistant", "tool", "environment")  # the last two hold the result of a call
+TOOL_ROLES = ("tool", "environment")  # they hold the result of a call
+RESPONSE_ROLES = ("assistant", *TOOL_ROLES)
 CALL_KEYS = ("tool_calls", "function_calls", "function_call")  # of an assistant's message
 PARTS = ("prompt", "chosen", "rejected")
 _PAIR = Features(

@@ -11,8 +11,9 @@ import itertools
 import json
 import logging
 import re
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import datasets
@@ -30,11 +31,11 @@ from trl.scripts.utils import DatasetConfig
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import read_eval_sets
-from sfm_dpo.data.preferences import PARTS, Pairs, load_pairs
+from sfm_dpo.data.preferences import PARTS, TOOL_ROLES, Pairs, load_pairs
 from sfm_dpo.data.sources import drop_rows, explain_cache_errors
 
 # Part of the cache's key. Raise it with any change of this module that changes an id, a length or a drop reason.
-TOKENS_VERSION = 4
+TOKENS_VERSION = 5
 # Rows a call of the tokenizer: it holds some 300 bytes a token beside the ids, and a long pair has 50,000 tokens.
 BATCH_ROWS = 100
 # Fields that choose among the pairs to train on. A set of eval_datasets is read without them.
@@ -44,6 +45,7 @@ _TOKENS = Features(
     | {f"{part}_length": Value("int32") for part in PARTS}
     | {"shared_length": Value("int32")}  # tokens with which both responses begin
     | {"control_tokens": Value("bool")}  # whether its texts hold special tokens, which act as the template's own
+    | {"masked": List(List(Value("int32")))}  # spans of tool results: side (0 chosen, 1 rejected), first id, end
     | {"prompt_trimmed": Value("int32")}  # tokens taken from the prompt's end, where prompt+response diverges from it
     | {"source": Value("string"), "row": Value("int64"), "dropped": Value("string")}
 )
@@ -94,10 +96,16 @@ def _tokenize_split(
     split: str, texts: Dataset, pairs: Pairs, args: TrainConfig, tokenizer: PreTrainedTokenizerBase
 ) -> Dataset:
     """Token ids of a split of `pairs`, to whose dropped rows it adds."""
-    names = "max_length max_prompt_length overlong control_tokens".split()
+    names = "max_length max_prompt_length overlong control_tokens mask_tool_results".split()
     fields = {name: getattr(args, name) for name in names}
     tokens, dropped = tokenize_pairs(texts, tokenizer, num_proc=args.dataset_num_proc, **fields)
     pairs.dropped_rows += dropped
+    responses = Lengths.of(tokens).truncate(args.max_length).responses
+    masked = responses - count_trained(tokens, args.max_length)
+    if masked.any():
+        rows = masked.any(axis=1).sum()
+        share = masked.sum() / responses.sum()
+        log.info(f"{rows:,} {split} pairs hold tool results, {share:.1%} of all response tokens: they are not trained")
     if not len(tokens):
         counts = ", ".join(f"{n} x {reason}" for reason, n in Counter(row["reason"] for row in dropped).items())
         raise UserError(
@@ -119,6 +127,7 @@ def tokenize_pairs(
     num_proc: int | None = None,
     overlong: str = "truncate",
     control_tokens: str = "accept",
+    mask_tool_results: bool = True,
 ) -> tuple[Dataset, list[dict[str, Any]]]:
     """The columns of _TOKENS but `dropped` for `pairs` (preferences.py), and the rows that cannot be used, as in
     Pairs.dropped_rows.
@@ -134,11 +143,11 @@ def tokenize_pairs(
         _tokenize_batch,
         batched=True,
         batch_size=BATCH_ROWS,
-        fn_kwargs={"tokenizer": tokenizer},
+        fn_kwargs={"tokenizer": tokenizer, "mask_tool_results": mask_tool_results},
         remove_columns=pairs.column_names,
         features=_TOKENS,
         num_proc=num_proc,
-        new_fingerprint=Hasher.hash((pairs._fingerprint, tokenizer_key(tokenizer), versions)),
+        new_fingerprint=Hasher.hash((pairs._fingerprint, tokenizer_key(tokenizer), versions, mask_tool_results)),
         desc="Tokenizing",
     )
     longer = tokens.with_format("numpy")["prompt_length"][:] > (max_prompt_length or np.inf)
@@ -165,7 +174,8 @@ def tokenize_pairs(
             )
         if overlong == "drop":
             reasons[longer] = "too_long"
-        reasons[(reasons == "") & (lengths.prompt >= max_length)] = "prompt_too_long"
+        is_untrained = count_trained(tokens, max_length).min(axis=1) == 0
+        reasons[(reasons == "") & is_untrained] = "prompt_too_long"
     usable, dropped = drop_rows(tokens, reasons)
     return usable.remove_columns("dropped"), dropped
 
@@ -181,7 +191,9 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
     return Hasher.hash((backend, tokenizer.chat_template, sorted(map(str, tokenizer.special_tokens_map.items()))))
 
 
-def _tokenize_batch(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> dict[str, list]:
+def _tokenize_batch(
+    batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, mask_tool_results: bool
+) -> dict[str, list]:
     pairs = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     control_tokens = re.compile("|".join(map(re.escape, special | {tokenizer.eos_token})))
@@ -195,8 +207,14 @@ def _tokenize_batch(batch: dict[str, list], tokenizer: PreTrainedTokenizerBase) 
         for n, pair in enumerate(group):
             row = _split_ids(*ids[3 * n : 3 * n + 3]) | {"source": pair.get("source"), "row": pair.get("row")}
             row["control_tokens"] = any(map(control_tokens.search, _list_texts(pair, tokenizer.eos_token)))
-            if texts[n] is None:
+            rendered = texts[n]
+            if rendered is None:
                 row["dropped"] = "malformed"
+            elif mask_tool_results and not is_text:
+                try:
+                    row["masked"] = _find_tool_results(pair, rendered, row["prompt_length"], tokenizer)
+                except (TemplateError, NotImplementedError):
+                    row["dropped"] = row["dropped"] or "tool_results"
             rows.append(row)
     return {name: [row[name] for row in rows] for name in _TOKENS}
 
@@ -220,15 +238,51 @@ def _render(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[st
             f"model_name_or_path {tokenizer.name_or_path}: its tokenizer has no chat template, but the data are "
             "conversations; put a chat_template.jinja into its folder"
         )
-    arguments = json.loads(row.get("template") or "{}")
     try:
-        render = functools.partial(tokenizer.apply_chat_template, tokenize=False, **arguments)
+        render = _renderer(row, tokenizer)
         return render(prompt, add_generation_prompt=True), render(prompt + chosen), render(prompt + rejected)
     except TemplateSyntaxError as error:
         where = f"model_name_or_path {tokenizer.name_or_path}: its chat template, line {error.lineno}"
         raise UserError(f"{where}: {error}") from error
     except (TemplateError, TypeError, ValueError):  # a template that refuses the roles, their order or the tools
         return None
+
+
+def _renderer(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
+    arguments = json.loads(row.get("template") or "{}")
+    return functools.partial(tokenizer.apply_chat_template, tokenize=False, **arguments)
+
+
+def _find_tool_results(
+    pair: dict[str, Any], texts: tuple[str, str, str], prompt_length: int, tokenizer: PreTrainedTokenizerBase
+) -> list[list[int]]:
+    """The column `masked` of a pair and its `texts`: the results of calls, and the header of the next turn, which the
+    model does not write either. Raises TemplateError where a turn is rendered otherwise once others follow, and
+    NotImplementedError for a tokenizer without offsets."""
+    spans = []
+    render = _renderer(pair, tokenizer)
+    for side, part in enumerate(PARTS[1:]):
+        if all(message["role"] not in TOOL_ROLES for message in pair[part]):
+            continue
+        text = texts[1 + side]
+        offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        token_begins = [begin for begin, _ in offsets]
+        messages = pair["prompt"] + pair[part]
+        end = 0
+        for is_result, turns in itertools.groupby(messages, key=lambda message: message["role"] in TOOL_ROLES):
+            begin = end
+            end += len(list(turns))
+            if is_result and end > len(pair["prompt"]):
+                call = render(messages[:begin])
+                if is_last_end := not text.startswith(call):  # OLMo 3's template ends the last turn alone by EOS
+                    call = call.removesuffix(tokenizer.eos_token)
+                if not text.startswith(call) or not text.startswith(render(messages[:end])):
+                    raise TemplateError("a turn is rendered otherwise once others follow")
+                header = render(messages[:end], add_generation_prompt=True)
+                # The token that ends the call is the model's
+                span = (len(call) + is_last_end, common_prefix_length(header, text))
+                spans.append([side, *(max(0, bisect_left(token_begins, at) - prompt_length) for at in span)])
+    return spans
 
 
 def _split_ids(prompt: list[int], prompt_chosen: list[int], prompt_rejected: list[int]) -> dict[str, Any]:
@@ -238,6 +292,7 @@ def _split_ids(prompt: list[int], prompt_chosen: list[int], prompt_rejected: lis
     row: dict[str, Any] = {f"{part}_ids": ids[part] for part in PARTS}
     row |= {f"{part}_length": len(ids[part]) for part in PARTS}
     row["shared_length"] = common_prefix_length(ids["chosen"], ids["rejected"])
+    row["masked"] = []
     row["prompt_trimmed"] = len(prompt) - start
     # A template may leave out what made the two sides differ, or strip white space.
     row["dropped"] = "chosen_equals_rejected" if prompt_chosen == prompt_rejected else ""
@@ -250,14 +305,17 @@ def _cut_prompts(prompts: list[list[int]], max_prompt_length: int) -> dict[str, 
 
 
 def hash_tokens(dataset: Dataset) -> str:
-    """Hash of the ids of all rows, in order."""
+    """Hash of the ids of all rows, in order, and of what is masked."""
     digest = xxhash.xxh3_128()
-    columns = ["prompt_ids", "chosen_ids", "rejected_ids"]
+    columns = [name for name in ("prompt_ids", "chosen_ids", "rejected_ids", "masked") if name in dataset.column_names]
     for table in dataset.select_columns(columns).with_format("arrow").iter(batch_size=1000):
         for name in columns:
             column = table.column(name).combine_chunks()
+            values = column.flatten(recursive=True).to_numpy()
+            if name == "masked" and not len(values):
+                continue  # the hash of data without tool results is that of versions that did not mask them
             digest.update(np.ascontiguousarray(column.value_lengths().to_numpy()).tobytes())
-            digest.update(np.ascontiguousarray(column.flatten().to_numpy()).tobytes())
+            digest.update(np.ascontiguousarray(values).tobytes())
     return digest.hexdigest()
 
 
@@ -327,3 +385,16 @@ class Lengths:
     def select(self, rows: np.ndarray) -> "Lengths":
         """The pairs of a mask [N] or of indices."""
         return Lengths(*(getattr(self, field.name)[rows] for field in dataclasses.fields(self)))
+
+
+def count_trained(tokens: Dataset, max_length: int | None) -> np.ndarray:
+    """[N, 2] tokens of chosen and rejected, cut at `max_length`, without those of tool results."""
+    counts = Lengths.of(tokens).truncate(max_length).responses
+    if "masked" in tokens.column_names:
+        table = tokens.select_columns(["prompt_length", "masked"]).with_format("arrow")[:]
+        spans = table.column("masked").combine_chunks()
+        rows = np.repeat(np.arange(len(tokens)), spans.value_lengths().to_numpy())
+        side, first, end = spans.flatten(recursive=True).to_numpy().reshape(-1, 3).T
+        room = (max_length or np.iinfo(np.int32).max) - table.column("prompt_length").to_numpy()[rows]
+        np.subtract.at(counts, (rows, side), np.minimum(end, room) - np.minimum(first, room))
+    return counts

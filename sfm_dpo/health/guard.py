@@ -11,7 +11,7 @@ from sfm_dpo.common.distributed import broadcast, is_main_process
 from sfm_dpo.common.errors import GuardStopped, UserError
 from sfm_dpo.common.files import write_json
 from sfm_dpo.config_checks import HELD_OUT, LENGTH_NORMALIZED_LOSSES, main_loss
-from sfm_dpo.data.tokenization import Lengths
+from sfm_dpo.data.tokenization import count_trained
 from sfm_dpo.health.generation import Answer, continue_prompts, repeated_4grams
 from sfm_dpo.health.guard_rules import (
     COLLAPSE_STEPS,
@@ -48,7 +48,7 @@ class Guard(TrainerCallback):
         loss_type = main_loss(args.loss_type)
         chosen_tokens = 1.0
         if loss_type not in LENGTH_NORMALIZED_LOSSES:
-            chosen_tokens = float(Lengths.of(self.trainer.train_dataset).truncate(args.max_length).chosen.mean())
+            chosen_tokens = float(count_trained(self.trainer.train_dataset, args.max_length)[:, 0].mean())
         is_sigmoid = len(args.loss_type) == 1 and loss_type in SIGMOID_LOSSES
         warmup_steps = args.get_warmup_steps(state.max_steps)
         other_reference = bool(args.ref_model_name_or_path)

@@ -22,7 +22,7 @@ from sfm_dpo.common.files import format_table, write_json
 from sfm_dpo.common.statistics import LOGP_NOISE
 from sfm_dpo.config import Config
 from sfm_dpo.config_checks import main_loss
-from sfm_dpo.data.tokenization import Lengths, load_tokenizer
+from sfm_dpo.data.tokenization import Lengths, count_trained, load_tokenizer
 from sfm_dpo.data.traits import compare_sides, find_traits, tabulate_sides
 from sfm_dpo.health.preflight_rules import MOVE, compute_pair_figures, format_finding, judge_base_model
 from sfm_dpo.model.loading import load_model_config
@@ -134,7 +134,7 @@ def run_preflight(trainer, config: Config) -> dict[str, Any]:
     loss_type = main_loss(args.loss_type)
     sample = np.sort(np.random.default_rng(args.seed).permutation(len(dataset))[: args.preflight_samples])
     lengths = Lengths.of(dataset)
-    responses = np.maximum(lengths.truncate(args.max_length).responses, 1)
+    responses = np.maximum(count_trained(dataset, args.max_length), 1)
     if "ref_chosen_logps" in dataset.column_names and not args.ref_model_name_or_path:
         judged = np.arange(len(dataset))
         reference = dataset.select_columns(["ref_chosen_logps", "ref_rejected_logps"]).with_format("numpy")[:]

@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 
 # Fields of the run that decide what becomes of a text and what a reward is
 PAIR_FIELDS = """model_name_or_path model_revision ref_model_name_or_path trust_remote_code max_length
-    max_prompt_length overlong pad_token control_tokens seed dataset_num_proc max_dropped_fraction beta loss_type
-    loss_weights label_smoothing f_divergence_type f_alpha_divergence_coef discopop_tau use_weighting padding_free
-    attn_implementation""".split()
+    max_prompt_length overlong pad_token control_tokens mask_tool_results seed dataset_num_proc max_dropped_fraction
+    beta loss_type loss_weights label_smoothing f_divergence_type f_alpha_divergence_coef discopop_tau use_weighting
+    padding_free attn_implementation""".split()
 
 
 def evaluate_run(path: Path, tasks: list[str], pairs: str | None, out: Path | None, **options: Any) -> str:

@@ -48,9 +48,8 @@ def analyze_dataset(
     parts = []
     dropped: list[dict[str, Any]] = []
     for split in splits:  # one by one, as training tokenises them: the cache knows each by its fingerprint
-        part, unusable = tokenize_pairs(
-            split, tokenizer, None, num_proc=args.dataset_num_proc, control_tokens=args.control_tokens
-        )
+        options: dict[str, Any] = {"control_tokens": args.control_tokens, "mask_tool_results": args.mask_tool_results}
+        part, unusable = tokenize_pairs(split, tokenizer, None, num_proc=args.dataset_num_proc, **options)
         parts.append(part)
         dropped += unusable
     usable = pairs.rows - len(pairs.dropped_rows)

@@ -37,14 +37,15 @@ SAID_SECONDS = 3  # after these, rank 0 has reported an end that all ranks share
 _PACKAGES = "torch transformers trl accelerate deepspeed datasets peft huggingface_hub tokenizers numpy".split()
 _SLURM = "JOB_ID JOB_NAME JOB_NODELIST JOB_PARTITION CLUSTER_NAME RESTART_COUNT".split()
 # A run may resume with these changed: they affect neither the objective, nor the data, nor their order. Accumulation
-# follows from the number of processes, which checkpoint.check_resume compares.
+# follows from the number of processes, and mask_tool_results changes the hash of the tokens: checkpoint.check_resume
+# compares both.
 MAY_DIFFER = set(
     """report_to run_name project logging_steps logging_first_step disable_tqdm log_level dataset_num_proc
     dataloader_num_workers dataloader_pin_memory push_to_hub hub_model_id hub_strategy hub_private_repo hub_revision
     hub_always_push save_steps save_total_limit ddp_timeout output_dir resume_from_checkpoint
     max_dropped_fraction trackio_space_id preflight preflight_only preflight_samples guard guard_generations
     profile_steps ignore_resume_mismatch verify_checkpoints eval_command gradient_accumulation_steps hang_timeout
-    memory_gib load_best_model_at_end eval_datasets flash_attention""".split()
+    memory_gib load_best_model_at_end eval_datasets flash_attention mask_tool_results""".split()
 )
 
 

@@ -138,7 +138,7 @@ class MetricSums:
 
 @dataclass
 class CountingCollator:
-    """TRL's collator, whose batch also gets `counts`, taken on the CPU."""
+    """TRL's collator, whose batch also gets `counts`, taken on the CPU, and whose mask leaves out tool results."""
 
     collate: Callable[[list[dict]], dict[str, Any]]
     forward_flops: ForwardFlops
@@ -148,12 +148,16 @@ class CountingCollator:
 
     def __call__(self, rows: list[dict]) -> dict[str, Any]:
         batch = self.collate(rows)
-        return batch | {"counts": self.count(batch["attention_mask"], batch["completion_mask"])}
+        completion = batch["completion_mask"]  # labels, sums and lengths all follow from it
+        for number, row in enumerate(rows):
+            for side, first, end in row.get("masked", ()):
+                completion[number + side * len(rows), len(row["prompt_ids"]) :][first:end] = 0
+        return batch | {"counts": self.count(batch["attention_mask"], completion)}
 
     def count(self, mask: torch.Tensor, completion: torch.Tensor) -> dict[str, float]:
         """Of a micro-batch with masks [2B, L] of its tokens and of the responses', chosen rows first."""
         lengths = mask.sum(dim=1)
-        prompts = lengths - completion.sum(dim=1)
+        prompts = completion.argmax(dim=1)  # what is before the first trained token
         shared = torch.zeros_like(lengths)
         if self.prefix_sharing:
             half = len(mask) // 2

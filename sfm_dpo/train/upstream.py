@@ -30,6 +30,7 @@ def arguments_for_trl(args: TrainConfig) -> TrainConfig:
     derived.model_init_kwargs = None  # TRL warns that it ignores them; see load_model
     derived.push_to_hub = False  # hub/callback.py
     derived.save_total_limit = None  # run/checkpoint.py, `rotate`: after the mark of completeness
+    derived.remove_unused_columns = False  # the collator reads one more
     derived.load_best_model_at_end = False  # run/checkpoint.py, `copy_best`: whatever the launcher
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: padding_free warns and pads.
     # Canary: test_canary_padding_free

@@ -1,5 +1,6 @@
 """Tokenization: TRL's own ids on every shape, prompts that keep their end, and the cache's key."""
 
+import importlib.resources
 import json
 from types import SimpleNamespace
 
@@ -11,9 +12,9 @@ from trl import DPOTrainer
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.data import tokenization
-from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer, tokenize_pairs
+from sfm_dpo.data.tokenization import count_trained, hash_tokens, load_token_pairs, load_tokenizer, tokenize_pairs
 from tests.tiny_models import CHAT_TEMPLATE, EOS, tiny_tokenizer
-from tests.toolbox import assistant, read_pairs, user
+from tests.toolbox import assistant, read_pairs, user, with_tool
 
 IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
 
@@ -265,3 +266,86 @@ def test_load_tokenizer(tiny_folder, tmp_path):
     no_eos.save_pretrained(tmp_path / "no_eos")
     with pytest.raises(UserError, match="no EOS token"):
         load(tmp_path / "no_eos")
+
+
+# ---- results of tools
+
+
+def trl_template(name: str) -> str:
+    """A published template that TRL ships."""
+    return (importlib.resources.files("trl") / f"chat_templates/{name}.jinja").read_text()
+
+
+# As OLMo 3's: EOS ends the last turn alone, both kinds of results are the environment's.
+OLMO3 = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'].replace('tool', 'environment') + '\n' + m['content'] }}"
+    "{{ '<|im_end|>\n' if not loop.last or m['role'] != 'assistant' else eos_token }}"
+    "{% if loop.last and add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}{% endfor %}"
+)
+CALLS = [*with_tool("add(2)", "5", "add(3)"), *with_tool("", "6", "7 ■", "environment")[1:]]
+TWO_RESULTS = [*CALLS[:2], {"role": "tool", "content": "five"}, CALLS[-1]]
+
+
+def tool_pair(chosen: list[dict], rejected: list[dict], *more_prompt: dict) -> Dataset:
+    prompt = [user("?"), *more_prompt]
+    return Dataset.from_list([{"prompt": prompt, "chosen": chosen, "rejected": rejected, "source": "s"}])
+
+
+@pytest.mark.parametrize(
+    ("template", "response", "end", "last"),
+    [
+        (CHAT_TEMPLATE, CALLS, "<|im_end|>\n", "<|im_end|>\n"),
+        (THINK, CALLS, "<|im_end|>\n", "<|im_end|>\n"),
+        (OLMO3, CALLS, "<|im_end|>", EOS),
+        (trl_template("qwen2_5"), TWO_RESULTS, "<|im_end|>\n", "<|im_end|>\n"),  # two results in one turn
+        (trl_template("llama3_1"), TWO_RESULTS, "<|eot_id|>", "<|eot_id|>"),
+    ],
+)
+def test_what_is_trained_of_a_response_with_results_of_tools(template, response, end, last):
+    """What the model writes, the end of each turn included: neither results nor any header."""
+    tokenizer = tokenizer_with(template)
+    tokenizer.eos_token = EOS
+    [row] = tokenize_pairs(tool_pair(response, [assistant("no")]), tokenizer, None)[0]
+    expected = [m["content"] + end for m in response if m["role"] == "assistant"]
+    expected[-1] = response[-1]["content"] + last
+    position = 0
+    parts = []
+    for side, first, stop in [*row["masked"], [0, row["chosen_length"], 0]]:
+        assert side == 0
+        parts.append(tokenizer.decode(row["chosen_ids"][position:first]))
+        position = stop
+    assert parts == expected
+
+
+def test_a_template_that_changes_earlier_turns_drops_pairs_with_tools_alone():
+    """Qwen 3 writes an empty thought into the last turn and not into earlier ones."""
+    pairs = tool_pair(CALLS, [assistant("no")])
+    tokens, dropped = tokenize_pairs(pairs, tokenizer_with(trl_template("qwen3")), None)
+    assert not len(tokens) and dropped[0]["reason"] == "tool_results"
+    tokens, dropped = tokenize_pairs(pairs, tokenizer_with(trl_template("qwen3")), None, mask_tool_results=False)
+    assert tokens["masked"][:] == [[]] and not dropped
+    assert len(tokenize_pairs(pairs_of(conversation), tokenizer_with(trl_template("qwen3")), None)[0]) == 12
+
+
+def test_trained_tokens_are_counted_after_truncation_and_a_response_without_any_is_dropped():
+    """Also where the call is in the prompt, so that both responses begin with a result."""
+    pairs = tool_pair(with_tool("", "7" * 30, "7")[1:], with_tool("", "8", "8")[1:], assistant("add(2)"))
+    tokenizer = tokenizer_with()
+    [row] = tokens = tokenize_pairs(pairs, tokenizer, None)[0]
+    for max_length in (None, *range(row["prompt_length"] + 1, row["prompt_length"] + 80)):
+        room = (max_length or 1000) - row["prompt_length"]
+        kept = [
+            {*range(min(row[f"{name}_length"], room))}
+            - {n for i, *span in row["masked"] if i == side for n in range(*span)}
+            for side, name in enumerate(("chosen", "rejected"))
+        ]
+        assert count_trained(tokens, max_length).tolist() == [[len(side) for side in kept]]
+        _, dropped = tokenize_pairs(pairs, tokenizer, max_length)
+        assert [d["reason"] for d in dropped] == ([] if all(kept) else ["prompt_too_long"])
+
+
+def test_the_hash_is_another_where_tokens_are_masked_alone():
+    """So that caches and checkpoints of data without tools keep their keys."""
+    for pairs, same in ((pairs_of(conversation), True), (tool_pair(CALLS, [assistant("no")]), False)):
+        tokens = tokenize_pairs(pairs, tokenizer_with(), None)[0]
+        assert (hash_tokens(tokens) == hash_tokens(tokens.remove_columns("masked"))) == same

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import Place, assert_same_run, make_place
-from tests.toolbox import logged, pairs
+from tests.toolbox import logged, pairs, with_tool
 
 GOLDEN = Path(__file__).with_name("golden.json")
 METRICS = ("loss", "rewards/margins", "grad_norm")
@@ -54,12 +54,15 @@ LAUNCHES = ("single", "cpu 2", "cpu_zero3 2", "cpu_fsdp2 2")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Place:
-    """Also with responses of a thousand tokens: sums of log-probs are some 5,000 nats, in steps of 32 in bf16."""
+    """Also with responses of a thousand tokens: sums of log-probs are some 5,000 nats, in steps of 32 in bf16. Every
+    other one of these calls a tool."""
     place = make_place(tmp_path_factory.mktemp("golden"), pairs(), {name: {} for name in ARCHITECTURES}, FIELDS)
     rows = [
         {"prompt": f"What is {i}?", "chosen": "indeed " * (140 + i), "rejected": "by no means " * (80 + i % 3)}
         for i in range(12)
     ]
+    for row in rows[::2]:
+        row["chosen"] = with_tool("add(2)", "two " * 20, row["chosen"])
     long = {"max_position_embeddings": 2048}
     make_place(place.folder / "long", rows, {"olmo3": long, "gpt_neox": long}, {})
     return place

@@ -1,8 +1,9 @@
 """Training against an outside oracle: plain PyTorch, one sequence at a time, float64, without the package's code.
 
 Loss, gradients (by the weights that SGD leaves), logged metrics and held-out metrics, over launchers, samplers,
-padded and packed, cached and live reference, the policy's own or another, losses; with a tail that is left out and a
-ragged evaluation. Only the token ids and the rows of each step are the package's (tests/data shows both).
+padded and packed, cached and live reference, the policy's own or another, losses; with a tail that is left out, a
+ragged evaluation, and results of tools in every third pair. Only the token ids and the rows of each step are the
+package's (tests/data shows both).
 """
 
 import copy
@@ -18,8 +19,8 @@ from sfm_dpo.config import parse_config
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.train.trainer import build_sampler
 from tests.e2e.runs import Place, make_place
-from tests.oracle import response_logps
-from tests.toolbox import as_options, logged, pairs
+from tests.oracle import trained_logps
+from tests.toolbox import as_options, logged, pairs, with_tool
 
 MAX_LENGTH, BATCH, STEPS, RATE = 96, 8, 2, 0.01
 FIELDS = {
@@ -57,7 +58,12 @@ ALL += [("sigmoid_norm", path, "batch_rebalance") for path in OTHER]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Place:
-    return make_place(tmp_path_factory.mktemp("oracle"), pairs(41), {"olmo3": {}, "llama": {}}, FIELDS)
+    rows = pairs(41)
+    for i, row in enumerate(rows[::3]):
+        for side in ("chosen", "rejected"):  # the longest results are cut by MAX_LENGTH
+            result = f"{side} " * (1 + 2 * (i % 5))
+            row[side] = with_tool(side[:5], result, row[side][:9], "tool" if i % 2 else "environment")
+    return make_place(tmp_path_factory.mktemp("oracle"), rows, {"olmo3": {}, "llama": {}}, FIELDS)
 
 
 GRID = [pytest.param(launch, ALL, marks=pytest.mark.grid) for launch in LAUNCHES]
@@ -128,10 +134,9 @@ def measure(policy, reference, rows: list[dict], loss_type: str, beta: float) ->
         gains = []
         lengths = []
         for side in ("chosen", "rejected"):
-            response = row[f"{side}_ids"][: MAX_LENGTH - len(row["prompt_ids"])]
-            own = response_logps(policy, row["prompt_ids"], response)
+            own = trained_logps(policy, row, side, MAX_LENGTH)
             with torch.no_grad():
-                base = response_logps(reference, row["prompt_ids"], response)
+                base = trained_logps(reference, row, side, MAX_LENGTH)
             sums.append(own.sum())
             gains.append((own - base).sum())
             lengths.append(len(own))

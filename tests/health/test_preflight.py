@@ -18,7 +18,7 @@ from sfm_dpo.health.preflight_rules import compute_pair_figures, judge_base_mode
 from sfm_dpo.model import packing
 from tests.oracle import by_hand
 from tests.tiny_models import tiny_tokenizer
-from tests.toolbox import on_cpu, pairs
+from tests.toolbox import on_cpu, pairs, user, with_tool
 from tests.train.test_trainer import make_trainer
 from tests.train.test_trainer import pairs as toy_pairs
 
@@ -135,26 +135,34 @@ def leak_one_key(monkeypatch):
     monkeypatch.setattr(packing, "boundary_mask", mask)
 
 
+@pytest.mark.parametrize("tools", [False, True])
 @pytest.mark.parametrize("cli", [(), ("--precompute_ref_log_probs", "true", "--padding_free", "true")])
-def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, cli):
+def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, cli, tools):
     folder = tiny_folder("olmo3")
     rows = toy_pairs().to_list()
     rows[-1]["prompt"] = "<|im_start|>"
+    if tools:
+        for row in rows:
+            row["prompt"] = [user(row["prompt"])]
+            row |= {side: with_tool(side, "7", row[side]) for side in ("chosen", "rejected")}
     trainer = make_trainer(folder, tmp_path / "run", *cli, data=Dataset.from_list(rows))
     before = {name: p.clone() for name, p in trainer.model.state_dict().items()}
     result = run_preflight(trainer, SimpleNamespace(train=trainer.train_config))
     logps = by_hand(folder, before, list(trainer.train_dataset))
     chosen, rejected = logps["reference_chosen_sum"], logps["reference_rejected_sum"]
     assert result["figures"]["sum_gap"][0] == pytest.approx((chosen - rejected).mean().item(), abs=1e-2)
+    chosen_mean, rejected_mean = logps["reference_chosen_mean"], logps["reference_rejected_mean"]
+    assert result["figures"]["chosen_logp"][0] == pytest.approx(chosen_mean.mean().item(), abs=1e-4)
     assert result["verdict"] == "no-go"  # random weights
     assert result["figures"]["pairs"] == 8
     assert "caution: control_tokens 0.125" in result["text"]
     assert not cli or result["figures"]["packed_difference"] < 0.1
     [row] = result["figures"]["sides"]
-    lengths = Lengths.of(trainer.train_dataset)
-    margin = (chosen.numpy() / lengths.chosen - rejected.numpy() / lengths.rejected).mean()
+    margin = (chosen_mean - rejected_mean).mean().item()
     assert row["sides"]["base margin"]["difference"] == pytest.approx(margin, abs=1e-3)
-    assert row["pairs"] == 8 and row["sides"]["tokens"]["chosen"] == lengths.chosen.mean()
+    assert row["pairs"] == 8 and row["sides"]["tokens"]["chosen"] == pytest.approx(
+        (chosen / chosen_mean).mean().item()
+    )
     [shown] = re.findall(r"base margin +([-+.\d]+),", result["text"])
     assert float(shown) == pytest.approx(margin, abs=2e-3)
     json.dumps(result, allow_nan=False)
