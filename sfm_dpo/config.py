@@ -62,7 +62,8 @@ class TrainConfig(DPOConfig):
     filter_script: str | None = HfArg(default=None, help="Python file with keep(row): whether a stored row is kept.")
     drop_duplicates: Literal["no", "pairs", "prompts"] = HfArg(default="no", help="Leave out repeated pairs, prompts.")
     drop_contaminated: str | None = HfArg(default=None, help="Leave out the pairs in this JSON of analyze_dataset.py.")
-    control_tokens: Literal["accept", "drop"] = HfArg(default="accept", help="Pairs with special tokens in texts.")
+    # sanitize: as Transformers' apply_chat_template
+    control_tokens: Literal["accept", "sanitize", "drop"] = HfArg(default="accept", help="Special tokens in messages.")
     # Speed
     padding_free: bool = HfArg(default=False, help="Compute real tokens only, no padding (docs/speed.md).")
     precompute_ref_log_probs: bool = HfArg(default=False, help="Compute the reference's log-probs once, on disk.")

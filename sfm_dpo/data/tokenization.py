@@ -139,23 +139,35 @@ def tokenize_pairs(
     log.info(f"tokenizing {len(pairs):,} pairs")
     # Not the key that datasets would make: it hashes the tokenizer's state, which changes with use.
     versions = (TOKENS_VERSION, transformers.__version__, datasets.__version__)
+    key = [pairs._fingerprint, tokenizer_key(tokenizer), versions, mask_tool_results]
+    if control_tokens == "sanitize":
+        key.append(control_tokens)
     tokens = pairs.map(
         _tokenize_batch,
         batched=True,
         batch_size=BATCH_ROWS,
-        fn_kwargs={"tokenizer": tokenizer, "mask_tool_results": mask_tool_results},
+        fn_kwargs={
+            "tokenizer": tokenizer,
+            "mask_tool_results": mask_tool_results,
+            "sanitize": control_tokens == "sanitize",
+        },
         remove_columns=pairs.column_names,
         features=_TOKENS,
         num_proc=num_proc,
-        new_fingerprint=Hasher.hash((pairs._fingerprint, tokenizer_key(tokenizer), versions, mask_tool_results)),
+        new_fingerprint=Hasher.hash(tuple(key)),
         desc="Tokenizing",
     )
     longer = tokens.with_format("numpy")["prompt_length"][:] > (max_prompt_length or np.inf)
     if max_prompt_length and longer.any():
         log.info(f"{longer.sum():,} prompts are longer than max_prompt_length {max_prompt_length} and keep their end")
         cut = functools.partial(_cut_prompts, max_prompt_length=max_prompt_length)
-        key = Hasher.hash((tokens._fingerprint, max_prompt_length))
-        tokens = tokens.map(cut, batched=True, input_columns="prompt_ids", num_proc=num_proc, new_fingerprint=key)
+        tokens = tokens.map(
+            cut,
+            batched=True,
+            input_columns="prompt_ids",
+            num_proc=num_proc,
+            new_fingerprint=Hasher.hash((tokens._fingerprint, max_prompt_length)),
+        )
     names = ["prompt_length", "chosen_length", "rejected_length", "dropped", "control_tokens"]
     columns = tokens.select_columns(names).with_format("numpy")[:]
     reasons = np.asarray(columns["dropped"], dtype=object)
@@ -192,7 +204,7 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _tokenize_batch(
-    batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, mask_tool_results: bool
+    batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, mask_tool_results: bool, sanitize: bool
 ) -> dict[str, list]:
     pairs = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -208,11 +220,16 @@ def _tokenize_batch(
             row = _split_ids(*ids[3 * n : 3 * n + 3]) | {"source": pair.get("source"), "row": pair.get("row")}
             row["control_tokens"] = any(map(control_tokens.search, _list_texts(pair, tokenizer.eos_token)))
             rendered = texts[n]
+            is_sanitized = sanitize and row["control_tokens"] and rendered is not None and not is_text
+            if is_sanitized:
+                row |= _split_ids(*_encode_sanitized(pair, tokenizer)) | {"control_tokens": False}
             if rendered is None:
                 row["dropped"] = "malformed"
             elif mask_tool_results and not is_text:
                 try:
                     row["masked"] = _find_tool_results(pair, rendered, row["prompt_length"], tokenizer)
+                    if is_sanitized and row["masked"]:  # whose tokens are not those of the rendered text
+                        row["dropped"] = "tool_results"
                 except (TemplateError, NotImplementedError):
                     row["dropped"] = row["dropped"] or "tool_results"
             rows.append(row)
@@ -251,6 +268,17 @@ def _render(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[st
 def _renderer(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
     arguments = json.loads(row.get("template") or "{}")
     return functools.partial(tokenizer.apply_chat_template, tokenize=False, **arguments)
+
+
+def _encode_sanitized(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """The ids of prompt, prompt+chosen and prompt+rejected; special tokens of the messages are ordinary text."""
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_control_tokens = []  # special tokens alone: <think> of a template stays a token
+    encode = functools.partial(
+        _renderer(row, tokenizer), tokenize=True, sanitize_control_tokens=True, return_dict=False
+    )
+    prompt, chosen, rejected = (row[part] for part in PARTS)
+    return [encode(prompt, add_generation_prompt=True), encode(prompt + chosen), encode(prompt + rejected)]
 
 
 def _find_tool_results(

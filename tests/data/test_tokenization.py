@@ -168,6 +168,14 @@ def test_special_tokens_in_texts_are_counted_and_dropped(write_rows, tiny_folder
         kept.control_tokens == 0
         and "special tokens in its texts (control_tokens: drop), first in row 2" in kept.table()
     )
+    read = load_token_pairs(parse_config([*argv, "--control_tokens", "sanitize"], training=False), tokenizer).train
+    assert [row["row"] for row in read if row["control_tokens"]] == [8, 9]  # plain text
+    assert [read[1]["prompt_ids"].count(i) for i in ids] == [4, 5]
+    assert injected in tokenizer.decode(read[1]["prompt_ids"])
+    assert read[3]["rejected_ids"].count(ids[0]) == 1 and f"no{EOS}" in tokenizer.decode(read[3]["rejected_ids"])
+    unchanged = [column for column in read.column_names if column.endswith("_ids")]
+    for row in (0, 2, 4, 5, 6, 7, 8):
+        assert all(read[row][name] == accepted.train[row][name] for name in unchanged)
 
 
 def test_prompts_that_are_no_prefix_are_counted():
