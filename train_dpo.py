@@ -5,8 +5,8 @@ CPU, one process:   python train_dpo.py --config recipes/demo.yaml
 4 GPUs, ZeRO-2:     accelerate launch --config_file accelerate_config.yaml train_dpo.py --config recipes/think.yaml
 Slurm:              sbatch scripts/dpo_train.sh --learning_rate 5e-7
 
-Any field of TRL's DPOConfig, of its ModelConfig and of sfm_dpo/config.py can be given in the recipe and overridden
-after it. Exit codes: 0 done, 1 crashed, 2 wrong configuration or data, 3 refused by the preflight, 4 stopped by the
+Any field of TRL's DPOConfig and ModelConfig and of sfm_dpo/config.py can be set in the recipe and on the command line.
+Exit codes: 0 done, 1 crashed, 2 wrong configuration or data, 3 refused by the preflight, 4 stopped by the
 guard (docs/health.md), 5 trained and saved but not pushed to the Hub (docs/hub.md), 70 no progress
 (docs/slurm.md), 75 stopped on request, 130 interrupted.
 """
@@ -60,8 +60,8 @@ log = logging.getLogger("sfm_dpo")
 
 
 def main(argv: list[str]) -> int:
-    """Runs and returns the exit code; every end but a kill is written to status.json."""
-    disable_deepspeed_shm()  # before parse_config, where Transformers makes the process group
+    """Runs and returns the exit code; however the run ends, unless it is killed, status.json says so."""
+    disable_deepspeed_shm()  # before parse_config, in which Transformers makes the process group
     with Run() as run:
         config = parse_config(argv)
         evaluations = Evaluations(config.train)
@@ -94,7 +94,7 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
     if checkpoint:
         check_resume(checkpoint, {"world_size": args.world_size}, args.ignore_resume_mismatch)
     if args.precompute_ref_log_probs:
-        main_process_first(lambda: make_folder(reference_root()))  # now, not when the model has been loaded
+        main_process_first(lambda: make_folder(reference_root()))  # fails now, not after the model has been loaded
     if args.push_to_hub:
         main_process_first(lambda: check_push(args, bool(checkpoint)) if is_main_process() else None)
     pairs = main_process_first(lambda: load_token_pairs(config, tokenizer))
@@ -109,20 +109,20 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
     facts["flash_attention"] = broadcast(choose_flash(args.flash_attention, kept.get("flash_attention")))
     sampler = build_sampler(pairs.train, args)
     if left_out := len(pairs.train) - len(sampler):
-        which = "the last ones" if args.train_sampling_strategy == "sequential" else "another random few each time"
-        log.info(f"{left_out} pairs do not fill a last batch of {args.global_batch_size} and are left out: {which}")
+        which = "the last ones" if args.train_sampling_strategy == "sequential" else "drawn anew each epoch"
+        log.info(f"{left_out} pairs do not fill a last batch of {args.global_batch_size} and are left out, {which}")
     if is_main_process():
         describe(config, facts, step_of(checkpoint))
         pairs.write_dropped(Path(args.output_dir) / "dropped.jsonl")
         write_status(args.output_dir, "running", step=step_of(checkpoint))
-    args.flash_attention = facts["flash_attention"]  # resolved_config.yaml keeps what was asked
+    args.flash_attention = facts["flash_attention"]  # resolved_config.yaml keeps the requested value
     return pairs, tokenizer, checkpoint
 
 
 def build_trainer(
     config: Config, pairs: Pairs, tokenizer: PreTrainedTokenizerBase, checkpoint: Path | None, position: Position
 ) -> SFMDPOTrainer:
-    """Loads the model, and packs it where that is asked for."""
+    """Loads the model, and packs it if the configuration asks for that."""
     args = config.train
     args.eval_on_start = bool(pairs.held_out()) and checkpoint is None  # held-out metrics before as well as after
     args.model_init_kwargs = model_init_kwargs(config)
@@ -143,7 +143,7 @@ def build_trainer(
 
 
 def check(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> None:
-    """Says what will be trained and how, and refuses what cannot go well: disk, checkpoint, preflight."""
+    """Logs what will be trained and how, and checks disk space, the checkpoint to resume from, and the preflight."""
     args = config.train
     size = checkpoint_bytes(trainer.model, trainer.zero_stage, trainer.is_fsdp_enabled)
     check_disk(args.output_dir, size, peak_checkpoint_count(args, COLLAPSE_STEPS))
@@ -173,7 +173,7 @@ def check(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
 
 
 def train(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> None:
-    """To the last step; raises GuardStopped or StopRequested where the guard or a request stops it."""
+    """Trains to the last step; raises GuardStopped or StopRequested if the guard or a request stops the run."""
     stop = StopCallback()
     guard = add_guard(trainer)
     trainer.add_callback(stop)
@@ -202,7 +202,7 @@ def push(config: Config) -> int:
     """Pushes a finished run; returns the exit code."""
     code = push_finished(config.train)
     if code:
-        report(Path(config.train.output_dir))  # once more, with what became of the push
+        report(Path(config.train.output_dir))  # once more, with the result of the push
     return code
 
 

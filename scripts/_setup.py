@@ -1,4 +1,4 @@
-"""Finds the package and prepares the process. Every script imports this before anything that is not Python's own."""
+"""Finds the package and prepares the process. Every script imports this first, after the standard library."""
 
 import sys
 from pathlib import Path

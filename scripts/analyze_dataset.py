@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Chooses max_length: how long the pairs are, what each max_length keeps and costs, what looks wrong. No GPU is used.
+"""Helps to choose max_length: lengths of the pairs, what each max_length keeps and costs, problems. Uses no GPU.
 
     python scripts/analyze_dataset.py                                   # allenai/Dolci-Instruct-DPO, SFM instruct
     python scripts/analyze_dataset.py allenai/Dolci-Think-DPO-7B --max_samples 5000
@@ -24,16 +24,16 @@ DATASET, MODEL = "allenai/Dolci-Instruct-DPO", "geodesic-research/sfm-sft_dolci_
 def main(argv: list[str]) -> int:
     share = number(float, 0, 1)
     parser = Arguments(usage="analyze_dataset.py [DATASET] [options]", description=__doc__)
-    parser.add_argument("--min_coverage", type=share, default=0.95, help="pairs to leave untouched (default 0.95)")
-    parser.add_argument("--min_tokens_kept", type=share, default=0.9, help="response tokens to keep (default 0.9)")
-    sets = "evaluation sets, FILE or DATASET[/configuration]: what is in both"
+    parser.add_argument("--min_coverage", type=share, default=0.95, help="share of pairs left untouched (0.95)")
+    parser.add_argument("--min_tokens_kept", type=share, default=0.9, help="share of response tokens kept (0.9)")
+    sets = "find pairs that are also in these evaluation sets, FILE or DATASET[/configuration]"
     parser.add_argument("--against", nargs="+", default=[], metavar="SET", help=sets)
-    parser.add_argument("--ngram", type=number(int, 1), default=13, help="words in common that count (default 13)")
-    parser.add_argument("--by", metavar="COLUMN", help="compares chosen and rejected by this column's values")
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="writes everything, for machines")
-    parser.add_argument("--plot", type=new_file, metavar="FILE", help="writes the picture, .png, .svg or .pdf")
-    parser.add_argument("--html", type=new_file, metavar="FILE", help="writes one page with all")
-    parser.add_argument("--dropped", type=new_file, metavar="FILE", help="lists the unusable rows, a JSON line each")
+    parser.add_argument("--ngram", type=number(int, 1), default=13, help="shared words in a row that count (13)")
+    parser.add_argument("--by", metavar="COLUMN", help="compare chosen and rejected for each value of this column")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write all results, for programs")
+    parser.add_argument("--plot", type=new_file, metavar="FILE", help="write the plot as .png, .svg or .pdf")
+    parser.add_argument("--html", type=new_file, metavar="FILE", help="write all results as one page")
+    parser.add_argument("--dropped", type=new_file, metavar="FILE", help="write each unusable row as a JSON line")
     if argv and not argv[0].startswith("-"):
         argv = ["--dataset_name", *argv]
     args, fields = parser.parse_known_args(argv)  # answers --help before the slow imports

@@ -1,9 +1,10 @@
 #!/usr/bin/env python
-"""Reads a configuration as train_dpo.py will, and prints its output_dir. The batch scripts' first step.
+"""Checks a configuration as train_dpo.py will, and prints its output_dir. The batch scripts run this first.
 
     python scripts/check_config.py accelerate_config.yaml 4 --config recipes/think.yaml --learning_rate 5e-7
 
-First the launch configuration and the number of processes over all nodes. A run that is done prints no output_dir.
+The first two arguments are the launch configuration and the number of processes over all nodes. If the run is already
+done, no output_dir is printed.
 """
 
 import os
@@ -23,14 +24,14 @@ from sfm_dpo.run.folder import check_folder, read_status
 @command
 def main(argv: list[str]) -> int:
     if len(argv) < 2 or not argv[1].isdecimal() or int(argv[1]) < 1:
-        words = " ".join(argv[:2]) or "nothing"
+        words = " ".join(argv[:2]) or "no arguments"
         raise UserError(f"{words}: give a launch configuration, the number of processes, then train_dpo.py's options")
     try:
         launcher = yaml.safe_load(Path(argv[0]).read_text())["distributed_type"]
     except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError) as error:
-        reason = f"is no launch configuration of accelerate ({type(error).__name__}: {error})"
-        raise UserError(f"{argv[0]}: {reason}; give accelerate_config.yaml, or one of configs/accelerate") from error
-    os.environ[f"ACCELERATE_USE_{launcher}"] = "true"  # as the launcher does: dtype follows
+        reason = f"not a launch configuration of accelerate ({type(error).__name__}: {error})"
+        raise UserError(f"{argv[0]}: {reason}; give accelerate_config.yaml or a file of configs/accelerate") from error
+    os.environ[f"ACCELERATE_USE_{launcher}"] = "true"  # as the launcher does; dtype depends on it
     config = parse_config(argv[2:], world_size=int(argv[1]))
     run = config.train.output_dir
     if check_folder(config):

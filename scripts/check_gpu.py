@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Checks that everything is right and fast on this machine. Called by scripts/check_gpu.sh; docs/gpu.md explains it.
+"""Checks that training is correct and fast on this machine. scripts/check_gpu.sh calls it; docs/gpu.md explains it.
 
     python scripts/check_gpu.py [--processes 4] [--config recipes/think.yaml ...]
 
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     options, recipe = parser.parse_known_args(argv)
     on_cpu = os.environ.get("DS_ACCELERATOR") == "cpu"
     if not on_cpu and not torch.cuda.is_available():
-        raise UserError("no GPU is visible; for a rehearsal on the CPU: LAUNCH=cpu sbatch scripts/check_gpu.sh")
+        raise UserError("no GPU is visible; to rehearse on the CPU, run LAUNCH=cpu sbatch scripts/check_gpu.sh")
     recipe = recipe or ["--config", "recipes/demo.yaml" if on_cpu else "recipes/think.yaml"]
     processes = options.processes or (2 if on_cpu else torch.cuda.device_count())
     rows = run_checks(Place(CALIBRATION.parent, recipe, processes, not on_cpu))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Compare two runs: every common metric step by step, and what else differs between them.
+"""Compares two runs: every common metric step by step, and all other differences.
 
     python scripts/compare_runs.py RUN_A RUN_B [--json FILE]
 
@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("run_a", type=Path)
     parser.add_argument("run_b", type=Path)
     parser.add_argument("--tolerance", type=number(float, 1e-12), help="relative; default: 0.001, or 0.05 in 16 bit")
-    parser.add_argument("--json", type=new_file, metavar="FILE", help="all of it, with both series, for programs")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="write the full comparison, with both series")
     options = parser.parse_args(argv)
     result = compare_runs(read_log(options.run_a), read_log(options.run_b), options.tolerance)
     print(format_comparison(result))

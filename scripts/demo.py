@@ -1,8 +1,8 @@
 #!/usr/bin/env python
-"""DPO from start to end on CPU: a real 135M model learns to give short correct answers instead of rambling ones.
+"""DPO from start to finish on CPU: a real 135M model learns to give short correct answers instead of rambling ones.
 
 make demo                                    sets up .venv, then runs this
-python scripts/demo.py [--field value ...]   the fields of recipes/demo.yaml, for instance --learning_rate 1e-5
+python scripts/demo.py [--field value ...]   overrides fields of recipes/demo.yaml, for instance --learning_rate 1e-5
 """
 
 import importlib.util
@@ -23,11 +23,11 @@ MODEL = Path("outputs/demo-model")
 INTRO = f"""\
 DPO on a laptop: SmolLM2-135M-Instruct learns to prefer short correct answers over long rambling ones.
 
-  time       about 4 minutes on 2 quiet cores, 13 on busy ones; 8 GB of memory, no GPU, no download
+  time       about 4 minutes on 2 idle cores, 13 on busy ones; 8 GB of memory, no GPU, no download
   data       data/demo_pairs.jsonl: 96 pairs to train on, 16 held out
   writes     {MODEL} (0.5 GB, kept), outputs/demo (0.5 GB, replaced by each demo)
 """
-# For this process and the training it starts; read when the libraries are imported
+# For this process and the training that it starts; libraries read these when they are imported
 QUIET = {
     "CUDA_VISIBLE_DEVICES": "",
     "DS_ACCELERATOR": "cpu",  # DeepSpeed, which accelerate imports, warns when it finds no GPU
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     print(f"run: python train_dpo.py {' '.join(fields)}\n", flush=True)
     if code := subprocess.run([sys.executable, "-u", "train_dpo.py", *fields], check=False).returncode:
         return code
-    print("\nheld-out questions, answered by the model before and after the training")
+    print("\nheld-out questions, answered by the model before and after training")
     samples = json.loads((run / SAMPLES).read_text()) if (run / SAMPLES).is_file() else []  # none with guard: skip
     for sample in samples:
         question = sample["prompt"].split("user\n")[-1].removesuffix("assistant\n")  # without the model's system turn

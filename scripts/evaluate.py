@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Evaluates a trained model beside its base: benchmarks of lm-eval, and held-out metrics on another preference set.
+"""Evaluates a trained model and its base: benchmarks of lm-eval, and held-out metrics on another preference set.
 
     python scripts/evaluate.py outputs/dpo --tasks ifeval gsm8k --limit 200
     python scripts/evaluate.py outputs/dpo --pairs my-org/my-pairs        reward accuracy on other pairs
     python scripts/evaluate.py outputs/dpo                                collects the results of eval_command
-    sbatch scripts/evaluate.sh outputs/dpo --tasks ifeval                 on a GPU of its own
+    sbatch scripts/evaluate.sh outputs/dpo --tasks ifeval                 in a job with one GPU
 
 The results go into evaluation.json, the report and the model card. Needs requirements-eval.txt (docs/evaluation.md).
 """
@@ -22,11 +22,11 @@ from sfm_dpo.jobs.evaluation import evaluate_run
 def main(argv: list[str]) -> None:
     parser = Arguments(prog="evaluate.py", description=__doc__)
     parser.add_argument("run", metavar="RUN_OR_CHECKPOINT", type=Path)
-    parser.add_argument("--tasks", nargs="+", default=[], help="names of lm-eval, or .yaml files")
+    parser.add_argument("--tasks", nargs="+", default=[], help="lm-eval task names, or .yaml files")
     parser.add_argument("--pairs", metavar="FILE_OR_DATASET", help="a preference set: Hub id, file or folder")
-    parser.add_argument("--out", metavar="FILE", type=new_file, help="JSON for eval_command; checkpoints without base")
-    parser.add_argument("--limit", type=number(int, 1), help="samples of each task, and pairs; default: all")
-    parser.add_argument("--num_fewshot", type=number(int, 0), help="default: the task's own")
+    parser.add_argument("--out", metavar="FILE", type=new_file, help="write a checkpoint's metrics for eval_command")
+    parser.add_argument("--limit", type=number(int, 1), help="samples per task, and pairs; default: all")
+    parser.add_argument("--num_fewshot", type=number(int, 0), help="default: the task's setting")
     parser.add_argument("--batch_size", type=number(int, 1), default=8)
     parser.add_argument("--no_chat_template", dest="apply_chat_template", action="store_false", help="plain prompts")
     parser.add_argument("--model_args", nargs="+", default=[], metavar="KEY=VALUE", help="for lm-eval's model")

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Talk to a trained model and to its base model. Each prompt begins a new chat; answers are greedy.
+"""Chats with a trained model and with its base model. Each prompt starts a new chat; decoding is greedy.
 
-python scripts/generate.py outputs/dpo                               a prompt a line; Ctrl-D ends it
-python scripts/generate.py outputs/dpo "What is DPO?" "And PPO?"     answers to these prompts
-python scripts/generate.py my-org/my-model --base "" < prompts.txt   answers to lines, without a base model
+python scripts/generate.py outputs/dpo                               reads a prompt per line; Ctrl-D ends it
+python scripts/generate.py outputs/dpo "What is DPO?" "And PPO?"     answers these prompts
+python scripts/generate.py my-org/my-model --base "" < prompts.txt   answers each line, without a base model
 """
 
 import sys
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
     parser = Arguments(description=__doc__)
     parser.add_argument("model", metavar="MODEL", help="a run, a checkpoint, or the folder or Hub id of a chat model")
     parser.add_argument("prompts", nargs="*", metavar="PROMPT")
-    parser.add_argument("--base", help="default: the model that the run started from; empty: none")
+    parser.add_argument("--base", help='default: the model that the run started from; "": none')
     parser.add_argument("--max_new_tokens", type=number(int, 1), default=256)
     options = parser.parse_args(argv)
     base = options.base

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Makes preference pairs of scored or ranked answers, as JSON Lines that dataset_name reads.
+"""Makes preference pairs from scored or ranked answers, as JSON Lines for dataset_name.
 
     python scripts/make_pairs.py openbmb/UltraFeedback --by score pairs.jsonl
 
-docs/data.md lists the sets whose columns are known. Prompts without a preferred answer are left out and counted.
+docs/data.md lists the supported sets. Prompts without a preferred answer are left out and counted.
 """
 
 import json
@@ -22,9 +22,9 @@ from sfm_dpo.data.sources import load_rows
 def main(argv: list[str]) -> None:
     parser = Arguments(prog="make_pairs.py", description=__doc__)
     parser.add_argument("dataset", metavar="DATASET")
-    parser.add_argument("out", metavar="OUT.jsonl", type=new_file, help="is written anew")
-    parser.add_argument("--by", required=True, help="score: the set's overall one; or the name of another score")
-    parser.add_argument("--score_margin", type=number(float, 0), default=0.0, help="least difference of a pair")
+    parser.add_argument("out", metavar="OUT.jsonl", type=new_file, help="file to write")
+    parser.add_argument("--by", required=True, help='"score" for the overall score, or the name of another score')
+    parser.add_argument("--score_margin", type=number(float, 0), default=0.0, help="least score difference of a pair")
     parser.add_argument("--dataset_config", help="configuration of a Hub dataset")
     parser.add_argument("--dataset_train_split", default="train", help="default: train")
     options = parser.parse_args(argv)
@@ -33,7 +33,9 @@ def main(argv: list[str]) -> None:
     pairs = list(pair_rows(rows, options.dataset, options.by, options.score_margin))
     lines = [json.dumps(pair) + "\n" for pair in pairs if pair]
     if not lines:
-        raise UserError(f"--by {options.by}: no prompt of {options.dataset} has answers that differ in it")
+        raise UserError(
+            f"--by {options.by}: no prompt of {options.dataset} has answers that differ; use another score"
+        )
     write_atomically(options.out, "".join(lines))
     ties = pairs.count(None)
     print(f"{options.out}: {len(lines):,} pairs; {ties:,} prompts have no preferred answer and are left out")

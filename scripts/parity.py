@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""Compare code paths: one batch, the same weights, several forwards; which differences are rounding, which a bug.
+"""Compares code paths on one batch with the same weights, and tells rounding differences from bugs.
 
     python scripts/parity.py --config recipes/think.yaml [--variants padded,packed,bf16,...] [--pairs 4]
 
 A variant is one word, or several joined by + (packed+bf16): eager, padded (SDPA), packed, shared (packed, prefix
-sharing), batch_1 (a pair a forward), bf16, compile. One process; fp32 weights and gradients must fit.
-Exit codes: 0 all rounding, 1 a bug, 2 an error. docs/reproducibility.md has the rule.
+sharing), batch_1 (one pair per forward), bf16, compile. Runs in one process; fp32 weights and gradients must fit.
+Exit codes: 0 all rounding, 1 a bug, 2 an error. docs/reproducibility.md explains the rule.
 """
 
 import sys

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Memory, batch size, hours and disk of a recipe, before it is submitted. No weights, no GPU; seconds.
+"""Predicts memory, batch size, hours and disk of a recipe in seconds, before submission. Needs no weights and no GPU.
 
     python scripts/plan.py --config recipes/think.yaml                                  # 4 B200
     python scripts/plan.py --config R --gpu h100 --num_gpus 8 --num_nodes 4 --mfu 0.3
@@ -25,10 +25,10 @@ def main(argv: list[str]) -> int:
     own.add_argument("--gpu", help="default: this machine's, or else b200")
     own.add_argument("--num_gpus", type=number(int, 1), default=4)
     own.add_argument("--num_nodes", type=number(int, 1), default=1)
-    own.add_argument("--mfu", type=number(float, 0.001, 1), help="default: measured, or three published ones")
-    own.add_argument("--calibration", type=Path, help="what check_gpu.sh measured; default: outputs/check-gpu")
-    own.add_argument("--lengths", type=Path, help="JSON of analyze_dataset.py, or percentiles; default: the data's")
-    own.add_argument("--pairs", type=number(int, 1), help="as if the data had so many pairs")
+    own.add_argument("--mfu", type=number(float, 0.001, 1), help="default: the measured one, or three published ones")
+    own.add_argument("--calibration", type=Path, help="calibration.json of check_gpu.sh; default: outputs/check-gpu's")
+    own.add_argument("--lengths", type=Path, help="JSON of analyze_dataset.py; default: read the dataset")
+    own.add_argument("--pairs", type=number(int, 1), help="plan for this many pairs")
     own.add_argument("--json", type=new_file)
     ours, fields = own.parse_known_args(argv or ["--help"])
     from sfm_dpo.common.files import CALIBRATION

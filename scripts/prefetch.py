@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Fetches what a recipe needs into HF_HOME, on a login node where there is a network: model, pairs, token ids.
+"""Downloads a recipe's model and pairs into HF_HOME, and tokenises the pairs. Run it on a node with a network.
 
     python scripts/prefetch.py --config recipes/think.yaml [--field value ...]
 
@@ -19,7 +19,7 @@ from sfm_dpo.config import parse_config
 from sfm_dpo.data.sources import explain_cache_errors
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 
-# Weights in safetensors alone, and what AutoModel and AutoTokenizer read beside them
+# Weights only as safetensors, and the other files that AutoModel and AutoTokenizer read
 MODEL_FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"]
 
 
@@ -34,8 +34,8 @@ def main(argv: list[str]) -> None:
                 with explain_cache_errors():
                     folder = snapshot_download(name, revision=part.model.model_revision, allow_patterns=MODEL_FILES)
             except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-                remedy = "a gated or private one needs HF_TOKEN"
-                raise UserError(f"{part.model_field} {name}: cannot be fetched ({remedy}): {error}") from error
+                remedy = "a gated or private model needs HF_TOKEN"
+                raise UserError(f"{part.model_field} {name}: cannot be downloaded ({remedy}): {error}") from error
             print(f"model {name}: {folder}", flush=True)
     pairs = load_token_pairs(config, load_tokenizer(config))
     print(f"data\n{pairs.table()}")

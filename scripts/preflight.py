@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Says whether DPO can work with this model on these pairs: data and base model only, no training.
+"""Checks whether DPO can work with this model on these pairs, from the data and the base model; nothing is trained.
 
     python scripts/preflight.py --config recipes/think.yaml [--field value ...] [--json FILE]
 
-On `preflight_samples` pairs, at least two global batches. Exit codes: 0 go or caution, 2 wrong configuration, 3 no-go.
+It uses `preflight_samples` pairs, or two global batches. Exit codes: 0 go or caution, 2 wrong configuration, 3 no-go.
 """
 
 import shutil
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", type=new_file)
     options, fields = parser.parse_known_args(argv or ["--help"])
     args = parse_config(fields, training=False).train
-    samples = max(args.preflight_samples, 2 * args.global_batch_size)  # some may be dropped for their length
+    samples = max(args.preflight_samples, 2 * args.global_batch_size)  # some pairs may be too long
     fields += ["--max_samples", str(min(samples, args.max_samples or samples)), "--eval_fraction", "0"]
     fields += ["--precompute_ref_log_probs", "true", "--preflight", "abort", "--preflight_only", "true"]
     fields += ["--report_to", "none", "--push_to_hub", "false", "--torch_compile", "false"]

@@ -5,7 +5,7 @@
     python scripts/push_to_hub.py outputs/dpo/checkpoint-500 --hub_model_id my-org/my-model --hub_revision step-500
 
 Needs HF_TOKEN, in .env or the environment. The same command continues an interrupted push (docs/hub.md).
-Exit codes: 0 pushed, 2 a mistake, or a checkpoint not fit to be published, 5 the push failed.
+Exit codes: 0 pushed, 2 wrong arguments or an unpublishable checkpoint, 5 the push failed.
 """
 
 import logging
@@ -19,17 +19,17 @@ from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.hub.publish import choose_repo, find_source, publish, push_run
 from sfm_dpo.hub.upload import HubError, check_access, format_push_command
 
-log = logging.getLogger("sfm_dpo.scripts.push_to_hub")  # whose handler the package installs
+log = logging.getLogger("sfm_dpo.scripts.push_to_hub")  # below sfm_dpo, whose handler the package installs
 
 
 @command
 def main(argv: list[str]) -> int:
     parser = Arguments(prog="push_to_hub.py", description=__doc__)
     parser.add_argument("path", metavar="RUN_OR_CHECKPOINT", type=Path)
-    parser.add_argument("--hub_model_id", help="default: the run's own, or the name of its folder")
-    parser.add_argument("--hub_revision", help="branch; {step} in it is a checkpoint's step; default: the run's own")
-    parser.add_argument("--hub_private_repo", choices=("true", "false"), help="of a new repository; default: true")
-    text = "also what the guard stopped, or what the checks refuse"
+    parser.add_argument("--hub_model_id", help="default: the run's hub_model_id, or the name of its folder")
+    parser.add_argument("--hub_revision", help="branch; {step} is replaced; default: the run's hub_revision")
+    parser.add_argument("--hub_private_repo", choices=("true", "false"), help="for a new repository; default: true")
+    text = "push even if the guard stopped the run or a check fails"
     parser.add_argument("--publish_anyway", action="store_true", help=text)
     options = parser.parse_args(argv)
     source = find_source(options.path, options.publish_anyway)
@@ -51,5 +51,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it cleans up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # lets it clean up
     sys.exit(main(sys.argv[1:]))

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Shows the state of every run under outputs/, or under the folders given.
+"""Shows the state of every run under outputs/, or under the given folders.
 
     python scripts/status.py [RUN_OR_FOLDER ...] [--json]
 
-docs/slurm.md explains the columns. Below them is the table of a sweep, where a folder given is one.
+docs/slurm.md explains the columns. For a folder that holds a sweep, the sweep's table follows.
 """
 
 import json
@@ -21,11 +21,11 @@ from sfm_dpo.run.reader import describe_runs, format_runs
 def main(argv: list[str]) -> None:
     parser = Arguments(description=__doc__)
     parser.add_argument("folders", nargs="*", default=["outputs"])
-    parser.add_argument("--json", action="store_true", help="a list of mappings, for programs")
+    parser.add_argument("--json", action="store_true", help="print a JSON list, for programs")
     options = parser.parse_args(argv)
     for folder in options.folders:
         if not Path(folder).is_dir():
-            raise UserError(f"{folder}: no such folder; name the folder of your runs, or run this from the project's")
+            raise UserError(f"{folder}: no such folder; give the folder of your runs, or run this from the project's")
     runs = describe_runs(options.folders)
     if options.json:
         print(json.dumps(runs, indent=2))

@@ -3,7 +3,7 @@
 
 python scripts/sweep.py grid.yaml --dry_run     prints the commands
 python scripts/sweep.py grid.yaml               submits the runs that are not done
-python scripts/sweep.py grid.yaml --table       the best first
+python scripts/sweep.py grid.yaml --table       ranks the runs that are done
 """
 
 import shlex
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
         print(*(f"# {number}: {line}" for number, line in enumerate(lines)), sep="\n")
         return 0
     if not shutil.which("sbatch"):
-        raise UserError("sbatch: not found; submit where Slurm is, or run the lines that --dry_run prints")
+        raise UserError("sbatch: not found; submit on a machine with Slurm, or run the commands that --dry_run prints")
     members.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(members, "".join(f"{line}\n" for line in lines))
     write_atomically(members.with_name(GRID), options.grid.read_text())

@@ -31,69 +31,69 @@ from sfm_dpo.config_checks import LOSS_TYPES, check_fields, check_known
 class TrainConfig(DPOConfig):
     """TRL's DPOConfig, with OLMo 3's DPO hyperparameters as defaults (Olmo 3 report, Table 48) and our few fields."""
 
-    output_dir: str = HfArg(default="outputs/dpo", help="The run's folder.")
+    output_dir: str = HfArg(default="outputs/dpo", help="Folder of the run.")
     # The objective: open-instruct's `dpo_norm` with beta 5.
-    loss_type: list[str] = HfArg(default_factory=lambda: ["sigmoid_norm"], help=f"Of TRL: {', '.join(LOSS_TYPES)}.")
+    loss_type: list[str] = HfArg(default_factory=lambda: ["sigmoid_norm"], help=f"From {', '.join(LOSS_TYPES)}.")
     beta: float = HfArg(default=5.0, help="Inverse temperature of the implicit reward.")
     learning_rate: float = HfArg(default=1e-6, help="Peak learning rate of AdamW.")
     lr_scheduler_type: SchedulerType = HfArg(default="linear", help="Learning rate schedule.")
-    warmup_steps: float = HfArg(default=0.1, help="Warmup: a share of all steps if below 1.")
-    num_train_epochs: float = HfArg(default=1.0, help="Passes over the training pairs.")
-    save_total_limit: int | None = HfArg(default=2, help="Checkpoints kept; at least 2.")
+    warmup_steps: float = HfArg(default=0.1, help="Warmup steps; below 1, a share of all steps.")
+    num_train_epochs: float = HfArg(default=1.0, help="Number of passes over the training pairs.")
+    save_total_limit: int | None = HfArg(default=2, help="Number of checkpoints to keep; at least 2.")
     report_to: list[str] = HfArg(default_factory=lambda: ["none"], help="wandb, trackio, tensorboard, ..., or none.")
     # Rank 0 tokenises while the others wait; the process group's default of 30 minutes is too short for that.
-    ddp_timeout: int = HfArg(default=14400, help="Seconds a collective may wait.")
-    hang_timeout: int = HfArg(default=1800, help="Seconds without progress of any rank that end the run; 0: never.")
-    global_batch_size: int = HfArg(default=128, help="Pairs per optimizer step, over all processes and accumulation.")
-    ref_model_name_or_path: str | None = HfArg(default=None, help="Reference model; default: the untrained policy.")
+    ddp_timeout: int = HfArg(default=14400, help="Seconds that a collective may wait.")
+    hang_timeout: int = HfArg(default=1800, help="End the run when no rank progresses for so many seconds; 0: never.")
+    global_batch_size: int = HfArg(default=128, help="Pairs per optimizer step, over all processes.")
+    ref_model_name_or_path: str | None = HfArg(default=None, help="Reference model; default: the base model.")
     # Data
     dataset_name: str | None = HfArg(default=None, help="Hub id, or a local .json/.jsonl/.parquet file or folder.")
     dataset_config: str | None = HfArg(default=None, help="Configuration name of a Hub dataset.")
     dataset_train_split: str = HfArg(default="train", help="Split to train on.")
-    max_samples: int | None = HfArg(default=None, help="Use this many of the usable pairs, drawn with `seed`.")
+    max_samples: int | None = HfArg(default=None, help="Use a random sample of this many pairs, drawn with `seed`.")
     eval_fraction: float = HfArg(default=0.0, help="Share of the pairs held out for evaluation, drawn with `seed`.")
     eval_datasets: str | None = HfArg(default=None, help="More held-out sets: {math: m.jsonl, code: {path: org/set}}.")
-    max_prompt_length: int | None = HfArg(default=None, help="A longer prompt keeps its last tokens (TRL dropped it).")
-    overlong: Literal["truncate", "drop", "error"] = HfArg(default="truncate", help="What becomes of a longer pair.")
-    truncation_mode: Literal["keep_start"] = HfArg(default="keep_start", help="A longer pair keeps its first tokens.")
+    max_prompt_length: int | None = HfArg(default=None, help="Keep only the last tokens of a longer prompt.")
+    overlong: Literal["truncate", "drop", "error"] = HfArg(default="truncate", help="What to do with a longer pair.")
+    truncation_mode: Literal["keep_start"] = HfArg(default="keep_start", help="Truncation keeps the first tokens.")
     mask_tool_results: bool = HfArg(default=True, help="Do not train on the results of tool calls (docs/data.md).")
-    max_dropped_fraction: float = HfArg(default=0.05, help="Stop if a larger share of the rows cannot be used.")
+    max_dropped_fraction: float = HfArg(default=0.05, help="Stop if a larger share of the rows is unusable.")
     # Filters (docs/data.md)
-    filter_script: str | None = HfArg(default=None, help="Python file with keep(row): whether a stored row is kept.")
-    drop_duplicates: Literal["no", "pairs", "prompts"] = HfArg(default="no", help="Leave out repeated pairs, prompts.")
-    drop_contaminated: str | None = HfArg(default=None, help="Leave out the pairs in this JSON of analyze_dataset.py.")
-    # sanitize: as Transformers' apply_chat_template
-    control_tokens: Literal["accept", "sanitize", "drop"] = HfArg(default="accept", help="Special tokens in messages.")
+    filter_script: str | None = HfArg(default=None, help="Python file; its keep(row) decides which rows to use.")
+    drop_duplicates: Literal["no", "pairs", "prompts"] = HfArg(default="no", help="Drop repeated pairs, or prompts.")
+    drop_contaminated: str | None = HfArg(default=None, help="JSON of analyze_dataset.py; drop the pairs it lists.")
+    # sanitize: as in Transformers' apply_chat_template
+    control_tokens: Literal["accept", "sanitize", "drop"] = HfArg(default="accept", help="Handling of special tokens.")
     # Speed
-    padding_free: bool = HfArg(default=False, help="Compute real tokens only, no padding (docs/speed.md).")
-    precompute_ref_log_probs: bool = HfArg(default=False, help="Compute the reference's log-probs once, on disk.")
+    padding_free: bool = HfArg(default=False, help="Pack sequences instead of padding them (docs/speed.md).")
+    precompute_ref_log_probs: bool = HfArg(default=False, help="Compute reference log-probs once and cache them.")
     prefix_sharing: bool | None = HfArg(default=None, help="Compute a prompt once for both answers (docs/speed.md).")
-    # auto: the fastest by check_gpu.sh, else FA2
-    flash_attention: Literal["auto", "fa2", "fa3", "fa4"] = HfArg(default="auto", help="Kernel of packed attention.")
-    fit_memory: bool = HfArg(default=False, help="Choose pairs per device and checkpointing by memory, if not given.")
-    memory_gib: float | None = HfArg(default=None, help="With fit_memory: GiB of a process; default: 0.9 of all.")
+    # auto: the fastest kernel that check_gpu.sh measured, else FA2
+    flash_attention: Literal["auto", "fa2", "fa3", "fa4"] = HfArg(default="auto", help="Kernel for packed attention.")
+    fit_memory: bool = HfArg(default=False, help="Choose unset pairs per device and checkpointing by memory.")
+    memory_gib: float | None = HfArg(default=None, help="GiB that fit_memory may use per process; default: 90%.")
     profile_steps: list[int] | None = HfArg(default=None, help="First and last step to profile (docs/speed.md).")
-    eval_command: str | None = HfArg(default=None, help="Evaluates each checkpoint (docs/evaluation.md).")
+    eval_command: str | None = HfArg(default=None, help="Command to evaluate each checkpoint (docs/evaluation.md).")
     # Hub (docs/hub.md)
     push_to_hub: bool = HfArg(default=False, help="Push the finished model, or each checkpoint (hub_strategy).")
-    hub_private_repo: bool | None = HfArg(default=True, help="A repository that the push creates is private.")
-    # Trainer's other two, checkpoint and all_checkpoints, would publish the optimizer: 80 GB of a 7B model each time
-    hub_strategy: Literal["end", "every_save"] = HfArg(default="end", help="Push the model, or checkpoints too.")
-    hub_revision: str | None = HfArg(default=None, help="Branch to push to; with {step}, one for each checkpoint.")
+    hub_private_repo: bool | None = HfArg(default=True, help="Create new repositories as private.")
+    # Trainer's other strategies, checkpoint and all_checkpoints, would also push the optimizer: 80 GB for a 7B model
+    hub_strategy: Literal["end", "every_save"] = HfArg(default="end", help="Push at the end, or every checkpoint.")
+    hub_revision: str | None = HfArg(default=None, help="Branch to push to; {step} gives each checkpoint its own.")
     # Safety (docs/health.md)
-    preflight: Literal["skip", "warn", "abort"] = HfArg(default="abort", help="Before training; abort: on a no-go.")
-    preflight_only: bool = HfArg(default=False, help="End after reference pass and preflight; the next start trains.")
-    preflight_samples: int = HfArg(default=256, help="Pairs of the preflight; with a reference cache it takes all.")
-    guard: Literal["skip", "warn", "stop"] = HfArg(default="stop", help="While training; stop: a collapsed run.")
-    guard_generations: int = HfArg(default=0, help="Steps between answers that the guard reads; needs eval_fraction.")
+    preflight: Literal["skip", "warn", "abort"] = HfArg(default="abort", help="Check before training; end on a no-go.")
+    preflight_only: bool = HfArg(default=False, help="End after the preflight; the next start trains.")
+    preflight_samples: int = HfArg(default=256, help="Pairs for the preflight; all with a reference cache.")
+    guard: Literal["skip", "warn", "stop"] = HfArg(default="stop", help="Check while training; stop: end on collapse.")
+    guard_generations: int = HfArg(default=0, help="Steps between test generations; needs eval_fraction.")
     allow_unnormalized_beta: bool = HfArg(default=False, help="Allow beta >= 1 with a loss on summed log-probs.")
-    verify_checkpoints: bool = HfArg(default=True, help="Before a resume: compare a checkpoint with its checksums.")
-    ignore_resume_mismatch: bool = HfArg(default=False, help="Resume with other data or (not ZeRO) world size.")
+    verify_checkpoints: bool = HfArg(default=True, help="Verify a checkpoint's checksums before resuming.")
+    ignore_resume_mismatch: bool = HfArg(default=False, help="Resume despite other data or world size (not ZeRO).")
 
 
 DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)
 
-# Fields of earlier versions, and what to do instead; empty in an old resolved_config.yaml, they are ignored
+# Fields of earlier versions, and what to do instead; ignored if they are empty, as in an old resolved_config.yaml
 _SCORES = "pair_by score_field score_margin score_pairs".split()
 _FILTERS = "keep_values max_length_ratio max_response_similarity max_response_tokens min_response_tokens".split()
 REMOVED = {
@@ -119,11 +119,11 @@ class Config:
     tracking: str  # which trackers work, for the log
     micro_batch: int  # the recipe's per_device_train_batch_size, also where `training` is False
     fitted: list[str]  # fields that fit_memory chooses
-    model_field: str = "model_name_or_path"  # what errors about the model name
+    model_field: str = "model_name_or_path"  # the field that errors about the model name
 
     @property
     def reference(self) -> "Config":
-        """With the model of ref_model_name_or_path in the place of the policy."""
+        """This configuration with the model of ref_model_name_or_path as the policy."""
         name = self.train.ref_model_name_or_path
         model = dataclasses.replace(self.model, model_name_or_path=name, model_revision="main")
         return dataclasses.replace(self, model=model, model_field="ref_model_name_or_path")
@@ -136,10 +136,10 @@ class Config:
             for f in dataclasses.fields(part)
             if f.init and f.name not in ("hub_token", "push_to_hub_token", *self.fitted)
         }
-        return json.loads(json.dumps(values, default=dataclasses.asdict))  # enums are strings to it
+        return json.loads(json.dumps(values, default=dataclasses.asdict))  # json writes these enums as strings
 
 
-# What --help and docs/reference.md list: our fields, and those of TRL that a recipe is likely to set
+# The fields that --help and docs/reference.md list: ours, and those of TRL that a recipe is likely to set
 FIELD_GROUPS = {
     "Model": """model_name_or_path model_revision ref_model_name_or_path trust_remote_code dtype attn_implementation
         model_init_kwargs use_peft lora_r lora_alpha lora_dropout lora_target_modules""",
@@ -164,7 +164,7 @@ class FieldParser(TrlParser):
     def __init__(self) -> None:
         super().__init__(DATACLASSES, allow_abbrev=False, prog="train_dpo.py")
         self.set_defaults(per_device_train_batch_size=None, gradient_checkpointing=None)  # see resolve_fitted
-        self._negative_number_matcher = re.compile(r"-\.?\d")  # argparse takes -1e-6 for an option
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # otherwise argparse takes -1e-6 for an option
         self.fields = {action.dest: action for action in reversed(self._actions) if action.dest != "help"}
         self.add_argument("--config", help="YAML recipe; its keys are the fields below")
 
@@ -175,7 +175,7 @@ class FieldParser(TrlParser):
             for name in names.split():
                 default, meaning = self.describe(name)
                 lines.append(f"  --{name} [{default}]\n      {meaning}")
-        lines += ["", "Every other field of TRL's DPOConfig and ModelConfig is accepted, too."]
+        lines += ["", "All other fields of TRL's DPOConfig and ModelConfig are accepted, too."]
         return "\n".join(lines) + "\n"
 
     def describe(self, name: str) -> tuple[str, str]:
@@ -192,9 +192,9 @@ class FieldParser(TrlParser):
 
 
 def parse_config(argv: list[str], world_size: int | None = None, training: bool = True) -> Config:
-    """Reads `--config RECIPE` and the overrides after it. Raises UserError where they cannot be meant.
+    """Reads `--config RECIPE` and the overrides after it. Raises UserError for wrong values and combinations.
 
-    `world_size` is the launcher's by default; `training` is False for a command that looks at a recipe on a CPU node.
+    `world_size` defaults to the launcher's; `training` is False for a command that only reads a recipe on a CPU node.
     """
     namespace = parse_fields(argv)
     world_size = world_size or distributed.world_size()
@@ -227,10 +227,10 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
 
 
 def parse_fields(argv: list[str]) -> argparse.Namespace:
-    """The values of all fields: the command line's, else the recipe's, else the defaults."""
+    """The values of all fields, from the command line, else the recipe, else the defaults."""
     for arg in argv:
         if arg.split("=")[0].replace("-", "_") in ("__hub_token", "__push_to_hub_token"):
-            raise UserError("hub_token: everybody on the machine can read a command line; put HF_TOKEN into .env")
+            raise UserError("hub_token: other users of the machine can read a command line; put HF_TOKEN into .env")
     parser = FieldParser()
     recipe = parser.parse_known_args(argv)[0].config
     if recipe is not None:
@@ -243,7 +243,7 @@ def parse_fields(argv: list[str]) -> argparse.Namespace:
 
 
 def explain_unknown(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The end of an error message: what replaces a removed field, or the known name that resembles `name`."""
+    """The end of an error message: what replaces a removed field, or the known name closest to `name`."""
     field_name = name.replace("-", "_")
     if field_name in REMOVED:
         return f", which was removed: {REMOVED[field_name]}"
@@ -251,7 +251,7 @@ def explain_unknown(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def read_recipe(path: str, fields: dict[str, argparse.Action]) -> dict[str, Any]:
-    """A recipe's fields, converted to their types; its `env` sets variables, as with TRL."""
+    """A recipe's fields, converted to their types; its `env` section sets environment variables, as in TRL."""
     values: dict[str, Any] = {}
     for key, node in read_nodes(path).items():
         is_empty = node.tag == "tag:yaml.org,2002:null"
@@ -273,7 +273,7 @@ def read_recipe(path: str, fields: dict[str, argparse.Action]) -> dict[str, Any]
 
 
 def read_nodes(path: str) -> dict[str, yaml.Node]:
-    """The top level of a recipe. Nodes hold scalars as they are written: YAML reads `no` as false and 1e-6 as text."""
+    """The top level of a recipe, as nodes that keep scalars as written: YAML reads `no` as false and 1e-6 as text."""
     if not Path(path).is_file():
         raise UserError(f"--config {path}: no such file")
     try:
@@ -291,7 +291,7 @@ def read_nodes(path: str) -> dict[str, yaml.Node]:
 
 
 def read_value(node: yaml.Node, action: argparse.Action, where: str) -> Any:
-    """The default that argparse gets: a list, or text, which it converts to the type of the field."""
+    """The default to give argparse: a list, or text, which argparse converts to the field's type."""
     if action.nargs == "+":
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
         to_type: Any = action.type
@@ -313,13 +313,13 @@ def set_environment(variables: Any, recipe: str) -> None:
     if not isinstance(variables, dict | None):
         raise UserError(f"{recipe}: env is {variables!r}; it takes a mapping such as 'env: {{WANDB_PROJECT: x}}'")
     for name, value in (variables or {}).items():
-        if name.startswith("HF_"):  # huggingface_hub and datasets read theirs when they are imported
-            raise UserError(f"{recipe}: env: {name} would come too late; set it in the environment or in .env")
+        if name.startswith("HF_"):  # huggingface_hub and datasets read theirs at import
+            raise UserError(f"{recipe}: env: {name} would be set too late; set it in the environment or in .env")
         os.environ[name] = str(value)
 
 
 def check_mixture(datasets: Any, recipe: str) -> list[dict]:
-    """A recipe's `datasets`: TRL's DatasetConfig as mappings, each with a path."""
+    """A recipe's `datasets`: mappings that hold the fields of TRL's DatasetConfig, each with a path."""
     try:
         fractions = [DatasetConfig(**entry).fraction for entry in datasets]
     except TypeError as error:
@@ -330,24 +330,24 @@ def check_mixture(datasets: Any, recipe: str) -> list[dict]:
 
 
 def resolve_precision(namespace: Any) -> None:
-    """Sets use_cpu, bf16 and dtype where they are not given: bf16 on a GPU, fp32 without one."""
+    """Sets use_cpu, bf16 and dtype if they are not given: bf16 on a GPU, fp32 without one."""
     if not namespace.use_cpu and (reason := distributed.explain_missing_gpus()):
-        raise UserError(f"{reason}. To train on the CPU all the same: --use_cpu true")
+        raise UserError(f"{reason}. To train on the CPU anyway, set --use_cpu true")
     if namespace.bf16 and not namespace.use_cpu and not torch.cuda.is_available():
-        raise UserError("bf16 true: no GPU is visible; on CPU say --bf16 false, or --use_cpu true as well")
-    # accelerate's launcher drops `use_cpu` of a DeepSpeed config file, and without it accelerate finds no backend:
-    # each CPU process would believe that it is alone.
+        raise UserError("bf16 true: no GPU is visible; on CPU set --bf16 false, or --use_cpu true as well")
+    # accelerate's launcher drops a DeepSpeed config file's `use_cpu`, and without it accelerate finds no backend:
+    # each CPU process would act as the only one.
     namespace.use_cpu = namespace.use_cpu or not torch.cuda.is_available()
     if namespace.bf16 is None:
         namespace.bf16 = not namespace.use_cpu and not namespace.fp16  # TRL's default is true everywhere
     if namespace.dtype is None:
-        # Of a bf16 model DeepSpeed makes fp32 master weights; loading in bf16 halves the host memory
+        # DeepSpeed makes fp32 master weights from a bf16 model; loading in bf16 halves the host memory
         sharded = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
         namespace.dtype = "bfloat16" if namespace.bf16 and sharded else "float32"
 
 
 def resolve_fitted(namespace: Any) -> list[str]:
-    """The fields that fit_memory chooses, which are not given; until then they are set to what needs least memory."""
+    """The fields that fit_memory chooses because they are not given; until then they have their smallest setting."""
     fitted = []
     if namespace.per_device_train_batch_size is None:
         fitted += ["per_device_train_batch_size", "gradient_accumulation_steps"]
@@ -360,12 +360,12 @@ def resolve_fitted(namespace: Any) -> list[str]:
 
 
 def resolve_report_to(report_to: list[str]) -> tuple[list[str], str]:
-    """Trackers that can work here, and a line that says so. A batch job must not wait at W&B's login prompt."""
+    """The trackers that can work here, and a log line naming them. A batch job must not wait at W&B's login prompt."""
     trackers = [tracker for tracker in report_to if tracker != "none"]
     for tracker in trackers:
-        check_known("report_to", tracker, INTEGRATION_TO_CALLBACK)  # no `all`: it brings W&B and its login prompt
+        check_known("report_to", tracker, INTEGRATION_TO_CALLBACK)  # `all` is refused: it includes W&B's login prompt
         if tracker in ("trackio", "tensorboard") and importlib.util.find_spec(tracker) is None:
-            raise UserError(f"report_to {tracker}: is not installed; pip install {tracker}, or remove it")
+            raise UserError(f"report_to {tracker}: not installed; pip install {tracker}, or remove it")
     usable = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") in ("offline", "disabled")
     if "wandb" in trackers and not usable:
         trackers.remove("wandb")

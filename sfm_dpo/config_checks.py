@@ -1,4 +1,4 @@
-"""Checks of a configuration before any model or data is loaded: ranges, combinations, what is installed."""
+"""Checks of a configuration before any model or data is loaded: ranges, combinations, installed packages."""
 
 import argparse
 import json
@@ -28,10 +28,10 @@ EVAL_METRICS = """loss rewards/chosen rewards/rejected rewards/margins rewards/a
 
 _COUNTS = """max_prompt_length max_samples preflight_samples global_batch_size per_device_train_batch_size
     per_device_eval_batch_size dataset_num_proc lora_r precompute_ref_batch_size ddp_timeout"""
-_MOST = sys.float_info.max  # infinity is more
+_MOST = sys.float_info.max  # refuses infinity
 _RANGES = [  # (lowest, highest, in words, fields); a field without a value is not checked
     (1, _MOST, "at least 1", _COUNTS),
-    # save_total_limit: with 1, a kill while saving can leave no complete checkpoint
+    # save_total_limit: with 1, a run killed while saving may have no complete checkpoint
     (2, _MOST, "at least 2", "max_length save_total_limit"),
     (1e-30, _MOST, "above 0", "beta learning_rate memory_gib num_train_epochs save_steps logging_steps eval_steps"),
     (0, _MOST, "at least 0", "weight_decay adam_epsilon max_grad_norm guard_generations hang_timeout"),
@@ -40,48 +40,48 @@ _RANGES = [  # (lowest, highest, in words, fields); a field without a value is n
     (0, 2**32 - 1, "at least 0 and below 2**32", "seed data_seed"),
 ]
 
-# Fields of TRL and Transformers that do not work in training, metrics, guard, preflight and resume alike
+# Fields of TRL and Transformers that break training, metrics, guard, preflight or resume
 REFUSED = {
     "auto_find_batch_size": "would change the global batch; remove it",
-    "enable_jit_checkpoint": "ranks could save at different steps; remove it, and stop by the file STOP",
+    "enable_jit_checkpoint": "ranks could save at different steps; remove it, and stop a run with the file STOP",
     "ignore_data_skip": "a resumed run would train on some pairs twice; remove it",
-    "label_smoothing_factor": "is of Trainer's cross-entropy; DPO's robust and exo_pair have label_smoothing",
-    "ld_alpha": "its weighted log-probs reach neither the metrics, nor the preflight, nor step 0; remove it",
-    "neftune_noise_alpha": "noise in the policy alone, so that step 0 is not ln 2; remove it",
+    "label_smoothing_factor": "is for Trainer's cross-entropy; with loss_type robust or exo_pair set label_smoothing",
+    "ld_alpha": "metrics, preflight and the check of step 0 would ignore its weights; remove it",
+    "neftune_noise_alpha": "adds noise to the policy alone, so the loss would not start at ln 2; remove it",
     "save_only_model": "a run could not be resumed without its optimizer; remove it",
     "streaming": "pairs are checked before training, so they cannot be streamed",
-    "sync_ref_model": "checkpoints do not hold the synchronised reference, a resumed run would lose it; remove it",
-    "test_split_size": "set eval_fraction instead, which is seeded",
-    "use_liger_kernel": "is applied after the reference pass, to the policy alone; set torch_compile: true instead",
+    "sync_ref_model": "checkpoints do not store the synchronised reference, so a resumed run would lose it; remove it",
+    "test_split_size": "set eval_fraction instead, which uses `seed`",
+    "use_liger_kernel": "would apply to the policy but not to the reference; set torch_compile: true instead",
 }
 
 
 def main_loss(loss_types: list[str]) -> str:
-    """The loss of a mixture on whose scale rewards are logged: the first that compares the two responses."""
+    """The loss whose scale the logged rewards have: the first of a mixture that compares the two responses."""
     return next((loss for loss in loss_types if loss != "sft"), "sft")
 
 
 def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> Iterator[tuple[str, str]]:
-    """Fields whose value is wrong beside the others, or with `training` on this machine, each with what to do."""
+    """Fields whose value conflicts with others or, with `training`, with this machine; each with its remedy."""
     if not c.model_name_or_path:
         yield "model_name_or_path", "give a Hub id or a folder"
     if "\n" in c.output_dir:
-        yield "output_dir", "holds a line break; remove it"
+        yield "output_dir", "contains a line break; remove it"
     if not c.dataset_name and not c.datasets:
         yield "dataset_name", "give a Hub id, a .json/.jsonl/.parquet file or a folder"
     if c.dataset_name and c.datasets:
-        yield "dataset_name", "datasets is set as well; keep one of them"
+        yield "dataset_name", "datasets is also set; keep one of them"
     if c.max_prompt_length and c.max_length and c.max_prompt_length >= c.max_length:
-        yield "max_prompt_length", f"must be below max_length {c.max_length}, or no token is left for the response"
+        yield "max_prompt_length", f"must be below max_length {c.max_length}, to leave room for the response"
     summed = [loss for loss in c.loss_type if loss not in {*LENGTH_NORMALIZED_LOSSES, "sft"}]
     if summed and c.beta >= 1 and not c.allow_unnormalized_beta:
-        why = f"with loss_type {summed[0]} this loss uses sums over tokens, some fifty times stiffer than OLMo's means"
+        why = f"loss_type {summed[0]} sums log-probs over tokens, which makes beta about 50 times stiffer than a mean"
         yield "beta", f"{why}; use loss_type sigmoid_norm, or beta 0.1, or allow_unnormalized_beta: true"
     if c.prefix_sharing and not c.padding_free:
         yield "prefix_sharing", "needs padding_free: true"
     sharded = "true" in (os.environ.get("ACCELERATE_USE_DEEPSPEED"), os.environ.get("ACCELERATE_USE_FSDP"))
     if c.dtype in ("bfloat16", "float16") and not sharded and not c.use_peft:
-        why = f"without DeepSpeed or FSDP: there are no fp32 master weights; updates of {c.learning_rate:g} round to 0"
+        why = f"without DeepSpeed or FSDP there are no fp32 master weights; updates of {c.learning_rate:g} round to 0"
         yield "dtype", f"{why}; remove dtype (bf16: true still computes in bf16)"
     if c.fit_memory and c.deepspeed:
         yield "deepspeed", "fit_memory: true needs accelerate launch --config_file"
@@ -91,16 +91,16 @@ def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> It
     if c.guard_generations and not c.eval_fraction:
         yield "guard_generations", "needs prompts: set eval_fraction"
     if c.eval_strategy != "no" and not c.eval_fraction and not c.eval_datasets:
-        yield "eval_strategy", "nothing is held out; set eval_fraction, for instance 0.02, or eval_datasets"
+        yield "eval_strategy", "there are no pairs to evaluate; set eval_fraction, for instance 0.02, or eval_datasets"
     if c.save_strategy == "best":
-        yield "save_strategy", "a run could not be resumed; set load_best_model_at_end"
+        yield "save_strategy", "a run could not be resumed; set load_best_model_at_end: true instead"
     if c.eval_command:
         yield from find_template_errors(c.eval_command, training)
         if c.save_strategy == "no":
             yield "save_strategy", "eval_command needs checkpoints; set it to steps or epoch"
     if c.metric_for_best_model or c.load_best_model_at_end:
         if not c.eval_strategy == c.save_strategy != "no":
-            yield "eval_strategy", f"must be save_strategy's value, {c.save_strategy}, to find the best checkpoint"
+            yield "eval_strategy", f"must equal save_strategy, {c.save_strategy}, to find the best checkpoint"
         if c.save_strategy == "steps" and (c.eval_steps or c.logging_steps) != c.save_steps:
             yield "eval_steps", f"each evaluated step must be a checkpoint; set it to save_steps, {c.save_steps:g}"
     unit = c.per_device_train_batch_size * world_size
@@ -114,14 +114,14 @@ def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> It
         accumulated = f"global_batch_size {c.global_batch_size} of {size} makes it {c.global_batch_size // unit}"
         yield "gradient_accumulation_steps", f"{accumulated}; remove the field"
     if training and c.attn_implementation == "flash_attention_2" and not is_flash_attn_2_available():
-        yield "attn_implementation", "needs flash-attn and a GPU; remove it: padding_free: true needs no such package"
+        yield "attn_implementation", "needs flash-attn and a GPU; remove it: padding_free: true works without both"
     launched = "LOCAL_RANK" in os.environ or any(name.startswith("ACCELERATE_USE_") for name in os.environ)
     if training and c.deepspeed and not launched:
-        yield "deepspeed", "no launcher started this process; use accelerate launch --config_file ..., which brings it"
+        yield "deepspeed", "no launcher started this process; use accelerate launch --config_file ..., which sets it"
 
 
 def check_fields(namespace: argparse.Namespace, world_size: int, training: bool) -> None:
-    """Ranges and combinations that argparse cannot see. Raises UserError: the field, its value and what to do."""
+    """Checks ranges and combinations. Raises UserError with the field, its value and the remedy."""
     values = vars(namespace)
     for lowest, highest, words, names in _RANGES:
         for name in names.split():
@@ -129,8 +129,8 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
                 raise UserError(f"{name} {values[name]}: must be {words}")
     for loss in namespace.loss_type:
         check_known("loss_type", loss, LOSS_TYPES)
-    if re.search(r"['\"](use_auth_)?token['\"]", str(namespace.model_init_kwargs)):  # whose value is not quoted
-        raise UserError("model_init_kwargs: its token would be written down; put HF_TOKEN into .env instead")
+    if re.search(r"['\"](use_auth_)?token['\"]", str(namespace.model_init_kwargs)):  # the error omits its value
+        raise UserError("model_init_kwargs: its token would be stored with the run; put HF_TOKEN into .env instead")
     refused = [(name, remedy) for name, remedy in REFUSED.items() if values[name]]
     for name, remedy in [*refused, *find_conflicts(namespace, world_size, training)]:
         raise UserError(f"{name} {values[name]}: {remedy}")
@@ -144,29 +144,29 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
 
 
 def find_template_errors(template: str, training: bool) -> Iterator[tuple[str, str]]:
-    """What is wrong with an eval_command, and what to do."""
-    example = "write for instance: sbatch my_eval.sh {checkpoint} {step} {out}"
+    """Errors in an eval_command, each with its remedy."""
+    example = "for instance: sbatch my_eval.sh {checkpoint} {step} {out}"
     words: list[str] = []
     try:
         words = [word.format(checkpoint="{checkpoint}", step=0, out="{out}") for word in shlex.split(template)]
     except (ValueError, LookupError, AttributeError) as error:
-        yield "eval_command", f"is no template ({error!r}); {example}; braces of its own are doubled"
+        yield "eval_command", f"cannot be read ({error!r}); {example}; double any other brace"
     for name in ("{checkpoint}", "{out}"):
         if name not in " ".join(words):
             yield "eval_command", f"lacks {name}; {example}"
     if training and words and not shutil.which(words[0]):
-        yield "eval_command", f"there is no command {words[0]} here; give its path, or make it executable (chmod +x)"
+        yield "eval_command", f"command {words[0]} not found; give its path, or make it executable (chmod +x)"
 
 
 def check_known(field: str, name: Any, known: Iterable[str]) -> None:
     """Raises UserError if `name`, a value of `field`, is not among the known ones."""
     if name not in known:
         near = nearest(name, known) or f"; the known ones are {', '.join(sorted(known))}"
-        raise UserError(f"{field} {name}: is unknown{near}")
+        raise UserError(f"{field} {name}: unknown{near}")
 
 
 def read_eval_sets(text: str | None) -> dict[str, dict[str, str]]:
-    """`eval_datasets`: by name the path of each set, and its configuration `name` and `split` where given."""
+    """`eval_datasets` as a mapping from each set's name to its `path` and, if given, its `name` and `split`."""
     sets = {}
     try:
         for name, entry in json.loads(text or "{}").items():

@@ -1,1 +1,1 @@
-"""Preference pairs: read, checked, tokenized, measured, and put in order."""
+"""Preference pairs: reading, checks, tokenization, lengths, and their order in training."""

@@ -1,8 +1,8 @@
 """Contamination: pairs that share long n-grams of words with evaluation sets.
 
-The usual convention (GPT-3, Tulu 3): 13 words in lower case and without punctuation; an n-gram that more than
-COMMON_ROWS rows of a set share is a stock phrase and does not count. Paraphrases, translations, and rows of a set with
-fewer words than n are not found.
+It follows the usual convention (GPT-3, Tulu 3): 13 words in lower case and without punctuation; an n-gram that occurs
+in more than COMMON_ROWS rows of a set is a stock phrase and does not count. It finds no paraphrases, no translations,
+and no rows of a set with fewer than n words.
 """
 
 import json
@@ -25,8 +25,8 @@ _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u9ff
 
 
 def read_evaluation_texts(name: str) -> list[str]:
-    """All text of each row of an evaluation set, of its test split where it has one: of a local file or folder, or of
-    DATASET[/configuration] on the Hub."""
+    """All text of each row of an evaluation set: a local file or folder, or DATASET[/configuration] on the Hub. If the
+    set has a test split, only that is read."""
     path = name
     config = None
     if name.count("/") == 2 and not Path(name).exists():
@@ -38,7 +38,7 @@ def read_evaluation_texts(name: str) -> list[str]:
             splits = load_any(path, config)
     except UserError as error:  # of json_rows.py
         raise UserError(f"--against {name}: {error}") from error
-    except Exception as error:  # of the Hub, of pyarrow, of the builder
+    except Exception as error:  # from the Hub, pyarrow or the builder
         raise UserError(f"--against {name}: cannot be read: {error.__cause__ or error}") from error
     rows = splits["test"] if "test" in splits else concatenate_datasets(list(splits.values()))
     values = map(json.loads, rows[COLUMN]) if COLUMN in rows.column_names else rows
@@ -60,7 +60,7 @@ def _list_ngrams(text: str, n: int) -> set[str]:
 
 
 def _index_ngrams(texts: list[str], n: int) -> dict[str, int]:
-    """The n-grams of an evaluation set that are no stock phrase, and the first row that has each."""
+    """The n-grams of an evaluation set that are not stock phrases, each with the first row that contains it."""
     rows: dict[str, list[int]] = defaultdict(list)
     for row, text in enumerate(texts):
         for gram in _list_ngrams(text, n):
@@ -74,8 +74,8 @@ def _find_shared_ngram(pair: dict[str, Any], index: dict[str, int], n: int) -> d
 
 
 def report_contamination(pairs: Dataset, names: list[str], n: int, num_proc: int | None = None) -> dict[str, Any]:
-    """Counts and examples of each evaluation set (`names`: see `read_evaluation_texts`), and the keys of all `pairs`
-    (preferences.py) that share an n-gram with any."""
+    """Counts and examples for each evaluation set (`names`: see `read_evaluation_texts`), and the keys of all `pairs`
+    (preferences.py) that share an n-gram with any set."""
     sets = []
     matched: set[int] = set()
     numbers = pairs["row"]  # in `sources`, from 1

@@ -1,6 +1,6 @@
-"""What preference data get wrong, found in the texts alone: refusals, cut answers, leaked tags, bad think blocks.
+"""Common problems of preference data, found in the texts alone: refusals, cut answers, leaked tags, bad think blocks.
 
-docs/internals/testing.md has what each check finds, misses and reports falsely.
+docs/internals/testing.md lists what each check finds, its misses and its false positives.
 """
 
 import re
@@ -45,7 +45,7 @@ def find_cut(answer: str) -> int | None:
 
 
 def find_bad_think(answer: str) -> int | None:
-    """A think block without content, or that is not closed; one that the generation prompt opens is."""
+    """A think block that is empty or not closed; a block that the generation prompt opens counts as opened."""
     opened = answer.rfind("<think>")
     if opened > answer.rfind("</think>"):
         return opened
@@ -63,7 +63,7 @@ CHECKS: dict[str, tuple[Callable[[str], int | None], str]] = {
 
 
 def read_answers(pairs: Dataset, num_proc: int | None = None) -> dict[str, np.ndarray]:
-    """By name of CHECKS and TRAITS what is found in chosen and rejected of `pairs` (preferences.py), [N, 2] bool."""
+    """For each name in CHECKS and TRAITS: whether it is found in the chosen and rejected answers, [N, 2] bool."""
     parts = list(PARTS)
     columns = pairs.select_columns(parts).map(
         _check_answers, remove_columns=parts, num_proc=num_proc, keep_in_memory=True, desc="Checking"
@@ -72,7 +72,7 @@ def read_answers(pairs: Dataset, num_proc: int | None = None) -> dict[str, np.nd
 
 
 def find_faults(pairs: Dataset, answers: dict[str, np.ndarray]) -> list[dict[str, Any]]:
-    """Of each check that finds something in the `answers` (of read_answers) to `pairs`: how many pairs, how many
+    """For each check that finds something in `answers` (from read_answers): the number of pairs, the number of
     answers on each side, and examples with the text around the evidence."""
     summary = []
     for name, (find, text) in CHECKS.items():

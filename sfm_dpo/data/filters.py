@@ -1,4 +1,4 @@
-"""Filters that leave out usable pairs on request: rows by script, repeats, contaminated pairs (docs/data.md)."""
+"""Filters that drop usable pairs on request: rows by script, repeats, contaminated pairs (docs/data.md)."""
 
 import functools
 import json
@@ -15,9 +15,9 @@ from sfm_dpo.config import TrainConfig
 from sfm_dpo.data.sources import drop_rows
 
 FILTER_REASONS = {
-    "script": "filter_script does not keep it",
+    "script": "rejected by filter_script",
     "contaminated": "listed in drop_contaminated",
-    "duplicate": "repeats an earlier one (drop_duplicates)",
+    "duplicate": "repeats an earlier pair or prompt (drop_duplicates)",
     "control_tokens": "special tokens in its texts (control_tokens: drop)",
     "too_long": "longer than max_length (overlong: drop)",
 }
@@ -42,8 +42,8 @@ def keeps(script: str, row: dict[str, Any]) -> bool:
 
 
 def filter_pairs(pairs: Dataset, args: TrainConfig) -> tuple[Dataset, list[dict[str, Any]]]:
-    """The pairs (preferences.py) without contaminated ones and repeats, of which the first stays; and the pairs left
-    out as in Pairs.dropped_rows."""
+    """The pairs (preferences.py) without contaminated pairs and without repeats, except the first of each; and the
+    dropped pairs, as in Pairs.dropped_rows."""
     keys = pairs.select_columns(["prompt_key", "pair_key"]).to_pandas()
     reasons = np.full(len(pairs), "", dtype=object)
     if args.drop_contaminated:
@@ -51,7 +51,7 @@ def filter_pairs(pairs: Dataset, args: TrainConfig) -> tuple[Dataset, list[dict[
         if missing := len(listed.difference(keys["pair_key"])):
             raise UserError(
                 f"drop_contaminated {args.drop_contaminated}: {missing:,} of its {len(listed):,} pairs are not in the "
-                "data; write it again from all of them: analyze_dataset.py --against ... --json FILE"
+                "data; write it again for this data: analyze_dataset.py --against ... --json FILE"
             )
         reasons[keys["pair_key"].isin(listed)] = "contaminated"
     if args.drop_duplicates != "no":
@@ -66,7 +66,7 @@ def read_contaminated(path: str) -> set[str]:
     try:
         content = json.loads(Path(path).read_text())
         if content["sampled"]:
-            raise ValueError("was made from a sample of the pairs")
+            raise ValueError("it covers only a sample of the pairs")
         return {pair["key"] for pair in content["contamination"]["pairs"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(

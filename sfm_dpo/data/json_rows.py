@@ -1,6 +1,6 @@
-"""A builder of `datasets` for JSON files that leaves each row as it stands in the file: one column of JSON text.
+"""A `datasets` builder for JSON files that keeps each row as it is in the file, in one column of JSON text.
 
-The library's own infers a type for each field from all rows, and text among other types may come out as another value.
+The library's own builder infers one type per field from all rows, which may change text among values of other types.
 """
 
 import json
@@ -29,9 +29,9 @@ class JsonRows(Json):
 
 
 def read_rows(file: str, name: str) -> Iterator[list[str]]:
-    """The rows of a file, an object a line or a list of objects, as JSON text, in lists of some 10 MiB.
+    """The rows of a file (one object per line, or a list of objects) as JSON text, in lists of about 10 MiB.
 
-    Raises UserError with the file's `name` and the line that is not UTF-8, not JSON, or no object."""
+    Raises UserError with the file's `name` and the line that is not UTF-8, not JSON, or not an object."""
     rows: list[str] = []
     size = 0
     with open(file, "rb") as stream:
@@ -47,7 +47,7 @@ def read_rows(file: str, name: str) -> Iterator[list[str]]:
                 if b"\\ud" in line or b"\\uD" in line:
                     json.dumps(objects, ensure_ascii=False).encode()  # fails for half of a surrogate pair
                 if not all(isinstance(row, dict) for row in objects):
-                    raise ValueError("is not a JSON object")
+                    raise ValueError("not a JSON object; write each row as {...}")
             except (ValueError, RecursionError) as error:
                 where = "" if is_list else f"line {number}: "
                 raise UserError(f"dataset_name {name}: {where}{error}") from error

@@ -1,8 +1,8 @@
-"""Preference pairs: rows of any published shape normalised, checked, mixed, sampled and split.
+"""Preference pairs: rows of any published dataset format are normalised, checked, mixed, sampled and split.
 
 A usable row has `prompt`, `chosen` and `rejected`: message lists ({"role", "content", ...}), or strings of plain text;
-`template`, JSON of its `tools` and `chat_template_kwargs`, as in TRL; `source` and `row`, the dataset and the number
-of the row in it, from 1; and `prompt_key` and `pair_key`, hashes by which repeats are found.
+`template`, JSON of its `tools` and `chat_template_kwargs`, as in TRL; `source` and `row`, the dataset and the row's
+number in it, from 1; and `prompt_key` and `pair_key`, hashes that identify repeats.
 """
 
 import json
@@ -27,13 +27,13 @@ from sfm_dpo.data.filters import FILTER_REASONS, filter_pairs, keeps, load_keep
 from sfm_dpo.data.raw_shapes import read_transcript
 from sfm_dpo.data.sources import column_names, drop_rows, explain_cache_errors, load_rows
 
-# Part of the cache's key. Raise it with any change of this module that changes a normalised row or its drop reason.
+# Part of the cache's key. Raise it when a change to this module changes a normalised row or its drop reason.
 PAIRS_VERSION = 4
 # Why a row cannot be used
 DROP_REASONS = {
-    "malformed": "malformed: neither text nor messages that the chat template takes",
+    "malformed": "malformed: neither text nor messages that the chat template accepts",
     "last_turn_not_assistant": "last turn is not the assistant's",
-    "prompts_differ": "prompts of the two sides differ",
+    "prompts_differ": "chosen and rejected have different prompts",
     "empty_response": "empty response",
     "chosen_equals_rejected": "chosen equals rejected",
     "tool_results": "tool results cannot be told from the model's words (mask_tool_results: false trains on both)",
@@ -54,26 +54,27 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Pairs:
-    """Usable pairs, and what became of the other rows."""
+    """Usable pairs, and why the other rows were dropped."""
 
     train: Dataset
     eval: Dataset | None  # None if nothing is held out
     sources: list[str]
-    rows: int  # read, without those of eval_sets
-    dropped_rows: list[dict[str, Any]]  # row, source, and reason, a key of DROP_REASONS
+    rows: int  # number of rows read, without eval_sets
+    dropped_rows: list[dict[str, Any]]  # row, source, and reason (a key of DROP_REASONS)
     eval_sets: dict[str, Dataset] = field(default_factory=dict)  # eval_datasets by name
-    control_tokens: int = 0  # pairs of `train` whose texts hold special tokens of the tokenizer
+    control_tokens: int = 0  # pairs of `train` whose texts contain special tokens of the tokenizer
 
     @property
     def dropped(self) -> Counter[str]:
         return Counter(row["reason"] for row in self.dropped_rows)
 
     def held_out(self) -> dict[str, Dataset]:
-        """`eval` as HELD_OUT, where there is one, and `eval_sets`."""
+        """`eval` as HELD_OUT, if it exists, and `eval_sets`."""
         return ({} if self.eval is None else {HELD_OUT: self.eval}) | self.eval_sets
 
     def check_dropped(self, limit: float) -> None:
-        """Raises UserError if no pair is left, or filters apart more than `limit` of all rows cannot be used."""
+        """Raises UserError if no pair is left, or if more than `limit` of all rows are unusable; rows that filters
+        drop do not count as unusable."""
         unusable = sum(n for reason, n in self.dropped.items() if reason not in FILTER_REASONS)
         if len(self.dropped_rows) == self.rows:
             unusable = self.rows
@@ -82,7 +83,7 @@ class Pairs:
         worst = "; ".join(f"{n} x {self._explain(reason)}" for reason, n in self.dropped.most_common(3))
         raise UserError(
             f"dataset_name {', '.join(self.sources)}: {unusable} of {self.rows} rows cannot be used ({worst}); "
-            f"correct them (analyze_dataset.py --dropped FILE lists them), or raise max_dropped_fraction {limit:g}"
+            f"fix them (analyze_dataset.py --dropped FILE lists them), or raise max_dropped_fraction {limit:g}"
         )
 
     def _explain(self, reason: str) -> str:
@@ -111,15 +112,15 @@ class Pairs:
             "control_tokens": self.control_tokens,
             "eval": len(self.eval or ()),
             "eval_sets": {name: len(pairs) for name, pairs in self.eval_sets.items()},
-            # Upstream: datasets 5.2, arrow_dataset.py, Dataset: no public name for what its cache knows a dataset by,
-            # which each key of this project starts from. Canary: test_canary_datasets_fingerprint
+            # Upstream: datasets 5.2, arrow_dataset.py, Dataset: no public name for the fingerprint that its cache
+            # uses, from which this project derives its keys. Canary: test_canary_datasets_fingerprint
             "train_fingerprint": self.train._fingerprint,
         }
 
 
 def load_pairs(config: Config, by: str | None = None) -> Pairs:
-    """Loads `dataset_name` or the mixture `datasets`, drops what cannot be used, samples and splits.
-    With `by`, each value of this column is a source of its own."""
+    """Loads `dataset_name` or the mixture `datasets`, drops unusable rows, samples and splits.
+    With `by`, each value of this column counts as a source."""
     args = config.train
     single = DatasetConfig(str(args.dataset_name), args.dataset_config, split=args.dataset_train_split)
     entries = config.data.datasets or [single]
@@ -133,8 +134,8 @@ def load_pairs(config: Config, by: str | None = None) -> Pairs:
         columns = column_names(rows)
         if missing := [name for name in ("chosen", "rejected") if name not in columns]:
             raise UserError(
-                f"dataset_name {entry.path}: no column {' or '.join(missing)}; it has {', '.join(columns)}; of scored "
-                f"answers make pairs with python scripts/make_pairs.py {entry.path} --by score pairs.jsonl"
+                f"dataset_name {entry.path}: no column {' or '.join(missing)}; it has {', '.join(columns)}; make "
+                f"pairs from scored answers with python scripts/make_pairs.py {entry.path} --by score pairs.jsonl"
             )
         if by and by not in columns:
             raise UserError(f"--by {by}: {entry.path} has no such column; it has {', '.join(columns)}")
@@ -142,8 +143,8 @@ def load_pairs(config: Config, by: str | None = None) -> Pairs:
         parts.append(part)
         dropped += unusable
         count += len(rows)
-    shares = [entry.fraction for entry in entries if entry.fraction is not None]  # all or none of them
-    if shares:  # the first rows of each, so that nothing is repeated, as TRL's `get_dataset`
+    shares = [entry.fraction for entry in entries if entry.fraction is not None]  # set for all entries or for none
+    if shares:  # takes the first rows of each, so that none is repeated, as in TRL's `get_dataset`
         weights = [share / sum(shares) for share in shares]
         total = min(len(part) / weight for part, weight in zip(parts, weights, strict=True))
         parts = [part.select(range(round(w * total))) for part, w in zip(parts, weights, strict=True)]
@@ -155,7 +156,8 @@ def load_pairs(config: Config, by: str | None = None) -> Pairs:
     if args.eval_fraction:
         held_out = round(len(pairs.train) * args.eval_fraction)
         if not 1 <= held_out < len(pairs.train):
-            raise UserError(f"eval_fraction {args.eval_fraction:g} of {len(pairs.train)} pairs holds out {held_out}")
+            found = f"{held_out} of {len(pairs.train)} pairs would be held out"
+            raise UserError(f"eval_fraction {args.eval_fraction:g}: {found}; change it, or use more pairs")
         split = pairs.train.train_test_split(test_size=held_out, seed=args.seed)
         pairs.train = split["train"]
         pairs.eval = split["test"]
@@ -166,7 +168,7 @@ def load_pairs(config: Config, by: str | None = None) -> Pairs:
 def _normalize_rows(
     rows: Dataset, source: str, num_proc: int | None, script: str | None, by: str | None
 ) -> tuple[Dataset, list[dict[str, Any]]]:
-    """Usable pairs of `rows`, and the others as in Pairs.dropped_rows, among them what filter_script does not keep."""
+    """Usable pairs of `rows`; and the others, as in Pairs.dropped_rows, with those that filter_script rejects."""
     log.info(f"reading {source}: {len(rows):,} rows")
     code = Path(script).read_text() if script else ""
     pairs = rows.map(
@@ -213,7 +215,7 @@ def _normalize_row(row: dict[str, Any]) -> dict[str, Any]:
         pair = "malformed"
     reason = pair if isinstance(pair, str) else ""
     sides: tuple[Any, Any, Any] = ([], [], []) if isinstance(pair, str) else pair
-    # Written as JSON here, because datasets 5.2 would take text that could be JSON for its value
+    # Written as JSON here, because datasets 5.2 would parse text that happens to be valid JSON
     columns: dict[str, Any] = {name: json.dumps(side) for name, side in zip(PARTS, sides, strict=True)}
     keys = {"prompt_key": _hash(sides[0], template), "pair_key": _hash(*sides, template)}
     return columns | keys | {"template": template, "dropped": reason}
@@ -226,8 +228,9 @@ def _hash(*values: Any) -> str:
 def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | str:
     """One pair as (prompt, chosen, rejected), or the reason (a key of DROP_REASONS) why it cannot be used.
 
-    Published sets have four shapes: `prompt` text and message lists with the response alone (Dolci-Think); no `prompt`
-    and conversations whose shared beginning is the prompt (Dolci-Instruct), or such transcripts (hh-rlhf); plain text.
+    Published sets have four formats: `prompt` text and message lists with the response alone (Dolci-Think); no
+    `prompt`, and conversations whose shared beginning is the prompt (Dolci-Instruct); the same as transcripts
+    (hh-rlhf); and plain text.
     """
     if prompt is None:
         chosen = read_transcript(chosen)
@@ -260,18 +263,18 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
 
 
 def _join_prompts(prompt_messages: list[dict], shared: list[dict]) -> list[dict]:
-    """The prompt column followed by the beginning that both sides share, without what is in both twice."""
+    """The prompt column followed by the messages that both sides share, without repeating messages."""
     for overlap in range(min(len(prompt_messages), len(shared)), 0, -1):
         if prompt_messages[-overlap:] == shared[:overlap]:
             return prompt_messages + shared[overlap:]
     is_question = all(message["role"] == "user" for message in prompt_messages)
     if is_question and shared and shared[0]["role"] in ("system", "user"):
-        return shared  # whole conversations, and a prompt column that repeats their question in another spelling
+        return shared  # full conversations, and a prompt column that repeats their question in another spelling
     return prompt_messages + shared
 
 
 def _read_messages(value: Any, role: str) -> list[dict] | None:
-    """A message list with text content and without keys that are None; None if it cannot be read as one."""
+    """A message list with text content and without keys that are None; None if `value` is not such a list."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list):
@@ -296,5 +299,5 @@ def read_text(side: str | list[dict]) -> str:
 
 
 def _is_empty(message: dict) -> bool:
-    # A response may be a call and no text
+    # A response may consist of a call without text
     return not message["content"].strip() and not any(message.get(key) for key in CALL_KEYS)

@@ -1,6 +1,6 @@
-"""Preference sets of scored or ranked answers, whose rows scripts/make_pairs.py makes into pairs; and transcripts.
+"""Datasets of scored or ranked answers, from which scripts/make_pairs.py makes pairs; and transcripts.
 
-docs/data.md lists the sets.
+docs/data.md lists the datasets.
 """
 
 import json
@@ -15,7 +15,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.data import json_rows
 from sfm_dpo.data.sources import column_names
 
-# Columns by which a set is known, and the score that --by score takes
+# Columns that identify a dataset format, and the score that `--by score` selects
 SHAPES = {
     ("instruction", "completions"): "overall_score",  # UltraFeedback
     ("prompt", "answers"): "rank",  # Nectar
@@ -25,19 +25,19 @@ _TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
 def pair_rows(rows: Dataset, source: str, by: str, margin: float = 0.0) -> Iterator[dict[str, Any] | None]:
-    """For each prompt the best answer against the worst, as a row with chosen and rejected; None where all are equal.
+    """Yields for each prompt a row with the best answer as chosen and the worst as rejected, or None if all are equal.
 
-    `by`: the score that counts, or "score" for the set's overall one; `margin`: by which the two scores differ at
-    least. Raises UserError for columns of no known set, or a row that differs from them.
+    `by`: name of the score, or "score" for the overall score; `margin`: minimum difference of the two scores. Raises
+    UserError for an unknown dataset format, or a row that does not have it.
     """
     columns = column_names(rows)
     shape = next((shape for shape in SHAPES if set(shape) <= set(columns)), None)
     if shape is None:
         known = "; ".join(", ".join(shape) for shape in SHAPES)
-        raise UserError(f"{source}: has the columns {', '.join(columns)}; needed are those of a known set: {known}")
+        raise UserError(f"{source}: unknown dataset format with columns {', '.join(columns)}; supported are: {known}")
     score = SHAPES[shape] if by == "score" else by
     read = (json.loads(row[json_rows.COLUMN]) if json_rows.COLUMN in row else row for row in rows)
-    if "response" in shape:  # neighbouring rows with one prompt
+    if "response" in shape:  # neighbouring rows share a prompt
         prompts = (list(group) for _, group in groupby(read, key=lambda row: row.get("prompt")))
     else:
         prompts = ([row] for row in read)
@@ -45,11 +45,11 @@ def pair_rows(rows: Dataset, source: str, by: str, margin: float = 0.0) -> Itera
         try:
             yield _pair_answers(group, score, margin)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{source}: a row has another form: {type(error).__name__}: {error}") from error
+            raise UserError(f"{source}: a row is malformed ({type(error).__name__}: {error}); fix it") from error
 
 
 def _pair_answers(rows: list[dict[str, Any]], score: str, margin: float) -> dict[str, Any] | None:
-    """`rows`: one with all answers to a prompt, or one for each answer."""
+    """`rows`: a single row with all answers to a prompt, or one row for each answer."""
     row = rows[0]
     if "completions" in row:
         answers = [(answer.get(score), answer["response"]) for answer in row["completions"]]
@@ -81,5 +81,5 @@ def read_transcript(text: Any) -> Any:
     roles = {"Human": "user", "Assistant": "assistant"}
     turns = zip(parts[::2], parts[1::2], strict=True)
     messages = [{"role": roles[who], "content": content.strip()} for who, content in turns]
-    # A prompt ends with an empty turn of the assistant
+    # A prompt ends with an empty assistant turn
     return messages[:-1] if messages[-1] == {"role": "assistant", "content": ""} else messages

@@ -1,8 +1,8 @@
-"""Order of the pairs: which pairs an optimizer step holds, and how they are assigned to micro-batches of equal count.
+"""Order of the pairs: which pairs form an optimizer step, and how they are assigned to micro-batches of equal count.
 
-What a step holds, and the order of the steps, depend on seed, data and global batch alone, never on ranks, pairs per
+The pairs of a step, and the order of the steps, depend only on seed, data and global batch, never on ranks, pairs per
 device or a speed flag. Accelerate gives consecutive batches of a plain index sampler to the ranks in turn, so the
-sampler emits a step's micro-batches in that order. ORDER_VERSION goes into every checkpoint: a run resumes only where
+sampler emits a step's micro-batches in that order. ORDER_VERSION goes into every checkpoint: a run resumes only if
 the order is the same.
 """
 
@@ -20,20 +20,20 @@ from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.data.tokenization import Lengths
 from sfm_dpo.model.memory import MicroBatch
 
-ORDER_VERSION = 3  # raise it when the same seed and data give another order; 1 was transformers' samplers
+ORDER_VERSION = 3  # raise it when the same seed and data give another order; 1 was the order of transformers' samplers
 FIRST_STEPS_FOR = (1, 2, 4, 8, 16)  # pairs in a micro-batch
 HIDDEN = 4096  # hidden size of a 7B model
 
 
 def assign_pairs(cost: np.ndarray, size: int) -> list[np.ndarray]:
-    """Assigns n pairs to micro-batches of `size`: the dearest first, each to the cheapest that has room.
+    """Assigns n pairs to micro-batches of `size`: the costliest pair first, each to the cheapest one with room.
 
     Args:
-        cost: [n] of each pair; n is a multiple of `size`.
+        cost: [n], cost of each pair; n is a multiple of `size`.
 
     Returns:
-        Positions in `cost`, [size] for each of the n / size micro-batches, the dearest first: ranks that wait for
-        each other get neighbours.
+        Positions in `cost`, [size] for each of the n / size micro-batches, the costliest first: ranks that wait for
+        each other get micro-batches of similar cost.
     """
     with_room: list[tuple[float, int, list[int]]] = [(0.0, number, []) for number in range(len(cost) // size)]
     full = []
@@ -51,12 +51,12 @@ def assign_pairs(cost: np.ndarray, size: int) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a run computes of each pair: padded, packed, or packed with prefix sharing.
+    """Tokens and cost of each pair in a run: padded, packed, or packed with prefix sharing.
 
     Attributes:
-        tokens: [N] of both sequences of a pair; a shared prompt once.
-        longest: [N] tokens of the longer sequence, to which a micro-batch is padded; None: packed.
-        cost: [N] work, as tokens. A layer of hidden size h takes 24 h^2 FLOPs a token, and 4 h for each (query, key).
+        tokens: [N], tokens of both sequences of a pair; a shared prompt counts once.
+        longest: [N], tokens of the longer sequence, to which a micro-batch is padded; None: packed.
+        cost: [N], work in tokens. A layer of hidden size h takes 24 h^2 FLOPs per token, and 4 h per (query, key).
     """
 
     tokens: np.ndarray
@@ -72,13 +72,13 @@ class Layout:
         return cls(tokens, None if packed else lengths.total, tokens + squares / 2 / (6 * HIDDEN))
 
     def count(self, rows: np.ndarray) -> int:
-        """Tokens computed of a micro-batch, padding included."""
+        """Tokens that a micro-batch computes, including padding."""
         if self.longest is None:
             return int(self.tokens[rows].sum())
         return 2 * len(rows) * int(self.longest[rows].max())
 
     def split(self, rows: np.ndarray, size: int, balanced: bool) -> list[np.ndarray]:
-        """The rows [size] of each micro-batch; balanced: of equal cost, or padded ones of pairs of one length."""
+        """The rows [size] of each micro-batch; balanced: of equal cost or, if padded, of pairs of similar length."""
         if not balanced:
             return np.split(rows, len(rows) // size)
         if self.longest is None:
@@ -89,15 +89,14 @@ class Layout:
 class PairSampler(Sampler[int]):
     """Rows of the training set for one epoch: `micro_batch` consecutive rows are one micro-batch.
 
-    Pairs that do not fill the last global batch are left out of the epoch, another random few each time. The steps
-    that hold the largest micro-batch, for any usual number of pairs in it and any Layout, come first in the first
-    epoch: what fits into memory then fits for the whole run.
+    Pairs that do not fill the last global batch are left out of the epoch; each epoch draws them anew. The steps with
+    the largest micro-batch, for any usual number of pairs in it and any Layout, come first in the first epoch, so an
+    out-of-memory error appears at once.
 
     Args:
-        lengths: of the N pairs, truncated.
-        strategy: TRL's `train_sampling_strategy`: random; batch_rebalance, the same steps, within which the
-            micro-batches are balanced; group_by_length, sorted within 50 global batches; sequential, the order of the
-            data.
+        lengths: lengths of the N pairs, truncated.
+        strategy: TRL's `train_sampling_strategy`: random; batch_rebalance, the same steps with balanced
+            micro-batches; group_by_length, sorted within 50 global batches; sequential, the order of the data.
         global_batch: pairs in an optimizer step over all ranks; a multiple of `micro_batch`.
         packed, shared: the run's Layout.
     """
@@ -114,8 +113,8 @@ class PairSampler(Sampler[int]):
     ):
         if len(lengths) < global_batch:
             raise UserError(
-                f"global_batch_size {global_batch}: there are only {len(lengths)} pairs to train on, less than one "
-                "optimizer step; use a smaller global_batch_size, or more data"
+                f"global_batch_size {global_batch}: there are only {len(lengths)} pairs to train on, fewer than one "
+                "optimizer step needs; use a smaller global_batch_size, or more data"
             )
         self.lengths = lengths
         self.strategy = strategy
@@ -124,8 +123,8 @@ class PairSampler(Sampler[int]):
         self.seed = seed
         self.layout = Layout.of(lengths, packed, shared)
         self.epoch = 0
-        self.is_over = False  # nothing is left to train
-        self._steps: dict[int, list[np.ndarray]] = {}  # of the epoch that was asked for last
+        self.is_over = False  # no step is left to train
+        self._steps: dict[int, list[np.ndarray]] = {}  # steps of the most recent epoch
 
     @classmethod
     def of(cls, lengths: Lengths, args: TrainConfig, shared: bool) -> "PairSampler":
@@ -158,14 +157,14 @@ class PairSampler(Sampler[int]):
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.lengths))[: len(self)]
         if self.strategy == "group_by_length":
             tokens = self.lengths.computed(prefix_sharing=False)
-            window = 50 * self.global_batch  # as transformers' LengthGroupedSampler
+            window = 50 * self.global_batch  # as in transformers' LengthGroupedSampler
             windows = (order[i : i + window] for i in range(0, len(order), window))
             order = np.concatenate([rows[np.argsort(-tokens[rows], kind="stable")] for rows in windows])
         steps = np.split(order, len(order) // self.global_batch)
         return self._put_largest_first(steps) if epoch == 0 else steps
 
     def _put_largest_first(self, steps: list[np.ndarray]) -> list[np.ndarray]:
-        """The steps, those first that hold the largest micro-batch of a Layout and a usual size."""
+        """The steps, starting with those that hold the largest micro-batch of each Layout and usual size."""
         first: list[int] = []
         for packed, shared in ((True, True), (True, False), (False, False)):
             layout = Layout.of(self.lengths, packed, shared)
@@ -189,8 +188,8 @@ class PairSampler(Sampler[int]):
         return max(micro_batches, key=self.layout.count)
 
     def imbalance(self, size: int, ranks: int) -> float:
-        """Work of the slowest rank over that of the mean one, where each rank takes micro-batches of `size` pairs and
-        waits for the others after each; over at most 100 steps of the first epoch."""
+        """Work of the slowest rank over the mean work, if each rank takes micro-batches of `size` pairs and waits for
+        the others after each; over at most 100 steps of the first epoch."""
         steps = self.steps(0)
         work = []
         for rows in steps[:: math.ceil(len(steps) / 100)]:
@@ -201,7 +200,7 @@ class PairSampler(Sampler[int]):
         return float(together.max(axis=1).sum() / together.mean(axis=1).sum())
 
     def fingerprint(self, epoch: int) -> str:
-        """Hash of the rows of each step, sorted: which rank and micro-batch a pair falls into changes no gradient."""
+        """Hash of the sorted rows of each step: the rank and micro-batch of a pair do not change the gradient."""
         digest = hashlib.sha256()
         for rows in self.steps(epoch):
             digest.update(np.sort(rows).astype(np.int64).tobytes())
@@ -209,8 +208,8 @@ class PairSampler(Sampler[int]):
 
 
 def list_micro_batches(config: Config, lengths: Lengths, prefix_sharing: bool, ranks: int) -> list[MicroBatch]:
-    """The largest micro-batch of a run, which has to fit into memory, for each usual number of pairs per device and
-    the one that the configuration names, where the global batch allows it. `lengths` are truncated."""
+    """The largest micro-batch of a run, which must fit into memory, for each usual number of pairs per device and the
+    configured one, if the global batch is a multiple of it. `lengths` are truncated."""
     args = config.train
     sampler = PairSampler.of(lengths, args, prefix_sharing)
     micro_batches = []

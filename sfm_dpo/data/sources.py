@@ -23,8 +23,8 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROF
 
 @contextmanager
 def explain_cache_errors(folder: Path | None = None, end: type[UserError] = UserError) -> Iterator[None]:
-    """Around what writes into HF_HOME, by default into the cache of `datasets`: a full disk, or a folder that is not
-    ours to write, raises `end`."""
+    """For code that writes into HF_HOME, by default into the cache of `datasets`: a full disk or a folder without
+    write permission raises `end`."""
     try:
         yield
     except Exception as error:
@@ -43,10 +43,10 @@ def explain_cache_errors(folder: Path | None = None, end: type[UserError] = User
 def load_rows(
     path: str, name: str | None = None, split: str = "train", data_dir: str | None = None, data_files: Any = None
 ) -> Dataset:
-    """All rows and columns of a split, from a local .json/.jsonl/.parquet file or folder of such files, or from a Hub
-    id, with the arguments of `datasets.load_dataset`."""
+    """All rows and columns of a split, from a local .json/.jsonl/.parquet file, a folder of such files, or a Hub id;
+    the arguments are those of `datasets.load_dataset`."""
     local = Path(path).expanduser()
-    if os.path.exists(local):  # not Path.exists, which raises in a folder that may not be entered
+    if os.path.exists(local):  # Path.exists would raise in a folder without permission
         if given := name or data_dir or data_files:
             raise UserError(f"dataset_name {path}: a local file or folder has no {given}; remove it")
         return _load_local(local, split)
@@ -56,21 +56,21 @@ def load_rows(
         return load_any(path, name, split=split, data_dir=data_dir, data_files=data_files)
     except (OSError, ValueError) as error:  # not found, no network, unknown split or configuration
         raise UserError(
-            f"dataset_name {path}: no local file, and the Hub's cannot be loaded: {error}; without a network run "
-            "scripts/prefetch.py first where there is one; a gated or private one needs HF_TOKEN"
+            f"dataset_name {path}: not a local file, and not loaded from the Hub: {error}; if this machine has no "
+            "network, run scripts/prefetch.py on one that has; a gated or private dataset needs HF_TOKEN"
         ) from error
 
 
 def column_names(rows: Dataset) -> list[str]:
-    """The columns; of JSON rows (json_rows.py) those of the first 100."""
+    """The columns; for JSON rows (json_rows.py), those of the first 100 rows."""
     if json_rows.COLUMN not in rows.column_names:
         return rows.column_names
     return list(dict.fromkeys(name for row in rows[:100][json_rows.COLUMN] for name in json.loads(row)))
 
 
 def drop_rows(rows: Dataset, reasons: np.ndarray) -> tuple[Dataset, list[dict[str, Any]]]:
-    """The rows (with columns row and source) whose [N] `reasons` are empty, and `row`, `source` and `reason` of the
-    others."""
+    """The rows (with columns row and source) whose `reasons` [N] are empty; and `row`, `source` and `reason` of the
+    other rows."""
     others = np.flatnonzero(reasons != "")
     if not len(others):
         return rows, []
@@ -81,9 +81,9 @@ def drop_rows(rows: Dataset, reasons: np.ndarray) -> tuple[Dataset, list[dict[st
 
 @explain_cache_errors()
 def load_any(*args: Any, **options: Any) -> Any:
-    """datasets' `load_dataset`, whose JSON files are read by json_rows.py."""
-    # Upstream: datasets 5.2, utils/json.py, json_encode_field: leaves text that could be JSON as it is where it writes
-    # all other values of a field as JSON, so that it is read as a value. Canary: test_canary_datasets_json
+    """`load_dataset` of `datasets`, with json_rows.py as the reader of JSON files."""
+    # Upstream: datasets 5.2, utils/json.py, json_encode_field: writes all values of a field as JSON except text that
+    # is valid JSON, which is then read as a value. Canary: test_canary_datasets_json
     with mock.patch.dict(_PACKAGED_DATASETS_MODULES, json=(json_rows.__name__, json_rows.VERSION)):
         return load_dataset(*args, **options)
 
@@ -96,15 +96,15 @@ def _load_local(path: Path, split: str) -> Dataset:
     formats = {LOCAL_FORMATS.get(p.suffix) for p in files}
     if len(formats) != 1 or None in formats:
         found = ", ".join(sorted({p.suffix for p in files})) or "none"
-        raise UserError(f"dataset_name {path}: needs .json, .jsonl or .parquet files of one format; found {found}")
+        raise UserError(f"dataset_name {path}: give .json, .jsonl or .parquet files of one format; found {found}")
     for file in files:
         if not os.access(file, os.R_OK):
             raise UserError(f"dataset_name {file}: cannot be read; check its permissions")
     try:
-        if path.is_dir():  # its files may be of several splits, told by their names, as in a copy of a Hub dataset
+        if path.is_dir():  # file names may tell several splits, as in a copy of a Hub dataset
             return load_any(str(path), split=split)
         return load_any(formats.pop(), data_files=[str(path)], split=split)
     except UserError:
         raise
-    except Exception as error:  # of pyarrow, of the builder, of the card of a copied dataset
+    except Exception as error:  # from pyarrow, the builder, or the card of a copied dataset
         raise UserError(f"dataset_name {path}: cannot be read: {error.__cause__ or error}") from error

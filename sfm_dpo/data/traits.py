@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-# In the first 160 characters after the think block: later words such as "cannot help" are part of an answer
+# Searched only in the first 160 characters after the think block: later, "cannot help" may be part of an answer
 DECLINES = re.compile(
     r"\A(?:.*</think>)?+.{0,160}?\b(?:"
     r"I(?: can ?not| can['’]t| won['’]t| will not|(?:['’]m| am) (?:unable|not able) to) "
@@ -17,13 +17,13 @@ DECLINES = re.compile(
     re.DOTALL | re.IGNORECASE,
 )
 _OTHER_LETTER = re.compile(r"[^\W\d_A-Za-zªºÀ-ÖØ-öø-ɏḀ-ỿ]")  # letters that are not Latin
-# What is true of an answer, without its think block, that has the trait, and what such an answer does
+# For each trait: a predicate on an answer without its think block, and a phrase that describes the trait
 TRAITS: dict[str, tuple[Callable[[str], Any], str]] = {
     "declines": (DECLINES.search, "declines"),
     "link": (re.compile(r"https?://\w|\bwww\.\w").search, "has a link"),
     "fenced block": (re.compile(r"```.*```", re.DOTALL).search, "has a fenced block"),
     "list": (lambda text: len(re.findall(r"^[ \t]*(?:[-*+•]|\d+[.)])[ \t]+\S", text, re.M)) >= 3, "has a list"),
-    "other script": (lambda text: 3 * len(_OTHER_LETTER.findall(text)) > len(text), "is in another script than Latin"),
+    "other script": (lambda text: 3 * len(_OTHER_LETTER.findall(text)) > len(text), "is in a non-Latin script"),
 }
 CELLS = dict.fromkeys(TRAITS, "{chosen:.1%} / {rejected:.1%}") | {
     "tokens": "{chosen:,.0f} / {rejected:,.0f}",
@@ -32,17 +32,17 @@ CELLS = dict.fromkeys(TRAITS, "{chosen:.1%} / {rejected:.1%}") | {
 
 
 def find_traits(answers: Sequence[str]) -> dict[str, list[bool]]:
-    """Which of `answers` have each of TRAITS."""
+    """For each of TRAITS, whether each answer has it."""
     texts = [answer.rpartition("</think>")[2] for answer in answers]
     return {name: [bool(has(text)) for text in texts] for name, (has, _) in TRAITS.items()}
 
 
 def compare_sides(values: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> list[dict[str, Any]]:
-    """For each of the 20 largest sources its `pairs`, and by trait or measure the means of both sides, their
-    difference, the shares of pairs in which either has more, and `z`, the difference in standard errors (McNemar's).
+    """For each of the 20 largest sources its `pairs` and, by trait or measure, the means of both sides, their
+    difference, the share of pairs in which each side has more, and `z`, the difference in standard errors (McNemar).
 
-    `values`: by trait or measure the sources of N pairs [N] and what chosen and rejected have [N, 2]; `pairs` counts
-    those of the last, for traits may be of a sample."""
+    `values`: by trait or measure, the sources of N pairs [N] and the values of chosen and rejected [N, 2]. Traits may
+    cover only a sample, so `pairs` counts those of the last measure."""
     sources, _ = min(values.values(), key=lambda value: len(value[0]))
     rows = []
     for source, _ in Counter(sources.tolist()).most_common(20):
@@ -58,7 +58,7 @@ def compare_sides(values: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> list[d
 
 
 def tabulate_sides(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Rows of cells, the first of them the headings."""
+    """Rows of cells; the first row holds the headings."""
     table = [["source (chosen / rejected)", "pairs", "only rejected declines", *rows[0]["sides"]]]
     for row in rows:
         cells = [CELLS[name].format(**side) for name, side in row["sides"].items()]
@@ -67,7 +67,7 @@ def tabulate_sides(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def describe_sides(rows: list[dict[str, Any]]) -> list[str]:
-    """The five most one-sided differences, in sentences; chance reaches 3 standard errors in one of 370."""
+    """The five most one-sided differences as sentences; 3 standard errors occur by chance in one case of 370."""
     found = []
     for row in rows:
         for name, side in row["sides"].items():

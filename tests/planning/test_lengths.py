@@ -190,7 +190,7 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
         "warning: 46 prompts are no token prefix",
         "warning: 1 pairs hold special tokens in their texts",
         "note: 1 pairs (1 chosen, 1 rejected): two assistant turns in a row",
-        "note: 1 of 49 rows dropped: prompts of the two sides differ",
+        "note: 1 of 49 rows dropped: chosen and rejected have different prompts",
         "note: 1 pairs (1 chosen, 0 rejected): the answer refuses",
     ):
         assert sum(words in finding for finding in findings) == 1, (words, findings)

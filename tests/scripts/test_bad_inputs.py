@@ -116,7 +116,10 @@ CASES = {
     "preflight": [(f"{RECIPE} --preflight_samples many", "--preflight_samples", "invalid int value: 'many'")],
     "prefetch": [
         ("--config {kit}/nothing.yaml", "nothing.yaml: no such file"),
-        ("--model_name_or_path 'a b' --dataset_name {kit}/pairs.jsonl", "model_name_or_path a b: cannot be fetched"),
+        (
+            "--model_name_or_path 'a b' --dataset_name {kit}/pairs.jsonl",
+            "model_name_or_path a b: cannot be downloaded",
+        ),
     ],
     "status": [
         ("{kit}/nowhere", "nowhere: no such folder"),
@@ -148,7 +151,7 @@ CASES = {
         ("{kit}/models/more_layers hi", "model.layers.3.", "is missing (and 8 more)"),
     ],
     "check_config": [
-        ("", "nothing: give a launch configuration, the number of processes"),
+        ("", "no arguments: give a launch configuration, the number of processes"),
         (f"accelerate_config.yaml four {TRAIN}", "accelerate_config.yaml four: give a launch"),
         (f"{{kit}}/launch.yaml 4 {TRAIN}", "launch.yaml", "distributed_type", "give accelerate_config.yaml"),
     ],
@@ -157,7 +160,7 @@ CASES = {
     "throughput": [("--pairs 3", "--pairs 3: give a multiple of 4 x --accumulation 4")],
     "train_dpo": [
         ("--config {kit}/noise.yaml", "noise.yaml is not valid YAML"),
-        (f"{TRAIN} --dataset_name {{kit}}/folder.json", "folder.json: needs .json, .jsonl or .parquet files"),
+        (f"{TRAIN} --dataset_name {{kit}}/folder.json", "folder.json: give .json, .jsonl or .parquet files"),
         (f"{TRAIN} --dataset_name {{kit}}/cut.jsonl", "cut.jsonl: cannot be read: Compressed file ended"),
         (f"{TRAIN} --dataset_name {{kit}}/half.jsonl", "half.jsonl: line 9: ", "surrogates not allowed"),
         (f"{TRAIN} --dataset_name {{kit}}/deep.jsonl", "deep.jsonl: line 1: maximum recursion depth"),
