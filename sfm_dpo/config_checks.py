@@ -100,7 +100,7 @@ def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> It
             yield "save_strategy", "eval_command needs checkpoints; set it to steps or epoch"
     if c.metric_for_best_model or c.load_best_model_at_end:
         if not c.eval_strategy == c.save_strategy != "no":
-            yield "eval_strategy", f"must equal save_strategy, {c.save_strategy}, to find the best checkpoint"
+            yield "eval_strategy", "set it and save_strategy to the same, steps or epoch, to find the best checkpoint"
         if c.save_strategy == "steps" and (c.eval_steps or c.logging_steps) != c.save_steps:
             yield "eval_steps", f"each evaluated step must be a checkpoint; set it to save_steps, {c.save_steps:g}"
     unit = c.per_device_train_batch_size * world_size

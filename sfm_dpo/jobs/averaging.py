@@ -25,12 +25,12 @@ def average_models(paths: list[Path], output: Path, weights: list[float] | None 
     if len(weights) != len(paths):
         raise UserError(f"--weights: {len(weights)} for {len(paths)} models; give one for each")
     if output.exists():
-        raise UserError(f"--output_dir {output}: exists; choose another")
+        raise UserError(f"--output_dir {output}: exists already; choose another")
     shares = [weight / sum(weights) for weight in weights]
     sources = [find_source(path) for path in paths]
     first = sources[0]
     staged = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(staged, ignore_errors=True)  # of a start that was killed
+    shutil.rmtree(staged, ignore_errors=True)  # left by a start that was killed
     mean = staged / "mean"
     try:
         folders = [Path(staged, str(number)) for number in range(len(sources))]
@@ -39,7 +39,7 @@ def average_models(paths: list[Path], output: Path, weights: list[float] | None 
             stage_files(source.folder, folder)
             check_alike(first, folders[0], source, folder)
         shutil.copytree(folders[0], mean, ignore=shutil.ignore_patterns("*.safetensors"))
-        models = [open_tensors(folder) for folder in folders]  # which may be sharded in other ways
+        models = [open_tensors(folder) for folder in folders]  # they may be sharded differently
         for path in folders[0].glob("*.safetensors"):
             averaged: dict[str, torch.Tensor] = {}
             with safe_open(path, framework="pt") as file:
@@ -63,10 +63,12 @@ def average_models(paths: list[Path], output: Path, weights: list[float] | None 
 
 def check_alike(first: Source, first_folder: Path, other: Source, folder: Path) -> None:
     if (folder / ADAPTER_CONFIG_NAME).is_file():
-        raise UserError(f"{other.folder}: is an adapter; merge each into its base model first")
+        raise UserError(f"{other.folder}: is an adapter; merge each adapter into its base model first")
     a = json.loads((first_folder / "config.json").read_text()) | {"base": first.config["model_name_or_path"]}
     b = json.loads((folder / "config.json").read_text()) | {"base": other.config["model_name_or_path"]}
     differing = [name for name in a | b if a.get(name) != b.get(name) and name != "transformers_version"]
     if differing:
         names = ", ".join(differing)
-        raise UserError(f"{other.folder}: {names}: not as in {first.folder}; average models of one base")
+        raise UserError(
+            f"{other.folder}: {names} differ from {first.folder}'s; average models with the same base model"
+        )

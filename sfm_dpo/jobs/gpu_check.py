@@ -1,6 +1,6 @@
-"""GPU check: CHECKS, each in processes of its own, show whether everything is right and fast on this machine.
+"""GPU check: CHECKS, each in its own processes, show whether training is correct and fast on this machine.
 
-Comparisons use the recipe's model with few layers and random weights; memory and speed on a GPU the complete model.
+Comparisons use the recipe's model with few layers and random weights; memory and speed on a GPU use the full model.
 """
 
 import json
@@ -33,14 +33,14 @@ from sfm_dpo.run.folder import DATA, ENVIRONMENT, read_mapping
 LAYERS = 4
 PER_DEVICE = 2
 TIMEOUT = 900  # seconds for each process
-SPREAD = 4  # runs may differ by so many times what another batch shape makes
-ROUNDOFF = torch.finfo(torch.bfloat16).eps / 2  # and at least of one rounding: DeepSpeed's residual stream is 16 bit
+SPREAD = 4  # runs may differ by this many times the difference that another batch shape makes
+ROUNDOFF = torch.finfo(torch.bfloat16).eps / 2  # or this many roundings: DeepSpeed's residual stream is 16 bit
 MEMORY_TOLERANCE = 1.15  # measured over planned
-Result = tuple[bool | None, str]  # whether a check passed (None where it only measures), and what it found
+Result = tuple[bool | None, str]  # whether a check passed (None if it only measures), and what it found
 
 
 class Skipped(Exception):
-    """An earlier check has not left what this one needs."""
+    """Raised if an earlier check has not left the files that this one needs."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Place:
     recipe: list[str]  # the user's options of train_dpo.py
     processes: int
     on_gpu: bool
-    # [2]: of the loss, and, relative, of the gradient norm
+    # [2]: for the loss (absolute) and for the gradient norm (relative)
     tolerance: np.ndarray = field(default_factory=lambda: np.full(2, SPREAD * ROUNDOFF))
     calibration: dict[str, Any] = field(default_factory=dict)  # what has been measured
 
@@ -62,13 +62,13 @@ class Place:
         return 20 if self.on_gpu else 6
 
     def options(self, run: str, **other: Any) -> list[str]:
-        """Options of train_dpo.py for a run in the folder `run`; a field that is None is the recipe's."""
+        """Options of train_dpo.py for a run in the folder `run`; a field that is None keeps the recipe's value."""
         fields: dict[str, Any] = {"dataset_num_proc": 1, "report_to": "none"}
         fields |= {"model_name_or_path": self.folder / "model", "dataset_name": self.folder / "pairs.jsonl"}
         fields |= {"output_dir": self.folder / run, "use_cpu": not self.on_gpu, "bf16": True}
         fields |= {"max_length": self.max_length, "max_prompt_length": self.max_length // 2}
         fields |= {"global_batch_size": 2 * PER_DEVICE * self.processes, "per_device_train_batch_size": PER_DEVICE}
-        # A wide model makes large differences of small ones where the learning rate is large
+        # In a wide model, a large learning rate would amplify small differences
         fields |= {"max_steps": self.max_steps, "learning_rate": 1e-6, "logging_steps": 1, "save_strategy": "no"}
         fields |= {"flash_attention": "fa2", "ref_model_name_or_path": ""}  # auto would read calibration.json
         fields |= {"preflight": "skip", "guard": "skip", "use_peft": False, "push_to_hub": False, "eval_command": ""}
@@ -96,7 +96,7 @@ class Place:
         return [entry for entry in history if "loss" in entry]
 
     def call(self, name: str, *command: str) -> None:
-        """Runs a command; its output is in NAME.log. Raises RuntimeError with the line of its error where it fails."""
+        """Runs a command with its output in NAME.log. If it fails, raises RuntimeError with its error line."""
         env = os.environ | {"HF_HOME": str(self.folder / "hf"), "HF_HUB_CACHE": constants.HF_HUB_CACHE}
         env["HF_DATASETS_CACHE"] = str(datasets.config.HF_DATASETS_CACHE)  # may have the recipe's
         if not self.on_gpu:
@@ -104,7 +104,7 @@ class Place:
         elif "single" in name:
             env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         path = self.folder / f"{name}.log"
-        with path.open("w") as log:  # timeout ends the ranks, too
+        with path.open("w") as log:  # timeout also ends the ranks
             words = ["timeout", "--signal=KILL", str(TIMEOUT), *command]
             done = subprocess.run(words, cwd=PROJECT, env=env, stdout=log, stderr=subprocess.STDOUT, check=False)
         if done.returncode:
@@ -123,14 +123,14 @@ def prepare(place: Place) -> None:
     text.num_hidden_layers = min(LAYERS, text.num_hidden_layers)
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[: text.num_hidden_layers]
-    # 16 bit in the file: then all launchers begin with the same weights
+    # 16 bit in the file, so that all launchers start with the same weights
     AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(place.folder / "model")
     load_tokenizer(config).save_pretrained(place.folder / "model")
     write_pairs(place.folder / "pairs.jsonl", 2 * PER_DEVICE * place.processes * place.max_steps, place.max_length)
 
 
 def write_pairs(path: Path, count: int, longest: int) -> None:
-    """`count` pairs whose responses have up to `longest` words, as many of each order of magnitude."""
+    """Writes `count` pairs; the lengths of the responses are log-uniform up to `longest` words."""
     rng = np.random.default_rng(0)
 
     def words(most: int) -> str:
@@ -143,7 +143,7 @@ def write_pairs(path: Path, count: int, longest: int) -> None:
 
 
 def check_paths(place: Place) -> Result:
-    """Log-probs and gradients of packed and shared rows, by parity.py, which exits with 1 where one is a bug."""
+    """Compares log-probs and gradients of packed and shared rows by parity.py, which exits with 1 for a bug."""
     out = place.folder / "paths.json"
     options = ["--variants", "packed,packed+bf16,shared,shared+bf16", "--json", str(out)]
     try:
@@ -157,16 +157,16 @@ def check_paths(place: Place) -> Result:
 
 
 def check_rounding(place: Place) -> Result:
-    """One process trains in two batch shapes: they differ by rounding, at the width of this model."""
+    """Trains in one process with two batch shapes, which measures the rounding differences of this model."""
     place.train("single", "single")
     place.train("single-shape", "single", per_device_train_batch_size=1)
     rounding, text = compare(place, "single-shape")
-    place.tolerance = SPREAD * np.maximum(ROUNDOFF, rounding)  # NaN where a step is: nothing agrees with it
+    place.tolerance = SPREAD * np.maximum(ROUNDOFF, rounding)  # NaN if a step is NaN: then no comparison passes
     return None, f"another batch shape: {text}; allowed below: {place.tolerance[0]:.1e}, {place.tolerance[1]:.1%}"
 
 
 def compare(place: Place, run: str, other: str = "single") -> tuple[np.ndarray, str]:
-    """[2]: the largest differences of loss, and, relative, of gradient norm; NaN where one is. And both as text."""
+    """[2]: the largest differences of loss (absolute) and gradient norm (relative), or NaN; and both as text."""
     pairs = zip(place.steps(run), place.steps(other), strict=True)
     rows = [(abs(a["loss"] - b["loss"]), abs(a["grad_norm"] / b["grad_norm"] - 1)) for a, b in pairs]
     loss, norm = differences = np.max(rows, axis=0)
@@ -174,7 +174,7 @@ def compare(place: Place, run: str, other: str = "single") -> tuple[np.ndarray, 
 
 
 def check_kernels(place: Place) -> Result:
-    """Times each FlashAttention that is installed; `flash` is the fastest of those that train as FA2 does."""
+    """Times each installed FlashAttention; `flash` is the fastest of those that train as FA2 does."""
     times: dict[str, float] = {}
     texts = []
     for kernel in ("FA2", "FA3", "FA4") if place.on_gpu else ("FA2",):
@@ -218,7 +218,7 @@ def check_resume(place: Place) -> Result:
 
 
 def check_memory(place: Place) -> Result:
-    """What fit_memory chooses and how fast that is; on a GPU of the complete model on the recipe's own pairs."""
+    """The setting that fit_memory chooses, and its speed; on a GPU for the full model and the recipe's own pairs."""
     fields: dict[str, Any] = {"fit_memory": True, "per_device_train_batch_size": None}
     if place.on_gpu:
         fields |= dict.fromkeys(["max_length", "max_prompt_length", "model_name_or_path", "use_peft"])

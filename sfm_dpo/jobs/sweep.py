@@ -1,4 +1,4 @@
-"""Sweeps: a grid of recipe fields as one Slurm array of ordinary runs, and a table of them."""
+"""Sweeps: a grid of recipe fields as one Slurm array of ordinary runs, and a table of the runs."""
 
 import itertools
 import json
@@ -19,9 +19,9 @@ from sfm_dpo.config import parse_config
 from sfm_dpo.run.folder import STATUS, read_mapping
 from sfm_dpo.run.reader import read_run
 
-MEMBERS = "members.txt"  # in the sweep's folder: the arguments of each run, a line each, for scripts/common.sh
-GRID = "grid.yaml"  # beside it: the grid as it was submitted
-SEEDS = ("seed", "data_seed")  # runs that differ in these alone have one row in the table
+MEMBERS = "members.txt"  # in the sweep's folder: one line of arguments per run, for scripts/common.sh
+GRID = "grid.yaml"  # in the same folder: the grid as it was submitted
+SEEDS = ("seed", "data_seed")  # runs that differ only in these share a row of the table
 LOWER_IS_BETTER = re.compile("loss|perplexity|bits_per_byte|brier")
 
 
@@ -32,21 +32,21 @@ class Grid:
     fields: dict[str, list]  # the values of each swept field
     rank_by: str = "eval_loss"
     at_once: int | None = None
-    sbatch: str = ""  # further options
+    sbatch: str = ""  # more options of sbatch
 
 
 def read_grid(path: Path) -> Grid:
     try:
         grid = Grid(**yaml.safe_load(path.read_text()))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError) as error:
-        raise UserError(f"{path}: is no grid ({error}); give recipe, output_dir and fields") from error
+        raise UserError(f"{path}: not a grid ({error}); give recipe, output_dir and fields") from error
     if not isinstance(grid.fields, dict) or not all(isinstance(v, list) and v for v in grid.fields.values()):
         raise UserError(f"{path}: fields is {grid.fields!r}; give each swept field a list of values")
     return grid
 
 
 def list_members(grid: Grid) -> dict[Path, dict[str, list[str]]]:
-    """The product of the values: the folder of each run, named by its values, and these as words of a command line."""
+    """The product of the values: each run's folder, named after its values, and its values as command-line words."""
     members: dict[Path, dict[str, list[str]]] = {}
     for values in itertools.product(*grid.fields.values()):
         words: dict[str, list[str]] = {}
@@ -54,7 +54,7 @@ def list_members(grid: Grid) -> dict[Path, dict[str, list[str]]]:
             items = value if isinstance(value, list) else [value]
             words[name] = [item if isinstance(item, str) else json.dumps(item) for item in items]
         if broken := [name for name, texts in words.items() if "\n" in "".join(texts)]:
-            raise UserError(f"fields: a value of {broken[0]} holds a line break; remove it")
+            raise UserError(f"fields: a value of {broken[0]} contains a line break; remove it")
         parts = [f"{name}={re.sub('[^A-Za-z0-9.+-]+', '-', '-'.join(texts))}" for name, texts in words.items()]
         folder = Path(grid.output_dir) / ",".join(parts)
         if folder in members:
@@ -64,7 +64,7 @@ def list_members(grid: Grid) -> dict[Path, dict[str, list[str]]]:
 
 
 def plan_sweep(grid: Grid) -> tuple[list[str], list[int]]:
-    """The lines of MEMBERS, which train_dpo.py would accept, and the numbers of those whose runs are not done."""
+    """The lines of MEMBERS, checked as train_dpo.py would, and the numbers of the runs that are not done."""
     lines = []
     unfinished = []
     for number, (folder, values) in enumerate(list_members(grid).items()):
@@ -75,13 +75,13 @@ def plan_sweep(grid: Grid) -> tuple[list[str], list[int]]:
             unfinished.append(number)
     earlier = Path(grid.output_dir) / MEMBERS
     if earlier.is_file() and earlier.read_text().splitlines() != lines:
-        raise UserError(f"output_dir {grid.output_dir}: holds another sweep; choose another")
+        raise UserError(f"output_dir {grid.output_dir}: contains another sweep; choose another folder")
     return lines, unfinished
 
 
 def read_metrics(run: dict[str, Any]) -> dict[str, float]:
-    """The last value of each logged metric, evaluation/METRIC of eval_command, and of evaluation.json TASK/METRIC (of
-    several filters the first), TASK/METRIC,FILTER and SET/METRIC."""
+    """The last value of each logged metric, of evaluation/METRIC from eval_command, and from evaluation.json of
+    TASK/METRIC (its first filter), TASK/METRIC,FILTER and SET/METRIC."""
     metrics: dict[str, float] = {}
     for entry in run["log"]:
         metrics |= entry
@@ -95,7 +95,7 @@ def read_metrics(run: dict[str, Any]) -> dict[str, float]:
 
 
 def format_sweep(grid: Grid) -> str:
-    """The table, a row for each setting: the runs that differ in SEEDS alone. The best mean of `rank_by` is first."""
+    """The table, with one row for the runs that differ only in SEEDS. The best mean of `rank_by` comes first."""
     states: dict[tuple, list[str]] = {}
     metric: dict[tuple, dict[tuple, float]] = {}  # `rank_by` of the runs that are done, by seed
     for folder, words in list_members(grid).items():

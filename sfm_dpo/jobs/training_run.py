@@ -1,4 +1,4 @@
-"""A run holds its folder while it lives; how it ended is one line, or the traceback of a crash, and in status.json."""
+"""A run owns its folder while it is alive. It ends with one line, or a crash's traceback, and with status.json."""
 
 import errno
 import logging
@@ -35,15 +35,15 @@ from sfm_dpo.train.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-# Of a full disk in the exceptions of safetensors and, the last two, torch.save
+# Signs of a full disk in exceptions of safetensors and (the last two) of torch.save
 DISK_FULL = ("No space left", "quota exceeded", "unexpected pos", "iostream error")
 
 
 class Run:
-    """A run and its folder, which it holds until it ends; then says how it ended, in status.json and in the report."""
+    """A run and its folder, which it owns until it ends; status.json and the report then say how it ended."""
 
     def __init__(self) -> None:
-        self.folder: Path | None = None  # output_dir, once it is this run's to write into
+        self.folder: Path | None = None  # output_dir, once this run may write into it
         self.position = Position()
         self.watchdog: Watchdog | None = None
         self.lease: Lease | None = None
@@ -51,46 +51,46 @@ class Run:
         self.exit_code = 0  # of the process
 
     def __enter__(self) -> Self:
-        # Under a launcher STOP is the way
+        # Under a launcher, runs are stopped by the file STOP
         if "LOCAL_RANK" not in os.environ and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt
-            # Pools of processes, as those of datasets.map, end theirs by SIGTERM
+            # Process pools, such as those of datasets.map, end their processes by SIGTERM
             os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
         return self
 
     def begin(self, config: Config) -> bool:
-        """Takes the folder. Returns False where its run is done already. Raises UserError if it is another run's."""
+        """Takes the folder. Returns False if its run is already done. Raises UserError if another run owns it."""
         folder = Path(config.train.output_dir)
         self.lease = main_process_first(lambda: acquire(config))
         if self.lease is None:
             if not ((folder / REPORT).is_file() and (folder / CARD).is_file()):
                 report(folder)  # the run was killed before
-            log.info(f"{folder}: already done; to run again remove it or choose another output_dir")
+            log.info(f"{folder}: already done; to run again, remove it or choose another output_dir")
             return False
         self.folder = folder
         self.before = read_status(folder)
-        if not (folder / RESOLVED_CONFIG).is_file():  # nothing else is there before the data are read
+        if not (folder / RESOLVED_CONFIG).is_file():  # without it, the folder is empty until the data are read
             write_status(folder, "running", message="loading")
         self.watchdog = Watchdog(folder, config.train.hang_timeout, self.position)
         return True
 
     def finish(self, trainer: SFMDPOTrainer) -> None:
-        """A trained run is done, whatever becomes of its push."""
+        """Marks a trained run as done, whatever happens to its push."""
         assert self.folder and self.watchdog
         self.watchdog.stop()
-        clear_stop(self.folder)  # it came too late
+        clear_stop(self.folder)  # a request to stop came too late
         best = describe_best(trainer.train_config, trainer.state)
         write_status(self.folder, "done", 0, step=trainer.state.global_step, files=list_weights(self.folder), **best)
         folder = self.folder
-        self.folder = None  # what follows changes its state no more
+        self.folder = None  # later errors no longer change its state
         report(folder)
         trainer.end()
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        """Every end but a crash is one line; a crash is its traceback, from Python."""
+        """Logs every end in one line, except a crash, for which Python prints the traceback."""
         is_interrupt = isinstance(error, KeyboardInterrupt)
         if is_interrupt:
-            handle_interrupts(signal.SIG_IGN)  # a second one must not cut off what follows
+            handle_interrupts(signal.SIG_IGN)  # a second interrupt must not cut this short
         end = self._explain(error) if error else None
         folder = self.folder
         try:
@@ -106,11 +106,11 @@ class Run:
             if self.lease:
                 self.lease.release()
             if is_interrupt:
-                handle_interrupts(signal.SIG_DFL)  # libraries may want long to end
+                handle_interrupts(signal.SIG_DFL)  # libraries may take long to end
         return end is not None
 
     def _explain(self, error: BaseException) -> RunEnd | None:
-        """The end that an exception stands for; None for a crash."""
+        """The end that an exception means; None for a crash."""
         if isinstance(error, RunEnd):
             return error
         if self.folder is None:
@@ -125,12 +125,12 @@ class Run:
         if any(sign in str(error) for sign in DISK_FULL):
             what = self.position.saving or self.folder
             newest = newest_checkpoint(self.folder)
-            return DiskFull(f"disk full while writing {what}; the run can resume from {newest}")
+            return DiskFull(f"disk full while writing {what}; free space, and run it again to resume from {newest}")
         return None
 
     def _close(self, end: RunEnd) -> None:
         self.exit_code = end.exit_code
-        if isinstance(end, ResumeRefused) and self.before.get("state") == "stopped":  # it still can resume
+        if isinstance(end, ResumeRefused) and self.before.get("state") == "stopped":  # it can still resume
             if self.folder and is_main_process():
                 log.error(str(end))
                 write_json(self.folder / STATUS, self.before)
@@ -145,13 +145,13 @@ class Run:
             status = {"step": step_of(checkpoint), "checkpoint": checkpoint and str(checkpoint)} | status
             log.info(f"{end}; run the same command again to resume from {checkpoint or 'the beginning'}")
             if "TORCHELASTIC_RUN_ID" in os.environ:
-                self.exit_code = 0  # a launcher would make a crash of 75: status.json says it
+                self.exit_code = 0  # a launcher would report 75 as a crash; status.json has the state
         elif message:
             log.error(message)
         if self.folder and message:
             write_status(self.folder, end.state, end.exit_code, message, any_rank=not is_stop, **status)
             if self.lease:
-                self.lease.release()  # before the report: a launcher ends this rank soon after another one has left
+                self.lease.release()  # before the report: a launcher ends this rank soon after another rank's exit
             if not isinstance(end, Interrupted):
                 report(self.folder)
 
@@ -162,12 +162,12 @@ def handle_interrupts(how: signal.Handlers) -> None:
 
 
 def report(run: Path) -> None:
-    """report.html, the model card of a trained run, the closing lines; also of a run that failed after it began."""
+    """Writes report.html and a trained run's model card, and logs the summary; also for a run that failed."""
     if is_main_process() and (run / RESOLVED_CONFIG).is_file():
         try:
             write_report(run)
             if read_status(run).get("state") in ("done", "push_failed"):
                 write_model_card(run)
-        except OSError as error:  # a full disk must not make a failure of a trained model
-            log.info(f"report not written: {error}; later: python -m sfm_dpo.report.page {run}")
+        except OSError as error:  # a full disk must not make a trained run fail
+            log.info(f"report not written: {error}; write it later with python -m sfm_dpo.report.page {run}")
         log.info(f"result\n{format_summary(run)}")

@@ -1,4 +1,4 @@
-"""Callbacks of a run: where each rank is, exact resume, complete checkpoints, stopping on request, progress."""
+"""Callbacks of a run: position of each rank, exact resume, complete checkpoints, stopping on request, progress."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ from sfm_dpo.run.reader import LOG, eval_prefix
 
 log = logging.getLogger(__name__)
 
-SHOWN = {  # by the name in the log: name on the line, format
+SHOWN = {  # name in the log: (name on the progress line, format)
     "loss": ("loss", "{:.4f}"),
     "rewards/margins": ("margin", "{:+.4f}"),
     "rewards/accuracies": ("accuracy", "{:.2f}"),
@@ -31,15 +31,15 @@ KEPT = {"loss": "loss", "margin": "rewards/margins", "pairs_per_second": "perf/p
 
 
 class Position(TrainerCallback):
-    """What this rank computes, for the watchdog and for the message of an out-of-memory error."""
+    """What this rank is computing, for the watchdog and for out-of-memory errors."""
 
     def __init__(self) -> None:
         self.count = 0  # micro-batches (reference pass, training, evaluation), steps and saves so far
         self.moved = time.monotonic()
         self.phase = "loading"
         self.step = 0
-        self.inputs: dict[str, Any] = {}  # of the current micro-batch, TRL's tensors [2B, L]
-        self.saving: Path | None = None  # a checkpoint that is being written
+        self.inputs: dict[str, Any] = {}  # TRL's tensors [2B, L] of the current micro-batch
+        self.saving: Path | None = None  # the checkpoint that is being written
 
     def begin_micro_batch(self, phase: str, step: int, inputs: dict[str, Any]) -> None:
         self.phase = phase
@@ -110,8 +110,8 @@ def allocate_optimizer_state(optimizer: Any) -> None:
 
 
 class CheckpointCallback(TrainerCallback):
-    """Marks a checkpoint as complete once all ranks have written theirs, then deletes the oldest ones: Transformers
-    would delete others while ranks still write the new one, and count one that was killed half-written."""
+    """Marks a checkpoint as complete once all ranks have written their part, then deletes the oldest checkpoints.
+    Transformers would delete while ranks still write, and would count a checkpoint that a kill left incomplete."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
@@ -129,15 +129,15 @@ class CheckpointCallback(TrainerCallback):
 
 
 class StopCallback(TrainerCallback):
-    """Ends the run after the step at which rank 0 sees the stop file: all ranks save, and exit together."""
+    """Ends the run after the step at which rank 0 sees the stop file: all ranks save and exit together."""
 
     def __init__(self) -> None:
         self.stopped = False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        # What is logged between two saves is then the same in a run that was killed and resumed from the first
+        # A run that is killed and resumed from a checkpoint then logs the same values as an undisturbed run
         control.should_log = control.should_log or control.should_save
-        # Rank 0 decides: a rank that looked a moment later could continue alone, and hang
+        # Rank 0 decides: a rank that checked a moment earlier could continue alone and hang
         if broadcast(stop_requested(args.output_dir)) and state.global_step < state.max_steps:
             self.stopped = True
             control.should_save = True
@@ -146,7 +146,7 @@ class StopCallback(TrainerCallback):
 
 
 def describe_best(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
-    """For status.json: the best checkpoint so far by metric_for_best_model, and the base model's value where it is
+    """For status.json: the best checkpoint so far by metric_for_best_model, and the base model's value if that is
     better; or None."""
     step = state.best_global_step
     if not step:
@@ -164,13 +164,13 @@ def format_entry(entry: dict[str, Any]) -> str:
 
 
 class ProgressLine(TrainerCallback):
-    """A line of the log each logging step, log.jsonl and status.json; a progress bar would fill a batch job's log."""
+    """Writes a log line, log.jsonl and status.json at each logging step; a progress bar would fill the log."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         self.start = time.monotonic()
         self.first_step = state.global_step
         self.kept: dict[str, float] = {}
-        if state.is_world_process_zero:  # what an earlier start logged after this checkpoint goes
+        if state.is_world_process_zero:  # removes what an earlier start logged after this checkpoint
             write_atomically(Path(args.output_dir) / LOG, "".join(map(format_entry, state.log_history)))
         write_status(args.output_dir, "running", step=state.global_step, max_steps=state.max_steps)
 

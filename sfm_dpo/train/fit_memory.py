@@ -1,7 +1,7 @@
-"""Fits a run to its memory: chooses pairs per device and how many layers are checkpointed, before training.
+"""Fits a run to its memory: chooses the pairs per device and the number of checkpointed layers before training.
 
-Both follow from the largest micro-batch (data/sampler.py), the first that runs, and from the memory that the planner
-computes for it (model/memory.py). What runs out of memory says what would fit.
+Both follow from the largest micro-batch (data/sampler.py), which runs first, and from the memory that the planner
+computes for it (model/memory.py). An out-of-memory error names a setting that would fit.
 """
 
 import logging
@@ -29,7 +29,7 @@ from sfm_dpo.train.callbacks import Position
 
 log = logging.getLogger(__name__)
 
-# torch on CUDA and on CPU, CUDA's libraries, the operating system
+# Messages of torch on CUDA and on CPU, of CUDA's libraries, and of the operating system
 SIGNS = re.compile("out of memory|can't allocate memory|Cannot allocate memory|_ALLOC_FAILED")
 BATCH_SIZES = {
     "training": "per_device_train_batch_size",
@@ -39,9 +39,9 @@ BATCH_SIZES = {
 
 
 def fit_memory(config: Config, dataset: Dataset, shape: PretrainedConfig, kept: dict[str, Any]) -> dict[str, Any]:
-    """Chooses, on rank 0 for all, what the configuration leaves open, sets it in `config.train`, and returns it, for
-    data.json. `kept`, the choice of the run that is resumed or empty, stays where it fits. Raises UserError where no
-    setting fits."""
+    """Chooses on rank 0 the fields that the configuration leaves open, sets them in `config.train` on all ranks, and
+    returns them for data.json. `kept`, the choice of the resumed run or empty, is used again if it fits. Raises
+    UserError if no setting fits."""
     choice = broadcast(main_process_first(lambda: _choose(config, dataset, shape, kept)))
     args = config.train
     args.per_device_train_batch_size = choice["per_device"]
@@ -65,7 +65,7 @@ def _choose(config: Config, dataset: Dataset, shape: PretrainedConfig, kept: dic
         launch = f"zero{args.deepspeed_plugin.zero_stage}"
         zero = args.deepspeed_plugin.deepspeed_config["zero_optimization"]
     states = sum(planner.states(launch, zero).values())
-    if args.use_cpu:  # the limit is a share of the machine, of which this process has taken some
+    if args.use_cpu:  # the limit is a share of the machine's memory, and this process already uses some
         states += psutil.Process().memory_info().rss
         total = psutil.virtual_memory().total / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     else:
@@ -75,13 +75,13 @@ def _choose(config: Config, dataset: Dataset, shape: PretrainedConfig, kept: dic
     micro_batches = list_micro_batches(config, lengths, planner.prefix_sharing, args.world_size)
     settings = planner.list_settings(micro_batches, states)
     setting = choose_setting(settings, limit, config)
-    for other in settings:  # all of which this number of processes can take
+    for other in settings:  # all are valid for this number of processes
         is_kept = (other.per_device, other.every_n_layers) == (kept.get("per_device"), kept.get("every_n_layers"))
         if is_kept and other.bytes <= limit:
             setting = other
     if setting.bytes > limit:
         raise UserError(
-            f"fit_memory true: no setting fits in {limit / 2**30:.2f} GiB; the smallest is {setting}; use a shorter "
+            f"fit_memory true: no setting fits in {limit / 2**30:.2f} GiB; the smallest is {setting}; use a smaller "
             "max_length, more GPUs, or LAUNCH=zero3"
         )
     log.info(f"fit_memory: {setting}, of {limit / 2**30:.2f} GiB; work {setting.work:.3f} times the least")
@@ -90,10 +90,10 @@ def _choose(config: Config, dataset: Dataset, shape: PretrainedConfig, kept: dic
 
 
 def explain_out_of_memory(error: BaseException, position: Position, run: Path) -> OutOfMemory | None:
-    """One line about what did not fit and what would; None for any other error. `run`: its folder."""
+    """One line that says what did not fit and what would; None for any other error. `run`: the run's folder."""
     if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not SIGNS.search(str(error)):
         return None
-    traceback.clear_frames(error.__traceback__)  # which hold the activations; the report needs memory
+    traceback.clear_frames(error.__traceback__)  # they hold the activations; the report needs memory
     what = f"out of memory in {position.phase}"
     remedy = f"use a smaller {BATCH_SIZES.get(position.phase, 'model')}, gradient_checkpointing: true, "
     remedy += "a smaller max_length, or more GPUs under LAUNCH=zero3 or fsdp2"

@@ -1,7 +1,7 @@
-"""Where the time of a step goes: torch's profiler over the steps of `profile_steps`, and each kind of work's share.
+"""Profile of the steps in `profile_steps`: torch's profiler, and the share of time that each kind of work takes.
 
-With a GPU the work is its kernels, without one PyTorch's operators. Each moment counts once, as the first of KINDS
-that is running: communication is what computation does not hide. Idle is the rest: waiting for data, Python or host.
+On a GPU the work is its kernels, otherwise PyTorch's operators. Each moment counts once, for the first of KINDS that
+is running, so communication is only what computation does not hide. Idle is the rest: waiting for data, Python, host.
 """
 
 import logging
@@ -20,7 +20,7 @@ from sfm_dpo.common.files import format_table, write_atomically, write_json
 log = logging.getLogger(__name__)
 
 OPERATORS = ("aten::", "sfm_dpo::", "gloo:", "c10d::", "record_param_comms")
-KINDS = {  # by the name of a kernel or an operator; flash attention's kernels also have cutlass in theirs
+KINDS = {  # matched in the name of a kernel or operator; names of flash attention kernels may also contain cutlass
     "attention": re.compile("attention|attn|sdpa|flash|fmha", re.IGNORECASE),
     "products": re.compile(r"gemm|gemv|nvjet|cutlass|xmma|splitk|^aten::(add|b|badd)?mm$", re.IGNORECASE),
     "copies": re.compile("copy|memcpy|memset|catarray|^aten::cat$", re.IGNORECASE),
@@ -32,7 +32,7 @@ KINDS = {  # by the name of a kernel or an operator; flash attention's kernels a
 def time_shares(events: list[Any], wall: float, on_gpu: bool) -> dict[str, float]:
     """Share of each kind of work among torch.profiler's events, and of idle, in `wall` (microseconds); sum 1."""
     rest = [e for e in events if e.name.startswith(OPERATORS)]
-    if on_gpu:  # an annotation (FSDP2's, the optimizer's) spans kernels and the pauses between them, and is none
+    if on_gpu:  # an annotation (FSDP2's, the optimizer's) is no kernel: it spans kernels and the pauses between them
         rest = [e for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation]
     shares = {}
     counted: list[tuple[float, float]] = []
@@ -40,7 +40,7 @@ def time_shares(events: list[Any], wall: float, on_gpu: bool) -> dict[str, float
     for kind, pattern in KINDS.items():
         counted += [(e.time_range.start, e.time_range.end) for e in rest if pattern.search(e.name)]
         rest = [e for e in rest if not pattern.search(e.name)]
-        covered = 0.0  # length of the union of what was counted
+        covered = 0.0  # length of the union of the counted intervals
         covered_until = float("-inf")
         for start, end in sorted(counted):
             covered += max(0.0, end - max(start, covered_until))
@@ -59,7 +59,7 @@ class Profiler(TrainerCallback):
         self.profiler: profile | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        # Where the step before the first one ended: a batch is fetched before on_step_begin
+        # Starts at the end of the preceding step, because a batch is fetched before on_step_begin
         if state.global_step == self.first - 1 and is_main_process():
             self.profiler = profile()
             self.profiler.start()

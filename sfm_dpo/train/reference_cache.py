@@ -1,7 +1,7 @@
 """Reference cache: the reference model's log-probs, computed once, in shards in $HF_HOME/sfm_dpo/reference/<key>.
 
-The key covers what changes the log-probs and nothing else. A killed pass resumes at its first missing shard, and jobs
-with one key that run at the same time share the work.
+The key covers what changes the log-probs and nothing else. A killed pass resumes at its first missing shard, and
+concurrent jobs with the same key share the work.
 """
 
 import errno
@@ -41,13 +41,13 @@ from sfm_dpo.run.folder import write_status
 from sfm_dpo.run.leases import Lease, describe_owner, read_owner
 from sfm_dpo.train.metrics import check_step_0
 
-BATCH_TOKENS = {"cuda": 32_768, "cpu": 4_096}  # computed at once, padding counted; the same for all jobs of a cache
+BATCH_TOKENS = {"cuda": 32_768, "cpu": 4_096}  # per batch, including padding; the same for all jobs of a cache
 COMPILATION = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
-CACHE_FORMAT = 2  # raise it when the same key would stand for other log-probs or another layout of the shards
-NFS_SECONDS = 60  # its acdirmax: for so long a client may remember that a file was not there
-POLL_SECONDS = 0.5  # between looks at the shards that others compute
+CACHE_FORMAT = 2  # raise it when the same key would mean other log-probs or another layout of the shards
+NFS_SECONDS = 60  # NFS's acdirmax: for so long a client may remember that a file did not exist
+POLL_SECONDS = 0.5  # between checks for the shards that others compute
 REPORT_SECONDS = 10.0
-# What the key holds of kernels, literally: reworded, it would be another key, and all caches would be computed again
+# Parts of the key that name kernels. Do not reword them: the key would change, and all caches would be computed again
 SDPA = "scaled_dot_product_attention, sequence by sequence ({0.type}, {1}, head size {2})"
 VARLEN = "torch.nn.attention.varlen.varlen_attn ({}), all sequences in one call"
 DELTA_NETS = {
@@ -55,14 +55,14 @@ DELTA_NETS = {
     "fla": "; gated delta nets by fla and causal_conv1d",
     "transformers": "; gated delta nets sequence by sequence",
 }
-SHARD_PAIRS = 256  # at 15,000 tokens/s and 8,192 tokens a sequence, under five minutes of work to lose
+SHARD_PAIRS = 256  # at 15,000 tokens/s and 8,192 tokens a sequence, a kill loses less than five minutes of work
 
 log = logging.getLogger(__name__)
 
 
 def add_reference(trainer: Any) -> None:
-    """Gives the trainer's data the columns ref_chosen_logps and ref_rejected_logps. All ranks must call it, before
-    training: the policy is still the base model, also when the run resumes. Raises StopRequested and DiskFull."""
+    """Adds the columns ref_chosen_logps and ref_rejected_logps to the trainer's data. All ranks must call it before
+    training, when the policy is still the base model, even in a resumed run. Raises StopRequested and DiskFull."""
     if not trainer.train_config.precompute_ref_log_probs:
         return
     settings = describe_settings(trainer)
@@ -82,7 +82,7 @@ def add_reference(trainer: Any) -> None:
         trainer.reference_facts[name] = {"key": cache.folder.name} | {key: str(settings[key]) for key in settings}
         if name == "train":
             trainer.train_dataset = with_columns
-            if trainer.train_config.ref_model_name_or_path:  # which is gone at step 0
+            if trainer.train_config.ref_model_name_or_path:  # the reference is no longer in memory at step 0
                 rows = cache.batches(cache.shards[0])[0]
                 batch = trainer.load_batch(dataset, rows)
                 again = torch.cat(trainer.compute_ref_log_probs(trainer.forward_model, batch))
@@ -93,16 +93,16 @@ def add_reference(trainer: Any) -> None:
 
 
 def describe_settings(trainer: Any) -> dict[str, Any]:
-    """What changes the log-probs of given tokens, for `cache_folder`. All ranks must call it."""
+    """The settings that change the log-probs of given tokens, for `cache_folder`. All ranks must call it."""
     args = trainer.train_config
-    weights = trainer._precompute_model_hash  # TRL's, taken before FSDP2 splits them
+    weights = trainer._precompute_model_hash  # TRL's hash, taken before FSDP2 splits the weights
     other_reference = args.ref_model_name_or_path
     model = trainer.accelerator.unwrap_model(trainer.forward_model) if other_reference else trainer.bare_model()
     adapter = is_peft_model(trainer.model) and not other_reference
     if trainer.zero_stage == 3 or adapter:
         weights = hash_weights(trainer.forward_model, gather=trainer.zero_stage == 3, frozen_only=adapter)
     precision = trainer.accelerator.mixed_precision
-    if precision != "no":  # in 16 bit the launchers differ in what computes in which precision
+    if precision != "no":  # in 16 bit, precision depends on the launcher
         regime = "FSDP2" if trainer.is_fsdp_enabled else "autocast"
         precision = f"{precision}, {'DeepSpeed' if trainer.zero_stage else regime}"
     kernel = None
@@ -124,13 +124,13 @@ def describe_settings(trainer: Any) -> dict[str, Any]:
         "trl": trl.__version__,
         "format": CACHE_FORMAT,
     }
-    if trainer.prefix_sharing:  # a key without it is that of an older cache
+    if trainer.prefix_sharing:  # absent from the keys of older caches
         settings["prefix_sharing"] = True
     return settings
 
 
 def kernel_token(call: tuple[torch.device, torch.dtype, int], delta_nets: str | None) -> str:
-    """The key's words for `kernel_name(*call)` and a `delta_net_kernel`."""
+    """The part of the key that names `kernel_name(*call)` and a `delta_net_kernel`."""
     name = kernel_name(*call)
     return (SDPA.format(*call) if name == "SDPA" else VARLEN.format(name)) + DELTA_NETS[delta_nets]
 
@@ -153,7 +153,7 @@ def make_folder(folder: Path) -> None:
 
 
 def complete_cache(trainer: Any, name: str, dataset: Dataset, cache: "ReferenceCache", earlier_shards: int) -> None:
-    # Rank 0 alone looks: on NFS who looks for a file before it is written may not see it for a minute
+    # Only rank 0 checks: on NFS, a client that looks for a file before it is written may not see it for a minute
     missing = broadcast(cache.missing_shards() if is_main_process() else [])
     complete = len(cache.shards) - len(missing)
     log.info(f"reference log-probs of the {name} pairs: {complete} of {len(cache.shards)} shards in {cache.folder}")
@@ -185,14 +185,14 @@ def complete_cache(trainer: Any, name: str, dataset: Dataset, cache: "ReferenceC
         if broadcast(stop_requested(output_dir)):
             message = f"stopped on request during the reference pass; its shards are kept in {cache.folder}"
             shards = earlier_shards + len(cache.shards) - len(cache.missing_shards())
-            raise StopRequested(message, shards=shards)  # a batch script requeues where there are more than before
+            raise StopRequested(message, shards=shards)  # a batch script requeues the job if their number has grown
 
     cache.compute(missing, forward, progress)
 
 
 class ReferenceCache:
-    """Shards of a dataset's reference log-probs: longest pairs first, so that a batch holds pairs of one length.
-    `lengths` are [N] tokens of each pair after truncation; `batch_tokens` are computed at once, at least one pair."""
+    """Shards of a dataset's reference log-probs, longest pairs first, so that a batch holds pairs of similar length.
+    `lengths` [N]: tokens of each pair after truncation; `batch_tokens`: tokens per batch (at least one pair)."""
 
     def __init__(self, folder: Path, lengths: np.ndarray, batch_tokens: int):
         self.folder = folder
@@ -216,7 +216,7 @@ class ReferenceCache:
         return int(sum(self.lengths[self.shards[number]].sum() for number in numbers))
 
     def batches(self, rows: np.ndarray) -> list[np.ndarray]:
-        """Splits rows, longest first, into batches of at most `batch_tokens` tokens, padding counted."""
+        """Splits rows, longest first, into batches of at most `batch_tokens` tokens, including padding."""
         batches = []
         while len(rows):
             size = max(1, self.batch_tokens // max(1, int(self.lengths[rows[0]])))
@@ -227,12 +227,13 @@ class ReferenceCache:
     def compute(
         self, numbers: list[int], forward: Callable[[np.ndarray], torch.Tensor], progress: Callable[[int, str], None]
     ) -> None:
-        """Computes the shards that no other job computes, and waits for the others. All ranks must call it: under
-        ZeRO-3 and FSDP2 each forward needs all of them. Rank 0 leases and writes; it alone raises DiskFull.
+        """Computes the shards that no other job is computing, and waits for the others. All ranks must call it: under
+        ZeRO-3 and FSDP2 each forward needs all of them. Only rank 0 takes leases, writes, and raises DiskFull.
 
         Args:
             forward: rows of a batch -> [B, 2] sums of log-probs, chosen and rejected.
-            progress: is told the tokens still to compute, and who has the shards that this job waits for; may raise.
+            progress: called with the number of tokens left and the owner of the shard that this job waits for; may
+                raise.
         """
         with explain_cache_errors(self.folder, DiskFull):
             while numbers:
@@ -248,7 +249,7 @@ class ReferenceCache:
                     time.sleep(POLL_SECONDS)
 
     def _compute_batches(self, numbers: list[int], forward: Callable[[np.ndarray], torch.Tensor]) -> Iterator[int]:
-        """Computes shards, whose batches the ranks take in turn; yields the tokens left after each round."""
+        """Computes shards; the ranks take their batches in turn. Yields the tokens left after each round."""
         work = [(number, rows) for number in numbers for rows in self.batches(self.shards[number])]
         parts: dict[int, list[np.ndarray]] = {number: [] for number in numbers}
         left = self.count_tokens(numbers)
@@ -264,7 +265,7 @@ class ReferenceCache:
             yield left
 
     def _take(self, todo: list[int]) -> tuple[list[int], list[int], str]:
-        """On rank 0: what this job computes next, a shard for each rank; what is left; who has the first of these."""
+        """On rank 0: the shards to compute next, one per rank; the shards left; the owner of the first of these."""
         mine: list[int] = []
         left: list[int] = []
         owner = ""
@@ -279,32 +280,32 @@ class ReferenceCache:
             elif not lease.take():
                 left.append(number)
                 owner = owner or describe_owner(read_owner(lease.path))
-            elif self.read(number) is not None:  # looked at again: the new file in the folder makes NFS ask the server
+            elif self.read(number) is not None:  # read again: the new file in the folder makes NFS ask the server
                 lease.release()
             else:
                 mine.append(number)
         return mine, left, owner
 
     def read_all(self) -> np.ndarray:
-        """[N, 2] log-probs of all rows. Raises UserError where this host cannot read a shard that rank 0 has seen."""
+        """[N, 2] log-probs of all rows. Raises UserError if this host cannot read a shard that rank 0 has read."""
         logps = np.empty((len(self.lengths), 2), dtype=np.float32)
         deadline = time.monotonic() + NFS_SECONDS
         for number, rows in enumerate(self.shards):
             while (shard := self.read(number)) is None:
                 if time.monotonic() > deadline:
                     where = f"{self.path(number)}: not found on {platform.node()}"
-                    raise UserError(f"{where}; HF_HOME must be a folder that all nodes share")
+                    raise UserError(f"{where}; set HF_HOME to a folder that all nodes share")
                 time.sleep(1)
             logps[rows] = shard
         return logps
 
 
 def write_shard(path: Path, rows: np.ndarray, logps: np.ndarray) -> None:
-    """Atomic: the file is complete or absent. `logps` is [n, 2]."""
+    """Writes atomically: the file is complete or absent. `logps` is [n, 2]."""
     rows = np.ascontiguousarray(rows, dtype=np.int64)
     logps = np.ascontiguousarray(logps, dtype=np.float32)
     partial = path.with_suffix(f".{os.getpid()}.partial")
-    # save_file makes files that nobody else can read
+    # save_file would make a file that other users cannot read
     with partial.open("wb") as file:
         file.write(save({"rows": rows, "logps": logps}, {"checksum": _checksum(rows, logps)}))
         sync(file)
@@ -312,7 +313,7 @@ def write_shard(path: Path, rows: np.ndarray, logps: np.ndarray) -> None:
 
 
 def read_shard(path: Path, rows: np.ndarray) -> np.ndarray | None:
-    """[n, 2] log-probs of `rows`, or None where the file is absent, damaged, or about other rows."""
+    """[n, 2] log-probs of `rows`, or None if the file is absent, damaged, or holds other rows."""
     try:
         with safe_open(path, "numpy") as file:
             logps = file.get_tensor("logps")

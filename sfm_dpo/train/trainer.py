@@ -1,8 +1,8 @@
-"""The trainer: TRL's DPOTrainer with tokenised pairs in, packed forward, cached reference, balanced micro-batches.
+"""The trainer: TRL's DPOTrainer with tokenised pairs, packed forward, cached reference and balanced micro-batches.
 
 The loss is TRL's (`DPOTrainer._compute_loss`): for `loss_type: sigmoid_norm`, open-instruct's `dpo_norm`, the mean
 over the pairs of -log sigmoid(beta * (r(chosen) - r(rejected))), r = mean over the response of log pi - log pi_ref.
-Micro-batches hold equally many pairs (data/sampler.py), so that their mean is the mean over the global batch.
+Micro-batches hold equal numbers of pairs (data/sampler.py), so their mean is the mean over the global batch.
 """
 
 import logging
@@ -42,18 +42,18 @@ log = logging.getLogger(__name__)
 class SFMDPOTrainer(UpstreamFixes):
     """TRL's DPOTrainer on the columns of data/tokenization.py, for one process, DDP, ZeRO-2, ZeRO-3 and FSDP2.
 
-    With `precompute_ref_log_probs` the data need the reference's columns before they can be trained on:
-    reference_cache.py, `add_reference`. Raises UserError for a model that cannot be loaded or packed.
+    With `precompute_ref_log_probs`, `add_reference` (reference_cache.py) must add the reference's columns before
+    training. Raises UserError for a model that cannot be loaded or packed.
 
     Args:
         model: folder or Hub id, loaded with `args.model_init_kwargs`.
         args: kept unchanged as `train_config`; `self.args` is a copy for TRL (upstream.py, `arguments_for_trl`).
-        kwargs: as DPOTrainer's.
+        kwargs: those of DPOTrainer.
     """
 
     data_collator: Any
     ref_model: Any
-    forward_model: Any  # what computes log-probs of the base model, until training begins
+    forward_model: Any  # computes reference log-probs until training begins
 
     def __init__(
         self,
@@ -70,14 +70,14 @@ class SFMDPOTrainer(UpstreamFixes):
         self.packed = args.padding_free
         self.eval_sums = MetricSums(pairs=0)  # of the current evaluation
         self.step_0_checked = False
-        self.reference_facts: dict[str, Any] = {}  # by split: what `add_reference` read or computed
+        self.reference_facts: dict[str, Any] = {}  # by split: the cache that `add_reference` read or computed
         self.train_tokens = hash_tokens(kwargs["train_dataset"])
         if self.packed and not args.use_cpu:
             activate_flash(args.flash_attention)
         init_kwargs = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
         if quantization_config is not None:
             init_kwargs["quantization_config"] = quantization_config
-        # FSDP2 splits the policy only when training begins, so that a cached reference, too, has a model of its own
+        # FSDP2 splits the policy only when training begins, so even a cached reference needs its own model
         needs_reference = not args.precompute_ref_log_probs or launched_with() == "fsdp"
         reference = None
         if other := args.ref_model_name_or_path:
@@ -92,7 +92,7 @@ class SFMDPOTrainer(UpstreamFixes):
             super().__init__(policy, **kwargs)
         except NoMatchingPeftModuleError as error:
             raise UserError(f"lora_target_modules: {error}") from error
-        self.precompute_ref_logps = True  # TRL's: each batch holds the reference's sums, see _compute_loss
+        self.precompute_ref_logps = True  # tells TRL that each batch holds the reference's sums, see _compute_loss
         self.prefix_sharing = self._resolve_prefix_sharing()
         self._pack_and_compile()
         self.train_sampler = build_sampler(self.train_dataset, args, self.prefix_sharing)
@@ -113,24 +113,24 @@ class SFMDPOTrainer(UpstreamFixes):
         return self.model.get_base_model() if is_peft_model(self.model) else self.model
 
     def _pack_and_compile(self) -> None:
-        """Packs and compiles policy and reference, as asked, now that TRL has given them their fused LM head."""
+        """Packs and compiles policy and reference, as configured, after TRL has given them their fused LM head."""
         args = self.train_config
         if args.torch_compile:
             where = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR, now a folder in /tmp")
-            log.info(f"torch_compile: layers are compiled at their first forward and backward, and kept in {where}")
+            log.info(f"torch_compile: layers are compiled in their first forward and backward, and cached in {where}")
         for model in filter(None, (self.bare_model(), self.ref_model)):
             model = self.accelerator.unwrap_model(model)
             obstacle = why_not_shared(model, self.packed, args.router_aux_loss_coef)  # another reference may have one
             try:
                 if self.packed:
                     enable_padding_free(model, self.prefix_sharing and not obstacle)
-            except ValueError as error:  # a model in which sequences of one row would see each other
+            except ValueError as error:  # in this model, sequences packed into one row would see each other
                 raise UserError(str(error)) from error
             if args.torch_compile:
                 compile_layers(model, args.torch_compile_backend, args.torch_compile_mode)
 
     def _resolve_prefix_sharing(self) -> bool:
-        """Whether prompts are shared. Raises UserError where that was asked for and the model or the kernel cannot."""
+        """Whether prompts are shared. Raises UserError if it is set but model or kernel do not allow it."""
         asked = self.train_config.prefix_sharing
         obstacle = why_not_shared(self.bare_model(), self.packed, self.train_config.router_aux_loss_coef)
         if obstacle and asked:
@@ -153,7 +153,7 @@ class SFMDPOTrainer(UpstreamFixes):
         return self.accelerator.device, dtype, head_dim
 
     def attention_kernel(self) -> str:
-        """What computes packed attention, for the log; it takes the place of `attn_implementation`."""
+        """Name of the packed attention kernel, for the log; it replaces `attn_implementation`."""
         nets = delta_net_kernel(self.bare_model())
         return kernel_name(*self.attention_call()) + (f", gated delta nets by {nets}" if nets else "")
 
@@ -163,29 +163,29 @@ class SFMDPOTrainer(UpstreamFixes):
         return self.args.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
 
     def _prepare_policy(self) -> Any:
-        """The policy as it computes before training begins; all ranks must call it equally often."""
+        """The policy, ready for forwards before training begins; all ranks must call it equally often."""
         self.model.eval()
         if self.zero_stage == 3:
             return prepare_deepspeed(self.model, self.accelerator)  # the hooks that gather the weights
-        if self.is_deepspeed_enabled and self.args.bf16:  # what DeepSpeed's engine will do to the policy
-            for parameter in self.model.parameters():  # no buffer: RoPE's inv_freq stays fp32
+        if self.is_deepspeed_enabled and self.args.bf16:  # as DeepSpeed's engine will do with the policy
+            for parameter in self.model.parameters():  # buffers such as RoPE's inv_freq stay fp32
                 parameter.data = parameter.data.to(torch.bfloat16)
-        return self.model.to(self.accelerator.device)  # Trainer leaves that to DeepSpeed, which comes later
+        return self.model.to(self.accelerator.device)  # Trainer leaves this to DeepSpeed, which starts later
 
     def use_policy(self) -> None:
-        """After the reference pass: another reference gives way to the policy, unless FSDP2 is yet to split that."""
+        """After the reference pass, replaces another reference with the policy, unless FSDP2 has yet to split it."""
         if self.train_config.ref_model_name_or_path and not self.is_fsdp_enabled:
             self._release_forward_model()
             self.forward_model = self._prepare_policy()
 
     def _release_forward_model(self) -> None:
         if self.zero_stage == 3 and self.forward_model not in (None, self.ref_model):
-            self.forward_model.optimizer.destroy()  # or the engine that trains would gather everything twice
+            self.forward_model.optimizer.destroy()  # otherwise the training engine would gather everything twice
         self.forward_model = None
-        self.accelerator.free_memory()  # accelerate, too, remembers a reference that it prepared
+        self.accelerator.free_memory()  # accelerate also keeps a reference that it prepared
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's, once what computed log-probs until now is released: a cached reference model, ZeRO-3's hooks."""
+        """TRL's `train`, after releasing the model that computed reference log-probs, or ZeRO-3's hooks."""
         self._release_forward_model()
         return super().train(*args, **kwargs)
 
@@ -196,7 +196,7 @@ class SFMDPOTrainer(UpstreamFixes):
         return self._prepare_inputs(self.data_collator([dataset[int(row)] for row in rows]))
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Called for each micro-batch, also of evaluation, preflight and reference pass."""
+        """Called for each micro-batch, including those of evaluation, preflight and reference pass."""
         counts = inputs.pop("counts", None)
         phase = "evaluation"
         if not self.is_in_train and not self.state.global_step:
@@ -208,7 +208,7 @@ class SFMDPOTrainer(UpstreamFixes):
         return super()._prepare_inputs(inputs)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> PairSampler:
-        """In place of Transformers' batch_rebalance, whose micro-batches hold unequal numbers of pairs."""
+        """Replaces Transformers' batch_rebalance, whose micro-batches hold unequal numbers of pairs."""
         self.train_sampler = build_sampler(self.train_dataset, self.train_config, self.prefix_sharing)
         return self.train_sampler
 
@@ -224,10 +224,10 @@ class SFMDPOTrainer(UpstreamFixes):
 
     # ---- loss
 
-    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._compute_loss: logs rewards/* as sums over tokens also
-    # where the loss uses means. Canary: test_canary_compute_loss
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._compute_loss: logs rewards/* as sums over tokens even
+    # if the loss uses means. Canary: test_canary_compute_loss
     def _compute_loss(self, model, inputs: dict[str, torch.Tensor], return_outputs: bool):
-        """TRL's loss, and metrics on its scale. The live reference's log-probs are put into the batch first."""
+        """TRL's loss, and metrics on its scale. A live reference's log-probs are first added to the batch."""
         if not self.train_config.precompute_ref_log_probs:
             chosen, rejected = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
             inputs = inputs | {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
@@ -246,7 +246,7 @@ class SFMDPOTrainer(UpstreamFixes):
         scale = loss_scale(inputs["completion_mask"], main_loss(self.loss_types))
         logps = outputs.log_probs.detach().sum(dim=1)  # [2B], zero outside of the responses
         rewards = reward_metrics(logps, ref_logps, scale, self.beta)
-        self.position.advance()  # what follows waits for the other ranks
+        self.position.advance()  # the following calls wait for the other ranks
         if self.model.training:
             self.step_0_checked = True
             if is_step_0:
@@ -258,15 +258,15 @@ class SFMDPOTrainer(UpstreamFixes):
         return result
 
     def _record_rewards(self, rewards: dict[str, torch.Tensor]) -> None:
-        """Puts the means over the pairs of all ranks in the place of what TRL has just recorded."""
+        """Replaces the values that TRL has just recorded with means over the pairs of all ranks."""
         recorded = self._metrics["train"]
         pairs = self.accelerator.gather(torch.stack(list(rewards.values()), dim=1).float())  # [pairs of all ranks, 8]
-        earlier = len(recorded["rewards/average"])  # micro-batches; TRL has recorded this one, too
+        earlier = len(recorded["rewards/average"])  # earlier micro-batches; TRL has also recorded this one
         for name, value in zip(rewards, pairs.mean(dim=0).tolist(), strict=True):
             recorded[name][earlier:] = [value]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds perf/*, summed over ranks."""
+        """Adds the metrics perf/*, summed over ranks."""
         if "loss" in logs and self.model.training:
             counts = torch.tensor([list(self.meter.counts.values())], dtype=torch.float64)
             totals = self.accelerator.gather(counts.to(self.accelerator.device)).sum(dim=0).tolist()
@@ -277,7 +277,7 @@ class SFMDPOTrainer(UpstreamFixes):
     # ---- checkpoints
 
     def resume_facts(self) -> dict[str, Any]:
-        """What a run that resumes from a checkpoint must agree with."""
+        """The facts that must be the same in a run that resumes from a checkpoint."""
         launch = "FSDP2" if self.is_fsdp_enabled else "whole weights"
         return {
             "world_size": self.accelerator.num_processes,
@@ -289,7 +289,7 @@ class SFMDPOTrainer(UpstreamFixes):
     # Upstream: transformers 5.23, tokenization_utils_base.py, PreTrainedTokenizerBase.save_pretrained: writes a class
     # and special tokens that Transformers 4 refuses; Trainer saves use_cache: false. Canary: test_canary_saved_files
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The complete model, in files that older readers accept. The first thing that is written of a checkpoint."""
+        """Saves the complete model in files that older readers accept. A checkpoint starts with this."""
         folder = Path(output_dir or self.args.output_dir)
         self.position.saving = folder
         if is_main_process():  # a skipped checkpoint of this step must not look complete while it is rewritten

@@ -1,7 +1,7 @@
-"""Watchdog: a run in which no rank moves for `hang_timeout` ends with exit code 70, and names the rank that is stuck.
+"""Watchdog: ends a run with exit code 70 if no rank moves for `hang_timeout` seconds, and names the stuck rank.
 
-A thread of each rank writes its position to output_dir/heartbeats/rank-N.json and reads the others': files, because a
-collective may be what they wait in. Time is counted in turns of the thread: a job that Slurm suspends is no hang.
+A thread of each rank writes its position to output_dir/heartbeats/rank-N.json and reads the others' (files, because
+the ranks may hang in a collective). Time is counted in turns of the thread, so a job that Slurm suspends is no hang.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class Watchdog:
         still = 0.0
         while not self._stopped.wait(self.interval):
             if not self.position.count:
-                continue  # while ranks load, they wait for each other for as long as it takes
+                continue  # while loading, ranks wait for each other without a limit
             beats = [read_mapping(self.heartbeats / f"rank-{other}.json") for other in range(world_size())]
             beats[rank()] = self._write_heartbeat()
             counts = [beat.get("count") for beat in beats]
@@ -90,7 +90,7 @@ class Watchdog:
             with stacks.open("a") as file:
                 print(f"\n{now()}, rank {rank()}, {where}:", file=file, flush=True)
                 faulthandler.dump_traceback(file)
-        with contextlib.suppress(OSError):  # another rank was first
+        with contextlib.suppress(OSError):  # raised if another rank was first
             (self.heartbeats / "verdict").touch(exist_ok=False)
             message = f"no rank has moved for {self.timeout:g} s (hang_timeout), {where}: {cause}; "
             message += f"the stacks of all threads are in {stacks.parent}/rank-N.txt"
@@ -103,13 +103,13 @@ class Watchdog:
             hang |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID")}
             environment.setdefault("hangs", []).append(hang)
             write_json(self.run / ENVIRONMENT, environment)
-        time.sleep(2 * self.interval)  # for the other ranks' stacks: the launcher ends them once this one has left
+        time.sleep(2 * self.interval)  # lets the other ranks write their stacks before the launcher ends them
         os._exit(EXIT_CODE)
 
 
 def find_culprit(beats: list[dict[str, Any]], patience: float) -> tuple[dict[str, Any], str]:
-    """Heartbeat of the rank that is stuck, {} where none can be named, and a description. That of a stopped process is
-    older than the newest by more than `patience` seconds, that of a rank that has not begun is {}."""
+    """Heartbeat of the rank that is stuck, or {} if none can be named, and a description. A stopped process's
+    heartbeat is more than `patience` seconds older than the newest; a rank that has not begun has {}."""
     if {} in beats:
         absent = beats.index({})
         return {"rank": absent}, f"rank {absent} has not begun"

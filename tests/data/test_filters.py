@@ -169,5 +169,5 @@ def test_pairs_in_common_with_evaluation_sets_are_those_of_plain_python(load, wr
     with pytest.raises(UserError, match=r"1 of its .* pairs are not in the data"):
         load(others, "--drop_contaminated", listed, file="others.jsonl")
     listed.write_text(json.dumps({"sampled": True, "contamination": result}))
-    with pytest.raises(UserError, match="made from a sample"):
+    with pytest.raises(UserError, match="covers only a sample"):
         load(rows, "--drop_contaminated", listed)

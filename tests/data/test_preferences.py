@@ -148,7 +148,10 @@ def test_max_dropped_fraction(write_rows):
     assert len(load(path).train) == 19  # exactly the default of 5%
     with pytest.raises(UserError, match=r"1 of 20 rows .*empty response.*max_dropped_fraction 0\.04"):
         load(path, "--max_dropped_fraction", "0.04")
-    with pytest.raises(UserError, match=r"3 of 3 rows cannot be used \(3 x prompts .* differ, first in row 1 of"):
+    with pytest.raises(
+        UserError,
+        match=r"3 of 3 rows cannot be used \(3 x chosen and rejected have different prompts, first in row 1 of",
+    ):
         load(write_rows("all.jsonl", [DIFFER] * 3), "--max_dropped_fraction", "1")
 
 

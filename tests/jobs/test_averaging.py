@@ -66,7 +66,7 @@ def test_the_mean_is_exact_sharded_as_the_first_and_loads(parents, tmp_path, wei
 
 
 SPOILS = {  # what is wrong with the second model: the message
-    "base": (lambda run: (run / "resolved_config.yaml").write_text("model_name_or_path: x"), "base: not as in"),
+    "base": (lambda run: (run / "resolved_config.yaml").write_text("model_name_or_path: x"), "base differ from"),
     "shape": (lambda run: tiny_model("llama", intermediate_size=80).save_pretrained(run), "intermediate_size: not as"),
     "adapter": (lambda run: (run / "adapter_config.json").write_text("{}"), "is an adapter; merge"),
 }

@@ -103,7 +103,7 @@ def test_rank_by_a_benchmark_or_a_preference_set(grid, train, capsys):
         ({"fields": {"lerning_rate": [1]}}, "unknown option --lerning_rate; did you mean --learning_rate?"),
         ({"fields": {"learning_rate": 1e-6}}, "give each swept field a list of values"),
         ({"fields": {"learning_rate": ["1e-6", "1e-6"]}}, "two runs would share"),
-        ({"fields": {"run_name": ["a\nb"]}}, "fields: a value of run_name holds a line break; remove it"),
+        ({"fields": {"run_name": ["a\nb"]}}, "fields: a value of run_name contains a line break; remove it"),
         ({"rankby": "x"}, "unexpected keyword argument 'rankby'"),
     ],
     ids=str,

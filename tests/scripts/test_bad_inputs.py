@@ -134,10 +134,10 @@ CASES = {
     ],
     "average": [
         (f"{RUN} {RUN} --output_dir {{out}} --weights 1", "--weights: 1 for 2 models; give one for each"),
-        (f"{RUN} {RUN} --output_dir {{kit}}/model", "model: exists; choose another"),
+        (f"{RUN} {RUN} --output_dir {{kit}}/model", "model: exists already; choose another"),
     ],
     "sweep": [  # grids: tests/jobs/test_sweep.py
-        ("{kit}/nowhere.yaml", "nowhere.yaml: is no grid ([Errno 2]", "give recipe, output_dir and fields"),
+        ("{kit}/nowhere.yaml", "nowhere.yaml: not a grid ([Errno 2]", "give recipe, output_dir and fields"),
     ],
     "evaluate": [
         (RUN, "run: nothing to evaluate; give --tasks, or without --out --pairs"),
