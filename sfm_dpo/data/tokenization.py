@@ -34,19 +34,19 @@ from sfm_dpo.config_checks import read_eval_sets
 from sfm_dpo.data.preferences import PARTS, TOOL_ROLES, Pairs, load_pairs
 from sfm_dpo.data.sources import drop_rows, explain_cache_errors
 
-# Part of the cache's key. Raise it with any change of this module that changes an id, a length or a drop reason.
+# Part of the cache's key. Raise it when a change to this module changes an id, a length or a drop reason.
 TOKENS_VERSION = 5
-# Rows a call of the tokenizer: it holds some 300 bytes a token beside the ids, and a long pair has 50,000 tokens.
+# Rows per tokenizer call: it needs about 300 bytes per token besides the ids, and a long pair has 50,000 tokens.
 BATCH_ROWS = 100
-# Fields that choose among the pairs to train on. A set of eval_datasets is read without them.
+# Fields that select the pairs to train on. They do not apply to eval_datasets.
 TRAIN_ONLY_FIELDS = "eval_datasets eval_fraction max_samples filter_script drop_duplicates drop_contaminated".split()
 _TOKENS = Features(
     {f"{part}_ids": List(Value("int32")) for part in PARTS}
     | {f"{part}_length": Value("int32") for part in PARTS}
-    | {"shared_length": Value("int32")}  # tokens with which both responses begin
-    | {"control_tokens": Value("bool")}  # whether its texts hold special tokens, which act as the template's own
+    | {"shared_length": Value("int32")}  # number of first tokens that both responses share
+    | {"control_tokens": Value("bool")}  # whether its texts contain special tokens, which act like the template's own
     | {"masked": List(List(Value("int32")))}  # spans of tool results: side (0 chosen, 1 rejected), first id, end
-    | {"prompt_trimmed": Value("int32")}  # tokens taken from the prompt's end, where prompt+response diverges from it
+    | {"prompt_trimmed": Value("int32")}  # tokens cut from the prompt's end, where prompt+response diverges
     | {"source": Value("string"), "row": Value("int64"), "dropped": Value("string")}
 )
 
@@ -59,7 +59,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     options = {"revision": config.model.model_revision, "trust_remote_code": config.train.trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
-    except Exception as error:  # a damaged tokenizer.json raises just that
+    except Exception as error:  # a damaged tokenizer.json raises a plain Exception
         raise UserError(f"{config.model_field} {name}: no tokenizer can be loaded: {error}") from error
     if tokenizer.eos_token is None:
         raise UserError(f"{config.model_field} {name}: its tokenizer has no EOS token; set eos_token in its config")
@@ -105,16 +105,16 @@ def _tokenize_split(
     if masked.any():
         rows = masked.any(axis=1).sum()
         share = masked.sum() / responses.sum()
-        log.info(f"{rows:,} {split} pairs hold tool results, {share:.1%} of all response tokens: they are not trained")
+        log.info(f"{rows:,} {split} pairs have tool results ({share:.1%} of response tokens), which are not trained")
     if not len(tokens):
         counts = ", ".join(f"{n} x {reason}" for reason, n in Counter(row["reason"] for row in dropped).items())
         raise UserError(
             f"max_length {args.max_length}: no {split} pair of {', '.join(pairs.sources)} is left ({counts}); raise "
             "max_length or set max_prompt_length, or change the filter or the data"
         )
-    # Flat: or every rank would write the rest anew when the trainer adds columns
-    # Upstream: datasets 5.2, arrow_dataset.py, Dataset.flatten_indices: writes a flat dataset anew, too, and no
-    # public name says whether it is one. Canary: test_canary_datasets_indices
+    # Flattened here: otherwise every rank would rewrite the rows when the trainer adds columns
+    # Upstream: datasets 5.2, arrow_dataset.py, Dataset.flatten_indices: rewrites even a flat dataset, and no public
+    # name says whether it is flat. Canary: test_canary_datasets_indices
     return tokens if tokens._indices is None else tokens.flatten_indices()
 
 
@@ -129,15 +129,15 @@ def tokenize_pairs(
     control_tokens: str = "accept",
     mask_tool_results: bool = True,
 ) -> tuple[Dataset, list[dict[str, Any]]]:
-    """The columns of _TOKENS but `dropped` for `pairs` (preferences.py), and the rows that cannot be used, as in
+    """The columns of _TOKENS except `dropped` for `pairs` (preferences.py), and the unusable rows, as in
     Pairs.dropped_rows.
 
-    A second call with the same pairs and tokenizer reads the cache, whatever the lengths. `max_length` truncates in
-    TRL's collator and here only drops the pairs whose prompt fills it, or by `overlong` all that are longer. Raises
-    UserError where there are any and `overlong` is error.
+    A second call with the same pairs and tokenizer reads the cache, whatever the lengths. TRL's collator truncates to
+    `max_length`; here it only drops pairs whose prompt fills it or, with `overlong` drop, all longer pairs. Raises
+    UserError if a pair is longer and `overlong` is error.
     """
     log.info(f"tokenizing {len(pairs):,} pairs")
-    # Not the key that datasets would make: it hashes the tokenizer's state, which changes with use.
+    # Replaces datasets' own key, which hashes the tokenizer's state, and that changes with use.
     versions = (TOKENS_VERSION, transformers.__version__, datasets.__version__)
     key = [pairs._fingerprint, tokenizer_key(tokenizer), versions, mask_tool_results]
     if control_tokens == "sanitize":
@@ -159,7 +159,7 @@ def tokenize_pairs(
     )
     longer = tokens.with_format("numpy")["prompt_length"][:] > (max_prompt_length or np.inf)
     if max_prompt_length and longer.any():
-        log.info(f"{longer.sum():,} prompts are longer than max_prompt_length {max_prompt_length} and keep their end")
+        log.info(f"{longer.sum():,} prompts exceed max_prompt_length {max_prompt_length} and keep their end")
         cut = functools.partial(_cut_prompts, max_prompt_length=max_prompt_length)
         tokens = tokens.map(
             cut,
@@ -193,11 +193,11 @@ def tokenize_pairs(
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of what decides the ids: vocabulary, merges, normaliser, special tokens, chat template."""
+    """A hash of all that determines the ids: vocabulary, merges, normaliser, special tokens, chat template."""
     if tokenizer.is_fast:
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
         backend |= {"padding": None, "truncation": None}  # left behind by the last call with padding
-        backend = json.dumps(backend)  # text is hashed twenty times as fast
+        backend = json.dumps(backend)  # hashing text is twenty times as fast
     else:
         backend = tokenizer.get_vocab()
     return Hasher.hash((backend, tokenizer.chat_template, sorted(map(str, tokenizer.special_tokens_map.items()))))
@@ -214,7 +214,7 @@ def _tokenize_batch(
         group = list(neighbours)
         texts = [_render(pair, tokenizer) for pair in group]
         flat = [text for sides in texts for text in sides or ("", "", "")]
-        # Plain text gets the tokenizer's special tokens, a rendered chat template holds its own.
+        # Plain text gets the tokenizer's special tokens; a rendered chat template already has them.
         ids = tokenizer(flat, add_special_tokens=is_text, return_attention_mask=False)["input_ids"]
         for n, pair in enumerate(group):
             row = _split_ids(*ids[3 * n : 3 * n + 3]) | {"source": pair.get("source"), "row": pair.get("row")}
@@ -237,14 +237,14 @@ def _tokenize_batch(
 
 
 def _list_texts(pair: dict[str, Any], eos: str) -> list[str]:
-    """What a user or a model wrote: of messages the content, of plain text all but the EOS that ends a response."""
+    """Texts written by users or models: the content of messages, or plain text without the EOS of a response."""
     if isinstance(pair["prompt"], str):
         return [pair["prompt"], pair["chosen"].removesuffix(eos), pair["rejected"].removesuffix(eos)]
     return [message["content"] for part in PARTS for message in pair[part]]
 
 
 def _render(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str] | None:
-    """The texts of prompt, prompt+chosen and prompt+rejected; None where the chat template refuses the row."""
+    """The texts of prompt, prompt+chosen and prompt+rejected; None if the chat template refuses the row."""
     prompt, chosen, rejected = (row[part] for part in PARTS)
     if isinstance(prompt, str):
         eos = tokenizer.eos_token
@@ -273,7 +273,7 @@ def _renderer(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Callab
 def _encode_sanitized(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """The ids of prompt, prompt+chosen and prompt+rejected; special tokens of the messages are ordinary text."""
     tokenizer = copy.copy(tokenizer)
-    tokenizer.chat_control_tokens = []  # special tokens alone: <think> of a template stays a token
+    tokenizer.chat_control_tokens = []  # only special tokens: a template's <think> stays a token
     encode = functools.partial(
         _renderer(row, tokenizer), tokenize=True, sanitize_control_tokens=True, return_dict=False
     )
@@ -363,7 +363,7 @@ class Lengths:
 
     @classmethod
     def from_columns(cls, columns: Mapping[str, np.ndarray]) -> "Lengths":
-        """From the columns prompt_length, chosen_length and rejected_length, and shared_length (0 where missing)."""
+        """From the columns prompt_length, chosen_length, rejected_length and shared_length (0 if missing)."""
         prompt, chosen, rejected = (columns[f"{name}_length"].astype(np.int64) for name in PARTS)
         shared = columns.get("shared_length", np.zeros_like(prompt))
         return cls(prompt, chosen, rejected, shared.astype(np.int64))
@@ -379,12 +379,12 @@ class Lengths:
         return np.stack([self.prompt + self.chosen, self.prompt + self.rejected], axis=1)
 
     def computed(self, prefix_sharing: bool) -> np.ndarray:
-        """[N] tokens of both sequences of a pair; with prefix sharing all of the prompt but its last token once."""
+        """[N] tokens of both sequences; with prefix sharing, the prompt except its last token counts once."""
         return self.sequences.sum(axis=1) - prefix_sharing * np.maximum(self.prompt - 1, 0)
 
     @property
     def responses(self) -> np.ndarray:
-        """[N, 2] tokens of chosen and rejected, those that are trained."""
+        """[N, 2] tokens of chosen and rejected, which are trained."""
         return np.stack([self.chosen, self.rejected], axis=1)
 
     def __len__(self) -> int:
@@ -404,14 +404,14 @@ class Lengths:
         return self.truncate(None, max_prompt_length).total <= (max_length or np.inf)
 
     def used(self, max_length: int | None, max_prompt_length: int | None, overlong: str) -> np.ndarray:
-        """[N] bool: the pairs that training uses: where `overlong` is drop those that fit, else all of which a token
-        of a response is left."""
+        """[N] bool: the pairs that training uses: with `overlong` drop those that fit, otherwise those that keep at
+        least one response token."""
         if overlong == "drop":
             return self.fit(max_length, max_prompt_length)
         return self.truncate(max_length, max_prompt_length).responses.max(axis=1) > 0
 
     def select(self, rows: np.ndarray) -> "Lengths":
-        """The pairs of a mask [N] or of indices."""
+        """The pairs selected by a mask [N] or by indices."""
         return Lengths(*(getattr(self, field.name)[rows] for field in dataclasses.fields(self)))
 
 

@@ -69,6 +69,4 @@ def check_alike(first: Source, first_folder: Path, other: Source, folder: Path) 
     differing = [name for name in a | b if a.get(name) != b.get(name) and name != "transformers_version"]
     if differing:
         names = ", ".join(differing)
-        raise UserError(
-            f"{other.folder}: {names} differ from {first.folder}'s; average models with the same base model"
-        )
+        raise UserError(f"{other.folder}: {names} differ from {first.folder}'s; average models of one base model")

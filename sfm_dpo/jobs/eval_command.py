@@ -24,14 +24,14 @@ from sfm_dpo.run.reader import EVALUATION, EVALUATIONS, format_scores, read_eval
 
 log = logging.getLogger(__name__)
 
-AT_ONCE = 2  # commands that run; jobs that they have submitted do not count
+AT_ONCE = 2  # commands that run at the same time; jobs that they have submitted do not count
 
 
 class Evaluations(TrainerCallback):
     """Starts each evaluation once, on rank 0, and waits for it in a thread.
 
-    The processes are detached: they outlive a run that stops or is killed, unless Slurm ends them with its job. The
-    next start waits for those that still run, and runs those again that have ended without a result.
+    The processes are detached, so they outlive a run that stops or is killed, unless Slurm ends them with its job. The
+    next start waits for those that are still running, and repeats those that ended without a result.
     """
 
     def __init__(self, args: TrainConfig):
@@ -53,7 +53,8 @@ class Evaluations(TrainerCallback):
         while any(thread.is_alive() and not self._find_job(step) for step, thread in self._threads.items()):
             time.sleep(0.5)
         if jobs := [self._find_job(step) for step, thread in self._threads.items() if thread.is_alive()]:
-            log.info(f"jobs {', '.join(jobs)} still evaluate; then: python scripts/evaluate.py {self.args.output_dir}")
+            then = f"once they end, run python scripts/evaluate.py {self.args.output_dir}"
+            log.info(f"evaluation jobs {', '.join(jobs)} are still running; {then}")
         rotate(self.run, self.args.save_total_limit)
         write_json(self.run / EVALUATION, read_run(self.run)["evaluation"])
 
@@ -70,7 +71,7 @@ class Evaluations(TrainerCallback):
                 self._threads[step].start()
 
     def _evaluate(self, step: int, model: Path, earlier: dict[str, Any]) -> None:
-        """Waits for what an earlier start has begun, runs the command unless there is a result, and reports it."""
+        """Waits for an evaluation that an earlier start began, runs the command if there is no result, and logs it."""
         out = self.run / EVALUATIONS / f"step-{step}.json"
         while is_alive(earlier) or self._is_queued(step):
             time.sleep(2)
@@ -108,7 +109,7 @@ class Evaluations(TrainerCallback):
         return process.wait()
 
     def _find_job(self, step: int) -> str:
-        """The id that sbatch has printed last, or nothing."""
+        """The job id that sbatch printed last, or an empty text."""
         path = self.run / EVALUATIONS / f"step-{step}.log"
         printed = path.read_text(errors="replace") if path.exists() else ""
         return (re.findall(r"^Submitted batch job (\d+)", printed, re.MULTILINE) or [""])[-1]

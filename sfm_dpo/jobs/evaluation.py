@@ -1,4 +1,4 @@
-"""Evaluation of a trained model beside its base: benchmarks of lm-eval, held-out metrics on other preference sets."""
+"""Evaluation of a trained model and its base: benchmarks of lm-eval, held-out metrics on other preference sets."""
 
 import importlib
 import logging
@@ -32,7 +32,7 @@ from sfm_dpo.train.trainer import SFMDPOTrainer
 
 log = logging.getLogger(__name__)
 
-# Fields of the run that decide what becomes of a text and what a reward is
+# Fields of the run that determine the tokens of a text and the scale of a reward
 PAIR_FIELDS = """model_name_or_path model_revision ref_model_name_or_path trust_remote_code max_length
     max_prompt_length overlong pad_token control_tokens mask_tool_results seed dataset_num_proc max_dropped_fraction
     beta loss_type loss_weights label_smoothing f_divergence_type f_alpha_divergence_coef discopop_tau use_weighting
@@ -40,25 +40,25 @@ PAIR_FIELDS = """model_name_or_path model_revision ref_model_name_or_path trust_
 
 
 def evaluate_run(path: Path, tasks: list[str], pairs: str | None, out: Path | None, **options: Any) -> str:
-    """Adds the results to the evaluation.json of a run or checkpoint, and with those of eval_command to a run's report
-    and model card. The trained model's benchmarks go to `out`, too; those of a checkpoint go there alone, and without
-    the base model, which would be the same each time.
+    """Adds the results to evaluation.json and, with those of eval_command, to the report and
+    model card. The trained model's benchmarks are also written to `out`; a checkpoint's go only there, without the
+    base model, whose results would be the same each time.
 
     `tasks`: names, or paths of YAML files; `options`: of lm_eval.simple_evaluate. Returns the results as text.
     """
     source = find_source(path, publish_anyway=True)
     results = [] if tasks or pairs else [read_scores(file) for file in (path / EVALUATIONS).glob("step-*.json")]
     if not tasks and (out or not (pairs or results)):
-        raise UserError(f"{path}: nothing to evaluate; give --tasks, or without --out --pairs")
+        raise UserError(f"{path}: nothing to evaluate; give --tasks or, without --out, --pairs")
     if tasks:
         options |= {"tasks": tasks, "task_manager": load_tasks(tasks)}
     found: dict[str, list[dict[str, Any]]] = {}
     prefix = f".evaluate-{platform.node()}-"
-    for left in source.run.glob(f"{prefix}*"):  # by one that was killed
+    for left in source.run.glob(f"{prefix}*"):  # left by an evaluation that was killed
         if not psutil.pid_exists(int(left.name.removeprefix(prefix).split("-")[0])):
             shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", dir=source.run) as folder:
-        stage_files(source.folder, Path(folder))  # shards put together
+        stage_files(source.folder, Path(folder))  # merges shards
         if tasks:
             found["benchmarks"] = evaluate_benchmarks(source, Path(folder), options, not (out and source.step))
         if pairs:
@@ -70,7 +70,7 @@ def evaluate_run(path: Path, tasks: list[str], pairs: str | None, out: Path | No
         if source.step:
             return out.read_text()
     evaluation = read_run(source.folder)["evaluation"]
-    for part, rows in found.items():  # a new row replaces those of the same task or set
+    for part, rows in found.items():  # new rows replace those of the same task or set
         key = "task" if part == "benchmarks" else "source"
         new = {row[key] for row in rows}
         evaluation[part] = [row for row in evaluation.get(part, []) if row[key] not in new] + rows
@@ -82,18 +82,18 @@ def evaluate_run(path: Path, tasks: list[str], pairs: str | None, out: Path | No
 
 
 def load_tasks(names: list[str]) -> Any:
-    """lm-eval's TaskManager, once the tasks and their data are there. Raises UserError if not."""
+    """lm-eval's TaskManager, after the tasks and their data have been loaded. Raises UserError if that fails."""
     try:
-        tasks = importlib.import_module("lm_eval.tasks")  # by its name alone: not of requirements.txt
+        tasks = importlib.import_module("lm_eval.tasks")  # imported by name: not in requirements.txt
     except ImportError as error:
         raise UserError(f"evaluate.py: lm-eval is missing ({error}); pip install -r requirements-eval.txt") from error
     is_local = all(name.endswith(".yaml") for name in names)
-    manager = tasks.TaskManager(include_defaults=not is_local)  # to look through those takes ten seconds
+    manager = tasks.TaskManager(include_defaults=not is_local)  # scanning the defaults takes ten seconds
     for name in names:
         try:
             manager.load([name])
-        except Exception as error:  # of datasets, of the Hub's client, of YAML, of the task's own code and packages
-            remedy = "`lm_eval ls tasks` lists the known ones; without a network it must be in HF_HOME"
+        except Exception as error:  # from datasets, the Hub's client, YAML, or the task's own code and packages
+            remedy = "`lm_eval ls tasks` lists all tasks; without a network, the task's data must be in HF_HOME"
             raise UserError(f"--tasks {name}: cannot be loaded ({type(error).__name__}: {error}); {remedy}") from error
     return manager
 
@@ -101,7 +101,7 @@ def load_tasks(names: list[str]) -> Any:
 def evaluate_benchmarks(
     source: Source, folder: Path, options: dict[str, Any], with_base: bool
 ) -> list[dict[str, Any]]:
-    """Rows of `compare_results` for the model in `folder` and its base model or itself, each with how it was made."""
+    """Rows of `compare_results` for the model in `folder` and its base model (or itself), with the settings used."""
     base = {"pretrained": source.config["model_name_or_path"], "tokenizer": str(folder)}
     if revision := source.config.get("model_revision"):
         base["revision"] = revision
@@ -130,7 +130,7 @@ def run_lm_eval(model: dict[str, str], model_args: str, **options: Any) -> dict:
 
 
 def compare_results(base: dict, trained: dict) -> list[dict[str, Any]]:
-    """A row for each task and metric; `low` to `high`: 95% interval of the difference, None where it is no mean."""
+    """A row for each task and metric; `low` to `high`: 95% interval of the difference, None if it is not a mean."""
     rows = []
     for task, scores in trained["results"].items():
         for key in scores:
@@ -153,13 +153,13 @@ def compare_results(base: dict, trained: dict) -> list[dict[str, Any]]:
 
 
 def _read_score(scores: dict, metric: str, name: str) -> dict[str, Any]:
-    error = scores.get(f"{metric}_stderr,{name}")  # "N/A" where there is none
+    error = scores.get(f"{metric}_stderr,{name}")  # "N/A" if lm-eval has none
     known = isinstance(error, int | float) and math.isfinite(error)
     return {"value": float(scores[f"{metric},{name}"]), "stderr": error if known else None}
 
 
 def _read_samples(result: dict, task: str, metric: str, name: str) -> dict[Any, float]:
-    """The value of each sample; none where it is no number."""
+    """The value of each sample whose value is a number."""
     samples = [sample for sample in result["samples"].get(task, []) if sample["filter"] == name]
     return {s["doc_id"]: float(s[metric]) for s in samples if isinstance(s.get(metric), int | float)}
 
@@ -188,7 +188,7 @@ def evaluate_pairs(source: Source, model: Path, dataset: str, limit: int | None)
     )
     add_reference(trainer)
     log.info(f"computing the trained model on {len(pairs):,} pairs")
-    trainer._load_from_checkpoint(str(model))  # the trained weights in the place of the base model's
+    trainer._load_from_checkpoint(str(model))  # replaces the base model's weights
     trainer.evaluate()
     logged = trainer.state.log_history[-1]
     name = Path(dataset).name if Path(dataset).exists() else dataset

@@ -1,1 +1,1 @@
-"""Before submission: the lengths of a dataset, memory and hours of a recipe."""
+"""Planning before submission: the lengths of a dataset, and the memory and hours of a recipe."""

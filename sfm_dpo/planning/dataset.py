@@ -1,6 +1,6 @@
-"""Analysis of a dataset before training: lengths, the recommended max_length, and what looks wrong with the pairs.
+"""Analysis of a dataset before training: lengths, the recommended max_length, and problems of the pairs.
 
-It reads and tokenises as training does, into the same cache; docs/lengths.md has the JSON.
+It reads and tokenises as training does, into the same cache; docs/lengths.md describes the JSON.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.model.memory import meta_model
 from sfm_dpo.planning.lengths import analyze_lengths
 
-# Chosen longer in this share of the pairs or more, or rejected: length alone then predicts the preference.
+# If one side is longer in at least this share of the pairs, length alone predicts the preference.
 LENGTH_BIAS = 0.6
 
 
@@ -38,16 +38,16 @@ def analyze_dataset(
     dropped_file: Path | None = None,
     by: str | None = None,
 ) -> dict[str, Any]:
-    """Everything about the pairs of a configuration. `against` are evaluation sets with which pairs may share n-grams
-    of `ngram` words; `dropped_file` receives a JSON line for each row that cannot be used; `by` as in load_pairs."""
+    """The full analysis of a configuration's pairs. `against`: evaluation sets to search for shared n-grams of `ngram`
+    words; `dropped_file`: receives a JSON line for each unusable row; `by`: as in load_pairs."""
     args = config.train
-    args.max_dropped_fraction = 1.0  # unusable rows are reported here; training stops at them
+    args.max_dropped_fraction = 1.0  # unusable rows are reported here, but stop training
     tokenizer = load_tokenizer(config)
     pairs = load_pairs(config, by)
     splits = [split for split in (pairs.train, pairs.eval) if split is not None]
     parts = []
     dropped: list[dict[str, Any]] = []
-    for split in splits:  # one by one, as training tokenises them: the cache knows each by its fingerprint
+    for split in splits:  # one by one, as in training, because the cache is keyed by the fingerprint of each
         options: dict[str, Any] = {"control_tokens": args.control_tokens, "mask_tool_results": args.mask_tool_results}
         part, unusable = tokenize_pairs(split, tokenizer, None, num_proc=args.dataset_num_proc, **options)
         parts.append(part)
@@ -59,7 +59,7 @@ def analyze_dataset(
     tokens = concatenate_datasets(parts)
     if not len(tokens):
         names = ", ".join(pairs.sources)
-        raise UserError(f"dataset_name {names}: no pair is left after tokenization ({dict(pairs.dropped)})")
+        raise UserError(f"dataset_name {names}: no pair is left after tokenization ({dict(pairs.dropped)}); fix them")
     texts = concatenate_datasets(splits)
     answers = read_answers(texts, args.dataset_num_proc)
     result = {
@@ -108,14 +108,14 @@ def analyze_dataset(
 
 
 def _describe_overlong(best: dict[str, Any], share: float) -> str:
-    """What either choice for the longer pairs, with this share of the response tokens, costs at a max_length."""
+    """What truncating or dropping the longer pairs costs; `share`: their share of the response tokens."""
     counts = best["overlong_by_source"].items()
     by_source = ""
     if len(counts) > 1:
         by_source = f" ({', '.join(f'{source}: {count:,}' for source, count in counts)})"
     return (
-        f"With overlong: truncate {best['cut']['chosen']:,} chosen and {best['cut']['rejected']:,} rejected answers "
-        f"lose their end. With overlong: drop {best['overlong']:,} pairs are left out, with {share:.1%} of the "
+        f"With overlong: truncate, {best['cut']['chosen']:,} chosen and {best['cut']['rejected']:,} rejected answers "
+        f"lose their end. With overlong: drop, {best['overlong']:,} pairs are left out, with {share:.1%} of the "
         f"response tokens{by_source}."
     )
 
@@ -123,18 +123,18 @@ def _describe_overlong(best: dict[str, Any], share: float) -> str:
 def _list_findings(
     result: dict[str, Any], lengths: Lengths, repeated_prompts: int, repeated_pairs: int, trimmed: int
 ) -> list[dict[str, str]]:
-    """What to know before training, each {"level": "warning" or "note", "text"}; `result`: the analysis so far."""
+    """Findings to read before training, each {"level": "warning" or "note", "text"}; `result`: the analysis so far."""
     best = result["recommendation"]
     long_prompts = int((lengths.prompt > best["max_length"] // 2).sum())
     warnings = {
         "pairs are identical on both sides after truncation: they teach nothing": best["no_signal"],
         "pairs are exact repeats of earlier ones (drop_duplicates)": repeated_pairs,
-        "pairs hold special tokens in their texts, read as the template's (control_tokens)": result["control_tokens"],
-        "prompts are no token prefix of prompt+response: what follows the shared tokens is left out": trimmed,
+        "pairs contain special tokens, which act like the template's own (control_tokens)": result["control_tokens"],
+        "prompts are not a token prefix of prompt+response; their tokens after the shared ones are left out": trimmed,
     }
     notes = {
         f"prompts fill more than half of max_length {best['max_length']:,}": long_prompts,
-        "pairs have the prompt of an earlier one and other responses": repeated_prompts - repeated_pairs,
+        "pairs have the prompt of an earlier pair but other responses": repeated_prompts - repeated_pairs,
     }
     for reason, count in result["dropped"].items():
         notes[f"of {result['rows']:,} rows dropped: {DROP_REASONS[reason]}"] = count
@@ -150,14 +150,14 @@ def _list_findings(
     text = f"the {'chosen' if longer >= 0.5 else 'rejected'} response is the longer one in {share:.1%} of the pairs"
     findings = [{"level": "note", "text": text}]
     if share >= LENGTH_BIAS:
-        findings = [{"level": "warning", "text": f"{text}: DPO will learn from the length"}]
+        findings = [{"level": "warning", "text": f"{text}: DPO will learn to prefer length"}]
     for level, counts in (("warning", warnings), ("note", notes)):
         findings += [{"level": level, "text": f"{count:,} {text}"} for text, count in counts.items() if count]
     return findings + [{"level": "note", "text": text} for text in describe_sides(result["sides"])]
 
 
 def _decode_example(tokens: Dataset, lengths: Lengths, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The pair of median length, decoded; of a long text the first and last tokens."""
+    """The pair of median length, decoded; a long text is shortened to its first and last tokens."""
     row = int(np.argsort(lengths.total, kind="stable")[(len(lengths) - 1) // 2])
     example: dict[str, Any] = {"row": tokens[row]["row"], "source": tokens[row]["source"]}
     for name in ("prompt", "chosen", "rejected"):

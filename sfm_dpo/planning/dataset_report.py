@@ -1,4 +1,4 @@
-"""The analysis of a dataset (dataset.py) as text for a terminal, as a picture and as an HTML page."""
+"""The analysis of a dataset (dataset.py) as text for a terminal, as a plot and as an HTML page."""
 
 import textwrap
 from pathlib import Path
@@ -15,10 +15,10 @@ from sfm_dpo.report.page import render_page
 from sfm_dpo.report.plots import COLORS, INK, STYLE, to_svg
 
 NOTE = (
-    "*: recommended. untouched: pairs of which no token is cut. no signal: both responses are identical after "
-    "truncation. dropped: the prompt fills max_length, or with overlong: drop the pair is longer. tokens and FLOPs: "
-    "of an epoch, without padding. step time: padding-free, relative to the recommendation. Right in answers that "
-    "were read: declines 82 of 84, link 50 of 50, fenced block 101 of 101, list 118 of 120."
+    "*: recommended. untouched: pairs that lose no token. no signal: both responses are identical after truncation. "
+    "dropped: the prompt fills max_length or, with overlong: drop, the pair is longer. tokens and FLOPs: per epoch, "
+    "without padding. step time: padding-free, relative to the recommendation. Precision of the traits, by reading "
+    "answers: declines 82 of 84, link 50 of 50, fenced block 101 of 101, list 118 of 120."
 )
 HEADINGS = "max_length,untouched,tokens kept,no signal,dropped,tokens,FLOPs,step time".split(",")
 LINES: dict[str, tuple[str, dict[str, Any]]] = {  # curve: (label, style)
@@ -30,7 +30,7 @@ LINES: dict[str, tuple[str, dict[str, Any]]] = {  # curve: (label, style)
 
 
 def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
-    """Rows of cells, the first of them the headings, by the table's title."""
+    """For each table's title, its rows of cells; the first row holds the headings."""
     sides = result["percentiles"]
     percentiles = [["percentile", *(LINES[side][0] for side in sides)]]
     for q in PERCENTILES:
@@ -48,14 +48,14 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
 
 
 def format_recipe_line(result: dict[str, Any]) -> str:
-    """What to paste into a recipe."""
+    """The line to paste into a recipe."""
     best = result["recommendation"]
     kept = f"keeps {best['tokens_kept']:.1%} of the response tokens"
     return f"max_length: {best['max_length']}  # leaves {best['untouched']:.1%} of the pairs untouched, {kept}"
 
 
 def format_analysis(result: dict[str, Any]) -> str:
-    """All of the analysis but the examples of what looks wrong, for a terminal."""
+    """The analysis as text for a terminal, without the examples of problems."""
     findings = [f"  {finding['level']}: {finding['text']}" for finding in result["findings"]]
     where = f"row {result['example']['row']:,} of {result['example']['source']}"
     example = [f"Example: the pair of median length ({where}); the prompt is not trained"]
@@ -85,7 +85,7 @@ def format_heading(result: dict[str, Any]) -> str:
 
 
 def draw_lengths(result: dict[str, Any]) -> Figure:
-    """Share of the pairs with at most so many tokens; dots: left untouched by each candidate for max_length."""
+    """Share of the pairs up to each length; dots: share left untouched by each candidate for max_length."""
     figure = Figure(figsize=(7.2, 4.0), layout="constrained")
     axes = figure.add_subplot()
     curves = result["curves"]
@@ -100,18 +100,18 @@ def draw_lengths(result: dict[str, Any]) -> Figure:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    figure.legend(loc="outside lower left", ncols=3)  # every corner inside may hold a curve
+    figure.legend(loc="outside lower left", ncols=3)  # inside, every corner may hold a curve
     return figure
 
 
 def write_plot(result: dict[str, Any], path: Path) -> None:
-    """The format follows the name's ending."""
+    """Writes the plot in the format of the file's suffix."""
     with rc_context(STYLE):
         draw_lengths(result).savefig(path, facecolor="white")
 
 
 def write_page(result: dict[str, Any], path: Path) -> None:
-    """One self-contained page: nothing loaded, no script; light, dark, narrow, wide."""
+    """Writes one self-contained page without scripts, for light and dark themes and any width."""
     with rc_context(STYLE):
         picture = to_svg(draw_lengths(result), "lengths")
     page = render_page(

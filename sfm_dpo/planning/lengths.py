@@ -1,6 +1,6 @@
-"""Statistics of pair lengths: percentiles, what each max_length keeps and costs, and which max_length to choose.
+"""Statistics of pair lengths: percentiles, what each max_length keeps and costs, and the recommended max_length.
 
-Pure arithmetic on `Lengths`, in tokens as training counts them.
+All of it is arithmetic on `Lengths`, in tokens as training counts them.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,9 +11,9 @@ import numpy as np
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.tokenization import Lengths
 
-# Rows of the table, beside the recommendation and the step below it
+# Rows of the table, besides the recommendation and the step below it
 CANDIDATES = (256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768)
-STEPS = (*range(128, 4096, 128), *range(4096, 2**20 + 1, 1024))  # what can be recommended
+STEPS = (*range(128, 4096, 128), *range(4096, 2**20 + 1, 1024))  # possible recommendations
 PERCENTILES = (1, 10, 25, 50, 75, 90, 95, 99, 100)
 FORWARDS = 4  # an epoch: forward and backward of the policy (3 forwards), and one forward of the reference
 SIDES = ("total", "prompt", "chosen", "rejected")
@@ -43,7 +43,7 @@ def compute_coverage(
 
 
 def list_lengths(grid: Sequence[int], longest: int, limit: int | None) -> list[int]:
-    """The values of `grid` up to the first that holds `longest` tokens, or up to the model's limit, then the last."""
+    """The values of `grid` up to the first that fits `longest` tokens, ending at the model's `limit` if reached."""
     chosen: list[int] = []
     for length in grid:
         if limit and length >= limit:
@@ -64,11 +64,11 @@ def analyze_lengths(
     max_prompt_length: int | None = None,
     overlong: str = "truncate",
 ) -> dict[str, Any]:
-    """Percentiles, a row for each candidate max_length, the recommendation and the curves of the picture.
+    """Percentiles, a row for each candidate max_length, the recommendation and the curves of the plot.
 
-    Recommended is the shortest of STEPS that leaves at least `min_coverage` of the pairs untouched and keeps at least
-    `min_tokens_kept` of the response tokens, or else the longest. `forward_flops` gives the FLOPs of a forward for
-    sequences' lengths and the number of response tokens; `limit` is the model's longest context.
+    The recommendation is the shortest of STEPS that leaves at least `min_coverage` of the pairs untouched and keeps at
+    least `min_tokens_kept` of the response tokens, or else the longest. `forward_flops` gives a forward's FLOPs for
+    the sequences' lengths and the number of response tokens; `limit` is the model's longest context.
     """
     longest = int(lengths.total.max())
     steps = list_lengths(STEPS, longest, limit)
@@ -81,7 +81,7 @@ def analyze_lengths(
     if not best["tokens"]:
         raise UserError(
             f"model_name_or_path: no prompt leaves room for a response within the model's limit of {limit} tokens; "
-            "set max_prompt_length, or take a model with a longer context"
+            "set max_prompt_length, or use a model with a longer context"
         )
     position = steps.index(best["max_length"])
     shown = {*list_lengths(CANDIDATES, longest, limit), *steps[max(0, position - 1) : position + 1]}
@@ -113,7 +113,7 @@ def analyze_lengths(
 
 
 def compute_percentiles(values: np.ndarray) -> dict[str, Any]:
-    """The mean, and by percentile the smallest value that so many percent do not exceed."""
+    """The mean, and for each percentile the smallest value that so many percent do not exceed."""
     percentiles: dict[str, Any] = {"mean": float(values.mean())}
     for q in PERCENTILES:
         percentiles[str(q)] = int(np.percentile(values, q, method="inverted_cdf"))
@@ -121,7 +121,7 @@ def compute_percentiles(values: np.ndarray) -> dict[str, Any]:
 
 
 def compute_curves(lengths: Lengths) -> dict[str, list]:
-    """Share of the pairs with at most so many tokens (`length`), for each of SIDES."""
+    """Share of the pairs with at most `length` tokens, for each of SIDES."""
     shortest = max(1, min(int(np.percentile(getattr(lengths, side), 1)) for side in SIDES))
     at = np.unique(np.geomspace(shortest, int(lengths.total.max()), 160).round()).astype(int)
     curves = {"length": at.tolist()}

@@ -1,7 +1,7 @@
 """Plan of a run before submission: memory, batch sizes, FLOPs, hours and disk.
 
-From the model's configuration and the lengths of the pairs alone: no weights are read, no GPU is needed. docs/plan.md
-explains how each number is made.
+It needs only the model's configuration and the lengths of the pairs, no weights and no GPU. docs/plan.md explains how
+each number is computed.
 """
 
 import json
@@ -27,22 +27,22 @@ from sfm_dpo.model.memory import MemoryPlanner, Setting, choose_setting, memory_
 from sfm_dpo.model.sharding import LAUNCHES, checkpoint_bytes, zero_config
 from sfm_dpo.run.checkpoint import peak_checkpoint_count
 
-# Published model FLOPs utilisation of DPO at 7B, all of open-instruct on H100: what hours are computed at where this
-# cluster has no measurement of its own.
+# Published model FLOPs utilisation of DPO at 7B, all from open-instruct on H100. Hours are computed with these unless
+# the cluster has a measurement of its own.
 PUBLISHED_MFU = {
     0.225: "OLMo 2 7B, 16 GPUs, OLMo-core, packed and compiled; of the last step alone (open-instruct #1466)",
     0.0856: "OLMo 3 7B, 32 GPUs, OLMo-core, packed, 16k, steady (open-instruct #1827)",
     0.0277: "the same with DeepSpeed ZeRO-3, packed (open-instruct #1827)",
 }
-# Bytes, as torch.cuda.mem_get_info shows them, which fit_memory reads. B300, GB200, GH200 and A100-40: from torch's
+# Bytes as reported by torch.cuda.mem_get_info, which fit_memory reads. B300, GB200, GH200 and A100-40 are from torch's
 # out-of-memory messages in public issues ("has a total capacity of 184.31 GiB")
 GPU_MEMORY = {"B300": 287e9, "GB200": 197e9, "B200": 191e9, "H200": 150e9, "GH200": 101e9, "H100": 85e9}
 GPU_MEMORY |= {"A100": 85e9, "A100-40": 42.2e9, "L40S": 47.7e9}
-DRAWN = 20_000  # pairs that stand for the data where only percentiles are known
+DRAWN = 20_000  # pairs that represent the data if only percentiles are known
 
 
 def find_gpu(asked: str | None) -> tuple[str, float | None]:
-    """The GPU that is asked for, by default this machine's or else B200, and its bytes where this machine has it."""
+    """The requested GPU, by default this machine's or else B200; and its bytes if this machine has it."""
     words = re.split(r"\W", torch.cuda.get_device_name()) if torch.cuda.is_available() else []
     name = asked.upper() if asked else next((known for known in GPU_MEMORY if known in words), "B200")
     return name, torch.cuda.mem_get_info()[1] if name in words else None
@@ -50,15 +50,15 @@ def find_gpu(asked: str | None) -> tuple[str, float | None]:
 
 @dataclass(frozen=True)
 class Cluster:
-    """`num_gpus` GPUs on each of `num_nodes` nodes; hours are computed at each `mfu`, whose source is its value;
-    `memory_ratio` is measured over planned memory."""
+    """`num_gpus` GPUs on each of `num_nodes` nodes; `mfu` maps each efficiency, at which hours are computed, to its
+    source; `memory_ratio` is measured over planned memory."""
 
     gpu: str
     num_gpus: int
     num_nodes: int = 1
     mfu: Mapping[float, str] = field(default_factory=PUBLISHED_MFU.copy)
     memory_ratio: float = 1.0
-    memory: float | None = None  # bytes, by default those of GPU_MEMORY
+    memory: float | None = None  # bytes; default: GPU_MEMORY
 
     def __post_init__(self) -> None:
         if self.gpu not in GPU_MEMORY:
@@ -69,7 +69,7 @@ class Cluster:
         return self.num_gpus * self.num_nodes
 
     def calibrated(self, path: Path) -> "Cluster":
-        """With the efficiency and the memory that check_gpu.sh measured; unchanged where that was on another GPU."""
+        """With the efficiency and memory that check_gpu.sh measured; unchanged if it ran on another GPU."""
         try:
             measured = json.loads(path.read_text())
             if self.gpu.removesuffix("-40") not in re.split(r"\W", measured["gpu"].upper()):
@@ -84,7 +84,7 @@ class Cluster:
 
 
 def read_lengths(path: Path) -> tuple[Lengths, int]:
-    """Lengths drawn from the percentiles in analyze_dataset.py's JSON, and the number of pairs they stand for.
+    """Lengths drawn from the percentiles in analyze_dataset.py's JSON, and the number of pairs they represent.
     Prompts and responses are drawn independently, between two percentiles on a log scale, with a fixed seed."""
     rng = np.random.default_rng(0)
     columns = {}
@@ -106,7 +106,7 @@ def read_lengths(path: Path) -> tuple[Lengths, int]:
 
 
 class Planner:
-    """The plan of a run on a cluster; `lengths`, not truncated, stand for so many `pairs`."""
+    """The plan of a run on a cluster; `lengths`, not truncated, represent `pairs` pairs."""
 
     def __init__(self, config: Config, shape: PretrainedConfig, lengths: Lengths, pairs: int, cluster: Cluster):
         self.config = config
@@ -114,7 +114,7 @@ class Planner:
         self.cluster = cluster
         if self.args.global_batch_size % (config.micro_batch * cluster.gpus):
             raise UserError(
-                f"global_batch_size {self.args.global_batch_size} is no multiple of per_device_train_batch_size "
+                f"global_batch_size {self.args.global_batch_size} is not a multiple of per_device_train_batch_size "
                 f"{config.micro_batch} x {cluster.gpus} GPUs; give other --num_gpus or --per_device_train_batch_size"
             )
         self.memory = MemoryPlanner(config, shape, cluster.gpus)
@@ -125,15 +125,15 @@ class Planner:
             raise UserError(f"max_length {self.args.max_length}: no pair is left to train on; raise it")
         self.lengths = lengths.truncate(*limits).select(used)
         self.pairs = round(pairs * float(used.mean()))
-        self.scale = self.pairs / len(self.lengths)  # pairs of the training set that each of the lengths stands for
-        # Lengths that stand for more pairs are repeated, and fewer than a global batch until they fill one
+        self.scale = self.pairs / len(self.lengths)  # pairs of the training set per length
+        # Lengths are repeated to represent all pairs, and to fill at least one global batch
         rows = np.arange(max(self.pairs, self.args.global_batch_size)) % len(self.lengths)
         drawn = self.lengths.select(rows)
         self.micro_batches = list_micro_batches(config, drawn, self.memory.prefix_sharing, cluster.gpus)
 
     def plan_launch(self, launch: str) -> dict[str, Any]:
-        """Memory on each GPU, the setting that is asked for or that fit_memory chooses (the smallest where nothing
-        fits), and the size of a checkpoint."""
+        """Memory on each GPU, the requested setting or the one that fit_memory chooses (the smallest if none fits),
+        and the size of a checkpoint."""
         states = self.memory.states(launch, zero_config(launch))
         settings = self.memory.list_settings(self.micro_batches, sum(states.values()), self.cluster.memory_ratio)
         choice = choose_setting(settings, self.limit, self.config)
@@ -148,7 +148,7 @@ class Planner:
         }
 
     def plan_time(self) -> dict[str, Any]:
-        """FLOPs of training (three forwards a step) and of the reference's forwards, and hours at each efficiency."""
+        """FLOPs of training (three forwards per step) and of the reference's forwards, and hours for each MFU."""
         sequences = self.lengths.sequences
         shared = np.zeros_like(sequences)
         shared[:, 1] = sequences.sum(axis=1) - self.lengths.computed(self.memory.prefix_sharing)
@@ -168,7 +168,7 @@ class Planner:
         return {"flops": {"training": training, "reference": reference}, "hours": hours}
 
     def plan(self) -> dict[str, Any]:
-        """Everything that scripts/plan.py prints; bytes, tokens, FLOPs and hours."""
+        """All values that scripts/plan.py prints, in bytes, tokens, FLOPs and hours."""
         memory = self.memory
         batch = self.args.global_batch_size
         sequences = self.lengths.sequences
@@ -208,7 +208,7 @@ def format_plan(plan: dict[str, Any]) -> str:
     parts = [
         format_table(summary, indent=0),
         format_table(table, ["", *plan["launches"]], "lr"),
-        format_table(durations, ["hours", "GPU-hours", "MFU", "of"], "rrrl"),
+        format_table(durations, ["hours", "GPU-hours", "MFU", "source"], "rrrl"),
     ]
     return "\n".join(parts)
 

@@ -1,6 +1,6 @@
 """Rewards on the scale of the loss, the check of step 0, exact means of held-out metrics, and throughput.
 
-TRL 1.16 logs `rewards/*` as sums over tokens also where the loss uses means; these take their place.
+TRL 1.16 logs `rewards/*` as sums over tokens even if the loss uses means; these metrics replace them.
 """
 
 import resource
@@ -21,7 +21,7 @@ from sfm_dpo.model.flops import ForwardFlops, peak_flops
 
 
 def loss_scale(completion_mask: torch.Tensor, loss_type: str) -> torch.Tensor:
-    """[2B] what the loss divides a sequence's log-ratio by: its response tokens (of the mask [2B, L]), or 1."""
+    """[2B]: the divisor of each sequence's log-ratio in the loss: its response tokens (mask [2B, L]), or 1."""
     lengths = completion_mask.sum(dim=1).clamp(min=1)
     return lengths if loss_type in LENGTH_NORMALIZED_LOSSES else torch.ones_like(lengths)
 
@@ -46,21 +46,21 @@ def reward_metrics(
 
 
 def share_above(a: torch.Tensor, b: torch.Tensor, tie: float = 1e-4) -> torch.Tensor:
-    """1 where a > b, 0 where a < b; a tie, inexact by rounding, counts one half: policy = reference scores chance."""
+    """1 where a > b, 0 where a < b, and 0.5 for a tie within rounding, so that policy = reference scores chance."""
     return torch.where((a - b).abs() <= tie, 0.5, (a > b).float())
 
 
 def step_0_tolerance(completion_mask: torch.Tensor, scale: torch.Tensor, beta: float, precision: str) -> torch.Tensor:
-    """[B] how far |margin| / 2 may be from 0 at policy = reference: four standard deviations of rounding. The masks
-    [2B, L] and `loss_scale` [2B] are those of the responses; `precision` is accelerate's mixed_precision."""
+    """[B]: largest |margin| / 2 allowed at policy = reference, four standard deviations of rounding. The masks [2B, L]
+    and `loss_scale` [2B] are those of the responses; `precision` is accelerate's mixed_precision."""
     chosen, rejected = (completion_mask.sum(dim=1) / scale**2).chunk(2)
     return 2 * beta * LOGP_NOISE[precision] * (chosen + rejected).sqrt() + 1e-6
 
 
 def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], logps, ref_logps) -> None:
-    """At policy = reference the loss is ln 2. If it is not, training would optimise something else: raises UserError,
-    which says what a second computation of the micro-batch `inputs` by `model` showed. `logps` and `ref_logps`: [2B];
-    with another reference both are of one model, the policy, or the reference, of which the second are cached."""
+    """Checks that the loss is ln 2 at policy = reference; otherwise training would optimise something else. Raises
+    UserError with the cause, found by computing the micro-batch `inputs` again with `model`. `logps` and `ref_logps`
+    [2B]: with another reference model, two computations by one model (the policy, or the cached reference)."""
     accelerator = trainer.accelerator
     other = trainer.train_config.ref_model_name_or_path
     scale = loss_scale(inputs["completion_mask"], main_loss(trainer.loss_types))
@@ -68,7 +68,7 @@ def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], logps, ref_log
     tolerance = step_0_tolerance(inputs["completion_mask"], scale, trainer.beta, accelerator.mixed_precision)
 
     def is_off(margin: torch.Tensor, tolerance: torch.Tensor) -> bool:
-        """On any rank, and the same answer on all: what follows may be a forward that all have to call."""
+        """Whether any rank is off; the same on all ranks, which may next have to call a forward together."""
         excess = margin.abs().mean() / 2 / tolerance.mean()
         return accelerator.gather(excess).max().item() > 1
 
@@ -80,17 +80,20 @@ def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], logps, ref_log
     once = torch.cat(trainer.compute_ref_log_probs(model, inputs))
     again = torch.cat(trainer.compute_ref_log_probs(model, inputs))
     if differ(once, again):
-        cause = "two forwards of this batch differ: is dropout on? disable_dropout: true turns it off"
+        cause = "two forwards of this batch differ; if the model has dropout, set disable_dropout: true"
     elif not differ(once, ref_logps):
-        cause = "the training forward differs from an evaluation of the same weights: dropout, or another kernel"
+        cause = (
+            "the training forward differs from an evaluation of the same weights, by dropout or another kernel; "
+            "set disable_dropout: true, or torch_compile: false"
+        )
     elif trainer.reference_facts:
         key = trainer.reference_facts["train"]["key"]
         cause = (
-            f"the reference log-probs in the cache {key} are not those of {other or 'the model that is trained'}; "
-            "precompute_ref_log_probs: false trains without them"
+            f"the reference log-probs in the cache {key} are not those of {other or 'the trained model'}; "
+            "remove that folder, or set precompute_ref_log_probs: false"
         )
     else:
-        cause = "policy and reference are different models"
+        cause = "policy and reference are different models; set ref_model_name_or_path if that is intended"
     error = accelerator.gather(margins.abs().mean() / 2).max().item()
     allowed = accelerator.gather(tolerance.mean()).max().item()
     what = "a second computation moves the loss" if other else "the loss is off ln 2"
@@ -98,8 +101,8 @@ def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], logps, ref_log
 
 
 class MetricSums:
-    """Sums of held-out metrics and what they count: their means depend neither on batches nor on ranks. This rank
-    counts `pairs`; further ones repeat an earlier one."""
+    """Sums and counts of held-out metrics, whose means depend neither on batches nor on ranks. Only the first `pairs`
+    pairs of this rank count; any more are repeats."""
 
     def __init__(self, pairs: int):
         self.pairs_left = pairs
@@ -107,7 +110,7 @@ class MetricSums:
         self.counts: dict[str, float] = {}
 
     def add(self, loss: torch.Tensor, rewards: dict[str, torch.Tensor], outputs: Any, completion_mask) -> None:
-        """A batch: its mean loss, the rewards [B] each, and the per-token fields [2B, L - 1] of TRL's fused head."""
+        """Adds a batch: its mean loss, rewards [B] each, and the per-token fields [2B, L - 1] of TRL's fused head."""
         counted = self.pairs_left > 0
         pairs = len(completion_mask) // 2 if counted else 0
         self.pairs_left -= pairs
@@ -127,7 +130,7 @@ class MetricSums:
         self.counts[name] = self.counts.get(name, 0.0) + float(count) * counted
 
     def means(self) -> dict[str, float]:
-        """Over all ranks, which must all call it."""
+        """Means over all ranks; all ranks must call it."""
         parts = gather((self.sums, self.counts))
         means = {}
         for name in self.sums:
@@ -138,7 +141,7 @@ class MetricSums:
 
 @dataclass
 class CountingCollator:
-    """TRL's collator, whose batch also gets `counts`, taken on the CPU, and whose mask leaves out tool results."""
+    """TRL's collator, with `counts` (computed on the CPU) in the batch, and a mask that leaves out tool results."""
 
     collate: Callable[[list[dict]], dict[str, Any]]
     forward_flops: ForwardFlops
@@ -148,16 +151,16 @@ class CountingCollator:
 
     def __call__(self, rows: list[dict]) -> dict[str, Any]:
         batch = self.collate(rows)
-        completion = batch["completion_mask"]  # labels, sums and lengths all follow from it
+        completion = batch["completion_mask"]  # determines labels, sums and lengths
         for number, row in enumerate(rows):
             for side, first, end in row.get("masked", ()):
                 completion[number + side * len(rows), len(row["prompt_ids"]) :][first:end] = 0
         return batch | {"counts": self.count(batch["attention_mask"], completion)}
 
     def count(self, mask: torch.Tensor, completion: torch.Tensor) -> dict[str, float]:
-        """Of a micro-batch with masks [2B, L] of its tokens and of the responses', chosen rows first."""
+        """Counts of a micro-batch; the masks [2B, L] are those of tokens and of trained tokens, chosen rows first."""
         lengths = mask.sum(dim=1)
-        prompts = completion.argmax(dim=1)  # what is before the first trained token
+        prompts = completion.argmax(dim=1)  # tokens before the first trained one
         shared = torch.zeros_like(lengths)
         if self.prefix_sharing:
             half = len(mask) // 2
@@ -170,14 +173,14 @@ class CountingCollator:
         return {
             "pairs": len(mask) // 2,
             "tokens": int(lengths.sum()),
-            "computed": computed,  # a shared prompt once
-            "grid": computed if self.packed else mask.numel(),  # with padding
+            "computed": computed,  # a shared prompt counts once
+            "grid": computed if self.packed else mask.numel(),  # including padding
             "flops": flops,
         }
 
 
 class Meter(TrainerCallback):
-    """Adds up the work of this rank between two logs, and the seconds of its steps without evaluation and saving."""
+    """Sums the work of this rank between two logs, and the seconds of its steps without evaluation and saving."""
 
     def __init__(self) -> None:
         self.counts: defaultdict[str, float] = defaultdict(float)  # of CountingCollator
@@ -199,7 +202,7 @@ class Meter(TrainerCallback):
     on_evaluate = on_save = on_train_begin
 
     def metrics(self, totals: dict[str, float], world_size: int) -> dict[str, float]:
-        """perf/* from the counts summed over ranks; begins anew."""
+        """The metrics perf/* from the counts summed over ranks; resets the meter."""
         seconds = max(self.seconds, 1e-9)
         self.seconds = 0.0
         self.counts.clear()
@@ -219,7 +222,7 @@ class Meter(TrainerCallback):
 
 
 def peak_memory_gib() -> float:
-    """Peak of this process: allocated on the GPU since the last log, or resident in its life without a GPU."""
+    """Peak memory of this process: allocated on the GPU since the last log or, without a GPU, resident since start."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB

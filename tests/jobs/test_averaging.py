@@ -62,12 +62,15 @@ def test_the_mean_is_exact_sharded_as_the_first_and_loads(parents, tmp_path, wei
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
     assert find_source(output).step is None and read_status(output)["state"] == "done"
     card = (output / "README.md").read_text()
-    assert "mean of those of seed0 (" in card and f"seed2 ({shares[2]:.3g})" in card
+    assert "mean of the weights of seed0 (" in card and f"seed2 ({shares[2]:.3g})" in card
 
 
 SPOILS = {  # what is wrong with the second model: the message
     "base": (lambda run: (run / "resolved_config.yaml").write_text("model_name_or_path: x"), "base differ from"),
-    "shape": (lambda run: tiny_model("llama", intermediate_size=80).save_pretrained(run), "intermediate_size: not as"),
+    "shape": (
+        lambda run: tiny_model("llama", intermediate_size=80).save_pretrained(run),
+        "intermediate_size differ from",
+    ),
     "adapter": (lambda run: (run / "adapter_config.json").write_text("{}"), "is an adapter; merge"),
 }
 

@@ -187,7 +187,7 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
         "warning: the rejected response is the longer one in",
         "warning: 1 pairs are exact repeats",
         "warning: 1 pairs are identical on both sides after truncation",
-        "warning: 46 prompts are no token prefix",
+        "warning: 46 prompts are not a token prefix",
         "warning: 1 pairs hold special tokens in their texts",
         "note: 1 pairs (1 chosen, 1 rejected): two assistant turns in a row",
         "note: 1 of 49 rows dropped: chosen and rejected have different prompts",

@@ -142,7 +142,7 @@ def test_command_with_stated_percentiles(tmp_path, monkeypatch, capsys):
 
 
 def test_gpus_that_do_not_divide_the_global_batch_are_named(plan_of):
-    with pytest.raises(UserError, match=r"global_batch_size 128 is no multiple of .* x 3 GPUs"):
+    with pytest.raises(UserError, match=r"global_batch_size 128 is not a multiple of .* x 3 GPUs"):
         plan_of(tiny_config("olmo3"), lengths_of(8, 9, 9, 9), (), Cluster("B200", 3))
 
 

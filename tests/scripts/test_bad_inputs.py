@@ -140,8 +140,8 @@ CASES = {
         ("{kit}/nowhere.yaml", "nowhere.yaml: not a grid ([Errno 2]", "give recipe, output_dir and fields"),
     ],
     "evaluate": [
-        (RUN, "run: nothing to evaluate; give --tasks, or without --out --pairs"),
-        (f"{RUN} --tasks arc_esy", "--tasks arc_esy: cannot be loaded", "`lm_eval ls tasks` lists the known ones"),
+        (RUN, "run: nothing to evaluate; give --tasks or, without --out, --pairs"),
+        (f"{RUN} --tasks arc_esy", "--tasks arc_esy: cannot be loaded", "`lm_eval ls tasks` lists all tasks"),
         (f"{RUN} --tasks {{kit}}/task.yaml", "task.yaml: cannot be loaded", "nowhere.jsonl"),
         (f"{RUN} --pairs {{kit}}/no.jsonl", "no.jsonl"),
     ],

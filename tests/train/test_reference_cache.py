@@ -236,4 +236,4 @@ def test_damaged_shards_are_computed_again_and_stale_ones_caught_at_step_0(
     capsys.readouterr()
     assert train("third") == 2
     error = error_line(capsys.readouterr().err)
-    assert "step 0" in error and "are not those of the model that is trained" in error
+    assert "step 0" in error and "are not those of the trained model" in error
