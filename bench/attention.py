@@ -3,8 +3,8 @@
 
     python bench/attention.py bench/shapes/olmo3_7b [--flash_attention fa4] [--json FILE]
 
-A row holds 32,000 tokens in sequences of 4,000 to 8,000, on the CPU a hundredth of that. Milliseconds of a layer, the
-mean of the model's attention layers; of each kind of layer the median of ten.
+A row holds 32,000 tokens in sequences of 4,000 to 8,000; on the CPU, a hundredth of that. It prints milliseconds per
+layer, the mean over the model's attention layers; each kind of layer is timed as the median of ten.
 """
 
 import sys

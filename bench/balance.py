@@ -34,7 +34,7 @@ MODELS = ("gpt_neox_6.9b", "olmo3_7b")
 
 
 def micro_batches(strategy: str, lengths: Lengths) -> list[np.ndarray]:
-    """The rows of each, in the order of ranks."""
+    """The rows of each micro-batch, in the order of ranks."""
     tokens = lengths.computed(prefix_sharing=False)
     if strategy == "stock":
         settings = (tokens.tolist(), GLOBAL_BATCH, RANKS, GLOBAL_BATCH // (RANKS * PER_DEVICE))

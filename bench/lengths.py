@@ -1,9 +1,9 @@
-"""Lengths of preference pairs as three kinds of data have them, in tokens under the chat template.
+"""Lengths of preference pairs in three kinds of data, in tokens under the chat template.
 
-think and instruct are fitted to what is published of allenai/Dolci-Think-DPO-7B and allenai/Dolci-Instruct-DPO, where
-a total is prompt and longer response. Think: medians and 95th percentiles of prompt, chosen and rejected are exact;
+think and instruct are fitted to the published lengths of allenai/Dolci-Think-DPO-7B and allenai/Dolci-Instruct-DPO; a
+total is prompt plus longer response. Think: medians and 95th percentiles of prompt, chosen and rejected are exact;
 totals: median 2,138 (here 2,158), p90 9,194 (9,696), p95 15,433 (15,068), within 8,192 87.7% (87.3%). Instruct:
-totals: median 682 (661), p95 3,521 (3,597). chat is multi-turn, as sets of helpfulness are.
+totals: median 682 (661), p95 3,521 (3,597). chat is multi-turn, like helpfulness datasets.
 """
 
 import numpy as np
@@ -33,7 +33,7 @@ MAX_LENGTH = {"think": 8192, "instruct": 4096, "chat": 1024}
 
 
 def sample_lengths(kind: str, n: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """[n] tokens each of prompt, chosen and rejected. Sobol points: a small sample has the shape of the whole set."""
+    """[n] tokens each of prompt, chosen and rejected. Sobol points make a small sample represent the full set."""
     points = torch.quasirandom.SobolEngine(3, scramble=True, seed=seed).draw(n, dtype=torch.float64)
     normal = torch.special.ndtri(points.clamp(1e-6, 1 - 1e-6))
     normal[:, 2] = CORRELATION * normal[:, 1] + (1 - CORRELATION**2) ** 0.5 * normal[:, 2]

@@ -5,8 +5,8 @@ CPU, 2 cores, about half an hour:   python bench/throughput.py
 One GPU, layers of a 7B model:      python bench/throughput.py --model gpt_neox
 
 Every variant trains the same random model on the same random pairs through its trainer's own training loop, each time
-in a fresh process, so that its peak memory is its own. A round runs all variants once; every other round runs them
-in reverse order. Ratios are taken within a round.
+in a fresh process, so that each variant has its own peak memory. A round runs all variants once; every other
+round runs them in reverse order. Ratios are taken within a round.
 """
 
 import argparse
@@ -40,7 +40,7 @@ VARIANTS: dict[str, dict] = {
     "no_gradient_checkpointing": {"gradient_checkpointing": False},
     "torch_compile": {"torch_compile": True},
 }
-# The recipe's own flags, with 0.9 of the machine's memory for fit_memory, and with the peak of stock, which runs first
+# The recipe's own flags; fit_memory may use 0.9 of the machine's memory, or the peak of stock, which runs first
 SHIPPED = ("as_shipped", "as_shipped_in_stock_memory")
 RECIPES = dict(think="think", instruct="instruct", chat="instruct")  # by lengths
 # Folders of bench/shapes
@@ -86,8 +86,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     count = number(int, 1)
     names = [*VARIANTS, *SHIPPED]
     parser.add_argument("--model", choices=list(MODELS), default="olmo3", help="6 narrow layers, 8 real ones on a GPU")
-    parser.add_argument("--lengths", choices=list(RECIPES), default="think", help="of which data")
-    parser.add_argument("--pairs", type=count, default=96, help="measured pairs")
+    parser.add_argument("--lengths", choices=list(RECIPES), default="think", help="kind of data")
+    parser.add_argument("--pairs", type=count, default=96, help="number of measured pairs")
     parser.add_argument("--accumulation", type=count, default=4, help="micro-batches in an optimizer step")
     parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--variants", nargs="+", choices=names, default=names, help="default: all")
@@ -103,13 +103,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def recipe_of(job: dict) -> Path:
-    """The recipe for such a model and such data."""
+    """The recipe for the job's model and data."""
     name = "olmo_hybrid_7b_instruct" if job["model"] == "olmo_hybrid" else RECIPES[job["lengths"]]
     return ROOT / "recipes" / f"{name}.yaml"
 
 
 def work(job: dict) -> dict:
-    """Runs a job of bench/worker.py in a process of its own and returns what it measured."""
+    """Runs a job of bench/worker.py in its own process and returns its measurements."""
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory(dir=job["scratch"]) as home:
         environment |= {"PYTHONPATH": str(ROOT), "HF_HOME": home}  # no log-probs of an earlier run

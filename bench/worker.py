@@ -1,4 +1,4 @@
-"""One job of throughput.py, in a process of its own: makes model and pairs, or trains one variant and measures it."""
+"""One job of throughput.py in its own process: makes the model and pairs, or trains and measures one variant."""
 
 import json
 import os
@@ -32,7 +32,7 @@ DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # bf16 weights, a
 
 
 def scale_of(job: dict) -> int:
-    """What lengths and windows are divided by."""
+    """The divisor of lengths and windows."""
     if job["quick"]:
         return 128
     return 8 if DEVICE == "cpu" and job["lengths"] != "chat" else 1
@@ -43,7 +43,7 @@ def max_length_of(job: dict) -> int:
 
 
 def prepare(job: dict) -> dict:
-    """Writes model and pairs into the scratch folder, and returns what the result says about them."""
+    """Writes model and pairs into the scratch folder, and returns their description for the result."""
     scratch = Path(job["scratch"])
     config = model_config(job)
     torch.manual_seed(0)
@@ -75,9 +75,9 @@ def prepare(job: dict) -> dict:
 
 
 def model_config(job: dict):
-    """The architecture's own features (windows, grouped queries, partial RoPE) at the size asked for."""
+    """The model's configuration, with its own features (windows, grouped queries, partial RoPE) at the job's size."""
     fields = json.loads((ROOT / "bench/shapes" / MODELS[job["model"]] / "config.json").read_text())
-    fields.pop("layer_types", None)  # the model's own pattern, for so many layers
+    fields.pop("layer_types", None)  # the model's own pattern fits only its number of layers
     fields |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1, "max_position_embeddings": 8192}
     fields["num_hidden_layers"] = 2 if job["quick"] else 6
     if DEVICE == "cuda":
@@ -97,14 +97,14 @@ def machine() -> str:
 
 
 class Stock(DPOTrainer):
-    """TRL's trainer on the same token ids: it would tokenise text."""
+    """TRL's trainer on the same token ids, without its tokenization."""
 
     def _prepare_dataset(self, dataset, *args):
         return dataset
 
 
 def add_timed_reference(trainer: SFMDPOTrainer, warm: int) -> float:
-    """Adds the reference's columns; returns the seconds of the pass over all pairs but the first `warm`."""
+    """Adds the reference's columns; returns the seconds of the pass, without the first `warm` pairs."""
     pairs = trainer.train_dataset
     trainer.train_dataset = pairs.select(range(warm))
     add_reference(trainer)
@@ -118,7 +118,7 @@ def add_timed_reference(trainer: SFMDPOTrainer, warm: int) -> float:
 
 
 def train(job: dict) -> dict:
-    """Trains one variant for one epoch of the measured pairs, after a few batches of others."""
+    """Trains one variant for one epoch of the measured pairs, after a few warm-up batches."""
     trainer = make_trainer(job)
     trainer.remove_callback(PrinterCallback)
     warm = BATCH * job["accumulation"]  # an optimizer step to warm up
@@ -163,7 +163,7 @@ def train(job: dict) -> dict:
 
 
 def make_trainer(job: dict) -> DPOTrainer:
-    """The variant's trainer. What is not a flag is the same for all."""
+    """The variant's trainer. All settings but the flags are the same for all variants."""
     model = str(Path(job["scratch"]) / "model")
     variant = job["variant"]
     pairs = load_from_disk(str(Path(job["scratch"]) / "pairs"))
@@ -205,7 +205,7 @@ def make_trainer(job: dict) -> DPOTrainer:
 
 
 def matmul_rate() -> float:
-    """FLOP/s of a large square matrix product: what MFU is a share of."""
+    """FLOP/s of a large square matrix product, the peak for MFU."""
     n = 8192 if DEVICE == "cuda" else 1536
     factor = torch.randn(n, n, device=DEVICE, dtype=DTYPE)
     timer = torch.utils.benchmark.Timer("a @ a", globals={"a": factor}, num_threads=torch.get_num_threads())

@@ -188,7 +188,7 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
         "warning: 1 pairs are exact repeats",
         "warning: 1 pairs are identical on both sides after truncation",
         "warning: 46 prompts are not a token prefix",
-        "warning: 1 pairs hold special tokens in their texts",
+        "warning: 1 pairs contain special tokens",
         "note: 1 pairs (1 chosen, 1 rejected): two assistant turns in a row",
         "note: 1 of 49 rows dropped: chosen and rejected have different prompts",
         "note: 1 pairs (1 chosen, 0 rejected): the answer refuses",
