@@ -35,6 +35,7 @@ STARTED = now()  # this process
 SAID_SECONDS = 3  # after these, rank 0 has reported an end that all ranks share
 
 _PACKAGES = "torch transformers trl accelerate deepspeed datasets peft huggingface_hub tokenizers numpy".split()
+_KEPT = "best files loss margin pairs_per_second".split()  # of the status before, where the new one has none
 _SLURM = "JOB_ID JOB_NAME JOB_NODELIST JOB_PARTITION CLUSTER_NAME RESTART_COUNT".split()
 # A run may resume with these changed: they affect neither the objective, nor the data, nor their order. Accumulation
 # follows from the number of processes, and mask_tool_results changes the hash of the tokens: checkpoint.check_resume
@@ -71,7 +72,7 @@ def write_status(
         return
     status = {"state": state, "exit_code": exit_code, "message": mask(message), "step": None, "checkpoint": None}
     before = read_status(run)
-    status |= {"best": before.get("best"), "files": before.get("files")} | extra
+    status |= {name: before.get(name) for name in _KEPT} | extra
     status |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID"), "pid": os.getpid()}
     path = Path(run) / STATUS
     try:

@@ -69,6 +69,8 @@ def test_a_running_run(tmp_path):
     assert head.split() == reader.COLUMNS
     for cell in ("30/120", "1:02:03", "1.50", "0.6100", "+0.200", "healthy", "checkpoint-10", "  3"):
         assert cell in line, cell
+    write_status(run, "done", 0, step=120)
+    assert describe_run(run, None, time.time())["loss"] == 0.61  # the last one logged
 
 
 def test_running_by_its_own_word_but_gone(tmp_path):

@@ -130,7 +130,7 @@ def test_a_run_of_train_dpo(tiny_folder, tmp_path, write_rows, capsys):
     figures = [read_mapping(tmp_path / name / "preflight.json")["figures"] for name in ("run", "plain")]
     assert figures[0]["chosen_logp"] == pytest.approx(figures[1]["chosen_logp"], abs=1e-4)
     assert "reference `gpt_neox` |" in (run / "README.md").read_text()
-    evaluate_run(run, [], str(data), limit=None)
+    evaluate_run(run, [], str(data), out=None, limit=None)
     (row,) = read_mapping(run / "evaluation.json")["pairs"]
     assert row["loss"] == pytest.approx(logged(run, "eval_same_loss")[-1]["eval_same_loss"], abs=1e-4)
     (run / "status.json").unlink()
