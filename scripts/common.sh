@@ -4,12 +4,12 @@
 # Variables, from the environment of sbatch:
 #   LAUNCH         zero2 (default: accelerate_config.yaml) or a name in configs/accelerate, for instance cpu
 #   NUM_GPUS       processes per node; default: the GPUs that Slurm gave the job
-#   NUM_PROCESSES  processes per node where LAUNCH starts with cpu; default 2
+#   NUM_PROCESSES  processes per node if LAUNCH starts with cpu; default 2
 #   VENV           virtual environment; default: .venv here, otherwise the one active when sbatch was called
 #   MAX_REQUEUES   how often a run that stopped on request is requeued; default 20
 #   STOP_LEAD_SECONDS  the seconds in --signal=B:USR1@SECONDS, default 600 as in the header
-#   SKIP_HEALTHCHECK   1: train without looking at GPUs, disks and network first
-# Secrets and HF_HOME belong in .env, which train_dpo.py reads by itself: nothing here prints or sources it.
+#   SKIP_HEALTHCHECK   1: train without first checking GPUs, disks and network
+# Secrets and HF_HOME belong in .env, which train_dpo.py reads itself; nothing here prints or sources it.
 
 set -euo pipefail
 
@@ -42,7 +42,7 @@ run_dpo() {
     local world=$((SLURM_JOB_NUM_NODES * per_node))
     local facts
     facts=$(python scripts/check_config.py "$config_file" "$world" "$@") || exit
-    output_dir=${facts##*$'\n'} # libraries may print, too
+    output_dir=${facts##*$'\n'} # libraries may also print
     [[ -n $output_dir ]] || exit 0    # already done; check_config.py said so
     status=$output_dir/status.json
     status_before=$(cat "$status" 2>/dev/null) || true
@@ -102,7 +102,7 @@ choose_launch() {
 }
 
 # Sets host and port of the rendezvous, and srun_options: one task per node. All nodes must use the same address, so
-# there is no fallback to localhost, with which each node would train alone. It is the address that Slurm uses.
+# there is no fallback to localhost, which would make each node train alone. The address is the one that Slurm uses.
 first_host() {
     local name
     name=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -146,7 +146,7 @@ check_health() {
 # Preemption and a plain scancel send TERM to every process of the step, but not to this script: the shell of each node
 # writes the stop file, and the processes ignore the signal, because the launcher would kill the ranks after 30 s.
 launch() {
-    # Single quotes: SLURM_NODEID is each node's own. Expanded here, every node would call itself the first.
+    # Single quotes: SLURM_NODEID differs on each node. Expanded here, every node would act as the first.
     # srun sets CUDA_VISIBLE_DEVICES anew.
     # shellcheck disable=SC2016
     local on_node='run=$1

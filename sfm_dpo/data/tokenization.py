@@ -228,7 +228,7 @@ def _tokenize_batch(
             elif mask_tool_results and not is_text:
                 try:
                     row["masked"] = _find_tool_results(pair, rendered, row["prompt_length"], tokenizer)
-                    if is_sanitized and row["masked"]:  # whose tokens are not those of the rendered text
+                    if is_sanitized and row["masked"]:  # its tokens differ from those of the rendered text
                         row["dropped"] = "tool_results"
                 except (TemplateError, NotImplementedError):
                     row["dropped"] = row["dropped"] or "tool_results"
@@ -284,8 +284,8 @@ def _encode_sanitized(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
 def _find_tool_results(
     pair: dict[str, Any], texts: tuple[str, str, str], prompt_length: int, tokenizer: PreTrainedTokenizerBase
 ) -> list[list[int]]:
-    """The column `masked` of a pair and its `texts`: the results of calls, and the header of the next turn, which the
-    model does not write either. Raises TemplateError where a turn is rendered otherwise once others follow, and
+    """The column `masked` of a pair with rendered `texts`: tool results, and the header of the next turn, which the
+    model does not write either. Raises TemplateError if the template changes a turn when others follow, and
     NotImplementedError for a tokenizer without offsets."""
     spans = []
     render = _renderer(pair, tokenizer)
@@ -302,12 +302,12 @@ def _find_tool_results(
             end += len(list(turns))
             if is_result and end > len(pair["prompt"]):
                 call = render(messages[:begin])
-                if is_last_end := not text.startswith(call):  # OLMo 3's template ends the last turn alone by EOS
+                if is_last_end := not text.startswith(call):  # OLMo 3's template ends only the last turn by EOS
                     call = call.removesuffix(tokenizer.eos_token)
                 if not text.startswith(call) or not text.startswith(render(messages[:end])):
-                    raise TemplateError("a turn is rendered otherwise once others follow")
+                    raise TemplateError("the template changes a turn when others follow")
                 header = render(messages[:end], add_generation_prompt=True)
-                # The token that ends the call is the model's
+                # The model writes the token that ends the call
                 span = (len(call) + is_last_end, common_prefix_length(header, text))
                 spans.append([side, *(max(0, bisect_left(token_begins, at) - prompt_length) for at in span)])
     return spans
@@ -322,7 +322,7 @@ def _split_ids(prompt: list[int], prompt_chosen: list[int], prompt_rejected: lis
     row["shared_length"] = common_prefix_length(ids["chosen"], ids["rejected"])
     row["masked"] = []
     row["prompt_trimmed"] = len(prompt) - start
-    # A template may leave out what made the two sides differ, or strip white space.
+    # A template may strip white space or leave out the text in which the two sides differ.
     row["dropped"] = "chosen_equals_rejected" if prompt_chosen == prompt_rejected else ""
     return row
 
@@ -333,7 +333,7 @@ def _cut_prompts(prompts: list[list[int]], max_prompt_length: int) -> dict[str, 
 
 
 def hash_tokens(dataset: Dataset) -> str:
-    """Hash of the ids of all rows, in order, and of what is masked."""
+    """Hash of the ids of all rows, in order, and of the masked spans."""
     digest = xxhash.xxh3_128()
     columns = [name for name in ("prompt_ids", "chosen_ids", "rejected_ids", "masked") if name in dataset.column_names]
     for table in dataset.select_columns(columns).with_format("arrow").iter(batch_size=1000):
@@ -341,7 +341,7 @@ def hash_tokens(dataset: Dataset) -> str:
             column = table.column(name).combine_chunks()
             values = column.flatten(recursive=True).to_numpy()
             if name == "masked" and not len(values):
-                continue  # the hash of data without tool results is that of versions that did not mask them
+                continue  # without tool results the hash equals that of versions that did not mask them
             digest.update(np.ascontiguousarray(column.value_lengths().to_numpy()).tobytes())
             digest.update(np.ascontiguousarray(values).tobytes())
     return digest.hexdigest()

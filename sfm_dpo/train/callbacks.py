@@ -59,25 +59,25 @@ class Position(TrainerCallback):
 
 
 class ResumeCallback(TrainerCallback):
-    """Brings back what Transformers 5.23 and TRL 1.16 do not: the order of the epoch and the count of tokens."""
+    """Restores what Transformers 5.23 and TRL 1.16 do not: the order of the epoch and the count of tokens."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
 
-    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: counts num_tokens from 0 again in a resumed run,
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: restarts num_tokens at 0 in a resumed run,
     # in the private _total_train_tokens. Canary: test_canary_num_tokens
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         logged = [int(entry["num_tokens"]) for entry in state.log_history if "num_tokens" in entry]
         self.trainer._total_train_tokens = max(logged, default=0)
         # Upstream: deepspeed 0.19, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.initialize_optimizer_states:
-        # allocates no moments, so that they come after the first step's peak. Canary: test_canary_zero_optimizer_state
+        # allocates no moments, so memory peaks after the first step. Canary: test_canary_zero_optimizer_state
         allocate_optimizer_state(self.trainer.optimizer.optimizer)  # of accelerate's wrapper
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         sampler = self.trainer.train_sampler
         steps_per_epoch = len(sampler) // sampler.global_batch
         sampler.set_epoch(state.global_step // steps_per_epoch)
-        sampler.is_over = state.global_step >= state.max_steps  # a run that resumes from its last step
+        sampler.is_over = state.global_step >= state.max_steps  # a run may resume from its last step
 
 
 def allocate_optimizer_state(optimizer: Any) -> None:
