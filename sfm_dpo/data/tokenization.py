@@ -265,7 +265,7 @@ def _render(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[st
         return None
 
 
-def _renderer(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Callable[..., str]:
+def _renderer(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
     arguments = json.loads(row.get("template") or "{}")
     return functools.partial(tokenizer.apply_chat_template, tokenize=False, **arguments)
 
