@@ -8,7 +8,7 @@
 #   LAUNCH=cpu sbatch scripts/dpo_train.sh ...                                    rehearsal without GPUs
 #
 # Account and partition: --account=A --partition=P after sbatch, or SBATCH_ACCOUNT and SBATCH_PARTITION in your shell.
-# Variables read from the environment: see scripts/common.sh. Without Slurm: accelerate launch, see README.md.
+# Variables read from the environment: see scripts/common.sh. Without Slurm: accelerate launch, as recipes/think.yaml shows.
 #
 #SBATCH --job-name=dpo-train
 #SBATCH --nodes=1

@@ -28,6 +28,8 @@ def main(argv: list[str]) -> int:
     samples = max(args.preflight_samples, 2 * args.global_batch_size)  # some pairs may be too long
     fields += ["--max_samples", str(min(samples, args.max_samples or samples)), "--eval_fraction", "0"]
     fields += ["--precompute_ref_log_probs", "true", "--preflight", "abort", "--preflight_only", "true"]
+    # without held-out pairs these would be refused
+    fields += ["--guard_generations", "0", "--eval_strategy", "no", "--load_best_model_at_end", "false"]
     fields += ["--report_to", "none", "--push_to_hub", "false", "--torch_compile", "false"]
     with tempfile.TemporaryDirectory() as folder:
         code = train_dpo.main([*fields, "--output_dir", f"{folder}/run"])

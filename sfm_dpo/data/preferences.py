@@ -83,7 +83,8 @@ class Pairs:
         worst = "; ".join(f"{n} x {self._explain(reason)}" for reason, n in self.dropped.most_common(3))
         raise UserError(
             f"dataset_name {', '.join(self.sources)}: {unusable} of {self.rows} rows cannot be used ({worst}); "
-            f"fix them (analyze_dataset.py --dropped FILE lists them), or raise max_dropped_fraction {limit:g}"
+            "fix them (analyze_dataset.py --dropped FILE lists them)"
+            + ("" if unusable == self.rows else f", or raise max_dropped_fraction {limit:g}")
         )
 
     def _explain(self, reason: str) -> str:
@@ -134,8 +135,9 @@ def load_pairs(config: Config, by: str | None = None) -> Pairs:
         columns = column_names(rows)
         if missing := [name for name in ("chosen", "rejected") if name not in columns]:
             raise UserError(
-                f"dataset_name {entry.path}: no column {' or '.join(missing)}; it has {', '.join(columns)}; make "
-                f"pairs from scored answers with python scripts/make_pairs.py {entry.path} --by score pairs.jsonl"
+                f"dataset_name {entry.path}: no column {' or '.join(missing)}; it has {', '.join(columns)}; rename "
+                "a column, or make pairs from scored answers with "
+                f"python scripts/make_pairs.py {entry.path} --by score pairs.jsonl"
             )
         if by and by not in columns:
             raise UserError(f"--by {by}: {entry.path} has no such column; it has {', '.join(columns)}")

@@ -107,4 +107,6 @@ def _load_local(path: Path, split: str) -> Dataset:
     except UserError:
         raise
     except Exception as error:  # from pyarrow, the builder, or the card of a copied dataset
+        if "corresponds to no data" in str(error):
+            raise UserError(f"dataset_name {path}: holds no rows") from error
         raise UserError(f"dataset_name {path}: cannot be read: {error.__cause__ or error}") from error

@@ -14,6 +14,7 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -60,7 +61,8 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:  # a damaged tokenizer.json raises a plain Exception
-        raise UserError(f"{config.model_field} {name}: no tokenizer can be loaded: {error}") from error
+        where = "" if Path(name).exists() else "no such folder, and from the Hub "
+        raise UserError(f"{config.model_field} {name}: {where}no tokenizer can be loaded: {error}") from error
     if tokenizer.eos_token is None:
         raise UserError(f"{config.model_field} {name}: its tokenizer has no EOS token; set eos_token in its config")
     if tokenizer.pad_token is None:

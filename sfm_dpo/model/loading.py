@@ -52,7 +52,7 @@ def load_model(name: str, init_kwargs: dict[str, Any], field: str = "model_name_
 def _first_lines(error: Exception) -> str:
     reason = str(error).split("\n\n")[0]
     if "couldn't connect" in reason:
-        reason += "; or run scripts/prefetch.py on a machine with network access"
+        reason = reason.rstrip(".") + "; or run scripts/prefetch.py on a machine with network access"
     return reason
 
 

@@ -150,7 +150,8 @@ def _list_findings(
     text = f"the {'chosen' if longer >= 0.5 else 'rejected'} response is the longer one in {share:.1%} of the pairs"
     findings = [{"level": "note", "text": text}]
     if share >= LENGTH_BIAS:
-        findings = [{"level": "warning", "text": f"{text}: DPO will learn to prefer length"}]
+        preferred = "longer" if longer >= 0.5 else "shorter"
+        findings = [{"level": "warning", "text": f"{text}: DPO will learn to prefer {preferred} answers"}]
     for level, counts in (("warning", warnings), ("note", notes)):
         findings += [{"level": level, "text": f"{count:,} {text}"} for text, count in counts.items() if count]
     return findings + [{"level": "note", "text": text} for text in describe_sides(result["sides"])]

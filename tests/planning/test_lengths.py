@@ -185,6 +185,7 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
     findings = [f"{finding['level']}: {finding['text']}" for finding in result["findings"]]
     for words in (
         "warning: the rejected response is the longer one in",
+        "DPO will learn to prefer shorter answers",
         "warning: 1 pairs are exact repeats",
         "warning: 1 pairs are identical on both sides after truncation",
         "warning: 46 prompts are not a token prefix",
