@@ -111,8 +111,8 @@ def is_trained(project: Path, words: list[str]) -> bool:
 
 
 def parameters(lines: list[str]) -> list:
-    """The lines as parameters; those that take ten seconds of CPU and more are in the grid."""
-    long = r"python (bench/throughput|scripts/parity)\.py .*|.*recipes/demo.yaml|.*bench/shapes/olmo3_32b.*"
+    """The lines as parameters; those that take five seconds of CPU and more are in the grid."""
+    long = r"python bench/.*|python (scripts/parity\.py|train_dpo\.py --config) .*|.*recipes/demo.yaml|accelerate .*"
     return [pytest.param(line, marks=[pytest.mark.grid] if re.fullmatch(long, line) else []) for line in lines]
 
 
