@@ -211,6 +211,8 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     if namespace.hub_token:  # Trainer pickles its arguments into training_args.bin, in every checkpoint
         os.environ["HF_TOKEN"] = namespace.hub_token
         namespace.hub_token = None
+    if namespace.dataset_num_proc:  # more processes than cores only take memory
+        namespace.dataset_num_proc = min(namespace.dataset_num_proc, len(os.sched_getaffinity(0)))
     namespace.report_to, tracking = resolve_report_to(namespace.report_to)
     parts: list[Any] = []
     try:

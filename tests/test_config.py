@@ -215,6 +215,12 @@ def test_the_nearest_global_batches_are_offered_that_four_pairs_a_gpu_divide(par
     parse({"fit_memory": True, "global_batch_size": int(sizes[-3:])}, world_size=processes)
 
 
+def test_no_more_processes_read_the_data_than_there_are_cores(parse):
+    cores = len(os.sched_getaffinity(0))
+    assert parse({"dataset_num_proc": cores + 14}).train.dataset_num_proc == cores
+    assert parse({"dataset_num_proc": 1}).train.dataset_num_proc == 1
+
+
 def test_precision_without_a_gpu(parse, monkeypatch):
     config = parse()
     assert (config.train.bf16, config.model.dtype) == (False, "float32")
