@@ -246,7 +246,7 @@ def test_a_rehearsal_of_the_checks_on_the_cpu_passes_and_writes_its_table(cluste
     assert all(row["result"] == ("measured" if row["check"] in measured else "pass") for row in rows), rows
     text = {row["check"]: row["found"] for row in rows}
     assert "packed+bf16 rounding" in text["packed and shared rows"] and "shared+bf16" in text["packed and shared rows"]
-    assert "pairs per device" in text["memory and speed"] and text["resume"].startswith("loss within 0.0e+00, ")
+    assert "pair(s) per device" in text["memory and speed"] and text["resume"].startswith("loss within 0.0e+00, ")
     assert text["attention kernels"].startswith("FA2 forward ")
     calibration = json.loads((folder / "calibration.json").read_text())
     assert calibration["gpu"] == "cpu" and calibration["flash"] == "FA2" and calibration["memory_ratio"] > 0
