@@ -29,7 +29,10 @@ from sfm_dpo.data.tokenization import Lengths
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.memory import meta_model
 
-PAIRS, GLOBAL_BATCH, RANKS, PER_DEVICE = 20_000, 128, 4, 4
+PAIRS = 20_000
+GLOBAL_BATCH = 128
+RANKS = 4
+PER_DEVICE = 4
 MODELS = ("gpt_neox_6.9b", "olmo3_7b")
 
 

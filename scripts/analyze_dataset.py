@@ -17,7 +17,8 @@ import _setup  # noqa: F401  (first: finds the package, reads .env)
 from sfm_dpo.common.cli import Arguments, command, new_file, number
 from sfm_dpo.common.files import write_json
 
-DATASET, MODEL = "allenai/Dolci-Instruct-DPO", "geodesic-research/sfm-sft_dolci_instruct_unfiltered"
+DATASET = "allenai/Dolci-Instruct-DPO"
+MODEL = "geodesic-research/sfm-sft_dolci_instruct_unfiltered"
 
 
 @command

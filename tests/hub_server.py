@@ -15,7 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_loopbackCanaryWrite1234567890"
-NAME, ORG = "ann", "lab"
+NAME = "ann"
+ORG = "lab"
 
 
 @dataclass
@@ -241,7 +242,8 @@ def _git_oid(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
-_REPO, _REV = r"(?P<repo>[\w.-]+/[\w.-]+)", r"(?P<revision>[\w.-]+(?:/[\w.-]+)?)"
+_REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
+_REV = r"(?P<revision>[\w.-]+(?:/[\w.-]+)?)"
 _ROUTES = [
     ("POST", "/api/repos/create", _Handler.create),
     ("POST", "/api/validate-yaml", _Handler.validate_yaml),

@@ -15,7 +15,10 @@ from transformers import (
 )
 from transformers.models.auto import AutoModelForCausalLM
 
-PAD, EOS, IM_START, IM_END = "<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+PAD = "<|pad|>"
+EOS = "<|endoftext|>"
+IM_START = "<|im_start|>"
+IM_END = "<|im_end|>"
 VOCAB_SIZE = 260  # 256 bytes and the four special tokens
 
 CHAT_TEMPLATE = (

@@ -150,7 +150,9 @@ def packed_attention_forward(
     if torch.is_autocast_enabled(device_type):
         # RoPE in fp32 leaves query and key in fp32; autocast casts them for SDPA, but not for a custom operator
         dtype = torch.get_autocast_dtype(device_type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        query = query.to(dtype)
+        key = key.to(dtype)
+        value = value.to(dtype)
 
     boundaries = attention_mask[0, 0, 0]
     n, _, max_length, _ = attention_mask.shape

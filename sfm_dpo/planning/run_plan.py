@@ -75,9 +75,8 @@ class Cluster:
             if self.gpu.removesuffix("-40") not in re.split(r"\W", measured["gpu"].upper()):
                 return self
             mfu = {measured["mfu"]: f"measured on {measured['gpu']}: {path}"} if measured.get("mfu") else self.mfu
-            return replace(
-                self, mfu=mfu, memory_ratio=measured.get("memory_ratio", 1.0)
-            )  # last of what the check writes
+            # check_gpu.sh writes the ratio last; a job that was cut off has none
+            return replace(self, mfu=mfu, memory_ratio=measured.get("memory_ratio", 1.0))
         except (OSError, ValueError, KeyError) as error:
             reason = f"{type(error).__name__} {error}"
             raise UserError(f"--calibration {path}: {reason}; give check_gpu.sh's calibration.json") from error

@@ -24,7 +24,8 @@ from sfm_dpo.data.preferences import DROP_REASONS
 from sfm_dpo.report.plots import draw_curves, read_constants
 from sfm_dpo.run.reader import first_and_last, list_evaluations, list_restarts, read_run, to_float
 
-REPORT, FIGURES = "report.html", "figures"
+REPORT = "report.html"
+FIGURES = "figures"
 STATES = {  # state in status.json: (CSS class, sentence in the page)
     "done": ("good", "The run is done."),
     "running": ("open", "The run is training, or was killed: status.json still says running."),

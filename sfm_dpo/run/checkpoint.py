@@ -28,7 +28,9 @@ GIB = 2**30
 COMPLETE = "complete.json"
 STOP = "STOP"
 KEEP = "KEEP"  # a checkpoint with a file of this name is never rotated away
-IN_USE = (PUSHING, EVALUATING) = ("PUSHING", "EVALUATING")  # nor while the process that such a file names lives
+PUSHING = "PUSHING"
+EVALUATING = "EVALUATING"
+IN_USE = (PUSHING, EVALUATING)  # files that keep it, too, while the process that they name lives
 # The rank in file names of DeepSpeed, transformers and torch.distributed.checkpoint; rank 0 writes all other files
 _WRITER = re.compile(r"(?:pp_rank_|rng_state_|__)(\d+)[_.]")
 

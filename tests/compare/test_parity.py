@@ -83,7 +83,8 @@ def test_planted_attention(recipe, tmp_path, monkeypatch, scaling):
 
 
 def test_compare_gradients_by_layer():
-    layer_0, layer_1 = "model.layers.0.w", "model.layers.1.w"
+    layer_0 = "model.layers.0.w"
+    layer_1 = "model.layers.1.w"
     a = {layer_0: torch.tensor([3.0, 4.0]), layer_1: torch.tensor([1.0]), "lm_head.weight": torch.ones(2)}
     b = a | {layer_0: torch.tensor([4.0, 3.0]), "lm_head.weight": -torch.ones(2)}
     assert compare_gradients(a, b) == {"layer 0": pytest.approx(2**0.5 / 5), "layer 1": 0, "lm_head": 2}

@@ -52,7 +52,8 @@ def test_the_studys_three_rows(tmp_path, capsys):
     study = {"loss": (1.91e-1, 2.71e-1), "logps/chosen": (-2.42, 7.62e-3), "logps/rejected": (-2.88, 6.99e-3)}
     base = {name: [absolute / relative] * len(STEPS) for name, (absolute, relative) in study.items()}
     gap = {name: (base[name] - absolute * np.linspace(0, 1, 10)).tolist() for name, (absolute, _) in study.items()}
-    a, b = write_state(tmp_path / "a", base), write_state(tmp_path / "b", gap)
+    a = write_state(tmp_path / "a", base)
+    b = write_state(tmp_path / "b", gap)
     table = tmp_path / "study.json"
     assert command.main([str(a), str(b), "--json", str(table)]) == 1
     lines = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
@@ -109,7 +110,8 @@ def test_our_run_another_trainers_and_a_checkpoint_are_one_form(tmp_path):
 
 def test_a_killed_run_has_what_it_logged_since_its_checkpoint(tmp_path):
     series = healthy()
-    whole, killed = write_run(tmp_path / "whole", series), write_run(tmp_path / "killed", {})
+    whole = write_run(tmp_path / "whole", series)
+    killed = write_run(tmp_path / "killed", {})
     state = json.loads((whole / "trainer_state.json").read_text())
     (killed / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in state["log_history"][:3]))
     with (killed / "log.jsonl").open("a") as file:

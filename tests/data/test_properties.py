@@ -68,7 +68,9 @@ def predict_outcome(prompt: str, chosen: str, rejected: str, end: str) -> str | 
 @st.composite
 def think(draw) -> Case:
     """Dolci-Think: the prompt is text, each side a list of one message."""
-    prompt, chosen, rejected = draw(texts.filter(bool)), draw(texts), draw(texts)
+    prompt = draw(texts.filter(bool))
+    chosen = draw(texts)
+    rejected = draw(texts)
     # Equal texts under other extra keys would be another pair
     more = draw(extras)
     sides = {
@@ -82,7 +84,9 @@ def think(draw) -> Case:
 @st.composite
 def instruct(draw) -> Case:
     """Dolci-Instruct: no prompt, two whole conversations with the same beginning, of one turn or several."""
-    chosen, rejected, more = draw(texts), draw(texts), draw(extras)
+    chosen = draw(texts)
+    rejected = draw(texts)
+    more = draw(extras)
     lead = []
     start = ""
     roles = ["system"] * draw(st.integers(0, 1)) + ["user", "assistant"] * draw(st.integers(0, 2)) + ["user"]
@@ -97,7 +101,9 @@ def instruct(draw) -> Case:
 
 @st.composite
 def strings(draw) -> Case:
-    prompt, chosen, rejected = draw(texts), draw(texts), draw(texts)
+    prompt = draw(texts)
+    chosen = draw(texts)
+    rejected = draw(texts)
     return Case(
         {"prompt": prompt, "chosen": chosen, "rejected": rejected}, predict_outcome(prompt, chosen, rejected, IM_END)
     )

@@ -32,7 +32,9 @@ def test_options_override_the_recipe_and_sets_are_compared(write_rows, tiny_fold
     recipe = {"model_name_or_path": str(tiny_folder("llama")), "dataset_name": "nobody/nothing", "bf16": True}
     recipe |= {"global_batch_size": 8, "max_length": 64, "max_prompt_length": 9, "output_dir": str(tmp_path / "run")}
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
-    data, file, page = write_rows("pairs.jsonl", ROWS), tmp_path / "out.json", tmp_path / "page.html"
+    data = write_rows("pairs.jsonl", ROWS)
+    file = tmp_path / "out.json"
+    page = tmp_path / "page.html"
     found = {"question": f"{ROWS[3]['prompt']} {'two ' * 9}", "answer": "I cannot say " * 9}
     against = write_rows("set.jsonl", [found])
     argv = (data, "--config", tmp_path / "r.yaml", "--json", file, "--html", page, "--min_coverage", "0")

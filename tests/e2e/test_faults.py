@@ -221,7 +221,7 @@ class Fault:
         return code
 
     def start_second(self, uninterrupted) -> None:
-        """A second run, while the first is stopped, which then goes on, or is killed where they share a cache."""
+        """A second run, while the first is stopped, which then resumes, or is killed where they share a cache."""
         if self.kind == "two starts":
             second = self.start("-second")
             assert second.wait() == (1 if self.processes > 1 else 2) and ": locked by " in second.log, second.log

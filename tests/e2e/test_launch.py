@@ -46,17 +46,20 @@ def test_stopped_and_resumed_it_is_the_run_of_one_process(place, train_here, tmp
     names = {path.name for path in checkpoint.iterdir()}
     assert names >= ({"pytorch_model_fsdp_0", "optimizer_0"} if launch == "cpu_fsdp2" else {f"global_step{step}"})
 
-    mine, theirs = shards(apart), shards(alone)
+    mine = shards(apart)
+    theirs = shards(alone)
     assert len(mine) == len(theirs) > 20
     for path, other in zip(mine, theirs, strict=True):
         assert path.parts[-2:] == other.parts[-2:]  # the cache's key and the shard
-        found, right = load_file(path), load_file(other)
+        found = load_file(path)
+        right = load_file(other)
         assert np.array_equal(found["rows"], right["rows"])
         assert np.allclose(found["logps"], right["logps"], atol=1e-3, rtol=1e-5)
 
     again = apart.start(launch, 2, launch=launch, **FIELDS, profile_steps=[6, 7]).finish()
     assert f"resuming from {checkpoint}" in again.log
-    mine, theirs = read_metrics(again.folder), read_metrics(expected.folder)
+    mine = read_metrics(again.folder)
+    theirs = read_metrics(expected.folder)
     assert mine.keys() == theirs.keys() and len(mine) > 60
     for key, value in mine.items():
         assert value == pytest.approx(theirs[key], rel=1e-4, abs=1e-4), key

@@ -22,7 +22,10 @@ from tests.e2e.runs import Place, make_place
 from tests.oracle import trained_logps
 from tests.toolbox import as_options, logged, pairs, with_tool
 
-MAX_LENGTH, BATCH, STEPS, RATE = 96, 8, 2, 0.01
+MAX_LENGTH = 96
+BATCH = 8
+STEPS = 2
+RATE = 0.01
 FIELDS = {
     "optim": "sgd",
     "learning_rate": RATE,
@@ -143,7 +146,8 @@ def measure(policy, reference, rows: list[dict], loss_type: str, beta: float) ->
         scale = lengths if loss_type in ("sigmoid_norm", "ipo") else [1, 1]
         chosen, rejected = (gain / n for gain, n in zip(gains, scale, strict=True))
         losses.append(loss_of(loss_type, beta, chosen, rejected))
-        c, r = beta * chosen.item(), beta * rejected.item()
+        c = beta * chosen.item()
+        r = beta * rejected.item()
         likely = [(s / n).item() for s, n in zip(sums, scale, strict=True)]
         metrics.append(
             {

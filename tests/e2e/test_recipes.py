@@ -15,7 +15,9 @@ from tests.e2e.runs import ROOT, Place
 from tests.toolbox import as_options, logged, pairs, write_jsonl
 
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
-PROCESSES, MICRO_BATCHES, STEPS = 2, 2, 2
+PROCESSES = 2
+MICRO_BATCHES = 2
+STEPS = 2
 OVERRIDDEN = {
     *("model_name_or_path", "dataset_name", "output_dir", "max_steps", "global_batch_size", "bf16", "dtype"),
     *("dataset_num_proc", "report_to", "preflight", "torch_compile_backend"),
@@ -79,7 +81,8 @@ def test_recipe_trains_two_steps(runs, recipe):
     run = runs[recipe.stem]
     status = json.loads((run / "status.json").read_text())
     assert status["state"] == "done" and status["step"] == STEPS
-    given, used = yaml.safe_load(recipe.read_text()), yaml.safe_load((run / "resolved_config.yaml").read_text())
+    given = yaml.safe_load(recipe.read_text())
+    used = yaml.safe_load((run / "resolved_config.yaml").read_text())
     for name, value in given.items():
         if name not in OVERRIDDEN:
             assert used[name] in (value, [value]), name

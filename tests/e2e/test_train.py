@@ -35,7 +35,8 @@ def prompt_rows() -> list[dict]:
 
 def test_as_a_command_with_a_recipe_spaces_and_secrets(place, tiny_folder, write_rows, tmp_path, capsys, environment):
     """The command itself: precedence, a folder with a space, no secret in anything it leaves or says, done."""
-    base, data = tiny_folder("gpt_neox"), write_rows("two words ü/pairs.jsonl", prompt_rows())
+    base = tiny_folder("gpt_neox")
+    data = write_rows("two words ü/pairs.jsonl", prompt_rows())
     run = tmp_path / "my run"
     recipe = SMALL | {"model_name_or_path": str(base), "dataset_name": str(data), "output_dir": str(run)}
     recipe |= {"use_cpu": True, "global_batch_size": 8, "logging_steps": 1, "hub_token": "hf_canary_recipe"}
@@ -52,7 +53,8 @@ def test_as_a_command_with_a_recipe_spaces_and_secrets(place, tiny_folder, write
     contents = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert "canary" not in started.log and not [path for path, data in contents.items() if b"canary" in data]
 
-    status, losses = json.loads(contents[run / "status.json"]), [entry["loss"] for entry in logged(run)]
+    status = json.loads(contents[run / "status.json"])
+    losses = [entry["loss"] for entry in logged(run)]
     assert (status["state"], status["exit_code"], status["step"]) == ("done", 0, len(losses)) and len(losses) == 3
     assert losses[0] == pytest.approx(math.log(2), abs=1e-4) and all(map(math.isfinite, losses))
     before = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -74,7 +76,8 @@ def test_held_out_sets_are_scored_apart_and_the_best_checkpoint_is_the_model(
     tiny_folder, write_rows, tmp_path, capsys, request
 ):
     """One of the named sets is the other with its sides swapped: by its loss the first checkpoint is the best."""
-    rows, run = prompt_rows(), tmp_path / "run"
+    rows = prompt_rows()
+    run = tmp_path / "run"
     few = write_rows("few.jsonl", rows[:7])
     swapped = write_rows("swapped.jsonl", [r | {"chosen": r["rejected"], "rejected": r["chosen"]} for r in rows[:7]])
     sets = json.dumps({"few": {"path": str(few), "split": "train"}, "swapped": str(swapped)})
@@ -93,7 +96,8 @@ def test_held_out_sets_are_scored_apart_and_the_best_checkpoint_is_the_model(
     assert data["reference"].keys() == {"train", "eval", "few", "swapped"}
     assert data["dropped"] == {"chosen_equals_rejected": 1, "prompt_too_long": 1}
 
-    few, swapped = logged(run, "eval_few_loss"), logged(run, "eval_swapped_loss")
+    few = logged(run, "eval_few_loss")
+    swapped = logged(run, "eval_swapped_loss")
     assert [e["step"] for e in few] == [e["step"] for e in swapped] == [0, 4, 8, 12, 16]
     assert {name.removeprefix("eval_few_") for name in few[0] if name.startswith("eval_")} >= set(EVAL_METRICS)
     for one, other in zip(few[1:], swapped[1:], strict=True):

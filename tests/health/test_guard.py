@@ -49,7 +49,9 @@ def replay(log: list[dict], run: RunFacts = RUN) -> dict[str, Finding]:
 
 def healthy(steps: int, end_loss: float = 0.5, noise: float = 0.03, seed: int = 0, warmup: float = 0.1) -> list[dict]:
     """Shaped like OLMo's DPO: warmup, linear decay, loss from ln 2 to `end_loss`, chosen falling with rejected."""
-    rng, log, area = random.Random(seed), [], 0.0
+    rng = random.Random(seed)
+    log = []
+    area = 0.0
     rates = [min((i + 1) / (warmup * steps), (steps - i) / steps / (1 - warmup)) for i in range(steps)]
     for i, rate in enumerate(rates):
         margin = 2 * (math.log(2) - end_loss) * area / sum(rates)
@@ -204,7 +206,8 @@ def test_warn_logs_the_collapse_and_goes_on(command, tmp_path, capsys, no_report
 def test_a_checkpoint_from_before_the_horizon_survives_rotation(tmp_path, every):
     """At whatever step a collapse is detected, there is a checkpoint from before it began."""
     args = parse_config(["--model_name_or_path", "x", "--dataset_name", "x", "--output_dir", str(tmp_path)]).train
-    state, guard = TrainerState(), Guard(SimpleNamespace(train_config=args), [])
+    state = TrainerState()
+    guard = Guard(SimpleNamespace(train_config=args), [])
     (tmp_path / "checkpoint-1").mkdir()  # a user's, and none of the guard's business
     (tmp_path / "checkpoint-1" / "KEEP").write_text("")
     mark_complete(tmp_path / "checkpoint-1", {})

@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 
 import train_dpo
+from scripts import preflight
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.tokenization import Lengths, tokenize_pairs
 from sfm_dpo.health.preflight import check_vocabulary, compute_packed_difference, inspect_tokens, run_preflight
@@ -28,7 +29,8 @@ RECORDED_LENGTHS = np.abs(RECORDED) / [5.2, 0.8]
 
 
 def verdict_of(logps, lengths, loss_type="sigmoid_norm", beta=5.0):
-    logps, lengths = np.asarray(logps, float), np.asarray(lengths, float)
+    logps = np.asarray(logps, float)
+    lengths = np.asarray(lengths, float)
     verdict, findings = judge_base_model(compute_pair_figures(logps, lengths, loss_type, beta), loss_type)
     return verdict, {finding["rule"]: finding["level"] for finding in findings}
 
@@ -77,7 +79,8 @@ def test_hopeless_pairs_are_found_where_the_mean_is_fine():
 
 
 def test_figures_are_what_their_names_say():
-    logps, lengths = np.array([[-10.0, -30.0], [-40.0, -20.0]]), np.array([[10.0, 10.0], [20.0, 40.0]])
+    logps = np.array([[-10.0, -30.0], [-40.0, -20.0]])
+    lengths = np.array([[10.0, 10.0], [20.0, 40.0]])
     figures = compute_pair_figures(logps, lengths, "sigmoid", 0.1)
     assert figures["chosen_logp"] == pytest.approx((-1.5, -1.5 - 1.96 * 0.5, -1.5 + 1.96 * 0.5), abs=1e-4)
     assert figures["token_gap"][0] == pytest.approx((2.0 - 1.5) / 2)
@@ -126,7 +129,8 @@ def leak_one_key(monkeypatch):
     real = packing.boundary_mask
 
     def mask(cu: torch.Tensor, max_length: int, *_) -> torch.Tensor:
-        first, total = int(cu[1]), int(cu[-1])
+        first = int(cu[1])
+        total = int(cu[-1])
         keys = torch.cat([torch.arange(first), torch.arange(first - 1, total)])
         order = torch.cat([torch.arange(first), torch.arange(first + 1, total + 1), torch.tensor([first])])
         cu_keys = torch.tensor([0, first, total + 1])
@@ -149,9 +153,11 @@ def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, c
     before = {name: p.clone() for name, p in trainer.model.state_dict().items()}
     result = run_preflight(trainer, SimpleNamespace(train=trainer.train_config))
     logps = by_hand(folder, before, list(trainer.train_dataset))
-    chosen, rejected = logps["reference_chosen_sum"], logps["reference_rejected_sum"]
+    chosen = logps["reference_chosen_sum"]
+    rejected = logps["reference_rejected_sum"]
     assert result["figures"]["sum_gap"][0] == pytest.approx((chosen - rejected).mean().item(), abs=1e-2)
-    chosen_mean, rejected_mean = logps["reference_chosen_mean"], logps["reference_rejected_mean"]
+    chosen_mean = logps["reference_chosen_mean"]
+    rejected_mean = logps["reference_rejected_mean"]
     assert result["figures"]["chosen_logp"][0] == pytest.approx(chosen_mean.mean().item(), abs=1e-4)
     assert result["verdict"] == "no-go"  # random weights
     assert result["figures"]["pairs"] == 8
@@ -189,6 +195,14 @@ def test_one_key_of_another_sequence_is_seen_in_a_long_answer(tiny_folder, tmp_p
     assert compute_packed_difference(trainer, np.array([0])) < 1
     leak_one_key(monkeypatch)
     assert compute_packed_difference(trainer, np.array([0])) > 1
+
+
+@pytest.mark.slow
+def test_the_script_judges_a_recipe_whose_training_evaluates(tiny_folder, write_rows, tmp_path, no_report):
+    evaluated = {"eval_fraction": 0.25, "eval_strategy": "steps", "eval_steps": 2, "guard_generations": 2}
+    options = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(8)), tmp_path, **evaluated)
+    assert preflight.main([*options, "--json", str(tmp_path / "found.json")]) == 3
+    assert json.loads((tmp_path / "found.json").read_text())["verdict"] == "no-go"
 
 
 @pytest.mark.slow

@@ -57,9 +57,11 @@ def make_base(kind: str, folder: Path) -> Path:
     tiny_model(KINDS[kind][0], num_hidden_layers=2, vocab_size=size, layer_types=None).save_pretrained(folder)
     make_tokenizer(kind, folder)
     config = json.loads((folder / "config.json").read_text())
-    rope, end = config.pop("rope_parameters"), AutoTokenizer.from_pretrained(folder).eos_token_id
+    rope = config.pop("rope_parameters")
+    end = AutoTokenizer.from_pretrained(folder).eos_token_id
     rope = rope.get("full_attention", rope)
-    theta, share = rope.pop("rope_theta"), rope.pop("partial_rotary_factor", None)
+    theta = rope.pop("rope_theta")
+    share = rope.pop("partial_rotary_factor", None)
     names = {"rotary_emb_base": theta, "rotary_pct": share} if share else {"rope_theta": theta}
     config |= names | ({} if share else {"rope_scaling": rope if rope["rope_type"] != "default" else None})
     config |= {"torch_dtype": config.pop("dtype"), "use_cache": True, "eos_token_id": end, "unknown_field": 7}
@@ -91,7 +93,8 @@ def read_elsewhere(folder: Path, python: Path) -> dict:
 @pytest.mark.grid
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_run_saves_means_the_same_to_older_transformers(kind, older_python, tmp_path, no_report, write_rows):
-    base, run = make_base(kind, tmp_path / "base"), tmp_path / "run"
+    base = make_base(kind, tmp_path / "base")
+    run = tmp_path / "run"
     rows = [{"prompt": f"{i} + {i}?", "chosen": f"It is {2 * i}.", "rejected": f"No {i}."} for i in range(4)]
     words = f"""--model_name_or_path {base} --dataset_name {write_rows("pairs.jsonl", rows)} --use_cpu
         --output_dir {run} --global_batch_size 4 --per_device_train_batch_size 4 --max_length 64 --max_steps 2

@@ -41,12 +41,15 @@ def parents(finished_run, tmp_path):
     ("tied", "dtype", "tolerance"), [(True, torch.float32, 1e-7), (False, torch.bfloat16, 2**-8)], ids=str
 )
 def test_the_mean_is_exact_sharded_as_the_first_and_loads(parents, tmp_path, weights, tied, dtype, tolerance):
-    runs, output = parents("100KB", dtype, tie_word_embeddings=tied), tmp_path / "mean"
+    runs = parents("100KB", dtype, tie_word_embeddings=tied)
+    output = tmp_path / "mean"
     words = ["--weights", *map(str, weights)] if weights else []
     (tmp_path / ".mean.partial/0").mkdir(parents=True)  # by one that was killed
     assert average.main([*map(str, runs), "--output_dir", str(output), *words]) == 0
 
-    states, mean, total = [state(run) for run in runs], state(output), sum(weights or [1, 1, 1])
+    states = [state(run) for run in runs]
+    mean = state(output)
+    total = sum(weights or [1, 1, 1])
     shares = [weight / total for weight in weights or [1, 1, 1]]
     assert mean.keys() == states[0].keys() and ("lm_head.weight" in mean) != tied
     for name, tensor in mean.items():

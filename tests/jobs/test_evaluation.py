@@ -41,7 +41,8 @@ def test_the_interval_is_that_of_the_differences():
     generator = np.random.default_rng(0)
     before = generator.normal(size=200)
     after = before + generator.normal(0.05, 0.1, size=200)  # a small gain, far below the spread of the samples
-    mean, half = (after - before).mean(), 1.959964 * (after - before).std(ddof=1) / math.sqrt(200)
+    mean = (after - before).mean()
+    half = 1.959964 * (after - before).std(ddof=1) / math.sqrt(200)
     (row,) = compare_results(make_result(before, before.mean()), make_result(after, after.mean()))
     assert (row["samples"], row["difference"], row["low"], row["high"]) == pytest.approx(
         (200, mean, mean - half, mean + half)
@@ -91,7 +92,8 @@ def test_evaluation_of_a_run(run, tasks):
     evaluation = json.loads((run / "evaluation.json").read_text())
     choice, answer = evaluation["benchmarks"]
     assert not list(run.glob(".evaluate-*"))
-    base, trained = score(read_resolved_config(run)["model_name_or_path"]), score(run)
+    base = score(read_resolved_config(run)["model_name_or_path"])
+    trained = score(run)
     assert (choice["base"]["value"], choice["trained"]["value"]) == (np.mean(base), np.mean(trained))
     assert choice["base"]["stderr"] == pytest.approx(np.std(base, ddof=1) / 3)
     assert choice["difference"] == pytest.approx(np.mean(trained) - np.mean(base))
@@ -155,7 +157,8 @@ def test_pairs_of_a_run(run, tmp_path, capsys):
 @pytest.mark.slow
 def test_an_adapter_is_evaluated_as_what_it_makes_of_the_base_model(finished_run, tasks, tmp_path, no_report):
     recipe = ["--config", str(finished_run / "resolved_config.yaml"), "--max_steps", "2", "--learning_rate", "1e-2"]
-    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    adapter = tmp_path / "adapter"
+    merged = tmp_path / "merged"
     assert train_dpo.main([*recipe, "--use_peft", "true", "--output_dir", str(adapter)]) == 0
     base = AutoModelForCausalLM.from_pretrained(read_resolved_config(adapter)["model_name_or_path"])
     shutil.copytree(adapter, merged, ignore=shutil.ignore_patterns("adapter_*", "checkpoint-*"))

@@ -32,7 +32,8 @@ def test_forward_flops_against_torch(architecture):
 @pytest.mark.parametrize("lora", [False, True])
 def test_training_flops_against_torch(lora):
     """Forward and backward; under LoRA the base's weights get no gradient."""
-    n, model = 24, tiny_model("llama", attn_implementation="eager").train()
+    n = 24
+    model = tiny_model("llama", attn_implementation="eager").train()
     if lora:
         model.enable_input_require_grads()
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).get_base_model()
@@ -56,7 +57,8 @@ def test_attention_counts_visible_pairs():
 
 def test_experts_count_as_far_as_they_are_active():
     model = tiny_model("olmoe")
-    config, flops = model.config, ForwardFlops.of(model)
+    config = model.config
+    flops = ForwardFlops.of(model)
     sizes = {n: p.numel() for n, p in model.named_parameters() if p.dim() > 1 and "embed" not in n and "head" not in n}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     active = experts * config.num_experts_per_tok // config.num_experts
@@ -113,6 +115,8 @@ def test_a_shared_prompt_counts_once_as_in_the_packed_forward():
     expected = {"pairs": 2, "tokens": 13, "computed": 11, "grid": 11, "flops": 4 * (11 + visible)}
     assert counts == expected
     assert Meter().metrics(counts, world_size=1)["perf/shared_fraction"] == pytest.approx(2 / 13)
+    completion[0, 4] = 0  # a masked tool result is not part of the prompt
+    assert collator(reference_in_step=True, packed=True, prefix_sharing=True).count(mask, completion) == expected
 
 
 def test_on_a_gpu_reserved_memory_is_logged_beside_allocated(monkeypatch):

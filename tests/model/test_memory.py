@@ -130,7 +130,8 @@ def test_canary_mem_tracker_visits_every_module_after_every_operation():
                 yield value
 
     def count_visits(modules: int) -> int:
-        model, Counting.visits = nn.Sequential(*(nn.Linear(2, 2) for _ in range(modules))), 0
+        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(modules)))
+        Counting.visits = 0
         tracker = MemTracker()
         tracker.memory_tracking = Counting()
         tracker.track_external(model)

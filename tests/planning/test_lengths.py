@@ -230,7 +230,8 @@ def test_training_finds_the_tokens_in_the_cache(write_rows, tiny_folder, monkeyp
     argv = ["--dataset_name", str(write_rows("pairs.jsonl", [pair(i) for i in range(60)])), "--eval_fraction", "0.1"]
     config = parse_config([*argv, "--model_name_or_path", str(tiny_folder("llama"))], training=False)
     analyze_dataset(config, 0.9, 0.9)
-    pairs, tokenizer = load_pairs(config), tokenization.load_tokenizer(config)
+    pairs = load_pairs(config)
+    tokenizer = tokenization.load_tokenizer(config)
 
     monkeypatch.setattr(tokenizer, "apply_chat_template", None)  # what is tokenized again fails
     for split in (pairs.train, pairs.eval):

@@ -115,7 +115,8 @@ def test_a_calibration_of_this_gpu_is_used_and_of_another_is_not(plan_of, tmp_pa
 def test_lora_trains_the_adapter_alone(plan_of):
     fields = ["--use_peft", "true", "--lora_r", "64", "--lora_target_modules", "all-linear"]
     plan = plan_of(PYTHIA, lengths_of(80, 100, 900, 400), fields).plan()
-    n, trained = plan["model"]["parameters"], plan["model"]["trained"]
+    n = plan["model"]["parameters"]
+    trained = plan["model"]["trained"]
     assert trained == 32 * 64 * (4096 + 3 * 4096 + 2 * 4096 + 2 * (4096 + 16384))  # a block's four matrices
     zero2 = plan["launches"]["zero2"]
     assert zero2["states"]["weights"] == 2 * n + 2 * trained
@@ -137,6 +138,7 @@ def test_command_with_stated_percentiles(tmp_path, monkeypatch, capsys):
     assert "7,298,011,136 parameters" in capsys.readouterr().out
     figures = json.loads((tmp_path / "plan.json").read_text())
     assert figures["data"]["pairs"] == 2000
+    assert figures["batch"]["steps"] == 2000 // 128  # training leaves out what fills no batch
     mean = (3 * 150 + 30) / np.log(4)  # of log-uniforms: prompt twice, chosen, which is as prompt, and rejected
     assert figures["data"]["tokens"] == pytest.approx(2000 * mean, rel=0.02)
 

@@ -129,11 +129,14 @@ def test_a_killed_run_with_damaged_files_is_told_from_its_newest_checkpoint(run,
 def test_values_that_are_no_numbers(run, without_curves):
     state = json.loads((run / "trainer_state.json").read_text())
     train = [entry for entry in state["log_history"] if "loss" in entry]
-    train[2]["loss"], train[3]["grad_norm"], train[4]["rewards/margins"] = math.nan, math.inf, None
+    train[2]["loss"] = math.nan
+    train[3]["grad_norm"] = math.inf
+    train[4]["rewards/margins"] = None
     for entry in train:
         entry["entropy"] = math.nan
+        entry["perf/padding_fraction"] = 0.0
     save(run, "trainer_state.json", state | {"global_step": STEPS + 1})
-    page_of(run)
+    assert "perf/padding_fraction 0" in page_of(run).text
     log = read_run(run)["log"]
     assert all(math.isfinite(value) for value in first_and_last(log, "loss"))
     drawn = draw_curves(log, run / "drawn", panels=("loss", "margin", "entropy", "grad_norm"))

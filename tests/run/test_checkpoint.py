@@ -206,7 +206,8 @@ def test_checkpoints_at_one_time():
 )
 def test_a_stop_file_from_before_the_job_is_removed(tmp_path, monkeypatch, written, job_start, rank, is_removed):
     """`written` and `job_start`: seconds after the start of this process."""
-    stop, start = tmp_path / STOP, psutil.Process().create_time()
+    stop = tmp_path / STOP
+    start = psutil.Process().create_time()
     monkeypatch.delenv("SLURM_JOB_START_TIME", raising=False)
     if job_start:
         monkeypatch.setenv("SLURM_JOB_START_TIME", str(int(start) + job_start))
@@ -235,7 +236,8 @@ def test_a_checkpoint_asked_for_must_be_complete(tmp_path, capsys):
 
 def test_a_flipped_bit_is_named_and_the_checkpoint_before_is_used(tmp_path, capsys):
     name = "global_step3/zero_pp_rank_0.pt"
-    good, bad = write_checkpoint(tmp_path, 2), write_checkpoint(tmp_path, 3)
+    good = write_checkpoint(tmp_path, 2)
+    bad = write_checkpoint(tmp_path, 3)
     (bad / name).write_bytes(b"x" * 50 + b"y" + b"x" * 49)
     assert why_incomplete(bad) is None and start_from(tmp_path, verify=False) == bad
     with pytest.raises(UserError, match=f"resume_from_checkpoint .*checkpoint-3: has a damaged {name}"):

@@ -157,7 +157,8 @@ def test_no_secret_is_written_down(tmp_path, monkeypatch):
 
 def test_the_check_of_the_batch_scripts_looks_and_leaves_the_folder_to_nobody(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "")  # check_config sets it
-    run, checkpoint = tmp_path / "run", tmp_path / "checkpoint-3"
+    run = tmp_path / "run"
+    checkpoint = tmp_path / "checkpoint-3"
     checkpoint.mkdir()
     (checkpoint / "complete.json").write_text(json.dumps({"world_size": 2, "files": {}}))
     fields = [*needed(run), "--resume_from_checkpoint", str(checkpoint)]

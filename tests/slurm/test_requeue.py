@@ -45,7 +45,8 @@ def uninterrupted(cluster, project) -> tuple[str, Path]:
 @pytest.mark.timeout(900)
 def test_each_way_to_stop_requeues_and_the_run_ends_as_if_nobody_had_stopped_it(cluster, project, uninterrupted):
     """The time limit's USR1 and a person's STOP: one job, three starts. TERM: the next two."""
-    job, run = submit(cluster, project, "stopped"), project / "outputs/stopped"
+    job = submit(cluster, project, "stopped")
+    run = project / "outputs/stopped"
     wait_for_step(run, 4, 0, project, job)
     cluster.run("scancel", "--signal=USR1", "--batch", job)
     wait_for_step(run, 14, 1, project, job)
@@ -68,7 +69,8 @@ def test_each_way_to_stop_requeues_and_the_run_ends_as_if_nobody_had_stopped_it(
 
 def test_scancel_without_options_saves_and_is_not_requeued(cluster, project):
     """It sends TERM to every process but the batch script, and KILL ten seconds later here (KillWait)."""
-    job, run = submit(cluster, project, "cancelled"), project / "outputs/cancelled"
+    job = submit(cluster, project, "cancelled")
+    run = project / "outputs/cancelled"
     wait_for_step(run, 3, 0, project, job)
     cluster.run("scancel", job)
     record = cluster.wait(job, 60)

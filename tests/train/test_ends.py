@@ -44,7 +44,8 @@ def test_a_mismatch_leaves_the_run_stopped_the_end_is_evaluated_and_made_again(
     assert set(evals) == {0, 3} and evals[3] < evals[0] == pytest.approx(0.6931, abs=1e-4)
     assert f"{evals[3]:.3f}" in capsys.readouterr().out.rpartition("held out")[2]
 
-    weights, card = run / "model.safetensors", run / "README.md"
+    weights = run / "model.safetensors"
+    card = run / "README.md"
     trained = weights.read_bytes()
     for content in (None, trained[:10], trained):
         card.unlink(missing_ok=True)
@@ -90,7 +91,8 @@ def signals():
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_report")
 def test_ctrl_c_and_sigterm_are_a_stop(tiny_folder, write_rows, tmp_path, monkeypatch, capsys, signals):
-    run, write_json = tmp_path / "run", folder.write_json
+    run = tmp_path / "run"
+    write_json = folder.write_json
     fields = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(16)), run, save_steps=1)
     for number, step in ((signal.SIGTERM, 2), (signal.SIGINT, 3)):
         signals()

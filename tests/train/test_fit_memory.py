@@ -66,7 +66,8 @@ def test_the_largest_micro_batch_is_the_largest_of_all(size, epochs):
     tokens = LENGTHS.sequences.sum(axis=1)
     config = configuration(f"--num_train_epochs={epochs}", "--padding_free=true")
     planned = {found.per_device: found.tokens for found in list_micro_batches(config, LENGTHS, False, 4)}
-    sampler, largest = PairSampler(LENGTHS, "batch_rebalance", 128, size, seed=config.train.seed), 0
+    sampler = PairSampler(LENGTHS, "batch_rebalance", 128, size, seed=config.train.seed)
+    largest = 0
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         largest = max(largest, tokens[np.array(list(sampler))].reshape(-1, size).sum(axis=1).max())

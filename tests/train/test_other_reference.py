@@ -62,7 +62,8 @@ def test_step_0_is_that_of_plain_torch_in_float64(tiny_folder, tmp_path, other, 
 
 
 def test_the_key_is_that_of_the_reference(tiny_folder, tmp_path, cache, other):
-    llama, neox = tiny_folder("llama"), tiny_folder("gpt_neox")
+    llama = tiny_folder("llama")
+    neox = tiny_folder("gpt_neox")
 
     def fill(model, *cli, peft=None) -> int:
         make_trainer(model, tmp_path / "run", CACHED, *cli, peft=peft)

@@ -321,7 +321,8 @@ def test_canary_datasets_json(tmp_path):
 # ---- The comments
 
 COMMENT = re.compile(r"Upstream: (\w+ [\d.]+), (\S+), ([^:]+): (.+?)\.? Canary: (test_canary_\w+)")
-START, END = "<!-- upstream -->", "<!-- /upstream -->"
+START = "<!-- upstream -->"
+END = "<!-- /upstream -->"
 
 
 def upstream_comments() -> list[tuple[str, ...]]:
