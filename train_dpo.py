@@ -145,8 +145,9 @@ def build_trainer(
 def check(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> None:
     """Logs what will be trained and how, and checks disk space, the checkpoint to resume from, and the preflight."""
     args = config.train
-    size = checkpoint_bytes(trainer.model, trainer.zero_stage, trainer.is_fsdp_enabled)
-    check_disk(args.output_dir, size, peak_checkpoint_count(args, COLLAPSE_STEPS))
+    if not args.preflight_only:  # it writes no checkpoint
+        size = checkpoint_bytes(trainer.model, trainer.zero_stage, trainer.is_fsdp_enabled)
+        check_disk(args.output_dir, size, peak_checkpoint_count(args, COLLAPSE_STEPS))
     log.info(
         f"training {args.output_dir}: {len(trainer.train_dataset):,} pairs, global batch {args.global_batch_size} = "
         f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps} accumulation x {args.world_size} "

@@ -7,7 +7,6 @@
 #   NUM_PROCESSES  processes per node if LAUNCH starts with cpu; default 2
 #   VENV           virtual environment; default: .venv here, otherwise the one active when sbatch was called
 #   MAX_REQUEUES   how often a run that stopped on request is requeued; default 20
-#   STOP_LEAD_SECONDS  the seconds in --signal=B:USR1@SECONDS, default 600 as in the header
 #   SKIP_HEALTHCHECK   1: train without first checking GPUs, disks and network
 # Secrets and HF_HOME belong in .env, which train_dpo.py reads itself; nothing here prints or sources it.
 
@@ -20,8 +19,7 @@ fail() {
 
 run_dpo() {
     [[ -n ${SLURM_JOB_ID:-} ]] || fail "no Slurm job: run 'sbatch scripts/...', or without Slurm 'accelerate launch'"
-    export STOP_LEAD_SECONDS=${STOP_LEAD_SECONDS:-600}
-    trap 'fail "asked to stop before training began: --time must exceed the grace period, --signal=B:USR1@$STOP_LEAD_SECONDS"' USR1
+    trap 'fail "asked to stop before training began: --time must exceed the grace period in --signal=B:USR1@SECONDS"' USR1
     # A task's SLURM_JOB_ID may be the array's id, by which Slurm would requeue all tasks
     job_id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}
     job_id=${job_id:-$SLURM_JOB_ID}
@@ -118,7 +116,7 @@ first_host() {
 # Checks each node's GPUs, folders and connections in a few minutes at most; ends the job with code 69 if one fails.
 check_health() {
     if [[ ${SKIP_HEALTHCHECK:-} == 1 ]]; then
-        say "health check skipped"
+        say "node check skipped"
         return
     fi
     export LOCAL_WORLD_SIZE=$per_node WORLD_SIZE=$((SLURM_JOB_NUM_NODES * per_node))
@@ -137,7 +135,7 @@ check_health() {
         srun "${srun_options[@]}" --kill-on-bad-exit=0 bash -c "$on_node" health --output_dir "$output_dir" || code=$?
     unset LOCAL_WORLD_SIZE WORLD_SIZE
     if ((code != 0)); then
-        say "ended: health check failed (code $code), exit code 69; nothing was trained"
+        say "ended: node check failed (code $code), exit code 69; nothing was trained"
         exit 69
     fi
 }

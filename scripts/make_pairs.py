@@ -14,7 +14,7 @@ import _setup  # noqa: F401  (first: finds the package, reads .env)
 from sfm_dpo.common.cli import Arguments, command, new_file, number
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import write_atomically
-from sfm_dpo.data.raw_shapes import pair_rows
+from sfm_dpo.data.scored_formats import pair_rows
 from sfm_dpo.data.sources import load_rows
 
 

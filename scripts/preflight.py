@@ -3,7 +3,8 @@
 
     python scripts/preflight.py --config recipes/think.yaml [--field value ...] [--json FILE]
 
-It uses `preflight_samples` pairs, or two global batches. Exit codes: 0 go or caution, 2 wrong configuration, 3 no-go.
+It reads `preflight_samples` pairs or two global batches, whichever is more.
+Exit codes: 0 go or caution, 2 wrong configuration, 3 no-go.
 """
 
 import shutil
@@ -12,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
+import torch
 
 import train_dpo
 from sfm_dpo.common.cli import Arguments, command, new_file
@@ -30,6 +32,11 @@ def main(argv: list[str]) -> int:
     fields += ["--precompute_ref_log_probs", "true", "--preflight", "abort", "--preflight_only", "true"]
     # without held-out pairs these would be refused
     fields += ["--guard_generations", "0", "--eval_strategy", "no", "--load_best_model_at_end", "false"]
+    fields += ["--metric_for_best_model="]
+    # forwards alone, of one process, fit where training does not
+    fields += ["--fit_memory", "false", "--per_device_train_batch_size", "1"]
+    if not torch.cuda.is_available():
+        fields += ["--bf16", "false"]
     fields += ["--report_to", "none", "--push_to_hub", "false", "--torch_compile", "false"]
     with tempfile.TemporaryDirectory() as folder:
         code = train_dpo.main([*fields, "--output_dir", f"{folder}/run"])

@@ -33,7 +33,7 @@ class TrainConfig(DPOConfig):
 
     output_dir: str = HfArg(default="outputs/dpo", help="Folder of the run.")
     # The objective: open-instruct's `dpo_norm` with beta 5.
-    loss_type: list[str] = HfArg(default_factory=lambda: ["sigmoid_norm"], help=f"From {', '.join(LOSS_TYPES)}.")
+    loss_type: list[str] = HfArg(default_factory=lambda: ["sigmoid_norm"], help=f"Of {', '.join(LOSS_TYPES)}.")
     beta: float = HfArg(default=5.0, help="Inverse temperature of the implicit reward.")
     learning_rate: float = HfArg(default=1e-6, help="Peak learning rate of AdamW.")
     lr_scheduler_type: SchedulerType = HfArg(default="linear", help="Learning rate schedule.")
@@ -43,7 +43,9 @@ class TrainConfig(DPOConfig):
     report_to: list[str] = HfArg(default_factory=lambda: ["none"], help="wandb, trackio, tensorboard, ..., or none.")
     # Rank 0 tokenises while the others wait; the process group's default of 30 minutes is too short for that.
     ddp_timeout: int = HfArg(default=14400, help="Seconds that a collective may wait.")
-    hang_timeout: int = HfArg(default=1800, help="End the run when no rank progresses for so many seconds; 0: never.")
+    hang_timeout: int = HfArg(
+        default=1800, help="End the run when no rank progresses for this many seconds; 0: never."
+    )
     global_batch_size: int = HfArg(default=128, help="Pairs per optimizer step, over all processes.")
     ref_model_name_or_path: str | None = HfArg(default=None, help="Reference model; default: the base model.")
     # Data
@@ -54,25 +56,25 @@ class TrainConfig(DPOConfig):
     eval_fraction: float = HfArg(default=0.0, help="Share of the pairs held out for evaluation, drawn with `seed`.")
     eval_datasets: str | None = HfArg(default=None, help="More held-out sets: {math: m.jsonl, code: {path: org/set}}.")
     max_prompt_length: int | None = HfArg(default=None, help="Keep only the last tokens of a longer prompt.")
-    overlong: Literal["truncate", "drop", "error"] = HfArg(default="truncate", help="What to do with a longer pair.")
+    overlong: Literal["truncate", "drop", "error"] = HfArg(default="truncate", help="Pairs beyond max_length.")
     truncation_mode: Literal["keep_start"] = HfArg(default="keep_start", help="Truncation keeps the first tokens.")
     mask_tool_results: bool = HfArg(default=True, help="Do not train on the results of tool calls (docs/data.md).")
     max_dropped_fraction: float = HfArg(default=0.05, help="Stop if a larger share of the rows is unusable.")
     # Filters (docs/data.md)
     filter_script: str | None = HfArg(default=None, help="Python file; its keep(row) decides which rows to use.")
-    drop_duplicates: Literal["no", "pairs", "prompts"] = HfArg(default="no", help="Drop repeated pairs, or prompts.")
+    drop_duplicates: Literal["no", "pairs", "prompts"] = HfArg(default="no", help="Drop repeats of a pair or prompt.")
     drop_contaminated: str | None = HfArg(default=None, help="JSON of analyze_dataset.py; drop the pairs it lists.")
     # sanitize: as in Transformers' apply_chat_template
-    control_tokens: Literal["accept", "sanitize", "drop"] = HfArg(default="accept", help="Handling of special tokens.")
+    control_tokens: Literal["accept", "sanitize", "drop"] = HfArg(default="accept", help="Special tokens in messages.")
     # Speed
     padding_free: bool = HfArg(default=False, help="Pack sequences instead of padding them (docs/speed.md).")
     precompute_ref_log_probs: bool = HfArg(default=False, help="Compute reference log-probs once and cache them.")
     prefix_sharing: bool | None = HfArg(default=None, help="Compute a prompt once for both answers (docs/speed.md).")
     # auto: the fastest kernel that check_gpu.sh measured, else FA2
     flash_attention: Literal["auto", "fa2", "fa3", "fa4"] = HfArg(default="auto", help="Kernel for packed attention.")
-    fit_memory: bool = HfArg(default=False, help="Choose unset pairs per device and checkpointing by memory.")
+    fit_memory: bool = HfArg(default=False, help="Choose pairs per device and checkpointing, if unset, by memory.")
     memory_gib: float | None = HfArg(default=None, help="GiB that fit_memory may use per process; default: 90%.")
-    profile_steps: list[int] | None = HfArg(default=None, help="First and last step to profile (docs/speed.md).")
+    profile_steps: list[int] | None = HfArg(default=None, help="First and last step to profile (docs/plan.md).")
     eval_command: str | None = HfArg(default=None, help="Command to evaluate each checkpoint (docs/evaluation.md).")
     # Hub (docs/hub.md)
     push_to_hub: bool = HfArg(default=False, help="Push the finished model, or each checkpoint (hub_strategy).")
@@ -83,7 +85,7 @@ class TrainConfig(DPOConfig):
     # Safety (docs/health.md)
     preflight: Literal["skip", "warn", "abort"] = HfArg(default="abort", help="Check before training; end on a no-go.")
     preflight_only: bool = HfArg(default=False, help="End after the preflight; the next start trains.")
-    preflight_samples: int = HfArg(default=256, help="Pairs for the preflight; all with a reference cache.")
+    preflight_samples: int = HfArg(default=256, help="Pairs to compute without a reference cache.")
     guard: Literal["skip", "warn", "stop"] = HfArg(default="stop", help="Check while training; stop: end on collapse.")
     guard_generations: int = HfArg(default=0, help="Steps between test generations; needs eval_fraction.")
     allow_unnormalized_beta: bool = HfArg(default=False, help="Allow beta >= 1 with a loss on summed log-probs.")
@@ -332,20 +334,17 @@ def check_mixture(datasets: Any, recipe: str) -> list[dict]:
 
 
 def resolve_precision(namespace: Any) -> None:
-    """Sets use_cpu, bf16 and dtype if they are not given: bf16 on a GPU, fp32 without one."""
+    """Sets use_cpu and bf16 if they are not given: bf16 on a GPU, fp32 without one."""
     if not namespace.use_cpu and (reason := distributed.explain_missing_gpus()):
         raise UserError(f"{reason}. To train on the CPU anyway, set --use_cpu true")
     if namespace.bf16 and not namespace.use_cpu and not torch.cuda.is_available():
-        raise UserError("bf16 true: no GPU is visible; on CPU set --bf16 false, or --use_cpu true as well")
+        raise UserError("bf16 true: no GPU is visible; on CPU set --bf16 false, or add --use_cpu true")
     # accelerate's launcher drops a DeepSpeed config file's `use_cpu`, and without it accelerate finds no backend:
     # each CPU process would act as the only one.
     namespace.use_cpu = namespace.use_cpu or not torch.cuda.is_available()
     if namespace.bf16 is None:
         namespace.bf16 = not namespace.use_cpu and not namespace.fp16  # TRL's default is true everywhere
-    if namespace.dtype is None:
-        # DeepSpeed makes fp32 master weights from a bf16 model; loading in bf16 halves the host memory
-        sharded = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-        namespace.dtype = "bfloat16" if namespace.bf16 and sharded else "float32"
+    namespace.dtype = namespace.dtype or "float32"
 
 
 def resolve_fitted(namespace: Any) -> list[str]:

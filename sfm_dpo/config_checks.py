@@ -75,7 +75,7 @@ def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> It
         yield "max_prompt_length", f"must be below max_length {c.max_length}, to leave room for the response"
     summed = [loss for loss in c.loss_type if loss not in {*LENGTH_NORMALIZED_LOSSES, "sft"}]
     if summed and c.beta >= 1 and not c.allow_unnormalized_beta:
-        why = f"loss_type {summed[0]} sums log-probs over tokens, which makes beta about 50 times stiffer than a mean"
+        why = f"loss_type {summed[0]} sums log-probs over tokens, for which beta is usually 0.1"
         yield "beta", f"{why}; use loss_type sigmoid_norm, or beta 0.1, or allow_unnormalized_beta: true"
     if c.prefix_sharing and not c.padding_free:
         yield "prefix_sharing", "needs padding_free: true"

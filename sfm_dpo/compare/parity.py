@@ -190,9 +190,11 @@ def judge_variant(reference: Measurement, other: Measurement, level: dict[str, f
 
 
 def run_parity(argv: list[str], names: list[str], pairs: int = 4) -> dict[str, Any]:
+    """The rounding `levels` and the differences of each variant on `pairs` pairs of the recipe in `argv`."""
     fields = "--report_to none --eval_fraction 0 --eval_strategy no --guard_generations 0 --bf16 false --fp16 false "
     fields += "--dtype float32 --use_peft false --torch_compile false --padding_free false --prefix_sharing false "
     fields += f"--global_batch_size {pairs} --per_device_train_batch_size {pairs} "
+    fields += "--load_best_model_at_end false --metric_for_best_model= "
     fields += "--precompute_ref_log_probs true --ref_model_name_or_path="  # no second model
     variants = [parse_variant(name) for name in names]
     with tempfile.TemporaryDirectory() as folder:  # the trainer needs an output_dir; nothing in it is kept

@@ -39,7 +39,8 @@ def read_evaluation_texts(name: str) -> list[str]:
     except UserError as error:  # of json_rows.py
         raise UserError(f"--against {name}: {error}") from error
     except Exception as error:  # from the Hub, pyarrow or the builder
-        raise UserError(f"--against {name}: cannot be read: {error.__cause__ or error}") from error
+        reason = error.__cause__ or error
+        raise UserError(f"--against {name}: cannot be read: {reason}; give a file, a folder or a Hub id") from error
     rows = splits["test"] if "test" in splits else concatenate_datasets(list(splits.values()))
     values = map(json.loads, rows[COLUMN]) if COLUMN in rows.column_names else rows
     return ["\n".join(_list_texts(row)) for row in values]

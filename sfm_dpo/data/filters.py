@@ -38,7 +38,8 @@ def keeps(script: str, row: dict[str, Any]) -> bool:
         return bool(load_keep(script)(row))
     except Exception as error:
         shown = json.dumps(row, default=str)[:300]
-        raise UserError(f"filter_script {script}: {type(error).__name__}: {error}, for the row {shown}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"filter_script {script}: {reason}; correct keep(row) for the row {shown}") from error
 
 
 def filter_pairs(pairs: Dataset, args: TrainConfig) -> tuple[Dataset, list[dict[str, Any]]]:

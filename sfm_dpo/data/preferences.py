@@ -24,7 +24,7 @@ from sfm_dpo.config import Config
 from sfm_dpo.config_checks import HELD_OUT
 from sfm_dpo.data import json_rows
 from sfm_dpo.data.filters import FILTER_REASONS, filter_pairs, keeps, load_keep
-from sfm_dpo.data.raw_shapes import read_transcript
+from sfm_dpo.data.scored_formats import read_transcript
 from sfm_dpo.data.sources import column_names, drop_rows, explain_cache_errors, load_rows
 
 # Part of the cache's key. Raise it when a change to this module changes a normalised row or its drop reason.
@@ -121,7 +121,7 @@ class Pairs:
 
 def load_pairs(config: Config, by: str | None = None) -> Pairs:
     """Loads `dataset_name` or the mixture `datasets`, drops unusable rows, samples and splits.
-    With `by`, each value of this column counts as a source."""
+    With `by`, each value of this column counts as a source. Raises UserError for unusable data or sets."""
     args = config.train
     single = DatasetConfig(str(args.dataset_name), args.dataset_config, split=args.dataset_train_split)
     entries = config.data.datasets or [single]

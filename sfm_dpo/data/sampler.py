@@ -91,7 +91,7 @@ class PairSampler(Sampler[int]):
 
     Pairs that do not fill the last global batch are left out of the epoch; each epoch draws them anew. The steps with
     the largest micro-batch, for any usual number of pairs in it and any Layout, come first in the first epoch, so an
-    out-of-memory error appears at once.
+    out-of-memory error appears at once. Raises UserError if there are fewer pairs than a global batch.
 
     Args:
         lengths: lengths of the N pairs, truncated.

@@ -44,14 +44,14 @@ def load_rows(
     path: str, name: str | None = None, split: str = "train", data_dir: str | None = None, data_files: Any = None
 ) -> Dataset:
     """All rows and columns of a split, from a local .json/.jsonl/.parquet file, a folder of such files, or a Hub id;
-    the arguments are those of `datasets.load_dataset`."""
+    the arguments are those of `datasets.load_dataset`. Raises UserError for what cannot be read."""
     local = Path(path).expanduser()
     if os.path.exists(local):  # Path.exists would raise in a folder without permission
         if given := name or data_dir or data_files:
             raise UserError(f"dataset_name {path}: a local file or folder has no {given}; remove it")
         return _load_local(local, split)
     if local.suffix in LOCAL_FORMATS or path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise UserError(f"dataset_name {path}: no such file or folder")
+        raise UserError(f"dataset_name {path}: no such file or folder; check the path")
     try:
         return load_any(path, name, split=split, data_dir=data_dir, data_files=data_files)
     except (OSError, ValueError) as error:  # not found, no network, unknown split or configuration
@@ -108,5 +108,6 @@ def _load_local(path: Path, split: str) -> Dataset:
         raise
     except Exception as error:  # from pyarrow, the builder, or the card of a copied dataset
         if "corresponds to no data" in str(error):
-            raise UserError(f"dataset_name {path}: holds no rows") from error
-        raise UserError(f"dataset_name {path}: cannot be read: {error.__cause__ or error}") from error
+            raise UserError(f"dataset_name {path}: holds no rows; check the file and dataset_train_split") from error
+        reason = error.__cause__ or error
+        raise UserError(f"dataset_name {path}: cannot be read: {reason}; check that it is complete") from error

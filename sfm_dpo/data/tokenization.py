@@ -14,7 +14,6 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -55,14 +54,17 @@ log = logging.getLogger(__name__)
 
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """The tokenizer in the model's own folder or repository, with a pad token."""
+    """The tokenizer in the model's own folder or repository, with a pad token. Raises UserError if it cannot be
+    loaded or has no EOS token."""
     name = config.model.model_name_or_path
     options = {"revision": config.model.model_revision, "trust_remote_code": config.train.trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:  # a damaged tokenizer.json raises a plain Exception
-        where = "" if Path(name).exists() else "no such folder, and from the Hub "
-        raise UserError(f"{config.model_field} {name}: {where}no tokenizer can be loaded: {error}") from error
+        raise UserError(
+            f"{config.model_field} {name}: cannot load a tokenizer: {error}; check the name, or copy the tokenizer's "
+            "files there"
+        ) from error
     if tokenizer.eos_token is None:
         raise UserError(f"{config.model_field} {name}: its tokenizer has no EOS token; set eos_token in its config")
     if tokenizer.pad_token is None:

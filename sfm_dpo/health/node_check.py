@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
         if bad:
             log.error(f"submit again with --exclude={','.join(bad)}, or SKIP_HEALTHCHECK=1 to train anyway")
         else:
-            log.info(f"health: {len({host for host, _ in reports})} node(s), {len(reports)} rank(s) are healthy")
+            log.info(f"node check: {len({host for host, _ in reports})} node(s), {len(reports)} rank(s) are healthy")
     return UNHEALTHY if bad else 0
 
 
@@ -138,7 +138,7 @@ def check_writing(folders: dict[str, Path]) -> list[str]:
 
 def check_sharing(folders: dict[str, Path]) -> list[str]:
     missing = [name for name, folder in folders.items() if LOCAL_RANK == 0 and not mark_of(folder).exists()]
-    return [f"{name} {folders[name]} is not the first node's; choose one that all nodes share" for name in missing]
+    return [f"{name} {folders[name]} is not shared with the first node; choose a shared folder" for name in missing]
 
 
 def check_all_reduce(folders: dict[str, Path]) -> list[str]:

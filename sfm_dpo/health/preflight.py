@@ -71,9 +71,13 @@ def check_reference(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     other = load_tokenizer(config.reference)
     ids = tokenizer.get_vocab()
     if other.get_vocab() != ids or embeddings <= max(ids.values()):
-        raise UserError(f"ref_model_name_or_path {name}: its vocabulary is not the policy's; choose a model with that")
+        raise UserError(
+            f"ref_model_name_or_path {name}: its vocabulary differs from the policy's; choose a model with the same"
+        )
     if other.chat_template != tokenizer.chat_template:
-        raise UserError(f"ref_model_name_or_path {name}: its chat template is not the policy's; copy that, if it fits")
+        raise UserError(
+            f"ref_model_name_or_path {name}: its chat template differs; copy the policy's into its folder if it fits"
+        )
 
 
 def compute_base_logps(trainer, rows: np.ndarray) -> np.ndarray:
@@ -193,7 +197,7 @@ def format_preflight(
         ("chosen, per token", interval("chosen_logp")),
         ("gap, per token", interval("token_gap")),
         ("gap, sum", interval("sum_gap")),
-        ("gradient weight", f"1/2 at the start; after {MOVE:g} nats per token {figures['weight_after_move']:.2g}"),
+        ("gradient weight", f"0.5 at the start, {figures['weight_after_move']:.2g} after {MOVE:g} nats per token"),
         ("boundary", "...{!r} | {!r} ... {!r}".format(*boundary)),
     ]
     by_source = format_table(zip(*tabulate_sides(figures["sides"]), strict=True))

@@ -50,7 +50,7 @@ def find_source(path: Path, publish_anyway: bool = False) -> Source:
     is_run = (path / RESOLVED_CONFIG).is_file()
     run = path if is_run else path.absolute().parent
     if not (run / RESOLVED_CONFIG).is_file():
-        raise UserError(f"{path}: neither a run's folder nor a checkpoint: no {RESOLVED_CONFIG}; give either")
+        raise UserError(f"{path}: not a run's folder or checkpoint (no {RESOLVED_CONFIG}); give one of these")
     status = read_status(run) or {}
     state = status.get("state")
     if state == "collapsed" and not publish_anyway:

@@ -20,7 +20,8 @@ from sfm_dpo.run.reader import PARENTS
 
 
 def average_models(paths: list[Path], output: Path, weights: list[float] | None = None) -> None:
-    """Writes the mean of models by `weights` (default: equal), taken in fp64, into `output`, a new run's folder."""
+    """Writes the mean of models by `weights` (default: equal), taken in fp64, into `output`, a new run's folder.
+    Raises UserError if the models' tensors differ in name or shape."""
     weights = weights or [1.0] * len(paths)
     if len(weights) != len(paths):
         raise UserError(f"--weights: {len(weights)} for {len(paths)} models; give one for each")

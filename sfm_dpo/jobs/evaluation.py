@@ -40,9 +40,9 @@ PAIR_FIELDS = """model_name_or_path model_revision ref_model_name_or_path trust_
 
 
 def evaluate_run(path: Path, tasks: list[str], pairs: str | None, out: Path | None, **options: Any) -> str:
-    """Adds the results to evaluation.json and, with those of eval_command, to the report and
-    model card. The trained model's benchmarks are also written to `out`; a checkpoint's go only there, without the
-    base model, whose results would be the same each time.
+    """Adds the results to evaluation.json and, with those of eval_command, to the report and model card. The trained
+    model's benchmarks are also written to `out`; a checkpoint's go only there, without the base model, whose results
+    would be the same each time.
 
     `tasks`: names, or paths of YAML files; `options`: of lm_eval.simple_evaluate. Returns the results as text.
     """

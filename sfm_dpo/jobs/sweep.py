@@ -64,7 +64,7 @@ def list_members(grid: Grid) -> dict[Path, dict[str, list[str]]]:
 
 
 def plan_sweep(grid: Grid) -> tuple[list[str], list[int]]:
-    """The lines of MEMBERS, checked as train_dpo.py would, and the numbers of the runs that are not done."""
+    """The lines of MEMBERS and the numbers of the runs that are not done. Raises UserError as train_dpo.py would."""
     lines = []
     unfinished = []
     for number, (folder, values) in enumerate(list_members(grid).items()):
@@ -116,7 +116,7 @@ def format_sweep(grid: Grid) -> str:
         counts = [f"{count} {state}" for state, count in sorted(Counter(states[setting]).items())]
         rows.append([*setting, format_mean([*values.values()]), format_mean(differences), ", ".join(counts)])
     names = [name for name in grid.fields if name not in SEEDS]
-    return format_table(rows, [*names, grid.rank_by, "to the best", "runs"], indent=0)
+    return format_table(rows, [*names, grid.rank_by, "vs best", "runs"], indent=0)
 
 
 def format_mean(values: list[float]) -> str:

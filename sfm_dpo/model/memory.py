@@ -254,7 +254,7 @@ class MemoryPlanner:
         gpus = self.gpus
         size = 2 if self.half else 4
         total = self.parameters + (self.trained if self.adapter else 0)
-        weights, gradients, optimizer = {  # bytes per parameter, and twice per trained one
+        weights, gradients, optimizer = {  # bytes: weights per parameter; gradients, optimizer per trained one
             "zero2": (size, 4 / gpus, 12 / gpus),  # gradients of 16-bit weights are accumulated in fp32
             "zero3": (size / gpus, 4 / gpus, 12 / gpus),
             "fsdp2": (4 / gpus, 4 / gpus, 8 / gpus),

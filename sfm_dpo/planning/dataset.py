@@ -59,7 +59,8 @@ def analyze_dataset(
     tokens = concatenate_datasets(parts)
     if not len(tokens):
         names = ", ".join(pairs.sources)
-        raise UserError(f"dataset_name {names}: no pair is left after tokenization ({dict(pairs.dropped)}); fix them")
+        left_out = dict(pairs.dropped)
+        raise UserError(f"dataset_name {names}: no pair is left after tokenization ({left_out}); check the data")
     texts = concatenate_datasets(splits)
     answers = read_answers(texts, args.dataset_num_proc)
     result = {

@@ -170,6 +170,8 @@ class Planner:
         """All values that scripts/plan.py prints, in bytes, tokens, FLOPs and hours."""
         memory = self.memory
         batch = self.args.global_batch_size
+        if self.pairs < batch:
+            raise UserError(f"global_batch_size {batch}: there are only {self.pairs} pairs to train on; lower it")
         sequences = self.lengths.sequences
         tokens = round(int(sequences.sum()) * self.scale)
         return {

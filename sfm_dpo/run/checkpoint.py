@@ -214,6 +214,7 @@ def check_resume(checkpoint: Path, facts: dict[str, Any], ignore: bool) -> None:
         if was == now or (ignore and may_ignore):
             continue
         difference = _DIFFERENCES[name].format(was=was, now=now)
+        difference = difference.replace("whole weights", "DDP or one process")
         override = ", or set ignore_resume_mismatch: true" if may_ignore else ""
         raise ResumeRefused(f"{checkpoint}: {difference}; restore that setting, or use another output_dir{override}")
 

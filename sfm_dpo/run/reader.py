@@ -118,7 +118,7 @@ def read_scores(path: Path) -> dict[str, dict[str, float | None]]:
             raise ValueError("a metric has no number")
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         form = '{"metric": number} or {"metric": {"value": number, "stderr": number}}'
-        raise UserError(f"{path}: is no result of an evaluation ({error}); write {form}") from error
+        raise UserError(f"{path}: is not a result of eval_command ({error}); write {form}") from error
     return scores
 
 
@@ -160,7 +160,7 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
         elif age > STALE_SECONDS:
             state = "stale"
     if slurm == "PENDING":
-        state += ", waits"
+        state += ", queued"
     checkpoint = newest_checkpoint(run)
     evaluations = read_evaluations(run)
     return {

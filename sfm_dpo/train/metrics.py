@@ -96,8 +96,8 @@ def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], logps, ref_log
         cause = "policy and reference are different models; set ref_model_name_or_path if that is intended"
     error = accelerator.gather(margins.abs().mean() / 2).max().item()
     allowed = accelerator.gather(tolerance.mean()).max().item()
-    what = "a second computation moves the loss" if other else "the loss is off ln 2"
-    raise UserError(f"step 0: {what} by {error:.3g}, more than {allowed:.3g} of rounding: {cause}")
+    what = "a second computation moves the loss" if other else "the loss differs from ln 2"
+    raise UserError(f"step 0: {what} by {error:.3g}; rounding explains {allowed:.3g}: {cause}")
 
 
 class MetricSums:

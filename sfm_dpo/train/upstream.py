@@ -32,6 +32,10 @@ def arguments_for_trl(args: TrainConfig) -> TrainConfig:
     derived.save_total_limit = None  # run/checkpoint.py, `rotate`: after a checkpoint is marked complete
     derived.remove_unused_columns = False  # the collator reads one more
     derived.load_best_model_at_end = False  # run/checkpoint.py, `copy_best`: whatever the launcher
+    # One object, not empty, under both names: TRL adds use_reentrant, which LoRA needs under ZeRO-3, to the deprecated
+    # one alone
+    kwargs = {"every_n_layers": 1} | (args.activation_checkpointing_kwargs or {})
+    derived.gradient_checkpointing_kwargs = derived.activation_checkpointing_kwargs = kwargs
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: padding_free warns and pads.
     # Canary: test_canary_padding_free
     derived.padding_free = False

@@ -81,7 +81,7 @@ def test_rows_by_script(load, tmp_path):
     [
         (None, "filter_script .*keep.py: FileNotFoundError"),
         ("x = 1", "KeyError: 'keep'; write a file with def keep"),
-        ("def keep(row):\n    return row['m']", "KeyError: 'm', for the row"),
+        ("def keep(row):\n    return row['m']", "KeyError: 'm'; correct keep.row. for the row"),
         ("def keep(row):\n    return False", "1 of 1 rows cannot be used"),
     ],
 )

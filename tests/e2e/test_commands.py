@@ -41,7 +41,7 @@ ELSEWHERE = {
     r".*python bench/throughput.py.* --rounds 3.*": "half an hour, as docs/speed.md says; test_bench.py runs --quick",
     r"python scripts/analyze_dataset.py pairs.jsonl --(against|by) .*": "test_analyze.py",
     r"python train_dpo.py .* --drop_contaminated .*": "tests/data/test_filters.py",
-    r"python scripts/make_pairs.py .*": "tests/data/test_raw_shapes.py",
+    r"python scripts/make_pairs.py .*": "tests/data/test_scored_formats.py",
     r"source .*|git (clone|lfs) .*|trl dpo.*|hf auth login|pip install .*|apt-get .*|wandb (sync|leet) .*": "others",
     r"scontrol show job": "Slurm's",
 }

@@ -79,8 +79,8 @@ def test_where_results_appear(place, train_here, harness, monkeypatch, capsys):
     for wrong in ("acc: 1", '{"acc": "high"}', '{"acc": NaN}', "[1]", "{}"):
         out.write_text(wrong)
         assert evaluate.main([str(run.folder)]) == 2
-        assert f"error: {out}: is no result of an evaluation (" in capsys.readouterr().err
+        assert f"error: {out}: is not a result of eval_command (" in capsys.readouterr().err
     harness.write_text("#!/bin/bash\necho done >$3\n")
     run = train_here("results", **fields)  # which is done, but for this evaluation
     where = f"exit code 0, {out.with_suffix('.log')}"
-    assert f"warning: evaluation of step 3 failed ({where}): {command}: {out}: is no result of an" in run.log
+    assert f"warning: evaluation of step 3 failed ({where}): {command}: {out}: is not a result of" in run.log

@@ -49,6 +49,12 @@ BF16_PATHS = {
 }
 EVERY = list(itertools.product(("gpt_neox", "olmo3"), LOSSES, BF16_PATHS))
 FEW = [("gpt_neox", "sigmoid", "shared, cached")]
+EACH_PATH = [
+    ("gpt_neox", "sigmoid", "shared, cached"),
+    ("olmo3", "sigmoid_norm", "packed, cached"),
+    ("olmo3", "sigmoid", "padded, live"),
+    ("gpt_neox", "sigmoid_norm", "padded, live"),
+]
 LAUNCHES = ("single", "cpu 2", "cpu_zero3 2", "cpu_fsdp2 2")
 
 
@@ -147,12 +153,21 @@ def test_one_two_and_four_ranks_agree_compiled_or_not_cached_or_not(place):
         assert_equal(steps, golden[ONE], rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.grid
+def test_lora_under_zero3_recomputes_what_it_computed(place):
+    lora = {"model_name_or_path": place.folder / "olmo3", "use_peft": "true", "lora_target_modules": "all-linear"}
+    runs = {f"LoRA, {on}": lora | {"gradient_checkpointing": on} for on in ("true", "false")}
+    checkpointed, stored = read_metrics(place.run_many("cpu_zero3 2", runs)).values()
+    assert_equal(checkpointed, stored, rel=1e-6)
+
+
 @pytest.mark.parametrize("launch", [None, *(pytest.param(launch, marks=pytest.mark.grid) for launch in LAUNCHES)])
 def test_bf16_at_step_0_is_ln_2_and_dtypes_are_right(place, launch, request):
     if launch is None:
         folders = {name: f for name, f in request.getfixturevalue("zero2").items() if name.startswith("bf16")}
     else:
-        folders = place.run_many(launch, bf16_runs(place, launch, EVERY))
+        combinations = EVERY if launch == "cpu 2" else EACH_PATH
+        folders = place.run_many(launch, bf16_runs(place, launch, combinations))
     assert folders
     for name, folder in folders.items():
         assert logged(folder, "eval_loss")[0]["eval_loss"] == pytest.approx(math.log(2), abs=1e-3), name

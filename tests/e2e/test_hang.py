@@ -22,15 +22,15 @@ def test_a_stopped_rank_is_named_and_a_shorter_stop_is_not(place: Place, rank):
     ranks[rank].suspend()
     time.sleep(TIMEOUT * 0.5)
     ranks[rank].resume()
-    step = run.status["step"]
-    assert run.until(lambda: run.status["step"] > step, timeout=60, every=0.1), run.log[-3000:]
+    step = run.status["step"] + 2  # the next one may have been computed before the stop
+    assert run.until(lambda: run.status["step"] >= step, timeout=60, every=0.1), run.log[-3000:]
     assert run.status["state"] == "running"
 
     since = time.monotonic()
     ranks[rank].suspend()
     assert run.until(lambda: run.status["state"] == "hung", timeout=6 * TIMEOUT, every=0.1), run.log[-3000:]
     seconds = time.monotonic() - since
-    assert TIMEOUT * 0.9 < seconds < TIMEOUT + 15, seconds
+    assert TIMEOUT * 0.8 < seconds < TIMEOUT + 15, seconds
     assert run.wait(60) == 1  # the launcher's; the rank's is in the log
     status = run.status
     assert (status["exit_code"], status["rank"], status["step"] >= 3) == (70, rank, True)

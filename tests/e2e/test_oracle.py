@@ -7,6 +7,9 @@ package's (tests/data shows both).
 """
 
 import copy
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,8 +49,8 @@ PATHS = {
 }
 OTHER = [f"{path}, other" for path in PATHS if not path.startswith("packed")]  # another model as the reference
 SAMPLERS = ["random", "batch_rebalance", "group_by_length"]
-LAUNCHES = ["single", "cpu 2", "cpu_zero3 2", "cpu_fsdp2 2"]
 Combination = tuple[str, str, str]  # loss, path, sampler
+Expected = tuple[list[dict[str, float]], dict[str, torch.Tensor]]  # logged metrics, weights at the end
 FEW: list[Combination] = [
     ("sigmoid_norm", "packed, cached", "batch_rebalance"),
     ("sigmoid", "padded, live", "random"),
@@ -57,6 +60,7 @@ FEW: list[Combination] = [
 ALL: list[Combination] = [(loss, "packed, cached", "batch_rebalance") for loss in LOSSES]
 ALL += [("sigmoid_norm", path, sampler) for path in PATHS for sampler in SAMPLERS if (path, sampler) != ALL[0][1:]]
 ALL += [("sigmoid_norm", path, "batch_rebalance") for path in OTHER]
+EACH_PATH: list[Combination] = [("sigmoid_norm", path, "batch_rebalance") for path in [*PATHS, *OTHER]]
 
 
 @pytest.fixture(scope="module")
@@ -69,25 +73,39 @@ def place(tmp_path_factory) -> Place:
     return make_place(tmp_path_factory.mktemp("oracle"), rows, {"olmo3": {}, "llama": {}}, FIELDS)
 
 
-GRID = [pytest.param(launch, ALL, marks=pytest.mark.grid) for launch in LAUNCHES]
-GRID.append(pytest.param("cpu 2", FEW, marks=pytest.mark.grid))
+@pytest.fixture(scope="module")
+def expect(place) -> Callable[[Combination], Expected]:
+    """The oracle's result, computed once for all paths and launchers: only loss, order and reference may change it."""
+
+    @functools.cache
+    def of_settings(loss: str, sampler: str, other: bool) -> Expected:
+        return oracle(place, settings(place, loss, sampler, other))
+
+    def of_combination(combination: Combination) -> Expected:
+        loss, path, sampler = combination
+        return of_settings(loss, sampler, path in OTHER)
+
+    return of_combination
+
+
+GRID = [
+    pytest.param("single", ALL, marks=pytest.mark.grid),
+    pytest.param("cpu 2", ALL, marks=pytest.mark.grid),
+    pytest.param("cpu_zero3 2", EACH_PATH, marks=pytest.mark.grid),
+    pytest.param("cpu_fsdp2 2", EACH_PATH, marks=pytest.mark.grid),
+]
 
 
 @pytest.mark.parametrize(("launch", "combinations"), [("single", FEW), *GRID])
-def test_against_plain_pytorch(place, launch, combinations):
+def test_against_plain_pytorch(place, expect, launch, combinations):
     """Prints the largest difference of each combination: `-s` shows the table."""
-    runs = {
-        f"{launch}, {len(combinations)}, {', '.join(combination)}": {
-            "loss_type": combination[0],
-            "beta": LOSSES[combination[0]],
-            "train_sampling_strategy": combination[2],
-            **PATHS[combination[1].removesuffix(", other")],
-            **({"ref_model_name_or_path": place.folder / "llama"} if "other" in combination[1] else {}),
-        }
-        for combination in combinations
-    }
-    for (name, folder), fields in zip(place.run_many(launch, runs).items(), runs.values(), strict=True):
-        expected, weights = oracle(place, fields)
+    runs = {}
+    for loss, path, sampler in combinations:
+        name = f"{launch}, {len(combinations)}, {loss}, {path}, {sampler}"
+        runs[name] = settings(place, loss, sampler, path in OTHER) | PATHS[path.removesuffix(", other")]
+    folders = place.run_many(launch, runs)
+    for combination, (name, folder) in zip(combinations, folders.items(), strict=True):
+        expected, weights = expect(combination)
         worst = 0.0
         for entry, metrics in zip(logged(folder) + logged(folder, "eval_loss"), expected, strict=True):
             for metric, value in metrics.items():
@@ -100,7 +118,13 @@ def test_against_plain_pytorch(place, launch, combinations):
         print(f"{name}: metrics {worst:.1e}, weights {drift:.1e}")
 
 
-def oracle(place: Place, fields: dict) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+def settings(place: Place, loss: str, sampler: str, other: bool) -> dict[str, Any]:
+    """The fields on which the result depends."""
+    reference = {"ref_model_name_or_path": place.folder / "llama"} if other else {}
+    return {"loss_type": loss, "beta": LOSSES[loss], "train_sampling_strategy": sampler} | reference
+
+
+def oracle(place: Place, fields: dict[str, Any]) -> Expected:
     """Metrics of each training step, then of the two held-out evaluations; and the weights at the end."""
     config = parse_config(as_options(place.values("nowhere", per_device_train_batch_size=2, **fields)), world_size=1)
     split = load_token_pairs(config, load_tokenizer(config))

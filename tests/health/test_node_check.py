@@ -41,7 +41,9 @@ def test_bad_nodes_are_excluded_and_the_good_one_is_not(tmp_path):
 def test_a_node_with_a_folder_of_its_own(tmp_path):
     codes, output = check(tmp_path, 2, [{}, {"HF_HOME": str(tmp_path / "local")}])
     assert codes == [UNHEALTHY] * 2, output
-    assert f"unhealthy n2: HF_HOME {tmp_path}/local is not the first node's; choose one that all nodes share" in output
+    assert (
+        f"unhealthy n2: HF_HOME {tmp_path}/local is not shared with the first node; choose a shared folder" in output
+    )
     assert "--exclude=n2," in output
 
 
@@ -70,7 +72,7 @@ def test_a_healthy_process_without_a_launcher_leaves_nothing_behind(tmp_path, mo
     assert node_check.main(["--output_dir", str(tmp_path / "run")]) == 0
     network, verdict = capsys.readouterr().out.splitlines()
     assert re.search(r": (no NCCL|NCCL 2\.\d+\.\d+), .*, NCCL_NET=AWS Libfabric", network)
-    assert verdict.endswith(" health: 1 node(s), 1 rank(s) are healthy")
+    assert verdict.endswith(" node check: 1 node(s), 1 rank(s) are healthy")
     assert not [p for folder in ("run", "hf") for p in (tmp_path / folder).iterdir()]
 
 

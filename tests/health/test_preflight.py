@@ -198,9 +198,12 @@ def test_one_key_of_another_sequence_is_seen_in_a_long_answer(tiny_folder, tmp_p
 
 
 @pytest.mark.slow
-def test_the_script_judges_a_recipe_whose_training_evaluates(tiny_folder, write_rows, tmp_path, no_report):
-    evaluated = {"eval_fraction": 0.25, "eval_strategy": "steps", "eval_steps": 2, "guard_generations": 2}
-    options = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(8)), tmp_path, **evaluated)
+def test_the_script_judges_a_recipe_that_cannot_train_here(tiny_folder, write_rows, tmp_path, no_report, monkeypatch):
+    monkeypatch.setattr(train_dpo, "check_disk", None)  # nothing is saved
+    fields = {"eval_fraction": 0.25, "eval_strategy": "steps", "eval_steps": 2, "guard_generations": 2}
+    fields |= {"save_steps": 2, "metric_for_best_model": "loss", "bf16": "true", "use_cpu": "false"}
+    fields |= {"fit_memory": "true", "memory_gib": 0.001}
+    options = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(8)), tmp_path, **fields)
     assert preflight.main([*options, "--json", str(tmp_path / "found.json")]) == 3
     assert json.loads((tmp_path / "found.json").read_text())["verdict"] == "no-go"
 

@@ -164,7 +164,7 @@ def test_what_is_no_finished_model_is_refused_in_one_line(hub, run, tmp_path, ca
     (run / "checkpoint-4" / "complete.json").unlink()
     write_status(run, "stopped", 75, step=4)
     for path, message in {
-        tmp_path: "neither a run's folder nor a checkpoint",
+        tmp_path: "not a run's folder or checkpoint",
         run / "checkpoint-4": "was not fully written; push another checkpoint",
         run: "not finished (state stopped); push one of its checkpoints",
     }.items():

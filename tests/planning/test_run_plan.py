@@ -81,7 +81,10 @@ def test_longer_pairs_that_are_dropped_are_not_planned(plan_of):
     lengths = Lengths(*(np.array(values) for values in ([100, 30000], [900, 1000], [400, 10], [0, 0])))
     for overlong, expected in (("truncate", 32), ("drop", 16)):
         fields = ["--overlong", overlong, "--max_length", "4096", "--max_prompt_length", "4000"]
-        assert plan_of(tiny_config("olmo3"), lengths, fields).pairs == expected
+        planner = plan_of(tiny_config("olmo3"), lengths, fields)
+        assert planner.pairs == expected
+        with pytest.raises(UserError, match=f"global_batch_size 128: there are only {expected} pairs"):
+            planner.plan()
 
 
 def test_what_does_not_fit_is_shown_with_its_smallest_setting(plan_of):

@@ -144,7 +144,7 @@ def test_a_kill_in_the_middle_of_a_rotation_leaves_no_complete_looking_half(tmp_
         ("world_size", 4, "was written by 2 process(es), but this run has 4; restore that setting, ", True),
         ("train_tokens", "xyz", "the data have changed since it was written", True),
         ("order_version", 3, "another order of pairs (1, now 3)", True),
-        ("launch", "FSDP2", "was written with launch whole weights, but this run uses FSDP2", False),
+        ("launch", "FSDP2", "was written with launch DDP or one process, but this run uses FSDP2", False),
         ("world_size under ZeRO", 4, "was written by 2 process(es), but this run has 4", False),
     ],
 )

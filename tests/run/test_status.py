@@ -91,10 +91,10 @@ def test_slurm_has_the_last_word(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     run = make(tmp_path / "a", "running", host="n1")
     assert [state(run, queue) for queue in ({"4711": "RUNNING"}, {}, None)] == ["running", "died", "running"]
-    assert state(run, {"4711": "PENDING"}) == "died, waits"  # its node failed
+    assert state(run, {"4711": "PENDING"}) == "died, queued"  # its node failed
     assert describe_run(run, {}, time.time())["slurm"] == "not queued"
     write_status(run, "stopped", 75, "stopped on request", step=4)
-    assert [state(run, queue) for queue in ({"4711": "PENDING"}, {})] == ["stopped, waits", "stopped"]
+    assert [state(run, queue) for queue in ({"4711": "PENDING"}, {})] == ["stopped, queued", "stopped"]
 
 
 def test_a_run_that_writes_nothing_is_stale(tmp_path):

@@ -165,7 +165,7 @@ CASES = {
         (f"{TRAIN} --dataset_name {{kit}}/half.jsonl", "half.jsonl: line 9: ", "surrogates not allowed"),
         (f"{TRAIN} --dataset_name {{kit}}/deep.jsonl", "deep.jsonl: line 1: maximum recursion depth"),
         (f"{TRAIN} --model_name_or_path /nope", "model_name_or_path /nope: no such folder"),
-        (f"{ON}/no_tokenizer", "no_tokenizer: no tokenizer can be loaded"),
+        (f"{ON}/no_tokenizer", "no_tokenizer: cannot load a tokenizer"),
         (
             f"{TRAIN} --max_steps 2 --output_dir {{kit}}/runs/collapsed",
             "the guard stopped this run; start a new run",
@@ -174,7 +174,7 @@ CASES = {
         (f"{ON}/unknown_type", "model type `lama`"),
         (f"{ON}/more_layers", "model.layers.3.", "take config.json and weights from"),
         (f"{ON}/other_size", "mlp", "has another shape"),
-        (f"{ON}/tokenizer_noise", "no tokenizer can be loaded", "utf-8"),
+        (f"{ON}/tokenizer_noise", "cannot load a tokenizer", "utf-8"),
         (f"{CHATS}/template_syntax", "its chat template, line 1"),
         (f"{CHATS}/template_refuses", "is left (8 x malformed"),
         (f"{ON}/weights_cut", "weights_cut: cannot be loaded: "),

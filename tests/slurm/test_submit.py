@@ -40,7 +40,7 @@ def test_both_scripts_train_and_two_nodes_train_as_one(cluster, project):
         assert losses[-1][0]["loss"] == pytest.approx(0.6931, abs=1e-4)
         assert f"job {job} (restart 0) on n" in log
         assert re.search(rf"ended: state done, exit code 0, step 4, {output}\n$", log), log[-3000:]
-    assert "health: 2 node(s), 4 rank(s) are healthy" in log
+    assert "node check: 2 node(s), 4 rank(s) are healthy" in log
     one, two = losses
     for metric in ("loss", "logps/chosen", "logps/rejected", "grad_norm"):
         assert [e[metric] for e in one] == pytest.approx([e[metric] for e in two], rel=1e-4), metric

@@ -152,8 +152,8 @@ def test_what_is_refused(tiny_folder, tmp_path, write_rows, capsys):
         size = {"vocab_size": 100, "pad_token_id": None, "eos_token_id": None} if name == "embeddings" else {}
         tiny_model("llama", **size).save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
-    words = {"template": "its chat template is not", "vocabulary": "its vocabulary is not"}
-    words |= {"embeddings": "its vocabulary is not", "absent": "no such folder"}
+    words = {"template": "its chat template differs", "vocabulary": "its vocabulary differs"}
+    words |= {"embeddings": "its vocabulary differs", "absent": "no such folder"}
     for name, reason in words.items():
         fields = {"ref_model_name_or_path": tmp_path / name}
         assert train_dpo.main(on_cpu(tiny_folder("llama"), data, tmp_path / "run", **fields)) == 2

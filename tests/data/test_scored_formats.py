@@ -4,7 +4,7 @@ import pytest
 
 from scripts import make_pairs
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.data.raw_shapes import read_transcript
+from sfm_dpo.data.scored_formats import read_transcript
 from tests.toolbox import assistant, read_pairs, user
 
 

@@ -16,7 +16,7 @@ from sfm_dpo.data import json_rows
 from sfm_dpo.data.sources import column_names
 
 # Columns that identify a dataset format, and the score that `--by score` selects
-SHAPES = {
+FORMATS = {
     ("instruction", "completions"): "overall_score",  # UltraFeedback
     ("prompt", "answers"): "rank",  # Nectar
     ("prompt", "response", "helpfulness"): "helpfulness",  # HelpSteer
@@ -31,13 +31,13 @@ def pair_rows(rows: Dataset, source: str, by: str, margin: float = 0.0) -> Itera
     UserError for an unknown dataset format, or a row that does not have it.
     """
     columns = column_names(rows)
-    shape = next((shape for shape in SHAPES if set(shape) <= set(columns)), None)
-    if shape is None:
-        known = "; ".join(", ".join(shape) for shape in SHAPES)
+    found = next((names for names in FORMATS if set(names) <= set(columns)), None)
+    if found is None:
+        known = "; ".join(", ".join(names) for names in FORMATS)
         raise UserError(f"{source}: unknown dataset format with columns {', '.join(columns)}; supported are: {known}")
-    score = SHAPES[shape] if by == "score" else by
+    score = FORMATS[found] if by == "score" else by
     read = (json.loads(row[json_rows.COLUMN]) if json_rows.COLUMN in row else row for row in rows)
-    if "response" in shape:  # neighbouring rows share a prompt
+    if "response" in found:  # neighbouring rows share a prompt
         prompts = (list(group) for _, group in groupby(read, key=lambda row: row.get("prompt")))
     else:
         prompts = ([row] for row in read)
