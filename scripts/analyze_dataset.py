@@ -15,10 +15,12 @@ import sys
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command, new_file, number
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import write_json
 
 DATASET = "allenai/Dolci-Instruct-DPO"
 MODEL = "geodesic-research/sfm-sft_dolci_instruct_unfiltered"
+PLOTS = (".png", ".svg", ".pdf")
 
 
 @command
@@ -39,6 +41,8 @@ def main(argv: list[str]) -> int:
         argv = ["--dataset_name", *argv]
     args, fields = parser.parse_known_args(argv)  # answers --help before the slow imports
 
+    if args.plot and args.plot.suffix not in PLOTS:
+        raise UserError(f"--plot {args.plot}: unknown format; choose one of {', '.join(PLOTS)}")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes instead; datasets would turn it off with a warning
     from sfm_dpo.config import parse_config

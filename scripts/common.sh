@@ -58,12 +58,16 @@ say() { echo "[${SLURM_JOB_NAME:-dpo} $(date '+%F %T')] $*"; }
 # Loads the cluster's modules and variables (site.sh may use unset variables), then the virtual environment.
 use_environment() {
     if [[ -f scripts/site.sh ]]; then
-        local mistake
+        local mistake code
         mistake=$(bash -n scripts/site.sh 2>&1) || fail "${mistake%%$'\n'*}"
         set +euo pipefail
+        trap 'fail "scripts/site.sh: calls exit; use return"' EXIT
         # shellcheck source=scripts/site.example.sh
-        source scripts/site.sh || fail "scripts/site.sh: returned $? on $(hostname)"
+        source scripts/site.sh
+        code=$?
+        trap - EXIT
         set -euo pipefail
+        ((code == 0)) || fail "scripts/site.sh: returned $code on $(hostname)"
     fi
     local venv=${VENV:-.venv}
     if [[ -x $venv/bin/accelerate ]]; then

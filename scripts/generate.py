@@ -39,7 +39,11 @@ def main(argv: list[str]) -> None:
             print(f"\nprompt: {prompt.strip()}")
             chat = [{"role": "user", "content": prompt.strip()}]
             for label, (model, tokenizer) in models.items():
-                ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+                if tokenizer.chat_template:
+                    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
+                else:  # trained on plain text
+                    inputs = tokenizer(prompt.strip())
+                ids = inputs["input_ids"]
                 (answer,) = continue_prompts(model, tokenizer, [ids], options.max_new_tokens)
                 print(f"{label}: {answer.text}{' ...' if answer.cut else ''}", flush=True)
 

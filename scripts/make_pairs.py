@@ -7,6 +7,7 @@ docs/data.md lists the supported sets. Prompts without a preferred answer are le
 """
 
 import json
+import os
 import sys
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
@@ -29,6 +30,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--dataset_train_split", default="train", help="default: train")
     options = parser.parse_args(argv)
 
+    if options.out.exists() and os.path.exists(options.dataset) and options.out.samefile(options.dataset):
+        raise UserError(f"{options.out}: is the dataset itself; choose another file")
     rows = load_rows(options.dataset, options.dataset_config, options.dataset_train_split)
     pairs = list(pair_rows(rows, options.dataset, options.by, options.score_margin))
     lines = [json.dumps(pair) + "\n" for pair in pairs if pair]

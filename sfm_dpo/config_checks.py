@@ -148,12 +148,14 @@ def find_template_errors(template: str, training: bool) -> Iterator[tuple[str, s
     example = "for instance: sbatch my_eval.sh {checkpoint} {step} {out}"
     words: list[str] = []
     try:
-        words = [word.format(checkpoint="{checkpoint}", step=0, out="{out}") for word in shlex.split(template)]
-    except (ValueError, LookupError, AttributeError) as error:
+        words = [word.format(checkpoint="<checkpoint>", step=0, out="<out>") for word in shlex.split(template)]
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
         yield "eval_command", f"cannot be read ({error!r}); {example}; double any other brace"
-    for name in ("{checkpoint}", "{out}"):
-        if name not in " ".join(words):
-            yield "eval_command", f"lacks {name}; {example}"
+    for name in ("checkpoint", "out"):
+        if f"<{name}>" not in " ".join(words):
+            yield "eval_command", f"lacks {{{name}}}; {example}"
+    if "--parsable" in words:
+        yield "eval_command", "remove --parsable: the job's id is read from sbatch's usual line"
     if training and words and not shutil.which(words[0]):
         yield "eval_command", f"command {words[0]} not found; give its path, or make it executable (chmod +x)"
 

@@ -162,6 +162,9 @@ BEST |= {"eval_strategy": "steps", "eval_steps": 500}
             {"eval_command": "true {checkpoint} {stp} {out}"},
             ["cannot be read (KeyError('stp')); for instance: sbatch"],
         ),
+        ({"eval_command": "true {{checkpoint}} {out}"}, ["eval_command true", "lacks {checkpoint}"]),
+        ({"eval_command": "true {checkpoint} {out} {step[0]}"}, ["eval_command true", "cannot be read (TypeError("]),
+        ({"eval_command": "sbatch --parsable {checkpoint} {out}"}, ["eval_command sbatch", "remove --parsable"]),
         ({"eval_command": "true {checkpoint} {out} {"}, ["eval_command true", "cannot be read (ValueError("]),
         ({"eval_command": "true '{checkpoint} {out}"}, ["eval_command true", "No closing quotation"]),
         (

@@ -17,7 +17,7 @@ Log = dict[int, dict[str, float]]  # {optimizer step: {metric: value}}
 _OMITTED = ("step", "perf/", "runtime", "per_second", "total_flos", "epoch")
 # Shown first, in this order; others follow sorted by name
 _FIRST = "loss logps/chosen logps/rejected rewards/margins grad_norm rewards/chosen rewards/rejected entropy".split()
-_OF_THE_STEP = ("learning_rate", "num_tokens", "eval_")  # others are means since the last logged step
+_OF_THE_STEP = ("learning_rate", "num_tokens", "eval_", "evaluation/")  # others are means since the last logged step
 _NO_EFFECT = MAY_DIFFER - {"gradient_accumulation_steps"} | {"logging_dir", "eval_strategy", "eval_steps"}
 # datasets' own fingerprint also changes with a file's path; the hash of the tokens does not
 _DATA_FACTS = ("sources", "rows", "train", "eval", "train_tokens", "order")

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from sfm_dpo.data.preferences import PARTS, read_text
+from sfm_dpo.data.preferences import PARTS, TOOL_ROLES, read_text
 from sfm_dpo.data.traits import DECLINES, find_traits
 
+NOT_MODEL = ("system", *TOOL_ROLES)  # roles whose words are not the model's
 LONG_ANSWER = 200  # characters: titles, names, formulas and one-line answers need no full stop
 LONG_LINE = 60  # characters of a last line that is prose: items of lists and signatures are shorter
 _ROLE_TAG = re.compile(
@@ -84,7 +85,7 @@ def find_faults(pairs: Dataset, answers: dict[str, np.ndarray]) -> list[dict[str
         for row in rows[:3]:
             side = "chosen" if found[row, 0] else "rejected"
             pair = pairs[row]
-            answer = read_text(pair[side])
+            answer = read_text(pair[side], NOT_MODEL)
             at = find(answer) or 0
             texts = {"prompt": read_text(pair["prompt"])[-200:], "text": answer[max(0, at - 150) : at + 150]}
             examples.append({"row": pair["row"], "source": pair["source"], "side": side} | texts)
@@ -95,7 +96,7 @@ def find_faults(pairs: Dataset, answers: dict[str, np.ndarray]) -> list[dict[str
 
 
 def _check_answers(pair: dict[str, Any]) -> dict[str, list[bool]]:
-    answers = [read_text(pair[side]) for side in ("chosen", "rejected")]
+    answers = [read_text(pair[side], NOT_MODEL) for side in ("chosen", "rejected")]
     found = {name: [find(answer) is not None for answer in answers] for name, (find, _) in CHECKS.items()}
     if isinstance(pair["prompt"], list):
         turns = [[message["role"] for message in pair["prompt"][-1:] + pair[side]] for side in ("chosen", "rejected")]

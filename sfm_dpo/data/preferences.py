@@ -8,6 +8,7 @@ number in it, from 1; and `prompt_key` and `pair_key`, hashes that identify repe
 import json
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -293,11 +294,11 @@ def _read_messages(value: Any, role: str) -> list[dict] | None:
     return messages
 
 
-def read_text(side: str | list[dict]) -> str:
-    """The text of a prompt or response, without system messages, which many prompts share."""
+def read_text(side: str | list[dict], left_out: Sequence[str] = ("system",)) -> str:
+    """The text of a prompt or response; by default without system messages, which many prompts share."""
     if isinstance(side, str):
         return side
-    return "\n".join(message["content"] for message in side if message["role"] != "system")
+    return "\n".join(message["content"] for message in side if message["role"] not in left_out)
 
 
 def _is_empty(message: dict) -> bool:

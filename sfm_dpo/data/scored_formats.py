@@ -4,6 +4,7 @@ docs/data.md lists the datasets.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from itertools import groupby
@@ -58,13 +59,14 @@ def _pair_answers(rows: list[dict[str, Any]], score: str, margin: float) -> dict
         answers = [(sign * answer[score], answer["answer"]) for answer in row["answers"]]
     else:
         answers = [(answer.get(score), answer["response"]) for answer in rows]
-    scored = [(float(value), answer) for value, answer in answers if value is not None]
+    scored = [(float(value), answer) for value, answer in answers if value is not None and answer]
+    scored = [item for item in scored if math.isfinite(item[0])]
     if not scored:
         return None
     scored.sort(key=lambda item: item[0], reverse=True)
     high, chosen = scored[0]
     low, rejected = scored[-1]
-    if high == low or high - low < margin:
+    if high == low or high - low < margin or chosen == rejected:
         return None
     prompt = row["instruction"] if "instruction" in row else row["prompt"]
     messages = read_transcript(prompt)

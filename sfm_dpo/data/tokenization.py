@@ -35,7 +35,7 @@ from sfm_dpo.data.preferences import PARTS, TOOL_ROLES, Pairs, load_pairs
 from sfm_dpo.data.sources import drop_rows, explain_cache_errors
 
 # Part of the cache's key. Raise it when a change to this module changes an id, a length or a drop reason.
-TOKENS_VERSION = 5
+TOKENS_VERSION = 6
 # Rows per tokenizer call: it needs about 300 bytes per token besides the ids, and a long pair has 50,000 tokens.
 BATCH_ROWS = 100
 # Fields that select the pairs to train on. They do not apply to eval_datasets.
@@ -177,7 +177,7 @@ def tokenize_pairs(
     reasons = np.asarray(columns["dropped"], dtype=object)
     empty = (columns["chosen_length"] == 0) | (columns["rejected_length"] == 0)
     reasons[(reasons == "") & empty] = "empty_response"
-    if control_tokens == "drop":
+    if control_tokens != "accept":  # sanitized ones have none left; plain text cannot be sanitized
         reasons[(reasons == "") & columns["control_tokens"]] = "control_tokens"
     if max_length is not None:
         lengths = Lengths.from_columns(columns)
@@ -234,17 +234,17 @@ def _tokenize_batch(
                     row["masked"] = _find_tool_results(pair, rendered, row["prompt_length"], tokenizer)
                     if is_sanitized and row["masked"]:  # its tokens differ from those of the rendered text
                         row["dropped"] = "tool_results"
-                except (TemplateError, NotImplementedError):
+                except (TemplateError, TypeError, ValueError, NotImplementedError):
                     row["dropped"] = row["dropped"] or "tool_results"
             rows.append(row)
     return {name: [row[name] for row in rows] for name in _TOKENS}
 
 
 def _list_texts(pair: dict[str, Any], eos: str) -> list[str]:
-    """Texts written by users or models: the content of messages, or plain text without the EOS of a response."""
+    """Texts written by users or models: messages with their calls, or plain text without the EOS of a response."""
     if isinstance(pair["prompt"], str):
         return [pair["prompt"], pair["chosen"].removesuffix(eos), pair["rejected"].removesuffix(eos)]
-    return [message["content"] for part in PARTS for message in pair[part]]
+    return [json.dumps(pair[part], ensure_ascii=False) for part in PARTS]
 
 
 def _render(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str] | None:
@@ -419,14 +419,14 @@ class Lengths:
         return Lengths(*(getattr(self, field.name)[rows] for field in dataclasses.fields(self)))
 
 
-def count_trained(tokens: Dataset, max_length: int | None) -> np.ndarray:
-    """[N, 2] tokens of chosen and rejected, cut at `max_length`, without those of tool results."""
-    counts = Lengths.of(tokens).truncate(max_length).responses
+def count_trained(tokens: Dataset, max_length: int | None, max_prompt_length: int | None = None) -> np.ndarray:
+    """[N, 2] tokens of chosen and rejected after truncation, without those of tool results."""
+    kept = Lengths.of(tokens).truncate(max_length, max_prompt_length)
+    counts = kept.responses
     if "masked" in tokens.column_names:
-        table = tokens.select_columns(["prompt_length", "masked"]).with_format("arrow")[:]
-        spans = table.column("masked").combine_chunks()
+        spans = tokens.select_columns("masked").with_format("arrow")[:].column("masked").combine_chunks()
         rows = np.repeat(np.arange(len(tokens)), spans.value_lengths().to_numpy())
         side, first, end = spans.flatten(recursive=True).to_numpy().reshape(-1, 3).T
-        room = (max_length or np.iinfo(np.int32).max) - table.column("prompt_length").to_numpy()[rows]
+        room = (max_length or np.iinfo(np.int32).max) - kept.prompt[rows]
         np.subtract.at(counts, (rows, side), np.minimum(end, room) - np.minimum(first, room))
     return counts

@@ -111,6 +111,8 @@ def consolidate_shards(checkpoint: Path, target: Path) -> None:
         merge_fsdp_weights(checkpoint / "pytorch_model_fsdp_0", target / "merged")
         state = load_file(target / "merged" / "model.safetensors")
         shutil.rmtree(target / "merged")
+    elif not (checkpoint / "latest").is_file():
+        raise UserError(f"{checkpoint}: holds no weights; choose another checkpoint")
     else:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

@@ -50,7 +50,7 @@ class Evaluations(TrainerCallback):
     def finish(self) -> None:
         """Evaluates the final model of a run that is done, waits for all but jobs, and writes evaluation.json."""
         self._start_missing(read_status(self.run)["step"], self.run)
-        while any(thread.is_alive() and not self._find_job(step) for step, thread in self._threads.items()):
+        while any(thread.is_alive() and not self._is_queued(step) for step, thread in self._threads.items()):
             time.sleep(0.5)
         if jobs := [self._find_job(step) for step, thread in self._threads.items() if thread.is_alive()]:
             then = f"once they end, run python scripts/evaluate.py {self.args.output_dir}"
@@ -104,7 +104,7 @@ class Evaluations(TrainerCallback):
                 start_new_session=True,
             )
             mark_in_use(model, EVALUATING, process.pid)
-            while process.poll() is None and not self._find_job(step):
+            while process.poll() is None and not self._is_queued(step):
                 time.sleep(0.5)
         return process.wait()
 

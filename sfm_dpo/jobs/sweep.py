@@ -17,7 +17,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import format_table
 from sfm_dpo.config import parse_config
 from sfm_dpo.run.folder import STATUS, read_mapping
-from sfm_dpo.run.reader import read_run
+from sfm_dpo.run.reader import read_run, to_float
 
 MEMBERS = "members.txt"  # in the sweep's folder: one line of arguments per run, for scripts/common.sh
 GRID = "grid.yaml"  # in the same folder: the grid as it was submitted
@@ -38,8 +38,14 @@ class Grid:
 def read_grid(path: Path) -> Grid:
     try:
         grid = Grid(**yaml.safe_load(path.read_text()))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError) as error:
+        shlex.split(grid.sbatch)
+    except (OSError, ValueError, AttributeError, yaml.YAMLError, TypeError) as error:
         raise UserError(f"{path}: not a grid ({error}); give recipe, output_dir and fields") from error
+    for name in ("recipe", "output_dir", "rank_by"):
+        if not isinstance(getattr(grid, name), str):
+            raise UserError(f"{path}: {name} is {getattr(grid, name)!r}; give a text")
+    if grid.at_once is not None and not (isinstance(grid.at_once, int) and grid.at_once > 0):
+        raise UserError(f"{path}: at_once is {grid.at_once!r}; give a number of runs")
     if not isinstance(grid.fields, dict) or not all(isinstance(v, list) and v for v in grid.fields.values()):
         raise UserError(f"{path}: fields is {grid.fields!r}; give each swept field a list of values")
     return grid
@@ -52,7 +58,7 @@ def list_members(grid: Grid) -> dict[Path, dict[str, list[str]]]:
         words: dict[str, list[str]] = {}
         for name, value in zip(grid.fields, values, strict=True):
             items = value if isinstance(value, list) else [value]
-            words[name] = [item if isinstance(item, str) else json.dumps(item) for item in items]
+            words[name] = [item if isinstance(item, str) else json.dumps(item, default=str) for item in items]
         if broken := [name for name, texts in words.items() if "\n" in "".join(texts)]:
             raise UserError(f"fields: a value of {broken[0]} contains a line break; remove it")
         parts = [f"{name}={re.sub('[^A-Za-z0-9.+-]+', '-', '-'.join(texts))}" for name, texts in words.items()]
@@ -80,11 +86,13 @@ def plan_sweep(grid: Grid) -> tuple[list[str], list[int]]:
 
 
 def read_metrics(run: dict[str, Any]) -> dict[str, float]:
-    """The last value of each logged metric, of evaluation/METRIC from eval_command, and from evaluation.json of
-    TASK/METRIC (its first filter), TASK/METRIC,FILTER and SET/METRIC."""
+    """The final model's value of each logged metric, of evaluation/METRIC from eval_command, and from evaluation.json
+    of TASK/METRIC (its first filter), TASK/METRIC,FILTER and SET/METRIC."""
     metrics: dict[str, float] = {}
+    best = run["config"].get("load_best_model_at_end") and run["status"].get("best")
     for entry in run["log"]:
-        metrics |= entry
+        if not best or entry["step"] <= best["step"]:
+            metrics |= entry
     for row in run["evaluation"].get("benchmarks", []):
         name = f"{row['task']}/{row['metric']}"
         metrics[f"{name},{row['filter']}"] = row["trained"]["value"]
@@ -104,7 +112,7 @@ def format_sweep(grid: Grid) -> str:
         states.setdefault(setting, []).append(state)
         metric.setdefault(setting, {})
         metrics = read_metrics(read_run(folder)) if state in ("done", "push_failed") else {}
-        if grid.rank_by in metrics:
+        if math.isfinite(to_float(metrics.get(grid.rank_by))):
             metric[setting][tuple(str(words.get(name)) for name in SEEDS)] = metrics[grid.rank_by]
     sign = 1 if LOWER_IS_BETTER.search(grid.rank_by) else -1
     ranked = sorted(metric, key=lambda setting: sign * mean(metric[setting].values() or [sign * math.inf]))

@@ -25,6 +25,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import PreTrainedModel, local_torch_dtype
 from trl import get_peft_config
 
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.model.attention import boundary_mask, packed_attention_forward
 from sfm_dpo.model.flops import count_experts
@@ -73,6 +74,8 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16) ->
 
 def _build(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model as its class builds it. `from_config` would shard it under ZeRO-3, which needs all ranks."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"model_name_or_path: {config.model_type} is not a causal language model; choose one")
     with no_init_weights(), local_torch_dtype(dtype):
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
 

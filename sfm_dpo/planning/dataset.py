@@ -3,6 +3,7 @@
 It reads and tokenises as training does, into the same cache; docs/lengths.md describes the JSON.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from sfm_dpo.config import Config
 from sfm_dpo.data.contamination import NGRAM, report_contamination
 from sfm_dpo.data.faults import find_faults, read_answers
 from sfm_dpo.data.preferences import DROP_REASONS, load_pairs
-from sfm_dpo.data.tokenization import Lengths, load_tokenizer, tokenize_pairs
+from sfm_dpo.data.tokenization import Lengths, count_trained, load_tokenizer, tokenize_pairs
 from sfm_dpo.data.traits import TRAITS, compare_sides, describe_sides
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import load_model_config
@@ -76,7 +77,8 @@ def analyze_dataset(
     }
     lengths = Lengths.of(tokens)
     sources, token_sources = (np.array(part["source"][:], dtype=object) for part in (texts, tokens))
-    sides = {name: (sources, answers[name]) for name in TRAITS} | {"tokens": (token_sources, lengths.responses)}
+    count = functools.lru_cache(maxsize=2)(functools.partial(count_trained, tokens))
+    sides = {name: (sources, answers[name]) for name in TRAITS} | {"tokens": (token_sources, count(None, None))}
     result["sides"] = compare_sides(sides)
     shape = load_model_config(config)
     forward_flops = ForwardFlops.of(meta_model(shape))
@@ -86,6 +88,7 @@ def analyze_dataset(
 
     result |= analyze_lengths(
         lengths,
+        count,
         count_flops,
         min_coverage=min_coverage,
         min_tokens_kept=min_tokens_kept,

@@ -17,14 +17,17 @@ STEPS = (*range(128, 4096, 128), *range(4096, 2**20 + 1, 1024))  # possible reco
 PERCENTILES = (1, 10, 25, 50, 75, 90, 95, 99, 100)
 FORWARDS = 4  # an epoch: forward and backward of the policy (3 forwards), and one forward of the reference
 SIDES = ("total", "prompt", "chosen", "rejected")
+# From max_length and max_prompt_length to the trained tokens of each response, [N, 2]
+CountTrained = Callable[[int | None, int | None], np.ndarray]
 
 
 def compute_coverage(
-    lengths: Lengths, max_length: int, max_prompt_length: int | None, overlong: str
+    lengths: Lengths, count: CountTrained, max_length: int, max_prompt_length: int | None, overlong: str
 ) -> dict[str, Any]:
     """What a max_length keeps of N pairs; docs/lengths.md explains the counts."""
     kept = lengths.truncate(max_length, max_prompt_length)
-    used = lengths.used(max_length, max_prompt_length, overlong)
+    counts = count(max_length, max_prompt_length)
+    used = lengths.used(max_length, max_prompt_length, overlong) & (counts.min(axis=1) > 0)
     cut = (kept.responses < lengths.responses) & (kept.responses.max(axis=1, keepdims=True) > 0)
     trained = kept.select(used)
     untouched = (kept.prompt == lengths.prompt) & (kept.responses == lengths.responses).all(axis=1)
@@ -32,13 +35,14 @@ def compute_coverage(
     return {
         "max_length": max_length,
         "untouched": float(untouched.mean()),
-        "tokens_kept": int(trained.responses.sum()) / int(lengths.responses.sum()),
+        "tokens_kept": int(counts[used].sum()) / int(count(None, None).sum()),
         "no_signal": int((identical & used).sum()),
         "dropped": int((~used).sum()),
         "overlong": int((~lengths.fit(max_length, max_prompt_length)).sum()),
         "cut": dict(zip(("chosen", "rejected"), cut.sum(axis=0).tolist(), strict=True)),
-        "response_tokens": int(trained.responses.sum()),
+        "response_tokens": int(counts[used].sum()),
         "tokens": int(trained.sequences.sum()),
+        "sequences": trained.sequences.ravel(),
     }
 
 
@@ -56,6 +60,7 @@ def list_lengths(grid: Sequence[int], longest: int, limit: int | None) -> list[i
 
 def analyze_lengths(
     lengths: Lengths,
+    count: CountTrained,
     forward_flops: Callable[[np.ndarray, int], int],
     *,
     min_coverage: float,
@@ -74,7 +79,7 @@ def analyze_lengths(
     steps = list_lengths(STEPS, longest, limit)
     suffices = False
     for step in steps:
-        best = compute_coverage(lengths, step, max_prompt_length, overlong)
+        best = compute_coverage(lengths, count, step, max_prompt_length, overlong)
         suffices = best["untouched"] >= min_coverage and best["tokens_kept"] >= min_tokens_kept
         if suffices:
             break
@@ -87,11 +92,10 @@ def analyze_lengths(
     shown = {*list_lengths(CANDIDATES, longest, limit), *steps[max(0, position - 1) : position + 1]}
     rows = []
     for max_length in sorted(shown):
-        row = compute_coverage(lengths, max_length, max_prompt_length, overlong)
+        row = compute_coverage(lengths, count, max_length, max_prompt_length, overlong)
+        sequences = row.pop("sequences")
         if row["tokens"]:
-            used = lengths.used(max_length, max_prompt_length, overlong)
-            kept = lengths.truncate(max_length, max_prompt_length).select(used)
-            row["flops"] = FORWARDS * forward_flops(kept.sequences.ravel(), row["response_tokens"])
+            row["flops"] = FORWARDS * forward_flops(sequences, row["response_tokens"])
             rows.append(row)
     best = next(row for row in rows if row["max_length"] == best["max_length"])
     for row in rows:
@@ -102,7 +106,8 @@ def analyze_lengths(
     if not suffices:
         reason = f"No max_length within the model's limit leaves {wanted}; the longest, {found}."
     # Ties count one half
-    longer = np.where(lengths.chosen == lengths.rejected, 0.5, lengths.chosen > lengths.rejected)
+    chosen, rejected = count(None, None).T
+    longer = np.where(chosen == rejected, 0.5, chosen > rejected)
     return {
         "percentiles": {side: compute_percentiles(getattr(lengths, side)) for side in SIDES},
         "candidates": rows,

@@ -74,10 +74,12 @@ class Cluster:
             measured = json.loads(path.read_text())
             if self.gpu.removesuffix("-40") not in re.split(r"\W", measured["gpu"].upper()):
                 return self
-            mfu = {measured["mfu"]: f"measured on {measured['gpu']}: {path}"} if measured.get("mfu") else self.mfu
+            mfu = self.mfu
+            if measured.get("mfu"):
+                mfu = {float(measured["mfu"]): f"measured on {measured['gpu']}: {path}"}
             # check_gpu.sh writes the ratio last; a job that was cut off has none
-            return replace(self, mfu=mfu, memory_ratio=measured.get("memory_ratio", 1.0))
-        except (OSError, ValueError, KeyError) as error:
+            return replace(self, mfu=mfu, memory_ratio=float(measured.get("memory_ratio", 1)))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = f"{type(error).__name__} {error}"
             raise UserError(f"--calibration {path}: {reason}; give check_gpu.sh's calibration.json") from error
 
@@ -98,7 +100,7 @@ def read_lengths(path: Path) -> tuple[Lengths, int]:
             shares = sorted(points)
             tokens = np.maximum([points[share] for share in shares], 1)
             columns[f"{name}_length"] = np.exp(np.interp(rng.random(DRAWN), shares, np.log(tokens))).round()
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         reason = f"{type(error).__name__} {error}"
         raise UserError(f"--lengths {path}: {reason}; give the JSON of analyze_dataset.py --json") from error
     return Lengths.from_columns(columns), pairs
@@ -125,6 +127,9 @@ class Planner:
         self.lengths = lengths.truncate(*limits).select(used)
         self.pairs = round(pairs * float(used.mean()))
         self.scale = self.pairs / len(self.lengths)  # pairs of the training set per length
+        self.epochs = self.args.num_train_epochs
+        if self.args.max_steps > 0:
+            self.epochs = self.args.max_steps / max(1, self.pairs // self.args.global_batch_size)
         # Lengths are repeated to represent all pairs, and to fill at least one global batch
         rows = np.arange(max(self.pairs, self.args.global_batch_size)) % len(self.lengths)
         drawn = self.lengths.select(rows)
@@ -157,7 +162,7 @@ class Planner:
             self.scale * ForwardFlops.of(model)(lengths, responses, shared=torch.from_numpy(shared.ravel()))
             for model in (self.memory.model, self.memory.reference)
         ]
-        epochs = self.args.num_train_epochs
+        epochs = self.epochs
         training = 3 * forward[0] * epochs
         reference = forward[1] * (1 if self.args.precompute_ref_log_probs else epochs)
         peak = (peak_flops(self.cluster.gpu) or math.nan) * self.cluster.gpus * 3600
@@ -178,7 +183,7 @@ class Planner:
             "model": {"type": memory.shape.model_type, "parameters": memory.parameters, "trained": memory.trained},
             "gpu": {"name": self.cluster.gpu, "limit": self.limit, "count": self.cluster.gpus},
             "data": {"pairs": self.pairs, "tokens": tokens, "longest_sequence": int(sequences.max())},
-            "batch": {"global": batch, "steps": math.ceil(self.pairs // batch * self.args.num_train_epochs)},
+            "batch": {"global": batch, "steps": math.ceil(self.pairs // batch * self.epochs)},
             "launches": {launch: self.plan_launch(launch) for launch in LAUNCHES},
             "time": self.plan_time(),
             "checkpoints": peak_checkpoint_count(self.args, COLLAPSE_STEPS),

@@ -41,7 +41,7 @@ def read_run(run: Path) -> dict[str, Any]:
     state = max(states, key=lambda s: s.get("global_step", -1))  # a killed run has only its checkpoints' files
     if not any(facts.values()) and not state:
         raise UserError(f"{run}: not a run's folder: no {RESOLVED_CONFIG} or {STATUS} in it; give a run's output_dir")
-    log = [entry for entry in state.get("log_history", []) if isinstance(entry.get("step"), int)]
+    log = _list_entries(list_in(state, "log_history"))
     log += [entry for entry in _read_log(run / LOG) if entry["step"] > state.get("global_step", -1)]
     if evaluations := read_evaluations(run):
         facts["evaluation"]["checkpoints"] = evaluations
@@ -100,10 +100,14 @@ def _read_file(path: Path, kind: type) -> Any:
 def _read_log(path: Path) -> list[dict[str, Any]]:
     """The entries of LOG; none if it is absent."""
     entries = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError):  # a line cut off by a kill
             entries.append(json.loads(line))
-    return entries
+    return _list_entries(entries)
+
+
+def _list_entries(items: list[Any]) -> list[dict[str, Any]]:
+    return [item for item in items if isinstance(item, dict) and isinstance(item.get("step"), int)]
 
 
 def read_scores(path: Path) -> dict[str, dict[str, float | None]]:

@@ -18,6 +18,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.statistics import LOGP_NOISE
 from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
+from sfm_dpo.model.packing import find_shared
 
 
 def loss_scale(completion_mask: torch.Tensor, loss_type: str) -> torch.Tensor:
@@ -155,16 +156,14 @@ class CountingCollator:
         for number, row in enumerate(rows):
             for side, first, end in row.get("masked", ()):
                 completion[number + side * len(rows), len(row["prompt_ids"]) :][first:end] = 0
-        return batch | {"counts": self.count(batch["attention_mask"], completion)}
+        return batch | {"counts": self.count(batch["input_ids"], batch["attention_mask"], completion)}
 
-    def count(self, mask: torch.Tensor, completion: torch.Tensor) -> dict[str, float]:
-        """Counts of a micro-batch; the masks [2B, L] are those of tokens and of trained tokens, chosen rows first."""
+    def count(self, ids: torch.Tensor, mask: torch.Tensor, completion: torch.Tensor) -> dict[str, float]:
+        """Counts of a micro-batch; all [2B, L], chosen rows first: the masks are of tokens and of trained tokens."""
         lengths = mask.sum(dim=1)
-        prompts = completion.argmax(dim=1)  # tokens before the first trained one
         shared = torch.zeros_like(lengths)
         if self.prefix_sharing:
-            half = len(mask) // 2
-            shared[half:] = (prompts[half:] - 1).clamp(min=0)  # the last token of a prompt predicts each answer
+            shared = find_shared(ids, mask, completion == 1).sum(dim=1)
         responses = int(completion.sum())
         computed = int((lengths - shared).sum())
         flops = self.forward_flops(lengths, responses, training=True, shared=shared)

@@ -88,7 +88,7 @@ def test_metrics_near_zero_and_accuracies_do_not_decide(tmp_path):
 
 
 def test_a_run_that_logged_more_often_is_averaged(tmp_path):
-    of_the_step = ("learning_rate", "num_tokens", "eval_loss")
+    of_the_step = ("learning_rate", "num_tokens", "eval_loss", "evaluation/acc")
     values = [float(i) for i in STEPS]
     fine = write_state(tmp_path / "fine", {"loss": values} | {name: values for name in of_the_step})
     coarse = {"loss": [3.0, 8.0]} | {name: [5.0, 10.0] for name in of_the_step}

@@ -19,6 +19,9 @@ NECTAR = {
     "turns": 1,
 }
 ULTRAFEEDBACK = [ultrafeedback(0, [5, 8.5, 2, None]), ultrafeedback(1, [3, 3]), ultrafeedback(2, [1, 2])]
+ODD = [ultrafeedback(0, [float("nan"), 1, 5]), ultrafeedback(1, [1, 3, 4]), ultrafeedback(2, [1, 2])]
+ODD[1]["completions"][2]["response"] = None
+ODD[2]["completions"][1]["response"] = "a0"
 HELPSTEER = [
     {"prompt": "q", "response": "a", "helpfulness": 3, "correctness": 4},
     {"prompt": "q", "response": "b", "helpfulness": 4, "correctness": 1},
@@ -29,6 +32,7 @@ HELPSTEER = [
 RAW = {
     "ultrafeedback": (ULTRAFEEDBACK, "", [("q0", "a1", "a2"), ("q2", "a1", "a0")], 1),
     "margin": (ULTRAFEEDBACK, "--score_margin 2.5", [("q0", "a1", "a2")], 2),
+    "no score, no answer": (ODD, "", [("q0", "a2", "a1"), ("q1", "a1", "a0")], 1),
     "nectar": ([NECTAR], "", [("q", "a1", "a3")], 0),
     "helpsteer2": (HELPSTEER, "", [("q", "b", "a")], 1),
     "correctness": (HELPSTEER, "--by correctness", [("q", "a", "b"), ("r", "c", "d")], 0),
@@ -46,6 +50,7 @@ def test_raw_sets_become_pairs(write_rows, tmp_path, capsys, name, suffix):
     out = tmp_path / "pairs.jsonl"
     assert make_pairs.main([str(raw), "--by", "score", *options.split(), str(out)]) == 0
     assert f"pairs.jsonl: {len(expected)} pairs; {without} prompts" in capsys.readouterr().out
+    assert make_pairs.main([str(raw), "--by", "score", str(raw)]) == 2 and raw.stat().st_size, "not overwritten"
     assert last_texts(read_pairs(out).train) == expected
     with pytest.raises(UserError, match=f"no column chosen .* python scripts/make_pairs.py {raw} --by score"):
         read_pairs(raw)

@@ -154,6 +154,7 @@ def test_special_tokens_in_texts_are_counted_and_dropped(write_rows, tiny_folder
     rows = [{k: v for k, v in conversation(i).items() if k != "source"} for i in range(6)]
     rows[1]["prompt"][-1]["content"] += injected
     rows[3]["rejected"][0]["content"] = f"<think>no{EOS}"
+    rows[5]["chosen"][0]["tool_calls"] = [{"function": {"name": "f", "arguments": {"x": f"a{EOS}b"}}}]
     rows += [text_pair(0), text_pair(1) | {"chosen": "yes<|im_end|>"}, text_pair(2) | {"prompt": EOS}]
     rows[7]["rejected"] = "no<|im_end|><|im_end|>"  # of which one is the end that each response has
     argv = ["--dataset_name", write_rows("injected.jsonl", rows), "--model_name_or_path", tiny_folder("llama")]
@@ -161,24 +162,26 @@ def test_special_tokens_in_texts_are_counted_and_dropped(write_rows, tiny_folder
     tokenizer = tokenizer_with(THINK)
     tokenizer.add_tokens(["<think>"])
     accepted = load_token_pairs(parse_config(argv, training=False), tokenizer)
-    assert [row["row"] for row in accepted.train if row["control_tokens"]] == [2, 4, 8, 9]
-    assert accepted.as_dict()["control_tokens"] == 4 and "special tokens in their texts" in accepted.table()
+    assert [row["row"] for row in accepted.train if row["control_tokens"]] == [2, 4, 6, 8, 9]
+    assert accepted.as_dict()["control_tokens"] == 5 and "special tokens in their texts" in accepted.table()
     ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
     assert [accepted.train[1]["prompt_ids"].count(i) for i in ids] == [5, 6]  # one more of each than turns
     kept = load_token_pairs(parse_config([*argv, "--control_tokens", "drop"], training=False), tokenizer)
-    assert kept.train["row"][:] == [1, 3, 5, 6, 7] and kept.dropped == {"control_tokens": 4}
+    assert kept.train["row"][:] == [1, 3, 5, 7] and kept.dropped == {"control_tokens": 5}
     assert (
         kept.control_tokens == 0
         and "special tokens in its texts (control_tokens: drop), first in row 2" in kept.table()
     )
-    read = load_token_pairs(parse_config([*argv, "--control_tokens", "sanitize"], training=False), tokenizer).train
-    assert [row["row"] for row in read if row["control_tokens"]] == [8, 9]  # plain text
+    read = load_token_pairs(parse_config([*argv, "--control_tokens", "sanitize"], training=False), tokenizer)
+    assert read.dropped == {"control_tokens": 2}, "plain text"
+    read = read.train
+    assert not any(read["control_tokens"])
     assert [read[1]["prompt_ids"].count(i) for i in ids] == [4, 5]
     assert tokenizer.convert_tokens_to_ids("<think>") in read[3]["rejected_ids"]  # no special token: as it is
     assert injected in tokenizer.decode(read[1]["prompt_ids"])
     assert read[3]["rejected_ids"].count(ids[0]) == 1 and f"no{EOS}" in tokenizer.decode(read[3]["rejected_ids"])
     unchanged = [column for column in read.column_names if column.endswith("_ids")]
-    for row in (0, 2, 4, 5, 6, 7, 8):
+    for row in (0, 2, 4, 6):
         assert all(read[row][name] == accepted.train[row][name] for name in unchanged)
 
 
@@ -331,7 +334,11 @@ def test_what_is_trained_of_a_response_with_results_of_tools(template, response,
 
 
 def test_a_template_that_changes_earlier_turns_drops_pairs_with_tools_alone():
-    """Qwen 3 writes an empty thought into the last turn and not into earlier ones."""
+    """Qwen 3 writes an empty thought into the last turn and not into earlier ones. Before a result that begins the
+    conversation nothing can be rendered."""
+    begins = tool_pair(with_tool("", "8", "8")[1:], with_tool("", "7", "7")[1:]).remove_columns("prompt")
+    begins = begins.add_column("prompt", [[{"role": "tool", "content": "4"}]])
+    assert tokenize_pairs(begins, tokenizer_with(), None)[1][0]["reason"] == "tool_results"
     pairs = tool_pair(CALLS, [assistant("no")])
     tokens, dropped = tokenize_pairs(pairs, tokenizer_with(trl_template("qwen3")), None)
     assert not len(tokens) and dropped[0]["reason"] == "tool_results"

@@ -1,6 +1,7 @@
 """eval_command with real runs: each checkpoint once, through a stop and a kill, and where results appear."""
 
 import json
+import os
 from pathlib import Path
 
 import evaluate
@@ -80,7 +81,12 @@ def test_where_results_appear(place, train_here, harness, monkeypatch, capsys):
         out.write_text(wrong)
         assert evaluate.main([str(run.folder)]) == 2
         assert f"error: {out}: is not a result of eval_command (" in capsys.readouterr().err
-    harness.write_text("#!/bin/bash\necho done >$3\n")
+    harness.write_text("#!/bin/bash\nsleep 2; echo done >$3\n")
+    squeue = harness.with_name("squeue")
+    squeue.write_text("#!/bin/bash\n")  # no longer knows the job of an earlier start
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{squeue.parent}:{os.environ['PATH']}")
+    out.with_suffix(".log").write_text("Submitted batch job 11\n")
     run = train_here("results", **fields)  # which is done, but for this evaluation
     where = f"exit code 0, {out.with_suffix('.log')}"
     assert f"warning: evaluation of step 3 failed ({where}): {command}: {out}: is not a result of" in run.log

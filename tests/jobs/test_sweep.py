@@ -97,6 +97,22 @@ def test_rank_by_a_benchmark_or_a_preference_set(grid, train, capsys):
         assert format_sweep(read_grid(path)).splitlines()[1].startswith("1e-6")
 
 
+def test_a_metric_that_is_no_number_ranks_last_and_the_best_checkpoint_counts(grid, train):
+    path = grid(fields={"learning_rate": ["1e-6", "1e-5", "1e-4"]}, rank_by="eval_loss")
+    train(path, [float("nan"), 0.5, 0.4])
+    kept = next(iter(list_members(read_grid(path))))
+    lines = format_sweep(read_grid(path)).splitlines()[1:]
+    assert [line.split()[:2] for line in lines] == [["1e-4", "0.4000"], ["1e-5", "0.5000"], ["1e-6", "-"]]
+    config = yaml.safe_load((kept / "resolved_config.yaml").read_text()) | {"load_best_model_at_end": True}
+    (kept / "resolved_config.yaml").write_text(yaml.safe_dump(config))
+    state = json.loads((kept / "trainer_state.json").read_text())
+    state["log_history"] += [{"step": 2, "eval_loss": 0.1}, {"step": 6, "eval_loss": 0.9}]
+    (kept / "trainer_state.json").write_text(json.dumps(state))
+    status = json.loads((kept / "status.json").read_text()) | {"best": {"step": 2}}
+    (kept / "status.json").write_text(json.dumps(status))
+    assert format_sweep(read_grid(path)).splitlines()[1].split()[:2] == ["1e-6", "0.1000"]
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -104,6 +120,9 @@ def test_rank_by_a_benchmark_or_a_preference_set(grid, train, capsys):
         ({"fields": {"learning_rate": 1e-6}}, "give each swept field a list of values"),
         ({"fields": {"learning_rate": ["1e-6", "1e-6"]}}, "two runs would share"),
         ({"fields": {"run_name": ["a\nb"]}}, "fields: a value of run_name contains a line break; remove it"),
+        ({"recipe": 5}, "recipe is 5; give a text"),
+        ({"at_once": "many"}, "at_once is 'many'; give a number of runs"),
+        ({"sbatch": "--comment='a"}, "not a grid (No closing quotation)"),
         ({"rankby": "x"}, "unexpected keyword argument 'rankby'"),
     ],
     ids=str,

@@ -94,7 +94,7 @@ def test_padding_counts_only_where_it_is_computed(packed, fraction):
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])
     completion = torch.tensor([[0, 1, 1, 1], [0, 1, 0, 0]])
     meter = Meter()
-    meter.add(collator(False, packed, prefix_sharing=False).count(mask, completion))
+    meter.add(collator(False, packed, prefix_sharing=False).count(mask, mask, completion))
     visible = sum(range(1, 5)) + sum(range(1, 3))
     assert (meter.counts["tokens"], meter.counts["pairs"], meter.counts["flops"]) == (6, 1, 3 * (6 + visible))
     meter.seconds = 2.0
@@ -110,13 +110,16 @@ def test_a_shared_prompt_counts_once_as_in_the_packed_forward():
     mask = (ids != 0).long()
     completion = mask * (torch.arange(5) >= torch.tensor([[3], [1], [3], [1]]))
     assert find_shared(ids, mask, completion == 1).sum() == 2
-    counts = collator(reference_in_step=True, packed=True, prefix_sharing=True).count(mask, completion)
+    counts = collator(reference_in_step=True, packed=True, prefix_sharing=True).count(ids, mask, completion)
     visible = sum(range(1, 6)) + 2 * sum(range(1, 3)) + 3 + 4  # of the third row only the last two queries
     expected = {"pairs": 2, "tokens": 13, "computed": 11, "grid": 11, "flops": 4 * (11 + visible)}
     assert counts == expected
     assert Meter().metrics(counts, world_size=1)["perf/shared_fraction"] == pytest.approx(2 / 13)
     completion[0, 4] = 0  # a masked tool result is not part of the prompt
-    assert collator(reference_in_step=True, packed=True, prefix_sharing=True).count(mask, completion) == expected
+    assert collator(reference_in_step=True, packed=True, prefix_sharing=True).count(ids, mask, completion) == expected
+    ids = torch.tensor([[5, 6, 7, 1, 1, 2], [5, 6, 7, 4, 4, 3]])  # also at the beginning of a response
+    completion = (torch.arange(6) == 5).long().expand(2, 6)
+    assert collator(True, True, prefix_sharing=True).count(ids, torch.ones_like(ids), completion)["computed"] == 12 - 3
 
 
 def test_on_a_gpu_reserved_memory_is_logged_beside_allocated(monkeypatch):

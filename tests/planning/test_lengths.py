@@ -14,14 +14,14 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.data import tokenization
 from sfm_dpo.data.preferences import load_pairs
-from sfm_dpo.data.tokenization import Lengths
+from sfm_dpo.data.tokenization import Lengths, count_trained, load_token_pairs, load_tokenizer
 from sfm_dpo.planning import dataset_report
 from sfm_dpo.planning.dataset import analyze_dataset
 from sfm_dpo.planning.dataset_report import draw_lengths
 from sfm_dpo.planning.lengths import CANDIDATES, PERCENTILES, STEPS, analyze_lengths, list_lengths
 from sfm_dpo.report.plots import STYLE
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
-from tests.toolbox import assistant, user
+from tests.toolbox import assistant, user, with_tool
 
 
 def lengths_of(kind: str, n: int) -> Lengths:
@@ -55,6 +55,15 @@ def analyze(write_rows, tiny_folder):
 def count_tokens(sequences, response_tokens) -> int:
     """FLOPs of a model whose every token costs one."""
     return int(sequences.sum())
+
+
+def analyze_sample(lengths: Lengths, **options) -> dict:
+    """The analysis of pairs without tool results."""
+
+    def count(*limits) -> np.ndarray:
+        return lengths.truncate(*limits).responses
+
+    return analyze_lengths(lengths, count, count_tokens, **options)
 
 
 def slow_tokens(rows: list[dict], tokenizer) -> list[tuple[list, list, list]]:
@@ -127,9 +136,34 @@ def test_counts_are_those_of_a_slow_reference(limit, overlong, analyze, tiny_fol
     assert result["length_bias"]["chosen_longer"] == pytest.approx(longer)
 
 
+def test_tool_results_are_left_out_as_in_training(analyze, tiny_folder, tmp_path):
+    """Also where a response begins with one."""
+    rows = [
+        {
+            "prompt": [user(f"How many? {i}"), assistant("add(2)")],
+            "chosen": with_tool("add", "see https://x.org " * 3, f"{i}")[i % 2 :],
+            "rejected": with_tool("add", "2", "I do not know how many there are")[i % 2 :],
+        }
+        for i in range(12)
+    ]
+    result = analyze(rows)
+    assert result["length_bias"]["chosen_longer"] == 0
+    [source] = result["sides"]
+    assert source["sides"]["link"]["chosen"] == 0
+    assert source["sides"]["tokens"]["chosen"] < source["sides"]["tokens"]["rejected"]
+    for row in [row for row in result["candidates"] if row["dropped"]] or pytest.fail("nothing is dropped"):
+        argv = ["--dataset_name", tmp_path / "pairs.jsonl", "--model_name_or_path", tiny_folder("llama")]
+        argv += ["--max_length", row["max_length"], "--max_dropped_fraction", 1]
+        config = parse_config([str(word) for word in argv], training=False)
+        train = load_token_pairs(config, load_tokenizer(config)).train
+        assert row["dropped"] == len(rows) - len(train)
+        assert row["response_tokens"] == count_trained(train, row["max_length"]).sum()
+
+
 @pytest.mark.parametrize(("kind", "expected"), [("think", (15360, 16384)), ("instruct", (3456, 3584, 3712))])
 def test_the_published_length_is_recommended(kind, expected):
-    result = analyze_lengths(lengths_of(kind, 20_000), count_tokens, min_coverage=0.95, min_tokens_kept=0.8)
+    lengths = lengths_of(kind, 20_000)
+    result = analyze_sample(lengths, min_coverage=0.95, min_tokens_kept=0.8)
     assert result["recommendation"]["max_length"] in expected
     for row in result["candidates"]:
         assert row["flops"] == 4 * row["tokens"]  # three forwards to train, and the reference's
@@ -144,7 +178,7 @@ def test_the_recommended_length_meets_the_rule_and_the_next_shorter_one_does_not
     def meets(row):
         return row["untouched"] >= min_coverage and row["tokens_kept"] >= min_tokens_kept
 
-    result = analyze_lengths(lengths, count_tokens, min_coverage=min_coverage, min_tokens_kept=min_tokens_kept)
+    result = analyze_sample(lengths, min_coverage=min_coverage, min_tokens_kept=min_tokens_kept)
     best = result["recommendation"]
     row = slow_row(pairs, best["max_length"], None)
     assert meets(row) and best["cut"] == row.pop("cut")
@@ -160,11 +194,11 @@ def test_nothing_beyond_the_models_limit_is_considered():
     assert list_lengths(CANDIDATES, 10_000, 600) == [256, 512, 600]
     assert list_lengths(STEPS, 100, 2048) == [128]
     think = lengths_of("think", 500)
-    result = analyze_lengths(think, count_tokens, min_coverage=0.99, min_tokens_kept=0.99, limit=4096)
+    result = analyze_sample(think, min_coverage=0.99, min_tokens_kept=0.99, limit=4096)
     best = result["recommendation"]
     assert best["max_length"] == 4096 and best["reason"].startswith("No max_length")
     with pytest.raises(UserError, match="limit of 10 tokens"):
-        analyze_lengths(think, count_tokens, min_coverage=0.9, min_tokens_kept=0.9, limit=10)
+        analyze_sample(think, min_coverage=0.9, min_tokens_kept=0.9, limit=10)
 
 
 def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
@@ -257,7 +291,7 @@ def test_the_picture_shows_short_answers_and_its_labels_apart(longest):
     prompt = rng.integers(longest // 2, longest, 500)
     answers = [rng.integers(min(longest // 10, 5), longest // 4, 500) for _ in range(2)]
     lengths = Lengths(prompt, *answers, np.zeros(500, dtype=np.int64))
-    result = analyze_lengths(lengths, lambda sequences, responses: 1, min_coverage=0.9, min_tokens_kept=0.9)
+    result = analyze_sample(lengths, min_coverage=0.9, min_tokens_kept=0.9)
     sides = ("prompt", "chosen", "rejected", "total")
     assert max(result["curves"][side][0] for side in sides) < (0.05 if longest > 40 else 0.3)
     with rc_context(STYLE):

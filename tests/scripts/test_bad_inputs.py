@@ -51,12 +51,14 @@ MODELS = {
     "tokenizer_noise": with_file("tokenizer.json", NOISE),
     "template_syntax": with_file("chat_template.jinja", "{% for m in messages %}{{ m['content'] }"),
     "template_refuses": with_file("chat_template.jinja", "{{ raise_exception('no') }}"),
+    "encoder": with_config("model_type", "t5"),
     "weights_cut": with_file("model.safetensors", NOISE),
     "weights_lfs": with_file("model.safetensors", LFS),
 }
 RUNS = {
     "collapsed": with_file("status.json", '{"state": "collapsed"}'),
     "config_list": with_file("resolved_config.yaml", "- a\n"),
+    "no_weights": lambda folder: (folder / "model.safetensors").unlink(),
     "state_list": with_file("trainer_state.json", "[1]"),
 }
 
@@ -112,6 +114,8 @@ CASES = {
         (f"{RECIPE} --num_gpus four", "--num_gpus: invalid int value: 'four'"),
         (f"{RECIPE} --gpu b2000", "--gpu b2000: choose one of b300, gb200, b200"),
         (f"{RECIPE} --lengths {{kit}}/list.json", "--lengths", "list.json", "give the JSON of analyze_dataset.py"),
+        (f"{RECIPE} --calibration {{kit}}/list.json", "--calibration", "give check_gpu.sh's calibration.json"),
+        (f"{RECIPE} --model_name_or_path {{kit}}/models/encoder", "t5 is not a causal language model; choose one"),
     ],
     "preflight": [(f"{RECIPE} --preflight_samples many", "--preflight_samples", "invalid int value: 'many'")],
     "prefetch": [
@@ -135,6 +139,8 @@ CASES = {
     "average": [
         (f"{RUN} {RUN} --output_dir {{out}} --weights 1", "--weights: 1 for 2 models; give one for each"),
         (f"{RUN} {RUN} --output_dir {{kit}}/model", "model: exists already; choose another"),
+        (f"{RUN} {RUN} --output_dir {{out}} --weights inf 1", "--weights: "),
+        (f"{RUN} {{kit}}/runs/no_weights --output_dir {{out}}", "no_weights: holds no weights"),
     ],
     "sweep": [  # grids: tests/jobs/test_sweep.py
         ("{kit}/nowhere.yaml", "nowhere.yaml: not a grid ([Errno 2]", "give recipe, output_dir and fields"),
@@ -156,7 +162,10 @@ CASES = {
         (f"{{kit}}/launch.yaml 4 {TRAIN}", "launch.yaml", "distributed_type", "give accelerate_config.yaml"),
     ],
     "report": [("", "required: RUN"), ("{kit}/model", "model: not a run's folder")],
-    "analyze_dataset": [(f"{DATA} --plot no/lengths.png", "'no/lengths.png' cannot be written")],
+    "analyze_dataset": [
+        (f"{DATA} --plot no/lengths.png", "'no/lengths.png' cannot be written"),
+        (f"{DATA} --plot {{out}}.xyz", "unknown format; choose one of .png, .svg, .pdf"),
+    ],
     "throughput": [("--pairs 3", "--pairs 3: give a multiple of 4 x --accumulation 4")],
     "train_dpo": [
         ("--config {kit}/noise.yaml", "noise.yaml is not valid YAML"),
@@ -196,6 +205,12 @@ def test_wrong_input_is_one_line_and_exit_code_2(command, case, kit, tmp_path, c
     except SystemExit as end:
         code = end.code
     assert_one_line(code, capsys.readouterr().err, parts)
+
+
+def test_a_model_without_a_chat_template_continues_the_text(kit, tmp_path, capsys):
+    shutil.copytree(kit / "model", tmp_path / "plain", ignore=shutil.ignore_patterns("chat_template*"))
+    assert not main_of("generate")([str(tmp_path / "plain"), "hi", "--base", "", "--max_new_tokens", "2"])
+    assert "prompt: hi\ntrained: " in capsys.readouterr().out
 
 
 SCRIPTS = [path for folder in (".", "scripts", "bench") for path in sorted((ROOT / folder).glob("*.py"))]

@@ -213,8 +213,12 @@ def test_the_site_file_is_sourced_on_every_node(cluster, project, tmp_path):
 
 @pytest.mark.parametrize(
     ("site", "message"),
-    [("fi\n", "site.sh: line 1: syntax error near unexpected token `fi'"), ("return 3", "site.sh: returned 3 on ")],
-    ids=["syntax", "code"],
+    [
+        ("fi\n", "site.sh: line 1: syntax error near unexpected token `fi'"),
+        ("return 3", "site.sh: returned 3 on "),
+        ("exit 0", "site.sh: calls exit; use return"),
+    ],
+    ids=["syntax", "code", "exit"],
 )
 def test_a_site_file_that_fails_ends_the_job_with_one_line(cluster, project, tmp_path, site, message):
     folder = stand_in(project, tmp_path, "")
