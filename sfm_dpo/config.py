@@ -43,9 +43,7 @@ class TrainConfig(DPOConfig):
     report_to: list[str] = HfArg(default_factory=lambda: ["none"], help="wandb, trackio, tensorboard, ..., or none.")
     # Rank 0 tokenises while the others wait; the process group's default of 30 minutes is too short for that.
     ddp_timeout: int = HfArg(default=14400, help="Seconds that a collective may wait.")
-    hang_timeout: int = HfArg(
-        default=1800, help="End the run when no rank progresses for this many seconds; 0: never."
-    )
+    hang_timeout: int = HfArg(default=1800, help="Seconds without progress after which the run ends; 0: never.")
     global_batch_size: int = HfArg(default=128, help="Pairs per optimizer step, over all processes.")
     ref_model_name_or_path: str | None = HfArg(default=None, help="Reference model; default: the base model.")
     # Data

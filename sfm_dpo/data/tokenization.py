@@ -61,10 +61,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:  # a damaged tokenizer.json raises a plain Exception
-        raise UserError(
-            f"{config.model_field} {name}: cannot load a tokenizer: {error}; check the name, or copy the tokenizer's "
-            "files there"
-        ) from error
+        raise UserError(f"{config.model_field} {name}: cannot load a tokenizer: {error}; check its files") from error
     if tokenizer.eos_token is None:
         raise UserError(f"{config.model_field} {name}: its tokenizer has no EOS token; set eos_token in its config")
     if tokenizer.pad_token is None:

@@ -71,13 +71,9 @@ def check_reference(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     other = load_tokenizer(config.reference)
     ids = tokenizer.get_vocab()
     if other.get_vocab() != ids or embeddings <= max(ids.values()):
-        raise UserError(
-            f"ref_model_name_or_path {name}: its vocabulary differs from the policy's; choose a model with the same"
-        )
+        raise UserError(f"ref_model_name_or_path {name}: its vocabulary differs from the policy's; choose another")
     if other.chat_template != tokenizer.chat_template:
-        raise UserError(
-            f"ref_model_name_or_path {name}: its chat template differs; copy the policy's into its folder if it fits"
-        )
+        raise UserError(f"ref_model_name_or_path {name}: its chat template differs; copy the policy's into its folder")
 
 
 def compute_base_logps(trainer, rows: np.ndarray) -> np.ndarray:

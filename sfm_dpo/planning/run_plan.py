@@ -127,9 +127,11 @@ class Planner:
         self.lengths = lengths.truncate(*limits).select(used)
         self.pairs = round(pairs * float(used.mean()))
         self.scale = self.pairs / len(self.lengths)  # pairs of the training set per length
-        self.epochs = self.args.num_train_epochs
-        if self.args.max_steps > 0:
-            self.epochs = self.args.max_steps / max(1, self.pairs // self.args.global_batch_size)
+        of_epoch = self.pairs // self.args.global_batch_size
+        self.steps = self.args.max_steps
+        if self.steps <= 0:  # not set
+            self.steps = math.ceil(of_epoch * self.args.num_train_epochs)
+        self.epochs = self.steps / max(1, of_epoch)
         # Lengths are repeated to represent all pairs, and to fill at least one global batch
         rows = np.arange(max(self.pairs, self.args.global_batch_size)) % len(self.lengths)
         drawn = self.lengths.select(rows)
@@ -183,7 +185,7 @@ class Planner:
             "model": {"type": memory.shape.model_type, "parameters": memory.parameters, "trained": memory.trained},
             "gpu": {"name": self.cluster.gpu, "limit": self.limit, "count": self.cluster.gpus},
             "data": {"pairs": self.pairs, "tokens": tokens, "longest_sequence": int(sequences.max())},
-            "batch": {"global": batch, "steps": math.ceil(self.pairs // batch * self.epochs)},
+            "batch": {"global": batch, "steps": self.steps},
             "launches": {launch: self.plan_launch(launch) for launch in LAUNCHES},
             "time": self.plan_time(),
             "checkpoints": peak_checkpoint_count(self.args, COLLAPSE_STEPS),

@@ -121,9 +121,7 @@ def describe_run(facts: dict[str, Any]) -> list[str]:
     if first is not None:
         lines.append(f"Training loss {first:.3f} at the start, {last:.3f} at the end (mean of the last tenth).")
     if not list_held_out(facts):
-        lines.append(
-            "No held-out pairs were evaluated: training metrics alone cannot distinguish learning from memorising."
-        )
+        lines.append("No held-out pairs were evaluated: training metrics alone do not show memorisation.")
     return lines
 
 

@@ -84,9 +84,7 @@ def _choose(config: Config, dataset: Dataset, shape: PretrainedConfig, kept: dic
             f"fit_memory true: no setting fits in {limit / 2**30:.2f} GiB; the smallest is {setting}; use a smaller "
             "max_length, more GPUs, or LAUNCH=zero3"
         )
-    log.info(
-        f"fit_memory: {setting}, of {limit / 2**30:.2f} GiB; recomputation and waiting add {setting.work - 1:.0%}"
-    )
+    log.info(f"fit_memory: {setting}, of {limit / 2**30:.2f} GiB; {setting.work - 1:.0%} recomputation and waiting")
     smaller = next((other.options for other in settings if other.bytes < setting.bytes), None)
     return asdict(setting) | {"limit": int(limit), "smaller": smaller}
 

@@ -56,6 +56,9 @@ def test_numbers_are_deepspeeds_and_the_formulas(plan_of):
     dense = 6 * (n - 2 * embedding) * 1280 * (1000 + 500 - 99)  # of the prompt all but the last token once
     assert dense < plan["time"]["flops"]["training"] < 1.15 * dense
     assert plan["time"]["flops"]["training"] == pytest.approx(3 * plan["time"]["flops"]["reference"])
+    stopped = plan_of(PYTHIA, lengths_of(80, 100, 900, 400), ["--max_steps", "3"]).plan()  # of 10
+    assert (plan["batch"]["steps"], stopped["batch"]["steps"]) == (10, 3)
+    assert stopped["time"]["flops"]["training"] == pytest.approx(0.3 * plan["time"]["flops"]["training"])
     hours = {entry["mfu"]: entry["hours"] for entry in plan["time"]["hours"]}
     assert list(hours) == [0.225, 0.0856, 0.0277]
     for mfu, value in hours.items():
