@@ -189,7 +189,6 @@ def train(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
 
 
 def finish(config: Config, trainer: SFMDPOTrainer) -> None:
-    """Evaluates and saves a trained model."""
     last = [entry for entry in trainer.state.log_history if entry["step"] == trainer.state.global_step]
     if trainer.eval_dataset is not None and not any(map(eval_prefix, last)):
         trainer.evaluate()

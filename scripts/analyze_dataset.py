@@ -24,7 +24,7 @@ PLOTS = (".png", ".svg", ".pdf")
 
 
 @command
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     share = number(float, 0, 1)
     parser = Arguments(usage="analyze_dataset.py [DATASET] [options]", description=__doc__)
     parser.add_argument("--min_coverage", type=share, default=0.95, help="share of pairs left untouched (0.95)")
@@ -64,7 +64,6 @@ def main(argv: list[str]) -> int:
         write_plot(result, args.plot)
     if args.html:
         write_page(result, args.html)
-    return 0
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from sfm_dpo.run.folder import check_folder, read_status
 
 
 @command
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     if len(argv) < 2 or not argv[1].isdecimal() or int(argv[1]) < 1:
         words = " ".join(argv[:2]) or "no arguments"
         raise UserError(f"{words}: give a launch configuration, the number of processes, then train_dpo.py's options")
@@ -43,7 +43,6 @@ def main(argv: list[str]) -> int:
         print(f"{run}: trained, but not pushed: {status['message']}", file=sys.stderr)
     else:
         print(f"{run}: already done; choose another output_dir to run again", file=sys.stderr)
-    return 0
 
 
 if __name__ == "__main__":

@@ -49,7 +49,6 @@ def main(argv: list[str]) -> None:
 
 
 def load(name: str) -> tuple:
-    """A model and its tokenizer."""
     dtype = "auto" if torch.cuda.is_available() else "float32"  # bf16 is slow on CPU
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)

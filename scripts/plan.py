@@ -16,11 +16,11 @@ from pathlib import Path
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command, new_file, number
-from sfm_dpo.common.files import write_json
+from sfm_dpo.common.files import CALIBRATION, write_json
 
 
 @command
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     own = Arguments(description=__doc__)
     own.add_argument("--gpu", help="default: this machine's, or else b200")
     own.add_argument("--num_gpus", type=number(int, 1), default=4)
@@ -31,7 +31,6 @@ def main(argv: list[str]) -> int:
     own.add_argument("--pairs", type=number(int, 1), help="plan for this many pairs")
     own.add_argument("--json", type=new_file)
     ours, fields = own.parse_known_args(argv or ["--help"])
-    from sfm_dpo.common.files import CALIBRATION
     from sfm_dpo.config import parse_config
     from sfm_dpo.data.tokenization import Lengths, load_token_pairs, load_tokenizer
     from sfm_dpo.model.loading import load_model_config
@@ -39,7 +38,7 @@ def main(argv: list[str]) -> int:
 
     gpu, memory = find_gpu(ours.gpu)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    cluster = Cluster(gpu, ours.num_gpus, ours.num_nodes, memory=memory)
+    cluster = Cluster(gpu, ours.num_gpus * ours.num_nodes, memory=memory)
     if ours.calibration or CALIBRATION.is_file():
         cluster = cluster.calibrated(ours.calibration or CALIBRATION)
     if ours.mfu:
@@ -56,7 +55,6 @@ def main(argv: list[str]) -> int:
     print(format_plan(plan))
     if ours.json:
         write_json(ours.json, plan)
-    return 0
 
 
 if __name__ == "__main__":

@@ -9,13 +9,8 @@ PACKAGES = "dotenv psutil numpy torch transformers accelerate datasets deepspeed
 
 
 def setup() -> None:
-    """Prepares the process of a command: packages, log, .env, progress bars, the CUDA allocator.
-
-    Commands call it before they import Hugging Face's libraries, which read HF_HOME from the environment once.
-
-    Raises:
-        SystemExit: after one line, with exit code 2, if a package is missing.
-    """
+    """Prepares the process of a command: packages, log, .env, progress bars, the CUDA allocator. Ends it with code 2
+    if a package is missing. Call it before importing Hugging Face's libraries, which read HF_HOME once."""
     missing = [name for name in PACKAGES if not importlib.util.find_spec(name)]
     if missing:
         remedy = "type `make setup` once, then `source .venv/bin/activate`"

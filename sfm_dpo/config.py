@@ -196,7 +196,8 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
 
     `world_size` defaults to the launcher's; `training` is False for a command that only reads a recipe on a CPU node.
     """
-    namespace = parse_fields(argv)
+    parser = FieldParser()
+    namespace = parse_fields(parser, argv)
     world_size = world_size or distributed.world_size()
     fitted = resolve_fitted(namespace)
     micro_batch = namespace.per_device_train_batch_size
@@ -214,26 +215,22 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     if namespace.dataset_num_proc:  # more processes than cores only take memory
         namespace.dataset_num_proc = min(namespace.dataset_num_proc, len(os.sched_getaffinity(0)))
     namespace.report_to, tracking = resolve_report_to(namespace.report_to)
-    parts: list[Any] = []
     try:
         get_peft_config(namespace)  # checks the LoRA fields
-        for cls in DATACLASSES:
-            parts.append(cls(**{f.name: getattr(namespace, f.name) for f in dataclasses.fields(cls) if f.init}))
+        train, model, data = parser.parse_dict(vars(namespace), allow_extra_keys=True)
     except (ValueError, TypeError, AttributeError, ImportError, OSError) as error:
         raise UserError(str(error)) from error
-    train, model, data = parts
     target = model.lora_target_modules
     if isinstance(target, str) and target.isidentifier():  # TRL's form of a single name, a pattern to PEFT
         model.lora_target_modules = [target]
     return Config(train, model, data, tracking, micro_batch, fitted)
 
 
-def parse_fields(argv: list[str]) -> argparse.Namespace:
+def parse_fields(parser: FieldParser, argv: list[str]) -> argparse.Namespace:
     """The values of all fields, from the command line, else the recipe, else the defaults."""
     for arg in argv:
         if arg.split("=")[0].replace("-", "_") in ("__hub_token", "__push_to_hub_token"):
             raise UserError("hub_token: other users of the machine can read a command line; put HF_TOKEN into .env")
-    parser = FieldParser()
     recipe = parser.parse_known_args(argv)[0].config
     if recipe is not None:
         parser.set_defaults(**read_recipe(recipe, parser.fields))
@@ -311,7 +308,6 @@ def read_value(node: yaml.Node, action: argparse.Action, where: str) -> Any:
 
 
 def set_environment(variables: Any, recipe: str) -> None:
-    """Applies a recipe's `env` section."""
     if not isinstance(variables, dict | None):
         raise UserError(f"{recipe}: env is {variables!r}; it takes a mapping such as 'env: {{WANDB_PROJECT: x}}'")
     for name, value in (variables or {}).items():

@@ -130,7 +130,6 @@ BEST |= {"eval_strategy": "steps", "eval_steps": 500}
     ("recipe", "parts"),
     [
         ("learning_rat: 1.0e-6", ["learning_rat", "did you mean learning_rate"]),
-        ("score_margin: 2", ["score_margin', which was removed", "scripts/make_pairs.py"]),
         ("learning_rate: [1, 2]", ["learning_rate", "list"]),
         ("learning_rate: true", ["learning_rate", "'true'"]),
         ("learning_rate:", ["learning_rate", "empty"]),
@@ -154,10 +153,7 @@ BEST |= {"eval_strategy": "steps", "eval_steps": 500}
         ({"hub_strategy": "checkpoint"}, ["hub_strategy", "checkpoint", "every_save"]),
         ({"profile_steps": [5, 3]}, ["profile_steps [5, 3]: must be the first and the last step"]),
         ({"prefix_sharing": True}, ["prefix_sharing True: needs padding_free: true"]),
-        (
-            {"eval_command": "true {checkpoint}"},
-            ["eval_command true {checkpoint}: lacks {out}; for instance: sb"],
-        ),
+        ({"eval_command": "true {checkpoint}"}, ["eval_command true {checkpoint}: lacks {out}; for instance: sb"]),
         (
             {"eval_command": "true {checkpoint} {stp} {out}"},
             ["cannot be read (KeyError('stp')); for instance: sbatch"],
@@ -167,10 +163,7 @@ BEST |= {"eval_strategy": "steps", "eval_steps": 500}
         ({"eval_command": "sbatch --parsable {checkpoint} {out}"}, ["eval_command sbatch", "remove --parsable"]),
         ({"eval_command": "true {checkpoint} {out} {"}, ["eval_command true", "cannot be read (ValueError("]),
         ({"eval_command": "true '{checkpoint} {out}"}, ["eval_command true", "No closing quotation"]),
-        (
-            {"eval_command": "nothing.sh {checkpoint} {out}"},
-            ["eval_command nothing.sh", "command nothing.sh not found"],
-        ),
+        ({"eval_command": "nothing.sh {checkpoint} {out}"}, ["command nothing.sh not found"]),
         ({"eval_command": "true {checkpoint} {out}", "save_strategy": "no"}, ["save_strategy no: eval_command needs"]),
         ({"eval_tasks": ["ifeval"]}, ["eval_tasks', which was removed: set eval_command: sbatch scripts/evaluate.sh"]),
         ({"guard_generations": 5}, ["guard_generations 5: needs prompts"]),

@@ -26,15 +26,9 @@ HIDDEN = 4096  # hidden size of a 7B model
 
 
 def assign_pairs(cost: np.ndarray, size: int) -> list[np.ndarray]:
-    """Assigns n pairs to micro-batches of `size`: the costliest pair first, each to the cheapest one with room.
-
-    Args:
-        cost: [n], cost of each pair; n is a multiple of `size`.
-
-    Returns:
-        Positions in `cost`, [size] for each of the n / size micro-batches, the costliest first: ranks that wait for
-        each other get micro-batches of similar cost.
-    """
+    """Assigns n pairs of `cost` [n] to micro-batches of `size`, a divisor of n: the costliest pair first, each to the
+    cheapest micro-batch with room. Returns the positions [size] of each micro-batch, the costliest first: ranks that
+    wait for each other get micro-batches of similar cost."""
     with_room: list[tuple[float, int, list[int]]] = [(0.0, number, []) for number in range(len(cost) // size)]
     full = []
     for position in np.argsort(-cost, kind="stable").tolist():
@@ -51,17 +45,11 @@ def assign_pairs(cost: np.ndarray, size: int) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Tokens and cost of each pair in a run: padded, packed, or packed with prefix sharing.
+    """Tokens and cost of each pair in a run: padded, packed, or packed with prefix sharing."""
 
-    Attributes:
-        tokens: [N], tokens of both sequences of a pair; a shared prompt counts once.
-        longest: [N], tokens of the longer sequence, to which a micro-batch is padded; None: packed.
-        cost: [N], work in tokens. A layer of hidden size h takes 24 h^2 FLOPs per token, and 4 h per (query, key).
-    """
-
-    tokens: np.ndarray
-    longest: np.ndarray | None
-    cost: np.ndarray
+    tokens: np.ndarray  # [N], of both sequences of a pair; a shared prompt counts once
+    longest: np.ndarray | None  # [N], of the longer sequence, to which a micro-batch is padded; None: packed
+    cost: np.ndarray  # [N], work in tokens: a layer of hidden size h takes 24 h^2 FLOPs a token, 4 h a (query, key)
 
     @classmethod
     def of(cls, lengths: Lengths, packed: bool, shared: bool) -> "Layout":
@@ -128,7 +116,6 @@ class PairSampler(Sampler[int]):
 
     @classmethod
     def of(cls, lengths: Lengths, args: TrainConfig, shared: bool) -> "PairSampler":
-        """The sampler of a run."""
         strategy = args.train_sampling_strategy
         seed = args.seed if args.data_seed is None else args.data_seed
         per_device = args.per_device_train_batch_size

@@ -275,9 +275,8 @@ def _encode_sanitized(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
     """The ids of prompt, prompt+chosen and prompt+rejected; special tokens of the messages are ordinary text."""
     tokenizer = copy.copy(tokenizer)
     tokenizer.chat_control_tokens = []  # only special tokens: a template's <think> stays a token
-    encode = functools.partial(
-        _renderer(row, tokenizer), tokenize=True, sanitize_control_tokens=True, return_dict=False
-    )
+    render = _renderer(row, tokenizer)
+    encode = functools.partial(render, tokenize=True, sanitize_control_tokens=True, return_dict=False)
     prompt, chosen, rejected = (row[part] for part in PARTS)
     return [encode(prompt, add_generation_prompt=True), encode(prompt + chosen), encode(prompt + rejected)]
 

@@ -5,6 +5,7 @@ All thresholds are here; docs/health.md explains them with their sources.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -114,10 +115,6 @@ def _check_displacement(log: Log, run: RunFacts, limit: float = 1.0) -> Evidence
     return _find_streak(log, 3, figures, loss_per_token, limit, begins=0.3 * limit)
 
 
-def _check_displacement_begins(log: Log, run: RunFacts) -> Evidence | None:
-    return _check_displacement(log, run, limit=0.5)
-
-
 def _check_divergence(log: Log, run: RunFacts) -> Evidence | None:
     if not run.sigmoid:
         return None
@@ -167,5 +164,5 @@ RULES = (
     GuardRule("divergence", True, _check_divergence, _DIVERGED),
     GuardRule("standstill", True, _check_standstill, _STUCK),
     GuardRule("repetition", True, _check_answers, f"{_LOWER_LR}, and resume from an earlier checkpoint"),
-    GuardRule("displacement_begins", False, _check_displacement_begins, _BEGINS),
+    GuardRule("displacement_begins", False, partial(_check_displacement, limit=0.5), _BEGINS),
 )

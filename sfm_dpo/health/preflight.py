@@ -55,8 +55,7 @@ def check_vocabulary(tokens: Dataset, tokenizer: PreTrainedTokenizerBase, vocab_
     first = tokens.select(range(min(len(tokens), 1000)))
     ids = {tokenizer.pad_token_id, tokenizer.eos_token_id}
     for name in ("prompt_ids", "chosen_ids", "rejected_ids"):
-        for row in first[name]:
-            ids.update(row)
+        ids.update(*first[name])
     if max(ids) >= vocab_size:
         raise UserError(
             f"model_name_or_path {tokenizer.name_or_path}: its tokenizer returns id {max(ids)}, but the model has "

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_utils import HubStrategy
 
 from sfm_dpo.common.distributed import environment_outside_launcher, is_main_process
 from sfm_dpo.common.files import PROJECT
@@ -38,7 +37,7 @@ class PushCheckpoints(TrainerCallback):
 
     def on_save(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         is_last = state.global_step >= state.max_steps or control.should_training_stop
-        if is_last or not is_main_process() or args.hub_strategy == HubStrategy.END:
+        if is_last or not is_main_process() or args.hub_strategy == "end":
             return
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         self._pushes = {command: push for command, push in self._pushes.items() if push.poll() is None}

@@ -159,7 +159,6 @@ def _read_score(scores: dict, metric: str, name: str) -> dict[str, Any]:
 
 
 def _read_samples(result: dict, task: str, metric: str, name: str) -> dict[Any, float]:
-    """The value of each sample whose value is a number."""
     samples = [sample for sample in result["samples"].get(task, []) if sample["filter"] == name]
     return {s["doc_id"]: float(s[metric]) for s in samples if isinstance(s.get(metric), int | float)}
 

@@ -48,7 +48,6 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
 
 
 def format_recipe_line(result: dict[str, Any]) -> str:
-    """The line to paste into a recipe."""
     best = result["recommendation"]
     kept = f"keeps {best['tokens_kept']:.1%} of the response tokens"
     return f"max_length: {best['max_length']}  # leaves {best['untouched']:.1%} of the pairs untouched, {kept}"

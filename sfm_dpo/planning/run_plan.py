@@ -50,12 +50,11 @@ def find_gpu(asked: str | None) -> tuple[str, float | None]:
 
 @dataclass(frozen=True)
 class Cluster:
-    """`num_gpus` GPUs on each of `num_nodes` nodes; `mfu` maps each efficiency, at which hours are computed, to its
-    source; `memory_ratio` is measured over planned memory."""
+    """`gpus` GPUs of one kind; `mfu` maps each efficiency, at which hours are computed, to its source; `memory_ratio`
+    is measured over planned memory."""
 
     gpu: str
-    num_gpus: int
-    num_nodes: int = 1
+    gpus: int
     mfu: Mapping[float, str] = field(default_factory=PUBLISHED_MFU.copy)
     memory_ratio: float = 1.0
     memory: float | None = None  # bytes; default: GPU_MEMORY
@@ -63,10 +62,6 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.gpu not in GPU_MEMORY:
             raise UserError(f"--gpu {self.gpu.lower()}: choose one of {', '.join(GPU_MEMORY).lower()}")
-
-    @property
-    def gpus(self) -> int:
-        return self.num_gpus * self.num_nodes
 
     def calibrated(self, path: Path) -> "Cluster":
         """With the efficiency and memory that check_gpu.sh measured; unchanged if it ran on another GPU."""

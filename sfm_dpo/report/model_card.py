@@ -1,6 +1,7 @@
 """The model card, README.md: results, training, usage and reproduction, from the files in a run's folder."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ LAUNCHERS = {"ZeRO-2": "accelerate_config.yaml"}  # by `launch` in data.json
 LAUNCHERS |= {"ZeRO-3": "configs/accelerate/zero3.yaml", "FSDP2": "configs/accelerate/fsdp2.yaml"}
 # Prefixes of fields about this run's machine and project, which do not matter to somebody who reproduces it.
 _LOCAL = tuple("output_dir run_name push_to report_to dataset_num dataloader_ project hub_ trackio_ logging_".split())
+_PATH = re.compile(r"(?<![^\s'\"{=,])/[^\s'\"{},]+")  # an absolute path as a word of a text
 
 
 def write_model_card(
@@ -83,10 +85,14 @@ def write_model_card(
 
 def hide_paths(value: Any) -> Any:
     """`value` with `path/to/NAME` for each absolute path: paths mean nothing elsewhere and may contain a user name."""
+    if isinstance(value, dict):
+        return {name: hide_paths(item) for name, item in value.items()}
     if isinstance(value, list):
         return [hide_paths(item) for item in value]
-    if isinstance(value, str) and os.path.isabs(value):
+    if isinstance(value, str) and os.path.isabs(value):  # with spaces
         return f"path/to/{Path(value).name}"
+    if isinstance(value, str):  # a command, or JSON
+        return _PATH.sub(lambda found: f"path/to/{Path(found[0]).name}", value)
     return value
 
 

@@ -104,7 +104,6 @@ def format_summary(run: Path) -> str:
 
 
 def describe_run(facts: dict[str, Any]) -> list[str]:
-    """The run described in full sentences."""
     state = facts["status"].get("state")
     config = facts["config"]
     data = facts["data"]
@@ -167,7 +166,6 @@ def evaluation_tables(evaluation: dict[str, Any]) -> list[tuple[tuple[str, ...],
 
 
 def format_evaluation(evaluation: dict[str, Any]) -> str:
-    """The tables as text for the terminal."""
     return "\n\n".join(format_table(rows, headings, "llrrrl") for headings, rows in evaluation_tables(evaluation))
 
 
@@ -196,7 +194,6 @@ def format_metric(name: str, value: float, pairs: int) -> str:
 
 
 def format_yaml(values: dict[str, Any]) -> str:
-    """Nested values as readable text."""
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 

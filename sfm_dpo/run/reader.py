@@ -98,7 +98,6 @@ def _read_file(path: Path, kind: type) -> Any:
 
 
 def _read_log(path: Path) -> list[dict[str, Any]]:
-    """The entries of LOG; none if it is absent."""
     entries = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError):  # a line cut off by a kill

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from sfm_dpo.common.distributed import broadcast, is_main_process
 from sfm_dpo.common.files import format_clock, write_atomically
@@ -119,7 +118,7 @@ class CheckpointCallback(TrainerCallback):
     def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         trainer.accelerator.wait_for_everyone()
-        checkpoint = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         mark_complete(checkpoint, {"step": state.global_step, **trainer.resume_facts()})
         trainer.position.saving = None
         log.info(f"checkpoint saved in {time.monotonic() - trainer.position.moved:.1f} s")
@@ -159,10 +158,6 @@ def describe_best(args: TrainingArguments, state: TrainerState) -> dict[str, Any
     return {"best": best | {"better_base": base if is_better else None}}
 
 
-def format_entry(entry: dict[str, Any]) -> str:
-    return json.dumps(entry) + "\n"
-
-
 class ProgressLine(TrainerCallback):
     """Writes a log line, log.jsonl and status.json at each logging step; a progress bar would fill the log."""
 
@@ -171,7 +166,8 @@ class ProgressLine(TrainerCallback):
         self.first_step = state.global_step
         self.kept: dict[str, float] = {}
         if state.is_world_process_zero:  # removes what an earlier start logged after this checkpoint
-            write_atomically(Path(args.output_dir) / LOG, "".join(map(format_entry, state.log_history)))
+            entries = [json.dumps(entry) + "\n" for entry in state.log_history]
+            write_atomically(Path(args.output_dir) / LOG, "".join(entries))
         write_status(args.output_dir, "running", step=state.global_step, max_steps=state.max_steps)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):
@@ -180,7 +176,7 @@ class ProgressLine(TrainerCallback):
         if not state.is_world_process_zero:
             return
         with (Path(args.output_dir) / LOG).open("a") as file:
-            file.write(format_entry(state.log_history[-1]))
+            file.write(json.dumps(state.log_history[-1]) + "\n")
         if not (prefix or "loss" in logs):
             return
         parts = [f"step {state.global_step}/{state.max_steps}"]

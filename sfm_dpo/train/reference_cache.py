@@ -230,11 +230,8 @@ class ReferenceCache:
         """Computes the shards that no other job is computing, and waits for the others. All ranks must call it: under
         ZeRO-3 and FSDP2 each forward needs all of them. Only rank 0 takes leases, writes, and raises DiskFull.
 
-        Args:
-            forward: rows of a batch -> [B, 2] sums of log-probs, chosen and rejected.
-            progress: called with the number of tokens left and the owner of the shard that this job waits for; may
-                raise.
-        """
+        `forward`: rows of a batch -> [B, 2] sums of log-probs, chosen and rejected. `progress` is called with the
+        tokens left and the owner of the shard that this job waits for; it may raise."""
         with explain_cache_errors(self.folder, DiskFull):
             while numbers:
                 mine, numbers, owner = broadcast(self._take(numbers))

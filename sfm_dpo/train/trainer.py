@@ -189,8 +189,6 @@ class SFMDPOTrainer(UpstreamFixes):
         self._release_forward_model()
         return super().train(*args, **kwargs)
 
-    # ---- data
-
     def load_batch(self, dataset: Dataset, rows: Sequence[int]) -> dict[str, torch.Tensor]:
         """TRL's batch of these rows, [2B, L] with chosen sequences first, on the device."""
         return self._prepare_inputs(self.data_collator([dataset[int(row)] for row in rows]))
@@ -221,8 +219,6 @@ class SFMDPOTrainer(UpstreamFixes):
         order = [self.train_sampler.fingerprint(epoch) for epoch in range(math.ceil(epochs))]
         launch = self.resume_facts()["launch"]
         return {"train_tokens": self.train_tokens, "reference": self.reference_facts, "order": order, "launch": launch}
-
-    # ---- loss
 
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._compute_loss: logs rewards/* as sums over tokens even
     # if the loss uses means. Canary: test_canary_compute_loss
@@ -273,8 +269,6 @@ class SFMDPOTrainer(UpstreamFixes):
             ranks = self.accelerator.num_processes
             logs |= self.meter.metrics(dict(zip(self.meter.counts, totals, strict=True)), ranks)
         super().log(logs, start_time)
-
-    # ---- checkpoints
 
     def resume_facts(self) -> dict[str, Any]:
         """The facts that must be the same in a run that resumes from a checkpoint."""

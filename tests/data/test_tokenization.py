@@ -284,9 +284,6 @@ def test_load_tokenizer(tiny_folder, tmp_path):
         load(tmp_path / "no_eos")
 
 
-# ---- results of tools
-
-
 def trl_template(name: str) -> str:
     """A published template that TRL ships."""
     return (importlib.resources.files("trl") / f"chat_templates/{name}.jinja").read_text()

@@ -26,7 +26,6 @@ from tests.oracle import trained_logps
 from tests.toolbox import as_options, logged, pairs, with_tool
 
 MAX_LENGTH = 96
-BATCH = 8
 STEPS = 2
 RATE = 0.01
 FIELDS = {

@@ -175,15 +175,6 @@ def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, c
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.state_dict().items())
 
 
-def test_leaking_boundaries_are_told_from_rounding(tiny_folder, tmp_path, monkeypatch):
-    trainer = make_trainer(tiny_folder("llama"), tmp_path / "run", "--padding_free", "true")
-    assert compute_packed_difference(trainer, np.array([3, 5])) < 0.1
-    real = packing.boundary_mask  # and one sequence out of all:
-    monkeypatch.setattr(packing, "boundary_mask", lambda cu, *_: real(cu[[0, -1]], int(cu[-1])))
-    assert compute_packed_difference(trainer, np.array([3, 5])) > 10
-    assert judge_base_model({"packed_difference": 10.0}, "sigmoid_norm")[0] == "no-go"
-
-
 @pytest.mark.parametrize("bf16", ["false", "true"])
 @pytest.mark.parametrize("tokens", [20, 200, 2000])
 def test_one_key_of_another_sequence_is_seen_in_a_long_answer(tiny_folder, tmp_path, monkeypatch, bf16, tokens):
@@ -195,6 +186,7 @@ def test_one_key_of_another_sequence_is_seen_in_a_long_answer(tiny_folder, tmp_p
     assert compute_packed_difference(trainer, np.array([0])) < 1
     leak_one_key(monkeypatch)
     assert compute_packed_difference(trainer, np.array([0])) > 1
+    assert judge_base_model({"packed_difference": 1.1}, "sigmoid_norm")[0] == "no-go"
 
 
 @pytest.mark.slow

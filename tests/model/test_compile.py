@@ -139,9 +139,6 @@ def test_on_cuda_in_bfloat16(architecture, checkpointing):
     assert torch._dynamo.utils.counters["graph_break"] == {}
 
 
-# ---- bytes that a layer moves
-
-
 class ByteCounter(TorchDispatchMode):
     """Adds up what eager operators read and write; views, matrix products and attention count nothing."""
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from sfm_dpo.common.statistics import wilson
-from sfm_dpo.report.model_card import write_model_card
+from sfm_dpo.report.model_card import hide_paths, write_model_card
 from sfm_dpo.report.page import changed_fields, format_summary, main, write_report
 from sfm_dpo.report.plots import PANELS, draw_curves, read_constants
 from sfm_dpo.run.reader import first_and_last, read_run
@@ -150,6 +150,12 @@ def test_perf_metrics_and_long_runs_are_drawn_and_constants_are_not(tmp_path):
     assert {path.stem for path in (tmp_path / "figures").iterdir()} == {"loss", "perf_mfu"}
     assert "math" in drawn["Loss"]
     assert read_constants(log) == {"perf/padding_fraction": 0.0, "perf/peak_memory_gib": 80.2}
+
+
+def test_no_path_of_this_machine_is_in_the_card():
+    given = ["/home/me/x y.jsonl", "sbatch /home/me/e.sh {out}", '{"m": "/home/me/m"}', "https://x.org/a", "a/b"]
+    shown = ["path/to/x y.jsonl", "sbatch path/to/e.sh {out}", '{"m": "path/to/m"}', "https://x.org/a", "a/b"]
+    assert hide_paths({"values": given}) == {"values": shown}
 
 
 def test_secrets_in_the_files_do_not_reach_the_report_that_the_command_writes(

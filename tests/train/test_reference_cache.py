@@ -129,9 +129,6 @@ def test_damaged_shards_are_noticed(tmp_path, damage):
     assert not list(tmp_path.glob("*.partial"))
 
 
-# ---- real models
-
-
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(reference_cache, "HF_CACHE_HOME", str(tmp_path / "hf"))

@@ -62,9 +62,6 @@ def one_batch(trainer):
     return loss.item(), {name: values[-1] for name, values in trainer._metrics["train"].items()}, rows
 
 
-# ---- the loss
-
-
 @pytest.mark.parametrize("architecture", ["gpt_neox", "olmo3"])
 @pytest.mark.parametrize("packed", ["--padding_free=false", "--padding_free=true"])
 def test_sigmoid_norm_with_beta_5_is_open_instructs_dpo_norm(tiny_folder, tmp_path, architecture, packed):
@@ -133,9 +130,6 @@ def test_every_metric_is_recorded_once_a_batch(tiny_folder, tmp_path):
     assert set(counts.values()) == {2}, counts
 
 
-# ---- training
-
-
 def test_held_out_metrics_of_tokens_depend_on_no_batch_size(tiny_folder, tmp_path):
     """Against each sequence alone: pairs of other lengths count by their tokens."""
     trainer = make_trainer(tiny_folder("llama"), tmp_path, "--padding_free=true")
@@ -190,9 +184,6 @@ def test_lora_trains_the_adapter_and_its_reference_is_the_base(tiny_folder, tmp_
     merged = trainer.model.merge_and_unload().state_dict()
     expected = open_instruct_dpo_norm(by_hand(folder, merged, rows), beta=5).mean().item()
     assert loss == pytest.approx(expected, abs=1e-4)
-
-
-# ---- the check of step 0
 
 
 def test_step_0_stops_a_run_whose_policy_is_not_its_reference(tiny_folder, tmp_path):

@@ -318,8 +318,6 @@ def test_canary_datasets_json(tmp_path):
     assert loaded["content"][:] == [42, "Yes.", ["parts"]]
 
 
-# ---- The comments
-
 COMMENT = re.compile(r"Upstream: (\w+ [\d.]+), (\S+), ([^:]+): (.+?)\.? Canary: (test_canary_\w+)")
 START = "<!-- upstream -->"
 END = "<!-- /upstream -->"
