@@ -79,10 +79,13 @@ class Lease:
             self._lock.acquire(blocking=False)
         except Timeout:
             return False
-        with self.path.open("a") as file:  # filelock ignores lines it does not know
-            file.write(f"owner={json.dumps(this_process())}\n")
+        with suppress(FileNotFoundError), self.path.open("r+") as file:  # another contender may have just moved it
+            file.seek(0, os.SEEK_END)
+            file.write(f"owner={json.dumps(this_process())}\n")  # filelock ignores lines it does not know
             sync(file)
-        return True
+        if not self._lock.is_lock_held_by_us:
+            self.release()
+        return self._lock.is_locked
 
     def _is_expired(self) -> bool:
         try:

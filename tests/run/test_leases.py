@@ -132,6 +132,14 @@ def test_one_of_many_at_once_wins_and_a_stale_lock_is_taken_over_by_one(tmp_path
             process.communicate()
 
 
+def test_a_lease_that_is_moved_before_its_owner_is_written_is_lost(tmp_path, monkeypatch):
+    """A contender takes a file without an owner's line for a damaged one."""
+    lease = Lease(tmp_path / "a.lease")
+    real = lease._lock.acquire
+    monkeypatch.setattr(lease._lock, "acquire", lambda **kwargs: real(**kwargs) and lease.path.unlink())
+    assert not lease._acquire() and not lease.path.exists()
+
+
 def test_what_a_killed_process_had_is_taken_over_by_one_of_those_who_wait(disk, monkeypatch):
     code = "import sys, time; from pathlib import Path; from sfm_dpo.run.leases import Lease\n"
     code += "lease = Lease(Path(sys.argv[1])); print(lease.take(), flush=True); time.sleep(600)"
