@@ -33,7 +33,7 @@ class TrainConfig(DPOConfig):
 
     output_dir: str = HfArg(default="outputs/dpo", help="Folder of the run.")
     # The objective: open-instruct's `dpo_norm` with beta 5.
-    loss_type: list[str] = HfArg(default_factory=lambda: ["sigmoid_norm"], help=f"Of {', '.join(LOSS_TYPES)}.")
+    loss_type: list[str] = HfArg(default_factory=lambda: ["sigmoid_norm"], help=f"Any of {', '.join(LOSS_TYPES)}.")
     beta: float = HfArg(default=5.0, help="Inverse temperature of the implicit reward.")
     learning_rate: float = HfArg(default=1e-6, help="Peak learning rate of AdamW.")
     lr_scheduler_type: SchedulerType = HfArg(default="linear", help="Learning rate schedule.")

@@ -32,13 +32,11 @@ def arguments_for_trl(args: TrainConfig) -> TrainConfig:
     derived.save_total_limit = None  # run/checkpoint.py, `rotate`: after a checkpoint is marked complete
     derived.remove_unused_columns = False  # the collator reads one more
     derived.load_best_model_at_end = False  # run/checkpoint.py, `copy_best`: whatever the launcher
-    # One object, not empty, under both names: TRL adds use_reentrant, which LoRA needs under ZeRO-3, to the deprecated
-    # one alone
-    kwargs = {"every_n_layers": 1} | (args.activation_checkpointing_kwargs or {})
-    derived.gradient_checkpointing_kwargs = derived.activation_checkpointing_kwargs = kwargs
-    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: padding_free warns and pads.
-    # Canary: test_canary_padding_free
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: padding_free warns and pads; sets use_reentrant,
+    # which LoRA needs under ZeRO-3, under a deprecated name that Trainer does not read. Canary: test_canary_arguments
     derived.padding_free = False
+    kwargs = {"every_n_layers": 1} | (args.activation_checkpointing_kwargs or {})
+    derived.gradient_checkpointing_kwargs = derived.activation_checkpointing_kwargs = kwargs  # so both names have it
     # Upstream: transformers 5.23, trainer.py, Trainer._build_accelerator_args: torch_compile compiles all layers
     # into one graph; no field selects accelerate's regional compilation. Canary: test_canary_torch_compile
     derived.torch_compile = False

@@ -24,7 +24,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, Trainer, TrainerCallback
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import DPOConfig, DPOTrainer
@@ -68,10 +68,27 @@ def process_group(monkeypatch):
     dist.destroy_process_group()
 
 
-def test_canary_padding_free(tmp_path):
+def test_canary_arguments(tmp_path, monkeypatch):
     trainer = make(tmp_path, padding_free=True)
     batch = trainer.data_collator([trainer.train_dataset[i] for i in range(2)])
     assert not trainer.padding_free and not batch["attention_mask"].all()
+
+    real = DPOConfig.__post_init__
+
+    def under_zero3(self):
+        real(self)
+        self.deepspeed_plugin = SimpleNamespace(zero_stage=3)
+
+    def read_arguments(self, args, **kwargs):
+        assert args.gradient_checkpointing_kwargs == {"use_reentrant": True}
+        assert args.activation_checkpointing_kwargs is None
+        raise InterruptedError
+
+    monkeypatch.setattr(DPOConfig, "__post_init__", under_zero3)
+    monkeypatch.setattr(Trainer, "__init__", read_arguments)
+    model = get_peft_model(tiny_model("llama", **SMALL), LoraConfig(target_modules="all-linear"))
+    with pytest.raises(InterruptedError):
+        make(tmp_path, model, precompute_ref_log_probs=True, gradient_checkpointing=True)
 
 
 def test_canary_prepare_dataset(tmp_path, trainer):
