@@ -58,7 +58,7 @@ def list_members(grid: Grid) -> dict[Path, dict[str, list[str]]]:
         words: dict[str, list[str]] = {}
         for name, value in zip(grid.fields, values, strict=True):
             items = value if isinstance(value, list) else [value]
-            words[name] = [item if isinstance(item, str) else json.dumps(item, default=str) for item in items]
+            words[name] = [item if isinstance(item, str) else json.dumps(item) for item in items]
         if broken := [name for name, texts in words.items() if "\n" in "".join(texts)]:
             raise UserError(f"fields: a value of {broken[0]} contains a line break; remove it")
         parts = [f"{name}={re.sub('[^A-Za-z0-9.+-]+', '-', '-'.join(texts))}" for name, texts in words.items()]

@@ -111,6 +111,7 @@ def test_a_recipe_for_gpus_is_taken_as_it_is(tmp_path, recipe):
     fields = "bf16: true, report_to: [wandb], eval_fraction: 0.1, eval_strategy: steps, eval_steps: 5, use_peft: true"
     fields += ", global_batch_size: 128, guard_generations: 10, padding_free: true, torch_compile: true"
     fields += ", train_sampling_strategy: batch_rebalance, save_strategy: steps, gradient_checkpointing: true"
+    fields += ", save_steps: 5, load_best_model_at_end: true, metric_for_best_model: loss"
     path.write_text(f"{{{fields}}}")
     result = run_parity(["--config", str(path), *recipe("llama")], ["packed"], pairs=2)
     assert result["variants"][1]["verdict"] == "rounding"

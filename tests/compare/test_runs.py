@@ -114,8 +114,8 @@ def test_a_killed_run_has_what_it_logged_since_its_checkpoint(tmp_path):
     killed = write_run(tmp_path / "killed", {})
     state = json.loads((whole / "trainer_state.json").read_text())
     (killed / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in state["log_history"][:3]))
-    with (killed / "log.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')
+    with (killed / "log.jsonl").open("ab") as file:
+        file.write(b'5\n[1]\n{"loss": 1}\n\xff\n{"step": 4, "lo')
     for newest in (0, 2):  # no checkpoint, and that of step 2
         old = {"global_step": newest, "log_history": state["log_history"][:newest]}
         (killed / "trainer_state.json").write_text(json.dumps(old))

@@ -13,13 +13,14 @@ ANSWERS = {
     "other script": "当然可以。1. Привет, мир",
 }
 PLAIN = ["", "A hyphen - here\n- and\n- there, `code`, a http word.", "Café, Ærø, Łódź, tiếng Việt.", "π = 3.14159"]
+PLAIN += ["I can't help but smile at this, and I cannot help it."]
 
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_each_trait_is_found_in_the_answer_and_not_in_the_think_block(name):
     answers = [ANSWERS[name], f"<think>Hm.</think>{ANSWERS[name]}", f"<think>{ANSWERS[name]}</think>Yes.", *PLAIN]
     found = find_traits(answers)
-    assert found[name] == [True, True] + [False] * 5
+    assert found[name] == [True, True] + [False] * 6
     assert not any(any(has) for other, has in found.items() if other != name)
 
 

@@ -253,9 +253,11 @@ def test_what_the_pairs_teach(analyze, tmp_path):
 
 
 def test_sides_by_a_column(analyze):
+    """Also one that the first hundred rows do not have."""
     rows = [pair(i) | {"domain": None if i == 9 else "math" if i % 3 else "code"} for i in range(10)]
+    rows = [pair(i) for i in range(110)] + rows
     by_domain = {row["source"].rpartition(": ")[2]: row["pairs"] for row in analyze(rows, by="domain")["sides"]}
-    assert by_domain == {"math": 6, "code": 3, "None": 1}
+    assert by_domain == {"math": 6, "code": 3, "None": 111}
     with pytest.raises(UserError, match=r"--by topic: .*jsonl has no such column; it has chosen, rejected, domain"):
         analyze(rows, by="topic")
 
