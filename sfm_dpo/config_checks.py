@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from transformers.utils import is_flash_attn_2_available
 
 from sfm_dpo.common.errors import UserError, nearest
@@ -21,6 +22,9 @@ LOSS_TYPES = (
 ).split()
 # Losses whose log-ratios are means over response tokens; the others in TRL use sums.
 LENGTH_NORMALIZED_LOSSES = {"sigmoid_norm", "ipo"}
+# Of TRL's DPOTrainer.__init__, which raises for others after the model has been loaded
+F_DIVERGENCE_LOSSES = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
+SORTING_LOSSES = {"aot", "aot_unpaired"}  # their value depends on which pairs are sorted together
 
 HELD_OUT = "eval"  # the pairs of eval_fraction, beside the names of eval_datasets
 EVAL_METRICS = """loss rewards/chosen rewards/rejected rewards/margins rewards/average rewards/accuracies logps/chosen
@@ -77,6 +81,9 @@ def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> It
     if summed and c.beta >= 1 and not c.allow_unnormalized_beta:
         why = f"loss_type {summed[0]} sums log-probs over tokens, for which beta is usually 0.1"
         yield "beta", f"{why}; use loss_type sigmoid_norm, or beta 0.1, or allow_unnormalized_beta: true"
+    yield from find_loss_conflicts(c, training)
+    if c.use_peft and {"lm_head", "embed_out"} & {*(c.lora_target_modules or ())}:
+        yield "lora_target_modules", "the fused LM head would ignore its adapter; remove it"
     if c.prefix_sharing and not c.padding_free:
         yield "prefix_sharing", "needs padding_free: true"
     sharded = "true" in (os.environ.get("ACCELERATE_USE_DEEPSPEED"), os.environ.get("ACCELERATE_USE_FSDP"))
@@ -115,9 +122,31 @@ def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> It
         yield "gradient_accumulation_steps", f"{accumulated}; remove the field"
     if training and c.attn_implementation == "flash_attention_2" and not is_flash_attn_2_available():
         yield "attn_implementation", "needs flash-attn and a GPU; remove it: padding_free: true works without both"
+    gpus = torch.cuda.device_count()
+    if training and world_size == 1 and gpus > 1 and not c.use_cpu:
+        yield "use_cpu", f"one process sees {gpus} GPUs; use accelerate launch, or set CUDA_VISIBLE_DEVICES=0"
     launched = "LOCAL_RANK" in os.environ or any(name.startswith("ACCELERATE_USE_") for name in os.environ)
     if training and c.deepspeed and not launched:
         yield "deepspeed", "no launcher started this process; use accelerate launch --config_file ..., which sets it"
+
+
+def find_loss_conflicts(c: argparse.Namespace, training: bool) -> Iterator[tuple[str, str]]:
+    """Fields that one of the losses does not support or that would make it depend on the micro-batch."""
+    losses = set(c.loss_type)
+    if "exo_pair" in losses and not c.label_smoothing:
+        yield "label_smoothing", "exo_pair needs a value above 0, for instance 0.001"
+    if "robust" in losses and c.label_smoothing >= 0.5:
+        yield "label_smoothing", "robust needs a value below 0.5, the share of swapped labels"
+    if c.f_divergence_type != "reverse_kl" and (others := losses - F_DIVERGENCE_LOSSES):
+        yield "f_divergence_type", f"loss_type {min(others)} supports only reverse_kl; remove the field"
+    if c.use_weighting and (others := losses & {*SORTING_LOSSES, "sft"}):
+        yield "use_weighting", f"loss_type {min(others)} has no loss of a single pair; remove one of the two"
+    if not losses & SORTING_LOSSES:
+        return
+    if training and c.per_device_train_batch_size != c.global_batch_size:
+        yield "loss_type", "sorts the pairs of a micro-batch, which must be the global batch of a single process"
+    if c.eval_fraction or c.eval_datasets:
+        yield "loss_type", "sorts the pairs of an evaluation batch; remove eval_fraction and eval_datasets"
 
 
 def check_fields(namespace: argparse.Namespace, world_size: int, training: bool) -> None:

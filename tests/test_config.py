@@ -1,19 +1,22 @@
 """Configuration: precedence, YAML's traps, wrong input, and a dump that reads back."""
 
+import ast
 import dataclasses
+import inspect
 import json
 import os
+import re
 
 import huggingface_hub
 import pytest
 import yaml
 from transformers import TrainingArguments
-from trl import DPOConfig
+from trl import DPOConfig, DPOTrainer
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config import parse_config, resolve_report_to
-from sfm_dpo.config_checks import REFUSED
+from sfm_dpo.config_checks import LOSS_TYPES, REFUSED
 
 NEEDED = {"model_name_or_path": "org/model", "dataset_name": "pairs.jsonl", "use_cpu": True}
 
@@ -124,6 +127,7 @@ def test_values_that_no_run_can_have(parse, option):
 
 BEST = {"load_best_model_at_end": True, "eval_fraction": 0.1, "eval_datasets": {"math": "m.jsonl"}}
 BEST |= {"eval_strategy": "steps", "eval_steps": 500}
+SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_train_batch_size": 2}
 
 
 @pytest.mark.parametrize(
@@ -146,6 +150,12 @@ BEST |= {"eval_strategy": "steps", "eval_steps": 500}
         ({"dataset_name": "absent"}, ["dataset_name"]),
         ({"loss_type": "sigmoid_nrm"}, ["sigmoid_nrm", "did you mean sigmoid_norm"]),
         ({"loss_type": ["sigmoid_norm", "sft"], "loss_weights": [1.0]}, ["loss_weights"]),
+        ({"loss_type": "exo_pair", "beta": 0.1}, ["label_smoothing 0.0: exo_pair needs a value above 0"]),
+        ({"loss_type": "robust", "beta": 0.1, "label_smoothing": 0.5}, ["label_smoothing 0.5: robust needs a value"]),
+        ({"loss_type": "aot", "beta": 0.1}, ["loss_type ['aot']: sorts the pairs of a micro-batch"]),
+        (SORTED | {"eval_fraction": 0.1}, ["loss_type ['aot']: sorts the pairs of an evaluation batch"]),
+        ({"loss_type": ["sigmoid_norm", "sft"], "use_weighting": True}, ["use_weighting True: loss_type sft"]),
+        ({"use_peft": True, "lora_target_modules": ["lm_head"]}, ["lora_target_modules ['lm_head']: the fused LM"]),
         ({"report_to": "wanbd"}, ["report_to wanbd", "wandb"]),
         ({"gradient_accumulation_steps": 3}, ["gradient_accumulation_steps 3", "makes it 16"]),
         ({"global_batch_size": 10, "per_device_train_batch_size": 4}, ["10", "4 x 1 process(es); choose 8 or 12"]),
@@ -197,6 +207,23 @@ def test_olmos_beta_with_a_loss_on_sums_is_refused_and_says_why(parse, loss):
     assert parse({"loss_type": loss, "beta": 5, "allow_unnormalized_beta": True}).train.beta == 5
     assert parse({"loss_type": loss, "beta": 0.1}).train.beta == 0.1
     assert parse({"loss_type": ["sigmoid_norm", "sft"], "beta": 5}).train.beta == 5
+
+
+@pytest.mark.parametrize("loss", LOSS_TYPES)
+def test_an_f_divergence_has_the_losses_that_trl_accepts(parse, loss):
+    allowed = re.search(r"f_divergence_loss_types = (\{.*?\})", inspect.getsource(DPOTrainer.__init__))
+    fields = {"loss_type": loss, "beta": 0.1, "label_smoothing": 0.1, "f_divergence_type": "forward_kl"}
+    fields |= {"global_batch_size": 2, "per_device_train_batch_size": 2}
+    if loss in ast.literal_eval(allowed[1]):
+        assert parse(fields).train.loss_type == [loss]
+    else:
+        assert f"f_divergence_type forward_kl: loss_type {loss} supports" in refused(parse, fields)
+
+
+def test_one_process_and_several_gpus(parse, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert "use_cpu False: one process sees 4 GPUs" in refused(parse, {"use_cpu": False})
 
 
 def test_accumulation_follows_from_the_number_of_processes(parse):

@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from torch.nn.functional import avg_pool1d
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sfm_dpo.common.distributed import broadcast, is_main_process
 from sfm_dpo.common.errors import PreflightRefused, UserError
@@ -48,6 +48,21 @@ def list_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[
     """Ids that end a response, from the tokenizer and the model's generation config."""
     of_model = model.generation_config.eos_token_id if model.can_generate() else None
     return {tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])}
+
+
+def count_wrong_rope_layers(config: PretrainedConfig) -> int:
+    """Kinds of layer of an OLMo 3 that have the wrong RoPE scaling; 0 for other models.
+
+    Full attention is YaRN-scaled if the context is longer than the 8,192 tokens of pretraining; sliding attention is
+    never scaled. Flat `rope_parameters` lose the scaling, and nothing else shows it.
+    """
+    if config.model_type != "olmo3":
+        return 0
+    parameters = config.rope_parameters or {}
+    sliding = parameters.get("sliding_attention") or {}
+    full = parameters.get("full_attention") or {}
+    is_lost = config.max_position_embeddings > 8192 and full.get("rope_type") != "yarn"
+    return is_lost + (sliding.get("rope_type", "default") != "default")
 
 
 def check_vocabulary(tokens: Dataset, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
@@ -146,6 +161,7 @@ def run_preflight(trainer, config: Config) -> dict[str, Any]:
     model = trainer.accelerator.unwrap_model(trainer.model)
     rows = list(dataset.select(sample))
     figures |= inspect_tokens(rows, lengths, list_eos(model, tokenizer), args.max_length)
+    figures["rope_layers"] = float(count_wrong_rope_layers(model.config.get_text_config()))
     figures["control_tokens"] = float(np.mean(dataset["control_tokens"][:]))
     if args.padding_free:
         size = lengths.prompt + responses.max(axis=1)

@@ -14,11 +14,17 @@ import train_dpo
 from scripts import preflight
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.tokenization import Lengths, tokenize_pairs
-from sfm_dpo.health.preflight import check_vocabulary, compute_packed_difference, inspect_tokens, run_preflight
+from sfm_dpo.health.preflight import (
+    check_vocabulary,
+    compute_packed_difference,
+    count_wrong_rope_layers,
+    inspect_tokens,
+    run_preflight,
+)
 from sfm_dpo.health.preflight_rules import compute_pair_figures, judge_base_model
 from sfm_dpo.model import packing
 from tests.oracle import by_hand
-from tests.tiny_models import tiny_tokenizer
+from tests.tiny_models import tiny_config, tiny_tokenizer
 from tests.toolbox import on_cpu, pairs, user, with_tool
 from tests.train.test_trainer import make_trainer
 from tests.train.test_trainer import pairs as toy_pairs
@@ -137,6 +143,19 @@ def leak_one_key(monkeypatch):
         return real(cu, max_length + 1, cu_keys.int(), keys.int(), order.int())
 
     monkeypatch.setattr(packing, "boundary_mask", mask)
+
+
+def test_rope_scaling_of_olmo_3():
+    config = tiny_config("olmo3")
+    assert count_wrong_rope_layers(config) == 0
+    config.rope_parameters["sliding_attention"] = config.rope_parameters["full_attention"]
+    assert count_wrong_rope_layers(config) == 1
+    # Flat parameters: transformers reads neither yarn nor its factor for any layer
+    flat = tiny_config("olmo3", rope_parameters={"rope_type": "yarn", "factor": 8.0}, max_position_embeddings=65536)
+    assert count_wrong_rope_layers(flat) == 1
+    assert count_wrong_rope_layers(tiny_config("olmo3", max_position_embeddings=65536)) == 0
+    assert count_wrong_rope_layers(tiny_config("llama", max_position_embeddings=65536)) == 0
+    assert judge_base_model({"rope_layers": 1.0}, "sigmoid_norm")[0] == "no-go"
 
 
 @pytest.mark.parametrize("tools", [False, True])
