@@ -17,12 +17,12 @@ sfm_dpo.setup()
 
 import logging
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback
-from trl import get_peft_config, get_quantization_config
 
-from sfm_dpo.common.distributed import broadcast, is_main_process, main_process_first
+from sfm_dpo.common.distributed import is_main_process, main_process_first
 from sfm_dpo.common.errors import PreflightDone, StopRequested
 from sfm_dpo.common.files import write_json
 from sfm_dpo.config import Config, parse_config
@@ -35,8 +35,7 @@ from sfm_dpo.hub.callback import PushCheckpoints
 from sfm_dpo.hub.publish import check_push, push_finished
 from sfm_dpo.jobs.eval_command import Evaluations
 from sfm_dpo.jobs.training_run import Run, report
-from sfm_dpo.model.attention import choose_flash
-from sfm_dpo.model.loading import load_model_config, model_init_kwargs
+from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.model.sharding import checkpoint_bytes, disable_deepspeed_shm
 from sfm_dpo.run.checkpoint import (
     check_best,
@@ -51,9 +50,10 @@ from sfm_dpo.run.checkpoint import (
 from sfm_dpo.run.folder import DATA, describe, read_mapping, write_status
 from sfm_dpo.run.reader import eval_prefix
 from sfm_dpo.train.callbacks import Position, ProgressLine, StopCallback
-from sfm_dpo.train.fit_memory import fit_memory
+from sfm_dpo.train.frozen_model import frozen_model
 from sfm_dpo.train.profiler import Profiler
 from sfm_dpo.train.reference_cache import add_reference, make_folder, reference_root
+from sfm_dpo.train.settings import Settings, decide_settings
 from sfm_dpo.train.trainer import SFMDPOTrainer, build_sampler
 
 log = logging.getLogger("sfm_dpo")
@@ -66,8 +66,8 @@ def main(argv: list[str]) -> int:
         config = parse_config(argv)
         evaluations = Evaluations(config.train)
         if run.begin(config):
-            pairs, tokenizer, checkpoint = load(config)
-            trainer = build_trainer(config, pairs, tokenizer, checkpoint, run.position)
+            pairs, tokenizer, settings, checkpoint = load(config)
+            trainer = build_trainer(config, settings, pairs, tokenizer, run.position)
             trainer.add_callback(evaluations)
             add_reference(trainer)
             check(config, trainer, checkpoint)
@@ -82,8 +82,8 @@ def main(argv: list[str]) -> int:
     return run.exit_code
 
 
-def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
-    """The tokenised pairs, the tokenizer, and the checkpoint that the run resumes from, or None."""
+def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Settings, Path | None]:
+    """The tokenised pairs, the tokenizer, the settings, and the checkpoint that the run resumes from, or None."""
     args = config.train
     log.info(config.tracking)
     model_config = load_model_config(config)  # first: a wrong path costs a second, not a download
@@ -102,40 +102,32 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
     log.info(f"data\n{pairs.table()}")
     if checkpoint:  # before the model is loaded
         check_resume(checkpoint, {"train_tokens": hash_tokens(pairs.train)}, args.ignore_resume_mismatch)
-    facts = pairs.as_dict()
-    kept = read_mapping(Path(args.output_dir) / DATA) if checkpoint else {}
-    if args.fit_memory:
-        facts["fit_memory"] = fit_memory(config, pairs.train, model_config, kept.get("fit_memory", {}))
-    facts["flash_attention"] = broadcast(choose_flash(args.flash_attention, kept.get("flash_attention")))
-    sampler = build_sampler(pairs.train, args)
+    before = read_mapping(Path(args.output_dir) / DATA).get("settings", {}) if checkpoint else {}
+    eval_on_start = bool(pairs.held_out()) and checkpoint is None  # held-out metrics before as well as after
+    settings = decide_settings(config, pairs.train, model_config, before, eval_on_start)
+    sampler = build_sampler(pairs.train, args, settings.micro_batch)
     if left_out := len(pairs.train) - len(sampler):
         which = "the last ones" if args.train_sampling_strategy == "sequential" else "drawn anew each epoch"
         log.info(f"{left_out} pairs do not fill a last batch of {args.global_batch_size} and are left out, {which}")
     if is_main_process():
-        describe(config, facts, step_of(checkpoint))
+        describe(config, pairs.as_dict() | {"settings": asdict(settings)}, step_of(checkpoint))
         pairs.write_dropped(Path(args.output_dir) / "dropped.jsonl")
         write_status(args.output_dir, "running", step=step_of(checkpoint))
-    args.flash_attention = facts["flash_attention"]  # resolved_config.yaml keeps the requested value
-    return pairs, tokenizer, checkpoint
+    return pairs, tokenizer, settings, checkpoint
 
 
 def build_trainer(
-    config: Config, pairs: Pairs, tokenizer: PreTrainedTokenizerBase, checkpoint: Path | None, position: Position
+    config: Config, settings: Settings, pairs: Pairs, tokenizer: PreTrainedTokenizerBase, position: Position
 ) -> SFMDPOTrainer:
     """Loads the model, and packs it if the configuration asks for that."""
-    args = config.train
-    args.eval_on_start = bool(pairs.held_out()) and checkpoint is None  # held-out metrics before as well as after
-    args.model_init_kwargs = model_init_kwargs(config)
     trainer = SFMDPOTrainer(
-        model=config.model.model_name_or_path,
-        args=args,
+        config,
+        settings,
         train_dataset=pairs.train,
         eval_dataset=pairs.held_out() or None,
         processing_class=tokenizer,
-        quantization_config=get_quantization_config(config.model),
-        peft_config=get_peft_config(config.model),
         position=position,
-        callbacks=[ProgressLine(), *([PushCheckpoints(position.advance)] if args.push_to_hub else [])],
+        callbacks=[ProgressLine(), *([PushCheckpoints(position.advance)] if config.train.push_to_hub else [])],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
@@ -148,10 +140,11 @@ def check(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
     if not args.preflight_only:  # it writes no checkpoint
         size = checkpoint_bytes(trainer.model, trainer.zero_stage, trainer.is_fsdp_enabled)
         check_disk(args.output_dir, size, peak_checkpoint_count(args, COLLAPSE_STEPS))
+    settings = trainer.settings
+    batch = f"{settings.micro_batch} x {settings.accumulation_steps} accumulation x {args.world_size} process(es)"
     log.info(
         f"training {args.output_dir}: {len(trainer.train_dataset):,} pairs, global batch {args.global_batch_size} = "
-        f"{args.per_device_train_batch_size} x {args.gradient_accumulation_steps} accumulation x {args.world_size} "
-        f"process(es), loss {'+'.join(args.loss_type)}, beta {args.beta:g}, lr {args.learning_rate:g}"
+        f"{batch}, loss {'+'.join(args.loss_type)}, beta {args.beta:g}, lr {args.learning_rate:g}"
     )
     if args.padding_free:
         log.info(f"padding-free, attention by {trainer.attention_kernel()}")
@@ -167,8 +160,9 @@ def check(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
         if args.load_best_model_at_end and (best := read_best(checkpoint)):
             check_best(best, args)
         log.info(f"resuming from {checkpoint}")
-    else:
-        preflight_phase(trainer, config)
+    elif args.preflight != "skip":
+        with frozen_model(trainer, "policy") as policy:
+            preflight_phase(trainer, policy, config)
     if args.preflight_only:
         raise PreflightDone("preflight_only: nothing was trained")
 

@@ -20,9 +20,9 @@ from bench.lengths import MAX_LENGTH, sample_lengths
 from bench.throughput import BATCH, MODELS, ROOT, SHIPPED, VARIANTS, recipe_of
 from sfm_dpo.config import parse_config
 from sfm_dpo.model.flops import ForwardFlops
-from sfm_dpo.train.fit_memory import fit_memory
 from sfm_dpo.train.metrics import CountingCollator, Meter, peak_memory_gib
 from sfm_dpo.train.reference_cache import add_reference
+from sfm_dpo.train.settings import decide_settings
 from sfm_dpo.train.trainer import SFMDPOTrainer
 
 CPU_SHAPE = {"hidden_size": 256, "intermediate_size": 688, "vocab_size": 1024}
@@ -188,6 +188,7 @@ def make_trainer(job: dict) -> DPOTrainer:
         settings |= {"loss_type": ["sigmoid_norm"], "gradient_accumulation_steps": job["accumulation"]}
         return Stock(model=model, args=DPOConfig(**settings, model_init_kwargs=init_kwargs), **common)
     settings |= {"model_name_or_path": model, "max_prompt_length": max_length_of(job) // 2, "dataset_num_proc": 1}
+    settings |= {"model_init_kwargs": json.dumps(init_kwargs)}  # in the dtype of stock TRL, which is bf16 on a GPU
     settings |= {"dataset_name": "random ids", "global_batch_size": BATCH * job["accumulation"]}
     if variant in SHIPPED:
         settings["config"] = recipe_of(job)
@@ -198,10 +199,8 @@ def make_trainer(job: dict) -> DPOTrainer:
     if variant == SHIPPED[1]:
         settings["memory_gib"] = job["stock_peak_gib"]
     config = parse_config([f"--{name}={value}" for name, value in settings.items()])
-    if config.train.fit_memory:
-        fit_memory(config, pairs, AutoConfig.from_pretrained(model), {})
-    config.train.model_init_kwargs = init_kwargs
-    return SFMDPOTrainer(model=model, args=config.train, **common)
+    decided = decide_settings(config, pairs, AutoConfig.from_pretrained(model), {}, eval_on_start=False)
+    return SFMDPOTrainer(config, decided, **common)
 
 
 def matmul_rate() -> float:

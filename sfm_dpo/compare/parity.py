@@ -21,7 +21,7 @@ from sfm_dpo.common.files import format_table
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.health.preflight import check_vocabulary
-from sfm_dpo.model.loading import load_model_config, model_init_kwargs
+from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.train.trainer import SFMDPOTrainer
 
 log = logging.getLogger(__name__)
@@ -95,9 +95,7 @@ class ParityTrainer(SFMDPOTrainer):
         args.torch_compile_backend = (args.torch_compile_backend or "inductor") if variant.compiled else None
         if variant.attention != "packed":  # TRL would load "packed" by name before it is registered
             config.model.attn_implementation = variant.attention
-        args.model_init_kwargs = model_init_kwargs(config)
-        model = config.model.model_name_or_path
-        super().__init__(model=model, args=args, train_dataset=rows, processing_class=tokenizer)
+        super().__init__(config, train_dataset=rows, processing_class=tokenizer)
         self.step_0_checked = True  # the check would stop at the differences to be measured
         self.variant = variant
         # fp32 weights and bf16 arithmetic, as with the Trainer's `bf16: true`

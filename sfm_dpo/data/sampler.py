@@ -115,11 +115,10 @@ class PairSampler(Sampler[int]):
         self._steps: dict[int, list[np.ndarray]] = {}  # steps of the most recent epoch
 
     @classmethod
-    def of(cls, lengths: Lengths, args: TrainConfig, shared: bool) -> "PairSampler":
+    def of(cls, lengths: Lengths, args: TrainConfig, micro_batch: int, shared: bool) -> "PairSampler":
         strategy = args.train_sampling_strategy
         seed = args.seed if args.data_seed is None else args.data_seed
-        per_device = args.per_device_train_batch_size
-        return cls(lengths, strategy, args.global_batch_size, per_device, seed, args.padding_free, shared)
+        return cls(lengths, strategy, args.global_batch_size, micro_batch, seed, args.padding_free, shared)
 
     def __len__(self) -> int:
         return len(self.lengths) // self.global_batch * self.global_batch
@@ -198,7 +197,7 @@ def list_micro_batches(config: Config, lengths: Lengths, prefix_sharing: bool, r
     """The largest micro-batch of a run, which must fit into memory, for each usual number of pairs per device and the
     configured one, if the global batch is a multiple of it. `lengths` are truncated."""
     args = config.train
-    sampler = PairSampler.of(lengths, args, prefix_sharing)
+    sampler = PairSampler.of(lengths, args, config.micro_batch, prefix_sharing)
     micro_batches = []
     for size in sorted({*FIRST_STEPS_FOR, config.micro_batch}):
         if args.global_batch_size % (size * ranks):

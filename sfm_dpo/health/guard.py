@@ -96,7 +96,7 @@ class Guard(TrainerCallback):
         A collapse is detected up to COLLAPSE_STEPS after it began, so these are the newest checkpoint at least that
         old and the next one. Checkpoints further apart than that are not rotated too early.
         """
-        if not is_main_process() or self.last_healthy or self.trainer.train_config.save_total_limit is None:
+        if not is_main_process() or self.last_healthy or self.trainer.config.train.save_total_limit is None:
             return
         healthy = keep_before(args.output_dir, state.global_step - COLLAPSE_STEPS + 1, AUTHOR)
         after = [c for c in checkpoints(args.output_dir) if step_of(c) > step_of(healthy)]

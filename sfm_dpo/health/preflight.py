@@ -90,28 +90,27 @@ def check_reference(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         raise UserError(f"ref_model_name_or_path {name}: its chat template differs; copy the policy's into its folder")
 
 
-def compute_base_logps(trainer, rows: np.ndarray) -> np.ndarray:
-    """[len(rows), 2] sums of log-probs (nats) under the base model; all ranks compute them and get the same result."""
+def compute_base_logps(trainer, policy, rows: np.ndarray) -> np.ndarray:
+    """[len(rows), 2] sums of log-probs (nats) under `policy`, a FrozenModel; all ranks get the same result."""
     ranks = trainer.accelerator.num_processes
     padded = np.resize(rows, math.ceil(len(rows) / ranks) * ranks)  # every rank needs the same number of forwards
     mine = padded[trainer.accelerator.process_index :: ranks].tolist()
     size = trainer.args.per_device_train_batch_size
     sums: list[list[float]] = []
     for start in range(0, len(mine), size):
-        batch = trainer.load_batch(trainer.train_dataset, mine[start : start + size])
-        sums += torch.stack(trainer.compute_ref_log_probs(trainer.forward_model, batch), dim=1).float().tolist()
+        sums += policy.score(trainer.train_dataset, mine[start : start + size]).float().tolist()
     by_row = dict(gather_object(list(zip(mine, sums, strict=True))))
     return np.array([by_row[row] for row in rows.tolist()])
 
 
 @torch.no_grad()
-def compute_packed_difference(trainer, rows: np.ndarray) -> float:
+def compute_packed_difference(trainer, policy, rows: np.ndarray) -> float:
     """Largest difference between log-probs computed in one packed row and sequence by sequence, relative to its
     tolerance. Differences are averaged over WINDOW tokens, because a leaked key affects only an answer's first tokens.
 
     `rows`: pairs of the training set. The two sides of one pair are enough to reveal a leak between sequences.
     """
-    model = trainer.forward_model
+    model = policy.model
     batch = trainer.load_batch(trainer.train_dataset, rows)
     outputs = []
 
@@ -136,13 +135,12 @@ def compute_packed_difference(trainer, rows: np.ndarray) -> float:
     return max(differences) / (5 * LOGP_NOISE[trainer.accelerator.mixed_precision])
 
 
-def run_preflight(trainer, config: Config) -> dict[str, Any]:
-    """The content of preflight.json, the same on all ranks. All must call it while the policy is the base model.
+def run_preflight(trainer, policy, config: Config) -> dict[str, Any]:
+    """The content of preflight.json, the same on all ranks. `policy`: the base model as a FrozenModel (train/).
 
     With a reference cache it judges all pairs and computes only one, to compare packed with single sequences.
     """
     args = config.train
-    trainer.use_policy()
     dataset = trainer.train_dataset
     tokenizer = trainer.processing_class
     loss_type = main_loss(args.loss_type)
@@ -155,7 +153,7 @@ def run_preflight(trainer, config: Config) -> dict[str, Any]:
         logps = np.stack([reference["ref_chosen_logps"], reference["ref_rejected_logps"]], axis=1)
     else:
         judged = sample
-        logps = compute_base_logps(trainer, sample)
+        logps = compute_base_logps(trainer, policy, sample)
     figures = compute_pair_figures(logps.astype(np.float64), responses[judged], loss_type, args.beta)
 
     model = trainer.accelerator.unwrap_model(trainer.model)
@@ -166,7 +164,8 @@ def run_preflight(trainer, config: Config) -> dict[str, Any]:
     if args.padding_free:
         size = lengths.prompt + responses.max(axis=1)
         by_size = sample[np.argsort(size[sample], kind="stable")]
-        figures["packed_difference"] = compute_packed_difference(trainer, by_size[[(len(by_size) - 1) // 2]])
+        median = by_size[[(len(by_size) - 1) // 2]]
+        figures["packed_difference"] = compute_packed_difference(trainer, policy, median)
     sources = np.array(dataset["source"][:], dtype=object)
     ids = [row[name] for name in ("chosen_ids", "rejected_ids") for row in rows]
     traits = find_traits(tokenizer.batch_decode(ids, skip_special_tokens=True))
@@ -182,11 +181,9 @@ def run_preflight(trainer, config: Config) -> dict[str, Any]:
     return broadcast({"verdict": verdict, "reasons": reasons, "figures": figures, "findings": findings, "text": text})
 
 
-def preflight_phase(trainer, config: Config) -> None:
-    """Runs the preflight, logs it and writes preflight.json, unless `preflight` is skip."""
-    if config.train.preflight == "skip":
-        return
-    result = run_preflight(trainer, config)
+def preflight_phase(trainer, policy, config: Config) -> None:
+    """Runs the preflight, logs it and writes preflight.json. Raises PreflightRefused."""
+    result = run_preflight(trainer, policy, config)
     if is_main_process():
         write_json(Path(config.train.output_dir) / PREFLIGHT, result)
     log.info(result["text"])

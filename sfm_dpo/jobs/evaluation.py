@@ -23,7 +23,6 @@ from sfm_dpo.config import parse_config
 from sfm_dpo.config_checks import EVAL_METRICS, HELD_OUT
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.hub.publish import Source, find_source, stage_files
-from sfm_dpo.model.loading import model_init_kwargs
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import format_evaluation, write_report
 from sfm_dpo.run.reader import EVALUATION, EVALUATIONS, read_run, read_scores
@@ -176,14 +175,10 @@ def evaluate_pairs(source: Source, model: Path, dataset: str, limit: int | None)
     config = parse_config(["--config", f"{model}/pairs.yaml"])
     tokenizer = load_tokenizer(config)
     pairs = load_token_pairs(config, tokenizer).train
-    config.train.model_init_kwargs = model_init_kwargs(config)
+    adapter = PeftConfig.from_pretrained(model) if (model / ADAPTER_CONFIG_NAME).is_file() else None
+    held_out = {HELD_OUT: pairs}
     trainer = SFMDPOTrainer(
-        model=config.model.model_name_or_path,
-        args=config.train,
-        train_dataset=pairs,
-        eval_dataset={HELD_OUT: pairs},
-        processing_class=tokenizer,
-        peft_config=PeftConfig.from_pretrained(model) if (model / ADAPTER_CONFIG_NAME).is_file() else None,
+        config, train_dataset=pairs, eval_dataset=held_out, processing_class=tokenizer, peft_config=adapter
     )
     add_reference(trainer)
     log.info(f"computing the trained model on {len(pairs):,} pairs")

@@ -226,7 +226,7 @@ def check_memory(place: Place) -> Result:
         fields["global_batch_size"] = 2 * max(FIRST_STEPS_FOR) * place.processes
         fields["max_samples"] = 4 * fields["global_batch_size"]
     steps = place.train("memory", "zero2", max_steps=4, **fields)
-    planned = json.loads((place.folder / "memory" / DATA).read_text())["fit_memory"]["bytes"] / 2**30
+    planned = json.loads((place.folder / "memory" / DATA).read_text())["settings"]["fit_memory"]["bytes"] / 2**30
     measured = max(step["perf/peak_memory_gib"] for step in steps)
     shutil.rmtree(place.folder / "memory")  # the complete model
     place.calibration["memory_ratio"] = measured / planned

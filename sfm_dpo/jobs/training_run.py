@@ -79,7 +79,7 @@ class Run:
         assert self.folder and self.watchdog
         self.watchdog.stop()
         clear_stop(self.folder)  # a request to stop came too late
-        best = describe_best(trainer.train_config, trainer.state)
+        best = describe_best(trainer.config.train, trainer.state)
         write_status(self.folder, "done", 0, step=trainer.state.global_step, files=list_weights(self.folder), **best)
         folder = self.folder
         self.folder = None  # later errors no longer change its state

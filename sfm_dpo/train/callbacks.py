@@ -1,4 +1,4 @@
-"""Callbacks of a run: position of each rank, exact resume, complete checkpoints, stopping on request, progress."""
+"""Callbacks of a run: position of each rank, stopping on request, progress."""
 
 import json
 import logging
@@ -6,12 +6,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from sfm_dpo.common.distributed import broadcast, is_main_process
+from sfm_dpo.common.distributed import broadcast
 from sfm_dpo.common.files import format_clock, write_atomically
-from sfm_dpo.run.checkpoint import mark_complete, rotate, stop_requested
+from sfm_dpo.run.checkpoint import stop_requested
 from sfm_dpo.run.folder import write_status
 from sfm_dpo.run.reader import LOG, eval_prefix
 
@@ -57,85 +56,18 @@ class Position(TrainerCallback):
     on_save = on_evaluate = on_train_begin = on_step_end
 
 
-class ResumeCallback(TrainerCallback):
-    """Restores what Transformers 5.23 and TRL 1.16 do not: the order of the epoch and the count of tokens."""
-
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
-
-    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: restarts num_tokens at 0 in a resumed run,
-    # in the private _total_train_tokens. Canary: test_canary_num_tokens
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        logged = [int(entry["num_tokens"]) for entry in state.log_history if "num_tokens" in entry]
-        self.trainer._total_train_tokens = max(logged, default=0)
-        # Upstream: deepspeed 0.19, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.initialize_optimizer_states:
-        # allocates no moments, so memory peaks after the first step. Canary: test_canary_zero_optimizer_state
-        allocate_optimizer_state(self.trainer.optimizer.optimizer)  # of accelerate's wrapper
-
-    def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        sampler = self.trainer.train_sampler
-        steps_per_epoch = len(sampler) // sampler.global_batch
-        sampler.set_epoch(state.global_step // steps_per_epoch)
-        sampler.is_over = state.global_step >= state.max_steps  # a run may resume from its last step
-
-
-def allocate_optimizer_state(optimizer: Any) -> None:
-    """Gives torch's Adam and AdamW, alone or in DeepSpeed's ZeRO, the state that their first update would allocate.
-
-    The first step holds the largest micro-batch: with this, what does not fit into memory shows there. An update with
-    gradients and learning rate 0 leaves weights and moments as they are; its count is taken back.
-    """
-    adam = getattr(optimizer, "optimizer", optimizer)
-    if adam.state or not isinstance(adam, torch.optim.Adam):  # AdamW is a subclass
-        return
-    partitions = getattr(optimizer, "fp32_partitioned_groups_flat", [])  # of ZeRO-3, whose Adam gets one at a time
-    for number, partition in enumerate(partitions):
-        adam.param_groups[optimizer.sub_group_to_group_id[number]]["params"].append(partition)
-    rates = [group["lr"] for group in adam.param_groups]
-    parameters = [parameter for group in adam.param_groups for parameter in group["params"]]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    for group in adam.param_groups:
-        group["lr"] = 0.0
-    adam.step()
-    for parameter in parameters:
-        parameter.grad = None
-    for group, rate in zip(adam.param_groups, rates, strict=True):
-        group["lr"] = rate
-        if partitions:
-            group["params"] = []
-    for state in adam.state.values():
-        state["step"].zero_()
-
-
-class CheckpointCallback(TrainerCallback):
-    """Marks a checkpoint as complete once all ranks have written their part, then deletes the oldest checkpoints.
-    Transformers would delete while ranks still write, and would count a checkpoint that a kill left incomplete."""
-
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
-
-    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        trainer = self.trainer
-        trainer.accelerator.wait_for_everyone()
-        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        mark_complete(checkpoint, {"step": state.global_step, **trainer.resume_facts()})
-        trainer.position.saving = None
-        log.info(f"checkpoint saved in {time.monotonic() - trainer.position.moved:.1f} s")
-        if is_main_process():
-            rotate(args.output_dir, trainer.train_config.save_total_limit)
-        trainer.accelerator.wait_for_everyone()
-
-
 class StopCallback(TrainerCallback):
     """Ends the run after the step at which rank 0 sees the stop file: all ranks save and exit together."""
 
     def __init__(self) -> None:
         self.stopped = False
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         # A run that is killed and resumed from a checkpoint then logs the same values as an undisturbed run
         control.should_log = control.should_log or control.should_save
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        self.on_epoch_end(args, state, control)
         # Rank 0 decides: a rank that checked a moment earlier could continue alone and hang
         if broadcast(stop_requested(args.output_dir)) and state.global_step < state.max_steps:
             self.stopped = True

@@ -39,19 +39,9 @@ BATCH_SIZES = {
 
 
 def fit_memory(config: Config, dataset: Dataset, shape: PretrainedConfig, kept: dict[str, Any]) -> dict[str, Any]:
-    """Chooses on rank 0 the fields that the configuration leaves open, sets them in `config.train` on all ranks, and
-    returns them for data.json. `kept`, the choice of the resumed run or empty, is used again if it fits. Raises
-    UserError if no setting fits."""
-    choice = broadcast(main_process_first(lambda: _choose(config, dataset, shape, kept)))
-    args = config.train
-    args.per_device_train_batch_size = choice["per_device"]
-    args.gradient_accumulation_steps = args.global_batch_size // (choice["per_device"] * args.world_size)
-    if "gradient_checkpointing" in config.fitted:
-        every = choice["every_n_layers"]
-        kwargs = {"use_reentrant": False, "every_n_layers": every} if every else None
-        args.gradient_checkpointing = args.activation_checkpointing = every > 0
-        args.gradient_checkpointing_kwargs = args.activation_checkpointing_kwargs = kwargs
-    return choice
+    """Chooses on rank 0 the fields that the configuration leaves open. `kept`, the choice of the resumed run or empty,
+    is used again if it fits. Raises UserError if no setting fits."""
+    return broadcast(main_process_first(lambda: _choose(config, dataset, shape, kept)))
 
 
 def _choose(config: Config, dataset: Dataset, shape: PretrainedConfig, kept: dict[str, Any]) -> dict[str, Any]:
@@ -99,7 +89,7 @@ def explain_out_of_memory(error: BaseException, position: Position, run: Path) -
     remedy += "a smaller max_length, or more GPUs under LAUNCH=zero3 or fsdp2"
     if position.phase == "training":
         what += f", step {position.step + 1}"
-        if smaller := read_mapping(run / DATA).get("fit_memory", {}).get("smaller"):
+        if smaller := read_mapping(run / DATA).get("settings", {}).get("fit_memory", {}).get("smaller"):
             remedy = f"the next smaller setting of fit_memory: {smaller}"
     if position.inputs:
         mask = position.inputs["attention_mask"].cpu()

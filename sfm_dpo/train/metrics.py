@@ -1,4 +1,4 @@
-"""Rewards on the scale of the loss, the check of step 0, exact means of held-out metrics, and throughput.
+"""Rewards on the scale of the loss, the check of step 0, exact means of logged metrics, and throughput.
 
 TRL 1.16 logs `rewards/*` as sums over tokens even if the loss uses means; these metrics replace them.
 """
@@ -25,6 +25,11 @@ def loss_scale(completion_mask: torch.Tensor, loss_type: str) -> torch.Tensor:
     """[2B]: the divisor of each sequence's log-ratio in the loss: its response tokens (mask [2B, L]), or 1."""
     lengths = completion_mask.sum(dim=1).clamp(min=1)
     return lengths if loss_type in LENGTH_NORMALIZED_LOSSES else torch.ones_like(lengths)
+
+
+def count_chosen(completion_mask: torch.Tensor) -> torch.Tensor:
+    """Mean number of trained tokens that a chosen response has in a micro-batch, mask [2B, L]; [] fp32."""
+    return completion_mask.chunk(2)[0][:, 1:].sum(dim=1).float().mean()
 
 
 def reward_metrics(
@@ -63,7 +68,7 @@ def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], logps, ref_log
     UserError with the cause, found by computing the micro-batch `inputs` again with `model`. `logps` and `ref_logps`
     [2B]: with another reference model, two computations by one model (the policy, or the cached reference)."""
     accelerator = trainer.accelerator
-    other = trainer.train_config.ref_model_name_or_path
+    other = trainer.config.train.ref_model_name_or_path
     scale = loss_scale(inputs["completion_mask"], main_loss(trainer.loss_types))
     margins = reward_metrics(logps, ref_logps, scale, trainer.beta)["rewards/margins"]
     tolerance = step_0_tolerance(inputs["completion_mask"], scale, trainer.beta, accelerator.mixed_precision)
@@ -102,41 +107,50 @@ def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], logps, ref_log
 
 
 class MetricSums:
-    """Sums and counts of held-out metrics, whose means depend neither on batches nor on ranks. Only the first `pairs`
-    pairs of this rank count; any more are repeats."""
+    """Sums and counts of logged metrics, whose means depend neither on micro-batches nor on ranks. They stay on the
+    device until `means`. With `pairs`, only this rank's first so many pairs count; any more are repeats."""
 
-    def __init__(self, pairs: int):
+    def __init__(self, pairs: int | None = None):
         self.pairs_left = pairs
-        self.sums: dict[str, float] = {}
-        self.counts: dict[str, float] = {}
+        self.sums: dict[str, tuple[Any, Any]] = {}  # by metric: total and count
 
-    def add(self, loss: torch.Tensor, rewards: dict[str, torch.Tensor], outputs: Any, completion_mask) -> None:
-        """Adds a batch: its mean loss, rewards [B] each, and the per-token fields [2B, L - 1] of TRL's fused head."""
-        counted = self.pairs_left > 0
-        pairs = len(completion_mask) // 2 if counted else 0
-        self.pairs_left -= pairs
-        mask = completion_mask[:, 1:].bool()
-        chosen, rejected = mask.chunk(2)
+    def add(self, batch_means: dict[str, Any], pair_metrics: dict[str, torch.Tensor], outputs: Any, mask) -> None:
+        """Adds a batch: means over its pairs, metrics of each pair [B], and the per-token fields [2B, L - 1] of TRL's
+        fused head. `mask` [2B, L]: the tokens that are trained."""
+        pairs = len(mask) // 2
+        if self.pairs_left is not None:
+            pairs = min(pairs, self.pairs_left)
+            self.pairs_left -= pairs
+        counts = bool(pairs)
+        for name, mean in batch_means.items():
+            self._add(name, mean * pairs, pairs)
+        for name, values in pair_metrics.items():
+            self._add(name, values.sum() * counts, pairs)
+        predicted = mask[:, 1:].bool()
+        chosen, rejected = predicted.chunk(2)
         chosen_logits, rejected_logits = outputs.mean_logits.chunk(2)
-        self._add("loss", loss * pairs, pairs, counted)
-        for name, values in rewards.items():
-            self._add(name, values.sum(), pairs, counted)
-        self._add("entropy", outputs.entropy[mask].sum(), mask.sum(), counted)
-        self._add("logits/chosen", chosen_logits[chosen].sum(), chosen.sum(), counted)
-        self._add("logits/rejected", rejected_logits[rejected].sum(), rejected.sum(), counted)
-        self._add("mean_token_accuracy", outputs.is_top1.chunk(2)[0][chosen].sum(), chosen.sum(), counted)
+        of_tokens = {
+            "entropy": (outputs.entropy, predicted),
+            "logits/chosen": (chosen_logits, chosen),
+            "logits/rejected": (rejected_logits, rejected),
+            "mean_token_accuracy": (outputs.is_top1.chunk(2)[0].float(), chosen),
+        }
+        for name, (values, tokens) in of_tokens.items():
+            self._add(name, torch.where(tokens, values, 0.0).sum() * counts, tokens.sum() * counts)
 
-    def _add(self, name: str, total: Any, count: Any, counted: bool) -> None:
-        self.sums[name] = self.sums.get(name, 0.0) + float(total) * counted
-        self.counts[name] = self.counts.get(name, 0.0) + float(count) * counted
+    def _add(self, name: str, total: Any, count: Any) -> None:
+        if isinstance(total, torch.Tensor):
+            total = total.detach().double()
+        before, counted = self.sums.get(name, (0.0, 0))
+        self.sums[name] = (before + total, counted + count)
 
     def means(self) -> dict[str, float]:
         """Means over all ranks; all ranks must call it."""
-        parts = gather((self.sums, self.counts))
+        parts = gather({name: (float(total), float(count)) for name, (total, count) in self.sums.items()})
         means = {}
         for name in self.sums:
-            total = sum(sums[name] for sums, _ in parts)
-            means[name] = total / max(sum(counts[name] for _, counts in parts), 1)
+            count = sum(part[name][1] for part in parts)
+            means[name] = sum(part[name][0] for part in parts) / max(count, 1)
         return means
 
 

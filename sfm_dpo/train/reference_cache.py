@@ -1,10 +1,11 @@
 """Reference cache: the reference model's log-probs, computed once, in shards in $HF_HOME/sfm_dpo/reference/<key>.
 
-The key covers what changes the log-probs and nothing else. A killed pass resumes at its first missing shard, and
-concurrent jobs with the same key share the work.
+The key covers what changes the log-probs and nothing else. A killed pass resumes at its first missing shard. One job
+at a time computes; others with the same key wait for it and read what it has written.
 """
 
 import errno
+import functools
 import hashlib
 import json
 import logging
@@ -39,13 +40,14 @@ from sfm_dpo.model.sharding import hash_weights
 from sfm_dpo.run.checkpoint import stop_requested
 from sfm_dpo.run.folder import write_status
 from sfm_dpo.run.leases import Lease, describe_owner, read_owner
+from sfm_dpo.train.frozen_model import FrozenModel, frozen_model
 from sfm_dpo.train.metrics import check_step_0
 
 BATCH_TOKENS = {"cuda": 32_768, "cpu": 4_096}  # per batch, including padding; the same for all jobs of a cache
 COMPILATION = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
 CACHE_FORMAT = 2  # raise it when the same key would mean other log-probs or another layout of the shards
 NFS_SECONDS = 60  # NFS's acdirmax: for so long a client may remember that a file did not exist
-POLL_SECONDS = 0.5  # between checks for the shards that others compute
+POLL_SECONDS = 2.0  # between attempts to take the lease
 REPORT_SECONDS = 10.0
 # Parts of the key that name kernels. Do not reword them: the key would change, and all caches would be computed again
 SDPA = "scaled_dot_product_attention, sequence by sequence ({0.type}, {1}, head size {2})"
@@ -55,6 +57,8 @@ DELTA_NETS = {
     "fla": "; gated delta nets by fla and causal_conv1d",
     "transformers": "; gated delta nets sequence by sequence",
 }
+Score = Callable[[np.ndarray], torch.Tensor]  # rows of a batch -> [B, 2] sums of log-probs, chosen and rejected
+Report = Callable[[int, int, str], None]  # tokens done, tokens to do, owner of the lease that this job waits for
 SHARD_PAIRS = 256  # at 15,000 tokens/s and 8,192 tokens a sequence, a kill loses less than five minutes of work
 
 log = logging.getLogger(__name__)
@@ -63,57 +67,61 @@ log = logging.getLogger(__name__)
 def add_reference(trainer: Any) -> None:
     """Adds the columns ref_chosen_logps and ref_rejected_logps to the trainer's data. All ranks must call it before
     training, when the policy is still the base model, even in a resumed run. Raises StopRequested and DiskFull."""
-    if not trainer.train_config.precompute_ref_log_probs:
+    if not trainer.config.train.precompute_ref_log_probs:
         return
-    settings = describe_settings(trainer)
-    held_out = trainer.eval_dataset or {}
-    earlier_shards = 0
-    for name, dataset in {"train": trainer.train_dataset, **held_out}.items():
-        lengths = Lengths.of(dataset).truncate(trainer.args.max_length).computed(trainer.prefix_sharing)
-        batch_tokens = BATCH_TOKENS[trainer.accelerator.device.type] // (1 if trainer.packed else 2)
-        if pairs := trainer.args.precompute_ref_batch_size:
-            batch_tokens = pairs * int(lengths.max(initial=1))
-        cache = ReferenceCache(cache_folder(dataset, settings), lengths, batch_tokens)
-        complete_cache(trainer, name, dataset, cache, earlier_shards)
-        earlier_shards += len(cache.shards)
-        logps = cache.read_all()
-        columns = Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})
-        with_columns = concatenate_datasets([dataset, columns], axis=1)
-        trainer.reference_facts[name] = {"key": cache.folder.name} | {key: str(settings[key]) for key in settings}
-        if name == "train":
-            trainer.train_dataset = with_columns
-            if trainer.train_config.ref_model_name_or_path:  # the reference is no longer in memory at step 0
-                rows = cache.batches(cache.shards[0])[0]
-                batch = trainer.load_batch(dataset, rows)
-                again = torch.cat(trainer.compute_ref_log_probs(trainer.forward_model, batch))
-                cached = torch.from_numpy(logps[rows].T.ravel()).to(again)
-                check_step_0(trainer, trainer.forward_model, batch, again, cached)
-        else:
-            held_out[name] = with_columns
+    splits = {"train": trainer.train_dataset, **(trainer.eval_dataset or {})}
+    with frozen_model(trainer, "reference") as reference:
+        key = describe_key(trainer, reference.model)
+        shards = 0
+        for name, dataset in splits.items():
+            lengths = Lengths.of(dataset).truncate(trainer.args.max_length).computed(trainer.prefix_sharing)
+            batch_tokens = BATCH_TOKENS[trainer.accelerator.device.type] // (1 if trainer.packed else 2)
+            if pairs := trainer.args.precompute_ref_batch_size:
+                batch_tokens = pairs * int(lengths.max(initial=1))
+            cache = ReferenceCache(cache_folder(dataset, key), lengths, batch_tokens)
+            report = report_progress(trainer, name, cache, shards)
+            logps = cached_logps(name, cache, functools.partial(reference.score, dataset), report)
+            shards += len(cache.shards)
+            trainer.reference_facts[name] = {"key": cache.folder.name} | {part: str(key[part]) for part in key}
+            if name == "train" and trainer.config.train.ref_model_name_or_path:  # absent at step 0
+                check_again(trainer, reference, dataset, cache.batches(cache.shards[0])[0], logps)
+            columns = Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})
+            splits[name] = concatenate_datasets([dataset, columns], axis=1)
+    trainer.train_dataset = splits.pop("train")
+    if splits:
+        trainer.eval_dataset = splits
 
 
-def describe_settings(trainer: Any) -> dict[str, Any]:
-    """The settings that change the log-probs of given tokens, for `cache_folder`. All ranks must call it."""
-    args = trainer.train_config
+def check_again(trainer: Any, reference: FrozenModel, dataset: Dataset, rows: np.ndarray, logps: np.ndarray) -> None:
+    """Raises UserError if the model does not compute the cached `logps` [N, 2] of these rows again."""
+    batch = trainer.load_batch(dataset, rows)
+    again = reference.score_batch(batch).T.flatten()
+    check_step_0(trainer, reference.model, batch, again, torch.from_numpy(logps[rows].T.ravel()).to(again))
+
+
+def describe_key(trainer: Any, model: Any) -> dict[str, Any]:
+    """What changes the log-probs that `model` gives the same tokens, for `cache_folder`. All ranks must call it."""
+    args = trainer.config.train
     weights = trainer._precompute_model_hash  # TRL's hash, taken before FSDP2 splits the weights
-    other_reference = args.ref_model_name_or_path
-    model = trainer.accelerator.unwrap_model(trainer.forward_model) if other_reference else trainer.bare_model()
-    adapter = is_peft_model(trainer.model) and not other_reference
+    adapter = is_peft_model(trainer.model) and not args.ref_model_name_or_path
     if trainer.zero_stage == 3 or adapter:
-        weights = hash_weights(trainer.forward_model, gather=trainer.zero_stage == 3, frozen_only=adapter)
+        weights = hash_weights(model, gather=trainer.zero_stage == 3, frozen_only=adapter)
+    bare = trainer.bare_model()
+    if args.ref_model_name_or_path:
+        bare = trainer.accelerator.unwrap_model(model)
     precision = trainer.accelerator.mixed_precision
     if precision != "no":  # in 16 bit, precision depends on the launcher
         regime = "FSDP2" if trainer.is_fsdp_enabled else "autocast"
         precision = f"{precision}, {'DeepSpeed' if trainer.zero_stage else regime}"
     kernel = None
     if trainer.packed:
-        kernel = kernel_token(trainer.attention_call(model), delta_net_kernel(model))
-    settings = {
+        kernel = kernel_token(trainer.attention_call(bare), delta_net_kernel(bare))
+    key = {
         "weights": weights,
-        "config": hash_config(model.config),
-        "dtype": next(trainer.forward_model.parameters()).dtype,
+        "config": hash_config(bare.config),
+        "dtype": next(model.parameters()).dtype,
         "precision": precision,
-        "attention": model.config._attn_implementation,
+        "attention": bare.config._attn_implementation,
         "kernel": kernel,
         "packed": trainer.packed,
         "compilation": {name: getattr(args, name) for name in COMPILATION},
@@ -125,8 +133,8 @@ def describe_settings(trainer: Any) -> dict[str, Any]:
         "format": CACHE_FORMAT,
     }
     if trainer.prefix_sharing:  # absent from the keys of older caches
-        settings["prefix_sharing"] = True
-    return settings
+        key["prefix_sharing"] = True
+    return key
 
 
 def kernel_token(call: tuple[torch.device, torch.dtype, int], delta_nets: str | None) -> str:
@@ -135,8 +143,8 @@ def kernel_token(call: tuple[torch.device, torch.dtype, int], delta_nets: str | 
     return (SDPA.format(*call) if name == "SDPA" else VARLEN.format(name)) + DELTA_NETS[delta_nets]
 
 
-def cache_folder(dataset: Dataset, settings: dict[str, Any]) -> Path:
-    text = json.dumps({key: str(value) for key, value in sorted(settings.items())})
+def cache_folder(dataset: Dataset, key: dict[str, Any]) -> Path:
+    text = json.dumps({part: str(value) for part, value in sorted(key.items())})
     digest = hashlib.sha256(f"{text} {hash_tokens(dataset)}".encode()).hexdigest()[:24]
     return reference_root() / digest
 
@@ -152,30 +160,18 @@ def make_folder(folder: Path) -> None:
             raise PermissionError(errno.EACCES, "cannot be written", str(folder))
 
 
-def complete_cache(trainer: Any, name: str, dataset: Dataset, cache: "ReferenceCache", earlier_shards: int) -> None:
-    # Only rank 0 checks: on NFS, a client that looks for a file before it is written may not see it for a minute
-    missing = broadcast(cache.missing_shards() if is_main_process() else [])
-    complete = len(cache.shards) - len(missing)
-    log.info(f"reference log-probs of the {name} pairs: {complete} of {len(cache.shards)} shards in {cache.folder}")
-    if not missing:
-        return
-    main_process_first(lambda: make_folder(cache.folder))
-    output_dir = trainer.args.output_dir
-    total = cache.count_tokens(missing)
+def report_progress(trainer: Any, name: str, cache: "ReferenceCache", earlier_shards: int) -> Report:
+    """A function that logs the reference pass of a split, and raises StopRequested if the run is asked to stop."""
     begin = time.monotonic()
     reported = begin
+    output_dir = trainer.args.output_dir
 
-    def forward(rows: np.ndarray) -> torch.Tensor:
-        batch = trainer.load_batch(dataset, rows)
-        return torch.stack(trainer.compute_ref_log_probs(trainer.forward_model, batch), dim=1)
-
-    def progress(tokens_left: int, owner: str) -> None:
+    def report(done: int, total: int, owner: str) -> None:
         nonlocal reported
         trainer.position.advance()
         now = time.monotonic()
         if now - reported > REPORT_SECONDS:
             reported = now
-            done = total - tokens_left
             rate = done / (now - begin)
             message = f"reference, {name}: {done / total:.0%} of {total:,} tokens, {rate:,.0f} tokens/s"
             if owner:
@@ -187,7 +183,21 @@ def complete_cache(trainer: Any, name: str, dataset: Dataset, cache: "ReferenceC
             shards = earlier_shards + len(cache.shards) - len(cache.missing_shards())
             raise StopRequested(message, shards=shards)  # a batch script requeues the job if their number has grown
 
-    cache.compute(missing, forward, progress)
+    return report
+
+
+def cached_logps(name: str, cache: "ReferenceCache", score: Score, report: Report) -> np.ndarray:
+    """[N, 2] sums of log-probs (nats) of all rows: read, or computed where the cache lacks them. All ranks must call
+    it: under ZeRO-3 and FSDP2 each forward needs all of them. Raises DiskFull."""
+    # Only rank 0 checks: on NFS, a client that looks for a file before it is written may not see it for a minute
+    missing = broadcast(cache.missing_shards() if is_main_process() else [])
+    complete = len(cache.shards) - len(missing)
+    log.info(f"reference log-probs of the {name} pairs: {complete} of {len(cache.shards)} shards in {cache.folder}")
+    if missing:
+        main_process_first(lambda: make_folder(cache.folder))
+        with explain_cache_errors(cache.folder, DiskFull):
+            cache.compute(missing, score, report)
+    return cache.read_all()
 
 
 class ReferenceCache:
@@ -201,7 +211,7 @@ class ReferenceCache:
         order = np.argsort(-lengths, kind="stable")
         size = max(1, min(SHARD_PAIRS, math.ceil(len(order) / 64)))
         self.shards = [order[i : i + size] for i in range(0, len(order), size)]
-        self.leases = [Lease(self.path(number).with_suffix(".lease")) for number in range(len(self.shards))]
+        self.lease = Lease(folder / "lease")
 
     def path(self, number: int) -> Path:
         return self.folder / f"{number:06}.safetensors"
@@ -224,28 +234,24 @@ class ReferenceCache:
             rows = rows[size:]
         return batches
 
-    def compute(
-        self, numbers: list[int], forward: Callable[[np.ndarray], torch.Tensor], progress: Callable[[int, str], None]
-    ) -> None:
-        """Computes the shards that no other job is computing, and waits for the others. All ranks must call it: under
-        ZeRO-3 and FSDP2 each forward needs all of them. Only rank 0 takes leases, writes, and raises DiskFull.
+    def compute(self, missing: list[int], score: Score, report: Report) -> None:
+        """Computes the missing shards, or waits for the job that holds the lease. Only rank 0 takes the lease and
+        writes. `report` is called with the tokens done and to do, and the owner that this job waits for; it may
+        raise."""
+        total = self.count_tokens(missing)
+        while not broadcast(is_main_process() and self.lease.take()):
+            absent = [number for number in missing if not self.path(number).exists()]
+            report(total - self.count_tokens(absent), total, describe_owner(read_owner(self.lease.path)))
+            time.sleep(POLL_SECONDS)
+        try:
+            # The last owner of the lease may have computed some of them
+            missing = broadcast(self.missing_shards() if is_main_process() else [])
+            for left in self._compute_batches(missing, score):
+                report(total - left, total, "")
+        finally:
+            self.lease.release()
 
-        `forward`: rows of a batch -> [B, 2] sums of log-probs, chosen and rejected. `progress` is called with the
-        tokens left and the owner of the shard that this job waits for; it may raise."""
-        with explain_cache_errors(self.folder, DiskFull):
-            while numbers:
-                mine, numbers, owner = broadcast(self._take(numbers))
-                try:
-                    for left in self._compute_batches(mine, forward):
-                        progress(left + self.count_tokens(numbers), "")
-                finally:
-                    for number in mine:
-                        self.leases[number].release()
-                if numbers and not mine:
-                    progress(self.count_tokens(numbers), owner)
-                    time.sleep(POLL_SECONDS)
-
-    def _compute_batches(self, numbers: list[int], forward: Callable[[np.ndarray], torch.Tensor]) -> Iterator[int]:
+    def _compute_batches(self, numbers: list[int], score: Score) -> Iterator[int]:
         """Computes shards; the ranks take their batches in turn. Yields the tokens left after each round."""
         work = [(number, rows) for number in numbers for rows in self.batches(self.shards[number])]
         parts: dict[int, list[np.ndarray]] = {number: [] for number in numbers}
@@ -253,35 +259,13 @@ class ReferenceCache:
         for start in range(0, len(work), world_size()):
             turn = work[start : start + world_size()]
             _, mine = turn[min(rank(), len(turn) - 1)]  # ranks without a batch repeat the last one
-            results = gather(forward(mine).float().cpu().numpy())
+            results = gather(score(mine).float().cpu().numpy())
             for (number, rows), logps in zip(turn, results, strict=False):
                 parts[number].append(logps)
                 left -= int(self.lengths[rows].sum())
                 if is_main_process() and sum(map(len, parts[number])) == len(self.shards[number]):
                     write_shard(self.path(number), self.shards[number], np.concatenate(parts[number]))
             yield left
-
-    def _take(self, todo: list[int]) -> tuple[list[int], list[int], str]:
-        """On rank 0: the shards to compute next, one per rank; the shards left; the owner of the first of these."""
-        mine: list[int] = []
-        left: list[int] = []
-        owner = ""
-        if not is_main_process():
-            return mine, left, owner
-        for number in todo:
-            lease = self.leases[number]
-            if len(mine) == world_size():
-                left.append(number)
-            elif self.read(number) is not None:
-                continue
-            elif not lease.take():
-                left.append(number)
-                owner = owner or describe_owner(read_owner(lease.path))
-            elif self.read(number) is not None:  # read again: the new file in the folder makes NFS ask the server
-                lease.release()
-            else:
-                mine.append(number)
-        return mine, left, owner
 
     def read_all(self) -> np.ndarray:
         """[N, 2] log-probs of all rows. Raises UserError if this host cannot read a shard that rank 0 has read."""

@@ -8,97 +8,106 @@ Micro-batches hold equal numbers of pairs (data/sampler.py), so their mean is th
 import logging
 import math
 import os
+from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import is_peft_model, release_memory
 from datasets import Dataset
 from peft.utils.error import NoMatchingPeftModuleError
-from transformers import TrainerCallback
-from trl.models import prepare_deepspeed
+from transformers import PreTrainedModel, TrainerCallback
+from trl import get_peft_config, get_quantization_config
 
-from sfm_dpo.common.distributed import is_main_process
+from sfm_dpo.common.distributed import gather
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config import TrainConfig
+from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import main_loss
-from sfm_dpo.data.sampler import ORDER_VERSION, PairSampler
+from sfm_dpo.data.sampler import PairSampler
 from sfm_dpo.data.tokenization import Lengths, hash_tokens
 from sfm_dpo.model.attention import activate_flash, check_shared_keys, kernel_name
 from sfm_dpo.model.flops import ForwardFlops
-from sfm_dpo.model.loading import load_model
+from sfm_dpo.model.loading import load_model, model_init_kwargs
 from sfm_dpo.model.packing import compile_layers, delta_net_kernel, enable_padding_free, why_not_shared
-from sfm_dpo.model.saving import fix_saved_files, read_base_config
+from sfm_dpo.model.saving import read_base_config
 from sfm_dpo.model.sharding import launched_with
-from sfm_dpo.run.checkpoint import COMPLETE
-from sfm_dpo.train.callbacks import CheckpointCallback, Position, ResumeCallback
-from sfm_dpo.train.metrics import CountingCollator, Meter, MetricSums, check_step_0, loss_scale, reward_metrics
+from sfm_dpo.train.callbacks import Position
+from sfm_dpo.train.checkpoints import CheckpointCallback, CompleteCheckpoints, ResumeCallback
+from sfm_dpo.train.evaluation import ExactEvaluation
+from sfm_dpo.train.metrics import (
+    CountingCollator,
+    Meter,
+    MetricSums,
+    check_step_0,
+    count_chosen,
+    loss_scale,
+    reward_metrics,
+)
+from sfm_dpo.train.settings import Settings
 from sfm_dpo.train.upstream import UpstreamFixes, arguments_for_trl
 
 log = logging.getLogger(__name__)
 
 
-class SFMDPOTrainer(UpstreamFixes):
+class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
     """TRL's DPOTrainer on the columns of data/tokenization.py, for one process, DDP, ZeRO-2, ZeRO-3 and FSDP2.
 
     With `precompute_ref_log_probs`, `add_reference` (reference_cache.py) must add the reference's columns before
     training. Raises UserError for a model that cannot be loaded or packed.
 
     Args:
-        model: folder or Hub id, loaded with `args.model_init_kwargs`.
-        args: kept unchanged as `train_config`; `self.args` is a copy for TRL (upstream.py, `arguments_for_trl`).
+        config: kept unchanged; `self.args` is a copy of its arguments for TRL (upstream.py, `arguments_for_trl`).
+        settings: by default those that the configuration asks for.
         kwargs: those of DPOTrainer.
     """
 
     data_collator: Any
-    ref_model: Any
-    forward_model: Any  # computes reference log-probs until training begins
+    loss_weights: list[Any]
+    ref_model: Any  # a separate reference model, while there is one
 
     def __init__(
         self,
+        config: Config,
+        settings: Settings | None = None,
         *,
-        model: str,
-        args: TrainConfig,
-        quantization_config: Any = None,
         position: Position | None = None,
         callbacks: Sequence[TrainerCallback] = (),
         **kwargs: Any,
     ):
-        self.train_config = args
+        args = config.train
+        self.config = config
+        self.settings = settings or Settings.of(config)
         self.position = position or Position()
         self.packed = args.padding_free
-        self.eval_sums = MetricSums(pairs=0)  # of the current evaluation
+        self.train_sums = MetricSums()  # since the last log
+        self.num_tokens = 0
         self.step_0_checked = False
         self.reference_facts: dict[str, Any] = {}  # by split: the cache that `add_reference` read or computed
         self.train_tokens = hash_tokens(kwargs["train_dataset"])
         if self.packed and not args.use_cpu:
-            activate_flash(args.flash_attention)
-        init_kwargs = {"trust_remote_code": args.trust_remote_code} | (args.model_init_kwargs or {})
-        if quantization_config is not None:
-            init_kwargs["quantization_config"] = quantization_config
+            activate_flash(self.settings.flash_attention)
+        kwargs.setdefault("peft_config", get_peft_config(config.model))
+        reference = None
         # FSDP2 splits the policy only when training begins, so even a cached reference needs its own model
         needs_reference = not args.precompute_ref_log_probs or launched_with() == "fsdp"
-        reference = None
-        if other := args.ref_model_name_or_path:
-            reference = load_model(other, init_kwargs | {"revision": "main"}, "ref_model_name_or_path")
-        elif needs_reference and kwargs.get("peft_config") is None:
-            reference = load_model(model, init_kwargs)
-        policy = load_model(model, init_kwargs)
-        self.base_config = read_base_config(model, init_kwargs.get("revision"), policy.config)
+        if args.ref_model_name_or_path:
+            reference = load_configured_model(config.reference)
+        elif needs_reference and kwargs["peft_config"] is None:
+            reference = load_configured_model(config)
+        policy = load_configured_model(config)
+        model = config.model
+        self.base_config = read_base_config(model.model_name_or_path, model.model_revision, policy.config)
         callbacks = [CheckpointCallback(self), ResumeCallback(self), *callbacks]
-        kwargs |= {"ref_model": reference, "args": arguments_for_trl(args), "callbacks": callbacks}
+        kwargs |= {"ref_model": reference, "args": arguments_for_trl(args, self.settings), "callbacks": callbacks}
         try:
             super().__init__(policy, **kwargs)
         except NoMatchingPeftModuleError as error:
             raise UserError(f"lora_target_modules: {error}") from error
         self.precompute_ref_logps = True  # tells TRL that each batch holds the reference's sums, see _compute_loss
+        self.configured_weights = args.loss_weights or [1.0] * len(args.loss_type)
         self.prefix_sharing = self._resolve_prefix_sharing()
         self._pack_and_compile()
-        self.train_sampler = build_sampler(self.train_dataset, args, self.prefix_sharing)
-        self.forward_model = self.ref_model or self._prepare_policy()
-        if args.precompute_ref_log_probs:
-            self.ref_model = None
+        self.train_sampler = self._get_train_sampler()
         self.meter = Meter()
         flops = ForwardFlops.of(self.bare_model())
         live_reference = not args.precompute_ref_log_probs
@@ -114,7 +123,7 @@ class SFMDPOTrainer(UpstreamFixes):
 
     def _pack_and_compile(self) -> None:
         """Packs and compiles policy and reference, as configured, after TRL has given them their fused LM head."""
-        args = self.train_config
+        args = self.config.train
         if args.torch_compile:
             where = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR, now a folder in /tmp")
             log.info(f"torch_compile: layers are compiled in their first forward and backward, and cached in {where}")
@@ -131,8 +140,8 @@ class SFMDPOTrainer(UpstreamFixes):
 
     def _resolve_prefix_sharing(self) -> bool:
         """Whether prompts are shared. Raises UserError if it is set but model or kernel do not allow it."""
-        asked = self.train_config.prefix_sharing
-        obstacle = why_not_shared(self.bare_model(), self.packed, self.train_config.router_aux_loss_coef)
+        asked = self.config.train.prefix_sharing
+        obstacle = why_not_shared(self.bare_model(), self.packed, self.config.train.router_aux_loss_coef)
         if obstacle and asked:
             raise UserError(f"prefix_sharing True: {obstacle}; set prefix_sharing: false")
         if obstacle and asked is None:
@@ -157,36 +166,15 @@ class SFMDPOTrainer(UpstreamFixes):
         nets = delta_net_kernel(self.bare_model())
         return kernel_name(*self.attention_call()) + (f", gated delta nets by {nets}" if nets else "")
 
-    @property
-    def zero_stage(self) -> int:
-        """0 without DeepSpeed."""
-        return self.args.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
-
-    def _prepare_policy(self) -> Any:
-        """The policy, ready for forwards before training begins; all ranks must call it equally often."""
-        self.model.eval()
-        if self.zero_stage == 3:
-            return prepare_deepspeed(self.model, self.accelerator)  # the hooks that gather the weights
-        if self.is_deepspeed_enabled and self.args.bf16:  # as DeepSpeed's engine will do with the policy
-            for parameter in self.model.parameters():  # buffers such as RoPE's inv_freq stay fp32
-                parameter.data = parameter.data.to(torch.bfloat16)
-        return self.model.to(self.accelerator.device)  # Trainer leaves this to DeepSpeed, which starts later
-
-    def use_policy(self) -> None:
-        """After the reference pass, replaces another reference with the policy, unless FSDP2 has yet to split it."""
-        if self.train_config.ref_model_name_or_path and not self.is_fsdp_enabled:
-            self._release_forward_model()
-            self.forward_model = self._prepare_policy()
-
-    def _release_forward_model(self) -> None:
-        if self.zero_stage == 3 and self.forward_model not in (None, self.ref_model):
-            self.forward_model.optimizer.destroy()  # otherwise the training engine would gather everything twice
-        self.forward_model = None
-        self.accelerator.free_memory()  # accelerate also keeps a reference that it prepared
+    def release_reference(self) -> None:
+        """Frees a separate reference model whose log-probs are cached."""
+        if self.config.train.precompute_ref_log_probs:
+            self.ref_model = None
+        self.accelerator.free_memory()  # accelerate also keeps a reference that it prepared,
+        release_memory()  # and collects garbage before it drops that one
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's `train`, after releasing the model that computed reference log-probs, or ZeRO-3's hooks."""
-        self._release_forward_model()
+        self.release_reference()
         return super().train(*args, **kwargs)
 
     def load_batch(self, dataset: Dataset, rows: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -207,7 +195,8 @@ class SFMDPOTrainer(UpstreamFixes):
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> PairSampler:
         """Replaces Transformers' batch_rebalance, whose micro-batches hold unequal numbers of pairs."""
-        self.train_sampler = build_sampler(self.train_dataset, self.train_config, self.prefix_sharing)
+        micro_batch = self.settings.micro_batch
+        self.train_sampler = build_sampler(self.train_dataset, self.config.train, micro_batch, self.prefix_sharing)
         return self.train_sampler
 
     def describe_data(self) -> dict[str, Any]:
@@ -215,21 +204,27 @@ class SFMDPOTrainer(UpstreamFixes):
         launch."""
         epochs = self.args.num_train_epochs
         if self.args.max_steps > 0:
-            epochs = self.args.max_steps * self.train_config.global_batch_size / len(self.train_sampler)
+            epochs = self.args.max_steps * self.config.train.global_batch_size / len(self.train_sampler)
         order = [self.train_sampler.fingerprint(epoch) for epoch in range(math.ceil(epochs))]
         launch = self.resume_facts()["launch"]
         return {"train_tokens": self.train_tokens, "reference": self.reference_facts, "order": order, "launch": launch}
 
-    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._compute_loss: logs rewards/* as sums over tokens even
-    # if the loss uses means. Canary: test_canary_compute_loss
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Transformers' micro-batches of an optimizer step."""
+        result = super().get_batch_samples(*args, **kwargs)
+        if "sft" in self.loss_types:
+            counts = torch.stack([count_chosen(batch["completion_mask"]) for batch in result[0]])
+            self.chosen_tokens = self.accelerator.gather(counts.to(self.accelerator.device)).mean().item()
+        return result
+
     def _compute_loss(self, model, inputs: dict[str, torch.Tensor], return_outputs: bool):
-        """TRL's loss, and metrics on its scale. A live reference's log-probs are first added to the batch."""
-        if not self.train_config.precompute_ref_log_probs:
-            chosen, rejected = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
-            inputs = inputs | {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+        """TRL's loss with the reference's log-probs in the batch; its metrics are recorded on its own scale."""
         is_step_0 = self.model.training and not self.step_0_checked and not self.state.global_step
-        is_compared = is_step_0 and self.train_config.ref_model_name_or_path  # the policy with itself
-        expected = torch.cat(self.compute_ref_log_probs(model, inputs)) if is_compared else None
+        inputs = self._add_live_reference(inputs)
+        self._weigh_sft(inputs["completion_mask"])
+        expected = None
+        if is_step_0:
+            expected = self._expect_at_step_0(model, inputs)
         forwards = []
 
         def forward(**kwargs):
@@ -237,62 +232,75 @@ class SFMDPOTrainer(UpstreamFixes):
             return forwards[-1]
 
         result = super()._compute_loss(forward, inputs, return_outputs)
-        outputs = forwards[0]
-        ref_logps = torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
-        scale = loss_scale(inputs["completion_mask"], main_loss(self.loss_types))
-        logps = outputs.log_probs.detach().sum(dim=1)  # [2B], zero outside of the responses
-        rewards = reward_metrics(logps, ref_logps, scale, self.beta)
         self.position.advance()  # the following calls wait for the other ranks
-        if self.model.training:
+        logps = forwards[0].log_probs.detach().sum(dim=1)  # [2B], zero outside of the responses
+        if is_step_0:
             self.step_0_checked = True
-            if is_step_0:
-                check_step_0(self, model, inputs, logps, ref_logps if expected is None else expected)
-            self._record_rewards(rewards)
-        else:
-            loss = result[0] if return_outputs else result
-            self.eval_sums.add(loss, rewards, outputs, inputs["completion_mask"])
+            check_step_0(self, model, inputs, logps, expected)
+        self._record(result[0] if return_outputs else result, inputs, logps, forwards[0])
         return result
 
-    def _record_rewards(self, rewards: dict[str, torch.Tensor]) -> None:
-        """Replaces the values that TRL has just recorded with means over the pairs of all ranks."""
-        recorded = self._metrics["train"]
-        pairs = self.accelerator.gather(torch.stack(list(rewards.values()), dim=1).float())  # [pairs of all ranks, 8]
-        earlier = len(recorded["rewards/average"])  # earlier micro-batches; TRL has also recorded this one
-        for name, value in zip(rewards, pairs.mean(dim=0).tolist(), strict=True):
-            recorded[name][earlier:] = [value]
+    def _add_live_reference(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.config.train.precompute_ref_log_probs:
+            return inputs  # the columns of the cache
+        chosen, rejected = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
+        return inputs | {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._compute_loss: the term sft is the mean over the tokens of
+    # a micro-batch, so a response's weight depends on the others in it. Canary: test_canary_sft_weight
+    def _weigh_sft(self, completion_mask: torch.Tensor) -> None:
+        """Makes the term sft the mean over the chosen tokens of the global batch, or of a held-out set."""
+        if "sft" not in self.loss_types:
+            return
+        share = count_chosen(completion_mask) / self.chosen_tokens
+        weighted = zip(self.loss_types, self.configured_weights, strict=True)
+        self.loss_weights = [weight * share if loss == "sft" else weight for loss, weight in weighted]
+
+    def _expect_at_step_0(self, model, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """[2B] sums that the policy's forward must repeat: the reference's or, beside another reference, its own."""
+        if self.config.train.ref_model_name_or_path:
+            return torch.cat(self.compute_ref_log_probs(model, inputs))
+        return torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
+
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._compute_loss: logs rewards/* as sums over tokens even
+    # if the loss uses means, and means of micro-batch means. Canary: test_canary_compute_loss
+    def _record(self, loss: torch.Tensor, inputs: dict[str, torch.Tensor], logps: torch.Tensor, outputs: Any) -> None:
+        mask = inputs["completion_mask"]
+        ref_logps = torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
+        scale = loss_scale(mask, main_loss(self.loss_types))
+        rewards = reward_metrics(logps, ref_logps, scale, self.beta)
+        means = {"aux_loss": outputs.aux_loss.detach()} if self.aux_loss_enabled else {}
+        if self.model.training:
+            self.train_sums.add(means, rewards, outputs, mask)
+            return
+        if self.aux_loss_enabled:  # the balancing loss depends on which sequences share a batch
+            loss = loss - self.router_aux_loss_coef * outputs.aux_loss
+        self.eval_sums.add({"loss": loss}, rewards, outputs, mask)
+
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: restarts num_tokens at 0 in a resumed run.
+    # Canary: test_canary_num_tokens
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the metrics perf/*, summed over ranks."""
+        """Replaces what TRL has recorded in training by means over all pairs or tokens since the last log, and adds
+        the metrics perf/*."""
         if "loss" in logs and self.model.training:
-            counts = torch.tensor([list(self.meter.counts.values())], dtype=torch.float64)
-            totals = self.accelerator.gather(counts.to(self.accelerator.device)).sum(dim=0).tolist()
-            ranks = self.accelerator.num_processes
-            logs |= self.meter.metrics(dict(zip(self.meter.counts, totals, strict=True)), ranks)
+            totals = {name: sum(rank[name] for rank in gather(dict(self.meter.counts))) for name in self.meter.counts}
+            self.num_tokens += int(totals["tokens"])
+            exact = self.train_sums.means() | {"num_tokens": self.num_tokens}
+            self.train_sums = MetricSums()
+            self._metrics["train"] = defaultdict(list, {name: [value] for name, value in exact.items()})
+            logs |= self.meter.metrics(totals, self.accelerator.num_processes)
         super().log(logs, start_time)
 
-    def resume_facts(self) -> dict[str, Any]:
-        """The facts that must be the same in a run that resumes from a checkpoint."""
-        launch = "FSDP2" if self.is_fsdp_enabled else "whole weights"
-        return {
-            "world_size": self.accelerator.num_processes,
-            "launch": f"ZeRO-{self.zero_stage}" if self.zero_stage else launch,
-            "train_tokens": self.train_tokens,
-            "order_version": ORDER_VERSION,
-        }
 
-    # Upstream: transformers 5.23, tokenization_utils_base.py, PreTrainedTokenizerBase.save_pretrained: writes a class
-    # and special tokens that Transformers 4 refuses; Trainer saves use_cache: false. Canary: test_canary_saved_files
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the complete model in files that older readers accept. A checkpoint starts with this."""
-        folder = Path(output_dir or self.args.output_dir)
-        self.position.saving = folder
-        if is_main_process():  # a skipped checkpoint of this step must not look complete while it is rewritten
-            (folder / COMPLETE).unlink(missing_ok=True)
-        super().save_model(output_dir, _internal_call)
-        if self.args.should_save:
-            fix_saved_files(folder, self.base_config)
+def load_configured_model(config: Config) -> PreTrainedModel:
+    """The model of a configuration, for the policy or the reference."""
+    options = {"trust_remote_code": config.train.trust_remote_code} | model_init_kwargs(config)
+    if (quantization := get_quantization_config(config.model)) is not None:
+        options["quantization_config"] = quantization
+    return load_model(config.model.model_name_or_path, options, config.model_field)
 
 
-def build_sampler(dataset: Dataset, args: TrainConfig, prefix_sharing: bool = False) -> PairSampler:
-    """The order in which a run trains on tokenised pairs. Raises UserError for fewer pairs than a global batch."""
-    return PairSampler.of(Lengths.of(dataset).truncate(args.max_length), args, prefix_sharing)
+def build_sampler(dataset: Dataset, args: TrainConfig, micro_batch: int, prefix_sharing: bool = False) -> PairSampler:
+    """The order in which a run trains on tokenised pairs, `micro_batch` pairs per device. Raises UserError for fewer
+    pairs than a global batch."""
+    return PairSampler.of(Lengths.of(dataset).truncate(args.max_length), args, micro_batch, prefix_sharing)

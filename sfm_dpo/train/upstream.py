@@ -6,27 +6,29 @@ once it fails, the override can be removed. tests/train/test_upstream.py compare
 
 import copy
 import dataclasses
-import math
+import functools
 from typing import Any
 
 import torch
 from accelerate import DistributedType
-from accelerate.utils import is_peft_model, load_fsdp_model
 from datasets import Dataset
-from torch.utils.data import DataLoader
 from trl import DPOTrainer
 
 from sfm_dpo.config import TrainConfig
-from sfm_dpo.config_checks import HELD_OUT
-from sfm_dpo.model.loading import load_model
 from sfm_dpo.model.sharding import keep_precision, launched_with, use_fsdp_on_cpu
-from sfm_dpo.train.metrics import MetricSums
+from sfm_dpo.train.settings import Settings
 
 
-def arguments_for_trl(args: TrainConfig) -> TrainConfig:
-    """A copy of the arguments that makes TRL and Transformers leave to this package what it does itself."""
+def arguments_for_trl(args: TrainConfig, settings: Settings) -> TrainConfig:
+    """A copy of the arguments with the settings of this run, which makes TRL and Transformers leave to this package
+    what it does itself. Callbacks read the fields that differ from the configuration, not from this copy."""
     derived = copy.copy(args)
-    derived.to_dict = args.to_dict  # trackers such as W&B record it
+    derived.per_device_train_batch_size = settings.micro_batch
+    derived.gradient_accumulation_steps = settings.accumulation_steps
+    batch = {name: getattr(derived, name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
+    derived.to_dict = functools.partial(dict, args.to_dict() | batch)  # trackers such as W&B record it
+    derived.eval_on_start = settings.eval_on_start
+    derived.logging_nan_inf_filter = False  # it would log a NaN loss as 0
     derived.model_init_kwargs = None  # TRL warns that it ignores them; see load_model
     derived.push_to_hub = False  # hub/callback.py
     derived.save_total_limit = None  # run/checkpoint.py, `rotate`: after a checkpoint is marked complete
@@ -35,7 +37,8 @@ def arguments_for_trl(args: TrainConfig) -> TrainConfig:
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: padding_free warns and pads; sets use_reentrant,
     # which LoRA needs under ZeRO-3, under a deprecated name that Trainer does not read. Canary: test_canary_arguments
     derived.padding_free = False
-    kwargs = {"every_n_layers": 1} | (args.activation_checkpointing_kwargs or {})
+    derived.gradient_checkpointing = derived.activation_checkpointing = settings.every_n_layers > 0
+    kwargs = (args.activation_checkpointing_kwargs or {}) | {"every_n_layers": settings.every_n_layers or 1}
     derived.gradient_checkpointing_kwargs = derived.activation_checkpointing_kwargs = kwargs  # so both names have it
     # Upstream: transformers 5.23, trainer.py, Trainer._build_accelerator_args: torch_compile compiles all layers
     # into one graph; no field selects accelerate's regional compilation. Canary: test_canary_torch_compile
@@ -100,66 +103,3 @@ class UpstreamFixes(DPOTrainer):
             for module, values in zip(layers, before, strict=True):
                 for name, value in zip(names, values, strict=True):
                     setattr(module, name, value)
-
-    def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> DataLoader:
-        """Rank r computes rows r, r + ranks, ...; a rank without a last row repeats one, which does not count."""
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(dataset, str):
-            dataset = self.eval_dataset[dataset]
-        size = self.args.per_device_eval_batch_size
-        ranks = self.accelerator.num_processes
-        rows = self._eval_rows(dataset)
-        # TRL gathers from all ranks, so they need batches of equal size; the remaining pairs form batches of one
-        full = len(dataset) // (size * ranks) * size
-        batches = [rows[start : start + size] for start in range(0, full, size)]
-        batches += [[row] for row in rows[full:]]
-        if len(rows) < math.ceil(len(dataset) / ranks):
-            batches.append([0])
-        loading = {"num_workers": self.args.dataloader_num_workers, "pin_memory": self.args.dataloader_pin_memory}
-        return DataLoader(dataset, batch_sampler=batches, collate_fn=self.data_collator, **loading)
-
-    def _eval_rows(self, dataset: Dataset) -> list[int]:
-        return list(range(self.accelerator.process_index, len(dataset), self.accelerator.num_processes))
-
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
-        """Transformers' `evaluate`; in a mapping of sets, the one named HELD_OUT keeps the prefix `eval_`."""
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix.removesuffix(f"_{HELD_OUT}"))
-
-    # Upstream: transformers 5.23, trainer.py, Trainer.evaluation_loop: also counts pairs that only pad the last
-    # batch of several ranks; TRL averages its metrics over batches, and logs several held-out sets under one name.
-    # Canary: test_canary_eval_metrics
-    def evaluation_loop(self, dataloader: DataLoader, *args, metric_key_prefix: str = "eval", **kwargs) -> Any:
-        """Transformers' loop, but each metric is the mean over all pairs or tokens, whatever the batches and ranks."""
-        self.eval_sums = MetricSums(pairs=len(self._eval_rows(dataloader.dataset)))
-        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        for name, value in self.eval_sums.means().items():
-            output.metrics[f"{metric_key_prefix}_{name}"] = value
-        self._metrics["eval"].clear()
-        return output
-
-    # Upstream: transformers 5.23, trainer.py, Trainer._load_from_checkpoint: only warns about missing names, although
-    # save_pretrained may write others (GPT-NeoX's lm_head becomes embed_out): training would continue with the base
-    # model's head; fails on the rope_scaling of Transformers 4's files. Canary: test_canary_load_from_checkpoint
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Loads every weight of a checkpoint, or raises."""
-        if self.is_fsdp_enabled:
-            plugin = self.accelerator.state.fsdp_plugin
-            adapter_only = is_peft_model(self.model)
-            load_fsdp_model(plugin, self.accelerator, model, resume_from_checkpoint, adapter_only=adapter_only)
-        elif is_peft_model(self.model):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
-            options = {"dtype": self.model.dtype, "device_map": None, "trust_remote_code": self.args.trust_remote_code}
-            self.model.load_state_dict(load_model(resume_from_checkpoint, options).state_dict())
-
-    # Upstream: transformers 5.23, trainer.py, Trainer.save_model: writes no model under FSDP with SHARDED_STATE_DICT
-    # checkpoints, without a warning; with FULL_STATE_DICT rank 0's memory must also hold the optimizer.
-    # Canary: test_canary_save_model
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the complete model for from_pretrained, under FSDP2 in checkpoints too."""
-        if self.is_fsdp_enabled:
-            self._save(output_dir or self.args.output_dir, state_dict=self.accelerator.get_state_dict(self.model))
-        super().save_model(output_dir, _internal_call)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: TRL would write a card with every checkpoint; report/model_card.py writes one at the end."""

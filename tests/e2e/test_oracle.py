@@ -39,6 +39,8 @@ FIELDS = {
     "eval_fraction": 0.27,  # 11 of 41 pairs: a ragged batch on two ranks; of the other 30 pairs 6 are a tail
 }
 LOSSES = {"sigmoid_norm": 5.0, "sigmoid": 0.1, "ipo": 0.1, "hinge": 0.1, "apo_zero": 0.1, "bco_pair": 0.1}
+LOSSES |= {"sigmoid_norm sft": 5.0}
+SFT_WEIGHT = 0.3
 PATHS = {
     "padded, live": {"padding_free": "false", "precompute_ref_log_probs": "false"},
     "packed, cached": {"padding_free": "true", "prefix_sharing": "false", "precompute_ref_log_probs": "true"},
@@ -55,6 +57,7 @@ FEW: list[Combination] = [
     ("sigmoid", "padded, live", "random"),
     ("sigmoid_norm", "shared, live", "group_by_length"),
     ("sigmoid_norm", "shared, cached, other", "batch_rebalance"),
+    ("sigmoid_norm sft", "shared, cached", "random"),
 ]
 EACH_PATH: list[Combination] = [("sigmoid_norm", path, "batch_rebalance") for path in [*PATHS, *OTHER]]
 EACH_LOSS: list[Combination] = [(loss, "packed, cached", "batch_rebalance") for loss in LOSSES]
@@ -120,19 +123,20 @@ def test_against_plain_pytorch(place, expect, launch, combinations):
 def settings(place: Place, loss: str, sampler: str, other: bool) -> dict[str, Any]:
     """The fields on which the result depends."""
     reference = {"ref_model_name_or_path": place.folder / "llama"} if other else {}
-    return {"loss_type": loss, "beta": LOSSES[loss], "train_sampling_strategy": sampler} | reference
+    weights = {"loss_weights": [1.0, SFT_WEIGHT]} if "sft" in loss else {}
+    return {"loss_type": loss.split(), "beta": LOSSES[loss], "train_sampling_strategy": sampler} | weights | reference
 
 
 def oracle(place: Place, fields: dict[str, Any]) -> Expected:
     """Metrics of each training step, then of the two held-out evaluations; and the weights at the end."""
     config = parse_config(as_options(place.values("nowhere", per_device_train_batch_size=2, **fields)), world_size=1)
     split = load_token_pairs(config, load_tokenizer(config))
-    steps = build_sampler(split.train, config.train).steps(0)[:STEPS]
+    steps = build_sampler(split.train, config.train, 2).steps(0)[:STEPS]
     policy = AutoModelForCausalLM.from_pretrained(place.model, dtype=torch.float64)
     reference = copy.deepcopy(policy)
     if folder := fields.get("ref_model_name_or_path"):
         reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    loss_type = fields["loss_type"]
+    loss_type = " ".join(fields["loss_type"])
     beta = fields["beta"]
     before = measure(policy, reference, list(split.eval), loss_type, beta)[1]
     expected = []
@@ -155,6 +159,7 @@ def measure(policy, reference, rows: list[dict], loss_type: str, beta: float) ->
     """Mean loss of pairs, and the metrics that are logged of them."""
     losses = []
     metrics = []
+    chosen_logps = []
     for row in rows:
         sums = []
         gains = []
@@ -166,7 +171,9 @@ def measure(policy, reference, rows: list[dict], loss_type: str, beta: float) ->
             sums.append(own.sum())
             gains.append((own - base).sum())
             lengths.append(len(own))
-        scale = lengths if loss_type in ("sigmoid_norm", "ipo") else [1, 1]
+            if side == "chosen":
+                chosen_logps.append(own)
+        scale = lengths if loss_type.startswith(("sigmoid_norm", "ipo")) else [1, 1]
         chosen, rejected = (gain / n for gain, n in zip(gains, scale, strict=True))
         losses.append(loss_of(loss_type, beta, chosen, rejected))
         c = beta * chosen.item()
@@ -182,10 +189,13 @@ def measure(policy, reference, rows: list[dict], loss_type: str, beta: float) ->
                 "logps/chosen": sums[0].item(),
                 "logps/rejected": sums[1].item(),
                 "logps/accuracies": float(likely[0] > likely[1]),
-                "loss": losses[-1].item(),
             }
         )
-    return torch.stack(losses).mean(), {name: float(np.mean([f[name] for f in metrics])) for name in metrics[0]}
+    means = {name: float(np.mean([f[name] for f in metrics])) for name in metrics[0]}
+    loss = torch.stack(losses).mean()
+    if "sft" in loss_type:
+        loss = loss - SFT_WEIGHT * torch.cat(chosen_logps).mean()  # over all tokens of the global batch
+    return loss, means | {"loss": loss.item()}
 
 
 def loss_of(loss_type: str, beta: float, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
@@ -198,4 +208,4 @@ def loss_of(loss_type: str, beta: float, chosen: torch.Tensor, rejected: torch.T
         "hinge": torch.relu(1 - beta * margin),
         "apo_zero": 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected),
         "bco_pair": -F.logsigmoid(beta * chosen) - F.logsigmoid(-beta * rejected),
-    }[loss_type]
+    }[loss_type.split()[0]]

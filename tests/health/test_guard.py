@@ -207,7 +207,7 @@ def test_a_checkpoint_from_before_the_horizon_survives_rotation(tmp_path, every)
     """At whatever step a collapse is detected, there is a checkpoint from before it began."""
     args = parse_config(["--model_name_or_path", "x", "--dataset_name", "x", "--output_dir", str(tmp_path)]).train
     state = TrainerState()
-    guard = Guard(SimpleNamespace(train_config=args), [])
+    guard = Guard(SimpleNamespace(config=SimpleNamespace(train=args)), [])
     (tmp_path / "checkpoint-1").mkdir()  # a user's, and none of the guard's business
     (tmp_path / "checkpoint-1" / "KEEP").write_text("")
     mark_complete(tmp_path / "checkpoint-1", {})

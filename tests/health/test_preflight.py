@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from sfm_dpo.health.preflight import (
 )
 from sfm_dpo.health.preflight_rules import compute_pair_figures, judge_base_model
 from sfm_dpo.model import packing
+from sfm_dpo.train.frozen_model import frozen_model
 from tests.oracle import by_hand
 from tests.tiny_models import tiny_config, tiny_tokenizer
 from tests.toolbox import on_cpu, pairs, user, with_tool
@@ -145,6 +145,16 @@ def leak_one_key(monkeypatch):
     monkeypatch.setattr(packing, "boundary_mask", mask)
 
 
+def judge(trainer) -> dict:
+    with frozen_model(trainer, "policy") as policy:
+        return run_preflight(trainer, policy, trainer.config)
+
+
+def packed_difference(trainer) -> float:
+    with frozen_model(trainer, "policy") as policy:
+        return compute_packed_difference(trainer, policy, np.array([0]))
+
+
 def test_rope_scaling_of_olmo_3():
     config = tiny_config("olmo3")
     assert count_wrong_rope_layers(config) == 0
@@ -170,7 +180,7 @@ def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, c
             row |= {side: with_tool(side, "7", row[side]) for side in ("chosen", "rejected")}
     trainer = make_trainer(folder, tmp_path / "run", *cli, data=Dataset.from_list(rows))
     before = {name: p.clone() for name, p in trainer.model.state_dict().items()}
-    result = run_preflight(trainer, SimpleNamespace(train=trainer.train_config))
+    result = judge(trainer)
     logps = by_hand(folder, before, list(trainer.train_dataset))
     chosen = logps["reference_chosen_sum"]
     rejected = logps["reference_rejected_sum"]
@@ -202,9 +212,9 @@ def test_one_key_of_another_sequence_is_seen_in_a_long_answer(tiny_folder, tmp_p
     cli = f"--padding_free true --prefix_sharing false --max_length 4096 --bf16 {bf16}".split()
     data = dataset_of(*[("a short question?", *answers)] * 4)
     trainer = make_trainer(tiny_folder("llama"), tmp_path / "run", *cli, data=data)
-    assert compute_packed_difference(trainer, np.array([0])) < 1
+    assert packed_difference(trainer) < 1
     leak_one_key(monkeypatch)
-    assert compute_packed_difference(trainer, np.array([0])) > 1
+    assert packed_difference(trainer) > 1
     assert judge_base_model({"packed_difference": 1.1}, "sigmoid_norm")[0] == "no-go"
 
 

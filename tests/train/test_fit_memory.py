@@ -20,7 +20,8 @@ from sfm_dpo.data.tokenization import Lengths
 from sfm_dpo.model.memory import MemoryPlanner, MicroBatch, choose_setting, trace_activations
 from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.folder import read_mapping, read_resolved_config
-from sfm_dpo.train.callbacks import Position, allocate_optimizer_state
+from sfm_dpo.train.callbacks import Position
+from sfm_dpo.train.checkpoints import allocate_optimizer_state
 from sfm_dpo.train.fit_memory import explain_out_of_memory
 from tests.tiny_models import tiny_config
 from tests.toolbox import error_line, logged, on_cpu, pairs
@@ -146,12 +147,13 @@ def test_the_choice_is_kept_at_resume_where_it_fits_and_is_no_part_of_what_was_a
             (run / STOP).touch()
         code, losses, _ = train("run", **fit, memory_gib=gib)
         assert code == (75 if stop else 0)
-        return read_mapping(run / "data.json")["fit_memory"], losses
+        return read_mapping(run / "data.json")["settings"]["fit_memory"], losses
 
     chosen, _ = resume(64, stop=True)
     facts = read_mapping(run / "data.json")
-    assert facts["flash_attention"] == "fa2"
-    (run / "data.json").write_text(json.dumps(facts | {"flash_attention": "fa4"}))  # as was measured then
+    assert facts["settings"]["flash_attention"] == "fa2"
+    facts["settings"]["flash_attention"] = "fa4"  # as was measured then
+    (run / "data.json").write_text(json.dumps(facts))
     assert (chosen["per_device"], chosen["every_n_layers"]) == (8, 0)
     asked = read_resolved_config(run)
     assert asked["flash_attention"] == "auto"
@@ -161,7 +163,7 @@ def test_the_choice_is_kept_at_resume_where_it_fits_and_is_no_part_of_what_was_a
     assert smaller["bytes"] <= less * 2**30 and smaller["per_device"] in (1, 2, 4, 8)
     kept, resumed = resume(64, stop=False)
     assert (kept["per_device"], kept["every_n_layers"]) == (smaller["per_device"], smaller["every_n_layers"]) != (8, 0)
-    assert read_mapping(run / "data.json")["flash_attention"] == "fa4"
+    assert read_mapping(run / "data.json")["settings"]["flash_attention"] == "fa4"
     code, losses, _ = train("uninterrupted", **fit, memory_gib=64)
     assert code == 0 and resumed == pytest.approx(losses, abs=1e-5)
     code, _, _ = train("other", **fit, memory_gib=0.0001)
@@ -183,7 +185,7 @@ def test_a_micro_batch_that_does_not_fit_is_a_line_that_names_a_smaller_setting(
     smaller = shlex.split(re.search(r"; the next smaller setting of fit_memory: (--per_device.*)", line)[1])
     fields = {name.removeprefix("--"): value for name, value in zip(smaller[::2], smaller[1::2], strict=True)}
     code, _, other = train("smaller", fit_memory="true", **fields)
-    sizes = [read_mapping(folder / "data.json")["fit_memory"]["bytes"] for folder in (run, other)]
+    sizes = [read_mapping(folder / "data.json")["settings"]["fit_memory"]["bytes"] for folder in (run, other)]
     assert code == 0 and sizes[1] < sizes[0]
 
 

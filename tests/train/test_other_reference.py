@@ -10,13 +10,14 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.numpy import load_file
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM
 
 import train_dpo
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.jobs.evaluation import evaluate_run
 from sfm_dpo.run.folder import read_mapping
 from sfm_dpo.train import reference_cache
+from sfm_dpo.train.frozen_model import FrozenModel
 from tests.e2e.test_oracle import measure
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.toolbox import error_line, logged, on_cpu, pairs
@@ -53,8 +54,8 @@ def test_step_0_is_that_of_plain_torch_in_float64(tiny_folder, tmp_path, other, 
     expected, metrics = measure(policy, reference, rows, "sigmoid_norm", 5.0)
     assert abs(expected.item() - math.log(2)) > 0.05
     assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
-    recorded = trainer._metrics["train"]
-    assert recorded["rewards/chosen"] == [pytest.approx(metrics["rewards/chosen"], abs=1e-4)]
+    recorded = trainer.train_sums.means()
+    assert recorded["rewards/chosen"] == pytest.approx(metrics["rewards/chosen"], abs=1e-4)
     if peft is None:
         expected.backward()
         for (name, mine), theirs in zip(trainer.model.named_parameters(), policy.parameters(), strict=True):
@@ -76,20 +77,19 @@ def test_the_key_is_that_of_the_reference(tiny_folder, tmp_path, cache, other):
     assert fill(neox) == 2
 
 
-def test_a_cached_reference_is_gone_when_training_begins(tiny_folder, tmp_path, other):
-    trainer = make_trainer(tiny_folder("llama"), tmp_path, other, CACHED, "--max_steps=1")
-    reference = weakref.ref(trainer.forward_model)
+def test_a_cached_reference_is_gone_when_training_begins(tiny_folder, tmp_path, other, monkeypatch):
     seen = []
+    scored = FrozenModel.score
 
-    class Look(TrainerCallback):
-        def on_train_begin(self, *args, **kwargs):
-            seen.append(reference())
+    def look(self, dataset, rows):
+        seen.append(weakref.ref(self.model))
+        return scored(self, dataset, rows)
 
-    trainer.add_callback(Look())
+    monkeypatch.setattr(FrozenModel, "score", look)
     gc.disable()
-    trainer.train()
+    make_trainer(tiny_folder("llama"), tmp_path, other, CACHED)
     gc.enable()
-    assert seen == [None]
+    assert seen and seen[0]() is None
 
 
 def test_step_0_names_dropout(tmp_path, other):

@@ -14,9 +14,8 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.statistics import LOGP_NOISE
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.tokenization import Lengths, load_tokenizer, tokenize_pairs
-from sfm_dpo.model.loading import model_init_kwargs
 from sfm_dpo.model.packing import find_shared
-from sfm_dpo.train.metrics import loss_scale, share_above, step_0_tolerance
+from sfm_dpo.train.metrics import MetricSums, loss_scale, share_above, step_0_tolerance
 from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from tests.oracle import by_hand, open_instruct_dpo_norm
@@ -33,12 +32,9 @@ def make_trainer(folder, output_dir, *cli: str, peft=None, data: Dataset | None 
     argv = f"--model_name_or_path={folder} --dataset_name=x --output_dir={output_dir} --use_cpu --global_batch_size=4"
     argv += " --per_device_train_batch_size=4 --max_length=128 --learning_rate=1e-3 --logging_steps=1"
     config = parse_config([*argv.split(), "--save_strategy=no", *cli])
-    config.train.model_init_kwargs = model_init_kwargs(config)
     tokenizer = load_tokenizer(config)
     tokens, _ = tokenize_pairs(data or pairs(), tokenizer, config.train.max_length)
-    trainer = SFMDPOTrainer(
-        model=str(folder), args=config.train, train_dataset=tokens, processing_class=tokenizer, peft_config=peft
-    )
+    trainer = SFMDPOTrainer(config, train_dataset=tokens, processing_class=tokenizer, peft_config=peft)
     add_reference(trainer)
     return trainer
 
@@ -55,11 +51,12 @@ def one_batch(trainer):
     """(loss, the metrics it recorded, the rows) of a batch of the first 4 pairs."""
     rows = [trainer.train_dataset[i] for i in range(4)]
     trainer.state.global_step = 1  # past the check of step 0
-    trainer._metrics["train"].clear()
     trainer.model.train()
     with torch.no_grad():
         loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(trainer.data_collator(rows)))
-    return loss.item(), {name: values[-1] for name, values in trainer._metrics["train"].items()}, rows
+    metrics = trainer.train_sums.means()
+    trainer.train_sums = MetricSums()
+    return loss.item(), metrics, rows
 
 
 @pytest.mark.parametrize("architecture", ["gpt_neox", "olmo3"])
@@ -121,13 +118,20 @@ def test_the_length_column_is_what_is_computed(tiny_folder, tmp_path):
     assert lengths.computed(False).tolist() == (real[:4] + real[4:]).tolist()
 
 
-def test_every_metric_is_recorded_once_a_batch(tiny_folder, tmp_path):
+def test_a_tie_counts_half():
     assert share_above(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 2.0, 2.0])).tolist() == [0.0, 0.5, 1.0]
-    trainer = make_trainer(tiny_folder("gpt_neox"), tmp_path)
-    rows = one_batch(trainer)[2]
-    trainer.compute_loss(trainer.model, trainer._prepare_inputs(trainer.data_collator(rows)))
-    counts = {name: len(values) for name, values in trainer._metrics["train"].items() if name != "num_tokens"}
-    assert set(counts.values()) == {2}, counts
+
+
+def test_training_metrics_depend_on_no_micro_batch(tiny_folder, tmp_path):
+    logs = []
+    for size in (4, 1):
+        trainer = make_trainer(tiny_folder("gpt_neox"), tmp_path, f"--per_device_train_batch_size={size}")
+        trainer.train()
+        entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+        logs.append([{k: v for k, v in entry.items() if not k.startswith("perf/")} for entry in entries])
+    assert len(logs[0]) == 2 and {"entropy", "logits/chosen", "mean_token_accuracy", "num_tokens"} < set(logs[0][0])
+    for one, other in zip(*logs, strict=True):
+        assert one == pytest.approx(other, abs=1e-4, rel=1e-4)
 
 
 def test_held_out_metrics_of_tokens_depend_on_no_batch_size(tiny_folder, tmp_path):

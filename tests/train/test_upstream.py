@@ -126,6 +126,19 @@ def test_canary_precompute_ref_logps(tmp_path, monkeypatch):
     assert len(batches) == 4 + 4
 
 
+def test_canary_sft_weight(tmp_path):
+    trainer = make(tmp_path, loss_type=["sft"])
+
+    def mean_loss(*batches: list[int]) -> float:
+        losses = []
+        for rows in batches:
+            batch = trainer.data_collator([trainer.train_dataset[row] for row in rows])
+            losses.append(trainer.compute_loss(trainer.model, trainer._prepare_inputs(batch)).item())
+        return sum(losses) / len(losses)
+
+    assert mean_loss([0, 1, 2, 3]) != pytest.approx(mean_loss([0, 1], [2, 3]), rel=1e-4)
+
+
 def test_canary_compute_loss(trainer):
     row = {"prompt_ids": [1, 2], "chosen_ids": [3, 4, 5], "rejected_ids": [6, 7, 8]}
     batch = trainer.data_collator([row]) | {"ref_chosen_logps": torch.zeros(1), "ref_rejected_logps": torch.ones(1)}

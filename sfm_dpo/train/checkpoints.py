@@ -1,0 +1,149 @@
+"""Checkpoints of the trainer: complete or not counted, readable by from_pretrained, and resumed exactly."""
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model, load_fsdp_model
+from transformers import TrainerCallback, TrainerState
+from trl import DPOTrainer
+
+from sfm_dpo.common.distributed import is_main_process
+from sfm_dpo.config import Config
+from sfm_dpo.data.sampler import ORDER_VERSION
+from sfm_dpo.model.loading import load_model
+from sfm_dpo.model.saving import fix_saved_files
+from sfm_dpo.run.checkpoint import COMPLETE, mark_complete, rotate
+
+log = logging.getLogger(__name__)
+
+
+class CompleteCheckpoints(DPOTrainer):
+    """A checkpoint starts with `save_model` and ends with CheckpointCallback; `_load_from_checkpoint` resumes it."""
+
+    config: Config
+    position: Any
+    base_config: dict[str, Any]
+    train_tokens: str  # hash of the token ids
+    num_tokens: int  # trained so far, prompts included, over all ranks
+    is_fsdp_enabled: bool
+
+    @property
+    def zero_stage(self) -> int:
+        """0 without DeepSpeed."""
+        return self.args.deepspeed_plugin.zero_stage if self.is_deepspeed_enabled else 0
+
+    def resume_facts(self) -> dict[str, Any]:
+        """The facts that must be the same in a run that resumes from a checkpoint."""
+        launch = "FSDP2" if self.is_fsdp_enabled else "whole weights"
+        return {
+            "world_size": self.accelerator.num_processes,
+            "launch": f"ZeRO-{self.zero_stage}" if self.zero_stage else launch,
+            "train_tokens": self.train_tokens,
+            "order_version": ORDER_VERSION,
+        }
+
+    # Upstream: transformers 5.23, tokenization_utils_base.py, PreTrainedTokenizerBase.save_pretrained: writes a class
+    # and special tokens that Transformers 4 refuses; Trainer saves use_cache: false. Canary: test_canary_saved_files
+    # Upstream: transformers 5.23, trainer.py, Trainer.save_model: writes no model under FSDP with SHARDED_STATE_DICT
+    # checkpoints, without a warning; with FULL_STATE_DICT rank 0's memory must also hold the optimizer.
+    # Canary: test_canary_save_model
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the complete model for from_pretrained, under FSDP2 in checkpoints too."""
+        folder = Path(output_dir or self.args.output_dir)
+        self.position.saving = folder
+        if is_main_process():  # a skipped checkpoint of this step must not look complete while it is rewritten
+            (folder / COMPLETE).unlink(missing_ok=True)
+        if self.is_fsdp_enabled:
+            self._save(str(folder), state_dict=self.accelerator.get_state_dict(self.model))
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            fix_saved_files(folder, self.base_config)
+
+    # Upstream: transformers 5.23, trainer.py, Trainer._load_from_checkpoint: only warns about missing names, although
+    # save_pretrained may write others (GPT-NeoX's lm_head becomes embed_out): training would continue with the base
+    # model's head; fails on the rope_scaling of Transformers 4's files. Canary: test_canary_load_from_checkpoint
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Loads every weight of a checkpoint, or raises."""
+        if self.is_fsdp_enabled:
+            plugin = self.accelerator.state.fsdp_plugin
+            adapter_only = is_peft_model(self.model)
+            load_fsdp_model(plugin, self.accelerator, model, resume_from_checkpoint, adapter_only=adapter_only)
+        elif is_peft_model(self.model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            options = {"dtype": self.model.dtype, "device_map": None, "trust_remote_code": self.args.trust_remote_code}
+            self.model.load_state_dict(load_model(resume_from_checkpoint, options).state_dict())
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: TRL would write a card with every checkpoint; report/model_card.py writes one at the end."""
+
+
+class CheckpointCallback(TrainerCallback):
+    """Marks a checkpoint as complete once all ranks have written their part, then deletes the oldest checkpoints.
+    Transformers would delete while ranks still write, and would count a checkpoint that a kill left incomplete."""
+
+    def __init__(self, trainer: CompleteCheckpoints):
+        self.trainer = trainer
+
+    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        trainer = self.trainer
+        trainer.accelerator.wait_for_everyone()
+        checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        mark_complete(checkpoint, {"step": state.global_step, **trainer.resume_facts()})
+        trainer.position.saving = None
+        log.info(f"checkpoint saved in {time.monotonic() - trainer.position.moved:.1f} s")
+        if is_main_process():
+            rotate(args.output_dir, trainer.config.train.save_total_limit)
+        trainer.accelerator.wait_for_everyone()
+
+
+class ResumeCallback(TrainerCallback):
+    """Restores what Transformers 5.23 does not: the order of the epoch and the count of tokens."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        logged = [int(entry["num_tokens"]) for entry in state.log_history if "num_tokens" in entry]
+        self.trainer.num_tokens = max(logged, default=0)
+        # Upstream: deepspeed 0.19, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.initialize_optimizer_states:
+        # allocates no moments, so memory peaks after the first step. Canary: test_canary_zero_optimizer_state
+        allocate_optimizer_state(self.trainer.optimizer.optimizer)  # of accelerate's wrapper
+
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        sampler = self.trainer.train_sampler
+        steps_per_epoch = len(sampler) // sampler.global_batch
+        sampler.set_epoch(state.global_step // steps_per_epoch)
+        sampler.is_over = state.global_step >= state.max_steps  # a run may resume from its last step
+
+
+def allocate_optimizer_state(optimizer: Any) -> None:
+    """Gives torch's Adam and AdamW, alone or in DeepSpeed's ZeRO, the state that their first update would allocate.
+
+    The first step holds the largest micro-batch: with this, what does not fit into memory shows there. An update with
+    gradients and learning rate 0 leaves weights and moments as they are; its count is taken back.
+    """
+    adam = getattr(optimizer, "optimizer", optimizer)
+    if adam.state or not isinstance(adam, torch.optim.Adam):  # AdamW is a subclass
+        return
+    partitions = getattr(optimizer, "fp32_partitioned_groups_flat", [])  # of ZeRO-3, whose Adam gets one at a time
+    for number, partition in enumerate(partitions):
+        adam.param_groups[optimizer.sub_group_to_group_id[number]]["params"].append(partition)
+    rates = [group["lr"] for group in adam.param_groups]
+    parameters = [parameter for group in adam.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    for group in adam.param_groups:
+        group["lr"] = 0.0
+    adam.step()
+    for parameter in parameters:
+        parameter.grad = None
+    for group, rate in zip(adam.param_groups, rates, strict=True):
+        group["lr"] = rate
+        if partitions:
+            group["params"] = []
+    for state in adam.state.values():
+        state["step"].zero_()
