@@ -1,6 +1,7 @@
 """One step: the loss and its metrics against plain logits. Other losses: tests/e2e/test_oracle.py."""
 
 import math
+import re
 import shutil
 
 import pytest
@@ -11,13 +12,16 @@ from safetensors.torch import load_file, save_file
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import PROJECT
 from sfm_dpo.common.statistics import LOGP_NOISE
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.tokenization import Lengths, load_tokenizer, tokenize_pairs
 from sfm_dpo.model.packing import find_shared
 from sfm_dpo.train.metrics import MetricSums, loss_scale, share_above, step_0_tolerance
 from sfm_dpo.train.reference_cache import add_reference
+from sfm_dpo.train.settings import Settings
 from sfm_dpo.train.trainer import SFMDPOTrainer
+from sfm_dpo.train.upstream import arguments_for_trl
 from tests.oracle import by_hand, open_instruct_dpo_norm
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -228,3 +232,18 @@ def test_weights_that_a_checkpoint_lacks_are_not_drawn_at_random(tiny_folder, tm
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"checkpoint-2: its weights do not match .*layers\.1\..* is missing"):
         trainer._load_from_checkpoint(str(folder))
+
+
+def test_callbacks_read_no_argument_that_was_changed_for_trl():
+    """Such fields mean something else in the copy that Trainer passes to them: they read the configuration."""
+    options = "--model_name_or_path m --dataset_name d --use_cpu --padding_free true --push_to_hub true"
+    options += " --torch_compile true --load_best_model_at_end true"
+    options += " --eval_fraction 0.5 --eval_strategy steps --eval_steps 9 --save_strategy steps --save_steps 9"
+    config = parse_config(options.split())
+    asked = vars(config.train)
+    for_trl = vars(arguments_for_trl(config.train, Settings.of(config)))
+    changed = {name for name in asked if asked[name] != for_trl[name]}
+    assert {"push_to_hub", "save_total_limit", "padding_free", "load_best_model_at_end", "torch_compile"} <= changed
+    for path in PROJECT.glob("sfm_dpo/**/*.py"):
+        for method in re.findall(r"    def on_\w+\(.*?(?=\n    def |\n\n\n|\Z)", path.read_text(), re.DOTALL):
+            assert not changed & set(re.findall(r"\bargs\.(\w+)", method)), path
