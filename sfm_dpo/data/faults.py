@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from sfm_dpo.data.preferences import PARTS, TOOL_ROLES, read_text
+from sfm_dpo.data.pairs import PARTS
+from sfm_dpo.data.preferences import TOOL_ROLES, read_text
 from sfm_dpo.data.traits import DECLINES, find_traits
 
 NOT_MODEL = ("system", *TOOL_ROLES)  # roles whose words are not the model's

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.data.tokenization import Lengths
+from sfm_dpo.data.lengths import Lengths
 
 # Rows of the table, besides the recommendation and the step below it
 CANDIDATES = (256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768)
@@ -25,13 +25,13 @@ def compute_coverage(
     lengths: Lengths, count: CountTrained, max_length: int, max_prompt_length: int | None, overlong: str
 ) -> dict[str, Any]:
     """What a max_length keeps of N pairs; docs/lengths.md explains the counts."""
-    kept = lengths.truncate(max_length, max_prompt_length)
+    truncated = lengths.truncate(max_length, max_prompt_length)
     counts = count(max_length, max_prompt_length)
     used = lengths.used(max_length, max_prompt_length, overlong) & (counts.min(axis=1) > 0)
-    cut = (kept.responses < lengths.responses) & (kept.responses.max(axis=1, keepdims=True) > 0)
-    trained = kept.select(used)
-    untouched = (kept.prompt == lengths.prompt) & (kept.responses == lengths.responses).all(axis=1)
-    identical = (kept.chosen == kept.rejected) & (kept.shared >= kept.chosen)
+    cut = (truncated.responses < lengths.responses) & (truncated.responses.max(axis=1, keepdims=True) > 0)
+    trained = truncated.select(used)
+    untouched = (truncated.prompt == lengths.prompt) & (truncated.responses == lengths.responses).all(axis=1)
+    identical = (truncated.chosen == truncated.rejected) & (truncated.common_prefix >= truncated.chosen)
     return {
         "max_length": max_length,
         "untouched": float(untouched.mean()),

@@ -70,7 +70,7 @@ def test_rows_by_script(load, tmp_path):
         script.write_text(f"def keep(row):\n    return row['n'] < {limit}\n")
         pairs = load(rows, "--filter_script", script)
         assert pairs.train["prompt"][:] == [f"p{i}" for i in range(limit)]
-        assert pairs.dropped == {"script": 9 - limit} and "rejected by filter_script" in pairs.table()
+        assert pairs.dropped == {"script": 9 - limit} and "rejected by filter_script" in pairs.explain("script")
     pairs.write_dropped(tmp_path / "dropped.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "dropped.jsonl").read_text().splitlines()]
     assert [(line["row"], line["reason"]) for line in lines] == [(row, "script") for row in range(6, 10)]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.data.preferences import DROP_REASONS, normalize_pair
+from sfm_dpo.data.pairs import DROP_REASONS
+from sfm_dpo.data.preferences import normalize_pair
 from sfm_dpo.data.tokenization import tokenize_pairs
 from tests.tiny_models import EOS, IM_END, IM_START, tiny_tokenizer
 from tests.toolbox import read_pairs, write_jsonl

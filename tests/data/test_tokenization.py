@@ -12,7 +12,8 @@ from trl import DPOTrainer
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.data import tokenization
-from sfm_dpo.data.tokenization import count_trained, hash_tokens, load_token_pairs, load_tokenizer, tokenize_pairs
+from sfm_dpo.data.lengths import count_trained
+from sfm_dpo.data.tokenization import hash_tokens, load_token_pairs, load_tokenizer, tokenize_pairs
 from tests.tiny_models import CHAT_TEMPLATE, EOS, tiny_tokenizer
 from tests.toolbox import assistant, read_pairs, user, with_tool
 

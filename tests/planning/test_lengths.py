@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 from bench.lengths import sample_lengths
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
-from sfm_dpo.data import tokenization
+from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.preferences import load_pairs
-from sfm_dpo.data.tokenization import Lengths, count_trained, load_token_pairs, load_tokenizer
+from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer, tokenize_pairs
 from sfm_dpo.planning import dataset_report
 from sfm_dpo.planning.dataset import analyze_dataset
 from sfm_dpo.planning.dataset_report import draw_lengths
@@ -267,11 +267,11 @@ def test_training_finds_the_tokens_in_the_cache(write_rows, tiny_folder, monkeyp
     config = parse_config([*argv, "--model_name_or_path", str(tiny_folder("llama"))], training=False)
     analyze_dataset(config, 0.9, 0.9)
     pairs = load_pairs(config)
-    tokenizer = tokenization.load_tokenizer(config)
+    tokenizer = load_tokenizer(config)
 
     monkeypatch.setattr(tokenizer, "apply_chat_template", None)  # what is tokenized again fails
-    for split in (pairs.train, pairs.eval):
-        tokens, _ = tokenization.tokenize_pairs(split, tokenizer, 256, 25)
+    for split in pairs.splits.values():
+        tokens, _ = tokenize_pairs(split, tokenizer, 256, 25)
         assert len(tokens) == len(split) and max(tokens["prompt_length"]) == 25
 
 

@@ -13,7 +13,8 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.statistics import LOGP_NOISE
 from sfm_dpo.config import parse_config
-from sfm_dpo.data.tokenization import Lengths, load_tokenizer, tokenize_pairs
+from sfm_dpo.data.lengths import Lengths
+from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
 from sfm_dpo.model.loading import model_init_kwargs
 from sfm_dpo.model.packing import find_shared
 from sfm_dpo.train.metrics import loss_scale, share_above, step_0_tolerance
