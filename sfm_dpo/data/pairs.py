@@ -52,18 +52,21 @@ class Pairs:
         return Counter(row["reason"] for row in self.dropped_rows)
 
     def check_dropped(self, limit: float) -> None:
-        """Raises UserError if no pair is left, or if more than `limit` of all rows are unusable; rows that filters
+        """Raises UserError if a split is empty, or if more than `limit` of all rows are unusable; rows that filters
         drop do not count as unusable."""
         unusable = sum(n for reason, n in self.dropped.items() if reason not in FILTER_REASONS)
-        if len(self.dropped_rows) == self.rows:
-            unusable = self.rows
-        elif unusable <= limit * self.rows:
+        empty = [name for name, split in self.splits.items() if not len(split)]
+        if not empty and unusable <= limit * self.rows:
             return
+        found = f"{unusable} of {self.rows} rows cannot be used"
+        remedy = f"raise max_dropped_fraction {limit:g}"
+        if empty:
+            found = f"no {empty[0]} pair is left of {self.rows} rows"
+            remedy = "change the filter, max_length or the data"
         worst = "; ".join(f"{n} x {self.explain(reason)}" for reason, n in self.dropped.most_common(3))
         raise UserError(
-            f"dataset_name {', '.join(self.sources)}: {unusable} of {self.rows} rows cannot be used ({worst}); "
-            "fix them (analyze_dataset.py --dropped FILE lists them)"
-            + ("" if unusable == self.rows else f", or raise max_dropped_fraction {limit:g}")
+            f"dataset_name {', '.join(self.sources)}: {found} ({worst}); fix them (analyze_dataset.py --dropped FILE "
+            f"lists them), or {remedy}"
         )
 
     def explain(self, reason: str) -> str:
@@ -98,6 +101,8 @@ class TokenPairs(Pairs):
         rows.append(("pairs to train on", f"{len(self.train):,}"))
         if control_tokens := self.control_tokens:
             rows.append(("of these, with special tokens in their texts", f"{control_tokens:,}"))
+        if tool_results := sum(map(bool, self.train["masked"][:])):
+            rows.append(("of these, with tool results, which are not trained", f"{tool_results:,}"))
         rows += [(f"pairs held out: {name}", f"{len(tokens):,}") for name, tokens in self.held_out().items()]
         return format_table(rows)
 

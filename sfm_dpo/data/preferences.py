@@ -41,27 +41,24 @@ _PAIR = Features(
 log = logging.getLogger(__name__)
 
 
-def load_pairs(config: Config, by: str | None = None, max_dropped_fraction: float | None = None) -> TextPairs:
-    """Reads `dataset_name` or the mixture `datasets`, filters, samples and splits.
-
-    `by`: see read_pairs; `max_dropped_fraction`: used instead of the field. Raises UserError for unusable data."""
+def load_pairs(config: Config, by: str | None = None) -> TextPairs:
+    """Reads `dataset_name` or the mixture `datasets`, filters, samples and splits; `by`: see read_pairs. Raises
+    UserError for what cannot be read or split."""
     args = config.train
-    limit = args.max_dropped_fraction if max_dropped_fraction is None else max_dropped_fraction
     single = DatasetConfig(str(args.dataset_name), args.dataset_config, split=args.dataset_train_split)
-    read = read_pairs(config.data.datasets or [single], args.dataset_num_proc, args.filter_script, by)
-    train, filtered = filter_pairs(read.train, args.drop_duplicates, args.drop_contaminated)
-    pairs = replace(read, splits={"train": train}, dropped_rows=read.dropped_rows + filtered)
-    pairs.check_dropped(limit)
+    pairs = read_pairs(config.data.datasets or [single], args.dataset_num_proc, args.filter_script, by)
+    train, filtered = filter_pairs(pairs.train, args.drop_duplicates, args.drop_contaminated)
     if args.max_samples is not None and args.max_samples < len(train):
         train = train.shuffle(seed=args.seed).select(range(args.max_samples))
-    if not args.eval_fraction:
-        return replace(pairs, splits={"train": train})
-    held_out = round(len(train) * args.eval_fraction)
-    if not 1 <= held_out < len(train):
-        found = f"{held_out} of {len(train)} pairs would be held out"
-        raise UserError(f"eval_fraction {args.eval_fraction:g}: {found}; change it, or use more pairs")
-    split = train.train_test_split(test_size=held_out, seed=args.seed)
-    return replace(pairs, splits={"train": split["train"], HELD_OUT: split["test"]})
+    splits = {"train": train}
+    if args.eval_fraction and len(train):
+        held_out = round(len(train) * args.eval_fraction)
+        if not 1 <= held_out < len(train):
+            found = f"{held_out} of {len(train)} pairs would be held out"
+            raise UserError(f"eval_fraction {args.eval_fraction:g}: {found}; change it, or use more pairs")
+        split = train.train_test_split(test_size=held_out, seed=args.seed)
+        splits = {"train": split["train"], HELD_OUT: split["test"]}
+    return replace(pairs, splits=splits, dropped_rows=pairs.dropped_rows + filtered)
 
 
 def read_pairs(

@@ -74,7 +74,6 @@ def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> Toke
     for name, entry in read_eval_sets(args.eval_datasets).items():
         try:
             texts = read_pairs([DatasetConfig(**entry)], args.dataset_num_proc)
-            texts.check_dropped(args.max_dropped_fraction)
             tokens = _tokenize_for_training(texts, args, tokenizer)
         except UserError as error:
             raise UserError(f"eval_datasets {name}: {error}") from error
@@ -85,16 +84,10 @@ def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> Toke
 
 
 def _tokenize_for_training(texts: TextPairs, args: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> TokenPairs:
-    """Raises UserError if a split is empty, or if too many rows are unusable."""
-    pairs = tokenize_splits(texts, args, tokenizer, args.max_length, args.max_prompt_length, args.overlong)
-    for name, tokens in pairs.splits.items():
-        if not len(tokens):
-            counts = ", ".join(f"{n} x {reason}" for reason, n in pairs.dropped.items())
-            raise UserError(
-                f"max_length {args.max_length}: no {name} pair of {', '.join(pairs.sources)} is left ({counts}); "
-                "raise max_length or set max_prompt_length, or change the filter or the data"
-            )
-        _log_tool_results(name, tokens, args.max_length)
+    texts.check_dropped(args.max_dropped_fraction)
+    names = "max_length max_prompt_length overlong control_tokens mask_tool_results".split()
+    fields = {name: getattr(args, name) for name in names}
+    pairs = tokenize_splits(texts, tokenizer, num_proc=args.dataset_num_proc, **fields)
     pairs.check_dropped(args.max_dropped_fraction)
     # Flattened here: otherwise every rank would rewrite the rows when the trainer adds columns
     # Upstream: datasets 5.2, arrow_dataset.py, Dataset.flatten_indices: rewrites even a flat dataset, and no public
@@ -103,37 +96,12 @@ def _tokenize_for_training(texts: TextPairs, args: TrainConfig, tokenizer: PreTr
     return dataclasses.replace(pairs, splits=flat)
 
 
-def _log_tool_results(split: str, tokens: Dataset, max_length: int | None) -> None:
-    responses = Lengths.of(tokens).truncate(max_length).responses
-    masked = responses - count_trained(tokens, max_length)
-    if masked.any():
-        count = masked.any(axis=1).sum()
-        share = masked.sum() / responses.sum()
-        log.info(f"{count:,} {split} pairs have tool results ({share:.1%} of response tokens), which are not trained")
-
-
-def tokenize_splits(
-    texts: TextPairs,
-    args: TrainConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int | None = None,
-    max_prompt_length: int | None = None,
-    overlong: str = "truncate",
-) -> TokenPairs:
-    """Each split as token ids; see `tokenize_pairs`."""
+def tokenize_splits(texts: TextPairs, tokenizer: PreTrainedTokenizerBase, **options: Any) -> TokenPairs:
+    """Each split as token ids; `options` are those of tokenize_pairs."""
     splits = {}
     dropped = list(texts.dropped_rows)
     for name, split in texts.splits.items():
-        splits[name], unusable = tokenize_pairs(
-            split,
-            tokenizer,
-            max_length,
-            max_prompt_length,
-            num_proc=args.dataset_num_proc,
-            overlong=overlong,
-            control_tokens=args.control_tokens,
-            mask_tool_results=args.mask_tool_results,
-        )
+        splits[name], unusable = tokenize_pairs(split, tokenizer, **options)
         dropped += unusable
     return TokenPairs(splits, texts.sources, texts.rows, dropped)
 
@@ -142,7 +110,7 @@ def tokenize_splits(
 def tokenize_pairs(
     pairs: Dataset,
     tokenizer: PreTrainedTokenizerBase,
-    max_length: int | None,
+    max_length: int | None = None,
     max_prompt_length: int | None = None,
     num_proc: int | None = None,
     overlong: str = "truncate",

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
-from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config
 from sfm_dpo.data.contamination import NGRAM, report_contamination
 from sfm_dpo.data.faults import find_faults, read_answers
@@ -45,17 +43,15 @@ def analyze_dataset(
     words; `dropped_file`: receives a JSON line for each unusable row; `by`: as in load_pairs."""
     args = config.train
     tokenizer = load_tokenizer(config)
-    loaded = load_pairs(config, by, max_dropped_fraction=1.0)  # unusable rows are reported here, but stop training
+    loaded = load_pairs(config, by)
     # Split by split, as in training, because the cache is keyed by the fingerprint of each
-    pairs = tokenize_splits(loaded, args, tokenizer)
+    options: dict[str, Any] = {"control_tokens": args.control_tokens, "mask_tool_results": args.mask_tool_results}
+    pairs = tokenize_splits(loaded, tokenizer, num_proc=args.dataset_num_proc, **options)
     if dropped_file:
         pairs.write_dropped(dropped_file)
+    pairs.check_dropped(limit=1.0)  # unusable rows stop training, but are reported here
     texts = concatenate_datasets(list(loaded.splits.values()))
     tokens = concatenate_datasets(list(pairs.splits.values()))
-    if not len(tokens):
-        names = ", ".join(pairs.sources)
-        left_out = dict(pairs.dropped)
-        raise UserError(f"dataset_name {names}: no pair is left after tokenization ({left_out}); check the data")
     usable = pairs.rows - len(loaded.dropped_rows)
     answers = read_answers(texts, args.dataset_num_proc)
     result = {
@@ -75,15 +71,10 @@ def analyze_dataset(
     sides = {name: (sources, answers[name]) for name in TRAITS} | {"tokens": (token_sources, count(None, None))}
     result["sides"] = compare_sides(sides)
     model_config = load_model_config(config)
-    forward_flops = ForwardFlops.of(meta_model(model_config))
-
-    def count_flops(sequences: np.ndarray, response_tokens: int) -> int:
-        return forward_flops(torch.from_numpy(sequences), response_tokens)
-
     result |= analyze_lengths(
         lengths,
         count,
-        count_flops,
+        ForwardFlops.of(meta_model(model_config)),
         min_coverage=min_coverage,
         min_tokens_kept=min_tokens_kept,
         limit=getattr(model_config.get_text_config(), "max_position_embeddings", None),

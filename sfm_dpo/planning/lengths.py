@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.lengths import Lengths
@@ -61,7 +62,7 @@ def list_lengths(grid: Sequence[int], longest: int, limit: int | None) -> list[i
 def analyze_lengths(
     lengths: Lengths,
     count: CountTrained,
-    forward_flops: Callable[[np.ndarray, int], int],
+    forward_flops: Callable[[torch.Tensor, int], int],
     *,
     min_coverage: float,
     min_tokens_kept: float,
@@ -95,7 +96,7 @@ def analyze_lengths(
         row = compute_coverage(lengths, count, max_length, max_prompt_length, overlong)
         sequences = row.pop("sequences")
         if row["tokens"]:
-            row["flops"] = FORWARDS * forward_flops(sequences, row["response_tokens"])
+            row["flops"] = FORWARDS * forward_flops(torch.from_numpy(sequences), row["response_tokens"])
             rows.append(row)
     best = next(row for row in rows if row["max_length"] == best["max_length"])
     for row in rows:

@@ -151,7 +151,7 @@ def test_max_dropped_fraction(write_rows):
         load(path, "--max_dropped_fraction", "0.04")
     with pytest.raises(
         UserError,
-        match=r"3 of 3 rows cannot be used \(3 x chosen and rejected have different prompts, first in row 1 of",
+        match=r"no train pair is left of 3 rows \(3 x chosen and rejected have different prompts, first in row 1 of",
     ):
         load(write_rows("all.jsonl", [DIFFER] * 3), "--max_dropped_fraction", "1")
 

@@ -159,7 +159,7 @@ def test_no_row_is_lost_and_what_is_trained_is_the_response(folder, cases, max_l
     try:
         pairs = load(folder, [case.row for case in cases])
     except UserError as error:
-        assert not expected and "rows cannot be used" in str(error)
+        assert not expected and "no train pair is left" in str(error)
         return
     assert pairs.dropped == reasons and len(pairs.train) == len(expected)
 
