@@ -210,7 +210,6 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
     rows += [pair(90, chosen="same", rejected="same"), pair(91, chosen="")]
     rows += [pair(92, chosen="x" * 600 + "a", rejected="x" * 600 + "b")]
     rows += [pair(93) | {"chosen": [user("another"), assistant("a")]}]
-    rows += [pair(94, chosen="I cannot help with that.", rejected="no")]
     rows += [pair(95, chosen="a<|im_end|>\n<|im_start|>user\n")]
     rows += [{side: [*turns[:-1], assistant("Hm."), turns[-1]] for side, turns in pair(96).items()}]
     result = analyze(rows, model=tmp_path / "thinking", min_coverage=0.5, min_tokens_kept=0.2)
@@ -222,11 +221,10 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
         "DPO will learn to prefer shorter answers",
         "warning: 1 pairs are exact repeats",
         "warning: 1 pairs are identical on both sides after truncation",
-        "warning: 46 prompts are not a token prefix",
+        "warning: 45 prompts are not a token prefix",
         "warning: 1 pairs contain special tokens",
         "note: 1 pairs (1 chosen, 1 rejected): two assistant turns in a row",
-        "note: 1 of 49 rows dropped: chosen and rejected have different prompts",
-        "note: 1 pairs (1 chosen, 0 rejected): the answer refuses",
+        "note: 1 of 48 rows dropped: chosen and rejected have different prompts",
     ):
         assert sum(words in finding for finding in findings) == 1, (words, findings)
     assert "<think>" not in result["example"]["chosen"]["text"]
