@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """The tokenizer in the model's own folder or repository, with a pad token. Raises UserError if it cannot be
-    loaded or has no EOS token."""
+    loaded, has no EOS token, or lacks the configured `pad_token`."""
     name = config.model.model_name_or_path
     options = {"revision": config.model.model_revision, "trust_remote_code": config.train.trust_remote_code}
     try:
@@ -60,6 +60,9 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         raise UserError(f"{config.model_field} {name}: cannot load a tokenizer: {error}; check its files") from error
     if tokenizer.eos_token is None:
         raise UserError(f"{config.model_field} {name}: its tokenizer has no EOS token; set eos_token in its config")
+    pad_token = config.train.pad_token
+    if pad_token and pad_token not in tokenizer.get_vocab():
+        raise UserError(f"pad_token {pad_token}: is not in the vocabulary of {name}; remove it")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

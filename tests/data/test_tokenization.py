@@ -270,9 +270,12 @@ def test_what_changes_the_ids_changes_the_key(stored, monkeypatch, change):
 
 
 def test_load_tokenizer(tiny_folder, tmp_path):
-    def load(folder):
-        return load_tokenizer(parse_config(["--model_name_or_path", str(folder), "--dataset_name", "x", "--use_cpu"]))
+    def load(folder, *options):
+        words = ["--model_name_or_path", str(folder), "--dataset_name", "x", "--use_cpu", *options]
+        return load_tokenizer(parse_config(words))
 
+    with pytest.raises(UserError, match=r"pad_token <\|nope\|>: is not in the vocabulary of .*; remove it"):
+        load(tiny_folder("llama"), "--pad_token", "<|nope|>")
     assert load(tiny_folder("llama")).pad_token == "<|pad|>"
     no_pad = tiny_tokenizer()
     no_pad.pad_token = None
