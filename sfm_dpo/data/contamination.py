@@ -95,9 +95,9 @@ def report_contamination(pairs: Dataset, names: list[str], n: int, num_proc: int
             {"row": numbers[row], "source": sources[row], "set_row": index[gram] + 1, "text": gram}
             for row, gram in ngram_of.items()
         ]
-        set_rows = {example["set_row"] for example in examples}
-        counts = {"rows": len(texts), "pairs": len(examples), "set_rows": len(set_rows)}
-        sets.append({"set": name, **counts, "examples": examples[:5]})
+        set_rows = len({example["set_row"] for example in examples})
+        counts = {"set": name, "rows": len(texts), "pairs": len(examples), "set_rows": set_rows}
+        sets.append(counts | {"examples": examples[:5]})
     keys = pairs["pair_key"]
     return {
         "ngram": n,

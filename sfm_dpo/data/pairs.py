@@ -14,14 +14,6 @@ from sfm_dpo.common.files import format_table, write_atomically
 from sfm_dpo.config_checks import HELD_OUT
 
 PARTS = ("prompt", "chosen", "rejected")
-# Why a usable pair is left out on request
-FILTER_REASONS = {
-    "script": "rejected by filter_script",
-    "contaminated": "listed in drop_contaminated",
-    "duplicate": "repeats an earlier pair or prompt (drop_duplicates)",
-    "control_tokens": "special tokens in its texts (control_tokens: drop)",
-    "too_long": "longer than max_length (overlong: drop)",
-}
 # Why a row is left out
 DROP_REASONS = {
     "malformed": "malformed: neither text nor messages that the chat template accepts",
@@ -31,7 +23,13 @@ DROP_REASONS = {
     "chosen_equals_rejected": "chosen equals rejected",
     "tool_results": "tool results cannot be told from the model's words (mask_tool_results: false trains on both)",
     "prompt_too_long": "prompt leaves no room for a response within max_length",
-} | FILTER_REASONS
+    "script": "rejected by filter_script",
+    "contaminated": "listed in drop_contaminated",
+    "duplicate": "repeats an earlier pair or prompt (drop_duplicates)",
+    "control_tokens": "special tokens in its texts (control_tokens: drop)",
+    "too_long": "longer than max_length (overlong: drop)",
+}
+FILTERS = ("script", "contaminated", "duplicate", "control_tokens", "too_long")  # they drop usable pairs on request
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Pairs:
     def check_dropped(self, limit: float) -> None:
         """Raises UserError if a split is empty, or if more than `limit` of all rows are unusable; rows that filters
         drop do not count as unusable."""
-        unusable = sum(n for reason, n in self.dropped.items() if reason not in FILTER_REASONS)
+        unusable = sum(n for reason, n in self.dropped.items() if reason not in FILTERS)
         empty = [name for name, split in self.splits.items() if not len(split)]
         if not empty and unusable <= limit * self.rows:
             return

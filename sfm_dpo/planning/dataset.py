@@ -44,12 +44,13 @@ def analyze_dataset(
     args = config.train
     tokenizer = load_tokenizer(config)
     loaded = load_pairs(config, by)
+    loaded.check_dropped(limit=1.0)  # unusable rows stop training, but are reported here
     # Split by split, as in training, because the cache is keyed by the fingerprint of each
     options: dict[str, Any] = {"control_tokens": args.control_tokens, "mask_tool_results": args.mask_tool_results}
     pairs = tokenize_splits(loaded, tokenizer, num_proc=args.dataset_num_proc, **options)
     if dropped_file:
         pairs.write_dropped(dropped_file)
-    pairs.check_dropped(limit=1.0)  # unusable rows stop training, but are reported here
+    pairs.check_dropped(limit=1.0)
     texts = concatenate_datasets(list(loaded.splits.values()))
     tokens = concatenate_datasets(list(pairs.splits.values()))
     usable = pairs.rows - len(loaded.dropped_rows)
@@ -89,10 +90,7 @@ def analyze_dataset(
         best["reason"] += f"\n{_describe_overlong(best, share)}"
     if against:
         result["contamination"] = report_contamination(texts, list(against), ngram, args.dataset_num_proc)
-    repeated_prompts = len(texts) - len(set(texts["prompt_key"]))
-    repeated_pairs = len(texts) - len(set(texts["pair_key"]))
-    trimmed = int(np.count_nonzero(tokens["prompt_trimmed"]))
-    result["findings"] = _list_findings(result, lengths, repeated_prompts, repeated_pairs, trimmed)
+    result["findings"] = _list_findings(result, texts, tokens)
     result["example"] = _decode_example(tokens, lengths, tokenizer)
     return result
 
@@ -110,12 +108,13 @@ def _describe_overlong(best: dict[str, Any], share: float) -> str:
     )
 
 
-def _list_findings(
-    result: dict[str, Any], lengths: Lengths, repeated_prompts: int, repeated_pairs: int, trimmed: int
-) -> list[dict[str, str]]:
+def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset) -> list[dict[str, str]]:
     """Findings to read before training, each {"level": "warning" or "note", "text"}; `result`: the analysis so far."""
     best = result["recommendation"]
-    long_prompts = int((lengths.prompt > best["max_length"] // 2).sum())
+    long_prompts = int((Lengths.of(tokens).prompt > best["max_length"] // 2).sum())
+    trimmed = int(np.count_nonzero(tokens["prompt_trimmed"]))
+    repeated_prompts = len(texts) - len(set(texts["prompt_key"]))
+    repeated_pairs = len(texts) - len(set(texts["pair_key"]))
     warnings = {
         "pairs are identical on both sides after truncation: they teach nothing": best["no_signal"],
         "pairs are exact repeats of earlier ones (drop_duplicates)": repeated_pairs,

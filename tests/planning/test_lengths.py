@@ -228,6 +228,8 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
     ):
         assert sum(words in finding for finding in findings) == 1, (words, findings)
     assert "<think>" not in result["example"]["chosen"]["text"]
+    with pytest.raises(UserError, match=r"no train pair is left of 1 rows \(1 x empty response"):
+        analyze([pair(0, chosen="")])
 
 
 def test_what_the_pairs_teach(analyze, tmp_path):
