@@ -126,6 +126,6 @@ def drop_rows(rows: Dataset, reasons: np.ndarray) -> tuple[Dataset, list[dict[st
     others = np.flatnonzero(reasons != "")
     if not len(others):
         return rows, []
-    columns = rows.select_columns(["row", "source"]).select(others)[:] | {"reason": reasons[others].tolist()}
-    dropped = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    origins = rows.select_columns(["row", "source"]).select(others).to_list()
+    dropped = [origin | {"reason": reason} for origin, reason in zip(origins, reasons[others].tolist(), strict=True)]
     return rows.select(np.flatnonzero(reasons == "")), dropped

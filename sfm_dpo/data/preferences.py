@@ -7,7 +7,7 @@ number in it, from 1; and `prompt_key` and `pair_key`, hashes that identify repe
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,8 +105,7 @@ def _normalize_rows(
     log.info(f"reading {source}: {len(rows):,} rows")
     code = Path(script).read_text() if script else ""
     pairs = rows.map(
-        _normalize_batch,
-        batched=True,
+        _normalize_row,
         with_indices=True,
         fn_kwargs={"source": source, "script": script, "by": by},
         remove_columns=rows.column_names,
@@ -119,23 +118,10 @@ def _normalize_rows(
     return usable.remove_columns("dropped"), dropped
 
 
-def _normalize_batch(
-    batch: dict[str, list], indices: list[int], source: str, script: str | None, by: str | None
-) -> dict[str, list]:
-    if json_rows.COLUMN in batch:
-        rows = [json.loads(row) for row in batch[json_rows.COLUMN]]
-    else:
-        rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    pairs = []
-    for index, row in zip(indices, rows, strict=True):
-        pair = _normalize_row(row) | {"source": f"{source}: {row.get(by)}" if by else source, "row": index + 1}
-        if script and not keeps(script, row):
-            pair["dropped"] = "script"
-        pairs.append(pair)
-    return {name: [pair[name] for pair in pairs] for name in _PAIR}
-
-
-def _normalize_row(row: dict[str, Any]) -> dict[str, Any]:
+def _normalize_row(
+    stored: Mapping[str, Any], index: int, source: str, script: str | None, by: str | None
+) -> dict[str, Any]:
+    row = json.loads(stored[json_rows.COLUMN]) if json_rows.COLUMN in stored else dict(stored)
     pair = normalize_pair(row.get("prompt"), row.get("chosen"), row.get("rejected"))
     template = None
     try:
@@ -146,12 +132,15 @@ def _normalize_row(row: dict[str, Any]) -> dict[str, Any]:
             template = json.dumps(arguments)
     except (ValueError, TypeError):
         pair = "malformed"
-    reason = pair if isinstance(pair, str) else ""
+    dropped = pair if isinstance(pair, str) else ""
     sides: tuple[Any, Any, Any] = ([], [], []) if isinstance(pair, str) else pair
+    if script and not keeps(script, row):
+        dropped = "script"
     # Written as JSON here, because datasets 5.2 would parse text that happens to be valid JSON
     columns: dict[str, Any] = {name: json.dumps(side) for name, side in zip(PARTS, sides, strict=True)}
-    keys = {"prompt_key": _hash(sides[0], template), "pair_key": _hash(*sides, template)}
-    return columns | keys | {"template": template, "dropped": reason}
+    columns |= {"prompt_key": _hash(sides[0], template), "pair_key": _hash(*sides, template)}
+    columns |= {"source": f"{source}: {row.get(by)}" if by else source, "row": index + 1}
+    return columns | {"template": template, "dropped": dropped}
 
 
 def _hash(*values: Any) -> str:

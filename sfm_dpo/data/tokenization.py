@@ -172,16 +172,15 @@ def tokenize_pairs(
 def _cut_prompts(tokens: Dataset, max_prompt_length: int, num_proc: int | None) -> Dataset:
     """Keeps the last `max_prompt_length` tokens of each prompt."""
 
-    def cut(prompts: list[list[int]]) -> dict[str, list]:
-        ends = [ids[-max_prompt_length:] for ids in prompts]
-        return {"prompt_ids": ends, "prompt_length": [len(ids) for ids in ends]}
+    def cut(ids: list[int]) -> dict[str, Any]:
+        return {"prompt_ids": ids[-max_prompt_length:], "prompt_length": min(len(ids), max_prompt_length)}
 
     is_long = tokens.with_format("numpy")["prompt_length"][:] > max_prompt_length
     if not is_long.any():
         return tokens
     log.info(f"{is_long.sum():,} prompts exceed max_prompt_length {max_prompt_length} and keep their end")
     key = Hasher.hash((tokens._fingerprint, max_prompt_length))
-    return tokens.map(cut, batched=True, input_columns="prompt_ids", num_proc=num_proc, new_fingerprint=key)
+    return tokens.map(cut, input_columns="prompt_ids", num_proc=num_proc, new_fingerprint=key)
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
