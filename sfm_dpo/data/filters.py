@@ -3,7 +3,7 @@
 import functools
 import json
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,7 @@ def filter_pairs(
     keys = pairs.select_columns(["prompt_key", "pair_key"]).to_pandas()
     reasons = np.full(len(pairs), "", dtype=object)
     if drop_contaminated:
-        listed = read_contaminated(drop_contaminated)
-        if missing := len(listed.difference(keys["pair_key"])):
-            raise UserError(
-                f"drop_contaminated {drop_contaminated}: {missing:,} of its {len(listed):,} pairs are not in the "
-                "data; write it again for this data: analyze_dataset.py --against ... --json FILE"
-            )
+        listed = read_contaminated(drop_contaminated, keys["pair_key"])
         reasons[keys["pair_key"].isin(listed)] = "contaminated"
     if drop_duplicates != "no":
         left = keys[reasons == ""]
@@ -55,14 +50,16 @@ def filter_pairs(
     return drop_rows(pairs, reasons)
 
 
-def read_contaminated(path: str) -> set[str]:
-    """Keys of the pairs in the JSON that analyze_dataset.py --against writes."""
+def read_contaminated(path: str, keys: Iterable[str]) -> set[str]:
+    """Those of `keys` that are in the JSON of analyze_dataset.py --against."""
     try:
         content = json.loads(Path(path).read_text())
         if content["sampled"]:
             raise ValueError("it covers only a sample of the pairs")
-        return {pair["key"] for pair in content["contamination"]["pairs"]}
+        listed = {pair["key"] for pair in content["contamination"]["pairs"]}
+        if missing := len(listed.difference(keys)):
+            raise ValueError(f"{missing:,} of its {len(listed):,} pairs are not in the data")
+        return listed
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"drop_contaminated {path}: {error}; give the JSON of analyze_dataset.py --against ... --json FILE"
-        ) from error
+        remedy = "give the JSON that analyze_dataset.py --against ... --json FILE writes for this data"
+        raise UserError(f"drop_contaminated {path}: {error}; {remedy}") from error
