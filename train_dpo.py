@@ -26,7 +26,7 @@ from sfm_dpo.common.distributed import is_main_process, main_process_first
 from sfm_dpo.common.errors import PreflightDone, StopRequested
 from sfm_dpo.common.files import write_json
 from sfm_dpo.config import Config, parse_config
-from sfm_dpo.data.preferences import Pairs
+from sfm_dpo.data.pairs import TokenPairs
 from sfm_dpo.data.tokenization import hash_tokens, load_token_pairs, load_tokenizer
 from sfm_dpo.health.guard import add_guard
 from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
     return run.exit_code
 
 
-def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Settings, Path | None]:
+def load(config: Config) -> tuple[TokenPairs, PreTrainedTokenizerBase, Settings, Path | None]:
     """The tokenised pairs, the tokenizer, the settings, and the checkpoint that the run resumes from, or None."""
     args = config.train
     log.info(config.tracking)
@@ -117,7 +117,7 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Settings, Path
 
 
 def build_trainer(
-    config: Config, settings: Settings, pairs: Pairs, tokenizer: PreTrainedTokenizerBase, position: Position
+    config: Config, settings: Settings, pairs: TokenPairs, tokenizer: PreTrainedTokenizerBase, position: Position
 ) -> SFMDPOTrainer:
     """Loads the model, and packs it if the configuration asks for that."""
     trainer = SFMDPOTrainer(

@@ -24,8 +24,8 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from bench.lengths import LENGTHS, MAX_LENGTH, sample_lengths
 from sfm_dpo.common.cli import Arguments
 from sfm_dpo.common.files import PROJECT
+from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import PairSampler, assign_pairs
-from sfm_dpo.data.tokenization import Lengths
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.memory import meta_model
 

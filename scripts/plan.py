@@ -32,7 +32,8 @@ def main(argv: list[str]) -> None:
     own.add_argument("--json", type=new_file)
     ours, fields = own.parse_known_args(argv or ["--help"])
     from sfm_dpo.config import parse_config
-    from sfm_dpo.data.tokenization import Lengths, load_token_pairs, load_tokenizer
+    from sfm_dpo.data.lengths import Lengths
+    from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
     from sfm_dpo.model.loading import load_model_config
     from sfm_dpo.planning.run_plan import Cluster, Planner, find_gpu, format_plan, read_lengths
 

@@ -59,7 +59,10 @@ def read_pairs(data: Path, *options):
     from sfm_dpo.data.preferences import load_pairs
 
     argv = ["--model_name_or_path", "m", "--use_cpu", "--dataset_name", data, *options]
-    return load_pairs(parse_config([str(word) for word in argv]))
+    config = parse_config([str(word) for word in argv])
+    read = load_pairs(config)
+    read.check_dropped(config.train.max_dropped_fraction)
+    return read
 
 
 def write_jsonl(path: Path, rows: list[dict]) -> Path:

@@ -15,7 +15,8 @@ from datasets import Dataset, concatenate_datasets
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.json_rows import COLUMN
-from sfm_dpo.data.preferences import PARTS, read_text
+from sfm_dpo.data.pairs import PARTS
+from sfm_dpo.data.preferences import read_text
 from sfm_dpo.data.sources import LOCAL_FORMATS, load_any
 
 NGRAM = 13
@@ -71,7 +72,7 @@ def _index_ngrams(texts: list[str], n: int) -> dict[str, int]:
 
 def _find_shared_ngram(pair: dict[str, Any], index: dict[str, int], n: int) -> dict[str, str]:
     grams = set().union(*(_list_ngrams(read_text(pair[part]), n) for part in PARTS))
-    return {"shared": min(grams & index.keys(), default="")}
+    return {"ngram": min(grams & index.keys(), default="")}
 
 
 def report_contamination(pairs: Dataset, names: list[str], n: int, num_proc: int | None = None) -> dict[str, Any]:
@@ -87,16 +88,16 @@ def report_contamination(pairs: Dataset, names: list[str], n: int, num_proc: int
         known = {"index": index, "n": n}
         found = pairs.select_columns(list(PARTS)).map(
             _find_shared_ngram, fn_kwargs=known, remove_columns=list(PARTS), num_proc=num_proc, keep_in_memory=True
-        )["shared"]
-        shared = {row: gram for row, gram in enumerate(found) if gram}
-        matched.update(shared)
+        )["ngram"]
+        ngram_of = {row: gram for row, gram in enumerate(found) if gram}
+        matched.update(ngram_of)
         examples = [
             {"row": numbers[row], "source": sources[row], "set_row": index[gram] + 1, "text": gram}
-            for row, gram in shared.items()
+            for row, gram in ngram_of.items()
         ]
-        set_rows = {example["set_row"] for example in examples}
-        counts = {"rows": len(texts), "pairs": len(examples), "set_rows": len(set_rows)}
-        sets.append({"set": name, **counts, "examples": examples[:5]})
+        set_rows = len({example["set_row"] for example in examples})
+        counts = {"set": name, "rows": len(texts), "pairs": len(examples), "set_rows": set_rows}
+        sets.append(counts | {"examples": examples[:5]})
     keys = pairs["pair_key"]
     return {
         "ngram": n,

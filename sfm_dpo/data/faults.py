@@ -1,4 +1,4 @@
-"""Common problems of preference data, found in the texts alone: refusals, cut answers, leaked tags, bad think blocks.
+"""Common problems of preference data, found in the texts alone: cut answers, leaked tags, bad think blocks.
 
 docs/internals/testing.md lists what each check finds, its misses and its false positives.
 """
@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from sfm_dpo.data.preferences import PARTS, TOOL_ROLES, read_text
-from sfm_dpo.data.traits import DECLINES, find_traits
+from sfm_dpo.data.pairs import PARTS
+from sfm_dpo.data.preferences import TOOL_ROLES, read_text
+from sfm_dpo.data.traits import find_traits
 
 NOT_MODEL = ("system", *TOOL_ROLES)  # roles whose words are not the model's
 LONG_ANSWER = 200  # characters: titles, names, formulas and one-line answers need no full stop
@@ -23,7 +24,8 @@ _ROLE_TAG = re.compile(
     r"<</?SYS>>|\[/?INST\]|^(?:Human|Assistant|### (?:Instruction|Response)):",
     re.MULTILINE,
 )
-_EMPTY_THINK = re.compile(r"<think>\s*</think>")
+# An empty block or one that is not closed; a block that the generation prompt opens counts as opened
+_BAD_THINK = re.compile(r"<think>(?:\s*</think>|(?!.*</think>))", re.DOTALL)
 _ITEM = re.compile(r"\s*(?:[-*+>|#]|\d+[.)]|\t| {4})")
 
 
@@ -45,20 +47,11 @@ def find_cut(answer: str) -> int | None:
     return len(text) if is_prose and is_unfinished else None
 
 
-def find_bad_think(answer: str) -> int | None:
-    """A think block that is empty or not closed; a block that the generation prompt opens counts as opened."""
-    opened = answer.rfind("<think>")
-    if opened > answer.rfind("</think>"):
-        return opened
-    return _search(_EMPTY_THINK, answer)
-
-
 # Each returns the position of the evidence in an answer, or None
 CHECKS: dict[str, tuple[Callable[[str], int | None], str]] = {
-    "refusal": (partial(_search, DECLINES), "the answer refuses, or says that it cannot"),
     "cut": (find_cut, "the answer ends inside a sentence or a code block"),
     "role_tag": (partial(_search, _ROLE_TAG), "a role tag of a chat format is part of the answer"),
-    "bad_think": (find_bad_think, "an empty think block, or one that is not closed"),
+    "bad_think": (partial(_search, _BAD_THINK), "an empty think block, or one that is not closed"),
     "two_turns": (lambda answer: None, "two assistant turns in a row"),  # seen in the roles
 }
 

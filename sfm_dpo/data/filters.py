@@ -3,7 +3,7 @@
 import functools
 import json
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,7 @@ import numpy as np
 from datasets import Dataset
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config import TrainConfig
-from sfm_dpo.data.sources import drop_rows
-
-FILTER_REASONS = {
-    "script": "rejected by filter_script",
-    "contaminated": "listed in drop_contaminated",
-    "duplicate": "repeats an earlier pair or prompt (drop_duplicates)",
-    "control_tokens": "special tokens in its texts (control_tokens: drop)",
-    "too_long": "longer than max_length (overlong: drop)",
-}
+from sfm_dpo.data.pairs import drop_rows
 
 
 @functools.cache
@@ -42,34 +33,33 @@ def keeps(script: str, row: dict[str, Any]) -> bool:
         raise UserError(f"filter_script {script}: {reason}; correct keep(row) for the row {shown}") from error
 
 
-def filter_pairs(pairs: Dataset, args: TrainConfig) -> tuple[Dataset, list[dict[str, Any]]]:
+def filter_pairs(
+    pairs: Dataset, drop_duplicates: str, drop_contaminated: str | None
+) -> tuple[Dataset, list[dict[str, Any]]]:
     """The pairs (preferences.py) without contaminated pairs and without repeats, except the first of each; and the
     dropped pairs, as in Pairs.dropped_rows."""
     keys = pairs.select_columns(["prompt_key", "pair_key"]).to_pandas()
     reasons = np.full(len(pairs), "", dtype=object)
-    if args.drop_contaminated:
-        listed = read_contaminated(args.drop_contaminated)
-        if missing := len(listed.difference(keys["pair_key"])):
-            raise UserError(
-                f"drop_contaminated {args.drop_contaminated}: {missing:,} of its {len(listed):,} pairs are not in the "
-                "data; write it again for this data: analyze_dataset.py --against ... --json FILE"
-            )
+    if drop_contaminated:
+        listed = read_contaminated(drop_contaminated, keys["pair_key"])
         reasons[keys["pair_key"].isin(listed)] = "contaminated"
-    if args.drop_duplicates != "no":
+    if drop_duplicates != "no":
         left = keys[reasons == ""]
-        repeats = left.duplicated("prompt_key" if args.drop_duplicates == "prompts" else "pair_key")
+        repeats = left.duplicated("prompt_key" if drop_duplicates == "prompts" else "pair_key")
         reasons[left.index[repeats]] = "duplicate"
     return drop_rows(pairs, reasons)
 
 
-def read_contaminated(path: str) -> set[str]:
-    """Keys of the pairs in the JSON that analyze_dataset.py --against writes."""
+def read_contaminated(path: str, keys: Iterable[str]) -> set[str]:
+    """Those of `keys` that are in the JSON of analyze_dataset.py --against."""
     try:
         content = json.loads(Path(path).read_text())
         if content["sampled"]:
             raise ValueError("it covers only a sample of the pairs")
-        return {pair["key"] for pair in content["contamination"]["pairs"]}
+        listed = {pair["key"] for pair in content["contamination"]["pairs"]}
+        if missing := len(listed.difference(keys)):
+            raise ValueError(f"{missing:,} of its {len(listed):,} pairs are not in the data")
+        return listed
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"drop_contaminated {path}: {error}; give the JSON of analyze_dataset.py --against ... --json FILE"
-        ) from error
+        remedy = "give the JSON that analyze_dataset.py --against ... --json FILE writes for this data"
+        raise UserError(f"drop_contaminated {path}: {error}; {remedy}") from error

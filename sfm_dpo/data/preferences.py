@@ -7,9 +7,8 @@ number in it, from 1; and `prompt_key` and `pair_key`, hashes that identify repe
 
 import json
 import logging
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +19,19 @@ from trl.data_utils import common_prefix_length
 from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import format_table, write_atomically
 from sfm_dpo.config import Config
 from sfm_dpo.config_checks import HELD_OUT
 from sfm_dpo.data import json_rows
-from sfm_dpo.data.filters import FILTER_REASONS, filter_pairs, keeps, load_keep
+from sfm_dpo.data.filters import filter_pairs, keeps, load_keep
+from sfm_dpo.data.pairs import PARTS, TextPairs, drop_rows
 from sfm_dpo.data.scored_formats import read_transcript
-from sfm_dpo.data.sources import column_names, drop_rows, explain_cache_errors, load_rows
+from sfm_dpo.data.sources import column_names, explain_cache_errors, load_rows
 
 # Part of the cache's key. Raise it when a change to this module changes a normalised row or its drop reason.
 PAIRS_VERSION = 4
-# Why a row cannot be used
-DROP_REASONS = {
-    "malformed": "malformed: neither text nor messages that the chat template accepts",
-    "last_turn_not_assistant": "last turn is not the assistant's",
-    "prompts_differ": "chosen and rejected have different prompts",
-    "empty_response": "empty response",
-    "chosen_equals_rejected": "chosen equals rejected",
-    "tool_results": "tool results cannot be told from the model's words (mask_tool_results: false trains on both)",
-    "prompt_too_long": "prompt leaves no room for a response within max_length",
-} | FILTER_REASONS
 TOOL_ROLES = ("tool", "environment")  # they hold the result of a call
 RESPONSE_ROLES = ("assistant", *TOOL_ROLES)
 CALL_KEYS = ("tool_calls", "function_calls", "function_call")  # of an assistant's message
-PARTS = ("prompt", "chosen", "rejected")
 _PAIR = Features(
     {name: Json() for name in PARTS}
     | {name: Value("string") for name in ("template", "source", "dropped", "prompt_key", "pair_key")}
@@ -53,81 +41,35 @@ _PAIR = Features(
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class Pairs:
-    """Usable pairs, and why the other rows were dropped."""
-
-    train: Dataset
-    eval: Dataset | None  # None if nothing is held out
-    sources: list[str]
-    rows: int  # number of rows read, without eval_sets
-    dropped_rows: list[dict[str, Any]]  # row, source, and reason (a key of DROP_REASONS)
-    eval_sets: dict[str, Dataset] = field(default_factory=dict)  # eval_datasets by name
-    control_tokens: int = 0  # pairs of `train` whose texts contain special tokens of the tokenizer
-
-    @property
-    def dropped(self) -> Counter[str]:
-        return Counter(row["reason"] for row in self.dropped_rows)
-
-    def held_out(self) -> dict[str, Dataset]:
-        """`eval` as HELD_OUT, if it exists, and `eval_sets`."""
-        return ({} if self.eval is None else {HELD_OUT: self.eval}) | self.eval_sets
-
-    def check_dropped(self, limit: float) -> None:
-        """Raises UserError if no pair is left, or if more than `limit` of all rows are unusable; rows that filters
-        drop do not count as unusable."""
-        unusable = sum(n for reason, n in self.dropped.items() if reason not in FILTER_REASONS)
-        if len(self.dropped_rows) == self.rows:
-            unusable = self.rows
-        elif unusable <= limit * self.rows:
-            return
-        worst = "; ".join(f"{n} x {self._explain(reason)}" for reason, n in self.dropped.most_common(3))
-        raise UserError(
-            f"dataset_name {', '.join(self.sources)}: {unusable} of {self.rows} rows cannot be used ({worst}); "
-            "fix them (analyze_dataset.py --dropped FILE lists them)"
-            + ("" if unusable == self.rows else f", or raise max_dropped_fraction {limit:g}")
-        )
-
-    def _explain(self, reason: str) -> str:
-        first = next(row for row in self.dropped_rows if row["reason"] == reason)
-        return f"{DROP_REASONS[reason]}, first in row {first['row']} of {first['source']}"
-
-    def table(self) -> str:
-        rows = [("source", ", ".join(self.sources)), ("rows", f"{self.rows:,}")]
-        rows += [(f"dropped: {self._explain(reason)}", f"{n:,}") for reason, n in self.dropped.items()]
-        rows.append(("pairs to train on", f"{len(self.train):,}"))
-        if self.control_tokens:
-            rows.append(("of these, with special tokens in their texts", f"{self.control_tokens:,}"))
-        rows += [(f"pairs held out: {name}", f"{len(pairs):,}") for name, pairs in self.held_out().items()]
-        return format_table(rows)
-
-    def write_dropped(self, path: Path) -> None:
-        rows = sorted(self.dropped_rows, key=lambda row: (row["source"], row["row"]))
-        write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "sources": self.sources,
-            "rows": self.rows,
-            "dropped": dict(self.dropped),
-            "train": len(self.train),
-            "control_tokens": self.control_tokens,
-            "eval": len(self.eval or ()),
-            "eval_sets": {name: len(pairs) for name, pairs in self.eval_sets.items()},
-            # Upstream: datasets 5.2, arrow_dataset.py, Dataset: no public name for the fingerprint that its cache
-            # uses, from which this project derives its keys. Canary: test_canary_datasets_fingerprint
-            "train_fingerprint": self.train._fingerprint,
-        }
-
-
-def load_pairs(config: Config, by: str | None = None) -> Pairs:
-    """Loads `dataset_name` or the mixture `datasets`, drops unusable rows, samples and splits.
-    With `by`, each value of this column counts as a source. Raises UserError for unusable data or sets."""
+def load_pairs(config: Config, by: str | None = None) -> TextPairs:
+    """Reads `dataset_name` or the mixture `datasets`, filters, samples and splits; `by`: see read_pairs. Raises
+    UserError for what cannot be read or split."""
     args = config.train
     single = DatasetConfig(str(args.dataset_name), args.dataset_config, split=args.dataset_train_split)
-    entries = config.data.datasets or [single]
-    if args.filter_script:
-        load_keep(args.filter_script)
+    pairs = read_pairs(config.data.datasets or [single], args.dataset_num_proc, args.filter_script, by)
+    train, filtered = filter_pairs(pairs.train, args.drop_duplicates, args.drop_contaminated)
+    if args.max_samples is not None and args.max_samples < len(train):
+        train = train.shuffle(seed=args.seed).select(range(args.max_samples))
+    splits = {"train": train}
+    if args.eval_fraction and len(train):
+        held_out = round(len(train) * args.eval_fraction)
+        if not 1 <= held_out < len(train):
+            found = f"{held_out} of {len(train)} pairs would be held out"
+            raise UserError(f"eval_fraction {args.eval_fraction:g}: {found}; change it, or use more pairs")
+        split = train.train_test_split(test_size=held_out, seed=args.seed)
+        splits = {"train": split["train"], HELD_OUT: split["test"]}
+    return replace(pairs, splits=splits, dropped_rows=pairs.dropped_rows + filtered)
+
+
+def read_pairs(
+    entries: Sequence[DatasetConfig], num_proc: int | None, script: str | None = None, by: str | None = None
+) -> TextPairs:
+    """The usable pairs of datasets, mixed by their fractions, as the split `train`.
+
+    `script`: a filter_script; `by`: a column, each value of which counts as a source. Raises UserError for what cannot
+    be read, and for columns that are missing."""
+    if script:
+        load_keep(script)
     parts: list[Dataset] = []
     dropped: list[dict[str, Any]] = []
     count = 0
@@ -142,7 +84,7 @@ def load_pairs(config: Config, by: str | None = None) -> Pairs:
             )
         if by and by not in columns:
             raise UserError(f"--by {by}: {entry.path} has no such column; it has {', '.join(columns)}")
-        part, unusable = _normalize_rows(rows, entry.path, args.dataset_num_proc, args.filter_script, by)
+        part, unusable = _normalize_rows(rows, entry.path, num_proc, script, by)
         parts.append(part)
         dropped += unusable
         count += len(rows)
@@ -151,20 +93,8 @@ def load_pairs(config: Config, by: str | None = None) -> Pairs:
         weights = [share / sum(shares) for share in shares]
         total = min(len(part) / weight for part, weight in zip(parts, weights, strict=True))
         parts = [part.select(range(round(w * total))) for part, w in zip(parts, weights, strict=True)]
-    train, filtered = filter_pairs(parts[0] if len(parts) == 1 else concatenate_datasets(parts), args)
-    pairs = Pairs(train, None, [entry.path for entry in entries], count, dropped + filtered)
-    pairs.check_dropped(args.max_dropped_fraction)
-    if args.max_samples is not None and args.max_samples < len(pairs.train):
-        pairs.train = pairs.train.shuffle(seed=args.seed).select(range(args.max_samples))
-    if args.eval_fraction:
-        held_out = round(len(pairs.train) * args.eval_fraction)
-        if not 1 <= held_out < len(pairs.train):
-            found = f"{held_out} of {len(pairs.train)} pairs would be held out"
-            raise UserError(f"eval_fraction {args.eval_fraction:g}: {found}; change it, or use more pairs")
-        split = pairs.train.train_test_split(test_size=held_out, seed=args.seed)
-        pairs.train = split["train"]
-        pairs.eval = split["test"]
-    return pairs
+    train = parts[0] if len(parts) == 1 else concatenate_datasets(parts)
+    return TextPairs({"train": train}, [entry.path for entry in entries], count, dropped)
 
 
 @explain_cache_errors()
@@ -175,8 +105,7 @@ def _normalize_rows(
     log.info(f"reading {source}: {len(rows):,} rows")
     code = Path(script).read_text() if script else ""
     pairs = rows.map(
-        _normalize_batch,
-        batched=True,
+        _normalize_row,
         with_indices=True,
         fn_kwargs={"source": source, "script": script, "by": by},
         remove_columns=rows.column_names,
@@ -189,23 +118,10 @@ def _normalize_rows(
     return usable.remove_columns("dropped"), dropped
 
 
-def _normalize_batch(
-    batch: dict[str, list], indices: list[int], source: str, script: str | None, by: str | None
-) -> dict[str, list]:
-    if json_rows.COLUMN in batch:
-        rows = [json.loads(row) for row in batch[json_rows.COLUMN]]
-    else:
-        rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    pairs = []
-    for index, row in zip(indices, rows, strict=True):
-        pair = _normalize_row(row) | {"source": f"{source}: {row.get(by)}" if by else source, "row": index + 1}
-        if script and not keeps(script, row):
-            pair["dropped"] = "script"
-        pairs.append(pair)
-    return {name: [pair[name] for pair in pairs] for name in _PAIR}
-
-
-def _normalize_row(row: dict[str, Any]) -> dict[str, Any]:
+def _normalize_row(
+    stored: Mapping[str, Any], index: int, source: str, script: str | None, by: str | None
+) -> dict[str, Any]:
+    row = json.loads(stored[json_rows.COLUMN]) if json_rows.COLUMN in stored else dict(stored)
     pair = normalize_pair(row.get("prompt"), row.get("chosen"), row.get("rejected"))
     template = None
     try:
@@ -216,12 +132,15 @@ def _normalize_row(row: dict[str, Any]) -> dict[str, Any]:
             template = json.dumps(arguments)
     except (ValueError, TypeError):
         pair = "malformed"
-    reason = pair if isinstance(pair, str) else ""
+    dropped = pair if isinstance(pair, str) else ""
     sides: tuple[Any, Any, Any] = ([], [], []) if isinstance(pair, str) else pair
+    if script and not keeps(script, row):
+        dropped = "script"
     # Written as JSON here, because datasets 5.2 would parse text that happens to be valid JSON
     columns: dict[str, Any] = {name: json.dumps(side) for name, side in zip(PARTS, sides, strict=True)}
-    keys = {"prompt_key": _hash(sides[0], template), "pair_key": _hash(*sides, template)}
-    return columns | keys | {"template": template, "dropped": reason}
+    columns |= {"prompt_key": _hash(sides[0], template), "pair_key": _hash(*sides, template)}
+    columns |= {"source": f"{source}: {row.get(by)}" if by else source, "row": index + 1}
+    return columns | {"template": template, "dropped": dropped}
 
 
 def _hash(*values: Any) -> str:
@@ -254,10 +173,10 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
         return "last_turn_not_assistant"
     if chosen == rejected:
         return "chosen_equals_rejected"
-    shared = common_prefix_length(chosen, rejected)  # in messages
-    prompt = _join_prompts(prompt_messages, chosen[:shared])
-    chosen = chosen[shared:]
-    rejected = rejected[shared:]
+    common = common_prefix_length(chosen, rejected)  # in messages
+    prompt = _join_prompts(prompt_messages, chosen[:common])
+    chosen = chosen[common:]
+    rejected = rejected[common:]
     if any(message["role"] not in RESPONSE_ROLES for message in chosen + rejected):
         return "prompts_differ"
     if not chosen or not rejected or _is_empty(chosen[-1]) or _is_empty(rejected[-1]):
@@ -265,15 +184,15 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
     return (prompt, chosen, rejected) if prompt else "malformed"
 
 
-def _join_prompts(prompt_messages: list[dict], shared: list[dict]) -> list[dict]:
+def _join_prompts(prompt_messages: list[dict], common: list[dict]) -> list[dict]:
     """The prompt column followed by the messages that both sides share, without repeating messages."""
-    for overlap in range(min(len(prompt_messages), len(shared)), 0, -1):
-        if prompt_messages[-overlap:] == shared[:overlap]:
-            return prompt_messages + shared[overlap:]
+    for overlap in range(min(len(prompt_messages), len(common)), 0, -1):
+        if prompt_messages[-overlap:] == common[:overlap]:
+            return prompt_messages + common[overlap:]
     is_question = all(message["role"] == "user" for message in prompt_messages)
-    if is_question and shared and shared[0]["role"] in ("system", "user"):
-        return shared  # full conversations, and a prompt column that repeats their question in another spelling
-    return prompt_messages + shared
+    if is_question and common and common[0]["role"] in ("system", "user"):
+        return common  # full conversations, and a prompt column that repeats their question in another spelling
+    return prompt_messages + common
 
 
 def _read_messages(value: Any, role: str) -> list[dict] | None:

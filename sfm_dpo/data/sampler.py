@@ -17,7 +17,7 @@ from torch.utils.data import Sampler
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config, TrainConfig
-from sfm_dpo.data.tokenization import Lengths
+from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.model.memory import MicroBatch
 
 ORDER_VERSION = 3  # raise it when the same seed and data give another order; 1 was the order of transformers' samplers

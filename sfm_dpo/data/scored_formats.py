@@ -52,14 +52,10 @@ def pair_rows(rows: Dataset, source: str, by: str, margin: float = 0.0) -> Itera
 def _pair_answers(rows: list[dict[str, Any]], score: str, margin: float) -> dict[str, Any] | None:
     """`rows`: a single row with all answers to a prompt, or one row for each answer."""
     row = rows[0]
-    if "completions" in row:
-        answers = [(answer.get(score), answer["response"]) for answer in row["completions"]]
-    elif "answers" in row:
-        sign = -1 if score == "rank" else 1  # rank 1 is the best
-        answers = [(sign * answer[score], answer["answer"]) for answer in row["answers"]]
-    else:
-        answers = [(answer.get(score), answer["response"]) for answer in rows]
-    scored = [(float(value), answer) for value, answer in answers if value is not None and answer]
+    answers = row.get("completions", row.get("answers", rows))
+    text = "answer" if "answers" in row else "response"
+    sign = -1 if score == "rank" else 1  # rank 1 is the best
+    scored = [(sign * float(a[score]), a[text]) for a in answers if a.get(score) is not None and a[text]]
     scored = [item for item in scored if math.isfinite(item[0])]
     if not scored:
         return None
@@ -68,8 +64,7 @@ def _pair_answers(rows: list[dict[str, Any]], score: str, margin: float) -> dict
     low, rejected = scored[-1]
     if high == low or high - low < margin or chosen == rejected:
         return None
-    prompt = row["instruction"] if "instruction" in row else row["prompt"]
-    messages = read_transcript(prompt)
+    messages = read_transcript(row["instruction"] if "instruction" in row else row["prompt"])
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     return {"prompt": messages, "chosen": chosen, "rejected": rejected}

@@ -10,7 +10,6 @@ from typing import Any
 from unittest import mock
 
 import datasets
-import numpy as np
 from datasets import Dataset, load_dataset
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
@@ -67,17 +66,6 @@ def column_names(rows: Dataset) -> list[str]:
         return rows.column_names
     some = rows.select(range(0, len(rows), max(1, len(rows) // 100)))
     return list(dict.fromkeys(name for row in some[json_rows.COLUMN] for name in json.loads(row)))
-
-
-def drop_rows(rows: Dataset, reasons: np.ndarray) -> tuple[Dataset, list[dict[str, Any]]]:
-    """The rows (with columns row and source) whose `reasons` [N] are empty; and `row`, `source` and `reason` of the
-    other rows."""
-    others = np.flatnonzero(reasons != "")
-    if not len(others):
-        return rows, []
-    columns = rows.select_columns(["row", "source"]).select(others)[:] | {"reason": reasons[others].tolist()}
-    dropped = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    return rows.select(np.flatnonzero(reasons == "")), dropped
 
 
 @explain_cache_errors()

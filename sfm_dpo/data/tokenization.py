@@ -4,16 +4,11 @@ The ids are those of TRL's own preparation (`DPOTrainer._prepare_dataset`), whic
 whose cache key covers every training argument.
 """
 
-import copy
 import dataclasses
-import functools
 import itertools
 import json
 import logging
 import re
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import datasets
@@ -22,24 +17,25 @@ import transformers
 import xxhash
 from datasets import Dataset, Features, List, Value
 from datasets.fingerprint import Hasher
-from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
-from trl import DatasetMixtureConfig
 from trl.data_utils import common_prefix_length
 from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import read_eval_sets
-from sfm_dpo.data.preferences import PARTS, TOOL_ROLES, Pairs, load_pairs
-from sfm_dpo.data.sources import drop_rows, explain_cache_errors
+from sfm_dpo.data.lengths import Lengths, count_trained
+from sfm_dpo.data.pairs import PARTS, TextPairs, TokenPairs, drop_rows
+from sfm_dpo.data.preferences import load_pairs, read_pairs
+from sfm_dpo.data.rendering import REFUSALS, encode_sanitized, list_texts, render_pair
+from sfm_dpo.data.sources import explain_cache_errors
+from sfm_dpo.data.tool_results import find_tool_results
 
-# Part of the cache's key. Raise it when a change to this module changes an id, a length or a drop reason.
+# Part of the cache's key. Raise it when a change to this module, rendering.py or tool_results.py changes an id, a
+# length, a masked span or a drop reason.
 TOKENS_VERSION = 6
 # Rows per tokenizer call: it needs about 300 bytes per token besides the ids, and a long pair has 50,000 tokens.
 BATCH_ROWS = 100
-# Fields that select the pairs to train on. They do not apply to eval_datasets.
-TRAIN_ONLY_FIELDS = "eval_datasets eval_fraction max_samples filter_script drop_duplicates drop_contaminated".split()
 _TOKENS = Features(
     {f"{part}_ids": List(Value("int32")) for part in PARTS}
     | {f"{part}_length": Value("int32") for part in PARTS}
@@ -55,7 +51,7 @@ log = logging.getLogger(__name__)
 
 def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """The tokenizer in the model's own folder or repository, with a pad token. Raises UserError if it cannot be
-    loaded or has no EOS token."""
+    loaded, has no EOS token, or lacks the configured `pad_token`."""
     name = config.model.model_name_or_path
     options = {"revision": config.model.model_revision, "trust_remote_code": config.train.trust_remote_code}
     try:
@@ -64,66 +60,60 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         raise UserError(f"{config.model_field} {name}: cannot load a tokenizer: {error}; check its files") from error
     if tokenizer.eos_token is None:
         raise UserError(f"{config.model_field} {name}: its tokenizer has no EOS token; set eos_token in its config")
+    pad_token = config.train.pad_token
+    if pad_token and pad_token not in tokenizer.get_vocab():
+        raise UserError(f"pad_token {pad_token}: is not in the vocabulary of {name}; remove it")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
-def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> Pairs:
-    """The pairs of a run as token ids: train and eval split, and the sets of eval_datasets."""
+def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> TokenPairs:
+    """The pairs of a run as token ids: train and eval split, and the sets of eval_datasets. Raises UserError for data
+    that cannot be used."""
     args = config.train
-    pairs = load_pairs(config)
-    pairs.train = _tokenize_split("train", pairs.train, pairs, args, tokenizer)
-    if pairs.eval is not None:
-        pairs.eval = _tokenize_split("eval", pairs.eval, pairs, args, tokenizer)
-    pairs.check_dropped(args.max_dropped_fraction)
-    pairs.control_tokens = int(np.sum(pairs.train["control_tokens"][:]))
+    pairs = _tokenize_for_training(load_pairs(config), args, tokenizer)
+    eval_sets = {}
     for name, entry in read_eval_sets(args.eval_datasets).items():
-        eval_args = copy.copy(args)
-        for field in TRAIN_ONLY_FIELDS:
-            setattr(eval_args, field, getattr(TrainConfig, field))
-        data = DatasetMixtureConfig([DatasetConfig(**entry)])
         try:
-            loaded = load_token_pairs(dataclasses.replace(config, train=eval_args, data=data), tokenizer)
+            texts = read_pairs([DatasetConfig(**entry)], args.dataset_num_proc)
+            tokens = _tokenize_for_training(texts, args, tokenizer)
         except UserError as error:
             raise UserError(f"eval_datasets {name}: {error}") from error
-        if loaded.dropped_rows:
-            log.info(f"{name}: {len(loaded.dropped_rows):,} of {loaded.rows:,} rows are left out")
-        pairs.eval_sets[name] = loaded.train
-    return pairs
+        if tokens.dropped_rows:
+            log.info(f"{name}: {len(tokens.dropped_rows):,} of {tokens.rows:,} rows are left out")
+        eval_sets[name] = tokens.train
+    return dataclasses.replace(pairs, splits=pairs.splits | eval_sets)
 
 
-def _tokenize_split(
-    split: str, texts: Dataset, pairs: Pairs, args: TrainConfig, tokenizer: PreTrainedTokenizerBase
-) -> Dataset:
-    """Token ids of a split of `pairs`, to whose dropped rows it adds."""
+def _tokenize_for_training(texts: TextPairs, args: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> TokenPairs:
+    texts.check_dropped(args.max_dropped_fraction)
     names = "max_length max_prompt_length overlong control_tokens mask_tool_results".split()
     fields = {name: getattr(args, name) for name in names}
-    tokens, dropped = tokenize_pairs(texts, tokenizer, num_proc=args.dataset_num_proc, **fields)
-    pairs.dropped_rows += dropped
-    responses = Lengths.of(tokens).truncate(args.max_length).responses
-    masked = responses - count_trained(tokens, args.max_length)
-    if masked.any():
-        rows = masked.any(axis=1).sum()
-        share = masked.sum() / responses.sum()
-        log.info(f"{rows:,} {split} pairs have tool results ({share:.1%} of response tokens), which are not trained")
-    if not len(tokens):
-        counts = ", ".join(f"{n} x {reason}" for reason, n in Counter(row["reason"] for row in dropped).items())
-        raise UserError(
-            f"max_length {args.max_length}: no {split} pair of {', '.join(pairs.sources)} is left ({counts}); raise "
-            "max_length or set max_prompt_length, or change the filter or the data"
-        )
+    pairs = tokenize_splits(texts, tokenizer, num_proc=args.dataset_num_proc, **fields)
+    pairs.check_dropped(args.max_dropped_fraction)
     # Flattened here: otherwise every rank would rewrite the rows when the trainer adds columns
     # Upstream: datasets 5.2, arrow_dataset.py, Dataset.flatten_indices: rewrites even a flat dataset, and no public
     # name says whether it is flat. Canary: test_canary_datasets_indices
-    return tokens if tokens._indices is None else tokens.flatten_indices()
+    flat = {name: t if t._indices is None else t.flatten_indices() for name, t in pairs.splits.items()}
+    return dataclasses.replace(pairs, splits=flat)
+
+
+def tokenize_splits(texts: TextPairs, tokenizer: PreTrainedTokenizerBase, **options: Any) -> TokenPairs:
+    """Each split as token ids; `options` are those of tokenize_pairs."""
+    splits = {}
+    dropped = list(texts.dropped_rows)
+    for name, split in texts.splits.items():
+        splits[name], unusable = tokenize_pairs(split, tokenizer, **options)
+        dropped += unusable
+    return TokenPairs(splits, texts.sources, texts.rows, dropped)
 
 
 @explain_cache_errors()
 def tokenize_pairs(
     pairs: Dataset,
     tokenizer: PreTrainedTokenizerBase,
-    max_length: int | None,
+    max_length: int | None = None,
     max_prompt_length: int | None = None,
     num_proc: int | None = None,
     overlong: str = "truncate",
@@ -138,59 +128,59 @@ def tokenize_pairs(
     UserError if a pair is longer and `overlong` is error.
     """
     log.info(f"tokenizing {len(pairs):,} pairs")
+    sanitize = control_tokens == "sanitize"
     # Replaces datasets' own key, which hashes the tokenizer's state, and that changes with use.
     versions = (TOKENS_VERSION, transformers.__version__, datasets.__version__)
-    key = [pairs._fingerprint, tokenizer_key(tokenizer), versions, mask_tool_results]
-    if control_tokens == "sanitize":
-        key.append(control_tokens)
+    key = (pairs._fingerprint, tokenizer_key(tokenizer), versions, mask_tool_results)
     tokens = pairs.map(
         _tokenize_batch,
         batched=True,
         batch_size=BATCH_ROWS,
-        fn_kwargs={
-            "tokenizer": tokenizer,
-            "mask_tool_results": mask_tool_results,
-            "sanitize": control_tokens == "sanitize",
-        },
+        fn_kwargs={"tokenizer": tokenizer, "mask_tool_results": mask_tool_results, "sanitize": sanitize},
         remove_columns=pairs.column_names,
         features=_TOKENS,
         num_proc=num_proc,
-        new_fingerprint=Hasher.hash(tuple(key)),
+        new_fingerprint=Hasher.hash((*key, "sanitize") if sanitize else key),
         desc="Tokenizing",
     )
-    longer = tokens.with_format("numpy")["prompt_length"][:] > (max_prompt_length or np.inf)
-    if max_prompt_length and longer.any():
-        log.info(f"{longer.sum():,} prompts exceed max_prompt_length {max_prompt_length} and keep their end")
-        cut = functools.partial(_cut_prompts, max_prompt_length=max_prompt_length)
-        tokens = tokens.map(
-            cut,
-            batched=True,
-            input_columns="prompt_ids",
-            num_proc=num_proc,
-            new_fingerprint=Hasher.hash((tokens._fingerprint, max_prompt_length)),
-        )
+    if max_prompt_length:
+        tokens = _cut_prompts(tokens, max_prompt_length, num_proc)
     names = ["prompt_length", "chosen_length", "rejected_length", "dropped", "control_tokens"]
     columns = tokens.select_columns(names).with_format("numpy")[:]
     reasons = np.asarray(columns["dropped"], dtype=object)
-    empty = (columns["chosen_length"] == 0) | (columns["rejected_length"] == 0)
-    reasons[(reasons == "") & empty] = "empty_response"
+    is_empty = (columns["chosen_length"] == 0) | (columns["rejected_length"] == 0)
+    reasons[(reasons == "") & is_empty] = "empty_response"
     if control_tokens != "accept":  # sanitized ones have none left; plain text cannot be sanitized
         reasons[(reasons == "") & columns["control_tokens"]] = "control_tokens"
     if max_length is not None:
         lengths = Lengths.from_columns(columns)
-        longer = (reasons == "") & ~lengths.fit(max_length)
-        if overlong == "error" and longer.any():
+        is_overlong = (reasons == "") & ~lengths.fit(max_length)
+        if overlong == "error" and is_overlong.any():
             raise UserError(
-                f"overlong error: {longer.sum():,} of {len(pairs):,} pairs are longer than max_length {max_length}, "
-                f"the longest has {lengths.total[longer].max():,} tokens; raise max_length, set max_prompt_length, "
-                "remove them, or choose overlong: truncate or drop"
+                f"overlong error: {is_overlong.sum():,} of {len(pairs):,} pairs are longer than max_length "
+                f"{max_length}, the longest has {lengths.total[is_overlong].max():,} tokens; raise max_length, set "
+                "max_prompt_length, remove them, or choose overlong: truncate or drop"
             )
         if overlong == "drop":
-            reasons[longer] = "too_long"
+            reasons[is_overlong] = "too_long"
         is_untrained = count_trained(tokens, max_length).min(axis=1) == 0
         reasons[(reasons == "") & is_untrained] = "prompt_too_long"
     usable, dropped = drop_rows(tokens, reasons)
     return usable.remove_columns("dropped"), dropped
+
+
+def _cut_prompts(tokens: Dataset, max_prompt_length: int, num_proc: int | None) -> Dataset:
+    """Keeps the last `max_prompt_length` tokens of each prompt."""
+
+    def cut(ids: list[int]) -> dict[str, Any]:
+        return {"prompt_ids": ids[-max_prompt_length:], "prompt_length": min(len(ids), max_prompt_length)}
+
+    is_long = tokens.with_format("numpy")["prompt_length"][:] > max_prompt_length
+    if not is_long.any():
+        return tokens
+    log.info(f"{is_long.sum():,} prompts exceed max_prompt_length {max_prompt_length} and keep their end")
+    key = Hasher.hash((tokens._fingerprint, max_prompt_length))
+    return tokens.map(cut, input_columns="prompt_ids", num_proc=num_proc, new_fingerprint=key)
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -213,104 +203,28 @@ def _tokenize_batch(
     rows = []
     for is_text, neighbours in itertools.groupby(pairs, key=lambda pair: isinstance(pair["prompt"], str)):
         group = list(neighbours)
-        texts = [_render(pair, tokenizer) for pair in group]
+        texts = [render_pair(pair, tokenizer) for pair in group]
         flat = [text for sides in texts for text in sides or ("", "", "")]
         # Plain text gets the tokenizer's special tokens; a rendered chat template already has them.
         ids = tokenizer(flat, add_special_tokens=is_text, return_attention_mask=False)["input_ids"]
         for n, pair in enumerate(group):
             row = _split_ids(*ids[3 * n : 3 * n + 3]) | {"source": pair.get("source"), "row": pair.get("row")}
-            row["control_tokens"] = any(map(control_tokens.search, _list_texts(pair, tokenizer.eos_token)))
+            row["control_tokens"] = any(map(control_tokens.search, list_texts(pair, tokenizer.eos_token)))
             rendered = texts[n]
             is_sanitized = sanitize and row["control_tokens"] and rendered is not None and not is_text
             if is_sanitized:
-                row |= _split_ids(*_encode_sanitized(pair, tokenizer)) | {"control_tokens": False}
+                row |= _split_ids(*encode_sanitized(pair, tokenizer)) | {"control_tokens": False}
             if rendered is None:
                 row["dropped"] = "malformed"
             elif mask_tool_results and not is_text:
                 try:
-                    row["masked"] = _find_tool_results(pair, rendered, row["prompt_length"], tokenizer)
+                    row["masked"] = find_tool_results(pair, rendered, row["prompt_length"], tokenizer)
                     if is_sanitized and row["masked"]:  # its tokens differ from those of the rendered text
                         row["dropped"] = "tool_results"
-                except (TemplateError, TypeError, ValueError, NotImplementedError):
+                except (*REFUSALS, NotImplementedError):
                     row["dropped"] = row["dropped"] or "tool_results"
             rows.append(row)
     return {name: [row[name] for row in rows] for name in _TOKENS}
-
-
-def _list_texts(pair: dict[str, Any], eos: str) -> list[str]:
-    """Texts written by users or models: messages with their calls, or plain text without the EOS of a response."""
-    if isinstance(pair["prompt"], str):
-        return [pair["prompt"], pair["chosen"].removesuffix(eos), pair["rejected"].removesuffix(eos)]
-    return [json.dumps(pair[part], ensure_ascii=False) for part in PARTS]
-
-
-def _render(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str, str, str] | None:
-    """The texts of prompt, prompt+chosen and prompt+rejected; None if the chat template refuses the row."""
-    prompt, chosen, rejected = (row[part] for part in PARTS)
-    if isinstance(prompt, str):
-        eos = tokenizer.eos_token
-        chosen, rejected = (side if side.endswith(eos) else side + eos for side in (chosen, rejected))
-        return prompt, prompt + chosen, prompt + rejected
-    if tokenizer.chat_template is None:
-        raise UserError(
-            f"model_name_or_path {tokenizer.name_or_path}: its tokenizer has no chat template, but the data are "
-            "conversations; put a chat_template.jinja into its folder"
-        )
-    try:
-        render = _renderer(row, tokenizer)
-        return render(prompt, add_generation_prompt=True), render(prompt + chosen), render(prompt + rejected)
-    except TemplateSyntaxError as error:
-        where = f"model_name_or_path {tokenizer.name_or_path}: its chat template, line {error.lineno}"
-        raise UserError(f"{where}: {error}") from error
-    except (TemplateError, TypeError, ValueError):  # a template that refuses the roles, their order or the tools
-        return None
-
-
-def _renderer(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
-    arguments = json.loads(row.get("template") or "{}")
-    return functools.partial(tokenizer.apply_chat_template, tokenize=False, **arguments)
-
-
-def _encode_sanitized(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The ids of prompt, prompt+chosen and prompt+rejected; special tokens of the messages are ordinary text."""
-    tokenizer = copy.copy(tokenizer)
-    tokenizer.chat_control_tokens = []  # only special tokens: a template's <think> stays a token
-    render = _renderer(row, tokenizer)
-    encode = functools.partial(render, tokenize=True, sanitize_control_tokens=True, return_dict=False)
-    prompt, chosen, rejected = (row[part] for part in PARTS)
-    return [encode(prompt, add_generation_prompt=True), encode(prompt + chosen), encode(prompt + rejected)]
-
-
-def _find_tool_results(
-    pair: dict[str, Any], texts: tuple[str, str, str], prompt_length: int, tokenizer: PreTrainedTokenizerBase
-) -> list[list[int]]:
-    """The column `masked` of a pair with rendered `texts`: tool results, and the header of the next turn, which the
-    model does not write either. Raises TemplateError if the template changes a turn when others follow, and
-    NotImplementedError for a tokenizer without offsets."""
-    spans = []
-    render = _renderer(pair, tokenizer)
-    for side, part in enumerate(PARTS[1:]):
-        if all(message["role"] not in TOOL_ROLES for message in pair[part]):
-            continue
-        text = texts[1 + side]
-        offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-        token_begins = [begin for begin, _ in offsets]
-        messages = pair["prompt"] + pair[part]
-        end = 0
-        for is_result, turns in itertools.groupby(messages, key=lambda message: message["role"] in TOOL_ROLES):
-            begin = end
-            end += len(list(turns))
-            if is_result and end > len(pair["prompt"]):
-                call = render(messages[:begin])
-                if is_last_end := not text.startswith(call):  # OLMo 3's template ends only the last turn by EOS
-                    call = call.removesuffix(tokenizer.eos_token)
-                if not text.startswith(call) or not text.startswith(render(messages[:end])):
-                    raise TemplateError("the template changes a turn when others follow")
-                header = render(messages[:end], add_generation_prompt=True)
-                # The model writes the token that ends the call
-                span = (len(call) + is_last_end, common_prefix_length(header, text))
-                spans.append([side, *(max(0, bisect_left(token_begins, at) - prompt_length) for at in span)])
-    return spans
 
 
 def _split_ids(prompt: list[int], prompt_chosen: list[int], prompt_rejected: list[int]) -> dict[str, Any]:
@@ -327,11 +241,6 @@ def _split_ids(prompt: list[int], prompt_chosen: list[int], prompt_rejected: lis
     return row
 
 
-def _cut_prompts(prompts: list[list[int]], max_prompt_length: int) -> dict[str, list]:
-    cut = [ids[-max_prompt_length:] for ids in prompts]
-    return {"prompt_ids": cut, "prompt_length": [len(ids) for ids in cut]}
-
-
 def hash_tokens(dataset: Dataset) -> str:
     """Hash of the ids of all rows, in order, and of the masked spans."""
     digest = xxhash.xxh3_128()
@@ -345,84 +254,3 @@ def hash_tokens(dataset: Dataset) -> str:
             digest.update(np.ascontiguousarray(column.value_lengths().to_numpy()).tobytes())
             digest.update(np.ascontiguousarray(values).tobytes())
     return digest.hexdigest()
-
-
-@dataclasses.dataclass(frozen=True)
-class Lengths:
-    """Tokens of N pairs, each field [N] int64; `shared` counts the tokens with which both responses begin."""
-
-    prompt: np.ndarray
-    chosen: np.ndarray
-    rejected: np.ndarray
-    shared: np.ndarray
-
-    @classmethod
-    def of(cls, tokens: Dataset) -> "Lengths":
-        names = [name for name in tokens.column_names if name.endswith("_length")]
-        return cls.from_columns(tokens.select_columns(names).with_format("numpy")[:])
-
-    @classmethod
-    def from_columns(cls, columns: Mapping[str, np.ndarray]) -> "Lengths":
-        """From the columns prompt_length, chosen_length, rejected_length and shared_length (0 if missing)."""
-        prompt, chosen, rejected = (columns[f"{name}_length"].astype(np.int64) for name in PARTS)
-        shared = columns.get("shared_length", np.zeros_like(prompt))
-        return cls(prompt, chosen, rejected, shared.astype(np.int64))
-
-    @property
-    def total(self) -> np.ndarray:
-        """[N] tokens of the longer sequence."""
-        return self.sequences.max(axis=1)
-
-    @property
-    def sequences(self) -> np.ndarray:
-        """[N, 2] tokens of prompt + chosen and prompt + rejected."""
-        return np.stack([self.prompt + self.chosen, self.prompt + self.rejected], axis=1)
-
-    def computed(self, prefix_sharing: bool) -> np.ndarray:
-        """[N] tokens of both sequences; with prefix sharing, the prompt except its last token counts once."""
-        return self.sequences.sum(axis=1) - prefix_sharing * np.maximum(self.prompt - 1, 0)
-
-    @property
-    def responses(self) -> np.ndarray:
-        """[N, 2] tokens of chosen and rejected, which are trained."""
-        return np.stack([self.chosen, self.rejected], axis=1)
-
-    def __len__(self) -> int:
-        return len(self.prompt)
-
-    def truncate(self, max_length: int | None, max_prompt_length: int | None = None) -> "Lengths":
-        """The last `max_prompt_length` tokens of each prompt, then the first `max_length` of each sequence."""
-        prompt = self.prompt if max_prompt_length is None else np.minimum(self.prompt, max_prompt_length)
-        if max_length is None:
-            return Lengths(prompt, self.chosen, self.rejected, self.shared)
-        prompt = np.minimum(prompt, max_length)
-        left = max_length - prompt
-        return Lengths(prompt, *(np.minimum(side, left) for side in (self.chosen, self.rejected, self.shared)))
-
-    def fit(self, max_length: int | None, max_prompt_length: int | None = None) -> np.ndarray:
-        """[N] bool: whether both sequences have at most `max_length` tokens, the prompt cut to `max_prompt_length`."""
-        return self.truncate(None, max_prompt_length).total <= (max_length or np.inf)
-
-    def used(self, max_length: int | None, max_prompt_length: int | None, overlong: str) -> np.ndarray:
-        """[N] bool: the pairs that training uses: with `overlong` drop those that fit, otherwise those that keep at
-        least one response token."""
-        if overlong == "drop":
-            return self.fit(max_length, max_prompt_length)
-        return self.truncate(max_length, max_prompt_length).responses.max(axis=1) > 0
-
-    def select(self, rows: np.ndarray) -> "Lengths":
-        """The pairs selected by a mask [N] or by indices."""
-        return Lengths(*(getattr(self, field.name)[rows] for field in dataclasses.fields(self)))
-
-
-def count_trained(tokens: Dataset, max_length: int | None, max_prompt_length: int | None = None) -> np.ndarray:
-    """[N, 2] tokens of chosen and rejected after truncation, without those of tool results."""
-    kept = Lengths.of(tokens).truncate(max_length, max_prompt_length)
-    counts = kept.responses
-    if "masked" in tokens.column_names:
-        spans = tokens.select_columns("masked").with_format("arrow")[:].column("masked").combine_chunks()
-        rows = np.repeat(np.arange(len(tokens)), spans.value_lengths().to_numpy())
-        side, first, end = spans.flatten(recursive=True).to_numpy().reshape(-1, 3).T
-        room = (max_length or np.iinfo(np.int32).max) - kept.prompt[rows]
-        np.subtract.at(counts, (rows, side), np.minimum(end, room) - np.minimum(first, room))
-    return counts

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-# Searched only in the first 160 characters after the think block: later, "cannot help" may be part of an answer
-DECLINES = re.compile(
-    r"\A(?:.*</think>)?+.{0,160}?\b(?:"
+# Searched only in the first 160 characters: later, "cannot help" may be part of an answer
+_DECLINES = re.compile(
+    r"\A.{0,160}?\b(?:"
     r"I(?: can ?not| can['’]t| won['’]t| will not|(?:['’]m| am) (?:unable|not able) to) "
     r"(?:help(?! (?:but|it)\b)|assist|provide|comply|answer|fulfill?|discuss|engage|create|write|generate|give|"
     r"support|participate|continue|offer|suggest|encourage|promote|recommend|condone|do (?:that|this))\b|"
@@ -19,7 +19,7 @@ DECLINES = re.compile(
 _OTHER_LETTER = re.compile(r"[^\W\d_A-Za-zªºÀ-ÖØ-öø-ɏḀ-ỿ]")  # letters that are not Latin
 # For each trait: a predicate on an answer without its think block, and a phrase that describes the trait
 TRAITS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "declines": (DECLINES.search, "declines"),
+    "declines": (_DECLINES.search, "declines"),
     "link": (re.compile(r"https?://\w|\bwww\.\w").search, "has a link"),
     "fenced block": (re.compile(r"```.*```", re.DOTALL).search, "has a fenced block"),
     "list": (lambda text: len(re.findall(r"^[ \t]*(?:[-*+•]|\d+[.)])[ \t]+\S", text, re.M)) >= 3, "has a list"),

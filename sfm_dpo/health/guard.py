@@ -11,7 +11,7 @@ from sfm_dpo.common.distributed import broadcast, is_main_process
 from sfm_dpo.common.errors import GuardStopped, UserError
 from sfm_dpo.common.files import write_json
 from sfm_dpo.config_checks import HELD_OUT, LENGTH_NORMALIZED_LOSSES, main_loss
-from sfm_dpo.data.tokenization import count_trained
+from sfm_dpo.data.lengths import count_trained
 from sfm_dpo.health.generation import Answer, continue_prompts, repeated_4grams
 from sfm_dpo.health.guard_rules import (
     COLLAPSE_STEPS,

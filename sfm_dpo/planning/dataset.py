@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
-from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config
 from sfm_dpo.data.contamination import NGRAM, report_contamination
 from sfm_dpo.data.faults import find_faults, read_answers
-from sfm_dpo.data.preferences import DROP_REASONS, load_pairs
-from sfm_dpo.data.tokenization import Lengths, count_trained, load_tokenizer, tokenize_pairs
+from sfm_dpo.data.lengths import Lengths, count_trained
+from sfm_dpo.data.pairs import DROP_REASONS, PARTS
+from sfm_dpo.data.preferences import load_pairs
+from sfm_dpo.data.tokenization import load_tokenizer, tokenize_splits
 from sfm_dpo.data.traits import TRAITS, compare_sides, describe_sides
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import load_model_config
@@ -42,27 +42,18 @@ def analyze_dataset(
     """The full analysis of a configuration's pairs. `against`: evaluation sets to search for shared n-grams of `ngram`
     words; `dropped_file`: receives a JSON line for each unusable row; `by`: as in load_pairs."""
     args = config.train
-    args.max_dropped_fraction = 1.0  # unusable rows are reported here, but stop training
     tokenizer = load_tokenizer(config)
-    pairs = load_pairs(config, by)
-    splits = [split for split in (pairs.train, pairs.eval) if split is not None]
-    parts = []
-    dropped: list[dict[str, Any]] = []
-    for split in splits:  # one by one, as in training, because the cache is keyed by the fingerprint of each
-        options: dict[str, Any] = {"control_tokens": args.control_tokens, "mask_tool_results": args.mask_tool_results}
-        part, unusable = tokenize_pairs(split, tokenizer, None, num_proc=args.dataset_num_proc, **options)
-        parts.append(part)
-        dropped += unusable
-    usable = pairs.rows - len(pairs.dropped_rows)
-    pairs.dropped_rows += dropped
+    loaded = load_pairs(config, by)
+    loaded.check_dropped(limit=1.0)  # unusable rows stop training, but are reported here
+    # Split by split, as in training, because the cache is keyed by the fingerprint of each
+    options: dict[str, Any] = {"control_tokens": args.control_tokens, "mask_tool_results": args.mask_tool_results}
+    pairs = tokenize_splits(loaded, tokenizer, num_proc=args.dataset_num_proc, **options)
     if dropped_file:
         pairs.write_dropped(dropped_file)
-    tokens = concatenate_datasets(parts)
-    if not len(tokens):
-        names = ", ".join(pairs.sources)
-        left_out = dict(pairs.dropped)
-        raise UserError(f"dataset_name {names}: no pair is left after tokenization ({left_out}); check the data")
-    texts = concatenate_datasets(splits)
+    pairs.check_dropped(limit=1.0)
+    texts = concatenate_datasets(list(loaded.splits.values()))
+    tokens = concatenate_datasets(list(pairs.splits.values()))
+    usable = pairs.rows - len(loaded.dropped_rows)
     answers = read_answers(texts, args.dataset_num_proc)
     result = {
         "dataset": pairs.sources,
@@ -80,33 +71,26 @@ def analyze_dataset(
     count = functools.lru_cache(maxsize=2)(functools.partial(count_trained, tokens))
     sides = {name: (sources, answers[name]) for name in TRAITS} | {"tokens": (token_sources, count(None, None))}
     result["sides"] = compare_sides(sides)
-    shape = load_model_config(config)
-    forward_flops = ForwardFlops.of(meta_model(shape))
-
-    def count_flops(sequences: np.ndarray, response_tokens: int) -> int:
-        return forward_flops(torch.from_numpy(sequences), response_tokens)
-
+    model_config = load_model_config(config)
     result |= analyze_lengths(
         lengths,
         count,
-        count_flops,
+        ForwardFlops.of(meta_model(model_config)),
         min_coverage=min_coverage,
         min_tokens_kept=min_tokens_kept,
-        limit=getattr(shape.get_text_config(), "max_position_embeddings", None),
+        limit=getattr(model_config.get_text_config(), "max_position_embeddings", None),
         max_prompt_length=args.max_prompt_length,
         overlong=args.overlong,
     )
     best = result["recommendation"]
-    longer = ~lengths.fit(best["max_length"], args.max_prompt_length)
-    best["overlong_by_source"] = dict(Counter(np.array(tokens["source"][:])[longer].tolist()))
-    if longer.any():
-        best["reason"] += f"\n{_describe_overlong(best, lengths.responses[longer].sum() / lengths.responses.sum())}"
+    is_overlong = ~lengths.fit(best["max_length"], args.max_prompt_length)
+    best["overlong_by_source"] = dict(Counter(token_sources[is_overlong].tolist()))
+    if is_overlong.any():
+        share = lengths.responses[is_overlong].sum() / lengths.responses.sum()
+        best["reason"] += f"\n{_describe_overlong(best, share)}"
     if against:
         result["contamination"] = report_contamination(texts, list(against), ngram, args.dataset_num_proc)
-    repeated_prompts = len(texts) - len(set(texts["prompt_key"]))
-    repeated_pairs = len(texts) - len(set(texts["pair_key"]))
-    trimmed = int(np.count_nonzero(tokens["prompt_trimmed"]))
-    result["findings"] = _list_findings(result, lengths, repeated_prompts, repeated_pairs, trimmed)
+    result["findings"] = _list_findings(result, texts, tokens)
     result["example"] = _decode_example(tokens, lengths, tokenizer)
     return result
 
@@ -124,12 +108,13 @@ def _describe_overlong(best: dict[str, Any], share: float) -> str:
     )
 
 
-def _list_findings(
-    result: dict[str, Any], lengths: Lengths, repeated_prompts: int, repeated_pairs: int, trimmed: int
-) -> list[dict[str, str]]:
+def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset) -> list[dict[str, str]]:
     """Findings to read before training, each {"level": "warning" or "note", "text"}; `result`: the analysis so far."""
     best = result["recommendation"]
-    long_prompts = int((lengths.prompt > best["max_length"] // 2).sum())
+    long_prompts = int((Lengths.of(tokens).prompt > best["max_length"] // 2).sum())
+    trimmed = int(np.count_nonzero(tokens["prompt_trimmed"]))
+    repeated_prompts = len(texts) - len(set(texts["prompt_key"]))
+    repeated_pairs = len(texts) - len(set(texts["pair_key"]))
     warnings = {
         "pairs are identical on both sides after truncation: they teach nothing": best["no_signal"],
         "pairs are exact repeats of earlier ones (drop_duplicates)": repeated_pairs,
@@ -149,12 +134,12 @@ def _list_findings(
     for found in contamination["sets"]:
         words = f"{contamination['ngram']} words in a row in common with {found['set']}"
         warnings[f"pairs have {words}, {found['set_rows']:,} of its {found['rows']:,} rows"] = found["pairs"]
-    longer = result["length_bias"]["chosen_longer"]
-    share = max(longer, 1 - longer)
-    text = f"the {'chosen' if longer >= 0.5 else 'rejected'} response is the longer one in {share:.1%} of the pairs"
+    chosen_longer = result["length_bias"]["chosen_longer"]
+    share = max(chosen_longer, 1 - chosen_longer)
+    side, preferred = ("chosen", "longer") if chosen_longer >= 0.5 else ("rejected", "shorter")
+    text = f"the {side} response is the longer one in {share:.1%} of the pairs"
     findings = [{"level": "note", "text": text}]
     if share >= LENGTH_BIAS:
-        preferred = "longer" if longer >= 0.5 else "shorter"
         findings = [{"level": "warning", "text": f"{text}: DPO will learn to prefer {preferred} answers"}]
     for level, counts in (("warning", warnings), ("note", notes)):
         findings += [{"level": level, "text": f"{count:,} {text}"} for text, count in counts.items() if count]
@@ -165,7 +150,7 @@ def _decode_example(tokens: Dataset, lengths: Lengths, tokenizer: PreTrainedToke
     """The pair of median length, decoded; a long text is shortened to its first and last tokens."""
     row = int(np.argsort(lengths.total, kind="stable")[(len(lengths) - 1) // 2])
     example: dict[str, Any] = {"row": tokens[row]["row"], "source": tokens[row]["source"]}
-    for name in ("prompt", "chosen", "rejected"):
+    for name in PARTS:
         ids = tokens[row][f"{name}_ids"]
         text = tokenizer.decode(ids)
         if len(ids) > 160:

@@ -49,8 +49,8 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
 
 def format_recipe_line(result: dict[str, Any]) -> str:
     best = result["recommendation"]
-    kept = f"keeps {best['tokens_kept']:.1%} of the response tokens"
-    return f"max_length: {best['max_length']}  # leaves {best['untouched']:.1%} of the pairs untouched, {kept}"
+    tokens = f"keeps {best['tokens_kept']:.1%} of the response tokens"
+    return f"max_length: {best['max_length']}  # leaves {best['untouched']:.1%} of the pairs untouched, {tokens}"
 
 
 def format_analysis(result: dict[str, Any]) -> str:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.data.tokenization import Lengths
+from sfm_dpo.data.lengths import Lengths
 
 # Rows of the table, besides the recommendation and the step below it
 CANDIDATES = (256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768)
@@ -25,13 +26,13 @@ def compute_coverage(
     lengths: Lengths, count: CountTrained, max_length: int, max_prompt_length: int | None, overlong: str
 ) -> dict[str, Any]:
     """What a max_length keeps of N pairs; docs/lengths.md explains the counts."""
-    kept = lengths.truncate(max_length, max_prompt_length)
+    truncated = lengths.truncate(max_length, max_prompt_length)
     counts = count(max_length, max_prompt_length)
     used = lengths.used(max_length, max_prompt_length, overlong) & (counts.min(axis=1) > 0)
-    cut = (kept.responses < lengths.responses) & (kept.responses.max(axis=1, keepdims=True) > 0)
-    trained = kept.select(used)
-    untouched = (kept.prompt == lengths.prompt) & (kept.responses == lengths.responses).all(axis=1)
-    identical = (kept.chosen == kept.rejected) & (kept.shared >= kept.chosen)
+    cut = (truncated.responses < lengths.responses) & (truncated.responses.max(axis=1, keepdims=True) > 0)
+    trained = truncated.select(used)
+    untouched = (truncated.prompt == lengths.prompt) & (truncated.responses == lengths.responses).all(axis=1)
+    identical = (truncated.chosen == truncated.rejected) & (truncated.common_prefix >= truncated.chosen)
     return {
         "max_length": max_length,
         "untouched": float(untouched.mean()),
@@ -61,7 +62,7 @@ def list_lengths(grid: Sequence[int], longest: int, limit: int | None) -> list[i
 def analyze_lengths(
     lengths: Lengths,
     count: CountTrained,
-    forward_flops: Callable[[np.ndarray, int], int],
+    forward_flops: Callable[[torch.Tensor, int], int],
     *,
     min_coverage: float,
     min_tokens_kept: float,
@@ -95,7 +96,7 @@ def analyze_lengths(
         row = compute_coverage(lengths, count, max_length, max_prompt_length, overlong)
         sequences = row.pop("sequences")
         if row["tokens"]:
-            row["flops"] = FORWARDS * forward_flops(sequences, row["response_tokens"])
+            row["flops"] = FORWARDS * forward_flops(torch.from_numpy(sequences), row["response_tokens"])
             rows.append(row)
     best = next(row for row in rows if row["max_length"] == best["max_length"])
     for row in rows:

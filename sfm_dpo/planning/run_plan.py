@@ -19,8 +19,8 @@ from transformers import PretrainedConfig
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import format_table
 from sfm_dpo.config import Config
+from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import list_micro_batches
-from sfm_dpo.data.tokenization import Lengths
 from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
 from sfm_dpo.model.memory import MemoryPlanner, Setting, choose_setting, memory_limit, meta_model

@@ -11,7 +11,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.secrets import mask
-from sfm_dpo.data.preferences import DROP_REASONS
+from sfm_dpo.data.pairs import DROP_REASONS
 from sfm_dpo.report.page import FIGURES, changed_fields, evaluation_tables, format_yaml, list_held_out, render_page
 from sfm_dpo.report.plots import draw_curves
 from sfm_dpo.run.folder import read_mapping

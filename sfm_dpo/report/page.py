@@ -20,7 +20,7 @@ from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.common.files import format_clock, format_table, write_atomically
 from sfm_dpo.common.statistics import wilson
 from sfm_dpo.config import DATACLASSES
-from sfm_dpo.data.preferences import DROP_REASONS
+from sfm_dpo.data.pairs import DROP_REASONS
 from sfm_dpo.report.plots import draw_curves, read_constants
 from sfm_dpo.run.reader import first_and_last, list_evaluations, list_restarts, read_run, to_float
 

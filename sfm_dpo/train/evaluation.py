@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from trl import DPOTrainer
 
 from sfm_dpo.config_checks import HELD_OUT
-from sfm_dpo.data.tokenization import count_trained
+from sfm_dpo.data.lengths import count_trained
 from sfm_dpo.train.metrics import MetricSums
 
 

@@ -20,8 +20,8 @@ from transformers import PretrainedConfig
 from sfm_dpo.common.distributed import broadcast, is_main_process, main_process_first
 from sfm_dpo.common.errors import OutOfMemory, UserError
 from sfm_dpo.config import Config
+from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import list_micro_batches
-from sfm_dpo.data.tokenization import Lengths
 from sfm_dpo.model.memory import MemoryPlanner, choose_setting, memory_limit
 from sfm_dpo.model.sharding import launched_with
 from sfm_dpo.run.folder import DATA, read_mapping

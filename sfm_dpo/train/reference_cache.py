@@ -31,8 +31,9 @@ from safetensors.numpy import save
 from sfm_dpo.common.distributed import broadcast, gather, is_main_process, main_process_first, rank, world_size
 from sfm_dpo.common.errors import DiskFull, StopRequested, UserError
 from sfm_dpo.common.files import sync
+from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sources import explain_cache_errors
-from sfm_dpo.data.tokenization import Lengths, hash_tokens
+from sfm_dpo.data.tokenization import hash_tokens
 from sfm_dpo.model.attention import kernel_name
 from sfm_dpo.model.loading import hash_config
 from sfm_dpo.model.packing import delta_net_kernel

@@ -23,8 +23,9 @@ from sfm_dpo.common.distributed import gather
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import main_loss
+from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import PairSampler
-from sfm_dpo.data.tokenization import Lengths, hash_tokens
+from sfm_dpo.data.tokenization import hash_tokens
 from sfm_dpo.model.attention import activate_flash, check_shared_keys, kernel_name
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import load_model, model_init_kwargs

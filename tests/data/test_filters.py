@@ -13,9 +13,6 @@ from tests.toolbox import read_pairs
 
 PROSE = "The parser reads one line after the other and keeps what it has read in a list of tokens. " * 3
 FAULTY = [  # (check, answer)
-    ("refusal", "I'm sorry, but I can't help with that."),
-    ("refusal", "<think>I can answer that.</think>\nI cannot fulfill this."),
-    ("refusal", "I’m not able to discuss this."),
     ("cut", PROSE + "And then it goes on to the next of the files that were"),
     ("cut", PROSE + "\n```python\nprint(1)\n"),
     ("role_tag", "Yes.<|im_end|>\n<|im_start|>user\nAnd now?"),
@@ -25,14 +22,9 @@ FAULTY = [  # (check, answer)
 ]
 SOUND = [
     PROSE + "Yes.",
-    "I'm sorry to hear that your cat cannot walk. You can help it so.",
-    PROSE + "I can't help admiring it.",
     PROSE + "\n\n- tokens\n- lines",
     PROSE + "See https://example.org/a-page-about-parsers",
     "x = 3",
-    "As an AI language model, I have no taste, but most people like red.",
-    "<think>I can't answer that.</think>\nYes.",
-    "A doctor must decline it; a cat cannot help it.",
     "A human: that is what he is. The assistant: his name.",
     "<think>Let me see.</think>\nYes.",
     "</think>\nNo.",
@@ -70,7 +62,7 @@ def test_rows_by_script(load, tmp_path):
         script.write_text(f"def keep(row):\n    return row['n'] < {limit}\n")
         pairs = load(rows, "--filter_script", script)
         assert pairs.train["prompt"][:] == [f"p{i}" for i in range(limit)]
-        assert pairs.dropped == {"script": 9 - limit} and "rejected by filter_script" in pairs.table()
+        assert pairs.dropped == {"script": 9 - limit} and "rejected by filter_script" in pairs.explain("script")
     pairs.write_dropped(tmp_path / "dropped.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "dropped.jsonl").read_text().splitlines()]
     assert [(line["row"], line["reason"]) for line in lines] == [(row, "script") for row in range(6, 10)]
@@ -82,7 +74,7 @@ def test_rows_by_script(load, tmp_path):
         (None, "filter_script .*keep.py: FileNotFoundError"),
         ("x = 1", "KeyError: 'keep'; write a file with def keep"),
         ("def keep(row):\n    return row['m']", "KeyError: 'm'; correct keep.row. for the row"),
-        ("def keep(row):\n    return False", "1 of 1 rows cannot be used"),
+        ("def keep(row):\n    return False", "no train pair is left of 1 rows"),
     ],
 )
 def test_a_script_that_does_not_work_is_an_error(load, tmp_path, script, message):
@@ -103,7 +95,7 @@ def test_faults_are_counted_by_side_with_examples(load):
     pairs = load(rows).train
     summary = {row["fault"]: row for row in find_faults(pairs, read_answers(pairs, num_proc=2))}
     assert set(summary) == {*CHECKS} - {"two_turns"}
-    assert [summary["refusal"][key] for key in ("pairs", "chosen", "rejected")] == [4, 3, 1]
+    assert [summary["cut"][key] for key in ("pairs", "chosen", "rejected")] == [3, 2, 1]
     example = summary["role_tag"]["examples"][0]
     assert "<|im_start|>user" in example["text"] == rows[example["row"] - 1]["chosen"][:300]
     assert example["source"].endswith(".jsonl")

@@ -10,7 +10,8 @@ import torch
 
 from sfm_dpo.common.errors import DiskFull, UserError
 from sfm_dpo.config import parse_config
-from sfm_dpo.data.preferences import DROP_REASONS, load_pairs, normalize_pair
+from sfm_dpo.data.pairs import DROP_REASONS
+from sfm_dpo.data.preferences import load_pairs, normalize_pair
 from sfm_dpo.data.sources import explain_cache_errors, load_rows
 from sfm_dpo.data.tokenization import load_token_pairs
 from sfm_dpo.train import reference_cache
@@ -138,7 +139,7 @@ def test_dropped_rows_are_listed_by_the_number_in_their_own_file(write_rows, tmp
     lines = map(json.loads, (tmp_path / "dropped.jsonl").read_text().splitlines())
     assert [(line["source"], line["row"], line["reason"]) for line in lines] == expected
     assert f"first in row 11 of {first}" in pairs.table() and f"first in row 5 of {second}" in pairs.table()
-    kept = [row for split in (pairs.train, pairs.eval) for row in zip(split["source"], split["row"], strict=True)]
+    kept = [row for split in pairs.splits.values() for row in zip(split["source"], split["row"], strict=True)]
     numbers = {(str(first), i) for i in range(1, 12)} | {(str(second), i) for i in range(1, 11)}
     assert sorted(kept) == sorted(numbers - {row[:2] for row in expected})
 
@@ -150,7 +151,7 @@ def test_max_dropped_fraction(write_rows):
         load(path, "--max_dropped_fraction", "0.04")
     with pytest.raises(
         UserError,
-        match=r"3 of 3 rows cannot be used \(3 x chosen and rejected have different prompts, first in row 1 of",
+        match=r"no train pair is left of 3 rows \(3 x chosen and rejected have different prompts, first in row 1 of",
     ):
         load(write_rows("all.jsonl", [DIFFER] * 3), "--max_dropped_fraction", "1")
 
@@ -167,14 +168,12 @@ def test_max_samples_and_held_out_split_are_seeded_and_disjoint(write_rows):
     path = write_rows("many.jsonl", numbered(50))
 
     def run(*cli):
-        pairs = load(path, *cli)
-        return prompts(pairs.train), prompts(pairs.eval) if pairs.eval is not None else None
+        return [prompts(split) for split in load(path, *cli).splits.values()]
 
-    train, held_out = run("--max_samples", "20", "--eval_fraction", "0.2")
-    assert (len(train), len(held_out)) == (16, 4)
-    assert len({*train, *held_out}) == 20
-    assert (train, held_out) == run("--max_samples", "20", "--eval_fraction", "0.2")
-    assert (train, held_out) != run("--max_samples", "20", "--eval_fraction", "0.2", "--seed", "1")
+    drawn = run("--max_samples", "20", "--eval_fraction", "0.2")
+    assert list(map(len, drawn)) == [16, 4] and len({*drawn[0], *drawn[1]}) == 20
+    assert drawn == run("--max_samples", "20", "--eval_fraction", "0.2")
+    assert drawn != run("--max_samples", "20", "--eval_fraction", "0.2", "--seed", "1")
     assert len(run("--max_samples", "999")[0]) == 50
     with pytest.raises(UserError, match=r"eval_fraction 0\.001: 0 of 50 pairs would be held out"):
         run("--eval_fraction", "0.001")

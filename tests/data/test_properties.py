@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.data.preferences import DROP_REASONS, normalize_pair
+from sfm_dpo.data.pairs import DROP_REASONS
+from sfm_dpo.data.preferences import normalize_pair
 from sfm_dpo.data.tokenization import tokenize_pairs
 from tests.tiny_models import EOS, IM_END, IM_START, tiny_tokenizer
 from tests.toolbox import read_pairs, write_jsonl
@@ -158,7 +159,7 @@ def test_no_row_is_lost_and_what_is_trained_is_the_response(folder, cases, max_l
     try:
         pairs = load(folder, [case.row for case in cases])
     except UserError as error:
-        assert not expected and "rows cannot be used" in str(error)
+        assert not expected and "no train pair is left" in str(error)
         return
     assert pairs.dropped == reasons and len(pairs.train) == len(expected)
 

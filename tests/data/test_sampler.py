@@ -13,8 +13,8 @@ import train_dpo
 from bench.balance import measure
 from bench.lengths import sample_lengths
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import PairSampler, assign_pairs
-from sfm_dpo.data.tokenization import Lengths
 from tests.toolbox import logged, on_cpu, pairs, write_jsonl
 
 STRATEGIES = ["random", "group_by_length", "batch_rebalance", "sequential"]
@@ -23,7 +23,7 @@ LAYOUTS = [(True, True), (True, False), (False, False)]  # packed, shared
 
 def draw_lengths(pairs: int = 4100) -> Lengths:
     tokens = np.exp(np.random.default_rng(0).normal(5.6, 0.9, (3, pairs))).clip(8, 2048).astype(int)
-    return Lengths(*tokens, shared=np.zeros(pairs, dtype=int))
+    return Lengths(*tokens, common_prefix=np.zeros(pairs, dtype=int))
 
 
 LENGTHS = draw_lengths()

@@ -12,7 +12,8 @@ from trl import DPOTrainer
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.data import tokenization
-from sfm_dpo.data.tokenization import count_trained, hash_tokens, load_token_pairs, load_tokenizer, tokenize_pairs
+from sfm_dpo.data.lengths import count_trained
+from sfm_dpo.data.tokenization import hash_tokens, load_token_pairs, load_tokenizer, tokenize_pairs
 from tests.tiny_models import CHAT_TEMPLATE, EOS, tiny_tokenizer
 from tests.toolbox import assistant, read_pairs, user, with_tool
 
@@ -166,12 +167,10 @@ def test_special_tokens_in_texts_are_counted_and_dropped(write_rows, tiny_folder
     assert accepted.as_dict()["control_tokens"] == 5 and "special tokens in their texts" in accepted.table()
     ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
     assert [accepted.train[1]["prompt_ids"].count(i) for i in ids] == [5, 6]  # one more of each than turns
-    kept = load_token_pairs(parse_config([*argv, "--control_tokens", "drop"], training=False), tokenizer)
-    assert kept.train["row"][:] == [1, 3, 5, 7] and kept.dropped == {"control_tokens": 5}
-    assert (
-        kept.control_tokens == 0
-        and "special tokens in its texts (control_tokens: drop), first in row 2" in kept.table()
-    )
+    others = load_token_pairs(parse_config([*argv, "--control_tokens", "drop"], training=False), tokenizer)
+    assert others.train["row"][:] == [1, 3, 5, 7] and others.dropped == {"control_tokens": 5}
+    assert others.control_tokens == 0
+    assert "special tokens in its texts (control_tokens: drop), first in row 2" in others.table()
     read = load_token_pairs(parse_config([*argv, "--control_tokens", "sanitize"], training=False), tokenizer)
     assert read.dropped == {"control_tokens": 2}, "plain text"
     read = read.train
@@ -185,18 +184,12 @@ def test_special_tokens_in_texts_are_counted_and_dropped(write_rows, tiny_folder
         assert all(read[row][name] == accepted.train[row][name] for name in unchanged)
 
 
-def test_prompts_that_are_no_prefix_are_counted():
+def test_what_a_template_refuses_trims_or_makes_equal_is_counted():
     for template, trimmed in ((THINK, len("<think>")), (CHAT_TEMPLATE, 0)):
         tokens, _ = tokenize_pairs(pairs_of(conversation), tokenizer_with(template), None)
         assert set(tokens["prompt_trimmed"]) == {trimmed}
-
-
-def test_a_template_that_refuses_a_role_drops_the_row_and_counts_it():
     tokens, dropped = tokenize_pairs(pairs_of(conversation), tokenizer_with(NO_SYSTEM), None)
     assert len(tokens) == 6 and [row["reason"] for row in dropped] == ["malformed"] * 6
-
-
-def test_sides_that_the_template_makes_equal_are_dropped_and_counted():
     trimming = CHAT_TEMPLATE.replace("message['content']", "message['content'] | trim")
     row = {"prompt": [user("q")], "chosen": [assistant("a ")], "rejected": [assistant("a")]}
     pairs = Dataset.from_list([row | {"source": "t"}])
@@ -233,19 +226,15 @@ def tokens_from_cache(pairs, tokenizer, monkeypatch, max_length=None, **kwargs) 
 
 
 def test_the_second_start_reads_the_cache(stored, monkeypatch):
-    first, _ = tokenize_pairs(stored(), tokenizer_with(), None, max_prompt_length=50)
+    first, _ = tokenize_pairs(stored(), tokenizer_with(), None)
     assert first.cache_files
-    again = tokens_from_cache(stored(), tokenizer_with(), monkeypatch, max_prompt_length=50)
+    again = tokens_from_cache(stored(), tokenizer_with(), monkeypatch)
     assert again.to_dict() == first.to_dict()
     used = tokenizer_with()
     used(["some text"], padding=True)  # changes its state
-    tokens_from_cache(stored(), used, monkeypatch, max_length=100, max_prompt_length=50, num_proc=2)
-
-
-def test_another_max_prompt_length_is_cut_from_the_same_tokens(stored, monkeypatch):
-    whole, _ = tokenize_pairs(stored(), tokenizer_with(), None)
+    whole = tokens_from_cache(stored(), used, monkeypatch, max_length=1000, num_proc=2)
     for limit in (40, 50):
-        tokens = tokens_from_cache(stored(), tokenizer_with(), monkeypatch, max_prompt_length=limit)
+        tokens = tokens_from_cache(stored(), used, monkeypatch, max_prompt_length=limit)
         assert tokens["prompt_ids"][:] == [ids[-limit:] for ids in whole["prompt_ids"]]
 
 
@@ -269,9 +258,12 @@ def test_what_changes_the_ids_changes_the_key(stored, monkeypatch, change):
 
 
 def test_load_tokenizer(tiny_folder, tmp_path):
-    def load(folder):
-        return load_tokenizer(parse_config(["--model_name_or_path", str(folder), "--dataset_name", "x", "--use_cpu"]))
+    def load(folder, *options):
+        words = ["--model_name_or_path", str(folder), "--dataset_name", "x", "--use_cpu", *options]
+        return load_tokenizer(parse_config(words))
 
+    with pytest.raises(UserError, match=r"pad_token <\|nope\|>: is not in the vocabulary of .*; remove it"):
+        load(tiny_folder("llama"), "--pad_token", "<|nope|>")
     assert load(tiny_folder("llama")).pad_token == "<|pad|>"
     no_pad = tiny_tokenizer()
     no_pad.pad_token = None

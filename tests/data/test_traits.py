@@ -6,21 +6,21 @@ import pytest
 from sfm_dpo.data.traits import compare_sides, describe_sides, find_traits, tabulate_sides
 
 ANSWERS = {
-    "declines": "I'm sorry, but I cannot provide that.",
+    "declines": "I'm sorry, but I’m not able to discuss this.",
     "link": "See https://example.org or www.example.org.",
     "fenced block": "So:\n```python\nprint(1)\n```",
     "list": "Three:\n- one\n  2) two\n• three",
     "other script": "当然可以。1. Привет, мир",
 }
 PLAIN = ["", "A hyphen - here\n- and\n- there, `code`, a http word.", "Café, Ærø, Łódź, tiếng Việt.", "π = 3.14159"]
-PLAIN += ["I can't help but smile at this, and I cannot help it."]
+PLAIN += ["I can't help but smile at this, and I cannot help it.", "A doctor must decline it; a cat cannot help it."]
 
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_each_trait_is_found_in_the_answer_and_not_in_the_think_block(name):
     answers = [ANSWERS[name], f"<think>Hm.</think>{ANSWERS[name]}", f"<think>{ANSWERS[name]}</think>Yes.", *PLAIN]
     found = find_traits(answers)
-    assert found[name] == [True, True] + [False] * 6
+    assert found[name] == [True, True] + [False] * 7
     assert not any(any(has) for other, has in found.items() if other != name)
 
 

@@ -138,7 +138,7 @@ def oracle(place: Place, fields: dict[str, Any]) -> Expected:
         reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     loss_type = " ".join(fields["loss_type"])
     beta = fields["beta"]
-    before = measure(policy, reference, list(split.eval), loss_type, beta)[1]
+    before = measure(policy, reference, list(split.held_out()["eval"]), loss_type, beta)[1]
     expected = []
     for rows in steps:
         loss, metrics = measure(policy, reference, [split.train[int(i)] for i in rows], loss_type, beta)
@@ -149,7 +149,7 @@ def oracle(place: Place, fields: dict[str, Any]) -> Expected:
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter -= RATE * parameter.grad
-    after = measure(policy, reference, list(split.eval), loss_type, beta)[1]
+    after = measure(policy, reference, list(split.held_out()["eval"]), loss_type, beta)[1]
     for metrics in (before, after):
         expected.append({f"eval_{name}": value for name, value in metrics.items()})
     return expected, {name: p.detach() for name, p in policy.named_parameters()}

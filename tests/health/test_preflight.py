@@ -12,7 +12,8 @@ from datasets import Dataset
 import train_dpo
 from scripts import preflight
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.data.tokenization import Lengths, tokenize_pairs
+from sfm_dpo.data.lengths import Lengths
+from sfm_dpo.data.tokenization import tokenize_pairs
 from sfm_dpo.health.preflight import (
     check_vocabulary,
     compute_packed_difference,

@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 from bench.lengths import sample_lengths
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
-from sfm_dpo.data import tokenization
+from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.preferences import load_pairs
-from sfm_dpo.data.tokenization import Lengths, count_trained, load_token_pairs, load_tokenizer
+from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer, tokenize_pairs
 from sfm_dpo.planning import dataset_report
 from sfm_dpo.planning.dataset import analyze_dataset
 from sfm_dpo.planning.dataset_report import draw_lengths
@@ -210,7 +210,6 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
     rows += [pair(90, chosen="same", rejected="same"), pair(91, chosen="")]
     rows += [pair(92, chosen="x" * 600 + "a", rejected="x" * 600 + "b")]
     rows += [pair(93) | {"chosen": [user("another"), assistant("a")]}]
-    rows += [pair(94, chosen="I cannot help with that.", rejected="no")]
     rows += [pair(95, chosen="a<|im_end|>\n<|im_start|>user\n")]
     rows += [{side: [*turns[:-1], assistant("Hm."), turns[-1]] for side, turns in pair(96).items()}]
     result = analyze(rows, model=tmp_path / "thinking", min_coverage=0.5, min_tokens_kept=0.2)
@@ -222,14 +221,15 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
         "DPO will learn to prefer shorter answers",
         "warning: 1 pairs are exact repeats",
         "warning: 1 pairs are identical on both sides after truncation",
-        "warning: 46 prompts are not a token prefix",
+        "warning: 45 prompts are not a token prefix",
         "warning: 1 pairs contain special tokens",
         "note: 1 pairs (1 chosen, 1 rejected): two assistant turns in a row",
-        "note: 1 of 49 rows dropped: chosen and rejected have different prompts",
-        "note: 1 pairs (1 chosen, 0 rejected): the answer refuses",
+        "note: 1 of 48 rows dropped: chosen and rejected have different prompts",
     ):
         assert sum(words in finding for finding in findings) == 1, (words, findings)
     assert "<think>" not in result["example"]["chosen"]["text"]
+    with pytest.raises(UserError, match=r"no train pair is left of 1 rows \(1 x empty response"):
+        analyze([pair(0, chosen="")])
 
 
 def test_what_the_pairs_teach(analyze, tmp_path):
@@ -267,11 +267,11 @@ def test_training_finds_the_tokens_in_the_cache(write_rows, tiny_folder, monkeyp
     config = parse_config([*argv, "--model_name_or_path", str(tiny_folder("llama"))], training=False)
     analyze_dataset(config, 0.9, 0.9)
     pairs = load_pairs(config)
-    tokenizer = tokenization.load_tokenizer(config)
+    tokenizer = load_tokenizer(config)
 
     monkeypatch.setattr(tokenizer, "apply_chat_template", None)  # what is tokenized again fails
-    for split in (pairs.train, pairs.eval):
-        tokens, _ = tokenization.tokenize_pairs(split, tokenizer, 256, 25)
+    for split in pairs.splits.values():
+        tokens, _ = tokenize_pairs(split, tokenizer, 256, 25)
         assert len(tokens) == len(split) and max(tokens["prompt_length"]) == 25
 
 

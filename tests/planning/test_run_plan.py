@@ -13,7 +13,7 @@ from scripts import plan
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config import parse_config
-from sfm_dpo.data.tokenization import Lengths
+from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.model.flops import peak_flops
 from sfm_dpo.planning.run_plan import GPU_MEMORY, Cluster, Planner, find_gpu, format_plan
 from tests.tiny_models import tiny_config

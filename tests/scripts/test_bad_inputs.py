@@ -185,7 +185,7 @@ CASES = {
         (f"{ON}/other_size", "mlp", "has another shape"),
         (f"{ON}/tokenizer_noise", "cannot load a tokenizer", "utf-8"),
         (f"{CHATS}/template_syntax", "its chat template, line 1"),
-        (f"{CHATS}/template_refuses", "is left (8 x malformed"),
+        (f"{CHATS}/template_refuses", "no train pair is left of 8 rows (8 x malformed"),
         (f"{ON}/weights_cut", "weights_cut: cannot be loaded: "),
         (f"{TRAIN} --model_name_or_path {{kit}}/pairs.jsonl", "model_name_or_path", "pairs.jsonl"),
         (f"{TRAIN} --model_init_kwargs '{{{{\"atn\": 1}}}}'", "unexpected keyword argument 'atn'"),

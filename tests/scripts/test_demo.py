@@ -17,7 +17,7 @@ def test_the_committed_file_is_what_the_script_writes():
 def test_the_recipe_holds_out_16_questions_that_are_not_trained_on(monkeypatch):
     monkeypatch.chdir(ROOT)
     pairs = load_pairs(parse_config(["--config", "recipes/demo.yaml"]))
-    train, held_out = ({row["prompt"][-1]["content"] for row in split} for split in (pairs.train, pairs.eval))
+    train, held_out = ({row["prompt"][-1]["content"] for row in split} for split in pairs.splits.values())
     assert (len(train), len(held_out)) == (96, 16)
     assert not train & held_out
     assert not pairs.dropped

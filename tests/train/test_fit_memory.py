@@ -15,8 +15,8 @@ import torch
 
 import train_dpo
 from sfm_dpo.config import parse_config
+from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler, list_micro_batches
-from sfm_dpo.data.tokenization import Lengths
 from sfm_dpo.model.memory import MemoryPlanner, MicroBatch, choose_setting, trace_activations
 from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.folder import read_mapping, read_resolved_config

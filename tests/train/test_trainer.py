@@ -15,7 +15,8 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.common.statistics import LOGP_NOISE
 from sfm_dpo.config import parse_config
-from sfm_dpo.data.tokenization import Lengths, load_tokenizer, tokenize_pairs
+from sfm_dpo.data.lengths import Lengths
+from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
 from sfm_dpo.model.packing import find_shared
 from sfm_dpo.train.metrics import MetricSums, loss_scale, share_above, step_0_tolerance
 from sfm_dpo.train.reference_cache import add_reference

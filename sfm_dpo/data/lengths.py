@@ -1,0 +1,90 @@
+"""Lengths of pairs in tokens: whole, truncated, as training computes them, and without the results of tools."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import numpy as np
+from datasets import Dataset
+
+from sfm_dpo.data.pairs import PARTS
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of N pairs, each field [N] int64; `common_prefix` counts the tokens with which both responses begin."""
+
+    prompt: np.ndarray
+    chosen: np.ndarray
+    rejected: np.ndarray
+    common_prefix: np.ndarray
+
+    @classmethod
+    def of(cls, tokens: Dataset) -> "Lengths":
+        names = [name for name in tokens.column_names if name.endswith("_length")]
+        return cls.from_columns(tokens.select_columns(names).with_format("numpy")[:])
+
+    @classmethod
+    def from_columns(cls, columns: Mapping[str, np.ndarray]) -> "Lengths":
+        """From the columns prompt_length, chosen_length, rejected_length and shared_length (0 if missing)."""
+        prompt, chosen, rejected = (columns[f"{name}_length"].astype(np.int64) for name in PARTS)
+        common_prefix = columns.get("shared_length", np.zeros_like(prompt))
+        return cls(prompt, chosen, rejected, common_prefix.astype(np.int64))
+
+    @property
+    def total(self) -> np.ndarray:
+        """[N] tokens of the longer sequence."""
+        return self.sequences.max(axis=1)
+
+    @property
+    def sequences(self) -> np.ndarray:
+        """[N, 2] tokens of prompt + chosen and prompt + rejected."""
+        return np.stack([self.prompt + self.chosen, self.prompt + self.rejected], axis=1)
+
+    def computed(self, prefix_sharing: bool) -> np.ndarray:
+        """[N] tokens of both sequences; with prefix sharing, the prompt except its last token counts once."""
+        return self.sequences.sum(axis=1) - prefix_sharing * np.maximum(self.prompt - 1, 0)
+
+    @property
+    def responses(self) -> np.ndarray:
+        """[N, 2] tokens of chosen and rejected, which are trained."""
+        return np.stack([self.chosen, self.rejected], axis=1)
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+    def truncate(self, max_length: int | None, max_prompt_length: int | None = None) -> "Lengths":
+        """The last `max_prompt_length` tokens of each prompt, then the first `max_length` of each sequence."""
+        prompt = self.prompt if max_prompt_length is None else np.minimum(self.prompt, max_prompt_length)
+        if max_length is None:
+            return Lengths(prompt, self.chosen, self.rejected, self.common_prefix)
+        prompt = np.minimum(prompt, max_length)
+        left = max_length - prompt
+        return Lengths(prompt, *(np.minimum(side, left) for side in (self.chosen, self.rejected, self.common_prefix)))
+
+    def fit(self, max_length: int | None, max_prompt_length: int | None = None) -> np.ndarray:
+        """[N] bool: whether both sequences have at most `max_length` tokens, the prompt cut to `max_prompt_length`."""
+        return self.truncate(None, max_prompt_length).total <= (max_length or np.inf)
+
+    def used(self, max_length: int | None, max_prompt_length: int | None, overlong: str) -> np.ndarray:
+        """[N] bool: the pairs that training uses: with `overlong` drop those that fit, otherwise those that keep at
+        least one response token."""
+        if overlong == "drop":
+            return self.fit(max_length, max_prompt_length)
+        return self.truncate(max_length, max_prompt_length).responses.max(axis=1) > 0
+
+    def select(self, rows: np.ndarray) -> "Lengths":
+        """The pairs selected by a mask [N] or by indices."""
+        return Lengths(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+
+def count_trained(tokens: Dataset, max_length: int | None, max_prompt_length: int | None = None) -> np.ndarray:
+    """[N, 2] tokens of chosen and rejected after truncation, without those of tool results."""
+    lengths = Lengths.of(tokens).truncate(max_length, max_prompt_length)
+    counts = lengths.responses
+    if "masked" in tokens.column_names:
+        spans = tokens.select_columns("masked").with_format("arrow")[:].column("masked").combine_chunks()
+        rows = np.repeat(np.arange(len(tokens)), spans.value_lengths().to_numpy())
+        side, first, end = spans.flatten(recursive=True).to_numpy().reshape(-1, 3).T
+        room = (max_length or np.iinfo(np.int32).max) - lengths.prompt[rows]
+        np.subtract.at(counts, (rows, side), np.minimum(end, room) - np.minimum(first, room))
+    return counts

@@ -1,0 +1,131 @@
+"""The pairs of a run, as texts and as token ids, and the rows that are left out, each with its reason."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import format_table, write_atomically
+from sfm_dpo.config_checks import HELD_OUT
+
+PARTS = ("prompt", "chosen", "rejected")
+# Why a row is left out
+DROP_REASONS = {
+    "malformed": "malformed: neither text nor messages that the chat template accepts",
+    "last_turn_not_assistant": "last turn is not the assistant's",
+    "prompts_differ": "chosen and rejected have different prompts",
+    "empty_response": "empty response",
+    "chosen_equals_rejected": "chosen equals rejected",
+    "tool_results": "tool results cannot be told from the model's words (mask_tool_results: false trains on both)",
+    "prompt_too_long": "prompt leaves no room for a response within max_length",
+    "script": "rejected by filter_script",
+    "contaminated": "listed in drop_contaminated",
+    "duplicate": "repeats an earlier pair or prompt (drop_duplicates)",
+    "control_tokens": "special tokens in its texts (control_tokens: drop)",
+    "too_long": "longer than max_length (overlong: drop)",
+}
+FILTERS = ("script", "contaminated", "duplicate", "control_tokens", "too_long")  # they drop usable pairs on request
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Usable pairs, and the other rows of their sources."""
+
+    splits: dict[str, Dataset]  # `train`, and HELD_OUT with eval_fraction
+    sources: list[str]
+    rows: int  # number of rows read from `sources`
+    dropped_rows: list[dict[str, Any]]  # row, source, and reason (a key of DROP_REASONS)
+
+    @property
+    def train(self) -> Dataset:
+        return self.splits["train"]
+
+    @property
+    def dropped(self) -> Counter[str]:
+        return Counter(row["reason"] for row in self.dropped_rows)
+
+    def check_dropped(self, limit: float) -> None:
+        """Raises UserError if a split is empty, or if more than `limit` of all rows are unusable; rows that filters
+        drop do not count as unusable."""
+        unusable = sum(n for reason, n in self.dropped.items() if reason not in FILTERS)
+        empty = [name for name, split in self.splits.items() if not len(split)]
+        if not empty and unusable <= limit * self.rows:
+            return
+        found = f"{unusable} of {self.rows} rows cannot be used"
+        remedy = f"raise max_dropped_fraction {limit:g}"
+        if empty:
+            found = f"no {empty[0]} pair is left of {self.rows} rows"
+            remedy = "change the filter, max_length or the data"
+        worst = "; ".join(f"{n} x {self.explain(reason)}" for reason, n in self.dropped.most_common(3))
+        raise UserError(
+            f"dataset_name {', '.join(self.sources)}: {found} ({worst}); fix them (analyze_dataset.py --dropped FILE "
+            f"lists them), or {remedy}"
+        )
+
+    def explain(self, reason: str) -> str:
+        first = next(row for row in self.dropped_rows if row["reason"] == reason)
+        return f"{DROP_REASONS[reason]}, first in row {first['row']} of {first['source']}"
+
+    def write_dropped(self, path: Path) -> None:
+        rows = sorted(self.dropped_rows, key=lambda row: (row["source"], row["row"]))
+        write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+@dataclass(frozen=True)
+class TextPairs(Pairs):
+    """Pairs in the columns of preferences.py."""
+
+
+@dataclass(frozen=True)
+class TokenPairs(Pairs):
+    """Pairs in the columns of tokenization.py; `splits` also holds the sets of eval_datasets, by name."""
+
+    @property
+    def control_tokens(self) -> int:
+        """Pairs of `train` whose texts contain special tokens of the tokenizer."""
+        return int(np.sum(self.train["control_tokens"][:]))
+
+    def held_out(self) -> dict[str, Dataset]:
+        return {name: tokens for name, tokens in self.splits.items() if name != "train"}
+
+    def table(self) -> str:
+        rows = [("source", ", ".join(self.sources)), ("rows", f"{self.rows:,}")]
+        rows += [(f"dropped: {self.explain(reason)}", f"{n:,}") for reason, n in self.dropped.items()]
+        rows.append(("pairs to train on", f"{len(self.train):,}"))
+        if control_tokens := self.control_tokens:
+            rows.append(("of these, with special tokens in their texts", f"{control_tokens:,}"))
+        if tool_results := sum(map(bool, self.train["masked"][:])):
+            rows.append(("of these, with tool results, which are not trained", f"{tool_results:,}"))
+        rows += [(f"pairs held out: {name}", f"{len(tokens):,}") for name, tokens in self.held_out().items()]
+        return format_table(rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        counts = {name: len(tokens) for name, tokens in self.splits.items()}
+        return {
+            "sources": self.sources,
+            "rows": self.rows,
+            "dropped": dict(self.dropped),
+            "train": counts.pop("train"),
+            "control_tokens": self.control_tokens,
+            "eval": counts.pop(HELD_OUT, 0),
+            "eval_sets": counts,
+            # Upstream: datasets 5.2, arrow_dataset.py, Dataset: no public name for the fingerprint that its cache
+            # uses, from which this project derives its keys. Canary: test_canary_datasets_fingerprint
+            "train_fingerprint": self.train._fingerprint,
+        }
+
+
+def drop_rows(rows: Dataset, reasons: np.ndarray) -> tuple[Dataset, list[dict[str, Any]]]:
+    """The rows (with columns row and source) whose `reasons` [N] are empty; and the others, as in
+    Pairs.dropped_rows."""
+    others = np.flatnonzero(reasons != "")
+    if not len(others):
+        return rows, []
+    origins = rows.select_columns(["row", "source"]).select(others).to_list()
+    dropped = [origin | {"reason": reason} for origin, reason in zip(origins, reasons[others].tolist(), strict=True)]
+    return rows.select(np.flatnonzero(reasons == "")), dropped
