@@ -21,13 +21,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface, PretrainedConfig
 from transformers.initialization import no_init_weights
-from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import PreTrainedModel, local_torch_dtype
 from trl import get_peft_config
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config, TrainConfig
-from sfm_dpo.model.attention import boundary_mask, packed_attention_forward
+from sfm_dpo.model.attention import boundary_arguments, packed_attention_forward, packed_mask
 from sfm_dpo.model.flops import count_experts
 from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.model.packing import why_not_shared
@@ -43,7 +42,7 @@ USABLE = 0.9  # share of a GPU's memory; the rest is for CUDA's context, NCCL an
 
 
 AttentionInterface.register(SHAPES, partial(packed_attention_forward, varlen=True))
-AttentionMaskInterface.register(SHAPES, sdpa_mask)
+AttentionMaskInterface.register(SHAPES, packed_mask)
 
 
 @dataclass(frozen=True)
@@ -162,12 +161,11 @@ def _trace_bytes(
             warnings.filterwarnings("ignore", "Expected a tensor or a traceable", UserWarning)  # MemTracker's own
             ids = torch.zeros(1, tokens, dtype=torch.long)
             bounds = torch.zeros(TRACED_SEQUENCES + 1, dtype=torch.int32)
-            mask = boundary_mask(bounds, tokens)
+            boundaries = boundary_arguments(bounds, tokens)
             if copies is not None:
                 keys = torch.zeros(tokens + round(copies * tokens), dtype=torch.int32)
-                mask = boundary_mask(bounds, tokens, bounds, keys, keys)
-            inputs = {"input_ids": ids, "position_ids": ids, "attention_mask": mask}
-            output = model.base_model(**inputs, use_cache=False).last_hidden_state
+                boundaries = boundary_arguments(bounds, tokens, bounds, keys, keys)
+            output = model.base_model(ids, position_ids=ids, use_cache=False, **boundaries).last_hidden_state
             saved = _total(tracker, "current")
             output.sum().backward()
         peak = _total(tracker, "peak")

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from sfm_dpo.model.attention import PACKED, boundary_mask, register
+from sfm_dpo.model.attention import PACKED, boundary_arguments, register
 from sfm_dpo.model.sharding import ATTENTION, blocks
 
 
@@ -36,21 +36,19 @@ def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) ->
         for net in nets:
             net.forward = functools.partial(_run_by_sequence, net.forward)
     fused_forward = model.forward
-    # Arguments between input_ids and attention_mask: only GPT-2 has one, its cache
-    gap = list(inspect.signature(type(model.base_model).forward).parameters).index("attention_mask") - 2
 
     # Set on the instance, as TRL does. It keeps the model's signature, which `generate` inspects
     @functools.wraps(type(model).forward)
     def packed_forward(self, *args, fused_lm_head=False, **kwargs):
         if fused_lm_head and kwargs.get("attention_mask") is not None:
-            return _run_packed(fused_forward, gap, prefix_sharing, bool(nets), *args, **kwargs)
+            return _run_packed(fused_forward, prefix_sharing, bool(nets), *args, **kwargs)
         return fused_forward(*args, fused_lm_head=fused_lm_head, **kwargs)
 
     model.forward = types.MethodType(packed_forward, model)
 
 
 def _run_packed(
-    fused_forward, gap, prefix_sharing, hybrid, *, input_ids, attention_mask, labels, num_items_in_batch=None, **kwargs
+    fused_forward, prefix_sharing, hybrid, *, input_ids, attention_mask, labels, num_items_in_batch=None, **kwargs
 ):
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor):
@@ -70,23 +68,18 @@ def _run_packed(
         shared_keys = (cu_seqlens, keys, order.to(torch.int32))
         cu_seqlens = _cumulate(computed.sum(dim=1))
         real = computed.flatten().nonzero().squeeze(1)
-    if hybrid:
-        kwargs["cu_seq_lens_q"] = cu_seqlens
-        if has_delta_net_kernels():  # the convolution takes only this, and without it mixes sequences silently
-            kwargs["seq_idx"] = torch.repeat_interleave(lengths).to(torch.int32)[None]
+    if hybrid and has_delta_net_kernels():  # the convolution takes only this, and without it mixes sequences silently
+        kwargs["seq_idx"] = torch.repeat_interleave(lengths).to(torch.int32)[None]
     # What each position predicts: shifted in the padded grid, where a sequence's last position has no successor
     next_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
 
     output = fused_forward(
         input_ids.flatten()[real][None],
-        # By position: TRL would use a keyword `attention_mask` to exclude padding from the routers' balancing loss,
-        # and there is no padding
-        *[None] * gap,
-        boundary_mask(cu_seqlens, longest, *shared_keys),
         position_ids=(attention_mask.cumsum(dim=1) - 1).flatten()[real][None],
         shift_labels=next_labels.flatten()[real][None],
         num_items_in_batch=num_items_in_batch,
         fused_lm_head=True,
+        **boundary_arguments(cu_seqlens, longest, *shared_keys),
         **kwargs,
     )
     for name, value in list(output.items()):

@@ -126,9 +126,9 @@ def test_a_tokenizer_of_another_model_is_one_line():
 
 def leak_one_key(monkeypatch):
     """Lets the second sequence of a packed row see the last token of the first."""
-    real = packing.boundary_mask
+    real = packing.boundary_arguments
 
-    def mask(cu: torch.Tensor, max_length: int, *_) -> torch.Tensor:
+    def leaking(cu: torch.Tensor, max_length: int, *_) -> dict:
         first = int(cu[1])
         total = int(cu[-1])
         keys = torch.cat([torch.arange(first), torch.arange(first - 1, total)])
@@ -136,7 +136,7 @@ def leak_one_key(monkeypatch):
         cu_keys = torch.tensor([0, first, total + 1])
         return real(cu, max_length + 1, cu_keys.int(), keys.int(), order.int())
 
-    monkeypatch.setattr(packing, "boundary_mask", mask)
+    monkeypatch.setattr(packing, "boundary_arguments", leaking)
 
 
 @pytest.mark.parametrize("tools", [False, True])
