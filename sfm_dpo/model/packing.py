@@ -172,7 +172,11 @@ def _find_delta_nets(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def compile_layers(model: PreTrainedModel, backend: str, mode: str | None) -> None:
-    """Compiles each decoder layer in place, so names in the state dict do not change. `generate` runs uncompiled."""
+    """Compiles each decoder layer in place, so names in the state dict do not change. `generate` runs uncompiled.
+
+    accelerate 1.15's `compile_regions` compiles a copy of the model, whose forward, bound by TRL, still runs the
+    original's layers; its variants for DeepSpeed and FSDP2 also compile `generate`, and none compiles before training.
+    """
     for layer in blocks(model):
         layer.compile(dynamic=True, backend=backend, mode=mode, recompile_limit=32)
     # Upstream: transformers 5.23, cache_utils.py, Cache.update: takes the layer's index, so torch.compile
