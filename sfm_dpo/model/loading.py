@@ -15,16 +15,21 @@ from sfm_dpo.config import Config
 
 
 def load_model_config(config: Config) -> PretrainedConfig:
-    """The model's config.json. Raises UserError if it cannot be loaded."""
+    """The model's config.json. Raises UserError if it cannot be loaded, or has no experts to balance."""
     name = config.model.model_name_or_path
     options = {"revision": config.model.model_revision, "trust_remote_code": config.train.trust_remote_code}
     if name.startswith(("/", ".", "~")) and not Path(name).exists():  # transformers would call it a wrong Hub id
         raise UserError(f"{config.model_field} {name}: no such folder; correct the path, or give a name on the Hub")
     try:
-        return AutoConfig.from_pretrained(name, **options)
+        model_config = AutoConfig.from_pretrained(name, **options)
     except (OSError, ValueError, StrictDataclassError) as error:
         reason = f"neither a folder with a model nor a model on the Hub: {_first_lines(error)}"
         raise UserError(f"{config.model_field} {name}: {reason}") from error
+    coefficient = config.train.router_aux_loss_coef
+    is_policy = config.model_field == "model_name_or_path"  # its reference may be dense
+    if coefficient and is_policy and not hasattr(model_config.get_text_config(), "output_router_logits"):
+        raise UserError(f"router_aux_loss_coef {coefficient:g}: {name} is not a mixture of experts; remove it")
+    return model_config
 
 
 def load_model(name: str, init_kwargs: dict[str, Any], field: str = "model_name_or_path") -> PreTrainedModel:
