@@ -51,7 +51,7 @@ from sfm_dpo.run.checkpoint import (
 from sfm_dpo.run.folder import DATA, describe, read_mapping, write_status
 from sfm_dpo.run.reader import eval_prefix
 from sfm_dpo.train.callbacks import Position, ProgressLine, StopCallback
-from sfm_dpo.train.fit_memory import fit_memory
+from sfm_dpo.train.fit_memory import apply_setting, fit_memory
 from sfm_dpo.train.profiler import Profiler
 from sfm_dpo.train.reference_cache import add_reference, make_folder, reference_root
 from sfm_dpo.train.trainer import SFMDPOTrainer, build_sampler
@@ -106,6 +106,7 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
     kept = read_mapping(Path(args.output_dir) / DATA) if checkpoint else {}
     if args.fit_memory:
         facts["fit_memory"] = fit_memory(config, pairs.train, model_config, kept.get("fit_memory", {}))
+        apply_setting(config, facts["fit_memory"])
     facts["flash_attention"] = broadcast(choose_flash(args.flash_attention, kept.get("flash_attention")))
     sampler = build_sampler(pairs.train, args)
     if left_out := len(pairs.train) - len(sampler):

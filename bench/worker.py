@@ -20,7 +20,7 @@ from bench.lengths import MAX_LENGTH, sample_lengths
 from bench.throughput import BATCH, MODELS, ROOT, SHIPPED, VARIANTS, recipe_of
 from sfm_dpo.config import parse_config
 from sfm_dpo.model.flops import ForwardFlops
-from sfm_dpo.train.fit_memory import fit_memory
+from sfm_dpo.train.fit_memory import apply_setting, fit_memory
 from sfm_dpo.train.metrics import CountingCollator, Meter, peak_memory_gib
 from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.trainer import SFMDPOTrainer
@@ -199,7 +199,7 @@ def make_trainer(job: dict) -> DPOTrainer:
         settings["memory_gib"] = job["stock_peak_gib"]
     config = parse_config([f"--{name}={value}" for name, value in settings.items()])
     if config.train.fit_memory:
-        fit_memory(config, pairs, AutoConfig.from_pretrained(model), {})
+        apply_setting(config, fit_memory(config, pairs, AutoConfig.from_pretrained(model), {}))
     config.train.model_init_kwargs = init_kwargs
     return SFMDPOTrainer(model=model, args=config.train, **common)
 

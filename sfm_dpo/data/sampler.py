@@ -16,9 +16,8 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config import Config, TrainConfig
+from sfm_dpo.config import TrainConfig
 from sfm_dpo.data.tokenization import Lengths
-from sfm_dpo.model.memory import MicroBatch
 
 ORDER_VERSION = 3  # raise it when the same seed and data give another order; 1 was the order of transformers' samplers
 FIRST_STEPS_FOR = (1, 2, 4, 8, 16)  # pairs in a micro-batch
@@ -192,21 +191,3 @@ class PairSampler(Sampler[int]):
         for rows in self.steps(epoch):
             digest.update(np.sort(rows).astype(np.int64).tobytes())
         return digest.hexdigest()[:24]
-
-
-def list_micro_batches(config: Config, lengths: Lengths, prefix_sharing: bool, ranks: int) -> list[MicroBatch]:
-    """The largest micro-batch of a run, which must fit into memory, for each usual number of pairs per device and the
-    configured one, if the global batch is a multiple of it. `lengths` are truncated."""
-    args = config.train
-    sampler = PairSampler.of(lengths, args, prefix_sharing)
-    micro_batches = []
-    for size in sorted({*FIRST_STEPS_FOR, config.micro_batch}):
-        if args.global_batch_size % (size * ranks):
-            continue
-        rows = sampler.largest_micro_batch(size, math.ceil(args.num_train_epochs))
-        responses = int(lengths.responses[rows].sum())
-        waiting = sampler.imbalance(size, ranks)
-        tokens = sampler.layout.count(rows)
-        copies = max(0, int(lengths.sequences[rows].sum()) - tokens)
-        micro_batches.append(MicroBatch(size, tokens, copies, responses, waiting))
-    return micro_batches

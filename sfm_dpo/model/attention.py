@@ -1,9 +1,9 @@
 """Packed causal attention: many sequences in one row, no attention across their boundaries.
 
-The boundaries are keyword arguments of the model's forward (`boundary_arguments`): transformers passes them on to every
-attention call, and gradient checkpointing calls a layer again with the same arguments. Under prefix sharing a rejected
-sequence holds only the tokens after the shared ones; its queries see the prompt's keys in the chosen sequence. Keys
-and values are gathered, with their own boundaries, and the causal mask is aligned at the end.
+The boundaries are keyword arguments of the model's forward (`boundary_arguments`): transformers passes them on to
+every attention call, and gradient checkpointing calls a layer again with the same arguments. Under prefix sharing a
+rejected sequence holds only the tokens after the shared ones; its queries see the prompt's keys in the chosen
+sequence. Keys and values are gathered, with their own boundaries, and the causal mask is aligned at the end.
 """
 
 import json
@@ -87,12 +87,12 @@ class GatherKeys(torch.autograd.Function):
         return result.index_copy_(1, prompts, total), None, None
 
 
-def choose_flash(choice: str, kept: str | None = None) -> str:
+def choose_flash(choice: str, earlier: str | None = None) -> str:
     """fa2 (PyTorch's own), fa3 or fa4. auto: that of a resumed run, else the fastest by check_gpu.sh, else fa2."""
     if choice != "auto":
         return choice
-    if kept:
-        return kept
+    if earlier:
+        return earlier
     if CALIBRATION.exists() and torch.cuda.is_available():
         measured = json.loads(CALIBRATION.read_text())
         if measured["gpu"] == torch.cuda.get_device_name() and measured.get("flash"):

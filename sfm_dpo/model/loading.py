@@ -5,10 +5,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import DistributedType, PartialState
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.initialization import no_init_weights
+from transformers.modeling_utils import local_torch_dtype
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config
@@ -52,6 +61,22 @@ def load_model(name: str, init_kwargs: dict[str, Any], field: str = "model_name_
             f"(and {len(absent) - 1} more); take config.json and weights from the same place"
         )
     return model
+
+
+def build_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model as its class builds it, without its weights. `from_config` would shard it under ZeRO-3, which needs
+    all ranks. Raises UserError if it is not a causal language model."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"model_name_or_path: {config.model_type} is not a causal language model; choose one")
+    with no_init_weights(), local_torch_dtype(dtype):
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    model.tie_weights()  # else a part of the initialisation
+    return model
+
+
+def meta_model(config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    with torch.device("meta"):
+        return build_model(config, dtype)
 
 
 def _first_lines(error: Exception) -> str:

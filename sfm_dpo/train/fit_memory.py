@@ -1,7 +1,7 @@
 """Fits a run to its memory: chooses the pairs per device and the number of checkpointed layers before training.
 
-Both follow from the largest micro-batch (data/sampler.py), which runs first, and from the memory that the planner
-computes for it (model/memory.py). An out-of-memory error names a setting that would fit.
+Both follow from the memory of the largest micro-batch (memory/planner.py), which runs first. An out-of-memory error
+names a setting that would fit.
 """
 
 import logging
@@ -20,9 +20,8 @@ from transformers import PretrainedConfig
 from sfm_dpo.common.distributed import broadcast, is_main_process, main_process_first
 from sfm_dpo.common.errors import OutOfMemory, UserError
 from sfm_dpo.config import Config
-from sfm_dpo.data.sampler import list_micro_batches
 from sfm_dpo.data.tokenization import Lengths
-from sfm_dpo.model.memory import MemoryPlanner, choose_setting, memory_limit
+from sfm_dpo.memory.planner import MemoryPlanner, memory_limit
 from sfm_dpo.model.sharding import launched_with
 from sfm_dpo.run.folder import DATA, read_mapping
 from sfm_dpo.train.callbacks import Position
@@ -38,27 +37,35 @@ BATCH_SIZES = {
 }
 
 
-def fit_memory(config: Config, dataset: Dataset, shape: PretrainedConfig, kept: dict[str, Any]) -> dict[str, Any]:
-    """Chooses on rank 0 the fields that the configuration leaves open, sets them in `config.train` on all ranks, and
-    returns them for data.json. `kept`, the choice of the resumed run or empty, is used again if it fits. Raises
-    UserError if no setting fits."""
-    choice = broadcast(main_process_first(lambda: _choose(config, dataset, shape, kept)))
+def fit_memory(
+    config: Config, dataset: Dataset, model_config: PretrainedConfig, earlier: dict[str, Any]
+) -> dict[str, Any]:
+    """The setting for the fields that the configuration leaves open, for data.json, the same on all ranks. `earlier`,
+    that of the resumed run or empty, is chosen again if it fits. Raises UserError if no setting fits."""
+    return broadcast(main_process_first(lambda: _choose(config, dataset, model_config, earlier)))
+
+
+def apply_setting(config: Config, setting: dict[str, Any]) -> None:
+    """Sets the chosen fields in `config.train`."""
     args = config.train
-    args.per_device_train_batch_size = choice["per_device"]
-    args.gradient_accumulation_steps = args.global_batch_size // (choice["per_device"] * args.world_size)
+    args.per_device_train_batch_size = setting["per_device"]
+    args.gradient_accumulation_steps = args.global_batch_size // (setting["per_device"] * args.world_size)
     if "gradient_checkpointing" in config.fitted:
-        every = choice["every_n_layers"]
+        every = setting["every_n_layers"]
         kwargs = {"use_reentrant": False, "every_n_layers": every} if every else None
         args.gradient_checkpointing = args.activation_checkpointing = every > 0
         args.gradient_checkpointing_kwargs = args.activation_checkpointing_kwargs = kwargs
-    return choice
 
 
-def _choose(config: Config, dataset: Dataset, shape: PretrainedConfig, kept: dict[str, Any]) -> dict[str, Any]:
+def _choose(
+    config: Config, dataset: Dataset, model_config: PretrainedConfig, earlier: dict[str, Any]
+) -> dict[str, Any]:
     if not is_main_process():
         return {}
     args = config.train
-    planner = MemoryPlanner(config, shape, args.world_size, half=args.bf16 or args.fp16, on_gpu=not args.use_cpu)
+    lengths = Lengths.of(dataset).truncate(args.max_length)
+    in_half = args.bf16 or args.fp16
+    planner = MemoryPlanner(config, model_config, lengths, args.world_size, in_half, on_gpu=not args.use_cpu)
     launch = "fsdp2" if launched_with() == "fsdp" else "none"
     zero = {}
     if args.deepspeed_plugin is not None:
@@ -71,22 +78,14 @@ def _choose(config: Config, dataset: Dataset, shape: PretrainedConfig, kept: dic
     else:
         total = torch.cuda.mem_get_info()[1]
     limit = memory_limit(total, args.memory_gib)
-    lengths = Lengths.of(dataset).truncate(args.max_length)
-    micro_batches = list_micro_batches(config, lengths, planner.prefix_sharing, args.world_size)
-    settings = planner.list_settings(micro_batches, states)
-    setting = choose_setting(settings, limit, config)
-    for other in settings:  # all are valid for this number of processes
-        is_kept = (other.per_device, other.every_n_layers) == (kept.get("per_device"), kept.get("every_n_layers"))
-        if is_kept and other.bytes <= limit:
-            setting = other
+    setting = planner.choose(limit, states, earlier=earlier)
     if setting.bytes > limit:
         raise UserError(
             f"fit_memory true: no setting fits in {limit / 2**30:.2f} GiB; the smallest is {setting}; use a smaller "
             "max_length, more GPUs, or LAUNCH=zero3"
         )
     log.info(f"fit_memory: {setting}, of {limit / 2**30:.2f} GiB; {setting.work - 1:.0%} recomputation and waiting")
-    smaller = next((other.options for other in settings if other.bytes < setting.bytes), None)
-    return asdict(setting) | {"limit": int(limit), "smaller": smaller}
+    return asdict(setting) | {"limit": int(limit)}
 
 
 def explain_out_of_memory(error: BaseException, position: Position, run: Path) -> OutOfMemory | None:

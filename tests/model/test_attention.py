@@ -59,7 +59,8 @@ def written_out(qkv, own, seen, window):
 def assert_written_out(qkv, boundaries, own, seen, window, tolerance):
     module = SimpleNamespace(num_key_value_groups=qkv[0].shape[1] // qkv[1].shape[1], is_causal=True)
     scaling = qkv[0].shape[-1] ** -0.5
-    output, weights = packed_attention_forward(module, *qkv, None, scaling=scaling, sliding_window=window, **boundaries)
+    options = {"scaling": scaling, "sliding_window": window, **boundaries}
+    output, weights = packed_attention_forward(module, *qkv, None, **options)
     expected = written_out(qkv, own, seen, window)
     assert weights is None and output.dtype == qkv[0].dtype and output.shape == expected.shape
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(output.device)
@@ -246,7 +247,7 @@ def test_the_flash_kernel_is_the_one_asked_for_or_measured_as_fastest_on_this_gp
     measured.write_text(json.dumps({"gpu": "B200", "flash": "FA9"}))
     assert kernel("auto") == "FA9" and not removed
     assert kernel("fa2") == "FA2" and removed
-    assert attention.choose_flash("auto", kept="fa2") == "fa2" and attention.choose_flash("fa4", kept="fa2") == "fa4"
+    assert attention.choose_flash("auto", "fa2") == "fa2" and attention.choose_flash("fa4", "fa2") == "fa4"
     measured.write_text(json.dumps({"gpu": "H100", "flash": "FA9"}))
     assert kernel("auto") == "FA2"
     with pytest.raises(UserError, match=r"^flash_attention fa3: FA3 cannot be activated: No module named .+: fa2$"):

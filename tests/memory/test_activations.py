@@ -1,4 +1,4 @@
-"""Planned memory against a measured process; the bug of PyTorch's MemTracker that memory.py works around."""
+"""Planned memory against a measured process; the bug of PyTorch's MemTracker that activations.py works around."""
 
 import json
 import os
@@ -14,7 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoConfig, AutoModelForCausalLM, Olmo3Config
 
 from sfm_dpo.common.files import PROJECT
-from sfm_dpo.model.memory import Activations, _trace_bytes, head_bytes, meta_model, trace_activations
+from sfm_dpo.memory.activations import Activations, _trace_bytes, head_bytes, trace_activations
+from sfm_dpo.model.loading import meta_model
 from tests.tiny_models import tiny_tokenizer
 
 SHAPE = {
@@ -119,7 +120,7 @@ def test_mixed_activations_lie_between_none_and_all():
 
 def test_canary_mem_tracker_visits_every_module_after_every_operation():
     """PyTorch 2.13, MemTracker._update_peak_stats: with twice the modules each of twice the operations takes twice
-    the time. When this fails, memory._PeakTracker can go."""
+    the time. When this fails, activations._PeakTracker can go."""
 
     class Counting(WeakIdKeyDictionary):
         visits = 0
