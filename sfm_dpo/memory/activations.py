@@ -1,23 +1,27 @@
 """Memory of activations, traced from the model's configuration only.
 
-The model runs forward and backward on fake tensors, which have shapes but no memory, under PyTorch's MemTracker.
+The model runs forward and backward on fake tensors, which have shapes but no memory.
 """
 
 import copy
-import warnings
+import weakref
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
 from sfm_dpo.model.attention import boundary_arguments, packed_attention_forward, packed_mask
 from sfm_dpo.model.flops import count_experts
 from sfm_dpo.model.loading import build_model
+from sfm_dpo.model.packing import find_delta_nets
 
 SHAPES = "packed_shapes"  # packed attention with the GPU's kernel, whose shapes are known on every device
 TRACED_TOKENS = 1024
@@ -91,15 +95,31 @@ def head_bytes(config: PretrainedConfig, tokens: int, dtype: torch.dtype, on_gpu
     return copies * (weights + hidden) + tile
 
 
-# Upstream: torch 2.13, distributed/_tools/mem_tracker.py, MemTracker._update_peak_stats: updates the peaks of all
-# modules after every operation, too, so that a trace takes ten times as long.
-# Canary: test_canary_mem_tracker_visits_every_module_after_every_operation
-class _PeakTracker(MemTracker):
-    def _update_peak_stats(self, peak_state) -> None:
-        for device, current in self._curr_mem_snap.items():
-            if self._peak_mem.get(device, 0) < current["Total"]:
-                self._peak_mem[device] = current["Total"]
-                self._peak_mem_snap[device] = dict(current)
+class LiveBytes(TorchDispatchMode):
+    """Bytes of the living tensors that operators have made, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        self._storages = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        return output
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage not in self._storages:
+            self._storages[storage] = True
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._discount, storage.nbytes())
+
+    def _discount(self, size: int) -> None:
+        self.now -= size
 
 
 def _trace_bytes(
@@ -118,34 +138,32 @@ def _trace_bytes(
         text.layer_types = kinds
     text.vocab_size = min(text.vocab_size, 1024)  # the embedding's gradient is not an activation
     text.pad_token_id = None
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        config._attn_implementation = SHAPES
+    config._attn_implementation = SHAPES
+    with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
         model = build_model(config, dtype).train()
+        for net in find_delta_nets(model):  # their code without kernels refuses boundaries
+            net.register_forward_pre_hook(_drop_boundaries, with_kwargs=True)
         if checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         for parameter in model.parameters():  # as the launchers do: a gradient is freed once it is reduced
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
-        tracker = _PeakTracker()
-        tracker.track_external(model)
-        start = _total(tracker, "current")
-        with tracker, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Expected a tensor or a traceable", UserWarning)  # MemTracker's own
-            ids = torch.zeros(1, tokens, dtype=torch.long)
-            bounds = torch.zeros(TRACED_SEQUENCES + 1, dtype=torch.int32)
-            boundaries = boundary_arguments(bounds, tokens)
-            if copies is not None:
-                keys = torch.zeros(tokens + round(copies * tokens), dtype=torch.int32)
-                boundaries = boundary_arguments(bounds, tokens, bounds, keys, keys)
-            output = model.base_model(ids, position_ids=ids, use_cache=False, **boundaries).last_hidden_state
-            saved = _total(tracker, "current")
-            output.sum().backward()
-        peak = _total(tracker, "peak")
-    return np.array([saved - start, peak - start], dtype=float)
+        weights = live.now
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        bounds = torch.zeros(TRACED_SEQUENCES + 1, dtype=torch.int32)
+        shared: dict[str, torch.Tensor] = {}
+        if copies is not None:
+            keys = torch.zeros(tokens + round(copies * tokens), dtype=torch.int32)
+            shared = {"shared_keys": keys, "shared_order": keys}
+        boundaries = boundary_arguments(bounds, tokens, **shared)
+        output = model.base_model(ids, position_ids=ids, use_cache=False, **boundaries).last_hidden_state
+        saved = live.now
+        output.sum().backward()
+        return np.array([saved - weights, live.peak - weights], dtype=float)
+
+
+def _drop_boundaries(net: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    return args, kwargs | {"cu_seq_lens_q": None}
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None
-
-
-def _total(tracker: MemTracker, moment: str) -> int:
-    return sum(device["Total"] for device in tracker.get_tracker_snapshot(moment).values())

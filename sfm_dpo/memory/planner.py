@@ -6,7 +6,6 @@ before submission choose it in the same way (`MemoryPlanner.choose`).
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -52,9 +51,6 @@ class Setting:
     work: float  # relative to a run without recomputation whose ranks never wait
     smaller: str | None = None  # options of the next setting that takes less memory
 
-    def is_as(self, other: Mapping[str, Any]) -> bool:
-        return (self.per_device, self.every_n_layers) == (other["per_device"], other["every_n_layers"])
-
     @property
     def layers(self) -> str:
         return {0: "no layer", 1: "all layers"}.get(self.every_n_layers, f"1 in {self.every_n_layers} layers")
@@ -72,51 +68,46 @@ class Setting:
         return f"{self.per_device} pair(s) per device, {self.layers} checkpointed: {size}"
 
 
+@dataclass
 class MemoryPlanner:
-    """Memory of a run on `gpus` GPUs or CPU processes; `lengths`: of its pairs, truncated; `half`: in 16 bit."""
+    """Memory of a run on `gpus` GPUs or CPU processes."""
 
-    def __init__(
-        self,
-        config: Config,
-        model_config: PretrainedConfig,
-        lengths: Lengths,
-        gpus: int,
-        half: bool = True,
-        on_gpu: bool = True,
-    ):
-        self.config = config
-        self.model_config = model_config
-        self.gpus = gpus
-        self.half = half
-        self.on_gpu = on_gpu
-        self.dtype = torch.bfloat16 if half else torch.float32
-        self.model = meta_model(model_config)
-        self.parameters = self.model.num_parameters()
+    config: Config
+    model_config: PretrainedConfig
+    lengths: Lengths  # of its pairs, truncated
+    gpus: int
+    dtype: torch.dtype = torch.bfloat16
+    on_gpu: bool = True
+
+    def __post_init__(self) -> None:
+        self.model = meta_model(self.model_config)
         self.reference = self.model
-        if config.train.ref_model_name_or_path:
-            self.reference = meta_model(load_model_config(config.reference))
+        if self.config.train.ref_model_name_or_path:
+            self.reference = meta_model(load_model_config(self.config.reference))
         self.adapter = None
-        if lora := get_peft_config(config.model):
+        if lora := get_peft_config(self.config.model):
             with torch.device("meta"):
-                self.adapter = get_peft_model(meta_model(model_config), lora)
+                self.adapter = get_peft_model(meta_model(self.model_config), lora)
+        self.parameters = self.model.num_parameters()
         self.trained = (self.adapter or self.model).num_parameters(only_trainable=True)
-        obstacle = why_not_shared(self.model, config.train.padding_free, config.train.router_aux_loss_coef)
-        self.prefix_sharing = not obstacle and config.train.prefix_sharing is not False
-        self.micro_batches = self._list_micro_batches(lengths)
+        args = self.config.train
+        obstacle = why_not_shared(self.model, args.padding_free, args.router_aux_loss_coef)
+        self.prefix_sharing = not obstacle and args.prefix_sharing is not False
 
-    def _list_micro_batches(self, lengths: Lengths) -> list[MicroBatch]:
+    @cached_property
+    def micro_batches(self) -> list[MicroBatch]:
         """The largest micro-batch for each usual number of pairs per device and the configured one, if the global
         batch is a multiple of it."""
         args = self.config.train
-        sampler = PairSampler.of(lengths, args, self.prefix_sharing)
+        sampler = PairSampler.of(self.lengths, args, self.prefix_sharing)
         micro_batches = []
         for size in sorted({*FIRST_STEPS_FOR, self.config.micro_batch}):
             if args.global_batch_size % (size * self.gpus):
                 continue
             rows = sampler.largest_micro_batch(size, math.ceil(args.num_train_epochs))
             tokens = sampler.layout.count(rows)
-            copies = max(0, int(lengths.sequences[rows].sum()) - tokens)
-            responses = int(lengths.responses[rows].sum())
+            copies = max(0, int(self.lengths.sequences[rows].sum()) - tokens)
+            responses = int(self.lengths.responses[rows].sum())
             micro_batches.append(MicroBatch(size, tokens, copies, responses, sampler.imbalance(size, self.gpus)))
         return micro_batches
 
@@ -138,13 +129,13 @@ class MemoryPlanner:
         of the weights, and DDP's gradient buckets.
         """
         gpus = self.gpus
-        size = 2 if self.half else 4
+        size = self.dtype.itemsize
         total = self.parameters + (self.trained if self.adapter else 0)
         weights, gradients, optimizer = {  # bytes: weights per parameter; gradients, optimizer per trained one
             "zero2": (size, 4 / gpus, 12 / gpus),  # gradients of 16-bit weights are accumulated in fp32
             "zero3": (size / gpus, 4 / gpus, 12 / gpus),
             "fsdp2": (4 / gpus, 4 / gpus, 8 / gpus),
-            "none": (6 if self.half else 4, 4 if gpus == 1 else 8, 8),
+            "none": (6 if size == 2 else 4, 4 if gpus == 1 else 8, 8),
         }[launch]
         largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in self.model.modules())
         gathered = 2 * size * largest if launch == "zero3" else 0
@@ -184,10 +175,9 @@ class MemoryPlanner:
                 settings.append(Setting(batch.per_device, every, batch.tokens, size, work))
         return sorted(settings, key=lambda setting: (round(setting.work, 3), -setting.per_device))
 
-    def choose(
-        self, limit: float, states: int, ratio: float = 1.0, earlier: Mapping[str, Any] | None = None
-    ) -> Setting:
-        """`choose_setting` from all settings, with the options of the next smaller one."""
+    def choose(self, limit: float, states: int, ratio: float = 1.0, earlier: tuple[int, int] | None = None) -> Setting:
+        """The setting of least work that agrees with the configuration and fits into `limit` bytes; if none fits, the
+        smallest. `earlier`, pairs per device and every_n_layers of the resumed run, is chosen again if it fits."""
         settings = self.list_settings(states, ratio)
         choice = choose_setting(settings, limit, self.config, earlier)
         smaller = next((other.options for other in settings if other.bytes < choice.bytes), None)
@@ -202,15 +192,15 @@ def checkpointed_layers(args: TrainConfig) -> int:
 
 
 def choose_setting(
-    settings: list[Setting], limit: float, config: Config, earlier: Mapping[str, Any] | None = None
+    settings: list[Setting], limit: float, config: Config, earlier: tuple[int, int] | None = None
 ) -> Setting:
-    """The first setting that agrees with the configuration and fits into `limit` bytes; if none fits, the smallest.
-    `earlier`, the setting of the run that is resumed, is chosen again if it fits."""
+    """`MemoryPlanner.choose` from `settings`, least work first."""
     if "per_device_train_batch_size" not in config.fitted:
         settings = [setting for setting in settings if setting.per_device == config.micro_batch]
     if "gradient_checkpointing" not in config.fitted:
         every = checkpointed_layers(config.train)
         settings = [setting for setting in settings if setting.every_n_layers == every]
     fitting = [setting for setting in settings if setting.bytes <= limit]
-    same = [setting for setting in fitting if earlier and setting.is_as(earlier)]
-    return next(iter(same + fitting), min(settings, key=lambda setting: setting.bytes))
+    if not fitting:
+        return min(settings, key=lambda setting: setting.bytes)
+    return next((s for s in fitting if (s.per_device, s.every_n_layers) == earlier), fitting[0])

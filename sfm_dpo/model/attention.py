@@ -43,23 +43,15 @@ def packed_mask(**arguments: Any) -> torch.Tensor | None:
     return sdpa_mask(**arguments)
 
 
-def boundary_arguments(
-    cu_seqlens: torch.Tensor,
-    max_length: int,
-    cu_keys: torch.Tensor | None = None,
-    shared_keys: torch.Tensor | None = None,
-    shared_order: torch.Tensor | None = None,
-) -> dict[str, Any]:
-    """Keyword arguments of a model's forward for n sequences in a row of T tokens, called as for FlashAttention.
+def boundary_arguments(cu_seqlens: torch.Tensor, max_length: int, **shared: torch.Tensor) -> dict[str, Any]:
+    """Keyword arguments of a model's forward for n sequences in a row of T tokens, named as for FlashAttention.
 
     `cu_seqlens`: int32 `[n + 1]`, the starts of the sequences, then T; `max_length`: the longest sequence, with its
-    keys. If keys differ from queries: sequence i sees the tokens `shared_keys[cu_keys[i]:cu_keys[i + 1]]` of the row,
-    ending with its own; `shared_order` as in `GatherKeys`; all int32.
+    keys. `shared`, if keys differ from queries, all int32: sequence i sees the tokens `shared_keys[cu_seq_lens_k[i]:
+    cu_seq_lens_k[i + 1]]` of the row, ending with its own; `shared_order` as in `GatherKeys`.
     """
-    arguments = {"cu_seq_lens_q": cu_seqlens, "max_length_q": max_length, "max_length_k": max_length}
-    if cu_keys is None:
-        return arguments | {"cu_seq_lens_k": cu_seqlens}
-    return arguments | {"cu_seq_lens_k": cu_keys, "shared_keys": shared_keys, "shared_order": shared_order}
+    arguments = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+    return arguments | {"max_length_q": max_length, "max_length_k": max_length} | shared
 
 
 class GatherKeys(torch.autograd.Function):

@@ -31,7 +31,7 @@ def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) ->
         raise ValueError(f"{what}: {obstacle}; set padding_free: false")
     register()
     model.set_attn_implementation(PACKED)
-    nets = _find_delta_nets(model)
+    nets = find_delta_nets(model)
     if not has_delta_net_kernels():
         for net in nets:
             net.forward = functools.partial(_run_by_sequence, net.forward)
@@ -58,14 +58,14 @@ def _run_packed(
     lengths = attention_mask.sum(dim=1)
     longest = int(lengths.max())
     cu_seqlens = _cumulate(lengths)
-    shared_keys: tuple[torch.Tensor, ...] = ()
+    shared_keys: dict[str, torch.Tensor] = {}
     if prefix_sharing:
         shared = find_shared(input_ids, attention_mask, labels != -100)
         computed = attention_mask.bool() & ~shared
         position = (computed.flatten().cumsum(0, dtype=torch.int32) - 1).view(rows, length)  # in the row
         keys = torch.where(shared, position.roll(rows // 2, 0), position).flatten()[real]
         order = shared.flatten()[real].byte().argsort(stable=True)  # own keys first
-        shared_keys = (cu_seqlens, keys, order.to(torch.int32))
+        shared_keys = {"cu_seq_lens_k": cu_seqlens, "shared_keys": keys, "shared_order": order.to(torch.int32)}
         cu_seqlens = _cumulate(computed.sum(dim=1))
         real = computed.flatten().nonzero().squeeze(1)
     if hybrid and has_delta_net_kernels():  # the convolution takes only this, and without it mixes sequences silently
@@ -79,7 +79,7 @@ def _run_packed(
         shift_labels=next_labels.flatten()[real][None],
         num_items_in_batch=num_items_in_batch,
         fused_lm_head=True,
-        **boundary_arguments(cu_seqlens, longest, *shared_keys),
+        **boundary_arguments(cu_seqlens, longest, **shared_keys),
         **kwargs,
     )
     for name, value in list(output.items()):
@@ -96,7 +96,7 @@ def has_delta_net_kernels() -> bool:
 
 def delta_net_kernel(model: PreTrainedModel) -> str | None:
     """What computes packed gated delta nets: fla, or transformers sequence by sequence; None if there are none."""
-    if not _find_delta_nets(model):
+    if not find_delta_nets(model):
         return None
     return "fla" if has_delta_net_kernels() else "transformers"
 
@@ -148,7 +148,7 @@ def _why_not_packable(model: PreTrainedModel) -> str | None:
         if layer_type not in {*ATTENTION, "linear_attention"}:
             return f"packed attention does not support its '{layer_type}' layers"
     layers = blocks(model)
-    nets = _find_delta_nets(model)
+    nets = find_delta_nets(model)
     inside = {module for net in nets for module in net.modules()}
     modules = [module for layer in layers for module in layer.modules() if module not in inside]
     convolves = any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in modules)
@@ -163,7 +163,7 @@ def _why_not_packable(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _find_delta_nets(model: torch.nn.Module) -> list[torch.nn.Module]:
+def find_delta_nets(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Gated delta nets whose code in transformers passes boundaries to kernels (OLMo-Hybrid, Qwen3-Next, Qwen3.5)."""
     boundaries = 'cu_seqlens=kwargs.pop("cu_seq_lens_q"'
     kinds: set[type[torch.nn.Module]] = set(map(type, model.modules()))

@@ -23,7 +23,6 @@ from sfm_dpo.data.tokenization import Lengths
 from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
 from sfm_dpo.memory.planner import MemoryPlanner, Setting, memory_limit
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
-from sfm_dpo.model.loading import meta_model
 from sfm_dpo.model.sharding import LAUNCHES, checkpoint_bytes, zero_config
 from sfm_dpo.run.checkpoint import peak_checkpoint_count
 
@@ -135,8 +134,6 @@ class Planner:
         states = self.memory.states(launch, zero_config(launch))
         choice = self.memory.choose(self.limit, sum(states.values()), self.cluster.memory_ratio)
         saved = self.memory.adapter or self.memory.model
-        if launch == "fsdp2" and not self.memory.adapter:
-            saved = meta_model(self.memory.model_config, torch.float32)
         return {
             "states": states,
             "choice": asdict(choice),

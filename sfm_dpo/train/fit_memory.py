@@ -37,12 +37,14 @@ BATCH_SIZES = {
 }
 
 
-def fit_memory(
-    config: Config, dataset: Dataset, model_config: PretrainedConfig, earlier: dict[str, Any]
-) -> dict[str, Any]:
+def fit_memory(config: Config, dataset: Dataset, model_config: PretrainedConfig, earlier: dict) -> dict[str, Any]:
     """The setting for the fields that the configuration leaves open, for data.json, the same on all ranks. `earlier`,
     that of the resumed run or empty, is chosen again if it fits. Raises UserError if no setting fits."""
-    return broadcast(main_process_first(lambda: _choose(config, dataset, model_config, earlier)))
+
+    def choose() -> dict[str, Any]:
+        return _choose(config, dataset, model_config, earlier) if is_main_process() else {}
+
+    return broadcast(main_process_first(choose))
 
 
 def apply_setting(config: Config, setting: dict[str, Any]) -> None:
@@ -57,15 +59,11 @@ def apply_setting(config: Config, setting: dict[str, Any]) -> None:
         args.gradient_checkpointing_kwargs = args.activation_checkpointing_kwargs = kwargs
 
 
-def _choose(
-    config: Config, dataset: Dataset, model_config: PretrainedConfig, earlier: dict[str, Any]
-) -> dict[str, Any]:
-    if not is_main_process():
-        return {}
+def _choose(config: Config, dataset: Dataset, model_config: PretrainedConfig, earlier: dict) -> dict[str, Any]:
     args = config.train
     lengths = Lengths.of(dataset).truncate(args.max_length)
-    in_half = args.bf16 or args.fp16
-    planner = MemoryPlanner(config, model_config, lengths, args.world_size, in_half, on_gpu=not args.use_cpu)
+    dtype = torch.bfloat16 if args.bf16 or args.fp16 else torch.float32
+    planner = MemoryPlanner(config, model_config, lengths, args.world_size, dtype, on_gpu=not args.use_cpu)
     launch = "fsdp2" if launched_with() == "fsdp" else "none"
     zero = {}
     if args.deepspeed_plugin is not None:
@@ -78,7 +76,8 @@ def _choose(
     else:
         total = torch.cuda.mem_get_info()[1]
     limit = memory_limit(total, args.memory_gib)
-    setting = planner.choose(limit, states, earlier=earlier)
+    same = (earlier["per_device"], earlier["every_n_layers"]) if earlier else None
+    setting = planner.choose(limit, states, earlier=same)
     if setting.bytes > limit:
         raise UserError(
             f"fit_memory true: no setting fits in {limit / 2**30:.2f} GiB; the smallest is {setting}; use a smaller "

@@ -6,6 +6,7 @@ import shlex
 
 import numpy as np
 import pytest
+import torch
 
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler
@@ -25,7 +26,8 @@ def configuration(*fields: str):
 
 def plan_memory(config, **overrides) -> MemoryPlanner:
     model_config = tiny_config("gpt_neox", num_hidden_layers=8, **overrides)
-    return MemoryPlanner(config, model_config, LENGTHS, 4, half=bool(overrides), on_gpu=bool(overrides))
+    dtype = torch.bfloat16 if overrides else torch.float32
+    return MemoryPlanner(config, model_config, LENGTHS, 4, dtype, on_gpu=bool(overrides))
 
 
 @functools.cache
@@ -86,8 +88,8 @@ def test_a_settings_options_choose_it():
 
 def test_the_setting_of_the_resumed_run_is_chosen_again_if_it_fits_and_nothing_else_is_given():
     every = list_settings("--padding_free=true")
-    earlier = {"per_device": 2, "every_n_layers": 3}
-    again = next(setting for setting in every if (setting.per_device, setting.every_n_layers) == (2, 3))
+    earlier = (2, 3)
+    again = next(setting for setting in every if (setting.per_device, setting.every_n_layers) == earlier)
     config = configuration()
     less = again.bytes - 1
     assert choose_setting(every, math.inf, config, earlier) == again != choose_setting(every, math.inf, config)

@@ -94,8 +94,9 @@ def shared_inputs(own, before, device, dtype):
     starts = [sum(own[:i]) for i in range(len(own))]
     keys = [torch.cat([torch.arange(b), torch.arange(s, s + n)]) for n, b, s in zip(own, before, starts, strict=True)]
     bounds = [torch.tensor([0, *n]).cumsum(0).int() for n in (own, list(map(len, keys)))]
-    cu_seqlens, *shared = [x.to(device) for x in (*bounds, *keys_and_order(own, before))]
-    return qkv, keys, boundary_arguments(cu_seqlens, max(map(len, keys)), *shared)
+    cu_seqlens, cu_keys, shared_keys, order = [x.to(device) for x in (*bounds, *keys_and_order(own, before))]
+    shared = {"cu_seq_lens_k": cu_keys, "shared_keys": shared_keys, "shared_order": order}
+    return qkv, keys, boundary_arguments(cu_seqlens, max(map(len, keys)), **shared)
 
 
 def keys_and_order(own, before):
