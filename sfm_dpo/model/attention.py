@@ -148,10 +148,7 @@ def packed_attention_forward(
         unsupported.append("layers that drop cu_seq_lens_q")
     if dropout:
         unsupported.append("dropout")
-    is_causal = kwargs.get("is_causal")
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    if not is_causal:
+    if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         unsupported.append("is_causal false")
     if unsupported:
         config: Any = module.config
@@ -162,9 +159,7 @@ def packed_attention_forward(
     if torch.is_autocast_enabled(device_type):
         # RoPE in fp32 leaves query and key in fp32; autocast casts them for SDPA, but not for a custom operator
         dtype = torch.get_autocast_dtype(device_type)
-        query = query.to(dtype)
-        key = key.to(dtype)
-        value = value.to(dtype)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
 
     if shared_keys is not None:
         key = GatherKeys.apply(key.transpose(1, 2), shared_keys, shared_order).transpose(1, 2)
