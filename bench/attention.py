@@ -26,7 +26,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.common.files import write_json
-from sfm_dpo.model.attention import activate_flash, boundary_mask, packed_attention_forward
+from sfm_dpo.model.attention import activate_flash, boundary_arguments, packed_attention_forward
 from sfm_dpo.model.flops import attention_flops
 
 LENGTHS = (4000, 5000, 7000, 8000, 8000)
@@ -42,11 +42,12 @@ def time_attention(config: PretrainedConfig, lengths: Sequence[int], device: str
     # [1, heads, T, size], in memory token by token, as projections leave it
     q, k, v = [draw(1, total, n, size).transpose(1, 2).requires_grad_() for n in (heads, kv_heads, kv_heads)]
     gradient = draw(1, total, heads, size)
-    mask = boundary_mask(torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device), max(lengths))
+    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+    arguments = {"attention_mask": None, **boundary_arguments(cu_seqlens, max(lengths))}
     layers = dict(attention_flops(config))  # by window; FLOPs are proportional to the number of layers
     times = []
     for window in layers:
-        forward = partial(packed_attention_forward, torch.nn.Module(), q, k, v, mask, sliding_window=window)
+        forward = partial(packed_attention_forward, torch.nn.Module(), q, k, v, **arguments, sliding_window=window)
         backward = partial(torch.autograd.grad, forward()[0], [q, k, v], gradient, retain_graph=True)
         times.append([milliseconds(forward), milliseconds(backward)])
     return np.average(times, axis=0, weights=list(layers.values())).tolist()

@@ -27,7 +27,7 @@ from sfm_dpo.common.files import PROJECT
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import PairSampler, assign_pairs
 from sfm_dpo.model.flops import ForwardFlops
-from sfm_dpo.model.memory import meta_model
+from sfm_dpo.model.loading import meta_model
 
 PAIRS = 20_000
 GLOBAL_BATCH = 128

@@ -16,9 +16,8 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config import Config, TrainConfig
+from sfm_dpo.config import TrainConfig
 from sfm_dpo.data.lengths import Lengths
-from sfm_dpo.model.memory import MicroBatch
 
 ORDER_VERSION = 3  # raise it when the same seed and data give another order; 1 was the order of transformers' samplers
 FIRST_STEPS_FOR = (1, 2, 4, 8, 16)  # pairs in a micro-batch
@@ -74,6 +73,7 @@ class Layout:
         return np.split(rows[np.argsort(-self.longest[rows], kind="stable")], len(rows) // size)
 
 
+@dataclass(eq=False)  # hashed by identity
 class PairSampler(Sampler[int]):
     """Rows of the training set for one epoch: `micro_batch` consecutive rows are one micro-batch.
 
@@ -81,35 +81,25 @@ class PairSampler(Sampler[int]):
     the largest micro-batch, for any usual number of pairs in it and any Layout, come first in the first epoch, so an
     out-of-memory error appears at once. Raises UserError if there are fewer pairs than a global batch.
 
-    Args:
-        lengths: lengths of the N pairs, truncated.
-        strategy: TRL's `train_sampling_strategy`: random; batch_rebalance, the same steps with balanced
-            micro-batches; group_by_length, sorted within 50 global batches; sequential, the order of the data.
-        global_batch: pairs in an optimizer step over all ranks; a multiple of `micro_batch`.
-        packed, shared: the run's Layout.
+    `strategy`, TRL's `train_sampling_strategy`: random; batch_rebalance, the same steps with balanced micro-batches;
+    group_by_length, sorted within 50 global batches; sequential, the order of the data.
     """
 
-    def __init__(
-        self,
-        lengths: Lengths,
-        strategy: str,
-        global_batch: int,
-        micro_batch: int,
-        seed: int,
-        packed: bool = True,
-        shared: bool = False,
-    ):
-        if len(lengths) < global_batch:
+    lengths: Lengths  # of the N pairs, truncated
+    strategy: str
+    global_batch: int  # pairs in an optimizer step over all ranks; a multiple of `micro_batch`
+    micro_batch: int
+    seed: int
+    packed: bool = True  # the run's Layout
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.lengths) < self.global_batch:
             raise UserError(
-                f"global_batch_size {global_batch}: there are only {len(lengths)} pairs to train on, fewer than one "
-                "optimizer step needs; use a smaller global_batch_size, or more data"
+                f"global_batch_size {self.global_batch}: there are only {len(self.lengths)} pairs to train on, fewer "
+                "than one optimizer step needs; use a smaller global_batch_size, or more data"
             )
-        self.lengths = lengths
-        self.strategy = strategy
-        self.global_batch = global_batch
-        self.micro_batch = micro_batch
-        self.seed = seed
-        self.layout = Layout.of(lengths, packed, shared)
+        self.layout = Layout.of(self.lengths, self.packed, self.shared)
         self.epoch = 0
         self.is_over = False  # no step is left to train
         self._steps: dict[int, list[np.ndarray]] = {}  # steps of the most recent epoch
@@ -191,21 +181,3 @@ class PairSampler(Sampler[int]):
         for rows in self.steps(epoch):
             digest.update(np.sort(rows).astype(np.int64).tobytes())
         return digest.hexdigest()[:24]
-
-
-def list_micro_batches(config: Config, lengths: Lengths, prefix_sharing: bool, ranks: int) -> list[MicroBatch]:
-    """The largest micro-batch of a run, which must fit into memory, for each usual number of pairs per device and the
-    configured one, if the global batch is a multiple of it. `lengths` are truncated."""
-    args = config.train
-    sampler = PairSampler.of(lengths, args, config.micro_batch, prefix_sharing)
-    micro_batches = []
-    for size in sorted({*FIRST_STEPS_FOR, config.micro_batch}):
-        if args.global_batch_size % (size * ranks):
-            continue
-        rows = sampler.largest_micro_batch(size, math.ceil(args.num_train_epochs))
-        responses = int(lengths.responses[rows].sum())
-        waiting = sampler.imbalance(size, ranks)
-        tokens = sampler.layout.count(rows)
-        copies = max(0, int(lengths.sequences[rows].sum()) - tokens)
-        micro_batches.append(MicroBatch(size, tokens, copies, responses, waiting))
-    return micro_batches

@@ -1,1 +1,1 @@
-"""The model: loading, packed attention, sharding, FLOPs and memory."""
+"""The model: loading, packed attention, sharding and FLOPs."""

@@ -1,9 +1,9 @@
 """Packed causal attention: many sequences in one row, no attention across their boundaries.
 
-The boundaries are passed as the attention mask (`boundary_mask`): transformers hands a 4-D mask unchanged to every
-attention call, and gradient checkpointing calls a layer again with the same arguments. Under prefix sharing a rejected
-sequence holds only the tokens after the shared ones; its queries see the prompt's keys in the chosen sequence. Keys
-and values are gathered, with their own boundaries, and the causal mask is aligned at the end.
+The boundaries are keyword arguments of the model's forward (`boundary_arguments`): transformers passes them on to
+every attention call, and gradient checkpointing calls a layer again with the same arguments. Under prefix sharing a
+rejected sequence holds only the tokens after the shared ones; its queries see the prompt's keys in the chosen
+sequence. Keys and values are gathered, with their own boundaries, and the causal mask is aligned at the end.
 """
 
 import json
@@ -30,23 +30,28 @@ _UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "indi
 
 
 def register() -> None:
-    """Registers "packed" as an `attn_implementation`; without boundaries its masks are those of "sdpa"."""
+    """Registers "packed" as an `attn_implementation`."""
     AttentionInterface.register(PACKED, packed_attention_forward)
-    AttentionMaskInterface.register(PACKED, sdpa_mask)
+    AttentionMaskInterface.register(PACKED, packed_mask)
 
 
-def boundary_mask(cu_seqlens: torch.Tensor, max_length: int, *shared_keys: torch.Tensor) -> torch.Tensor:
-    """Boundaries in the form of a 4-D attention mask: int32 `[1, 1, max_length, n + 1]`, a view that takes no memory.
+def packed_mask(**arguments: Any) -> torch.Tensor | None:
+    """The mask of "sdpa"; empty for packed sequences, which transformers finds by their restarting `position_ids`."""
+    is_square = arguments["q_length"] == arguments["kv_length"]
+    if is_square and arguments["attention_mask"] is None and not arguments["allow_is_causal_skip"]:
+        return torch.empty(0, device=arguments["device"])
+    return sdpa_mask(**arguments)
 
-    `cu_seqlens`: int32 `[n + 1]`, the starts of the n sequences, then the total; `max_length`: the longest sequence,
-    with its keys. Sizes in the shape spare each layer a device sync to read them from the tensor, and are dynamic for
-    torch.compile. If keys differ from queries, `shared_keys` is (cu_keys, keys, order), all int32, and the mask is
-    `[n + 1, 1, max_length, 2 (n + 1) + 2 T_k]`: sequence i sees the tokens `keys[cu_keys[i]:cu_keys[i + 1]]` of the
-    row, ending with its own; `order` as in `GatherKeys`.
+
+def boundary_arguments(cu_seqlens: torch.Tensor, max_length: int, **shared: torch.Tensor) -> dict[str, Any]:
+    """Keyword arguments of a model's forward for n sequences in a row of T tokens, named as for FlashAttention.
+
+    `cu_seqlens`: int32 `[n + 1]`, the starts of the sequences, then T; `max_length`: the longest sequence, with its
+    keys. `shared`, if keys differ from queries, all int32: sequence i sees the tokens `shared_keys[cu_seq_lens_k[i]:
+    cu_seq_lens_k[i + 1]]` of the row, ending with its own; `shared_order` as in `GatherKeys`.
     """
-    if not shared_keys:
-        return cu_seqlens.view(1, 1, 1, -1).expand(1, 1, max_length, -1)
-    return torch.cat([cu_seqlens, *shared_keys]).view(1, 1, 1, -1).expand(len(cu_seqlens), 1, max_length, -1)
+    arguments = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+    return arguments | {"max_length_q": max_length, "max_length_k": max_length} | shared
 
 
 class GatherKeys(torch.autograd.Function):
@@ -74,12 +79,12 @@ class GatherKeys(torch.autograd.Function):
         return result.index_copy_(1, prompts, total), None, None
 
 
-def choose_flash(choice: str, kept: str | None = None) -> str:
+def choose_flash(choice: str, earlier: str | None = None) -> str:
     """fa2 (PyTorch's own), fa3 or fa4. auto: that of a resumed run, else the fastest by check_gpu.sh, else fa2."""
     if choice != "auto":
         return choice
-    if kept:
-        return kept
+    if earlier:
+        return earlier
     if CALIBRATION.exists() and torch.cuda.is_available():
         measured = json.loads(CALIBRATION.read_text())
         if measured["gpu"] == torch.cuda.get_device_name() and measured.get("flash"):
@@ -122,24 +127,28 @@ def packed_attention_forward(
     scaling: float | None = None,
     sliding_window: int | None = None,
     varlen: bool | None = None,
-    **kwargs,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    cu_seq_lens_k: torch.Tensor | None = None,
+    max_length_k: int | None = None,
+    shared_keys: torch.Tensor | None = None,
+    shared_order: torch.Tensor | None = None,
+    **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention function with the signature of transformers' AttentionInterface.
 
-    `query` `[1, H, T, D]`, `key` and `value` `[1, H_kv, T, D]`, T = tokens of all sequences; `attention_mask` from
-    `boundary_mask`. A query sees itself and the `sliding_window - 1` (or all) tokens before it in its own sequence.
-    `varlen`: use `varlen_attn`; by default if it has a kernel. Returns `[1, T, H, D]` and None. Raises ValueError if
-    the model passes an argument that the kernels do not support.
+    `query` `[1, H, T, D]`, `key` and `value` `[1, H_kv, T, D]`, T = tokens of all sequences; boundaries from
+    `boundary_arguments`. A query sees itself and the `sliding_window - 1` (or all) tokens before it in its own
+    sequence. `varlen`: use `varlen_attn`; by default if it has a kernel. Returns `[1, T, H, D]` and None. Raises
+    ValueError if the model passes an argument that the kernels do not support, or drops the boundaries.
     """
-    if attention_mask is None or attention_mask.dtype != torch.int32:  # padded evaluation, `generate`
+    if cu_seq_lens_q is None and (attention_mask is None or attention_mask.numel()):  # padded evaluation, `generate`
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
+    if cu_seq_lens_q is None:
+        unsupported.append("layers that drop cu_seq_lens_q")
     if dropout:
         unsupported.append("dropout")
-    is_causal = kwargs.get("is_causal")
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    if not is_causal:
+    if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         unsupported.append("is_causal false")
     if unsupported:
         config: Any = module.config
@@ -150,22 +159,14 @@ def packed_attention_forward(
     if torch.is_autocast_enabled(device_type):
         # RoPE in fp32 leaves query and key in fp32; autocast casts them for SDPA, but not for a custom operator
         dtype = torch.get_autocast_dtype(device_type)
-        query = query.to(dtype)
-        key = key.to(dtype)
-        value = value.to(dtype)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
 
-    boundaries = attention_mask[0, 0, 0]
-    n, _, max_length, _ = attention_mask.shape
-    cu_seqlens = cu_keys = boundaries
-    if n > 1:  # keys differ from queries
-        cu_seqlens = boundaries[:n]
-        cu_keys = boundaries[n : 2 * n]
-        keys, order = boundaries[2 * n :].chunk(2)
-        key = GatherKeys.apply(key.transpose(1, 2), keys, order).transpose(1, 2)
-        value = GatherKeys.apply(value.transpose(1, 2), keys, order).transpose(1, 2)
+    if shared_keys is not None:
+        key = GatherKeys.apply(key.transpose(1, 2), shared_keys, shared_order).transpose(1, 2)
+        value = GatherKeys.apply(value.transpose(1, 2), shared_keys, shared_order).transpose(1, 2)
     if varlen or _takes_varlen(query.device, query.dtype, query.shape[-1], value.shape[-1]):
-        return _varlen(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window, max_length), None
-    return _sdpa_by_sequence(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window), None
+        return _varlen(query, key, value, cu_seq_lens_q, cu_seq_lens_k, scaling, sliding_window, max_length_k), None
+    return _sdpa_by_sequence(query, key, value, cu_seq_lens_q, cu_seq_lens_k, scaling, sliding_window), None
 
 
 def _varlen(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window, max_length) -> torch.Tensor:

@@ -5,26 +5,40 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import DistributedType, PartialState
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.initialization import no_init_weights
+from transformers.modeling_utils import local_torch_dtype
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config
 
 
 def load_model_config(config: Config) -> PretrainedConfig:
-    """The model's config.json. Raises UserError if it cannot be loaded."""
+    """The model's config.json. Raises UserError if it cannot be loaded, or has no experts to balance."""
     name = config.model.model_name_or_path
     options = {"revision": config.model.model_revision, "trust_remote_code": config.train.trust_remote_code}
     if name.startswith(("/", ".", "~")) and not Path(name).exists():  # transformers would call it a wrong Hub id
         raise UserError(f"{config.model_field} {name}: no such folder; correct the path, or give a name on the Hub")
     try:
-        return AutoConfig.from_pretrained(name, **options)
+        model_config = AutoConfig.from_pretrained(name, **options)
     except (OSError, ValueError, StrictDataclassError) as error:
         reason = f"neither a folder with a model nor a model on the Hub: {_first_lines(error)}"
         raise UserError(f"{config.model_field} {name}: {reason}") from error
+    coefficient = config.train.router_aux_loss_coef
+    is_policy = config.model_field == "model_name_or_path"  # its reference may be dense
+    if coefficient and is_policy and not hasattr(model_config.get_text_config(), "output_router_logits"):
+        raise UserError(f"router_aux_loss_coef {coefficient:g}: {name} is not a mixture of experts; remove it")
+    return model_config
 
 
 def load_model(name: str, init_kwargs: dict[str, Any], field: str = "model_name_or_path") -> PreTrainedModel:
@@ -47,6 +61,22 @@ def load_model(name: str, init_kwargs: dict[str, Any], field: str = "model_name_
             f"(and {len(absent) - 1} more); take config.json and weights from the same place"
         )
     return model
+
+
+def build_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model as its class builds it, without its weights. `from_config` would shard it under ZeRO-3, which needs
+    all ranks. Raises UserError if it is not a causal language model."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UserError(f"model_name_or_path: {config.model_type} is not a causal language model; choose one")
+    with no_init_weights(), local_torch_dtype(dtype):
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+    model.tie_weights()  # else a part of the initialisation
+    return model
+
+
+def meta_model(config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    with torch.device("meta"):
+        return build_model(config, dtype)
 
 
 def _first_lines(error: Exception) -> str:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from sfm_dpo.model.attention import PACKED, boundary_mask, register
+from sfm_dpo.model.attention import PACKED, boundary_arguments, register
 from sfm_dpo.model.sharding import ATTENTION, blocks
 
 
@@ -31,26 +31,24 @@ def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) ->
         raise ValueError(f"{what}: {obstacle}; set padding_free: false")
     register()
     model.set_attn_implementation(PACKED)
-    nets = _find_delta_nets(model)
+    nets = find_delta_nets(model)
     if not has_delta_net_kernels():
         for net in nets:
             net.forward = functools.partial(_run_by_sequence, net.forward)
     fused_forward = model.forward
-    # Arguments between input_ids and attention_mask: only GPT-2 has one, its cache
-    gap = list(inspect.signature(type(model.base_model).forward).parameters).index("attention_mask") - 2
 
     # Set on the instance, as TRL does. It keeps the model's signature, which `generate` inspects
     @functools.wraps(type(model).forward)
     def packed_forward(self, *args, fused_lm_head=False, **kwargs):
         if fused_lm_head and kwargs.get("attention_mask") is not None:
-            return _run_packed(fused_forward, gap, prefix_sharing, bool(nets), *args, **kwargs)
+            return _run_packed(fused_forward, prefix_sharing, bool(nets), *args, **kwargs)
         return fused_forward(*args, fused_lm_head=fused_lm_head, **kwargs)
 
     model.forward = types.MethodType(packed_forward, model)
 
 
 def _run_packed(
-    fused_forward, gap, prefix_sharing, hybrid, *, input_ids, attention_mask, labels, num_items_in_batch=None, **kwargs
+    fused_forward, prefix_sharing, hybrid, *, input_ids, attention_mask, labels, num_items_in_batch=None, **kwargs
 ):
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor):
@@ -60,33 +58,28 @@ def _run_packed(
     lengths = attention_mask.sum(dim=1)
     longest = int(lengths.max())
     cu_seqlens = _cumulate(lengths)
-    shared_keys: tuple[torch.Tensor, ...] = ()
+    shared_keys: dict[str, torch.Tensor] = {}
     if prefix_sharing:
         shared = find_shared(input_ids, attention_mask, labels != -100)
         computed = attention_mask.bool() & ~shared
         position = (computed.flatten().cumsum(0, dtype=torch.int32) - 1).view(rows, length)  # in the row
         keys = torch.where(shared, position.roll(rows // 2, 0), position).flatten()[real]
         order = shared.flatten()[real].byte().argsort(stable=True)  # own keys first
-        shared_keys = (cu_seqlens, keys, order.to(torch.int32))
+        shared_keys = {"cu_seq_lens_k": cu_seqlens, "shared_keys": keys, "shared_order": order.to(torch.int32)}
         cu_seqlens = _cumulate(computed.sum(dim=1))
         real = computed.flatten().nonzero().squeeze(1)
-    if hybrid:
-        kwargs["cu_seq_lens_q"] = cu_seqlens
-        if has_delta_net_kernels():  # the convolution takes only this, and without it mixes sequences silently
-            kwargs["seq_idx"] = torch.repeat_interleave(lengths).to(torch.int32)[None]
+    if hybrid and has_delta_net_kernels():  # the convolution takes only this, and without it mixes sequences silently
+        kwargs["seq_idx"] = torch.repeat_interleave(lengths).to(torch.int32)[None]
     # What each position predicts: shifted in the padded grid, where a sequence's last position has no successor
     next_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
 
     output = fused_forward(
         input_ids.flatten()[real][None],
-        # By position: TRL would use a keyword `attention_mask` to exclude padding from the routers' balancing loss,
-        # and there is no padding
-        *[None] * gap,
-        boundary_mask(cu_seqlens, longest, *shared_keys),
         position_ids=(attention_mask.cumsum(dim=1) - 1).flatten()[real][None],
         shift_labels=next_labels.flatten()[real][None],
         num_items_in_batch=num_items_in_batch,
         fused_lm_head=True,
+        **boundary_arguments(cu_seqlens, longest, **shared_keys),
         **kwargs,
     )
     for name, value in list(output.items()):
@@ -103,7 +96,7 @@ def has_delta_net_kernels() -> bool:
 
 def delta_net_kernel(model: PreTrainedModel) -> str | None:
     """What computes packed gated delta nets: fla, or transformers sequence by sequence; None if there are none."""
-    if not _find_delta_nets(model):
+    if not find_delta_nets(model):
         return None
     return "fla" if has_delta_net_kernels() else "transformers"
 
@@ -155,7 +148,7 @@ def _why_not_packable(model: PreTrainedModel) -> str | None:
         if layer_type not in {*ATTENTION, "linear_attention"}:
             return f"packed attention does not support its '{layer_type}' layers"
     layers = blocks(model)
-    nets = _find_delta_nets(model)
+    nets = find_delta_nets(model)
     inside = {module for net in nets for module in net.modules()}
     modules = [module for layer in layers for module in layer.modules() if module not in inside]
     convolves = any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in modules)
@@ -170,7 +163,7 @@ def _why_not_packable(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _find_delta_nets(model: torch.nn.Module) -> list[torch.nn.Module]:
+def find_delta_nets(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Gated delta nets whose code in transformers passes boundaries to kernels (OLMo-Hybrid, Qwen3-Next, Qwen3.5)."""
     boundaries = 'cu_seqlens=kwargs.pop("cu_seq_lens_q"'
     kinds: set[type[torch.nn.Module]] = set(map(type, model.modules()))
@@ -179,7 +172,11 @@ def _find_delta_nets(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def compile_layers(model: PreTrainedModel, backend: str, mode: str | None) -> None:
-    """Compiles each decoder layer in place, so names in the state dict do not change. `generate` runs uncompiled."""
+    """Compiles each decoder layer in place, so names in the state dict do not change. `generate` runs uncompiled.
+
+    accelerate 1.15's `compile_regions` compiles a copy of the model, whose forward, bound by TRL, still runs the
+    original's layers; its variants for DeepSpeed and FSDP2 also compile `generate`, and none compiles before training.
+    """
     for layer in blocks(model):
         layer.compile(dynamic=True, backend=backend, mode=mode, recompile_limit=32)
     # Upstream: transformers 5.23, cache_utils.py, Cache.update: takes the layer's index, so torch.compile

@@ -22,8 +22,7 @@ from sfm_dpo.data.preferences import load_pairs
 from sfm_dpo.data.tokenization import load_tokenizer, tokenize_splits
 from sfm_dpo.data.traits import TRAITS, compare_sides, describe_sides
 from sfm_dpo.model.flops import ForwardFlops
-from sfm_dpo.model.loading import load_model_config
-from sfm_dpo.model.memory import meta_model
+from sfm_dpo.model.loading import load_model_config, meta_model
 from sfm_dpo.planning.lengths import analyze_lengths
 
 # If one side is longer in at least this share of the pairs, length alone predicts the preference.

@@ -20,10 +20,9 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import format_table
 from sfm_dpo.config import Config
 from sfm_dpo.data.lengths import Lengths
-from sfm_dpo.data.sampler import list_micro_batches
 from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
+from sfm_dpo.memory.planner import MemoryPlanner, Setting, memory_limit
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
-from sfm_dpo.model.memory import MemoryPlanner, Setting, choose_setting, memory_limit, meta_model
 from sfm_dpo.model.sharding import LAUNCHES, checkpoint_bytes, zero_config
 from sfm_dpo.run.checkpoint import peak_checkpoint_count
 
@@ -104,8 +103,7 @@ def read_lengths(path: Path) -> tuple[Lengths, int]:
 class Planner:
     """The plan of a run on a cluster; `lengths`, not truncated, represent `pairs` pairs."""
 
-    def __init__(self, config: Config, shape: PretrainedConfig, lengths: Lengths, pairs: int, cluster: Cluster):
-        self.config = config
+    def __init__(self, config: Config, model_config: PretrainedConfig, lengths: Lengths, pairs: int, cluster: Cluster):
         self.args = config.train
         self.cluster = cluster
         if self.args.global_batch_size % (config.micro_batch * cluster.gpus):
@@ -113,7 +111,6 @@ class Planner:
                 f"global_batch_size {self.args.global_batch_size} is not a multiple of per_device_train_batch_size "
                 f"{config.micro_batch} x {cluster.gpus} GPUs; give other --num_gpus or --per_device_train_batch_size"
             )
-        self.memory = MemoryPlanner(config, shape, cluster.gpus)
         self.limit = memory_limit(cluster.memory or GPU_MEMORY[cluster.gpu], self.args.memory_gib)
         limits = (self.args.max_length, self.args.max_prompt_length)
         used = lengths.used(*limits, self.args.overlong)
@@ -129,18 +126,14 @@ class Planner:
         self.epochs = self.steps / max(1, of_epoch)
         # Lengths are repeated to represent all pairs, and to fill at least one global batch
         rows = np.arange(max(self.pairs, self.args.global_batch_size)) % len(self.lengths)
-        drawn = self.lengths.select(rows)
-        self.micro_batches = list_micro_batches(config, drawn, self.memory.prefix_sharing, cluster.gpus)
+        self.memory = MemoryPlanner(config, model_config, self.lengths.select(rows), cluster.gpus)
 
     def plan_launch(self, launch: str) -> dict[str, Any]:
         """Memory on each GPU, the requested setting or the one that fit_memory chooses (the smallest if none fits),
         and the size of a checkpoint."""
         states = self.memory.states(launch, zero_config(launch))
-        settings = self.memory.list_settings(self.micro_batches, sum(states.values()), self.cluster.memory_ratio)
-        choice = choose_setting(settings, self.limit, self.config)
+        choice = self.memory.choose(self.limit, sum(states.values()), self.cluster.memory_ratio)
         saved = self.memory.adapter or self.memory.model
-        if launch == "fsdp2" and not self.memory.adapter:
-            saved = meta_model(self.memory.shape, torch.float32)
         return {
             "states": states,
             "choice": asdict(choice),
@@ -176,8 +169,9 @@ class Planner:
             raise UserError(f"global_batch_size {batch}: there are only {self.pairs} pairs to train on; lower it")
         sequences = self.lengths.sequences
         tokens = round(int(sequences.sum()) * self.scale)
+        model = {"type": memory.model_config.model_type, "parameters": memory.parameters, "trained": memory.trained}
         return {
-            "model": {"type": memory.shape.model_type, "parameters": memory.parameters, "trained": memory.trained},
+            "model": model,
             "gpu": {"name": self.cluster.gpu, "limit": self.limit, "count": self.cluster.gpus},
             "data": {"pairs": self.pairs, "tokens": tokens, "longest_sequence": int(sequences.max())},
             "batch": {"global": batch, "steps": self.steps},
@@ -202,7 +196,7 @@ def format_plan(plan: dict[str, Any]) -> str:
         ("batch", f"{batch['global']} pairs, {batch['steps']:,} steps"),
         ("memory", f"GiB on each of {gpu['count']} {gpu['name']}, {gpu['limit'] / 2**30:.0f} usable"),
     ]
-    columns = [_format_launch(facts, plan["checkpoints"]) for facts in plan["launches"].values()]
+    columns = [_format_launch(launch, plan["checkpoints"]) for launch in plan["launches"].values()]
     table = [(name, *(column[name] for column in columns)) for name in columns[0]]
     durations = []
     for entry in plan["time"]["hours"]:
@@ -216,14 +210,14 @@ def format_plan(plan: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def _format_launch(facts: dict[str, Any], checkpoints: int) -> dict[str, str]:
-    setting = Setting(**facts["choice"])
+def _format_launch(launch: dict[str, Any], checkpoints: int) -> dict[str, str]:
+    setting = Setting(**launch["choice"])
     return {
-        **{name: f"{size / 2**30:.1f}" for name, size in facts["states"].items()},
+        **{name: f"{size / 2**30:.1f}" for name, size in launch["states"].items()},
         "total with activations": f"{setting.bytes / 2**30:.1f}",
-        "fits": "yes" if facts["fits"] else "no",
+        "fits": "yes" if launch["fits"] else "no",
         "pairs per device": str(setting.per_device),
         "layers checkpointed": setting.layers,
         "largest micro-batch, tokens": f"{setting.tokens:,}",
-        f"disk for {checkpoints} checkpoints, GB": f"{checkpoints * facts['checkpoint'] / 1e9:.0f}",
+        f"disk for {checkpoints} checkpoints, GB": f"{checkpoints * launch['checkpoint'] / 1e9:.0f}",
     }

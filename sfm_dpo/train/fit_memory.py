@@ -1,7 +1,7 @@
 """Fits a run to its memory: chooses the pairs per device and the number of checkpointed layers before training.
 
-Both follow from the largest micro-batch (data/sampler.py), which runs first, and from the memory that the planner
-computes for it (model/memory.py). An out-of-memory error names a setting that would fit.
+Both follow from the memory of the largest micro-batch (memory/planner.py), which runs first. An out-of-memory error
+names a setting that would fit.
 """
 
 import logging
@@ -21,8 +21,7 @@ from sfm_dpo.common.distributed import broadcast, is_main_process, main_process_
 from sfm_dpo.common.errors import OutOfMemory, UserError
 from sfm_dpo.config import Config
 from sfm_dpo.data.lengths import Lengths
-from sfm_dpo.data.sampler import list_micro_batches
-from sfm_dpo.model.memory import MemoryPlanner, choose_setting, memory_limit
+from sfm_dpo.memory.planner import MemoryPlanner, memory_limit
 from sfm_dpo.model.sharding import launched_with
 from sfm_dpo.run.folder import DATA, read_mapping
 from sfm_dpo.train.callbacks import Position
@@ -38,17 +37,21 @@ BATCH_SIZES = {
 }
 
 
-def fit_memory(config: Config, dataset: Dataset, shape: PretrainedConfig, kept: dict[str, Any]) -> dict[str, Any]:
-    """Chooses on rank 0 the fields that the configuration leaves open. `kept`, the choice of the resumed run or empty,
-    is used again if it fits. Raises UserError if no setting fits."""
-    return broadcast(main_process_first(lambda: _choose(config, dataset, shape, kept)))
+def fit_memory(config: Config, dataset: Dataset, model_config: PretrainedConfig, earlier: dict) -> dict[str, Any]:
+    """The setting for the fields that the configuration leaves open, for data.json, the same on all ranks. `earlier`,
+    that of the resumed run or empty, is chosen again if it fits. Raises UserError if no setting fits."""
+
+    def choose() -> dict[str, Any]:
+        return _choose(config, dataset, model_config, earlier) if is_main_process() else {}
+
+    return broadcast(main_process_first(choose))
 
 
-def _choose(config: Config, dataset: Dataset, shape: PretrainedConfig, kept: dict[str, Any]) -> dict[str, Any]:
-    if not is_main_process():
-        return {}
+def _choose(config: Config, dataset: Dataset, model_config: PretrainedConfig, earlier: dict) -> dict[str, Any]:
     args = config.train
-    planner = MemoryPlanner(config, shape, args.world_size, half=args.bf16 or args.fp16, on_gpu=not args.use_cpu)
+    lengths = Lengths.of(dataset).truncate(args.max_length)
+    dtype = torch.bfloat16 if args.bf16 or args.fp16 else torch.float32
+    planner = MemoryPlanner(config, model_config, lengths, args.world_size, dtype, on_gpu=not args.use_cpu)
     launch = "fsdp2" if launched_with() == "fsdp" else "none"
     zero = {}
     if args.deepspeed_plugin is not None:
@@ -61,22 +64,15 @@ def _choose(config: Config, dataset: Dataset, shape: PretrainedConfig, kept: dic
     else:
         total = torch.cuda.mem_get_info()[1]
     limit = memory_limit(total, args.memory_gib)
-    lengths = Lengths.of(dataset).truncate(args.max_length)
-    micro_batches = list_micro_batches(config, lengths, planner.prefix_sharing, args.world_size)
-    settings = planner.list_settings(micro_batches, states)
-    setting = choose_setting(settings, limit, config)
-    for other in settings:  # all are valid for this number of processes
-        is_kept = (other.per_device, other.every_n_layers) == (kept.get("per_device"), kept.get("every_n_layers"))
-        if is_kept and other.bytes <= limit:
-            setting = other
+    same = (earlier["per_device"], earlier["every_n_layers"]) if earlier else None
+    setting = planner.choose(limit, states, earlier=same)
     if setting.bytes > limit:
         raise UserError(
             f"fit_memory true: no setting fits in {limit / 2**30:.2f} GiB; the smallest is {setting}; use a smaller "
             "max_length, more GPUs, or LAUNCH=zero3"
         )
     log.info(f"fit_memory: {setting}, of {limit / 2**30:.2f} GiB; {setting.work - 1:.0%} recomputation and waiting")
-    smaller = next((other.options for other in settings if other.bytes < setting.bytes), None)
-    return asdict(setting) | {"limit": int(limit), "smaller": smaller}
+    return asdict(setting) | {"limit": int(limit)}
 
 
 def explain_out_of_memory(error: BaseException, position: Position, run: Path) -> OutOfMemory | None:

@@ -8,8 +8,8 @@ from transformers import PretrainedConfig
 
 from sfm_dpo.common.distributed import broadcast
 from sfm_dpo.config import Config
+from sfm_dpo.memory.planner import checkpointed_layers
 from sfm_dpo.model.attention import choose_flash
-from sfm_dpo.model.memory import checkpointed_layers
 from sfm_dpo.train.fit_memory import fit_memory
 
 

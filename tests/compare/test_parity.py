@@ -46,24 +46,24 @@ def test_compiled_layers(recipe):
     assert rows[-1]["verdict"] == "rounding", rows[-1]
 
 
-boundary_mask = attention.boundary_mask
+boundary_arguments = attention.boundary_arguments
 
 
 def leaking(cu_seqlens, max_length):
     total = int(cu_seqlens[-1])
-    return boundary_mask(torch.tensor([0, total], dtype=torch.int32), total)
+    return boundary_arguments(torch.tensor([0, total], dtype=torch.int32), total)
 
 
 def off_by_one(cu_seqlens, max_length):
     moved = cu_seqlens.clone()
     moved[1:-1] += 1  # each sequence's first token belongs to the one before
-    return boundary_mask(moved, max_length + 1)
+    return boundary_arguments(moved, max_length + 1)
 
 
 @pytest.mark.parametrize("architecture", ["olmo3", "gpt_neox"])
 @pytest.mark.parametrize("bug", [leaking, off_by_one])
 def test_planted_boundaries(recipe, monkeypatch, architecture, bug):
-    monkeypatch.setattr(packing, "boundary_mask", bug)
+    monkeypatch.setattr(packing, "boundary_arguments", bug)
     for row in run_parity(recipe(architecture), ["padded", "packed", "padded+bf16", "packed+bf16"])["variants"]:
         if row["variant"].startswith("packed"):
             assert row["verdict"] == "bug" and row["times_rounding"] > 2 * MAX_TIMES_ROUNDING, row
@@ -100,7 +100,7 @@ def test_command(recipe, tmp_path, capsys, monkeypatch):
     assert out.endswith("rounding")
     packed = json.loads(file.read_text())["variants"][1]
     assert {"layer 0", "layer 1", "layer 2", "lm_head"} <= set(packed["layers"])
-    monkeypatch.setattr(packing, "boundary_mask", leaking)
+    monkeypatch.setattr(packing, "boundary_arguments", leaking)
     assert command.main(argv) == 1
     assert command.main([*recipe("llama"), "--variants", "pakced"]) == 2
     assert "unknown word 'pakced'" in error_line(capsys.readouterr().err)

@@ -133,17 +133,18 @@ def test_a_tokenizer_of_another_model_is_one_line():
 
 def leak_one_key(monkeypatch):
     """Lets the second sequence of a packed row see the last token of the first."""
-    real = packing.boundary_mask
+    real = packing.boundary_arguments
 
-    def mask(cu: torch.Tensor, max_length: int, *_) -> torch.Tensor:
+    def leaking(cu: torch.Tensor, max_length: int, **_) -> dict:
         first = int(cu[1])
         total = int(cu[-1])
         keys = torch.cat([torch.arange(first), torch.arange(first - 1, total)])
         order = torch.cat([torch.arange(first), torch.arange(first + 1, total + 1), torch.tensor([first])])
         cu_keys = torch.tensor([0, first, total + 1])
-        return real(cu, max_length + 1, cu_keys.int(), keys.int(), order.int())
+        shared = {"cu_seq_lens_k": cu_keys.int(), "shared_keys": keys.int(), "shared_order": order.int()}
+        return real(cu, max_length + 1, **shared)
 
-    monkeypatch.setattr(packing, "boundary_mask", mask)
+    monkeypatch.setattr(packing, "boundary_arguments", leaking)
 
 
 def judge(trainer) -> dict:

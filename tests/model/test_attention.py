@@ -16,7 +16,7 @@ from sfm_dpo.model import attention
 from sfm_dpo.model.attention import (
     PACKED,
     GatherKeys,
-    boundary_mask,
+    boundary_arguments,
     check_shared_keys,
     packed_attention_forward,
     register,
@@ -39,7 +39,7 @@ def inputs(lengths, heads=4, kv_heads=4, device="cpu", dtype=torch.float32):
     shapes = [(1, h, sum(lengths), head_dim) for h in (heads, kv_heads, kv_heads)]
     tensors = [torch.randn(s, generator=generator).to(device, dtype).requires_grad_() for s in shapes]
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-    return tensors, boundary_mask(cu_seqlens, max(lengths))
+    return tensors, boundary_arguments(cu_seqlens, max(lengths))
 
 
 def written_out(qkv, own, seen, window):
@@ -56,10 +56,11 @@ def written_out(qkv, own, seen, window):
     return torch.cat(outputs, dim=1)
 
 
-def assert_written_out(qkv, mask, own, seen, window, tolerance):
+def assert_written_out(qkv, boundaries, own, seen, window, tolerance):
     module = SimpleNamespace(num_key_value_groups=qkv[0].shape[1] // qkv[1].shape[1], is_causal=True)
     scaling = qkv[0].shape[-1] ** -0.5
-    output, weights = packed_attention_forward(module, *qkv, mask, scaling=scaling, sliding_window=window)
+    options = {"scaling": scaling, "sliding_window": window, **boundaries}
+    output, weights = packed_attention_forward(module, *qkv, None, **options)
     expected = written_out(qkv, own, seen, window)
     assert weights is None and output.dtype == qkv[0].dtype and output.shape == expected.shape
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1)).to(output.device)
@@ -79,8 +80,8 @@ def assert_written_out(qkv, mask, own, seen, window, tolerance):
     ],
 )
 def test_equals_attention_written_out(lengths, kv_heads, window, device, dtype, tolerance):
-    qkv, mask = inputs(lengths, kv_heads=kv_heads, device=device, dtype=dtype)
-    assert_written_out(qkv, mask, lengths, torch.arange(sum(lengths)).split(lengths), window, tolerance)
+    qkv, boundaries = inputs(lengths, kv_heads=kv_heads, device=device, dtype=dtype)
+    assert_written_out(qkv, boundaries, lengths, torch.arange(sum(lengths)).split(lengths), window, tolerance)
 
 
 # Own and seen tokens of each sequence: [7 of a prompt and 5 of its chosen answer] is seen by a rejected one of 4, ...
@@ -92,9 +93,10 @@ def shared_inputs(own, before, device, dtype):
     qkv, _ = inputs(own, kv_heads=2, device=device, dtype=dtype)
     starts = [sum(own[:i]) for i in range(len(own))]
     keys = [torch.cat([torch.arange(b), torch.arange(s, s + n)]) for n, b, s in zip(own, before, starts, strict=True)]
-    cu_seqlens, cu_keys = (torch.tensor([0, *n]).cumsum(0).int() for n in (own, list(map(len, keys))))
-    mask = boundary_mask(cu_seqlens, max(map(len, keys)), cu_keys, *keys_and_order(own, before)).to(device)
-    return qkv, keys, mask
+    bounds = [torch.tensor([0, *n]).cumsum(0).int() for n in (own, list(map(len, keys)))]
+    cu_seqlens, cu_keys, shared_keys, order = [x.to(device) for x in (*bounds, *keys_and_order(own, before))]
+    shared = {"cu_seq_lens_k": cu_keys, "shared_keys": shared_keys, "shared_order": order}
+    return qkv, keys, boundary_arguments(cu_seqlens, max(map(len, keys)), **shared)
 
 
 def keys_and_order(own, before):
@@ -136,8 +138,8 @@ def test_gathered_keys_have_autograd_s_gradient_without_atomics(own, before):
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 129, 200, 1000])
 def test_more_keys_than_queries_equal_attention_written_out(own, before, window, device, dtype, tolerance):
     check_shared_keys(torch.device(device), dtype, 64)
-    qkv, keys, mask = shared_inputs(own, before, device, dtype)
-    assert_written_out(qkv, mask, own, keys, window, tolerance)
+    qkv, keys, boundaries = shared_inputs(own, before, device, dtype)
+    assert_written_out(qkv, boundaries, own, keys, window, tolerance)
 
 
 @pytest.mark.parametrize("at_end", [True, False])
@@ -172,9 +174,8 @@ def test_the_varlen_call_of_shared_keys(monkeypatch):
     monkeypatch.setattr("sfm_dpo.model.attention.varlen_attn", spy)
     monkeypatch.setattr("sfm_dpo.model.attention._takes_varlen", lambda *_: True)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # unknown for the meta device
-    qkv, _, mask = shared_inputs([12, 4, 9, 1], [0, 0, 7, 0], "meta", torch.bfloat16)
-    assert mask.shape == (5, 1, 16, 5 + 5 + 2 * 33)
-    output, _ = packed_attention_forward(SimpleNamespace(is_causal=True), *qkv, mask, sliding_window=8)
+    qkv, _, boundaries = shared_inputs([12, 4, 9, 1], [0, 0, 7, 0], "meta", torch.bfloat16)
+    output, _ = packed_attention_forward(SimpleNamespace(is_causal=True), *qkv, None, sliding_window=8, **boundaries)
     grads = torch.autograd.grad(output.sum(), qkv)
     (query, key, value, cu_seqlens, cu_keys, *longest), options = calls[0]
     assert output.shape == (1, 26, 4, 64) and [g.shape for g in grads] == [x.shape for x in qkv]
@@ -184,23 +185,29 @@ def test_the_varlen_call_of_shared_keys(monkeypatch):
     assert options["window_size"] == (7, 0) and options["enable_gqa"]
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_what_the_kernel_cannot_do_is_an_error(is_causal):
-    qkv, mask = inputs(LENGTHS)
-    module = SimpleNamespace(config=SimpleNamespace(model_type="demo"), is_causal=is_causal)
-    asked = {"softcap": 50.0, "sinks": torch.ones(4), "dropout": 0.1} if is_causal else {}
-    words = "softcap, sinks, dropout" if is_causal else "is_causal false"
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"softcap": 50.0, "sinks": torch.ones(4), "dropout": 0.1}, "softcap, sinks, dropout"),
+        ({"is_causal": False}, "is_causal false"),
+        ({"cu_seq_lens_q": None}, "layers that drop cu_seq_lens_q"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_an_error(arguments, words):
+    qkv, boundaries = inputs(LENGTHS)
+    module = SimpleNamespace(config=SimpleNamespace(model_type="demo"), is_causal=True)
     with pytest.raises(ValueError, match=f"'demo': .* does not support {words}; set padding_free: false"):
-        packed_attention_forward(module, *qkv, mask, **asked)
+        packed_attention_forward(module, *qkv, torch.empty(0), **boundaries | arguments)
 
 
 def test_autocast_gives_what_it_gives_sdpa():
     """RoPE leaves q and k in fp32 under autocast; the result must be as if all three had been cast."""
-    (q, k, v), mask = inputs(LENGTHS)
+    qkv, boundaries = inputs(LENGTHS)
+    q, k, v = qkv
     module = SimpleNamespace(is_causal=True)
     with torch.autocast("cpu", torch.bfloat16):
-        mixed, _ = packed_attention_forward(module, q, k, v.bfloat16(), mask, scaling=0.25)
-    cast, _ = packed_attention_forward(module, q.bfloat16(), k.bfloat16(), v.bfloat16(), mask, scaling=0.25)
+        mixed, _ = packed_attention_forward(module, q, k, v.bfloat16(), None, scaling=0.25, **boundaries)
+    cast, _ = packed_attention_forward(module, *[x.bfloat16() for x in qkv], None, scaling=0.25, **boundaries)
     assert mixed.dtype == torch.bfloat16 and torch.equal(mixed, cast)
 
 
@@ -241,7 +248,7 @@ def test_the_flash_kernel_is_the_one_asked_for_or_measured_as_fastest_on_this_gp
     measured.write_text(json.dumps({"gpu": "B200", "flash": "FA9"}))
     assert kernel("auto") == "FA9" and not removed
     assert kernel("fa2") == "FA2" and removed
-    assert attention.choose_flash("auto", kept="fa2") == "fa2" and attention.choose_flash("fa4", kept="fa2") == "fa4"
+    assert attention.choose_flash("auto", "fa2") == "fa2" and attention.choose_flash("fa4", "fa2") == "fa4"
     measured.write_text(json.dumps({"gpu": "H100", "flash": "FA9"}))
     assert kernel("auto") == "FA2"
     with pytest.raises(UserError, match=r"^flash_attention fa3: FA3 cannot be activated: No module named .+: fa2$"):
@@ -263,8 +270,9 @@ def test_the_varlen_branch_compiles_once_for_every_shape(monkeypatch):
     graphs = []
     for total, sequences, longest in ((40, 4, 20), (41, 4, 21), (100, 7, 90), (64, 4, 9), (16, 2, 8)):
         ids = torch.empty(1, total, dtype=torch.long, device="meta")
-        mask = boundary_mask(torch.empty(sequences + 1, dtype=torch.int32, device="meta"), longest)
-        hidden = model.base_model(ids, mask, position_ids=ids).last_hidden_state
+        boundaries = boundary_arguments(torch.empty(sequences + 1, dtype=torch.int32, device="meta"), longest)
+        masks = dict.fromkeys(("full_attention", "sliding_attention"))  # transformers' would need position_ids' values
+        hidden = model.base_model(ids, masks, position_ids=ids, **boundaries).last_hidden_state
         hidden.sum().backward()
         assert hidden.shape == (1, total, 64)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])

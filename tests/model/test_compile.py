@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl.trainer.utils import add_fused_lm_head
 
-from sfm_dpo.model.attention import PACKED, boundary_mask, register
+from sfm_dpo.model.attention import PACKED, boundary_arguments, register
 from sfm_dpo.model.packing import compile_layers, enable_padding_free
 from sfm_dpo.model.sharding import blocks
 from tests.model.test_packing import make_pairs
@@ -193,11 +193,11 @@ def layer_bytes(shape: str, backend: str | None) -> list[float]:
         hidden = torch.empty(1, tokens, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         ids = torch.zeros(1, tokens, dtype=torch.long)
         rope = model.base_model.rotary_emb(hidden, ids, *kinds[-1:])
-        mask = boundary_mask(torch.empty(9, dtype=torch.int32), 2048)
+        boundaries = boundary_arguments(torch.empty(9, dtype=torch.int32), 2048)
         forward = ByteCounter()
         backward = ByteCounter()
         with contextlib.nullcontext() if backend else forward:  # torch.compile is off inside of such a mode
-            output = blocks(model)[0](hidden, attention_mask=mask, position_ids=ids, position_embeddings=rope)
+            output = blocks(model)[0](hidden, position_ids=ids, position_embeddings=rope, **boundaries)
         with contextlib.nullcontext() if backend else backward:
             output.backward(torch.empty_like(output))
     counted = COMPILED_BYTES if backend else [forward.bytes, backward.bytes]

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
 from sfm_dpo.model.flops import ForwardFlops, count_experts
-from sfm_dpo.model.memory import meta_model
+from sfm_dpo.model.loading import meta_model
 from sfm_dpo.model.packing import find_shared
 from sfm_dpo.train.metrics import CountingCollator, Meter
 from tests.tiny_models import tiny_model

@@ -11,9 +11,10 @@ from torch.distributed.fsdp import fully_shard
 from trl.trainer.utils import add_fused_lm_head
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.model.loading import load_model
+from sfm_dpo.config import parse_config
+from sfm_dpo.model.loading import load_model, load_model_config, meta_model
 from sfm_dpo.model.sharding import disable_deepspeed_shm, keep_precision
-from tests.tiny_models import tiny_model
+from tests.tiny_models import tiny_config, tiny_model
 
 
 def test_weights_that_could_run_code_are_not_loaded(tiny_folder, tmp_path):
@@ -21,6 +22,22 @@ def test_weights_that_could_run_code_are_not_loaded(tiny_folder, tmp_path):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"cannot be loaded: .*no file named model.safetensors"):
         load_model(str(folder), {})
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_meta_model_has_the_parameters_of_the_model(tied):
+    planned = meta_model(tiny_config("llama", tie_word_embeddings=tied))
+    assert planned.num_parameters() == tiny_model("llama", tie_word_embeddings=tied).num_parameters()
+
+
+def test_routers_loss_of_a_policy_without_experts_is_refused(tiny_folder):
+    dense = f"--model_name_or_path={tiny_folder('llama')}"
+    experts = f"--model_name_or_path={tiny_folder('olmoe')}"
+    fields = ["--dataset_name=x", "--use_cpu", "--router_aux_loss_coef=0.1"]
+    config = parse_config([*fields, experts, f"--ref_model_name_or_path={tiny_folder('llama')}"])
+    assert load_model_config(config).num_experts and load_model_config(config.reference)
+    with pytest.raises(UserError, match=r"router_aux_loss_coef 0.1: .* is not a mixture of experts; remove it"):
+        load_model_config(parse_config([*fields, dense]))
 
 
 @pytest.mark.parametrize("disable", [False, True])

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, MambaCon
 from trl.trainer.utils import add_fused_lm_head
 
 from sfm_dpo.model import packing
-from sfm_dpo.model.attention import boundary_mask
+from sfm_dpo.model.attention import boundary_arguments
 from sfm_dpo.model.packing import enable_padding_free
 from tests.tiny_models import ARCHITECTURES, tiny_config, tiny_model
 
@@ -126,7 +126,7 @@ def test_no_sequence_sees_another(architecture, monkeypatch):
         assert others < 1e-5 and own > 0.1
 
     # The same measurement sees a leak: one boundary for the whole row, everything else as it was
-    monkeypatch.setattr(packing, "boundary_mask", lambda cu, _: boundary_mask(cu[[0, -1]], int(cu[-1])))
+    monkeypatch.setattr(packing, "boundary_arguments", lambda cu, _: boundary_arguments(cu[[0, -1]], int(cu[-1])))
     others, _ = log_probs_after_changing_row(packed, batch, 0)
     assert others > 1e-2
 

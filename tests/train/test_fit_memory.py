@@ -1,23 +1,18 @@
-"""fit_memory: the choice of pairs per device and checkpointed layers; the optimizer's state before the first step;
-what an out-of-memory error says. None of it changes a loss."""
+"""fit_memory in a run; the optimizer's state before the first step; what an out-of-memory error says. None of it
+changes a loss."""
 
 import functools
 import json
-import math
 import re
 import shlex
 from types import SimpleNamespace
 
-import numpy as np
 import psutil
 import pytest
 import torch
 
 import train_dpo
-from sfm_dpo.config import parse_config
-from sfm_dpo.data.lengths import Lengths
-from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler, list_micro_batches
-from sfm_dpo.model.memory import MemoryPlanner, MicroBatch, choose_setting, trace_activations
+from sfm_dpo.memory.activations import trace_activations
 from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.folder import read_mapping, read_resolved_config
 from sfm_dpo.train.callbacks import Position
@@ -28,74 +23,6 @@ from tests.toolbox import error_line, logged, on_cpu, pairs
 from tests.train.test_trainer import make_trainer
 
 CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.02 GiB is"
-RNG = np.random.default_rng(0)
-RESPONSES = np.exp(RNG.normal(5, 1, (2, 1024))).astype(np.int64).clip(4, 4000)
-LENGTHS = Lengths(np.full(1024, 50), *RESPONSES, np.zeros(1024, dtype=np.int64))
-
-
-def configuration(*fields: str):
-    argv = ["--model_name_or_path=m", "--dataset_name=d", "--use_cpu", "--fit_memory=true", *fields]
-    return parse_config([*argv, "--global_batch_size=128", "--train_sampling_strategy=batch_rebalance"])
-
-
-@functools.cache
-def list_settings(*fields: str):
-    config = configuration(*fields)
-    shape = tiny_config("gpt_neox", num_hidden_layers=8)
-    planner = MemoryPlanner(config, shape, 4, half=False, on_gpu=False)
-    return planner.list_settings(list_micro_batches(config, LENGTHS, False, 4))
-
-
-@pytest.mark.parametrize("packed", ["true", "false"])
-def test_less_memory_means_more_work_and_never_more_than_the_limit(packed):
-    every = list_settings(f"--padding_free={packed}")
-    config = configuration()
-    assert {setting.per_device for setting in every} == set(FIRST_STEPS_FOR)
-    limits = sorted({setting.bytes for setting in every})
-    chosen = [choose_setting(every, limit, config) for limit in limits]
-    assert all(setting.bytes <= limit for setting, limit in zip(chosen, limits, strict=True))
-    assert [setting.work for setting in chosen] == sorted((setting.work for setting in chosen), reverse=True)
-    assert (chosen[-1].every_n_layers, chosen[0].every_n_layers) == (0, 1)
-    assert chosen[0].per_device == 1 and choose_setting(every, 0, config) == chosen[0]
-    if packed == "false":  # TRL's grid: the longest sequence, twice for each pair
-        assert chosen[0].tokens == 2 * int(LENGTHS.total.max())
-
-
-@pytest.mark.parametrize("epochs", [1, 3])
-@pytest.mark.parametrize("size", [1, 4, 8])
-def test_the_largest_micro_batch_is_the_largest_of_all(size, epochs):
-    tokens = LENGTHS.sequences.sum(axis=1)
-    config = configuration(f"--num_train_epochs={epochs}", "--padding_free=true")
-    planned = {found.per_device: found.tokens for found in list_micro_batches(config, LENGTHS, False, 4)}
-    sampler = PairSampler(LENGTHS, "batch_rebalance", 128, size, seed=config.train.seed)
-    largest = 0
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        largest = max(largest, tokens[np.array(list(sampler))].reshape(-1, size).sum(axis=1).max())
-    assert planned[size] == largest
-
-
-def test_second_copies_of_keys_and_the_update_take_memory():
-    shape = tiny_config("gpt_neox", num_hidden_layers=8, hidden_size=512, intermediate_size=2048)
-    planner = MemoryPlanner(configuration("--padding_free=true"), shape, 4)
-
-    def plan(tokens: int, copies: int) -> int:
-        settings = planner.list_settings([MicroBatch(1, tokens, copies, 16, 1.0)])
-        return next(setting.bytes for setting in settings if not setting.every_n_layers)
-
-    keys_and_values = 2 * 8 * planner.shape.hidden_size * 2  # bytes of a token, saved for the backward in bf16
-    assert plan(4096, 4096) - plan(4096, 0) == pytest.approx(4096 * keys_and_values, rel=0.2)  # and gradients
-    assert plan(1, 0) == 4 * planner.trained // 4  # more than activations: a rank's gradients, once more
-
-
-def test_a_settings_options_choose_it():
-    every = list_settings("--padding_free=true")
-    for setting in every:
-        named = configuration(*shlex.split(setting.options))
-        assert not {"per_device_train_batch_size", "gradient_checkpointing"} & set(named.fitted)
-        assert choose_setting(every, math.inf, named) == setting
-    partly = configuration("--gradient_checkpointing=false")
-    assert choose_setting(every, 0, partly) == next(s for s in every if (s.per_device, s.every_n_layers) == (1, 0))
 
 
 @functools.cache
@@ -107,7 +34,7 @@ def trace_once(dtype: torch.dtype, checkpointing: bool, copies: float | None):
 def train(tiny_folder, write_rows, tmp_path, monkeypatch):
     """A function: name of a run and fields -> (exit code, losses, its folder)."""
     monkeypatch.setattr(psutil.Process, "memory_info", lambda self: SimpleNamespace(rss=2**29))  # or it grows by runs
-    monkeypatch.setattr("sfm_dpo.model.memory.trace_activations", lambda config, *given: trace_once(*given))
+    monkeypatch.setattr("sfm_dpo.memory.planner.trace_activations", lambda config, *given: trace_once(*given))
     model = tiny_folder("olmo3")
     data = write_rows("pairs.jsonl", pairs(32))
 

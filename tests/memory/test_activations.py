@@ -1,4 +1,4 @@
-"""Planned memory against a measured process; the bug of PyTorch's MemTracker that memory.py works around."""
+"""Planned memory against a measured process."""
 
 import json
 import os
@@ -8,14 +8,12 @@ import sys
 import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.distributed._tools.mem_tracker import MemTracker
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoConfig, AutoModelForCausalLM, Olmo3Config
 
 from sfm_dpo.common.files import PROJECT
-from sfm_dpo.model.memory import Activations, _trace_bytes, head_bytes, meta_model, trace_activations
-from tests.tiny_models import tiny_tokenizer
+from sfm_dpo.memory.activations import Activations, _trace_bytes, head_bytes, trace_activations
+from sfm_dpo.model.loading import meta_model
+from tests.tiny_models import tiny_config, tiny_tokenizer
 
 SHAPE = {
     "vocab_size": 8192,
@@ -117,26 +115,11 @@ def test_mixed_activations_lie_between_none_and_all():
     assert half.saved.tolist() == [10, 5] and half.peak.tolist() == [40, 9]
 
 
-def test_canary_mem_tracker_visits_every_module_after_every_operation():
-    """PyTorch 2.13, MemTracker._update_peak_stats: with twice the modules each of twice the operations takes twice
-    the time. When this fails, memory._PeakTracker can go."""
-
-    class Counting(WeakIdKeyDictionary):
-        visits = 0
-
-        def values(self):
-            for value in super().values():
-                Counting.visits += 1
-                yield value
-
-    def count_visits(modules: int) -> int:
-        model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(modules)))
-        Counting.visits = 0
-        tracker = MemTracker()
-        tracker.memory_tracking = Counting()
-        tracker.track_external(model)
-        with tracker:
-            model(torch.ones(1, 2)).sum().backward()
-        return Counting.visits
-
-    assert count_visits(80) > 3 * count_visits(40) > 3 * 40 * 40
+def test_recurrent_layers_are_traced():
+    shape = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = tiny_config("olmo_hybrid", **shape, linear_num_key_heads=2, linear_num_value_heads=2)
+    kinds = ["linear_attention", "full_attention"]
+    saved = [
+        _trace_bytes(config, torch.bfloat16, False, layers, 128, None)[0] for layers in (kinds, [*kinds, kinds[0]])
+    ]
+    assert saved[1] > 1.5 * saved[0] > 0

@@ -1,0 +1,1 @@
+"""Memory of a run: traced activations, and the setting that fits."""

@@ -1,0 +1,206 @@
+"""The memory of a run, by arithmetic from its model and lengths, and the choice of a setting that fits.
+
+A setting is the number of pairs in a micro-batch and the share of layers that is checkpointed. fit_memory and the plan
+before submission choose it in the same way (`MemoryPlanner.choose`).
+"""
+
+import json
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from peft import get_peft_model
+from transformers import PretrainedConfig
+from trl import get_peft_config
+
+from sfm_dpo.config import Config, TrainConfig
+from sfm_dpo.data.lengths import Lengths
+from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler
+from sfm_dpo.memory.activations import Activations, head_bytes, trace_activations
+from sfm_dpo.model.loading import load_model_config, meta_model
+from sfm_dpo.model.packing import why_not_shared
+from sfm_dpo.model.sharding import blocks
+
+EVERY_N_LAYERS = (0, 8, 4, 3, 2, 1)  # transformers' every_n_layers: which layers are checkpointed; 0: none
+USABLE = 0.9  # share of a GPU's memory; the rest is for CUDA's context, NCCL and fragmentation
+
+
+def memory_limit(total: float, memory_gib: float | None) -> float:
+    """Bytes that a process may use of its device's `total`."""
+    return memory_gib * 2**30 if memory_gib else USABLE * total
+
+
+class MicroBatch(NamedTuple):
+    """The largest micro-batch of a run with `per_device` pairs per device."""
+
+    per_device: int
+    tokens: int  # computed tokens, including padding if there is any
+    copies: int  # second copies of keys under prefix sharing
+    responses: int  # tokens that reach the LM head
+    imbalance: float  # work of the slowest rank over the mean of all ranks
+
+
+@dataclass(frozen=True)
+class Setting:
+    per_device: int  # pairs in a micro-batch
+    every_n_layers: int  # every n-th layer is checkpointed; 0: none
+    tokens: int  # computed in the largest micro-batch
+    bytes: int  # peak of a process
+    work: float  # relative to a run without recomputation whose ranks never wait
+    smaller: str | None = None  # options of the next setting that takes less memory
+
+    @property
+    def layers(self) -> str:
+        return {0: "no layer", 1: "all layers"}.get(self.every_n_layers, f"1 in {self.every_n_layers} layers")
+
+    @property
+    def options(self) -> str:
+        options = f"--per_device_train_batch_size {self.per_device} --gradient_checkpointing {self.every_n_layers > 0}"
+        if self.every_n_layers > 1:
+            kwargs = json.dumps({"use_reentrant": False, "every_n_layers": self.every_n_layers})
+            options += f" --gradient_checkpointing_kwargs '{kwargs}'"
+        return options
+
+    def __str__(self) -> str:
+        size = f"{self.bytes / 2**30:.2f} GiB at the largest micro-batch of {self.tokens:,} tokens"
+        return f"{self.per_device} pair(s) per device, {self.layers} checkpointed: {size}"
+
+
+@dataclass
+class MemoryPlanner:
+    """Memory of a run on `gpus` GPUs or CPU processes."""
+
+    config: Config
+    model_config: PretrainedConfig
+    lengths: Lengths  # of its pairs, truncated
+    gpus: int
+    dtype: torch.dtype = torch.bfloat16
+    on_gpu: bool = True
+
+    def __post_init__(self) -> None:
+        self.model = meta_model(self.model_config)
+        self.reference = self.model
+        if self.config.train.ref_model_name_or_path:
+            self.reference = meta_model(load_model_config(self.config.reference))
+        self.adapter = None
+        if lora := get_peft_config(self.config.model):
+            with torch.device("meta"):
+                self.adapter = get_peft_model(meta_model(self.model_config), lora)
+        self.parameters = self.model.num_parameters()
+        self.trained = (self.adapter or self.model).num_parameters(only_trainable=True)
+        args = self.config.train
+        obstacle = why_not_shared(self.model, args.padding_free, args.router_aux_loss_coef)
+        self.prefix_sharing = not obstacle and args.prefix_sharing is not False
+
+    @cached_property
+    def micro_batches(self) -> list[MicroBatch]:
+        """The largest micro-batch for each usual number of pairs per device and the configured one, if the global
+        batch is a multiple of it."""
+        args = self.config.train
+        sampler = PairSampler.of(self.lengths, args, self.config.micro_batch, self.prefix_sharing)
+        micro_batches = []
+        for size in sorted({*FIRST_STEPS_FOR, self.config.micro_batch}):
+            if args.global_batch_size % (size * self.gpus):
+                continue
+            rows = sampler.largest_micro_batch(size, math.ceil(args.num_train_epochs))
+            tokens = sampler.layout.count(rows)
+            copies = max(0, int(self.lengths.sequences[rows].sum()) - tokens)
+            responses = int(self.lengths.responses[rows].sum())
+            micro_batches.append(MicroBatch(size, tokens, copies, responses, sampler.imbalance(size, self.gpus)))
+        return micro_batches
+
+    @cached_property
+    def activations(self) -> tuple[Activations, Activations]:
+        """With all layers checkpointed, and with none."""
+        copies = None
+        if self.prefix_sharing:
+            copies = max(batch.copies / batch.tokens for batch in self.micro_batches)
+        checkpointed = trace_activations(self.model_config, self.dtype, True, copies)
+        return checkpointed, trace_activations(self.model_config, self.dtype, False, copies)
+
+    def states(self, launch: str, zero: dict[str, Any]) -> dict[str, int]:
+        """Bytes on each GPU for weights, gradients, AdamW's moments, buffers, and a live reference model.
+
+        `launch`: zero2 and zero3 as in DeepSpeed's estimators (estimate_zero2_model_states_mem_needs), with `zero`,
+        its `zero_optimization`; fsdp2: all states in fp32, and as buffers a 16-bit copy of two gathered blocks, as
+        much for gradients being reduced, and the embedding or head; none (also DDP): unsharded, autocast's 16-bit copy
+        of the weights, and DDP's gradient buckets.
+        """
+        gpus = self.gpus
+        size = self.dtype.itemsize
+        total = self.parameters + (self.trained if self.adapter else 0)
+        weights, gradients, optimizer = {  # bytes: weights per parameter; gradients, optimizer per trained one
+            "zero2": (size, 4 / gpus, 12 / gpus),  # gradients of 16-bit weights are accumulated in fp32
+            "zero3": (size / gpus, 4 / gpus, 12 / gpus),
+            "fsdp2": (4 / gpus, 4 / gpus, 8 / gpus),
+            "none": (6 if size == 2 else 4, 4 if gpus == 1 else 8, 8),
+        }[launch]
+        largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in self.model.modules())
+        gathered = 2 * size * largest if launch == "zero3" else 0
+        buffers = 0
+        if launch == "fsdp2":
+            largest_block = max(sum(p.numel() for p in block.parameters()) for block in blocks(self.model))
+            buffers = 4 * size * largest_block + size * largest
+        elif launch != "none":
+            bucket = zero.get("reduce_bucket_size", "auto")
+            if bucket == "auto":  # as transformers sets it
+                bucket = self.model_config.get_text_config().hidden_size ** 2
+            buffers = size * min(int(bucket), self.trained) * (2 if zero.get("overlap_comm") else 1)
+        states = {
+            "weights": int(weights * total) + gathered,
+            "gradients": int(gradients * self.trained),
+            "optimizer": int(optimizer * self.trained),
+            "buffers": buffers,
+        }
+        if not self.config.train.precompute_ref_log_probs and (self.reference is not self.model or not self.adapter):
+            states["reference"] = int(size * self.reference.num_parameters() / (gpus if launch == "zero3" else 1))
+        return states
+
+    def list_settings(self, states: int = 0, ratio: float = 1.0) -> list[Setting]:
+        """All settings, least work first; their bytes are those of activations and `states`, times `ratio`."""
+        args = self.config.train
+        forwards = 3 if args.precompute_ref_log_probs else 4  # in a step; the backward counts as two
+        layers = self.model_config.get_text_config().num_hidden_layers
+        update = 4 * self.trained // self.gpus  # DeepSpeed's copy of a rank's gradients, after activations are freed
+        settings = []
+        for batch in self.micro_batches:
+            head = head_bytes(self.model_config, batch.responses, self.dtype, self.on_gpu)
+            for every in {*EVERY_N_LAYERS, checkpointed_layers(args)}:
+                work = batch.imbalance * (1 + (1 / every if every else 0) / forwards)
+                share = math.ceil(layers / every) / layers if every else 0.0
+                activations = Activations.mix(*self.activations, share).peak_bytes(batch.tokens, head)
+                size = round(ratio * (states + max(update, activations)))
+                settings.append(Setting(batch.per_device, every, batch.tokens, size, work))
+        return sorted(settings, key=lambda setting: (round(setting.work, 3), -setting.per_device))
+
+    def choose(self, limit: float, states: int, ratio: float = 1.0, earlier: tuple[int, int] | None = None) -> Setting:
+        """The setting of least work that agrees with the configuration and fits into `limit` bytes; if none fits, the
+        smallest. `earlier`, pairs per device and every_n_layers of the resumed run, is chosen again if it fits."""
+        settings = self.list_settings(states, ratio)
+        choice = choose_setting(settings, limit, self.config, earlier)
+        smaller = next((other.options for other in settings if other.bytes < choice.bytes), None)
+        return replace(choice, smaller=smaller)
+
+
+def checkpointed_layers(args: TrainConfig) -> int:
+    """`every_n_layers` of a configuration; 0 without gradient checkpointing."""
+    if not args.gradient_checkpointing:
+        return 0
+    return (args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1)
+
+
+def choose_setting(
+    settings: list[Setting], limit: float, config: Config, earlier: tuple[int, int] | None = None
+) -> Setting:
+    """`MemoryPlanner.choose` from `settings`, least work first."""
+    if "per_device_train_batch_size" not in config.fitted:
+        settings = [setting for setting in settings if setting.per_device == config.micro_batch]
+    if "gradient_checkpointing" not in config.fitted:
+        every = checkpointed_layers(config.train)
+        settings = [setting for setting in settings if setting.every_n_layers == every]
+    fitting = [setting for setting in settings if setting.bytes <= limit]
+    if not fitting:
+        return min(settings, key=lambda setting: setting.bytes)
+    return next((s for s in fitting if (s.per_device, s.every_n_layers) == earlier), fitting[0])
