@@ -60,7 +60,7 @@ class Pairs:
         remedy = f"raise max_dropped_fraction {limit:g}"
         if empty:
             found = f"no {empty[0]} pair is left of {self.rows} rows"
-            remedy = "change the filter, max_length or the data"
+            remedy = "change the filter, max_length, max_prompt_length or the data"
         worst = "; ".join(f"{n} x {self.explain(reason)}" for reason, n in self.dropped.most_common(3))
         raise UserError(
             f"dataset_name {', '.join(self.sources)}: {found} ({worst}); fix them (analyze_dataset.py --dropped FILE "
