@@ -48,7 +48,7 @@ from sfm_dpo.run.checkpoint import (
     read_best,
     step_of,
 )
-from sfm_dpo.run.folder import DATA, describe, read_mapping, write_status
+from sfm_dpo.run.folder import DATA, State, describe, read_mapping, write_status
 from sfm_dpo.run.reader import eval_prefix
 from sfm_dpo.train.callbacks import Position, ProgressLine, StopCallback
 from sfm_dpo.train.fit_memory import fit_memory
@@ -114,7 +114,7 @@ def load(config: Config) -> tuple[Pairs, PreTrainedTokenizerBase, Path | None]:
     if is_main_process():
         describe(config, facts, step_of(checkpoint))
         pairs.write_dropped(Path(args.output_dir) / "dropped.jsonl")
-        write_status(args.output_dir, "running", step=step_of(checkpoint))
+        write_status(args.output_dir, State.RUNNING, step=step_of(checkpoint))
     args.flash_attention = facts["flash_attention"]  # resolved_config.yaml keeps the requested value
     return pairs, tokenizer, checkpoint
 
