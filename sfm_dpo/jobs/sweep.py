@@ -15,9 +15,9 @@ import yaml
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import format_table
+from sfm_dpo.common.slurm import squeue_states
 from sfm_dpo.config import parse_config
 from sfm_dpo.run.folder import State, read_state, read_status
-from sfm_dpo.run.leases import squeue_states
 from sfm_dpo.run.reader import has_process, read_run, to_float
 
 MEMBERS = "members.txt"  # in the sweep's folder: one line of arguments per run, for scripts/common.sh

@@ -28,7 +28,7 @@ from sfm_dpo.run.folder import (
     read_status,
     write_status,
 )
-from sfm_dpo.run.leases import Lease
+from sfm_dpo.run.lock import Lease
 from sfm_dpo.train.callbacks import Position, describe_best
 from sfm_dpo.train.fit_memory import explain_out_of_memory
 from sfm_dpo.train.trainer import SFMDPOTrainer

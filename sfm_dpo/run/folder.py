@@ -21,7 +21,7 @@ from sfm_dpo.common.distributed import is_main_process, world_size
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT, now, write_atomically, write_json
 from sfm_dpo.common.secrets import mask
-from sfm_dpo.run.leases import LOCK, Lease, check_owner, take_folder
+from sfm_dpo.run.lock import LOCK, Lease, check_owner, take_folder
 
 if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
     from sfm_dpo.config import Config

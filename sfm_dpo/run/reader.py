@@ -13,9 +13,10 @@ import yaml
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import format_clock, format_table
 from sfm_dpo.common.secrets import mask_values
+from sfm_dpo.common.slurm import is_running, squeue_states
 from sfm_dpo.run.checkpoint import checkpoints, newest_checkpoint
 from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, STATUS, State, list_in, read_mapping
-from sfm_dpo.run.leases import LOCK, is_running, read_owner, squeue_states
+from sfm_dpo.run.lock import LOCK, read_owner
 
 EVALUATION = "evaluation.json"
 EVALUATIONS = "evaluations"  # a folder: step-N.json with what eval_command has measured, and step-N.log

@@ -38,7 +38,7 @@ from sfm_dpo.model.packing import delta_net_kernel
 from sfm_dpo.model.sharding import hash_weights
 from sfm_dpo.run.checkpoint import stop_requested
 from sfm_dpo.run.folder import State, write_status
-from sfm_dpo.run.leases import Lease, describe_owner, read_owner
+from sfm_dpo.run.lock import Lease, describe_owner, read_owner
 from sfm_dpo.train.metrics import check_step_0
 
 BATCH_TOKENS = {"cuda": 32_768, "cpu": 4_096}  # per batch, including padding; the same for all jobs of a cache

@@ -12,9 +12,10 @@ import status
 import sweep
 import yaml
 
+from sfm_dpo.common.process import this_process
 from sfm_dpo.jobs.sweep import MEMBERS, format_sweep, list_members, plan_sweep, read_grid
 from sfm_dpo.run.folder import write_status
-from sfm_dpo.run.leases import LOCK, this_process
+from sfm_dpo.run.lock import LOCK
 
 RATES = {"learning_rate": ["1e-6", 1.0e-5]}
 

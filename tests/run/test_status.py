@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from sfm_dpo.common.process import this_process
 from sfm_dpo.run import reader
 from sfm_dpo.run.checkpoint import mark_complete
 from sfm_dpo.run.folder import ENVIRONMENT, STATUS, write_status
-from sfm_dpo.run.leases import LOCK, this_process
+from sfm_dpo.run.lock import LOCK
 from sfm_dpo.run.reader import describe_run, find_runs, format_runs
 
 ROOT = Path(__file__).resolve().parents[2]
