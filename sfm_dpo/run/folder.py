@@ -21,6 +21,7 @@ from sfm_dpo.common.distributed import is_main_process, world_size
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT, now, write_atomically, write_json
 from sfm_dpo.common.secrets import mask
+from sfm_dpo.config_effects import MAY_CHANGE
 from sfm_dpo.run.lock import LOCK, Lease, check_owner, take_folder
 
 if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
@@ -38,17 +39,6 @@ SAID_SECONDS = 3  # after these, rank 0 has reported an end that all ranks share
 _PACKAGES = "torch transformers trl accelerate deepspeed datasets peft huggingface_hub tokenizers numpy".split()
 _KEPT = "best files loss margin pairs_per_second".split()  # of the status before, where the new one has none
 _SLURM = "JOB_ID JOB_NAME JOB_NODELIST JOB_PARTITION CLUSTER_NAME RESTART_COUNT".split()
-# A run may resume with these changed: they affect neither the objective, nor the data, nor their order. Accumulation
-# follows from the number of processes, and mask_tool_results changes the hash of the tokens: checkpoint.check_resume
-# compares both.
-MAY_DIFFER = set(
-    """report_to run_name project logging_steps logging_first_step disable_tqdm log_level dataset_num_proc
-    dataloader_num_workers dataloader_pin_memory push_to_hub hub_model_id hub_strategy hub_private_repo hub_revision
-    hub_always_push save_steps save_total_limit ddp_timeout output_dir resume_from_checkpoint
-    max_dropped_fraction trackio_space_id preflight preflight_only preflight_samples guard guard_generations
-    profile_steps ignore_resume_mismatch verify_checkpoints eval_command gradient_accumulation_steps hang_timeout
-    memory_gib load_best_model_at_end eval_datasets flash_attention mask_tool_results""".split()
-)
 
 
 class State(StrEnum):
@@ -204,7 +194,7 @@ def is_unfinished(config: "Config") -> bool:
     fields = [f for part in (config.train, config.model, config.data) for f in dataclasses.fields(part)]
     before = {f.name: f.default for f in fields} | read_resolved_config(run)
     for key, value in config.as_dict().items():
-        if key not in MAY_DIFFER and before.get(key) != value:
+        if key not in MAY_CHANGE and before.get(key) != value:
             raise UserError(
                 f"output_dir {run}: holds another run ({key} is {before.get(key)} there, {value} here); choose "
                 "another output_dir, or remove the folder"
