@@ -37,7 +37,7 @@ STARTED = now()  # this process
 SAID_SECONDS = 3  # after these, rank 0 has reported an end that all ranks share
 
 _PACKAGES = "torch transformers trl accelerate deepspeed datasets peft huggingface_hub tokenizers numpy".split()
-_KEPT = "best files loss margin pairs_per_second".split()  # of the status before, where the new one has none
+_FROM_BEFORE = "best files loss margin pairs_per_second".split()  # where the new status has none
 _SLURM = "JOB_ID JOB_NAME JOB_NODELIST JOB_PARTITION CLUSTER_NAME RESTART_COUNT".split()
 
 
@@ -102,19 +102,14 @@ def read_resolved_config(run: str | Path) -> dict[str, Any]:
 
 
 def write_status(
-    run: str | Path,
-    state: State,
-    exit_code: int | None = None,
-    message: str = "",
-    any_rank: bool = False,
-    **extra: Any,
+    run: str | Path, state: State, code: int | None = None, message: str = "", any_rank: bool = False, **extra: Any
 ) -> None:
     """Writes status.json on rank 0; with `any_rank` on the rank that calls, for an end that rank 0 may not know of."""
     if not (is_main_process() or any_rank):
         return
-    status = {"state": state, "exit_code": exit_code, "message": mask(message), "step": None, "checkpoint": None}
+    status = {"state": state, "exit_code": code, "message": mask(message), "step": None, "checkpoint": None}
     before = read_status(run)
-    status |= {name: before.get(name) for name in _KEPT} | extra
+    status |= {name: before.get(name) for name in _FROM_BEFORE} | extra
     status |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID"), "pid": os.getpid()}
     path = Path(run) / STATUS
     try:
