@@ -47,7 +47,7 @@ from sfm_dpo.run.checkpoint import (
     read_best,
     step_of,
 )
-from sfm_dpo.run.folder import DATA, describe, read_mapping, write_status
+from sfm_dpo.run.folder import DATA, State, describe, read_mapping, write_status
 from sfm_dpo.run.reader import eval_prefix
 from sfm_dpo.train.callbacks import Position, ProgressLine, StopCallback
 from sfm_dpo.train.frozen_model import frozen_model
@@ -112,7 +112,7 @@ def load(config: Config) -> tuple[TokenPairs, PreTrainedTokenizerBase, Settings,
     if is_main_process():
         describe(config, pairs.as_dict() | {"settings": asdict(settings)}, step_of(checkpoint))
         pairs.write_dropped(Path(args.output_dir) / "dropped.jsonl")
-        write_status(args.output_dir, "running", step=step_of(checkpoint))
+        write_status(args.output_dir, State.RUNNING, step=step_of(checkpoint))
     return pairs, tokenizer, settings, checkpoint
 
 

@@ -18,7 +18,7 @@ from sfm_dpo.common.cli import command
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.run.checkpoint import check_resume, newest_checkpoint, why_incomplete
-from sfm_dpo.run.folder import check_folder, read_status
+from sfm_dpo.run.folder import State, check_folder, read_state, read_status
 
 
 @command
@@ -39,8 +39,8 @@ def main(argv: list[str]) -> None:
         if start and why_incomplete(Path(start)) is None:
             check_resume(Path(start), {"world_size": int(argv[1])}, config.train.ignore_resume_mismatch)
         print(run)
-    elif (status := read_status(run) or {}).get("state") == "push_failed":
-        print(f"{run}: trained, but not pushed: {status['message']}", file=sys.stderr)
+    elif read_state(run) is State.PUSH_FAILED:
+        print(f"{run}: trained, but not pushed: {read_status(run)['message']}", file=sys.stderr)
     else:
         print(f"{run}: already done; choose another output_dir to run again", file=sys.stderr)
 

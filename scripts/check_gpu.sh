@@ -16,14 +16,10 @@
 #SBATCH --time=1:30:00
 #SBATCH --output=logs/%x-%j.out
 
-common="${SLURM_SUBMIT_DIR:-.}/scripts/common.sh"
-if [[ ! -f $common ]]; then
-    echo "error: ${SLURM_SUBMIT_DIR:-$PWD} is not the project folder; cd there and run: sbatch scripts/check_gpu.sh" >&2
-    exit 2
-fi
+cd "${SLURM_SUBMIT_DIR:-.}" # Slurm runs a copy of this file from its spool folder
 # shellcheck source=scripts/common.sh
-source "$common"
-cd "${SLURM_SUBMIT_DIR:-.}"
+source scripts/common.sh 2>/dev/null ||
+    { echo "error: $PWD is not the project folder; cd there and run: sbatch scripts/check_gpu.sh" >&2; exit 2; }
 use_environment
 choose_launch
 python scripts/check_gpu.py --processes "$per_node" "$@"

@@ -18,13 +18,12 @@ fail() {
 }
 
 run_dpo() {
+    local asked=''
+    trap 'asked=1' USR1 TERM
     [[ -n ${SLURM_JOB_ID:-} ]] || fail "no Slurm job: run 'sbatch scripts/...', or without Slurm 'accelerate launch'"
-    trap 'fail "asked to stop before training began: --time must exceed the grace period in --signal=B:USR1@SECONDS"' USR1
-    # A task's SLURM_JOB_ID may be the array's id, by which Slurm would requeue all tasks
-    job_id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}
-    job_id=${job_id:-$SLURM_JOB_ID}
+    [[ ${MAX_REQUEUES:-20} =~ ^[0-9]+$ ]] || fail "MAX_REQUEUES=$MAX_REQUEUES: give the number of restarts"
     export SLURM_JOB_START_TIME=${SLURM_JOB_START_TIME:-$(date +%s)} # Slurm sets it since 23.02; dates the STOP file
-    cd "$SLURM_SUBMIT_DIR"
+    export SLURM_EXPORT_ENV=ALL # after sbatch --export=LAUNCH=zero3, srun would pass nothing else to the nodes
     use_environment
     choose_launch
     first_host
@@ -37,20 +36,36 @@ run_dpo() {
     set -- --config "$@" # the recipe; train_dpo.py uses the last --config, so the user's wins
 
     # One process reads the configuration before any node starts, so a mistake costs one line and a few seconds.
-    local world=$((SLURM_JOB_NUM_NODES * per_node))
-    local facts
-    facts=$(python scripts/check_config.py "$config_file" "$world" "$@") || exit
-    output_dir=${facts##*$'\n'} # libraries may also print
-    [[ -n $output_dir ]] || exit 0    # already done; check_config.py said so
-    status=$output_dir/status.json
-    status_before=$(cat "$status" 2>/dev/null) || true
+    local checked code=0 output_dir
+    checked=$(python scripts/check_config.py "$config_file" "$((SLURM_JOB_NUM_NODES * per_node))" "$@") || exit
+    output_dir=${checked##*$'\n'} # libraries may also print
+    [[ -n $output_dir ]] || exit 0 # already done; check_config.py said so
+    local status_before
+    status_before=$(cat "$output_dir/status.json" 2>/dev/null) || true
 
     say "job $SLURM_JOB_ID (restart ${SLURM_RESTART_COUNT:-0}) on $SLURM_JOB_NODELIST, rendezvous $host:$port"
     say "$SLURM_JOB_NUM_NODES node(s) x $per_node process(es), $config_file, environment $(command -v python)"
     say "train_dpo.py $(printf '%q ' "$@" | sed -E 's/(token[= ])[^ ]+/\1***/g')-> $output_dir"
-    check_health
-    launch "$@"
-    finish
+    # srun stays in the background so that bash can act on signals, which end `wait`.
+    check_health "$output_dir" &
+    [[ -n $asked ]] || wait $! || code=$?
+    if [[ -n $asked ]]; then
+        kill $! 2>/dev/null || true
+        code=75
+    elif ((code != 0)); then
+        code=69
+    else
+        trap 'asked=1; say "asked to stop: $output_dir/STOP"; mkdir -p "$output_dir"; touch "$output_dir/STOP"' USR1 TERM
+        launch "$output_dir" "$@" &
+        asked=1
+        while [[ -n $asked ]]; do
+            asked=''
+            code=0
+            wait $! || code=$?
+        done
+    fi
+    trap '' USR1 TERM # too late to stop
+    exec python -m sfm_dpo.run.after "$output_dir" "$code" <<<"$status_before"
 }
 
 say() { echo "[${SLURM_JOB_NAME:-dpo} $(date '+%F %T')] $*"; }
@@ -117,13 +132,12 @@ first_host() {
     ((SLURM_JOB_NUM_NODES == 1)) || srun_options+=(--label)
 }
 
-# Checks each node's GPUs, folders and connections in a few minutes at most; ends the job with code 69 if one fails.
+# Checks each node's GPUs, folders and connections in a few minutes at most.
 check_health() {
     if [[ ${SKIP_HEALTHCHECK:-} == 1 ]]; then
         say "node check skipped"
         return
     fi
-    export LOCAL_WORLD_SIZE=$per_node WORLD_SIZE=$((SLURM_JOB_NUM_NODES * per_node))
     # Not under torchrun, which makes 1 of every exit code and prints a traceback.
     # shellcheck disable=SC2016
     local on_node='source scripts/common.sh && use_environment
@@ -134,19 +148,14 @@ check_health() {
         code=0
         for pid in $(jobs -p); do wait "$pid" || code=$?; done
         exit "$code"'
-    local code=0 # of the worst node
-    MASTER_ADDR=$host MASTER_PORT=$((30000 + SLURM_JOB_ID % 2700)) \
-        srun "${srun_options[@]}" --kill-on-bad-exit=0 bash -c "$on_node" health --output_dir "$output_dir" || code=$?
-    unset LOCAL_WORLD_SIZE WORLD_SIZE
-    if ((code != 0)); then
-        say "ended: node check failed (code $code), exit code 69; nothing was trained"
-        exit 69
-    fi
+    export LOCAL_WORLD_SIZE=$per_node WORLD_SIZE=$((SLURM_JOB_NUM_NODES * per_node))
+    export MASTER_ADDR=$host MASTER_PORT=$((30000 + SLURM_JOB_ID % 2700))
+    exec srun "${srun_options[@]}" --kill-on-bad-exit=0 bash -c "$on_node" health --output_dir "$1"
 }
 
-# Runs accelerate on every node and sets launcher_code. srun stays in the background so that bash can act on signals.
-# Preemption and a plain scancel send TERM to every process of the step, but not to this script: the shell of each node
-# writes the stop file, and the processes ignore the signal, because the launcher would kill the ranks after 30 s.
+# Runs accelerate with train_dpo.py on every node. Preemption and a plain scancel send TERM to every process of the step,
+# but not to this script: the shell of each node writes the stop file, and the processes ignore the signal, because the
+# launcher would kill the ranks after 30 s.
 launch() {
     # Single quotes: SLURM_NODEID differs on each node. Expanded here, every node would act as the first.
     # srun sets CUDA_VISIBLE_DEVICES anew.
@@ -166,88 +175,11 @@ launch() {
             wait $! || code=$?
         done
         exit "$code"'
-
-    local signalled=1
-    trap 'signalled=1; say "asked to stop: $output_dir/STOP"; mkdir -p "$output_dir"; touch "$output_dir/STOP"' USR1 TERM
+    local run=$1
+    shift
     # --wait=0: rank 0 may push to the Hub long after the other nodes have ended; --kill-on-bad-exit handles crashes.
-    srun "${srun_options[@]}" --wait=0 --kill-on-bad-exit=1 bash -c "$on_node" node "$output_dir" \
+    exec srun "${srun_options[@]}" --wait=0 --kill-on-bad-exit=1 bash -c "$on_node" node "$run" \
         --config_file "$config_file" --num_machines "$SLURM_JOB_NUM_NODES" \
         --num_processes "$((SLURM_JOB_NUM_NODES * per_node))" --main_process_ip "$host" --main_process_port "$port" \
-        train_dpo.py "$@" &
-    while [[ -n $signalled ]]; do # a signal ends the wait as well
-        signalled=
-        launcher_code=0
-        wait $! || launcher_code=$?
-    done
-    trap '' USR1 TERM # too late to stop
-}
-
-# Ends the job with the run's own exit code: the launcher returns 0 for a stop on request.
-finish() {
-    local code=$launcher_code state=unknown step='' message='' fields=()
-    if [[ -f $status && $(cat "$status") != "$status_before" ]] && grep -q "\"job\": \"$SLURM_JOB_ID\"" "$status"; then
-        # Progress is a later step than this start began with (the previous start may have been killed after that step),
-        # or more shards of the reference cache than when the previous start stopped.
-        mapfile -t fields < <(python -c '
-import json, sys
-run, before = json.load(open(sys.argv[1])), json.loads(sys.argv[2] or "{}")
-try:
-    environment = json.load(open(sys.argv[3]))
-except (OSError, ValueError):
-    environment = {}
-began = environment["starts"][-1]["step"] if environment.get("starts") else before.get("step")
-done, had = [run["step"] or 0, run.get("shards") or 0], [began or 0, before.get("shards") or 0]
-hangs = sum(hang["job"] == run["job"] for hang in environment.get("hangs", []))
-print(run["state"], run["exit_code"], run["step"], " ".join(run["message"].split()), done > had, sep="\n")
-print(hangs, (run["checkpoint"] or "").rpartition("/")[2], run.get("host") or "", sep="\n")
-' "$status" "$status_before" "$output_dir/environment.json")
-        state=${fields[0]} step=${fields[2]#None} message=${fields[3]}
-        if [[ $state == running ]]; then # killed before it could record how it ended
-            state=died message="the processes were killed or crashed (launcher's exit code $launcher_code)"
-            ((code != 0)) || code=1
-        else
-            code=${fields[1]}
-        fi
-    fi
-    [[ $state != stopped ]] || ((code != 75)) || requeue "${fields[4]}" # 0: only the preflight was requested; 130: interrupted
-    [[ $state != hung ]] || requeue_hung "${fields[@]:5}"
-    say "ended: state $state, exit code $code, ${step:+step $step, }$output_dir${message:+: $message}"
-    exit "$code"
-}
-
-requeue() {
-    local restarts=${SLURM_RESTART_COUNT:-0} limit=${MAX_REQUEUES:-20} job_state
-    job_state=$(scontrol --oneliner show job "$job_id" | sed -n 's/.* JobState=\([^ ]*\).*/\1/p')
-    if [[ $job_state != RUNNING ]]; then # a cancelled job is COMPLETING, and requeue would restart it
-        say "$state, not requeued: Slurm is ending the job ($job_state), as after scancel; resubmit to resume"
-    elif ((restarts >= limit)); then
-        say "$state, not requeued: restarted $restarts times, MAX_REQUEUES=$limit; resubmit to resume"
-    elif ((restarts > 0)) && [[ $1 != True ]]; then
-        say "$state, not requeued: this restart finished no step and no shard; resubmit with a longer --time"
-    elif scontrol requeue "$job_id"; then
-        say "$state and requeued (restart $((restarts + 1)) of at most $limit)"
-    else
-        say "$state, and Slurm refused to requeue; resubmit to resume"
-    fi
-}
-
-# A node often causes a hang. The job is requeued at most twice, if there is a checkpoint; and without the node of the
-# rank that was stuck, if that is known and the partition has enough other nodes.
-requeue_hung() {
-    local hangs=$1 checkpoint=$2 node=$3 excluded others
-    if [[ -z $checkpoint ]]; then
-        say "hung before the first checkpoint; not requeued. Resubmit to start again"
-        return
-    elif ((hangs > 2)); then
-        say "hung $hangs times in this job; not requeued. Resubmit to resume from $checkpoint"
-        return
-    fi
-    requeue True
-    excluded=$(scontrol --oneliner show job "$job_id" | sed -n 's/.* ExcNodeList=\([^( ]*\).*/\1/p')
-    others=$(sinfo --noheader --partition="$SLURM_JOB_PARTITION" --Node --format=%N | sort -u |
-        grep -vxFf <(scontrol show hostnames "${excluded:+$excluded,}$node")) || true
-    if [[ -n $node ]] && (($(wc -w <<<"$others") >= SLURM_JOB_NUM_NODES)); then
-        scontrol update JobId="$job_id" ExcNodeList="${excluded:+$excluded,}$node" &&
-            say "the job will avoid node $node; to allow it again: scontrol update JobId=$job_id ExcNodeList=$excluded"
-    fi
+        train_dpo.py "$@"
 }

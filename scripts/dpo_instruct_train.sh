@@ -16,12 +16,8 @@
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@600
 
-# Slurm runs a copy of this file from its spool folder: the project is where sbatch was typed.
-common="${SLURM_SUBMIT_DIR:-.}/scripts/common.sh"
-if [[ ! -f $common ]]; then
-    echo "error: ${SLURM_SUBMIT_DIR:-$PWD} is not the project folder; cd there and run: sbatch scripts/dpo_instruct_train.sh" >&2
-    exit 2
-fi
+cd "${SLURM_SUBMIT_DIR:-.}" # Slurm runs a copy of this file from its spool folder
 # shellcheck source=scripts/common.sh
-source "$common"
+source scripts/common.sh 2>/dev/null ||
+    { echo "error: $PWD is not the project folder; cd there and run: sbatch scripts/dpo_instruct_train.sh" >&2; exit 2; }
 run_dpo recipes/instruct.yaml "$@"

@@ -2,7 +2,7 @@
 """Trains a grid of recipe fields as one Slurm array of ordinary runs (docs/evaluation.md).
 
 python scripts/sweep.py grid.yaml --dry_run     prints the commands
-python scripts/sweep.py grid.yaml               submits the runs that are not done
+python scripts/sweep.py grid.yaml               submits the runs that may be started, also again
 python scripts/sweep.py grid.yaml --table       ranks the runs that are done
 """
 
@@ -32,8 +32,9 @@ def main(argv: list[str]) -> int:
         print(format_sweep(grid))
         return 0
     lines, numbers = plan_sweep(grid)
+    if len(numbers) < len(lines):
+        print(f"# {len(numbers)} of the {len(lines)} runs are to be submitted; the states of all: --table")
     if not numbers:
-        print(f"all {len(lines)} runs of {grid.output_dir} are done; see --table")
         return 0
     members = Path(grid.output_dir) / MEMBERS
     script = [*shlex.split(grid.sbatch), "scripts/dpo_train.sh", "--members", str(members)]

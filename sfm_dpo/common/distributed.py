@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import RunEnd
 
 T = TypeVar("T")
 DRIVER = Path("/proc/driver/nvidia/version")  # exists if NVIDIA's driver is loaded
@@ -49,13 +49,13 @@ def gather(value: T) -> list[T]:
 
 
 def main_process_first(action: Callable[[], T]) -> T:
-    """Runs `action` on rank 0, which fills caches, then on the others. Rank 0's UserError is raised on every rank."""
+    """Runs `action` on rank 0, which fills caches, then on the others. Rank 0's RunEnd is raised on every rank."""
     result: Any = None
-    error: UserError | None = None
+    error: RunEnd | None = None
     if is_main_process():
         try:
             result = action()
-        except UserError as raised:
+        except RunEnd as raised:
             error = raised
     if agreed := broadcast(error):
         raise agreed

@@ -13,7 +13,7 @@ class RunEnd(Exception):
     """An end that is reported in one line, without a traceback; `status` holds further fields for status.json."""
 
     exit_code: ClassVar[int]
-    state: ClassVar[str]  # in status.json
+    state: ClassVar[str]  # run.folder.State, in status.json
 
     def __init__(self, message: str, **status: Any):
         super().__init__(" ".join(str(message).split()))
@@ -25,8 +25,9 @@ class UserError(RunEnd):  # wrong configuration or data
     state = "failed"
 
 
-class DiskFull(UserError):  # or read-only; possibly on one rank only
+class DiskFull(RunEnd):  # or read-only; possibly on one rank only
     exit_code = 1
+    state = "failed"
 
 
 class OutOfMemory(UserError):
@@ -37,12 +38,12 @@ class ResumeRefused(UserError):
     """The checkpoint belongs to another run, or to another number of processes."""
 
 
-class PreflightRefused(UserError):
+class PreflightRefused(RunEnd):
     exit_code = 3
     state = "refused"
 
 
-class GuardStopped(UserError):
+class GuardStopped(RunEnd):
     exit_code = 4
     state = "collapsed"
 

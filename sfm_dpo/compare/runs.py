@@ -9,7 +9,7 @@ import numpy as np
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import format_table
-from sfm_dpo.run.folder import MAY_DIFFER
+from sfm_dpo.config_effects import NO_EFFECT
 from sfm_dpo.run.reader import read_run, to_float
 
 Log = dict[int, dict[str, float]]  # {optimizer step: {metric: value}}
@@ -18,7 +18,6 @@ _OMITTED = ("step", "perf/", "runtime", "per_second", "total_flos", "epoch")
 # Shown first, in this order; others follow sorted by name
 _FIRST = "loss logps/chosen logps/rejected rewards/margins grad_norm rewards/chosen rewards/rejected entropy".split()
 _OF_THE_STEP = ("learning_rate", "num_tokens", "eval_", "evaluation/")  # others are means since the last logged step
-_NO_EFFECT = MAY_DIFFER - {"gradient_accumulation_steps"} | {"logging_dir", "eval_strategy", "eval_steps"}
 # datasets' own fingerprint also changes with a file's path; the hash of the tokens does not
 _DATA_FACTS = ("sources", "rows", "train", "eval", "train_tokens", "order")
 _ENVIRONMENT_FACTS = ("git_commit", "cuda", "gpus", "world_size")
@@ -47,7 +46,7 @@ def read_log(path: Path) -> RunLog:
     for name, version in run["environment"].get("versions", {}).items():
         environment[f"versions.{name}"] = version
     facts = {
-        "configuration": {name: value for name, value in run["config"].items() if name not in _NO_EFFECT},
+        "configuration": {name: value for name, value in run["config"].items() if name not in NO_EFFECT},
         "environment": environment,
         "data": {name: run["data"].get(name) for name in _DATA_FACTS},
         "reference cache": run["data"].get("reference", {}).get("train", {}),

@@ -13,7 +13,7 @@ import datasets
 from datasets import Dataset, load_dataset
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import RunEnd, UserError
 from sfm_dpo.data import json_rows
 
 LOCAL_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -21,16 +21,16 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROF
 
 
 @contextmanager
-def explain_cache_errors(folder: Path | None = None, end: type[UserError] = UserError) -> Iterator[None]:
+def explain_cache_errors(folder: Path | None = None, end: type[RunEnd] = UserError) -> Iterator[None]:
     """For code that writes into HF_HOME, by default into the cache of `datasets`: a full disk or a folder without
     write permission raises `end`."""
     try:
         yield
     except Exception as error:
         cause: BaseException | None = error  # datasets wraps what its writer, or json_rows.py, raised
-        while cause and not isinstance(cause, UserError) and getattr(cause, "errno", None) not in DISK_ERRORS:
+        while cause and not isinstance(cause, RunEnd) and getattr(cause, "errno", None) not in DISK_ERRORS:
             cause = cause.__cause__
-        if isinstance(cause, UserError):
+        if isinstance(cause, RunEnd):
             raise cause from cause.__cause__
         if not isinstance(cause, OSError):
             raise

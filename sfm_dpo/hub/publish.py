@@ -20,7 +20,7 @@ from sfm_dpo.hub import upload
 from sfm_dpo.model.saving import fix_saved_files, open_tensors, read_finite
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.run.checkpoint import PUSHING, mark_in_use, step_of, why_damaged, why_incomplete
-from sfm_dpo.run.folder import RESOLVED_CONFIG, read_resolved_config, read_status, write_status
+from sfm_dpo.run.folder import RESOLVED_CONFIG, State, read_resolved_config, read_status, write_status
 
 log = logging.getLogger(__name__)
 
@@ -52,14 +52,14 @@ def find_source(path: Path, publish_anyway: bool = False) -> Source:
     if not (run / RESOLVED_CONFIG).is_file():
         raise UserError(f"{path}: not a run's folder or checkpoint (no {RESOLVED_CONFIG}); give one of these")
     status = read_status(run) or {}
-    state = status.get("state")
-    if state == "collapsed" and not publish_anyway:
+    state = State.of(status)
+    if state is State.COLLAPSED and not publish_anyway:
         healthy = status.get("checkpoint")
         if is_run or not healthy or step_of(path) > step_of(Path(healthy)):
             other = healthy or "another run"
             raise UserError(f"{path}: the guard stopped this run; push {other}, or add --publish_anyway")
     if is_run:
-        if state not in ("done", "push_failed", "collapsed"):
+        if not (state.has_model or state is State.COLLAPSED):
             raise UserError(f"{path}: the run is not finished (state {state}); push one of its checkpoints")
         return Source(path, run, None, read_resolved_config(run))
     weights = "*.safetensors" if any(path.glob("*.safetensors")) else "*"  # shards hold them otherwise
@@ -222,20 +222,20 @@ def push_run(
     """
     run = source.run
     later = f"push later with: {upload.format_push_command(run, repo, revision, private)}"
-    _record_push(run, "push_failed", 5, f"the push was interrupted; {later}")
+    _record_push(run, State.PUSH_FAILED, 5, f"the push was interrupted; {later}")
     try:
         repo = upload.check_access(repo, private, revision, "push later")
         address = publish(source, repo, revision, publish_anyway)
     except Exception as error:  # whatever it is, the model is trained and saved
         message = f"push failed: {error}; the model is saved in {run}; {later}"
-        _record_push(run, "push_failed", 5, message)
+        _record_push(run, State.PUSH_FAILED, 5, message)
         log.error(message)
         return 5
-    _record_push(run, "done", 0, pushed=address)
+    _record_push(run, State.DONE, 0, pushed=address)
     return 0
 
 
-def _record_push(run: Path, state: str, code: int, message: str = "", **extra: Any) -> None:
+def _record_push(run: Path, state: State, code: int, message: str = "", **extra: Any) -> None:
     status = read_status(run) or {}
-    if status.get("state") in ("done", "push_failed"):  # keeps the guard's verdict
+    if State.of(status).has_model:  # keeps the guard's verdict
         write_status(run, state, code, message, step=status.get("step"), **extra)

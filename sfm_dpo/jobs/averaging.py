@@ -15,7 +15,7 @@ from sfm_dpo.common.files import write_json
 from sfm_dpo.hub.publish import Source, find_source, stage_files
 from sfm_dpo.model.saving import open_tensors, read_finite
 from sfm_dpo.report.model_card import write_model_card
-from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, environment, write_status
+from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, State, environment, write_status
 from sfm_dpo.run.reader import PARENTS
 
 
@@ -55,7 +55,7 @@ def average_models(paths: list[Path], output: Path, weights: list[float] | None 
         write_json(mean / ENVIRONMENT, environment())
         parents = [{"model": source.name, "weight": share} for source, share in zip(sources, shares, strict=True)]
         write_json(mean / PARENTS, parents)
-        write_status(mean, "done", 0, f"mean of the weights of {len(paths)} models")
+        write_status(mean, State.DONE, 0, f"mean of the weights of {len(paths)} models")
         write_model_card(mean)
         mean.rename(output)
     finally:

@@ -16,10 +16,11 @@ from transformers import TrainerCallback, TrainerState
 from sfm_dpo.common.distributed import environment_outside_launcher, is_main_process
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import write_json
+from sfm_dpo.common.process import is_alive
+from sfm_dpo.common.slurm import squeue_states
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.run.checkpoint import EVALUATING, checkpoints, mark_in_use, rotate, step_of, why_incomplete
 from sfm_dpo.run.folder import read_mapping, read_status
-from sfm_dpo.run.leases import is_alive, squeue_states
 from sfm_dpo.run.reader import EVALUATION, EVALUATIONS, format_scores, read_evaluations, read_run, read_scores
 
 log = logging.getLogger(__name__)

@@ -15,9 +15,10 @@ import yaml
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import format_table
+from sfm_dpo.common.slurm import squeue_states
 from sfm_dpo.config import parse_config
-from sfm_dpo.run.folder import STATUS, read_mapping
-from sfm_dpo.run.reader import read_run, to_float
+from sfm_dpo.run.folder import State, read_state, read_status
+from sfm_dpo.run.reader import has_process, read_run, to_float
 
 MEMBERS = "members.txt"  # in the sweep's folder: one line of arguments per run, for scripts/common.sh
 GRID = "grid.yaml"  # in the same folder: the grid as it was submitted
@@ -70,19 +71,22 @@ def list_members(grid: Grid) -> dict[Path, dict[str, list[str]]]:
 
 
 def plan_sweep(grid: Grid) -> tuple[list[str], list[int]]:
-    """The lines of MEMBERS and the numbers of the runs that are not done. Raises UserError as train_dpo.py would."""
+    """The lines of MEMBERS and the numbers of the runs to submit: neither done, nor refused or ended by the guard,
+    nor running or queued. Raises UserError as train_dpo.py would."""
     lines = []
-    unfinished = []
+    numbers = []
+    queue = squeue_states()
     for number, (folder, values) in enumerate(list_members(grid).items()):
         words = [word for name, texts in values.items() for word in (f"--{name}", *texts)]
         lines.append(shlex.join([grid.recipe, *words, "--output_dir", str(folder)]))
         parse_config(["--config", *shlex.split(lines[-1])], training=False)
-        if read_mapping(folder / STATUS).get("state") != "done":
-            unfinished.append(number)
+        is_queued = (queue or {}).get(read_status(folder).get("job", "")) == "PENDING"
+        if read_state(folder).may_start_again and not has_process(folder, queue) and not is_queued:
+            numbers.append(number)
     earlier = Path(grid.output_dir) / MEMBERS
     if earlier.is_file() and earlier.read_text().splitlines() != lines:
         raise UserError(f"output_dir {grid.output_dir}: contains another sweep; choose another folder")
-    return lines, unfinished
+    return lines, numbers
 
 
 def read_metrics(run: dict[str, Any]) -> dict[str, float]:
@@ -108,10 +112,10 @@ def format_sweep(grid: Grid) -> str:
     metric: dict[tuple, dict[tuple, float]] = {}  # `rank_by` of the runs that are done, by seed
     for folder, words in list_members(grid).items():
         setting = tuple(" ".join(texts) for name, texts in words.items() if name not in SEEDS)
-        state = read_mapping(folder / STATUS).get("state", "not started")
-        states.setdefault(setting, []).append(state)
+        state = read_state(folder)
+        states.setdefault(setting, []).append("not started" if state is State.UNKNOWN else state)
         metric.setdefault(setting, {})
-        metrics = read_metrics(read_run(folder)) if state in ("done", "push_failed") else {}
+        metrics = read_metrics(read_run(folder)) if state.has_model else {}
         if math.isfinite(to_float(metrics.get(grid.rank_by))):
             metric[setting][tuple(str(words.get(name)) for name in SEEDS)] = metrics[grid.rank_by]
     sign = 1 if LOWER_IS_BETTER.search(grid.rank_by) else -1

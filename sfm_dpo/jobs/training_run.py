@@ -19,14 +19,16 @@ from sfm_dpo.run.checkpoint import clear_stop, newest_checkpoint, step_of
 from sfm_dpo.run.folder import (
     RESOLVED_CONFIG,
     STATUS,
+    State,
     acquire,
     has_failed,
     list_weights,
     message_of_rank,
+    read_state,
     read_status,
     write_status,
 )
-from sfm_dpo.run.leases import Lease
+from sfm_dpo.run.lock import Lease
 from sfm_dpo.train.callbacks import Position, describe_best
 from sfm_dpo.train.fit_memory import explain_out_of_memory
 from sfm_dpo.train.trainer import SFMDPOTrainer
@@ -70,7 +72,7 @@ class Run:
         self.folder = folder
         self.before = read_status(folder)
         if not (folder / RESOLVED_CONFIG).is_file():  # without it, the folder is empty until the data are read
-            write_status(folder, "running", message="loading")
+            write_status(folder, State.RUNNING, message="loading")
         self.watchdog = Watchdog(folder, config.train.hang_timeout, self.position)
         return True
 
@@ -80,7 +82,8 @@ class Run:
         self.watchdog.stop()
         clear_stop(self.folder)  # a request to stop came too late
         best = describe_best(trainer.config.train, trainer.state)
-        write_status(self.folder, "done", 0, step=trainer.state.global_step, files=list_weights(self.folder), **best)
+        step = trainer.state.global_step
+        write_status(self.folder, State.DONE, 0, step=step, files=list_weights(self.folder), **best)
         folder = self.folder
         self.folder = None  # later errors no longer change its state
         report(folder)
@@ -98,7 +101,7 @@ class Run:
                 self._close(end)
             elif error and folder and folder.is_dir() and not has_failed(folder):
                 if message := message_of_rank(folder, "".join(traceback.format_exception_only(error)).strip()):
-                    write_status(folder, "failed", 1, message, any_rank=True)
+                    write_status(folder, State.FAILED, 1, message, any_rank=True)
                 report(folder)
         finally:
             if self.watchdog:
@@ -130,7 +133,7 @@ class Run:
 
     def _close(self, end: RunEnd) -> None:
         self.exit_code = end.exit_code
-        if isinstance(end, ResumeRefused) and self.before.get("state") == "stopped":  # it can still resume
+        if isinstance(end, ResumeRefused) and State.of(self.before) is State.STOPPED:  # it can still resume
             if self.folder and is_main_process():
                 log.error(str(end))
                 write_json(self.folder / STATUS, self.before)
@@ -149,7 +152,7 @@ class Run:
         elif message:
             log.error(message)
         if self.folder and message:
-            write_status(self.folder, end.state, end.exit_code, message, any_rank=not is_stop, **status)
+            write_status(self.folder, State(end.state), end.exit_code, message, any_rank=not is_stop, **status)
             if self.lease:
                 self.lease.release()  # before the report: a launcher ends this rank soon after another rank's exit
             if not isinstance(end, Interrupted):
@@ -166,7 +169,7 @@ def report(run: Path) -> None:
     if is_main_process() and (run / RESOLVED_CONFIG).is_file():
         try:
             write_report(run)
-            if read_status(run).get("state") in ("done", "push_failed"):
+            if read_state(run).has_model:
                 write_model_card(run)
         except OSError as error:  # a full disk must not make a trained run fail
             log.info(f"report not written: {error}; write it later with python -m sfm_dpo.report.page {run}")

@@ -22,19 +22,21 @@ from sfm_dpo.common.statistics import wilson
 from sfm_dpo.config import DATACLASSES
 from sfm_dpo.data.pairs import DROP_REASONS
 from sfm_dpo.report.plots import draw_curves, read_constants
+from sfm_dpo.run.folder import State
 from sfm_dpo.run.reader import first_and_last, list_evaluations, list_restarts, read_run, to_float
 
 REPORT = "report.html"
 FIGURES = "figures"
-STATES = {  # state in status.json: (CSS class, sentence in the page)
-    "done": ("good", "The run is done."),
-    "running": ("open", "The run is training, or was killed: status.json still says running."),
-    "stopped": ("open", "The run was stopped on request; the same command resumes from its newest checkpoint."),
-    "refused": ("bad", "The preflight refused to train."),
-    "collapsed": ("bad", "The guard stopped the run."),
-    "hung": ("bad", "The run made no progress for hang_timeout and was ended."),
-    "failed": ("bad", "The run failed."),
-    "push_failed": ("open", "The model is trained and saved, but was not pushed to the Hub."),
+STATES = {  # CSS class and sentence in the page
+    State.DONE: ("good", "The run is done."),
+    State.RUNNING: ("open", "The run is training, or was killed: status.json still says running."),
+    State.STOPPED: ("open", "The run was stopped on request; the same command resumes from its newest checkpoint."),
+    State.REFUSED: ("bad", "The preflight refused to train."),
+    State.COLLAPSED: ("bad", "The guard stopped the run."),
+    State.HUNG: ("bad", "The run made no progress for hang_timeout and was ended."),
+    State.FAILED: ("bad", "The run failed."),
+    State.PUSH_FAILED: ("open", "The model is trained and saved, but was not pushed to the Hub."),
+    State.UNKNOWN: ("open", "The state in status.json is unknown."),
 }
 # parse_config and TRL set these from other fields and the machine, so they always differ from their defaults.
 _DERIVED = """accelerator_config activation_checkpointing bf16 debug disable_tqdm do_eval gradient_accumulation_steps
@@ -59,13 +61,13 @@ def render_page(template: str, **values: Any) -> str:
 def write_report(run: Path) -> Path:
     """Writes report.html, self-contained, and figures/*.png into the folder of a run; returns the page's path."""
     facts = read_run(run)
-    state = facts["status"].get("state", "unknown")
+    state = State.of(facts["status"])
     page = render_page(
         "report.html.jinja",
         **facts,
         name=run.resolve().name,
         state=state,
-        state_class=STATES.get(state, ("open",))[0],
+        state_class=STATES[state][0],
         sentences=describe_run(facts),
         held_out=list_held_out(facts),
         evaluation_tables=evaluation_tables(facts["evaluation"]),
@@ -104,10 +106,9 @@ def format_summary(run: Path) -> str:
 
 
 def describe_run(facts: dict[str, Any]) -> list[str]:
-    state = facts["status"].get("state")
     config = facts["config"]
     data = facts["data"]
-    lines = [STATES[state][1] if state in STATES else f"The state in status.json is unknown ({state})."]
+    lines = [STATES[State.of(facts["status"])][1]]
     if facts["status"].get("message"):
         lines.append(f"Message: {facts['status']['message']}")
     if config:

@@ -19,8 +19,8 @@ import xxhash
 from sfm_dpo.common.distributed import broadcast, gather, is_main_process, rank, world_size
 from sfm_dpo.common.errors import ResumeRefused, UserError
 from sfm_dpo.common.files import write_json
+from sfm_dpo.common.process import is_alive, this_process
 from sfm_dpo.run.folder import read_mapping
-from sfm_dpo.run.leases import is_alive, this_process
 
 log = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ import secrets
 import subprocess
 import sys
 import time
+from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,8 @@ from sfm_dpo.common.distributed import is_main_process, world_size
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT, now, write_atomically, write_json
 from sfm_dpo.common.secrets import mask
-from sfm_dpo.run.leases import LOCK, Lease, check_owner, take_folder
+from sfm_dpo.config_effects import MAY_CHANGE
+from sfm_dpo.run.lock import LOCK, Lease, check_owner, take_folder
 
 if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
     from sfm_dpo.config import Config
@@ -35,24 +37,59 @@ STARTED = now()  # this process
 SAID_SECONDS = 3  # after these, rank 0 has reported an end that all ranks share
 
 _PACKAGES = "torch transformers trl accelerate deepspeed datasets peft huggingface_hub tokenizers numpy".split()
-_KEPT = "best files loss margin pairs_per_second".split()  # of the status before, where the new one has none
+_FROM_BEFORE = "best files loss margin pairs_per_second".split()  # where the new status has none
 _SLURM = "JOB_ID JOB_NAME JOB_NODELIST JOB_PARTITION CLUSTER_NAME RESTART_COUNT".split()
-# A run may resume with these changed: they affect neither the objective, nor the data, nor their order. Accumulation
-# follows from the number of processes, and mask_tool_results changes the hash of the tokens: checkpoint.check_resume
-# compares both.
-MAY_DIFFER = set(
-    """report_to run_name project logging_steps logging_first_step disable_tqdm log_level dataset_num_proc
-    dataloader_num_workers dataloader_pin_memory push_to_hub hub_model_id hub_strategy hub_private_repo hub_revision
-    hub_always_push save_steps save_total_limit ddp_timeout output_dir resume_from_checkpoint
-    max_dropped_fraction trackio_space_id preflight preflight_only preflight_samples guard guard_generations
-    profile_steps ignore_resume_mismatch verify_checkpoints eval_command gradient_accumulation_steps hang_timeout
-    memory_gib load_best_model_at_end eval_datasets flash_attention mask_tool_results""".split()
-)
+
+
+class State(StrEnum):
+    """How a run stands, according to its status.json, and what that allows."""
+
+    RUNNING = "running"  # or killed, since a killed run writes nothing more
+    DONE = "done"
+    PUSH_FAILED = "push_failed"  # trained and saved
+    STOPPED = "stopped"  # on request
+    REFUSED = "refused"  # by the preflight
+    COLLAPSED = "collapsed"  # ended by the guard
+    HUNG = "hung"  # ended by the watchdog
+    FAILED = "failed"
+    UNKNOWN = "unknown"  # no status.json, or a damaged one
+
+    @classmethod
+    def _missing_(cls, value: object) -> "State":
+        return cls.UNKNOWN
+
+    @classmethod
+    def of(cls, status: dict[str, Any]) -> "State":
+        return cls(status.get("state", cls.UNKNOWN))
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the folder holds the trained model."""
+        return self in (State.DONE, State.PUSH_FAILED)
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the run ended against its user's will, without a trained model."""
+        return self in (State.REFUSED, State.COLLAPSED, State.HUNG, State.FAILED)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the same command trains on, if no process of the run is left."""
+        return not self.has_model and self is not State.COLLAPSED
+
+    @property
+    def may_start_again(self) -> bool:
+        """Whether a sweep submits the run again, if no process of it is left: the preflight would refuse it again."""
+        return self.resumes and self is not State.REFUSED
 
 
 def read_status(run: str | Path) -> dict[str, Any]:
     """status.json of a run; empty if there is none."""
     return read_mapping(Path(run) / STATUS)
+
+
+def read_state(run: str | Path) -> State:
+    return State.of(read_status(run))
 
 
 def read_resolved_config(run: str | Path) -> dict[str, Any]:
@@ -65,14 +102,14 @@ def read_resolved_config(run: str | Path) -> dict[str, Any]:
 
 
 def write_status(
-    run: str | Path, state: str, exit_code: int | None = None, message: str = "", any_rank: bool = False, **extra: Any
+    run: str | Path, state: State, code: int | None = None, message: str = "", any_rank: bool = False, **extra: Any
 ) -> None:
     """Writes status.json on rank 0; with `any_rank` on the rank that calls, for an end that rank 0 may not know of."""
     if not (is_main_process() or any_rank):
         return
-    status = {"state": state, "exit_code": exit_code, "message": mask(message), "step": None, "checkpoint": None}
+    status = {"state": state, "exit_code": code, "message": mask(message), "step": None, "checkpoint": None}
     before = read_status(run)
-    status |= {name: before.get(name) for name in _KEPT} | extra
+    status |= {name: before.get(name) for name in _FROM_BEFORE} | extra
     status |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID"), "pid": os.getpid()}
     path = Path(run) / STATUS
     try:
@@ -87,8 +124,7 @@ def write_status(
 def has_failed(run: str | Path) -> bool:
     """Whether a rank has recorded in status.json why this start failed."""
     status = read_status(run)
-    good = ("running", "done", "stopped", "push_failed")
-    return status.get("state", "running") not in good and status.get("time", "") >= STARTED
+    return State.of(status).is_failure and status.get("time", "") >= STARTED
 
 
 def message_of_rank(run: Path | None, error: str) -> str | None:
@@ -141,7 +177,8 @@ def is_unfinished(config: "Config") -> bool:
     run = Path(config.train.output_dir)
     entries = [p.name for p in run.iterdir() if not p.name.startswith(".")]
     status = read_status(run)
-    if not set(entries) - {STATUS, "STOP"} and status.get("state") in (None, "failed", "stopped", "running"):
+    state = State.of(status)
+    if not set(entries) - {STATUS, "STOP"} and state.resumes:
         return True  # empty, or an earlier start ended before it read its data
     if not (run / RESOLVED_CONFIG).is_file():
         raise UserError(
@@ -152,19 +189,19 @@ def is_unfinished(config: "Config") -> bool:
     fields = [f for part in (config.train, config.model, config.data) for f in dataclasses.fields(part)]
     before = {f.name: f.default for f in fields} | read_resolved_config(run)
     for key, value in config.as_dict().items():
-        if key not in MAY_DIFFER and before.get(key) != value:
+        if key not in MAY_CHANGE and before.get(key) != value:
             raise UserError(
                 f"output_dir {run}: holds another run ({key} is {before.get(key)} there, {value} here); choose "
                 "another output_dir, or remove the folder"
             )
-    if status.get("state") == "collapsed" and config.train.guard == "stop":
+    if state is State.COLLAPSED and config.train.guard == "stop":
         healthy = status.get("checkpoint")
         start = f"from {healthy} (--resume_from_checkpoint {healthy}) " if healthy else ""
         raise UserError(
             f"output_dir {run}: the guard stopped this run; start a new run {start}with a lower learning_rate "
             "in another output_dir, or resume this one with --guard warn"
         )
-    if status.get("state") not in ("done", "push_failed"):
+    if not state.has_model:
         return True
     is_damaged = (status.get("files") or {}).items() - list_weights(run).items()
     if is_damaged:

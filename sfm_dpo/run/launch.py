@@ -14,7 +14,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 import sfm_dpo
-from sfm_dpo.run.folder import STATUS, read_mapping, write_status
+from sfm_dpo.run.folder import STATUS, State, read_mapping, write_status
 
 log = logging.getLogger("sfm_dpo.run.launch")  # __name__ is __main__
 
@@ -31,8 +31,9 @@ def main(argv: list[str]) -> int:
         status = read_mapping(run / STATUS)
         if failure.exitcode < 0:
             message = f"rank {rank} on {platform.node()} was killed by {failure.signal_name()}"
-            if status == before or status.get("state") in ("running", "failed"):  # unless it recorded how it ended
-                write_status(run, "failed", 1, message, any_rank=True, step=status.get("step"))
+            # Unless a rank has recorded how the run ended
+            if status == before or State.of(status) in (State.RUNNING, State.FAILED):
+                write_status(run, State.FAILED, 1, message, any_rank=True, step=status.get("step"))
             log.error(message)
         elif failure.exitcode == 1 and status != before and status.get("message"):
             log.error(status["message"])  # otherwise the rank's own line comes last

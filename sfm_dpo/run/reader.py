@@ -13,9 +13,10 @@ import yaml
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import format_clock, format_table
 from sfm_dpo.common.secrets import mask_values
+from sfm_dpo.common.slurm import is_running, squeue_states
 from sfm_dpo.run.checkpoint import checkpoints, newest_checkpoint
-from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, STATUS, list_in, read_mapping
-from sfm_dpo.run.leases import LOCK, is_running, read_owner, squeue_states
+from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, STATUS, State, list_in, read_mapping
+from sfm_dpo.run.lock import LOCK, read_owner
 
 EVALUATION = "evaluation.json"
 EVALUATIONS = "evaluations"  # a folder: step-N.json with what eval_command has measured, and step-N.log
@@ -150,31 +151,37 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
     return sorted(runs)
 
 
+def has_process(run: Path, queue: dict[str, str] | None) -> bool:
+    """Whether a process of the run is left, according to the owner of its folder's lock, or may be left."""
+    return is_running(read_owner(run / LOCK), queue) is not False
+
+
 def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[str, Any]:
     """The state of a run at `now` (Unix time), given `queue` from `squeue_states`; unknown values are None."""
     status = read_mapping(run / STATUS)
     job = status.get("job")
     slurm = None if queue is None or job is None else queue.get(job, "not queued")
     age = max(0.0, now - (run / STATUS).stat().st_mtime)
-    state = status.get("state", "unknown")
-    if state == "running":
-        if is_running(read_owner(run / LOCK), queue) is False:
-            state = "died"
+    state = State.of(status)
+    shown = str(state)
+    if state is State.RUNNING:
+        if not has_process(run, queue):
+            shown = "died"
         elif age > STALE_SECONDS:
-            state = "stale"
+            shown = "stale"
     if slurm == "PENDING":
-        state += ", queued"
+        shown += ", queued"
     checkpoint = newest_checkpoint(run)
     evaluations = read_evaluations(run)
     return {
         "run": str(run),
-        "state": state,
+        "state": shown,
         "message": status.get("message") or None,
         "job": job,
         "slurm": slurm,
         "step": status.get("step"),
         "max_steps": status.get("max_steps"),
-        "eta_seconds": status.get("eta_seconds") if state == "running" else None,
+        "eta_seconds": status.get("eta_seconds") if shown == State.RUNNING else None,
         **{name: status.get(name) for name in ("pairs_per_second", "loss", "margin")},
         "health": read_mapping(run / "health.json").get("verdict"),
         "seconds_since_update": round(age),
@@ -193,7 +200,7 @@ def format_runs(runs: list[dict[str, Any]]) -> str:
     """The runs as text, a line each, then the messages of those that are not done, and each run's last evaluation."""
     cells = [[_format_cell(run, _KEYS.get(name, name)) for name in COLUMNS] for run in runs]
     lines = [format_table(cells, COLUMNS, indent=0)]
-    notes = [f"{run['run']}: {run['message']}" for run in runs if run["message"] and run["state"] != "done"]
+    notes = [f"{run['run']}: {run['message']}" for run in runs if run["message"] and run["state"] != State.DONE]
     notes += [f"{run['run']}: {run['evaluation']}" for run in runs if run["evaluation"]]
     if notes:
         lines += ["", *notes]

@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from sfm_dpo.common.distributed import broadcast
 from sfm_dpo.common.files import format_clock, write_atomically
 from sfm_dpo.run.checkpoint import stop_requested
-from sfm_dpo.run.folder import write_status
+from sfm_dpo.run.folder import State, write_status
 from sfm_dpo.run.reader import LOG, eval_prefix
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class ProgressLine(TrainerCallback):
         if state.is_world_process_zero:  # removes what an earlier start logged after this checkpoint
             entries = [json.dumps(entry) + "\n" for entry in state.log_history]
             write_atomically(Path(args.output_dir) / LOG, "".join(entries))
-        write_status(args.output_dir, "running", step=state.global_step, max_steps=state.max_steps)
+        write_status(args.output_dir, State.RUNNING, step=state.global_step, max_steps=state.max_steps)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):
         logs = logs or {}
@@ -125,4 +125,4 @@ class ProgressLine(TrainerCallback):
         if not prefix:
             self.kept = {key: float(logs[name]) for key, name in KEPT.items() if name in logs}
         facts = {"step": state.global_step, "max_steps": state.max_steps, "eta_seconds": seconds} | self.kept
-        write_status(args.output_dir, "running", **facts, **describe_best(args, state))
+        write_status(args.output_dir, State.RUNNING, **facts, **describe_best(args, state))

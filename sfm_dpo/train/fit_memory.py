@@ -30,11 +30,13 @@ log = logging.getLogger(__name__)
 
 # Messages of torch on CUDA and on CPU, of CUDA's libraries, and of the operating system
 SIGNS = re.compile("out of memory|can't allocate memory|Cannot allocate memory|_ALLOC_FAILED")
-BATCH_SIZES = {
-    "training": "per_device_train_batch_size",
-    "evaluation": "per_device_eval_batch_size",
-    "the reference's forward": "precompute_ref_batch_size",
+# By phase, fields that may change when the run resumes (config_effects.py)
+REMEDIES = {
+    "training": "use a smaller per_device_train_batch_size or gradient_checkpointing: true",
+    "evaluation": "use a smaller per_device_eval_batch_size",
+    "the reference's forward": "use precompute_ref_batch_size: 1",
 }
+NEW_RUN = "in a new output_dir, use a smaller max_length or model, or more GPUs under LAUNCH=zero3 or fsdp2"
 
 
 def fit_memory(config: Config, dataset: Dataset, model_config: PretrainedConfig, earlier: dict) -> dict[str, Any]:
@@ -81,14 +83,14 @@ def explain_out_of_memory(error: BaseException, position: Position, run: Path) -
         return None
     traceback.clear_frames(error.__traceback__)  # they hold the activations; the report needs memory
     what = f"out of memory in {position.phase}"
-    remedy = f"use a smaller {BATCH_SIZES.get(position.phase, 'model')}, gradient_checkpointing: true, "
-    remedy += "a smaller max_length, or more GPUs under LAUNCH=zero3 or fsdp2"
+    remedies = [REMEDIES[position.phase]] if position.phase in REMEDIES else []
     if position.phase == "training":
         what += f", step {position.step + 1}"
-        if smaller := read_mapping(run / DATA).get("settings", {}).get("fit_memory", {}).get("smaller"):
-            remedy = f"the next smaller setting of fit_memory: {smaller}"
+        if fitted := read_mapping(run / DATA).get("settings", {}).get("fit_memory"):
+            smaller = fitted["smaller"]
+            remedies = [f"use the next smaller setting of fit_memory: {smaller}"] if smaller else []
     if position.inputs:
         mask = position.inputs["attention_mask"].cpu()
         what += f", micro-batch of {len(mask) // 2} pairs, {int(mask.sum()):,} tokens without padding"
     reason = str(error)[:120].partition("\n")[0] or type(error).__name__
-    return OutOfMemory(f"{what} ({reason}); {remedy}", step=position.step)
+    return OutOfMemory(f"{what} ({reason}); {'; or '.join([*remedies, NEW_RUN])}", step=position.step)

@@ -39,8 +39,8 @@ from sfm_dpo.model.loading import hash_config
 from sfm_dpo.model.packing import delta_net_kernel
 from sfm_dpo.model.sharding import hash_weights
 from sfm_dpo.run.checkpoint import stop_requested
-from sfm_dpo.run.folder import write_status
-from sfm_dpo.run.leases import Lease, describe_owner, read_owner
+from sfm_dpo.run.folder import State, write_status
+from sfm_dpo.run.lock import Lease, describe_owner, read_owner
 from sfm_dpo.train.frozen_model import FrozenModel, frozen_model
 from sfm_dpo.train.metrics import check_step_0
 
@@ -178,7 +178,7 @@ def report_progress(trainer: Any, name: str, cache: "ReferenceCache", earlier_sh
             if owner:
                 message += f", waiting for {owner}"
             log.info(message)
-            write_status(output_dir, "running", message=message)
+            write_status(output_dir, State.RUNNING, message=message)
         if broadcast(stop_requested(output_dir)):
             message = f"stopped on request during the reference pass; its shards are kept in {cache.folder}"
             shards = earlier_shards + len(cache.shards) - len(cache.missing_shards())

@@ -20,7 +20,7 @@ from typing import Any
 from sfm_dpo.common.distributed import is_main_process, rank, world_size
 from sfm_dpo.common.files import now, write_json
 from sfm_dpo.run.checkpoint import newest_checkpoint
-from sfm_dpo.run.folder import ENVIRONMENT, read_mapping, write_status
+from sfm_dpo.run.folder import ENVIRONMENT, State, read_mapping, write_status
 from sfm_dpo.train.callbacks import Position
 
 EXIT_CODE = 70
@@ -98,7 +98,7 @@ class Watchdog:
             checkpoint = newest_checkpoint(self.run)
             saved = checkpoint and str(checkpoint)
             hang = {"step": self.position.step, "rank": culprit.get("rank"), "host": culprit.get("host")}
-            write_status(self.run, "hung", EXIT_CODE, message, any_rank=True, **hang, checkpoint=saved)
+            write_status(self.run, State.HUNG, EXIT_CODE, message, any_rank=True, **hang, checkpoint=saved)
             environment = read_mapping(self.run / ENVIRONMENT)
             hang |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID")}
             environment.setdefault("hangs", []).append(hang)

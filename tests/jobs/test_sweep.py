@@ -1,6 +1,7 @@
 """Sweeps: the runs of a grid, what is submitted, and the table, on copies of a real run whose metrics are set."""
 
 import json
+import os
 import re
 import shutil
 import statistics
@@ -11,7 +12,10 @@ import status
 import sweep
 import yaml
 
+from sfm_dpo.common.process import this_process
 from sfm_dpo.jobs.sweep import MEMBERS, format_sweep, list_members, plan_sweep, read_grid
+from sfm_dpo.run.folder import write_status
+from sfm_dpo.run.lock import LOCK
 
 RATES = {"learning_rate": ["1e-6", 1.0e-5]}
 
@@ -56,15 +60,26 @@ def test_runs_are_the_product_and_are_named_by_their_values(grid, tmp_path):
     assert " --learning_rate 1e-6 --loss_type sigmoid_norm sft --padding_free true " in line
 
 
-def test_what_is_not_done_is_submitted_and_another_sweep_is_refused(grid, train, capsys):
-    path = grid(at_once=2, sbatch="--time=1:00:00")
+def test_runs_that_may_start_again_are_submitted_and_another_sweep_is_refused(grid, train, capsys, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    path = grid(fields={"seed": [*range(10)]}, at_once=2, sbatch="--time=1:00:00")
     lines, numbers = plan_sweep(read_grid(path))
-    assert numbers == [0, 1]
+    assert numbers == [*range(10)]
     train(path, [0.5])
+    runs = [*list_members(read_grid(path))]
+    states = "push_failed collapsed refused running running hung stopped failed".split()
+    for run, state in zip(runs[1:], states, strict=False):
+        run.mkdir()
+        write_status(run, state)
+    owner = json.dumps(this_process())
+    (runs[4] / LOCK).write_text(f"pid={os.getpid()}\nowner={owner}\n")  # the other running one was killed
     (path.parent / "sweep" / MEMBERS).write_text("\n".join(lines) + "\n")
-    assert plan_sweep(read_grid(path)) == (lines, [1])
+    assert plan_sweep(read_grid(path)) == (lines, [5, 6, 7, 8, 9])
     assert sweep.main([str(path), "--dry_run"]) == 0
-    assert "--array=1%2 --time=1:00:00 scripts/dpo_train.sh" in capsys.readouterr().out
+    told, first, array = capsys.readouterr().out.splitlines()[:3]
+    assert told.startswith("# 5 of the 10 runs are to be submitted")
+    assert "--array=5 --time=1:00:00 scripts/dpo_train.sh" in first and first.endswith("--preflight_only true")
+    assert "--array=5,6,7,8,9%2 --time=1:00:00 scripts/dpo_train.sh" in array
     assert sweep.main([str(grid(fields={"learning_rate": ["1e-5"]})), "--dry_run"]) == 2
 
 

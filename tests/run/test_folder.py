@@ -14,7 +14,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.run import folder
 from sfm_dpo.run.folder import ENVIRONMENT, RESOLVED_CONFIG, STATUS, acquire, describe, read_status, write_status
-from sfm_dpo.run.leases import LOCK
+from sfm_dpo.run.lock import LOCK
 
 
 def needed(output_dir) -> list[str]:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from sfm_dpo.common.process import this_process
 from sfm_dpo.run import reader
 from sfm_dpo.run.checkpoint import mark_complete
 from sfm_dpo.run.folder import ENVIRONMENT, STATUS, write_status
-from sfm_dpo.run.leases import LOCK, this_process
+from sfm_dpo.run.lock import LOCK
 from sfm_dpo.run.reader import describe_run, find_runs, format_runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,14 +132,3 @@ def test_what_only_reads_runs_and_help_start_at_once(script, argument, module):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
     assert module in imported and not imported & {"torch", "transformers", "datasets", "accelerate", "trl"}
-
-
-@pytest.mark.parametrize(("step", "words"), [(None, ""), (3, "step 3, ")])
-def test_the_last_line_of_a_job_names_the_step_where_there_is_one(tmp_path, monkeypatch, step, words):
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    write_status(tmp_path, "failed", 2, "no such file", step=step)
-    names = f"output_dir={tmp_path} status={tmp_path / STATUS} status_before= launcher_code=1"
-    script = f"source {ROOT}/scripts/common.sh; {names}; finish"
-    ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
-    assert ended.returncode == 2
-    assert ended.stdout.endswith(f"] ended: state failed, exit code 2, {words}{tmp_path}: no such file\n")

@@ -10,7 +10,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 
 from sfm_dpo.config import DATACLASSES, FIELD_GROUPS, FieldParser, TrainConfig
-from sfm_dpo.run.folder import MAY_DIFFER
+from sfm_dpo.config_effects import MAY_CHANGE
 from tests.commands import PAGES, ROOT, text
 
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
@@ -78,7 +78,7 @@ def write_reference() -> str:
             if 0 < len(choices) < 9:
                 kind = ", ".join(choices)
             default, meaning = parser.describe(name)
-            may_change = "yes" if name in MAY_DIFFER else "no"
+            may_change = "yes" if name in MAY_CHANGE else "no"
             lines.append(f"| `{name}` | {kind} | {default} | {meaning.replace('|', ',')} | {may_change} |")
     return "\n".join(lines) + "\n"
 

@@ -6,7 +6,7 @@ import pytest
 
 from sfm_dpo.run.checkpoint import why_incomplete
 from sfm_dpo.run.folder import read_mapping, read_status
-from tests.slurm.jobs import end_of, log_of, stand_in, train
+from tests.slurm.jobs import CPU, end_of, log_of, stand_in, train
 from tests.toolbox import logged, wait_for
 
 STEPS = 40
@@ -136,6 +136,35 @@ def test_a_chain_does_what_requeue_does(cluster, project, tmp_path):
     assert "already done" in end_of(cluster, folder, f"{job}_3")
 
 
+SLOW_CHECK = "[[ -z ${SLURM_STEP_ID:-} || -e checking ]] || { touch checking; sleep 120; }\n"
+EXPORTED = """
+import os
+from sfm_dpo.run.folder import write_status
+
+assert os.environ["NUM_PROCESSES"] == "1" and "MAX_REQUEUES" not in os.environ
+write_status("outputs/checked", "done", 0, step=4)
+"""
+
+
+@pytest.mark.parametrize("how", ["USR1", pytest.param("preempted", marks=pytest.mark.grid)])
+def test_a_stop_during_the_node_check_requeues(cluster, project, tmp_path, how):
+    """Of sbatch's environment the job has only what --export names, and the nodes have all that the job has."""
+    folder = stand_in(project, tmp_path, EXPORTED, FIELDS | {"output_dir": "outputs/checked"})
+    (folder / "scripts/site.sh").write_text(SLOW_CHECK)
+    named = [f"{name}={value}" for name, value in (CPU | ONE).items() if name != "SKIP_HEALTHCHECK"]
+    alone = ["--nodelist=n1", "--exclusive"]
+    job = submit(cluster, folder, "checked", f"--export={','.join(named)}", *alone, env={"MAX_REQUEUES": "7"})
+    wait_for((folder / "checking").exists, 60)
+    if how == "USR1":
+        cluster.run("scancel", "--signal=USR1", "--batch", job)
+    else:
+        cluster.sbatch("--partition=urgent", *alone, "--wrap=true", cwd=project)
+    log = end_of(cluster, folder, job, restarts=1)
+    assert "stopped and requeued (restart 1 of at most 20)" in log
+    assert "ended: state stopped, exit code 75, outputs/checked: asked to stop before training began" in log
+    assert "1 rank(s) are healthy" in log and log.endswith("ended: state done, exit code 0, step 4, outputs/checked\n")
+
+
 HANGS = """
 import json, os, pathlib
 from sfm_dpo.run.folder import ENVIRONMENT, read_mapping, write_status
@@ -155,7 +184,7 @@ def test_a_hang_is_requeued_twice_and_resumes_without_the_node(cluster, project,
     job = train(cluster, folder, env=ONE, output_dir="outputs/hangs")
     log = end_of(cluster, folder, job, "FAILED", "70:0", restarts=2)
     assert all(f"hung and requeued (restart {n} of at most 20)" in log for n in (1, 2))
-    assert "hung 3 times in this job; not requeued. Resubmit to resume from checkpoint-2" in log
+    assert "hung, not requeued: 3 hangs in this job; resubmit to resume from checkpoint-2" in log
     hosts = [hang["host"] for hang in read_mapping(folder / "outputs/hangs/environment.json")["hangs"]]
     assert len(hosts) == 3 and hosts[0] != hosts[1], log
     assert log.count("the job will avoid node ") == 1, log  # both nodes excluded, there would be none left

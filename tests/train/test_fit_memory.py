@@ -12,12 +12,14 @@ import pytest
 import torch
 
 import train_dpo
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.config import parse_config
 from sfm_dpo.memory.activations import trace_activations
 from sfm_dpo.run.checkpoint import STOP
-from sfm_dpo.run.folder import read_mapping, read_resolved_config
+from sfm_dpo.run.folder import describe, is_unfinished, read_mapping, read_resolved_config
 from sfm_dpo.train.callbacks import Position
 from sfm_dpo.train.checkpoints import allocate_optimizer_state
-from sfm_dpo.train.fit_memory import explain_out_of_memory
+from sfm_dpo.train.fit_memory import REMEDIES, explain_out_of_memory
 from tests.tiny_models import tiny_config
 from tests.toolbox import error_line, logged, on_cpu, pairs
 from tests.train.test_trainer import make_trainer
@@ -109,11 +111,11 @@ def test_a_micro_batch_that_does_not_fit_is_a_line_that_names_a_smaller_setting(
     assert code == 2 and read_mapping(run / "status.json")["state"] == "failed"
     line = error_line(capsys.readouterr().err)
     assert re.search(r"out of memory in training, step 1, micro-batch of 8 pairs, [\d,]+ tokens", line), line
-    smaller = shlex.split(re.search(r"; the next smaller setting of fit_memory: (--per_device.*)", line)[1])
+    smaller = shlex.split(re.search(r"; use the next smaller setting of fit_memory: (--per_device[^;]*);", line)[1])
     fields = {name.removeprefix("--"): value for name, value in zip(smaller[::2], smaller[1::2], strict=True)}
-    code, _, other = train("smaller", fit_memory="true", **fields)
-    sizes = [read_mapping(folder / "data.json")["settings"]["fit_memory"]["bytes"] for folder in (run, other)]
-    assert code == 0 and sizes[1] < sizes[0]
+    size = read_mapping(run / "data.json")["settings"]["fit_memory"]["bytes"]
+    code, _, _ = train("large", fit_memory="true", **fields)
+    assert code == 0 and read_mapping(run / "data.json")["settings"]["fit_memory"]["bytes"] < size
 
 
 def test_the_layers_stay_checkpointed_as_asked(tiny_folder, tmp_path):
@@ -175,3 +177,23 @@ def test_errors_that_are_out_of_memory(error, line, tmp_path):
     assert (end is None) == (line is None)
     if end:
         assert (end.exit_code, end.state) == (2, "failed") and line in str(end)
+
+
+@pytest.mark.parametrize("phase", [*REMEDIES, "loading"])
+def test_the_runs_own_folder_accepts_each_remedy_that_names_no_other_one(tmp_path, phase):
+    fields = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--use_cpu", "--output_dir", str(tmp_path)]
+    describe(parse_config(fields), {})
+    position = Position()
+    position.begin_micro_batch(phase, 7, {})
+    here, _, elsewhere = str(explain_out_of_memory(MemoryError(), position, tmp_path)).partition(
+        "in a new output_dir, "
+    )
+    options = {"gradient_checkpointing: true": ["--gradient_checkpointing", "true"]}
+    options |= {name: [f"--{name}", "1"] for name in re.findall(r"\w+_batch_size", here)}
+    named = [value for name, value in options.items() if name in here]
+    assert bool(named) == (phase != "loading")
+    for remedy in named:
+        assert is_unfinished(parse_config([*fields, *remedy])), remedy
+    assert "max_length" in elsewhere
+    with pytest.raises(UserError, match="holds another run"):
+        is_unfinished(parse_config([*fields, "--max_length", "512"]))

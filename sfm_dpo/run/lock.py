@@ -1,21 +1,21 @@
-"""Leases: files by which processes, on any host, lock a run's folder and divide the reference pass among them."""
+"""Leases: files by which one of many processes, on any host, owns a run's folder or a reference cache."""
 
 import json
 import logging
 import os
 import platform
-import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 from filelock import LeaseCompromise, SoftFileLease, Timeout
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import now, sync
+from sfm_dpo.common.files import sync
+from sfm_dpo.common.process import is_alive, this_process
+from sfm_dpo.common.slurm import is_running, squeue_states
 
 log = logging.getLogger(__name__)
 
@@ -96,62 +96,6 @@ class Lease:
             self._changed = changed
             self._seen = time.monotonic()
         return time.monotonic() - self._seen > LEASE_SECONDS
-
-
-def this_process(pid: int | None = None) -> dict[str, Any]:
-    """This process, or `pid`, as the owner of a lease; `started` is there because process ids are reused."""
-    pid = pid or os.getpid()
-    return {
-        "job": os.environ.get("SLURM_JOB_ID"),
-        "cluster": os.environ.get("SLURM_CLUSTER_NAME"),
-        "host": platform.node(),
-        "uid": os.getuid(),
-        "pid": pid,
-        "started": start_time(pid),
-        "time": now(),
-    }
-
-
-def start_time(pid: int) -> float:
-    """Seconds from boot to the start of the process; unaffected when the clock is set."""
-    return psutil.Process(pid).create_time() - psutil.boot_time()
-
-
-def is_alive(owner: dict[str, Any]) -> bool | None:
-    """Whether the owner's process still runs; None if it is on another host."""
-    if owner.get("host") != platform.node():
-        return None
-    try:
-        is_same = abs(start_time(owner["pid"]) - owner["started"]) < 5  # the two clocks may differ slightly
-        return is_same and psutil.Process(owner["pid"]).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def is_running(owner: dict[str, Any], queue: dict[str, str] | None) -> bool | None:
-    """Whether an owner still runs, according to `queue` (from `squeue_states`), or to its process if it is not a job;
-    None if this cannot be determined from here. A pending job does not run."""
-    if not owner:
-        return False
-    if not owner["job"]:
-        return is_alive(owner)
-    if queue is None:
-        return None
-    if owner["job"] in queue:
-        return queue[owner["job"]] != "PENDING"
-    cluster = os.environ.get("SLURM_CLUSTER_NAME", owner["cluster"])
-    is_shown = (cluster, os.getuid()) == (owner["cluster"], owner["uid"])  # squeue may hide the jobs of others
-    return False if is_shown else None
-
-
-def squeue_states() -> dict[str, str] | None:
-    """Slurm's state of each job in the queue; None without Slurm, or if it does not answer."""
-    command = ["squeue", "--noheader", "--format=%A %T"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return dict(line.split() for line in result.stdout.splitlines())
 
 
 def read_owner(path: Path) -> dict[str, Any]:

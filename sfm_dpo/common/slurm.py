@@ -1,0 +1,49 @@
+"""Slurm's commands, and what they say about jobs."""
+
+import os
+import subprocess
+from typing import Any
+
+from sfm_dpo.common.process import is_alive
+
+
+def ask(*command: str, stderr: int | None = None) -> str | None:
+    """What a command of Slurm prints; None if it is not installed, fails, or does not answer."""
+    try:
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout
+
+
+def squeue_states() -> dict[str, str] | None:
+    """Slurm's state of each job in the queue; None without Slurm, or if it does not answer."""
+    answer = ask("squeue", "--noheader", "--format=%A %T", stderr=subprocess.DEVNULL)
+    return None if answer is None else dict(line.split() for line in answer.splitlines())
+
+
+def is_running(owner: dict[str, Any], queue: dict[str, str] | None) -> bool | None:
+    """Whether an owner still runs, according to `queue` (from `squeue_states`), or to its process if it is not a job;
+    None if this cannot be determined from here. A pending job does not run."""
+    if not owner:
+        return False
+    if not owner["job"]:
+        return is_alive(owner)
+    if queue is None:
+        return None
+    if owner["job"] in queue:
+        return queue[owner["job"]] != "PENDING"
+    cluster = os.environ.get("SLURM_CLUSTER_NAME", owner["cluster"])
+    is_shown = (cluster, os.getuid()) == (owner["cluster"], owner["uid"])  # squeue may hide the jobs of others
+    return False if is_shown else None
+
+
+def show_job(job: str) -> dict[str, str]:
+    """Slurm's record of a job (JobState, ExcNodeList, ...); empty if it does not answer."""
+    record = ask("scontrol", "--oneliner", "show", "job", job) or ""
+    return dict(field.split("=", 1) for field in record.split() if "=" in field)
+
+
+def list_hosts(nodes: str) -> frozenset[str]:
+    """The names in a list of nodes such as n[1-4]."""
+    return frozenset((ask("scontrol", "show", "hostnames", nodes) or "").split()) if nodes else frozenset()
