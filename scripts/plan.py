@@ -32,6 +32,7 @@ def main(argv: list[str]) -> None:
     own.add_argument("--json", type=new_file)
     ours, fields = own.parse_known_args(argv or ["--help"])
     from sfm_dpo.config import parse_config
+    from sfm_dpo.config_short_run import short_run
     from sfm_dpo.data.tokenization import Lengths, load_token_pairs, load_tokenizer
     from sfm_dpo.model.loading import load_model_config
     from sfm_dpo.planning.run_plan import Cluster, Planner, find_gpu, format_plan, read_lengths
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> None:
         cluster = cluster.calibrated(ours.calibration or CALIBRATION)
     if ours.mfu:
         cluster = replace(cluster, mfu={ours.mfu: "--mfu"})
-    config = parse_config([*fields, "--report_to", "none"], training=False)
+    config = parse_config(short_run(fields, eval_fraction=None), training=False)  # held-out pairs are not trained on
     shape = load_model_config(config)
     if ours.lengths:
         lengths, pairs = read_lengths(ours.lengths)

@@ -12,7 +12,6 @@ from typing import Any
 
 import psutil
 import torch
-import yaml
 from peft import PeftConfig
 from transformers.utils import ADAPTER_CONFIG_NAME
 
@@ -21,22 +20,18 @@ from sfm_dpo.common.files import now, write_json
 from sfm_dpo.common.statistics import mean_interval
 from sfm_dpo.config import parse_config
 from sfm_dpo.config_checks import EVAL_METRICS, HELD_OUT
+from sfm_dpo.config_short_run import UNCOMPILED, short_run
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.hub.publish import Source, find_source, stage_files
 from sfm_dpo.model.loading import model_init_kwargs
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import format_evaluation, write_report
+from sfm_dpo.run.folder import RESOLVED_CONFIG
 from sfm_dpo.run.reader import EVALUATION, EVALUATIONS, read_run, read_scores
 from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.trainer import SFMDPOTrainer
 
 log = logging.getLogger(__name__)
-
-# Fields of the run that determine the tokens of a text and the scale of a reward
-PAIR_FIELDS = """model_name_or_path model_revision ref_model_name_or_path trust_remote_code max_length
-    max_prompt_length overlong pad_token control_tokens mask_tool_results seed dataset_num_proc max_dropped_fraction
-    beta loss_type loss_weights label_smoothing f_divergence_type f_alpha_divergence_coef discopop_tau use_weighting
-    padding_free attn_implementation""".split()
 
 
 def evaluate_run(path: Path, tasks: list[str], pairs: str | None, out: Path | None, **options: Any) -> str:
@@ -166,14 +161,11 @@ def _read_samples(result: dict, task: str, metric: str, name: str) -> dict[Any, 
 def evaluate_pairs(source: Source, model: Path, dataset: str, limit: int | None) -> dict[str, Any]:
     """The metrics of `eval_datasets` for `limit` pairs of `dataset`; `model`: folder of trained weights or adapter."""
     on_gpu = torch.cuda.is_available()
-    fields = {name: source.config[name] for name in PAIR_FIELDS if source.config.get(name) is not None}
-    fields |= {"bf16": on_gpu, "use_cpu": not on_gpu, "dtype": "auto" if on_gpu else "float32", "report_to": "none"}
-    fields |= {"dataset_name": dataset, "output_dir": str(model), "precompute_ref_log_probs": True}
-    fields |= {"per_device_train_batch_size": 1, "global_batch_size": 1}
-    if limit:
-        fields["max_samples"] = limit
-    (model / "pairs.yaml").write_text(yaml.safe_dump(fields))
-    config = parse_config(["--config", f"{model}/pairs.yaml"])
+    fields: dict[str, Any] = {"dataset": dataset, "max_samples": limit or "", "output_dir": model}
+    fields |= {"bf16": on_gpu, "fp16": False, "use_cpu": not on_gpu, "dtype": "auto" if on_gpu else "float32"}
+    fields |= UNCOMPILED | {"flash_attention": "auto", "use_peft": False, "precompute_ref_log_probs": True}
+    fields |= {"fit_memory": False, "per_device_train_batch_size": 1, "global_batch_size": 1}
+    config = parse_config(short_run(["--config", str(source.run / RESOLVED_CONFIG)], **fields))
     tokenizer = load_tokenizer(config)
     pairs = load_token_pairs(config, tokenizer).train
     config.train.model_init_kwargs = model_init_kwargs(config)
