@@ -29,7 +29,6 @@ from sfm_dpo.model.attention import activate_flash, check_shared_keys, kernel_na
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import load_model
 from sfm_dpo.model.packing import compile_layers, delta_net_kernel, enable_padding_free, why_not_shared
-from sfm_dpo.model.saving import fix_saved_files, read_base_config
 from sfm_dpo.model.sharding import launched_with
 from sfm_dpo.run.checkpoint import COMPLETE
 from sfm_dpo.train.callbacks import CheckpointCallback, Position, ResumeCallback
@@ -85,7 +84,6 @@ class SFMDPOTrainer(UpstreamFixes):
         elif needs_reference and kwargs.get("peft_config") is None:
             reference = load_model(model, init_kwargs)
         policy = load_model(model, init_kwargs)
-        self.base_config = read_base_config(model, init_kwargs.get("revision"), policy.config)
         callbacks = [CheckpointCallback(self), ResumeCallback(self), *callbacks]
         kwargs |= {"ref_model": reference, "args": arguments_for_trl(args), "callbacks": callbacks}
         try:
@@ -280,17 +278,13 @@ class SFMDPOTrainer(UpstreamFixes):
             "order_version": ORDER_VERSION,
         }
 
-    # Upstream: transformers 5.23, tokenization_utils_base.py, PreTrainedTokenizerBase.save_pretrained: writes a class
-    # and special tokens that Transformers 4 refuses; Trainer saves use_cache: false. Canary: test_canary_saved_files
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the complete model in files that older readers accept. A checkpoint starts with this."""
+        """Saves the complete model. A checkpoint starts with this."""
         folder = Path(output_dir or self.args.output_dir)
         self.position.saving = folder
         if is_main_process():  # a skipped checkpoint of this step must not look complete while it is rewritten
             (folder / COMPLETE).unlink(missing_ok=True)
         super().save_model(output_dir, _internal_call)
-        if self.args.should_save:
-            fix_saved_files(folder, self.base_config)
 
 
 def build_sampler(dataset: Dataset, args: TrainConfig, prefix_sharing: bool = False) -> PairSampler:
