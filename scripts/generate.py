@@ -18,7 +18,7 @@ from sfm_dpo.common.cli import Arguments, command, number
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.health.generation import continue_prompts
 from sfm_dpo.model.loading import load_model
-from sfm_dpo.run.folder import RESOLVED_CONFIG, read_resolved_config
+from sfm_dpo.run.saved_model import find_model, find_run
 
 
 @command
@@ -30,9 +30,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--max_new_tokens", type=number(int, 1), default=256)
     options = parser.parse_args(argv)
     base = options.base
-    for folder in (Path(options.model).absolute().parent, Path(options.model)):  # of a checkpoint, of a run
-        if options.base is None and (folder / RESOLVED_CONFIG).is_file():
-            base = read_resolved_config(folder)["model_name_or_path"]
+    if find_run(Path(options.model)):
+        trained = find_model(Path(options.model))
+        base = trained.base if base is None else base
     models = {label: load(name) for label, name in (("base", base), ("trained", options.model)) if name}
     for prompt in options.prompts or sys.stdin:
         if prompt.strip():

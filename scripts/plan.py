@@ -32,6 +32,7 @@ def main(argv: list[str]) -> None:
     own.add_argument("--json", type=new_file)
     ours, fields = own.parse_known_args(argv or ["--help"])
     from sfm_dpo.config import parse_config
+    from sfm_dpo.config_short_run import short_run
     from sfm_dpo.data.lengths import Lengths
     from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
     from sfm_dpo.model.loading import load_model_config
@@ -44,7 +45,7 @@ def main(argv: list[str]) -> None:
         cluster = cluster.calibrated(ours.calibration or CALIBRATION)
     if ours.mfu:
         cluster = replace(cluster, mfu={ours.mfu: "--mfu"})
-    config = parse_config([*fields, "--report_to", "none"], training=False)
+    config = parse_config(short_run(fields, eval_fraction=None), training=False)  # held-out pairs are not trained on
     shape = load_model_config(config)
     if ours.lengths:
         lengths, pairs = read_lengths(ours.lengths)

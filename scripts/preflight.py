@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 import torch
@@ -18,6 +19,7 @@ import torch
 import train_dpo
 from sfm_dpo.common.cli import Arguments, command, new_file
 from sfm_dpo.config import parse_config
+from sfm_dpo.config_short_run import UNCOMPILED, short_run
 from sfm_dpo.health.preflight import PREFLIGHT
 
 
@@ -26,20 +28,16 @@ def main(argv: list[str]) -> int:
     parser = Arguments(description=__doc__)
     parser.add_argument("--json", type=new_file)
     options, fields = parser.parse_known_args(argv or ["--help"])
-    args = parse_config(fields, training=False).train
+    args = parse_config(short_run(fields), training=False).train
     samples = max(args.preflight_samples, 2 * args.global_batch_size)  # some pairs may be too long
-    fields += ["--max_samples", str(min(samples, args.max_samples or samples)), "--eval_fraction", "0"]
-    fields += ["--precompute_ref_log_probs", "true", "--preflight", "abort", "--preflight_only", "true"]
-    # without held-out pairs these would be refused
-    fields += ["--guard_generations", "0", "--eval_strategy", "no", "--load_best_model_at_end", "false"]
-    fields += ["--metric_for_best_model="]
+    changed: dict[str, Any] = {"max_samples": min(samples, args.max_samples or samples)}
+    changed |= {"precompute_ref_log_probs": True, "preflight": "abort", "preflight_only": True}
     # forwards alone, of one process, fit where training does not
-    fields += ["--fit_memory", "false", "--per_device_train_batch_size", "1"]
+    changed |= UNCOMPILED | {"fit_memory": False, "per_device_train_batch_size": 1}
     if not torch.cuda.is_available():
-        fields += ["--bf16", "false"]
-    fields += ["--report_to", "none", "--push_to_hub", "false", "--torch_compile", "false"]
+        changed["bf16"] = False
     with tempfile.TemporaryDirectory() as folder:
-        code = train_dpo.main([*fields, "--output_dir", f"{folder}/run"])
+        code = train_dpo.main(short_run(fields, output_dir=f"{folder}/run", **changed))
         result = Path(folder, "run", PREFLIGHT)
         if options.json and result.is_file():
             shutil.copy(result, options.json)

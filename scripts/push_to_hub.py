@@ -16,8 +16,9 @@ from pathlib import Path
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command
-from sfm_dpo.hub.publish import choose_repo, find_source, publish, push_run
+from sfm_dpo.hub.publish import choose_repo, publish, push_run
 from sfm_dpo.hub.upload import HubError, check_access, format_push_command
+from sfm_dpo.run.saved_model import check_health, find_model
 
 log = logging.getLogger("sfm_dpo.scripts.push_to_hub")  # below sfm_dpo, whose handler the package installs
 
@@ -32,17 +33,19 @@ def main(argv: list[str]) -> int:
     text = "push even if the guard stopped the run or a check fails"
     parser.add_argument("--publish_anyway", action="store_true", help=text)
     options = parser.parse_args(argv)
-    source = find_source(options.path, options.publish_anyway)
-    repo = options.hub_model_id or choose_repo(source.config, source.run)
-    revision = options.hub_revision or source.config.get("hub_revision")
-    private = source.config.get("hub_private_repo", True)
+    model = find_model(options.path)
+    if not options.publish_anyway:
+        check_health(model, remedy=", or add --publish_anyway")
+    repo = options.hub_model_id or choose_repo(model.config, model.run)
+    revision = options.hub_revision or model.config.get("hub_revision")
+    private = model.config.get("hub_private_repo", True)
     if options.hub_private_repo:
         private = options.hub_private_repo == "true"
-    if source.step is None:
-        return push_run(source, repo, revision, private, options.publish_anyway)
+    if model.step is None:
+        return push_run(model, repo, revision, private, options.publish_anyway)
     try:
         repo = check_access(repo, private, revision, remedy="push later")
-        publish(source, repo, revision, options.publish_anyway)
+        publish(model, repo, revision, options.publish_anyway)
     except HubError as error:
         later = format_push_command(options.path, repo, revision, private)
         log.error(f"push failed: {error}; push later with: {later}")

@@ -5,11 +5,12 @@ Precedence: defaults < recipe (`--config`) < command line. A recipe's values bec
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -166,6 +167,8 @@ class FieldParser(TrlParser):
         self.set_defaults(per_device_train_batch_size=None, gradient_checkpointing=None)  # see resolve_fitted
         self._negative_number_matcher = re.compile(r"-\.?\d")  # otherwise argparse takes -1e-6 for an option
         self.fields = {action.dest: action for action in reversed(self._actions) if action.dest != "help"}
+        for name in ("datasets", *_OPTIONAL):
+            self.fields[name].type = accept_empty(self.fields[name].type)
         self.add_argument("--config", help="YAML recipe; its keys are the fields below")
 
     def format_help(self) -> str:  # argparse would print a thousand lines
@@ -189,6 +192,16 @@ class FieldParser(TrlParser):
 
     def error(self, message: str):  # argparse would print several hundred lines of usage
         raise UserError(f"{message} (see --help)")
+
+
+def accept_empty(to_type: Any) -> Callable[[str], Any]:
+    """For `type=`: `to_type`, but an empty text becomes None, so that `--field=` empties a recipe's field."""
+
+    @functools.wraps(to_type)
+    def read(text: str) -> Any:
+        return to_type(text) if text else None
+
+    return read
 
 
 def parse_config(argv: list[str], world_size: int | None = None, training: bool = True) -> Config:
@@ -238,6 +251,9 @@ def parse_fields(parser: FieldParser, argv: list[str]) -> argparse.Namespace:
     for arg in extra:
         name = arg.split("=")[0]
         raise UserError(f"unknown option {name}{explain_unknown(name.lstrip('-'), parser.fields, '--')}")
+    for name, value in vars(namespace).items():
+        if value == [None]:  # an emptied list
+            setattr(namespace, name, None if name in _OPTIONAL else [])
     return namespace
 
 

@@ -74,7 +74,7 @@ def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> It
     if not c.dataset_name and not c.datasets:
         yield "dataset_name", "give a Hub id, a .json/.jsonl/.parquet file or a folder"
     if c.dataset_name and c.datasets:
-        yield "dataset_name", "datasets is also set; keep one of them"
+        yield "dataset_name", "datasets is also set; keep one of them, or empty the recipe's with --datasets="
     if c.max_prompt_length and c.max_length and c.max_prompt_length >= c.max_length:
         yield "max_prompt_length", f"must be below max_length {c.max_length}, to leave room for the response"
     summed = [loss for loss in c.loss_type if loss not in {*LENGTH_NORMALIZED_LOSSES, "sft"}]

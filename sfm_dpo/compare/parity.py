@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import format_table
 from sfm_dpo.config import parse_config
+from sfm_dpo.config_short_run import UNCOMPILED, short_run
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.health.preflight import check_vocabulary
 from sfm_dpo.model.loading import load_model_config
@@ -48,6 +49,14 @@ class Variant:
     dtype: str = "float32"  # bfloat16: under autocast
     compiled: bool = False
     nudged: bool = False  # moves every weight by its last bit, to measure rounding
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of the configuration that select the variant's path; None keeps the recipe's value."""
+        is_packed = self.attention == "packed"
+        fields: dict[str, Any] = {"torch_compile": True} if self.compiled else dict(UNCOMPILED)
+        fields |= {"padding_free": is_packed, "attn_implementation": None if is_packed else self.attention}
+        fields["prefix_sharing"] = "" if self.shared else False  # empty: if the model supports it
+        return fields
 
 
 def parse_variant(name: str) -> Variant:
@@ -87,14 +96,7 @@ class ParityTrainer(SFMDPOTrainer):
     def __init__(self, argv: list[str], rows: Dataset, tokenizer: PreTrainedTokenizerBase, variant: Variant):
         gc.collect()  # frees the last variant's model (trainers have reference cycles): two may not fit on a GPU
         torch.cuda.empty_cache()
-        config = parse_config(argv, world_size=1)
-        args = config.train
-        args.padding_free = variant.attention == "packed"
-        args.prefix_sharing = None if variant.shared else False  # None: if the model supports it
-        args.torch_compile = variant.compiled
-        args.torch_compile_backend = (args.torch_compile_backend or "inductor") if variant.compiled else None
-        if variant.attention != "packed":  # TRL would load "packed" by name before it is registered
-            config.model.attn_implementation = variant.attention
+        config = parse_config(short_run(argv, **variant.fields()), world_size=1)
         super().__init__(config, train_dataset=rows, processing_class=tokenizer)
         self.step_0_checked = True  # the check would stop at the differences to be measured
         self.variant = variant
@@ -189,14 +191,12 @@ def judge_variant(reference: Measurement, other: Measurement, level: dict[str, f
 
 def run_parity(argv: list[str], names: list[str], pairs: int = 4) -> dict[str, Any]:
     """The rounding `levels` and the differences of each variant on `pairs` pairs of the recipe in `argv`."""
-    fields = "--report_to none --eval_fraction 0 --eval_strategy no --guard_generations 0 --bf16 false --fp16 false "
-    fields += "--dtype float32 --use_peft false --torch_compile false --padding_free false --prefix_sharing false "
-    fields += f"--global_batch_size {pairs} --per_device_train_batch_size {pairs} "
-    fields += "--load_best_model_at_end false --metric_for_best_model= "
-    fields += "--precompute_ref_log_probs true --ref_model_name_or_path="  # no second model
+    fields: dict[str, Any] = {"bf16": False, "fp16": False, "dtype": "float32", "use_peft": False}
+    fields |= {"global_batch_size": pairs, "per_device_train_batch_size": pairs, "fit_memory": False}
+    fields |= {"precompute_ref_log_probs": True, "ref_model_name_or_path": ""}  # no second model
     variants = [parse_variant(name) for name in names]
     with tempfile.TemporaryDirectory() as folder:  # the trainer needs an output_dir; nothing in it is kept
-        argv = [*argv, "--output_dir", folder, *fields.split()]
+        argv = short_run(argv, output_dir=folder, **fields)
         rows, tokenizer = load_rows(argv, pairs)
 
         def measure(variant: Variant) -> Measurement:

@@ -129,7 +129,8 @@ def compute_packed_difference(trainer, policy, rows: np.ndarray) -> float:
         completion = padded_completion[mask.bool()].bool()
         # A plain forward: transformers' own attention, one sequence in the row, not compiled
         with trainer.accelerator.autocast(), torch.compiler.set_stance("force_eager"):
-            logits = model(input_ids=ids[None], attention_mask=torch.ones_like(ids[None])).logits[0, :-1]
+            output = model(input_ids=ids[None], attention_mask=torch.ones_like(ids[None]), use_cache=False)
+            logits = output.logits[0, :-1]
         logps = torch.log_softmax(logits.float(), dim=-1).gather(1, ids[1:, None])[:, 0][completion[1:]]
         gaps = (packed[padded_completion[1:].bool()] - logps).abs()
         differences.append(avg_pool1d(gaps[None], min(WINDOW, len(gaps)), stride=1).max().item())

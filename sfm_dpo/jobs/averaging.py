@@ -8,15 +8,13 @@ import torch
 import yaml
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers.utils import ADAPTER_CONFIG_NAME
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import write_json
-from sfm_dpo.hub.publish import Source, find_source, stage_files
-from sfm_dpo.model.saving import open_tensors, read_finite
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, State, environment, write_status
 from sfm_dpo.run.reader import PARENTS
+from sfm_dpo.run.saved_model import SavedModel, check_health, find_model, open_tensors, read_finite
 
 
 def average_models(paths: list[Path], output: Path, weights: list[float] | None = None) -> None:
@@ -28,45 +26,45 @@ def average_models(paths: list[Path], output: Path, weights: list[float] | None 
     if output.exists():
         raise UserError(f"--output_dir {output}: exists already; choose another")
     shares = [weight / sum(weights) for weight in weights]
-    sources = [find_source(path) for path in paths]
-    first = sources[0]
-    staged = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(staged, ignore_errors=True)  # left by a start that was killed
-    mean = staged / "mean"
+    models = [find_model(path) for path in paths]
+    first = models[0]
+    for model in models:
+        check_health(model, remedy="")
+        check_alike(first, model)
+    partial = output.with_name(f".{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # left by a start that was killed
+    partial.mkdir(parents=True)
     try:
-        folders = [Path(staged, str(number)) for number in range(len(sources))]
-        for source, folder in zip(sources, folders, strict=True):
-            folder.mkdir(parents=True)
-            stage_files(source.folder, folder)
-            check_alike(first, folders[0], source, folder)
-        shutil.copytree(folders[0], mean, ignore=shutil.ignore_patterns("*.safetensors"))
-        models = [open_tensors(folder) for folder in folders]  # they may be sharded differently
-        for path in folders[0].glob("*.safetensors"):
+        readers = [open_tensors(model.folder) for model in models]  # they may be sharded differently
+        for path in first.files():
+            if path.suffix != ".safetensors":
+                shutil.copy(path, partial)
+                continue
             averaged: dict[str, torch.Tensor] = {}
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (no mapping)
-                    tensors = [read_finite(model, name) for model in models]
+                    tensors = [read_finite(reader, name) for reader in readers]
                     parts = [share * tensor.double() for share, tensor in zip(shares, tensors, strict=True)]
                     averaged[name] = torch.stack(parts).sum(0).to(tensors[0].dtype)
-                save_file(averaged, mean / path.name, file.metadata())
+                save_file(averaged, partial / path.name, file.metadata())
         config = first.config | {"output_dir": str(output), "hub_model_id": None}
-        (mean / RESOLVED_CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
-        shutil.copy(first.run / DATA, mean)
-        write_json(mean / ENVIRONMENT, environment())
-        parents = [{"model": source.name, "weight": share} for source, share in zip(sources, shares, strict=True)]
-        write_json(mean / PARENTS, parents)
-        write_status(mean, State.DONE, 0, f"mean of the weights of {len(paths)} models")
-        write_model_card(mean)
-        mean.rename(output)
+        (partial / RESOLVED_CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
+        shutil.copy(first.run / DATA, partial)
+        write_json(partial / ENVIRONMENT, environment())
+        parents = [{"model": model.name, "weight": share} for model, share in zip(models, shares, strict=True)]
+        write_json(partial / PARENTS, parents)
+        write_status(partial, State.DONE, 0, f"mean of the weights of {len(paths)} models")
+        write_model_card(partial)
+        partial.rename(output)
     finally:
-        shutil.rmtree(staged, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
-def check_alike(first: Source, first_folder: Path, other: Source, folder: Path) -> None:
-    if (folder / ADAPTER_CONFIG_NAME).is_file():
+def check_alike(first: SavedModel, other: SavedModel) -> None:
+    if other.is_adapter:
         raise UserError(f"{other.folder}: is an adapter; merge each adapter into its base model first")
-    a = json.loads((first_folder / "config.json").read_text()) | {"base": first.config["model_name_or_path"]}
-    b = json.loads((folder / "config.json").read_text()) | {"base": other.config["model_name_or_path"]}
+    a = json.loads((first.folder / "config.json").read_text()) | {"base": first.base}
+    b = json.loads((other.folder / "config.json").read_text()) | {"base": other.base}
     differing = [name for name in a | b if a.get(name) != b.get(name) and name != "transformers_version"]
     if differing:
         names = ", ".join(differing)

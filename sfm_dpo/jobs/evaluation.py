@@ -3,39 +3,29 @@
 import importlib
 import logging
 import math
-import os
-import platform
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
-import yaml
 from peft import PeftConfig
-from transformers.utils import ADAPTER_CONFIG_NAME
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import now, write_json
 from sfm_dpo.common.statistics import mean_interval
 from sfm_dpo.config import parse_config
 from sfm_dpo.config_checks import EVAL_METRICS, HELD_OUT
+from sfm_dpo.config_short_run import UNCOMPILED, short_run
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
-from sfm_dpo.hub.publish import Source, find_source, stage_files
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import format_evaluation, write_report
+from sfm_dpo.run.folder import RESOLVED_CONFIG
 from sfm_dpo.run.reader import EVALUATION, EVALUATIONS, read_run, read_scores
+from sfm_dpo.run.saved_model import SavedModel, find_model
 from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.trainer import SFMDPOTrainer
 
 log = logging.getLogger(__name__)
-
-# Fields of the run that determine the tokens of a text and the scale of a reward
-PAIR_FIELDS = """model_name_or_path model_revision ref_model_name_or_path trust_remote_code max_length
-    max_prompt_length overlong pad_token control_tokens mask_tool_results seed dataset_num_proc max_dropped_fraction
-    beta loss_type loss_weights label_smoothing f_divergence_type f_alpha_divergence_coef discopop_tau use_weighting
-    padding_free attn_implementation""".split()
 
 
 def evaluate_run(path: Path, tasks: list[str], pairs: str | None, out: Path | None, **options: Any) -> str:
@@ -45,38 +35,32 @@ def evaluate_run(path: Path, tasks: list[str], pairs: str | None, out: Path | No
 
     `tasks`: names, or paths of YAML files; `options`: of lm_eval.simple_evaluate. Returns the results as text.
     """
-    source = find_source(path, publish_anyway=True)
+    model = find_model(path)
     results = [] if tasks or pairs else [read_scores(file) for file in (path / EVALUATIONS).glob("step-*.json")]
     if not tasks and (out or not (pairs or results)):
         raise UserError(f"{path}: nothing to evaluate; give --tasks or, without --out, --pairs")
     if tasks:
         options |= {"tasks": tasks, "task_manager": load_tasks(tasks)}
     found: dict[str, list[dict[str, Any]]] = {}
-    prefix = f".evaluate-{platform.node()}-"
-    for left in source.run.glob(f"{prefix}*"):  # left by an evaluation that was killed
-        if not psutil.pid_exists(int(left.name.removeprefix(prefix).split("-")[0])):
-            shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", dir=source.run) as folder:
-        stage_files(source.folder, Path(folder))  # merges shards
-        if tasks:
-            found["benchmarks"] = evaluate_benchmarks(source, Path(folder), options, not (out and source.step))
-        if pairs:
-            found["pairs"] = [evaluate_pairs(source, Path(folder), pairs, options["limit"])]
+    if tasks:
+        found["benchmarks"] = evaluate_benchmarks(model, options, with_base=not (out and model.step))
+    if pairs:
+        found["pairs"] = [evaluate_pairs(model, pairs, options["limit"])]
     if out:
         names = [f"{row['task']}/{row['metric']},{row['filter']}".removesuffix(",none") for row in found["benchmarks"]]
         scores = [row["trained"] for row in found["benchmarks"]]
         write_json(out, dict(zip(names, scores, strict=True)))
-        if source.step:
+        if model.step:
             return out.read_text()
-    evaluation = read_run(source.folder)["evaluation"]
+    evaluation = read_run(model.folder)["evaluation"]
     for part, rows in found.items():  # new rows replace those of the same task or set
         key = "task" if part == "benchmarks" else "source"
         new = {row[key] for row in rows}
         evaluation[part] = [row for row in evaluation.get(part, []) if row[key] not in new] + rows
-    write_json(source.folder / EVALUATION, evaluation)
-    if source.step is None:
-        write_report(source.run)
-        write_model_card(source.run)
+    write_json(model.folder / EVALUATION, evaluation)
+    if model.step is None:
+        write_report(model.run)
+        write_model_card(model.run)
     return format_evaluation(found or evaluation)
 
 
@@ -97,16 +81,13 @@ def load_tasks(names: list[str]) -> Any:
     return manager
 
 
-def evaluate_benchmarks(
-    source: Source, folder: Path, options: dict[str, Any], with_base: bool
-) -> list[dict[str, Any]]:
-    """Rows of `compare_results` for the model in `folder` and its base model (or itself), with the settings used."""
-    base = {"pretrained": source.config["model_name_or_path"], "tokenizer": str(folder)}
-    if revision := source.config.get("model_revision"):
+def evaluate_benchmarks(model: SavedModel, options: dict[str, Any], with_base: bool) -> list[dict[str, Any]]:
+    """Rows of `compare_results` for the model and its base model (or itself), with the settings used."""
+    folder = str(model.folder)
+    base = {"pretrained": model.base, "tokenizer": folder}
+    if revision := model.config.get("model_revision"):
         base["revision"] = revision
-    trained = {"pretrained": str(folder), "tokenizer": str(folder)}
-    if (folder / ADAPTER_CONFIG_NAME).is_file():
-        trained = base | {"peft": str(folder)}
+    trained = base | {"peft": folder} if model.is_adapter else {"pretrained": folder, "tokenizer": folder}
     after = run_lm_eval(trained, **options)
     before = run_lm_eval(base, **options) if with_base else after
     facts = {"limit": options["limit"], "chat_template": options["apply_chat_template"], "time": now()}
@@ -162,28 +143,29 @@ def _read_samples(result: dict, task: str, metric: str, name: str) -> dict[Any, 
     return {s["doc_id"]: float(s[metric]) for s in samples if isinstance(s.get(metric), int | float)}
 
 
-def evaluate_pairs(source: Source, model: Path, dataset: str, limit: int | None) -> dict[str, Any]:
-    """The metrics of `eval_datasets` for `limit` pairs of `dataset`; `model`: folder of trained weights or adapter."""
+def evaluate_pairs(model: SavedModel, dataset: str, limit: int | None) -> dict[str, Any]:
+    """The metrics of `eval_datasets` for `limit` pairs of `dataset`."""
     on_gpu = torch.cuda.is_available()
-    fields = {name: source.config[name] for name in PAIR_FIELDS if source.config.get(name) is not None}
-    fields |= {"bf16": on_gpu, "use_cpu": not on_gpu, "dtype": "auto" if on_gpu else "float32", "report_to": "none"}
-    fields |= {"dataset_name": dataset, "output_dir": str(model), "precompute_ref_log_probs": True}
-    fields |= {"per_device_train_batch_size": 1, "global_batch_size": 1}
-    if limit:
-        fields["max_samples"] = limit
-    (model / "pairs.yaml").write_text(yaml.safe_dump(fields))
-    config = parse_config(["--config", f"{model}/pairs.yaml"])
-    tokenizer = load_tokenizer(config)
-    pairs = load_token_pairs(config, tokenizer).train
-    adapter = PeftConfig.from_pretrained(model) if (model / ADAPTER_CONFIG_NAME).is_file() else None
-    held_out = {HELD_OUT: pairs}
-    trainer = SFMDPOTrainer(
-        config, train_dataset=pairs, eval_dataset=held_out, processing_class=tokenizer, peft_config=adapter
-    )
-    add_reference(trainer)
-    log.info(f"computing the trained model on {len(pairs):,} pairs")
-    trainer._load_from_checkpoint(str(model))  # replaces the base model's weights
-    trainer.evaluate()
+    fields: dict[str, Any] = {"dataset": dataset, "max_samples": limit or ""}
+    fields |= {"bf16": on_gpu, "fp16": False, "use_cpu": not on_gpu, "dtype": "auto" if on_gpu else "float32"}
+    fields |= UNCOMPILED | {"flash_attention": "auto", "use_peft": False, "precompute_ref_log_probs": True}
+    fields |= {"fit_memory": False, "per_device_train_batch_size": 1, "global_batch_size": 1}
+    with tempfile.TemporaryDirectory() as folder:  # also the trainer's output_dir
+        model.link_files(Path(folder))  # in a run's folder, Trainer would load the adapters of its checkpoints
+        config = parse_config(short_run(["--config", str(model.run / RESOLVED_CONFIG)], output_dir=folder, **fields))
+        tokenizer = load_tokenizer(config)
+        pairs = load_token_pairs(config, tokenizer).train
+        trainer = SFMDPOTrainer(
+            config,
+            train_dataset=pairs,
+            eval_dataset={HELD_OUT: pairs},
+            processing_class=tokenizer,
+            peft_config=PeftConfig.from_pretrained(model.folder) if model.is_adapter else None,
+        )
+        add_reference(trainer)
+        log.info(f"computing the trained model on {len(pairs):,} pairs")
+        trainer._load_from_checkpoint(folder)  # replaces the base model's weights
+        trainer.evaluate()
     logged = trainer.state.log_history[-1]
     name = Path(dataset).name if Path(dataset).exists() else dataset
     metrics = {name: logged[f"eval_{name}"] for name in EVAL_METRICS if f"eval_{name}" in logged}

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from sfm_dpo.common.files import CALIBRATION, PROJECT, now, write_json
 from sfm_dpo.config import parse_config
+from sfm_dpo.config_short_run import short_run
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR
 from sfm_dpo.data.tokenization import load_tokenizer
 from sfm_dpo.model.loading import load_model_config
@@ -63,17 +64,15 @@ class Place:
 
     def options(self, run: str, **other: Any) -> list[str]:
         """Options of train_dpo.py for a run in the folder `run`; a field that is None keeps the recipe's value."""
-        fields: dict[str, Any] = {"dataset_num_proc": 1, "report_to": "none"}
-        fields |= {"model_name_or_path": self.folder / "model", "dataset_name": self.folder / "pairs.jsonl"}
-        fields |= {"output_dir": self.folder / run, "use_cpu": not self.on_gpu, "bf16": True}
-        fields |= {"max_length": self.max_length, "max_prompt_length": self.max_length // 2}
+        fields: dict[str, Any] = {"dataset": self.folder / "pairs.jsonl", "dataset_num_proc": 1}
+        fields |= {"model_name_or_path": self.folder / "model", "ref_model_name_or_path": "", "use_peft": False}
+        fields |= {"output_dir": self.folder / run, "use_cpu": not self.on_gpu, "bf16": True, "fp16": False}
+        fields |= {"max_length": self.max_length, "max_prompt_length": self.max_length // 2, "overlong": "truncate"}
         fields |= {"global_batch_size": 2 * PER_DEVICE * self.processes, "per_device_train_batch_size": PER_DEVICE}
         # In a wide model, a large learning rate would amplify small differences
         fields |= {"max_steps": self.max_steps, "learning_rate": 1e-6, "logging_steps": 1, "save_strategy": "no"}
-        fields |= {"flash_attention": "fa2", "ref_model_name_or_path": ""}  # auto would read calibration.json
-        fields |= {"preflight": "skip", "guard": "skip", "use_peft": False, "push_to_hub": False, "eval_command": ""}
-        given = {name: value for name, value in (fields | other).items() if value is not None}
-        return [*self.recipe, *(f"--{name}={value}" for name, value in given.items())]
+        fields |= {"flash_attention": "fa2", "preflight": "skip", "guard": "skip"}  # auto would read calibration.json
+        return short_run(self.recipe, **(fields | other))
 
     def train(self, run: str, launch: str, **fields: Any) -> list[dict[str, Any]]:
         """Trains and returns the logged steps; launch is single, zero2, zero3 or fsdp2."""
@@ -115,17 +114,18 @@ class Place:
 
 def prepare(place: Place) -> None:
     """Writes the recipe's model with few layers and random weights, its tokenizer, and pairs of many lengths."""
-    shutil.rmtree(place.folder, ignore_errors=True)
-    place.folder.mkdir(parents=True)
-    config = parse_config([*place.recipe, "--report_to", "none"], training=False)
+    config = parse_config(short_run(place.recipe), training=False)
     shape = load_model_config(config)
+    tokenizer = load_tokenizer(config)
+    shutil.rmtree(place.folder, ignore_errors=True)  # an error in the recipe leaves the last calibration
+    place.folder.mkdir(parents=True)
     text = shape.get_text_config()
     text.num_hidden_layers = min(LAYERS, text.num_hidden_layers)
     if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[: text.num_hidden_layers]
     # 16 bit in the file, so that all launchers start with the same weights
     AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(place.folder / "model")
-    load_tokenizer(config).save_pretrained(place.folder / "model")
+    tokenizer.save_pretrained(place.folder / "model")
     write_pairs(place.folder / "pairs.jsonl", 2 * PER_DEVICE * place.processes * place.max_steps, place.max_length)
 
 
@@ -222,7 +222,7 @@ def check_memory(place: Place) -> Result:
     fields: dict[str, Any] = {"fit_memory": True, "per_device_train_batch_size": None}
     if place.on_gpu:
         fields |= dict.fromkeys(["max_length", "max_prompt_length", "model_name_or_path", "use_peft"])
-        fields |= dict.fromkeys(["dataset_name", "dataset_num_proc", "flash_attention"])
+        fields |= dict.fromkeys(["dataset", "dataset_num_proc", "overlong", "flash_attention"])
         fields["global_batch_size"] = 2 * max(FIRST_STEPS_FOR) * place.processes
         fields["max_samples"] = 4 * fields["global_batch_size"]
     steps = place.train("memory", "zero2", max_steps=4, **fields)

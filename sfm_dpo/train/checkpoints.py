@@ -14,7 +14,6 @@ from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.config import Config
 from sfm_dpo.data.sampler import ORDER_VERSION
 from sfm_dpo.model.loading import load_model
-from sfm_dpo.model.saving import fix_saved_files
 from sfm_dpo.run.checkpoint import COMPLETE, mark_complete, rotate
 
 log = logging.getLogger(__name__)
@@ -25,7 +24,6 @@ class CompleteCheckpoints(DPOTrainer):
 
     config: Config
     position: Any
-    base_config: dict[str, Any]
     train_tokens: str  # hash of the token ids
     num_tokens: int  # trained so far, prompts included, over all ranks
     is_fsdp_enabled: bool
@@ -45,8 +43,6 @@ class CompleteCheckpoints(DPOTrainer):
             "order_version": ORDER_VERSION,
         }
 
-    # Upstream: transformers 5.23, tokenization_utils_base.py, PreTrainedTokenizerBase.save_pretrained: writes a class
-    # and special tokens that Transformers 4 refuses; Trainer saves use_cache: false. Canary: test_canary_saved_files
     # Upstream: transformers 5.23, trainer.py, Trainer.save_model: writes no model under FSDP with SHARDED_STATE_DICT
     # checkpoints, without a warning; with FULL_STATE_DICT rank 0's memory must also hold the optimizer.
     # Canary: test_canary_save_model
@@ -59,8 +55,6 @@ class CompleteCheckpoints(DPOTrainer):
         if self.is_fsdp_enabled:
             self._save(str(folder), state_dict=self.accelerator.get_state_dict(self.model))
         super().save_model(output_dir, _internal_call)
-        if self.args.should_save:
-            fix_saved_files(folder, self.base_config)
 
     # Upstream: transformers 5.23, trainer.py, Trainer._load_from_checkpoint: only warns about missing names, although
     # save_pretrained may write others (GPT-NeoX's lm_head becomes embed_out): training would continue with the base

@@ -30,7 +30,6 @@ from sfm_dpo.model.attention import activate_flash, check_shared_keys, kernel_na
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import load_model, model_init_kwargs
 from sfm_dpo.model.packing import compile_layers, delta_net_kernel, enable_padding_free, why_not_shared
-from sfm_dpo.model.saving import read_base_config
 from sfm_dpo.model.sharding import launched_with
 from sfm_dpo.train.callbacks import Position
 from sfm_dpo.train.checkpoints import CheckpointCallback, CompleteCheckpoints, ResumeCallback
@@ -96,8 +95,6 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         elif needs_reference and kwargs["peft_config"] is None:
             reference = load_configured_model(config)
         policy = load_configured_model(config)
-        model = config.model
-        self.base_config = read_base_config(model.model_name_or_path, model.model_revision, policy.config)
         callbacks = [CheckpointCallback(self), ResumeCallback(self), *callbacks]
         kwargs |= {"ref_model": reference, "args": arguments_for_trl(args, self.settings), "callbacks": callbacks}
         try:

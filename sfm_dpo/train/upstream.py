@@ -14,6 +14,7 @@ from accelerate import DistributedType
 from datasets import Dataset
 from trl import DPOTrainer
 
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.model.sharding import keep_precision, launched_with, use_fsdp_on_cpu
 from sfm_dpo.train.settings import Settings
@@ -33,6 +34,7 @@ def arguments_for_trl(args: TrainConfig, settings: Settings) -> TrainConfig:
     derived.push_to_hub = False  # hub/callback.py
     derived.save_total_limit = None  # run/checkpoint.py, `rotate`: after a checkpoint is marked complete
     derived.remove_unused_columns = False  # the collator reads one more
+    derived.use_cache = True  # saved in config.json; the forwards of training set it to false themselves
     derived.load_best_model_at_end = False  # run/checkpoint.py, `copy_best`: whatever the launcher
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: padding_free warns and pads; sets use_reentrant,
     # which LoRA needs under ZeRO-3, under a deprecated name that Trainer does not read. Canary: test_canary_arguments
@@ -60,6 +62,10 @@ class UpstreamFixes(DPOTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         use_fsdp_on_cpu(self.accelerator)
+        plugin = self.accelerator.state.deepspeed_plugin
+        gather = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+        if plugin and plugin.zero_stage == 3 and not plugin.get_value(gather, False):
+            raise UserError(f"DeepSpeed configuration: {gather} must be true; otherwise only shards would be saved")
         self.is_fsdp_enabled = self.accelerator.distributed_type == DistributedType.FSDP
         if self.is_fsdp_enabled:
             keep_precision(self.accelerator.state.fsdp_plugin)

@@ -17,10 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from sfm_dpo.hub.publish import consolidate_shards
 from sfm_dpo.run.checkpoint import checkpoints, newest_checkpoint, step_of, why_incomplete
 from tests.e2e.runs import Place, Run, assert_same_run
 from tests.e2e.test_resume import shards, write_killed
@@ -117,18 +114,6 @@ def test_damaged_and_half_written_checkpoints_are_named_and_skipped(place, unint
     assert f"{folder}/checkpoint-2: checksums verified" in again.log
     assert f"resuming from {folder}/checkpoint-2" in again.log
     assert_same_run(again, uninterrupted(2))
-
-
-def test_a_checkpoint_of_shards_alone_is_put_together(uninterrupted, tmp_path):
-    """DeepSpeed's shards give the model that the complete save holds; the names are those of from_pretrained."""
-    checkpoint = Path(shutil.copytree(uninterrupted(2).folder / "checkpoint-8", tmp_path / "checkpoint-8"))
-    expected = load_file(checkpoint / "model.safetensors")
-    (checkpoint / "model.safetensors").unlink()
-    (tmp_path / "consolidated").mkdir()
-    consolidate_shards(checkpoint, tmp_path / "consolidated")
-    found = load_file(tmp_path / "consolidated" / "model.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def flip(path: Path, position: int) -> None:

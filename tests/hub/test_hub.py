@@ -8,19 +8,20 @@ from pathlib import Path
 import push_to_hub
 import pytest
 import torch
-import torch.distributed.checkpoint
 import yaml
 from huggingface_hub import ModelCard
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import train_dpo
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.hub.publish import consolidate_shards, describe_change
 from sfm_dpo.hub.upload import check_access
 from sfm_dpo.run.checkpoint import EVALUATING, KEEP, PUSHING, mark_in_use, rotate
 from sfm_dpo.run.folder import read_resolved_config, read_status, write_status
+from sfm_dpo.run.saved_model import describe_change
 from tests.hub_server import NAME, TOKEN
+from tests.toolbox import on_cpu, pairs
 
 WEIGHTS = "model.safetensors"
 
@@ -42,8 +43,6 @@ def change(path: Path, **fields) -> None:
 
 
 def test_what_was_pushed_loads_from_there_and_a_second_push_changes_nothing(hub, run):
-    change(run / "config.json", _name_or_path=str(run))  # traces of how it was loaded
-    change(run / "tokenizer_config.json", name_or_path="elsewhere")
     assert push(run) == 0
     assert hub.count("POST .*/create") == 1, "access is checked once"
     loaded, info = AutoModelForCausalLM.from_pretrained("lab/model", output_loading_info=True)
@@ -126,7 +125,6 @@ def test_what_its_users_could_not_use_is_not_pushed(hub, run, capsys):
         assert push(run) == 5
         assert message in capsys.readouterr().err
     (run / "chat_template.jinja").unlink()
-    change(run / "tokenizer_config.json", chat_template=None)  # where Transformers 4.45 looks
     assert push(run) == 5
     assert "no chat template" in capsys.readouterr().err
     assert not files(hub)
@@ -165,8 +163,8 @@ def test_what_is_no_finished_model_is_refused_in_one_line(hub, run, tmp_path, ca
     write_status(run, "stopped", 75, step=4)
     for path, message in {
         tmp_path: "not a run's folder or checkpoint",
-        run / "checkpoint-4": "was not fully written; push another checkpoint",
-        run: "not finished (state stopped); push one of its checkpoints",
+        run / "checkpoint-4": "was not fully written; choose another checkpoint",
+        run: "not finished (state stopped); choose one of its checkpoints",
     }.items():
         assert push(path) == 2
         assert message in (error := capsys.readouterr().err) and error.count("\n") == 1
@@ -235,20 +233,17 @@ def test_failures_that_pass_are_waited_for(hub, run):
     assert files(hub)[WEIGHTS] == (run / WEIGHTS).read_bytes() and read_status(run)["state"] == "done"
 
 
-def test_fsdp_shards_are_put_together_under_the_names_that_load(tiny_folder, tmp_path):
-    """What accelerate writes under FSDP's SHARDED_STATE_DICT, here by one process; ZeRO: tests/e2e/test_resume.py."""
-    base = tiny_folder("olmoe")
-    checkpoint = tmp_path / "checkpoint-3"
-    complete = tmp_path / "complete"
-    model = AutoModelForCausalLM.from_pretrained(base)
-    checkpoint.mkdir()
-    complete.mkdir()
-    for name in ("config.json", "generation_config.json"):
-        shutil.copy(base / name, checkpoint)
-    state = {"model": model.state_dict()}
-    torch.distributed.checkpoint.save(state, checkpoint_id=checkpoint / "pytorch_model_fsdp_0", no_dist=True)
-    consolidate_shards(checkpoint, complete)
-    loaded, info = AutoModelForCausalLM.from_pretrained(complete, output_loading_info=True)
-    assert not any(info.values())
-    assert torch.equal(answer(loaded), answer(model))
-    assert load_file(complete / WEIGHTS).keys() == load_file(base / WEIGHTS).keys()
+@pytest.mark.slow
+def test_what_a_run_saves_says_how_its_weights_are(tiny_folder, write_rows, tmp_path, no_report):
+    """The base model is in 16 bit, and was saved by Trainer."""
+    base = tmp_path / "base"
+    shutil.copytree(tiny_folder("olmo3"), base)
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
+    change(base / "config.json", use_cache=False, unknown_field=7)
+    fields = {"max_steps": 1, "per_device_train_batch_size": 4}
+    assert train_dpo.main(on_cpu(base, write_rows("pairs.jsonl", pairs(4)), tmp_path / "run", **fields)) == 0
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (config["dtype"], config["use_cache"], config["unknown_field"]) == ("float32", True, 7)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "run" / WEIGHTS).values()} == {torch.float32}
+    saved = [path for path in (tmp_path / "run").glob("*.json") if "config" in path.name]
+    assert len(saved) == 3 and not any(str(tmp_path) in path.read_text() for path in saved)

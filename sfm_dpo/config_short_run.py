@@ -1,0 +1,46 @@
+"""A short run of a recipe, for commands that check or measure something: offline, unpublished, without evaluation."""
+
+from typing import Any
+
+SWITCHED_OFF = {
+    "deepspeed": "",  # a launcher sets its own
+    "report_to": "none",
+    "push_to_hub": False,
+    "resume_from_checkpoint": "",
+    "profile_steps": "",
+    "eval_command": "",
+    "eval_fraction": 0,
+    "eval_datasets": "",
+    "eval_strategy": "no",
+    "load_best_model_at_end": False,
+    "metric_for_best_model": "",
+    "guard_generations": 0,
+}
+UNCOMPILED = {
+    "torch_compile": False,
+    "torch_compile_backend": "",
+    "torch_compile_mode": "",
+}  # each would set the first
+# Fields about the recipe's own rows
+WITH_OTHER_DATA = {
+    "datasets": "",
+    "dataset_config": "",
+    "dataset_train_split": "train",
+    "max_samples": "",
+    "filter_script": "",
+    "drop_duplicates": "no",
+    "drop_contaminated": "",
+}
+
+
+def short_run(argv: list[str], dataset: Any = None, **fields: Any) -> list[str]:
+    """`argv`, options of train_dpo.py, followed by options that switch off what a short run does without.
+
+    `dataset` replaces the recipe's data and switches off their filters. `fields`: further options; None keeps the
+    recipe's value.
+    """
+    values: dict[str, Any] = dict(SWITCHED_OFF)
+    if dataset:
+        values |= WITH_OTHER_DATA | {"dataset_name": dataset}
+    values |= fields
+    return [*argv, *(f"--{name}={value}" for name, value in values.items() if value is not None)]

@@ -1,0 +1,163 @@
+"""A saved model: the final model of a run, or one of its checkpoints. Finds it, checks it, and links its files."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import ADAPTER_CONFIG_NAME
+
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.run.checkpoint import step_of, why_damaged, why_incomplete
+from sfm_dpo.run.folder import RESOLVED_CONFIG, State, read_resolved_config, read_status
+
+log = logging.getLogger(__name__)
+
+# Libraries write other files into the folder, which are not part of the model
+WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
+OTHER_FILES = """model.safetensors.index.json config.json generation_config.json adapter_config.json
+    chat_template.jinja tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json
+    merges.txt tokenizer.model""".split()
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model in `folder`, of the run in `run`; `step` is that of a checkpoint, None for the final model."""
+
+    folder: Path
+    run: Path
+    step: int | None
+    config: dict[str, Any]  # resolved_config.yaml
+
+    @property
+    def name(self) -> str:
+        run = self.run.resolve().name
+        return run if self.step is None else f"{run}/checkpoint-{self.step}"
+
+    @property
+    def base(self) -> str:
+        """Folder or Hub id of the model that the run started from."""
+        return self.config["model_name_or_path"]
+
+    @property
+    def is_adapter(self) -> bool:
+        return (self.folder / ADAPTER_CONFIG_NAME).is_file()
+
+    def files(self) -> list[Path]:
+        """The model's files: weights, configurations and tokenizer."""
+        return [path for pattern in (*WEIGHTS, *OTHER_FILES) for path in sorted(self.folder.glob(pattern))]
+
+    def link_files(self, target: Path) -> None:
+        for path in self.files():
+            (target / path.name).symlink_to(path.resolve())
+
+    def check(self) -> str:
+        """Checks that the model is fit for use and returns what training changed, in words. Raises UserError if no
+        weight changed or one is not finite, and what Transformers raises if the model does not load."""
+        base = None
+        if not self.is_adapter:
+            base = find_base(self.base, self.config.get("model_revision"))
+        change = describe_change(self.folder, base)
+        log.info(change)
+        check_loads(self.folder)
+        return change
+
+
+def find_model(path: Path) -> SavedModel:
+    """The model in a run's folder or in one of its checkpoints. Raises UserError if it is absent or incomplete."""
+    run = find_run(path)
+    if run is None:
+        raise UserError(f"{path}: not a run's folder or checkpoint (no {RESOLVED_CONFIG}); give one of these")
+    config = read_resolved_config(run)
+    if run == path:
+        state = State.of(read_status(run))
+        if not (state.has_model or state is State.COLLAPSED):
+            raise UserError(f"{path}: the run is not finished (state {state}); choose one of its checkpoints")
+        return SavedModel(path, run, None, config)
+    if reason := why_incomplete(path) or why_damaged(path, "*.safetensors", alone=True):
+        raise UserError(f"{path}: {reason}; choose another checkpoint")
+    return SavedModel(path, run, step_of(path), config)
+
+
+def find_run(path: Path) -> Path | None:
+    """The run whose folder or checkpoint this is, or None."""
+    if (path / RESOLVED_CONFIG).is_file():
+        return path
+    parent = path.absolute().parent
+    return parent if step_of(path) and (parent / RESOLVED_CONFIG).is_file() else None
+
+
+def check_health(model: SavedModel, remedy: str) -> None:
+    """Raises UserError with the `remedy` if the guard had stopped the run by the time the model was saved."""
+    status = read_status(model.run)
+    if State.of(status) is not State.COLLAPSED:
+        return
+    healthy = status.get("checkpoint")
+    if model.step is None or not healthy or model.step > step_of(Path(healthy)):
+        raise UserError(f"{model.folder}: the guard stopped this run; choose {healthy or 'another run'}{remedy}")
+
+
+def find_base(name: str, revision: str | None) -> Path:
+    """The folder of the base model's safetensors: `name`, or the Hub's snapshot if `name` is not a folder."""
+    if Path(name).is_dir():
+        return Path(name)
+    return Path(snapshot_download(name, revision=revision, allow_patterns=["*.safetensors", "*.safetensors.*"]))
+
+
+def describe_change(trained: Path, base: Path | None) -> str:
+    """What training changed in the base model, in words. `base` is its folder; None for a LoRA adapter, whose B
+    matrices start at zero. Raises UserError if nothing changed, or a trained weight is not finite."""
+    new = open_tensors(trained)
+    old = open_tensors(base) if base else {}
+    parameters = 0
+    changed = 0
+    largest = 0.0
+    for name in new:
+        after = read_finite(new, name)
+        if name in old:
+            # Rounded to the model's dtype: a bf16 model differs from its fp32 base everywhere by rounding
+            difference = after.float() - old[name](name).to(after.dtype).float()
+        elif "lora_B" in name:
+            difference = after.float()
+        else:  # a tied head
+            continue
+        parameters += difference.numel()
+        changed += int(difference.count_nonzero())
+        largest = max(largest, difference.abs().max().item())
+    if not changed:
+        raise UserError("the weights are bitwise those of the base model: nothing was learned")
+    return f"{changed / parameters:.2%} of the parameters changed, by at most {largest:.3g}"
+
+
+def check_loads(folder: Path) -> None:
+    """Loads the model in `folder` as its users will. Raises UserError if weights or the chat template are missing."""
+    if not AutoTokenizer.from_pretrained(folder, local_files_only=True).chat_template:
+        raise UserError("the tokenizer has no chat template; put chat_template.jinja beside it")
+    _, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    wrong = {kind: keys for kind, keys in info.items() if keys}
+    if wrong:
+        raise UserError(f"AutoModelForCausalLM does not load all weights: {wrong}")
+
+
+def open_tensors(folder: Path) -> dict[str, Callable[[str], torch.Tensor]]:
+    """Maps the name of each tensor in the folder's safetensors to the function that reads it."""
+    tensors: dict[str, Callable[[str], torch.Tensor]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        reader = safe_open(file, framework="pt")
+        tensors |= dict.fromkeys(reader.keys(), reader.get_tensor)
+    if not tensors:
+        raise UserError(f"{folder}: holds no safetensors; give a folder with the weights of a model")
+    return tensors
+
+
+def read_finite(tensors: dict[str, Callable[[str], torch.Tensor]], name: str) -> torch.Tensor:
+    """A tensor of `open_tensors`. Raises UserError if a value is NaN or infinite."""
+    tensor = tensors[name](name)
+    if not torch.isfinite(tensor).all():
+        raise UserError(f"{name} holds NaN or infinite values; use an earlier checkpoint")
+    return tensor

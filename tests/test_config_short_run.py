@@ -1,0 +1,124 @@
+"""A recipe with everything that a short run cannot use passes the configuration of each command that makes one."""
+
+import json
+
+import preflight
+import pytest
+import yaml
+
+import train_dpo
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.compare import parity
+from sfm_dpo.config import Config, parse_config
+from sfm_dpo.config_short_run import short_run
+from sfm_dpo.jobs.gpu_check import Place, run_checks
+
+RECIPE = {
+    "datasets": [{"path": "a.jsonl"}, {"path": "b.jsonl"}],
+    "max_length": 4096,
+    "max_prompt_length": 2048,
+    "overlong": "error",
+    "max_samples": 1000,
+    "eval_fraction": 0.1,
+    "eval_datasets": {"math": "math.jsonl"},
+    "eval_strategy": "steps",
+    "eval_steps": 5,
+    "save_steps": 5,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_math_loss",
+    "guard_generations": 10,
+    "filter_script": "keep.py",
+    "drop_duplicates": "prompts",
+    "drop_contaminated": "contaminated.json",
+    "eval_command": "no_such_command {checkpoint} {out}",
+    "profile_steps": [3, 4],
+    "report_to": ["wandb", "tensorboard"],
+    "push_to_hub": True,
+    "resume_from_checkpoint": "no/such/checkpoint-5",
+    "fit_memory": True,
+    "padding_free": True,
+    "prefix_sharing": True,
+    "torch_compile": True,
+    "torch_compile_backend": "aot_eager",
+    "use_cpu": True,
+    "dtype": "float32",
+    "ref_model_name_or_path": "org/other",
+    "use_peft": False,
+}
+
+
+@pytest.fixture
+def argv(tiny_folder, tmp_path) -> list[str]:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(RECIPE | {"model_name_or_path": str(tiny_folder("llama"))}))
+    return ["--config", str(recipe)]
+
+
+def assert_short(config: Config) -> None:
+    train = config.train
+    assert train.report_to == [] and not train.push_to_hub and train.resume_from_checkpoint is None
+    assert train.eval_fraction == 0 and train.eval_datasets is None and train.eval_strategy == "no"
+    assert not train.load_best_model_at_end and train.guard_generations == 0
+    assert train.eval_command is None and train.profile_steps is None and train.deepspeed is None
+
+
+def test_the_data_and_their_filters_are_the_recipes_unless_they_are_replaced(argv):
+    assert parse_config(short_run(argv, eval_fraction=None), training=False).train.eval_fraction == 0.1  # as plan.py
+    kept = parse_config(short_run(argv))
+    assert_short(kept)
+    assert len(kept.data.datasets) == 2 and kept.train.filter_script == "keep.py" and kept.train.max_samples == 1000
+    other = parse_config(short_run(argv, dataset="other.jsonl"))
+    assert_short(other)
+    assert other.data.datasets == [] and other.train.dataset_name == "other.jsonl" and other.train.max_samples is None
+    assert other.train.filter_script is None and other.train.drop_contaminated is None
+    assert other.train.drop_duplicates == "no"
+
+
+def test_preflight(argv, monkeypatch):
+    given = []
+    monkeypatch.setattr(train_dpo, "main", lambda argv: given.append(parse_config(argv)) or 0)
+    assert preflight.main(argv) == 0
+    assert_short(given[0])
+    assert given[0].train.preflight_only and not given[0].train.torch_compile and len(given[0].data.datasets) == 2
+
+
+def test_parity(argv, monkeypatch):
+    given = []
+
+    def stop(words, pairs):
+        given.extend(words)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(parity, "load_rows", stop)
+    with pytest.raises(KeyboardInterrupt):
+        parity.run_parity(argv, [])
+    for name in ("eager", "packed", "shared", "compile"):
+        variant = parity.parse_variant(name)
+        config = parse_config(short_run(given, **variant.fields()), world_size=1)
+        assert_short(config)
+        assert config.model.attn_implementation == ("eager" if name in ("eager", "compile") else None)
+        assert config.train.padding_free == (name in ("packed", "shared"))
+        assert config.train.prefix_sharing is (None if name == "shared" else False)
+        assert config.train.torch_compile_backend == ("aot_eager" if name == "compile" else None)
+        assert config.train.torch_compile == (name == "compile")
+
+
+def test_gpu_check(argv, tmp_path):
+    place = Place(tmp_path / "check", argv, 1, on_gpu=False)
+    for fields in ({}, {"save_strategy": "steps", "save_steps": 3}):
+        config = parse_config(place.options("run", **fields), world_size=1)
+        assert_short(config)
+        assert config.data.datasets == [] and config.train.overlong == "truncate"
+    memory = parse_config(place.options("run", dataset=None, max_samples=8), world_size=1)
+    assert_short(memory)
+    assert len(memory.data.datasets) == 2 and memory.train.max_samples == 8
+
+
+def test_a_recipe_that_cannot_be_read_leaves_the_last_calibration(tmp_path):
+    place = Place(tmp_path / "check", ["--model_name_or_path", "none", "--no_such_field", "1"], 1, on_gpu=False)
+    place.folder.mkdir()
+    file = place.folder / "calibration.json"
+    file.write_text(json.dumps({"gpu": "B200"}))
+    with pytest.raises(UserError, match="no_such_field"):
+        run_checks(place)
+    assert file.exists()
