@@ -15,6 +15,7 @@ SWITCHED_OFF = {
     "load_best_model_at_end": False,
     "metric_for_best_model": "",
     "guard_generations": 0,
+    "gradient_accumulation_steps": 1,  # follows from the batch, which may be another one
 }
 UNCOMPILED = {
     "torch_compile": False,

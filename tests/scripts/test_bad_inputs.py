@@ -140,7 +140,7 @@ CASES = {
         (f"{RUN} {RUN} --output_dir {{out}} --weights 1", "--weights: 1 for 2 models; give one for each"),
         (f"{RUN} {RUN} --output_dir {{kit}}/model", "model: exists already; choose another"),
         (f"{RUN} {RUN} --output_dir {{out}} --weights inf 1", "--weights: "),
-        (f"{RUN} {{kit}}/runs/no_weights --output_dir {{out}}", "no_weights: holds no weights"),
+        (f"{RUN} {{kit}}/runs/no_weights --output_dir {{out}}", "no_weights: holds no safetensors"),
     ],
     "sweep": [  # grids: tests/jobs/test_sweep.py
         ("{kit}/nowhere.yaml", "nowhere.yaml: not a grid ([Errno 2]", "give recipe, output_dir and fields"),

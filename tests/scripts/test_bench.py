@@ -93,9 +93,9 @@ def test_attention_is_timed_for_the_windows_and_heads_of_the_model(tiny_folder, 
     called = []
     packed = attention.packed_attention_forward
 
-    def record(module, query, key, value, mask, sliding_window):
+    def record(module, query, key, value, sliding_window, **arguments):
         called.append((sliding_window, query.shape, key.shape[1]))
-        return packed(module, query, key, value, mask, sliding_window=sliding_window)
+        return packed(module, query, key, value, sliding_window=sliding_window, **arguments)
 
     monkeypatch.setattr(attention, "packed_attention_forward", record)
     monkeypatch.setattr(attention, "milliseconds", lambda call: 1e3 if call() and called[-1][0] else 4e3)
