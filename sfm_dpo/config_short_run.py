@@ -2,35 +2,14 @@
 
 from typing import Any
 
-SWITCHED_OFF = {
-    "deepspeed": "",  # a launcher sets its own
-    "report_to": "none",
-    "push_to_hub": False,
-    "resume_from_checkpoint": "",
-    "profile_steps": "",
-    "eval_command": "",
-    "eval_fraction": 0,
-    "eval_datasets": "",
-    "eval_strategy": "no",
-    "load_best_model_at_end": False,
-    "metric_for_best_model": "",
-    "guard_generations": 0,
-}
-UNCOMPILED = {
-    "torch_compile": False,
-    "torch_compile_backend": "",
-    "torch_compile_mode": "",
-}  # each would set the first
-# Fields about the recipe's own rows
-WITH_OTHER_DATA = {
-    "datasets": "",
-    "dataset_config": "",
-    "dataset_train_split": "train",
-    "max_samples": "",
-    "filter_script": "",
-    "drop_duplicates": "no",
-    "drop_contaminated": "",
-}
+_EMPTIED = "deepspeed resume_from_checkpoint profile_steps eval_command eval_datasets metric_for_best_model".split()
+SWITCHED_OFF = dict.fromkeys(_EMPTIED, "") | {"report_to": "none", "push_to_hub": False}
+SWITCHED_OFF |= {"eval_fraction": 0, "eval_strategy": "no", "load_best_model_at_end": False, "guard_generations": 0}
+# About the recipe's own rows
+_OF_DATA = "datasets dataset_config max_samples filter_script drop_contaminated".split()
+WITH_OTHER_DATA = dict.fromkeys(_OF_DATA, "") | {"dataset_train_split": "train", "drop_duplicates": "no"}
+# Backend and mode would each set torch_compile
+UNCOMPILED = {"torch_compile": False, "torch_compile_backend": "", "torch_compile_mode": ""}
 
 
 def short_run(argv: list[str], dataset: Any = None, **fields: Any) -> list[str]:
