@@ -5,6 +5,7 @@ from typing import Any
 _EMPTIED = "deepspeed resume_from_checkpoint profile_steps eval_command eval_datasets metric_for_best_model".split()
 SWITCHED_OFF = dict.fromkeys(_EMPTIED, "") | {"report_to": "none", "push_to_hub": False}
 SWITCHED_OFF |= {"eval_fraction": 0, "eval_strategy": "no", "load_best_model_at_end": False, "guard_generations": 0}
+SWITCHED_OFF["gradient_accumulation_steps"] = 1  # follows from the batch, which may be another one
 # About the recipe's own rows
 _OF_DATA = "datasets dataset_config max_samples filter_script drop_contaminated".split()
 WITH_OTHER_DATA = dict.fromkeys(_OF_DATA, "") | {"dataset_train_split": "train", "drop_duplicates": "no"}
