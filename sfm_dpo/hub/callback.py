@@ -6,7 +6,6 @@ interpreter waits for at exit: at a time limit, until Slurm kills it.
 
 import logging
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,11 +13,13 @@ from pathlib import Path
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from sfm_dpo.common.distributed import environment_outside_launcher, is_main_process
+from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config import TrainConfig
+from sfm_dpo.hub.publish import choose_repo
 from sfm_dpo.hub.upload import format_push_command
-from sfm_dpo.run.checkpoint import PUSHING, mark_in_use
+from sfm_dpo.run.checkpoint import PUSHING
+from sfm_dpo.run.checkpoint_commands import CheckpointCommands
 
 log = logging.getLogger(__name__)
 
@@ -33,30 +34,31 @@ class PushCheckpoints(TrainerCallback):
 
     def __init__(self, beat: Callable[[], None]) -> None:
         self._beat = beat
-        self._pushes: dict[str, subprocess.Popen] = {}  # by the command that repeats the push
+        self._pushes = CheckpointCommands(PUSHING)
 
     def on_save(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         is_last = state.global_step >= state.max_steps or control.should_training_stop
         if is_last or not is_main_process() or args.hub_strategy == "end":
             return
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        self._pushes = {command: push for command, push in self._pushes.items() if push.poll() is None}
-        if self._pushes and not args.hub_always_push:
+        self._pushes.collect_ended()
+        if self._pushes.running and not args.hub_always_push:
             log.info(f"{checkpoint} is not pushed: the push of an earlier checkpoint is still running")
             return
-        command = format_push_command(checkpoint, args.hub_model_id, args.hub_revision, args.hub_private_repo)
-        _, script, *options = shlex.split(command)
-        env = environment_outside_launcher()
-        env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        push = subprocess.Popen([sys.executable, PROJECT / script, *options], env=env, stdin=subprocess.DEVNULL)
-        self._pushes[command] = push
-        mark_in_use(checkpoint, PUSHING, push.pid)
+        _, script, *options = shlex.split(self._format_command(args, checkpoint))
+        env = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        self._pushes.start(checkpoint, [sys.executable, str(PROJECT / script), *options], env)
 
     def on_train_end(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        for command, push in self._pushes.items():
+        for checkpoint, push in self._pushes.running.items():
             if push.poll() is None and state.global_step < state.max_steps:
                 push.terminate()
+                command = self._format_command(args, checkpoint)
                 log.info(f"the push of a checkpoint was terminated; push it later with: {command}")
             while push.poll() is None:
                 self._beat()
                 time.sleep(1)
+
+    def _format_command(self, args: TrainConfig, checkpoint: Path) -> str:
+        repo = choose_repo(vars(args), Path(args.output_dir))
+        return format_push_command(checkpoint, repo, args.hub_revision, args.hub_private_repo)

@@ -13,8 +13,8 @@ from sfm_dpo.config import TrainConfig
 from sfm_dpo.hub import upload
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.run.checkpoint import PUSHING, mark_in_use
-from sfm_dpo.run.folder import State, read_resolved_config, read_status, write_status
-from sfm_dpo.run.saved_model import SavedModel
+from sfm_dpo.run.folder import State, read_status, write_status
+from sfm_dpo.run.saved_model import SavedModel, check_loads, describe_change, find_model
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +40,17 @@ def publish(model: SavedModel, repo: str, revision: str | None, publish_anyway: 
 
 def _check_fitness(model: SavedModel, publish_anyway: bool) -> str:
     """What training changed, in words. Raises UserError for a problem, or only warns with `publish_anyway`."""
+    change = ""
     try:
-        return model.check()
+        change = describe_change(model)
+        log.info(change)
+        check_loads(model.folder)
     except Exception as error:  # each library raises its own class
         reason = " ".join(str(error).split())[:300]
         if not publish_anyway:
             raise UserError(f"{model.folder}: {reason}; to push it regardless: --publish_anyway") from error
         log.warning(f"{reason}; published because of --publish_anyway")
-        return ""
+    return change
 
 
 def check_push(args: TrainConfig, resuming: bool) -> None:
@@ -72,8 +75,7 @@ def push_finished(args: TrainConfig) -> int:
     run = Path(args.output_dir)
     if not is_main_process() or (read_status(run) or {}).get("pushed"):
         return 0
-    model = SavedModel(run, run, None, read_resolved_config(run))
-    return push_run(model, choose_repo(vars(args), run), args.hub_revision, args.hub_private_repo)
+    return push_run(find_model(run), choose_repo(vars(args), run), args.hub_revision, args.hub_private_repo)
 
 
 def push_run(

@@ -1,6 +1,5 @@
 """A saved model: the final model of a run, or one of its checkpoints. Finds it, checks it, and links its files."""
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,6 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.run.checkpoint import step_of, why_damaged, why_incomplete
 from sfm_dpo.run.folder import RESOLVED_CONFIG, State, read_resolved_config, read_status
-
-log = logging.getLogger(__name__)
 
 # Libraries write other files into the folder, which are not part of the model
 WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
@@ -56,17 +53,6 @@ class SavedModel:
         for path in self.files():
             (target / path.name).symlink_to(path.resolve())
 
-    def check(self) -> str:
-        """Checks that the model is fit for use and returns what training changed, in words. Raises UserError if no
-        weight changed or one is not finite, and what Transformers raises if the model does not load."""
-        base = None
-        if not self.is_adapter:
-            base = find_base(self.base, self.config.get("model_revision"))
-        change = describe_change(self.folder, base)
-        log.info(change)
-        check_loads(self.folder)
-        return change
-
 
 def find_model(path: Path) -> SavedModel:
     """The model in a run's folder or in one of its checkpoints. Raises UserError if it is absent or incomplete."""
@@ -102,18 +88,18 @@ def check_health(model: SavedModel, remedy: str) -> None:
         raise UserError(f"{model.folder}: the guard stopped this run; choose {healthy or 'another run'}{remedy}")
 
 
-def find_base(name: str, revision: str | None) -> Path:
-    """The folder of the base model's safetensors: `name`, or the Hub's snapshot if `name` is not a folder."""
-    if Path(name).is_dir():
-        return Path(name)
-    return Path(snapshot_download(name, revision=revision, allow_patterns=["*.safetensors", "*.safetensors.*"]))
-
-
-def describe_change(trained: Path, base: Path | None) -> str:
-    """What training changed in the base model, in words. `base` is its folder; None for a LoRA adapter, whose B
-    matrices start at zero. Raises UserError if nothing changed, or a trained weight is not finite."""
-    new = open_tensors(trained)
-    old = open_tensors(base) if base else {}
+def describe_change(model: SavedModel) -> str:
+    """What training changed in the base model, in words; the B matrices of a LoRA adapter start at zero. Raises
+    UserError if nothing changed, or a trained weight is not finite."""
+    new = open_tensors(model.folder)
+    old = {}
+    if not model.is_adapter:
+        base = Path(model.base)
+        if not base.is_dir():
+            patterns = ["*.safetensors", "*.safetensors.*"]
+            revision = model.config.get("model_revision")
+            base = Path(snapshot_download(model.base, revision=revision, allow_patterns=patterns))
+        old = open_tensors(base)
     parameters = 0
     changed = 0
     largest = 0.0

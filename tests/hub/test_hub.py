@@ -19,7 +19,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.hub.upload import check_access
 from sfm_dpo.run.checkpoint import EVALUATING, KEEP, PUSHING, mark_in_use, rotate
 from sfm_dpo.run.folder import read_resolved_config, read_status, write_status
-from sfm_dpo.run.saved_model import describe_change
+from sfm_dpo.run.saved_model import SavedModel, describe_change
 from tests.hub_server import NAME, TOKEN
 from tests.toolbox import on_cpu, pairs
 
@@ -131,20 +131,24 @@ def test_what_its_users_could_not_use_is_not_pushed(hub, run, capsys):
 
 
 def test_rounding_of_the_base_model_is_no_change_and_an_adapter_is_its_b_matrices(tiny_folder, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(tiny_folder("llama"), dtype=torch.bfloat16)
+    base = tiny_folder("llama")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
+    adapter = tmp_path / "adapter"
+    rounded, adapted = (
+        SavedModel(path, path, None, {"model_name_or_path": str(base)}) for path in (tmp_path, adapter)
+    )
     model.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="those of the base model"):
-        describe_change(tmp_path, tiny_folder("llama"))
-    adapter = tmp_path / "adapter"
+        describe_change(rounded)
     get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(adapter)
     with pytest.raises(UserError, match="those of the base model"):
-        describe_change(adapter, None)
+        describe_change(adapted)
     state = load_file(adapter / "adapter_model.safetensors")
     for name, tensor in state.items():
         if "lora_B" in name:
             tensor.view(-1)[0] = 0.5
     save_file(state, adapter / "adapter_model.safetensors")
-    assert "of the parameters changed, by at most 0.5" in describe_change(adapter, None)
+    assert "of the parameters changed, by at most 0.5" in describe_change(adapted)
 
 
 def test_a_run_that_the_guard_stopped_is_pushed_only_when_asked(hub, run, capsys):
