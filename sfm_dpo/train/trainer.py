@@ -23,7 +23,7 @@ from sfm_dpo.common.distributed import gather
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import main_loss
-from sfm_dpo.data.lengths import Lengths
+from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.sampler import PairSampler
 from sfm_dpo.data.tokenization import hash_tokens
 from sfm_dpo.model.attention import activate_flash, check_shared_keys, kernel_name
@@ -102,6 +102,7 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         except NoMatchingPeftModuleError as error:
             raise UserError(f"lora_target_modules: {error}") from error
         self.precompute_ref_logps = True  # tells TRL that each batch holds the reference's sums, see _compute_loss
+        self.chosen_tokens = count_trained(self.train_dataset, args.max_length)[:, 0].mean()  # until a step begins
         self.configured_weights = args.loss_weights or [1.0] * len(args.loss_type)
         self.prefix_sharing = self._resolve_prefix_sharing()
         self._pack_and_compile()

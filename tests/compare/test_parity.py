@@ -115,3 +115,8 @@ def test_a_recipe_for_gpus_is_taken_as_it_is(tmp_path, recipe):
     path.write_text(f"{{{fields}}}")
     result = run_parity(["--config", str(path), *recipe("llama")], ["packed"], pairs=2)
     assert result["variants"][1]["verdict"] == "rounding"
+
+
+def test_an_sft_term_is_the_same_whatever_the_batch(recipe):
+    rows = run_parity([*recipe("llama"), "--loss_type", "sigmoid_norm", "sft"], ["batch_1"], pairs=3)["variants"]
+    assert [row["verdict"] for row in rows] == ["rounding", "rounding"]
