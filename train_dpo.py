@@ -35,8 +35,8 @@ from sfm_dpo.hub.callback import PushCheckpoints
 from sfm_dpo.hub.publish import check_push, push_finished
 from sfm_dpo.jobs.eval_command import Evaluations
 from sfm_dpo.jobs.training_run import Run, report
-from sfm_dpo.model.loading import load_model_config
-from sfm_dpo.model.sharding import checkpoint_bytes, disable_deepspeed_shm
+from sfm_dpo.model.loading import load_model_config, meta_model
+from sfm_dpo.model.sharding import check_buckets, checkpoint_bytes, disable_deepspeed_shm
 from sfm_dpo.run.checkpoint import (
     check_best,
     check_disk,
@@ -87,6 +87,8 @@ def load(config: Config) -> tuple[TokenPairs, PreTrainedTokenizerBase, Settings,
     args = config.train
     log.info(config.tracking)
     model_config = load_model_config(config)  # first: a wrong path costs a second, not a download
+    if not config.model.use_peft:  # an adapter's tensors are small
+        check_buckets(args.deepspeed_plugin, meta_model(model_config))
     tokenizer = load_tokenizer(config)
     if args.ref_model_name_or_path:
         check_reference(config, tokenizer)

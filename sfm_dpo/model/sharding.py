@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sfm_dpo.common.distributed import broadcast, is_main_process
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 
 ATTENTION = {"full_attention", "sliding_attention"}
@@ -95,6 +96,22 @@ def keep_precision(fsdp_plugin: Any) -> None:
     learned, and OLMo's RoPE is fp32, which the reference, a single FSDP2 unit, would keep."""
     if policy := fsdp_plugin.mixed_precision_policy:
         fsdp_plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None, cast_forward_inputs=False)
+
+
+# Upstream: deepspeed 0.19, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.average_tensor: frees a gradient
+# larger than a bucket while the reduction stream still reads it, if the gradient belongs to several ranks' partitions.
+# Canary: test_canary_gradient_larger_than_the_bucket
+def check_buckets(deepspeed_plugin: Any, model: PreTrainedModel) -> None:
+    """Raises UserError if a tensor of the model, which may be on the meta device, does not fit in a bucket of ZeRO."""
+    if deepspeed_plugin is None:
+        return
+    size = deepspeed_plugin.deepspeed_config["zero_optimization"].get("reduce_bucket_size")
+    largest = max(map(numel, model.parameters()))
+    if isinstance(size, int) and size < largest:
+        raise UserError(
+            f"DeepSpeed configuration: reduce_bucket_size {size}: the model has a tensor of {largest} elements, whose "
+            f"gradient could be overwritten; set it to {largest} or more"
+        )
 
 
 def blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
