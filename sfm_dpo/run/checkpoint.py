@@ -249,8 +249,8 @@ def stop_requested(run: str | Path) -> bool:
 
 
 def clear_stop(run: str | Path) -> None:
-    if is_main_process():
-        (Path(run) / STOP).unlink(missing_ok=True)
+    if is_main_process() and stop_requested(run):
+        (Path(run) / STOP).unlink()
 
 
 def clear_old_stop(run: str | Path) -> None:

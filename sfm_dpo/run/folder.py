@@ -20,8 +20,8 @@ import yaml
 from sfm_dpo.common.distributed import is_main_process, world_size
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT, now, write_atomically, write_json
-from sfm_dpo.common.secrets import mask
-from sfm_dpo.config_effects import MAY_CHANGE
+from sfm_dpo.common.secrets import mask, mask_values
+from sfm_dpo.config_effects import MAY_CHANGE, NO_EFFECT
 from sfm_dpo.run.lock import LOCK, Lease, check_owner, take_folder
 
 if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
@@ -33,6 +33,7 @@ RESOLVED_CONFIG = "resolved_config.yaml"
 ENVIRONMENT = "environment.json"
 DATA = "data.json"
 STATUS = "status.json"
+LOG = "log.jsonl"  # entries as they are logged, from the beginning of training
 STARTED = now()  # this process
 SAID_SECONDS = 3  # after these, rank 0 has reported an end that all ranks share
 
@@ -115,7 +116,7 @@ def write_status(
     try:
         write_json(path, status)
     except OSError as error:
-        if error.errno in (errno.EROFS, errno.EACCES):
+        if error.errno in (errno.EROFS, errno.EACCES, errno.ENOENT):
             return  # already logged
         path.with_name(f".{STATUS}.partial").unlink(missing_ok=True)  # the disk is full
         path.write_text(json.dumps(status))  # overwrites the old file in place, which needs no new block
@@ -185,6 +186,8 @@ def is_unfinished(config: "Config") -> bool:
             f"output_dir {run}: holds files that do not belong to a run ({', '.join(sorted(entries)[:3])}); "
             "choose another output_dir"
         )
+    if state.resumes and not ((run / LOG).exists() or list_weights(run) or any(run.glob("checkpoint-*"))):
+        return True  # an earlier start ended before it trained
     # A field that an earlier version did not have counts as its default, which is its old behaviour
     fields = [f for part in (config.train, config.model, config.data) for f in dataclasses.fields(part)]
     before = {f.name: f.default for f in fields} | read_resolved_config(run)
@@ -227,7 +230,9 @@ def describe(config: "Config", pairs: dict[str, Any], step: int = 0) -> None:
         history["wandb_run_id"] = os.environ.get("WANDB_RUN_ID") or before.get("wandb_run_id") or secrets.token_hex(4)
         os.environ["WANDB_RUN_ID"] = history["wandb_run_id"]
         os.environ.setdefault("WANDB_RESUME", "allow")
-    write_atomically(run / RESOLVED_CONFIG, yaml.safe_dump(config.as_dict(), sort_keys=False))
+    # Masked where no later start compares it
+    values = {name: mask_values(v) if name in NO_EFFECT else v for name, v in config.as_dict().items()}
+    write_atomically(run / RESOLVED_CONFIG, yaml.safe_dump(values, sort_keys=False))
     write_json(run / DATA, pairs)
     write_json(run / ENVIRONMENT, environment() | history)
 

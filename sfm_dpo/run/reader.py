@@ -15,12 +15,11 @@ from sfm_dpo.common.files import format_clock, format_table
 from sfm_dpo.common.secrets import mask_values
 from sfm_dpo.common.slurm import is_running, squeue_states
 from sfm_dpo.run.checkpoint import checkpoints, newest_checkpoint
-from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, STATUS, State, list_in, read_mapping
+from sfm_dpo.run.folder import DATA, ENVIRONMENT, LOG, RESOLVED_CONFIG, STATUS, State, list_in, read_mapping
 from sfm_dpo.run.lock import LOCK, read_owner
 
 EVALUATION = "evaluation.json"
 EVALUATIONS = "evaluations"  # a folder: step-N.json with what eval_command has measured, and step-N.log
-LOG = "log.jsonl"  # entries as they are logged; trainer_state.json has them only after a save
 PARENTS = "parents.json"
 _MAPPINGS = [ENVIRONMENT, DATA, STATUS, "preflight.json", "health.json", EVALUATION]
 _LISTS = ["samples.json", PARENTS]

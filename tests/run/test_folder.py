@@ -13,7 +13,7 @@ from scripts import check_config
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.run import folder
-from sfm_dpo.run.folder import ENVIRONMENT, RESOLVED_CONFIG, STATUS, acquire, describe, read_status, write_status
+from sfm_dpo.run.folder import ENVIRONMENT, LOG, RESOLVED_CONFIG, STATUS, acquire, describe, read_status, write_status
 from sfm_dpo.run.lock import LOCK
 
 
@@ -29,6 +29,7 @@ def started(run, *cli, state="running"):
     """A run's folder as the first minutes leave it."""
     describe(config(run, *cli), {"sources": ["d.jsonl"]})
     write_status(run, state)
+    (run / LOG).touch()
 
 
 def is_to_be_trained(*arguments) -> bool:
@@ -47,6 +48,10 @@ def test_a_new_or_empty_folder_or_one_with_an_earlier_mistake_alone_is_free(tmp_
     for state in ("failed", "stopped", "running"):  # Ctrl-C while its data were read; killed then
         write_status(tmp_path / "empty", state, 2, "no such file")
         assert is_to_be_trained(tmp_path / "empty", "--seed", "1")
+    for state in ("failed", "refused", "running"):  # before the first step, for instance on a wrong LoRA target
+        started(tmp_path / "early", state=state)
+        (tmp_path / "early" / LOG).unlink()
+        assert is_to_be_trained(tmp_path / "early", "--seed", "1")
 
 
 @pytest.mark.parametrize("state", ["running", "stopped", "done"])
@@ -143,11 +148,14 @@ def test_w_and_b_knows_all_starts_of_a_run_as_one(tmp_path, monkeypatch):
 
 
 def test_no_secret_is_written_down(tmp_path, monkeypatch):
-    secrets = ["hf_canary3", "wandb_canary"]
+    secrets = ["hf_canary3", "wandb_canary", "-----BEGIN KEY-----", "second line"]
     monkeypatch.setenv("HF_TOKEN", secrets[0])
     monkeypatch.setenv("WANDB_API_KEY", secrets[1])
+    monkeypatch.setenv("PRIVATE_KEY", "\n".join(secrets[2:]))
     monkeypatch.setattr(sys, "argv", ["train_dpo.py", f"--run_name={secrets[1]}", "--seed", "1"])
-    describe(config(tmp_path), {"sources": ["d.jsonl"]})
+    texts = ["--run_name", secrets[1], "--eval_command", f"curl -H {secrets[0]} {{checkpoint}} {{out}}"]
+    describe(config(tmp_path, *texts), {"sources": ["d.jsonl"]})
+    write_status(tmp_path, "failed", 2, str(UserError("\n".join(secrets[2:]))))
     written = "".join(path.read_text() for path in tmp_path.iterdir())
     assert not [secret for secret in secrets if secret in written]
     command = json.loads((tmp_path / ENVIRONMENT).read_text())["command"]
