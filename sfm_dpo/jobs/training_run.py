@@ -15,7 +15,7 @@ from sfm_dpo.common.files import write_json
 from sfm_dpo.config import Config
 from sfm_dpo.report.model_card import CARD, write_model_card
 from sfm_dpo.report.page import REPORT, format_summary, write_report
-from sfm_dpo.run.checkpoint import clear_stop, newest_checkpoint, step_of
+from sfm_dpo.run.checkpoint import clear_stop, newest_checkpoint, step_of, stop_is_for_good
 from sfm_dpo.run.folder import (
     RESOLVED_CONFIG,
     STATUS,
@@ -149,9 +149,11 @@ class Run:
         status = end.status
         if is_stop:
             assert self.folder
+            is_for_good = stop_is_for_good(self.folder)
             clear_stop(self.folder)
             checkpoint = newest_checkpoint(self.folder)
             status = {"step": step_of(checkpoint), "checkpoint": checkpoint and str(checkpoint)} | status
+            status["for_good"] = is_for_good
             then = f"; run the same command again to resume from {checkpoint or 'the beginning'}"
             log.info(f"{end}{'' if isinstance(end, PreflightDone) else then}")
             if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -39,7 +39,7 @@ SAID_SECONDS = 3  # after these, rank 0 has reported an end that all ranks share
 
 _PACKAGES = "torch transformers trl accelerate deepspeed datasets peft huggingface_hub tokenizers numpy".split()
 _FROM_BEFORE = "best files loss margin pairs_per_second".split()  # where the new status has none
-_SLURM = "JOB_ID JOB_NAME JOB_NODELIST JOB_PARTITION CLUSTER_NAME RESTART_COUNT".split()
+_SLURM = "JOB_ID ARRAY_JOB_ID ARRAY_TASK_ID JOB_NAME JOB_NODELIST JOB_PARTITION CLUSTER_NAME RESTART_COUNT".split()
 
 
 class State(StrEnum):
@@ -111,7 +111,8 @@ def write_status(
     status = {"state": state, "exit_code": code, "message": mask(message), "step": None, "checkpoint": None}
     before = read_status(run)
     status |= {name: before.get(name) for name in _FROM_BEFORE} | extra
-    status |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID"), "pid": os.getpid()}
+    status |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID"), "task": array_task(), "pid": os.getpid()}
+    status |= {"log": os.environ.get("SFM_JOB_LOG")}  # scripts/common.sh
     path = Path(run) / STATUS
     try:
         write_json(path, status)
@@ -120,6 +121,12 @@ def write_status(
             return  # already logged
         path.with_name(f".{STATUS}.partial").unlink(missing_ok=True)  # the disk is full
         path.write_text(json.dumps(status))  # overwrites the old file in place, which needs no new block
+
+
+def array_task() -> str | None:
+    """The name of this task of an array in Slurm's commands, for instance 17_2; None if this job is none."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return array and f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
 
 
 def has_failed(run: str | Path) -> bool:
@@ -223,9 +230,12 @@ def describe(config: "Config", pairs: dict[str, Any], step: int = 0) -> None:
     run = Path(config.train.output_dir)
     run.mkdir(parents=True, exist_ok=True)
     before = read_mapping(run / ENVIRONMENT)
-    start = {"time": now(), "step": step, "host": platform.node(), "world_size": world_size()}
+    start = {"time": STARTED, "step": step, "host": platform.node(), "world_size": world_size()}
     start |= {"job": os.environ.get("SLURM_JOB_ID"), "restart": os.environ.get("SLURM_RESTART_COUNT")}
-    history: dict[str, Any] = {"starts": [*list_in(before, "starts"), start], "hangs": list_in(before, "hangs")}
+    starts = list_in(before, "starts")
+    if starts:
+        starts[-1]["end"] = read_status(run).get("time")
+    history: dict[str, Any] = {"starts": [*starts, start], "hangs": list_in(before, "hangs")}
     if "wandb" in config.train.report_to:  # otherwise W&B would choose another id at each start
         history["wandb_run_id"] = os.environ.get("WANDB_RUN_ID") or before.get("wandb_run_id") or secrets.token_hex(4)
         os.environ["WANDB_RUN_ID"] = history["wandb_run_id"]
