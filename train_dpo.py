@@ -144,8 +144,9 @@ def check(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
         check_disk(args.output_dir, size, peak_checkpoint_count(args, COLLAPSE_STEPS))
     settings = trainer.settings
     batch = f"{settings.micro_batch} x {settings.accumulation_steps} accumulation x {args.world_size} process(es)"
+    what = "checking" if args.preflight_only else f"training {args.output_dir}"
     log.info(
-        f"training {args.output_dir}: {len(trainer.train_dataset):,} pairs, global batch {args.global_batch_size} = "
+        f"{what}: {len(trainer.train_dataset):,} pairs, global batch {args.global_batch_size} = "
         f"{batch}, loss {'+'.join(args.loss_type)}, beta {args.beta:g}, lr {args.learning_rate:g}"
     )
     if args.padding_free:
