@@ -34,7 +34,7 @@ FILTERS = ("script", "contaminated", "duplicate", "control_tokens", "too_long") 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Usable pairs, and the other rows of their sources."""
+    """Usable pairs in the columns of preferences.py, and the other rows of their sources."""
 
     splits: dict[str, Dataset]  # `train`, and HELD_OUT with eval_fraction
     sources: list[str]
@@ -74,11 +74,6 @@ class Pairs:
     def write_dropped(self, path: Path) -> None:
         rows = sorted(self.dropped_rows, key=lambda row: (row["source"], row["row"]))
         write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-
-
-@dataclass(frozen=True)
-class TextPairs(Pairs):
-    """Pairs in the columns of preferences.py."""
 
 
 @dataclass(frozen=True)

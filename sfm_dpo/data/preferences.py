@@ -23,7 +23,7 @@ from sfm_dpo.config import Config
 from sfm_dpo.config_checks import HELD_OUT
 from sfm_dpo.data import json_rows
 from sfm_dpo.data.filters import filter_pairs, keeps, load_keep
-from sfm_dpo.data.pairs import PARTS, TextPairs, drop_rows
+from sfm_dpo.data.pairs import PARTS, Pairs, drop_rows
 from sfm_dpo.data.scored_formats import read_transcript
 from sfm_dpo.data.sources import column_names, explain_cache_errors, load_rows
 
@@ -41,7 +41,7 @@ _PAIR = Features(
 log = logging.getLogger(__name__)
 
 
-def load_pairs(config: Config, by: str | None = None) -> TextPairs:
+def load_pairs(config: Config, by: str | None = None) -> Pairs:
     """Reads `dataset_name` or the mixture `datasets`, filters, samples and splits; `by`: see read_pairs. Raises
     UserError for what cannot be read or split."""
     args = config.train
@@ -63,7 +63,7 @@ def load_pairs(config: Config, by: str | None = None) -> TextPairs:
 
 def read_pairs(
     entries: Sequence[DatasetConfig], num_proc: int | None, script: str | None = None, by: str | None = None
-) -> TextPairs:
+) -> Pairs:
     """The usable pairs of datasets, mixed by their fractions, as the split `train`.
 
     `script`: a filter_script; `by`: a column, each value of which counts as a source. Raises UserError for what cannot
@@ -94,7 +94,7 @@ def read_pairs(
         total = min(len(part) / weight for part, weight in zip(parts, weights, strict=True))
         parts = [part.select(range(round(w * total))) for part, w in zip(parts, weights, strict=True)]
     train = parts[0] if len(parts) == 1 else concatenate_datasets(parts)
-    return TextPairs({"train": train}, [entry.path for entry in entries], count, dropped)
+    return Pairs({"train": train}, [entry.path for entry in entries], count, dropped)
 
 
 @explain_cache_errors()

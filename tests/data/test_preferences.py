@@ -219,6 +219,15 @@ def test_a_folder_is_the_sum_of_its_files_but_not_of_hidden_ones(write_rows, tmp
     assert sorted(prompts(load(tmp_path / "d").train)) == ["a0", "a1", "b0", "b1", "b2"]
 
 
+@pytest.mark.parametrize("name", ["pairs[1].jsonl", "what?.parquet", "run[12]/a*.jsonl", "run[12]"])
+def test_a_name_is_not_a_pattern(write_rows, tmp_path, monkeypatch, name):
+    for file in ("pairs1.jsonl", "whatx.parquet", "run1/ax.jsonl"):
+        write_rows(file, numbered(2, "other"))
+    write_rows(f"{name}/pairs.jsonl" if name == "run[12]" else name, numbered(3))
+    monkeypatch.chdir(tmp_path)
+    assert prompts(load(name).train) == ["q0", "q1", "q2"]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
