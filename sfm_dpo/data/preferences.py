@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 from datasets import Dataset, Features, Json, Value, concatenate_datasets
 from datasets.fingerprint import Hasher
@@ -52,13 +53,21 @@ def load_pairs(config: Config, by: str | None = None) -> Pairs:
         train = train.shuffle(seed=args.seed).select(range(args.max_samples))
     splits = {"train": train}
     if args.eval_fraction and len(train):
-        held_out = round(len(train) * args.eval_fraction)
-        if not 1 <= held_out < len(train):
-            found = f"{held_out} of {len(train)} pairs would be held out"
-            raise UserError(f"eval_fraction {args.eval_fraction:g}: {found}; change it, or use more pairs")
-        split = train.train_test_split(test_size=held_out, seed=args.seed)
-        splits = {"train": split["train"], HELD_OUT: split["test"]}
+        splits = _split_by_prompt(train, args.eval_fraction, args.seed)
     return replace(pairs, splits=splits, dropped_rows=pairs.dropped_rows + filtered)
+
+
+def _split_by_prompt(pairs: Dataset, fraction: float, seed: int) -> dict[str, Dataset]:
+    """`pairs` in random order; HELD_OUT has the prompts of the first pairs, until it holds `fraction` of all pairs."""
+    drawn = np.random.default_rng(seed).permutation(len(pairs))  # as `train_test_split` of datasets
+    keys = pairs.select_columns("prompt_key").to_pandas()["prompt_key"].iloc[drawn]
+    sizes = keys.value_counts(sort=False)  # by prompt, in the order drawn
+    held_out = sizes.index[sizes.cumsum() - sizes < round(len(pairs) * fraction)]
+    is_held_out = keys.isin(held_out).to_numpy()
+    if not 0 < is_held_out.sum() < len(pairs):
+        found = f"{is_held_out.sum()} of {len(pairs)} pairs would be held out, of {len(sizes)} prompts"
+        raise UserError(f"eval_fraction {fraction:g}: {found}; change it, or use more pairs")
+    return {"train": pairs.select(drawn[~is_held_out]), HELD_OUT: pairs.select(drawn[is_held_out])}
 
 
 def read_pairs(

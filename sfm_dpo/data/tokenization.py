@@ -105,7 +105,7 @@ def tokenize_splits(texts: Pairs, tokenizer: PreTrainedTokenizerBase, **options:
     for name, split in texts.splits.items():
         splits[name], unusable = tokenize_pairs(split, tokenizer, **options)
         dropped += unusable
-    return TokenPairs(splits, texts.sources, texts.rows, dropped)
+    return TokenPairs(splits, texts.sources, texts.rows, dropped, texts)
 
 
 @explain_cache_errors()

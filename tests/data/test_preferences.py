@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 
 import datasets
 import numpy as np
@@ -177,6 +178,39 @@ def test_max_samples_and_held_out_split_are_seeded_and_disjoint(write_rows):
     assert len(run("--max_samples", "999")[0]) == 50
     with pytest.raises(UserError, match=r"eval_fraction 0\.001: 0 of 50 pairs would be held out"):
         run("--eval_fraction", "0.001")
+
+
+def test_a_prompt_is_trained_or_held_out_but_not_both(write_rows, tiny_folder):
+    rows = [row | {"chosen": f"{i}"} for i in range(5) for row in numbered(20) * (i % 2 + 1)]
+    path = write_rows("repeated.jsonl", rows)
+    argv = ["--dataset_name", path, "--model_name_or_path", tiny_folder("llama"), "--eval_fraction", 0.2]
+    config = parse_config([str(word) for word in argv], training=False)
+    texts = load_pairs(config)
+    trained, held_out = (set(prompts(split)) for split in texts.splits.values())
+    assert not trained & held_out and len(trained | held_out) == 20
+    assert [len(split) for split in texts.splits.values()] == [112, 28]
+    assert re.search(
+        r"pairs held out: eval +28\n +prompts held out: eval +4$", load_token_pairs(config, tiny_tokenizer()).table()
+    )
+    with pytest.raises(UserError, match=r"0\.5: 7 of 7 pairs would be held out, of 1 prompts"):
+        load(write_rows("one.jsonl", [row for row in rows if row["prompt"] == "q0"]), "--eval_fraction", "0.5")
+
+
+def test_max_dropped_fraction_of_a_sample(write_rows, tiny_folder):
+    """Most rows are not looked at, so they do not count as good."""
+    rows = [*numbered(150), *({**row, "prompt": "word " * 200} for row in numbered(50))]
+    argv = ["--dataset_name", write_rows("long.jsonl", [*rows, EMPTY]), "--model_name_or_path", tiny_folder("llama")]
+    argv += ["--max_length", 64, "--max_samples", 20]
+
+    def read(*more):
+        config = parse_config([str(word) for word in (*argv, *more)], training=False)
+        return load_token_pairs(config, tiny_tokenizer())
+
+    with pytest.raises(UserError, match=r": [1-9] of 20 rows cannot be used \([1-9] x prompt leaves no room"):
+        read()
+    pairs = read("--max_dropped_fraction", "0.9")
+    assert re.search(r"drawn from the usable pairs \(max_samples, fraction\) +20\n", pairs.table())
+    assert "drawn" not in read("--max_samples", 999, "--max_dropped_fraction", "0.9").table()
 
 
 def test_mixture_with_fractions(write_rows, tmp_path):
