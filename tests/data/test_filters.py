@@ -17,6 +17,7 @@ FAULTY = [  # (check, answer)
     ("cut", PROSE + "\n```python\nprint(1)\n"),
     ("role_tag", "Yes.<|im_end|>\n<|im_start|>user\nAnd now?"),
     ("role_tag", "Yes.\n\nHuman: and now?"),
+    ("role_tag", " Assistant: yes."),
     ("bad_think", "<think>\n\n</think>\nYes."),
     ("bad_think", "<think>Let me see. It is"),
 ]

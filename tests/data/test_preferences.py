@@ -3,11 +3,14 @@
 import errno
 import json
 import re
+from datetime import date
+from decimal import Decimal
 
 import datasets
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset, Features, Image, concatenate_datasets
 
 from sfm_dpo.common.errors import DiskFull, UserError
 from sfm_dpo.config import parse_config
@@ -29,6 +32,22 @@ PLAIN = ([Q], [A], [B])
 WITH_SYSTEM = ([S, Q], [A], [B])
 CALL = assistant("", tool_calls=[{"name": "f"}])
 RESULT = {"role": "tool", "content": "7"}
+# As Arrow stores calls with different arguments; the second has its arguments as JSON text
+ADDS = assistant(
+    "",
+    tool_calls=[
+        {"id": None, "function": {"name": "add", "arguments": {"x": 1, "city": None, "y": [None, {"z": None}]}}},
+        {"id": "1", "function": {"name": "look", "arguments": '{"city": "Köln"}'}},
+    ],
+)
+ADDED = assistant(
+    "",
+    tool_calls=[
+        {"function": {"name": "add", "arguments": {"x": 1, "y": [None, {}]}}},
+        {"id": "1", "function": {"name": "look", "arguments": {"city": "Köln"}}},
+    ],
+)
+THOUGHT = assistant("a", thinking="t", reasoning_content="r")
 
 
 def mixture(tmp_path, entries, *cli):
@@ -52,6 +71,10 @@ def mixture(tmp_path, entries, *cli):
         (("q: ", "a", "b"), ("q: ", "a", "b")),
         (("q", [A], [assistant("b", name=None)]), PLAIN),  # keys that are None
         (("q", [CALL | {"content": None}], [B]), ([Q], [CALL], [B])),
+        (("q", [assistant([{"type": "text", "text": "a", "image": None}])], [B]), PLAIN),
+        (("q", [assistant("", tool_calls='[{"name": "f"}]')], [B]), ([Q], [CALL], [B])),
+        (("q", [ADDS], [B]), ([Q], [ADDED], [B])),
+        (("q", [assistant("a", thinking="t", reasoning_content="r")], [B]), ([Q], [THOUGHT], [B])),
         (("q", [CALL, RESULT, A], [B]), ([Q], [CALL, RESULT, A], [B])),  # a response of several turns
     ],
 )
@@ -64,7 +87,7 @@ def test_shapes(row, expected):
     [
         (("q", 5, 6), "malformed"),
         (("q", [{"from": "gpt", "value": "a"}], [{"from": "gpt", "value": "b"}]), "malformed"),
-        (("q", [assistant([{"type": "text", "text": "a"}])], [B]), "malformed"),  # parts
+        (("q", [assistant([{"type": "image", "image": "x"}])], [B]), "malformed"),
         (("q", [assistant(3)], [B]), "malformed"),
         ((None, [A], [B]), "malformed"),  # no prompt anywhere
         (("q", [user("a")], [B]), "last_turn_not_assistant"),
@@ -114,8 +137,25 @@ def test_text_stays_text_whatever_its_neighbours_are(write_rows, name):
     rows = [{"prompt": text, "chosen": text, "rejected": "no"} for text in JSON_LIKE]
     rows += [PAIR | {"prompt": text, "chosen": [assistant(text)]} for text in JSON_LIKE]
     pairs = load(write_rows(name, rows + NEIGHBOURS), "--max_dropped_fraction", "1")
-    assert pairs.dropped == {"malformed": 2}
+    assert pairs.dropped == {"malformed": 1}
     assert pairs.train["chosen"][: len(rows)] == [*JSON_LIKE, *([assistant(text)] for text in JSON_LIKE)]
+
+
+def test_dates_decimals_and_bytes_become_text_and_other_columns_are_not_decoded(tmp_path):
+    at = {"content": date(2024, 1, 2), "score": Decimal("1.5")}
+    row = {"prompt": b"q", "chosen": [A | at], "rejected": [B | at | {"content": date(2024, 1, 3)}], "tools": [at]}
+    rows = Dataset.from_list([row, row | {"prompt": b"\xff"}])
+    image = Dataset.from_dict({"image": [{"bytes": b"no image"}] * 2}, features=Features({"image": Image()}))
+    concatenate_datasets([rows, image], axis=1).to_parquet(tmp_path / "pairs.parquet")
+    pairs = load(tmp_path / "pairs.parquet", "--max_dropped_fraction", 1)
+    assert pairs.dropped == {"malformed": 1}
+    assert pairs.train[0]["prompt"] == [Q] and json.loads(pairs.train[0]["template"])["tools"][0]["score"] == "1.5"
+    assert pairs.train[0]["chosen"] == [assistant("2024-01-02", score="1.5")]
+
+
+def test_calls_that_are_not_json_are_counted(write_rows):
+    rows = [PAIR, PAIR | {"chosen": [assistant("", tool_calls="add(2)")]}]
+    assert load(write_rows("calls.jsonl", rows), "--max_dropped_fraction", 1).dropped == {"malformed": 1}
 
 
 EMPTY = PAIR | {"chosen": [assistant("")]}
