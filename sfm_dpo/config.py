@@ -52,7 +52,9 @@ class TrainConfig(DPOConfig):
     dataset_config: str | None = HfArg(default=None, help="Configuration name of a Hub dataset.")
     dataset_train_split: str = HfArg(default="train", help="Split to train on.")
     max_samples: int | None = HfArg(default=None, help="Use a random sample of this many pairs, drawn with `seed`.")
-    eval_fraction: float = HfArg(default=0.0, help="Share of the pairs held out for evaluation, drawn with `seed`.")
+    eval_fraction: float = HfArg(
+        default=0.0, help="Share of the pairs held out for evaluation, by prompt, drawn with `seed`."
+    )
     eval_datasets: str | None = HfArg(default=None, help="More held-out sets: {math: m.jsonl, code: {path: org/set}}.")
     max_prompt_length: int | None = HfArg(default=None, help="Keep only the last tokens of a longer prompt.")
     overlong: Literal["truncate", "drop", "error"] = HfArg(default="truncate", help="Pairs beyond max_length.")
