@@ -13,7 +13,7 @@ from trl import DPOTrainer
 from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.config import Config
 from sfm_dpo.data.sampler import ORDER_VERSION
-from sfm_dpo.model.loading import load_model
+from sfm_dpo.model.loading import identify_model, load_model
 from sfm_dpo.run.checkpoint import COMPLETE, mark_complete, rotate
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class CompleteCheckpoints(DPOTrainer):
             "launch": f"ZeRO-{self.zero_stage}" if self.zero_stage else launch,
             "train_tokens": self.train_tokens,
             "order_version": ORDER_VERSION,
+            **{part.model_field: identify_model(part) for part in self.config.parts},
         }
 
     # Upstream: transformers 5.23, trainer.py, Trainer.save_model: writes no model under FSDP with SHARDED_STATE_DICT
