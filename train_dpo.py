@@ -36,7 +36,7 @@ from sfm_dpo.hub.publish import check_push, push_finished
 from sfm_dpo.jobs.eval_command import Evaluations
 from sfm_dpo.jobs.training_run import Run, report
 from sfm_dpo.model.loading import identify_models, load_model_config
-from sfm_dpo.model.sharding import checkpoint_bytes, disable_deepspeed_shm
+from sfm_dpo.model.sharding import checkpoint_bytes, disable_deepspeed_shm, load_only_tensors
 from sfm_dpo.run.checkpoint import (
     check_best,
     check_disk,
@@ -63,6 +63,7 @@ log = logging.getLogger("sfm_dpo")
 def main(argv: list[str]) -> int:
     """Runs and returns the exit code; however the run ends, unless it is killed, status.json says so."""
     disable_deepspeed_shm()  # before parse_config, in which Transformers makes the process group
+    load_only_tensors()
     with Run() as run:
         config = parse_config(argv)
         evaluations = Evaluations(config.train)

@@ -38,6 +38,17 @@ def disable_deepspeed_shm() -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+def load_only_tensors() -> None:
+    """Makes `torch.load` refuse what could run code: DeepSpeed 0.19 loads its files in a checkpoint as any pickle."""
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    if launched_with() == "zero":
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+
+        torch.serialization.add_safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address])
+
+
 # Upstream: deepspeed 0.19, runtime/zero/partition_parameters.py, free_param: replaces a parameter by an empty tensor;
 # its full size and shape are only in its attributes ds_numel and ds_shape.
 # Canary: test_canary_zero3_parameter
