@@ -233,7 +233,7 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     check_fields(namespace, world_size, training)
     pairs_at_once = namespace.per_device_train_batch_size * world_size
     namespace.gradient_accumulation_steps = namespace.global_batch_size // pairs_at_once
-    if namespace.hub_token:  # Trainer pickles its arguments into training_args.bin, in every checkpoint
+    if namespace.hub_token:  # trackers record the arguments
         os.environ["HF_TOKEN"] = namespace.hub_token
         namespace.hub_token = None
     if namespace.dataset_num_proc:  # more processes than cores only take memory

@@ -18,6 +18,7 @@ from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlu
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset, load_dataset
 from datasets.fingerprint import get_temporary_cache_files_directory
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.runtime.zero.partition_parameters import free_param
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from peft import LoraConfig, get_peft_model
@@ -168,6 +169,11 @@ def test_canary_num_tokens(tmp_path):
     trainer.train(resume_from_checkpoint=True)
     before, after = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry][-2:]
     assert after < before
+
+
+def test_canary_tied_weights():
+    cloned = clone_tensors_for_torch_save(tiny_model("llama", tie_word_embeddings=True, **SMALL).state_dict())
+    assert cloned["lm_head.weight"].data_ptr() != cloned["model.embed_tokens.weight"].data_ptr()
 
 
 def test_canary_torch_compile(tmp_path):
