@@ -17,10 +17,11 @@ sfm_dpo.setup()
 
 import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback
+from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
 
 from sfm_dpo.common.distributed import is_main_process, main_process_first
 from sfm_dpo.common.errors import PreflightDone, StopRequested
@@ -59,16 +60,22 @@ from sfm_dpo.train.trainer import SFMDPOTrainer, build_sampler
 log = logging.getLogger("sfm_dpo")
 
 
-def main(argv: list[str]) -> int:
-    """Runs and returns the exit code; however the run ends, unless it is killed, status.json says so."""
+def main(
+    argv: list[str], trainer_class: type[SFMDPOTrainer] = SFMDPOTrainer, callbacks: Sequence[TrainerCallback] = ()
+) -> int:
+    """Runs and returns the exit code; however the run ends, unless it is killed, status.json says so.
+
+    `trainer_class` (for another loss) and `callbacks` are for own scripts (docs/extending.md).
+    """
     disable_deepspeed_shm()  # before parse_config, in which Transformers makes the process group
     with Run() as run:
         config = parse_config(argv)
         evaluations = Evaluations(config.train)
         if run.begin(config):
             pairs, tokenizer, settings, checkpoint = load(config)
-            trainer = build_trainer(config, settings, pairs, tokenizer, run.position)
-            trainer.add_callback(evaluations)
+            trainer = build_trainer(config, settings, pairs, tokenizer, run.position, trainer_class)
+            for callback in (evaluations, *callbacks):
+                trainer.add_callback(callback)
             add_reference(trainer)
             check(config, trainer, checkpoint)
             train(config, trainer, checkpoint)
@@ -117,10 +124,15 @@ def load(config: Config) -> tuple[TokenPairs, PreTrainedTokenizerBase, Settings,
 
 
 def build_trainer(
-    config: Config, settings: Settings, pairs: TokenPairs, tokenizer: PreTrainedTokenizerBase, position: Position
+    config: Config,
+    settings: Settings,
+    pairs: TokenPairs,
+    tokenizer: PreTrainedTokenizerBase,
+    position: Position,
+    trainer_class: type[SFMDPOTrainer],
 ) -> SFMDPOTrainer:
     """Loads the model, and packs it if the configuration asks for that."""
-    trainer = SFMDPOTrainer(
+    trainer = trainer_class(
         config,
         settings,
         train_dataset=pairs.train,

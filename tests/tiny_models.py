@@ -81,7 +81,10 @@ def tiny_config(architecture: str, **overrides) -> PreTrainedConfig:
         # For their recipes
         "olmo2": (Olmo2Config, {}),
         "apertus": (ApertusConfig, {"num_key_value_heads": 2}),
-        "smollm3": (SmolLM3Config, {"num_key_value_heads": 2, "no_rope_layer_interval": 2, "tie_word_embeddings": True}),
+        "smollm3": (
+            SmolLM3Config,
+            {"num_key_value_heads": 2, "no_rope_layer_interval": 2, "tie_word_embeddings": True},
+        ),
         "olmo_hybrid": (OlmoHybridConfig, {"num_key_value_heads": 4}),  # see tests/model/test_hybrid.py
         "olmoe": (
             OlmoeConfig,

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sfm_dpo.common.distributed import broadcast, is_main_process
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 
 ATTENTION = {"full_attention", "sliding_attention"}
@@ -104,6 +105,8 @@ def blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
 def zero_config(launch: str) -> dict[str, Any]:
     """`zero_optimization` in a launcher's DeepSpeed file; empty for FSDP2."""
     file = LAUNCHES[launch]
+    if file and not (PROJECT / file).is_file():  # installed without -e
+        raise UserError(f"{PROJECT / file}: does not exist; work in a checkout, or install it with pip install -e .")
     return json.loads((PROJECT / file).read_text())["zero_optimization"] if file else {}
 
 
