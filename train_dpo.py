@@ -17,10 +17,11 @@ sfm_dpo.setup()
 
 import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback
+from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
 
 from sfm_dpo.common.distributed import is_main_process, main_process_first
 from sfm_dpo.common.errors import PreflightDone, StopRequested
@@ -60,8 +61,13 @@ from sfm_dpo.train.trainer import SFMDPOTrainer, build_sampler
 log = logging.getLogger("sfm_dpo")
 
 
-def main(argv: list[str]) -> int:
-    """Runs and returns the exit code; however the run ends, unless it is killed, status.json says so."""
+def main(
+    argv: list[str], trainer_class: type[SFMDPOTrainer] = SFMDPOTrainer, callbacks: Sequence[TrainerCallback] = ()
+) -> int:
+    """Runs and returns the exit code; however the run ends, unless it is killed, status.json says so.
+
+    `trainer_class` (for another loss) and `callbacks` are for own scripts (docs/extending.md).
+    """
     disable_deepspeed_shm()  # before parse_config, in which Transformers makes the process group
     load_only_tensors()
     with Run() as run:
@@ -71,8 +77,9 @@ def main(argv: list[str]) -> int:
             checkpoint = find_start(config.train)
             config = identify_models(config, read_model_ids(checkpoint))
             pairs, tokenizer, settings = load(config, checkpoint)
-            trainer = build_trainer(config, settings, pairs, tokenizer, run.position)
-            trainer.add_callback(evaluations)
+            trainer = build_trainer(config, settings, pairs, tokenizer, run.position, trainer_class)
+            for callback in (evaluations, *callbacks):
+                trainer.add_callback(callback)
             add_reference(trainer)
             check(config, trainer, checkpoint)
             train(config, trainer, checkpoint)
@@ -123,10 +130,15 @@ def load(config: Config, checkpoint: Path | None) -> tuple[TokenPairs, PreTraine
 
 
 def build_trainer(
-    config: Config, settings: Settings, pairs: TokenPairs, tokenizer: PreTrainedTokenizerBase, position: Position
+    config: Config,
+    settings: Settings,
+    pairs: TokenPairs,
+    tokenizer: PreTrainedTokenizerBase,
+    position: Position,
+    trainer_class: type[SFMDPOTrainer],
 ) -> SFMDPOTrainer:
     """Loads the model, and packs it if the configuration asks for that."""
-    trainer = SFMDPOTrainer(
+    trainer = trainer_class(
         config,
         settings,
         train_dataset=pairs.train,

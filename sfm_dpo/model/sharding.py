@@ -106,6 +106,8 @@ def blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
 def zero_config(launch: str) -> dict[str, Any]:
     """`zero_optimization` in a launcher's DeepSpeed file; empty for FSDP2."""
     file = LAUNCHES[launch]
+    if file and not (PROJECT / file).is_file():  # installed without -e
+        raise UserError(f"{PROJECT / file}: does not exist; work in a checkout, or install it with pip install -e .")
     return json.loads((PROJECT / file).read_text())["zero_optimization"] if file else {}
 
 
