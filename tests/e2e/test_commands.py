@@ -138,6 +138,8 @@ def test_script(project, line, monkeypatch, capsys):
     assert err.count("error: ") == bool(code), err
     if words[0] == "train_dpo.py" and "--help" not in words:
         assert is_trained(project, words)
+    if words[0] == "scripts/preflight.py":  # in a temporary folder
+        assert "report.html" not in out and "training /" not in out, out
     if words[0] == "scripts/generate.py":
         assert out.count("prompt: ") == out.count("base: ") == out.count("trained: ") == 2, out
     for option, file in itertools.pairwise(words):
