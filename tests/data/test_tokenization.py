@@ -287,7 +287,8 @@ OLMO3_CALLS = (
     "{% if m.get('function_calls', none) is not none %}{{ '<calls>' + m.function_calls + '</calls>' }}"
     "{% elif m.get('tool_calls', none) is not none %}{{ '<calls>' }}{% for call in m.tool_calls %}"
     "{{ call.function.name + '(' }}{% for key, value in call.function.arguments.items() %}"
-    "{{ key ~ '=' ~ value | tojson }}{% endfor %}{{ ')' }}{% endfor %}{{ '</calls>' }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{{ key ~ '=' ~ value | tojson }}{% endfor %}{{ ')' }}{% endfor %}{{ '</calls>' }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # With the constructs of SmolLM 3's: tools among the template's arguments, the trained part marked
