@@ -47,7 +47,8 @@ from sfm_dpo.run.checkpoint import (
     read_best,
     step_of,
 )
-from sfm_dpo.run.folder import DATA, State, describe, read_mapping, write_status
+from sfm_dpo.run.files import read_file
+from sfm_dpo.run.folder import DATA, State, describe, write_status
 from sfm_dpo.run.reader import eval_prefix
 from sfm_dpo.train.callbacks import Position, ProgressLine, StopCallback
 from sfm_dpo.train.frozen_model import frozen_model
@@ -102,7 +103,7 @@ def load(config: Config) -> tuple[TokenPairs, PreTrainedTokenizerBase, Settings,
     log.info(f"data\n{pairs.table()}")
     if checkpoint:  # before the model is loaded
         check_resume(checkpoint, {"train_tokens": hash_tokens(pairs.train)}, args.ignore_resume_mismatch)
-    before = read_mapping(Path(args.output_dir) / DATA).get("settings", {}) if checkpoint else {}
+    before = read_file(Path(args.output_dir) / DATA).get("settings", {}) if checkpoint else {}
     eval_on_start = bool(pairs.held_out()) and checkpoint is None  # held-out metrics before as well as after
     settings = decide_settings(config, pairs.train, model_config, before, eval_on_start)
     sampler = build_sampler(pairs.train, args, settings.micro_batch)
@@ -154,7 +155,7 @@ def check(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
     log.info(f"the largest micro-batch has {largest:,} tokens{where}")
     if is_main_process():
         data = Path(args.output_dir) / DATA
-        write_json(data, read_mapping(data) | trainer.describe_data())
+        write_json(data, read_file(data) | trainer.describe_data())
     if checkpoint:
         check_resume(checkpoint, trainer.resume_facts(), args.ignore_resume_mismatch)
         if args.load_best_model_at_end and (best := read_best(checkpoint)):

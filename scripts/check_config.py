@@ -15,7 +15,7 @@ import _setup  # noqa: F401  (first: finds the package, reads .env)
 import yaml
 
 from sfm_dpo.common.cli import command
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.config import parse_config
 from sfm_dpo.run.checkpoint import check_resume, newest_checkpoint, why_incomplete
 from sfm_dpo.run.folder import State, check_folder, read_state, read_status
@@ -26,11 +26,9 @@ def main(argv: list[str]) -> None:
     if len(argv) < 2 or not argv[1].isdecimal() or int(argv[1]) < 1:
         words = " ".join(argv[:2]) or "no arguments"
         raise UserError(f"{words}: give a launch configuration, the number of processes, then train_dpo.py's options")
-    try:
+    remedy = "give accelerate_config.yaml or a file of configs/accelerate"
+    with user_input(f"{argv[0]}: not a launch configuration of accelerate", remedy):
         launcher = yaml.safe_load(Path(argv[0]).read_text())["distributed_type"]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError) as error:
-        reason = f"not a launch configuration of accelerate ({type(error).__name__}: {error})"
-        raise UserError(f"{argv[0]}: {reason}; give accelerate_config.yaml or a file of configs/accelerate") from error
     os.environ[f"ACCELERATE_USE_{launcher}"] = "true"  # as the launcher does; dtype depends on it
     config = parse_config(argv[2:], world_size=int(argv[1]))
     run = config.train.output_dir

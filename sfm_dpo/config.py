@@ -24,7 +24,7 @@ from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, TrlParser, get_pef
 from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common import distributed
-from sfm_dpo.common.errors import UserError, nearest
+from sfm_dpo.common.errors import UserError, nearest, user_input
 from sfm_dpo.config_checks import LOSS_TYPES, check_fields, check_known
 
 
@@ -228,11 +228,9 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     if namespace.dataset_num_proc:  # more processes than cores only take memory
         namespace.dataset_num_proc = min(namespace.dataset_num_proc, len(os.sched_getaffinity(0)))
     namespace.report_to, tracking = resolve_report_to(namespace.report_to)
-    try:
+    with user_input("configuration"):
         get_peft_config(namespace)  # checks the LoRA fields
         train, model, data = parser.parse_dict(vars(namespace), allow_extra_keys=True)
-    except (ValueError, TypeError, AttributeError, ImportError, OSError) as error:
-        raise UserError(str(error)) from error
     target = model.lora_target_modules
     if isinstance(target, str) and target.isidentifier():  # TRL's form of a single name, a pattern to PEFT
         model.lora_target_modules = [target]
@@ -291,10 +289,8 @@ def read_nodes(path: str) -> dict[str, yaml.Node]:
     """The top level of a recipe, as nodes that keep scalars as written: YAML reads `no` as false and 1e-6 as text."""
     if not Path(path).is_file():
         raise UserError(f"--config {path}: no such file")
-    try:
+    with user_input(f"{path} is not valid YAML"):
         root = yaml.compose(Path(path).read_text(), yaml.SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path} is not valid YAML: a recipe is a mapping such as 'beta: 5'")
     nodes: dict[str, yaml.Node] = {}
@@ -310,10 +306,8 @@ def read_value(node: yaml.Node, action: argparse.Action, where: str) -> Any:
     if action.nargs == "+":
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
         to_type: Any = action.type
-        try:
+        with user_input(where):
             return [to_type(item.value) for item in items]
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{where}: {error}") from error
     if isinstance(node, yaml.SequenceNode):
         raise UserError(f"{where} is a list; it takes one value")
     text = node.value if isinstance(node, yaml.ScalarNode) else json.dumps(_construct(node), default=str)
@@ -334,10 +328,8 @@ def set_environment(variables: Any, recipe: str) -> None:
 
 def check_mixture(datasets: Any, recipe: str) -> list[dict]:
     """A recipe's `datasets`: mappings that hold the fields of TRL's DatasetConfig, each with a path."""
-    try:
+    with user_input(f"{recipe}: datasets must be a list of mappings, each with a path"):
         fractions = [DatasetConfig(**entry).fraction for entry in datasets]
-    except TypeError as error:
-        raise UserError(f"{recipe}: datasets must be a list of mappings, each with a path: {error}") from error
     if any(fractions) and not all(fractions):
         raise UserError(f"{recipe}: datasets: fraction {fractions} must be above 0 in all entries or in none")
     return datasets

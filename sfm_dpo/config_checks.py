@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.utils import is_flash_attn_2_available
 
-from sfm_dpo.common.errors import UserError, nearest
+from sfm_dpo.common.errors import UserError, nearest, user_input
 
 LOSS_TYPES = (
     "sigmoid sigmoid_norm hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down "
@@ -199,15 +199,12 @@ def check_known(field: str, name: Any, known: Iterable[str]) -> None:
 def read_eval_sets(text: str | None) -> dict[str, dict[str, str]]:
     """`eval_datasets` as a mapping from each set's name to its `path` and, if given, its `name` and `split`."""
     sets = {}
-    try:
+    example = "{math: math.jsonl, code: {path: org/set, split: test}}"
+    remedy = f"no set is called {HELD_OUT} or train"
+    with user_input(f"eval_datasets {text}: must be a mapping of names to sets, such as {example}", remedy):
         for name, entry in json.loads(text or "{}").items():
             sets[name] = {"path": entry} if isinstance(entry, str) else dict(entry)
             good_name = re.fullmatch(r"[\w-]+", name) and name not in (HELD_OUT, "train")
             if not good_name or "path" not in sets[name] or sets[name].keys() - {"path", "name", "split"}:
                 raise ValueError(f"{name}: {entry}")
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"eval_datasets {text}: must be a mapping of names to sets, such as {{math: math.jsonl, code: {{path: "
-            f"org/set, split: test}}}}; no set is called {HELD_OUT} or train ({error})"
-        ) from error
     return sets

@@ -5,18 +5,21 @@ import logging
 import os
 import signal
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from sfm_dpo.common.distributed import is_main_process, main_process_first
-from sfm_dpo.common.errors import DiskFull, Interrupted, ResumeRefused, RunEnd, StopRequested
-from sfm_dpo.common.files import write_json
+from sfm_dpo.common.errors import DiskFull, Interrupted, ResumeRefused, RunEnd, StopRequested, UserError
+from sfm_dpo.common.files import write_atomically, write_json
+from sfm_dpo.common.secrets import mask
 from sfm_dpo.config import Config
 from sfm_dpo.report.model_card import CARD, write_model_card
 from sfm_dpo.report.page import REPORT, format_summary, write_report
 from sfm_dpo.run.checkpoint import clear_stop, newest_checkpoint, step_of
 from sfm_dpo.run.folder import (
+    ERROR,
     RESOLVED_CONFIG,
     STATUS,
     State,
@@ -71,6 +74,7 @@ class Run:
             return False
         self.folder = folder
         self.before = read_status(folder)
+        (folder / ERROR).unlink(missing_ok=True)
         if not (folder / RESOLVED_CONFIG).is_file():  # without it, the folder is empty until the data are read
             write_status(folder, State.RUNNING, message="loading")
         self.watchdog = Watchdog(folder, config.train.hang_timeout, self.position)
@@ -99,6 +103,8 @@ class Run:
         try:
             if end:
                 self._close(end)
+                if end is not error or end.__cause__:
+                    self._keep_traceback(error)
             elif error and folder and folder.is_dir() and not has_failed(folder):
                 if message := message_of_rank(folder, "".join(traceback.format_exception_only(error)).strip()):
                     write_status(folder, State.FAILED, 1, message, any_rank=True)
@@ -114,14 +120,15 @@ class Run:
 
     def _explain(self, error: BaseException) -> RunEnd | None:
         """The end that an exception means; None for a crash."""
+        cause = error.__cause__ if isinstance(error, RunEnd) else error  # of user_input, or what it has wrapped
+        if cause and self.folder and (memory := explain_out_of_memory(cause, self.position, self.folder)):
+            return memory
         if isinstance(error, RunEnd):
             return error
         if self.folder is None:
             return None
         if isinstance(error, KeyboardInterrupt):
             return Interrupted(f"interrupted at step {self.position.step}")
-        if memory := explain_out_of_memory(error, self.position, self.folder):
-            return memory
         if isinstance(error, OSError) and error.errno in UNWRITABLE:
             where = error.filename or self.folder
             return DiskFull(f"{where}: {error.strerror}; free space, and run the same command again to resume")
@@ -158,6 +165,12 @@ class Run:
             if not isinstance(end, Interrupted):
                 report(self.folder)
 
+    def _keep_traceback(self, error: BaseException | None) -> None:
+        """Writes error.txt, beside a status.json that says failed: its line does not say where it happened."""
+        if self.folder and has_failed(self.folder):
+            with suppress(OSError):  # the disk may be full
+                write_atomically(self.folder / ERROR, mask("".join(traceback.format_exception(error))))
+
 
 def handle_interrupts(how: signal.Handlers) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -171,6 +184,6 @@ def report(run: Path) -> None:
             write_report(run)
             if read_state(run).has_model:
                 write_model_card(run)
-        except OSError as error:  # a full disk must not make a trained run fail
+        except (OSError, UserError) as error:  # a full disk must not make a trained run fail
             log.info(f"report not written: {error}; write it later with python -m sfm_dpo.report.page {run}")
         log.info(f"result\n{format_summary(run)}")

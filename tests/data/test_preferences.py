@@ -222,7 +222,7 @@ def test_a_folder_is_the_sum_of_its_files_but_not_of_hidden_ones(write_rows, tmp
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("empty.jsonl", b"\n \n", "empty.jsonl: holds no rows"),
+        ("empty.jsonl", b"\n \n", "empty.jsonl: cannot be read: .* no data!; check"),
         ("null.jsonl", b"null\n", "null.jsonl: line 1: not a JSON object"),
         ("bad.jsonl", b'{"chosen": "a", "rejected": "b"}\n\n{"chosen": \n', "bad.jsonl: line 3: Expecting value"),
         ("bad.json", b'[{"chosen": "a"},\n{"chosen": }]', "bad.json: Expecting value: line 2"),

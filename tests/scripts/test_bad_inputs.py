@@ -143,7 +143,7 @@ CASES = {
         (f"{RUN} {{kit}}/runs/no_weights --output_dir {{out}}", "no_weights: holds no safetensors"),
     ],
     "sweep": [  # grids: tests/jobs/test_sweep.py
-        ("{kit}/nowhere.yaml", "nowhere.yaml: not a grid ([Errno 2]", "give recipe, output_dir and fields"),
+        ("{kit}/nowhere.yaml", "nowhere.yaml: not a grid: FileNotFoundError", "give recipe, output_dir and fields"),
     ],
     "evaluate": [
         (RUN, "run: nothing to evaluate; give --tasks or, without --out, --pairs"),
@@ -170,7 +170,7 @@ CASES = {
     "train_dpo": [
         ("--config {kit}/noise.yaml", "noise.yaml is not valid YAML"),
         (f"{TRAIN} --dataset_name {{kit}}/folder.json", "folder.json: give .json, .jsonl or .parquet files"),
-        (f"{TRAIN} --dataset_name {{kit}}/cut.jsonl", "cut.jsonl: cannot be read: Compressed file ended"),
+        (f"{TRAIN} --dataset_name {{kit}}/cut.jsonl", "cut.jsonl: cannot be read: EOFError: Compressed file ended"),
         (f"{TRAIN} --dataset_name {{kit}}/half.jsonl", "half.jsonl: line 9: ", "surrogates not allowed"),
         (f"{TRAIN} --dataset_name {{kit}}/deep.jsonl", "deep.jsonl: line 1: maximum recursion depth"),
         (f"{TRAIN} --model_name_or_path /nope", "model_name_or_path /nope: no such folder"),
