@@ -26,11 +26,12 @@ from sfm_dpo.common.distributed import is_main_process, main_process_first
 from sfm_dpo.common.errors import PreflightDone, StopRequested
 from sfm_dpo.common.files import write_json
 from sfm_dpo.config import Config, parse_config
+from sfm_dpo.config_checks import check_length_of_run
 from sfm_dpo.data.pairs import TokenPairs
 from sfm_dpo.data.tokenization import hash_tokens, load_token_pairs, load_tokenizer
 from sfm_dpo.health.guard import add_guard
 from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
-from sfm_dpo.health.preflight import check_reference, check_vocabulary, preflight_phase
+from sfm_dpo.health.preflight import check_positions, check_reference, check_vocabulary, preflight_phase
 from sfm_dpo.hub.callback import PushCheckpoints
 from sfm_dpo.hub.publish import check_push, push_finished
 from sfm_dpo.jobs.eval_command import Evaluations
@@ -86,7 +87,8 @@ def main(argv: list[str]) -> int:
 def load(config: Config) -> tuple[TokenPairs, PreTrainedTokenizerBase, Settings, Path | None]:
     """The tokenised pairs, the tokenizer, the settings, and the checkpoint that the run resumes from, or None."""
     args = config.train
-    log.info(config.tracking)
+    for note in config.notes:
+        log.info(note)
     model_config = load_model_config(config)  # first: a wrong path costs a second, not a download
     tokenizer = load_tokenizer(config)
     if args.ref_model_name_or_path:
@@ -100,6 +102,7 @@ def load(config: Config) -> tuple[TokenPairs, PreTrainedTokenizerBase, Settings,
         main_process_first(lambda: check_push(args, bool(checkpoint)) if is_main_process() else None)
     pairs = main_process_first(lambda: load_token_pairs(config, tokenizer))
     check_vocabulary(pairs.train, tokenizer, model_config.get_text_config().vocab_size)
+    check_positions(pairs.train, model_config.get_text_config(), args)
     log.info(f"data\n{pairs.table()}")
     if checkpoint:  # before the model is loaded
         check_resume(checkpoint, {"train_tokens": hash_tokens(pairs.train)}, args.ignore_resume_mismatch)
@@ -107,6 +110,7 @@ def load(config: Config) -> tuple[TokenPairs, PreTrainedTokenizerBase, Settings,
     eval_on_start = bool(pairs.held_out()) and checkpoint is None  # held-out metrics before as well as after
     settings = decide_settings(config, pairs.train, model_config, before, eval_on_start)
     sampler = build_sampler(pairs.train, args, settings.micro_batch)
+    check_length_of_run(args, len(sampler))
     if left_out := len(pairs.train) - len(sampler):
         which = "the last ones" if args.train_sampling_strategy == "sequential" else "drawn anew each epoch"
         log.info(f"{left_out} pairs do not fill a last batch of {args.global_batch_size} and are left out, {which}")
