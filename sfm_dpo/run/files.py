@@ -27,16 +27,18 @@ _ROW = {"task": str, "metric": str, "filter": str, "samples": int, "base": _SCOR
 _ROW |= {"difference": (int, float), "low": _NUMBER, "high": _NUMBER}
 _FINDING = {"reasons": [str], "verdict": str, "text": str}
 # By file, what its readers expect of a value: a type, a list or a mapping ({str: ...}: of any names), or a tuple of
-# alternatives. A file may lack a name of the top level, and hold more names than these at all levels.
+# alternatives. A file may lack a name of the top level, or one that may be None, and hold more names than these.
 SCHEMAS: dict[str, Any] = {
-    STATUS: {"state": str, "message": _TEXT, "step": _COUNT, "max_steps": _COUNT, "checkpoint": _TEXT, "job": _TEXT}
+    STATUS: {"state": str, "message": _TEXT, "step": _COUNT, "max_steps": _COUNT, "checkpoint": _TEXT}
+    | dict.fromkeys(("job", "task", "log"), _TEXT)
     | {"exit_code": _COUNT, "time": str, "files": ({str: int}, None), "pushed": _TEXT, "eta_seconds": _NUMBER}
     | {"loss": _NUMBER, "margin": _NUMBER, "pairs_per_second": _NUMBER}
     | {"best": ({"step": int, "metric": str, "value": (int, float), "better_base": _NUMBER}, None)},
     ENVIRONMENT: {"starts": [{"step": int}], "hangs": [{"job": _TEXT}], "versions": {str: _TEXT}, "gpus": [str]}
     | {"command": [str], "world_size": int, "git_commit": _TEXT, "wandb_run_id": str},
     DATA: {"sources": [str], "rows": int, "train": int, "eval": int, "eval_sets": {str: int}, "dropped": {str: int}}
-    | {"reference": {str: dict}, "settings": dict, "launch": str, "order": [str], "train_tokens": str},
+    | {"reference": {str: dict}, "settings": dict, "launch": str, "order": [str], "train_tokens": str}
+    | {"models": {str: _TEXT}},
     "preflight.json": _FINDING,
     "health.json": _FINDING,
     EVALUATION: {"benchmarks": [_ROW], "pairs": [{"source": str, "pairs": int}]},
@@ -45,7 +47,9 @@ SCHEMAS: dict[str, Any] = {
     PARENTS: [{"model": str, "weight": (int, float)}],
     RESOLVED_CONFIG: {"model_name_or_path": str, "loss_type": [str], "beta": (int, float), "max_steps": int}
     | {"learning_rate": (int, float), "warmup_steps": (int, float), "num_train_epochs": (int, float)},
-    "complete.json": {"files": {str: int}, "xxh3_128": {str: str}},
+    "submitted.json": {str: str},  # of a sweep
+    "complete.json": {"files": {str: int}, "xxh3_128": {str: str}, "model_name_or_path": str}
+    | {"ref_model_name_or_path": str},
 }
 
 
@@ -90,6 +94,6 @@ def _find_mismatch(value: Any, schema: Any, where: str = "the file", is_optional
         parts = [(item, schema[0], f"{where}[{number}]") for number, item in enumerate(value)]
     else:
         names = value if str in schema else [name for name in schema if name in value or not is_optional]
-        parts = [(value.get(name, ...), schema.get(name, schema.get(str)), name) for name in names]
+        parts = [(value.get(name), schema.get(name, schema.get(str)), name) for name in names]
     found = [_find_mismatch(*part, is_optional=False) for part in parts]
     return next(filter(None, found), "")

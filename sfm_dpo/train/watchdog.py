@@ -22,6 +22,7 @@ from sfm_dpo.common.files import now, write_json
 from sfm_dpo.run.checkpoint import newest_checkpoint
 from sfm_dpo.run.files import read_file
 from sfm_dpo.run.folder import ENVIRONMENT, State, write_status
+from sfm_dpo.run.lock import LOCK
 from sfm_dpo.train.callbacks import Position
 
 EXIT_CODE = 70
@@ -104,6 +105,7 @@ class Watchdog:
             hang |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID")}
             environment.setdefault("hangs", []).append(hang)
             write_json(self.run / ENVIRONMENT, environment)
+            (self.run / LOCK).unlink(missing_ok=True)  # rank 0, its owner, may be the one that is stuck
         time.sleep(2 * self.interval)  # lets the other ranks write their stacks before the launcher ends them
         os._exit(EXIT_CODE)
 
