@@ -162,8 +162,8 @@ FIELD_GROUPS = {
         max_length max_prompt_length truncation_mode max_dropped_fraction filter_script drop_duplicates
         drop_contaminated control_tokens overlong mask_tool_results dataset_num_proc""",
     "Objective and optimizer": """loss_type loss_weights beta label_smoothing allow_unnormalized_beta learning_rate
-        lr_scheduler_type warmup_steps num_train_epochs max_steps weight_decay max_grad_norm optim
-        router_aux_loss_coef""",
+        lr_scheduler_type lr_scheduler_kwargs warmup_steps num_train_epochs max_steps weight_decay max_grad_norm
+        optim router_aux_loss_coef""",
     "Batch, memory and speed": """global_batch_size per_device_train_batch_size per_device_eval_batch_size fit_memory
         memory_gib gradient_checkpointing padding_free prefix_sharing flash_attention precompute_ref_log_probs
         precompute_ref_batch_size train_sampling_strategy torch_compile bf16 use_cpu profile_steps""",

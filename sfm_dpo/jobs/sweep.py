@@ -108,7 +108,7 @@ def read_metrics(run: dict[str, Any]) -> dict[str, float]:
 
 
 def format_sweep(grid: Grid) -> str:
-    """The table, with one row for the runs that differ only in SEEDS. The best mean of `rank_by` comes first."""
+    """The table, with one row for the runs that differ only in SEEDS, ranked by `rank_by`."""
     states: dict[tuple, list[str]] = {}
     metric: dict[tuple, dict[tuple, float]] = {}  # `rank_by` of the runs that are done, by seed
     for folder, words in list_members(grid).items():
@@ -119,8 +119,10 @@ def format_sweep(grid: Grid) -> str:
         metrics = read_metrics(read_run(folder)) if state.has_model else {}
         if math.isfinite(to_float(metrics.get(grid.rank_by))):
             metric[setting][tuple(str(words.get(name)) for name in SEEDS)] = metrics[grid.rank_by]
-    sign = 1 if LOWER_IS_BETTER.search(grid.rank_by) else -1
-    ranked = sorted(metric, key=lambda setting: sign * mean(metric[setting].values() or [sign * math.inf]))
+    ranked = rank_settings(metric)
+    if not LOWER_IS_BETTER.search(grid.rank_by):
+        ranked.reverse()
+    ranked.sort(key=lambda setting: not metric[setting])
     best = metric[ranked[0]]
     rows = []
     for setting in ranked:
@@ -130,6 +132,23 @@ def format_sweep(grid: Grid) -> str:
         rows.append([*setting, format_mean([*values.values()]), format_mean(differences), ", ".join(counts)])
     names = [name for name in grid.fields if name not in SEEDS]
     return format_table(rows, [*names, grid.rank_by, "vs best", "runs"], indent=0)
+
+
+def rank_settings(metric: dict[tuple, dict[tuple, float]]) -> list[tuple]:
+    """The settings by rising mean, over the seeds, of the difference from the settings with the most seeds: the mean
+    of fewer seeds may be lower only because these seeds are."""
+    most = max(map(len, metric.values()))
+    level: dict[tuple, list[float]] = {}
+    for values in metric.values():
+        for seed, value in values.items():
+            if len(values) == most:
+                level.setdefault(seed, []).append(value)
+
+    def rise(setting: tuple) -> float:
+        differences = [value - mean(level.get(seed, [value])) for seed, value in metric[setting].items()]
+        return mean(differences or [0])
+
+    return sorted(metric, key=rise)
 
 
 def format_mean(values: list[float]) -> str:

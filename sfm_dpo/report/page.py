@@ -94,7 +94,8 @@ def format_summary(run: Path) -> str:
         rows.append(("message", status["message"]))
     for title, table in list_held_out(facts):
         rows.append(("held out", f"{title}, 95% interval in brackets"))
-        rows += [(f"  {row['metric']}", f"{row['before']} -> {row['after']}") for row in table]
+        for metric, *values in (row.values() for row in table):
+            rows.append((f"  {metric}", " -> ".join(values)))
     first, last = first_and_last(facts["log"], "loss")
     if first is not None:
         rows.append(("loss", f"training {first:.3f} -> {last:.3f}"))
@@ -154,7 +155,8 @@ def _format_steps(facts: dict[str, Any]) -> str:
 
 
 def list_held_out(facts: dict[str, Any]) -> list[tuple[str, list[dict[str, str]]]]:
-    """(name, rows) for eval_fraction and each set of eval_datasets: each metric's first and last value as text."""
+    """(name, rows) for eval_fraction and each set of eval_datasets: each metric's name and, as text, its values
+    `before` and `after`, without the one that was not evaluated."""
     tables = []
     sets = {"": facts["data"].get("eval", 0)} | facts["data"].get("eval_sets", {})
     for name, pairs in sets.items():
@@ -162,13 +164,15 @@ def list_held_out(facts: dict[str, Any]) -> list[tuple[str, list[dict[str, str]]
         entries = list_evaluations(facts, prefix)
         if not entries or not pairs:
             continue
+        sides = {"before" if entry["step"] == 0 else "after": entry for entry in entries}
         rows = []
         for metric, title in PAIR_METRICS.items():
-            before = format_metric(metric, to_float(entries[0].get(prefix + metric)), pairs)
-            after = format_metric(metric, to_float(entries[-1].get(prefix + metric)), pairs)
-            if metric == "rewards/accuracies" and entries[0]["step"] == 0:  # policy = reference: no answer has gained
-                before = "0.50, all ties"
-            rows.append({"metric": title, "before": before, "after": after})
+            row = {"metric": title}
+            for side, entry in sides.items():
+                row[side] = format_metric(metric, to_float(entry.get(prefix + metric)), pairs)
+            if metric == "rewards/accuracies" and "before" in row:  # policy = reference: no answer has gained
+                row["before"] = "0.50, all ties"
+            rows.append(row)
         tables.append((f"{pairs:,} pairs of {name}" if name else f"{pairs:,} held-out pairs", rows))
     return tables
 
