@@ -6,7 +6,6 @@ It works for a run in any state, even before its first step.
 """
 
 import dataclasses
-import math
 import re
 import shlex
 import sys
