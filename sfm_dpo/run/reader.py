@@ -14,7 +14,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import format_clock, format_table
 from sfm_dpo.common.secrets import mask_values
 from sfm_dpo.common.slurm import is_running, squeue_states
-from sfm_dpo.run.checkpoint import checkpoints, newest_checkpoint
+from sfm_dpo.run.checkpoint import checkpoints, newest_checkpoint, why_incomplete
 from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, STATUS, State, list_in, read_mapping
 from sfm_dpo.run.lock import LOCK, read_owner
 
@@ -33,7 +33,8 @@ _FORMS = {"pairs_per_second": ".2f", "loss": ".4f", "margin": "+.3f"}
 def read_run(run: Path) -> dict[str, Any]:
     """The content of a run's files, empty if absent or unreadable: `config`, and by stem those of `_MAPPINGS` and
     `_LISTS`; `log` (log_history of the newest trainer_state.json, then later entries of LOG and `read_evaluations`),
-    `steps`, `seconds` of training since the last start or None, and `checkpoints`. Raises UserError without files."""
+    `steps`, `seconds` of training since the last start or None, and the names of complete `checkpoints` and of
+    `incomplete` ones. Raises UserError without files."""
     facts = {"config": _read_file(run / RESOLVED_CONFIG, dict)}
     facts |= {Path(name).stem: _read_file(run / name, dict) for name in _MAPPINGS}
     facts |= {Path(name).stem: _read_file(run / name, list) for name in _LISTS}
@@ -53,7 +54,8 @@ def read_run(run: Path) -> dict[str, Any]:
         "log": log,
         "steps": max(state.get("global_step", 0), facts["status"].get("step") or 0),
         "seconds": runtimes[-1] if runtimes else None,
-        "checkpoints": [folder.name for folder in by_step],
+        "checkpoints": [folder.name for folder in by_step if why_incomplete(folder) is None],
+        "incomplete": [folder.name for folder in by_step if why_incomplete(folder)],
     }
 
 
