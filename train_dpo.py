@@ -17,10 +17,11 @@ sfm_dpo.setup()
 
 import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback
+from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
 
 from sfm_dpo.common.distributed import is_main_process, main_process_first
 from sfm_dpo.common.errors import PreflightDone, StopRequested
@@ -35,8 +36,8 @@ from sfm_dpo.hub.callback import PushCheckpoints
 from sfm_dpo.hub.publish import check_push, push_finished
 from sfm_dpo.jobs.eval_command import Evaluations
 from sfm_dpo.jobs.training_run import Run, report
-from sfm_dpo.model.loading import identify_models, load_model_config
-from sfm_dpo.model.sharding import checkpoint_bytes, disable_deepspeed_shm, load_only_tensors
+from sfm_dpo.model.loading import identify_models, load_model_config, meta_model
+from sfm_dpo.model.sharding import check_buckets, checkpoint_bytes, disable_deepspeed_shm, load_only_tensors
 from sfm_dpo.run.checkpoint import (
     check_best,
     check_disk,
@@ -60,8 +61,13 @@ from sfm_dpo.train.trainer import SFMDPOTrainer, build_sampler
 log = logging.getLogger("sfm_dpo")
 
 
-def main(argv: list[str]) -> int:
-    """Runs and returns the exit code; however the run ends, unless it is killed, status.json says so."""
+def main(
+    argv: list[str], trainer_class: type[SFMDPOTrainer] = SFMDPOTrainer, callbacks: Sequence[TrainerCallback] = ()
+) -> int:
+    """Runs and returns the exit code; however the run ends, unless it is killed, status.json says so.
+
+    `trainer_class` (for another loss) and `callbacks` are for own scripts (docs/extending.md).
+    """
     disable_deepspeed_shm()  # before parse_config, in which Transformers makes the process group
     load_only_tensors()
     with Run() as run:
@@ -71,8 +77,9 @@ def main(argv: list[str]) -> int:
             checkpoint = find_start(config.train)
             config = identify_models(config, read_model_ids(checkpoint))
             pairs, tokenizer, settings = load(config, checkpoint)
-            trainer = build_trainer(config, settings, pairs, tokenizer, run.position)
-            trainer.add_callback(evaluations)
+            trainer = build_trainer(config, settings, pairs, tokenizer, run.position, trainer_class)
+            for callback in (evaluations, *callbacks):
+                trainer.add_callback(callback)
             add_reference(trainer)
             check(config, trainer, checkpoint)
             train(config, trainer, checkpoint)
@@ -91,6 +98,8 @@ def load(config: Config, checkpoint: Path | None) -> tuple[TokenPairs, PreTraine
     args = config.train
     log.info(config.tracking)
     model_config = load_model_config(config)
+    if not config.model.use_peft:  # an adapter's tensors are small
+        check_buckets(args.deepspeed_plugin, meta_model(model_config))
     tokenizer = load_tokenizer(config)
     if args.ref_model_name_or_path:
         check_reference(config, tokenizer)
@@ -121,10 +130,15 @@ def load(config: Config, checkpoint: Path | None) -> tuple[TokenPairs, PreTraine
 
 
 def build_trainer(
-    config: Config, settings: Settings, pairs: TokenPairs, tokenizer: PreTrainedTokenizerBase, position: Position
+    config: Config,
+    settings: Settings,
+    pairs: TokenPairs,
+    tokenizer: PreTrainedTokenizerBase,
+    position: Position,
+    trainer_class: type[SFMDPOTrainer],
 ) -> SFMDPOTrainer:
     """Loads the model, and packs it if the configuration asks for that."""
-    trainer = SFMDPOTrainer(
+    trainer = trainer_class(
         config,
         settings,
         train_dataset=pairs.train,
@@ -146,8 +160,9 @@ def check(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
         check_disk(args.output_dir, size, peak_checkpoint_count(args, COLLAPSE_STEPS))
     settings = trainer.settings
     batch = f"{settings.micro_batch} x {settings.accumulation_steps} accumulation x {args.world_size} process(es)"
+    what = "checking" if args.preflight_only else f"training {args.output_dir}"
     log.info(
-        f"training {args.output_dir}: {len(trainer.train_dataset):,} pairs, global batch {args.global_batch_size} = "
+        f"{what}: {len(trainer.train_dataset):,} pairs, global batch {args.global_batch_size} = "
         f"{batch}, loss {'+'.join(args.loss_type)}, beta {args.beta:g}, lr {args.learning_rate:g}"
     )
     if args.padding_free:

@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
         raise UserError(f"{options.out}: is the dataset itself; choose another file")
     rows = load_rows(options.dataset, options.dataset_config, options.dataset_train_split)
     pairs = list(pair_rows(rows, options.dataset, options.by, options.score_margin))
-    lines = [json.dumps(pair) + "\n" for pair in pairs if pair]
+    lines = [json.dumps(pair, default=str) + "\n" for pair in pairs if pair]
     if not lines:
         raise UserError(
             f"--by {options.by}: no prompt of {options.dataset} has answers that differ; use another score"

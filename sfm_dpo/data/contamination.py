@@ -17,7 +17,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.json_rows import COLUMN
 from sfm_dpo.data.pairs import PARTS
 from sfm_dpo.data.preferences import read_text
-from sfm_dpo.data.sources import LOCAL_FORMATS, load_any
+from sfm_dpo.data.sources import load_rows
 
 NGRAM = 13
 COMMON_ROWS = 10
@@ -33,15 +33,10 @@ def read_evaluation_texts(name: str) -> list[str]:
     if name.count("/") == 2 and not Path(name).exists():
         path, _, config = name.rpartition("/")
     try:
-        if file_format := LOCAL_FORMATS.get(Path(name).suffix):
-            splits = load_any(file_format, data_files=name)
-        else:
-            splits = load_any(path, config)
-    except UserError as error:  # of json_rows.py
-        raise UserError(f"--against {name}: {error}") from error
-    except Exception as error:  # from the Hub, pyarrow or the builder
-        reason = error.__cause__ or error
-        raise UserError(f"--against {name}: cannot be read: {reason}; give a file, a folder or a Hub id") from error
+        splits = load_rows(path, config, split=None)
+    except UserError as error:
+        reason = str(error).removeprefix(f"dataset_name {path}: ")
+        raise UserError(f"--against {name}: {reason}") from error
     rows = splits["test"] if "test" in splits else concatenate_datasets(list(splits.values()))
     values = map(json.loads, rows[COLUMN]) if COLUMN in rows.column_names else rows
     return ["\n".join(_list_texts(row)) for row in values]

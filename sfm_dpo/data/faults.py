@@ -21,7 +21,7 @@ LONG_ANSWER = 200  # characters: titles, names, formulas and one-line answers ne
 LONG_LINE = 60  # characters of a last line that is prose: items of lists and signatures are shorter
 _ROLE_TAG = re.compile(
     r"<\|(?:im_start|im_end|user|assistant|system|eot_id|start_header_id|end_header_id|endoftext)\|>|"
-    r"<</?SYS>>|\[/?INST\]|^(?:Human|Assistant|### (?:Instruction|Response)):",
+    r"<</?SYS>>|\[/?INST\]|^ *(?:Human|Assistant|### (?:Instruction|Response)):",
     re.MULTILINE,
 )
 # An empty block or one that is not closed; a block that the generation prompt opens counts as opened

@@ -34,7 +34,7 @@ FILTERS = ("script", "contaminated", "duplicate", "control_tokens", "too_long") 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Usable pairs, and the other rows of their sources."""
+    """Usable pairs in the columns of preferences.py, and the other rows of their sources."""
 
     splits: dict[str, Dataset]  # `train`, and HELD_OUT with eval_fraction
     sources: list[str]
@@ -49,14 +49,17 @@ class Pairs:
     def dropped(self) -> Counter[str]:
         return Counter(row["reason"] for row in self.dropped_rows)
 
+    def count_unusable(self) -> tuple[int, int]:
+        """How many of how many rows are unusable; those that filters drop are not."""
+        return sum(n for reason, n in self.dropped.items() if reason not in FILTERS), self.rows
+
     def check_dropped(self, limit: float) -> None:
-        """Raises UserError if a split is empty, or if more than `limit` of all rows are unusable; rows that filters
-        drop do not count as unusable."""
-        unusable = sum(n for reason, n in self.dropped.items() if reason not in FILTERS)
+        """Raises UserError if a split is empty, or if more than `limit` of the rows are unusable."""
+        unusable, rows = self.count_unusable()
         empty = [name for name, split in self.splits.items() if not len(split)]
-        if not empty and unusable <= limit * self.rows:
+        if not empty and unusable <= limit * rows:
             return
-        found = f"{unusable} of {self.rows} rows cannot be used"
+        found = f"{unusable} of {rows} rows cannot be used"
         remedy = f"raise max_dropped_fraction {limit:g}"
         if empty:
             found = f"no {empty[0]} pair is left of {self.rows} rows"
@@ -77,13 +80,23 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class TextPairs(Pairs):
-    """Pairs in the columns of preferences.py."""
-
-
-@dataclass(frozen=True)
 class TokenPairs(Pairs):
     """Pairs in the columns of tokenization.py; `splits` also holds the sets of eval_datasets, by name."""
+
+    texts: Pairs
+
+    @property
+    def drawn(self) -> int | None:
+        """Pairs that max_samples, or the fractions of a mixture, have drawn from the usable ones; None: all."""
+        drawn = sum(map(len, self.texts.splits.values()))
+        return drawn if drawn + len(self.texts.dropped_rows) < self.rows else None
+
+    def count_unusable(self) -> tuple[int, int]:
+        """As of Pairs; of a sample, only the pairs drawn, as the others were not tokenized."""
+        unusable, rows = super().count_unusable()
+        if self.drawn is None:
+            return unusable, rows
+        return unusable - self.texts.count_unusable()[0], self.drawn
 
     @property
     def control_tokens(self) -> int:
@@ -96,12 +109,17 @@ class TokenPairs(Pairs):
     def table(self) -> str:
         rows = [("source", ", ".join(self.sources)), ("rows", f"{self.rows:,}")]
         rows += [(f"dropped: {self.explain(reason)}", f"{n:,}") for reason, n in self.dropped.items()]
+        if self.drawn is not None:
+            rows.append(("drawn from the usable pairs (max_samples, fraction)", f"{self.drawn:,}"))
         rows.append(("pairs to train on", f"{len(self.train):,}"))
         if control_tokens := self.control_tokens:
             rows.append(("of these, with special tokens in their texts", f"{control_tokens:,}"))
         if tool_results := sum(map(bool, self.train["masked"][:])):
             rows.append(("of these, with tool results, which are not trained", f"{tool_results:,}"))
         rows += [(f"pairs held out: {name}", f"{len(tokens):,}") for name, tokens in self.held_out().items()]
+        if HELD_OUT in self.splits:
+            prompts = self.texts.splits[HELD_OUT].unique("prompt_key")
+            rows.append((f"prompts held out: {HELD_OUT}", f"{len(prompts):,}"))
         return format_table(rows)
 
     def as_dict(self) -> dict[str, Any]:

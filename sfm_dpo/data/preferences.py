@@ -7,11 +7,12 @@ number in it, from 1; and `prompt_key` and `pair_key`, hashes that identify repe
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 from datasets import Dataset, Features, Json, Value, concatenate_datasets
 from datasets.fingerprint import Hasher
@@ -23,15 +24,16 @@ from sfm_dpo.config import Config
 from sfm_dpo.config_checks import HELD_OUT
 from sfm_dpo.data import json_rows
 from sfm_dpo.data.filters import filter_pairs, keeps, load_keep
-from sfm_dpo.data.pairs import PARTS, TextPairs, drop_rows
+from sfm_dpo.data.pairs import PARTS, Pairs, drop_rows
 from sfm_dpo.data.scored_formats import read_transcript
 from sfm_dpo.data.sources import column_names, explain_cache_errors, load_rows
 
 # Part of the cache's key. Raise it when a change to this module changes a normalised row or its drop reason.
-PAIRS_VERSION = 4
+PAIRS_VERSION = 5
 TOOL_ROLES = ("tool", "environment")  # they hold the result of a call
 RESPONSE_ROLES = ("assistant", *TOOL_ROLES)
 CALL_KEYS = ("tool_calls", "function_calls", "function_call")  # of an assistant's message
+_USED = (*PARTS, "tools", "chat_template_kwargs", json_rows.COLUMN)  # columns
 _PAIR = Features(
     {name: Json() for name in PARTS}
     | {name: Value("string") for name in ("template", "source", "dropped", "prompt_key", "pair_key")}
@@ -41,7 +43,7 @@ _PAIR = Features(
 log = logging.getLogger(__name__)
 
 
-def load_pairs(config: Config, by: str | None = None) -> TextPairs:
+def load_pairs(config: Config, by: str | None = None) -> Pairs:
     """Reads `dataset_name` or the mixture `datasets`, filters, samples and splits; `by`: see read_pairs. Raises
     UserError for what cannot be read or split."""
     args = config.train
@@ -52,18 +54,26 @@ def load_pairs(config: Config, by: str | None = None) -> TextPairs:
         train = train.shuffle(seed=args.seed).select(range(args.max_samples))
     splits = {"train": train}
     if args.eval_fraction and len(train):
-        held_out = round(len(train) * args.eval_fraction)
-        if not 1 <= held_out < len(train):
-            found = f"{held_out} of {len(train)} pairs would be held out"
-            raise UserError(f"eval_fraction {args.eval_fraction:g}: {found}; change it, or use more pairs")
-        split = train.train_test_split(test_size=held_out, seed=args.seed)
-        splits = {"train": split["train"], HELD_OUT: split["test"]}
+        splits = _split_by_prompt(train, args.eval_fraction, args.seed)
     return replace(pairs, splits=splits, dropped_rows=pairs.dropped_rows + filtered)
+
+
+def _split_by_prompt(pairs: Dataset, fraction: float, seed: int) -> dict[str, Dataset]:
+    """`pairs` in random order; HELD_OUT has the prompts of the first pairs, until it holds `fraction` of all pairs."""
+    drawn = np.random.default_rng(seed).permutation(len(pairs))  # as `train_test_split` of datasets
+    keys = pairs.select_columns("prompt_key").to_pandas()["prompt_key"].iloc[drawn]
+    sizes = keys.value_counts(sort=False)  # by prompt, in the order drawn
+    held_out = sizes.index[sizes.cumsum() - sizes < round(len(pairs) * fraction)]
+    is_held_out = keys.isin(held_out).to_numpy()
+    if not 0 < is_held_out.sum() < len(pairs):
+        found = f"{is_held_out.sum()} of {len(pairs)} pairs would be held out, of {len(sizes)} prompts"
+        raise UserError(f"eval_fraction {fraction:g}: {found}; change it, or use more pairs")
+    return {"train": pairs.select(drawn[~is_held_out]), HELD_OUT: pairs.select(drawn[is_held_out])}
 
 
 def read_pairs(
     entries: Sequence[DatasetConfig], num_proc: int | None, script: str | None = None, by: str | None = None
-) -> TextPairs:
+) -> Pairs:
     """The usable pairs of datasets, mixed by their fractions, as the split `train`.
 
     `script`: a filter_script; `by`: a column, each value of which counts as a source. Raises UserError for what cannot
@@ -94,7 +104,7 @@ def read_pairs(
         total = min(len(part) / weight for part, weight in zip(parts, weights, strict=True))
         parts = [part.select(range(round(w * total))) for part, w in zip(parts, weights, strict=True)]
     train = parts[0] if len(parts) == 1 else concatenate_datasets(parts)
-    return TextPairs({"train": train}, [entry.path for entry in entries], count, dropped)
+    return Pairs({"train": train}, [entry.path for entry in entries], count, dropped)
 
 
 @explain_cache_errors()
@@ -104,6 +114,9 @@ def _normalize_rows(
     """Usable pairs of `rows`; and the others, as in Pairs.dropped_rows, with those that filter_script rejects."""
     log.info(f"reading {source}: {len(rows):,} rows")
     code = Path(script).read_text() if script else ""
+    key = Hasher.hash((rows._fingerprint, source, PAIRS_VERSION, code) + ((by,) if by else ()))
+    if not script:  # other columns may be images that cannot be decoded
+        rows = rows.select_columns([name for name in rows.column_names if name in (*_USED, by)])
     pairs = rows.map(
         _normalize_row,
         with_indices=True,
@@ -111,7 +124,7 @@ def _normalize_rows(
         remove_columns=rows.column_names,
         features=_PAIR,
         num_proc=num_proc,
-        new_fingerprint=Hasher.hash((rows._fingerprint, source, PAIRS_VERSION, code) + ((by,) if by else ())),
+        new_fingerprint=key,
         desc=f"Reading {source}",
     )
     usable, dropped = drop_rows(pairs, pairs.with_format("numpy")["dropped"][:])
@@ -122,13 +135,13 @@ def _normalize_row(
     stored: Mapping[str, Any], index: int, source: str, script: str | None, by: str | None
 ) -> dict[str, Any]:
     row = json.loads(stored[json_rows.COLUMN]) if json_rows.COLUMN in stored else dict(stored)
-    pair = normalize_pair(row.get("prompt"), row.get("chosen"), row.get("rejected"))
     template = None
     try:
+        pair = normalize_pair(row.get("prompt"), row.get("chosen"), row.get("rejected"))
         tools = row.get("tools")
         arguments = {"tools": json.loads(tools) if isinstance(tools, str) else tools}
         arguments |= row.get("chat_template_kwargs") or {}
-        if arguments := {name: value for name, value in arguments.items() if value is not None}:
+        if arguments := to_plain(arguments):
             template = json.dumps(arguments)
     except (ValueError, TypeError):
         pair = "malformed"
@@ -152,8 +165,9 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
 
     Published sets have four formats: `prompt` text and message lists with the response alone (Dolci-Think); no
     `prompt`, and conversations whose shared beginning is the prompt (Dolci-Instruct); the same as transcripts
-    (hh-rlhf); and plain text.
+    (hh-rlhf); and plain text. Raises ValueError for bytes or calls that cannot be decoded.
     """
+    prompt, chosen, rejected = map(to_plain, (prompt, chosen, rejected))
     if prompt is None:
         chosen = read_transcript(chosen)
         rejected = read_transcript(rejected)
@@ -196,7 +210,7 @@ def _join_prompts(prompt_messages: list[dict], common: list[dict]) -> list[dict]
 
 
 def _read_messages(value: Any, role: str) -> list[dict] | None:
-    """A message list with text content and without keys that are None; None if `value` is not such a list."""
+    """A message list with text content and parsed tool calls; None if `value` is not such a list."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list):
@@ -205,12 +219,51 @@ def _read_messages(value: Any, role: str) -> list[dict] | None:
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return None
-        content = message.get("content")
-        if content is not None and not isinstance(content, str):
+        texts = [message.get("content", "")]
+        if isinstance(texts[0], list):  # parts, as of multimodal models
+            texts = [part.get("text") if isinstance(part, dict) else None for part in texts[0]]
+        if not all(isinstance(text, str) for text in texts):
             return None
-        extras = {k: v for k, v in message.items() if v is not None and k not in ("role", "content")}
-        messages.append({"role": message["role"], "content": content or "", **extras})
+        first = {"role": message["role"], "content": "".join(texts)}
+        extras = message | first
+        if extras.get("tool_calls"):
+            extras["tool_calls"] = read_calls(extras["tool_calls"])
+        messages.append(first | extras)
     return messages
+
+
+def to_plain(value: Any) -> Any:
+    """`value` with bytes, dates and decimals as text, and without keys that are None: Arrow gives every struct of a
+    column the keys of all others. Raises ValueError for bytes that are not UTF-8."""
+    if isinstance(value, dict):
+        return {name: to_plain(item) for name, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [to_plain(item) for item in value]
+    if isinstance(value, bytes):
+        return value.decode()
+    return value if isinstance(value, str | int | float | None) else str(value)
+
+
+def read_calls(calls: Any) -> list[Any]:
+    """Tool calls from a list, or from JSON text, with arguments as mappings. Raises ValueError for other text."""
+    calls = json.loads(calls) if isinstance(calls, str) else calls
+    calls = calls if isinstance(calls, list) else [calls]
+    return [convert_arguments(call, _parse_object) if isinstance(call, dict) else call for call in calls]
+
+
+def convert_arguments(call: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
+    """A call, or its `function`, with converted arguments."""
+    if isinstance(call.get("function"), dict):
+        return call | {"function": convert_arguments(call["function"], convert)}
+    return call | {"arguments": convert(call["arguments"])} if "arguments" in call else call
+
+
+def _parse_object(value: Any) -> Any:
+    try:
+        parsed = json.loads(value)
+    except (TypeError, ValueError):
+        return value
+    return parsed if isinstance(parsed, dict) else value
 
 
 def read_text(side: str | list[dict], left_out: Sequence[str] = ("system",)) -> str:

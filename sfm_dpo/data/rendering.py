@@ -1,16 +1,21 @@
-"""From a pair of messages to text: the model's chat template, with the row's own tools and template arguments."""
+"""From a pair of messages to text: the model's chat template, with the row's own tools and template arguments; and
+where the results of tool calls are in it: they are context, not the model's words."""
 
 import copy
 import functools
+import itertools
 import json
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
+from trl.data_utils import common_prefix_length
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.pairs import PARTS
+from sfm_dpo.data.preferences import TOOL_ROLES, convert_arguments, read_calls
 
 # What a template raises that refuses the roles, their order or the tools of a conversation
 REFUSALS = (TemplateError, TypeError, ValueError)
@@ -23,7 +28,8 @@ def make_renderer(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> C
 
 
 def render_pair(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str] | None:
-    """The texts of prompt, prompt+chosen and prompt+rejected; None if the chat template refuses the row."""
+    """The texts of prompt, prompt+chosen and prompt+rejected; None if the chat template refuses the row. `pair` keeps
+    its tool calls in the form that the template accepts."""
     if isinstance(pair["prompt"], str):
         eos = tokenizer.eos_token
         responses = [pair[side].removesuffix(eos) + eos for side in ("chosen", "rejected")]
@@ -33,13 +39,31 @@ def render_pair(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> lis
             f"model_name_or_path {tokenizer.name_or_path}: its tokenizer has no chat template, but the data are "
             "conversations; put a chat_template.jinja into its folder"
         )
-    try:
-        return _render_parts(pair, make_renderer(pair, tokenizer))
-    except TemplateSyntaxError as error:
-        where = f"model_name_or_path {tokenizer.name_or_path}: its chat template, line {error.lineno}"
-        raise UserError(f"{where}: {error}") from error
-    except REFUSALS:
-        return None
+    template = str(tokenizer.chat_template)
+    for as_text in (False, True):
+        try:
+            for part in PARTS:
+                pair[part] = [_fit_calls(message, template, as_text) for message in pair[part]]
+            return _render_parts(pair, make_renderer(pair, tokenizer))
+        except TemplateSyntaxError as error:
+            where = f"model_name_or_path {tokenizer.name_or_path}: its chat template, line {error.lineno}"
+            raise UserError(f"{where}: {error}") from error
+        except REFUSALS:
+            continue
+    return None
+
+
+def _fit_calls(message: dict[str, Any], template: str, as_text: bool) -> dict[str, Any]:
+    """A message with `function_calls` renamed to tool_calls, unless they are text that the template prints, as OLMo
+    3's does; `as_text`: with arguments as JSON text, for templates such as DeepSeek's."""
+    calls = message.get("function_calls")
+    is_printed = isinstance(calls, str) and "function_calls" in template
+    if calls and not is_printed and "tool_calls" in template:
+        others = {name: value for name, value in message.items() if name != "function_calls"}
+        message = others | {"tool_calls": read_calls(calls)}
+    if as_text and message.get("tool_calls"):
+        message = message | {"tool_calls": [convert_arguments(call, json.dumps) for call in message["tool_calls"]]}
+    return message
 
 
 def encode_sanitized(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
@@ -62,3 +86,35 @@ def list_texts(pair: dict[str, Any], eos: str) -> list[str]:
     if isinstance(pair["prompt"], str):
         return [pair["prompt"], pair["chosen"].removesuffix(eos), pair["rejected"].removesuffix(eos)]
     return [json.dumps(pair[part], ensure_ascii=False) for part in PARTS]
+
+
+def find_tool_results(
+    pair: dict[str, Any], texts: list[str], prompt_length: int, tokenizer: PreTrainedTokenizerBase
+) -> list[list[int]]:
+    """The column `masked` of a pair with rendered `texts`: tool results, and the header of the next turn, which the
+    model does not write either. Raises TemplateError if the template changes a turn when others follow, and
+    NotImplementedError for a tokenizer without offsets."""
+    spans = []
+    render = make_renderer(pair, tokenizer)
+    for side, part in enumerate(("chosen", "rejected")):
+        if all(message["role"] not in TOOL_ROLES for message in pair[part]):
+            continue
+        text = texts[1 + side]
+        offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        token_begins = [begin for begin, _ in offsets]
+        messages = pair["prompt"] + pair[part]
+        end = 0
+        for is_result, turns in itertools.groupby(messages, key=lambda message: message["role"] in TOOL_ROLES):
+            begin = end
+            end += len(list(turns))
+            if is_result and end > len(pair["prompt"]):
+                call = render(messages[:begin])
+                if is_last_end := not text.startswith(call):  # OLMo 3's template ends only the last turn by EOS
+                    call = call.removesuffix(tokenizer.eos_token)
+                if not text.startswith(call) or not text.startswith(render(messages[:end])):
+                    raise TemplateError("the template changes a turn when others follow")
+                header = render(messages[:end], add_generation_prompt=True)
+                # The model writes the token that ends the call
+                span = (len(call) + is_last_end, common_prefix_length(header, text))
+                spans.append([side, *(max(0, bisect_left(token_begins, at) - prompt_length) for at in span)])
+    return spans

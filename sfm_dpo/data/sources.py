@@ -1,6 +1,7 @@
 """Rows of preference data as they are stored: from a dataset on the Hub, or from local JSON and Parquet files."""
 
 import errno
+import glob
 import json
 import os
 from collections.abc import Iterator
@@ -40,10 +41,15 @@ def explain_cache_errors(folder: Path | None = None, end: type[RunEnd] = UserErr
 
 
 def load_rows(
-    path: str, name: str | None = None, split: str = "train", data_dir: str | None = None, data_files: Any = None
-) -> Dataset:
-    """All rows and columns of a split, from a local .json/.jsonl/.parquet file, a folder of such files, or a Hub id;
-    the arguments are those of `datasets.load_dataset`. Raises UserError for what cannot be read."""
+    path: str,
+    name: str | None = None,
+    split: str | None = "train",
+    data_dir: str | None = None,
+    data_files: Any = None,
+) -> Any:
+    """All rows and columns of a split (None: a mapping of all splits), from a local .json/.jsonl/.parquet file, a
+    folder of such files, or a Hub id; the arguments are those of `datasets.load_dataset`. Raises UserError for what
+    cannot be read."""
     local = Path(path).expanduser()
     if os.path.exists(local):  # Path.exists would raise in a folder without permission
         if given := name or data_dir or data_files:
@@ -52,7 +58,7 @@ def load_rows(
     if local.suffix in LOCAL_FORMATS or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise UserError(f"dataset_name {path}: no such file or folder; check the path")
     try:
-        return load_any(path, name, split=split, data_dir=data_dir, data_files=data_files)
+        return _load_any(path, name, split=split, data_dir=data_dir, data_files=data_files)
     except (OSError, ValueError) as error:  # not found, no network, unknown split or configuration
         raise UserError(
             f"dataset_name {path}: not a local file, and not loaded from the Hub: {error}; if this machine has no "
@@ -69,7 +75,7 @@ def column_names(rows: Dataset) -> list[str]:
 
 
 @explain_cache_errors()
-def load_any(*args: Any, **options: Any) -> Any:
+def _load_any(*args: Any, **options: Any) -> Any:
     """`load_dataset` of `datasets`, with json_rows.py as the reader of JSON files."""
     # Upstream: datasets 5.2, utils/json.py, json_encode_field: writes all values of a field as JSON except text that
     # is valid JSON, which is then read as a value. Canary: test_canary_datasets_json
@@ -77,7 +83,7 @@ def load_any(*args: Any, **options: Any) -> Any:
         return load_dataset(*args, **options)
 
 
-def _load_local(path: Path, split: str) -> Dataset:
+def _load_local(path: Path, split: str | None) -> Any:
     files = [path]
     if path.is_dir():
         visible = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
@@ -90,9 +96,13 @@ def _load_local(path: Path, split: str) -> Dataset:
         if not os.access(file, os.R_OK):
             raise UserError(f"dataset_name {file}: cannot be read; check its permissions")
     try:
-        if path.is_dir():  # file names may tell several splits, as in a copy of a Hub dataset
-            return load_any(str(path), split=split)
-        return load_any(formats.pop(), data_files=[str(path)], split=split)
+        place = str(path.resolve() if path.is_dir() else path.absolute())
+        pattern = glob.escape(place)  # datasets would read a name with [ ] ? * as a pattern
+        if not path.is_dir():
+            return _load_any(formats.pop(), data_files=[pattern], split=split)
+        if pattern == place:  # file names may tell several splits, as in a copy of a Hub dataset
+            return _load_any(place, split=split)
+        return _load_any(formats.pop(), data_dir=pattern, split=split)
     except UserError:
         raise
     except Exception as error:  # from pyarrow, the builder, or the card of a copied dataset

@@ -25,15 +25,14 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import read_eval_sets
 from sfm_dpo.data.lengths import Lengths, count_trained
-from sfm_dpo.data.pairs import PARTS, TextPairs, TokenPairs, drop_rows
+from sfm_dpo.data.pairs import PARTS, Pairs, TokenPairs, drop_rows
 from sfm_dpo.data.preferences import load_pairs, read_pairs
-from sfm_dpo.data.rendering import REFUSALS, encode_sanitized, list_texts, render_pair
+from sfm_dpo.data.rendering import REFUSALS, encode_sanitized, find_tool_results, list_texts, render_pair
 from sfm_dpo.data.sources import explain_cache_errors
-from sfm_dpo.data.tool_results import find_tool_results
 
-# Part of the cache's key. Raise it when a change to this module, rendering.py or tool_results.py changes an id, a
-# length, a masked span or a drop reason.
-TOKENS_VERSION = 6
+# Part of the cache's key. Raise it when a change to this module or rendering.py changes an id, a length, a masked
+# span or a drop reason.
+TOKENS_VERSION = 7
 # Rows per tokenizer call: it needs about 300 bytes per token besides the ids, and a long pair has 50,000 tokens.
 BATCH_ROWS = 100
 _TOKENS = Features(
@@ -86,7 +85,7 @@ def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> Toke
     return dataclasses.replace(pairs, splits=pairs.splits | eval_sets)
 
 
-def _tokenize_for_training(texts: TextPairs, args: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> TokenPairs:
+def _tokenize_for_training(texts: Pairs, args: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> TokenPairs:
     texts.check_dropped(args.max_dropped_fraction)
     names = "max_length max_prompt_length overlong control_tokens mask_tool_results".split()
     fields = {name: getattr(args, name) for name in names}
@@ -99,14 +98,14 @@ def _tokenize_for_training(texts: TextPairs, args: TrainConfig, tokenizer: PreTr
     return dataclasses.replace(pairs, splits=flat)
 
 
-def tokenize_splits(texts: TextPairs, tokenizer: PreTrainedTokenizerBase, **options: Any) -> TokenPairs:
+def tokenize_splits(texts: Pairs, tokenizer: PreTrainedTokenizerBase, **options: Any) -> TokenPairs:
     """Each split as token ids; `options` are those of tokenize_pairs."""
     splits = {}
     dropped = list(texts.dropped_rows)
     for name, split in texts.splits.items():
         splits[name], unusable = tokenize_pairs(split, tokenizer, **options)
         dropped += unusable
-    return TokenPairs(splits, texts.sources, texts.rows, dropped)
+    return TokenPairs(splits, texts.sources, texts.rows, dropped, texts)
 
 
 @explain_cache_errors()

@@ -150,11 +150,13 @@ def evaluate_pairs(model: SavedModel, dataset: str, limit: int | None) -> dict[s
     fields |= {"bf16": on_gpu, "fp16": False, "use_cpu": not on_gpu, "dtype": "auto" if on_gpu else "float32"}
     fields |= UNCOMPILED | {"flash_attention": "auto", "use_peft": False, "precompute_ref_log_probs": True}
     fields |= {"fit_memory": False, "per_device_train_batch_size": 1, "global_batch_size": 1}
+    fields["max_dropped_fraction"] = 1  # this set is not the recipe's
     with tempfile.TemporaryDirectory() as folder:  # also the trainer's output_dir
         model.link_files(Path(folder))  # in a run's folder, Trainer would load the adapters of its checkpoints
         config = parse_config(short_run(["--config", str(model.run / RESOLVED_CONFIG)], output_dir=folder, **fields))
         tokenizer = load_tokenizer(config)
-        pairs = load_token_pairs(config, tokenizer).train
+        loaded = load_token_pairs(config, tokenizer)
+        pairs = loaded.train
         trainer = SFMDPOTrainer(
             config,
             train_dataset=pairs,
@@ -163,7 +165,9 @@ def evaluate_pairs(model: SavedModel, dataset: str, limit: int | None) -> dict[s
             peft_config=PeftConfig.from_pretrained(model.folder) if model.is_adapter else None,
         )
         add_reference(trainer)
-        log.info(f"computing the trained model on {len(pairs):,} pairs")
+        log.info(
+            f"computing the trained model on {len(pairs):,} pairs; {len(loaded.dropped_rows):,} rows are left out"
+        )
         trainer._load_from_checkpoint(folder)  # replaces the base model's weights
         trainer.evaluate()
     logged = trainer.state.log_history[-1]

@@ -17,8 +17,8 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import format_table
 from sfm_dpo.common.slurm import squeue_states
 from sfm_dpo.config import parse_config
-from sfm_dpo.run.folder import State, read_state, read_status
-from sfm_dpo.run.reader import has_process, read_run, to_float
+from sfm_dpo.run.folder import State, read_state
+from sfm_dpo.run.reader import has_process, list_jobs, read_run, to_float
 
 MEMBERS = "members.txt"  # in the sweep's folder: one line of arguments per run, for scripts/common.sh
 GRID = "grid.yaml"  # in the same folder: the grid as it was submitted
@@ -75,12 +75,13 @@ def plan_sweep(grid: Grid) -> tuple[list[str], list[int]]:
     nor running or queued. Raises UserError as train_dpo.py would."""
     lines = []
     numbers = []
-    queue = squeue_states()
-    for number, (folder, values) in enumerate(list_members(grid).items()):
+    members = list_members(grid)
+    queue = squeue_states(job for folder in members for job in list_jobs(folder)) or {}
+    for number, (folder, values) in enumerate(members.items()):
         words = [word for name, texts in values.items() for word in (f"--{name}", *texts)]
         lines.append(shlex.join([grid.recipe, *words, "--output_dir", str(folder)]))
         parse_config(["--config", *shlex.split(lines[-1])], training=False)
-        is_queued = (queue or {}).get(read_status(folder).get("job", "")) == "PENDING"
+        is_queued = any(queue.get(job) == "PENDING" for job in list_jobs(folder))
         if read_state(folder).may_start_again and not has_process(folder, queue) and not is_queued:
             numbers.append(number)
     earlier = Path(grid.output_dir) / MEMBERS
@@ -107,7 +108,7 @@ def read_metrics(run: dict[str, Any]) -> dict[str, float]:
 
 
 def format_sweep(grid: Grid) -> str:
-    """The table, with one row for the runs that differ only in SEEDS. The best mean of `rank_by` comes first."""
+    """The table, with one row for the runs that differ only in SEEDS, ranked by `rank_by`."""
     states: dict[tuple, list[str]] = {}
     metric: dict[tuple, dict[tuple, float]] = {}  # `rank_by` of the runs that are done, by seed
     for folder, words in list_members(grid).items():
@@ -118,8 +119,10 @@ def format_sweep(grid: Grid) -> str:
         metrics = read_metrics(read_run(folder)) if state.has_model else {}
         if math.isfinite(to_float(metrics.get(grid.rank_by))):
             metric[setting][tuple(str(words.get(name)) for name in SEEDS)] = metrics[grid.rank_by]
-    sign = 1 if LOWER_IS_BETTER.search(grid.rank_by) else -1
-    ranked = sorted(metric, key=lambda setting: sign * mean(metric[setting].values() or [sign * math.inf]))
+    ranked = rank_settings(metric)
+    if not LOWER_IS_BETTER.search(grid.rank_by):
+        ranked.reverse()
+    ranked.sort(key=lambda setting: not metric[setting])
     best = metric[ranked[0]]
     rows = []
     for setting in ranked:
@@ -129,6 +132,23 @@ def format_sweep(grid: Grid) -> str:
         rows.append([*setting, format_mean([*values.values()]), format_mean(differences), ", ".join(counts)])
     names = [name for name in grid.fields if name not in SEEDS]
     return format_table(rows, [*names, grid.rank_by, "vs best", "runs"], indent=0)
+
+
+def rank_settings(metric: dict[tuple, dict[tuple, float]]) -> list[tuple]:
+    """The settings by rising mean, over the seeds, of the difference from the settings with the most seeds: the mean
+    of fewer seeds may be lower only because these seeds are."""
+    most = max(map(len, metric.values()))
+    level: dict[tuple, list[float]] = {}
+    for values in metric.values():
+        for seed, value in values.items():
+            if len(values) == most:
+                level.setdefault(seed, []).append(value)
+
+    def rise(setting: tuple) -> float:
+        differences = [value - mean(level.get(seed, [value])) for seed, value in metric[setting].items()]
+        return mean(differences or [0])
+
+    return sorted(metric, key=rise)
 
 
 def format_mean(values: list[float]) -> str:

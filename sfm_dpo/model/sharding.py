@@ -14,6 +14,7 @@ from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlu
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 
 ATTENTION = {"full_attention", "sliding_attention"}
@@ -82,6 +83,22 @@ def keep_precision(fsdp_plugin: Any) -> None:
         fsdp_plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None, cast_forward_inputs=False)
 
 
+# Upstream: deepspeed 0.19, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.average_tensor: frees a gradient
+# larger than a bucket while the reduction stream still reads it, if the gradient belongs to several ranks' partitions.
+# Canary: test_canary_gradient_larger_than_the_bucket
+def check_buckets(deepspeed_plugin: Any, model: PreTrainedModel) -> None:
+    """Raises UserError if a tensor of the model, which may be on the meta device, does not fit in a bucket of ZeRO."""
+    if deepspeed_plugin is None:
+        return
+    size = deepspeed_plugin.deepspeed_config["zero_optimization"].get("reduce_bucket_size")
+    largest = max(map(numel, model.parameters()))
+    if isinstance(size, int) and size < largest:
+        raise UserError(
+            f"DeepSpeed configuration: reduce_bucket_size {size}: the model has a tensor of {largest} elements, whose "
+            f"gradient could be overwritten; set it to {largest} or more"
+        )
+
+
 def blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
@@ -89,6 +106,8 @@ def blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
 def zero_config(launch: str) -> dict[str, Any]:
     """`zero_optimization` in a launcher's DeepSpeed file; empty for FSDP2."""
     file = LAUNCHES[launch]
+    if file and not (PROJECT / file).is_file():  # installed without -e
+        raise UserError(f"{PROJECT / file}: does not exist; work in a checkout, or install it with pip install -e .")
     return json.loads((PROJECT / file).read_text())["zero_optimization"] if file else {}
 
 

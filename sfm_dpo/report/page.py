@@ -7,6 +7,7 @@ It works for a run in any state, even before its first step.
 
 import dataclasses
 import math
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -21,9 +22,10 @@ from sfm_dpo.common.files import format_clock, format_table, write_atomically
 from sfm_dpo.common.statistics import wilson
 from sfm_dpo.config import DATACLASSES
 from sfm_dpo.data.pairs import DROP_REASONS
-from sfm_dpo.report.plots import draw_curves, read_constants
-from sfm_dpo.run.folder import State
-from sfm_dpo.run.reader import first_and_last, list_evaluations, list_restarts, read_run, to_float
+from sfm_dpo.data.traits import tabulate_sides
+from sfm_dpo.report.plots import draw_curves
+from sfm_dpo.run.folder import State, list_in
+from sfm_dpo.run.reader import first_and_last, list_evaluations, read_run, to_float
 
 REPORT = "report.html"
 FIGURES = "figures"
@@ -71,9 +73,9 @@ def write_report(run: Path) -> Path:
         sentences=describe_run(facts),
         held_out=list_held_out(facts),
         evaluation_tables=evaluation_tables(facts["evaluation"]),
-        curves=draw_curves(facts["log"], run / FIGURES),
-        constants=read_constants(facts["log"]),
-        restarts=list_restarts(facts),
+        curves=draw_curves(facts, run / FIGURES),
+        preflight_table=tabulate_preflight(facts["preflight"]),
+        last_user_turn=last_user_turn,
         drop_reasons=DROP_REASONS,
         changed=changed_fields(facts["config"]),
         format_yaml=format_yaml,
@@ -121,15 +123,35 @@ def describe_run(facts: dict[str, Any]) -> list[str]:
     first, last = first_and_last(facts["log"], "loss")
     if first is not None:
         lines.append(f"Training loss {first:.3f} at the start, {last:.3f} at the end (mean of the last tenth).")
+    if job := facts["status"].get("task") or facts["status"].get("job"):
+        lines.append(f"Slurm job {job}, log in {facts['status'].get('log') or 'logs'}.")
     if not list_held_out(facts):
         lines.append("No held-out pairs were evaluated: training metrics alone do not show memorisation.")
     return lines
 
 
+def tabulate_preflight(preflight: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The preflight's means over the pairs with 95% intervals, then by source what the two answers are like."""
+    figures = preflight.get("figures")
+    if not isinstance(figures, dict):
+        return []
+    names = {"chosen_logp": "chosen, per token", "token_gap": "gap, per token", "sum_gap": "gap, sum"}
+    means = [(names[name], "{:+.2f} ({:+.2f} to {:+.2f}) nats".format(*figures[name])) for name in names]
+    return [*means, *zip(*tabulate_sides(figures["sides"]), strict=True)]
+
+
+def last_user_turn(prompt: str) -> str:
+    """The last turn of a prompt that a chat template has rendered: ChatML, OLMo's or Llama 3's; else all of it."""
+    turn = re.split(r"(?m)^\W*user\W*$", prompt)[-1]
+    return re.sub(r"(?m)^\W*assistant\W*(<think>)?\s*\Z", "", turn).strip()
+
+
 def _format_steps(facts: dict[str, Any]) -> str:
     seconds = facts["seconds"]
     duration = f" in {format_clock(seconds)} since the last start" if seconds else ""
-    return f"{facts['steps']:,} optimizer steps{duration}"
+    starts = len(list_in(facts["environment"], "starts"))
+    hours = "" if facts["gpu_hours"] is None else f", {facts['gpu_hours']:,.1f} GPU-hours over {starts} start(s)"
+    return f"{facts['steps']:,} optimizer steps{duration}{hours}"
 
 
 def list_held_out(facts: dict[str, Any]) -> list[tuple[str, list[dict[str, str]]]]:

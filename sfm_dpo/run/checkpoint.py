@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 COMPLETE = "complete.json"
 STOP = "STOP"
+FOR_GOOD = "for good"  # in STOP: a batch job is not requeued
 KEEP = "KEEP"  # a checkpoint with a file of this name is never rotated away
 PUSHING = "PUSHING"
 EVALUATING = "EVALUATING"
@@ -252,9 +253,13 @@ def stop_requested(run: str | Path) -> bool:
     return (Path(run) / STOP).is_file()
 
 
+def stop_is_for_good(run: str | Path) -> bool:
+    return stop_requested(run) and (Path(run) / STOP).read_text(errors="replace").strip() == FOR_GOOD
+
+
 def clear_stop(run: str | Path) -> None:
-    if is_main_process():
-        (Path(run) / STOP).unlink(missing_ok=True)
+    if is_main_process() and stop_requested(run):
+        (Path(run) / STOP).unlink()
 
 
 def clear_old_stop(run: str | Path) -> None:

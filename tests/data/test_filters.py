@@ -17,6 +17,7 @@ FAULTY = [  # (check, answer)
     ("cut", PROSE + "\n```python\nprint(1)\n"),
     ("role_tag", "Yes.<|im_end|>\n<|im_start|>user\nAnd now?"),
     ("role_tag", "Yes.\n\nHuman: and now?"),
+    ("role_tag", " Assistant: yes."),
     ("bad_think", "<think>\n\n</think>\nYes."),
     ("bad_think", "<think>Let me see. It is"),
 ]
@@ -149,7 +150,7 @@ def test_pairs_in_common_with_evaluation_sets_are_those_of_plain_python(load, wr
             assert {tuple(example["text"].split())} <= grams(" ".join(questions[example["set_row"] - 1]))
     mixed = [{"text": "[1, 2]", "more": {"n": "007"}}, {"text": {"a": "b"}, "more": {"n": "8"}}]
     assert read_evaluation_texts(str(write_rows("mixed.jsonl", mixed))) == ["[1, 2]\n007", "b\n8"]
-    with pytest.raises(UserError, match=r"--against none\.jsonl: cannot be read"):
+    with pytest.raises(UserError, match=r"--against none\.jsonl: no such file or folder; check the path"):
         report_contamination(pairs, ["none.jsonl"], 13)
 
     listed = tmp_path / "found.json"

@@ -2,11 +2,15 @@
 
 import errno
 import json
+import re
+from datetime import date
+from decimal import Decimal
 
 import datasets
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset, Features, Image, concatenate_datasets
 
 from sfm_dpo.common.errors import DiskFull, UserError
 from sfm_dpo.config import parse_config
@@ -28,6 +32,22 @@ PLAIN = ([Q], [A], [B])
 WITH_SYSTEM = ([S, Q], [A], [B])
 CALL = assistant("", tool_calls=[{"name": "f"}])
 RESULT = {"role": "tool", "content": "7"}
+# As Arrow stores calls with different arguments; the second has its arguments as JSON text
+ADDS = assistant(
+    "",
+    tool_calls=[
+        {"id": None, "function": {"name": "add", "arguments": {"x": 1, "city": None, "y": [None, {"z": None}]}}},
+        {"id": "1", "function": {"name": "look", "arguments": '{"city": "Köln"}'}},
+    ],
+)
+ADDED = assistant(
+    "",
+    tool_calls=[
+        {"function": {"name": "add", "arguments": {"x": 1, "y": [None, {}]}}},
+        {"id": "1", "function": {"name": "look", "arguments": {"city": "Köln"}}},
+    ],
+)
+THOUGHT = assistant("a", thinking="t", reasoning_content="r")
 
 
 def mixture(tmp_path, entries, *cli):
@@ -51,6 +71,10 @@ def mixture(tmp_path, entries, *cli):
         (("q: ", "a", "b"), ("q: ", "a", "b")),
         (("q", [A], [assistant("b", name=None)]), PLAIN),  # keys that are None
         (("q", [CALL | {"content": None}], [B]), ([Q], [CALL], [B])),
+        (("q", [assistant([{"type": "text", "text": "a", "image": None}])], [B]), PLAIN),
+        (("q", [assistant("", tool_calls='[{"name": "f"}]')], [B]), ([Q], [CALL], [B])),
+        (("q", [ADDS], [B]), ([Q], [ADDED], [B])),
+        (("q", [assistant("a", thinking="t", reasoning_content="r")], [B]), ([Q], [THOUGHT], [B])),
         (("q", [CALL, RESULT, A], [B]), ([Q], [CALL, RESULT, A], [B])),  # a response of several turns
     ],
 )
@@ -63,7 +87,7 @@ def test_shapes(row, expected):
     [
         (("q", 5, 6), "malformed"),
         (("q", [{"from": "gpt", "value": "a"}], [{"from": "gpt", "value": "b"}]), "malformed"),
-        (("q", [assistant([{"type": "text", "text": "a"}])], [B]), "malformed"),  # parts
+        (("q", [assistant([{"type": "image", "image": "x"}])], [B]), "malformed"),
         (("q", [assistant(3)], [B]), "malformed"),
         ((None, [A], [B]), "malformed"),  # no prompt anywhere
         (("q", [user("a")], [B]), "last_turn_not_assistant"),
@@ -113,8 +137,25 @@ def test_text_stays_text_whatever_its_neighbours_are(write_rows, name):
     rows = [{"prompt": text, "chosen": text, "rejected": "no"} for text in JSON_LIKE]
     rows += [PAIR | {"prompt": text, "chosen": [assistant(text)]} for text in JSON_LIKE]
     pairs = load(write_rows(name, rows + NEIGHBOURS), "--max_dropped_fraction", "1")
-    assert pairs.dropped == {"malformed": 2}
+    assert pairs.dropped == {"malformed": 1}
     assert pairs.train["chosen"][: len(rows)] == [*JSON_LIKE, *([assistant(text)] for text in JSON_LIKE)]
+
+
+def test_dates_decimals_and_bytes_become_text_and_other_columns_are_not_decoded(tmp_path):
+    at = {"content": date(2024, 1, 2), "score": Decimal("1.5")}
+    row = {"prompt": b"q", "chosen": [A | at], "rejected": [B | at | {"content": date(2024, 1, 3)}], "tools": [at]}
+    rows = Dataset.from_list([row, row | {"prompt": b"\xff"}])
+    image = Dataset.from_dict({"image": [{"bytes": b"no image"}] * 2}, features=Features({"image": Image()}))
+    concatenate_datasets([rows, image], axis=1).to_parquet(tmp_path / "pairs.parquet")
+    pairs = load(tmp_path / "pairs.parquet", "--max_dropped_fraction", 1)
+    assert pairs.dropped == {"malformed": 1}
+    assert pairs.train[0]["prompt"] == [Q] and json.loads(pairs.train[0]["template"])["tools"][0]["score"] == "1.5"
+    assert pairs.train[0]["chosen"] == [assistant("2024-01-02", score="1.5")]
+
+
+def test_calls_that_are_not_json_are_counted(write_rows):
+    rows = [PAIR, PAIR | {"chosen": [assistant("", tool_calls="add(2)")]}]
+    assert load(write_rows("calls.jsonl", rows), "--max_dropped_fraction", 1).dropped == {"malformed": 1}
 
 
 EMPTY = PAIR | {"chosen": [assistant("")]}
@@ -179,6 +220,39 @@ def test_max_samples_and_held_out_split_are_seeded_and_disjoint(write_rows):
         run("--eval_fraction", "0.001")
 
 
+def test_a_prompt_is_trained_or_held_out_but_not_both(write_rows, tiny_folder):
+    rows = [row | {"chosen": f"{i}"} for i in range(5) for row in numbered(20) * (i % 2 + 1)]
+    path = write_rows("repeated.jsonl", rows)
+    argv = ["--dataset_name", path, "--model_name_or_path", tiny_folder("llama"), "--eval_fraction", 0.2]
+    config = parse_config([str(word) for word in argv], training=False)
+    texts = load_pairs(config)
+    trained, held_out = (set(prompts(split)) for split in texts.splits.values())
+    assert not trained & held_out and len(trained | held_out) == 20
+    assert [len(split) for split in texts.splits.values()] == [112, 28]
+    assert re.search(
+        r"pairs held out: eval +28\n +prompts held out: eval +4$", load_token_pairs(config, tiny_tokenizer()).table()
+    )
+    with pytest.raises(UserError, match=r"0\.5: 7 of 7 pairs would be held out, of 1 prompts"):
+        load(write_rows("one.jsonl", [row for row in rows if row["prompt"] == "q0"]), "--eval_fraction", "0.5")
+
+
+def test_max_dropped_fraction_of_a_sample(write_rows, tiny_folder):
+    """Most rows are not looked at, so they do not count as good."""
+    rows = [*numbered(150), *({**row, "prompt": "word " * 200} for row in numbered(50))]
+    argv = ["--dataset_name", write_rows("long.jsonl", [*rows, EMPTY]), "--model_name_or_path", tiny_folder("llama")]
+    argv += ["--max_length", 64, "--max_samples", 20]
+
+    def read(*more):
+        config = parse_config([str(word) for word in (*argv, *more)], training=False)
+        return load_token_pairs(config, tiny_tokenizer())
+
+    with pytest.raises(UserError, match=r": [1-9] of 20 rows cannot be used \([1-9] x prompt leaves no room"):
+        read()
+    pairs = read("--max_dropped_fraction", "0.9")
+    assert re.search(r"drawn from the usable pairs \(max_samples, fraction\) +20\n", pairs.table())
+    assert "drawn" not in read("--max_samples", 999, "--max_dropped_fraction", "0.9").table()
+
+
 def test_mixture_with_fractions(write_rows, tmp_path):
     a = write_rows("a.jsonl", numbered(30, "a"))
     b = write_rows("b.parquet", numbered(40, "b"))
@@ -217,6 +291,15 @@ def test_a_folder_is_the_sum_of_its_files_but_not_of_hidden_ones(write_rows, tmp
         write_rows(f"d/{name}", numbered(n, name[-7]))
     (tmp_path / "d" / "README.md").write_text("notes")
     assert sorted(prompts(load(tmp_path / "d").train)) == ["a0", "a1", "b0", "b1", "b2"]
+
+
+@pytest.mark.parametrize("name", ["pairs[1].jsonl", "what?.parquet", "run[12]/a*.jsonl", "run[12]"])
+def test_a_name_is_not_a_pattern(write_rows, tmp_path, monkeypatch, name):
+    for file in ("pairs1.jsonl", "whatx.parquet", "run1/ax.jsonl"):
+        write_rows(file, numbered(2, "other"))
+    write_rows(f"{name}/pairs.jsonl" if name == "run[12]" else name, numbered(3))
+    monkeypatch.chdir(tmp_path)
+    assert prompts(load(name).train) == ["q0", "q1", "q2"]
 
 
 @pytest.mark.parametrize(

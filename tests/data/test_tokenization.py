@@ -281,6 +281,64 @@ def trl_template(name: str) -> str:
     return (importlib.resources.files("trl") / f"chat_templates/{name}.jinja").read_text()
 
 
+# With the constructs of OLMo 3's: calls as they stand in `function_calls`, or made from `tool_calls`
+OLMO3_CALLS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
+    "{% if m.get('function_calls', none) is not none %}{{ '<calls>' + m.function_calls + '</calls>' }}"
+    "{% elif m.get('tool_calls', none) is not none %}{{ '<calls>' }}{% for call in m.tool_calls %}"
+    "{{ call.function.name + '(' }}{% for key, value in call.function.arguments.items() %}"
+    "{{ key ~ '=' ~ value | tojson }}{% endfor %}{{ ')' }}{% endfor %}{{ '</calls>' }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# With the constructs of SmolLM 3's: tools among the template's arguments, the trained part marked
+SMOLLM3 = (
+    "{% if xml_tools %}{{ '<tools>' ~ xml_tools | map('tojson') | join ~ '</tools>' }}{% endif %}"
+    "{% for m in messages %}{% set content = m.content if m.content is string else '' %}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ '<|im_start|>assistant\n' }}"
+    "{{ content if enable_thinking | default(true) else '<think>\n\n</think>\n' + content }}{{ '<|im_end|>\n' }}"
+    "{% endgeneration %}{% else %}{{ '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+ADD = {"name": "add", "arguments": {"x": 2}}
+ADD_TEXT = json.dumps([{"type": "function", "function": ADD | {"arguments": '{"x": 2}'}}])
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "expected"),
+    [
+        (OLMO3_CALLS, {"tool_calls": ADD_TEXT}, "<calls>add(x=2)</calls><|im_end|>\n"),
+        (OLMO3_CALLS, {"function_calls": [{"function": ADD}]}, "<calls>add(x=2)</calls><|im_end|>\n"),
+        (OLMO3_CALLS, {"function_calls": "add(x=2)"}, "<calls>add(x=2)</calls><|im_end|>\n"),
+        (OLMO3_CALLS, {"function_calls": "add(x=2)", "tool_calls": None}, "<calls>add(x=2)</calls><|im_end|>\n"),
+        (trl_template("qwen3"), {"tool_calls": ADD_TEXT}, '<tool_call>\n{"name": "add", "arguments": {"x": 2}}'),
+        (trl_template("qwen3"), {"function_calls": ADD_TEXT}, '<tool_call>\n{"name": "add", "arguments": {"x": 2}}'),
+        (trl_template("qwen3"), {"reasoning_content": "Hm."}, "<think>\nHm.\n</think>\n\nyes"),
+        (trl_template("gptoss"), {"thinking": "Hm."}, "<|channel|>analysis<|message|>Hm.<|end|>"),
+        (
+            trl_template("deepseekv3"),
+            {"tool_calls": [{"type": "function", "function": ADD}]},
+            'add\n```json\n{"x": 2}\n```',
+        ),
+        (SMOLLM3, {}, "<think>\n\n</think>\nyes<|im_end|>\n"),
+        (trl_template("qwen3"), {"function_calls": "add(x=2)"}, None),  # the template would leave it out
+        (OLMO3_CALLS, {"tool_calls": [{"function": ADD | {"arguments": "x=2"}}]}, None),
+    ],
+)
+def test_calls_and_thoughts_reach_the_templates_of_models(write_rows, template, message, expected):
+    tools = {"xml_tools": [{"name": "add", "description": None}], "enable_thinking": False}
+    row = {"prompt": [user("?")], "chosen": [assistant("yes", **message)], "rejected": [assistant("no")]}
+    pairs = read_pairs(write_rows("calls.jsonl", [row | {"chat_template_kwargs": tools}])).train
+    tokenizer = tokenizer_with(template)
+    tokens, dropped = tokenize_pairs(pairs, tokenizer, None)
+    if expected is None:
+        assert [row["reason"] for row in dropped] == ["malformed"]
+    else:
+        assert expected in tokenizer.decode(tokens[0]["prompt_ids"] + tokens[0]["chosen_ids"])
+        assert template is not SMOLLM3 or '<tools>{"name": "add"}</tools>' in tokenizer.decode(tokens[0]["prompt_ids"])
+
+
 # As OLMo 3's: EOS ends the last turn alone, both kinds of results are the environment's.
 OLMO3 = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'].replace('tool', 'environment') + '\n' + m['content'] }}"
