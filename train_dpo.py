@@ -17,10 +17,11 @@ sfm_dpo.setup()
 
 import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback
+from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
 
 from sfm_dpo.common.distributed import is_main_process, main_process_first
 from sfm_dpo.common.errors import PreflightDone, StopRequested
@@ -35,8 +36,8 @@ from sfm_dpo.hub.callback import PushCheckpoints
 from sfm_dpo.hub.publish import check_push, push_finished
 from sfm_dpo.jobs.eval_command import Evaluations
 from sfm_dpo.jobs.training_run import Run, report
-from sfm_dpo.model.loading import load_model_config
-from sfm_dpo.model.sharding import checkpoint_bytes, disable_deepspeed_shm
+from sfm_dpo.model.loading import identify_models, load_model_config, meta_model
+from sfm_dpo.model.sharding import check_buckets, checkpoint_bytes, disable_deepspeed_shm, load_only_tensors
 from sfm_dpo.run.checkpoint import (
     check_best,
     check_disk,
@@ -45,6 +46,7 @@ from sfm_dpo.run.checkpoint import (
     find_start,
     peak_checkpoint_count,
     read_best,
+    read_model_ids,
     step_of,
 )
 from sfm_dpo.run.folder import DATA, State, describe, read_mapping, write_status
@@ -59,16 +61,25 @@ from sfm_dpo.train.trainer import SFMDPOTrainer, build_sampler
 log = logging.getLogger("sfm_dpo")
 
 
-def main(argv: list[str]) -> int:
-    """Runs and returns the exit code; however the run ends, unless it is killed, status.json says so."""
+def main(
+    argv: list[str], trainer_class: type[SFMDPOTrainer] = SFMDPOTrainer, callbacks: Sequence[TrainerCallback] = ()
+) -> int:
+    """Runs and returns the exit code; however the run ends, unless it is killed, status.json says so.
+
+    `trainer_class` (for another loss) and `callbacks` are for own scripts (docs/extending.md).
+    """
     disable_deepspeed_shm()  # before parse_config, in which Transformers makes the process group
+    load_only_tensors()
     with Run() as run:
         config = parse_config(argv)
         evaluations = Evaluations(config.train)
         if run.begin(config):
-            pairs, tokenizer, settings, checkpoint = load(config)
-            trainer = build_trainer(config, settings, pairs, tokenizer, run.position)
-            trainer.add_callback(evaluations)
+            checkpoint = find_start(config.train)
+            config = identify_models(config, read_model_ids(checkpoint))
+            pairs, tokenizer, settings = load(config, checkpoint)
+            trainer = build_trainer(config, settings, pairs, tokenizer, run.position, trainer_class)
+            for callback in (evaluations, *callbacks):
+                trainer.add_callback(callback)
             add_reference(trainer)
             check(config, trainer, checkpoint)
             train(config, trainer, checkpoint)
@@ -82,17 +93,19 @@ def main(argv: list[str]) -> int:
     return run.exit_code
 
 
-def load(config: Config) -> tuple[TokenPairs, PreTrainedTokenizerBase, Settings, Path | None]:
-    """The tokenised pairs, the tokenizer, the settings, and the checkpoint that the run resumes from, or None."""
+def load(config: Config, checkpoint: Path | None) -> tuple[TokenPairs, PreTrainedTokenizerBase, Settings]:
+    """The tokenised pairs, the tokenizer and the settings of a run that resumes from `checkpoint`, if there is one."""
     args = config.train
     log.info(config.tracking)
-    model_config = load_model_config(config)  # first: a wrong path costs a second, not a download
+    model_config = load_model_config(config)
+    if not config.model.use_peft:  # an adapter's tensors are small
+        check_buckets(args.deepspeed_plugin, meta_model(model_config))
     tokenizer = load_tokenizer(config)
     if args.ref_model_name_or_path:
         check_reference(config, tokenizer)
-    checkpoint = find_start(args)
     if checkpoint:
-        check_resume(checkpoint, {"world_size": args.world_size}, args.ignore_resume_mismatch)
+        facts = {"world_size": args.world_size} | config.model_ids
+        check_resume(checkpoint, facts, args.ignore_resume_mismatch)
     if args.precompute_ref_log_probs:
         main_process_first(lambda: make_folder(reference_root()))  # fails now, not after the model has been loaded
     if args.push_to_hub:
@@ -113,14 +126,19 @@ def load(config: Config) -> tuple[TokenPairs, PreTrainedTokenizerBase, Settings,
         describe(config, pairs.as_dict() | {"settings": asdict(settings)}, step_of(checkpoint))
         pairs.write_dropped(Path(args.output_dir) / "dropped.jsonl")
         write_status(args.output_dir, State.RUNNING, step=step_of(checkpoint))
-    return pairs, tokenizer, settings, checkpoint
+    return pairs, tokenizer, settings
 
 
 def build_trainer(
-    config: Config, settings: Settings, pairs: TokenPairs, tokenizer: PreTrainedTokenizerBase, position: Position
+    config: Config,
+    settings: Settings,
+    pairs: TokenPairs,
+    tokenizer: PreTrainedTokenizerBase,
+    position: Position,
+    trainer_class: type[SFMDPOTrainer],
 ) -> SFMDPOTrainer:
     """Loads the model, and packs it if the configuration asks for that."""
-    trainer = SFMDPOTrainer(
+    trainer = trainer_class(
         config,
         settings,
         train_dataset=pairs.train,
@@ -142,8 +160,9 @@ def check(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
         check_disk(args.output_dir, size, peak_checkpoint_count(args, COLLAPSE_STEPS))
     settings = trainer.settings
     batch = f"{settings.micro_batch} x {settings.accumulation_steps} accumulation x {args.world_size} process(es)"
+    what = "checking" if args.preflight_only else f"training {args.output_dir}"
     log.info(
-        f"training {args.output_dir}: {len(trainer.train_dataset):,} pairs, global batch {args.global_batch_size} = "
+        f"{what}: {len(trainer.train_dataset):,} pairs, global batch {args.global_batch_size} = "
         f"{batch}, loss {'+'.join(args.loss_type)}, beta {args.beta:g}, lr {args.learning_rate:g}"
     )
     if args.padding_free:

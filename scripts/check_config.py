@@ -1,14 +1,16 @@
 #!/usr/bin/env python
 """Checks a configuration as train_dpo.py will, and prints its output_dir. The batch scripts run this first.
 
-    python scripts/check_config.py accelerate_config.yaml 4 --config recipes/think.yaml --learning_rate 5e-7
+    python scripts/check_config.py --config recipes/think.yaml --learning_rate 5e-7
+    python scripts/check_config.py configs/accelerate/zero3.yaml 16 --config recipes/think.yaml
 
-The first two arguments are the launch configuration and the number of processes over all nodes. If the run is already
-done, no output_dir is printed.
+The first two arguments are the launch configuration and the number of processes over all nodes; by default those of
+LAUNCH (scripts/common.sh). If the run is already done, no output_dir is printed.
 """
 
 import os
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
@@ -23,21 +25,27 @@ from sfm_dpo.run.folder import State, check_folder, read_state, read_status
 
 @command
 def main(argv: list[str]) -> None:
-    if len(argv) < 2 or not argv[1].isdecimal() or int(argv[1]) < 1:
-        words = " ".join(argv[:2]) or "no arguments"
-        raise UserError(f"{words}: give a launch configuration, the number of processes, then train_dpo.py's options")
+    given = list(takewhile(lambda word: not word.startswith("--"), argv))
+    name = os.environ.get("LAUNCH", "zero2")
+    file = "accelerate_config.yaml" if name == "zero2" else f"configs/accelerate/{name}.yaml"
+    file, *numbers = given or [file]
     try:
-        launcher = yaml.safe_load(Path(argv[0]).read_text())["distributed_type"]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError) as error:
+        launch = yaml.safe_load(Path(file).read_text())
+        launcher = launch["distributed_type"]
+        [processes] = numbers or [str(launch["num_processes"])]
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError, ValueError) as error:
         reason = f"not a launch configuration of accelerate ({type(error).__name__}: {error})"
-        raise UserError(f"{argv[0]}: {reason}; give accelerate_config.yaml or a file of configs/accelerate") from error
+        raise UserError(f"{file}: {reason}; give accelerate_config.yaml or a file of configs/accelerate") from error
+    if not processes.isdecimal() or int(processes) < 1:
+        words = " ".join(given)
+        raise UserError(f"{words}: give a launch configuration, the number of processes, then train_dpo.py's options")
     os.environ[f"ACCELERATE_USE_{launcher}"] = "true"  # as the launcher does; dtype depends on it
-    config = parse_config(argv[2:], world_size=int(argv[1]))
+    config = parse_config(argv[len(given) :], world_size=int(processes))
     run = config.train.output_dir
     if check_folder(config):
         start = config.train.resume_from_checkpoint or newest_checkpoint(run)
         if start and why_incomplete(Path(start)) is None:
-            check_resume(Path(start), {"world_size": int(argv[1])}, config.train.ignore_resume_mismatch)
+            check_resume(Path(start), {"world_size": int(processes)}, config.train.ignore_resume_mismatch)
         print(run)
     elif read_state(run) is State.PUSH_FAILED:
         print(f"{run}: trained, but not pushed: {read_status(run)['message']}", file=sys.stderr)

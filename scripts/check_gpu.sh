@@ -22,4 +22,4 @@ source scripts/common.sh 2>/dev/null ||
     { echo "error: $PWD is not the project folder; cd there and run: sbatch scripts/check_gpu.sh" >&2; exit 2; }
 use_environment
 choose_launch
-python scripts/check_gpu.py --processes "$per_node" "$@"
+run_command python scripts/check_gpu.py --processes "$per_node" "$@"

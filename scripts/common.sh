@@ -7,6 +7,7 @@
 #   NUM_PROCESSES  processes per node if LAUNCH starts with cpu; default 2
 #   VENV           virtual environment; default: .venv here, otherwise the one active when sbatch was called
 #   MAX_REQUEUES   how often a run that stopped on request is requeued; default 20
+#   SRUN_OPTIONS   more options of every srun, for instance a container's (set it in scripts/site.sh)
 #   SKIP_HEALTHCHECK   1: train without first checking GPUs, disks and network
 # Secrets and HF_HOME belong in .env, which train_dpo.py reads itself; nothing here prints or sources it.
 
@@ -24,6 +25,8 @@ run_dpo() {
     [[ ${MAX_REQUEUES:-20} =~ ^[0-9]+$ ]] || fail "MAX_REQUEUES=$MAX_REQUEUES: give the number of restarts"
     export SLURM_JOB_START_TIME=${SLURM_JOB_START_TIME:-$(date +%s)} # Slurm sets it since 23.02; dates the STOP file
     export SLURM_EXPORT_ENV=ALL # after sbatch --export=LAUNCH=zero3, srun would pass nothing else to the nodes
+    export SFM_JOB_LOG # for status.json
+    SFM_JOB_LOG=$(readlink "/proc/$$/fd/1")
     use_environment
     choose_launch
     first_host
@@ -94,6 +97,12 @@ use_environment() {
         fail "no Python environment: run 'make setup' here, or set VENV to your virtual environment"
     fi
     export PYTHONUNBUFFERED=1
+    # In the home folder, on NFS, compiled kernels of many processes race
+    local cache=${TMPDIR:-/tmp}/sfm-dpo-$UID
+    mkdir -p -m 700 "$cache" 2>/dev/null || true
+    [[ -O $cache ]] || cache=$(mktemp -d) # another user made it
+    export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$cache/triton}
+    export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}
 }
 
 # Sets config_file and per_node (processes on each node).
@@ -126,10 +135,19 @@ first_host() {
     host=$(scontrol --oneliner show node "$name" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
     [[ -n $host ]] || fail "scontrol gives no address for node '$name', the first of $SLURM_JOB_NODELIST"
     port=$((20000 + SLURM_JOB_ID % 10000)) # differs for two jobs on a node; below the ephemeral range
-    srun_options=(--ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1)
+    # shellcheck disable=SC2206
+    srun_options=(${SRUN_OPTIONS:-} --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1)
     # Since 22.05 srun no longer takes this one from the job.
     [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || srun_options+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
     ((SLURM_JOB_NUM_NODES == 1)) || srun_options+=(--label)
+}
+
+# Ends the script with a command on this job's only node: as a step where SRUN_OPTIONS are set, for instance a container.
+run_command() {
+    # shellcheck disable=SC2206
+    local step=(srun ${SRUN_OPTIONS:-} --ntasks=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}")
+    [[ -n ${SRUN_OPTIONS:-} ]] || step=()
+    exec "${step[@]}" "$@"
 }
 
 # Checks each node's GPUs, folders and connections in a few minutes at most.

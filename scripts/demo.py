@@ -20,12 +20,13 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 
 MODEL = Path("outputs/demo-model")
+RUN = Path("outputs/demo")  # the only run that a demo deletes
 INTRO = f"""\
 DPO on a laptop: SmolLM2-135M-Instruct learns to prefer short correct answers over long rambling ones.
 
   time       about 4 minutes on 2 idle cores, 13 on busy ones; 8 GB of memory, no GPU, no download
   data       data/demo_pairs.jsonl: 96 pairs to train on, 16 held out
-  writes     {MODEL} (0.5 GB, kept), outputs/demo (0.5 GB, replaced by each demo)
+  writes     {MODEL} (0.5 GB, kept), {RUN} (0.5 GB, replaced by each demo)
 """
 # For this process and the training that it starts; libraries read these when they are imported
 QUIET = {
@@ -50,7 +51,7 @@ def main(argv: list[str]) -> int:
     run = Path(parse_config(fields).train.output_dir)
     if not MODEL.is_dir():
         prepare_model()
-    if (run / RESOLVED_CONFIG).is_file():  # an earlier demo's
+    if run == RUN and (run / RESOLVED_CONFIG).is_file():  # an earlier demo's
         shutil.rmtree(run)
     print(f"run: python train_dpo.py {' '.join(fields)}\n", flush=True)
     if code := subprocess.run([sys.executable, "-u", "train_dpo.py", *fields], check=False).returncode:

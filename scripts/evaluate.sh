@@ -20,4 +20,4 @@ source scripts/common.sh 2>/dev/null ||
     { echo "error: $PWD is not the project folder; cd there and run: sbatch scripts/evaluate.sh" >&2; exit 2; }
 use_environment
 [[ ${LAUNCH:-} != cpu* ]] || export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES=
-exec python scripts/evaluate.py "$@"
+run_command python scripts/evaluate.py "$@"

@@ -27,12 +27,12 @@ MODEL_FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"]
 def main(argv: list[str]) -> None:
     _, fields = Arguments(description=__doc__).parse_known_args(argv or ["--help"])
     config = parse_config(fields, training=False)
-    for part in [config, config.reference] if config.train.ref_model_name_or_path else [config]:
+    for part in config.parts:
         name = part.model.model_name_or_path
         if not Path(name).is_dir():
             try:
                 with explain_cache_errors():
-                    folder = snapshot_download(name, revision=part.model.model_revision, allow_patterns=MODEL_FILES)
+                    folder = snapshot_download(name, revision=part.revision, allow_patterns=MODEL_FILES)
             except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
                 remedy = "a gated or private model needs HF_TOKEN"
                 raise UserError(f"{part.model_field} {name}: cannot be downloaded ({remedy}): {error}") from error

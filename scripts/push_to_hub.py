@@ -16,8 +16,8 @@ from pathlib import Path
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command
-from sfm_dpo.hub.publish import choose_repo, publish, push_run
-from sfm_dpo.hub.upload import HubError, check_access, format_push_command
+from sfm_dpo.hub.publish import choose_repo, list_upload, push
+from sfm_dpo.hub.upload import HubError, format_push_command
 from sfm_dpo.run.saved_model import check_health, find_model
 
 log = logging.getLogger("sfm_dpo.scripts.push_to_hub")  # below sfm_dpo, whose handler the package installs
@@ -32,6 +32,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--hub_private_repo", choices=("true", "false"), help="for a new repository; default: true")
     text = "push even if the guard stopped the run or a check fails"
     parser.add_argument("--publish_anyway", action="store_true", help=text)
+    parser.add_argument("--dry_run", action="store_true", help="check the model and list its files, without the Hub")
     options = parser.parse_args(argv)
     model = find_model(options.path)
     if not options.publish_anyway:
@@ -41,11 +42,11 @@ def main(argv: list[str]) -> int:
     private = model.config.get("hub_private_repo", True)
     if options.hub_private_repo:
         private = options.hub_private_repo == "true"
-    if model.step is None:
-        return push_run(model, repo, revision, private, options.publish_anyway)
+    if options.dry_run:
+        print(list_upload(model, repo, revision, publish_anyway=options.publish_anyway))
+        return 0
     try:
-        repo = check_access(repo, private, revision, remedy="push later")
-        publish(model, repo, revision, options.publish_anyway)
+        push(model, repo, revision, private, publish_anyway=options.publish_anyway)
     except HubError as error:
         later = format_push_command(options.path, repo, revision, private)
         log.error(f"push failed: {error}; push later with: {later}")

@@ -2,6 +2,7 @@
 """Shows the state of every run under outputs/, or under the given folders.
 
     python scripts/status.py [RUN_OR_FOLDER ...] [--json]
+    python scripts/status.py --stop RUN                      saves and ends it, without the requeue of a batch job
 
 docs/slurm.md explains the columns. For a folder that holds a sweep, the sweep's table follows.
 """
@@ -14,6 +15,8 @@ import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import write_atomically
+from sfm_dpo.run.checkpoint import FOR_GOOD, STOP
 from sfm_dpo.run.reader import describe_runs, format_runs
 
 
@@ -22,7 +25,11 @@ def main(argv: list[str]) -> None:
     parser = Arguments(description=__doc__)
     parser.add_argument("folders", nargs="*", default=["outputs"])
     parser.add_argument("--json", action="store_true", help="print a JSON list, for programs")
+    parser.add_argument("--stop", metavar="RUN", type=Path, help="stop a run for good; the same command resumes it")
     options = parser.parse_args(argv)
+    if options.stop:
+        stop(options.stop)
+        return
     for folder in options.folders:
         if not Path(folder).is_dir():
             raise UserError(f"{folder}: no such folder; give the folder of your runs, or run this from the project's")
@@ -36,6 +43,16 @@ def main(argv: list[str]) -> None:
             from sfm_dpo.jobs.sweep import format_sweep, read_grid  # these take seconds to import
 
             print(f"\n{format_sweep(read_grid(grid))}")
+
+
+def stop(run: Path) -> None:
+    """Asks a run to stop for good. Raises UserError if it does not run."""
+    states = [found["state"] for found in describe_runs([run]) if Path(found["run"]) == run]
+    if not {"running", "stale"}.intersection(states):
+        remedy = "a job that waits in the queue ends with scancel"
+        raise UserError(f"--stop {run}: does not run (state {states[0] if states else 'unknown'}); {remedy}")
+    write_atomically(run / STOP, f"{FOR_GOOD}\n")
+    print(f"{run}: stops after this step, and is not requeued")
 
 
 if __name__ == "__main__":

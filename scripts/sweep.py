@@ -16,8 +16,10 @@ import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import write_atomically
+from sfm_dpo.common.files import write_atomically, write_json
 from sfm_dpo.jobs.sweep import GRID, MEMBERS, format_sweep, plan_sweep, read_grid
+from sfm_dpo.run.folder import read_mapping
+from sfm_dpo.run.reader import SUBMITTED
 
 
 @command
@@ -38,10 +40,11 @@ def main(argv: list[str]) -> int:
         return 0
     members = Path(grid.output_dir) / MEMBERS
     script = [*shlex.split(grid.sbatch), "scripts/dpo_train.sh", "--members", str(members)]
+    sbatch = ["sbatch", "--parsable", "--output=logs/%x-%A_%a.out"]
     # Preflight and reference pass once, before the array
-    first = ["sbatch", "--parsable", f"--array={numbers[0]}", *script, "--preflight_only", "true"]
+    first = [*sbatch, f"--array={numbers[0]}", *script, "--preflight_only", "true"]
     tasks = ",".join(map(str, numbers)) + (f"%{grid.at_once}" if grid.at_once else "")
-    array = ["sbatch", "--kill-on-invalid-dep=yes", "--dependency=afterok:JOB", f"--array={tasks}", *script]
+    array = [*sbatch, "--kill-on-invalid-dep=yes", "--dependency=afterok:JOB", f"--array={tasks}", *script]
     if options.dry_run:
         print(shlex.join(first), shlex.join(array), sep="\n")
         print(*(f"# {number}: {line}" for number, line in enumerate(lines)), sep="\n")
@@ -51,11 +54,22 @@ def main(argv: list[str]) -> int:
     members.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(members, "".join(f"{line}\n" for line in lines))
     write_atomically(members.with_name(GRID), options.grid.read_text())
-    submitted = subprocess.run(first, check=False, stdout=subprocess.PIPE, text=True)
-    if submitted.returncode:
-        return submitted.returncode
-    job = submitted.stdout.split(";")[0].strip()
-    return subprocess.run([word.replace(":JOB", f":{job}") for word in array], check=False).returncode
+    job = submit(first)
+    job = submit([word.replace(":JOB", f":{job}") for word in array])
+    print(f"Submitted batch job {job}")
+    names = [shlex.split(line)[-1] for line in lines]
+    tasks_of_runs = {Path(names[number]).name: f"{job}_{number}" for number in numbers}
+    submitted = members.with_name(SUBMITTED)
+    write_json(submitted, read_mapping(submitted) | tasks_of_runs)
+    return 0
+
+
+def submit(command: list[str]) -> str:
+    """The id of the submitted job. Ends the script if sbatch, which has printed why, refuses it."""
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(done.returncode)
+    return done.stdout.split(";")[0].strip()
 
 
 if __name__ == "__main__":

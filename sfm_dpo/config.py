@@ -123,6 +123,12 @@ class Config:
     micro_batch: int  # the recipe's per_device_train_batch_size, also where `training` is False
     fitted: list[str]  # fields that fit_memory chooses
     model_field: str = "model_name_or_path"  # the field that errors about the model name
+    model_ids: dict[str, str] = dataclasses.field(default_factory=dict)  # by field, as `identify_model` found them
+
+    @property
+    def revision(self) -> str:
+        """The model's commit on the Hub, once it is known; transformers ignores it where the model is a folder."""
+        return self.model_ids.get(self.model_field, self.model.model_revision)
 
     @property
     def reference(self) -> "Config":
@@ -130,6 +136,11 @@ class Config:
         name = self.train.ref_model_name_or_path
         model = dataclasses.replace(self.model, model_name_or_path=name, model_revision="main")
         return dataclasses.replace(self, model=model, model_field="ref_model_name_or_path")
+
+    @property
+    def parts(self) -> list["Config"]:
+        """This configuration and, if another reference is set, `reference`."""
+        return [self, self.reference] if self.train.ref_model_name_or_path else [self]
 
     def as_dict(self) -> dict[str, Any]:
         """The resolved configuration as plain YAML types, without secrets; `--config` reads it back."""
@@ -224,7 +235,7 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     check_fields(namespace, world_size, training)
     pairs_at_once = namespace.per_device_train_batch_size * world_size
     namespace.gradient_accumulation_steps = namespace.global_batch_size // pairs_at_once
-    if namespace.hub_token:  # Trainer pickles its arguments into training_args.bin, in every checkpoint
+    if namespace.hub_token:  # trackers record the arguments
         os.environ["HF_TOKEN"] = namespace.hub_token
         namespace.hub_token = None
     if namespace.dataset_num_proc:  # more processes than cores only take memory

@@ -3,6 +3,7 @@
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    ApertusConfig,
     GPTNeoXConfig,
     LlamaConfig,
     Olmo2Config,
@@ -12,6 +13,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    SmolLM3Config,
 )
 from transformers.models.auto import AutoModelForCausalLM
 
@@ -47,7 +49,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_config(architecture: str, **overrides) -> PreTrainedConfig:
-    """Config of one of `ARCHITECTURES`, or of OLMo 2 or OLMo-Hybrid."""
+    """Config of one of `ARCHITECTURES`, or of a recipe."""
     shape = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
@@ -76,7 +78,13 @@ def tiny_config(architecture: str, **overrides) -> PreTrainedConfig:
             },
         ),
         "llama": (LlamaConfig, {"num_key_value_heads": 2}),
-        "olmo2": (Olmo2Config, {}),  # for its recipe
+        # For their recipes
+        "olmo2": (Olmo2Config, {}),
+        "apertus": (ApertusConfig, {"num_key_value_heads": 2}),
+        "smollm3": (
+            SmolLM3Config,
+            {"num_key_value_heads": 2, "no_rope_layer_interval": 2, "tie_word_embeddings": True},
+        ),
         "olmo_hybrid": (OlmoHybridConfig, {"num_key_value_heads": 4}),  # see tests/model/test_hybrid.py
         "olmoe": (
             OlmoeConfig,

@@ -1,5 +1,6 @@
 """Atomic file writes, and times and tables as text."""
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -7,6 +8,8 @@ from datetime import UTC, datetime, timedelta
 from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any
+
+import xxhash
 
 PROJECT = Path(__file__).resolve().parents[2]
 CALIBRATION = PROJECT / "outputs/check-gpu/calibration.json"  # written by check_gpu.sh
@@ -29,6 +32,11 @@ def sync(file: IO) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     write_atomically(path, json.dumps(value, indent=2) + "\n")
+
+
+def hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def now() -> str:

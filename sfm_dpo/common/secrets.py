@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from dotenv import dotenv_values, find_dotenv
+from dotenv import dotenv_values
 
 from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.files import PROJECT
@@ -18,21 +18,27 @@ _SHORTEST = 8  # masking shorter values would make ordinary text illegible, and 
 
 
 def load_env_file() -> None:
-    """Loads .env into the environment: from the working directory, a folder above it, or else the project."""
-    path = Path(find_dotenv(usecwd=True) or PROJECT / ".env")
-    if not path.is_file():
-        return
-    mode = path.stat().st_mode & 0o777
-    if is_main_process() and mode & 0o077:  # not on stdout, where check_config.py prints a result
-        print(f"warning: .env is readable by others (mode {mode:o}): chmod 600 {path}", file=sys.stderr, flush=True)
-    for name, value in dotenv_values(path).items():  # warns about a line that is not NAME=value
-        os.environ.setdefault(name, value or "")
+    """Loads .env into the environment: from the working directory, then from the project's folder. A file that another
+    user owns or may change is not read: its HF_ENDPOINT would get the token."""
+    for path in dict.fromkeys((Path.cwd() / ".env", PROJECT / ".env")):
+        if not path.is_file():
+            continue
+        facts = path.stat()
+        mode = facts.st_mode & 0o777
+        is_foreign = facts.st_uid not in (0, os.getuid()) or mode & 0o022
+        if is_main_process() and (is_foreign or mode & 0o077):  # not on stdout, where check_config.py prints a result
+            what = "not read: others own it or can change it" if is_foreign else "readable by others"
+            print(f"warning: {path} is {what} (mode {mode:o}): chmod 600 {path}", file=sys.stderr, flush=True)
+        if not is_foreign:
+            for name, value in dotenv_values(path).items():  # warns about a line that is not NAME=value
+                os.environ.setdefault(name, value or "")
 
 
 def mask(text: str) -> str:
     """`text` with `***` for Hub tokens and the values of variables named like a secret, except numbers and paths."""
     names = {name for name in os.environ if _SECRET.search(name.upper()) and not _NO_SECRET.search(name.upper())}
-    for value in sorted({os.environ[name] for name in names}, key=len, reverse=True):  # one may contain another
+    lines = {line for name in names for line in os.environ[name].splitlines()}  # messages are printed in one line
+    for value in sorted(lines, key=len, reverse=True):  # one may contain another
         if value in text and len(value) >= _SHORTEST and not value.isdigit() and not os.path.exists(value):
             text = text.replace(value, "***")
     return re.sub(r"\bhf_[A-Za-z0-9]{20,}", "***", text)

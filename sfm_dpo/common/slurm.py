@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from collections.abc import Iterable
 from typing import Any
 
 from sfm_dpo.common.process import is_alive
@@ -16,10 +17,19 @@ def ask(*command: str, stderr: int | None = None) -> str | None:
     return result.stdout
 
 
-def squeue_states() -> dict[str, str] | None:
-    """Slurm's state of each job in the queue; None without Slurm, or if it does not answer."""
-    answer = ask("squeue", "--noheader", "--format=%A %T", stderr=subprocess.DEVNULL)
-    return None if answer is None else dict(line.split() for line in answer.splitlines())
+def squeue_states(jobs: Iterable[str | None]) -> dict[str, str] | None:
+    """Slurm's state of each of the jobs and tasks of arrays (17_2) that is in its queue; None without Slurm, or if it
+    does not answer."""
+    given = ",".join(sorted(set(filter(None, jobs))))
+    if not given:
+        return {}
+    # Given twice, because one unknown job alone is an error of squeue
+    words = ["squeue", "--noheader", "--array", f"--jobs={given},{given}", "--format=%T %A %F_%K"]
+    answer = ask(*words, stderr=subprocess.DEVNULL)
+    states: dict[str, str] = {}
+    for state, job, task in map(str.split, (answer or "").splitlines()):
+        states |= {job: state, task: state}
+    return None if answer is None else states
 
 
 def is_running(owner: dict[str, Any], queue: dict[str, str] | None) -> bool | None:

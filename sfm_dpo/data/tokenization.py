@@ -52,7 +52,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """The tokenizer in the model's own folder or repository, with a pad token. Raises UserError if it cannot be
     loaded, has no EOS token, or lacks the configured `pad_token`."""
     name = config.model.model_name_or_path
-    options = {"revision": config.model.model_revision, "trust_remote_code": config.train.trust_remote_code}
+    options = {"revision": config.revision, "trust_remote_code": config.train.trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:  # a damaged tokenizer.json raises a plain Exception

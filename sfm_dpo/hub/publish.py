@@ -2,13 +2,16 @@
 
 import logging
 import os
+import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import format_table
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.hub import upload
 from sfm_dpo.report.model_card import write_model_card
@@ -19,23 +22,27 @@ from sfm_dpo.run.saved_model import SavedModel, check_loads, describe_change, fi
 log = logging.getLogger(__name__)
 
 
-def publish(model: SavedModel, repo: str, revision: str | None, publish_anyway: bool = False) -> str:
-    """Checks, describes and uploads a model; returns the URL of its commit. Raises UserError if it should not be
-    published, and upload.HubError. The branch is `revision` (with {step} replaced by a checkpoint's step), or main."""
-    branch = revision or "main"
-    if "{step}" in branch:
-        branch = "main" if model.step is None else branch.replace("{step}", str(model.step))
+@contextmanager
+def stage(model: SavedModel, repo: str, revision: str | None, publish_anyway: bool = False) -> Iterator[Path]:
+    """A temporary folder with what is uploaded: the model's files, once they have been checked, and the model card.
+    Raises UserError if the model should not be published."""
     if model.step is not None:  # the run may still be training, and would rotate the checkpoint
         mark_in_use(model.folder, PUSHING, os.getpid())
     change = _check_fitness(model, publish_anyway)
     with tempfile.TemporaryDirectory(prefix=".hub-", dir=model.run) as folder:
         staged = Path(folder)
         model.link_files(staged)
+        branch = choose_branch(model, revision)
         write_model_card(model.run, folder=staged, repo=repo, revision=branch, step=model.step, change=change)
-        address = upload.upload_folder(staged, repo, branch, f"DPO, {model.name}")
+        yield staged
     (model.folder / PUSHING).unlink(missing_ok=True)
-    log.info(f"pushed {model.name} to {address}")
-    return address
+
+
+def choose_branch(model: SavedModel, revision: str | None) -> str:
+    """`revision` with {step} replaced by a checkpoint's step, or main."""
+    if not revision or ("{step}" in revision and model.step is None):
+        return "main"
+    return revision.replace("{step}", str(model.step))
 
 
 def _check_fitness(model: SavedModel, publish_anyway: bool) -> str:
@@ -67,40 +74,52 @@ def check_push(args: TrainConfig, resuming: bool) -> None:
 
 
 def choose_repo(config: Mapping[str, Any], run: Path) -> str:
-    return config.get("hub_model_id") or run.resolve().name
+    """hub_model_id, or the folder's name, in which other characters than a repository's become hyphens."""
+    return config.get("hub_model_id") or re.sub(r"[^A-Za-z0-9_.]+", "-", run.resolve().name).strip("-.")
 
 
 def push_finished(args: TrainConfig) -> int:
-    """Pushes a finished run on rank 0, unless it has been pushed; returns the exit code, 0 or 5."""
-    run = Path(args.output_dir)
-    if not is_main_process() or (read_status(run) or {}).get("pushed"):
-        return 0
-    return push_run(find_model(run), choose_repo(vars(args), run), args.hub_revision, args.hub_private_repo)
-
-
-def push_run(
-    model: SavedModel, repo: str, revision: str | None, private: bool | None, publish_anyway: bool = False
-) -> int:
-    """Pushes a finished run and writes the outcome into status.json; returns the exit code, 0 or 5.
+    """Pushes a finished run on rank 0, unless it has been pushed; returns the exit code, 0 or 5.
 
     A push that fails or is killed leaves the state push_failed, with the command that repeats it.
     """
-    run = model.run
-    later = f"push later with: {upload.format_push_command(run, repo, revision, private)}"
+    run = Path(args.output_dir)
+    if not is_main_process() or "pushed" in read_status(run):
+        return 0
+    repo = choose_repo(vars(args), run)
+    later = f"push later with: {upload.format_push_command(run, repo, args.hub_revision, args.hub_private_repo)}"
     _record_push(run, State.PUSH_FAILED, 5, f"the push was interrupted; {later}")
     try:
-        repo = upload.check_access(repo, private, revision, "push later")
-        address = publish(model, repo, revision, publish_anyway)
+        push(find_model(run), repo, args.hub_revision, args.hub_private_repo)
     except Exception as error:  # whatever it is, the model is trained and saved
         message = f"push failed: {error}; the model is saved in {run}; {later}"
         _record_push(run, State.PUSH_FAILED, 5, message)
         log.error(message)
         return 5
-    _record_push(run, State.DONE, 0, pushed=address)
     return 0
 
 
+def push(model: SavedModel, repo: str, revision: str | None, private: bool | None, **options: bool) -> None:
+    """Pushes a model, which status.json records for a finished run. `options`: of `stage`. Raises UserError and
+    upload.HubError."""
+    repo = upload.check_access(repo, private, revision, "push later")
+    with stage(model, repo, revision, **options) as staged:
+        address = upload.upload_folder(staged, repo, choose_branch(model, revision), f"DPO, {model.name}")
+    log.info(f"pushed {model.name} to {address}")
+    if model.step is None:
+        _record_push(model.run, State.DONE, 0, pushed=address)
+
+
+def list_upload(model: SavedModel, repo: str, revision: str | None, **options: bool) -> str:
+    """What `push` would upload, as a table, after the same checks of the model; nothing is sent. Raises UserError."""
+    with stage(model, repo, revision, **options) as staged:
+        files = sorted(path for path in staged.rglob("*") if path.is_file())
+        rows = [(path.relative_to(staged), f"{path.stat().st_size / 1e6:,.3f} MB") for path in files]
+    head = f"would upload to {repo}, branch {choose_branch(model, revision)}:"
+    return f"{head}\n{format_table(rows, align='lr')}"
+
+
 def _record_push(run: Path, state: State, code: int, message: str = "", **extra: Any) -> None:
-    status = read_status(run) or {}
+    status = read_status(run)
     if State.of(status).has_model:  # keeps the guard's verdict
         write_status(run, state, code, message, step=status.get("step"), **extra)

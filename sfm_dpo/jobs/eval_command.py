@@ -137,7 +137,7 @@ class Evaluations(TrainerCallback):
         if not job or self._open[step] in self._commands.running:  # an sbatch that waits for its job
             return bool(job)
         if time.monotonic() - self._asked > QUEUE_SECONDS:
-            self._queue = squeue_states()
+            self._queue = squeue_states(map(self._find_job, self._open))
             self._asked = time.monotonic()
         return self._queue is None or job in self._queue
 

@@ -85,7 +85,7 @@ def evaluate_benchmarks(model: SavedModel, options: dict[str, Any], with_base: b
     """Rows of `compare_results` for the model and its base model (or itself), with the settings used."""
     folder = str(model.folder)
     base = {"pretrained": model.base, "tokenizer": folder}
-    if revision := model.config.get("model_revision"):
+    if revision := model.base_revision:
         base["revision"] = revision
     trained = base | {"peft": folder} if model.is_adapter else {"pretrained": folder, "tokenizer": folder}
     after = run_lm_eval(trained, **options)

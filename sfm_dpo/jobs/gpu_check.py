@@ -28,6 +28,7 @@ from sfm_dpo.config import parse_config
 from sfm_dpo.config_short_run import short_run
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR
 from sfm_dpo.data.tokenization import load_tokenizer
+from sfm_dpo.model.attention import is_installed
 from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.run.folder import DATA, ENVIRONMENT, read_mapping
 
@@ -174,9 +175,11 @@ def compare(place: Place, run: str, other: str = "single") -> tuple[np.ndarray, 
 
 
 def check_kernels(place: Place) -> Result:
-    """Times each installed FlashAttention; `flash` is the fastest of those that train as FA2 does."""
+    """Times each installed FlashAttention; `flash` is the fastest of those that train as FA2 does. Fails if one is
+    installed and not usable: training would silently be slower."""
     times: dict[str, float] = {}
     texts = []
+    unusable = False
     for kernel in ("FA2", "FA3", "FA4") if place.on_gpu else ("FA2",):
         run = f"single-{kernel}"
         out = place.folder / f"{run}.json"
@@ -184,7 +187,8 @@ def check_kernels(place: Place) -> Result:
         try:
             place.call(f"{run}-times", sys.executable, *timing, "--json", str(out))
             place.train(run, "single", flash_attention=kernel.lower())
-        except RuntimeError as error:  # its package is not installed, or has no kernel for this GPU
+        except RuntimeError as error:
+            unusable |= kernel == "FA2" or is_installed(kernel)
             texts.append(f"{kernel}: {error}")
             continue
         forward, backward = json.loads(out.read_text())
@@ -193,9 +197,10 @@ def check_kernels(place: Place) -> Result:
             times[kernel] = forward + backward
             place.calibration["flash"] = min(times, key=lambda name: times[name])
         else:
+            unusable = True
             kernel += " (NOT USED)"
         texts.append(f"{kernel} forward {forward:.2f} ms, backward {backward:.2f} ms, {text}")
-    return None if times else False, "; ".join(texts)
+    return False if unusable else None, "; ".join(texts)
 
 
 def check_launcher(place: Place, launch: str) -> Result:

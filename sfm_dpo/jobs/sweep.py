@@ -17,8 +17,8 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import format_table
 from sfm_dpo.common.slurm import squeue_states
 from sfm_dpo.config import parse_config
-from sfm_dpo.run.folder import State, read_state, read_status
-from sfm_dpo.run.reader import has_process, read_run, to_float
+from sfm_dpo.run.folder import State, read_state
+from sfm_dpo.run.reader import has_process, list_jobs, read_run, to_float
 
 MEMBERS = "members.txt"  # in the sweep's folder: one line of arguments per run, for scripts/common.sh
 GRID = "grid.yaml"  # in the same folder: the grid as it was submitted
@@ -75,12 +75,13 @@ def plan_sweep(grid: Grid) -> tuple[list[str], list[int]]:
     nor running or queued. Raises UserError as train_dpo.py would."""
     lines = []
     numbers = []
-    queue = squeue_states()
-    for number, (folder, values) in enumerate(list_members(grid).items()):
+    members = list_members(grid)
+    queue = squeue_states(job for folder in members for job in list_jobs(folder)) or {}
+    for number, (folder, values) in enumerate(members.items()):
         words = [word for name, texts in values.items() for word in (f"--{name}", *texts)]
         lines.append(shlex.join([grid.recipe, *words, "--output_dir", str(folder)]))
         parse_config(["--config", *shlex.split(lines[-1])], training=False)
-        is_queued = (queue or {}).get(read_status(folder).get("job", "")) == "PENDING"
+        is_queued = any(queue.get(job) == "PENDING" for job in list_jobs(folder))
         if read_state(folder).may_start_again and not has_process(folder, queue) and not is_queued:
             numbers.append(number)
     earlier = Path(grid.output_dir) / MEMBERS

@@ -10,12 +10,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from sfm_dpo.common.distributed import is_main_process, main_process_first
-from sfm_dpo.common.errors import DiskFull, Interrupted, ResumeRefused, RunEnd, StopRequested
+from sfm_dpo.common.errors import DiskFull, Interrupted, PreflightDone, ResumeRefused, RunEnd, StopRequested
 from sfm_dpo.common.files import write_json
 from sfm_dpo.config import Config
 from sfm_dpo.report.model_card import CARD, write_model_card
 from sfm_dpo.report.page import REPORT, format_summary, write_report
-from sfm_dpo.run.checkpoint import clear_stop, newest_checkpoint, step_of
+from sfm_dpo.run.checkpoint import clear_stop, newest_checkpoint, step_of, stop_is_for_good
 from sfm_dpo.run.folder import (
     RESOLVED_CONFIG,
     STATUS,
@@ -36,9 +36,9 @@ from sfm_dpo.train.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG)
 # Signs of a full disk in exceptions of safetensors and (the last two) of torch.save
-DISK_FULL = ("No space left", "quota exceeded", "unexpected pos", "iostream error")
+DISK_FULL = ("No space left", "quota exceeded", "File too large", "unexpected pos", "iostream error")
 
 
 class Run:
@@ -51,6 +51,7 @@ class Run:
         self.lease: Lease | None = None
         self.before: dict[str, Any] = {}  # status.json of an earlier start
         self.exit_code = 0  # of the process
+        self.is_training = True  # not only a preflight, which has logged its result
 
     def __enter__(self) -> Self:
         # Under a launcher, runs are stopped by the file STOP
@@ -70,6 +71,7 @@ class Run:
             log.info(f"{folder}: already done; to run again, remove it or choose another output_dir")
             return False
         self.folder = folder
+        self.is_training = not config.train.preflight_only
         self.before = read_status(folder)
         if not (folder / RESOLVED_CONFIG).is_file():  # without it, the folder is empty until the data are read
             write_status(folder, State.RUNNING, message="loading")
@@ -120,15 +122,19 @@ class Run:
             return None
         if isinstance(error, KeyboardInterrupt):
             return Interrupted(f"interrupted at step {self.position.step}")
+        if not self.folder.is_dir():
+            return DiskFull(f"output_dir {self.folder}: was removed or moved during the run; start it again")
         if memory := explain_out_of_memory(error, self.position, self.folder):
             return memory
         if isinstance(error, OSError) and error.errno in UNWRITABLE:
             where = error.filename or self.folder
-            return DiskFull(f"{where}: {error.strerror}; free space, and run the same command again to resume")
+            free = "raise `ulimit -f`" if error.errno == errno.EFBIG else "free space"
+            return DiskFull(f"{where}: {error.strerror}; {free}, and run the same command again to resume")
         if any(sign in str(error) for sign in DISK_FULL):
             what = self.position.saving or self.folder
             newest = newest_checkpoint(self.folder)
-            return DiskFull(f"disk full while writing {what}; free space, and run it again to resume from {newest}")
+            full = f"disk full, or `ulimit -f` reached, while writing {what}"
+            return DiskFull(f"{full}; free space, and run it again to resume from {newest}")
         return None
 
     def _close(self, end: RunEnd) -> None:
@@ -143,10 +149,13 @@ class Run:
         status = end.status
         if is_stop:
             assert self.folder
+            is_for_good = stop_is_for_good(self.folder)
             clear_stop(self.folder)
             checkpoint = newest_checkpoint(self.folder)
             status = {"step": step_of(checkpoint), "checkpoint": checkpoint and str(checkpoint)} | status
-            log.info(f"{end}; run the same command again to resume from {checkpoint or 'the beginning'}")
+            status["for_good"] = is_for_good
+            then = f"; run the same command again to resume from {checkpoint or 'the beginning'}"
+            log.info(f"{end}{'' if isinstance(end, PreflightDone) else then}")
             if "TORCHELASTIC_RUN_ID" in os.environ:
                 self.exit_code = 0  # a launcher would report 75 as a crash; status.json has the state
         elif message:
@@ -156,7 +165,7 @@ class Run:
             if self.lease:
                 self.lease.release()  # before the report: a launcher ends this rank soon after another rank's exit
             if not isinstance(end, Interrupted):
-                report(self.folder)
+                report(self.folder, self.is_training)
 
 
 def handle_interrupts(how: signal.Handlers) -> None:
@@ -164,7 +173,7 @@ def handle_interrupts(how: signal.Handlers) -> None:
         signal.signal(number, how)
 
 
-def report(run: Path) -> None:
+def report(run: Path, with_summary: bool = True) -> None:
     """Writes report.html and a trained run's model card, and logs the summary; also for a run that failed."""
     if is_main_process() and (run / RESOLVED_CONFIG).is_file():
         try:
@@ -173,4 +182,5 @@ def report(run: Path) -> None:
                 write_model_card(run)
         except OSError as error:  # a full disk must not make a trained run fail
             log.info(f"report not written: {error}; write it later with python -m sfm_dpo.report.page {run}")
-        log.info(f"result\n{format_summary(run)}")
+        if with_summary:
+            log.info(f"result\n{format_summary(run)}")

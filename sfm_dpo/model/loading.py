@@ -1,5 +1,7 @@
 """Loading a model: its configuration first, then its weights."""
 
+import contextlib
+import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -7,6 +9,8 @@ from typing import Any
 
 import torch
 from accelerate import DistributedType, PartialState
+from datasets.config import HF_CACHE_HOME
+from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
@@ -19,14 +23,19 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
+from sfm_dpo.common.distributed import broadcast, is_main_process, main_process_first
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import hash_file, write_atomically
 from sfm_dpo.config import Config
+
+CONTENT = (".safetensors", ".gguf", ".py")  # of files that decide what a model in a folder computes
+FOLDER = "hash-"  # an id that is no commit on the Hub begins with it
 
 
 def load_model_config(config: Config) -> PretrainedConfig:
     """The model's config.json. Raises UserError if it cannot be loaded, or has no experts to balance."""
     name = config.model.model_name_or_path
-    options = {"revision": config.model.model_revision, "trust_remote_code": config.train.trust_remote_code}
+    options = {"revision": config.revision, "trust_remote_code": config.train.trust_remote_code}
     if name.startswith(("/", ".", "~")) and not Path(name).exists():  # transformers would call it a wrong Hub id
         raise UserError(f"{config.model_field} {name}: no such folder; correct the path, or give a name on the Hub")
     try:
@@ -89,15 +98,58 @@ def _first_lines(error: Exception) -> str:
 def model_init_kwargs(config: Config) -> dict[str, Any]:
     """Arguments of from_pretrained for policy and reference, as in TRL's own script."""
     return {
-        "revision": config.model.model_revision,
+        "revision": config.revision,
         "dtype": config.model.dtype,
         "attn_implementation": config.model.attn_implementation,
         **(config.train.model_init_kwargs or {}),
     }
 
 
+def identify_models(config: Config, known: dict[str, Any]) -> Config:
+    """The configuration with `model_ids`. `known`: those of the checkpoint that a run resumes from, whose commits are
+    kept though a branch on the Hub has moved since. All ranks must call it."""
+    commits = {name: value for name, value in known.items() if not value.startswith(FOLDER)}
+    pinned = dataclasses.replace(config, model_ids=commits)
+    ids = {part.model_field: identify_model(part) for part in pinned.parts}
+    return dataclasses.replace(config, model_ids=ids)
+
+
+def identify_model(config: Config) -> str:
+    """What decides the model's log-probs: its commit on the Hub, or a hash of weights and configuration in its folder.
+    All ranks must call it. Raises UserError if its configuration cannot be loaded."""
+
+    def identify() -> str:
+        if not is_main_process():
+            return ""
+        name = config.model.model_name_or_path
+        model_config = load_model_config(config)
+        if Path(name).is_dir():
+            return _hash_folder(Path(name), model_config)
+        return Path(hf_hub_download(name, "config.json", revision=config.revision)).parent.name  # snapshots/<commit>
+
+    return config.model_ids.get(config.model_field) or broadcast(main_process_first(identify))
+
+
+def _hash_folder(folder: Path, config: PretrainedConfig) -> str:
+    """Reads the weights only if a file has another path, size or time than those whose hash is in the cache."""
+    files = sorted(path.resolve() for path in folder.glob("*") if path.suffix in CONTENT)
+    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    cached = Path(HF_CACHE_HOME).expanduser() / "sfm_dpo/weights" / _digest(stats)
+    if cached.is_file():
+        weights = cached.read_text()
+    else:
+        weights = _digest([hash_file(path) for path in files])
+        with contextlib.suppress(OSError):  # without it, the next start reads the weights again
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(cached, weights)
+    return FOLDER + _digest([weights, hash_config(config)])
+
+
+def _digest(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
 def hash_config(config: PretrainedConfig) -> str:
     """Hash of the fields of a model's configuration that affect its computation: no paths, versions or KV cache."""
     session = ("_name_or_path", "name_or_path", "transformers_version", "use_cache", "dtype")
-    fields = {name: value for name, value in config.to_dict().items() if name not in session}
-    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return _digest({name: value for name, value in config.to_dict().items() if name not in session})

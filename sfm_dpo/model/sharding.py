@@ -5,7 +5,6 @@ begins, with each decoder block as a unit. Otherwise every rank has all weights.
 """
 
 import dataclasses
-import hashlib
 import json
 import os
 from typing import Any
@@ -15,7 +14,7 @@ from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlu
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sfm_dpo.common.distributed import broadcast, is_main_process
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 
 ATTENTION = {"full_attention", "sliding_attention"}
@@ -40,6 +39,17 @@ def disable_deepspeed_shm() -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+def load_only_tensors() -> None:
+    """Makes `torch.load` refuse what could run code: DeepSpeed 0.19 loads its files in a checkpoint as any pickle."""
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    if launched_with() == "zero":
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+
+        torch.serialization.add_safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address])
+
+
 # Upstream: deepspeed 0.19, runtime/zero/partition_parameters.py, free_param: replaces a parameter by an empty tensor;
 # its full size and shape are only in its attributes ds_numel and ds_shape.
 # Canary: test_canary_zero3_parameter
@@ -50,30 +60,6 @@ def numel(parameter: torch.nn.Parameter) -> int:
 
 def shape(parameter: torch.nn.Parameter) -> torch.Size:
     return getattr(parameter, "ds_shape", parameter.shape)
-
-
-# Upstream: trl 1.16, trainer/utils.py, hash_module: hashes the empty tensors that ZeRO-3 leaves, so that all models
-# would share a reference, and includes an adapter's random initial weights.
-# Canary: test_canary_hash_module
-def hash_weights(model: torch.nn.Module, gather: bool = False, frozen_only: bool = False) -> str:
-    """Hash of the weights, tensor by tensor: gathering all at once could fill the GPU. All ranks must call it.
-
-    `gather`: ZeRO-3 has split the weights; `frozen_only`: without trained weights, such as a LoRA adapter.
-    """
-    import deepspeed
-
-    digest = hashlib.sha256()
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, tensor in sorted(model.state_dict().items()):
-        tensor = parameters.get(name, tensor)
-        if frozen_only and tensor.requires_grad:
-            continue
-        with deepspeed.zero.GatheredParameters([tensor] if gather and name in parameters else []):
-            if is_main_process():
-                values = tensor.detach().cpu()
-                digest.update(str(values.dtype).encode())
-                digest.update((values.float() if values.dtype == torch.bfloat16 else values).numpy().tobytes())
-    return broadcast(digest.hexdigest())
 
 
 # Upstream: accelerate 1.15, state.py, AcceleratorState.__init__: ignores FSDP on CPU processes without a message and
@@ -97,6 +83,22 @@ def keep_precision(fsdp_plugin: Any) -> None:
         fsdp_plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None, cast_forward_inputs=False)
 
 
+# Upstream: deepspeed 0.19, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.average_tensor: frees a gradient
+# larger than a bucket while the reduction stream still reads it, if the gradient belongs to several ranks' partitions.
+# Canary: test_canary_gradient_larger_than_the_bucket
+def check_buckets(deepspeed_plugin: Any, model: PreTrainedModel) -> None:
+    """Raises UserError if a tensor of the model, which may be on the meta device, does not fit in a bucket of ZeRO."""
+    if deepspeed_plugin is None:
+        return
+    size = deepspeed_plugin.deepspeed_config["zero_optimization"].get("reduce_bucket_size")
+    largest = max(map(numel, model.parameters()))
+    if isinstance(size, int) and size < largest:
+        raise UserError(
+            f"DeepSpeed configuration: reduce_bucket_size {size}: the model has a tensor of {largest} elements, whose "
+            f"gradient could be overwritten; set it to {largest} or more"
+        )
+
+
 def blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
@@ -104,6 +106,8 @@ def blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
 def zero_config(launch: str) -> dict[str, Any]:
     """`zero_optimization` in a launcher's DeepSpeed file; empty for FSDP2."""
     file = LAUNCHES[launch]
+    if file and not (PROJECT / file).is_file():  # installed without -e
+        raise UserError(f"{PROJECT / file}: does not exist; work in a checkout, or install it with pip install -e .")
     return json.loads((PROJECT / file).read_text())["zero_optimization"] if file else {}
 
 

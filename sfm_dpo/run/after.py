@@ -15,7 +15,7 @@ from typing import Any
 
 from sfm_dpo.common.errors import StopRequested
 from sfm_dpo.common.slurm import ask, list_hosts, show_job
-from sfm_dpo.run.folder import ENVIRONMENT, State, list_in, read_mapping, read_status
+from sfm_dpo.run.folder import ENVIRONMENT, State, array_task, list_in, read_mapping, read_status
 
 NODE_CHECK_FAILED = 69  # health/node_check.py
 MAX_HANGS = 2  # of a job that is requeued
@@ -88,6 +88,8 @@ def why_not_requeued(end: Status, before: Status, environment: dict[str, Any], j
     """Why a job that stopped on request or hung is not requeued, and what to do; None if it is."""
     if job.state != "RUNNING":
         return f"Slurm is ending the job ({job.state or 'no answer'}), as after scancel; resubmit to resume"
+    if end.get("for_good"):
+        return "stopped for good; resubmit to resume"
     if job.restarts >= job.max_requeues:
         return f"restarted {job.restarts} times, MAX_REQUEUES={job.max_requeues}; resubmit to resume"
     if State.of(end) is State.HUNG:
@@ -134,8 +136,7 @@ def say(line: str) -> None:
 def main(argv: list[str]) -> int:
     run = Path(argv[0])
     # SLURM_JOB_ID of an array's task may be the array's id, by which Slurm would requeue all tasks
-    array = os.environ.get("SLURM_ARRAY_JOB_ID")
-    name = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
+    name = array_task() or os.environ["SLURM_JOB_ID"]
     job = describe_job(name, int(argv[1]))
     before = read_mapping(Path("/dev/stdin"))
     decision = decide(run, read_status(run), before, read_mapping(run / ENVIRONMENT), job)

@@ -4,7 +4,6 @@ A checkpoint is complete once rank 0 has written `complete.json`, with the size 
 ranks have written their files. transformers 5.23 has no such marker, and its rotation counts half-written checkpoints.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -14,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import xxhash
 
 from sfm_dpo.common.distributed import broadcast, gather, is_main_process, rank, world_size
 from sfm_dpo.common.errors import ResumeRefused, UserError
-from sfm_dpo.common.files import write_json
+from sfm_dpo.common.files import hash_file, write_json
 from sfm_dpo.common.process import is_alive, this_process
 from sfm_dpo.run.folder import read_mapping
 
@@ -27,6 +25,7 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 COMPLETE = "complete.json"
 STOP = "STOP"
+FOR_GOOD = "for good"  # in STOP: a batch job is not requeued
 KEEP = "KEEP"  # a checkpoint with a file of this name is never rotated away
 PUSHING = "PUSHING"
 EVALUATING = "EVALUATING"
@@ -70,7 +69,7 @@ def why_damaged(checkpoint: Path, pattern: str = "*", alone: bool = False) -> st
         if damage or not Path(name).match(pattern) or not (alone or _is_mine(name)):
             continue
         try:
-            if _hash_file(checkpoint / name) != checksum:
+            if hash_file(checkpoint / name) != checksum:
                 damage = f"has a damaged {name} (its checksum differs)"
         except OSError as error:
             damage = f"has an unreadable {name} ({error.strerror})"
@@ -81,11 +80,6 @@ def _is_mine(name: str) -> bool:
     """Whether this rank wrote the file, or reads it in place of a rank that no longer exists."""
     writer = _WRITER.search(name)
     return int(writer[1] if writer else 0) % world_size() == rank()
-
-
-def _hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def keep_before(run: str | Path, step: float, author: str) -> Path | None:
@@ -137,7 +131,7 @@ def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
     for path in sorted(checkpoint.rglob("*")):
         name = str(path.relative_to(checkpoint))
         if path.is_file() and path.name not in (COMPLETE, KEEP, *IN_USE) and _is_mine(name):
-            mine[name] = (path.stat().st_size, _hash_file(path))
+            mine[name] = (path.stat().st_size, hash_file(path))
     files = sorted(item for part in gather(mine) for item in part.items())
     mark = {**facts, "files": {name: size for name, (size, _) in files}}
     mark["xxh3_128"] = {name: checksum for name, (_, checksum) in files}
@@ -149,6 +143,12 @@ def read_best(checkpoint: Path) -> Path | None:
     """The best checkpoint by metric_for_best_model when `checkpoint` was written, or None."""
     step = read_mapping(checkpoint / "trainer_state.json").get("best_global_step")
     return checkpoint.with_name(f"checkpoint-{step}") if step else None
+
+
+def read_model_ids(checkpoint: Path | None) -> dict[str, Any]:
+    """By field, what the models were when the checkpoint was written; empty without a checkpoint."""
+    facts = read_mapping(checkpoint / COMPLETE) if checkpoint else {}
+    return {name: facts[name] for name in facts if name.endswith("model_name_or_path")}
 
 
 def check_best(best: Path | None, args: Any) -> None:
@@ -195,7 +195,10 @@ def is_in_use(checkpoint: Path) -> bool:
     return any(is_alive(read_mapping(checkpoint / mark)) for mark in IN_USE)
 
 
+_OTHER_MODEL = "the model has changed since it was written ({was}, now {now})"
 _DIFFERENCES = {  # the facts in COMPLETE that a resumed run must match
+    "model_name_or_path": f"model_name_or_path: {_OTHER_MODEL}",
+    "ref_model_name_or_path": f"ref_model_name_or_path: {_OTHER_MODEL}",
     "world_size": "was written by {was} process(es), but this run has {now}",
     "train_tokens": "the data have changed since it was written",
     "order_version": "was written by a version of this project with another order of pairs ({was}, now {now})",
@@ -248,9 +251,13 @@ def stop_requested(run: str | Path) -> bool:
     return (Path(run) / STOP).is_file()
 
 
+def stop_is_for_good(run: str | Path) -> bool:
+    return stop_requested(run) and (Path(run) / STOP).read_text(errors="replace").strip() == FOR_GOOD
+
+
 def clear_stop(run: str | Path) -> None:
-    if is_main_process():
-        (Path(run) / STOP).unlink(missing_ok=True)
+    if is_main_process() and stop_requested(run):
+        (Path(run) / STOP).unlink()
 
 
 def clear_old_stop(run: str | Path) -> None:

@@ -20,8 +20,8 @@ import yaml
 from sfm_dpo.common.distributed import is_main_process, world_size
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT, now, write_atomically, write_json
-from sfm_dpo.common.secrets import mask
-from sfm_dpo.config_effects import MAY_CHANGE
+from sfm_dpo.common.secrets import mask, mask_values
+from sfm_dpo.config_effects import MAY_CHANGE, NO_EFFECT
 from sfm_dpo.run.lock import LOCK, Lease, check_owner, take_folder
 
 if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
@@ -33,12 +33,13 @@ RESOLVED_CONFIG = "resolved_config.yaml"
 ENVIRONMENT = "environment.json"
 DATA = "data.json"
 STATUS = "status.json"
+LOG = "log.jsonl"  # entries as they are logged, from the beginning of training
 STARTED = now()  # this process
 SAID_SECONDS = 3  # after these, rank 0 has reported an end that all ranks share
 
 _PACKAGES = "torch transformers trl accelerate deepspeed datasets peft huggingface_hub tokenizers numpy".split()
 _FROM_BEFORE = "best files loss margin pairs_per_second".split()  # where the new status has none
-_SLURM = "JOB_ID JOB_NAME JOB_NODELIST JOB_PARTITION CLUSTER_NAME RESTART_COUNT".split()
+_SLURM = "JOB_ID ARRAY_JOB_ID ARRAY_TASK_ID JOB_NAME JOB_NODELIST JOB_PARTITION CLUSTER_NAME RESTART_COUNT".split()
 
 
 class State(StrEnum):
@@ -110,15 +111,22 @@ def write_status(
     status = {"state": state, "exit_code": code, "message": mask(message), "step": None, "checkpoint": None}
     before = read_status(run)
     status |= {name: before.get(name) for name in _FROM_BEFORE} | extra
-    status |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID"), "pid": os.getpid()}
+    status |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID"), "task": array_task(), "pid": os.getpid()}
+    status |= {"log": os.environ.get("SFM_JOB_LOG")}  # scripts/common.sh
     path = Path(run) / STATUS
     try:
         write_json(path, status)
     except OSError as error:
-        if error.errno in (errno.EROFS, errno.EACCES):
+        if error.errno in (errno.EROFS, errno.EACCES, errno.ENOENT):
             return  # already logged
         path.with_name(f".{STATUS}.partial").unlink(missing_ok=True)  # the disk is full
         path.write_text(json.dumps(status))  # overwrites the old file in place, which needs no new block
+
+
+def array_task() -> str | None:
+    """The name of this task of an array in Slurm's commands, for instance 17_2; None if this job is none."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return array and f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
 
 
 def has_failed(run: str | Path) -> bool:
@@ -185,6 +193,8 @@ def is_unfinished(config: "Config") -> bool:
             f"output_dir {run}: holds files that do not belong to a run ({', '.join(sorted(entries)[:3])}); "
             "choose another output_dir"
         )
+    if state.resumes and not ((run / LOG).exists() or list_weights(run) or any(run.glob("checkpoint-*"))):
+        return True  # an earlier start ended before it trained
     # A field that an earlier version did not have counts as its default, which is its old behaviour
     fields = [f for part in (config.train, config.model, config.data) for f in dataclasses.fields(part)]
     before = {f.name: f.default for f in fields} | read_resolved_config(run)
@@ -220,14 +230,19 @@ def describe(config: "Config", pairs: dict[str, Any], step: int = 0) -> None:
     run = Path(config.train.output_dir)
     run.mkdir(parents=True, exist_ok=True)
     before = read_mapping(run / ENVIRONMENT)
-    start = {"time": now(), "step": step, "host": platform.node(), "world_size": world_size()}
+    start = {"time": STARTED, "step": step, "host": platform.node(), "world_size": world_size()}
     start |= {"job": os.environ.get("SLURM_JOB_ID"), "restart": os.environ.get("SLURM_RESTART_COUNT")}
-    history: dict[str, Any] = {"starts": [*list_in(before, "starts"), start], "hangs": list_in(before, "hangs")}
+    starts = list_in(before, "starts")
+    if starts:
+        starts[-1]["end"] = read_status(run).get("time")
+    history: dict[str, Any] = {"starts": [*starts, start], "hangs": list_in(before, "hangs")}
     if "wandb" in config.train.report_to:  # otherwise W&B would choose another id at each start
         history["wandb_run_id"] = os.environ.get("WANDB_RUN_ID") or before.get("wandb_run_id") or secrets.token_hex(4)
         os.environ["WANDB_RUN_ID"] = history["wandb_run_id"]
         os.environ.setdefault("WANDB_RESUME", "allow")
-    write_atomically(run / RESOLVED_CONFIG, yaml.safe_dump(config.as_dict(), sort_keys=False))
+    # Masked where no later start compares it
+    values = {name: mask_values(v) if name in NO_EFFECT else v for name, v in config.as_dict().items()}
+    write_atomically(run / RESOLVED_CONFIG, yaml.safe_dump(values, sort_keys=False))
     write_json(run / DATA, pairs)
     write_json(run / ENVIRONMENT, environment() | history)
 

@@ -137,7 +137,7 @@ def check_owner(run: Path) -> dict[str, Any]:
             wait = f"wait {LEASE_SECONDS:g} s, or remove it if no run uses the folder"
             raise UserError(f"output_dir {run}: {LOCK} is damaged; {wait}")
     is_this_job = owner.get("job") == os.environ.get("SLURM_JOB_ID", "none") and not is_alive(owner)
-    if not is_this_job and is_running(owner, squeue_states()) is not False:
+    if not is_this_job and is_running(owner, squeue_states([owner.get("job")])) is not False:
         raise UserError(
             f"output_dir {run}: locked by {describe_owner(owner)} since {owner['time']}; wait, end that run, or "
             f"choose another output_dir (if it has already ended: remove {path})"

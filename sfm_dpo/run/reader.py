@@ -5,6 +5,7 @@ import json
 import math
 import time
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +16,31 @@ from sfm_dpo.common.files import format_clock, format_table
 from sfm_dpo.common.secrets import mask_values
 from sfm_dpo.common.slurm import is_running, squeue_states
 from sfm_dpo.run.checkpoint import checkpoints, newest_checkpoint
-from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, STATUS, State, list_in, read_mapping
+from sfm_dpo.run.folder import DATA, ENVIRONMENT, LOG, RESOLVED_CONFIG, STATUS, State, list_in, read_mapping
 from sfm_dpo.run.lock import LOCK, read_owner
 
 EVALUATION = "evaluation.json"
 EVALUATIONS = "evaluations"  # a folder: step-N.json with what eval_command has measured, and step-N.log
-LOG = "log.jsonl"  # entries as they are logged; trainer_state.json has them only after a save
 PARENTS = "parents.json"
 _MAPPINGS = [ENVIRONMENT, DATA, STATUS, "preflight.json", "health.json", EVALUATION]
 _LISTS = ["samples.json", PARENTS]
 STALE_SECONDS = 1800  # longer than a step, an evaluation or a save takes
-COLUMNS = "run state slurm step eta pairs/s loss margin health last checkpoint starts".split()
-_KEYS = {"eta": "eta_seconds", "pairs/s": "pairs_per_second", "last": "seconds_since_update"}  # keys of describe_run
-_FORMS = {"pairs_per_second": ".2f", "loss": ".4f", "margin": "+.3f"}
+COLUMNS = "run state job slurm step eta pairs/s loss margin health last checkpoint starts GPU-h".split()
+_KEYS = {
+    "eta": "eta_seconds",
+    "pairs/s": "pairs_per_second",
+    "last": "seconds_since_update",
+    "GPU-h": "gpu_hours",
+}  # keys of describe_run
+_FORMS = {"pairs_per_second": ".2f", "loss": ".4f", "margin": "+.3f", "gpu_hours": ".1f"}
+SUBMITTED = "submitted.json"  # in a sweep's folder: by run the task of an array that was submitted last for it
 
 
 def read_run(run: Path) -> dict[str, Any]:
     """The content of a run's files, empty if absent or unreadable: `config`, and by stem those of `_MAPPINGS` and
     `_LISTS`; `log` (log_history of the newest trainer_state.json, then later entries of LOG and `read_evaluations`),
-    `steps`, `seconds` of training since the last start or None, and `checkpoints`. Raises UserError without files."""
+    `steps`, `seconds` of training since the last start or None, `gpu_hours`, and `checkpoints`. Raises UserError
+    without files."""
     facts = {"config": _read_file(run / RESOLVED_CONFIG, dict)}
     facts |= {Path(name).stem: _read_file(run / name, dict) for name in _MAPPINGS}
     facts |= {Path(name).stem: _read_file(run / name, list) for name in _LISTS}
@@ -53,6 +60,7 @@ def read_run(run: Path) -> dict[str, Any]:
         "log": log,
         "steps": max(state.get("global_step", 0), facts["status"].get("step") or 0),
         "seconds": runtimes[-1] if runtimes else None,
+        "gpu_hours": count_gpu_hours(facts["environment"], facts["status"]),
         "checkpoints": [folder.name for folder in by_step],
     }
 
@@ -74,6 +82,19 @@ def list_restarts(facts: dict[str, Any]) -> list[int]:
     """Steps at which the run was restarted, from the list of starts in environment.json."""
     starts = list_in(facts["environment"], "starts")
     return list(dict.fromkeys(start["step"] for start in starts[1:]))
+
+
+def count_gpu_hours(environment: dict[str, Any], status: dict[str, Any]) -> float | None:
+    """Hours from the beginning to the last sign of life of each start, times its GPUs; None without a GPU."""
+    starts = list_in(environment, "starts")
+    if not (starts and environment.get("gpus") and status.get("time")):
+        return None
+    hours = 0.0
+    for start, after in zip(starts, [*starts[1:], None], strict=True):
+        end = start.get("end") if after else status["time"]
+        life = datetime.fromisoformat(end or start["time"]) - datetime.fromisoformat(start["time"])
+        hours += life.total_seconds() / 3600 * start["world_size"]
+    return hours
 
 
 def first_and_last(log: list[dict[str, Any]], metric: str) -> tuple[float | None, float | None]:
@@ -159,8 +180,11 @@ def has_process(run: Path, queue: dict[str, str] | None) -> bool:
 def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[str, Any]:
     """The state of a run at `now` (Unix time), given `queue` from `squeue_states`; unknown values are None."""
     status = read_mapping(run / STATUS)
-    job = status.get("job")
-    slurm = None if queue is None or job is None else queue.get(job, "not queued")
+    job = status.get("task") or status.get("job")
+    slurm = None
+    if queue is not None and (names := list_jobs(run)):
+        slurm = next((queue[name] for name in names if name in queue), "not queued")
+    environment = read_mapping(run / ENVIRONMENT)
     age = max(0.0, now - (run / STATUS).stat().st_mtime)
     state = State.of(status)
     shown = str(state)
@@ -187,13 +211,23 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
         "seconds_since_update": round(age),
         "checkpoint": checkpoint and checkpoint.name,
         "evaluation": format_scores(*list(evaluations.items())[-1]) if evaluations else None,
-        "starts": len(list_in(read_mapping(run / ENVIRONMENT), "starts")) or None,
+        "starts": len(list_in(environment, "starts")) or None,
+        "gpu_hours": count_gpu_hours(environment, status),
+        "log": status.get("log"),
     }
 
 
+def list_jobs(run: Path) -> list[str]:
+    """The jobs of a run that Slurm may know: its sweep's last task for it, its last start's, and its lock's owner."""
+    status = read_mapping(run / STATUS)
+    submitted = read_mapping(run.parent / SUBMITTED).get(run.name)
+    return list(filter(None, [submitted, status.get("task"), status.get("job"), read_owner(run / LOCK).get("job")]))
+
+
 def describe_runs(folders: Iterable[str | Path]) -> list[dict[str, Any]]:
-    queue = squeue_states()
-    return [describe_run(run, queue, time.time()) for run in find_runs(folders)]
+    runs = find_runs(folders)
+    queue = squeue_states(job for run in runs for job in list_jobs(run))
+    return [describe_run(run, queue, time.time()) for run in runs]
 
 
 def format_runs(runs: list[dict[str, Any]]) -> str:
@@ -202,6 +236,7 @@ def format_runs(runs: list[dict[str, Any]]) -> str:
     lines = [format_table(cells, COLUMNS, indent=0)]
     notes = [f"{run['run']}: {run['message']}" for run in runs if run["message"] and run["state"] != State.DONE]
     notes += [f"{run['run']}: {run['evaluation']}" for run in runs if run["evaluation"]]
+    notes += [f"{run['run']}: log in {run['log']}" for run in runs if run["log"]]
     if notes:
         lines += ["", *notes]
     return "\n".join(lines)

@@ -13,7 +13,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.run.checkpoint import step_of, why_damaged, why_incomplete
-from sfm_dpo.run.folder import RESOLVED_CONFIG, State, read_resolved_config, read_status
+from sfm_dpo.run.folder import DATA, RESOLVED_CONFIG, State, read_mapping, read_resolved_config, read_status
 
 # Libraries write other files into the folder, which are not part of the model
 WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
@@ -40,6 +40,12 @@ class SavedModel:
     def base(self) -> str:
         """Folder or Hub id of the model that the run started from."""
         return self.config["model_name_or_path"]
+
+    @property
+    def base_revision(self) -> str | None:
+        """Commit of the base model on the Hub; ignored where it is a folder."""
+        models = read_mapping(self.run / DATA).get("models", {})
+        return models.get("model_name_or_path", self.config.get("model_revision"))
 
     @property
     def is_adapter(self) -> bool:
@@ -97,8 +103,7 @@ def describe_change(model: SavedModel) -> str:
         base = Path(model.base)
         if not base.is_dir():
             patterns = ["*.safetensors", "*.safetensors.*"]
-            revision = model.config.get("model_revision")
-            base = Path(snapshot_download(model.base, revision=revision, allow_patterns=patterns))
+            base = Path(snapshot_download(model.base, revision=model.base_revision, allow_patterns=patterns))
         old = open_tensors(base)
     parameters = 0
     changed = 0

@@ -11,8 +11,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from sfm_dpo.common.distributed import broadcast
 from sfm_dpo.common.files import format_clock, write_atomically
 from sfm_dpo.run.checkpoint import stop_requested
-from sfm_dpo.run.folder import State, write_status
-from sfm_dpo.run.reader import LOG, eval_prefix
+from sfm_dpo.run.folder import LOG, State, write_status
+from sfm_dpo.run.reader import eval_prefix
 
 log = logging.getLogger(__name__)
 

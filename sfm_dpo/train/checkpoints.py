@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model, load_fsdp_model
-from transformers import TrainerCallback, TrainerState
+from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from transformers.trainer import TRAINING_ARGS_NAME
 from trl import DPOTrainer
 
 from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.config import Config
 from sfm_dpo.data.sampler import ORDER_VERSION
-from sfm_dpo.model.loading import load_model
+from sfm_dpo.model.loading import identify_model, load_model
 from sfm_dpo.run.checkpoint import COMPLETE, mark_complete, rotate
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class CompleteCheckpoints(DPOTrainer):
             "launch": f"ZeRO-{self.zero_stage}" if self.zero_stage else launch,
             "train_tokens": self.train_tokens,
             "order_version": ORDER_VERSION,
+            **{part.model_field: identify_model(part) for part in self.config.parts},
         }
 
     # Upstream: transformers 5.23, trainer.py, Trainer.save_model: writes no model under FSDP with SHARDED_STATE_DICT
@@ -55,6 +57,15 @@ class CompleteCheckpoints(DPOTrainer):
         if self.is_fsdp_enabled:
             self._save(str(folder), state_dict=self.accelerator.get_state_dict(self.model))
         super().save_model(output_dir, _internal_call)
+
+    # Upstream: deepspeed 0.19, checkpoint/utils.py, clone_tensors_for_torch_save: clones a tied weight twice, so
+    # save_pretrained saves it twice under ZeRO-2. Canary: test_canary_tied_weights
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        tied = self.model.all_tied_weights_keys if isinstance(self.model, PreTrainedModel) else {}
+        if state_dict:
+            state_dict = {name: tensor for name, tensor in state_dict.items() if name not in tied}
+        super()._save(output_dir, state_dict)
+        Path(output_dir or self.args.output_dir, TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle nobody reads
 
     # Upstream: transformers 5.23, trainer.py, Trainer._load_from_checkpoint: only warns about missing names, although
     # save_pretrained may write others (GPT-NeoX's lm_head becomes embed_out): training would continue with the base

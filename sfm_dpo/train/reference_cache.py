@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import os
-import platform
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,22 +21,18 @@ import torch
 import transformers
 import trl
 import xxhash
-from accelerate.utils import is_peft_model
 from datasets import Dataset, concatenate_datasets
 from datasets.config import HF_CACHE_HOME
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from sfm_dpo.common.distributed import broadcast, gather, is_main_process, main_process_first, rank, world_size
-from sfm_dpo.common.errors import DiskFull, StopRequested, UserError
+from sfm_dpo.common.errors import DiskFull, StopRequested
 from sfm_dpo.common.files import sync
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sources import explain_cache_errors
 from sfm_dpo.data.tokenization import hash_tokens
-from sfm_dpo.model.attention import kernel_name
-from sfm_dpo.model.loading import hash_config
-from sfm_dpo.model.packing import delta_net_kernel
-from sfm_dpo.model.sharding import hash_weights
+from sfm_dpo.model.loading import hash_config, identify_model
 from sfm_dpo.run.checkpoint import stop_requested
 from sfm_dpo.run.folder import State, write_status
 from sfm_dpo.run.lock import Lease, describe_owner, read_owner
@@ -46,18 +41,9 @@ from sfm_dpo.train.metrics import check_step_0
 
 BATCH_TOKENS = {"cuda": 32_768, "cpu": 4_096}  # per batch, including padding; the same for all jobs of a cache
 COMPILATION = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
-CACHE_FORMAT = 2  # raise it when the same key would mean other log-probs or another layout of the shards
-NFS_SECONDS = 60  # NFS's acdirmax: for so long a client may remember that a file did not exist
+CACHE_FORMAT = 3  # raise it when the same key would mean other log-probs or another layout of the shards
 POLL_SECONDS = 2.0  # between attempts to take the lease
 REPORT_SECONDS = 10.0
-# Parts of the key that name kernels. Do not reword them: the key would change, and all caches would be computed again
-SDPA = "scaled_dot_product_attention, sequence by sequence ({0.type}, {1}, head size {2})"
-VARLEN = "torch.nn.attention.varlen.varlen_attn ({}), all sequences in one call"
-DELTA_NETS = {
-    None: "",
-    "fla": "; gated delta nets by fla and causal_conv1d",
-    "transformers": "; gated delta nets sequence by sequence",
-}
 Score = Callable[[np.ndarray], torch.Tensor]  # rows of a batch -> [B, 2] sums of log-probs, chosen and rejected
 Report = Callable[[int, int, str], None]  # tokens done, tokens to do, owner of the lease that this job waits for
 SHARD_PAIRS = 256  # at 15,000 tokens/s and 8,192 tokens a sequence, a kill loses less than five minutes of work
@@ -103,10 +89,6 @@ def check_again(trainer: Any, reference: FrozenModel, dataset: Dataset, rows: np
 def describe_key(trainer: Any, model: Any) -> dict[str, Any]:
     """What changes the log-probs that `model` gives the same tokens, for `cache_folder`. All ranks must call it."""
     args = trainer.config.train
-    weights = trainer._precompute_model_hash  # TRL's hash, taken before FSDP2 splits the weights
-    adapter = is_peft_model(trainer.model) and not args.ref_model_name_or_path
-    if trainer.zero_stage == 3 or adapter:
-        weights = hash_weights(model, gather=trainer.zero_stage == 3, frozen_only=adapter)
     bare = trainer.bare_model()
     if args.ref_model_name_or_path:
         bare = trainer.accelerator.unwrap_model(model)
@@ -114,17 +96,16 @@ def describe_key(trainer: Any, model: Any) -> dict[str, Any]:
     if precision != "no":  # in 16 bit, precision depends on the launcher
         regime = "FSDP2" if trainer.is_fsdp_enabled else "autocast"
         precision = f"{precision}, {'DeepSpeed' if trainer.zero_stage else regime}"
-    kernel = None
-    if trainer.packed:
-        kernel = kernel_token(trainer.attention_call(bare), delta_net_kernel(bare))
-    key = {
-        "weights": weights,
+    return {
+        "model": identify_model(trainer.config.parts[-1]),
+        "model_init_kwargs": args.model_init_kwargs,
         "config": hash_config(bare.config),
+        "device": trainer.accelerator.device.type,
         "dtype": next(model.parameters()).dtype,
         "precision": precision,
         "attention": bare.config._attn_implementation,
-        "kernel": kernel,
-        "packed": trainer.packed,
+        "kernel": trainer.attention_kernel(bare) if trainer.packed else None,
+        "prefix_sharing": trainer.prefix_sharing,
         "compilation": {name: getattr(args, name) for name in COMPILATION},
         "max_length": args.max_length,
         "truncation_mode": args.truncation_mode,
@@ -133,15 +114,6 @@ def describe_key(trainer: Any, model: Any) -> dict[str, Any]:
         "trl": trl.__version__,
         "format": CACHE_FORMAT,
     }
-    if trainer.prefix_sharing:  # absent from the keys of older caches
-        key["prefix_sharing"] = True
-    return key
-
-
-def kernel_token(call: tuple[torch.device, torch.dtype, int], delta_nets: str | None) -> str:
-    """The part of the key that names `kernel_name(*call)` and a `delta_net_kernel`."""
-    name = kernel_name(*call)
-    return (SDPA.format(*call) if name == "SDPA" else VARLEN.format(name)) + DELTA_NETS[delta_nets]
 
 
 def cache_folder(dataset: Dataset, key: dict[str, Any]) -> Path:
@@ -190,7 +162,7 @@ def report_progress(trainer: Any, name: str, cache: "ReferenceCache", earlier_sh
 def cached_logps(name: str, cache: "ReferenceCache", score: Score, report: Report) -> np.ndarray:
     """[N, 2] sums of log-probs (nats) of all rows: read, or computed where the cache lacks them. All ranks must call
     it: under ZeRO-3 and FSDP2 each forward needs all of them. Raises DiskFull."""
-    # Only rank 0 checks: on NFS, a client that looks for a file before it is written may not see it for a minute
+    # Only rank 0 reads: on NFS, a client that looks for a file before it is written may not see it for a minute
     missing = broadcast(cache.missing_shards() if is_main_process() else [])
     complete = len(cache.shards) - len(missing)
     log.info(f"reference log-probs of the {name} pairs: {complete} of {len(cache.shards)} shards in {cache.folder}")
@@ -198,7 +170,7 @@ def cached_logps(name: str, cache: "ReferenceCache", score: Score, report: Repor
         main_process_first(lambda: make_folder(cache.folder))
         with explain_cache_errors(cache.folder, DiskFull):
             cache.compute(missing, score, report)
-    return cache.read_all()
+    return broadcast(cache.read_all() if is_main_process() else np.empty(0))
 
 
 class ReferenceCache:
@@ -269,16 +241,10 @@ class ReferenceCache:
             yield left
 
     def read_all(self) -> np.ndarray:
-        """[N, 2] log-probs of all rows. Raises UserError if this host cannot read a shard that rank 0 has read."""
+        """[N, 2] log-probs of all rows."""
         logps = np.empty((len(self.lengths), 2), dtype=np.float32)
-        deadline = time.monotonic() + NFS_SECONDS
         for number, rows in enumerate(self.shards):
-            while (shard := self.read(number)) is None:
-                if time.monotonic() > deadline:
-                    where = f"{self.path(number)}: not found on {platform.node()}"
-                    raise UserError(f"{where}; set HF_HOME to a folder that all nodes share")
-                time.sleep(1)
-            logps[rows] = shard
+            logps[rows] = self.read(number)
         return logps
 
 

@@ -160,10 +160,10 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}[self.accelerator.mixed_precision]
         return self.accelerator.device, dtype, head_dim
 
-    def attention_kernel(self) -> str:
-        """Name of the packed attention kernel, for the log; it replaces `attn_implementation`."""
-        nets = delta_net_kernel(self.bare_model())
-        return kernel_name(*self.attention_call()) + (f", gated delta nets by {nets}" if nets else "")
+    def attention_kernel(self, model: Any = None) -> str:
+        """Name of the packed attention kernel of the policy, or of `model`; it replaces `attn_implementation`."""
+        nets = delta_net_kernel(model or self.bare_model())
+        return kernel_name(*self.attention_call(model)) + (f", gated delta nets by {nets}" if nets else "")
 
     def release_reference(self) -> None:
         """Frees a separate reference model whose log-probs are cached."""
@@ -199,14 +199,15 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         return self.train_sampler
 
     def describe_data(self) -> dict[str, Any]:
-        """For data.json: the hash of the tokens, the order of each epoch, the reference cache of each split, and the
-        launch."""
+        """For data.json: the hash of the tokens, the order of each epoch, the reference cache of each split, the
+        launch and the models."""
         epochs = self.args.num_train_epochs
         if self.args.max_steps > 0:
             epochs = self.args.max_steps * self.config.train.global_batch_size / len(self.train_sampler)
         order = [self.train_sampler.fingerprint(epoch) for epoch in range(math.ceil(epochs))]
-        launch = self.resume_facts()["launch"]
-        return {"train_tokens": self.train_tokens, "reference": self.reference_facts, "order": order, "launch": launch}
+        facts = self.resume_facts()
+        facts = {name: facts[name] for name in ("train_tokens", "launch")}
+        return facts | {"reference": self.reference_facts, "order": order, "models": self.config.model_ids}
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Transformers' micro-batches of an optimizer step."""

@@ -21,6 +21,7 @@ from sfm_dpo.common.distributed import is_main_process, rank, world_size
 from sfm_dpo.common.files import now, write_json
 from sfm_dpo.run.checkpoint import newest_checkpoint
 from sfm_dpo.run.folder import ENVIRONMENT, State, read_mapping, write_status
+from sfm_dpo.run.lock import LOCK
 from sfm_dpo.train.callbacks import Position
 
 EXIT_CODE = 70
@@ -103,6 +104,7 @@ class Watchdog:
             hang |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID")}
             environment.setdefault("hangs", []).append(hang)
             write_json(self.run / ENVIRONMENT, environment)
+            (self.run / LOCK).unlink(missing_ok=True)  # rank 0, its owner, may be the one that is stuck
         time.sleep(2 * self.interval)  # lets the other ranks write their stacks before the launcher ends them
         os._exit(EXIT_CODE)
 

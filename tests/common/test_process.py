@@ -18,9 +18,10 @@ def test_another_process_of_that_number_is_not_the_owner_and_a_clock_that_is_set
 
 def test_squeue(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert squeue_states() is None
-    answer = "echo '17 RUNNING'\necho '18 PENDING'"
-    for script, states in ((answer, {"17": "RUNNING", "18": "PENDING"}), ("exit 1", None)):
+    assert squeue_states(["17"]) is None and squeue_states([None]) == {}
+    answer = """[ "$3" = --jobs=17,18,17,18 ] && echo RUNNING 17 17_N/A && echo PENDING 19 18_3"""
+    known = {"17": "RUNNING", "17_N/A": "RUNNING", "19": "PENDING", "18_3": "PENDING"}
+    for script, states in ((answer, known), ("exit 1", None)):
         (tmp_path / "squeue").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "squeue").chmod(0o755)
-        assert squeue_states() == states
+        assert squeue_states(["18", None, "17", "17"]) == states

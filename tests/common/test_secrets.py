@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from sfm_dpo.common import secrets
 from sfm_dpo.common.secrets import load_env_file, mask, mask_traceback
 
 
@@ -45,9 +46,28 @@ def test_an_env_file_that_others_can_read(write_env, capsys, environment, mode, 
     assert (os.environ["X"], os.environ["QUOTED"]) == ("1", "a b")
 
 
-def test_the_nearest_env_file_is_read(write_env, tmp_path, monkeypatch, environment):
-    write_env("NEAREST=1\n")
-    (tmp_path / "below").mkdir()
-    monkeypatch.chdir(tmp_path / "below")
+def test_only_files_of_ones_own_here_and_in_the_project_are_read(
+    write_env, tmp_path, monkeypatch, environment, capsys
+):
+    monkeypatch.setattr(secrets, "PROJECT", tmp_path / "project")
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / ".env").write_text("WHERE=project\nMORE=1\n")
+    (tmp_path / "project" / ".env").chmod(0o600)
+    write_env("WHERE=here\n")
     load_env_file()
-    assert os.environ["NEAREST"] == "1"
+    assert (os.environ.pop("WHERE"), os.environ.pop("MORE")) == ("here", "1")
+    monkeypatch.chdir(tmp_path / "project")  # .env is in the folder above, too
+    load_env_file()
+    assert os.environ.pop("WHERE") == "project"
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(secrets, "PROJECT", tmp_path / "none")
+    file = tmp_path / "project" / ".env"
+    for mode in (0o620, 0o602, 0o600):
+        file.chmod(mode)
+        if mode == 0o600:  # another user's
+            monkeypatch.setattr(os, "getuid", lambda: 4711)
+            if file.stat().st_uid == 0:
+                os.chown(file, 4712, -1)
+        load_env_file()
+        assert "WHERE" not in os.environ
+        assert f"not read: others own it or can change it (mode {mode:o})" in capsys.readouterr().err

@@ -138,6 +138,8 @@ def test_script(project, line, monkeypatch, capsys):
     assert err.count("error: ") == bool(code), err
     if words[0] == "train_dpo.py" and "--help" not in words:
         assert is_trained(project, words)
+    if words[0] == "scripts/preflight.py":  # in a temporary folder
+        assert "report.html" not in out and "training /" not in out, out
     if words[0] == "scripts/generate.py":
         assert out.count("prompt: ") == out.count("base: ") == out.count("trained: ") == 2, out
     for option, file in itertools.pairwise(words):
@@ -155,3 +157,21 @@ def test_launched(project, line):
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert "train_dpo.py" not in words or is_trained(project, words)
+
+
+@pytest.mark.grid
+def test_script_of_the_docs_trains_with_the_installed_package(tmp_path, tiny_folder):
+    """docs/extending.md's, by what `pip install .` brings, in a folder without the project."""
+    site = tmp_path / "site"
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--target", str(site)]
+    source = shutil.copytree(SOURCE, tmp_path / "source", ignore=shutil.ignore_patterns(".*", "outputs", "logs"))
+    subprocess.run([*install, str(source)], check=True, capture_output=True)
+    (tmp_path / "my-org").mkdir()
+    (tmp_path / "my-org/my-model").symlink_to(tiny_folder("llama"))
+    script = re.search(r"```python\n(.*?)```", (SOURCE / "docs/extending.md").read_text(), re.S)[1]
+    script = script.replace("--global", "--use_cpu --preflight skip --global") + "raise SystemExit(code)\n"
+    env = clean_environment(tmp_path / "hf") | {"PYTHONPATH": str(site)}
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "step 4 margin" in done.stdout
+    assert read_status(tmp_path / "outputs/mine")["state"] == "done"

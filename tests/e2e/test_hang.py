@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from sfm_dpo.run.lock import LOCK
 from sfm_dpo.train.watchdog import find_culprit
 from tests.e2e.runs import ROOT, Place
 
@@ -39,6 +40,7 @@ def test_a_stopped_rank_is_named_and_a_shorter_stop_is_not(place: Place, rank):
     assert "its process is stopped" in status["message"]
     environment = json.loads((run.folder / "environment.json").read_text())
     assert [hang["rank"] for hang in environment["hangs"]] == [rank]
+    assert not (run.folder / LOCK).exists()
     assert not any(process.is_running() for process in ranks.values())
     stacks = (run.folder / f"stacks/rank-{1 - rank}.txt").read_text()
     assert "most recent call first" in stacks and "in train" in stacks

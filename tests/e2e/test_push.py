@@ -63,7 +63,7 @@ def test_a_checkpoint_is_pushed_the_final_push_fails_and_no_secret_is_left(
         assert not [name for files in repo.commits.values() for name, file in files.items() if leaks(file)]
     assert list((tmp_path / "wandb").rglob("*.wandb"))
     assert broken.status["state"] == "failed" and "***" in broken.status["message"]
-    assert "warning: .env is readable by others (mode 644): chmod 600" in run.log
+    assert f"warning: {tmp_path}/.env is readable by others (mode 644): chmod 600" in run.log
 
     command = f"python scripts/push_to_hub.py {run.folder} --hub_model_id lab/model"
     assert (status["state"], status["exit_code"], status["step"]) == ("push_failed", 5, 4)

@@ -5,12 +5,15 @@ OVERRIDDEN is, beside model and data, what takes long on a CPU: 16 bit, large ba
 
 import json
 import math
+import os
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from scripts import plan
+from tests.commands import text
 from tests.e2e.runs import ROOT, Place
 from tests.toolbox import as_options, logged, pairs, write_jsonl
 
@@ -18,9 +21,10 @@ RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
 PROCESSES = 2
 MICRO_BATCHES = 2
 STEPS = 2
+LOSS_OF_EQUAL_MODELS = {"sigmoid_norm": math.log(2), "apo_zero": 1}
 OVERRIDDEN = {
-    *("model_name_or_path", "dataset_name", "output_dir", "max_steps", "global_batch_size", "bf16", "dtype"),
-    *("dataset_num_proc", "report_to", "preflight", "torch_compile_backend"),
+    *("model_name_or_path", "model_revision", "dataset_name", "datasets", "output_dir", "max_steps", "bf16", "dtype"),
+    *("global_batch_size", "dataset_num_proc", "report_to", "preflight", "torch_compile_backend"),
 }
 
 
@@ -52,7 +56,9 @@ def runs(request, tmp_path_factory, tiny_folder) -> dict[str, Path]:
         batch = given.get("per_device_train_batch_size", 2) * processes * MICRO_BATCHES
         fields = {
             "model_name_or_path": tiny_folder(architecture(recipe)),
+            "model_revision": "main",
             "dataset_name": data,
+            "datasets": "",
             "output_dir": folder / recipe.stem,
             "max_steps": STEPS,
             "global_batch_size": batch,
@@ -88,8 +94,7 @@ def test_recipe_trains_two_steps(runs, recipe):
             assert used[name] in (value, [value]), name
     losses = [entry["loss"] for entry in logged(run)]
     assert len(losses) == STEPS
-    assert used["loss_type"] == ["sigmoid_norm"]  # for which the first step's loss is ln 2
-    assert losses[0] == pytest.approx(math.log(2), abs=1e-4)
+    assert losses[0] == pytest.approx(LOSS_OF_EQUAL_MODELS[used["loss_type"][0]], abs=1e-4)
     environment = json.loads((run / "environment.json").read_text())
     assert environment["world_size"] == (1 if launcher(recipe) == "none" else PROCESSES)
     if launcher(recipe) != "none":
@@ -97,3 +102,28 @@ def test_recipe_trains_two_steps(runs, recipe):
         assert complete["launch"].replace("-", "").lower() == launcher(recipe)
     if used["use_peft"]:
         assert (run / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("recipe", [pytest.param(r, id=r.stem) for r in RECIPES if "# Plan" in r.read_text()])
+def test_computed_line_of_a_header_is_its_plans(recipe, tmp_path, monkeypatch):
+    """Memory, hours and disk, as the header's own Plan command says them. RECORD=1 writes the line."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # plan.py sets it for good
+    other_gpu = tmp_path / "calibration.json"
+    other_gpu.write_text('{"gpu": "none"}')
+    command = re.search(r"^ Plan +python scripts/plan.py (.*)", text(recipe), re.M)[1]
+    plan.main([*command.split(), "--calibration", str(other_gpu), "--json", str(tmp_path / "plan.json")])
+    planned = json.loads((tmp_path / "plan.json").read_text())
+    launch = planned["launches"][launcher(recipe)]
+    assert launch["fits"]
+    hours = [entry["hours"] for entry in planned["time"]["hours"]]
+    computed = (
+        f"# Computed   {launch['choice']['bytes'] / 2**30:.1f} GiB on each of {planned['gpu']['count']} "
+        f"{planned['gpu']['name']}, {min(hours):.1f} to {max(hours):.1f} hours, "
+        f"{planned['checkpoints'] * launch['checkpoint'] / 1e9:.0f} GB of disk\n"
+    )
+    if os.environ.get("RECORD"):
+        old = re.sub(r"^# Computed .*\n", "", recipe.read_text(), flags=re.M)
+        recipe.write_text(re.sub(r"^(?=# Prefetch)", computed, old, count=1, flags=re.M))
+    assert computed in recipe.read_text(), "RECORD=1 writes it"

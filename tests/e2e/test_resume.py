@@ -6,9 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save
 
 from sfm_dpo.run.checkpoint import STOP, newest_checkpoint, why_incomplete
 from tests.e2e.runs import Place, assert_same_run
+from tests.hub_server import Repo
+from tests.tiny_models import tiny_model
 from tests.toolbox import error_line, logged, small_disk
 
 
@@ -90,6 +93,39 @@ def test_max_steps_in_the_middle_of_an_epoch_is_not_exceeded_by_a_start_after_th
     write_killed(first.folder, 3)
     again = train_here("middle", max_steps=3)
     assert again.status["step"] == 3 and logged(again.folder) == losses and again.weights() == weights
+
+
+@pytest.mark.parametrize("field", ["model_name_or_path", "ref_model_name_or_path"])
+def test_other_weights_in_a_model_s_folder_are_refused(place, train_here, tmp_path, field):
+    fields = {"max_steps": 2, field: shutil.copytree(place.model, tmp_path / "model")}
+    run = train_here(f"swapped-{field}", **fields)
+    (run.folder / "model.safetensors").unlink()
+    write_killed(run.folder, 2)
+    os.utime(tmp_path / "model/model.safetensors", (0, 0))  # read again, and the same
+    train_here(f"swapped-{field}", **fields)
+    tiny_model("olmo3", seed=9).save_pretrained(tmp_path / "model")
+    (run.folder / "model.safetensors").unlink()
+    write_killed(run.folder, 2)
+    line = error_line(train_here(f"swapped-{field}", 2, **fields).log)
+    assert f"checkpoint-2: {field}: the model has changed since it was written (hash-" in line
+    assert line.endswith("or use another output_dir, or set ignore_resume_mismatch: true")
+
+
+def test_a_run_keeps_the_commit_of_its_model_where_the_branch_has_moved(place, train_here, hub):
+    files = {path.name: path.read_bytes() for path in place.model.iterdir()}
+    repo = hub.repos["lab/base"] = Repo(False, {"a" * 40: files}, {"main": "a" * 40})
+    fields = {"model_name_or_path": "lab/base", "max_steps": 2, "save_steps": 1}
+    run = train_here("moved", **fields)
+    losses = logged(run.folder)
+    weights = run.weights()
+    shutil.rmtree(run.folder / "checkpoint-2")
+    (run.folder / "model.safetensors").unlink()
+    write_killed(run.folder, 2)
+    repo.commits["b" * 40] = files | {"model.safetensors": save(tiny_model("olmo3", seed=9).state_dict())}
+    repo.branches["main"] = "b" * 40
+    again = train_here("moved", **fields)
+    assert json.loads((run.folder / "data.json").read_text())["models"] == {"model_name_or_path": "a" * 40}
+    assert logged(again.folder) == losses and again.weights() == weights
 
 
 def test_full_disk_during_a_save_leaves_the_previous_checkpoint_and_one_line(

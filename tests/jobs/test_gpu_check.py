@@ -82,16 +82,21 @@ def test_the_kernel_is_the_fastest_of_those_that_train_as_fa2_does(trained):
     check_rounding(trained)
     trained.losses |= {"single-FA2": 0.69, "single-FA3": 0.70, "single-FA4": 0.80}
     trained.times = {"FA2": [3.0, 9.0], "FA3": [2.0, 6.0], "FA4": [1.0, 3.0]}
-    assert "FA4 (NOT USED) forward 1.00 ms, backward 3.00 ms, loss within 1.1e-01" in check_kernels(trained)[1]
+    passed, text = check_kernels(trained)
+    assert passed is False and "FA4 (NOT USED) forward 1.00 ms, backward 3.00 ms, loss within 1.1e-01" in text
     assert trained.calibration["flash"] == "FA3"
 
 
-def test_a_kernel_that_is_not_installed_is_named(trained):
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_kernel_that_is_not_installed_is_named_and_one_that_does_not_work_fails(trained, installed, monkeypatch):
+    monkeypatch.setattr(gpu_check, "is_installed", lambda kernel: installed)
     check_rounding(trained)
     trained.losses |= {"single-FA2": 0.69}
     trained.times = {"FA2": [3.0, 9.0]}
     passed, text = check_kernels(trained)
-    assert passed is None and text.endswith("; FA3: FA3 cannot be activated; FA4: FA4 cannot be activated")
+    assert passed is (False if installed else None) and text.endswith(
+        "; FA3: FA3 cannot be activated; FA4: FA4 cannot be activated"
+    )
     assert trained.calibration["flash"] == "FA2"
 
 

@@ -1,12 +1,14 @@
 """Packed attention alone: against attention written out, what it refuses, and what it leaves to SDPA."""
 
 import json
+import sys
 from collections import Counter
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.attention import register_flash_attention_impl
+from torch.nn import attention as torch_attention
+from torch.nn.attention import _fa4, register_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from trl.trainer.utils import add_fused_lm_head
@@ -232,19 +234,21 @@ def test_without_boundaries_it_is_sdpa(architecture):
         assert got.shape == (3, 32) and torch.equal(expected, got)
 
 
-def test_the_flash_kernel_is_the_one_asked_for_or_measured_as_fastest_on_this_gpu(tmp_path, monkeypatch):
+def test_the_flash_kernel_is_the_one_asked_for_or_measured_as_fastest_on_this_gpu(tmp_path, monkeypatch, capsys):
     removed = []
     register_flash_attention_impl("FA9", register_fn=lambda: SimpleNamespace(remove=lambda: removed.append(True)))
     measured = tmp_path / "calibration.json"
     monkeypatch.setattr(attention, "CALIBRATION", measured)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "B200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
 
     def kernel(choice: str) -> str:
         attention.activate_flash(choice)
         return attention.kernel_name(torch.device("cuda"), torch.bfloat16, 64)
 
     assert kernel("auto") == "FA2"
+    assert 'counted, not measured): pip install "flash-attn-4[cu13]"' in capsys.readouterr().out
     measured.write_text(json.dumps({"gpu": "B200", "flash": "FA9"}))
     assert kernel("auto") == "FA9" and not removed
     assert kernel("fa2") == "FA2" and removed
@@ -253,6 +257,46 @@ def test_the_flash_kernel_is_the_one_asked_for_or_measured_as_fastest_on_this_gp
     assert kernel("auto") == "FA2"
     with pytest.raises(UserError, match=r"^flash_attention fa3: FA3 cannot be activated: No module named .+: fa2$"):
         kernel("fa3")
+
+
+@pytest.fixture
+def flash4(monkeypatch):
+    """A function: number of values -> a stand-in for flash-attn-4, whose forward returns so many."""
+
+    def install(count: int) -> None:
+        kernels = ModuleType("flash_attn.cute.interface")
+        kernels._flash_attn_fwd = lambda q, *_, **__: (q, torch.zeros(q.shape[1], len(q)), None, None, None)[:count]
+        kernels._flash_attn_bwd = lambda q, k, v, *_, **__: (q, k, v)
+        monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+        monkeypatch.setitem(sys.modules, "flash_attn.cute", ModuleType("flash_attn.cute"))
+        monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", kernels)
+        monkeypatch.delitem(sys.modules, "sfm_dpo.model.flash4", raising=False)
+        _fa4._fa4_import_module.cache_clear()
+
+    yield install
+    torch_attention.restore_flash_attention_impl(_raise_warn=False)
+    _fa4._fa4_import_module.cache_clear()
+
+
+def call_fa4() -> tuple[torch.Tensor, torch.Tensor]:
+    """PyTorch's own call of the activated kernel."""
+    q = torch.randn(8, 4, 64)
+    return _fa4._fa4_run_forward(q, q, q, None, None, 8, 8, None, True, None, None, None)
+
+
+@pytest.mark.parametrize("count", [2, 4, 5])
+def test_fa4_of_any_release_is_called_as_pytorch_expects(count, flash4):
+    flash4(count)
+    attention.activate_flash("fa4")
+    output, logsumexp = call_fa4()
+    assert output.shape == (8, 4, 64) and logsumexp.shape == (4, 8)
+
+
+def test_canary_fa4_values(flash4):
+    flash4(5)
+    _fa4.register_flash_attention_fa4().remove()
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        call_fa4()
 
 
 @pytest.mark.grid

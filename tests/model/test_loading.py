@@ -1,19 +1,27 @@
 """Loading weights; DeepSpeed on CPUs, and log-probs that FSDP2 must not round."""
 
 import gc
+import os
 import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from pickle import UnpicklingError
 
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 from torch.distributed.fsdp import fully_shard
 from trl.trainer.utils import add_fused_lm_head
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.model.loading import load_model, load_model_config, meta_model
-from sfm_dpo.model.sharding import disable_deepspeed_shm, keep_precision
+from sfm_dpo.model.sharding import disable_deepspeed_shm, keep_precision, load_only_tensors
 from tests.tiny_models import tiny_config, tiny_model
 
 
@@ -22,6 +30,28 @@ def test_weights_that_could_run_code_are_not_loaded(tiny_folder, tmp_path):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(UserError, match=r"cannot be loaded: .*no file named model.safetensors"):
         load_model(str(folder), {})
+
+
+class Attack:
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.parametrize("is_attack", [False, True])
+def test_a_zero_checkpoint_that_could_run_code_is_not_loaded(tmp_path, environment, is_attack):
+    """Real checkpoints: ZeRO-2 and ZeRO-3 resume in tests/e2e."""
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    load_only_tensors()
+    scalers = [LossScaler(1.0), DynamicLossScaler(2.0, 2, 1, 1, 1)]
+    stored = [*scalers, ZeroStageEnum.gradients, fragment_address(1, 2)]
+    torch.save([*stored, Attack(tmp_path / "ran")] if is_attack else stored, tmp_path / "states.pt")
+    engine = TorchCheckpointEngine()
+    with pytest.raises(UnpicklingError) if is_attack else nullcontext():
+        engine.load(str(tmp_path / "states.pt"))
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("tied", [False, True])

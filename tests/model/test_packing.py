@@ -83,7 +83,7 @@ def assert_equal_runs(padded, packed, log_prob_tolerance=LOG_PROB_TOLERANCE, gra
 
 @pytest.mark.parametrize("padding_side", ["left", "right"])
 @pytest.mark.parametrize("rows", BATCHES)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "apertus", "smollm3"])
 def test_equals_the_padded_path(architecture, rows, padding_side):
     padded, packed = padded_and_packed(architecture, "eager" if padding_side == "right" else "sdpa")
     batch = make_batch(BATCHES[rows], padding_side)

@@ -46,6 +46,7 @@ def end(status, before=None, environment=None, **job):
         (IN_REFERENCE_PASS, {"step": 0, "shards": 2}, {}, RESTART, "this restart finished no step and no shard"),
         (STOPPED, {}, BEGAN, {"restarts": 20}, "restarted 20 times, MAX_REQUEUES=20; resubmit to resume"),
         (STOPPED, {}, BEGAN, {"max_requeues": 0}, "restarted 0 times, MAX_REQUEUES=0; resubmit to resume"),
+        (STOPPED | {"for_good": True}, {}, BEGAN, {}, "stopped, not requeued: stopped for good; resubmit to resume"),
         (STOPPED, {}, BEGAN, {"state": "COMPLETING"}, "Slurm is ending the job (COMPLETING), as after scancel"),
         (STOPPED, {}, BEGAN, {"state": ""}, "Slurm is ending the job (no answer)"),
         ({}, {}, {}, NOT_BEGUN, "stopped and requeued (restart 1 of at most 20)"),

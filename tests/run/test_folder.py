@@ -13,7 +13,7 @@ from scripts import check_config
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.run import folder
-from sfm_dpo.run.folder import ENVIRONMENT, RESOLVED_CONFIG, STATUS, acquire, describe, read_status, write_status
+from sfm_dpo.run.folder import ENVIRONMENT, LOG, RESOLVED_CONFIG, STATUS, acquire, describe, read_status, write_status
 from sfm_dpo.run.lock import LOCK
 
 
@@ -29,6 +29,7 @@ def started(run, *cli, state="running"):
     """A run's folder as the first minutes leave it."""
     describe(config(run, *cli), {"sources": ["d.jsonl"]})
     write_status(run, state)
+    (run / LOG).touch()
 
 
 def is_to_be_trained(*arguments) -> bool:
@@ -47,6 +48,10 @@ def test_a_new_or_empty_folder_or_one_with_an_earlier_mistake_alone_is_free(tmp_
     for state in ("failed", "stopped", "running"):  # Ctrl-C while its data were read; killed then
         write_status(tmp_path / "empty", state, 2, "no such file")
         assert is_to_be_trained(tmp_path / "empty", "--seed", "1")
+    for state in ("failed", "refused", "running"):  # before the first step, for instance on a wrong LoRA target
+        started(tmp_path / "early", state=state)
+        (tmp_path / "early" / LOG).unlink()
+        assert is_to_be_trained(tmp_path / "early", "--seed", "1")
 
 
 @pytest.mark.parametrize("state", ["running", "stopped", "done"])
@@ -93,6 +98,7 @@ def test_status_holds_the_contract(tmp_path):
     assert (status.pop("pid"), status.pop("job")) == (os.getpid(), os.environ.get("SLURM_JOB_ID"))
     expected = {"state": "stopped", "exit_code": 75, "message": "on request", "step": 30}
     kept = {"best": None, "files": None, "loss": None, "margin": None, "pairs_per_second": None}
+    kept |= {"task": None, "log": None}
     assert status == expected | {"checkpoint": "checkpoint-30"} | kept
     write_status(tmp_path, "running", best={"step": 20}, loss=0.5)
     write_status(tmp_path, "done", 0)
@@ -115,6 +121,7 @@ def test_the_verdict_is_written_on_a_full_disk_too(tmp_path, monkeypatch):
 def test_every_start_is_kept_with_its_step_and_job_and_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     (tmp_path / ENVIRONMENT).write_text('{"starts": 5, "hangs": "x"}')  # by hand
+    (tmp_path / STATUS).write_text('{"time": "2026-01-01T00:00:00+00:00"}')
     expected = [("4711", "0", 0), ("4711", "1", 4), ("4711", "2", 6)]
     for _, restart, step in expected:
         monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
@@ -122,6 +129,7 @@ def test_every_start_is_kept_with_its_step_and_job_and_machine(tmp_path, monkeyp
     environment = json.loads((tmp_path / ENVIRONMENT).read_text())
     assert [(s["job"], s["restart"], s["step"]) for s in environment["starts"]] == expected
     assert all(datetime.fromisoformat(s["time"]) for s in environment["starts"])
+    assert [s.get("end") for s in environment["starts"]] == ["2026-01-01T00:00:00+00:00"] * 2 + [None]
     assert environment["slurm"]["SLURM_JOB_ID"] == "4711"
     assert environment["versions"]["trl"] and environment["versions"]["torch"]
 
@@ -143,11 +151,14 @@ def test_w_and_b_knows_all_starts_of_a_run_as_one(tmp_path, monkeypatch):
 
 
 def test_no_secret_is_written_down(tmp_path, monkeypatch):
-    secrets = ["hf_canary3", "wandb_canary"]
+    secrets = ["hf_canary3", "wandb_canary", "-----BEGIN KEY-----", "second line"]
     monkeypatch.setenv("HF_TOKEN", secrets[0])
     monkeypatch.setenv("WANDB_API_KEY", secrets[1])
+    monkeypatch.setenv("PRIVATE_KEY", "\n".join(secrets[2:]))
     monkeypatch.setattr(sys, "argv", ["train_dpo.py", f"--run_name={secrets[1]}", "--seed", "1"])
-    describe(config(tmp_path), {"sources": ["d.jsonl"]})
+    texts = ["--run_name", secrets[1], "--eval_command", f"curl -H {secrets[0]} {{checkpoint}} {{out}}"]
+    describe(config(tmp_path, *texts), {"sources": ["d.jsonl"]})
+    write_status(tmp_path, "failed", 2, str(UserError("\n".join(secrets[2:]))))
     written = "".join(path.read_text() for path in tmp_path.iterdir())
     assert not [secret for secret in secrets if secret in written]
     command = json.loads((tmp_path / ENVIRONMENT).read_text())["command"]
@@ -164,7 +175,8 @@ def test_the_check_of_the_batch_scripts_looks_and_leaves_the_folder_to_nobody(tm
     fields = [*needed(run), "--resume_from_checkpoint", str(checkpoint)]
     assert check_config.main(["configs/accelerate/cpu.yaml", "4", *fields]) == 2
     assert "was written by 2 process(es), but this run has 4" in capsys.readouterr().err
-    assert check_config.main(["configs/accelerate/cpu.yaml", "2", *fields]) == 0
+    monkeypatch.setenv("LAUNCH", "cpu")  # two processes
+    assert check_config.main(fields) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(run)
     assert not list(run.iterdir())
     owner = {"job": "7", "cluster": None, "uid": -1, "host": "n1", "pid": 1, "started": 1.0, "time": "noon"}

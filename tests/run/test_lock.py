@@ -60,7 +60,7 @@ def disk(request, monkeypatch, tmp_path) -> Path:
 @pytest.fixture
 def slurm(monkeypatch):
     """A function: states of jobs -> what squeue says from now on, or its absence."""
-    return lambda states: monkeypatch.setattr(lock, "squeue_states", lambda: states)
+    return lambda states: monkeypatch.setattr(lock, "squeue_states", lambda jobs: states)
 
 
 @pytest.fixture

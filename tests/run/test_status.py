@@ -8,11 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+import status
 
 from sfm_dpo.common.process import this_process
 from sfm_dpo.run import reader
-from sfm_dpo.run.checkpoint import mark_complete
-from sfm_dpo.run.folder import ENVIRONMENT, STATUS, write_status
+from sfm_dpo.run.checkpoint import STOP, mark_complete, stop_is_for_good
+from sfm_dpo.run.folder import ENVIRONMENT, STATUS, read_status, write_status
 from sfm_dpo.run.lock import LOCK
 from sfm_dpo.run.reader import describe_run, find_runs, format_runs
 
@@ -51,6 +52,10 @@ def test_a_running_run(tmp_path):
         (run / f"checkpoint-{step}" / "model.safetensors").write_bytes(b"x")
     mark_complete(run / "checkpoint-10", {})
     (run / "health.json").write_text('{"verdict": "healthy"}')
+    times = ["2026-01-01T00:00:00+00:00", "2026-01-01T02:00:00+00:00", read_status(run)["time"]]  # 2 h, killed, 0 h
+    starts = [{"step": 0, "world_size": 4, "time": time} for time in times]
+    starts[0]["end"] = times[1]
+    (run / ENVIRONMENT).write_text(json.dumps({"starts": starts, "gpus": ["H100"]}))
     facts = describe_run(run, None, time.time())
     assert facts == {
         "run": str(run),
@@ -64,6 +69,8 @@ def test_a_running_run(tmp_path):
         "checkpoint": "checkpoint-10",
         "evaluation": None,
         "starts": 3,
+        "gpu_hours": 8.0,
+        "log": None,
     }
     assert facts["seconds_since_update"] < 60
     head, line = format_runs([facts]).splitlines()
@@ -90,12 +97,21 @@ def test_running_by_its_own_word_but_gone(tmp_path):
 
 def test_slurm_has_the_last_word(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    monkeypatch.setenv("SFM_JOB_LOG", "/logs/dpo-train-4711.out")
     run = make(tmp_path / "a", "running", host="n1")
+    shown = describe_run(run, None, time.time())
+    assert shown["job"] == "4711" and format_runs([shown]).endswith(f"{run}: log in /logs/dpo-train-4711.out")
     assert [state(run, queue) for queue in ({"4711": "RUNNING"}, {}, None)] == ["running", "died", "running"]
     assert state(run, {"4711": "PENDING"}) == "died, queued"  # its node failed
     assert describe_run(run, {}, time.time())["slurm"] == "not queued"
     write_status(run, "stopped", 75, "stopped on request", step=4)
     assert [state(run, queue) for queue in ({"4711": "PENDING"}, {})] == ["stopped, queued", "stopped"]
+    (tmp_path / "submitted.json").write_text('{"a": "4712_3"}')  # by sweep.py, after the run had stopped
+    assert state(run, {"4712_3": "PENDING"}) == "stopped, queued"
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "4700")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    write_status(run, "running")
+    assert describe_run(run, {}, time.time())["job"] == "4700_2"
 
 
 def test_a_run_that_writes_nothing_is_stale(tmp_path):
@@ -117,6 +133,18 @@ def test_runs_are_found_given_and_one_folder_deeper_and_told_with_their_last_wor
     ]
     assert format_runs(runs).splitlines()[-1] == f"{bad}: disk full while writing checkpoint-4"
     assert find_runs([bad, tmp_path / "sweep", bad]) == [bad, good]
+
+
+def test_a_run_is_stopped_for_good_only_if_it_runs(tmp_path, capsys):
+    run = make(tmp_path / "a", "running", host="another-node")  # where it is alive for all that is known
+    write_owner(run, host="another-node")
+    assert status.main(["--stop", str(run)]) == 0
+    assert stop_is_for_good(run)
+    for run in (make(tmp_path / "b", "stopped"), tmp_path / "none"):
+        assert status.main(["--stop", str(run)]) == 2
+        assert f"--stop {run}: does not run (state " in capsys.readouterr().err
+    (tmp_path / "a" / STOP).write_text("")  # touch
+    assert not stop_is_for_good(tmp_path / "a")
 
 
 STARTS = [  # what each imports of its own

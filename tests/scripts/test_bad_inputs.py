@@ -157,7 +157,6 @@ CASES = {
         ("{kit}/models/more_layers hi", "model.layers.3.", "is missing (and 8 more)"),
     ],
     "check_config": [
-        ("", "no arguments: give a launch configuration, the number of processes"),
         (f"accelerate_config.yaml four {TRAIN}", "accelerate_config.yaml four: give a launch"),
         (f"{{kit}}/launch.yaml 4 {TRAIN}", "launch.yaml", "distributed_type", "give accelerate_config.yaml"),
     ],

@@ -1,7 +1,11 @@
 """The demo's data set. The demo itself takes minutes and is no test: `make demo`."""
 
 import runpy
+import sys
 from pathlib import Path
+
+import demo
+import pytest
 
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.preferences import load_pairs
@@ -21,3 +25,17 @@ def test_the_recipe_holds_out_16_questions_that_are_not_trained_on(monkeypatch):
     assert (len(train), len(held_out)) == (96, 16)
     assert not train & held_out
     assert not pairs.dropped
+
+
+@pytest.mark.parametrize(("name", "is_deleted"), [("outputs/demo", True), ("outputs/dpo", False)])
+def test_the_demo_deletes_an_earlier_demo_and_no_other_run(tmp_path, monkeypatch, environment, name, is_deleted):
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    (tmp_path / name).mkdir(parents=True)
+    (tmp_path / name / "resolved_config.yaml").touch()
+    (tmp_path / demo.MODEL).mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "PROJECT", tmp_path)
+    monkeypatch.setattr(sys, "executable", "/bin/false")  # trains
+    assert demo.main(["--output_dir", name]) == 1
+    assert (tmp_path / name).is_dir() is not is_deleted

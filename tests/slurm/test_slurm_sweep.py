@@ -1,5 +1,6 @@
 """scripts/sweep.py on real Slurm: one preflight and reference pass, then an array of four runs, one of them killed."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -28,7 +29,7 @@ def test_one_reference_pass_before_the_array_and_a_killed_member_resumes(cluster
         return cluster.run(sys.executable, "scripts/sweep.py", "grid.yaml", *options, cwd=project, **env)
 
     def log_of(run: Path) -> str:
-        return (project / f"logs/dpo-train-{read_status(run)['job']}.out").read_text()
+        return Path(read_status(run)["log"]).read_text()
 
     array = re.search(r"Submitted batch job (\d+)", sweep())[1]
     runs = [project / f"outputs/my sweep/learning_rate={rate}" for rate in ("1e-07", "1e-05", "0.0001", "0.001")]
@@ -36,6 +37,12 @@ def test_one_reference_pass_before_the_array_and_a_killed_member_resumes(cluster
     first = log_of(runs[0])
     assert "ended: state stopped, exit code 0" in first and "preflight_only: nothing was trained" in first
     assert (runs[0] / "preflight.json").is_file() and not any(run.exists() for run in runs[1:])
+    assert (project / f"logs/dpo-train-{read_status(runs[0])['task']}.out").is_file()
+    cluster.run("scontrol", "hold", f"{array}_0")
+    wait_for(lambda: f"logs/dpo-train-{array}" in (read_status(runs[1]).get("log") or ""), 120)
+    [shown] = json.loads(cluster.run(sys.executable, "scripts/status.py", "--json", str(runs[0]), cwd=project, **env))
+    assert (shown["state"], shown["slurm"]) == ("stopped, queued", "PENDING")
+    cluster.run("scontrol", "release", f"{array}_0")
 
     wait_for(lambda: list(runs[1].glob("checkpoint-*/complete.json")), 300)
     cluster.run("scancel", "--signal=KILL", f"{array}_1")

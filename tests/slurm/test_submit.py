@@ -1,6 +1,7 @@
 """The batch scripts, submitted with real sbatch to the local Slurm: a tiny model on CPU instead of 7B on 4 GPUs."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -188,27 +189,42 @@ SITE = """
 echo "modules of $(hostname) $UNSET"
 ! false
 export SITE_NODE=$SLURM_NODEID NCCL_NET=net$SLURM_NODEID PATH=$PWD/modules:$PATH
+SRUN_OPTIONS="--environment=dpo --container-mounts=/data:/data"
+"""
+CONTAINER = """#!/bin/bash
+[[ "$1 $2" = "--environment=dpo --container-mounts=/data:/data" ]] || exit 1
+echo "step in a container"
+PATH=${PATH#"$PWD"/modules:}
+exec srun "${@:3}"
 """
 AT_SITE = """
 import os
 from sfm_dpo.run.folder import write_status
 
-print(f"rank {os.environ['RANK']}: node {os.environ['SITE_NODE']}")
+print(f"rank {os.environ['RANK']}: node {os.environ['SITE_NODE']}, {os.environ['TRITON_CACHE_DIR']}")
 write_status("outputs/site", "done", 0, step=4)
 """
 
 
 def test_the_site_file_is_sourced_on_every_node(cluster, project, tmp_path):
-    """It leaves bash's strictness and the chosen environment as they were; a python of its modules comes after."""
+    """It leaves bash's strictness and the chosen environment as they were; a python of its modules comes after. Every
+    step gets its SRUN_OPTIONS, which a container's srun takes."""
     folder = stand_in(project, tmp_path, AT_SITE, {"output_dir": "outputs/site"})
     (folder / "scripts/site.sh").write_text(SITE)
     (folder / "modules").mkdir()
     (folder / "modules/python").symlink_to("/bin/false")
+    (folder / "modules/srun").write_text(CONTAINER)
+    (folder / "modules/srun").chmod(0o755)
     env = {"NUM_PROCESSES": "1", "SKIP_HEALTHCHECK": "0"}
     log = end_of(cluster, folder, train(cluster, folder, "--nodes=2", env=env, output_dir="outputs/site"))
     assert re.search("n1: .*NCCL.*, adapters .*, NCCL_NET=net0", log), log
     assert re.search("n2: .*NCCL.*, adapters .*, NCCL_NET=net1", log), log
-    assert "rank 0: node 0\n" in log and "rank 1: node 1\n" in log
+    cache = f"/tmp/sfm-dpo-{os.getuid()}/triton"
+    assert f"rank 0: node 0, {cache}\n" in log and f"rank 1: node 1, {cache}\n" in log
+    assert log.count("step in a container") == 2, log
+    evaluation = cluster.sbatch("scripts/evaluate.sh", "outputs/none", cwd=folder)
+    log = end_of(cluster, folder, evaluation, "FAILED", "2:0", name="evaluate")
+    assert "step in a container" in log and "outputs/none" in log.splitlines()[-1], log
 
 
 @pytest.mark.parametrize(

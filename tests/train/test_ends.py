@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import resource
+import shutil
 import signal
 import sys
 import time
@@ -15,6 +17,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.run import folder
 from sfm_dpo.run.checkpoint import COMPLETE, STOP
 from sfm_dpo.run.folder import read_status
+from sfm_dpo.run.lock import LOCK
 from sfm_dpo.run.reader import describe_run
 from sfm_dpo.train.callbacks import ProgressLine
 from tests.toolbox import error_line, logged, on_cpu, pairs
@@ -72,6 +75,46 @@ def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, monkeypatch, capsy
     line = f"error: /disk/file: {error.strerror}; free space, and run the same command again to resume\n"
     assert capsys.readouterr().err == line
     assert bool(read_status(tmp_path / "run")) == (number == errno.ENOSPC)
+
+
+def limit_files(run):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_report")
+@pytest.mark.parametrize(
+    ("meddle", "code", "message"),
+    [
+        (shutil.rmtree, 1, "output_dir {run}: was removed or moved during the run; start it again"),
+        (lambda run: run.rename(run.with_name("away")), 1, "output_dir {run}: was removed or moved during the run; "),
+        (limit_files, 1, "`ulimit -f`"),
+        (lambda run: (run / STOP).mkdir(), 0, ""),
+    ],
+    ids=["removed", "moved", "ulimit", "folder"],
+)
+def test_what_a_person_does_to_a_running_run_is_one_line(
+    tiny_folder, write_rows, tmp_path, monkeypatch, capsys, meddle, code, message
+):
+    run = tmp_path / "run"
+    fields = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(16)), run, max_steps=2)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def act(self, args, state, *rest, **kwargs):
+        if state.global_step == 1:
+            meddle(run)
+
+    monkeypatch.setattr(ProgressLine, "on_step_begin", act)
+    try:
+        assert train_dpo.main(fields) == code
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    error = capsys.readouterr().err
+    assert message.format(run=run) in (error_line(error) if code else error)
+    assert read_status(run).get("state") == (
+        None if message.startswith("output_dir") else "failed" if code else "done"
+    )
+    assert not (run / LOCK).exists()
 
 
 @pytest.fixture

@@ -43,22 +43,6 @@ def test_key_covers_tokens_and_settings():
     assert key(one) != key(moved)
 
 
-VARLEN = "torch.nn.attention.varlen.varlen_attn (FA2), all sequences in one call"
-SDPA = "scaled_dot_product_attention, sequence by sequence (cpu, torch.bfloat16, head size 128)"
-KERNELS = [
-    ("cpu", "FA4", None, SDPA),
-    ("cpu", "FA4", "transformers", f"{SDPA}; gated delta nets sequence by sequence"),
-    ("cuda", None, None, VARLEN),
-    ("cuda", "FA2", "fla", f"{VARLEN}; gated delta nets by fla and causal_conv1d"),
-]
-
-
-@pytest.mark.parametrize(("device", "flash", "nets", "token"), KERNELS)
-def test_the_key_s_words_for_a_kernel_stay_as_they_are(device, flash, nets, token, monkeypatch):
-    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: flash)
-    assert reference_cache.kernel_token((torch.device(device), torch.bfloat16, 128), nets) == token
-
-
 def test_shards_hold_every_row_once_longest_first_and_batches_respect_the_budget():
     lengths = np.sort(np.random.default_rng(0).integers(1, 500, 300))[::-1].copy()
     cache = reference_cache.ReferenceCache(Path("nowhere"), lengths, 2 * int(lengths.max()))
@@ -148,15 +132,6 @@ def fill(tmp_path, cache):
 
 def written(cache: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in cache.glob("*/*.safetensors")}
-
-
-def test_the_key_is_that_of_earlier_versions(tiny_folder, cache, tmp_path):
-    """But for what differs by machine: another one would compute the caches of all users anew."""
-    fields = {"precompute_ref_log_probs": "true", "padding_free": "true"}
-    trainer = make_trainer(tiny_folder("llama"), tmp_path, *as_options(fields))
-    key = reference_cache.describe_key(trainer, trainer.model)
-    key |= dict.fromkeys(["config", "torch", "transformers", "trl", "weights"], "")
-    assert reference_cache.cache_folder(tokens(), key).name == "fd67e8a5ba19557c3a381bcb"
 
 
 def test_the_same_shards_whatever_is_about_training_alone(tiny_folder, cache, fill, tmp_path, monkeypatch):

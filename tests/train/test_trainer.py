@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 from datasets import Dataset
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from trl.trainer.dpo_trainer import DataCollatorForPreference
@@ -233,6 +234,17 @@ def test_weights_that_a_checkpoint_lacks_are_not_drawn_at_random(tiny_folder, tm
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"checkpoint-2: its weights do not match .*layers\.1\..* is missing"):
         trainer._load_from_checkpoint(str(folder))
+
+
+def test_tied_weights_are_saved_once_and_no_pickle_of_the_arguments(tmp_path):
+    tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    trainer = make_trainer(tmp_path / "model", tmp_path / "run")
+    trainer._save(str(tmp_path / "run"), clone_tensors_for_torch_save(trainer.model.state_dict()))  # as under ZeRO-2
+    names = load_file(tmp_path / "run/model.safetensors").keys()
+    assert names == load_file(tmp_path / "model/model.safetensors").keys()
+    assert not (tmp_path / "run/training_args.bin").exists()
+    trainer._load_from_checkpoint(str(tmp_path / "run"))
 
 
 def test_callbacks_read_no_argument_that_was_changed_for_trl():

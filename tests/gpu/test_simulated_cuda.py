@@ -1,0 +1,62 @@
+"""train_dpo.main from loading to the saved model on a GPU made of CPU memory (simulated_cuda.py).
+
+Every operator refuses CPU tensors beside CUDA tensors, and the flash kernels check their arguments, as on a GPU.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from sfm_dpo.common.files import PROJECT
+from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.toolbox import on_cpu, pairs
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+STEPS = 3
+MICRO_BATCHES = 4  # of a step
+WAITS = 25  # of the host for the device, in a micro-batch
+GRID = [("gpt_neox", {}), ("llama", {"fit_memory": "true"}), ("olmo2", {"prefix_sharing": "false"}), ("olmoe", {})]
+GRID += [("olmo3", {"gradient_checkpointing": "false"}), ("olmo3", {"padding_free": "false"})]
+GRID += [("olmo_hybrid", {}), ("gpt_neox", {"precompute_ref_log_probs": "false"})]
+
+
+@pytest.fixture(scope="module")
+def device(tmp_path_factory) -> Path:
+    """The library, compiled."""
+    library = tmp_path_factory.mktemp("device") / "device.so"
+    torch_folder = Path(torch.__file__).parent
+    command = ["g++", "-shared", "-fPIC", "-std=c++20", Path(__file__).with_name("device.cpp"), "-o", library]
+    command += [f"-I{torch_folder}/include", f"-L{torch_folder}/lib", f"-Wl,-rpath,{torch_folder}/lib"]
+    subprocess.run([*map(str, command), "-ltorch_cpu", "-lc10"], check=True, timeout=120)
+    return library
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "fields"), [("olmo3", {}), *(pytest.param(*case, marks=pytest.mark.grid) for case in GRID)]
+)
+def test_a_run_on_a_gpu(architecture, fields, device, write_rows, tmp_path):
+    folder = tmp_path / "model"
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2} if architecture == "olmo_hybrid" else {}
+    tiny_model(architecture, **heads).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    given = {"padding_free": "true", "precompute_ref_log_probs": "true", "train_sampling_strategy": "batch_rebalance"}
+    given |= {"global_batch_size": 2 * MICRO_BATCHES, "max_steps": STEPS, "use_cpu": "false", "bf16": "true"}
+    given |= {"preflight": "warn", "save_strategy": "no", "dataloader_pin_memory": "false"} | fields
+    argv = on_cpu(folder, write_rows("pairs.jsonl", pairs(24)), tmp_path / "run", **given)
+    env = os.environ | {"SIMULATED_CUDA": str(device), "HF_HOME": str(tmp_path)}
+    env.pop("CUDA_VISIBLE_DEVICES", None)
+    command = [sys.executable, "-m", "tests.gpu.simulated_run", *argv]
+    done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["code"] == 0, done.stderr[-3000:]
+    assert bool(result["flash_calls"]) == (given["padding_free"] == "true")
+    assert sum(result["waits"].values()) <= WAITS, result["waits"]
+    assert list((tmp_path / "run").glob("*.safetensors"))
