@@ -6,10 +6,11 @@ Precedence: defaults < recipe (`--config`) < command line. A recipe's values bec
 import argparse
 import dataclasses
 import functools
-import importlib.util
 import json
+import netrc
 import os
 import re
+import urllib.parse
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 import yaml
 from transformers import SchedulerType
 from transformers.hf_argparser import HfArg
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, TrlParser, get_peft_config
 from trl.scripts.utils import DatasetConfig
 
@@ -161,8 +162,8 @@ FIELD_GROUPS = {
         max_length max_prompt_length truncation_mode max_dropped_fraction filter_script drop_duplicates
         drop_contaminated control_tokens overlong mask_tool_results dataset_num_proc""",
     "Objective and optimizer": """loss_type loss_weights beta label_smoothing allow_unnormalized_beta learning_rate
-        lr_scheduler_type warmup_steps num_train_epochs max_steps weight_decay max_grad_norm optim
-        router_aux_loss_coef""",
+        lr_scheduler_type lr_scheduler_kwargs warmup_steps num_train_epochs max_steps weight_decay max_grad_norm
+        optim router_aux_loss_coef""",
     "Batch, memory and speed": """global_batch_size per_device_train_batch_size per_device_eval_batch_size fit_memory
         memory_gib gradient_checkpointing padding_free prefix_sharing flash_attention precompute_ref_log_probs
         precompute_ref_batch_size train_sampling_strategy torch_compile bf16 use_cpu profile_steps""",
@@ -383,15 +384,24 @@ def resolve_fitted(namespace: Any) -> list[str]:
     return fitted if namespace.fit_memory else []
 
 
+def has_wandb_login() -> bool:
+    """Whether `wandb login` has stored a key in ~/.netrc."""
+    host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(str(host)) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
 def resolve_report_to(report_to: list[str]) -> tuple[list[str], str]:
     """The trackers that can work here, and a log line naming them. A batch job must not wait at W&B's login prompt."""
     trackers = [tracker for tracker in report_to if tracker != "none"]
     for tracker in trackers:
         check_known("report_to", tracker, INTEGRATION_TO_CALLBACK)  # `all` is refused: it includes W&B's login prompt
-        if tracker in ("trackio", "tensorboard") and importlib.util.find_spec(tracker) is None:
+        if tracker not in get_available_reporting_integrations():
             raise UserError(f"report_to {tracker}: not installed; pip install {tracker}, or remove it")
     usable = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") in ("offline", "disabled")
-    if "wandb" in trackers and not usable:
+    if "wandb" in trackers and not (usable or has_wandb_login()):
         trackers.remove("wandb")
-        return trackers, "W&B off: neither WANDB_API_KEY nor WANDB_MODE=offline is set"
+        return trackers, "W&B off: neither WANDB_API_KEY nor WANDB_MODE=offline is set, and `wandb login` was not run"
     return trackers, f"tracking: {', '.join(trackers) or 'none'}"

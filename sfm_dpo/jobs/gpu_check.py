@@ -23,6 +23,7 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
+from sfm_dpo.common.distributed import first_gpu
 from sfm_dpo.common.files import CALIBRATION, PROJECT, now, write_json
 from sfm_dpo.config import parse_config
 from sfm_dpo.config_short_run import short_run
@@ -102,7 +103,7 @@ class Place:
         if not self.on_gpu:
             env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         elif "single" in name:
-            env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+            env["CUDA_VISIBLE_DEVICES"] = first_gpu()
         path = self.folder / f"{name}.log"
         with path.open("w") as log:  # timeout also ends the ranks
             words = ["timeout", "--signal=KILL", str(TIMEOUT), *command]

@@ -49,7 +49,7 @@ def write_model_card(
         facts["evaluation"]["checkpoints"] = {n: scores for n, scores in by_step.items() if n <= step}
     config = facts["config"]
     if folder != run:
-        draw_curves(facts["log"], folder / FIGURES, panels=_CURVES)
+        draw_curves(facts, folder / FIGURES, panels=_CURVES)
     repo = repo or config["hub_model_id"] or config["output_dir"]
     recipe = {key: hide_paths(value) for key, value, _ in changed_fields(config) if not key.startswith(_LOCAL)}
     base = config["model_name_or_path"]

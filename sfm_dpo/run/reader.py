@@ -79,9 +79,9 @@ def list_evaluations(facts: dict[str, Any], prefix: str = "eval_") -> list[dict[
 
 
 def list_restarts(facts: dict[str, Any]) -> list[int]:
-    """Steps at which the run was restarted, from the list of starts in environment.json."""
+    """Steps, after the first, at which the run was restarted, from the list of starts in environment.json."""
     starts = list_in(facts["environment"], "starts")
-    return list(dict.fromkeys(start["step"] for start in starts[1:]))
+    return list(dict.fromkeys(start["step"] for start in starts[1:] if start["step"]))
 
 
 def count_gpu_hours(environment: dict[str, Any], status: dict[str, Any]) -> float | None:
