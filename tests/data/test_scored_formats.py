@@ -61,7 +61,7 @@ def test_raw_sets_become_pairs(write_rows, tmp_path, capsys, name, suffix):
     [
         ({"text": "x"}, "", "unknown dataset format with columns text; supported are: instruction, completions;"),
         (ultrafeedback(0, [1, 2]), "--by overal_score", "--by overal_score: no prompt of RAW has answers that differ"),
-        (ultrafeedback(0, ["high"]), "", "a row is malformed (ValueError: could not convert"),
+        (ultrafeedback(0, ["high"]), "", "a row is malformed: ValueError: could not convert"),
     ],
 )
 def test_what_cannot_be_paired_is_one_line(write_rows, tmp_path, caplog, row, options, message):
