@@ -6,10 +6,11 @@ Precedence: defaults < recipe (`--config`) < command line. A recipe's values bec
 import argparse
 import dataclasses
 import functools
-import importlib.util
 import json
+import netrc
 import os
 import re
+import urllib.parse
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,12 @@ import torch
 import yaml
 from transformers import SchedulerType
 from transformers.hf_argparser import HfArg
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, TrlParser, get_peft_config
 from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common import distributed
-from sfm_dpo.common.errors import UserError, nearest
+from sfm_dpo.common.errors import UserError, nearest, user_input
 from sfm_dpo.config_checks import LOSS_TYPES, check_fields, check_known
 
 
@@ -108,6 +109,7 @@ REMOVED = {
     **dict.fromkeys(_FILTERS, "write a filter_script (docs/data.md)"),
 }
 
+CHECKPOINTING = [f"{name}_checkpointing{kind}" for name in ("gradient", "activation") for kind in ("", "_kwargs")]
 _construct = yaml.SafeLoader("").construct_document  # a node's value, typed by YAML's rules
 _OPTIONAL = {f.name for cls in DATACLASSES for f in dataclasses.fields(cls) if "None" in str(f.type)}
 
@@ -119,7 +121,7 @@ class Config:
     train: TrainConfig
     model: ModelConfig
     data: DatasetMixtureConfig
-    tracking: str  # which trackers work, for the log
+    notes: list[str]  # for the log: which trackers work, and where the objective comes from
     micro_batch: int  # the recipe's per_device_train_batch_size, also where `training` is False
     fitted: list[str]  # fields that fit_memory chooses
     model_field: str = "model_name_or_path"  # the field that errors about the model name
@@ -161,8 +163,8 @@ FIELD_GROUPS = {
         max_length max_prompt_length truncation_mode max_dropped_fraction filter_script drop_duplicates
         drop_contaminated control_tokens overlong mask_tool_results dataset_num_proc""",
     "Objective and optimizer": """loss_type loss_weights beta label_smoothing allow_unnormalized_beta learning_rate
-        lr_scheduler_type warmup_steps num_train_epochs max_steps weight_decay max_grad_norm optim
-        router_aux_loss_coef""",
+        lr_scheduler_type lr_scheduler_kwargs warmup_steps num_train_epochs max_steps weight_decay max_grad_norm
+        optim router_aux_loss_coef""",
     "Batch, memory and speed": """global_batch_size per_device_train_batch_size per_device_eval_batch_size fit_memory
         memory_gib gradient_checkpointing padding_free prefix_sharing flash_attention precompute_ref_log_probs
         precompute_ref_batch_size train_sampling_strategy torch_compile bf16 use_cpu profile_steps""",
@@ -178,6 +180,7 @@ class FieldParser(TrlParser):
     def __init__(self) -> None:
         super().__init__(DATACLASSES, allow_abbrev=False, prog="train_dpo.py")
         self.set_defaults(per_device_train_batch_size=None, gradient_checkpointing=None)  # see resolve_fitted
+        self.set_defaults(use_peft=None)  # a field of LoRA without it is refused
         self._negative_number_matcher = re.compile(r"-\.?\d")  # otherwise argparse takes -1e-6 for an option
         self.fields = {action.dest: action for action in reversed(self._actions) if action.dest != "help"}
         for name in ("datasets", *_OPTIONAL):
@@ -223,7 +226,11 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     `world_size` defaults to the launcher's; `training` is False for a command that only reads a recipe on a CPU node.
     """
     parser = FieldParser()
+    default_loss = parser.fields["loss_type"].default
     namespace = parse_fields(parser, argv)
+    origin = "as configured"
+    if namespace.loss_type is default_loss:
+        origin = "the default here; set loss_type: sigmoid and beta: 0.1 for TRL's"
     world_size = world_size or distributed.world_size()
     fitted = resolve_fitted(namespace)
     micro_batch = namespace.per_device_train_batch_size
@@ -241,15 +248,36 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     if namespace.dataset_num_proc:  # more processes than cores only take memory
         namespace.dataset_num_proc = min(namespace.dataset_num_proc, len(os.sched_getaffinity(0)))
     namespace.report_to, tracking = resolve_report_to(namespace.report_to)
-    try:
+    namespace.use_peft = bool(namespace.use_peft)
+    with user_input("configuration"):
         get_peft_config(namespace)  # checks the LoRA fields
         train, model, data = parser.parse_dict(vars(namespace), allow_extra_keys=True)
-    except (ValueError, TypeError, AttributeError, ImportError, OSError) as error:
-        raise UserError(str(error)) from error
     target = model.lora_target_modules
     if isinstance(target, str) and target.isidentifier():  # TRL's form of a single name, a pattern to PEFT
         model.lora_target_modules = [target]
-    return Config(train, model, data, tracking, micro_batch, fitted)
+    if training:
+        check_optimizer(train)
+    objective = f"objective: {' + '.join(train.loss_type)} with beta {train.beta:g}, {origin}"
+    return Config(train, model, data, [tracking, objective], micro_batch, fitted)
+
+
+def check_optimizer(args: TrainConfig) -> None:
+    """Builds the optimizer and the schedule for a single weight. Raises UserError if the libraries refuse that."""
+    from transformers import Trainer, get_scheduler  # the first takes seconds
+
+    layer = torch.nn.Linear(1, 1)
+    remedy = "choose another, or install what it needs"
+    with user_input(f"optim {args.optim.value}, optim_args {args.optim_args}", remedy):
+        optimizer = torch.optim.SGD(layer.parameters(), lr=args.learning_rate)
+        if not args.optim_target_modules:  # they choose among the model's layers
+            optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, layer)
+            optimizer_class(layer.parameters(), **options)
+    steps = max(args.max_steps, 1000)
+    schedule = (optimizer, args.get_warmup_steps(steps), steps, args.lr_scheduler_kwargs)
+    with user_input(
+        f"lr_scheduler_type {args.lr_scheduler_type.value}, lr_scheduler_kwargs {args.lr_scheduler_kwargs}"
+    ):
+        get_scheduler(args.lr_scheduler_type, *schedule)
 
 
 def parse_fields(parser: FieldParser, argv: list[str]) -> argparse.Namespace:
@@ -304,10 +332,8 @@ def read_nodes(path: str) -> dict[str, yaml.Node]:
     """The top level of a recipe, as nodes that keep scalars as written: YAML reads `no` as false and 1e-6 as text."""
     if not Path(path).is_file():
         raise UserError(f"--config {path}: no such file")
-    try:
+    with user_input(f"{path} is not valid YAML"):
         root = yaml.compose(Path(path).read_text(), yaml.SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path} is not valid YAML: a recipe is a mapping such as 'beta: 5'")
     nodes: dict[str, yaml.Node] = {}
@@ -323,10 +349,8 @@ def read_value(node: yaml.Node, action: argparse.Action, where: str) -> Any:
     if action.nargs == "+":
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
         to_type: Any = action.type
-        try:
+        with user_input(where):
             return [to_type(item.value) for item in items]
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{where}: {error}") from error
     if isinstance(node, yaml.SequenceNode):
         raise UserError(f"{where} is a list; it takes one value")
     text = node.value if isinstance(node, yaml.ScalarNode) else json.dumps(_construct(node), default=str)
@@ -347,10 +371,8 @@ def set_environment(variables: Any, recipe: str) -> None:
 
 def check_mixture(datasets: Any, recipe: str) -> list[dict]:
     """A recipe's `datasets`: mappings that hold the fields of TRL's DatasetConfig, each with a path."""
-    try:
+    with user_input(f"{recipe}: datasets must be a list of mappings, each with a path"):
         fractions = [DatasetConfig(**entry).fraction for entry in datasets]
-    except TypeError as error:
-        raise UserError(f"{recipe}: datasets must be a list of mappings, each with a path: {error}") from error
     if any(fractions) and not all(fractions):
         raise UserError(f"{recipe}: datasets: fraction {fractions} must be above 0 in all entries or in none")
     return datasets
@@ -377,10 +399,18 @@ def resolve_fitted(namespace: Any) -> list[str]:
         fitted += ["per_device_train_batch_size", "gradient_accumulation_steps"]
         namespace.per_device_train_batch_size = 1 if namespace.fit_memory else TrainConfig.per_device_train_batch_size
     if namespace.gradient_checkpointing is None and namespace.activation_checkpointing is None:
-        fitted += ["gradient_checkpointing", "gradient_checkpointing_kwargs"]
-        fitted += ["activation_checkpointing", "activation_checkpointing_kwargs"]
+        fitted += [name for name in CHECKPOINTING if getattr(namespace, name) is None]
         namespace.gradient_checkpointing = True
     return fitted if namespace.fit_memory else []
+
+
+def has_wandb_login() -> bool:
+    """Whether `wandb login` has stored a key in ~/.netrc."""
+    host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(str(host)) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 def resolve_report_to(report_to: list[str]) -> tuple[list[str], str]:
@@ -388,10 +418,10 @@ def resolve_report_to(report_to: list[str]) -> tuple[list[str], str]:
     trackers = [tracker for tracker in report_to if tracker != "none"]
     for tracker in trackers:
         check_known("report_to", tracker, INTEGRATION_TO_CALLBACK)  # `all` is refused: it includes W&B's login prompt
-        if tracker in ("trackio", "tensorboard") and importlib.util.find_spec(tracker) is None:
+        if tracker not in get_available_reporting_integrations():
             raise UserError(f"report_to {tracker}: not installed; pip install {tracker}, or remove it")
     usable = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") in ("offline", "disabled")
-    if "wandb" in trackers and not usable:
+    if "wandb" in trackers and not (usable or has_wandb_login()):
         trackers.remove("wandb")
-        return trackers, "W&B off: neither WANDB_API_KEY nor WANDB_MODE=offline is set"
+        return trackers, "W&B off: neither WANDB_API_KEY nor WANDB_MODE=offline is set, and `wandb login` was not run"
     return trackers, f"tracking: {', '.join(trackers) or 'none'}"

@@ -105,7 +105,7 @@ class MemoryPlanner:
         for size in sorted({*FIRST_STEPS_FOR, self.config.micro_batch}):
             if args.global_batch_size % (size * self.gpus):
                 continue
-            rows = sampler.largest_micro_batch(size, math.ceil(args.num_train_epochs))
+            rows = sampler.largest_micro_batch(size)
             tokens = sampler.layout.count(rows)
             copies = max(0, int(self.lengths.sequences[rows].sum()) - tokens)
             responses = int(self.lengths.responses[rows].sum())

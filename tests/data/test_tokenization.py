@@ -287,7 +287,8 @@ OLMO3_CALLS = (
     "{% if m.get('function_calls', none) is not none %}{{ '<calls>' + m.function_calls + '</calls>' }}"
     "{% elif m.get('tool_calls', none) is not none %}{{ '<calls>' }}{% for call in m.tool_calls %}"
     "{{ call.function.name + '(' }}{% for key, value in call.function.arguments.items() %}"
-    "{{ key ~ '=' ~ value | tojson }}{% endfor %}{{ ')' }}{% endfor %}{{ '</calls>' }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{{ key ~ '=' ~ value | tojson }}{% endfor %}{{ ')' }}{% endfor %}{{ '</calls>' }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # With the constructs of SmolLM 3's: tools among the template's arguments, the trained part marked
@@ -315,14 +316,8 @@ ADD_TEXT = json.dumps([{"type": "function", "function": ADD | {"arguments": '{"x
         (trl_template("qwen3"), {"function_calls": ADD_TEXT}, '<tool_call>\n{"name": "add", "arguments": {"x": 2}}'),
         (trl_template("qwen3"), {"reasoning_content": "Hm."}, "<think>\nHm.\n</think>\n\nyes"),
         (trl_template("gptoss"), {"thinking": "Hm."}, "<|channel|>analysis<|message|>Hm.<|end|>"),
-        (
-            trl_template("deepseekv3"),
-            {"tool_calls": [{"type": "function", "function": ADD}]},
-            'add\n```json\n{"x": 2}\n```',
-        ),
         (SMOLLM3, {}, "<think>\n\n</think>\nyes<|im_end|>\n"),
         (trl_template("qwen3"), {"function_calls": "add(x=2)"}, None),  # the template would leave it out
-        (OLMO3_CALLS, {"tool_calls": [{"function": ADD | {"arguments": "x=2"}}]}, None),
     ],
 )
 def test_calls_and_thoughts_reach_the_templates_of_models(write_rows, template, message, expected):

@@ -94,6 +94,17 @@ def test_seeds_share_a_row_and_are_compared_pairwise(grid, train):
     assert f"0.6100 ± 0.0100  0.0950 ± {spread:.4f}" in table[2]
 
 
+@pytest.mark.parametrize("metric", ["eval_loss", "eval_rewards/accuracies"])
+def test_a_setting_whose_second_seed_failed_is_ranked_by_the_first(grid, train, metric):
+    path = grid(fields=RATES | {"data_seed": [0, 1]}, rank_by=metric)
+    train(path, [0.50, 0.70, 0.52])
+    for folder, value in zip(list_members(read_grid(path)), (0.52, 0.30, 0.50), strict=False):
+        state = json.loads((folder / "trainer_state.json").read_text())
+        state["log_history"][-1]["eval_rewards/accuracies"] = value
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+    assert format_sweep(read_grid(path)).splitlines()[1].startswith("1e-6")
+
+
 def test_rank_by_a_benchmark_or_a_preference_set(grid, train, capsys):
     path = grid(fields={"learning_rate": ["1e-6", "1e-5", "1e-4", "1e-3"]}, rank_by="sums/acc")
     train(path, [0.5, 0.5, 0.5])
