@@ -11,10 +11,9 @@ from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from sfm_dpo.common.cli import Arguments, command
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import user_input
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.sources import explain_cache_errors
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
@@ -30,12 +29,9 @@ def main(argv: list[str]) -> None:
     for part in config.parts:
         name = part.model.model_name_or_path
         if not Path(name).is_dir():
-            try:
-                with explain_cache_errors():
-                    folder = snapshot_download(name, revision=part.revision, allow_patterns=MODEL_FILES)
-            except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-                remedy = "a gated or private model needs HF_TOKEN"
-                raise UserError(f"{part.model_field} {name}: cannot be downloaded ({remedy}): {error}") from error
+            remedy = "a gated or private model needs HF_TOKEN"
+            with user_input(f"{part.model_field} {name}: cannot be downloaded", remedy), explain_cache_errors():
+                folder = snapshot_download(name, revision=part.revision, allow_patterns=MODEL_FILES)
             print(f"model {name}: {folder}", flush=True)
     pairs = load_token_pairs(config, load_tokenizer(config))
     print(f"data\n{pairs.table()}")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from peft import PeftConfig
 
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import now, write_json
 from sfm_dpo.common.statistics import mean_interval
 from sfm_dpo.config import parse_config
@@ -20,8 +20,9 @@ from sfm_dpo.config_short_run import UNCOMPILED, short_run
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import format_evaluation, write_report
+from sfm_dpo.run.files import EVALUATION
 from sfm_dpo.run.folder import RESOLVED_CONFIG
-from sfm_dpo.run.reader import EVALUATION, EVALUATIONS, read_run, read_scores
+from sfm_dpo.run.reader import EVALUATIONS, read_run, read_scores
 from sfm_dpo.run.saved_model import SavedModel, find_model
 from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.trainer import SFMDPOTrainer
@@ -76,11 +77,9 @@ def load_tasks(names: list[str]) -> Any:
     is_local = all(name.endswith(".yaml") for name in names)
     manager = tasks.TaskManager(include_defaults=not is_local)  # scanning the defaults takes ten seconds
     for name in names:
-        try:
+        remedy = "`lm_eval ls tasks` lists all tasks; without a network, the task's data must be in HF_HOME"
+        with user_input(f"--tasks {name}: cannot be loaded", remedy):
             manager.load([name])
-        except Exception as error:  # from datasets, the Hub's client, YAML, or the task's own code and packages
-            remedy = "`lm_eval ls tasks` lists all tasks; without a network, the task's data must be in HF_HOME"
-            raise UserError(f"--tasks {name}: cannot be loaded ({type(error).__name__}: {error}); {remedy}") from error
     return manager
 
 
