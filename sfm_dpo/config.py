@@ -109,6 +109,7 @@ REMOVED = {
     **dict.fromkeys(_FILTERS, "write a filter_script (docs/data.md)"),
 }
 
+CHECKPOINTING = [f"{name}_checkpointing{kind}" for name in ("gradient", "activation") for kind in ("", "_kwargs")]
 _construct = yaml.SafeLoader("").construct_document  # a node's value, typed by YAML's rules
 _OPTIONAL = {f.name for cls in DATACLASSES for f in dataclasses.fields(cls) if "None" in str(f.type)}
 
@@ -398,8 +399,7 @@ def resolve_fitted(namespace: Any) -> list[str]:
         fitted += ["per_device_train_batch_size", "gradient_accumulation_steps"]
         namespace.per_device_train_batch_size = 1 if namespace.fit_memory else TrainConfig.per_device_train_batch_size
     if namespace.gradient_checkpointing is None and namespace.activation_checkpointing is None:
-        fitted += ["gradient_checkpointing", "gradient_checkpointing_kwargs"]
-        fitted += ["activation_checkpointing", "activation_checkpointing_kwargs"]
+        fitted += [name for name in CHECKPOINTING if getattr(namespace, name) is None]
         namespace.gradient_checkpointing = True
     return fitted if namespace.fit_memory else []
 

@@ -349,7 +349,7 @@ def test_a_tracker_that_is_not_installed_is_one_line():
 
 @pytest.mark.parametrize("field", REFUSED)
 def test_fields_that_would_not_work_are_refused(parse, field):
-    value = {"neftune_noise_alpha": 5.0, "label_smoothing_factor": 0.1, "ld_alpha": 0.5, "test_split_size": 0.1}
+    value = {"neftune_noise_alpha": 5.0, "label_smoothing_factor": 0.1, "ld_alpha": 0.0, "test_split_size": 0.1}
     assert refused(parse, {field: value.get(field, True)}).startswith(f"{field} {value.get(field, True)}: ")
 
 

@@ -5,6 +5,7 @@ import functools
 import json
 import re
 import shlex
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
@@ -21,6 +22,8 @@ from sfm_dpo.run.folder import describe, is_unfinished, read_resolved_config
 from sfm_dpo.train.callbacks import Position
 from sfm_dpo.train.checkpoints import allocate_optimizer_state
 from sfm_dpo.train.fit_memory import REMEDIES, explain_out_of_memory
+from sfm_dpo.train.settings import Settings
+from sfm_dpo.train.upstream import arguments_for_trl
 from tests.tiny_models import tiny_config
 from tests.toolbox import error_line, logged, on_cpu, pairs
 from tests.train.test_trainer import make_trainer
@@ -49,6 +52,15 @@ def train(tiny_folder, write_rows, tmp_path, monkeypatch):
         return code, [entry["loss"] for entry in logged(folder)] if code == 0 else [], folder
 
     return run
+
+
+def test_checkpointing_kwargs_that_are_given_are_kept():
+    options = ["--model_name_or_path=m", "--dataset_name=x", "--use_cpu=true", "--fit_memory=true"]
+    config = parse_config([*options, '--gradient_checkpointing_kwargs={"offload": true}'])
+    shown = config.as_dict()
+    assert shown["gradient_checkpointing_kwargs"] == {"offload": True} and "gradient_checkpointing" not in shown
+    for_trl = arguments_for_trl(config.train, replace(Settings.of(config), every_n_layers=2))
+    assert for_trl.activation_checkpointing_kwargs == {"offload": True, "every_n_layers": 2}
 
 
 @pytest.mark.slow
