@@ -16,9 +16,9 @@ from tests.commands import PAGES, ROOT, text
 
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
 SLURM = (
-    "account array begin cpus-per-task dependency exclude export format gpus-per-node gres kill-on-bad-exit "
-    "kill-on-invalid-dep label me mem name nodes ntasks ntasks-per-node open-mode output partition requeue signal "
-    "time wait batch"
+    "account array begin cpus-per-task dependency environment exclude export format gpus-per-node gres "
+    "kill-on-bad-exit kill-on-invalid-dep label me mem name nodes ntasks ntasks-per-node open-mode output partition "
+    "requeue signal time wait batch"
 )
 OTHER = "index-url no-deps append help nproc-per-node"  # of git, pip, wandb sync, trl and torchrun
 REFERENCE = """# Fields
