@@ -45,7 +45,7 @@ run_dpo() {
     output_dir=${checked##*$'\n'} # libraries may also print
     [[ -n $output_dir ]] || exit 0 # already done; check_config.py said so
     local status_before
-    status_before=$(cat "$output_dir/status.json" 2>/dev/null) || true
+    status_before=$(cat "$output_dir/status.json" 2>/dev/null) || status_before={}
 
     say "job $SLURM_JOB_ID (restart ${SLURM_RESTART_COUNT:-0}) on $SLURM_JOB_NODELIST, rendezvous $host:$port"
     say "$SLURM_JOB_NUM_NODES node(s) x $per_node process(es), $config_file, environment $(command -v python)"

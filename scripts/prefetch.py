@@ -12,11 +12,10 @@ from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common.cli import Arguments, command
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import user_input
 from sfm_dpo.config import parse_config
 from sfm_dpo.config_checks import read_eval_sets
 from sfm_dpo.data.sources import explain_cache_errors, load_rows
@@ -36,12 +35,9 @@ def main(argv: list[str]) -> None:
         name = part.model.model_name_or_path
         if not Path(name).is_dir():
             files = [*MODEL_FILES, *(["*.py"] if config.train.trust_remote_code else [])]
-            try:
-                with explain_cache_errors():
-                    folder = snapshot_download(name, revision=part.revision, allow_patterns=files)
-            except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-                remedy = "a gated or private model needs HF_TOKEN"
-                raise UserError(f"{part.model_field} {name}: cannot be downloaded ({remedy}): {error}") from error
+            remedy = "a gated or private model needs HF_TOKEN"
+            with user_input(f"{part.model_field} {name}: cannot be downloaded", remedy), explain_cache_errors():
+                folder = snapshot_download(name, revision=part.revision, allow_patterns=files)
             print(f"model {name}: {folder}", flush=True)
     if options.download_only:
         args = config.train

@@ -6,7 +6,6 @@ It works for a run in any state, even before its first step.
 """
 
 import dataclasses
-import math
 import re
 import shlex
 import sys
@@ -182,7 +181,7 @@ def evaluation_tables(evaluation: dict[str, Any]) -> list[tuple[tuple[str, ...],
     benchmarks = [_format_benchmark(row) for row in evaluation.get("benchmarks", [])]
     pairs = []
     for row in evaluation.get("pairs", []):
-        metrics = [format_metric(name, row.get(name, math.nan), row["pairs"]) for name in PAIR_METRICS]
+        metrics = [format_metric(name, to_float(row.get(name)), row["pairs"]) for name in PAIR_METRICS]
         pairs.append([row["source"], str(row["pairs"]), *metrics])
     tables = [(BENCHMARK_HEADINGS, benchmarks), (("preference set", "pairs", *PAIR_METRICS.values()), pairs)]
     by_step = evaluation.get("checkpoints", {})

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -133,10 +132,11 @@ def test_a_killed_run_with_damaged_files_is_told_from_its_newest_checkpoint(run,
     (run / "resolved_config.yaml").write_text("{half a fi")
     for weights in run.glob("*.safetensors"):
         weights.unlink()
-    shutil.rmtree(run / f"checkpoint-{STEPS}")
+    (run / f"checkpoint-{STEPS}/complete.json").unlink()
     save(run, "status.json", {"state": "running", "step": 5, "message": ""})
     page = page_of(run)
     assert "was killed" in page.text and "Training loss" in page.text
+    assert f"Checkpoints: checkpoint-4; incomplete, and deleted after a later save: checkpoint-{STEPS}" in page.text
     assert "checkpoint-4" in format_summary(run)
 
 
