@@ -68,7 +68,7 @@ def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, monkeypatch, capsy
     def fail(*args):
         raise error
 
-    monkeypatch.setattr(train_dpo, "load", fail)
+    monkeypatch.setattr(train_dpo, "find_start", fail)
     monkeypatch.setattr(folder, "write_json", fail)
     fields = f"--model_name_or_path m --dataset_name d.jsonl --use_cpu --output_dir {tmp_path / 'run'}"
     assert train_dpo.main(fields.split()) == 1
@@ -181,11 +181,11 @@ def test_an_interrupt_that_reaches_a_destructor_comes_again(signals, monkeypatch
 def test_status_py_sees_a_run_as_soon_as_it_has_its_folder(tmp_path, monkeypatch, environment):
     seen = []
 
-    def fail(config):
+    def fail(args):
         seen.append(describe_run(tmp_path / "run", None, time.time()))
         raise UserError("no such model")
 
-    monkeypatch.setattr(train_dpo, "load", fail)
+    monkeypatch.setattr(train_dpo, "find_start", fail)
     fields = f"--model_name_or_path m --dataset_name d.jsonl --use_cpu --output_dir {tmp_path / 'run'}"
     assert train_dpo.main(fields.split()) == 2
     assert (seen[0]["state"], seen[0]["message"]) == ("running", "loading")
