@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import format_table
 from sfm_dpo.common.slurm import squeue_states
 from sfm_dpo.config import parse_config
@@ -37,11 +37,9 @@ class Grid:
 
 
 def read_grid(path: Path) -> Grid:
-    try:
+    with user_input(f"{path}: not a grid", "give recipe, output_dir and fields"):
         grid = Grid(**yaml.safe_load(path.read_text()))
         shlex.split(grid.sbatch)
-    except (OSError, ValueError, AttributeError, yaml.YAMLError, TypeError) as error:
-        raise UserError(f"{path}: not a grid ({error}); give recipe, output_dir and fields") from error
     for name in ("recipe", "output_dir", "rank_by"):
         if not isinstance(getattr(grid, name), str):
             raise UserError(f"{path}: {name} is {getattr(grid, name)!r}; give a text")
@@ -108,7 +106,7 @@ def read_metrics(run: dict[str, Any]) -> dict[str, float]:
 
 
 def format_sweep(grid: Grid) -> str:
-    """The table, with one row for the runs that differ only in SEEDS, ranked by `rank_by`."""
+    """The table, with one row for the runs that differ only in SEEDS, ranked by `rank_by` on the seeds of all rows."""
     states: dict[tuple, list[str]] = {}
     metric: dict[tuple, dict[tuple, float]] = {}  # `rank_by` of the runs that are done, by seed
     for folder, words in list_members(grid).items():
@@ -119,10 +117,15 @@ def format_sweep(grid: Grid) -> str:
         metrics = read_metrics(read_run(folder)) if state.has_model else {}
         if math.isfinite(to_float(metrics.get(grid.rank_by))):
             metric[setting][tuple(str(words.get(name)) for name in SEEDS)] = metrics[grid.rank_by]
-    ranked = rank_settings(metric)
-    if not LOWER_IS_BETTER.search(grid.rank_by):
-        ranked.reverse()
-    ranked.sort(key=lambda setting: not metric[setting])
+    sign = 1 if LOWER_IS_BETTER.search(grid.rank_by) else -1
+    seeds = [set(values) for values in metric.values() if values]
+    shared = set.intersection(*seeds) if seeds else set()
+
+    def rank(setting: tuple) -> float:
+        values = metric[setting]
+        return sign * mean([values[seed] for seed in shared & set(values)] or values.values() or [sign * math.inf])
+
+    ranked = sorted(metric, key=rank)
     best = metric[ranked[0]]
     rows = []
     for setting in ranked:
@@ -132,23 +135,6 @@ def format_sweep(grid: Grid) -> str:
         rows.append([*setting, format_mean([*values.values()]), format_mean(differences), ", ".join(counts)])
     names = [name for name in grid.fields if name not in SEEDS]
     return format_table(rows, [*names, grid.rank_by, "vs best", "runs"], indent=0)
-
-
-def rank_settings(metric: dict[tuple, dict[tuple, float]]) -> list[tuple]:
-    """The settings by rising mean, over the seeds, of the difference from the settings with the most seeds: the mean
-    of fewer seeds may be lower only because these seeds are."""
-    most = max(map(len, metric.values()))
-    level: dict[tuple, list[float]] = {}
-    for values in metric.values():
-        for seed, value in values.items():
-            if len(values) == most:
-                level.setdefault(seed, []).append(value)
-
-    def rise(setting: tuple) -> float:
-        differences = [value - mean(level.get(seed, [value])) for seed, value in metric[setting].items()]
-        return mean(differences or [0])
-
-    return sorted(metric, key=rise)
 
 
 def format_mean(values: list[float]) -> str:

@@ -96,14 +96,11 @@ def analyze_dataset(
 
 def _describe_overlong(best: dict[str, Any], share: float) -> str:
     """What truncating or dropping the longer pairs costs; `share`: their share of the response tokens."""
-    counts = best["overlong_by_source"].items()
-    by_source = ""
-    if len(counts) > 1:
-        by_source = f" ({', '.join(f'{source}: {count:,}' for source, count in counts)})"
+    by_source = ", ".join(f"{source}: {count:,}" for source, count in best["overlong_by_source"].items())
     return (
         f"With overlong: truncate, {best['cut']['chosen']:,} chosen and {best['cut']['rejected']:,} rejected answers "
         f"lose their end. With overlong: drop, {best['overlong']:,} pairs are left out, with {share:.1%} of the "
-        f"response tokens{by_source}."
+        f"response tokens ({by_source})."
     )
 
 

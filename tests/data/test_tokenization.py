@@ -316,14 +316,8 @@ ADD_TEXT = json.dumps([{"type": "function", "function": ADD | {"arguments": '{"x
         (trl_template("qwen3"), {"function_calls": ADD_TEXT}, '<tool_call>\n{"name": "add", "arguments": {"x": 2}}'),
         (trl_template("qwen3"), {"reasoning_content": "Hm."}, "<think>\nHm.\n</think>\n\nyes"),
         (trl_template("gptoss"), {"thinking": "Hm."}, "<|channel|>analysis<|message|>Hm.<|end|>"),
-        (
-            trl_template("deepseekv3"),
-            {"tool_calls": [{"type": "function", "function": ADD}]},
-            'add\n```json\n{"x": 2}\n```',
-        ),
         (SMOLLM3, {}, "<think>\n\n</think>\nyes<|im_end|>\n"),
         (trl_template("qwen3"), {"function_calls": "add(x=2)"}, None),  # the template would leave it out
-        (OLMO3_CALLS, {"tool_calls": [{"function": ADD | {"arguments": "x=2"}}]}, None),
     ],
 )
 def test_calls_and_thoughts_reach_the_templates_of_models(write_rows, template, message, expected):
