@@ -27,11 +27,12 @@ from sfm_dpo.common.distributed import is_main_process, main_process_first
 from sfm_dpo.common.errors import PreflightDone, StopRequested
 from sfm_dpo.common.files import write_json
 from sfm_dpo.config import Config, parse_config
+from sfm_dpo.config_checks import check_length_of_run
 from sfm_dpo.data.pairs import TokenPairs
 from sfm_dpo.data.tokenization import hash_tokens, load_token_pairs, load_tokenizer
 from sfm_dpo.health.guard import add_guard
 from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
-from sfm_dpo.health.preflight import check_reference, check_vocabulary, preflight_phase
+from sfm_dpo.health.preflight import check_positions, check_reference, check_vocabulary, preflight_phase
 from sfm_dpo.hub.callback import PushCheckpoints
 from sfm_dpo.hub.publish import check_push, push_finished
 from sfm_dpo.jobs.eval_command import Evaluations
@@ -49,7 +50,8 @@ from sfm_dpo.run.checkpoint import (
     read_model_ids,
     step_of,
 )
-from sfm_dpo.run.folder import DATA, State, describe, read_mapping, write_status
+from sfm_dpo.run.files import read_file
+from sfm_dpo.run.folder import DATA, State, describe, write_status
 from sfm_dpo.run.reader import eval_prefix
 from sfm_dpo.train.callbacks import Position, ProgressLine, StopCallback
 from sfm_dpo.train.frozen_model import frozen_model
@@ -96,7 +98,8 @@ def main(
 def load(config: Config, checkpoint: Path | None) -> tuple[TokenPairs, PreTrainedTokenizerBase, Settings]:
     """The tokenised pairs, the tokenizer and the settings of a run that resumes from `checkpoint`, if there is one."""
     args = config.train
-    log.info(config.tracking)
+    for note in config.notes:
+        log.info(note)
     model_config = load_model_config(config)
     if not config.model.use_peft:  # an adapter's tensors are small
         check_buckets(args.deepspeed_plugin, meta_model(model_config))
@@ -112,13 +115,15 @@ def load(config: Config, checkpoint: Path | None) -> tuple[TokenPairs, PreTraine
         main_process_first(lambda: check_push(args, bool(checkpoint)) if is_main_process() else None)
     pairs = main_process_first(lambda: load_token_pairs(config, tokenizer))
     check_vocabulary(pairs.train, tokenizer, model_config.get_text_config().vocab_size)
+    check_positions(pairs.train, model_config.get_text_config(), args)
     log.info(f"data\n{pairs.table()}")
     if checkpoint:  # before the model is loaded
         check_resume(checkpoint, {"train_tokens": hash_tokens(pairs.train)}, args.ignore_resume_mismatch)
-    before = read_mapping(Path(args.output_dir) / DATA).get("settings", {}) if checkpoint else {}
+    before = read_file(Path(args.output_dir) / DATA).get("settings", {}) if checkpoint else {}
     eval_on_start = bool(pairs.held_out()) and checkpoint is None  # held-out metrics before as well as after
     settings = decide_settings(config, pairs.train, model_config, before, eval_on_start)
     sampler = build_sampler(pairs.train, args, settings.micro_batch)
+    check_length_of_run(args, len(sampler))
     if left_out := len(pairs.train) - len(sampler):
         which = "the last ones" if args.train_sampling_strategy == "sequential" else "drawn anew each epoch"
         log.info(f"{left_out} pairs do not fill a last batch of {args.global_batch_size} and are left out, {which}")
@@ -174,7 +179,7 @@ def check(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
     log.info(f"the largest micro-batch has {largest:,} tokens{where}")
     if is_main_process():
         data = Path(args.output_dir) / DATA
-        write_json(data, read_mapping(data) | trainer.describe_data())
+        write_json(data, read_file(data) | trainer.describe_data())
     if checkpoint:
         check_resume(checkpoint, trainer.resume_facts(), args.ignore_resume_mismatch)
         if args.load_best_model_at_end and (best := read_best(checkpoint)):

@@ -17,7 +17,7 @@ import _setup  # noqa: F401  (first: finds the package, reads .env)
 import yaml
 
 from sfm_dpo.common.cli import command
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.config import parse_config
 from sfm_dpo.run.checkpoint import check_resume, newest_checkpoint, why_incomplete
 from sfm_dpo.run.folder import State, check_folder, read_state, read_status
@@ -29,13 +29,11 @@ def main(argv: list[str]) -> None:
     name = os.environ.get("LAUNCH", "zero2")
     file = "accelerate_config.yaml" if name == "zero2" else f"configs/accelerate/{name}.yaml"
     file, *numbers = given or [file]
-    try:
+    remedy = "give accelerate_config.yaml or a file of configs/accelerate"
+    with user_input(f"{file}: not a launch configuration of accelerate", remedy):
         launch = yaml.safe_load(Path(file).read_text())
         launcher = launch["distributed_type"]
         [processes] = numbers or [str(launch["num_processes"])]
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, KeyError, ValueError) as error:
-        reason = f"not a launch configuration of accelerate ({type(error).__name__}: {error})"
-        raise UserError(f"{file}: {reason}; give accelerate_config.yaml or a file of configs/accelerate") from error
     if not processes.isdecimal() or int(processes) < 1:
         words = " ".join(given)
         raise UserError(f"{words}: give a launch configuration, the number of processes, then train_dpo.py's options")

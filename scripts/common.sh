@@ -25,8 +25,9 @@ run_dpo() {
     [[ ${MAX_REQUEUES:-20} =~ ^[0-9]+$ ]] || fail "MAX_REQUEUES=$MAX_REQUEUES: give the number of restarts"
     export SLURM_JOB_START_TIME=${SLURM_JOB_START_TIME:-$(date +%s)} # Slurm sets it since 23.02; dates the STOP file
     export SLURM_EXPORT_ENV=ALL # after sbatch --export=LAUNCH=zero3, srun would pass nothing else to the nodes
-    export SFM_JOB_LOG # for status.json
+    export SFM_JOB_LOG SFM_GRACE_SECONDS # for status.json, and for a warning if a save takes longer
     SFM_JOB_LOG=$(readlink "/proc/$$/fd/1")
+    SFM_GRACE_SECONDS=$(sed -n 's/^#SBATCH --signal=B:USR1@//p' "${BASH_SOURCE[-1]}")
     use_environment
     choose_launch
     first_host
@@ -44,7 +45,7 @@ run_dpo() {
     output_dir=${checked##*$'\n'} # libraries may also print
     [[ -n $output_dir ]] || exit 0 # already done; check_config.py said so
     local status_before
-    status_before=$(cat "$output_dir/status.json" 2>/dev/null) || true
+    status_before=$(cat "$output_dir/status.json" 2>/dev/null) || status_before={}
 
     say "job $SLURM_JOB_ID (restart ${SLURM_RESTART_COUNT:-0}) on $SLURM_JOB_NODELIST, rendezvous $host:$port"
     say "$SLURM_JOB_NUM_NODES node(s) x $per_node process(es), $config_file, environment $(command -v python)"

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer
 
 from sfm_dpo.common.cli import Arguments, command, number
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import user_input
 from sfm_dpo.health.generation import continue_prompts
 from sfm_dpo.model.loading import load_model
 from sfm_dpo.run.saved_model import find_model, find_run
@@ -50,11 +49,9 @@ def main(argv: list[str]) -> None:
 
 def load(name: str) -> tuple:
     dtype = "auto" if torch.cuda.is_available() else "float32"  # bf16 is slow on CPU
-    try:
+    with user_input(f"{name}: neither a folder with a model nor a model on the Hub"):
         tokenizer = AutoTokenizer.from_pretrained(name)
-        return load_model(name, {"dtype": dtype}).eval(), tokenizer
-    except (OSError, ValueError, StrictDataclassError) as error:
-        raise UserError(f"{name}: neither a folder with a model nor a model on the Hub: {error}") from error
+    return load_model(name, {"dtype": dtype}).eval(), tokenizer
 
 
 if __name__ == "__main__":

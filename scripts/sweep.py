@@ -18,7 +18,7 @@ from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import write_atomically, write_json
 from sfm_dpo.jobs.sweep import GRID, MEMBERS, format_sweep, plan_sweep, read_grid
-from sfm_dpo.run.folder import read_mapping
+from sfm_dpo.run.files import read_file
 from sfm_dpo.run.reader import SUBMITTED
 
 
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
     names = [shlex.split(line)[-1] for line in lines]
     tasks_of_runs = {Path(names[number]).name: f"{job}_{number}" for number in numbers}
     submitted = members.with_name(SUBMITTED)
-    write_json(submitted, read_mapping(submitted) | tasks_of_runs)
+    write_json(submitted, read_file(submitted) | tasks_of_runs)
     return 0
 
 

@@ -25,7 +25,7 @@ from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, TrlParser, get_pef
 from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common import distributed
-from sfm_dpo.common.errors import UserError, nearest
+from sfm_dpo.common.errors import UserError, nearest, user_input
 from sfm_dpo.config_checks import LOSS_TYPES, check_fields, check_known
 
 
@@ -109,6 +109,7 @@ REMOVED = {
     **dict.fromkeys(_FILTERS, "write a filter_script (docs/data.md)"),
 }
 
+CHECKPOINTING = [f"{name}_checkpointing{kind}" for name in ("gradient", "activation") for kind in ("", "_kwargs")]
 _construct = yaml.SafeLoader("").construct_document  # a node's value, typed by YAML's rules
 _OPTIONAL = {f.name for cls in DATACLASSES for f in dataclasses.fields(cls) if "None" in str(f.type)}
 
@@ -120,7 +121,7 @@ class Config:
     train: TrainConfig
     model: ModelConfig
     data: DatasetMixtureConfig
-    tracking: str  # which trackers work, for the log
+    notes: list[str]  # for the log: which trackers work, and where the objective comes from
     micro_batch: int  # the recipe's per_device_train_batch_size, also where `training` is False
     fitted: list[str]  # fields that fit_memory chooses
     model_field: str = "model_name_or_path"  # the field that errors about the model name
@@ -179,6 +180,7 @@ class FieldParser(TrlParser):
     def __init__(self) -> None:
         super().__init__(DATACLASSES, allow_abbrev=False, prog="train_dpo.py")
         self.set_defaults(per_device_train_batch_size=None, gradient_checkpointing=None)  # see resolve_fitted
+        self.set_defaults(use_peft=None)  # a field of LoRA without it is refused
         self._negative_number_matcher = re.compile(r"-\.?\d")  # otherwise argparse takes -1e-6 for an option
         self.fields = {action.dest: action for action in reversed(self._actions) if action.dest != "help"}
         for name in ("datasets", *_OPTIONAL):
@@ -224,7 +226,11 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     `world_size` defaults to the launcher's; `training` is False for a command that only reads a recipe on a CPU node.
     """
     parser = FieldParser()
+    default_loss = parser.fields["loss_type"].default
     namespace = parse_fields(parser, argv)
+    origin = "as configured"
+    if namespace.loss_type is default_loss:
+        origin = "the default here; set loss_type: sigmoid and beta: 0.1 for TRL's"
     world_size = world_size or distributed.world_size()
     fitted = resolve_fitted(namespace)
     micro_batch = namespace.per_device_train_batch_size
@@ -242,15 +248,36 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     if namespace.dataset_num_proc:  # more processes than cores only take memory
         namespace.dataset_num_proc = min(namespace.dataset_num_proc, len(os.sched_getaffinity(0)))
     namespace.report_to, tracking = resolve_report_to(namespace.report_to)
-    try:
+    namespace.use_peft = bool(namespace.use_peft)
+    with user_input("configuration"):
         get_peft_config(namespace)  # checks the LoRA fields
         train, model, data = parser.parse_dict(vars(namespace), allow_extra_keys=True)
-    except (ValueError, TypeError, AttributeError, ImportError, OSError) as error:
-        raise UserError(str(error)) from error
     target = model.lora_target_modules
     if isinstance(target, str) and target.isidentifier():  # TRL's form of a single name, a pattern to PEFT
         model.lora_target_modules = [target]
-    return Config(train, model, data, tracking, micro_batch, fitted)
+    if training:
+        check_optimizer(train)
+    objective = f"objective: {' + '.join(train.loss_type)} with beta {train.beta:g}, {origin}"
+    return Config(train, model, data, [tracking, objective], micro_batch, fitted)
+
+
+def check_optimizer(args: TrainConfig) -> None:
+    """Builds the optimizer and the schedule for a single weight. Raises UserError if the libraries refuse that."""
+    from transformers import Trainer, get_scheduler  # the first takes seconds
+
+    layer = torch.nn.Linear(1, 1)
+    remedy = "choose another, or install what it needs"
+    with user_input(f"optim {args.optim.value}, optim_args {args.optim_args}", remedy):
+        optimizer = torch.optim.SGD(layer.parameters(), lr=args.learning_rate)
+        if not args.optim_target_modules:  # they choose among the model's layers
+            optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(args, layer)
+            optimizer_class(layer.parameters(), **options)
+    steps = max(args.max_steps, 1000)
+    schedule = (optimizer, args.get_warmup_steps(steps), steps, args.lr_scheduler_kwargs)
+    with user_input(
+        f"lr_scheduler_type {args.lr_scheduler_type.value}, lr_scheduler_kwargs {args.lr_scheduler_kwargs}"
+    ):
+        get_scheduler(args.lr_scheduler_type, *schedule)
 
 
 def parse_fields(parser: FieldParser, argv: list[str]) -> argparse.Namespace:
@@ -305,10 +332,8 @@ def read_nodes(path: str) -> dict[str, yaml.Node]:
     """The top level of a recipe, as nodes that keep scalars as written: YAML reads `no` as false and 1e-6 as text."""
     if not Path(path).is_file():
         raise UserError(f"--config {path}: no such file")
-    try:
+    with user_input(f"{path} is not valid YAML"):
         root = yaml.compose(Path(path).read_text(), yaml.SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{path} is not valid YAML: a recipe is a mapping such as 'beta: 5'")
     nodes: dict[str, yaml.Node] = {}
@@ -324,10 +349,8 @@ def read_value(node: yaml.Node, action: argparse.Action, where: str) -> Any:
     if action.nargs == "+":
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
         to_type: Any = action.type
-        try:
+        with user_input(where):
             return [to_type(item.value) for item in items]
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{where}: {error}") from error
     if isinstance(node, yaml.SequenceNode):
         raise UserError(f"{where} is a list; it takes one value")
     text = node.value if isinstance(node, yaml.ScalarNode) else json.dumps(_construct(node), default=str)
@@ -348,10 +371,8 @@ def set_environment(variables: Any, recipe: str) -> None:
 
 def check_mixture(datasets: Any, recipe: str) -> list[dict]:
     """A recipe's `datasets`: mappings that hold the fields of TRL's DatasetConfig, each with a path."""
-    try:
+    with user_input(f"{recipe}: datasets must be a list of mappings, each with a path"):
         fractions = [DatasetConfig(**entry).fraction for entry in datasets]
-    except TypeError as error:
-        raise UserError(f"{recipe}: datasets must be a list of mappings, each with a path: {error}") from error
     if any(fractions) and not all(fractions):
         raise UserError(f"{recipe}: datasets: fraction {fractions} must be above 0 in all entries or in none")
     return datasets
@@ -378,8 +399,7 @@ def resolve_fitted(namespace: Any) -> list[str]:
         fitted += ["per_device_train_batch_size", "gradient_accumulation_steps"]
         namespace.per_device_train_batch_size = 1 if namespace.fit_memory else TrainConfig.per_device_train_batch_size
     if namespace.gradient_checkpointing is None and namespace.activation_checkpointing is None:
-        fitted += ["gradient_checkpointing", "gradient_checkpointing_kwargs"]
-        fitted += ["activation_checkpointing", "activation_checkpointing_kwargs"]
+        fitted += [name for name in CHECKPOINTING if getattr(namespace, name) is None]
         namespace.gradient_checkpointing = True
     return fitted if namespace.fit_memory else []
 

@@ -1,6 +1,7 @@
 """Checks of a configuration before any model or data is loaded: ranges, combinations, installed packages."""
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -13,8 +14,9 @@ from typing import Any
 
 import torch
 from transformers.utils import is_flash_attn_2_available
+from trl import DatasetMixtureConfig, DPOConfig, ModelConfig
 
-from sfm_dpo.common.errors import UserError, nearest
+from sfm_dpo.common.errors import UserError, nearest, user_input
 
 LOSS_TYPES = (
     "sigmoid sigmoid_norm hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down "
@@ -31,14 +33,14 @@ EVAL_METRICS = """loss rewards/chosen rewards/rejected rewards/margins rewards/a
     logps/rejected logps/accuracies logits/chosen logits/rejected entropy mean_token_accuracy""".split()
 
 _COUNTS = """max_prompt_length max_samples preflight_samples global_batch_size per_device_train_batch_size
-    per_device_eval_batch_size dataset_num_proc lora_r precompute_ref_batch_size ddp_timeout"""
+    per_device_eval_batch_size dataset_num_proc lora_r lora_alpha precompute_ref_batch_size ddp_timeout"""
 _MOST = sys.float_info.max  # refuses infinity
 _RANGES = [  # (lowest, highest, in words, fields); a field without a value is not checked
     (1, _MOST, "at least 1", _COUNTS),
     # save_total_limit: with 1, a run killed while saving may have no complete checkpoint
     (2, _MOST, "at least 2", "max_length save_total_limit"),
     (1e-30, _MOST, "above 0", "beta learning_rate memory_gib num_train_epochs save_steps logging_steps eval_steps"),
-    (0, _MOST, "at least 0", "weight_decay adam_epsilon max_grad_norm guard_generations hang_timeout"),
+    (0, _MOST, "at least 0", "weight_decay adam_epsilon max_grad_norm guard_generations hang_timeout warmup_steps"),
     (0, 1, "in 0..1", "max_dropped_fraction adam_beta1 adam_beta2 lora_dropout label_smoothing"),
     (0, 0.99, "at least 0 and below 1", "eval_fraction"),
     (0, 2**32 - 1, "at least 0 and below 2**32", "seed data_seed"),
@@ -82,6 +84,11 @@ def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> It
         why = f"loss_type {summed[0]} sums log-probs over tokens, for which beta is usually 0.1"
         yield "beta", f"{why}; use loss_type sigmoid_norm, or beta 0.1, or allow_unnormalized_beta: true"
     yield from find_loss_conflicts(c, training)
+    if c.max_steps != -1 and c.max_steps < 1:
+        yield "max_steps", "nothing would be trained; give at least 1, or remove it to train num_train_epochs"
+    for field in dataclasses.fields(ModelConfig) if c.use_peft is None else ():
+        if field.name.startswith(("lora_", "use_rslora", "use_dora")) and vars(c)[field.name] != field.default:
+            yield field.name, "has no effect without LoRA; set use_peft: true, or remove it"
     if c.use_peft and {"lm_head", "embed_out"} & {*(c.lora_target_modules or ())}:
         yield "lora_target_modules", "the fused LM head would ignore its adapter; remove it"
     if c.prefix_sharing and not c.padding_free:
@@ -133,6 +140,11 @@ def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> It
 def find_loss_conflicts(c: argparse.Namespace, training: bool) -> Iterator[tuple[str, str]]:
     """Fields that one of the losses does not support or that would make it depend on the micro-batch."""
     losses = set(c.loss_type)
+    if not losses:
+        yield "loss_type", "nothing would be trained; give a loss, for instance sigmoid_norm"
+    weights = c.loss_weights or [1]
+    if not min(weights) >= 0 < max(weights) < math.inf:
+        yield "loss_weights", "give weights of at least 0, one of them above 0"
     if "exo_pair" in losses and not c.label_smoothing:
         yield "label_smoothing", "exo_pair needs a value above 0, for instance 0.001"
     if "robust" in losses and c.label_smoothing >= 0.5:
@@ -160,7 +172,7 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
         check_known("loss_type", loss, LOSS_TYPES)
     if re.search(r"['\"](use_auth_)?token['\"]", str(namespace.model_init_kwargs)):  # the error omits its value
         raise UserError("model_init_kwargs: its token would be stored with the run; put HF_TOKEN into .env instead")
-    refused = [(name, remedy) for name, remedy in REFUSED.items() if values[name]]
+    refused = [(name, remedy) for name, remedy in REFUSED.items() if values[name] != default_of(name)]
     for name, remedy in [*refused, *find_conflicts(namespace, world_size, training)]:
         raise UserError(f"{name} {values[name]}: {remedy}")
     prefixes = [f"eval_{name}_" for name in read_eval_sets(namespace.eval_datasets)]
@@ -170,6 +182,20 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
         metric = (namespace.metric_for_best_model or "loss").removeprefix("eval_")
         known = [prefix + name for prefix in prefixes for name in EVAL_METRICS]  # those that are computed
         check_known("metric_for_best_model", f"eval_{metric}", known)
+
+
+def check_length_of_run(args: Any, pairs: int) -> None:
+    """Raises UserError if an epoch of `pairs` pairs ends the run before its warm-up."""
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(pairs / args.global_batch_size * args.num_train_epochs)
+    if args.get_warmup_steps(steps) > steps:
+        raise UserError(
+            f"warmup_steps {args.warmup_steps:g}: the run has only {steps} steps; give a share, such as 0.1"
+        )
+
+
+def default_of(name: str) -> Any:
+    """The default of a field of TRL."""
+    return getattr(DPOConfig, name) if hasattr(DPOConfig, name) else getattr(DatasetMixtureConfig, name)
 
 
 def find_template_errors(template: str, training: bool) -> Iterator[tuple[str, str]]:
@@ -199,15 +225,12 @@ def check_known(field: str, name: Any, known: Iterable[str]) -> None:
 def read_eval_sets(text: str | None) -> dict[str, dict[str, str]]:
     """`eval_datasets` as a mapping from each set's name to its `path` and, if given, its `name` and `split`."""
     sets = {}
-    try:
+    example = "{math: math.jsonl, code: {path: org/set, split: test}}"
+    remedy = f"no set is called {HELD_OUT} or train"
+    with user_input(f"eval_datasets {text}: must be a mapping of names to sets, such as {example}", remedy):
         for name, entry in json.loads(text or "{}").items():
             sets[name] = {"path": entry} if isinstance(entry, str) else dict(entry)
             good_name = re.fullmatch(r"[\w-]+", name) and name not in (HELD_OUT, "train")
             if not good_name or "path" not in sets[name] or sets[name].keys() - {"path", "name", "split"}:
                 raise ValueError(f"{name}: {entry}")
-    except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"eval_datasets {text}: must be a mapping of names to sets, such as {{math: math.jsonl, code: {{path: "
-            f"org/set, split: test}}}}; no set is called {HELD_OUT} or train ({error})"
-        ) from error
     return sets

@@ -116,7 +116,8 @@ max_length=0 max_length=1 max_samples=0 global_batch_size=0 per_device_train_bat
 per_device_eval_batch_size=0 save_steps=0.0 eval_steps=-3.0 seed=-1 seed=4294967296 eval_fraction=1.0
 eval_fraction=-0.5 max_dropped_fraction=2.0 adam_beta2=2.0 lora_dropout=2.0 max_grad_norm=-1.0 beta=0.0 beta=nan
 beta=inf learning_rate=-1.0 num_train_epochs=0.0 save_total_limit=1 auto_find_batch_size=True streaming=True
-test_split_size=0.1 eval_strategy=steps deepspeed=ds_config.json
+test_split_size=0.1 eval_strategy=steps deepspeed=ds_config.json max_steps=0 max_steps=-2 warmup_steps=nan
+warmup_steps=-1.0 lora_r=32 use_dora=True
 """
 
 
@@ -156,6 +157,13 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         (SORTED | {"eval_fraction": 0.1}, ["loss_type ['aot']: sorts the pairs of an evaluation batch"]),
         ({"loss_type": ["sigmoid_norm", "sft"], "use_weighting": True}, ["use_weighting True: loss_type sft"]),
         ({"use_peft": True, "lora_target_modules": ["lm_head"]}, ["lora_target_modules ['lm_head']: the fused LM"]),
+        ({"use_peft": True, "lora_alpha": 0}, ["lora_alpha 0: must be at least 1"]),
+        ({"loss_type": []}, ["loss_type []: nothing would be trained"]),
+        ({"loss_weights": [0]}, ["loss_weights [0.0]: give weights of at least 0, one of them above 0"]),
+        ({"loss_weights": ["nan"]}, ["loss_weights [nan]: give weights"]),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, ["lr_scheduler_type cosine_with_min_lr, lr_scheduler_kwargs"]),
+        ({"lr_scheduler_kwargs": {"a": 1}}, ["lr_scheduler_kwargs {'a': 1}: TypeError", "'a'"]),
+        ({"optim": "adamw_bnb_8bit"}, ["optim adamw_", "optim_args None: ", "bitsandbytes", "choose another"]),
         ({"report_to": "wanbd"}, ["report_to wanbd", "wandb"]),
         ({"gradient_accumulation_steps": 3}, ["gradient_accumulation_steps 3", "makes it 16"]),
         ({"global_batch_size": 10, "per_device_train_batch_size": 4}, ["10", "4 x 1 process(es); choose 8 or 12"]),
@@ -218,6 +226,12 @@ def test_an_f_divergence_has_the_losses_that_trl_accepts(parse, loss):
         assert parse(fields).train.loss_type == [loss]
     else:
         assert f"f_divergence_type forward_kl: loss_type {loss} supports" in refused(parse, fields)
+
+
+def test_the_objective_names_where_it_comes_from(parse):
+    assert parse().notes[1].startswith("objective: sigmoid_norm with beta 5, the default here; set loss_type: sigmoid")
+    for config in (parse({"loss_type": "sigmoid_norm"}), parse(None, "--loss_type", "sigmoid_norm")):
+        assert config.notes[1] == "objective: sigmoid_norm with beta 5, as configured"
 
 
 def test_one_process_and_several_gpus(parse, monkeypatch):
@@ -300,7 +314,12 @@ def test_wrong_mixture(parse, datasets, part):
             "save_total_limit": None,
         },
         {"use_peft": True, "lora_target_modules": "q_proj", "model_init_kwargs": {"a": {"b": [1, None]}}},
-        {"lora_target_modules": "all-linear", "accelerator_config": {"split_batches": False}, "warmup_steps": 100},
+        {
+            "use_peft": False,
+            "lora_target_modules": "all-linear",
+            "accelerator_config": {"split_batches": False},
+            "warmup_steps": 100,
+        },
         {"dataset_name": "absent", "datasets": [{"path": "a", "fraction": 1}, {"path": "b", "fraction": 2}]},
         {"gradient_checkpointing": False, "max_steps": 3, "save_steps": 0.25, "run_name": "ü: 'x' #y", "seed": 0},
     ],
@@ -330,7 +349,7 @@ def test_a_tracker_that_is_not_installed_is_one_line():
 
 @pytest.mark.parametrize("field", REFUSED)
 def test_fields_that_would_not_work_are_refused(parse, field):
-    value = {"neftune_noise_alpha": 5.0, "label_smoothing_factor": 0.1, "ld_alpha": 0.5, "test_split_size": 0.1}
+    value = {"neftune_noise_alpha": 5.0, "label_smoothing_factor": 0.1, "ld_alpha": 0.0, "test_split_size": 0.1}
     assert refused(parse, {field: value.get(field, True)}).startswith(f"{field} {value.get(field, True)}: ")
 
 

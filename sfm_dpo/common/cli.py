@@ -22,14 +22,16 @@ _PREFIX = {logging.WARNING: "warning: ", logging.ERROR: "error: "}
 
 
 class LineHandler(logging.Handler):
-    """Prints rank 0's lines with the time on stdout and any rank's errors on stderr, with secrets masked.
-    sfm_dpo.setup() installs it."""
+    """Prints rank 0's lines with the time on stdout, and its warnings and any rank's errors on stderr, with secrets
+    masked. sfm_dpo.setup() installs it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         message = mask(_PREFIX.get(record.levelno, "") + record.getMessage())
-        if record.levelno >= logging.ERROR:
+        if not is_main_process() and record.levelno < logging.ERROR:
+            return
+        if record.levelno >= logging.WARNING:
             print(message, file=sys.stderr, flush=True)
-        elif is_main_process():
+        else:
             print(f"{time.strftime('%H:%M:%S')} {message}", flush=True)
 
 

@@ -5,7 +5,8 @@ Further exit codes: 5, not pushed (hub/publish.py); 69, the node check failed (h
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 
@@ -59,6 +60,22 @@ class Interrupted(StopRequested):  # by Ctrl-C, or by SIGTERM without a launcher
 
 class PreflightDone(StopRequested):  # only the preflight was requested
     exit_code = 0
+
+
+@contextmanager
+def user_input(what: str, remedy: str = "") -> Iterator[None]:
+    """For calls into libraries with a user's input: any exception becomes a UserError in one line, made of `what` was
+    read, the first paragraph of the library's message, and the `remedy`. Each library raises other classes."""
+    try:
+        yield
+    except RunEnd:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split("\n\n")[0].split())
+        if "couldn't connect" in reason:
+            reason += " (or run scripts/prefetch.py on a machine with network access)"
+        reason = f"{type(error).__name__}: {reason[:400]}".rstrip(": .")
+        raise UserError("; ".join(filter(None, [f"{what}: {reason}", remedy]))) from error
 
 
 def nearest(name: Any, known: Iterable[str], prefix: str = "") -> str:

@@ -10,27 +10,20 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import user_input
 from sfm_dpo.data.pairs import drop_rows
 
 
 @functools.cache
 def load_keep(script: str) -> Callable[[dict], Any]:
-    try:
+    with user_input(f"filter_script {script}", "write a file with def keep(row): return True"):
         return runpy.run_path(script)["keep"]
-    except Exception as error:
-        raise UserError(
-            f"filter_script {script}: {type(error).__name__}: {error}; write a file with def keep(row): return True"
-        ) from error
 
 
 def keeps(script: str, row: dict[str, Any]) -> bool:
-    try:
-        return bool(load_keep(script)(row))
-    except Exception as error:
-        shown = json.dumps(row, default=str)[:300]
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"filter_script {script}: {reason}; correct keep(row) for the row {shown}") from error
+    keep = load_keep(script)
+    with user_input(f"filter_script {script}", f"correct keep(row) for the row {json.dumps(row, default=str)[:300]}"):
+        return bool(keep(row))
 
 
 def filter_pairs(
@@ -52,7 +45,8 @@ def filter_pairs(
 
 def read_contaminated(path: str, keys: Iterable[str]) -> set[str]:
     """Those of `keys` that are in the JSON of analyze_dataset.py --against."""
-    try:
+    remedy = "give the JSON that analyze_dataset.py --against ... --json FILE writes for this data"
+    with user_input(f"drop_contaminated {path}", remedy):
         content = json.loads(Path(path).read_text())
         if content["sampled"]:
             raise ValueError("it covers only a sample of the pairs")
@@ -60,6 +54,3 @@ def read_contaminated(path: str, keys: Iterable[str]) -> set[str]:
         if missing := len(listed.difference(keys)):
             raise ValueError(f"{missing:,} of its {len(listed):,} pairs are not in the data")
         return listed
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        remedy = "give the JSON that analyze_dataset.py --against ... --json FILE writes for this data"
-        raise UserError(f"drop_contaminated {path}: {error}; {remedy}") from error

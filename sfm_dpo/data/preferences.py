@@ -150,14 +150,18 @@ def _normalize_row(
     if script and not keeps(script, row):
         dropped = "script"
     # Written as JSON here, because datasets 5.2 would parse text that happens to be valid JSON
-    columns: dict[str, Any] = {name: json.dumps(side) for name, side in zip(PARTS, sides, strict=True)}
+    columns: dict[str, Any] = {name: _as_json(side) for name, side in zip(PARTS, sides, strict=True)}
     columns |= {"prompt_key": _hash(sides[0], template), "pair_key": _hash(*sides, template)}
     columns |= {"source": f"{source}: {row.get(by)}" if by else source, "row": index + 1}
     return columns | {"template": template, "dropped": dropped}
 
 
 def _hash(*values: Any) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(values).encode())
+    return xxhash.xxh3_64_hexdigest(_as_json(values).encode())
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, default=str)  # a Parquet file may hold dates, decimals and bytes
 
 
 def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | str:

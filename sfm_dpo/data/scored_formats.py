@@ -12,7 +12,7 @@ from typing import Any
 
 from datasets import Dataset
 
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.data import json_rows
 from sfm_dpo.data.sources import column_names
 
@@ -44,10 +44,9 @@ def pair_rows(rows: Dataset, source: str, by: str, margin: float = 0.0) -> Itera
     else:
         prompts = ([row] for row in read)
     for group in prompts:
-        try:
-            yield _pair_answers(group, by, margin)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{source}: a row is malformed ({type(error).__name__}: {error}); fix it") from error
+        with user_input(f"{source}: a row is malformed", "fix it"):
+            pair = _pair_answers(group, by, margin)
+        yield pair
 
 
 def _pair_answers(rows: list[dict[str, Any]], by: str, margin: float) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ import datasets
 from datasets import Dataset, load_dataset
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
-from sfm_dpo.common.errors import RunEnd, UserError
+from sfm_dpo.common.errors import RunEnd, UserError, user_input
 from sfm_dpo.data import json_rows
 
 LOCAL_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -57,13 +57,10 @@ def load_rows(
         return _load_local(local, split)
     if local.suffix in LOCAL_FORMATS or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise UserError(f"dataset_name {path}: no such file or folder; check the path")
-    try:
+    offline = "if this machine has no network, run scripts/prefetch.py on one that has"
+    remedy = f"{offline}; a gated or private dataset needs HF_TOKEN"
+    with user_input(f"dataset_name {path}: not a local file, and not loaded from the Hub", remedy):
         return _load_any(path, name, split=split, data_dir=data_dir, data_files=data_files)
-    except (OSError, ValueError) as error:  # not found, no network, unknown split or configuration
-        raise UserError(
-            f"dataset_name {path}: not a local file, and not loaded from the Hub: {error}; if this machine has no "
-            "network, run scripts/prefetch.py on one that has; a gated or private dataset needs HF_TOKEN"
-        ) from error
 
 
 def column_names(rows: Dataset) -> list[str]:
@@ -80,7 +77,10 @@ def _load_any(*args: Any, **options: Any) -> Any:
     # Upstream: datasets 5.2, utils/json.py, json_encode_field: writes all values of a field as JSON except text that
     # is valid JSON, which is then read as a value. Canary: test_canary_datasets_json
     with mock.patch.dict(_PACKAGED_DATASETS_MODULES, json=(json_rows.__name__, json_rows.VERSION)):
-        return load_dataset(*args, **options)
+        try:
+            return load_dataset(*args, **options)
+        except datasets.exceptions.DatasetGenerationError as error:  # it does not say what is wrong
+            raise error.__cause__ or error from None
 
 
 def _load_local(path: Path, split: str | None) -> Any:
@@ -95,7 +95,7 @@ def _load_local(path: Path, split: str | None) -> Any:
     for file in files:
         if not os.access(file, os.R_OK):
             raise UserError(f"dataset_name {file}: cannot be read; check its permissions")
-    try:
+    with user_input(f"dataset_name {path}: cannot be read", "check that it is complete and has rows of this split"):
         place = str(path.resolve() if path.is_dir() else path.absolute())
         pattern = glob.escape(place)  # datasets would read a name with [ ] ? * as a pattern
         if not path.is_dir():
@@ -103,10 +103,3 @@ def _load_local(path: Path, split: str | None) -> Any:
         if pattern == place:  # file names may tell several splits, as in a copy of a Hub dataset
             return _load_any(place, split=split)
         return _load_any(formats.pop(), data_dir=pattern, split=split)
-    except UserError:
-        raise
-    except Exception as error:  # from pyarrow, the builder, or the card of a copied dataset
-        if "corresponds to no data" in str(error):
-            raise UserError(f"dataset_name {path}: holds no rows; check the file and dataset_train_split") from error
-        reason = error.__cause__ or error
-        raise UserError(f"dataset_name {path}: cannot be read: {reason}; check that it is complete") from error

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trl.data_utils import common_prefix_length
 from trl.scripts.utils import DatasetConfig
 
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import read_eval_sets
 from sfm_dpo.data.lengths import Lengths, count_trained
@@ -53,10 +53,8 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     loaded, has no EOS token, or lacks the configured `pad_token`."""
     name = config.model.model_name_or_path
     options = {"revision": config.revision, "trust_remote_code": config.train.trust_remote_code}
-    try:
+    with user_input(f"{config.model_field} {name}: cannot load a tokenizer", "check its files"):
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
-    except Exception as error:  # a damaged tokenizer.json raises a plain Exception
-        raise UserError(f"{config.model_field} {name}: cannot load a tokenizer: {error}; check its files") from error
     if tokenizer.eos_token is None:
         raise UserError(f"{config.model_field} {name}: its tokenizer has no EOS token; set eos_token in its config")
     pad_token = config.train.pad_token

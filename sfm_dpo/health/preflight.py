@@ -20,7 +20,7 @@ from sfm_dpo.common.distributed import broadcast, is_main_process
 from sfm_dpo.common.errors import PreflightRefused, UserError
 from sfm_dpo.common.files import format_table, write_json
 from sfm_dpo.common.statistics import LOGP_NOISE
-from sfm_dpo.config import Config
+from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.tokenization import load_tokenizer
@@ -76,6 +76,18 @@ def check_vocabulary(tokens: Dataset, tokenizer: PreTrainedTokenizerBase, vocab_
         raise UserError(
             f"model_name_or_path {tokenizer.name_or_path}: its tokenizer returns id {max(ids)}, but the model has "
             f"{vocab_size} embeddings; use the tokenizer the model was trained with, or resize the embedding"
+        )
+
+
+def check_positions(tokens: Dataset, model_config: PretrainedConfig, args: TrainConfig) -> None:
+    """Raises UserError if a sequence is longer than the model's positions; beyond them it computes noise, or fails."""
+    positions = getattr(model_config, "max_position_embeddings", None)
+    positions = (args.model_init_kwargs or {}).get("max_position_embeddings", positions)
+    longest = int(Lengths.of(tokens).truncate(args.max_length).sequences.max())
+    if positions and longest > positions:
+        raise UserError(
+            f"max_length {args.max_length}: a pair has {longest:,} tokens, but the model has {positions:,} positions "
+            f"(max_position_embeddings in its config.json); set max_length: {positions}"
         )
 
 

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import write_json
 from sfm_dpo.report.model_card import write_model_card
+from sfm_dpo.run.files import PARENTS
 from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, State, environment, write_status
-from sfm_dpo.run.reader import PARENTS
 from sfm_dpo.run.saved_model import SavedModel, check_health, find_model, open_tensors, read_finite
 
 

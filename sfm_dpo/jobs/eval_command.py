@@ -21,8 +21,9 @@ from sfm_dpo.common.slurm import squeue_states
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.run.checkpoint import EVALUATING, checkpoints, mark_in_use, rotate, step_of, why_incomplete
 from sfm_dpo.run.checkpoint_commands import CheckpointCommands
-from sfm_dpo.run.folder import read_mapping, read_status
-from sfm_dpo.run.reader import EVALUATION, EVALUATIONS, format_scores, read_evaluations, read_run, read_scores
+from sfm_dpo.run.files import EVALUATION, read_file
+from sfm_dpo.run.folder import read_status
+from sfm_dpo.run.reader import EVALUATIONS, format_scores, read_evaluations, read_run, read_scores
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class Evaluations(TrainerCallback):
 
     def _is_running(self, step: int) -> bool:
         """Whether a command evaluates the model here, started by this or an earlier process of the run."""
-        owner = read_mapping(self._open[step] / EVALUATING)
+        owner = read_file(self._open[step] / EVALUATING)
         return bool(is_alive(owner)) and owner["pid"] != os.getpid()
 
     def _is_job(self, step: int) -> bool:

@@ -1,6 +1,7 @@
 """Evaluation of a trained model and its base: benchmarks of lm-eval, held-out metrics on other preference sets."""
 
 import importlib
+import importlib.util
 import logging
 import math
 import tempfile
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from peft import PeftConfig
 
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import now, write_json
 from sfm_dpo.common.statistics import mean_interval
 from sfm_dpo.config import parse_config
@@ -19,8 +20,9 @@ from sfm_dpo.config_short_run import UNCOMPILED, short_run
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import format_evaluation, write_report
+from sfm_dpo.run.files import EVALUATION
 from sfm_dpo.run.folder import RESOLVED_CONFIG
-from sfm_dpo.run.reader import EVALUATION, EVALUATIONS, read_run, read_scores
+from sfm_dpo.run.reader import EVALUATIONS, read_run, read_scores
 from sfm_dpo.run.saved_model import SavedModel, find_model
 from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.trainer import SFMDPOTrainer
@@ -40,6 +42,8 @@ def evaluate_run(path: Path, tasks: list[str], pairs: str | None, out: Path | No
     if not tasks and (out or not (pairs or results)):
         raise UserError(f"{path}: nothing to evaluate; give --tasks or, without --out, --pairs")
     if tasks:
+        if options["backend"] == "vllm" and not importlib.util.find_spec("vllm"):
+            raise UserError("--backend vllm: not installed; pip install vllm, or leave the option out")
         options |= {"tasks": tasks, "task_manager": load_tasks(tasks)}
     found: dict[str, list[dict[str, Any]]] = {}
     if tasks:
@@ -73,11 +77,9 @@ def load_tasks(names: list[str]) -> Any:
     is_local = all(name.endswith(".yaml") for name in names)
     manager = tasks.TaskManager(include_defaults=not is_local)  # scanning the defaults takes ten seconds
     for name in names:
-        try:
+        remedy = "`lm_eval ls tasks` lists all tasks; without a network, the task's data must be in HF_HOME"
+        with user_input(f"--tasks {name}: cannot be loaded", remedy):
             manager.load([name])
-        except Exception as error:  # from datasets, the Hub's client, YAML, or the task's own code and packages
-            remedy = "`lm_eval ls tasks` lists all tasks; without a network, the task's data must be in HF_HOME"
-            raise UserError(f"--tasks {name}: cannot be loaded ({type(error).__name__}: {error}); {remedy}") from error
     return manager
 
 
@@ -87,20 +89,21 @@ def evaluate_benchmarks(model: SavedModel, options: dict[str, Any], with_base: b
     base = {"pretrained": model.base, "tokenizer": folder}
     if revision := model.base_revision:
         base["revision"] = revision
-    trained = base | {"peft": folder} if model.is_adapter else {"pretrained": folder, "tokenizer": folder}
+    adapter = "lora_local_path" if options["backend"] == "vllm" else "peft"
+    trained = base | {adapter: folder} if model.is_adapter else {"pretrained": folder, "tokenizer": folder}
     after = run_lm_eval(trained, **options)
     before = run_lm_eval(base, **options) if with_base else after
     facts = {"limit": options["limit"], "chat_template": options["apply_chat_template"], "time": now()}
     return [row | facts | {"lm_eval": after["lm_eval_version"]} for row in compare_results(before, after)]
 
 
-def run_lm_eval(model: dict[str, str], model_args: str, **options: Any) -> dict:
-    """lm-eval's results with `samples`. `model`, `model_args` (KEY=VALUE,...): arguments of its model."""
+def run_lm_eval(model: dict[str, str], model_args: str, backend: str, **options: Any) -> dict:
+    """lm-eval's results with `samples`. `model`, `model_args` (KEY=VALUE,...): arguments of its model `backend`."""
     lm_eval = importlib.import_module("lm_eval")
     on_gpu = torch.cuda.is_available()
     given = lm_eval.utils.simple_parse_args_string(model_args)
     return lm_eval.simple_evaluate(
-        model="hf",
+        model=backend,
         model_args={"dtype": "auto" if on_gpu else "float32"} | model | given,
         device="cuda" if on_gpu else "cpu",
         gen_kwargs={"do_sample": False, "temperature": 0.0},  # greedy, whatever a task says

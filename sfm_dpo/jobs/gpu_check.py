@@ -31,7 +31,8 @@ from sfm_dpo.data.sampler import FIRST_STEPS_FOR
 from sfm_dpo.data.tokenization import load_tokenizer
 from sfm_dpo.model.attention import is_installed
 from sfm_dpo.model.loading import load_model_config
-from sfm_dpo.run.folder import DATA, ENVIRONMENT, read_mapping
+from sfm_dpo.run.files import read_file
+from sfm_dpo.run.folder import DATA, ENVIRONMENT
 
 LAYERS = 4
 PER_DEVICE = 2
@@ -85,7 +86,7 @@ class Place:
             launcher += ["-m", "accelerate.commands.launch", "--config_file", file]
             launcher += ["--num_processes", str(self.processes), "--main_process_port", "0"]
         self.call(run, *launcher, "train_dpo.py", *self.options(run, **fields))
-        gpus = read_mapping(self.folder / run / ENVIRONMENT)["gpus"]
+        gpus = read_file(self.folder / run / ENVIRONMENT)["gpus"]
         self.calibration["gpu"] = gpus[0] if gpus else "cpu"
         return self.steps(run)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import format_table
 from sfm_dpo.common.slurm import squeue_states
 from sfm_dpo.config import parse_config
@@ -37,11 +37,9 @@ class Grid:
 
 
 def read_grid(path: Path) -> Grid:
-    try:
+    with user_input(f"{path}: not a grid", "give recipe, output_dir and fields"):
         grid = Grid(**yaml.safe_load(path.read_text()))
         shlex.split(grid.sbatch)
-    except (OSError, ValueError, AttributeError, yaml.YAMLError, TypeError) as error:
-        raise UserError(f"{path}: not a grid ({error}); give recipe, output_dir and fields") from error
     for name in ("recipe", "output_dir", "rank_by"):
         if not isinstance(getattr(grid, name), str):
             raise UserError(f"{path}: {name} is {getattr(grid, name)!r}; give a text")

@@ -5,18 +5,21 @@ import logging
 import os
 import signal
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from sfm_dpo.common.distributed import is_main_process, main_process_first
-from sfm_dpo.common.errors import DiskFull, Interrupted, PreflightDone, ResumeRefused, RunEnd, StopRequested
-from sfm_dpo.common.files import write_json
+from sfm_dpo.common.errors import DiskFull, Interrupted, PreflightDone, ResumeRefused, RunEnd, StopRequested, UserError
+from sfm_dpo.common.files import write_atomically, write_json
+from sfm_dpo.common.secrets import mask
 from sfm_dpo.config import Config
 from sfm_dpo.report.model_card import CARD, write_model_card
 from sfm_dpo.report.page import REPORT, format_summary, write_report
 from sfm_dpo.run.checkpoint import clear_stop, newest_checkpoint, step_of, stop_is_for_good
 from sfm_dpo.run.folder import (
+    ERROR,
     RESOLVED_CONFIG,
     STATUS,
     State,
@@ -73,6 +76,7 @@ class Run:
         self.folder = folder
         self.is_training = not config.train.preflight_only
         self.before = read_status(folder)
+        (folder / ERROR).unlink(missing_ok=True)
         if not (folder / RESOLVED_CONFIG).is_file():  # without it, the folder is empty until the data are read
             write_status(folder, State.RUNNING, message="loading")
         self.watchdog = Watchdog(folder, config.train.hang_timeout, self.position)
@@ -101,6 +105,8 @@ class Run:
         try:
             if end:
                 self._close(end)
+                if end is not error or end.__cause__:
+                    self._keep_traceback(error)
             elif error and folder and folder.is_dir() and not has_failed(folder):
                 if message := message_of_rank(folder, "".join(traceback.format_exception_only(error)).strip()):
                     write_status(folder, State.FAILED, 1, message, any_rank=True)
@@ -116,6 +122,9 @@ class Run:
 
     def _explain(self, error: BaseException) -> RunEnd | None:
         """The end that an exception means; None for a crash."""
+        cause = error.__cause__ if isinstance(error, RunEnd) else error  # of user_input, or what it has wrapped
+        if cause and self.folder and (memory := explain_out_of_memory(cause, self.position, self.folder)):
+            return memory
         if isinstance(error, RunEnd):
             return error
         if self.folder is None:
@@ -124,8 +133,6 @@ class Run:
             return Interrupted(f"interrupted at step {self.position.step}")
         if not self.folder.is_dir():
             return DiskFull(f"output_dir {self.folder}: was removed or moved during the run; start it again")
-        if memory := explain_out_of_memory(error, self.position, self.folder):
-            return memory
         if isinstance(error, OSError) and error.errno in UNWRITABLE:
             where = error.filename or self.folder
             free = "raise `ulimit -f`" if error.errno == errno.EFBIG else "free space"
@@ -167,6 +174,12 @@ class Run:
             if not isinstance(end, Interrupted):
                 report(self.folder, self.is_training)
 
+    def _keep_traceback(self, error: BaseException | None) -> None:
+        """Writes error.txt, beside a status.json that says failed: its line does not say where it happened."""
+        if self.folder and has_failed(self.folder):
+            with suppress(OSError):  # the disk may be full
+                write_atomically(self.folder / ERROR, mask("".join(traceback.format_exception(error))))
+
 
 def handle_interrupts(how: signal.Handlers) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -180,7 +193,7 @@ def report(run: Path, with_summary: bool = True) -> None:
             write_report(run)
             if read_state(run).has_model:
                 write_model_card(run)
-        except OSError as error:  # a full disk must not make a trained run fail
+        except (OSError, UserError) as error:  # a full disk must not make a trained run fail
             log.info(f"report not written: {error}; write it later with python -m sfm_dpo.report.page {run}")
         if with_summary:
             log.info(f"result\n{format_summary(run)}")

@@ -11,8 +11,6 @@ import torch
 from accelerate import DistributedType, PartialState
 from datasets.config import HF_CACHE_HOME
 from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -24,7 +22,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
 from sfm_dpo.common.distributed import broadcast, is_main_process, main_process_first
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import hash_file, write_atomically
 from sfm_dpo.config import Config
 
@@ -38,11 +36,8 @@ def load_model_config(config: Config) -> PretrainedConfig:
     options = {"revision": config.revision, "trust_remote_code": config.train.trust_remote_code}
     if name.startswith(("/", ".", "~")) and not Path(name).exists():  # transformers would call it a wrong Hub id
         raise UserError(f"{config.model_field} {name}: no such folder; correct the path, or give a name on the Hub")
-    try:
+    with user_input(f"{config.model_field} {name}: neither a folder with a model nor a model on the Hub"):
         model_config = AutoConfig.from_pretrained(name, **options)
-    except (OSError, ValueError, StrictDataclassError) as error:
-        reason = f"neither a folder with a model nor a model on the Hub: {_first_lines(error)}"
-        raise UserError(f"{config.model_field} {name}: {reason}") from error
     coefficient = config.train.router_aux_loss_coef
     is_policy = config.model_field == "model_name_or_path"  # its reference may be dense
     if coefficient and is_policy and not hasattr(model_config.get_text_config(), "output_router_logits"):
@@ -57,11 +52,8 @@ def load_model(name: str, init_kwargs: dict[str, Any], field: str = "model_name_
     kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     if PartialState().distributed_type == DistributedType.NO and PartialState().device.type == "cuda":
         kwargs.setdefault("device_map", "auto")  # as TRL does: read the weights straight into the GPU
-    try:
+    with user_input(f"{field} {name}: cannot be loaded", "check its files and model_init_kwargs"):
         model, report = AutoModelForCausalLM.from_pretrained(name, **kwargs)
-    except (OSError, ValueError, TypeError, SafetensorError) as error:
-        reason = f"cannot be loaded: {_first_lines(error)}; check its files and model_init_kwargs"
-        raise UserError(f"{field} {name}: {reason}") from error
     absent = [f"{key} is missing" for key in sorted(report["missing_keys"])]
     absent += [f"{key[0]} has another shape" for key in sorted(report["mismatched_keys"])]
     if absent:
@@ -86,13 +78,6 @@ def build_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
 def meta_model(config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     with torch.device("meta"):
         return build_model(config, dtype)
-
-
-def _first_lines(error: Exception) -> str:
-    reason = str(error).split("\n\n")[0]
-    if "couldn't connect" in reason:
-        reason = reason.rstrip(".") + "; or run scripts/prefetch.py on a machine with network access"
-    return reason
 
 
 def model_init_kwargs(config: Config) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import format_table
 from sfm_dpo.config import Config
 from sfm_dpo.data.lengths import Lengths
@@ -64,7 +64,7 @@ class Cluster:
 
     def calibrated(self, path: Path) -> "Cluster":
         """With the efficiency and memory that check_gpu.sh measured; unchanged if it ran on another GPU."""
-        try:
+        with user_input(f"--calibration {path}", "give check_gpu.sh's calibration.json"):
             measured = json.loads(path.read_text())
             if self.gpu.removesuffix("-40") not in re.split(r"\W", measured["gpu"].upper()):
                 return self
@@ -73,9 +73,6 @@ class Cluster:
                 mfu = {float(measured["mfu"]): f"measured on {measured['gpu']}: {path}"}
             # check_gpu.sh writes the ratio last; a job that was cut off has none
             return replace(self, mfu=mfu, memory_ratio=float(measured.get("memory_ratio", 1)))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            reason = f"{type(error).__name__} {error}"
-            raise UserError(f"--calibration {path}: {reason}; give check_gpu.sh's calibration.json") from error
 
 
 def read_lengths(path: Path) -> tuple[Lengths, int]:
@@ -83,7 +80,7 @@ def read_lengths(path: Path) -> tuple[Lengths, int]:
     Prompts and responses are drawn independently, between two percentiles on a log scale, with a fixed seed."""
     rng = np.random.default_rng(0)
     columns = {}
-    try:
+    with user_input(f"--lengths {path}", "give the JSON of analyze_dataset.py --json"):
         content = json.loads(path.read_text())
         pairs = int(content["pairs"])
         for name in ("prompt", "chosen", "rejected"):
@@ -94,9 +91,6 @@ def read_lengths(path: Path) -> tuple[Lengths, int]:
             shares = sorted(points)
             tokens = np.maximum([points[share] for share in shares], 1)
             columns[f"{name}_length"] = np.exp(np.interp(rng.random(DRAWN), shares, np.log(tokens))).round()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        reason = f"{type(error).__name__} {error}"
-        raise UserError(f"--lengths {path}: {reason}; give the JSON of analyze_dataset.py --json") from error
     return Lengths.from_columns(columns), pairs
 
 

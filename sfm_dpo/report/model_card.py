@@ -9,13 +9,14 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from sfm_dpo.common.errors import user_input
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.data.pairs import DROP_REASONS
 from sfm_dpo.report.page import FIGURES, changed_fields, evaluation_tables, format_yaml, list_held_out, render_page
 from sfm_dpo.report.plots import draw_curves
-from sfm_dpo.run.folder import read_mapping
-from sfm_dpo.run.reader import EVALUATION, read_run
+from sfm_dpo.run.files import EVALUATION, read_file
+from sfm_dpo.run.reader import read_run
 
 CARD = "README.md"
 _CURVES = ("loss", "accuracy", "margin", "logps")
@@ -26,6 +27,7 @@ _LOCAL = tuple("output_dir run_name push_to report_to dataset_num dataloader_ pr
 _PATH = re.compile(r"(?<![^\s'\"{=,])/[^\s'\"{},]+")  # an absolute path as a word of a text
 
 
+@user_input("model card: a file of the run is missing or damaged", "restore it")
 def write_model_card(
     run: Path,
     *,
@@ -45,7 +47,7 @@ def write_model_card(
     if step is not None:  # the run's own evaluation is of the final model
         facts["log"] = [entry for entry in facts["log"] if entry["step"] <= step]
         by_step = facts["evaluation"].get("checkpoints", {})
-        facts["evaluation"] = read_mapping(run / f"checkpoint-{step}" / EVALUATION)
+        facts["evaluation"] = read_file(run / f"checkpoint-{step}" / EVALUATION)
         facts["evaluation"]["checkpoints"] = {n: scores for n, scores in by_step.items() if n <= step}
     config = facts["config"]
     if folder != run:

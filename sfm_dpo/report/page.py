@@ -6,7 +6,6 @@ It works for a run in any state, even before its first step.
 """
 
 import dataclasses
-import math
 import re
 import shlex
 import sys
@@ -24,7 +23,7 @@ from sfm_dpo.config import DATACLASSES
 from sfm_dpo.data.pairs import DROP_REASONS
 from sfm_dpo.data.traits import tabulate_sides
 from sfm_dpo.report.plots import draw_curves
-from sfm_dpo.run.folder import State, list_in
+from sfm_dpo.run.folder import State
 from sfm_dpo.run.reader import first_and_last, list_evaluations, read_run, to_float
 
 REPORT = "report.html"
@@ -149,7 +148,7 @@ def last_user_turn(prompt: str) -> str:
 def _format_steps(facts: dict[str, Any]) -> str:
     seconds = facts["seconds"]
     duration = f" in {format_clock(seconds)} since the last start" if seconds else ""
-    starts = len(list_in(facts["environment"], "starts"))
+    starts = len(facts["environment"].get("starts", []))
     hours = "" if facts["gpu_hours"] is None else f", {facts['gpu_hours']:,.1f} GPU-hours over {starts} start(s)"
     return f"{facts['steps']:,} optimizer steps{duration}{hours}"
 
@@ -182,7 +181,7 @@ def evaluation_tables(evaluation: dict[str, Any]) -> list[tuple[tuple[str, ...],
     benchmarks = [_format_benchmark(row) for row in evaluation.get("benchmarks", [])]
     pairs = []
     for row in evaluation.get("pairs", []):
-        metrics = [format_metric(name, row.get(name, math.nan), row["pairs"]) for name in PAIR_METRICS]
+        metrics = [format_metric(name, to_float(row.get(name)), row["pairs"]) for name in PAIR_METRICS]
         pairs.append([row["source"], str(row["pairs"]), *metrics])
     tables = [(BENCHMARK_HEADINGS, benchmarks), (("preference set", "pairs", *PAIR_METRICS.values()), pairs)]
     by_step = evaluation.get("checkpoints", {})

@@ -15,7 +15,8 @@ from typing import Any
 
 from sfm_dpo.common.errors import StopRequested
 from sfm_dpo.common.slurm import ask, list_hosts, show_job
-from sfm_dpo.run.folder import ENVIRONMENT, State, array_task, list_in, read_mapping, read_status
+from sfm_dpo.run.files import read_file
+from sfm_dpo.run.folder import ENVIRONMENT, State, array_task, read_status
 
 NODE_CHECK_FAILED = 69  # health/node_check.py
 MAX_HANGS = 2  # of a job that is requeued
@@ -93,7 +94,7 @@ def why_not_requeued(end: Status, before: Status, environment: dict[str, Any], j
     if job.restarts >= job.max_requeues:
         return f"restarted {job.restarts} times, MAX_REQUEUES={job.max_requeues}; resubmit to resume"
     if State.of(end) is State.HUNG:
-        hangs = sum(hang["job"] == job.id for hang in list_in(environment, "hangs"))
+        hangs = sum(hang["job"] == job.id for hang in environment.get("hangs", []))
         if not end.get("checkpoint"):
             return "it has no checkpoint; resubmit to start again"
         if hangs > MAX_HANGS:
@@ -106,7 +107,7 @@ def why_not_requeued(end: Status, before: Status, environment: dict[str, Any], j
 def has_progressed(end: Status, before: Status, environment: dict[str, Any]) -> bool:
     """Whether the step is later than that of this start's beginning (the start before it may have been killed after
     its last checkpoint), or the reference cache has more shards than when the start before it stopped."""
-    starts = list_in(environment, "starts")
+    starts = environment.get("starts", [])
     began = starts[-1]["step"] if starts else before.get("step") or 0
     return (end.get("step") or 0, end.get("shards") or 0) > (began, before.get("shards") or 0)
 
@@ -138,8 +139,8 @@ def main(argv: list[str]) -> int:
     # SLURM_JOB_ID of an array's task may be the array's id, by which Slurm would requeue all tasks
     name = array_task() or os.environ["SLURM_JOB_ID"]
     job = describe_job(name, int(argv[1]))
-    before = read_mapping(Path("/dev/stdin"))
-    decision = decide(run, read_status(run), before, read_mapping(run / ENVIRONMENT), job)
+    before = read_file(Path("/dev/stdin"))
+    decision = decide(run, read_status(run), before, read_file(run / ENVIRONMENT), job)
     if decision.requeue and ask("scontrol", "requeue", name) is None:
         say("not requeued: Slurm refused; resubmit to resume")
     elif decision.requeue_line:

@@ -4,7 +4,6 @@ A checkpoint is complete once rank 0 has written `complete.json`, with the size 
 ranks have written their files. transformers 5.23 has no such marker, and its rotation counts half-written checkpoints.
 """
 
-import json
 import logging
 import os
 import re
@@ -18,7 +17,7 @@ from sfm_dpo.common.distributed import broadcast, gather, is_main_process, rank,
 from sfm_dpo.common.errors import ResumeRefused, UserError
 from sfm_dpo.common.files import hash_file, write_json
 from sfm_dpo.common.process import is_alive, this_process
-from sfm_dpo.run.folder import read_mapping
+from sfm_dpo.run.files import read_file
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +47,8 @@ def step_of(checkpoint: Path | None) -> int:
 
 def why_incomplete(checkpoint: Path) -> str | None:
     """Why a checkpoint is incomplete; None if it is complete."""
-    try:
-        files = dict(_read_facts(checkpoint)["files"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    files = read_file(checkpoint / COMPLETE).get("files")
+    if files is None:
         return "was not fully written"
     for name, size in files.items():
         path = checkpoint / name
@@ -65,7 +63,7 @@ def why_damaged(checkpoint: Path, pattern: str = "*", alone: bool = False) -> st
     """Which file of a complete checkpoint does not match its recorded checksum; None if all match. All ranks must call
     it: each reads the files it wrote, and all get the same answer. With `alone`, one process reads all files."""
     damage = None
-    for name, checksum in _read_facts(checkpoint).get("xxh3_128", {}).items():
+    for name, checksum in read_file(checkpoint / COMPLETE).get("xxh3_128", {}).items():
         if damage or not Path(name).match(pattern) or not (alone or _is_mine(name)):
             continue
         try:
@@ -141,13 +139,13 @@ def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
 
 def read_best(checkpoint: Path) -> Path | None:
     """The best checkpoint by metric_for_best_model when `checkpoint` was written, or None."""
-    step = read_mapping(checkpoint / "trainer_state.json").get("best_global_step")
+    step = read_file(checkpoint / "trainer_state.json").get("best_global_step")
     return checkpoint.with_name(f"checkpoint-{step}") if step else None
 
 
 def read_model_ids(checkpoint: Path | None) -> dict[str, Any]:
     """By field, what the models were when the checkpoint was written; empty without a checkpoint."""
-    facts = read_mapping(checkpoint / COMPLETE) if checkpoint else {}
+    facts = read_file(checkpoint / COMPLETE) if checkpoint else {}
     return {name: facts[name] for name in facts if name.endswith("model_name_or_path")}
 
 
@@ -172,16 +170,18 @@ def copy_best(best: str | None, args: Any) -> None:
 
 
 def rotate(run: str | Path, limit: int | None) -> None:
-    """Deletes the oldest complete checkpoints beyond `limit`, except those that have KEEP, are in use, or are the best
-    one of a newer checkpoint that a run may resume from."""
-    if limit is None:
-        return
-    complete = [c for c in checkpoints(run) if why_incomplete(c) is None and not (c / KEEP).exists()]
-    complete = [c for c in complete if not is_in_use(c)]
-    best = [read_best(checkpoint) for checkpoint in complete[-limit:]]
-    for checkpoint in complete[:-limit]:
-        if checkpoint not in best:
-            (checkpoint / COMPLETE).unlink()  # first: an interrupted deletion must not leave it complete
+    """Deletes incomplete checkpoints before the newest complete one, and the oldest complete ones beyond `limit`,
+    except those that have KEEP, are in use, or are the best one of a newer checkpoint that a run may resume from."""
+    newest = step_of(newest_checkpoint(run))
+    free = [c for c in checkpoints(run) if step_of(c) <= newest and not (c / KEEP).exists() and not is_in_use(c)]
+    complete = [c for c in free if why_incomplete(c) is None]
+    recent = complete[-limit:] if limit else complete
+    best = [read_best(checkpoint) for checkpoint in recent]
+    for checkpoint in free:
+        if checkpoint not in (*recent, *best):
+            (checkpoint / COMPLETE).unlink(
+                missing_ok=True
+            )  # first: an interrupted deletion must not leave it complete
             shutil.rmtree(checkpoint)
 
 
@@ -192,7 +192,7 @@ def mark_in_use(checkpoint: Path, mark: str, pid: int) -> None:
 
 def is_in_use(checkpoint: Path) -> bool:
     """Whether a running process of this host is pushing or evaluating it."""
-    return any(is_alive(read_mapping(checkpoint / mark)) for mark in IN_USE)
+    return any(is_alive(read_file(checkpoint / mark)) for mark in IN_USE)
 
 
 _OTHER_MODEL = "the model has changed since it was written ({was}, now {now})"
@@ -209,7 +209,7 @@ _DIFFERENCES = {  # the facts in COMPLETE that a resumed run must match
 def check_resume(checkpoint: Path, facts: dict[str, Any], ignore: bool) -> None:
     """Raises UserError if the run that wrote `checkpoint` differs from this one in one of the `facts`; `ignore`
     (ignore_resume_mismatch) has no effect where the optimizer cannot be loaded."""
-    before = _read_facts(checkpoint)
+    before = read_file(checkpoint / COMPLETE)
     is_zero = str(before.get("launch")).startswith("ZeRO")  # DeepSpeed cannot redistribute it over another number
     for name, now in facts.items():
         was = before.get(name)
@@ -220,10 +220,6 @@ def check_resume(checkpoint: Path, facts: dict[str, Any], ignore: bool) -> None:
         difference = difference.replace("whole weights", "DDP or one process")
         override = ", or set ignore_resume_mismatch: true" if may_ignore else ""
         raise ResumeRefused(f"{checkpoint}: {difference}; restore that setting, or use another output_dir{override}")
-
-
-def _read_facts(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / COMPLETE).read_text())
 
 
 def peak_checkpoint_count(args: Any, collapse_steps: int) -> int:

@@ -22,6 +22,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT, now, write_atomically, write_json
 from sfm_dpo.common.secrets import mask, mask_values
 from sfm_dpo.config_effects import MAY_CHANGE, NO_EFFECT
+from sfm_dpo.run.files import DATA, ENVIRONMENT, RESOLVED_CONFIG, STATUS, read_file, read_sound_file
 from sfm_dpo.run.lock import LOCK, Lease, check_owner, take_folder
 
 if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
@@ -29,10 +30,7 @@ if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds tha
 
 log = logging.getLogger(__name__)
 
-RESOLVED_CONFIG = "resolved_config.yaml"
-ENVIRONMENT = "environment.json"
-DATA = "data.json"
-STATUS = "status.json"
+ERROR = "error.txt"  # the traceback of an end that was reported in one line
 LOG = "log.jsonl"  # entries as they are logged, from the beginning of training
 STARTED = now()  # this process
 SAID_SECONDS = 3  # after these, rank 0 has reported an end that all ranks share
@@ -86,7 +84,7 @@ class State(StrEnum):
 
 def read_status(run: str | Path) -> dict[str, Any]:
     """status.json of a run; empty if there is none."""
-    return read_mapping(Path(run) / STATUS)
+    return read_file(Path(run) / STATUS)
 
 
 def read_state(run: str | Path) -> State:
@@ -95,11 +93,7 @@ def read_state(run: str | Path) -> State:
 
 def read_resolved_config(run: str | Path) -> dict[str, Any]:
     """resolved_config.yaml of a run. Raises UserError if it cannot be read."""
-    path = Path(run) / RESOLVED_CONFIG
-    try:
-        return dict(yaml.safe_load(path.read_text()))
-    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: missing or damaged ({error}); restore it, or choose another folder") from error
+    return read_sound_file(Path(run) / RESOLVED_CONFIG, "restore it, or choose another folder")
 
 
 def write_status(
@@ -186,7 +180,7 @@ def is_unfinished(config: "Config") -> bool:
     entries = [p.name for p in run.iterdir() if not p.name.startswith(".")]
     status = read_status(run)
     state = State.of(status)
-    if not set(entries) - {STATUS, "STOP"} and state.resumes:
+    if not set(entries) - {STATUS, ERROR, "STOP"} and state.resumes:
         return True  # empty, or an earlier start ended before it read its data
     if not (run / RESOLVED_CONFIG).is_file():
         raise UserError(
@@ -229,13 +223,13 @@ def describe(config: "Config", pairs: dict[str, Any], step: int = 0) -> None:
     this start from `step`. The lists `starts` and `hangs` and W&B's run id are kept from earlier starts."""
     run = Path(config.train.output_dir)
     run.mkdir(parents=True, exist_ok=True)
-    before = read_mapping(run / ENVIRONMENT)
+    before = read_file(run / ENVIRONMENT)
     start = {"time": STARTED, "step": step, "host": platform.node(), "world_size": world_size()}
     start |= {"job": os.environ.get("SLURM_JOB_ID"), "restart": os.environ.get("SLURM_RESTART_COUNT")}
-    starts = list_in(before, "starts")
+    starts = before.get("starts", [])
     if starts:
         starts[-1]["end"] = read_status(run).get("time")
-    history: dict[str, Any] = {"starts": [*starts, start], "hangs": list_in(before, "hangs")}
+    history: dict[str, Any] = {"starts": [*starts, start], "hangs": before.get("hangs", [])}
     if "wandb" in config.train.report_to:  # otherwise W&B would choose another id at each start
         history["wandb_run_id"] = os.environ.get("WANDB_RUN_ID") or before.get("wandb_run_id") or secrets.token_hex(4)
         os.environ["WANDB_RUN_ID"] = history["wandb_run_id"]
@@ -270,18 +264,3 @@ def _git(*command: str) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return result.stdout.strip()
-
-
-def read_mapping(path: Path) -> dict[str, Any]:
-    """The JSON mapping in a file; empty if there is none or it cannot be read."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def list_in(mapping: dict[str, Any], name: str) -> list[Any]:
-    """The list of this name in a file's content; empty if it is absent or not a list."""
-    value = mapping.get(name)
-    return value if isinstance(value, list) else []

@@ -14,7 +14,8 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 import sfm_dpo
-from sfm_dpo.run.folder import STATUS, State, read_mapping, write_status
+from sfm_dpo.run.files import read_file
+from sfm_dpo.run.folder import STATUS, State, write_status
 
 log = logging.getLogger("sfm_dpo.run.launch")  # __name__ is __main__
 
@@ -22,13 +23,13 @@ log = logging.getLogger("sfm_dpo.run.launch")  # __name__ is __main__
 def main(argv: list[str]) -> int:
     sfm_dpo.setup()
     run = Path(argv[0])
-    before = read_mapping(run / STATUS)
+    before = read_file(run / STATUS)
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True  # "Sending process ... SIGTERM"
     try:
         launch_command(launch_command_parser().parse_args(argv[1:]))
     except ChildFailedError as error:
         rank, failure = next(iter(error.failures.items()))  # the launcher ended the others itself
-        status = read_mapping(run / STATUS)
+        status = read_file(run / STATUS)
         if failure.exitcode < 0:
             message = f"rank {rank} on {platform.node()} was killed by {failure.signal_name()}"
             # Unless a rank has recorded how the run ended

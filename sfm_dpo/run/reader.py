@@ -9,21 +9,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import format_clock, format_table
 from sfm_dpo.common.secrets import mask_values
 from sfm_dpo.common.slurm import is_running, squeue_states
-from sfm_dpo.run.checkpoint import checkpoints, newest_checkpoint
-from sfm_dpo.run.folder import DATA, ENVIRONMENT, LOG, RESOLVED_CONFIG, STATUS, State, list_in, read_mapping
+from sfm_dpo.run.checkpoint import checkpoints, newest_checkpoint, why_incomplete
+from sfm_dpo.run.files import ENVIRONMENT, RESOLVED_CONFIG, SCHEMAS, STATUS, read_file
+from sfm_dpo.run.folder import LOG, State
 from sfm_dpo.run.lock import LOCK, read_owner
 
-EVALUATION = "evaluation.json"
 EVALUATIONS = "evaluations"  # a folder: step-N.json with what eval_command has measured, and step-N.log
-PARENTS = "parents.json"
-_MAPPINGS = [ENVIRONMENT, DATA, STATUS, "preflight.json", "health.json", EVALUATION]
-_LISTS = ["samples.json", PARENTS]
 STALE_SECONDS = 1800  # longer than a step, an evaluation or a save takes
 COLUMNS = "run state job slurm step eta pairs/s loss margin health last checkpoint starts GPU-h".split()
 _KEYS = {
@@ -37,19 +32,18 @@ SUBMITTED = "submitted.json"  # in a sweep's folder: by run the task of an array
 
 
 def read_run(run: Path) -> dict[str, Any]:
-    """The content of a run's files, empty if absent or unreadable: `config`, and by stem those of `_MAPPINGS` and
-    `_LISTS`; `log` (log_history of the newest trainer_state.json, then later entries of LOG and `read_evaluations`),
-    `steps`, `seconds` of training since the last start or None, `gpu_hours`, and `checkpoints`. Raises UserError
-    without files."""
-    facts = {"config": _read_file(run / RESOLVED_CONFIG, dict)}
-    facts |= {Path(name).stem: _read_file(run / name, dict) for name in _MAPPINGS}
-    facts |= {Path(name).stem: _read_file(run / name, list) for name in _LISTS}
+    """The content of a run's files, empty if absent or damaged: `config`, and by stem the others of SCHEMAS; `log`
+    (log_history of the newest trainer_state.json, then later entries of LOG and `read_evaluations`), `steps`,
+    `seconds` of training since the last start or None, `gpu_hours`, and the names of complete `checkpoints` and of
+    `incomplete` ones. Raises UserError without files."""
+    facts = {Path(name).stem: mask_values(read_file(run / name)) for name in SCHEMAS}  # reports are shared
+    facts["config"] = facts.pop(Path(RESOLVED_CONFIG).stem)
     by_step = checkpoints(run)
-    states = [_read_file(folder / "trainer_state.json", dict) for folder in (run, *by_step)]
+    states = [read_file(folder / "trainer_state.json") for folder in (run, *by_step)]
     state = max(states, key=lambda s: s.get("global_step", -1))  # a killed run has only its checkpoints' files
     if not any(facts.values()) and not state:
         raise UserError(f"{run}: not a run's folder: no {RESOLVED_CONFIG} or {STATUS} in it; give a run's output_dir")
-    log = _list_entries(list_in(state, "log_history"))
+    log = _list_entries(state.get("log_history", []))
     log += [entry for entry in _read_log(run / LOG) if entry["step"] > state.get("global_step", -1)]
     if evaluations := read_evaluations(run):
         facts["evaluation"]["checkpoints"] = evaluations
@@ -61,7 +55,8 @@ def read_run(run: Path) -> dict[str, Any]:
         "steps": max(state.get("global_step", 0), facts["status"].get("step") or 0),
         "seconds": runtimes[-1] if runtimes else None,
         "gpu_hours": count_gpu_hours(facts["environment"], facts["status"]),
-        "checkpoints": [folder.name for folder in by_step],
+        "checkpoints": [folder.name for folder in by_step if why_incomplete(folder) is None],
+        "incomplete": [folder.name for folder in by_step if why_incomplete(folder)],
     }
 
 
@@ -80,21 +75,23 @@ def list_evaluations(facts: dict[str, Any], prefix: str = "eval_") -> list[dict[
 
 def list_restarts(facts: dict[str, Any]) -> list[int]:
     """Steps, after the first, at which the run was restarted, from the list of starts in environment.json."""
-    starts = list_in(facts["environment"], "starts")
+    starts = facts["environment"].get("starts", [])
     return list(dict.fromkeys(start["step"] for start in starts[1:] if start["step"]))
 
 
 def count_gpu_hours(environment: dict[str, Any], status: dict[str, Any]) -> float | None:
     """Hours from the beginning to the last sign of life of each start, times its GPUs; None without a GPU."""
-    starts = list_in(environment, "starts")
+    starts = environment.get("starts", [])
     if not (starts and environment.get("gpus") and status.get("time")):
         return None
     hours = 0.0
-    for start, after in zip(starts, [*starts[1:], None], strict=True):
-        end = start.get("end") if after else status["time"]
-        life = datetime.fromisoformat(end or start["time"]) - datetime.fromisoformat(start["time"])
-        hours += life.total_seconds() / 3600 * start["world_size"]
-    return hours
+    with contextlib.suppress(Exception):  # a damaged time
+        for start, after in zip(starts, [*starts[1:], None], strict=True):
+            end = start.get("end") if after else status["time"]
+            life = datetime.fromisoformat(end or start["time"]) - datetime.fromisoformat(start["time"])
+            hours += life.total_seconds() / 3600 * start["world_size"]
+        return hours
+    return None
 
 
 def first_and_last(log: list[dict[str, Any]], metric: str) -> tuple[float | None, float | None]:
@@ -109,16 +106,6 @@ def to_float(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
-def _read_file(path: Path, kind: type) -> Any:
-    """Content of a JSON or YAML file with secrets masked; empty if the file is absent or cannot be read."""
-    try:
-        text = path.read_text()
-        content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
-        return mask_values(content) if isinstance(content, kind) else kind()  # reports are meant to be shared
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return kind()
-
-
 def _read_log(path: Path) -> list[dict[str, Any]]:
     entries = []
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else []:
@@ -128,12 +115,15 @@ def _read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def _list_entries(items: list[Any]) -> list[dict[str, Any]]:
-    return [item for item in items if isinstance(item, dict) and isinstance(item.get("step"), int)]
+    """The log's entries, with their numbers only."""
+    entries = [item for item in items if isinstance(item, dict) and isinstance(item.get("step"), int)]
+    return [{name: v for name, v in entry.items() if isinstance(v, int | float)} for entry in entries]
 
 
 def read_scores(path: Path) -> dict[str, dict[str, float | None]]:
     """By metric the value and stderr (or None) that eval_command has measured. Raises UserError for another file."""
-    try:
+    form = '{"metric": number} or {"metric": {"value": number, "stderr": number}}'
+    with user_input(f"{path}: is not a result of eval_command", f"write {form}"):
         scores = {}
         for name, score in json.loads(path.read_text()).items():
             score = score if isinstance(score, dict) else {"value": score}
@@ -141,9 +131,6 @@ def read_scores(path: Path) -> dict[str, dict[str, float | None]]:
             scores[name] = {"value": score.get("value"), "stderr": error if math.isfinite(error) else None}
         if not scores or not all(math.isfinite(to_float(score["value"])) for score in scores.values()):
             raise ValueError("a metric has no number")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        form = '{"metric": number} or {"metric": {"value": number, "stderr": number}}'
-        raise UserError(f"{path}: is not a result of eval_command ({error}); write {form}") from error
     return scores
 
 
@@ -179,12 +166,12 @@ def has_process(run: Path, queue: dict[str, str] | None) -> bool:
 
 def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[str, Any]:
     """The state of a run at `now` (Unix time), given `queue` from `squeue_states`; unknown values are None."""
-    status = read_mapping(run / STATUS)
+    status = read_file(run / STATUS)
     job = status.get("task") or status.get("job")
     slurm = None
     if queue is not None and (names := list_jobs(run)):
         slurm = next((queue[name] for name in names if name in queue), "not queued")
-    environment = read_mapping(run / ENVIRONMENT)
+    environment = read_file(run / ENVIRONMENT)
     age = max(0.0, now - (run / STATUS).stat().st_mtime)
     state = State.of(status)
     shown = str(state)
@@ -207,11 +194,11 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
         "max_steps": status.get("max_steps"),
         "eta_seconds": status.get("eta_seconds") if shown == State.RUNNING else None,
         **{name: status.get(name) for name in ("pairs_per_second", "loss", "margin")},
-        "health": read_mapping(run / "health.json").get("verdict"),
+        "health": read_file(run / "health.json").get("verdict"),
         "seconds_since_update": round(age),
         "checkpoint": checkpoint and checkpoint.name,
         "evaluation": format_scores(*list(evaluations.items())[-1]) if evaluations else None,
-        "starts": len(list_in(environment, "starts")) or None,
+        "starts": len(environment.get("starts", [])) or None,
         "gpu_hours": count_gpu_hours(environment, status),
         "log": status.get("log"),
     }
@@ -219,8 +206,8 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
 
 def list_jobs(run: Path) -> list[str]:
     """The jobs of a run that Slurm may know: its sweep's last task for it, its last start's, and its lock's owner."""
-    status = read_mapping(run / STATUS)
-    submitted = read_mapping(run.parent / SUBMITTED).get(run.name)
+    status = read_file(run / STATUS)
+    submitted = read_file(run.parent / SUBMITTED).get(run.name)
     return list(filter(None, [submitted, status.get("task"), status.get("job"), read_owner(run / LOCK).get("job")]))
 
 

@@ -13,7 +13,8 @@ from transformers.utils import ADAPTER_CONFIG_NAME
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.run.checkpoint import step_of, why_damaged, why_incomplete
-from sfm_dpo.run.folder import DATA, RESOLVED_CONFIG, State, read_mapping, read_resolved_config, read_status
+from sfm_dpo.run.files import DATA, RESOLVED_CONFIG, read_file
+from sfm_dpo.run.folder import State, read_resolved_config, read_status
 
 # Libraries write other files into the folder, which are not part of the model
 WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
@@ -44,7 +45,7 @@ class SavedModel:
     @property
     def base_revision(self) -> str | None:
         """Commit of the base model on the Hub; ignored where it is a folder."""
-        models = read_mapping(self.run / DATA).get("models", {})
+        models = read_file(self.run / DATA).get("models", {})
         return models.get("model_name_or_path", self.config.get("model_revision"))
 
     @property

@@ -23,7 +23,8 @@ from sfm_dpo.config import Config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.memory.planner import MemoryPlanner, memory_limit
 from sfm_dpo.model.sharding import launched_with
-from sfm_dpo.run.folder import DATA, read_mapping
+from sfm_dpo.run.files import read_file
+from sfm_dpo.run.folder import DATA
 from sfm_dpo.train.callbacks import Position
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ def explain_out_of_memory(error: BaseException, position: Position, run: Path) -
     remedies = [REMEDIES[position.phase]] if position.phase in REMEDIES else []
     if position.phase == "training":
         what += f", step {position.step + 1}"
-        if fitted := read_mapping(run / DATA).get("settings", {}).get("fit_memory"):
+        if fitted := read_file(run / DATA).get("settings", {}).get("fit_memory"):
             smaller = fitted["smaller"]
             remedies = [f"use the next smaller setting of fit_memory: {smaller}"] if smaller else []
     if position.inputs:

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model, release_memory
 from datasets import Dataset
-from peft.utils.error import NoMatchingPeftModuleError
 from transformers import PreTrainedModel, TrainerCallback
 from trl import get_peft_config, get_quantization_config
 
 from sfm_dpo.common.distributed import gather
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.lengths import Lengths, count_trained
@@ -64,6 +63,7 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
     loss_weights: list[Any]
     ref_model: Any  # a separate reference model, while there is one
 
+    @user_input("building the trainer", "correct the field it names; for LoRA, lora_target_modules")
     def __init__(
         self,
         config: Config,
@@ -97,10 +97,7 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         policy = load_configured_model(config)
         callbacks = [CheckpointCallback(self), ResumeCallback(self), *callbacks]
         kwargs |= {"ref_model": reference, "args": arguments_for_trl(args, self.settings), "callbacks": callbacks}
-        try:
-            super().__init__(policy, **kwargs)
-        except NoMatchingPeftModuleError as error:
-            raise UserError(f"lora_target_modules: {error}") from error
+        super().__init__(policy, **kwargs)
         self.precompute_ref_logps = True  # tells TRL that each batch holds the reference's sums, see _compute_loss
         self.chosen_tokens = count_trained(self.train_dataset, args.max_length)[:, 0].mean()  # until a step begins
         self.configured_weights = args.loss_weights or [1.0] * len(args.loss_type)
@@ -129,11 +126,8 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         for model in filter(None, (self.bare_model(), self.ref_model)):
             model = self.accelerator.unwrap_model(model)
             obstacle = why_not_shared(model, self.packed, args.router_aux_loss_coef)  # another reference may have one
-            try:
-                if self.packed:
-                    enable_padding_free(model, self.prefix_sharing and not obstacle)
-            except ValueError as error:  # in this model, sequences packed into one row would see each other
-                raise UserError(str(error)) from error
+            if self.packed:
+                enable_padding_free(model, self.prefix_sharing and not obstacle)
             if args.torch_compile:
                 compile_layers(model, args.torch_compile_backend, args.torch_compile_mode)
 
@@ -147,10 +141,7 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
             log.info(f"prefix_sharing is off: {obstacle}")
         if obstacle or asked is False:
             return False
-        try:
-            check_shared_keys(*self.attention_call())
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        check_shared_keys(*self.attention_call())
         return True
 
     def attention_call(self, model: Any = None) -> tuple[torch.device, torch.dtype, int]:

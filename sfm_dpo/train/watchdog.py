@@ -20,7 +20,8 @@ from typing import Any
 from sfm_dpo.common.distributed import is_main_process, rank, world_size
 from sfm_dpo.common.files import now, write_json
 from sfm_dpo.run.checkpoint import newest_checkpoint
-from sfm_dpo.run.folder import ENVIRONMENT, State, read_mapping, write_status
+from sfm_dpo.run.files import read_file
+from sfm_dpo.run.folder import ENVIRONMENT, State, write_status
 from sfm_dpo.run.lock import LOCK
 from sfm_dpo.train.callbacks import Position
 
@@ -57,7 +58,7 @@ class Watchdog:
         while not self._stopped.wait(self.interval):
             if not self.position.count:
                 continue  # while loading, ranks wait for each other without a limit
-            beats = [read_mapping(self.heartbeats / f"rank-{other}.json") for other in range(world_size())]
+            beats = [read_file(self.heartbeats / f"rank-{other}.json") for other in range(world_size())]
             beats[rank()] = self._write_heartbeat()
             counts = [beat.get("count") for beat in beats]
             still = still + self.interval if counts == seen else 0.0
@@ -100,7 +101,7 @@ class Watchdog:
             saved = checkpoint and str(checkpoint)
             hang = {"step": self.position.step, "rank": culprit.get("rank"), "host": culprit.get("host")}
             write_status(self.run, State.HUNG, EXIT_CODE, message, any_rank=True, **hang, checkpoint=saved)
-            environment = read_mapping(self.run / ENVIRONMENT)
+            environment = read_file(self.run / ENVIRONMENT)
             hang |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID")}
             environment.setdefault("hangs", []).append(hang)
             write_json(self.run / ENVIRONMENT, environment)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from scripts import compare_runs as command
 from sfm_dpo.compare.runs import compare_runs, read_log
@@ -24,7 +25,7 @@ def write_state(folder: Path, series: dict[str, list[float]], steps=STEPS) -> Pa
 
 def write_run(folder: Path, series: dict, config=None, data=None, environment=None, steps=STEPS) -> Path:
     write_state(folder, series, steps)
-    (folder / "resolved_config.yaml").write_text(json.dumps({"beta": 5.0, "bf16": False} | (config or {})))
+    (folder / "resolved_config.yaml").write_text(yaml.safe_dump({"beta": 5.0, "bf16": False} | (config or {})))
     data = {"train_tokens": "t", "order": ["o"], "reference": {}} | (data or {})
     (folder / "data.json").write_text(json.dumps(data))
     (folder / "environment.json").write_text(json.dumps({"versions": {"torch": "2.13.0"}} | (environment or {})))

@@ -306,7 +306,7 @@ def test_a_name_is_not_a_pattern(write_rows, tmp_path, monkeypatch, name):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("empty.jsonl", b"\n \n", "empty.jsonl: holds no rows"),
+        ("empty.jsonl", b"\n \n", "empty.jsonl: cannot be read: .* no data!; check"),
         ("null.jsonl", b"null\n", "null.jsonl: line 1: not a JSON object"),
         ("bad.jsonl", b'{"chosen": "a", "rejected": "b"}\n\n{"chosen": \n', "bad.jsonl: line 3: Expecting value"),
         ("bad.json", b'[{"chosen": "a"},\n{"chosen": }]', "bad.json: Expecting value: line 2"),

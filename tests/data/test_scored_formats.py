@@ -66,8 +66,8 @@ def test_raw_sets_become_pairs(write_rows, tmp_path, capsys, name, suffix):
     [
         ({"text": "x"}, "", "unknown dataset format with columns text; supported are: prompt, responses, scores;"),
         (ultrafeedback(0, [1, 2]), "--by overal_score", "--by overal_score: no prompt of RAW has answers that differ"),
-        (GENERIC[0] | {"scores": [1]}, "", "a row is malformed (ValueError: zip() argument 2 is shorter"),
-        (ultrafeedback(0, ["high"]), "", "a row is malformed (ValueError: could not convert"),
+        (GENERIC[0] | {"scores": [1]}, "", "a row is malformed: ValueError: zip() argument 2 is shorter"),
+        (ultrafeedback(0, ["high"]), "", "a row is malformed: ValueError: could not convert"),
     ],
 )
 def test_what_cannot_be_paired_is_one_line(write_rows, tmp_path, caplog, row, options, message):

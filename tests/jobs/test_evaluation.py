@@ -120,6 +120,11 @@ def test_lm_eval_is_missing(run, monkeypatch, capsys):
     assert "lm-eval is missing" in (error := capsys.readouterr().err) and "requirements-eval.txt" in error
 
 
+def test_vllm_is_missing(run, capsys):
+    assert evaluate.main([str(run), "--tasks", "x", "--backend", "vllm"]) == 2
+    assert "error: --backend vllm: not installed; pip install vllm" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_pairs_of_a_run(run, tmp_path, capsys):
     rows = [

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -108,7 +107,7 @@ def test_a_run_without_a_later_evaluation_shows_none(run, without_curves, state)
 def test_hostile_text_is_shown_and_not_obeyed(run, without_curves):
     data = json.loads((run / "data.json").read_text())
     save(run, "status.json", {"state": "failed", "message": HOSTILE})
-    save(run, "preflight.json", {"verdict": HOSTILE, "reasons": [HOSTILE, {HOSTILE: HOSTILE}], "more": [HOSTILE]})
+    save(run, "preflight.json", {"verdict": HOSTILE, "reasons": [HOSTILE, HOSTILE], "more": [{HOSTILE: HOSTILE}]})
     save(run, "health.json", {"signal": HOSTILE, "nested": {"a": HOSTILE}})
     save(run, "data.json", data | {"sources": [HOSTILE], "dropped": {HOSTILE: 3}})
     save(run, "samples.json", [{"prompt": HOSTILE, "before": HOSTILE, "after": HOSTILE}])
@@ -133,10 +132,11 @@ def test_a_killed_run_with_damaged_files_is_told_from_its_newest_checkpoint(run,
     (run / "resolved_config.yaml").write_text("{half a fi")
     for weights in run.glob("*.safetensors"):
         weights.unlink()
-    shutil.rmtree(run / f"checkpoint-{STEPS}")
+    (run / f"checkpoint-{STEPS}/complete.json").unlink()
     save(run, "status.json", {"state": "running", "step": 5, "message": ""})
     page = page_of(run)
     assert "was killed" in page.text and "Training loss" in page.text
+    assert f"Checkpoints: checkpoint-4; incomplete, and deleted after a later save: checkpoint-{STEPS}" in page.text
     assert "checkpoint-4" in format_summary(run)
 
 

@@ -46,6 +46,7 @@ MODELS = {
     "config_cut": with_file("config.json", '{"model_type": '),
     "more_layers": with_config("num_hidden_layers", 4),
     "other_size": with_config("intermediate_size", 97),
+    "few_positions": with_config("max_position_embeddings", 8),
     "unknown_type": with_file("config.json", '{"model_type": "lama"}'),
     "no_tokenizer": lambda folder: [path.unlink() for path in folder.glob("*token*")],
     "tokenizer_noise": with_file("tokenizer.json", NOISE),
@@ -143,7 +144,7 @@ CASES = {
         (f"{RUN} {{kit}}/runs/no_weights --output_dir {{out}}", "no_weights: holds no safetensors"),
     ],
     "sweep": [  # grids: tests/jobs/test_sweep.py
-        ("{kit}/nowhere.yaml", "nowhere.yaml: not a grid ([Errno 2]", "give recipe, output_dir and fields"),
+        ("{kit}/nowhere.yaml", "nowhere.yaml: not a grid: FileNotFoundError", "give recipe, output_dir and fields"),
     ],
     "evaluate": [
         (RUN, "run: nothing to evaluate; give --tasks or, without --out, --pairs"),
@@ -167,9 +168,11 @@ CASES = {
     ],
     "throughput": [("--pairs 3", "--pairs 3: give a multiple of 4 x --accumulation 4")],
     "train_dpo": [
+        (f"{TRAIN} --warmup_steps 9", "warmup_steps 9: the run has only 2 steps; give a share, such as 0.1"),
+        (f"{ON}/few_positions", "max_length 256: a pair has", "the model has 8 positions", "set max_length: 8"),
         ("--config {kit}/noise.yaml", "noise.yaml is not valid YAML"),
         (f"{TRAIN} --dataset_name {{kit}}/folder.json", "folder.json: give .json, .jsonl or .parquet files"),
-        (f"{TRAIN} --dataset_name {{kit}}/cut.jsonl", "cut.jsonl: cannot be read: Compressed file ended"),
+        (f"{TRAIN} --dataset_name {{kit}}/cut.jsonl", "cut.jsonl: cannot be read: EOFError: Compressed file ended"),
         (f"{TRAIN} --dataset_name {{kit}}/half.jsonl", "half.jsonl: line 9: ", "surrogates not allowed"),
         (f"{TRAIN} --dataset_name {{kit}}/deep.jsonl", "deep.jsonl: line 1: maximum recursion depth"),
         (f"{TRAIN} --model_name_or_path /nope", "model_name_or_path /nope: no such folder"),

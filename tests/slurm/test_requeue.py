@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from sfm_dpo.run.checkpoint import why_incomplete
-from sfm_dpo.run.folder import read_mapping, read_status
+from sfm_dpo.run.files import read_file
+from sfm_dpo.run.folder import read_status
 from tests.slurm.jobs import CPU, end_of, log_of, stand_in, train
 from tests.toolbox import logged, wait_for
 
@@ -58,7 +59,7 @@ def test_each_way_to_stop_requeues_and_the_run_ends_as_if_nobody_had_stopped_it(
     assert log.count("resuming from outputs/stopped/checkpoint-") == 2
     assert log.endswith(f"ended: state done, exit code 0, step {STEPS}, outputs/stopped\n")
 
-    starts = read_mapping(run / "environment.json")["starts"]
+    starts = read_file(run / "environment.json")["starts"]
     assert [(s["job"], s["restart"]) for s in starts] == [(job, None), (job, "1"), (job, "2")]
     steps = [s["step"] for s in starts]
     assert steps[0] == 0 and steps == sorted(set(steps)), steps
@@ -167,10 +168,11 @@ def test_a_stop_during_the_node_check_requeues(cluster, project, tmp_path, how):
 
 HANGS = """
 import json, os, pathlib
-from sfm_dpo.run.folder import ENVIRONMENT, read_mapping, write_status
+from sfm_dpo.run.files import read_file
+from sfm_dpo.run.folder import ENVIRONMENT, write_status
 
 run = pathlib.Path("outputs/hangs")
-start = read_mapping(run / ENVIRONMENT)
+start = read_file(run / ENVIRONMENT)
 host, job = os.environ["SLURMD_NODENAME"], os.environ["SLURM_JOB_ID"]
 start["hangs"] = [*start.get("hangs", []), {"step": 3, "rank": 0, "host": host, "job": job}]
 (run / ENVIRONMENT).write_text(json.dumps(start))
@@ -185,7 +187,7 @@ def test_a_hang_is_requeued_twice_and_resumes_without_the_node(cluster, project,
     log = end_of(cluster, folder, job, "FAILED", "70:0", restarts=2)
     assert all(f"hung and requeued (restart {n} of at most 20)" in log for n in (1, 2))
     assert "hung, not requeued: 3 hangs in this job; resubmit to resume from checkpoint-2" in log
-    hosts = [hang["host"] for hang in read_mapping(folder / "outputs/hangs/environment.json")["hangs"]]
+    hosts = [hang["host"] for hang in read_file(folder / "outputs/hangs/environment.json")["hangs"]]
     assert len(hosts) == 3 and hosts[0] != hosts[1], log
     assert log.count("the job will avoid node ") == 1, log  # both nodes excluded, there would be none left
     assert log.endswith("ended: state hung, exit code 70, step 3, outputs/hangs: no rank has moved\n")

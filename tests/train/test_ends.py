@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -13,7 +14,7 @@ import pytest
 
 import train_dpo
 from sfm_dpo.common.cli import interrupt_again
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.run import folder
 from sfm_dpo.run.checkpoint import COMPLETE, STOP
 from sfm_dpo.run.folder import read_status
@@ -25,15 +26,21 @@ from tests.toolbox import error_line, logged, on_cpu, pairs
 
 @pytest.mark.usefixtures("no_report")
 def test_a_mismatch_leaves_the_run_stopped_the_end_is_evaluated_and_made_again(
-    tiny_folder, write_rows, tmp_path, capsys
+    tiny_folder, write_rows, tmp_path, capsys, monkeypatch
 ):
+    monkeypatch.setenv("SFM_GRACE_SECONDS", "0")
     run = tmp_path / "output_dir"
     more = {"eval_fraction": 0.25, "learning_rate": 1e-3, "logging_steps": 50}  # so that no step is logged
     fields = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(16)), run, **more)
     run.mkdir()
-    (run / STOP).touch()
+    (run / STOP).write_text("for good\n")
     assert train_dpo.main(fields) == 75
+    found = re.findall(
+        r"evaluation \d+ s, step \d+ s, save \d+ s, but --signal is 0 s; submit", capsys.readouterr().out
+    )
+    assert len(found) == 1
     stopped = read_status(run)
+    assert stopped["for_good"] is True
     mark = run / "checkpoint-1" / COMPLETE
     complete = json.loads(mark.read_text())
     mark.write_text(json.dumps(complete | {"world_size": 4}))
@@ -42,6 +49,7 @@ def test_a_mismatch_leaves_the_run_stopped_the_end_is_evaluated_and_made_again(
     assert read_status(run) == stopped and stopped["state"] == "stopped"
 
     mark.write_text(json.dumps(complete))
+    monkeypatch.setenv("SFM_GRACE_SECONDS", "600")
     assert train_dpo.main(fields) == 0
     evals = {entry["step"]: entry["eval_loss"] for entry in logged(run, "eval_loss")}
     assert set(evals) == {0, 3} and evals[3] < evals[0] == pytest.approx(0.6931, abs=1e-4)
@@ -68,7 +76,7 @@ def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, monkeypatch, capsy
     def fail(*args):
         raise error
 
-    monkeypatch.setattr(train_dpo, "load", fail)
+    monkeypatch.setattr(train_dpo, "find_start", fail)
     monkeypatch.setattr(folder, "write_json", fail)
     fields = f"--model_name_or_path m --dataset_name d.jsonl --use_cpu --output_dir {tmp_path / 'run'}"
     assert train_dpo.main(fields.split()) == 1
@@ -178,16 +186,34 @@ def test_an_interrupt_that_reaches_a_destructor_comes_again(signals, monkeypatch
         time.sleep(10)
 
 
-def test_status_py_sees_a_run_as_soon_as_it_has_its_folder(tmp_path, monkeypatch, environment):
+def test_a_library_s_error_is_one_line_with_its_traceback_in_error_txt(tmp_path, monkeypatch, environment, capsys):
+    run = tmp_path / "run"
     seen = []
 
-    def fail(config):
-        seen.append(describe_run(tmp_path / "run", None, time.time()))
-        raise UserError("no such model")
+    def fail(*args):
+        seen.append(describe_run(run, None, time.time()))
+        with user_input("model m", "choose another"):
+            raise KeyError("no such model")
 
-    monkeypatch.setattr(train_dpo, "load", fail)
+    monkeypatch.setattr(train_dpo, "find_start", fail)
+    fields = f"--model_name_or_path m --dataset_name d.jsonl --use_cpu --output_dir {run}".split()
+    for _ in range(2):  # error.txt does not block the folder
+        assert train_dpo.main(fields) == 2
+        assert (seen[-1]["state"], seen[-1]["message"]) == ("running", "loading")  # status.py sees it at once
+        assert error_line(capsys.readouterr().err) == "error: model m: KeyError: 'no such model'; choose another"
+        status = read_status(run)
+        assert (status["state"], status["exit_code"], status["message"][:8]) == ("failed", 2, "model m:")
+        assert "in fail\n    raise KeyError" in (run / "error.txt").read_text()
+    monkeypatch.setattr(train_dpo, "find_start", lambda *args: (_ for _ in ()).throw(UserError("a mistake")))
+    assert train_dpo.main(fields) == 2 and not (run / "error.txt").exists()
+
+
+def test_out_of_memory_while_a_model_is_loaded_is_no_mistake(tmp_path, monkeypatch, environment, capsys):
+    def fail(*args):
+        with user_input("model m"):
+            raise MemoryError("9 GiB")
+
+    monkeypatch.setattr(train_dpo, "find_start", fail)
     fields = f"--model_name_or_path m --dataset_name d.jsonl --use_cpu --output_dir {tmp_path / 'run'}"
     assert train_dpo.main(fields.split()) == 2
-    assert (seen[0]["state"], seen[0]["message"]) == ("running", "loading")
-    status = read_status(tmp_path / "run")
-    assert (status["state"], status["exit_code"], status["message"]) == ("failed", 2, "no such model")
+    assert "out of memory in loading" in error_line(capsys.readouterr().err)

@@ -5,6 +5,7 @@ import functools
 import json
 import re
 import shlex
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
@@ -16,10 +17,13 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.memory.activations import trace_activations
 from sfm_dpo.run.checkpoint import STOP
-from sfm_dpo.run.folder import describe, is_unfinished, read_mapping, read_resolved_config
+from sfm_dpo.run.files import read_file
+from sfm_dpo.run.folder import describe, is_unfinished, read_resolved_config
 from sfm_dpo.train.callbacks import Position
 from sfm_dpo.train.checkpoints import allocate_optimizer_state
 from sfm_dpo.train.fit_memory import REMEDIES, explain_out_of_memory
+from sfm_dpo.train.settings import Settings
+from sfm_dpo.train.upstream import arguments_for_trl
 from tests.tiny_models import tiny_config
 from tests.toolbox import error_line, logged, on_cpu, pairs
 from tests.train.test_trainer import make_trainer
@@ -50,6 +54,15 @@ def train(tiny_folder, write_rows, tmp_path, monkeypatch):
     return run
 
 
+def test_checkpointing_kwargs_that_are_given_are_kept():
+    options = ["--model_name_or_path=m", "--dataset_name=x", "--use_cpu=true", "--fit_memory=true"]
+    config = parse_config([*options, '--gradient_checkpointing_kwargs={"offload": true}'])
+    shown = config.as_dict()
+    assert shown["gradient_checkpointing_kwargs"] == {"offload": True} and "gradient_checkpointing" not in shown
+    for_trl = arguments_for_trl(config.train, replace(Settings.of(config), every_n_layers=2))
+    assert for_trl.activation_checkpointing_kwargs == {"offload": True, "every_n_layers": 2}
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_report")
 def test_losses_do_not_depend_on_the_setting(train):
@@ -76,10 +89,10 @@ def test_the_choice_is_kept_at_resume_where_it_fits_and_is_no_part_of_what_was_a
             (run / STOP).touch()
         code, losses, _ = train("run", **fit, memory_gib=gib)
         assert code == (75 if stop else 0)
-        return read_mapping(run / "data.json")["settings"]["fit_memory"], losses
+        return read_file(run / "data.json")["settings"]["fit_memory"], losses
 
     chosen, _ = resume(64, stop=True)
-    facts = read_mapping(run / "data.json")
+    facts = read_file(run / "data.json")
     assert facts["settings"]["flash_attention"] == "fa2"
     facts["settings"]["flash_attention"] = "fa4"  # as was measured then
     (run / "data.json").write_text(json.dumps(facts))
@@ -92,7 +105,7 @@ def test_the_choice_is_kept_at_resume_where_it_fits_and_is_no_part_of_what_was_a
     assert smaller["bytes"] <= less * 2**30 and smaller["per_device"] in (1, 2, 4, 8)
     kept, resumed = resume(64, stop=False)
     assert (kept["per_device"], kept["every_n_layers"]) == (smaller["per_device"], smaller["every_n_layers"]) != (8, 0)
-    assert read_mapping(run / "data.json")["settings"]["flash_attention"] == "fa4"
+    assert read_file(run / "data.json")["settings"]["flash_attention"] == "fa4"
     code, losses, _ = train("uninterrupted", **fit, memory_gib=64)
     assert code == 0 and resumed == pytest.approx(losses, abs=1e-5)
     code, _, _ = train("other", **fit, memory_gib=0.0001)
@@ -108,14 +121,14 @@ def test_a_micro_batch_that_does_not_fit_is_a_line_that_names_a_smaller_setting(
     with monkeypatch.context() as patch:
         patch.setattr(train_dpo.SFMDPOTrainer, "_compute_loss", does_not_fit)
         code, _, run = train("large", fit_memory="true")
-    assert code == 2 and read_mapping(run / "status.json")["state"] == "failed"
+    assert code == 2 and read_file(run / "status.json")["state"] == "failed"
     line = error_line(capsys.readouterr().err)
     assert re.search(r"out of memory in training, step 1, micro-batch of 8 pairs, [\d,]+ tokens", line), line
     smaller = shlex.split(re.search(r"; use the next smaller setting of fit_memory: (--per_device[^;]*);", line)[1])
     fields = {name.removeprefix("--"): value for name, value in zip(smaller[::2], smaller[1::2], strict=True)}
-    size = read_mapping(run / "data.json")["settings"]["fit_memory"]["bytes"]
+    size = read_file(run / "data.json")["settings"]["fit_memory"]["bytes"]
     code, _, _ = train("large", fit_memory="true", **fields)
-    assert code == 0 and read_mapping(run / "data.json")["settings"]["fit_memory"]["bytes"] < size
+    assert code == 0 and read_file(run / "data.json")["settings"]["fit_memory"]["bytes"] < size
 
 
 def test_the_layers_stay_checkpointed_as_asked(tiny_folder, tmp_path):

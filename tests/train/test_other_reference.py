@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import train_dpo
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.jobs.evaluation import evaluate_run
-from sfm_dpo.run.folder import read_mapping
+from sfm_dpo.run.files import read_file
 from sfm_dpo.train import reference_cache
 from sfm_dpo.train.frozen_model import FrozenModel
 from tests.e2e.test_oracle import measure
@@ -128,11 +128,11 @@ def test_a_run_of_train_dpo(tiny_folder, tmp_path, write_rows, capsys):
 
     sets = json.dumps({"same": str(data)})
     assert train("run", ref_model_name_or_path=other, eval_datasets=sets) == train("plain") == 0
-    figures = [read_mapping(tmp_path / name / "preflight.json")["figures"] for name in ("run", "plain")]
+    figures = [read_file(tmp_path / name / "preflight.json")["figures"] for name in ("run", "plain")]
     assert figures[0]["chosen_logp"] == pytest.approx(figures[1]["chosen_logp"], abs=1e-4)
     assert "reference `gpt_neox` |" in (run / "README.md").read_text()
     evaluate_run(run, [], str(data), out=None, limit=None)
-    (row,) = read_mapping(run / "evaluation.json")["pairs"]
+    (row,) = read_file(run / "evaluation.json")["pairs"]
     assert row["loss"] == pytest.approx(logged(run, "eval_same_loss")[-1]["eval_same_loss"], abs=1e-4)
     (run / "status.json").unlink()
     shutil.rmtree(run / "checkpoint-2")
