@@ -200,6 +200,7 @@ def test_errors_that_are_out_of_memory(error, line, tmp_path):
 def test_the_runs_own_folder_accepts_each_remedy_that_names_no_other_one(tmp_path, phase):
     fields = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--use_cpu", "--output_dir", str(tmp_path)]
     describe(parse_config(fields), {})
+    (tmp_path / "log.jsonl").touch()  # it has trained
     position = Position()
     position.begin_micro_batch(phase, 7, {})
     here, _, elsewhere = str(explain_out_of_memory(MemoryError(), position, tmp_path)).partition(
