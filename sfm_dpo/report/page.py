@@ -23,7 +23,7 @@ from sfm_dpo.config import DATACLASSES
 from sfm_dpo.data.pairs import DROP_REASONS
 from sfm_dpo.data.traits import tabulate_sides
 from sfm_dpo.report.plots import draw_curves
-from sfm_dpo.run.folder import State, list_in
+from sfm_dpo.run.folder import State
 from sfm_dpo.run.reader import first_and_last, list_evaluations, read_run, to_float
 
 REPORT = "report.html"
@@ -148,7 +148,7 @@ def last_user_turn(prompt: str) -> str:
 def _format_steps(facts: dict[str, Any]) -> str:
     seconds = facts["seconds"]
     duration = f" in {format_clock(seconds)} since the last start" if seconds else ""
-    starts = len(list_in(facts["environment"], "starts"))
+    starts = len(facts["environment"].get("starts", []))
     hours = "" if facts["gpu_hours"] is None else f", {facts['gpu_hours']:,.1f} GPU-hours over {starts} start(s)"
     return f"{facts['steps']:,} optimizer steps{duration}{hours}"
 
