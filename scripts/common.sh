@@ -27,7 +27,7 @@ run_dpo() {
     export SLURM_EXPORT_ENV=ALL # after sbatch --export=LAUNCH=zero3, srun would pass nothing else to the nodes
     export SFM_JOB_LOG SFM_GRACE_SECONDS # for status.json, and for a warning if a save takes longer
     SFM_JOB_LOG=$(readlink "/proc/$$/fd/1")
-    SFM_GRACE_SECONDS=$(sed -n 's/^#SBATCH --signal=B:USR1@//p' "$0")
+    SFM_GRACE_SECONDS=$(sed -n 's/^#SBATCH --signal=B:USR1@//p' "${BASH_SOURCE[-1]}")
     use_environment
     choose_launch
     first_host

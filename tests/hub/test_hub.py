@@ -114,7 +114,7 @@ def test_the_base_model_is_not_published_as_a_new_one(hub, run, capsys):
     assert read_status(run)["state"] == "done"
     assert not files(hub) and hub.received == 0
     assert push(run, "--publish_anyway") == 0
-    assert "warning: " in capsys.readouterr().out and WEIGHTS in files(hub)
+    assert "warning: " in capsys.readouterr().err and WEIGHTS in files(hub)
 
 
 def test_what_its_users_could_not_use_is_not_pushed(hub, run, capsys):

@@ -241,7 +241,7 @@ def test_a_superseded_run_ends_and_names_who_has_the_folder(tmp_path, monkeypatc
     (tmp_path / LOCK).unlink()
     time.sleep(0.5)
     assert not codes, "nobody has taken it"
-    assert f"{LOCK} was removed or cannot be renewed" in capsys.readouterr().out
+    assert f"{LOCK} was removed or cannot be renewed" in capsys.readouterr().err
     lease.release()
     lease = take_folder(tmp_path)
     (tmp_path / LOCK).unlink()
