@@ -40,7 +40,7 @@ SCHEMAS: dict[str, Any] = {
     DATA: {"sources": [str], "rows": int, "train": int, "eval": int, "eval_sets": {str: int}, "dropped": {str: int}}
     | {"reference": {str: dict}, "settings": dict, "launch": str, "order": [str], "train_tokens": str}
     | {"models": {str: _TEXT}},
-    "preflight.json": _FINDING,
+    "preflight.json": _FINDING | {"table": ([[str]], None)},
     "health.json": _FINDING,
     EVALUATION: {"benchmarks": [_ROW], "pairs": [{"source": str, "pairs": int}]},
     "trainer_state.json": {"global_step": int, "best_global_step": _COUNT, "log_history": [{"step": int}]},

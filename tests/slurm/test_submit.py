@@ -194,7 +194,7 @@ SRUN_OPTIONS="--environment=dpo --container-mounts=/data:/data"
 CONTAINER = """#!/bin/bash
 [[ "$1 $2" = "--environment=dpo --container-mounts=/data:/data" ]] || exit 1
 echo "step in a container"
-PATH=${PATH#"$PWD"/modules:}
+PATH=${PATH/"$PWD/modules:"/}
 exec srun "${@:3}"
 """
 AT_SITE = """
