@@ -16,7 +16,7 @@ from sfm_dpo.config_checks import HELD_OUT
 PARTS = ("prompt", "chosen", "rejected")
 # Why a row is left out
 DROP_REASONS = {
-    "malformed": "malformed: neither text nor messages that the chat template accepts",
+    "malformed": "malformed: no text, messages or tool calls that the chat template accepts",
     "last_turn_not_assistant": "last turn is not the assistant's",
     "prompts_differ": "chosen and rejected have different prompts",
     "empty_response": "empty response",

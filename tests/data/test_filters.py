@@ -11,7 +11,7 @@ from sfm_dpo.common.files import PROJECT
 from sfm_dpo.data.contamination import read_evaluation_texts, report_contamination
 from sfm_dpo.data.faults import CHECKS, find_faults, read_answers
 from sfm_dpo.data.filters import load_keep
-from tests.toolbox import assistant, read_pairs
+from tests.toolbox import assistant, read_pairs, user
 
 PROSE = "The parser reads one line after the other and keeps what it has read in a list of tokens. " * 3
 FAULTY = [  # (check, answer)
@@ -80,12 +80,10 @@ def test_the_script_of_the_docs(load, tmp_path):
         ("Yes.", "No."),
         ("Look: https://b.org", "No."),
     ]
-    rows = [{"prompt": "What is at https://b.org?"} | pair_of(chosen, rejected) for chosen, rejected in sides]
-    assert load(rows, "--filter_script", tmp_path / "keep.py").train["row"][:] == [3, 4]
-
-
-def pair_of(chosen, rejected):
-    return {"chosen": [assistant(chosen)], "rejected": [assistant(rejected)]}
+    texts = [{"prompt": "At https://b.org?", "chosen": chosen, "rejected": rejected} for chosen, rejected in sides]
+    talks = [{side: [user(row["prompt"]), assistant(row[side])] for side in ("chosen", "rejected")} for row in texts]
+    for rows in (texts, talks):
+        assert load(rows, "--filter_script", tmp_path / "keep.py").train["row"][:] == [3, 4]
 
 
 @pytest.mark.parametrize(
