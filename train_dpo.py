@@ -174,7 +174,8 @@ def check(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
         log.info(f"padding-free, attention by {trainer.attention_kernel()}")
     sampler = trainer.train_sampler
     largest = sampler.layout.count(sampler.largest_micro_batch(sampler.micro_batch))
-    where = "" if args.train_sampling_strategy == "sequential" else " and runs first"
+    where = " and runs first" if sampler.epochs == 1 else f"; that of the first of {sampler.epochs} epochs runs first"
+    where = "" if args.train_sampling_strategy == "sequential" else where
     log.info(f"the largest micro-batch has {largest:,} tokens{where}")
     if is_main_process():
         data = Path(args.output_dir) / DATA

@@ -25,8 +25,9 @@ run_dpo() {
     [[ ${MAX_REQUEUES:-20} =~ ^[0-9]+$ ]] || fail "MAX_REQUEUES=$MAX_REQUEUES: give the number of restarts"
     export SLURM_JOB_START_TIME=${SLURM_JOB_START_TIME:-$(date +%s)} # Slurm sets it since 23.02; dates the STOP file
     export SLURM_EXPORT_ENV=ALL # after sbatch --export=LAUNCH=zero3, srun would pass nothing else to the nodes
-    export SFM_JOB_LOG # for status.json
+    export SFM_JOB_LOG SFM_GRACE_SECONDS # for status.json, and for a warning if a save takes longer
     SFM_JOB_LOG=$(readlink "/proc/$$/fd/1")
+    SFM_GRACE_SECONDS=$(sed -n 's/^#SBATCH --signal=B:USR1@//p' "${BASH_SOURCE[-1]}")
     use_environment
     choose_launch
     first_host

@@ -45,6 +45,7 @@ def main(argv: list[str]) -> int:
     print(INTRO, flush=True)
     from sfm_dpo.config import parse_config
     from sfm_dpo.health.guard import SAMPLES
+    from sfm_dpo.report.page import last_user_turn
     from sfm_dpo.run.folder import RESOLVED_CONFIG
 
     fields = ["--config", "recipes/demo.yaml", *fields]
@@ -59,8 +60,7 @@ def main(argv: list[str]) -> int:
     print("\nheld-out questions, answered by the model before and after training")
     samples = json.loads((run / SAMPLES).read_text()) if (run / SAMPLES).is_file() else []  # none with guard: skip
     for sample in samples:
-        question = sample["prompt"].split("user\n")[-1].removesuffix("assistant\n")  # without the model's system turn
-        print(f"\n{question.strip()}\nbefore: {sample['before']}\nafter: {sample['after']}")
+        print(f"\n{last_user_turn(sample['prompt'])}\nbefore: {sample['before']}\nafter: {sample['after']}")
     print(f"\nreport: {run}/report.html; every metric: {run}/trainer_state.json")
     return 0
 

@@ -28,6 +28,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--limit", type=number(int, 1), help="samples per task, and pairs; default: all")
     parser.add_argument("--num_fewshot", type=number(int, 0), help="default: the task's setting")
     parser.add_argument("--batch_size", type=number(int, 1), default=8)
+    parser.add_argument("--backend", choices=("hf", "vllm"), default="hf", help="of lm-eval; vllm is faster")
     parser.add_argument("--no_chat_template", dest="apply_chat_template", action="store_false", help="plain prompts")
     parser.add_argument("--model_args", nargs="+", default=[], metavar="KEY=VALUE", help="for lm-eval's model")
     options = vars(parser.parse_args(argv))

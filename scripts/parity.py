@@ -8,9 +8,15 @@ sharing), batch_1 (one pair per forward), bf16, compile. Runs in one process; fp
 Exit codes: 0 all rounding, 1 a bug, 2 an error. docs/reproducibility.md explains the rule.
 """
 
+import os
 import sys
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
+
+from sfm_dpo.common.distributed import first_gpu
+
+os.environ["CUDA_VISIBLE_DEVICES"] = first_gpu()
+
 
 from sfm_dpo.common.cli import Arguments, command, new_file, number
 from sfm_dpo.common.files import write_json

@@ -1,9 +1,10 @@
 #!/usr/bin/env python
 """Downloads a recipe's model and pairs into HF_HOME, and tokenises the pairs. Run it on a node with a network.
 
-    python scripts/prefetch.py --config recipes/think.yaml [--field value ...]
+    python scripts/prefetch.py --config recipes/think.yaml [--download_only] [--field value ...]
 
-Compute nodes can then run with HF_HUB_OFFLINE=1.
+Compute nodes can then run with HF_HUB_OFFLINE=1. Where login nodes must not compute, --download_only leaves the
+tokenising to a CPU node: sbatch scripts/prepare.sh prefetch.py --config recipes/think.yaml
 """
 
 import sys
@@ -11,11 +12,13 @@ from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 from huggingface_hub import snapshot_download
+from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.common.errors import user_input
 from sfm_dpo.config import parse_config
-from sfm_dpo.data.sources import explain_cache_errors
+from sfm_dpo.config_checks import read_eval_sets
+from sfm_dpo.data.sources import explain_cache_errors, load_rows
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 
 # Weights only as safetensors, and the other files that AutoModel and AutoTokenizer read
@@ -24,15 +27,26 @@ MODEL_FILES = ["*.safetensors", "*.json", "*.txt", "*.jinja", "*.model"]
 
 @command
 def main(argv: list[str]) -> None:
-    _, fields = Arguments(description=__doc__).parse_known_args(argv or ["--help"])
+    parser = Arguments(description=__doc__)
+    parser.add_argument("--download_only", action="store_true", help="do not tokenise the pairs")
+    options, fields = parser.parse_known_args(argv or ["--help"])
     config = parse_config(fields, training=False)
     for part in config.parts:
         name = part.model.model_name_or_path
         if not Path(name).is_dir():
+            files = [*MODEL_FILES, *(["*.py"] if config.train.trust_remote_code else [])]
             remedy = "a gated or private model needs HF_TOKEN"
             with user_input(f"{part.model_field} {name}: cannot be downloaded", remedy), explain_cache_errors():
-                folder = snapshot_download(name, revision=part.revision, allow_patterns=MODEL_FILES)
+                folder = snapshot_download(name, revision=part.revision, allow_patterns=files)
             print(f"model {name}: {folder}", flush=True)
+    if options.download_only:
+        args = config.train
+        single = DatasetConfig(str(args.dataset_name), args.dataset_config, split=args.dataset_train_split)
+        held_out = [DatasetConfig(**entry) for entry in read_eval_sets(args.eval_datasets).values()]
+        for entry in [*(config.data.datasets or [single]), *held_out]:
+            rows = load_rows(entry.path, entry.name, entry.split, entry.data_dir, entry.data_files)
+            print(f"data {entry.path}: {len(rows):,} rows", flush=True)
+        return
     pairs = load_token_pairs(config, load_tokenizer(config))
     print(f"data\n{pairs.table()}")
 

@@ -7,6 +7,7 @@ It reads `preflight_samples` pairs or two global batches, whichever is more.
 Exit codes: 0 go or caution, 2 wrong configuration, 3 no-go.
 """
 
+import os
 import shutil
 import sys
 import tempfile
@@ -14,6 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
+
+from sfm_dpo.common.distributed import first_gpu
+
+os.environ["CUDA_VISIBLE_DEVICES"] = first_gpu()
+
 import torch
 
 import train_dpo

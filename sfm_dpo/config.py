@@ -6,10 +6,11 @@ Precedence: defaults < recipe (`--config`) < command line. A recipe's values bec
 import argparse
 import dataclasses
 import functools
-import importlib.util
 import json
+import netrc
 import os
 import re
+import urllib.parse
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 import yaml
 from transformers import SchedulerType
 from transformers.hf_argparser import HfArg
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, TrlParser, get_peft_config
 from trl.scripts.utils import DatasetConfig
 
@@ -108,6 +109,7 @@ REMOVED = {
     **dict.fromkeys(_FILTERS, "write a filter_script (docs/data.md)"),
 }
 
+CHECKPOINTING = [f"{name}_checkpointing{kind}" for name in ("gradient", "activation") for kind in ("", "_kwargs")]
 _construct = yaml.SafeLoader("").construct_document  # a node's value, typed by YAML's rules
 _OPTIONAL = {f.name for cls in DATACLASSES for f in dataclasses.fields(cls) if "None" in str(f.type)}
 
@@ -161,8 +163,8 @@ FIELD_GROUPS = {
         max_length max_prompt_length truncation_mode max_dropped_fraction filter_script drop_duplicates
         drop_contaminated control_tokens overlong mask_tool_results dataset_num_proc""",
     "Objective and optimizer": """loss_type loss_weights beta label_smoothing allow_unnormalized_beta learning_rate
-        lr_scheduler_type warmup_steps num_train_epochs max_steps weight_decay max_grad_norm optim
-        router_aux_loss_coef""",
+        lr_scheduler_type lr_scheduler_kwargs warmup_steps num_train_epochs max_steps weight_decay max_grad_norm
+        optim router_aux_loss_coef""",
     "Batch, memory and speed": """global_batch_size per_device_train_batch_size per_device_eval_batch_size fit_memory
         memory_gib gradient_checkpointing padding_free prefix_sharing flash_attention precompute_ref_log_probs
         precompute_ref_batch_size train_sampling_strategy torch_compile bf16 use_cpu profile_steps""",
@@ -400,10 +402,18 @@ def resolve_fitted(namespace: Any) -> list[str]:
         fitted += ["per_device_train_batch_size", "gradient_accumulation_steps"]
         namespace.per_device_train_batch_size = 1 if namespace.fit_memory else TrainConfig.per_device_train_batch_size
     if namespace.gradient_checkpointing is None and namespace.activation_checkpointing is None:
-        fitted += ["gradient_checkpointing", "gradient_checkpointing_kwargs"]
-        fitted += ["activation_checkpointing", "activation_checkpointing_kwargs"]
+        fitted += [name for name in CHECKPOINTING if getattr(namespace, name) is None]
         namespace.gradient_checkpointing = True
     return fitted if namespace.fit_memory else []
+
+
+def has_wandb_login() -> bool:
+    """Whether `wandb login` has stored a key in ~/.netrc."""
+    host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(str(host)) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 def resolve_report_to(report_to: list[str]) -> tuple[list[str], str]:
@@ -411,10 +421,10 @@ def resolve_report_to(report_to: list[str]) -> tuple[list[str], str]:
     trackers = [tracker for tracker in report_to if tracker != "none"]
     for tracker in trackers:
         check_known("report_to", tracker, INTEGRATION_TO_CALLBACK)  # `all` is refused: it includes W&B's login prompt
-        if tracker in ("trackio", "tensorboard") and importlib.util.find_spec(tracker) is None:
+        if tracker not in get_available_reporting_integrations():
             raise UserError(f"report_to {tracker}: not installed; pip install {tracker}, or remove it")
     usable = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE") in ("offline", "disabled")
-    if "wandb" in trackers and not usable:
+    if "wandb" in trackers and not (usable or has_wandb_login()):
         trackers.remove("wandb")
-        return trackers, "W&B off: neither WANDB_API_KEY nor WANDB_MODE=offline is set"
+        return trackers, "W&B off: neither WANDB_API_KEY nor WANDB_MODE=offline is set, and `wandb login` was not run"
     return trackers, f"tracking: {', '.join(trackers) or 'none'}"

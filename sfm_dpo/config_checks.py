@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from transformers.utils import is_flash_attn_2_available
-from trl import ModelConfig
+from trl import DatasetMixtureConfig, DPOConfig, ModelConfig
 
 from sfm_dpo.common.errors import UserError, nearest, user_input
 
@@ -172,7 +172,7 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
         check_known("loss_type", loss, LOSS_TYPES)
     if re.search(r"['\"](use_auth_)?token['\"]", str(namespace.model_init_kwargs)):  # the error omits its value
         raise UserError("model_init_kwargs: its token would be stored with the run; put HF_TOKEN into .env instead")
-    refused = [(name, remedy) for name, remedy in REFUSED.items() if values[name]]
+    refused = [(name, remedy) for name, remedy in REFUSED.items() if values[name] != default_of(name)]
     for name, remedy in [*refused, *find_conflicts(namespace, world_size, training)]:
         raise UserError(f"{name} {values[name]}: {remedy}")
     prefixes = [f"eval_{name}_" for name in read_eval_sets(namespace.eval_datasets)]
@@ -191,6 +191,11 @@ def check_length_of_run(args: Any, pairs: int) -> None:
         raise UserError(
             f"warmup_steps {args.warmup_steps:g}: the run has only {steps} steps; give a share, such as 0.1"
         )
+
+
+def default_of(name: str) -> Any:
+    """The default of a field of TRL."""
+    return getattr(DPOConfig, name) if hasattr(DPOConfig, name) else getattr(DatasetMixtureConfig, name)
 
 
 def find_template_errors(template: str, training: bool) -> Iterator[tuple[str, str]]:

@@ -47,6 +47,8 @@ def make_project(folder: Path) -> Path:
     (project / "pairs" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for recipe in (project / "recipes").glob("*.yaml"):
         fields = yaml.safe_load(recipe.read_text())
+        if fields.pop("datasets", None):  # a mixture
+            fields["dataset_name"] = "mixture"
         for field, target in (("model_name_or_path", "tiny model"), ("dataset_name", "pairs")):
             link(project, fields[field], target)
         recipe.write_text(yaml.safe_dump(fields | SMALL))

@@ -264,12 +264,19 @@ def test_precision_without_a_gpu(parse):
     assert parse({"dtype": "bfloat16", "use_peft": True}).model.dtype == "bfloat16"
 
 
-def test_wandb_is_off_without_a_key_and_said_so(monkeypatch):
-    assert resolve_report_to(["wandb"]) == ([], "W&B off: neither WANDB_API_KEY nor WANDB_MODE=offline is set")
+def test_wandb_is_off_without_a_key_and_said_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    off = "W&B off: neither WANDB_API_KEY nor WANDB_MODE=offline is set, and `wandb login` was not run"
+    assert resolve_report_to(["wandb"]) == ([], off)
     assert resolve_report_to(["none"]) == ([], "tracking: none")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    assert resolve_report_to(["wandb", "mlflow"]) == (["wandb", "mlflow"], "tracking: wandb, mlflow")
+    both = ["wandb", "tensorboard"]
+    assert resolve_report_to(both.copy()) == (both, "tracking: wandb, tensorboard")
     monkeypatch.setenv("WANDB_MODE", "online")
+    assert resolve_report_to(["wandb"])[0] == []
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password k")
+    assert resolve_report_to(["wandb"])[0] == ["wandb"]
+    (tmp_path / "netrc").write_text("machine wandb.other.org login user password k")
     assert resolve_report_to(["wandb"])[0] == []
     monkeypatch.setenv("WANDB_API_KEY", "k")
     assert resolve_report_to(["wandb"])[0] == ["wandb"]
@@ -299,7 +306,7 @@ def test_wrong_mixture(parse, datasets, part):
     "fields",
     [
         {},
-        {"report_to": ["wandb", "mlflow"], "eval_fraction": 0.1, "eval_strategy": "epoch", "save_strategy": "no"},
+        {"report_to": ["wandb", "tensorboard"], "eval_fraction": 0.1, "eval_strategy": "epoch", "save_strategy": "no"},
         {
             "loss_type": ["sigmoid_norm", "sft"],
             "loss_weights": [1.0, 0.5],
@@ -334,19 +341,19 @@ def test_a_token_is_used_but_held_by_no_field(parse, monkeypatch):
     assert "canary" not in text and "hub_token" not in text
 
 
-def test_a_tracker_that_is_not_installed_is_one_line(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="report_to trackio: not installed; pip install trackio, or remove it"):
-        resolve_report_to(["trackio"])
+def test_a_tracker_that_is_not_installed_is_one_line():
+    for tracker in ("mlflow", "comet_ml", "dvclive"):
+        with pytest.raises(UserError, match=f"report_to {tracker}: not installed; pip install {tracker}, or remove"):
+            resolve_report_to([tracker])
 
 
 @pytest.mark.parametrize("field", REFUSED)
 def test_fields_that_would_not_work_are_refused(parse, field):
-    value = {"neftune_noise_alpha": 5.0, "label_smoothing_factor": 0.1, "ld_alpha": 0.5, "test_split_size": 0.1}
+    value = {"neftune_noise_alpha": 5.0, "label_smoothing_factor": 0.1, "ld_alpha": 0.0, "test_split_size": 0.1}
     assert refused(parse, {field: value.get(field, True)}).startswith(f"{field} {value.get(field, True)}: ")
 
 
 def test_every_field_of_trl_is_in_its_table():
-    page = (PROJECT / "docs/internals/trl-fields.md").read_text()
+    page = (PROJECT / "docs/reference.md").read_text().split("## Fields of TRL and Transformers")[1]
     ours = {f.name for f in dataclasses.fields(DPOConfig)} - {f.name for f in dataclasses.fields(TrainingArguments)}
     assert not {name for name in ours | set(REFUSED) - {"streaming", "test_split_size"} if f"`{name}`" not in page}

@@ -27,6 +27,12 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def first_gpu() -> str:
+    """CUDA_VISIBLE_DEVICES for a process that uses one GPU: of those given, numbers or the UUIDs of GPUs or MIG
+    instances, the first. Set it before torch is imported, which may start CUDA."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+
+
 def environment_outside_launcher() -> dict[str, str]:
     """The environment for a process that must not take itself for a rank, or for a part of this Slurm job."""
     return {k: v for k, v in os.environ.items() if k == "SLURM_CONF" or not k.startswith(tuple(_OF_RANKS))}

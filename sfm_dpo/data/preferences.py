@@ -7,7 +7,7 @@ number in it, from 1; and `prompt_key` and `pair_key`, hashes that identify repe
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -229,10 +229,9 @@ def _read_messages(value: Any, role: str) -> list[dict] | None:
         if not all(isinstance(text, str) for text in texts):
             return None
         first = {"role": message["role"], "content": "".join(texts)}
-        extras = message | first
-        if extras.get("tool_calls"):
-            extras["tool_calls"] = read_calls(extras["tool_calls"])
-        messages.append(first | extras)
+        messages.append(first | message | first)
+        if calls := message.get("tool_calls"):
+            messages[-1]["tool_calls"] = read_calls(calls)
     return messages
 
 
@@ -252,22 +251,11 @@ def read_calls(calls: Any) -> list[Any]:
     """Tool calls from a list, or from JSON text, with arguments as mappings. Raises ValueError for other text."""
     calls = json.loads(calls) if isinstance(calls, str) else calls
     calls = calls if isinstance(calls, list) else [calls]
-    return [convert_arguments(call, _parse_object) if isinstance(call, dict) else call for call in calls]
-
-
-def convert_arguments(call: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
-    """A call, or its `function`, with converted arguments."""
-    if isinstance(call.get("function"), dict):
-        return call | {"function": convert_arguments(call["function"], convert)}
-    return call | {"arguments": convert(call["arguments"])} if "arguments" in call else call
-
-
-def _parse_object(value: Any) -> Any:
-    try:
-        parsed = json.loads(value)
-    except (TypeError, ValueError):
-        return value
-    return parsed if isinstance(parsed, dict) else value
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+    return calls
 
 
 def read_text(side: str | list[dict], left_out: Sequence[str] = ("system",)) -> str:

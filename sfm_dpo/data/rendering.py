@@ -18,7 +18,7 @@ from trl.data_utils import common_prefix_length
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.pairs import PARTS
-from sfm_dpo.data.preferences import TOOL_ROLES, convert_arguments, read_calls
+from sfm_dpo.data.preferences import TOOL_ROLES, read_calls
 
 # What a template raises that refuses the roles, their order or the tools of a conversation
 REFUSALS = (TemplateError, TypeError, ValueError)
@@ -33,7 +33,7 @@ def make_renderer(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> C
 
 def render_pair(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str] | None:
     """The texts of prompt, prompt+chosen and prompt+rejected; None if the chat template refuses the row. `pair` keeps
-    its tool calls in the form that the template accepts."""
+    its tool calls under the name that the template reads."""
     if isinstance(pair["prompt"], str):
         eos = tokenizer.eos_token
         responses = [pair[side].removesuffix(eos) + eos for side in ("chosen", "rejected")]
@@ -43,30 +43,25 @@ def render_pair(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> lis
             f"model_name_or_path {tokenizer.name_or_path}: its tokenizer has no chat template, but the data are "
             "conversations; put a chat_template.jinja into its folder"
         )
-    template = str(tokenizer.chat_template)
-    for as_text in (False, True):
-        try:
-            for part in PARTS:
-                pair[part] = [_fit_calls(message, template, as_text) for message in pair[part]]
-            return _render_parts(pair, make_renderer(pair, tokenizer))
-        except TemplateSyntaxError as error:
-            where = f"model_name_or_path {tokenizer.name_or_path}: its chat template, line {error.lineno}"
-            raise UserError(f"{where}: {error}") from error
-        except REFUSALS:
-            continue
-    return None
+    try:
+        for part in PARTS:
+            pair[part] = [_name_calls(message, str(tokenizer.chat_template)) for message in pair[part]]
+        return _render_parts(pair, make_renderer(pair, tokenizer))
+    except TemplateSyntaxError as error:
+        where = f"model_name_or_path {tokenizer.name_or_path}: its chat template, line {error.lineno}"
+        raise UserError(f"{where}: {error}") from error
+    except REFUSALS:
+        return None
 
 
-def _fit_calls(message: dict[str, Any], template: str, as_text: bool) -> dict[str, Any]:
-    """A message with `function_calls` renamed to tool_calls, unless they are text that the template prints, as OLMo
-    3's does; `as_text`: with arguments as JSON text, for templates such as DeepSeek's."""
+def _name_calls(message: dict[str, Any], template: str) -> dict[str, Any]:
+    """A message with `function_calls` as tool_calls, unless they are text that the template prints, as OLMo 3's."""
     calls = message.get("function_calls")
     is_printed = isinstance(calls, str) and "function_calls" in template
-    if calls and not is_printed and "tool_calls" in template:
-        others = {name: value for name, value in message.items() if name != "function_calls"}
-        message = others | {"tool_calls": read_calls(calls)}
-    if as_text and message.get("tool_calls"):
-        message = message | {"tool_calls": [convert_arguments(call, json.dumps) for call in message["tool_calls"]]}
+    if not calls or is_printed or "tool_calls" not in template:
+        return message
+    message = message | {"tool_calls": read_calls(calls)}
+    del message["function_calls"]
     return message
 
 

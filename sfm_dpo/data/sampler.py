@@ -92,6 +92,7 @@ class PairSampler(Sampler[int]):
     seed: int
     packed: bool = True  # the run's Layout
     shared: bool = False
+    epochs: int = 1  # of the run, the last one perhaps in part
 
     def __post_init__(self) -> None:
         if len(self.lengths) < self.global_batch:
@@ -108,7 +109,12 @@ class PairSampler(Sampler[int]):
     def of(cls, lengths: Lengths, args: TrainConfig, micro_batch: int, shared: bool) -> "PairSampler":
         strategy = args.train_sampling_strategy
         seed = args.seed if args.data_seed is None else args.data_seed
-        return cls(lengths, strategy, args.global_batch_size, micro_batch, seed, args.padding_free, shared)
+        sampler = cls(lengths, strategy, args.global_batch_size, micro_batch, seed, args.padding_free, shared)
+        epochs = args.num_train_epochs
+        if args.max_steps > 0:
+            epochs = args.max_steps * args.global_batch_size / len(sampler)
+        sampler.epochs = math.ceil(epochs)
+        return sampler
 
     def __len__(self) -> int:
         return len(self.lengths) // self.global_batch * self.global_batch
@@ -157,9 +163,9 @@ class PairSampler(Sampler[int]):
         """The rows [size, by default micro_batch] of each micro-batch of an optimizer step, in the order of ranks."""
         return (layout or self.layout).split(rows, size or self.micro_batch, self.strategy == "batch_rebalance")
 
-    def largest_micro_batch(self, size: int, epochs: int = 1) -> np.ndarray:
-        """The rows [size] of the micro-batch with the most tokens in the first `epochs` epochs."""
-        steps = [rows for epoch in range(epochs) for rows in self.steps(epoch)]
+    def largest_micro_batch(self, size: int) -> np.ndarray:
+        """The rows [size] of the micro-batch with the most tokens in all epochs."""
+        steps = [rows for epoch in range(self.epochs) for rows in self.steps(epoch)]
         micro_batches = [micro_batch for rows in steps for micro_batch in self.micro_batches(rows, size)]
         return max(micro_batches, key=self.layout.count)
 

@@ -25,6 +25,7 @@ TRAITS: dict[str, tuple[Callable[[str], Any], str]] = {
     "list": (lambda text: len(re.findall(r"^[ \t]*(?:[-*+•]|\d+[.)])[ \t]+\S", text, re.M)) >= 3, "has a list"),
     "other script": (lambda text: 3 * len(_OTHER_LETTER.findall(text)) > len(text), "is in a non-Latin script"),
 }
+SIDES = ("chosen", "rejected")
 CELLS = dict.fromkeys(TRAITS, "{chosen:.1%} / {rejected:.1%}") | {
     "tokens": "{chosen:,.0f} / {rejected:,.0f}",
     "base margin": "{difference:+.3f}, above 0 in {chosen_more:.0%}",
@@ -58,10 +59,11 @@ def compare_sides(values: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> list[d
 
 
 def tabulate_sides(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Rows of cells; the first row holds the headings."""
-    table = [["source (chosen / rejected)", "pairs", "only rejected declines", *rows[0]["sides"]]]
+    """Rows of cells; the first row holds the headings. A trait that no answer has is left out."""
+    names = [name for name in rows[0]["sides"] if any(row["sides"][name][side] for row in rows for side in SIDES)]
+    table = [["source (chosen / rejected)", "pairs", "only rejected declines", *names]]
     for row in rows:
-        cells = [CELLS[name].format(**side) for name, side in row["sides"].items()]
+        cells = [CELLS[name].format(**row["sides"][name]) for name in names]
         table.append([row["source"], f"{row['pairs']:,}", f"{row['sides']['declines']['rejected_more']:.1%}", *cells])
     return table
 

@@ -1,5 +1,6 @@
 """The guard: applies the rules of guard_rules.py during training, and stops a run that has collapsed."""
 
+import json
 import logging
 from pathlib import Path
 from statistics import fmean
@@ -12,7 +13,7 @@ from sfm_dpo.common.errors import GuardStopped, UserError
 from sfm_dpo.common.files import write_json
 from sfm_dpo.config_checks import HELD_OUT, LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.data.lengths import count_trained
-from sfm_dpo.health.generation import Answer, continue_prompts, repeated_4grams
+from sfm_dpo.health.generation import continue_prompts, repeated_4grams
 from sfm_dpo.health.guard_rules import (
     COLLAPSE_STEPS,
     SIGMOID_LOSSES,
@@ -42,9 +43,12 @@ class Guard(TrainerCallback):
         self.findings: list[Finding] = []
         self.stopped: Finding | None = None
         self.last_healthy: str | None = None  # path of a checkpoint
-        self.first_answers: list[Answer] = []
+        self.first_texts: list[str] = []  # answers of the first round
 
     def on_train_begin(self, args, state, control, **kwargs):
+        samples = Path(args.output_dir) / SAMPLES
+        if state.global_step and samples.is_file():  # of the start that began the run
+            self.first_texts = [sample["before"] for sample in json.loads(samples.read_text())]
         loss_type = main_loss(args.loss_type)
         chosen_tokens = 1.0
         if loss_type not in LENGTH_NORMALIZED_LOSSES:
@@ -57,7 +61,7 @@ class Guard(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" not in (logs or {}) or self.stopped:
             return
-        is_due = bool(self.prompts) and (state.global_step % args.guard_generations == 0 or not self.first_answers)
+        is_due = bool(self.prompts) and (state.global_step % args.guard_generations == 0 or not self.first_texts)
         if is_due and is_main_process():
             state.log_history[-1].update(self._generate(args))  # saved in trainer_state.json
         entries = [entry for entry in state.log_history if "loss" in entry]
@@ -123,10 +127,10 @@ class Guard(TrainerCallback):
         model.eval()
         answers = continue_prompts(model, tokenizer, self.prompts, NEW_TOKENS)
         model.train()
-        self.first_answers = self.first_answers or answers
+        self.first_texts = self.first_texts or [answer.text for answer in answers]
         prompts = tokenizer.batch_decode(self.prompts, skip_special_tokens=True)
-        rows = zip(prompts, self.first_answers, answers, strict=True)
-        samples = [{"prompt": prompt, "before": first.text, "after": last.text} for prompt, first, last in rows]
+        rows = zip(prompts, self.first_texts, answers, strict=True)
+        samples = [{"prompt": prompt, "before": first, "after": last.text} for prompt, first, last in rows]
         write_json(Path(args.output_dir) / SAMPLES, samples)
         return {
             "guard/repeated_4grams": repeated_4grams([a.text for a in answers]),

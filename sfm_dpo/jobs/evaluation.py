@@ -1,6 +1,7 @@
 """Evaluation of a trained model and its base: benchmarks of lm-eval, held-out metrics on other preference sets."""
 
 import importlib
+import importlib.util
 import logging
 import math
 import tempfile
@@ -41,6 +42,8 @@ def evaluate_run(path: Path, tasks: list[str], pairs: str | None, out: Path | No
     if not tasks and (out or not (pairs or results)):
         raise UserError(f"{path}: nothing to evaluate; give --tasks or, without --out, --pairs")
     if tasks:
+        if options["backend"] == "vllm" and not importlib.util.find_spec("vllm"):
+            raise UserError("--backend vllm: not installed; pip install vllm, or leave the option out")
         options |= {"tasks": tasks, "task_manager": load_tasks(tasks)}
     found: dict[str, list[dict[str, Any]]] = {}
     if tasks:
@@ -86,20 +89,21 @@ def evaluate_benchmarks(model: SavedModel, options: dict[str, Any], with_base: b
     base = {"pretrained": model.base, "tokenizer": folder}
     if revision := model.base_revision:
         base["revision"] = revision
-    trained = base | {"peft": folder} if model.is_adapter else {"pretrained": folder, "tokenizer": folder}
+    adapter = "lora_local_path" if options["backend"] == "vllm" else "peft"
+    trained = base | {adapter: folder} if model.is_adapter else {"pretrained": folder, "tokenizer": folder}
     after = run_lm_eval(trained, **options)
     before = run_lm_eval(base, **options) if with_base else after
     facts = {"limit": options["limit"], "chat_template": options["apply_chat_template"], "time": now()}
     return [row | facts | {"lm_eval": after["lm_eval_version"]} for row in compare_results(before, after)]
 
 
-def run_lm_eval(model: dict[str, str], model_args: str, **options: Any) -> dict:
-    """lm-eval's results with `samples`. `model`, `model_args` (KEY=VALUE,...): arguments of its model."""
+def run_lm_eval(model: dict[str, str], model_args: str, backend: str, **options: Any) -> dict:
+    """lm-eval's results with `samples`. `model`, `model_args` (KEY=VALUE,...): arguments of its model `backend`."""
     lm_eval = importlib.import_module("lm_eval")
     on_gpu = torch.cuda.is_available()
     given = lm_eval.utils.simple_parse_args_string(model_args)
     return lm_eval.simple_evaluate(
-        model="hf",
+        model=backend,
         model_args={"dtype": "auto" if on_gpu else "float32"} | model | given,
         device="cuda" if on_gpu else "cpu",
         gen_kwargs={"do_sample": False, "temperature": 0.0},  # greedy, whatever a task says
@@ -149,11 +153,13 @@ def evaluate_pairs(model: SavedModel, dataset: str, limit: int | None) -> dict[s
     fields |= {"bf16": on_gpu, "fp16": False, "use_cpu": not on_gpu, "dtype": "auto" if on_gpu else "float32"}
     fields |= UNCOMPILED | {"flash_attention": "auto", "use_peft": False, "precompute_ref_log_probs": True}
     fields |= {"fit_memory": False, "per_device_train_batch_size": 1, "global_batch_size": 1}
+    fields["max_dropped_fraction"] = 1  # this set is not the recipe's
     with tempfile.TemporaryDirectory() as folder:  # also the trainer's output_dir
         model.link_files(Path(folder))  # in a run's folder, Trainer would load the adapters of its checkpoints
         config = parse_config(short_run(["--config", str(model.run / RESOLVED_CONFIG)], output_dir=folder, **fields))
         tokenizer = load_tokenizer(config)
-        pairs = load_token_pairs(config, tokenizer).train
+        loaded = load_token_pairs(config, tokenizer)
+        pairs = loaded.train
         trainer = SFMDPOTrainer(
             config,
             train_dataset=pairs,
@@ -162,7 +168,9 @@ def evaluate_pairs(model: SavedModel, dataset: str, limit: int | None) -> dict[s
             peft_config=PeftConfig.from_pretrained(model.folder) if model.is_adapter else None,
         )
         add_reference(trainer)
-        log.info(f"computing the trained model on {len(pairs):,} pairs")
+        log.info(
+            f"computing the trained model on {len(pairs):,} pairs; {len(loaded.dropped_rows):,} rows are left out"
+        )
         trainer._load_from_checkpoint(folder)  # replaces the base model's weights
         trainer.evaluate()
     logged = trainer.state.log_history[-1]

@@ -23,6 +23,7 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
+from sfm_dpo.common.distributed import first_gpu
 from sfm_dpo.common.files import CALIBRATION, PROJECT, now, write_json
 from sfm_dpo.config import parse_config
 from sfm_dpo.config_short_run import short_run
@@ -32,13 +33,14 @@ from sfm_dpo.model.attention import is_installed
 from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.run.files import read_file
 from sfm_dpo.run.folder import DATA, ENVIRONMENT
+from sfm_dpo.train.fit_memory import SIGNS
 
 LAYERS = 4
 PER_DEVICE = 2
 TIMEOUT = 900  # seconds for each process
 SPREAD = 4  # runs may differ by this many times the difference that another batch shape makes
 ROUNDOFF = torch.finfo(torch.bfloat16).eps / 2  # or this many roundings: DeepSpeed's residual stream is 16 bit
-MEMORY_TOLERANCE = 1.15  # measured over planned
+MEMORY_TOLERANCE = 1.15  # measured over planned, or planned over measured
 Result = tuple[bool | None, str]  # whether a check passed (None if it only measures), and what it found
 
 
@@ -103,7 +105,7 @@ class Place:
         if not self.on_gpu:
             env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         elif "single" in name:
-            env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+            env["CUDA_VISIBLE_DEVICES"] = first_gpu()
         path = self.folder / f"{name}.log"
         with path.open("w") as log:  # timeout also ends the ranks
             words = ["timeout", "--signal=KILL", str(TIMEOUT), *command]
@@ -150,7 +152,9 @@ def check_paths(place: Place) -> Result:
     options = ["--variants", "packed,packed+bf16,shared,shared+bf16", "--json", str(out)]
     try:
         place.call("paths-single", sys.executable, "scripts/parity.py", *options, *place.options("paths", bf16=False))
-    except RuntimeError:
+    except RuntimeError as error:
+        if SIGNS.search(str(error)):
+            raise Skipped(f"fp32 weights, gradients and padded scores do not fit: {error}") from error
         if not out.exists():
             raise
     rows = json.loads(out.read_text())["variants"]
@@ -244,7 +248,8 @@ def check_memory(place: Place) -> Result:
     if "perf/mfu" in steps[0]:
         place.calibration["mfu"] = fmean(step["perf/mfu"] for step in steps[1:])
         text += f", {place.calibration['mfu']:.1%} MFU"
-    return measured <= MEMORY_TOLERANCE * planned if place.on_gpu else None, text
+    fits = 1 / MEMORY_TOLERANCE <= measured / planned <= MEMORY_TOLERANCE  # below, fit_memory would waste the rest
+    return fits if place.on_gpu else None, text
 
 
 CHECKS: dict[str, Callable[[Place], Result]] = {

@@ -12,19 +12,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from functorch.compile import make_boxed_func
+from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
 
 from sfm_dpo.model.attention import boundary_arguments, packed_attention_forward, packed_mask
 from sfm_dpo.model.flops import count_experts
 from sfm_dpo.model.loading import build_model
-from sfm_dpo.model.packing import find_delta_nets
+from sfm_dpo.model.packing import compile_layers, find_delta_nets
 
 SHAPES = "packed_shapes"  # packed attention with the GPU's kernel, whose shapes are known on every device
-TRACED_TOKENS = 1024
+TRACED_TOKENS = 4096  # below, a mixture of experts and an LM head's copies are not linear in the tokens
 TRACED_SEQUENCES = 2
 HEAD_TOKENS = 4096  # rows of a tile of logits (TRL 1.16, kernels/chunked_logprob.py)
 HEAD_COLUMNS = 32768
@@ -64,7 +66,7 @@ def trace_activations(
     if dtype == torch.float32 and count_experts(text):
         half = trace_activations(config, torch.bfloat16, checkpointing, copies)  # products over experts need 16 bit
         return Activations(2 * half.saved, 2 * half.peak)
-    counts = Counter(getattr(text, "layer_types", None) or ["block"] * text.num_hidden_layers)
+    counts = count_kinds(text)
     totals = []
     for tokens in (TRACED_TOKENS, 2 * TRACED_TOKENS):
         one_each = _trace_bytes(config, dtype, checkpointing, list(counts), tokens, copies)
@@ -78,6 +80,23 @@ def trace_activations(
     fixed = totals[0] - per_token * TRACED_TOKENS
     saved, peak = np.stack([fixed, per_token], axis=1)
     return Activations(saved, peak)
+
+
+def count_kinds(config: PretrainedConfig) -> Counter[str]:
+    """Layers of each kind."""
+    return Counter(getattr(config, "layer_types", None) or ["block"] * config.num_hidden_layers)
+
+
+def compiled_savings(config: PretrainedConfig, dtype: torch.dtype, copies: float | None = None) -> float:
+    """Bytes for each token that all layers, if they are compiled, save less for the backward: AOTAutograd's partition
+    of each kind of layer against eager autograd. Arguments as for `trace_activations`."""
+    total = 0.0
+    for kind, count in count_kinds(config.get_text_config()).items():
+        eager = _saved_bytes(config, dtype, kind, copies, compiled=False)
+        compiled = _saved_bytes(config, dtype, kind, copies, compiled=True)
+        total += count * (eager - compiled) / TRACED_TOKENS
+    torch._dynamo.reset()  # training compiles for real tensors
+    return total
 
 
 def head_bytes(config: PretrainedConfig, tokens: int, dtype: torch.dtype, on_gpu: bool) -> int:
@@ -131,6 +150,45 @@ def _trace_bytes(
     copies: float | None,
 ) -> np.ndarray:
     """[2] bytes besides the weights, after the forward and at the backward's peak, with a block for each kind."""
+    with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
+        model = _build_backbone(config, dtype, kinds)
+        if checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        for parameter in model.parameters():  # as the launchers do: a gradient is freed once it is reduced
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        weights = live.now
+        output = _run_backbone(model, tokens, copies)
+        saved = live.now
+        output.sum().backward()
+        return np.array([saved - weights, live.peak - weights], dtype=float)
+
+
+def _saved_bytes(config: PretrainedConfig, dtype: torch.dtype, kind: str, copies: float | None, compiled: bool) -> int:
+    """Bytes that a model with one layer saves for the backward, besides its weights, for TRACED_TOKENS tokens."""
+    saved: dict[int, torch.UntypedStorage] = {}  # by address, which is unique while they live
+
+    def record(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = storage
+        return tensor
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = _build_backbone(config, dtype, [kind])
+        if compiled:
+            compile_layers(model, _partition, None)
+        weights = {tensor.untyped_storage()._cdata for tensor in model.state_dict(keep_vars=True).values()}
+        with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+            _run_backbone(model, TRACED_TOKENS, copies)
+    return sum(storage.nbytes() for address, storage in saved.items() if address not in weights)
+
+
+def _partition(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    """A backend that partitions a graph into forward and backward as Inductor does, and runs both as they are."""
+    return compile_fx(graph, inputs, inner_compile=lambda part, *args, **kwargs: make_boxed_func(part.forward))
+
+
+def _build_backbone(config: PretrainedConfig, dtype: torch.dtype, kinds: list[str]) -> PreTrainedModel:
+    """The model with a block for each kind, attention by the GPU's kernel, and a small vocabulary."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     text.num_hidden_layers = len(kinds)
@@ -139,26 +197,22 @@ def _trace_bytes(
     text.vocab_size = min(text.vocab_size, 1024)  # the embedding's gradient is not an activation
     text.pad_token_id = None
     config._attn_implementation = SHAPES
-    with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
-        model = build_model(config, dtype).train()
-        for net in find_delta_nets(model):  # their code without kernels refuses boundaries
-            net.register_forward_pre_hook(_drop_boundaries, with_kwargs=True)
-        if checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
-        for parameter in model.parameters():  # as the launchers do: a gradient is freed once it is reduced
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)
-        weights = live.now
-        ids = torch.zeros(1, tokens, dtype=torch.long)
-        bounds = torch.zeros(TRACED_SEQUENCES + 1, dtype=torch.int32)
-        shared: dict[str, torch.Tensor] = {}
-        if copies is not None:
-            keys = torch.zeros(tokens + round(copies * tokens), dtype=torch.int32)
-            shared = {"shared_keys": keys, "shared_order": keys}
-        boundaries = boundary_arguments(bounds, tokens, **shared)
-        output = model.base_model(ids, position_ids=ids, use_cache=False, **boundaries).last_hidden_state
-        saved = live.now
-        output.sum().backward()
-        return np.array([saved - weights, live.peak - weights], dtype=float)
+    model = build_model(config, dtype).train()
+    for net in find_delta_nets(model):  # their code without kernels refuses boundaries
+        net.register_forward_pre_hook(_drop_boundaries, with_kwargs=True)
+    return model
+
+
+def _run_backbone(model: PreTrainedModel, tokens: int, copies: float | None) -> torch.Tensor:
+    """Its last hidden states for a row of `tokens`."""
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    bounds = torch.zeros(TRACED_SEQUENCES + 1, dtype=torch.int32)
+    shared: dict[str, torch.Tensor] = {}
+    if copies is not None:
+        keys = torch.zeros(tokens + round(copies * tokens), dtype=torch.int32)
+        shared = {"shared_keys": keys, "shared_order": keys}
+    boundaries = boundary_arguments(bounds, tokens, **shared)
+    return model.base_model(ids, position_ids=ids, use_cache=False, **boundaries).last_hidden_state
 
 
 def _drop_boundaries(net: torch.nn.Module, args: Any, kwargs: Any) -> Any:

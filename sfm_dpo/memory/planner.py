@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from peft import get_peft_model
 from transformers import PretrainedConfig
@@ -18,7 +19,7 @@ from trl import get_peft_config
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler
-from sfm_dpo.memory.activations import Activations, head_bytes, trace_activations
+from sfm_dpo.memory.activations import Activations, compiled_savings, head_bytes, trace_activations
 from sfm_dpo.model.loading import load_model_config, meta_model
 from sfm_dpo.model.packing import why_not_shared
 from sfm_dpo.model.sharding import blocks
@@ -104,7 +105,7 @@ class MemoryPlanner:
         for size in sorted({*FIRST_STEPS_FOR, self.config.micro_batch}):
             if args.global_batch_size % (size * self.gpus):
                 continue
-            rows = sampler.largest_micro_batch(size, math.ceil(args.num_train_epochs))
+            rows = sampler.largest_micro_batch(size)
             tokens = sampler.layout.count(rows)
             copies = max(0, int(self.lengths.sequences[rows].sum()) - tokens)
             responses = int(self.lengths.responses[rows].sum())
@@ -118,7 +119,11 @@ class MemoryPlanner:
         if self.prefix_sharing:
             copies = max(batch.copies / batch.tokens for batch in self.micro_batches)
         checkpointed = trace_activations(self.model_config, self.dtype, True, copies)
-        return checkpointed, trace_activations(self.model_config, self.dtype, False, copies)
+        stored = trace_activations(self.model_config, self.dtype, False, copies)
+        if self.config.train.torch_compile and self.on_gpu:
+            savings = np.array([0, compiled_savings(self.model_config, self.dtype, copies)])
+            stored = Activations(stored.saved - savings, stored.peak - savings)
+        return checkpointed, stored
 
     def states(self, launch: str, zero: dict[str, Any]) -> dict[str, int]:
         """Bytes on each GPU for weights, gradients, AdamW's moments, buffers, and a live reference model.
@@ -147,7 +152,11 @@ class MemoryPlanner:
             bucket = zero.get("reduce_bucket_size", "auto")
             if bucket == "auto":  # as transformers sets it
                 bucket = self.model_config.get_text_config().hidden_size ** 2
-            buffers = size * min(int(bucket), self.trained) * (2 if zero.get("overlap_comm") else 1)
+            bucket = size * min(int(bucket), self.trained)
+            buffers = bucket * (2 if zero.get("overlap_comm") else 1)
+            buffers += bucket  # flattened while it is reduced
+            if launch == "zero2":  # each tensor is then added to the fp32 gradients
+                buffers += 4 * max(p.numel() for p in (self.adapter or self.model).parameters() if p.requires_grad)
         states = {
             "weights": int(weights * total) + gathered,
             "gradients": int(gradients * self.trained),

@@ -91,11 +91,15 @@ def choose_flash(choice: str, earlier: str | None = None) -> str:
         return choice
     if earlier:
         return earlier
-    if CALIBRATION.exists() and torch.cuda.is_available():
-        measured = json.loads(CALIBRATION.read_text())
-        if measured["gpu"] == torch.cuda.get_device_name() and measured.get("flash"):
-            return measured["flash"].lower()
-    return "fa2"
+    return measured_here().get("flash", "FA2").lower()
+
+
+def measured_here() -> dict[str, Any]:
+    """What check_gpu.sh measured on this kind of GPU; empty if it has not."""
+    if not (CALIBRATION.exists() and torch.cuda.is_available()):
+        return {}
+    measured = json.loads(CALIBRATION.read_text())
+    return measured if measured["gpu"] == torch.cuda.get_device_name() else {}
 
 
 def is_installed(flash: str) -> bool:

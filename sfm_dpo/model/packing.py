@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import inspect
 import types
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -171,7 +172,7 @@ def find_delta_nets(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if type(module) in kinds]
 
 
-def compile_layers(model: PreTrainedModel, backend: str, mode: str | None) -> None:
+def compile_layers(model: PreTrainedModel, backend: str | Callable, mode: str | None) -> None:
     """Compiles each decoder layer in place, so names in the state dict do not change. `generate` runs uncompiled.
 
     accelerate 1.15's `compile_regions` compiles a copy of the model, whose forward, bound by TRL, still runs the

@@ -47,10 +47,14 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
     return {"Tokens": percentiles, "What each max_length keeps and costs": candidates, "What the pairs teach": teach}
 
 
-def format_recipe_line(result: dict[str, Any]) -> str:
+def format_recipe_lines(result: dict[str, Any]) -> str:
     best = result["recommendation"]
-    tokens = f"keeps {best['tokens_kept']:.1%} of the response tokens"
-    return f"max_length: {best['max_length']}  # leaves {best['untouched']:.1%} of the pairs untouched, {tokens}"
+    kept = f"{best['untouched']:.1%} of the pairs untouched, {best['tokens_kept']:.1%} of the response tokens kept"
+    lengths = {name: best[name] for name in ("max_length", "max_prompt_length")}
+    options = " ".join(f"--{name} {value}" for name, value in lengths.items())
+    return "\n".join(
+        [f"# {kept}", *(f"{name}: {value}" for name, value in lengths.items()), f"# as options: {options}"]
+    )
 
 
 def format_analysis(result: dict[str, Any]) -> str:
@@ -71,7 +75,7 @@ def format_analysis(result: dict[str, Any]) -> str:
         "\n".join(["Findings", *findings]),
         "\n".join(example),
         f"Recommendation: max_length {best['max_length']:,}\n{best['reason']}",
-        format_recipe_line(result),
+        format_recipe_lines(result),
     ]
     return "\n\n".join(parts)
 
@@ -120,6 +124,6 @@ def write_page(result: dict[str, Any], path: Path) -> None:
         picture=picture,
         tables=build_tables(result),
         note=NOTE,
-        yaml_line=format_recipe_line(result),
+        yaml_line=format_recipe_lines(result),
     )
     write_atomically(path, page)

@@ -16,6 +16,7 @@ from sfm_dpo.data.lengths import Lengths
 CANDIDATES = (256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768)
 STEPS = (*range(128, 4096, 128), *range(4096, 2**20 + 1, 1024))  # possible recommendations
 PERCENTILES = (1, 10, 25, 50, 75, 90, 95, 99, 100)
+NOTHING_LOST = {"flops": 1.1, "max_length": 2}  # the most time and memory, relative to the usual recommendation
 FORWARDS = 4  # an epoch: forward and backward of the policy (3 forwards), and one forward of the reference
 SIDES = ("total", "prompt", "chosen", "rejected")
 # From max_length and max_prompt_length to the trained tokens of each response, [N, 2]
@@ -72,16 +73,18 @@ def analyze_lengths(
 ) -> dict[str, Any]:
     """Percentiles, a row for each candidate max_length, the recommendation and the curves of the plot.
 
-    The recommendation is the shortest of STEPS that leaves at least `min_coverage` of the pairs untouched and keeps at
-    least `min_tokens_kept` of the response tokens, or else the longest. `forward_flops` gives a forward's FLOPs for
-    the sequences' lengths and the number of response tokens; `limit` is the model's longest context.
+    The recommendation is the shortest of STEPS that at least `min_coverage` of the pairs fit, and that keeps at least
+    `min_tokens_kept` of the response tokens, or else the longest; but the shortest that all pairs fit, if it is within
+    NOTHING_LOST of that. `forward_flops` gives a forward's FLOPs for the sequences' lengths and the number of response
+    tokens; `limit` is the model's longest context.
     """
     longest = int(lengths.total.max())
     steps = list_lengths(STEPS, longest, limit)
     suffices = False
     for step in steps:
         best = compute_coverage(lengths, count, step, max_prompt_length, overlong)
-        suffices = best["untouched"] >= min_coverage and best["tokens_kept"] >= min_tokens_kept
+        fits = 1 - best["overlong"] / len(lengths)  # max_prompt_length may cut others
+        suffices = fits >= min_coverage and best["tokens_kept"] >= min_tokens_kept
         if suffices:
             break
     if not best["tokens"]:
@@ -90,7 +93,7 @@ def analyze_lengths(
             "set max_prompt_length, or use a model with a longer context"
         )
     position = steps.index(best["max_length"])
-    shown = {*list_lengths(CANDIDATES, longest, limit), *steps[max(0, position - 1) : position + 1]}
+    shown = {*list_lengths(CANDIDATES, longest, limit), *steps[max(0, position - 1) : position + 1], steps[-1]}
     rows = []
     for max_length in sorted(shown):
         row = compute_coverage(lengths, count, max_length, max_prompt_length, overlong)
@@ -99,13 +102,26 @@ def analyze_lengths(
             row["flops"] = FORWARDS * forward_flops(torch.from_numpy(sequences), row["response_tokens"])
             rows.append(row)
     best = next(row for row in rows if row["max_length"] == best["max_length"])
+    wanted = f"cuts at most {1 - min_coverage:.1%} of the pairs and keeps {min_tokens_kept:.1%} of the response tokens"
+    reason = f"The shortest that {wanted}"
+    if not suffices:
+        reason = f"No max_length within the model's limit {wanted}; this is the longest"
+    whole = next((row for row in rows if not row["overlong"]), best)
+    growth = {name: whole[name] / best[name] for name in NOTHING_LOST}
+    if whole is not best and all(growth[name] <= most for name, most in NOTHING_LOST.items()):
+        reason = f"It cuts no pair, and takes {growth['flops'] - 1:.1%} more time than {best['max_length']:,}"
+        best = whole
     for row in rows:
         row["relative_time"] = row["flops"] / best["flops"]
-    wanted = f"at least {min_coverage:.1%} of the pairs untouched and {min_tokens_kept:.1%} of the response tokens"
-    found = f"{best['max_length']:,} leaves {best['untouched']:.1%} and keeps {best['tokens_kept']:.1%}"
-    reason = f"The shortest that leaves {wanted}: {found}."
-    if not suffices:
-        reason = f"No max_length within the model's limit leaves {wanted}; the longest, {found}."
+    cut = best["overlong"] / len(lengths)
+    reason += f": {best['max_length']:,} cuts {cut:.1%} and keeps {best['tokens_kept']:.1%}."
+    cut_prompts = float((lengths.prompt > (max_prompt_length or longest)).mean())
+    if cut_prompts > 1 - min_coverage:
+        reason += (
+            f" max_prompt_length {max_prompt_length} cuts {cut_prompts:.1%} of the prompts, whatever max_length is."
+        )
+    prompt_lengths = (max_prompt_length, int(lengths.prompt.max()), best["max_length"] // 2)
+    best["max_prompt_length"] = next(n for n in prompt_lengths if n and n < best["max_length"])
     # Ties count one half
     chosen, rejected = count(None, None).T
     longer = np.where(chosen == rejected, 0.5, chosen > rejected)

@@ -6,6 +6,7 @@ It works for a run in any state, even before its first step.
 """
 
 import dataclasses
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -20,9 +21,10 @@ from sfm_dpo.common.files import format_clock, format_table, write_atomically
 from sfm_dpo.common.statistics import wilson
 from sfm_dpo.config import DATACLASSES
 from sfm_dpo.data.pairs import DROP_REASONS
-from sfm_dpo.report.plots import draw_curves, read_constants
+from sfm_dpo.data.traits import tabulate_sides
+from sfm_dpo.report.plots import draw_curves
 from sfm_dpo.run.folder import State
-from sfm_dpo.run.reader import first_and_last, list_evaluations, list_restarts, read_run, to_float
+from sfm_dpo.run.reader import first_and_last, list_evaluations, read_run, to_float
 
 REPORT = "report.html"
 FIGURES = "figures"
@@ -70,9 +72,9 @@ def write_report(run: Path) -> Path:
         sentences=describe_run(facts),
         held_out=list_held_out(facts),
         evaluation_tables=evaluation_tables(facts["evaluation"]),
-        curves=draw_curves(facts["log"], run / FIGURES),
-        constants=read_constants(facts["log"]),
-        restarts=list_restarts(facts),
+        curves=draw_curves(facts, run / FIGURES),
+        preflight_table=tabulate_preflight(facts["preflight"]),
+        last_user_turn=last_user_turn,
         drop_reasons=DROP_REASONS,
         changed=changed_fields(facts["config"]),
         format_yaml=format_yaml,
@@ -91,7 +93,8 @@ def format_summary(run: Path) -> str:
         rows.append(("message", status["message"]))
     for title, table in list_held_out(facts):
         rows.append(("held out", f"{title}, 95% interval in brackets"))
-        rows += [(f"  {row['metric']}", f"{row['before']} -> {row['after']}") for row in table]
+        for metric, *values in (row.values() for row in table):
+            rows.append((f"  {metric}", " -> ".join(values)))
     first, last = first_and_last(facts["log"], "loss")
     if first is not None:
         rows.append(("loss", f"training {first:.3f} -> {last:.3f}"))
@@ -119,19 +122,40 @@ def describe_run(facts: dict[str, Any]) -> list[str]:
     first, last = first_and_last(facts["log"], "loss")
     if first is not None:
         lines.append(f"Training loss {first:.3f} at the start, {last:.3f} at the end (mean of the last tenth).")
+    if job := facts["status"].get("task") or facts["status"].get("job"):
+        lines.append(f"Slurm job {job}, log in {facts['status'].get('log') or 'logs'}.")
     if not list_held_out(facts):
         lines.append("No held-out pairs were evaluated: training metrics alone do not show memorisation.")
     return lines
 
 
+def tabulate_preflight(preflight: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The preflight's means over the pairs with 95% intervals, then by source what the two answers are like."""
+    figures = preflight.get("figures")
+    if not isinstance(figures, dict):
+        return []
+    names = {"chosen_logp": "chosen, per token", "token_gap": "gap, per token", "sum_gap": "gap, sum"}
+    means = [(names[name], "{:+.2f} ({:+.2f} to {:+.2f}) nats".format(*figures[name])) for name in names]
+    return [*means, *zip(*tabulate_sides(figures["sides"]), strict=True)]
+
+
+def last_user_turn(prompt: str) -> str:
+    """The last turn of a prompt that a chat template has rendered: ChatML, OLMo's or Llama 3's; else all of it."""
+    turn = re.split(r"(?m)^\W*user\W*$", prompt)[-1]
+    return re.sub(r"(?m)^\W*assistant\W*(<think>)?\s*\Z", "", turn).strip()
+
+
 def _format_steps(facts: dict[str, Any]) -> str:
     seconds = facts["seconds"]
     duration = f" in {format_clock(seconds)} since the last start" if seconds else ""
-    return f"{facts['steps']:,} optimizer steps{duration}"
+    starts = len(facts["environment"].get("starts", []))
+    hours = "" if facts["gpu_hours"] is None else f", {facts['gpu_hours']:,.1f} GPU-hours over {starts} start(s)"
+    return f"{facts['steps']:,} optimizer steps{duration}{hours}"
 
 
 def list_held_out(facts: dict[str, Any]) -> list[tuple[str, list[dict[str, str]]]]:
-    """(name, rows) for eval_fraction and each set of eval_datasets: each metric's first and last value as text."""
+    """(name, rows) for eval_fraction and each set of eval_datasets: each metric's name and, as text, its values
+    `before` and `after`, without the one that was not evaluated."""
     tables = []
     sets = {"": facts["data"].get("eval", 0)} | facts["data"].get("eval_sets", {})
     for name, pairs in sets.items():
@@ -139,13 +163,15 @@ def list_held_out(facts: dict[str, Any]) -> list[tuple[str, list[dict[str, str]]
         entries = list_evaluations(facts, prefix)
         if not entries or not pairs:
             continue
+        sides = {"before" if entry["step"] == 0 else "after": entry for entry in entries}
         rows = []
         for metric, title in PAIR_METRICS.items():
-            before = format_metric(metric, to_float(entries[0].get(prefix + metric)), pairs)
-            after = format_metric(metric, to_float(entries[-1].get(prefix + metric)), pairs)
-            if metric == "rewards/accuracies" and entries[0]["step"] == 0:  # policy = reference: no answer has gained
-                before = "0.50, all ties"
-            rows.append({"metric": title, "before": before, "after": after})
+            row = {"metric": title}
+            for side, entry in sides.items():
+                row[side] = format_metric(metric, to_float(entry.get(prefix + metric)), pairs)
+            if metric == "rewards/accuracies" and "before" in row:  # policy = reference: no answer has gained
+                row["before"] = "0.50, all ties"
+            rows.append(row)
         tables.append((f"{pairs:,} pairs of {name}" if name else f"{pairs:,} held-out pairs", rows))
     return tables
 

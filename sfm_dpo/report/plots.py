@@ -8,75 +8,67 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from matplotlib import rc_params_from_file
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from sfm_dpo.run.reader import to_float
+from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES, main_loss
+from sfm_dpo.run.reader import list_restarts, to_float
 
 matplotlib.use("Agg")
 
 INK = "#23272e"  # text and axes; the report replaces it with the page's text colour
 COLORS = ("#2f81c7", "#d9702b", "#3f9d6b")  # legible on white and on dark grey
-SMOOTH_FROM = 120  # with this many logged points, a running mean is drawn over the faint raw curve
+SMOOTH_FROM = 20  # with this many logged points, a running mean is drawn over the faint raw curve
 # file name: (title, {metric: label}, unit)
 PANELS = {
     "loss": ("Loss", {"loss": "training"}, "nats"),
     "margin": ("Reward margin", {"rewards/margins": "training"}, "reward, chosen - rejected"),
     "accuracy": ("Reward accuracy", {"rewards/accuracies": "training"}, "share of pairs"),
-    "rewards": ("Rewards", {f"rewards/{name}": name for name in ("chosen", "rejected", "average")}, "reward"),
-    "logps": ("Log-probability", {"logps/chosen": "chosen", "logps/rejected": "rejected"}, "nats, sum of an answer"),
+    "logps": (
+        "Log-probability relative to the reference",
+        {f"rewards/{name}": name for name in ("chosen", "rejected", "average")},
+        "",
+    ),
     "entropy": ("Entropy", {"entropy": "training"}, "nats per token"),
     "grad_norm": ("Gradient norm", {"grad_norm": "training"}, "L2 norm, before clipping"),
     "learning_rate": ("Learning rate", {"learning_rate": "training"}, "learning rate"),
 }
-STYLE = {
-    **dict.fromkeys(
-        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color", "grid.color"), INK
-    ),
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.formatter.useoffset", "legend.frameon"), False),
-    "font.size": 9,
-    "axes.linewidth": 0.6,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "grid.linewidth": 0.4,
-    "grid.alpha": 0.25,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "lines.linewidth": 1.1,
-    "savefig.dpi": 160,
-    "svg.fonttype": "none",  # keeps text as text: small, sharp, and in the page's colour
-    "svg.hashsalt": "sfm-dpo",
-}
+STYLE = rc_params_from_file(Path(__file__).with_name("templates") / "plots.mplstyle", use_default_template=False)
 
 
-def draw_curves(
-    log: list[dict[str, Any]], folder: Path, panels: Collection[str] | None = None
-) -> list[tuple[str, str]]:
+def draw_curves(facts: dict[str, Any], folder: Path, panels: Collection[str] | None = None) -> list[tuple[str, str]]:
     """Writes `folder`/<panel>.png for each of `panels` that has a logged value; returns [(title, SVG element)].
 
-    `log` is transformers' log_history, in which held-out metrics start with `eval_`; NaN and inf leave a gap. The
-    default for `panels` is all of PANELS, and one for each metric of evaluation/ and of perf/ that is not constant.
+    `facts`: of read_run; in its log, held-out metrics start with `eval_`, and NaN and inf leave a gap. The default for
+    `panels` is all of PANELS, and one for each metric of evaluation/ and perf/.
     """
+    log = facts["log"]
     chosen = {name: PANELS[name] for name in panels or PANELS}
     if panels is None:
-        constant = read_constants(log)
         keys = {key for entry in log for key in entry if key.startswith(("evaluation/", "perf/"))}
-        for key in sorted(keys - set(constant)):
-            chosen[re.sub(r"\W", "_", key)] = (key, {key: "training"}, key.split("/", 1)[1].replace("_", " "))
+        for key in sorted(keys):
+            title = key.removeprefix("perf/").replace("/", ": ").replace("_", " ")
+            chosen[re.sub(r"\W", "_", key)] = (title, {key: "training"}, "")
     svgs = []
     with matplotlib.rc_context(STYLE):
         for name, (title, metrics, unit) in chosen.items():
             figure = Figure(figsize=(4.4, 2.9), layout="constrained")
             axes = figure.add_subplot()
+            if name == "logps":  # rewards are beta times that
+                unit = _unit_of_rewards(facts["config"])
+            scale = facts["config"].get("beta", 1) if name == "logps" else 1
             for color, (metric, label) in zip(COLORS, metrics.items(), strict=False):
-                _draw_training(axes, log, metric, label, color)
+                _draw_training(axes, log, metric, label, color, scale)
             if len(metrics) == 1:
                 _draw_held_out(axes, log, *metrics)
             if not axes.lines:
                 continue
+            for step in list_restarts(facts):
+                axes.axvline(step, color=INK, linewidth=0.4)
             axes.set(title=title, xlabel="optimizer step", ylabel=unit)
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, nbins=6))
             if len(axes.get_legend_handles_labels()[0]) > 1:
                 figure.legend(loc="outside lower left", ncols=4, handlelength=1.4, columnspacing=1)
             folder.mkdir(exist_ok=True)
@@ -85,24 +77,20 @@ def draw_curves(
     return svgs
 
 
-def read_constants(log: list[dict[str, Any]]) -> dict[str, float]:
-    """The last value of each perf/ metric that stays within 1% of its largest: a curve would show no more."""
-    constants = {}
-    for key in sorted({key for entry in log for key in entry if key.startswith("perf/")}):
-        _, values = _read_series(log, key)
-        if len(values) > 1 and np.ptp(values) <= 0.01 * np.abs(values).max():
-            constants[key] = float(values[-1])
-    return constants
+def _unit_of_rewards(config: dict[str, Any]) -> str:
+    is_mean = main_loss(config.get("loss_type") or [""]) in LENGTH_NORMALIZED_LOSSES
+    return "nats per token" if is_mean else "nats, sum of an answer"
 
 
-def _draw_training(axes: Axes, log: list[dict[str, Any]], metric: str, label: str, color: str) -> None:
-    """Draws the logged values as a line; if there are many, a running mean over a faint line."""
+def _draw_training(axes: Axes, log: list[dict[str, Any]], metric: str, label: str, color: str, scale: float) -> None:
+    """Draws the logged values over `scale` as a line; if there are many, a running mean over a faint line."""
     steps, values = _read_series(log, metric)
+    values = values / scale
     if not np.isfinite(values).any():
         return
     if len(values) >= SMOOTH_FROM and metric != "learning_rate":
         axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.6)
-        values = _running_mean(values, len(values) // 40 * 2 + 1)
+        values = _running_mean(values, max(5, len(values) // 40 * 2 + 1))
     axes.plot(steps, values, color=color, label=label, marker="." if len(values) < 3 else "")
 
 

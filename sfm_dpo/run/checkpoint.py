@@ -170,16 +170,18 @@ def copy_best(best: str | None, args: Any) -> None:
 
 
 def rotate(run: str | Path, limit: int | None) -> None:
-    """Deletes the oldest complete checkpoints beyond `limit`, except those that have KEEP, are in use, or are the best
-    one of a newer checkpoint that a run may resume from."""
-    if limit is None:
-        return
-    complete = [c for c in checkpoints(run) if why_incomplete(c) is None and not (c / KEEP).exists()]
-    complete = [c for c in complete if not is_in_use(c)]
-    best = [read_best(checkpoint) for checkpoint in complete[-limit:]]
-    for checkpoint in complete[:-limit]:
-        if checkpoint not in best:
-            (checkpoint / COMPLETE).unlink()  # first: an interrupted deletion must not leave it complete
+    """Deletes incomplete checkpoints before the newest complete one, and the oldest complete ones beyond `limit`,
+    except those that have KEEP, are in use, or are the best one of a newer checkpoint that a run may resume from."""
+    newest = step_of(newest_checkpoint(run))
+    free = [c for c in checkpoints(run) if step_of(c) <= newest and not (c / KEEP).exists() and not is_in_use(c)]
+    complete = [c for c in free if why_incomplete(c) is None]
+    recent = complete[-limit:] if limit else complete
+    best = [read_best(checkpoint) for checkpoint in recent]
+    for checkpoint in free:
+        if checkpoint not in (*recent, *best):
+            (checkpoint / COMPLETE).unlink(
+                missing_ok=True
+            )  # first: an interrupted deletion must not leave it complete
             shutil.rmtree(checkpoint)
 
 

@@ -13,7 +13,7 @@ from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import format_clock, format_table
 from sfm_dpo.common.secrets import mask_values
 from sfm_dpo.common.slurm import is_running, squeue_states
-from sfm_dpo.run.checkpoint import checkpoints, newest_checkpoint
+from sfm_dpo.run.checkpoint import checkpoints, newest_checkpoint, why_incomplete
 from sfm_dpo.run.files import ENVIRONMENT, RESOLVED_CONFIG, SCHEMAS, STATUS, read_file
 from sfm_dpo.run.folder import LOG, State
 from sfm_dpo.run.lock import LOCK, read_owner
@@ -34,8 +34,8 @@ SUBMITTED = "submitted.json"  # in a sweep's folder: by run the task of an array
 def read_run(run: Path) -> dict[str, Any]:
     """The content of a run's files, empty if absent or damaged: `config`, and by stem the others of SCHEMAS; `log`
     (log_history of the newest trainer_state.json, then later entries of LOG and `read_evaluations`), `steps`,
-    `seconds` of training since the last start or None, `gpu_hours`, and `checkpoints`. Raises UserError without
-    files."""
+    `seconds` of training since the last start or None, `gpu_hours`, and the names of complete `checkpoints` and of
+    `incomplete` ones. Raises UserError without files."""
     facts = {Path(name).stem: mask_values(read_file(run / name)) for name in SCHEMAS}  # reports are shared
     facts["config"] = facts.pop(Path(RESOLVED_CONFIG).stem)
     by_step = checkpoints(run)
@@ -55,7 +55,8 @@ def read_run(run: Path) -> dict[str, Any]:
         "steps": max(state.get("global_step", 0), facts["status"].get("step") or 0),
         "seconds": runtimes[-1] if runtimes else None,
         "gpu_hours": count_gpu_hours(facts["environment"], facts["status"]),
-        "checkpoints": [folder.name for folder in by_step],
+        "checkpoints": [folder.name for folder in by_step if why_incomplete(folder) is None],
+        "incomplete": [folder.name for folder in by_step if why_incomplete(folder)],
     }
 
 
@@ -73,9 +74,9 @@ def list_evaluations(facts: dict[str, Any], prefix: str = "eval_") -> list[dict[
 
 
 def list_restarts(facts: dict[str, Any]) -> list[int]:
-    """Steps at which the run was restarted, from the list of starts in environment.json."""
+    """Steps, after the first, at which the run was restarted, from the list of starts in environment.json."""
     starts = facts["environment"].get("starts", [])
-    return list(dict.fromkeys(start["step"] for start in starts[1:]))
+    return list(dict.fromkeys(start["step"] for start in starts[1:] if start["step"]))
 
 
 def count_gpu_hours(environment: dict[str, Any], status: dict[str, Any]) -> float | None:

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -57,10 +59,33 @@ class Position(TrainerCallback):
 
 
 class StopCallback(TrainerCallback):
-    """Ends the run after the step at which rank 0 sees the stop file: all ranks save and exit together."""
+    """Ends the run after the step at which rank 0 sees the stop file: all ranks save and exit together. Warns once if
+    that takes longer than a batch job has between --signal and its end."""
 
     def __init__(self) -> None:
         self.stopped = False
+        self.grace = float(os.environ.get("SFM_GRACE_SECONDS") or math.inf)  # scripts/common.sh
+        self.seconds: dict[str, float] = {}  # of the last step, evaluation and save
+
+    def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
+        self.since = time.monotonic()
+
+    on_train_begin = on_step_begin
+
+    def on_evaluate(self, *_: Any, part: str = "evaluation", **kwargs: Any) -> None:
+        now = time.monotonic()
+        self.seconds[part] = now - self.since
+        self.since = now
+
+    def on_save(self, *_: Any, **kwargs: Any) -> None:
+        self.on_evaluate(part="save")
+        total = sum(self.seconds.values())
+        if total > self.grace:
+            parts = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in self.seconds.items())
+            remedy = f"submit with --signal=B:USR1@{2 * total:.0f}, unless you gave a longer one"
+            what = f"a stop at the time limit may not be saved: {parts}, but --signal is {self.grace:g} s"
+            log.warning(f"{what}; {remedy}")
+            self.grace = math.inf
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         # A run that is killed and resumed from a checkpoint then logs the same values as an undisturbed run
@@ -68,6 +93,7 @@ class StopCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self.on_epoch_end(args, state, control)
+        self.on_evaluate(part="step")
         # Rank 0 decides: a rank that checked a moment earlier could continue alone and hang
         if broadcast(stop_requested(args.output_dir)) and state.global_step < state.max_steps:
             self.stopped = True

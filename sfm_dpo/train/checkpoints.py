@@ -26,6 +26,7 @@ class CompleteCheckpoints(DPOTrainer):
     config: Config
     position: Any
     train_tokens: str  # hash of the token ids
+    is_resumed: bool
     num_tokens: int  # trained so far, prompts included, over all ranks
     is_fsdp_enabled: bool
 
@@ -112,6 +113,7 @@ class ResumeCallback(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.trainer.is_resumed = state.global_step > 0
         logged = [int(entry["num_tokens"]) for entry in state.log_history if "num_tokens" in entry]
         self.trainer.num_tokens = max(logged, default=0)
         # Upstream: deepspeed 0.19, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.initialize_optimizer_states:

@@ -22,6 +22,7 @@ from sfm_dpo.common.errors import OutOfMemory, UserError
 from sfm_dpo.config import Config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.memory.planner import MemoryPlanner, memory_limit
+from sfm_dpo.model.attention import measured_here
 from sfm_dpo.model.sharding import launched_with
 from sfm_dpo.run.files import read_file
 from sfm_dpo.run.folder import DATA
@@ -68,7 +69,8 @@ def _choose(config: Config, dataset: Dataset, model_config: PretrainedConfig, ea
         total = torch.cuda.mem_get_info()[1]
     limit = memory_limit(total, args.memory_gib)
     same = (earlier["per_device"], earlier["every_n_layers"]) if earlier else None
-    setting = planner.choose(limit, states, earlier=same)
+    ratio = float(measured_here().get("memory_ratio", 1))
+    setting = planner.choose(limit, states, ratio, same)
     if setting.bytes > limit:
         raise UserError(
             f"fit_memory true: no setting fits in {limit / 2**30:.2f} GiB; the smallest is {setting}; use a smaller "

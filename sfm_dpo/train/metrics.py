@@ -20,6 +20,8 @@ from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
 from sfm_dpo.model.packing import find_shared
 
+ROUNDING = 8 * torch.finfo(torch.float32).eps  # of a sum of log-probs, relative, between two computations of it
+
 
 def loss_scale(completion_mask: torch.Tensor, loss_type: str) -> torch.Tensor:
     """[2B]: the divisor of each sequence's log-ratio in the loss: its response tokens (mask [2B, L]), or 1."""
@@ -37,6 +39,7 @@ def reward_metrics(
 ) -> dict[str, torch.Tensor]:
     """Metrics of each pair, [B] each, from [2B] sums over the responses (nats), chosen first, and `loss_scale`."""
     chosen, rejected = (beta * (logps - ref_logps) / scale).chunk(2)
+    rounding = beta * ROUNDING * (logps.abs() / scale).view(2, -1).sum(dim=0)
     logps_chosen, logps_rejected = logps.chunk(2)
     scaled_chosen, scaled_rejected = (logps / scale).chunk(2)
     return {
@@ -44,15 +47,15 @@ def reward_metrics(
         "rewards/rejected": rejected,
         "rewards/margins": chosen - rejected,
         "rewards/average": (chosen + rejected) / 2,
-        "rewards/accuracies": share_above(chosen, rejected),
+        "rewards/accuracies": share_above(chosen, rejected, rounding),
         "logps/chosen": logps_chosen,
         "logps/rejected": logps_rejected,
         "logps/accuracies": share_above(scaled_chosen, scaled_rejected),
     }
 
 
-def share_above(a: torch.Tensor, b: torch.Tensor, tie: float = 1e-4) -> torch.Tensor:
-    """1 where a > b, 0 where a < b, and 0.5 for a tie within rounding, so that policy = reference scores chance."""
+def share_above(a: torch.Tensor, b: torch.Tensor, tie: torch.Tensor | float = 0.0) -> torch.Tensor:
+    """1 where a > b, 0 where a < b, and 0.5 where they differ by at most `tie`: policy = reference scores chance."""
     return torch.where((a - b).abs() <= tie, 0.5, (a > b).float())
 
 

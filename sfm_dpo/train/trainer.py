@@ -6,7 +6,6 @@ Micro-batches hold equal numbers of pairs (data/sampler.py), so their mean is th
 """
 
 import logging
-import math
 import os
 from collections import defaultdict
 from collections.abc import Sequence
@@ -81,6 +80,7 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         self.packed = args.padding_free
         self.train_sums = MetricSums()  # since the last log
         self.num_tokens = 0
+        self.is_resumed = False
         self.step_0_checked = False
         self.reference_facts: dict[str, Any] = {}  # by split: the cache that `add_reference` read or computed
         self.train_tokens = hash_tokens(kwargs["train_dataset"])
@@ -192,10 +192,7 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
     def describe_data(self) -> dict[str, Any]:
         """For data.json: the hash of the tokens, the order of each epoch, the reference cache of each split, the
         launch and the models."""
-        epochs = self.args.num_train_epochs
-        if self.args.max_steps > 0:
-            epochs = self.args.max_steps * self.config.train.global_batch_size / len(self.train_sampler)
-        order = [self.train_sampler.fingerprint(epoch) for epoch in range(math.ceil(epochs))]
+        order = [self.train_sampler.fingerprint(epoch) for epoch in range(self.train_sampler.epochs)]
         facts = self.resume_facts()
         facts = {name: facts[name] for name in ("train_tokens", "launch")}
         return facts | {"reference": self.reference_facts, "order": order, "models": self.config.model_ids}
@@ -280,6 +277,8 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
             self.train_sums = MetricSums()
             self._metrics["train"] = defaultdict(list, {name: [value] for name, value in exact.items()})
             logs |= self.meter.metrics(totals, self.accelerator.num_processes)
+        if self.is_resumed:
+            logs.pop("train_loss", None)  # a mean over the steps since the last start alone
         super().log(logs, start_time)
 
 

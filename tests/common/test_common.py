@@ -1,6 +1,8 @@
 """Ends of a script's main, tables in plain text, and GPUs that torch does not see."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from sfm_dpo.common import distributed
 from sfm_dpo.common.cli import command
 from sfm_dpo.common.distributed import explain_missing_gpus
 from sfm_dpo.common.errors import GuardStopped, UserError
-from sfm_dpo.common.files import format_table, write_atomically
+from sfm_dpo.common.files import PROJECT, format_table, write_atomically
 from sfm_dpo.config import parse_config
 
 
@@ -63,3 +65,15 @@ def test_a_gpu_that_slurm_gave_and_torch_does_not_see_is_named(monkeypatch, tmp_
         parse_config([*fields, "--bf16", "true"])
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert explain_missing_gpus() is None
+
+
+@pytest.mark.parametrize("script", ["preflight", "parity"])
+@pytest.mark.parametrize(
+    ("given", "seen"), [(None, "0"), ("2,3", "2"), ("MIG-a1,MIG-b2", "MIG-a1"), ("GPU-c3", "GPU-c3"), ("", "")]
+)
+def test_a_command_of_one_process_sees_one_gpu_when_torch_starts(script, given, seen, tmp_path):
+    (tmp_path / "torch.py").write_text("import os; print(os.environ['CUDA_VISIBLE_DEVICES']); raise SystemExit")
+    env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    env |= {"PYTHONPATH": str(tmp_path)} | ({} if given is None else {"CUDA_VISIBLE_DEVICES": given})
+    command = [sys.executable, PROJECT / f"scripts/{script}.py", "--help"]
+    assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout == f"{seen}\n"

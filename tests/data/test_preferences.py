@@ -153,8 +153,9 @@ def test_dates_decimals_and_bytes_become_text_and_other_columns_are_not_decoded(
     assert pairs.train[0]["chosen"] == [assistant("2024-01-02", score="1.5")]
 
 
-def test_calls_that_are_not_json_are_counted(write_rows):
-    rows = [PAIR, PAIR | {"chosen": [assistant("", tool_calls="add(2)")]}]
+@pytest.mark.parametrize("calls", ["add(2)", [{"function": {"name": "add", "arguments": "x=2"}}]])
+def test_calls_that_are_not_json_are_counted(write_rows, calls):
+    rows = [PAIR, PAIR | {"chosen": [assistant("", tool_calls=calls)]}]
     assert load(write_rows("calls.jsonl", rows), "--max_dropped_fraction", 1).dropped == {"malformed": 1}
 
 

@@ -72,7 +72,7 @@ def test_where_results_appear(place, train_here, harness, monkeypatch, capsys):
     assert any(b"evaluation/acc" in path.read_bytes() for path in harness.parent.rglob("*.wandb"))
     assert read_metrics(read_run(run.folder))["evaluation/acc"] == 0.3
     page = (run.folder / "report.html").read_text()
-    assert 'aria-label="evaluation/f1 by optimizer step"' in page and "<td>2.000 ± 0.250</td>" in page
+    assert 'aria-label="evaluation: f1 by optimizer step"' in page and "<td>2.000 ± 0.250</td>" in page
     assert "| 3 | 0.300 | 3.000 ± 0.250 |" in (run.folder / "README.md").read_text()
     status.main([str(run.folder)])
     assert f"{run.folder}: evaluation of step 3: acc 0.3, f1 3\n" in capsys.readouterr().out

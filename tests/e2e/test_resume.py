@@ -128,6 +128,20 @@ def test_a_run_keeps_the_commit_of_its_model_where_the_branch_has_moved(place, t
     assert logged(again.folder) == losses and again.weights() == weights
 
 
+@pytest.mark.parametrize("saving", [{"save_steps": 2}, {"save_strategy": "epoch", "num_train_epochs": 2}], ids=str)
+def test_a_resumed_run_that_logs_seldom_logs_the_same(train_here, saving):
+    name = "-".join(saving)
+    fields = saving | {"global_batch_size": 32, "logging_steps": 3, "max_steps": 4, "learning_rate": 1e-2}
+    run = train_here(name, **fields)
+    entries = logged(run.folder)
+    assert [entry["step"] for entry in entries] == [2, 3, 4] and run.last_entry["train_loss"] > 0
+    shutil.rmtree(run.folder / "checkpoint-4")
+    (run.folder / "model.safetensors").unlink()
+    write_killed(run.folder, 4)
+    again = train_here(name, **fields)
+    assert logged(again.folder) == entries and "train_loss" not in again.last_entry
+
+
 def test_full_disk_during_a_save_leaves_the_previous_checkpoint_and_one_line(
     place, uninterrupted, train_here, tmp_path
 ):
@@ -142,7 +156,7 @@ def test_full_disk_during_a_save_leaves_the_previous_checkpoint_and_one_line(
         newest = newest_checkpoint(run.folder)
         assert newest is not None
         line = error_line(run.log)
-        assert "disk full while writing" in line and f"to resume from {newest}" in line
+        assert "disk full" in line and "while writing" in line and f"to resume from {newest}" in line
         assert run.status["state"] == "failed" and "disk full" in run.status["message"]
 
         os.truncate(filler, filler.stat().st_size - 2**18)  # room for a lock and a log

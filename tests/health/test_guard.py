@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -184,13 +185,20 @@ def test_a_run_that_collapses_is_stopped_and_its_last_healthy_checkpoint_kept(co
 @pytest.mark.slow
 def test_a_healthy_run_is_left_alone_and_says_so(command, tmp_path, no_report):
     out = tmp_path / "run"
-    more = "--learning_rate 1e-5 --eval_fraction 0.2 --guard_generations 10 --num_train_epochs 3 --padding_free true"
+    more = "--learning_rate 1e-5 --eval_fraction 0.2 --guard_generations 11 --num_train_epochs 3 --padding_free true"
     assert train_dpo.main(command + more.split()) == 0
     health = json.loads((out / "health.json").read_text())
     assert (health["verdict"], health["findings"], health["stopped"]) == ("healthy", [], False)
-    assert [entry["step"] for entry in logged(out, "guard/answer_tokens")] == [1, 10]
+    assert [entry["step"] for entry in logged(out, "guard/answer_tokens")] == [1, 11]
     samples = json.loads((out / "samples.json").read_text())
     assert len(samples) == 4 and samples[0]["prompt"].startswith("question") and samples[0]["before"]
+
+    shutil.rmtree(out / "checkpoint-12")  # killed after step 11, and requeued
+    (out / "status.json").write_text(json.dumps({"state": "running"}))
+    samples[0]["before"] = "of the base model"
+    (out / "samples.json").write_text(json.dumps(samples))
+    assert train_dpo.main(command + more.split()) == 0
+    assert json.loads((out / "samples.json").read_text()) == samples
 
 
 @pytest.mark.slow

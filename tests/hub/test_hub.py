@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import prefetch
 import push_to_hub
 import pytest
 import torch
@@ -113,7 +114,7 @@ def test_the_base_model_is_not_published_as_a_new_one(hub, run, capsys):
     assert read_status(run)["state"] == "done"
     assert not files(hub) and hub.received == 0
     assert push(run, "--publish_anyway") == 0
-    assert "warning: " in capsys.readouterr().out and WEIGHTS in files(hub)
+    assert "warning: " in capsys.readouterr().err and WEIGHTS in files(hub)
 
 
 def test_what_its_users_could_not_use_is_not_pushed(hub, run, capsys):
@@ -241,6 +242,21 @@ def test_a_push_without_a_token_or_of_a_rehearsal_leaves_the_run_done(hub, run, 
     listed = {line.split()[0] for line in printed.splitlines() if line.endswith(" MB")}
     assert {"README.md", WEIGHTS, "figures/loss.png"} <= listed and "training_args.bin" not in listed
     assert read_status(member) == before and not hub.log and not list(member.glob(".hub-*"))
+
+
+@pytest.mark.parametrize("options", [["--download_only"], ["--download_only", "--trust_remote_code", "true"]])
+def test_prefetch_downloads_the_code_that_a_recipe_trusts_and_computes_nothing(
+    hub, run, write_rows, capsys, tmp_path, options
+):
+    assert push(run) == 0
+    files(hub)["modeling_own.py"] = b"pass"
+    rows = write_rows("p.jsonl", pairs(4))
+    words = ["--model_name_or_path", "lab/model", "--dataset_name", str(rows), "--use_cpu", *options]
+    assert prefetch.main(words) == 0
+    printed = capsys.readouterr().out
+    assert f"data {rows}: 4 rows" in printed and "tokenizing" not in printed
+    found = {path.name for path in (tmp_path / "hub-cache").rglob("snapshots/*/*")}
+    assert WEIGHTS in found and ("modeling_own.py" in found) is (len(options) > 1)
 
 
 def test_failures_that_pass_are_waited_for(hub, run):

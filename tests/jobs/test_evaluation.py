@@ -120,12 +120,18 @@ def test_lm_eval_is_missing(run, monkeypatch, capsys):
     assert "lm-eval is missing" in (error := capsys.readouterr().err) and "requirements-eval.txt" in error
 
 
+def test_vllm_is_missing(run, capsys):
+    assert evaluate.main([str(run), "--tasks", "x", "--backend", "vllm"]) == 2
+    assert "error: --backend vllm: not installed; pip install vllm" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_pairs_of_a_run(run, tmp_path, capsys):
     rows = [
         {"prompt": f"{i} + {i}?", "chosen": f"It is {2 * i}.", "rejected": f"I forgot {i}, or so."} for i in range(6)
     ]
-    assert evaluate.main([str(run), "--pairs", str(write_jsonl(tmp_path / "other.jsonl", rows))]) == 0
+    unusable = {"prompt": "?", "chosen": "no", "rejected": "no"}
+    assert evaluate.main([str(run), "--pairs", str(write_jsonl(tmp_path / "other.jsonl", [*rows, unusable]))]) == 0
     (row,) = json.loads((run / "evaluation.json").read_text())["pairs"]
     config = read_resolved_config(run)
     means = []
@@ -144,7 +150,7 @@ def test_pairs_of_a_run(run, tmp_path, capsys):
     assert row["rewards/accuracies"] == np.mean(margins > 0)
     assert row["logps/accuracies"] == np.mean(trained @ [1, -1] > 0)
     out = capsys.readouterr().out
-    assert "tokenizing 6 pairs\n" in out and "computing the trained model on 6 pairs\n" in out
+    assert "tokenizing 6 pairs\n" in out and "trained model on 6 pairs; 1 rows are left out\n" in out
     assert "reward accuracy" in out
     assert row["source"] == "other.jsonl" and "other.jsonl" in (run / "report.html").read_text()
     assert str(tmp_path / "other.jsonl") not in (run / "README.md").read_text()  # which is published

@@ -8,7 +8,17 @@ import pytest
 
 from sfm_dpo.common.files import write_json
 from sfm_dpo.jobs import gpu_check
-from sfm_dpo.jobs.gpu_check import Place, check_kernels, check_launcher, check_resume, check_rounding, run_checks
+from sfm_dpo.jobs.gpu_check import (
+    Place,
+    Skipped,
+    check_kernels,
+    check_launcher,
+    check_memory,
+    check_paths,
+    check_resume,
+    check_rounding,
+    run_checks,
+)
 
 
 def test_a_check_that_crashes_is_a_fail_and_one_without_its_input_is_skipped(
@@ -109,3 +119,22 @@ def test_a_resumed_run_may_differ_by_rounding_on_a_gpu_and_not_on_a_cpu(trained,
     (trained.folder / "zero2" / f"checkpoint-{trained.max_steps // 2}").mkdir()
     passed, text = check_resume(trained)
     assert passed is on_gpu and text.endswith("deterministic" if on_gpu else "must be bitwise")
+
+
+@pytest.mark.parametrize(("measured", "passed"), [(8.0, False), (9.0, True), (11.0, True), (12.0, False)])
+def test_measured_memory_is_near_the_plan_on_both_sides(trained, measured, passed, monkeypatch):
+    steps = [{"perf/peak_memory_gib": measured, "perf/reserved_memory_gib": 12.0, "perf/tokens_per_second": 5.0}] * 2
+    monkeypatch.setattr(trained, "train", lambda *args, **fields: steps)
+    (trained.folder / "memory").mkdir()
+    write_json(trained.folder / "memory/data.json", {"settings": {"fit_memory": {"bytes": 10 * 2**30}}})
+    (trained.folder / "memory.log").write_text("fit_memory: 4 pair(s) per device, of 70 GiB")
+    assert check_memory(trained)[0] is passed
+
+
+def test_parity_in_fp32_that_does_not_fit_is_skipped(trained, monkeypatch):
+    def run_out(*args):
+        raise RuntimeError("exit code 1: torch.OutOfMemoryError: CUDA out of memory")
+
+    monkeypatch.setattr(trained, "call", run_out)
+    with pytest.raises(Skipped, match="do not fit: exit code 1"):
+        check_paths(trained)

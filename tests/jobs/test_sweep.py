@@ -94,11 +94,23 @@ def test_seeds_share_a_row_and_are_compared_pairwise(grid, train):
     assert f"0.6100 ± 0.0100  0.0950 ± {spread:.4f}" in table[2]
 
 
+@pytest.mark.parametrize("metric", ["eval_loss", "eval_rewards/accuracies"])
+def test_a_setting_whose_second_seed_failed_is_ranked_by_the_first(grid, train, metric):
+    path = grid(fields=RATES | {"data_seed": [0, 1]}, rank_by=metric)
+    train(path, [0.50, 0.70, 0.52])
+    for folder, value in zip(list_members(read_grid(path)), (0.52, 0.30, 0.50), strict=False):
+        state = json.loads((folder / "trainer_state.json").read_text())
+        state["log_history"][-1]["eval_rewards/accuracies"] = value
+        (folder / "trainer_state.json").write_text(json.dumps(state))
+    assert format_sweep(read_grid(path)).splitlines()[1].startswith("1e-6")
+
+
 def test_rank_by_a_benchmark_or_a_preference_set(grid, train, capsys):
     path = grid(fields={"learning_rate": ["1e-6", "1e-5", "1e-4", "1e-3"]}, rank_by="sums/acc")
     train(path, [0.5, 0.5, 0.5])
     for folder, value in zip(list_members(read_grid(path)), (0.2, 0.6, 0.9), strict=False):
         benchmark = {"task": "sums", "metric": "acc", "filter": "none", "trained": {"value": value, "stderr": 0.01}}
+        benchmark |= {"base": {"value": 0.5, "stderr": 0.01}, "difference": value - 0.5, "samples": 100}
         other = benchmark | {"filter": "flexible", "trained": {"value": -value, "stderr": 0.01}}
         pairs = {"source": "hard", "pairs": 7, "rewards/accuracies": 1 - value}
         (folder / "evaluation.json").write_text(json.dumps({"benchmarks": [benchmark, other], "pairs": [pairs]}))
@@ -123,7 +135,8 @@ def test_a_metric_that_is_no_number_ranks_last_and_the_best_checkpoint_counts(gr
     state = json.loads((kept / "trainer_state.json").read_text())
     state["log_history"] += [{"step": 2, "eval_loss": 0.1}, {"step": 6, "eval_loss": 0.9}]
     (kept / "trainer_state.json").write_text(json.dumps(state))
-    status = json.loads((kept / "status.json").read_text()) | {"best": {"step": 2}}
+    best = {"step": 2, "metric": "eval_loss", "value": 0.1}
+    status = json.loads((kept / "status.json").read_text()) | {"best": best}
     (kept / "status.json").write_text(json.dumps(status))
     assert format_sweep(read_grid(path)).splitlines()[1].split()[:2] == ["1e-6", "0.1000"]
 
@@ -137,7 +150,7 @@ def test_a_metric_that_is_no_number_ranks_last_and_the_best_checkpoint_counts(gr
         ({"fields": {"run_name": ["a\nb"]}}, "fields: a value of run_name contains a line break; remove it"),
         ({"recipe": 5}, "recipe is 5; give a text"),
         ({"at_once": "many"}, "at_once is 'many'; give a number of runs"),
-        ({"sbatch": "--comment='a"}, "not a grid (No closing quotation)"),
+        ({"sbatch": "--comment='a"}, "not a grid: ValueError: No closing quotation"),
         ({"rankby": "x"}, "unexpected keyword argument 'rankby'"),
     ],
     ids=str,

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Olmo3Config
 
 from sfm_dpo.common.files import PROJECT
-from sfm_dpo.memory.activations import Activations, _trace_bytes, head_bytes, trace_activations
+from sfm_dpo.memory.activations import Activations, _trace_bytes, compiled_savings, head_bytes, trace_activations
 from sfm_dpo.model.loading import meta_model
 from tests.tiny_models import tiny_config, tiny_tokenizer
 
@@ -85,25 +85,38 @@ def test_memory_of_a_real_run_is_within_15_percent(tmp_path, tiny_folder, write_
 
 # Saved for the backward by a layer and token, in units of 2 bytes x hidden size, as counted from the models' code:
 # without sharing GPT-NeoX keeps its fused projection, of which the values are a part
-UNITS = [("gpt_neox_6.9b", None, 17.1), ("olmo3_7b", None, 32.9), ("olmo3_7b", 0.05, 33.0)]
+UNITS = {("gpt_neox_6.9b", 0.05): 15.2, ("gpt_neox_6.9b", None): 17.1, ("olmo3_7b", None): 32.9}
+SHAPES = sorted(path.parent.name for path in PROJECT.glob("bench/shapes/*/config.json"))
+DENSE = [(name, 0.05) for name in SHAPES if name not in ("gpt_neox_6.9b", "olmo_hybrid_7b")]  # which takes minutes
+TRACED = [pytest.param(*case, marks=pytest.mark.grid) for case in [*DENSE, *list(UNITS)[1:]]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [pytest.param(True, marks=pytest.mark.grid), False])
-@pytest.mark.parametrize(
-    ("name", "copies", "units"),
-    [("gpt_neox_6.9b", 0.05, 15.2), *(pytest.param(*case, marks=pytest.mark.grid) for case in UNITS)],
-)
-def test_the_plan_is_a_trace_of_all_layers_at_24000_tokens(name, copies, units, checkpointing):
+@pytest.mark.parametrize(("name", "copies"), [("gpt_neox_6.9b", 0.05), *TRACED])
+def test_the_plan_is_a_trace_of_all_layers_at_24000_tokens(name, copies, checkpointing):
     config = AutoConfig.from_pretrained(PROJECT / "bench/shapes" / name)
     kinds = getattr(config, "layer_types", None) or ["block"] * config.num_hidden_layers
     traced = _trace_bytes(config, torch.bfloat16, checkpointing, list(kinds), 24_000, copies)
     plan = trace_activations(config, torch.bfloat16, checkpointing, copies)
     planned = [plan.saved @ [1, 24_000], plan.peak @ [1, 24_000]]
     assert planned == pytest.approx(traced.tolist(), rel=0.05)
-    if not checkpointing:
+    if not checkpointing and (name, copies) in UNITS:
         saved = planned[0] / (2 * config.hidden_size * config.num_hidden_layers * 24_000)
-        assert saved == pytest.approx(units, rel=0.01)
+        assert saved == pytest.approx(UNITS[name, copies], rel=0.01)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize(
+    ("name", "eager", "compiled"), [("gpt_neox_6.9b", 15.1, 15.1), ("olmo3_7b", 32.9, 18.2), ("tulu3_8b", 24.5, 17.0)]
+)
+def test_compiled_layers_save_what_aot_autograd_keeps(name, eager, compiled):
+    """Units as above, with shared prompts."""
+    config = AutoConfig.from_pretrained(PROJECT / "bench/shapes" / name)
+    unit = 2 * config.hidden_size * config.num_hidden_layers
+    assert trace_activations(config, torch.bfloat16, False, 0.05).saved[1] / unit == pytest.approx(eager, rel=0.02)
+    savings = compiled_savings(config, torch.bfloat16, 0.05) / unit
+    assert savings == pytest.approx(eager - compiled, abs=0.1)
 
 
 def test_mixed_activations_lie_between_none_and_all():

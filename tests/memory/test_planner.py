@@ -50,11 +50,13 @@ def test_less_memory_means_more_work_and_never_more_than_the_limit(packed):
         assert chosen[0].tokens == 2 * int(LENGTHS.total.max())
 
 
-@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize(
+    ("length", "epochs"), [("num_train_epochs=1", 1), ("num_train_epochs=3", 3), ("max_steps=20", 3)]
+)
 @pytest.mark.parametrize("size", [1, 4, 8])
-def test_the_largest_micro_batch_is_the_largest_of_all(size, epochs):
+def test_the_largest_micro_batch_is_the_largest_of_all(size, length, epochs):
     tokens = LENGTHS.sequences.sum(axis=1)
-    config = configuration(f"--num_train_epochs={epochs}", "--padding_free=true", "--prefix_sharing=false")
+    config = configuration(f"--{length}", "--padding_free=true", "--prefix_sharing=false")
     planned = {batch.per_device: batch.tokens for batch in plan_memory(config).micro_batches}
     sampler = PairSampler(LENGTHS, "batch_rebalance", 128, size, seed=config.train.seed)
     largest = 0

@@ -114,7 +114,7 @@ def test_a_calibration_of_this_gpu_is_used_and_of_another_is_not(plan_of, tmp_pa
     file.write_text(json.dumps({"gpu": "NVIDIA B200", "flash": "FA4"}))  # the check was cut off
     assert B200.calibrated(file) == B200
     file.write_text("{}")
-    with pytest.raises(UserError, match=r"--calibration .*KeyError 'gpu'"):
+    with pytest.raises(UserError, match=r"--calibration .*KeyError: 'gpu'"):
         B200.calibrated(file)
 
 

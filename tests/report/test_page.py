@@ -2,7 +2,7 @@
 
 import json
 import math
-import shutil
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -12,8 +12,8 @@ import yaml
 
 from sfm_dpo.common.statistics import wilson
 from sfm_dpo.report.model_card import hide_paths, write_model_card
-from sfm_dpo.report.page import changed_fields, format_summary, main, write_report
-from sfm_dpo.report.plots import PANELS, draw_curves, read_constants
+from sfm_dpo.report.page import changed_fields, format_summary, format_yaml, last_user_turn, main, write_report
+from sfm_dpo.report.plots import PANELS, draw_curves
 from sfm_dpo.run.reader import first_and_last, read_run
 
 STEPS = 6
@@ -75,7 +75,7 @@ def test_a_real_run_is_told_in_full_with_figures_that_are_not_blank(run):
     low, high = wilson(after["eval_rewards/accuracies"], 4)
     assert wilson(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)  # Newcombe 1998, table I, method 3
     assert f"{after['eval_rewards/accuracies']:.2f} ({low:.2f} to {high:.2f})" in page.text
-    assert "0.50, all ties" in page.text
+    assert "0.50, all ties" in page.text and "gap, per token +" in page.text and "only rejected declines" in page.text
     assert "learning_rate" in page.text and "train_dpo" not in page.text.split("Configuration")[0]
     changed = {key for key, *_ in changed_fields(read_run(run)["config"])}
     assert {"learning_rate", "max_length"} <= changed and not changed & {"beta", "loss_type", "warmup_steps", "bf16"}
@@ -91,10 +91,23 @@ def test_a_real_run_is_told_in_full_with_figures_that_are_not_blank(run):
     assert len(ids) == len(set(ids)) > 0
 
 
+@pytest.mark.parametrize("state", ["stopped", "collapsed"])
+def test_a_run_without_a_later_evaluation_shows_none(run, without_curves, state):
+    trainer_state = json.loads((run / "trainer_state.json").read_text())
+    entries = trainer_state["log_history"]
+    trainer_state["log_history"] = [entry for entry in entries if "eval_loss" not in entry or entry["step"] == 0]
+    save(run, "trainer_state.json", trainer_state)
+    save(run, "status.json", {"state": state, "step": STEPS, "message": ""})
+    write_model_card(run)
+    assert "<th>before</th></tr>" in write_report(run).read_text()
+    assert "| | before |\n|---|---|\n" in (run / "README.md").read_text()
+    assert re.search(r"reward accuracy +0.50, all ties$", format_summary(run), re.MULTILINE)
+
+
 def test_hostile_text_is_shown_and_not_obeyed(run, without_curves):
     data = json.loads((run / "data.json").read_text())
     save(run, "status.json", {"state": "failed", "message": HOSTILE})
-    save(run, "preflight.json", {"verdict": HOSTILE, "reasons": [HOSTILE, {HOSTILE: HOSTILE}], "more": [HOSTILE]})
+    save(run, "preflight.json", {"verdict": HOSTILE, "reasons": [HOSTILE, HOSTILE], "more": [{HOSTILE: HOSTILE}]})
     save(run, "health.json", {"signal": HOSTILE, "nested": {"a": HOSTILE}})
     save(run, "data.json", data | {"sources": [HOSTILE], "dropped": {HOSTILE: 3}})
     save(run, "samples.json", [{"prompt": HOSTILE, "before": HOSTILE, "after": HOSTILE}])
@@ -119,10 +132,11 @@ def test_a_killed_run_with_damaged_files_is_told_from_its_newest_checkpoint(run,
     (run / "resolved_config.yaml").write_text("{half a fi")
     for weights in run.glob("*.safetensors"):
         weights.unlink()
-    shutil.rmtree(run / f"checkpoint-{STEPS}")
+    (run / f"checkpoint-{STEPS}/complete.json").unlink()
     save(run, "status.json", {"state": "running", "step": 5, "message": ""})
     page = page_of(run)
     assert "was killed" in page.text and "Training loss" in page.text
+    assert f"Checkpoints: checkpoint-4; incomplete, and deleted after a later save: checkpoint-{STEPS}" in page.text
     assert "checkpoint-4" in format_summary(run)
 
 
@@ -136,26 +150,46 @@ def test_values_that_are_no_numbers(run, without_curves):
         entry["entropy"] = math.nan
         entry["perf/padding_fraction"] = 0.0
     save(run, "trainer_state.json", state | {"global_step": STEPS + 1})
-    assert "perf/padding_fraction 0" in page_of(run).text
+    page_of(run)
     log = read_run(run)["log"]
     assert all(math.isfinite(value) for value in first_and_last(log, "loss"))
-    drawn = draw_curves(log, run / "drawn", panels=("loss", "margin", "entropy", "grad_norm"))
+    drawn = draw_curves(read_run(run), run / "drawn", panels=("loss", "margin", "entropy", "grad_norm"))
     assert {"Loss", "Reward margin", "Gradient norm"} <= {title for title, _ in drawn}
 
 
-def test_perf_metrics_and_long_runs_are_drawn_and_constants_are_not(tmp_path):
+def test_perf_metrics_restarts_and_log_probs_relative_to_the_base_are_drawn(tmp_path):
     log = [{"step": i, "loss": 0.7 - i / 1000, "perf/mfu": i / 300, "eval_math_loss": 0.6} for i in range(1, 201)]
-    log = [entry | {"perf/padding_fraction": 0.0, "perf/peak_memory_gib": 80 + entry["step"] / 1000} for entry in log]
-    drawn = dict(draw_curves(log, tmp_path / "figures"))
-    assert {path.stem for path in (tmp_path / "figures").iterdir()} == {"loss", "perf_mfu"}
-    assert "math" in drawn["Loss"]
-    assert read_constants(log) == {"perf/padding_fraction": 0.0, "perf/peak_memory_gib": 80.2}
+    log[0] |= {"rewards/chosen": 0.5}
+    facts = {"log": log, "config": {"beta": 5, "loss_type": ["sigmoid_norm", "sft"]}, "environment": {}}
+    drawn = dict(draw_curves(facts, tmp_path / "figures"))
+    assert {path.stem for path in (tmp_path / "figures").iterdir()} == {"loss", "logps", "perf_mfu"}
+    assert "math" in drawn["Loss"] and "mfu" in drawn
+    texts = re.findall("<text[^>]*>([^<]*)<", drawn["Log-probability relative to the reference"])
+    assert texts[:2] == ["1", "optimizer step"] and {"0.100", "nats per token"} <= set(texts), "0.5 / beta"
+    restarted = facts | {"environment": {"starts": [{"step": 0}, {"step": 90}]}}
+    lines = [
+        dict(found)["Loss"].count('<g id="loss-line2d') for found in (drawn.items(), draw_curves(restarted, tmp_path))
+    ]
+    assert lines[1] == lines[0] + 1
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "system\nBe kind.\nuser\nOld?\nassistant\nYes.\nuser\nWhat is\na user?\nassistant\n",
+        "<|system|>\nBe kind.\n<|user|>\nWhat is\na user?\n<|assistant|>\n<think>",
+        "user\n\nWhat is\na user?assistant\n\n".replace("?a", "?\na"),
+        "What is\na user?",
+    ],
+)
+def test_of_a_rendered_prompt_the_last_question_is_shown(prompt):
+    assert last_user_turn(prompt) == "What is\na user?"
 
 
 def test_no_path_of_this_machine_is_in_the_card():
     given = ["/home/me/x y.jsonl", "sbatch /home/me/e.sh {out}", '{"m": "/home/me/m"}', "https://x.org/a", "a/b"]
     shown = ["path/to/x y.jsonl", "sbatch path/to/e.sh {out}", '{"m": "path/to/m"}', "https://x.org/a", "a/b"]
-    assert hide_paths({"values": given}) == {"values": shown}
+    assert hide_paths(format_yaml({"values": given})) == format_yaml({"values": shown})
 
 
 def test_secrets_in_the_files_do_not_reach_the_report_that_the_command_writes(

@@ -101,16 +101,17 @@ def test_newest_is_by_step(tmp_path):
     assert names(tmp_path) == ["checkpoint-3", "checkpoint-20", "checkpoint-100"]
 
 
-def test_rotation_neither_counts_nor_deletes_incomplete_and_kept_ones(tmp_path):
-    for step in range(1, 7):
-        write_checkpoint(tmp_path, step, complete=step not in (1, 6))
+def test_rotation_counts_neither_incomplete_nor_kept_ones_and_deletes_the_half_written(tmp_path):
+    for step in range(8):
+        write_checkpoint(tmp_path, step, complete=step not in (0, 1, 7))
+    (tmp_path / "checkpoint-0" / KEEP).touch()
     (tmp_path / "checkpoint-2" / KEEP).touch()
-    for limit in (None, 3):
+    for limit in (None, 4):
         rotate(tmp_path, limit)
-        assert len(names(tmp_path)) == 6
+        assert names(tmp_path) == [f"checkpoint-{n}" for n in (0, 2, 3, 4, 5, 6, 7)]
     rotate(tmp_path, 2)
-    # 1 and 6 are incomplete, 2 is kept; of 3, 4, 5 the newest two stay
-    assert names(tmp_path) == [f"checkpoint-{n}" for n in (1, 2, 4, 5, 6)]
+    # 7 is later than all complete ones, 0 and 2 are kept; of 3 to 6 the newest two stay
+    assert names(tmp_path) == [f"checkpoint-{n}" for n in (0, 2, 5, 6, 7)]
 
 
 def test_rotation_leaves_the_best_checkpoint_of_each_that_a_run_may_go_on_from(tmp_path):
@@ -250,11 +251,13 @@ def test_a_flipped_bit_is_named_and_the_checkpoint_before_is_used(tmp_path, caps
     assert lines[1] == f"{good}: checksums verified"
     # From now on it counts for nobody: neither for the next start, nor for the rotation
     assert newest_checkpoint(tmp_path) == start_from(tmp_path, verify=False) == good
+    rotate(tmp_path, 2)
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
+    assert start_from(write_checkpoint(tmp_path, 3).parent) == bad  # written anew
+    (bad / COMPLETE).unlink()
     write_checkpoint(tmp_path, 4)
     rotate(tmp_path, 2)
-    assert names(tmp_path) == ["checkpoint-2", "checkpoint-3", "checkpoint-4"]
-    assert start_from(write_checkpoint(tmp_path, 3).parent) == tmp_path / "checkpoint-4"
-    assert why_incomplete(bad) is None  # written anew
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_what_cannot_be_read_is_damage(tmp_path):

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 import os
 import re
 
@@ -15,9 +16,9 @@ from tests.commands import PAGES, ROOT, text
 
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
 SLURM = (
-    "account array begin cpus-per-task dependency exclude export format gpus-per-node gres kill-on-bad-exit "
-    "kill-on-invalid-dep label me mem name nodes ntasks ntasks-per-node open-mode output partition requeue signal "
-    "time wait batch"
+    "account array begin cpus-per-task dependency environment exclude export format gpus-per-node gres "
+    "kill-on-bad-exit kill-on-invalid-dep label me mem name nodes ntasks ntasks-per-node open-mode output partition "
+    "requeue signal time wait batch"
 )
 OTHER = "index-url no-deps append help nproc-per-node"  # of git, pip, wandb sync, trl and torchrun
 REFERENCE = """# Fields
@@ -25,7 +26,7 @@ REFERENCE = """# Fields
 Every field of this project, and the fields of TRL's `DPOConfig` and `ModelConfig` that a recipe is likely to set; the
 other fields of both are accepted, too. A recipe is YAML with these names, and `--name value` on the command line
 overrides it; `--name=` empties a list or an optional field. `python train_dpo.py --help` prints the same list.
-*resume*: whether a run may be resumed with another value. This page is generated:
+*resume*: whether a run may be resumed with another value. The tables are generated:
 `RECORD=1 pytest tests/scripts/test_docs.py`."""
 OWN_FOLDERS = "bench|configs|data|docs|recipes|scripts|sfm_dpo|tests"
 
@@ -55,9 +56,44 @@ def test_named_files_and_options_exist(path, options):
     assert not set(re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", text(path))) - options
 
 
-def test_all_recipes_are_on_their_page():
-    page = (ROOT / "docs/recipes.md").read_text()
-    assert not [recipe.stem for recipe in RECIPES if f"`{recipe.stem}`" not in page]
+def write_recipes() -> str:
+    """The table of docs/recipes.md: fields of each recipe, and what its header computes."""
+    names = "recipe | model | data | lr, length, batch | GPUs | GiB per GPU | hours | disk, GB"
+    lines = [f"| {names} |", "|---" * 8 + "|"]
+    for recipe in RECIPES:
+        given = yaml.safe_load(recipe.read_text())
+        data = given.get("dataset_name") or given["datasets"][0]["path"]
+        rate = f"{given['learning_rate']:g}".replace("e-0", "e-")
+        sizes = f"{rate}, {given['max_length']:,}, {given['global_batch_size']}"
+        found = re.search(r"^# Computed +(\S+) GiB on each of (.+), (.+) hours, (.+) GB", recipe.read_text(), re.M)
+        gib, gpus, hours, disk = found.groups() if found else ("-", "none", "-", "-")
+        cells = (f"`{recipe.stem}`", given["model_name_or_path"], data, sizes, gpus, gib, hours, disk)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def write_measured() -> str:
+    """The table of docs/speed.md, from bench/results."""
+    files = {name: next(ROOT.glob(f"bench/results/*-olmo3-{name}-*.json")) for name in ("think", "instruct", "chat")}
+    found = {name: json.loads(file.read_text())["summary"] for name, file in files.items()}
+    lines = ["| variant | think / 8 | instruct / 8 | chat | peak GiB, think / 8 |", "|---|---|---|---|---|"]
+    for variant, entry in found["think"].items():
+        ratios = [f"{summary[variant]['epoch_pairs_per_second_ratio']:.2f}" for summary in found.values()]
+        lines.append(f"| {variant} | {' | '.join(ratios)} | {entry['peak_memory_gib']:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "mark", "write"), [("recipes", "recipes", write_recipes), ("speed", "measured", write_measured)]
+)
+def test_generated_table(name, mark, write):
+    page = ROOT / f"docs/{name}.md"
+    before, start, rest = page.read_text().partition(f"<!-- {mark} -->\n")
+    table, end, after = rest.partition(f"<!-- /{mark} -->")
+    if os.environ.get("RECORD"):
+        table = write()
+        page.write_text(before + start + table + end + after)
+    assert table == write(), "RECORD=1 pytest tests/scripts/test_docs.py writes it"
 
 
 def test_every_field_of_ours_and_of_a_recipe_is_in_one_group_of_the_help():
@@ -86,6 +122,8 @@ def write_reference() -> str:
 
 def test_reference_is_that_of_the_fields():
     page = ROOT / "docs/reference.md"
+    fields, heading, by_hand = page.read_text().partition("\n## Fields of TRL and Transformers")
     if os.environ.get("RECORD"):
-        page.write_text(write_reference())
-    assert page.read_text() == write_reference(), "RECORD=1 pytest tests/scripts/test_docs.py writes it"
+        fields = write_reference()
+        page.write_text(fields + heading + by_hand)
+    assert fields == write_reference(), "RECORD=1 pytest tests/scripts/test_docs.py writes it"

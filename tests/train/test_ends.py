@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -25,15 +26,21 @@ from tests.toolbox import error_line, logged, on_cpu, pairs
 
 @pytest.mark.usefixtures("no_report")
 def test_a_mismatch_leaves_the_run_stopped_the_end_is_evaluated_and_made_again(
-    tiny_folder, write_rows, tmp_path, capsys
+    tiny_folder, write_rows, tmp_path, capsys, monkeypatch
 ):
+    monkeypatch.setenv("SFM_GRACE_SECONDS", "0")
     run = tmp_path / "output_dir"
     more = {"eval_fraction": 0.25, "learning_rate": 1e-3, "logging_steps": 50}  # so that no step is logged
     fields = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(16)), run, **more)
     run.mkdir()
-    (run / STOP).touch()
+    (run / STOP).write_text("for good\n")
     assert train_dpo.main(fields) == 75
+    found = re.findall(
+        r"evaluation \d+ s, step \d+ s, save \d+ s, but --signal is 0 s; submit", capsys.readouterr().out
+    )
+    assert len(found) == 1
     stopped = read_status(run)
+    assert stopped["for_good"] is True
     mark = run / "checkpoint-1" / COMPLETE
     complete = json.loads(mark.read_text())
     mark.write_text(json.dumps(complete | {"world_size": 4}))
@@ -42,6 +49,7 @@ def test_a_mismatch_leaves_the_run_stopped_the_end_is_evaluated_and_made_again(
     assert read_status(run) == stopped and stopped["state"] == "stopped"
 
     mark.write_text(json.dumps(complete))
+    monkeypatch.setenv("SFM_GRACE_SECONDS", "600")
     assert train_dpo.main(fields) == 0
     evals = {entry["step"]: entry["eval_loss"] for entry in logged(run, "eval_loss")}
     assert set(evals) == {0, 3} and evals[3] < evals[0] == pytest.approx(0.6931, abs=1e-4)

@@ -5,6 +5,7 @@ import functools
 import json
 import re
 import shlex
+from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
@@ -17,10 +18,12 @@ from sfm_dpo.config import parse_config
 from sfm_dpo.memory.activations import trace_activations
 from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.files import read_file
-from sfm_dpo.run.folder import describe, is_unfinished, read_resolved_config
+from sfm_dpo.run.folder import LOG, describe, is_unfinished, read_resolved_config
 from sfm_dpo.train.callbacks import Position
 from sfm_dpo.train.checkpoints import allocate_optimizer_state
 from sfm_dpo.train.fit_memory import REMEDIES, explain_out_of_memory
+from sfm_dpo.train.settings import Settings
+from sfm_dpo.train.upstream import arguments_for_trl
 from tests.tiny_models import tiny_config
 from tests.toolbox import error_line, logged, on_cpu, pairs
 from tests.train.test_trainer import make_trainer
@@ -51,6 +54,15 @@ def train(tiny_folder, write_rows, tmp_path, monkeypatch):
     return run
 
 
+def test_checkpointing_kwargs_that_are_given_are_kept():
+    options = ["--model_name_or_path=m", "--dataset_name=x", "--use_cpu=true", "--fit_memory=true"]
+    config = parse_config([*options, '--gradient_checkpointing_kwargs={"offload": true}'])
+    shown = config.as_dict()
+    assert shown["gradient_checkpointing_kwargs"] == {"offload": True} and "gradient_checkpointing" not in shown
+    for_trl = arguments_for_trl(config.train, replace(Settings.of(config), every_n_layers=2))
+    assert for_trl.activation_checkpointing_kwargs == {"offload": True, "every_n_layers": 2}
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_report")
 def test_losses_do_not_depend_on_the_setting(train):
@@ -67,7 +79,7 @@ def test_losses_do_not_depend_on_the_setting(train):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_report")
-def test_the_choice_is_kept_at_resume_where_it_fits_and_is_no_part_of_what_was_asked(train, tmp_path, capsys):
+def test_the_choice_is_kept_at_resume_where_it_fits_and_is_not_recorded_as_asked(train, tmp_path, capsys, monkeypatch):
     fit = {"fit_memory": "true", "save_strategy": "steps", "save_steps": 100}
     run = tmp_path / "run"
     run.mkdir()
@@ -96,6 +108,10 @@ def test_the_choice_is_kept_at_resume_where_it_fits_and_is_no_part_of_what_was_a
     assert read_file(run / "data.json")["settings"]["flash_attention"] == "fa4"
     code, losses, _ = train("uninterrupted", **fit, memory_gib=64)
     assert code == 0 and resumed == pytest.approx(losses, abs=1e-5)
+    monkeypatch.setattr("sfm_dpo.train.fit_memory.measured_here", lambda: {"memory_ratio": 1.5})
+    code, _, calibrated = train("calibrated", **fit, memory_gib=64)
+    planned = read_file(calibrated / "data.json")["settings"]["fit_memory"]["bytes"]
+    assert code == 0 and planned == pytest.approx(1.5 * chosen["bytes"], rel=0.01)  # as check_gpu.sh measured
     code, _, _ = train("other", **fit, memory_gib=0.0001)
     assert code == 2 and "GiB; the smallest is 1 pair(s) per device" in capsys.readouterr().err
 
@@ -184,6 +200,7 @@ def test_errors_that_are_out_of_memory(error, line, tmp_path):
 def test_the_runs_own_folder_accepts_each_remedy_that_names_no_other_one(tmp_path, phase):
     fields = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--use_cpu", "--output_dir", str(tmp_path)]
     describe(parse_config(fields), {})
+    (tmp_path / LOG).touch()  # it has trained
     position = Position()
     position.begin_micro_batch(phase, 7, {})
     here, _, elsewhere = str(explain_out_of_memory(MemoryError(), position, tmp_path)).partition(

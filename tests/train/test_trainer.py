@@ -124,8 +124,14 @@ def test_the_length_column_is_what_is_computed(tiny_folder, tmp_path):
     assert lengths.computed(False).tolist() == (real[:4] + real[4:]).tolist()
 
 
-def test_a_tie_counts_half():
+def test_a_tie_counts_half(tiny_folder, tmp_path):
     assert share_above(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 2.0, 2.0])).tolist() == [0.0, 0.5, 1.0]
+    options = ["--loss_type=sigmoid", "--beta=100", "--allow_unnormalized_beta=true", "--padding_free=true"]
+    trainer = make_trainer(tiny_folder("gpt_neox"), tmp_path, "--precompute_ref_log_probs=true", *options)
+    assert one_batch(trainer)[1]["rewards/accuracies"] == 0.5
+    with torch.no_grad():
+        trainer.model.get_output_embeddings().weight.mul_(1.001)
+    assert one_batch(trainer)[1]["rewards/accuracies"] != 0.5
 
 
 def test_training_metrics_depend_on_no_micro_batch(tiny_folder, tmp_path):

@@ -7,6 +7,7 @@ compare these comments with docs/internals/upstream.md; `RECORD=1 pytest tests/t
 import json
 import os
 import re
+import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -31,9 +32,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trl import DPOConfig, DPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
+import train_dpo
 from sfm_dpo.common.files import PROJECT
 from tests.tiny_models import tiny_model, tiny_tokenizer
-from tests.toolbox import write_jsonl
+from tests.toolbox import on_cpu, write_jsonl
 from tests.train.test_trainer import pairs
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
@@ -333,6 +335,14 @@ def test_canary_datasets_json(tmp_path):
 COMMENT = re.compile(r"Upstream: (\w+ [\d.]+), (\S+), ([^:]+): (.+?)\.? Canary: (test_canary_\w+)")
 START = "<!-- upstream -->"
 END = "<!-- /upstream -->"
+REPORTED = {  # issues and pull requests of the bug, read in November 2026
+    "test_canary_arguments": "huggingface/trl#2469 huggingface/transformers#47254",
+    "test_canary_fsdp_outputs": "pytorch/pytorch#146130",
+    "test_canary_precompute_ref_logps": "huggingface/trl#3985 huggingface/trl#6291",
+    "test_canary_prepare_dataset": "huggingface/trl#6206",
+    "test_canary_save_model": "huggingface/transformers#30491",
+    "test_canary_sync_each_batch": "huggingface/transformers#29425",
+}
 
 
 def upstream_comments() -> list[tuple[str, ...]]:
@@ -354,12 +364,32 @@ def test_each_comment_names_a_canary_and_each_canary_has_a_comment():
 
 
 def test_the_page_lists_the_comments():
-    table = [START, "| library | file and function | bug | canary |", "|---|---|---|---|"]
+    table = [START, "| library | file and function | bug | reported | canary |", "|---|---|---|---|---|"]
     for library, file, where, fault, canary in upstream_comments():
-        table.append(f"| {library} | `{file}`: {where} | {fault} | `{canary}` |")
+        links = []
+        for issue in REPORTED.get(canary, "").split():
+            repository, number = issue.split("#")
+            links.append(f"[{issue}](https://github.com/{repository}/issues/{number})")
+        table.append(f"| {library} | `{file}`: {where} | {fault} | {', '.join(links) or 'not found'} | `{canary}` |")
     table = "\n".join([*table, END])
     page = PROJECT / "docs/internals/upstream.md"
     text = page.read_text()
     if os.environ.get("RECORD"):
         page.write_text(text.split(START)[0] + table + text.split(END)[1])
     assert table in page.read_text(), "RECORD=1 pytest tests/train/test_upstream.py writes it"
+
+
+def test_deprecated_names_in_use_are_on_the_page(tiny_folder, tmp_path):
+    """A run of this project warns of no name that a next version removes, except those that the page explains."""
+    data = write_jsonl(
+        tmp_path / "pairs.jsonl", [{"prompt": f"{i}?", "chosen": "Yes.", "rejected": "No"} for i in range(8)]
+    )
+    fields = {"padding_free": "true", "gradient_checkpointing": "true", "precompute_ref_log_probs": "true"}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert train_dpo.main(on_cpu(tiny_folder("llama"), data, tmp_path / "run", **fields)) == 0
+    deprecated = [str(w.message) for w in caught if issubclass(w.category, FutureWarning | DeprecationWarning)]
+    names = {re.search(r"`(\w+)", message)[1] for message in deprecated if "will be removed" in message}
+    page = (PROJECT / "docs/internals/upstream.md").read_text().split("## Next versions")[1]
+    assert names == {"gradient_checkpointing", "is_gradient_checkpointing"}
+    assert all(f"`{name}`" in page for name in names)
