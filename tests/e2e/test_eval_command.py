@@ -80,7 +80,7 @@ def test_where_results_appear(place, train_here, harness, monkeypatch, capsys):
     for wrong in ("acc: 1", '{"acc": "high"}', '{"acc": NaN}', "[1]", "{}"):
         out.write_text(wrong)
         assert evaluate.main([str(run.folder)]) == 2
-        assert f"error: {out}: is not a result of eval_command (" in capsys.readouterr().err
+        assert f"error: {out}: is not a result of eval_command: " in capsys.readouterr().err
     harness.write_text("#!/bin/bash\nsleep 2; echo done >$3\n")
     squeue = harness.with_name("squeue")
     squeue.write_text("#!/bin/bash\n")  # no longer knows the job of an earlier start
