@@ -94,9 +94,10 @@ def model_init_kwargs(config: Config) -> dict[str, Any]:
 
 
 def identify_models(config: Config, known: dict[str, Any]) -> Config:
-    """The configuration with `model_ids`. `known`: those of the checkpoint that a run resumes from, whose commits are
+    """The configuration with `model_ids`. `known`: facts of the checkpoint that a run resumes from, whose commits are
     kept though a branch on the Hub has moved since. All ranks must call it."""
-    commits = {name: value for name, value in known.items() if not value.startswith(FOLDER)}
+    fields = [part.model_field for part in config.parts]
+    commits = {name: known[name] for name in fields if not known.get(name, FOLDER).startswith(FOLDER)}
     pinned = dataclasses.replace(config, model_ids=commits)
     ids = {part.model_field: identify_model(part) for part in pinned.parts}
     return dataclasses.replace(config, model_ids=ids)

@@ -10,8 +10,10 @@ import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
 
+from sfm_dpo.common.errors import RunEnd
 from sfm_dpo.config import DATACLASSES, FIELD_GROUPS, FieldParser, TrainConfig
 from sfm_dpo.config_effects import MAY_CHANGE
+from sfm_dpo.train.watchdog import EXIT_CODE
 from tests.commands import PAGES, ROOT, text
 
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
@@ -127,3 +129,16 @@ def test_reference_is_that_of_the_fields():
         fields = write_reference()
         page.write_text(fields + heading + by_hand)
     assert fields == write_reference(), "RECORD=1 pytest tests/scripts/test_docs.py writes it"
+
+
+def test_exit_codes_are_those_of_the_code():
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", (ROOT / "docs/outputs.md").read_text(), re.M)
+    ends = [error for kind in RunEnd.__subclasses__() for error in (kind, *kind.__subclasses__())]
+    beside = {("0", "done"), ("1", "failed"), ("5", "push_failed"), (str(EXIT_CODE), "hung")}
+    assert set(rows) == beside | {(str(end.exit_code), str(end.state)) for end in ends}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_computed_figures_are_those_of_a_header(path):
+    headers = " ".join(recipe.read_text() for recipe in RECIPES)
+    assert all(figure in headers for figure in re.findall(r"[\d.]+ GiB on each of [^.]+ GB of disk", path.read_text()))
