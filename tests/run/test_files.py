@@ -16,12 +16,12 @@ OTHERS = [None, ["x"], "x", 1e9, {"x": None}, True]
 FILES = sorted(name for name in SCHEMAS if name != "complete.json")
 
 
-def change_each_value(value, limit: int = 3):
-    """Copies of JSON content in which one value, at any depth, is of another type; of a list the first `limit`."""
+def change_each_value(value, depth: int = 3):
+    """Copies of JSON content in which one value, down to a depth, is of another type; of a list one of the first 2."""
     yield from (other for other in OTHERS if type(other) is not type(value))
-    items = value.items() if isinstance(value, dict) else enumerate(value[:limit]) if isinstance(value, list) else ()
+    items = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
     for key, item in items:
-        for changed in change_each_value(item):
+        for changed in change_each_value(item, depth - 1) if depth else ():
             copy = value.copy()
             copy[key] = changed
             yield copy
