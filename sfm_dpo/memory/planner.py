@@ -25,6 +25,9 @@ from sfm_dpo.model.packing import why_not_shared
 from sfm_dpo.model.sharding import blocks
 
 EVERY_N_LAYERS = (0, 8, 4, 3, 2, 1)  # transformers' every_n_layers: which layers are checkpointed; 0: none
+# What a micro-batch costs on a GPU however small it is, in tokens of equal time: its gradients of all weights pass
+# through memory several times, and the host waits for the device (bench/count.py). The weights cancel: both grow alike
+FIXED_TOKENS = 700
 USABLE = 0.9  # share of a GPU's memory; the rest is for CUDA's context, NCCL and fragmentation
 
 
@@ -41,6 +44,7 @@ class MicroBatch(NamedTuple):
     copies: int  # second copies of keys under prefix sharing
     responses: int  # tokens that reach the LM head
     imbalance: float  # work of the slowest rank over the mean of all ranks
+    mean_tokens: float  # computed tokens, without padding, of the average micro-batch
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,9 @@ class MemoryPlanner:
             tokens = sampler.layout.count(rows)
             copies = max(0, int(self.lengths.sequences[rows].sum()) - tokens)
             responses = int(self.lengths.responses[rows].sum())
-            micro_batches.append(MicroBatch(size, tokens, copies, responses, sampler.imbalance(size, self.gpus)))
+            imbalance = sampler.imbalance(size, self.gpus)
+            mean_tokens = size * float(sampler.layout.tokens.mean())
+            micro_batches.append(MicroBatch(size, tokens, copies, responses, imbalance, mean_tokens))
         return micro_batches
 
     @cached_property
@@ -178,6 +184,7 @@ class MemoryPlanner:
             head = head_bytes(self.model_config, batch.responses, self.dtype, self.on_gpu)
             for every in {*EVERY_N_LAYERS, checkpointed_layers(args)}:
                 work = batch.imbalance * (1 + (1 / every if every else 0) / forwards)
+                work += FIXED_TOKENS / batch.mean_tokens if self.on_gpu else 0
                 share = math.ceil(layers / every) / layers if every else 0.0
                 activations = Activations.mix(*self.activations, share).peak_bytes(batch.tokens, head)
                 size = round(ratio * (states + max(update, activations)))

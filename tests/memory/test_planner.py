@@ -11,7 +11,7 @@ import torch
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler
-from sfm_dpo.memory.planner import MemoryPlanner, MicroBatch, choose_setting
+from sfm_dpo.memory.planner import FIXED_TOKENS, MemoryPlanner, MicroBatch, choose_setting
 from tests.tiny_models import tiny_config
 
 RNG = np.random.default_rng(0)
@@ -68,7 +68,7 @@ def test_the_largest_micro_batch_is_the_largest_of_all(size, length, epochs):
 
 def test_second_copies_of_keys_and_the_update_take_memory():
     def plan(tokens: int, copies: int) -> int:
-        planner.micro_batches = [MicroBatch(1, tokens, copies, 16, 1.0)]
+        planner.micro_batches = [MicroBatch(1, tokens, copies, 16, 1.0, tokens)]
         vars(planner).pop("activations", None)
         return next(setting.bytes for setting in planner.list_settings() if not setting.every_n_layers)
 
@@ -97,3 +97,19 @@ def test_the_setting_of_the_resumed_run_is_chosen_again_if_it_fits_and_nothing_e
     assert choose_setting(every, math.inf, config, earlier) == again != choose_setting(every, math.inf, config)
     assert choose_setting(every, less, config, earlier) == choose_setting(every, less, config)
     assert choose_setting(every, math.inf, configuration("--per_device_train_batch_size=1"), earlier).per_device == 1
+
+
+def test_on_a_gpu_a_second_pair_can_be_worth_a_few_checkpointed_layers():
+    """A micro-batch has a cost of its own; on a CPU it has none."""
+
+    def work(on_gpu: bool) -> dict[tuple[int, int], float]:
+        config = configuration("--padding_free=true")
+        model_config = tiny_config("gpt_neox", num_hidden_layers=8)
+        every = MemoryPlanner(config, model_config, LENGTHS, 4, on_gpu=on_gpu).list_settings()
+        return {(setting.per_device, setting.every_n_layers): setting.work for setting in every}
+
+    gpu = work(True)
+    cpu = work(False)
+    assert gpu[2, 2] < gpu[1, 0] and cpu[2, 2] > cpu[1, 0]
+    computed = LENGTHS.computed(prefix_sharing=True).mean()
+    assert gpu[1, 0] - cpu[1, 0] == pytest.approx(FIXED_TOKENS / computed)

@@ -107,7 +107,7 @@ def test_a_run_without_a_later_evaluation_shows_none(run, without_curves, state)
 def test_hostile_text_is_shown_and_not_obeyed(run, without_curves):
     data = json.loads((run / "data.json").read_text())
     save(run, "status.json", {"state": "failed", "message": HOSTILE})
-    save(run, "preflight.json", {"verdict": HOSTILE, "reasons": [HOSTILE, HOSTILE], "more": [{HOSTILE: HOSTILE}]})
+    save(run, "preflight.json", {"verdict": HOSTILE, "reasons": [HOSTILE + "!"] * 2, "table": [[HOSTILE]]})
     save(run, "health.json", {"signal": HOSTILE, "nested": {"a": HOSTILE}})
     save(run, "data.json", data | {"sources": [HOSTILE], "dropped": {HOSTILE: 3}})
     save(run, "samples.json", [{"prompt": HOSTILE, "before": HOSTILE, "after": HOSTILE}])
