@@ -127,3 +127,18 @@ def test_computed_line_of_a_header_is_its_plans(recipe, tmp_path, monkeypatch):
         old = re.sub(r"^# Computed .*\n", "", recipe.read_text(), flags=re.M)
         recipe.write_text(re.sub(r"^(?=# Prefetch)", computed, old, count=1, flags=re.M))
     assert computed in recipe.read_text(), "RECORD=1 writes it"
+
+
+@pytest.mark.grid
+def test_plan_on_its_page_is_the_output(monkeypatch, tmp_path, capsys):
+    """RECORD=1 writes it."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "calibration.json").write_text('{"gpu": "none"}')
+    page = ROOT / "docs/plan.md"
+    shown = re.search(r"^`python scripts/plan.py (.*)`\n\n```\n(.*?)```", page.read_text(), re.M | re.S)
+    plan.main([*shown[1].split(), "--calibration", str(tmp_path / "calibration.json")])
+    printed = capsys.readouterr().out
+    if os.environ.get("RECORD"):
+        page.write_text(page.read_text().replace(shown[2], printed))
+    assert printed in page.read_text(), "RECORD=1 writes it"

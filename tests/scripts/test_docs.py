@@ -6,10 +6,12 @@ import json
 import os
 import re
 
+import numpy as np
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
 
+from bench.lengths import MAX_LENGTH, sample_lengths
 from sfm_dpo.common.errors import RunEnd
 from sfm_dpo.config import DATACLASSES, FIELD_GROUPS, FieldParser, TrainConfig
 from sfm_dpo.config_effects import MAY_CHANGE
@@ -83,6 +85,24 @@ def write_measured() -> str:
         ratios = [f"{summary[variant]['epoch_pairs_per_second_ratio']:.2f}" for summary in found.values()]
         lines.append(f"| {variant} | {' | '.join(ratios)} | {entry['peak_memory_gib']:.2f} |")
     return "\n".join(lines) + "\n"
+
+
+def test_share_of_the_prompts_is_counted():
+    row = re.search(r"^\| `prefix_sharing: true`.*", (ROOT / "docs/speed.md").read_text(), re.M)[0]
+    for kind, limit in MAX_LENGTH.items():
+        lengths = sample_lengths(kind, 20_000)
+        prompt = np.minimum(lengths["prompt"], limit // 2)
+        responses = sum(np.minimum(lengths[side], limit - prompt) for side in ("chosen", "rejected"))
+        assert f"{prompt.sum() / (2 * prompt + responses).sum():.0%}" in row
+
+
+def test_speed_in_the_readme_is_measured():
+    file = next(ROOT.glob("bench/results/*-olmo3-think-*.json"))
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    for variant in ("prefix_sharing", "as_shipped_in_stock_memory"):
+        entry = json.loads(file.read_text())["summary"][variant]
+        assert f"{entry['epoch_pairs_per_second_ratio']:.1f} times" in readme
+        assert f"in {entry['peak_memory_gib']:.2f} GiB" in readme
 
 
 @pytest.mark.parametrize(
