@@ -40,6 +40,7 @@ from sfm_dpo.jobs.training_run import Run, report
 from sfm_dpo.model.loading import identify_models, load_model_config, meta_model
 from sfm_dpo.model.sharding import check_buckets, checkpoint_bytes, disable_deepspeed_shm, load_only_tensors
 from sfm_dpo.run.checkpoint import (
+    COMPLETE,
     check_best,
     check_disk,
     check_resume,
@@ -47,7 +48,6 @@ from sfm_dpo.run.checkpoint import (
     find_start,
     peak_checkpoint_count,
     read_best,
-    read_model_ids,
     step_of,
 )
 from sfm_dpo.run.files import read_file
@@ -77,7 +77,7 @@ def main(
         evaluations = Evaluations(config.train)
         if run.begin(config):
             checkpoint = find_start(config.train)
-            config = identify_models(config, read_model_ids(checkpoint))
+            config = identify_models(config, read_file(checkpoint / COMPLETE) if checkpoint else {})
             pairs, tokenizer, settings = load(config, checkpoint)
             trainer = build_trainer(config, settings, pairs, tokenizer, run.position, trainer_class)
             for callback in (evaluations, *callbacks):

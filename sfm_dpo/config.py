@@ -11,7 +11,8 @@ import netrc
 import os
 import re
 import urllib.parse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,7 @@ from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common import distributed
 from sfm_dpo.common.errors import UserError, nearest, user_input
+from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config_checks import LOSS_TYPES, check_fields, check_known
 
 
@@ -97,19 +99,8 @@ class TrainConfig(DPOConfig):
 
 DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)
 
-# Fields of earlier versions, and what to do instead; ignored if they are empty, as in an old resolved_config.yaml
-_SCORES = "pair_by score_field score_margin score_pairs".split()
-_FILTERS = "keep_values max_length_ratio max_response_similarity max_response_tokens min_response_tokens".split()
-REMOVED = {
-    "eval_tasks": "set eval_command: sbatch scripts/evaluate.sh {checkpoint} --tasks ifeval gsm8k --out {out}",
-    "duplicate_threshold": "remove near duplicates before training, for instance with text-dedup",
-    "hub_push_every": "set hub_strategy: every_save, and save_steps",
-    "max_pairs_per_prompt": "set drop_duplicates: prompts",
-    **dict.fromkeys(_SCORES, "make pairs with scripts/make_pairs.py"),
-    **dict.fromkeys(_FILTERS, "write a filter_script (docs/data.md)"),
-}
-
 CHECKPOINTING = [f"{name}_checkpointing{kind}" for name in ("gradient", "activation") for kind in ("", "_kwargs")]
+_NULL = "tag:yaml.org,2002:null"
 _construct = yaml.SafeLoader("").construct_document  # a node's value, typed by YAML's rules
 _OPTIONAL = {f.name for cls in DATACLASSES for f in dataclasses.fields(cls) if "None" in str(f.type)}
 
@@ -227,7 +218,8 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     """
     parser = FieldParser()
     default_loss = parser.fields["loss_type"].default
-    namespace = parse_fields(parser, argv)
+    problems: list[str] = []
+    namespace = parse_fields(parser, argv, problems)
     origin = "as configured"
     if namespace.loss_type is default_loss:
         origin = "the default here; set loss_type: sigmoid and beta: 0.1 for TRL's"
@@ -239,7 +231,13 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
         namespace.per_device_train_batch_size = namespace.global_batch_size
         vars(namespace).update(use_cpu=True, bf16=False, fp16=False, dtype=None, deepspeed=None)
     resolve_precision(namespace)
-    check_fields(namespace, world_size, training)
+    with collect_errors(problems):
+        problems += check_fields(namespace, world_size, training)
+    if len(problems) > 1:
+        numbered = [f"({number}) {problem}" for number, problem in enumerate(problems, 1)]
+        raise UserError(f"{len(problems)} fields to correct: {'; '.join(numbered)}")
+    if problems:
+        raise UserError(problems[0])
     pairs_at_once = namespace.per_device_train_batch_size * world_size
     namespace.gradient_accumulation_steps = namespace.global_batch_size // pairs_at_once
     if namespace.hub_token:  # trackers record the arguments
@@ -255,6 +253,9 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     target = model.lora_target_modules
     if isinstance(target, str) and target.isidentifier():  # TRL's form of a single name, a pattern to PEFT
         model.lora_target_modules = [target]
+    for name, value in vars(train).items():
+        if name.endswith("_kwargs") and not isinstance(value, dict | None):
+            raise UserError(f"{name} {value}: give a mapping, such as {{a: 1}}")
     if training:
         check_optimizer(train)
     objective = f"objective: {' + '.join(train.loss_type)} with beta {train.beta:g}, {origin}"
@@ -280,52 +281,86 @@ def check_optimizer(args: TrainConfig) -> None:
         get_scheduler(args.lr_scheduler_type, *schedule)
 
 
-def parse_fields(parser: FieldParser, argv: list[str]) -> argparse.Namespace:
+@contextmanager
+def collect_errors(problems: list[str]) -> Iterator[None]:
+    """Adds the message of a UserError to `problems`, so that a start reports all of them."""
+    try:
+        yield
+    except UserError as error:
+        problems.append(str(error))
+
+
+def parse_fields(parser: FieldParser, argv: list[str], problems: list[str]) -> argparse.Namespace:
     """The values of all fields, from the command line, else the recipe, else the defaults."""
     for arg in argv:
         if arg.split("=")[0].replace("-", "_") in ("__hub_token", "__push_to_hub_token"):
             raise UserError("hub_token: other users of the machine can read a command line; put HF_TOKEN into .env")
     recipe = parser.parse_known_args(argv)[0].config
     if recipe is not None:
-        parser.set_defaults(**read_recipe(recipe, parser.fields))
+        parser.set_defaults(**read_recipe(recipe, parser.fields, problems))
     namespace, extra = parser.parse_known_args(argv)
-    for arg in extra:
-        name = arg.split("=")[0]
-        raise UserError(f"unknown option {name}{explain_unknown(name.lstrip('-'), parser.fields, '--')}")
+    for option in [arg.split("=")[0] for arg in extra]:
+        if option.startswith("--"):
+            problems.append(f"unknown option {option}{explain_unknown(option.lstrip('-'), parser.fields, '--')}")
+    if extra and not problems:
+        raise UserError(f"unknown option {extra[0]}")
     for name, value in vars(namespace).items():
         if value == [None]:  # an emptied list
             setattr(namespace, name, None if name in _OPTIONAL else [])
     return namespace
 
 
+@functools.cache
+def read_migration() -> dict[str, str]:
+    """By field of other trainers and of earlier versions, its row in docs/migration.md; empty without that page."""
+    rows: dict[str, str] = {}
+    page = PROJECT / "docs/migration.md"
+    for line in page.read_text().splitlines() if page.is_file() else ():
+        if not line.startswith("| `"):
+            continue
+        _, theirs, ours, remark, _ = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", line).split("|")  # links as text
+        names = re.findall(r"`([\w.]+)", theirs)
+        here = ours.replace("`", "").strip()
+        parts = here.split(", ")
+        if len(parts) != len(names):
+            parts = [here] * len(names)
+        for name, part in zip(names, parts, strict=True):
+            note = remark.replace("`", "").strip()
+            rows.setdefault(name.split(".")[-1], f"{part} ({note})" if note else part)
+    return rows
+
+
 def explain_unknown(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """The end of an error message: what replaces a removed field, or the known name closest to `name`."""
-    field_name = name.replace("-", "_")
-    if field_name in REMOVED:
-        return f", which was removed: {REMOVED[field_name]}"
+    """The end of an error message: what to write instead of another trainer's field, or the known name near `name`."""
+    field_name = name.replace("-", "_").split(".")[-1]
+    if field_name in read_migration():
+        return f"; here: {read_migration()[field_name]}, see docs/migration.md"
     return nearest(field_name, known, prefix)
 
 
-def read_recipe(path: str, fields: dict[str, argparse.Action]) -> dict[str, Any]:
-    """A recipe's fields, converted to their types; its `env` section sets environment variables, as in TRL."""
+def read_recipe(path: str, fields: dict[str, argparse.Action], problems: list[str]) -> dict[str, Any]:
+    """A recipe's fields, converted to their types; its `env` section sets environment variables, as in TRL. Adds what
+    is wrong with its other fields to `problems`."""
     values: dict[str, Any] = {}
     for key, node in read_nodes(path).items():
-        is_empty = node.tag == "tag:yaml.org,2002:null"
-        if key in REMOVED and is_empty:
-            continue
-        if key == "env":
-            set_environment(_construct(node), path)
-        elif key not in fields:
-            raise UserError(f"{path}: unknown field {key!r}{explain_unknown(key, fields)}")
-        elif key == "datasets":
-            values[key] = check_mixture(_construct(node), path)
-        elif not is_empty:
-            values[key] = read_value(node, fields[key], f"{path}: {key}")
-        elif fields[key].default is None or key in _OPTIONAL:
-            values[key] = None
-        else:
-            raise UserError(f"{path}: {key} is empty; give it a value, or remove the line for the default")
+        with collect_errors(problems):
+            if key == "env":
+                set_environment(_construct(node), path)
+            elif key in fields:
+                values[key] = read_field(key, node, fields[key], path)
+            elif node.tag != _NULL or key not in read_migration():  # as in the resolved_config.yaml of an old run
+                raise UserError(f"{path}: unknown field {key!r}{explain_unknown(key, fields)}")
     return values
+
+
+def read_field(key: str, node: yaml.Node, action: argparse.Action, path: str) -> Any:
+    if key == "datasets":
+        return check_mixture(_construct(node), path)
+    if node.tag != _NULL:
+        return read_value(node, action, f"{path}: {key}")
+    if action.default is None or key in _OPTIONAL:
+        return None
+    raise UserError(f"{path}: {key} is empty; give it a value, or remove the line for the default")
 
 
 def read_nodes(path: str) -> dict[str, yaml.Node]:

@@ -25,6 +25,7 @@ LOSS_TYPES = (
 # Losses whose log-ratios are means over response tokens; the others in TRL use sums.
 LENGTH_NORMALIZED_LOSSES = {"sigmoid_norm", "ipo"}
 # Of TRL's DPOTrainer.__init__, which raises for others after the model has been loaded
+F_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 F_DIVERGENCE_LOSSES = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 SORTING_LOSSES = {"aot", "aot_unpaired"}  # their value depends on which pairs are sorted together
 
@@ -126,7 +127,8 @@ def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> It
         yield "global_batch_size", f"is not a multiple of {size}; choose {sizes}"
     elif c.gradient_accumulation_steps not in (1, c.global_batch_size // unit):
         accumulated = f"global_batch_size {c.global_batch_size} of {size} makes it {c.global_batch_size // unit}"
-        yield "gradient_accumulation_steps", f"{accumulated}; remove the field"
+        meant = unit * c.gradient_accumulation_steps
+        yield "gradient_accumulation_steps", f"{accumulated}; remove the field, and set global_batch_size: {meant}"
     if training and c.attn_implementation == "flash_attention_2" and not is_flash_attn_2_available():
         yield "attn_implementation", "needs flash-attn and a GPU; remove it: padding_free: true works without both"
     gpus = torch.cuda.device_count()
@@ -161,20 +163,27 @@ def find_loss_conflicts(c: argparse.Namespace, training: bool) -> Iterator[tuple
         yield "loss_type", "sorts the pairs of an evaluation batch; remove eval_fraction and eval_datasets"
 
 
-def check_fields(namespace: argparse.Namespace, world_size: int, training: bool) -> None:
-    """Checks ranges and combinations. Raises UserError with the field, its value and the remedy."""
+def check_fields(namespace: argparse.Namespace, world_size: int, training: bool) -> list[str]:
+    """What is wrong with ranges and combinations, each with the field, its value and the remedy. Raises UserError for
+    a value that the others depend on."""
     values = vars(namespace)
+    problems = []
     for lowest, highest, words, names in _RANGES:
         for name in names.split():
             if values[name] is not None and not lowest <= values[name] <= highest:
-                raise UserError(f"{name} {values[name]}: must be {words}")
+                problems.append(f"{name} {values[name]}: must be {words}")
+    if problems:
+        return problems
     for loss in namespace.loss_type:
         check_known("loss_type", loss, LOSS_TYPES)
+    check_known("f_divergence_type", namespace.f_divergence_type, F_DIVERGENCES)
     if re.search(r"['\"](use_auth_)?token['\"]", str(namespace.model_init_kwargs)):  # the error omits its value
         raise UserError("model_init_kwargs: its token would be stored with the run; put HF_TOKEN into .env instead")
     refused = [(name, remedy) for name, remedy in REFUSED.items() if values[name] != default_of(name)]
     for name, remedy in [*refused, *find_conflicts(namespace, world_size, training)]:
-        raise UserError(f"{name} {values[name]}: {remedy}")
+        problems.append(f"{name} {values[name]}: {remedy}")
+    if problems:
+        return problems
     prefixes = [f"eval_{name}_" for name in read_eval_sets(namespace.eval_datasets)]
     if namespace.eval_fraction:
         prefixes.append("eval_")
@@ -182,6 +191,7 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
         metric = (namespace.metric_for_best_model or "loss").removeprefix("eval_")
         known = [prefix + name for prefix in prefixes for name in EVAL_METRICS]  # those that are computed
         check_known("metric_for_best_model", f"eval_{metric}", known)
+    return problems
 
 
 def check_length_of_run(args: Any, pairs: int) -> None:

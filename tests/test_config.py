@@ -94,8 +94,10 @@ def test_env_section_reaches_the_environment(parse, monkeypatch):
     ("cli", "parts"),
     [
         ("--learning_rat 1", ["--learning_rat", "did you mean --learning_rate"]),  # no abbreviations
-        ("--pair-by=score", ["--pair-by, which was removed", "scripts/make_pairs.py"]),
-        ("--warmup_ratio 0.1", ["--warmup_ratio", "--warmup_steps"]),
+        ("--pair-by=score", ["--pair-by; here: none (make pairs with scripts/make_pairs.py)"]),
+        ("--warmup_ratio 0.1", ["unknown option --warmup_ratio; here: warmup_steps, see docs/migration.md"]),
+        ("--lr 1", ["unknown option --lr; here: learning_rate (betas there"]),
+        ("--beta 0 --seed -1 --lr 1", ["3 fields to correct: (1) unknown option --lr", "(2) beta 0.0: must be above"]),
         ("--learning_rate fast", ["learning_rate", "'fast'"]),
         ("--gradient_checkpointing maybe", ["gradient_checkpointing", "maybe"]),
         ("--eval_strategy sometimes", ["eval_strategy", "'sometimes'", "'epoch'"]),
@@ -157,6 +159,7 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         (SORTED | {"eval_fraction": 0.1}, ["loss_type ['aot']: sorts the pairs of an evaluation batch"]),
         ({"loss_type": ["sigmoid_norm", "sft"], "use_weighting": True}, ["use_weighting True: loss_type sft"]),
         ({"use_peft": True, "lora_target_modules": ["lm_head"]}, ["lora_target_modules ['lm_head']: the fused LM"]),
+        ({"f_divergence_type": "revers_kl"}, ["f_divergence_type revers_kl: unknown; did you mean reverse_kl?"]),
         ({"use_peft": True, "lora_alpha": 0}, ["lora_alpha 0: must be at least 1"]),
         ({"loss_type": []}, ["loss_type []: nothing would be trained"]),
         ({"loss_weights": [0]}, ["loss_weights [0.0]: give weights of at least 0, one of them above 0"]),
@@ -183,7 +186,7 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ({"eval_command": "true '{checkpoint} {out}"}, ["eval_command true", "No closing quotation"]),
         ({"eval_command": "nothing.sh {checkpoint} {out}"}, ["command nothing.sh not found"]),
         ({"eval_command": "true {checkpoint} {out}", "save_strategy": "no"}, ["save_strategy no: eval_command needs"]),
-        ({"eval_tasks": ["ifeval"]}, ["eval_tasks', which was removed: set eval_command: sbatch scripts/evaluate.sh"]),
+        ({"eval_tasks": ["ifeval"]}, ["unknown field 'eval_tasks'; here: eval_command: sbatch scripts/evaluate.sh"]),
         ({"guard_generations": 5}, ["guard_generations 5: needs prompts"]),
         ({"eval_datasets": "a.jsonl"}, ["eval_datasets a.jsonl: must be a mapping of names to sets, such as {math:"]),
         ({"eval_datasets": {"a": {"split": "test"}}}, ["eval_datasets {", "must be a mapping"]),
@@ -232,6 +235,18 @@ def test_the_objective_names_where_it_comes_from(parse):
     assert parse().notes[1].startswith("objective: sigmoid_norm with beta 5, the default here; set loss_type: sigmoid")
     for config in (parse({"loss_type": "sigmoid_norm"}), parse(None, "--loss_type", "sigmoid_norm")):
         assert config.notes[1] == "objective: sigmoid_norm with beta 5, as configured"
+
+
+def test_a_recipe_of_another_trainer_is_told_all_at_once(parse):
+    """Fields of TRL's CLI, LLaMA-Factory and axolotl."""
+    fields = {"torch_dtype": "auto", "stage": "dpo", "cutoff_len": 1, "sequence_len": 1, "max_steps": 0, "lora_r": 3}
+    fields |= {"gradient_accumulation_steps": 8, "per_device_train_batch_size": 4, "xyzzy": 1}
+    message = refused(parse, fields, world_size=2)
+    expected = """8 fields to correct|here: dtype, see docs|'stage'; here: none (always DPO)|
+        |'cutoff_len'; here: max_length (|'sequence_len'; here: max_length, |
+        |unknown field 'xyzzy'; (|max_steps 0: |lora_r 3: |
+        gradient_accumulation_steps 8: |set global_batch_size: 64"""
+    assert not [part for part in expected.split("|") if part.strip() not in message], message
 
 
 def test_one_process_and_several_gpus(parse, monkeypatch):

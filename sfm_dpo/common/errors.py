@@ -80,5 +80,5 @@ def user_input(what: str, remedy: str = "") -> Iterator[None]:
 
 def nearest(name: Any, known: Iterable[str], prefix: str = "") -> str:
     """The end of an error message: the known name most similar to `name`, if there is one."""
-    match = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+    match = difflib.get_close_matches(str(name), known, n=1, cutoff=0.7)
     return f"; did you mean {prefix}{match[0]}?" if match else ""

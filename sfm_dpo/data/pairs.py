@@ -16,7 +16,7 @@ from sfm_dpo.config_checks import HELD_OUT
 PARTS = ("prompt", "chosen", "rejected")
 # Why a row is left out
 DROP_REASONS = {
-    "malformed": "malformed: neither text nor messages that the chat template accepts",
+    "malformed": "malformed: no text, messages or tool calls that the chat template accepts",
     "last_turn_not_assistant": "last turn is not the assistant's",
     "prompts_differ": "chosen and rejected have different prompts",
     "empty_response": "empty response",
@@ -46,20 +46,22 @@ class Pairs:
         return self.splits["train"]
 
     @property
+    def drawn(self) -> int:
+        """Pairs in all splits."""
+        return sum(map(len, self.splits.values()))
+
+    @property
     def dropped(self) -> Counter[str]:
         return Counter(row["reason"] for row in self.dropped_rows)
 
-    def count_unusable(self) -> tuple[int, int]:
-        """How many of how many rows are unusable; those that filters drop are not."""
-        return sum(n for reason, n in self.dropped.items() if reason not in FILTERS), self.rows
-
     def check_dropped(self, limit: float) -> None:
-        """Raises UserError if a split is empty, or if more than `limit` of the rows are unusable."""
-        unusable, rows = self.count_unusable()
+        """Raises UserError if a split is empty, or if more than `limit` of all rows are unusable; rows that filters
+        drop do not count as unusable."""
+        unusable = sum(n for reason, n in self.dropped.items() if reason not in FILTERS)
         empty = [name for name, split in self.splits.items() if not len(split)]
-        if not empty and unusable <= limit * rows:
+        if not empty and unusable <= limit * self.rows:
             return
-        found = f"{unusable} of {rows} rows cannot be used"
+        found = f"{unusable} of {self.rows} rows cannot be used"
         remedy = f"raise max_dropped_fraction {limit:g}"
         if empty:
             found = f"no {empty[0]} pair is left of {self.rows} rows"
@@ -85,18 +87,11 @@ class TokenPairs(Pairs):
 
     texts: Pairs
 
-    @property
-    def drawn(self) -> int | None:
-        """Pairs that max_samples, or the fractions of a mixture, have drawn from the usable ones; None: all."""
-        drawn = sum(map(len, self.texts.splits.values()))
-        return drawn if drawn + len(self.texts.dropped_rows) < self.rows else None
-
-    def count_unusable(self) -> tuple[int, int]:
-        """As of Pairs; of a sample, only the pairs drawn, as the others were not tokenized."""
-        unusable, rows = super().count_unusable()
-        if self.drawn is None:
-            return unusable, rows
-        return unusable - self.texts.count_unusable()[0], self.drawn
+    def check_dropped(self, limit: float) -> None:
+        """As Pairs, also of the rows that were tokenized: max_samples, fractions and filters leave out others."""
+        super().check_dropped(limit)
+        late = self.dropped_rows[len(self.texts.dropped_rows) :]
+        Pairs(self.splits, self.sources, self.texts.drawn, late).check_dropped(limit)
 
     @property
     def control_tokens(self) -> int:
@@ -109,8 +104,8 @@ class TokenPairs(Pairs):
     def table(self) -> str:
         rows = [("source", ", ".join(self.sources)), ("rows", f"{self.rows:,}")]
         rows += [(f"dropped: {self.explain(reason)}", f"{n:,}") for reason, n in self.dropped.items()]
-        if self.drawn is not None:
-            rows.append(("drawn from the usable pairs (max_samples, fraction)", f"{self.drawn:,}"))
+        if self.texts.drawn + len(self.texts.dropped_rows) < self.rows:
+            rows.append(("drawn from the usable pairs (max_samples, fraction)", f"{self.texts.drawn:,}"))
         rows.append(("pairs to train on", f"{len(self.train):,}"))
         if control_tokens := self.control_tokens:
             rows.append(("of these, with special tokens in their texts", f"{control_tokens:,}"))

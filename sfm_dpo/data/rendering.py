@@ -5,8 +5,11 @@ import copy
 import functools
 import itertools
 import json
+import signal
+import threading
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
@@ -19,6 +22,7 @@ from sfm_dpo.data.preferences import TOOL_ROLES, read_calls
 
 # What a template raises that refuses the roles, their order or the tools of a conversation
 REFUSALS = (TemplateError, TypeError, ValueError)
+TEMPLATE_SECONDS = 20  # for a row, which takes milliseconds; a template is a program, and may never end
 
 
 def make_renderer(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
@@ -73,7 +77,27 @@ def encode_sanitized(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
 
 def _render_parts(pair: dict[str, Any], render: Callable[..., Any]) -> list[Any]:
     prompt, chosen, rejected = (pair[part] for part in PARTS)
-    return [render(prompt, add_generation_prompt=True), render(prompt + chosen), render(prompt + rejected)]
+    with time_limit(f"chat template: takes more than {TEMPLATE_SECONDS} s for row {pair.get('row')}; correct it"):
+        return [render(prompt, add_generation_prompt=True), render(prompt + chosen), render(prompt + rejected)]
+
+
+@contextmanager
+def time_limit(message: str) -> Iterator[None]:
+    """Raises UserError with the message after TEMPLATE_SECONDS; without a limit outside of the main thread."""
+
+    def expire(*_: Any) -> None:
+        raise UserError(message)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGALRM, expire)
+    timer = signal.setitimer(signal.ITIMER_REAL, TEMPLATE_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def list_texts(pair: dict[str, Any], eos: str) -> list[str]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch.utils.data import Sampler
 
+from sfm_dpo.common.distributed import world_size
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.data.lengths import Lengths
@@ -96,9 +97,11 @@ class PairSampler(Sampler[int]):
 
     def __post_init__(self) -> None:
         if len(self.lengths) < self.global_batch:
+            unit = self.micro_batch * world_size()
+            fits = f"{len(self.lengths) // unit * unit}" if len(self.lengths) >= unit else "fewer pairs per device"
             raise UserError(
                 f"global_batch_size {self.global_batch}: there are only {len(self.lengths)} pairs to train on, fewer "
-                "than one optimizer step needs; use a smaller global_batch_size, or more data"
+                f"than one optimizer step needs; use a smaller global_batch_size ({fits}), or more data"
             )
         self.layout = Layout.of(self.lengths, self.packed, self.shared)
         self.epoch = 0

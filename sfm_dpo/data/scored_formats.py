@@ -16,12 +16,14 @@ from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.data import json_rows
 from sfm_dpo.data.sources import column_names
 
-# Columns that identify a dataset format, and the score that `--by score` selects
-FORMATS = {
-    ("instruction", "completions"): "overall_score",  # UltraFeedback
-    ("prompt", "answers"): "rank",  # Nectar
-    ("prompt", "response", "helpfulness"): "helpfulness",  # HelpSteer
-}
+# Columns that identify a dataset format; docs/data.md lists those of the answers within a row
+FORMATS = (
+    ("prompt", "responses", "scores"),
+    ("instruction", "completions"),  # UltraFeedback
+    ("prompt", "answers"),  # Nectar
+    ("prompt", "response"),  # one row for each answer: HelpSteer
+)
+SCORES = ("score", "overall_score", "rank", "helpfulness")  # the first of them in an answer is that of `--by score`
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 
 
@@ -36,7 +38,6 @@ def pair_rows(rows: Dataset, source: str, by: str, margin: float = 0.0) -> Itera
     if found is None:
         known = "; ".join(", ".join(names) for names in FORMATS)
         raise UserError(f"{source}: unknown dataset format with columns {', '.join(columns)}; supported are: {known}")
-    score = FORMATS[found] if by == "score" else by
     read = (json.loads(row[json_rows.COLUMN]) if json_rows.COLUMN in row else row for row in rows)
     if "response" in found:  # neighbouring rows share a prompt
         prompts = (list(group) for _, group in groupby(read, key=lambda row: row.get("prompt")))
@@ -44,15 +45,20 @@ def pair_rows(rows: Dataset, source: str, by: str, margin: float = 0.0) -> Itera
         prompts = ([row] for row in read)
     for group in prompts:
         with user_input(f"{source}: a row is malformed", "fix it"):
-            pair = _pair_answers(group, score, margin)
+            pair = _pair_answers(group, by, margin)
         yield pair
 
 
-def _pair_answers(rows: list[dict[str, Any]], score: str, margin: float) -> dict[str, Any] | None:
+def _pair_answers(rows: list[dict[str, Any]], by: str, margin: float) -> dict[str, Any] | None:
     """`rows`: a single row with all answers to a prompt, or one row for each answer."""
     row = rows[0]
     answers = row.get("completions", row.get("answers", rows))
+    if "responses" in row:
+        both = zip(row["responses"], row["scores"], strict=True)
+        answers = [{"response": response, "score": score} for response, score in both]
     text = "answer" if "answers" in row else "response"
+    names = SCORES if by == "score" and answers else ()
+    score = next((name for name in names if name in answers[0]), by)
     sign = -1 if score == "rank" else 1  # rank 1 is the best
     scored = [(sign * float(a[score]), a[text]) for a in answers if a.get(score) is not None and a[text]]
     scored = [item for item in scored if math.isfinite(item[0])]

@@ -98,6 +98,11 @@ def _tokenize_for_training(texts: Pairs, args: TrainConfig, tokenizer: PreTraine
 
 def tokenize_splits(texts: Pairs, tokenizer: PreTrainedTokenizerBase, **options: Any) -> TokenPairs:
     """Each split as token ids; `options` are those of tokenize_pairs."""
+    if tokenizer.chat_template and isinstance(texts.train[0]["prompt"], str):
+        log.warning(
+            f"dataset_name {', '.join(texts.sources)}: plain text is trained without the model's chat template; "
+            'to use it, write each prompt as [{"role": "user", "content": "..."}]'
+        )
     splits = {}
     dropped = list(texts.dropped_rows)
     for name, split in texts.splits.items():

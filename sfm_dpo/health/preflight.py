@@ -191,8 +191,16 @@ def run_preflight(trainer, policy, config: Config) -> dict[str, Any]:
     reasons = [format_finding(finding) for finding in findings]
     response = rows[0]["chosen_ids"]
     boundary = [tokenizer.decode(ids) for ids in (rows[0]["prompt_ids"][-12:], response[:12], response[-6:])]
-    text = format_preflight(verdict, reasons, figures, len(dataset), boundary)
-    return broadcast({"verdict": verdict, "reasons": reasons, "figures": figures, "findings": findings, "text": text})
+    means = tabulate_means(figures, len(dataset), boundary)
+    by_source = [*zip(*tabulate_sides(figures["sides"]), strict=True)]
+    lines = [
+        f"preflight: {verdict}",
+        format_table(means),
+        *(f"  {reason}" for reason in reasons),
+        format_table(by_source),
+    ]
+    result = {"verdict": verdict, "reasons": reasons, "figures": figures, "findings": findings}
+    return broadcast(result | {"text": "\n".join(lines), "table": [*means, *by_source]})
 
 
 def preflight_phase(trainer, policy, config: Config) -> None:
@@ -206,15 +214,13 @@ def preflight_phase(trainer, policy, config: Config) -> None:
         raise PreflightRefused(f"preflight: {worst}; nothing was trained; to train regardless: preflight: warn")
 
 
-def format_preflight(
-    verdict: str, reasons: list[str], figures: dict[str, Any], total: int, boundary: list[str]
-) -> str:
-    """The result as text. `total`: pairs of the dataset."""
+def tabulate_means(figures: dict[str, Any], total: int, boundary: list[str]) -> list[tuple[str, str]]:
+    """The figures about all pairs as rows of text. `total`: pairs of the dataset."""
 
     def interval(name: str) -> str:
         return "{:+.2f} ({:+.2f} to {:+.2f}) nats".format(*figures[name])
 
-    rows = [
+    return [
         ("pairs", f"{figures['pairs']:,} of {total:,}; means with 95% intervals"),
         ("chosen, per token", interval("chosen_logp")),
         ("gap, per token", interval("token_gap")),
@@ -222,5 +228,3 @@ def format_preflight(
         ("gradient weight", f"0.5 at the start, {figures['weight_after_move']:.2g} after {MOVE:g} nats per token"),
         ("boundary", "...{!r} | {!r} ... {!r}".format(*boundary)),
     ]
-    by_source = format_table(zip(*tabulate_sides(figures["sides"]), strict=True))
-    return "\n".join([f"preflight: {verdict}", format_table(rows), *(f"  {reason}" for reason in reasons), by_source])

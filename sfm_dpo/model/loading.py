@@ -38,6 +38,9 @@ def load_model_config(config: Config) -> PretrainedConfig:
         raise UserError(f"{config.model_field} {name}: no such folder; correct the path, or give a name on the Hub")
     with user_input(f"{config.model_field} {name}: neither a folder with a model nor a model on the Hub"):
         model_config = AutoConfig.from_pretrained(name, **options)
+    if "/" in str(model_config._attn_implementation):
+        kernel = f"config.json asks for the kernel {model_config._attn_implementation}, code from the Hub"
+        raise UserError(f"{config.model_field} {name}: {kernel}; remove it there")
     coefficient = config.train.router_aux_loss_coef
     is_policy = config.model_field == "model_name_or_path"  # its reference may be dense
     if coefficient and is_policy and not hasattr(model_config.get_text_config(), "output_router_logits"):
@@ -91,9 +94,10 @@ def model_init_kwargs(config: Config) -> dict[str, Any]:
 
 
 def identify_models(config: Config, known: dict[str, Any]) -> Config:
-    """The configuration with `model_ids`. `known`: those of the checkpoint that a run resumes from, whose commits are
+    """The configuration with `model_ids`. `known`: facts of the checkpoint that a run resumes from, whose commits are
     kept though a branch on the Hub has moved since. All ranks must call it."""
-    commits = {name: value for name, value in known.items() if not value.startswith(FOLDER)}
+    fields = [part.model_field for part in config.parts]
+    commits = {name: known[name] for name in fields if not known.get(name, FOLDER).startswith(FOLDER)}
     pinned = dataclasses.replace(config, model_ids=commits)
     ids = {part.model_field: identify_model(part) for part in pinned.parts}
     return dataclasses.replace(config, model_ids=ids)

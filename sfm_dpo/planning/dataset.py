@@ -106,39 +106,48 @@ def _describe_overlong(best: dict[str, Any], share: float) -> str:
 
 def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset) -> list[dict[str, str]]:
     """Findings to read before training, each {"level": "warning" or "note", "text"}; `result`: the analysis so far."""
-    best = result["recommendation"]
-    long_prompts = int((Lengths.of(tokens).prompt > best["max_length"] // 2).sum())
-    trimmed = int(np.count_nonzero(tokens["prompt_trimmed"]))
-    repeated_prompts = len(texts) - len(set(texts["prompt_key"]))
-    repeated_pairs = len(texts) - len(set(texts["pair_key"]))
-    warnings = {
-        "pairs are identical on both sides after truncation: they teach nothing": best["no_signal"],
-        "pairs are exact repeats of earlier ones (drop_duplicates)": repeated_pairs,
-        "pairs contain special tokens, which act like the template's own (control_tokens)": result["control_tokens"],
-        "prompts are not a token prefix of prompt+response; their tokens after the shared ones are left out": trimmed,
-    }
-    notes = {
-        f"prompts fill more than half of max_length {best['max_length']:,}": long_prompts,
-        "pairs have the prompt of an earlier pair but other responses": repeated_prompts - repeated_pairs,
-    }
-    for reason, count in result["dropped"].items():
-        notes[f"of {result['rows']:,} rows dropped: {DROP_REASONS[reason]}"] = count
-    for fault in result["faults"]:
-        sides = f"{fault['chosen']:,} chosen, {fault['rejected']:,} rejected"
-        notes[f"pairs ({sides}): {fault['text']}"] = fault["pairs"]
-    contamination = result.get("contamination", {"sets": []})
-    for found in contamination["sets"]:
-        words = f"{contamination['ngram']} words in a row in common with {found['set']}"
-        warnings[f"pairs have {words}, {found['set_rows']:,} of its {found['rows']:,} rows"] = found["pairs"]
     chosen_longer = result["length_bias"]["chosen_longer"]
     share = max(chosen_longer, 1 - chosen_longer)
     side, preferred = ("chosen", "longer") if chosen_longer >= 0.5 else ("rejected", "shorter")
     text = f"the {side} response is the longer one in {share:.1%} of the pairs"
     findings = [{"level": "note", "text": text}]
     if share >= LENGTH_BIAS:
-        findings = [{"level": "warning", "text": f"{text}: DPO will learn to prefer {preferred} answers"}]
-    for level, counts in (("warning", warnings), ("note", notes)):
-        findings += [{"level": level, "text": f"{count:,} {text}"} for text, count in counts.items() if count]
+        text += f": DPO will learn to prefer {preferred} answers; balance them by filter_script"
+        findings = [{"level": "warning", "text": text}]
+
+    def add(level: str, count: int, text: str) -> None:
+        if count:
+            findings.append({"level": level, "text": f"{count:,} {text}"})
+
+    max_length = result["recommendation"]["max_length"]
+    no_signal = result["recommendation"]["no_signal"]
+    add("warning", no_signal, "pairs are identical on both sides after truncation and teach nothing: raise max_length")
+    repeated_pairs = len(texts) - len(set(texts["pair_key"]))
+    add("warning", repeated_pairs, "pairs are exact repeats of earlier ones: set drop_duplicates to pairs")
+    text = "pairs contain special tokens, which act like the template's own: set control_tokens to drop"
+    add("warning", result["control_tokens"], text)
+    text = (
+        "prompts are not a token prefix of prompt+response; their tokens after the shared ones are left out: compare"
+    )
+    text += " the template's generation prompt with its assistant turns"
+    add("warning", int(np.count_nonzero(tokens["prompt_trimmed"])), text)
+    contamination = result.get("contamination", {"sets": []})
+    for found in contamination["sets"]:
+        text = f"pairs have {contamination['ngram']} words in a row in common with {found['set']}, "
+        text += f"{found['set_rows']:,} of its {found['rows']:,} rows: drop_contaminated removes them"
+        add("warning", found["pairs"], text)
+    long_prompts = int((Lengths.of(tokens).prompt > max_length // 2).sum())
+    text = f"prompts fill more than half of max_length {max_length:,}: raise it, or set max_prompt_length"
+    add("note", long_prompts, text)
+    repeated_prompts = len(texts) - len(set(texts["prompt_key"])) - repeated_pairs
+    text = "pairs have the prompt of an earlier pair but other responses: drop_duplicates: prompts removes them"
+    add("note", repeated_prompts, text)
+    for reason, count in result["dropped"].items():
+        text = f"of {result['rows']:,} rows dropped: {DROP_REASONS[reason]}: --dropped FILE lists them"
+        add("note", count, text)
+    for fault in result["faults"]:
+        sides = f"{fault['chosen']:,} chosen, {fault['rejected']:,} rejected"
+        add("note", fault["pairs"], f"pairs ({sides}): {fault['text']}: --html shows some, filter_script removes them")
     return findings + [{"level": "note", "text": text} for text in describe_sides(result["sides"])]
 
 

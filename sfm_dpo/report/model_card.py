@@ -1,9 +1,7 @@
 """The model card, README.md: results, training, usage and reproduction, from the files in a run's folder."""
 
-import os
 import re
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import ModelCardData
 from huggingface_hub.errors import HFValidationError
@@ -53,7 +51,7 @@ def write_model_card(
     if folder != run:
         draw_curves(facts, folder / FIGURES, panels=_CURVES)
     repo = repo or config["hub_model_id"] or config["output_dir"]
-    recipe = {key: hide_paths(value) for key, value, _ in changed_fields(config) if not key.startswith(_LOCAL)}
+    recipe = {key: value for key, value, _ in changed_fields(config) if not key.startswith(_LOCAL)}
     base = config["model_name_or_path"]
     datasets = facts["data"]["sources"]
     metadata = ModelCardData(
@@ -79,23 +77,15 @@ def write_model_card(
         change=change,
         repo=repo,
         revision="" if revision == "main" else f', revision="{revision}"',
-        recipe=format_yaml(recipe).strip(),
+        recipe=hide_paths(format_yaml(recipe)).strip(),
         launcher=LAUNCHERS.get(facts["data"].get("launch")),
     )
     write_atomically(folder / CARD, mask(text) + "\n")
 
 
-def hide_paths(value: Any) -> Any:
-    """`value` with `path/to/NAME` for each absolute path: paths mean nothing elsewhere and may contain a user name."""
-    if isinstance(value, dict):
-        return {name: hide_paths(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [hide_paths(item) for item in value]
-    if isinstance(value, str) and os.path.isabs(value):  # with spaces
-        return f"path/to/{Path(value).name}"
-    if isinstance(value, str):  # a command, or JSON
-        return _PATH.sub(lambda found: f"path/to/{Path(found[0]).name}", value)
-    return value
+def hide_paths(text: str) -> str:
+    """`text` with `path/to/NAME` for each absolute path: paths mean nothing elsewhere and may contain a user name."""
+    return _PATH.sub(lambda found: f"path/to/{Path(found[0]).name}", text)
 
 
 def _is_repo(name: str) -> bool:

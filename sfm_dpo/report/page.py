@@ -21,7 +21,6 @@ from sfm_dpo.common.files import format_clock, format_table, write_atomically
 from sfm_dpo.common.statistics import wilson
 from sfm_dpo.config import DATACLASSES
 from sfm_dpo.data.pairs import DROP_REASONS
-from sfm_dpo.data.traits import tabulate_sides
 from sfm_dpo.report.plots import draw_curves
 from sfm_dpo.run.folder import State
 from sfm_dpo.run.reader import first_and_last, list_evaluations, read_run, to_float
@@ -73,7 +72,6 @@ def write_report(run: Path) -> Path:
         held_out=list_held_out(facts),
         evaluation_tables=evaluation_tables(facts["evaluation"]),
         curves=draw_curves(facts, run / FIGURES),
-        preflight_table=tabulate_preflight(facts["preflight"]),
         last_user_turn=last_user_turn,
         drop_reasons=DROP_REASONS,
         changed=changed_fields(facts["config"]),
@@ -127,16 +125,6 @@ def describe_run(facts: dict[str, Any]) -> list[str]:
     if not list_held_out(facts):
         lines.append("No held-out pairs were evaluated: training metrics alone do not show memorisation.")
     return lines
-
-
-def tabulate_preflight(preflight: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The preflight's means over the pairs with 95% intervals, then by source what the two answers are like."""
-    figures = preflight.get("figures")
-    if not isinstance(figures, dict):
-        return []
-    names = {"chosen_logp": "chosen, per token", "token_gap": "gap, per token", "sum_gap": "gap, sum"}
-    means = [(names[name], "{:+.2f} ({:+.2f} to {:+.2f}) nats".format(*figures[name])) for name in names]
-    return [*means, *zip(*tabulate_sides(figures["sides"]), strict=True)]
 
 
 def last_user_turn(prompt: str) -> str:

@@ -143,12 +143,6 @@ def read_best(checkpoint: Path) -> Path | None:
     return checkpoint.with_name(f"checkpoint-{step}") if step else None
 
 
-def read_model_ids(checkpoint: Path | None) -> dict[str, Any]:
-    """By field, what the models were when the checkpoint was written; empty without a checkpoint."""
-    facts = read_file(checkpoint / COMPLETE) if checkpoint else {}
-    return {name: facts[name] for name in facts if name.endswith("model_name_or_path")}
-
-
 def check_best(best: Path | None, args: Any) -> None:
     """Raises UserError if there is no best checkpoint or it is damaged. All ranks must call it."""
     reason: str | None = "does not exist: the metric was never finite"

@@ -34,12 +34,13 @@ SCHEMAS: dict[str, Any] = {
     | {"exit_code": _COUNT, "time": str, "files": ({str: int}, None), "pushed": _TEXT, "eta_seconds": _NUMBER}
     | {"loss": _NUMBER, "margin": _NUMBER, "pairs_per_second": _NUMBER}
     | {"best": ({"step": int, "metric": str, "value": (int, float), "better_base": _NUMBER}, None)},
-    ENVIRONMENT: {"starts": [{"step": int}], "hangs": [{"job": _TEXT}], "versions": {str: _TEXT}, "gpus": [str]}
+    ENVIRONMENT: {"starts": [{"step": int, "time": _TEXT, "end": _TEXT, "world_size": _COUNT}]}
+    | {"hangs": [{"job": _TEXT}], "versions": {str: _TEXT}, "gpus": [str]}
     | {"command": [str], "world_size": int, "git_commit": _TEXT, "wandb_run_id": str},
     DATA: {"sources": [str], "rows": int, "train": int, "eval": int, "eval_sets": {str: int}, "dropped": {str: int}}
     | {"reference": {str: dict}, "settings": dict, "launch": str, "order": [str], "train_tokens": str}
     | {"models": {str: _TEXT}},
-    "preflight.json": _FINDING,
+    "preflight.json": _FINDING | {"table": ([[str]], None)},
     "health.json": _FINDING,
     EVALUATION: {"benchmarks": [_ROW], "pairs": [{"source": str, "pairs": int}]},
     "trainer_state.json": {"global_step": int, "best_global_step": _COUNT, "log_history": [{"step": int}]},

@@ -85,9 +85,9 @@ def count_gpu_hours(environment: dict[str, Any], status: dict[str, Any]) -> floa
     if not (starts and environment.get("gpus") and status.get("time")):
         return None
     hours = 0.0
-    with contextlib.suppress(Exception):  # a damaged time
-        for start, after in zip(starts, [*starts[1:], None], strict=True):
-            end = start.get("end") if after else status["time"]
+    ends = [start.get("end") for start in starts[:-1]] + [status["time"]]
+    with contextlib.suppress(ValueError, TypeError):  # no times
+        for start, end in zip(starts, ends, strict=True):
             life = datetime.fromisoformat(end or start["time"]) - datetime.fromisoformat(start["time"])
             hours += life.total_seconds() / 3600 * start["world_size"]
         return hours

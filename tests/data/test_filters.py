@@ -2,14 +2,16 @@
 
 import json
 import random
+import re
 
 import pytest
 
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import PROJECT
 from sfm_dpo.data.contamination import read_evaluation_texts, report_contamination
 from sfm_dpo.data.faults import CHECKS, find_faults, read_answers
 from sfm_dpo.data.filters import load_keep
-from tests.toolbox import read_pairs
+from tests.toolbox import assistant, read_pairs, user
 
 PROSE = "The parser reads one line after the other and keeps what it has read in a list of tokens. " * 3
 FAULTY = [  # (check, answer)
@@ -67,6 +69,21 @@ def test_rows_by_script(load, tmp_path):
     pairs.write_dropped(tmp_path / "dropped.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "dropped.jsonl").read_text().splitlines()]
     assert [(line["row"], line["reason"]) for line in lines] == [(row, "script") for row in range(6, 10)]
+
+
+def test_the_script_of_the_docs(load, tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (PROJECT / "docs/data.md").read_text(), re.DOTALL)
+    (tmp_path / "keep.py").write_text(code)
+    sides = [
+        ("See https://a.org/x.", "No."),
+        ("Yes.", "I can't help."),
+        ("Yes.", "No."),
+        ("Look: https://b.org", "No."),
+    ]
+    texts = [{"prompt": "At https://b.org?", "chosen": chosen, "rejected": rejected} for chosen, rejected in sides]
+    talks = [{side: [user(row["prompt"]), assistant(row[side])] for side in ("chosen", "rejected")} for row in texts]
+    for rows in (texts, talks):
+        assert load(rows, "--filter_script", tmp_path / "keep.py").train["row"][:] == [3, 4]
 
 
 @pytest.mark.parametrize(

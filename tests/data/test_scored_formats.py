@@ -28,8 +28,13 @@ HELPSTEER = [
     {"prompt": "r", "response": "c", "helpfulness": 2, "correctness": 2},
     {"prompt": "r", "response": "d", "helpfulness": 2, "correctness": 1},
 ]
+GENERIC = [{"prompt": "q", "responses": ["a", "b", "c"], "scores": [2, 3.5, 1]}]
+BY_ROW = [{"prompt": "q", "response": text, "score": score} for text, score in (("a", 2), ("b", 3), ("c", 1))]
 # name: (rows, options, expected (prompt, chosen, rejected), prompts without a pair)
 RAW = {
+    "responses and scores": (GENERIC, "", [("q", "b", "c")], 0),
+    "a row for each answer": (BY_ROW, "", [("q", "b", "c")], 0),
+    "messages": ([GENERIC[0] | {"prompt": [user("q")]}], "", [("q", "b", "c")], 0),
     "ultrafeedback": (ULTRAFEEDBACK, "", [("q0", "a1", "a2"), ("q2", "a1", "a0")], 1),
     "margin": (ULTRAFEEDBACK, "--score_margin 2.5", [("q0", "a1", "a2")], 2),
     "no score, no answer": (ODD, "", [("q0", "a2", "a1"), ("q1", "a1", "a0")], 1),
@@ -59,9 +64,10 @@ def test_raw_sets_become_pairs(write_rows, tmp_path, capsys, name, suffix):
 @pytest.mark.parametrize(
     ("row", "options", "message"),
     [
-        ({"text": "x"}, "", "unknown dataset format with columns text; supported are: instruction, completions;"),
+        ({"text": "x"}, "", "unknown dataset format with columns text; supported are: prompt, responses, scores;"),
         (ultrafeedback(0, [1, 2]), "--by overal_score", "--by overal_score: no prompt of RAW has answers that differ"),
-        (ultrafeedback(0, ["high"]), "", "a row is malformed (ValueError: could not convert"),
+        (GENERIC[0] | {"scores": [1]}, "", "a row is malformed: ValueError: zip() argument 2 is shorter"),
+        (ultrafeedback(0, ["high"]), "", "a row is malformed: ValueError: could not convert"),
     ],
 )
 def test_what_cannot_be_paired_is_one_line(write_rows, tmp_path, caplog, row, options, message):

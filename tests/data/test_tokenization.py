@@ -13,7 +13,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.data import tokenization
 from sfm_dpo.data.lengths import count_trained
-from sfm_dpo.data.tokenization import hash_tokens, load_token_pairs, load_tokenizer, tokenize_pairs
+from sfm_dpo.data.tokenization import hash_tokens, load_token_pairs, load_tokenizer, tokenize_pairs, tokenize_splits
 from tests.tiny_models import CHAT_TEMPLATE, EOS, tiny_tokenizer
 from tests.toolbox import assistant, read_pairs, user, with_tool
 
@@ -196,6 +196,18 @@ def test_what_a_template_refuses_trims_or_makes_equal_is_counted():
     [dropped] = tokenize_pairs(pairs, tokenizer_with(trimming), None)[1]
     assert dropped["reason"] == "chosen_equals_rejected"
     assert len(tokenize_pairs(pairs, tokenizer_with(), None)[0]) == 1
+
+
+@pytest.mark.parametrize(("make", "warns"), [(text_pair, True), (conversation, False)])
+def test_plain_text_for_a_chat_model_is_a_warning(write_rows, caplog, make, warns):
+    rows = [{name: make(i)[name] for name in ("prompt", "chosen", "rejected")} for i in range(3)]
+    pairs = read_pairs(write_rows("pairs.jsonl", rows))
+    for tokenizer in (tokenizer_with(), tokenizer_with(None)):
+        caplog.clear()
+        if tokenizer.chat_template or warns:
+            tokenize_splits(pairs, tokenizer)
+        found = any("plain text is trained without the model's chat template; to use it" in m for m in caplog.messages)
+        assert found == (warns and bool(tokenizer.chat_template))
 
 
 def test_conversations_without_a_chat_template_are_an_error_and_plain_text_is_not():

@@ -39,4 +39,6 @@ def test_sides_are_compared_by_source_with_mcnemars_z():
         ["a", "10", "10.0%", "90.0% / 20.0%", "30 / 10"],
         ["b", "4", "25.0%", "0.0% / 25.0%", "30 / 10"],
     ]
+    none = {"link": (source, np.zeros((14, 2), dtype=bool))}
+    assert tabulate_sides(compare_sides(none | values)) == tabulate_sides([a, b]), "no column of zeros"
     assert describe_sides([a, b]) == ["in a, the chosen answer has 30 tokens on average, the rejected 10"]  # b: z 2

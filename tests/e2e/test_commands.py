@@ -34,7 +34,7 @@ ELSEWHERE = {
     r"make demo": "README.md marks it: 4 minutes",
     r"(?!.*\.\.\.)([A-Z_]+=\S+ )*sbatch .*|for i in .*": "tests/slurm/test_submit.py",
     r"LAUNCH=fsdp2 sbatch scripts/dpo_train.sh \.\.\.": "test_launch.py, with LAUNCH=cpu_fsdp2's file",
-    r"VENV=PATH sbatch \.\.\.|touch .*STOP|scancel .*|scontrol requeue": "tests/slurm: VENV; test_requeue.py",
+    r"VENV=PATH sbatch \.\.\.|touch .*STOP|scancel .*": "tests/slurm: VENV; test_requeue.py",
     r"accelerate launch|accelerate launch --config_file accelerate_config.yaml train_dpo.py": "4 GPUs",
     r"python scripts/parity.py --config R": "as with recipes/demo.yaml; it compiles for 20 seconds",
     r"accelerate launch --main_process_port 29600": "every start of two processes here chooses a port",
@@ -42,8 +42,8 @@ ELSEWHERE = {
     r"python scripts/analyze_dataset.py pairs.jsonl --(against|by) .*": "test_analyze.py",
     r"python train_dpo.py .* --drop_contaminated .*": "tests/data/test_filters.py",
     r"python scripts/make_pairs.py .*": "tests/data/test_scored_formats.py",
-    r"source .*|git (clone|lfs) .*|trl dpo.*|hf auth login|pip install .*|apt-get .*|wandb (sync|leet) .*": "others",
-    r"scontrol show job": "Slurm's",
+    r"source .*|git (clone|lfs) .*|trl dpo.*|hf auth login|pip install .*|apt-get .*": "others",
+    r"wandb (sync|leet|login).*": "W&B's",
 }
 NO_GO = 3  # random weights find every answer impossible: preflight.py says so
 

@@ -156,7 +156,7 @@ def test_full_disk_during_a_save_leaves_the_previous_checkpoint_and_one_line(
         newest = newest_checkpoint(run.folder)
         assert newest is not None
         line = error_line(run.log)
-        assert "disk full while writing" in line and f"to resume from {newest}" in line
+        assert "disk full" in line and "while writing" in line and f"to resume from {newest}" in line
         assert run.status["state"] == "failed" and "disk full" in run.status["message"]
 
         os.truncate(filler, filler.stat().st_size - 2**18)  # room for a lock and a log

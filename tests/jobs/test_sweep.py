@@ -135,9 +135,8 @@ def test_a_metric_that_is_no_number_ranks_last_and_the_best_checkpoint_counts(gr
     state = json.loads((kept / "trainer_state.json").read_text())
     state["log_history"] += [{"step": 2, "eval_loss": 0.1}, {"step": 6, "eval_loss": 0.9}]
     (kept / "trainer_state.json").write_text(json.dumps(state))
-    status = json.loads((kept / "status.json").read_text()) | {
-        "best": {"step": 2, "metric": "eval_loss", "value": 0.1}
-    }
+    best = {"step": 2, "metric": "eval_loss", "value": 0.1}
+    status = json.loads((kept / "status.json").read_text()) | {"best": best}
     (kept / "status.json").write_text(json.dumps(status))
     assert format_sweep(read_grid(path)).splitlines()[1].split()[:2] == ["1e-6", "0.1000"]
 

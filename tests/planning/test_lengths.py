@@ -240,13 +240,13 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
     findings = [f"{finding['level']}: {finding['text']}" for finding in result["findings"]]
     for words in (
         "warning: the rejected response is the longer one in",
-        "DPO will learn to prefer shorter answers",
-        "warning: 1 pairs are exact repeats",
-        "warning: 1 pairs are identical on both sides after truncation",
+        "DPO will learn to prefer shorter answers; balance them by filter_script",
+        "warning: 1 pairs are exact repeats of earlier ones: set drop_duplicates to pairs",
+        "warning: 1 pairs are identical on both sides after truncation and teach nothing: raise max_length",
         "warning: 45 prompts are not a token prefix",
         "warning: 1 pairs contain special tokens",
         "note: 1 pairs (1 chosen, 1 rejected): two assistant turns in a row",
-        "note: 1 of 48 rows dropped: chosen and rejected have different prompts",
+        "note: 1 of 48 rows dropped: chosen and rejected have different prompts: --dropped FILE lists them",
     ):
         assert sum(words in finding for finding in findings) == 1, (words, findings)
     assert "<think>" not in result["example"]["chosen"]["text"]

@@ -12,7 +12,7 @@ import yaml
 
 from sfm_dpo.common.statistics import wilson
 from sfm_dpo.report.model_card import hide_paths, write_model_card
-from sfm_dpo.report.page import changed_fields, format_summary, last_user_turn, main, write_report
+from sfm_dpo.report.page import changed_fields, format_summary, format_yaml, last_user_turn, main, write_report
 from sfm_dpo.report.plots import PANELS, draw_curves
 from sfm_dpo.run.reader import first_and_last, read_run
 
@@ -107,7 +107,7 @@ def test_a_run_without_a_later_evaluation_shows_none(run, without_curves, state)
 def test_hostile_text_is_shown_and_not_obeyed(run, without_curves):
     data = json.loads((run / "data.json").read_text())
     save(run, "status.json", {"state": "failed", "message": HOSTILE})
-    save(run, "preflight.json", {"verdict": HOSTILE, "reasons": [HOSTILE, HOSTILE], "more": [{HOSTILE: HOSTILE}]})
+    save(run, "preflight.json", {"verdict": HOSTILE, "reasons": [HOSTILE + "!"] * 2, "table": [[HOSTILE]]})
     save(run, "health.json", {"signal": HOSTILE, "nested": {"a": HOSTILE}})
     save(run, "data.json", data | {"sources": [HOSTILE], "dropped": {HOSTILE: 3}})
     save(run, "samples.json", [{"prompt": HOSTILE, "before": HOSTILE, "after": HOSTILE}])
@@ -189,7 +189,7 @@ def test_of_a_rendered_prompt_the_last_question_is_shown(prompt):
 def test_no_path_of_this_machine_is_in_the_card():
     given = ["/home/me/x y.jsonl", "sbatch /home/me/e.sh {out}", '{"m": "/home/me/m"}', "https://x.org/a", "a/b"]
     shown = ["path/to/x y.jsonl", "sbatch path/to/e.sh {out}", '{"m": "path/to/m"}', "https://x.org/a", "a/b"]
-    assert hide_paths({"values": given}) == {"values": shown}
+    assert hide_paths(format_yaml({"values": given})) == format_yaml({"values": shown})
 
 
 def test_secrets_in_the_files_do_not_reach_the_report_that_the_command_writes(

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import json
 import os
 import re
 
@@ -9,15 +10,17 @@ import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
 
+from sfm_dpo.common.errors import RunEnd
 from sfm_dpo.config import DATACLASSES, FIELD_GROUPS, FieldParser, TrainConfig
 from sfm_dpo.config_effects import MAY_CHANGE
+from sfm_dpo.train.watchdog import EXIT_CODE
 from tests.commands import PAGES, ROOT, text
 
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
 SLURM = (
-    "account array begin cpus-per-task dependency exclude export format gpus-per-node gres kill-on-bad-exit "
-    "kill-on-invalid-dep label me mem name nodes ntasks ntasks-per-node open-mode output partition requeue signal "
-    "time wait batch"
+    "account array begin cpus-per-task dependency environment exclude export format gpus-per-node gres "
+    "kill-on-bad-exit kill-on-invalid-dep label me mem name nodes ntasks ntasks-per-node open-mode output partition "
+    "requeue signal time wait batch"
 )
 OTHER = "index-url no-deps append help nproc-per-node"  # of git, pip, wandb sync, trl and torchrun
 REFERENCE = """# Fields
@@ -71,14 +74,28 @@ def write_recipes() -> str:
     return "\n".join(lines) + "\n"
 
 
-def test_recipes_are_those_of_the_headers():
-    page = ROOT / "docs/recipes.md"
-    before, _, rest = page.read_text().partition("<!-- recipes -->\n")
-    table, _, after = rest.partition("<!-- /recipes -->")
+def write_measured() -> str:
+    """The table of docs/speed.md, from bench/results."""
+    files = {name: next(ROOT.glob(f"bench/results/*-olmo3-{name}-*.json")) for name in ("think", "instruct", "chat")}
+    found = {name: json.loads(file.read_text())["summary"] for name, file in files.items()}
+    lines = ["| variant | think / 8 | instruct / 8 | chat | peak GiB, think / 8 |", "|---|---|---|---|---|"]
+    for variant, entry in found["think"].items():
+        ratios = [f"{summary[variant]['epoch_pairs_per_second_ratio']:.2f}" for summary in found.values()]
+        lines.append(f"| {variant} | {' | '.join(ratios)} | {entry['peak_memory_gib']:.2f} |")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "mark", "write"), [("recipes", "recipes", write_recipes), ("speed", "measured", write_measured)]
+)
+def test_generated_table(name, mark, write):
+    page = ROOT / f"docs/{name}.md"
+    before, start, rest = page.read_text().partition(f"<!-- {mark} -->\n")
+    table, end, after = rest.partition(f"<!-- /{mark} -->")
     if os.environ.get("RECORD"):
-        table = write_recipes()
-        page.write_text(f"{before}<!-- recipes -->\n{table}<!-- /recipes -->{after}")
-    assert table == write_recipes(), "RECORD=1 pytest tests/scripts/test_docs.py writes it"
+        table = write()
+        page.write_text(before + start + table + end + after)
+    assert table == write(), "RECORD=1 pytest tests/scripts/test_docs.py writes it"
 
 
 def test_every_field_of_ours_and_of_a_recipe_is_in_one_group_of_the_help():
@@ -112,3 +129,16 @@ def test_reference_is_that_of_the_fields():
         fields = write_reference()
         page.write_text(fields + heading + by_hand)
     assert fields == write_reference(), "RECORD=1 pytest tests/scripts/test_docs.py writes it"
+
+
+def test_exit_codes_are_those_of_the_code():
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", (ROOT / "docs/outputs.md").read_text(), re.M)
+    ends = [error for kind in RunEnd.__subclasses__() for error in (kind, *kind.__subclasses__())]
+    beside = {("0", "done"), ("1", "failed"), ("5", "push_failed"), (str(EXIT_CODE), "hung")}
+    assert set(rows) == beside | {(str(end.exit_code), str(end.state)) for end in ends}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_computed_figures_are_those_of_a_header(path):
+    headers = " ".join(recipe.read_text() for recipe in RECIPES)
+    assert all(figure in headers for figure in re.findall(r"[\d.]+ GiB on each of [^.]+ GB of disk", path.read_text()))

@@ -194,7 +194,7 @@ SRUN_OPTIONS="--environment=dpo --container-mounts=/data:/data"
 CONTAINER = """#!/bin/bash
 [[ "$1 $2" = "--environment=dpo --container-mounts=/data:/data" ]] || exit 1
 echo "step in a container"
-PATH=${PATH#"$PWD"/modules:}
+PATH=${PATH/"$PWD/modules:"/}
 exec srun "${@:3}"
 """
 AT_SITE = """
@@ -222,9 +222,9 @@ def test_the_site_file_is_sourced_on_every_node(cluster, project, tmp_path):
     cache = f"/tmp/sfm-dpo-{os.getuid()}/triton"
     assert f"rank 0: node 0, {cache}\n" in log and f"rank 1: node 1, {cache}\n" in log
     assert log.count("step in a container") == 2, log
-    evaluation = cluster.sbatch("scripts/evaluate.sh", "outputs/none", cwd=folder)
+    evaluation = cluster.sbatch("scripts/evaluate.sh", "outputs/none", cwd=folder, **CPU)
     log = end_of(cluster, folder, evaluation, "FAILED", "2:0", name="evaluate")
-    assert "step in a container" in log and "outputs/none" in log.splitlines()[-1], log
+    assert "step in a container" in log and "error: outputs/none: not a run's folder" in log, log
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_a_mismatch_leaves_the_run_stopped_the_end_is_evaluated_and_made_again(
     (run / STOP).write_text("for good\n")
     assert train_dpo.main(fields) == 75
     found = re.findall(
-        r"evaluation \d+ s, step \d+ s, save \d+ s, but --signal is 0 s; submit", capsys.readouterr().out
+        r"evaluation \d+ s, step \d+ s, save \d+ s, but --signal is 0 s; submit", capsys.readouterr().err
     )
     assert len(found) == 1
     stopped = read_status(run)

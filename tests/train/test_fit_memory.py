@@ -18,7 +18,7 @@ from sfm_dpo.config import parse_config
 from sfm_dpo.memory.activations import trace_activations
 from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.files import read_file
-from sfm_dpo.run.folder import describe, is_unfinished, read_resolved_config
+from sfm_dpo.run.folder import LOG, describe, is_unfinished, read_resolved_config
 from sfm_dpo.train.callbacks import Position
 from sfm_dpo.train.checkpoints import allocate_optimizer_state
 from sfm_dpo.train.fit_memory import REMEDIES, explain_out_of_memory
@@ -200,7 +200,7 @@ def test_errors_that_are_out_of_memory(error, line, tmp_path):
 def test_the_runs_own_folder_accepts_each_remedy_that_names_no_other_one(tmp_path, phase):
     fields = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--use_cpu", "--output_dir", str(tmp_path)]
     describe(parse_config(fields), {})
-    (tmp_path / "log.jsonl").touch()  # it has trained
+    (tmp_path / LOG).touch()  # it has trained
     position = Position()
     position.begin_micro_batch(phase, 7, {})
     here, _, elsewhere = str(explain_out_of_memory(MemoryError(), position, tmp_path)).partition(
