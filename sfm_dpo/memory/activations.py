@@ -151,13 +151,13 @@ def _trace_bytes(
 ) -> np.ndarray:
     """[2] bytes besides the weights, after the forward and at the backward's peak, with a block for each kind."""
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
-        model = _build_backbone(config, dtype, kinds)
+        model = build_backbone(config, dtype, kinds)
         if checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         for parameter in model.parameters():  # as the launchers do: a gradient is freed once it is reduced
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
         weights = live.now
-        output = _run_backbone(model, tokens, copies)
+        output = run_backbone(model, tokens, copies)
         saved = live.now
         output.sum().backward()
         return np.array([saved - weights, live.peak - weights], dtype=float)
@@ -173,12 +173,12 @@ def _saved_bytes(config: PretrainedConfig, dtype: torch.dtype, kind: str, copies
         return tensor
 
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = _build_backbone(config, dtype, [kind])
+        model = build_backbone(config, dtype, [kind])
         if compiled:
             compile_layers(model, _partition, None)
         weights = {tensor.untyped_storage()._cdata for tensor in model.state_dict(keep_vars=True).values()}
         with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
-            _run_backbone(model, TRACED_TOKENS, copies)
+            run_backbone(model, TRACED_TOKENS, copies)
     return sum(storage.nbytes() for address, storage in saved.items() if address not in weights)
 
 
@@ -187,7 +187,7 @@ def _partition(graph: torch.fx.GraphModule, inputs: Any) -> Any:
     return compile_fx(graph, inputs, inner_compile=lambda part, *args, **kwargs: make_boxed_func(part.forward))
 
 
-def _build_backbone(config: PretrainedConfig, dtype: torch.dtype, kinds: list[str]) -> PreTrainedModel:
+def build_backbone(config: PretrainedConfig, dtype: torch.dtype, kinds: list[str]) -> PreTrainedModel:
     """The model with a block for each kind, attention by the GPU's kernel, and a small vocabulary."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
@@ -203,7 +203,7 @@ def _build_backbone(config: PretrainedConfig, dtype: torch.dtype, kinds: list[st
     return model
 
 
-def _run_backbone(model: PreTrainedModel, tokens: int, copies: float | None) -> torch.Tensor:
+def run_backbone(model: PreTrainedModel, tokens: int, copies: float | None) -> torch.Tensor:
     """Its last hidden states for a row of `tokens`."""
     ids = torch.zeros(1, tokens, dtype=torch.long)
     bounds = torch.zeros(TRACED_SEQUENCES + 1, dtype=torch.int32)

@@ -27,7 +27,7 @@ from sfm_dpo.model.sharding import blocks
 EVERY_N_LAYERS = (0, 8, 4, 3, 2, 1)  # transformers' every_n_layers: which layers are checkpointed; 0: none
 # What a micro-batch costs on a GPU however small it is, in tokens of equal time: its gradients of all weights pass
 # through memory several times, and the host waits for the device (bench/count.py). The weights cancel: both grow alike
-FIXED_TOKENS = 700
+FIXED_TOKENS = 500
 USABLE = 0.9  # share of a GPU's memory; the rest is for CUDA's context, NCCL and fragmentation
 
 

@@ -117,7 +117,7 @@ def activate_flash(choice: str) -> None:
     if name == "FA2":
         if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10:
             remedy = 'pip install "flash-attn-4[cu13]", then sbatch scripts/check_gpu.sh or flash_attention: fa4'
-            log.info(f"attention by FA2 on sm_100: FA4 adds about 11 points of MFU (counted, not measured): {remedy}")
+            log.info(f"attention by FA2 on sm_100: FA4 adds over 10 points of MFU (counted, not measured): {remedy}")
         return
     fa4 = partial(register_flash_attention_fa4, module_path="sfm_dpo.model.flash4")
     torch_attention.register_flash_attention_impl("FA4", register_fn=fa4)

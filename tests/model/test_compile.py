@@ -11,12 +11,11 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import ExternKernelSchedulerNode
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trl.trainer.utils import add_fused_lm_head
 
+from bench.count import ByteCounter
 from sfm_dpo.model.attention import PACKED, boundary_arguments, register
 from sfm_dpo.model.packing import compile_layers, enable_padding_free
 from sfm_dpo.model.sharding import blocks
@@ -139,20 +138,6 @@ def test_on_cuda_in_bfloat16(architecture, checkpointing):
     assert torch._dynamo.utils.counters["graph_break"] == {}
 
 
-class ByteCounter(TorchDispatchMode):
-    """Adds up what eager operators read and write; views, matrix products and attention count nothing."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        output = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        if func.namespace == "aten" and not func.is_view and name not in ("mm", "addmm", "_unsafe_view", "empty_like"):
-            leaves = tree_leaves((args, kwargs, output))
-            self.bytes += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
-        return output
-
-
 COMPILED_BYTES = []
 
 
@@ -200,7 +185,7 @@ def layer_bytes(shape: str, backend: str | None) -> list[float]:
             output = blocks(model)[0](hidden, position_ids=ids, position_embeddings=rope, **boundaries)
         with contextlib.nullcontext() if backend else backward:
             output.backward(torch.empty_like(output))
-    counted = COMPILED_BYTES if backend else [forward.bytes, backward.bytes]
+    counted = COMPILED_BYTES if backend else [forward.total, backward.total]
     return [count / (tokens * config.hidden_size * 2) for count in counted]
 
 

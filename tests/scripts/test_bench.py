@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from bench import attention, throughput
+from bench import attention, count, throughput
 from bench.lengths import sample_lengths
+from sfm_dpo.common.files import PROJECT
 from tests.tiny_models import tiny_config
 
 
@@ -114,3 +115,20 @@ def test_attention_of_7b_on_a_gpu_is_a_kernels_and_not_sequence_by_sequence():
     heads = tiny_config("llama", hidden_size=4096, num_attention_heads=32, num_key_value_heads=32)
     forward, backward = attention.time_attention(heads, attention.LENGTHS, "cuda")  # 1.8 and 4.5 TFLOP
     assert forward < 40 and backward < 120
+
+
+@pytest.mark.slow
+def test_the_counted_step_adds_up_and_a_faster_kernel_shortens_it(capsys, monkeypatch):
+    monkeypatch.chdir(PROJECT)
+    given = "recipes/think.yaml --num_gpus 4 --shape gpt_neox_6.9b --lengths dolci_think".split()
+    steps = []
+    for kernel in ("fa2", "fa4"):
+        assert count.main([*given, "--gpu", "b200", "--flash_attention", kernel]) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        parts = {" ".join(line[:-2]): float(line[-2]) for line in lines if line[-1].endswith("%")}
+        steps.append(parts.pop("step"))
+        assert sum(parts.values()) == pytest.approx(steps[-1], abs=0.05)
+        assert parts["matrix products"] > parts["attention"] > parts["gradients"] > 0
+        assert 0.3 < float(lines[-1][4].rstrip("%;")) / 100 < 0.65  # MFU
+    assert 6.5 < steps[0] < 8 and steps[1] < 0.85 * steps[0]
+    assert count.main([*given, "--gpu", "h100", "--flash_attention", "fa4"]) == 2
