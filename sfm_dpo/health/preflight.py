@@ -87,8 +87,8 @@ def check_positions(tokens: Dataset, model_config: PretrainedConfig, args: Train
     if positions and longest > positions:
         raise UserError(
             f"max_length {args.max_length}: a pair has {longest:,} tokens, but the model has {positions:,} positions "
-            f"(max_position_embeddings in its config.json); set max_length: {positions}, or, if it was trained on longer "
-            f"texts, model_init_kwargs: {{max_position_embeddings: {args.max_length}}}"
+            f"(max_position_embeddings in its config.json); set max_length: {positions}, or, if trained on "
+            f"longer texts, model_init_kwargs: {{max_position_embeddings: {args.max_length}}}"
         )
 
 
