@@ -27,7 +27,7 @@ PLOTS = (".png", ".svg", ".pdf")
 def main(argv: list[str]) -> None:
     share = number(float, 0, 1)
     parser = Arguments(usage="analyze_dataset.py [DATASET] [options]", description=__doc__)
-    parser.add_argument("--min_coverage", type=share, default=0.95, help="share of pairs left untouched (0.95)")
+    parser.add_argument("--min_coverage", type=share, default=0.95, help="share of pairs left untruncated (0.95)")
     parser.add_argument("--min_tokens_kept", type=share, default=0.9, help="share of response tokens kept (0.9)")
     sets = "find pairs that are also in these evaluation sets, FILE or DATASET[/configuration]"
     parser.add_argument("--against", nargs="+", default=[], metavar="SET", help=sets)

@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     options, recipe = parser.parse_known_args(argv)
     on_cpu = os.environ.get("DS_ACCELERATOR") == "cpu"
     if not on_cpu and not torch.cuda.is_available():
-        raise UserError("no GPU is visible; to rehearse: LAUNCH=cpu sbatch --gpus-per-node=0 scripts/check_gpu.sh")
+        raise UserError("no GPU is visible; for a dry run: LAUNCH=cpu sbatch --gpus-per-node=0 scripts/check_gpu.sh")
     recipe = recipe or ["--config", "recipes/demo.yaml" if on_cpu else "recipes/think.yaml"]
     processes = options.processes or (2 if on_cpu else torch.cuda.device_count())
     rows = run_checks(Place(CALIBRATION.parent, recipe, processes, not on_cpu))

@@ -3,7 +3,7 @@
 #
 #   sbatch scripts/check_gpu.sh                                 with recipes/think.yaml
 #   sbatch scripts/check_gpu.sh --config recipes/tulu3_8b.yaml  with the model and the lengths of another recipe
-#   LAUNCH=cpu sbatch --gpus-per-node=0 --mem=16G scripts/check_gpu.sh    a rehearsal on two CPU processes, after make demo
+#   LAUNCH=cpu sbatch --gpus-per-node=0 --mem=16G scripts/check_gpu.sh    a dry run on two CPU processes, after make demo
 #
 # Account, partition and variables: as for scripts/dpo_train.sh. Results: outputs/check-gpu, log in logs/check-gpu-JOB.out.
 #

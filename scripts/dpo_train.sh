@@ -5,7 +5,7 @@
 #   sbatch scripts/dpo_train.sh --learning_rate 5e-7 --output_dir outputs/lr5e-7  overrides reach train_dpo.py
 #   sbatch scripts/dpo_train.sh --config recipes/mine.yaml                        another recipe
 #   sbatch --nodes=2 --gpus-per-node=8 --time=12:00:00 scripts/dpo_train.sh       Slurm's options come first
-#   LAUNCH=cpu sbatch --gpus-per-node=0 --mem=16G scripts/dpo_train.sh ...        rehearsal without GPUs
+#   LAUNCH=cpu sbatch --gpus-per-node=0 --mem=16G scripts/dpo_train.sh ...        dry run without GPUs
 #
 # Account and partition: --account=A --partition=P after sbatch, or SBATCH_ACCOUNT and SBATCH_PARTITION in your shell.
 # Variables read from the environment: see scripts/common.sh. Without Slurm: accelerate launch, as recipes/think.yaml shows.

@@ -10,7 +10,7 @@ import numpy as np
 from sfm_dpo.common.statistics import mean_interval, wilson
 from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES
 
-HOPELESS = -2.5  # nats per token: the base model cannot bridge a larger gap than this
+UNLEARNABLE = -2.5  # nats per token: the base model cannot bridge a larger gap than this
 MOVE = 0.1  # nats per token: each chosen token gains it and each rejected token loses it
 
 
@@ -36,7 +36,7 @@ RULES = (
     PreflightRule("token_gap", "below", -1.0, -2.5, "mean log-prob per token, chosen minus rejected", _SFT),
     PreflightRule("chosen_logp", "below", -3.0, -4.5, "mean log-prob per token of chosen answers", _SFT),
     PreflightRule(
-        "hopeless_pairs", "above", 0.1, 0.5, f"share below {HOPELESS:g} nats per token", "filter these pairs"
+        "unlearnable_pairs", "above", 0.1, 0.5, f"share below {UNLEARNABLE:g} nats per token", "filter these pairs"
     ),
     PreflightRule("sum_gap", "below", -100.0, -500.0, "mean summed log-prob, chosen minus rejected", _MEANS, True),
     PreflightRule("weight_after_move", "below", 0.02, None, f"median after {MOVE:g} nats per token", _BETA, True),
@@ -58,13 +58,13 @@ def compute_pair_figures(logps: np.ndarray, lengths: np.ndarray, loss_type: str,
     token_gap = per_token[:, 0] - per_token[:, 1]
     sum_gap = logps[:, 0] - logps[:, 1]
     moved = np.full(len(logps), 2.0) if loss_type in LENGTH_NORMALIZED_LOSSES else lengths.sum(axis=1)
-    hopeless = float((token_gap < HOPELESS).mean())
+    unlearnable = float((token_gap < UNLEARNABLE).mean())
     return {
         "pairs": len(logps),
         "chosen_logp": mean_interval(per_token[:, 0].tolist()),
         "token_gap": mean_interval(token_gap.tolist()),
         "sum_gap": mean_interval(sum_gap.tolist()),
-        "hopeless_pairs": (hopeless, *wilson(hopeless, len(logps))),
+        "unlearnable_pairs": (unlearnable, *wilson(unlearnable, len(logps))),
         "weight_after_move": float(np.median(np.exp(-np.logaddexp(0, beta * MOVE * moved)))),
     }
 

@@ -15,12 +15,12 @@ from sfm_dpo.report.page import render_page
 from sfm_dpo.report.plots import COLORS, INK, STYLE, to_svg
 
 NOTE = (
-    "*: recommended. untouched: pairs that lose no token. no signal: both responses are identical after truncation. "
+    "*: recommended. untruncated: pairs that lose no token. no signal: both responses are identical after truncation. "
     "dropped: the prompt fills max_length or, with overlong: drop, the pair is longer. tokens and FLOPs: per epoch, "
     "without padding. step time: padding-free, relative to the recommendation. Precision of the traits, by reading "
     "answers: declines 82 of 84, link 50 of 50, fenced block 101 of 101, list 118 of 120."
 )
-HEADINGS = "max_length,untouched,tokens kept,no signal,dropped,tokens,FLOPs,step time".split(",")
+HEADINGS = "max_length,untruncated,tokens kept,no signal,dropped,tokens,FLOPs,step time".split(",")
 LINES: dict[str, tuple[str, dict[str, Any]]] = {  # curve: (label, style)
     "total": ("prompt + longer", {"color": COLORS[0], "linewidth": 1.8}),
     "prompt": ("prompt", {"color": INK, "linestyle": ":"}),
@@ -40,16 +40,19 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
     candidates = [HEADINGS]
     for row in result["candidates"]:
         mark = "* " if row["max_length"] == result["recommendation"]["max_length"] else ""
-        cells = [f"{mark}{row['max_length']:,}", f"{row['untouched']:.1%}", f"{row['tokens_kept']:.1%}"]
+        cells = [f"{mark}{row['max_length']:,}", f"{row['untruncated']:.1%}", f"{row['tokens_kept']:.1%}"]
         cells += [f"{row['no_signal']:,}", f"{row['dropped']:,}", f"{row['tokens'] / 1e6:,.2f} M"]
         candidates.append([*cells, f"{row['flops']:.2e}", f"x {row['relative_time']:.2f}"])
-    teach = tabulate_sides(result["sides"])
-    return {"Tokens": percentiles, "What each max_length keeps and costs": candidates, "What the pairs teach": teach}
+    return {
+        "Tokens": percentiles,
+        "What each max_length keeps and costs": candidates,
+        "How chosen and rejected answers differ": tabulate_sides(result["sides"]),
+    }
 
 
 def format_recipe_lines(result: dict[str, Any]) -> str:
     best = result["recommendation"]
-    kept = f"{best['untouched']:.1%} of the pairs untouched, {best['tokens_kept']:.1%} of the response tokens kept"
+    kept = f"{best['untruncated']:.1%} of the pairs untruncated, {best['tokens_kept']:.1%} of the response tokens kept"
     lengths = {name: best[name] for name in ("max_length", "max_prompt_length")}
     options = " ".join(f"--{name} {value}" for name, value in lengths.items())
     return "\n".join(
@@ -88,15 +91,15 @@ def format_heading(result: dict[str, Any]) -> str:
 
 
 def draw_lengths(result: dict[str, Any]) -> Figure:
-    """Share of the pairs up to each length; dots: share left untouched by each candidate for max_length."""
+    """Share of the pairs up to each length; dots: share left untruncated by each candidate for max_length."""
     figure = Figure(figsize=(7.2, 4.0), layout="constrained")
     axes = figure.add_subplot()
     curves = result["curves"]
     for side, (label, style) in LINES.items():
         axes.plot(curves["length"], curves[side], label=label, **style)
     best = result["recommendation"]
-    shares = {row["max_length"]: row["untouched"] for row in result["candidates"]}
-    axes.plot(list(shares), list(shares.values()), "o", color=COLORS[0], label="untouched")
+    shares = {row["max_length"]: row["untruncated"] for row in result["candidates"]}
+    axes.plot(list(shares), list(shares.values()), "o", color=COLORS[0], label="untruncated")
     label = f"recommended: {best['max_length']:,}"
     axes.axvline(best["max_length"], color=INK, linewidth=1.1, linestyle="--", label=label)
     axes.set(title="Lengths", xlabel="tokens", ylabel="share of pairs up to this length", ylim=(0, 1.04))

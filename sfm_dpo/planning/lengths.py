@@ -32,11 +32,11 @@ def compute_coverage(
     used = lengths.used(max_length, max_prompt_length, overlong) & (counts.min(axis=1) > 0)
     cut = (truncated.responses < lengths.responses) & (truncated.responses.max(axis=1, keepdims=True) > 0)
     trained = truncated.select(used)
-    untouched = (truncated.prompt == lengths.prompt) & (truncated.responses == lengths.responses).all(axis=1)
+    untruncated = (truncated.prompt == lengths.prompt) & (truncated.responses == lengths.responses).all(axis=1)
     identical = (truncated.chosen == truncated.rejected) & (truncated.common_prefix >= truncated.chosen)
     return {
         "max_length": max_length,
-        "untouched": float(untouched.mean()),
+        "untruncated": float(untruncated.mean()),
         "tokens_kept": int(counts[used].sum()) / int(count(None, None).sum()),
         "no_signal": int((identical & used).sum()),
         "dropped": int((~used).sum()),

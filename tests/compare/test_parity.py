@@ -1,4 +1,4 @@
-"""Parity: correct code paths differ by rounding; a bug planted in the real path is told from it."""
+"""Parity: correct code paths differ by rounding; a bug injected into the real path is told from it."""
 
 import json
 import re
@@ -62,7 +62,7 @@ def off_by_one(cu_seqlens, max_length):
 
 @pytest.mark.parametrize("architecture", ["olmo3", "gpt_neox"])
 @pytest.mark.parametrize("bug", [leaking, off_by_one])
-def test_planted_boundaries(recipe, monkeypatch, architecture, bug):
+def test_injected_boundaries(recipe, monkeypatch, architecture, bug):
     monkeypatch.setattr(packing, "boundary_arguments", bug)
     for row in run_parity(recipe(architecture), ["padded", "packed", "padded+bf16", "packed+bf16"])["variants"]:
         if row["variant"].startswith("packed"):
@@ -72,7 +72,7 @@ def test_planted_boundaries(recipe, monkeypatch, architecture, bug):
 
 
 @pytest.mark.parametrize("scaling", [float("nan"), 0.2])
-def test_planted_attention(recipe, tmp_path, monkeypatch, scaling):
+def test_injected_attention(recipe, tmp_path, monkeypatch, scaling):
     monkeypatch.setattr(reference_cache, "HF_CACHE_HOME", str(tmp_path))
     forward = attention.packed_attention_forward
     patched = {"scaling": scaling}

@@ -42,7 +42,7 @@ def test_options_override_the_recipe_and_sets_are_compared(write_rows, tiny_fold
     argv += ("--max_samples", "40", "--against", against, "--ngram", "6", "--by", "prompt")
     assert analyze_dataset.main([str(word) for word in argv]) == 0
     result = json.loads(file.read_text())
-    assert result["dataset"] == [str(data)] and result["recommendation"]["untouched"] == 0  # max_prompt_length
+    assert result["dataset"] == [str(data)] and result["recommendation"]["untruncated"] == 0  # max_prompt_length
     assert [row["pairs"] for row in result["sides"]] == [1] * 20 and f"{data}: Wie viele" in page.read_text()
     assert not (tmp_path / "run").exists()  # nothing is written but --json and --html
     [found] = result["contamination"]["sets"]

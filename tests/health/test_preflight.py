@@ -1,4 +1,4 @@
-"""The preflight: figures against sums written out here, verdicts on recorded log-probs, faults planted one by one."""
+"""The preflight: figures against sums written out here, verdicts on recorded log-probs, faults injected one by one."""
 
 import json
 import math
@@ -79,10 +79,10 @@ def test_each_side_of_each_threshold(pairs, loss_type, beta, verdict, rules):
     assert found == verdict and rules.items() <= broken.items()
 
 
-def test_hopeless_pairs_are_found_where_the_mean_is_fine():
+def test_unlearnable_pairs_are_found_where_the_mean_is_fine():
     logps, lengths = typical(n=200)
     logps[:60, 0] = -6 * lengths[:60, 0]
-    assert "hopeless_pairs" in verdict_of(logps, lengths)[1]
+    assert "unlearnable_pairs" in verdict_of(logps, lengths)[1]
 
 
 def test_figures_are_what_their_names_say():

@@ -100,7 +100,7 @@ def slow_row(pairs, max_length: int, max_prompt_length: int | None, overlong: st
         responses += sum(len(side) - len(shown) for side in sides)
         tokens += sum(map(len, sides))
     return {
-        "untouched": whole / len(pairs),
+        "untruncated": whole / len(pairs),
         "tokens_kept": responses / sum(len(c) + len(r) for _, c, r in pairs),
         "no_signal": no_signal,
         "dropped": dropped,
@@ -176,7 +176,7 @@ def test_the_recommended_length_meets_the_rule_and_the_next_shorter_one_does_not
     pairs = [([0] * prompt, [1] * chosen, [2] * rejected) for prompt, chosen, rejected in sizes]
 
     def meets(row):
-        return row["untouched"] >= min_coverage and row["tokens_kept"] >= min_tokens_kept
+        return row["untruncated"] >= min_coverage and row["tokens_kept"] >= min_tokens_kept
 
     result = analyze_sample(lengths, min_coverage=min_coverage, min_tokens_kept=min_tokens_kept)
     best = result["recommendation"]
@@ -254,7 +254,7 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
         analyze([pair(0, chosen="")])
 
 
-def test_what_the_pairs_teach(analyze, tmp_path):
+def test_how_the_sides_differ(analyze, tmp_path):
     link = "All of it is at https://example.org: apples, {}"
     refusal = "I'm sorry, I can't help with that: {}"
     rows = [pair(i, chosen=link if i < 30 else "{}", rejected=refusal if i % 4 else "{} or so") for i in range(40)]
@@ -262,7 +262,8 @@ def test_what_the_pairs_teach(analyze, tmp_path):
     [row] = result["sides"]
     assert row["source"].endswith("pairs.jsonl") and row["pairs"] == 40
     assert row["sides"]["link"]["chosen_more"] == row["sides"]["declines"]["rejected_more"] == 0.75
-    table = dataset_report.build_tables(result)["What the pairs teach"]
+    title = "How chosen and rejected answers differ"
+    table = dataset_report.build_tables(result)[title]
     assert table[1][2:5] == ["75.0%", "0.0% / 75.0%", "75.0% / 0.0%"]
     texts = [finding["text"] for finding in result["findings"]]
     path = row["source"]
@@ -271,7 +272,7 @@ def test_what_the_pairs_teach(analyze, tmp_path):
     printed = dataset_report.format_analysis(result)
     dataset_report.write_page(result, tmp_path / "page.html")
     for shown in (printed, (tmp_path / "page.html").read_text()):
-        assert "What the pairs teach" in shown and "75.0% / 0.0%" in shown and "declines 82 of 84" in shown
+        assert title in shown and "75.0% / 0.0%" in shown and "declines 82 of 84" in shown
 
 
 def test_sides_by_a_column(analyze):

@@ -85,7 +85,7 @@ def test_documented(cluster, project, line, monkeypatch):
         env = CPU | {"NUM_PROCESSES": "1"}
         said = cluster.run("bash", "-c", line.replace("sbatch", "sbatch --parsable"), cwd=project, **env)
         assert cluster.wait(said, 240)["JobState"] == "COMPLETED", log_of(project, said)[-3000:]
-        assert "ended: state done, exit code 0, step 2, outputs/rehearsal" in log_of(project, said)
+        assert "ended: state done, exit code 0, step 2, outputs/dry-run" in log_of(project, said)
         return
     cluster.run("bash", "-c", line.replace("sbatch", "sbatch --test-only"), cwd=project)
     if "dpo_" not in line:

@@ -1,4 +1,4 @@
-"""Profiler: shares that add up, and a real run with a planted delay."""
+"""Profiler: shares that add up, and a real run with a injected delay."""
 
 import json
 import time
