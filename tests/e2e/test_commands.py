@@ -29,7 +29,6 @@ from tests.project import SOURCE, link, make_project
 # Run elsewhere, or not ours to run
 ELSEWHERE = {
     r"make (test|setup|lint|check|test-grid)|([A-Z]+=\S+ )?(python -m )?pytest .*": "how these tests are run",
-    r"python -m sfm_dpo\..*": "tests/health/test_node_check.py, tests/report/test_page.py; old names in migration.md",
     r"python scripts/sweep.py grid.yaml --(dry_run|table)": "tests/jobs/test_sweep.py, slurm/test_slurm_sweep.py",
     r"make demo": "README.md marks it: 4 minutes",
     r"(?!.*\.\.\.)([A-Z_]+=\S+ )*sbatch .*|for i in .*": "tests/slurm/test_submit.py",
@@ -38,7 +37,7 @@ ELSEWHERE = {
     r"accelerate launch|accelerate launch --config_file accelerate_config.yaml train_dpo.py": "4 GPUs",
     r"python scripts/parity.py --config R": "as with recipes/demo.yaml; it compiles for 20 seconds",
     r"accelerate launch --main_process_port 29600": "every start of two processes here chooses a port",
-    r".*python bench/throughput.py.* --rounds 3.*": "half an hour, as docs/speed.md says; test_bench.py runs --quick",
+    r".*python bench/throughput.py.* --rounds 3.*": "half an hour; test_bench.py runs --quick",
     r"python scripts/analyze_dataset.py pairs.jsonl --(against|by) .*": "test_analyze.py",
     r"python train_dpo.py .* --drop_contaminated .*": "tests/data/test_filters.py",
     r"python scripts/make_pairs.py .*": "tests/data/test_scored_formats.py",
@@ -78,7 +77,7 @@ def template(tmp_path_factory) -> Path:
         patch.chdir(project)
         assert train_dpo.main(["--config", "recipes/think.yaml", "--save_steps", "2"]) == 0
     outputs = project / "outputs"
-    for name in ("a", "b"):
+    for name in ("a", "b", "low", "high"):
         shutil.copytree(outputs / "dpo", outputs / name)
     shutil.copytree(outputs / "dpo" / "checkpoint-2", outputs / "dpo" / "checkpoint-500")
     link(project, "RUN", "outputs/dpo")
@@ -112,14 +111,15 @@ def is_trained(project: Path, words: list[str]) -> bool:
 
 def parameters(lines: list[str]) -> list:
     """The lines as parameters; those that take five seconds of CPU and more are in the grid."""
-    long = r"python bench/.*|python (scripts/parity\.py|train_dpo\.py --config) .*|.*recipes/demo.yaml|accelerate .*"
+    long = r"python bench/.*|python (scripts/parity\.py|train_dpo\.py --config) .*|.*recipes/demo.yaml.*|accelerate .*"
     return [pytest.param(line, marks=[pytest.mark.grid] if re.fullmatch(long, line) else []) for line in lines]
 
 
 @pytest.mark.parametrize("line", parameters(SCRIPTS))
 def test_script(project, line, monkeypatch, capsys):
-    if "train_dpo.py" in line:  # outputs/dpo is the finished run of the others
-        shutil.rmtree(project / "outputs" / "dpo")
+    if "train_dpo.py" in line:  # these are the finished runs of the others
+        for name in ("dpo", "low", "high"):
+            shutil.rmtree(project / "outputs" / name)
     words = shlex.split(line.replace(" ... ", " --config recipes/think.yaml "))
     while "=" in words[0]:
         monkeypatch.setenv(*words.pop(0).split("=", 1))
