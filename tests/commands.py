@@ -5,9 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
-PROGRAMS = (
-    "accelerate|apt-get|for|git|hf|make|pip|pytest|python|sbatch|scancel|scontrol|source|torchrun|touch|trl|wandb"
-)
+PROGRAMS = "accelerate|git|hf|make|pip|pytest|python|sbatch|scancel|scontrol|source|torchrun|touch|trl|wandb"
 COMMAND = re.compile(rf"(?:\$ )?((?:[A-Z_]+=\S+ )*(?:{PROGRAMS}) \S.*)")
 # Marks in the comment behind a command that is too much for a test
 MARK = re.compile(r"# .*(\bGPUs?\b|\bminutes\b|\bhours?\b)")

@@ -31,7 +31,7 @@ ELSEWHERE = {
     r"make (test|setup|lint|check|test-grid)|([A-Z]+=\S+ )?(python -m )?pytest .*": "how these tests are run",
     r"python scripts/sweep.py grid.yaml --(dry_run|table)": "tests/jobs/test_sweep.py, slurm/test_slurm_sweep.py",
     r"make demo": "README.md marks it: 4 minutes",
-    r"(?!.*\.\.\.)([A-Z_]+=\S+ )*sbatch .*|for i in .*": "tests/slurm/test_submit.py",
+    r"(?!.*\.\.\.)([A-Z_]+=\S+ )*sbatch .*": "tests/slurm/test_submit.py",
     r"LAUNCH=fsdp2 sbatch scripts/dpo_train.sh \.\.\.": "test_launch.py, with LAUNCH=cpu_fsdp2's file",
     r"VENV=PATH sbatch \.\.\.|touch .*STOP|scancel .*": "tests/slurm: VENV; test_requeue.py",
     r"accelerate launch|accelerate launch --config_file accelerate_config.yaml train_dpo.py": "4 GPUs",
@@ -41,7 +41,7 @@ ELSEWHERE = {
     r"python scripts/analyze_dataset.py pairs.jsonl --(against|by) .*": "test_analyze.py",
     r"python train_dpo.py .* --drop_contaminated .*": "tests/data/test_filters.py",
     r"python scripts/make_pairs.py .*": "tests/data/test_scored_formats.py",
-    r"source .*|git (clone|lfs) .*|trl dpo.*|hf auth login|pip install .*|apt-get .*": "others",
+    r"source .*|git (clone|lfs) .*|trl dpo.*|hf auth login|pip install .*": "others",
     r"wandb (sync|leet|login).*": "W&B's",
 }
 NO_GO = 3  # random weights find every answer impossible: preflight.py says so
