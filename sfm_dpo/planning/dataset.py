@@ -116,8 +116,8 @@ def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset) -> l
     share = max(chosen_longer, 1 - chosen_longer)
     side, preferred = ("chosen", "longer") if chosen_longer >= 0.5 else ("rejected", "shorter")
     if share >= LENGTH_BIAS:
-        text = f"the {side} response is the longer one in {share:.1%} of the pairs: DPO will learn to prefer {preferred}"
-        findings.append({"level": "warning", "text": f"{text} answers; balance them by filter_script"})
+        text = f"the {side} response is the longer one in {share:.1%} of the pairs: DPO will learn to prefer "
+        findings.append({"level": "warning", "text": f"{text}{preferred} answers; balance them by filter_script"})
     no_signal = result["recommendation"]["no_signal"]
     add("warning", no_signal, "pairs are identical on both sides after truncation and teach nothing: raise max_length")
     repeated_pairs = len(texts) - len(set(texts["pair_key"]))
