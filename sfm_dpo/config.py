@@ -441,9 +441,11 @@ def resolve_fitted(namespace: Any) -> list[str]:
 
 def has_wandb_login() -> bool:
     """Whether `wandb login` has stored a key in ~/.netrc."""
-    host = urllib.parse.urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    hosts = {"api.forge.coreweave.com", "api.wandb.ai"}  # of wandb 0.31 and of earlier versions
+    if url := os.environ.get("WANDB_BASE_URL"):
+        hosts = {str(urllib.parse.urlparse(url).hostname)}
     try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(str(host)) is not None
+        return not hosts.isdisjoint(netrc.netrc(os.environ.get("NETRC")).hosts)
     except (OSError, netrc.NetrcParseError):
         return False
 

@@ -6,12 +6,14 @@ import inspect
 import json
 import os
 import re
+from urllib.parse import urlsplit
 
 import huggingface_hub
 import pytest
 import yaml
 from transformers import TrainingArguments
 from trl import DPOConfig, DPOTrainer
+from wandb.sdk.lib.urls import DEFAULT_BASE_URL
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
@@ -289,8 +291,9 @@ def test_wandb_is_off_without_a_key_and_said_so(monkeypatch, tmp_path):
     assert resolve_report_to(both.copy()) == (both, "tracking: wandb, tensorboard")
     monkeypatch.setenv("WANDB_MODE", "online")
     assert resolve_report_to(["wandb"])[0] == []
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password k")
-    assert resolve_report_to(["wandb"])[0] == ["wandb"]
+    for host in (urlsplit(DEFAULT_BASE_URL).hostname, "api.wandb.ai"):  # where `wandb login` writes, and wrote
+        (tmp_path / "netrc").write_text(f"machine {host} login user password k")
+        assert resolve_report_to(["wandb"])[0] == ["wandb"]
     (tmp_path / "netrc").write_text("machine wandb.other.org login user password k")
     assert resolve_report_to(["wandb"])[0] == []
     monkeypatch.setenv("WANDB_API_KEY", "k")

@@ -8,7 +8,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 class Answer(NamedTuple):
     text: str
-    tokens: int  # without EOS
     cut: bool  # ended by the token limit
 
 
@@ -23,7 +22,7 @@ def continue_prompts(
     for row in rows[:, batch["input_ids"].shape[1] :].tolist():
         cut = tokenizer.eos_token_id not in row
         ids = row if cut else row[: row.index(tokenizer.eos_token_id)]
-        answers.append(Answer(tokenizer.decode(ids, skip_special_tokens=True).strip(), len(ids), cut))
+        answers.append(Answer(tokenizer.decode(ids, skip_special_tokens=True).strip(), cut))
     return answers
 
 

@@ -135,7 +135,6 @@ class Guard(TrainerCallback):
         return {
             "guard/repeated_4grams": repeated_4grams([a.text for a in answers]),
             "guard/empty_answers": fmean(not a.text for a in answers),
-            "guard/answer_tokens": fmean(a.tokens for a in answers),
         }
 
     def _write_health(self, args) -> None:

@@ -106,20 +106,18 @@ def _describe_overlong(best: dict[str, Any], share: float) -> str:
 
 def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset) -> list[dict[str, str]]:
     """Findings to read before training, each {"level": "warning" or "note", "text"}; `result`: the analysis so far."""
-    chosen_longer = result["length_bias"]["chosen_longer"]
-    share = max(chosen_longer, 1 - chosen_longer)
-    side, preferred = ("chosen", "longer") if chosen_longer >= 0.5 else ("rejected", "shorter")
-    text = f"the {side} response is the longer one in {share:.1%} of the pairs"
-    findings = [{"level": "note", "text": text}]
-    if share >= LENGTH_BIAS:
-        text += f": DPO will learn to prefer {preferred} answers; balance them by filter_script"
-        findings = [{"level": "warning", "text": text}]
+    findings = []
 
     def add(level: str, count: int, text: str) -> None:
         if count:
             findings.append({"level": level, "text": f"{count:,} {text}"})
 
-    max_length = result["recommendation"]["max_length"]
+    chosen_longer = result["length_bias"]["chosen_longer"]
+    share = max(chosen_longer, 1 - chosen_longer)
+    side, preferred = ("chosen", "longer") if chosen_longer >= 0.5 else ("rejected", "shorter")
+    if share >= LENGTH_BIAS:
+        text = f"the {side} response is the longer one in {share:.1%} of the pairs: DPO will learn to prefer "
+        findings.append({"level": "warning", "text": f"{text}{preferred} answers; balance them by filter_script"})
     no_signal = result["recommendation"]["no_signal"]
     add("warning", no_signal, "pairs are identical on both sides after truncation and teach nothing: raise max_length")
     repeated_pairs = len(texts) - len(set(texts["pair_key"]))
@@ -127,18 +125,15 @@ def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset) -> l
     text = "pairs contain special tokens, which act like the template's own: set control_tokens to drop"
     add("warning", result["control_tokens"], text)
     text = (
-        "prompts are not a token prefix of prompt+response; their tokens after the shared ones are left out: compare"
+        "prompts are not a token prefix of prompt+response; their tokens after the shared ones are left out: compare "
+        "the template's generation prompt with its assistant turns"
     )
-    text += " the template's generation prompt with its assistant turns"
     add("warning", int(np.count_nonzero(tokens["prompt_trimmed"])), text)
     contamination = result.get("contamination", {"sets": []})
     for found in contamination["sets"]:
         text = f"pairs have {contamination['ngram']} words in a row in common with {found['set']}, "
         text += f"{found['set_rows']:,} of its {found['rows']:,} rows: drop_contaminated removes them"
         add("warning", found["pairs"], text)
-    long_prompts = int((Lengths.of(tokens).prompt > max_length // 2).sum())
-    text = f"prompts fill more than half of max_length {max_length:,}: raise it, or set max_prompt_length"
-    add("note", long_prompts, text)
     repeated_prompts = len(texts) - len(set(texts["prompt_key"])) - repeated_pairs
     text = "pairs have the prompt of an earlier pair but other responses: drop_duplicates: prompts removes them"
     add("note", repeated_prompts, text)

@@ -1,6 +1,5 @@
 """The analysis of a dataset (dataset.py) as text for a terminal, as a plot and as an HTML page."""
 
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from sfm_dpo.report.plots import COLORS, INK, STYLE, to_svg
 NOTE = (
     "*: recommended. untruncated: pairs that lose no token. no signal: both responses are identical after truncation. "
     "dropped: the prompt fills max_length or, with overlong: drop, the pair is longer. tokens and FLOPs: per epoch, "
-    "without padding. step time: padding-free, relative to the recommendation. Precision of the traits, by reading "
-    "answers: declines 82 of 84, link 50 of 50, fenced block 101 of 101, list 118 of 120."
+    "without padding. step time: padding-free, relative to the recommendation. docs/data.md defines the traits."
 )
 HEADINGS = "max_length,untruncated,tokens kept,no signal,dropped,tokens,FLOPs,step time".split(",")
 LINES: dict[str, tuple[str, dict[str, Any]]] = {  # curve: (label, style)
@@ -53,22 +51,12 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
 def format_recipe_lines(result: dict[str, Any]) -> str:
     best = result["recommendation"]
     kept = f"{best['untruncated']:.1%} of the pairs untruncated, {best['tokens_kept']:.1%} of the response tokens kept"
-    lengths = {name: best[name] for name in ("max_length", "max_prompt_length")}
-    options = " ".join(f"--{name} {value}" for name, value in lengths.items())
-    return "\n".join(
-        [f"# {kept}", *(f"{name}: {value}" for name, value in lengths.items()), f"# as options: {options}"]
-    )
+    return f"# {kept}\nmax_length: {best['max_length']}\nmax_prompt_length: {best['max_prompt_length']}"
 
 
 def format_analysis(result: dict[str, Any]) -> str:
-    """The analysis as text for a terminal, without the examples of problems."""
+    """The analysis as text for a terminal, without the examples of pairs."""
     findings = [f"  {finding['level']}: {finding['text']}" for finding in result["findings"]]
-    where = f"row {result['example']['row']:,} of {result['example']['source']}"
-    example = [f"Example: the pair of median length ({where}); the prompt is not trained"]
-    for side in ("prompt", "chosen", "rejected"):
-        shown = result["example"][side]
-        example.append(f"  {side}, {shown['tokens']:,} tokens")
-        example.append(textwrap.indent(shown["text"].rstrip("\n"), "    | ", lambda line: True))
     best = result["recommendation"]
     parts = [format_heading(result)]
     for title, rows in build_tables(result).items():
@@ -76,7 +64,6 @@ def format_analysis(result: dict[str, Any]) -> str:
     parts += [
         NOTE,
         "\n".join(["Findings", *findings]),
-        "\n".join(example),
         f"Recommendation: max_length {best['max_length']:,}\n{best['reason']}",
         format_recipe_lines(result),
     ]

@@ -1,7 +1,6 @@
 """scripts/analyze_dataset.py as a user starts it: what it prints and writes."""
 
 import json
-import re
 
 import analyze_dataset
 import yaml
@@ -22,10 +21,8 @@ def test_what_it_prints_and_writes(write_rows, tiny_folder, tmp_path, environmen
     best = result["recommendation"]
     pasted = yaml.safe_load(out[out.index("\nmax_length:") :])
     assert pasted == {"max_length": 128, "max_prompt_length": 20} and pasted.items() <= best.items()
-    assert "# as options: --max_length 128 --max_prompt_length 20\n" in out
     assert all(row["flops"] > row["tokens"] for row in result["candidates"])  # from the folder's config.json
     assert best["limit"] == 512 and max(row["max_length"] for row in result["candidates"]) == 256
-    assert re.search(r"  chosen, \d+ tokens\n    \| ?two ", out)
     assert files["--plot"].stat().st_size > 10_000 and "max_length 128" in files["--html"].read_text()
 
 

@@ -189,7 +189,7 @@ def test_a_healthy_run_is_left_alone_and_says_so(command, tmp_path, no_report):
     assert train_dpo.main(command + more.split()) == 0
     health = json.loads((out / "health.json").read_text())
     assert (health["verdict"], health["findings"], health["stopped"]) == ("healthy", [], False)
-    assert [entry["step"] for entry in logged(out, "guard/answer_tokens")] == [1, 11]
+    assert [entry["step"] for entry in logged(out, "guard/empty_answers")] == [1, 11]
     samples = json.loads((out / "samples.json").read_text())
     assert len(samples) == 4 and samples[0]["prompt"].startswith("question") and samples[0]["before"]
 
