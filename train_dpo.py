@@ -53,7 +53,7 @@ from sfm_dpo.run.checkpoint import (
 from sfm_dpo.run.files import read_file
 from sfm_dpo.run.folder import DATA, State, describe, write_status
 from sfm_dpo.run.reader import eval_prefix
-from sfm_dpo.train.callbacks import Position, ProgressLine, StopCallback
+from sfm_dpo.train.callbacks import Progress, ProgressLine, StopCallback
 from sfm_dpo.train.frozen_model import frozen_model
 from sfm_dpo.train.profiler import Profiler
 from sfm_dpo.train.reference_cache import add_reference, make_folder, reference_root
@@ -79,7 +79,7 @@ def main(
             checkpoint = find_start(config.train)
             config = identify_models(config, read_file(checkpoint / COMPLETE) if checkpoint else {})
             pairs, tokenizer, settings = load(config, checkpoint)
-            trainer = build_trainer(config, settings, pairs, tokenizer, run.position, trainer_class)
+            trainer = build_trainer(config, settings, pairs, tokenizer, run.progress, trainer_class)
             for callback in (evaluations, *callbacks):
                 trainer.add_callback(callback)
             add_reference(trainer)
@@ -139,7 +139,7 @@ def build_trainer(
     settings: Settings,
     pairs: TokenPairs,
     tokenizer: PreTrainedTokenizerBase,
-    position: Position,
+    progress: Progress,
     trainer_class: type[SFMDPOTrainer],
 ) -> SFMDPOTrainer:
     """Loads the model, and packs it if the configuration asks for that."""
@@ -149,8 +149,8 @@ def build_trainer(
         train_dataset=pairs.train,
         eval_dataset=pairs.held_out() or None,
         processing_class=tokenizer,
-        position=position,
-        callbacks=[ProgressLine(), *([PushCheckpoints(position.advance)] if config.train.push_to_hub else [])],
+        progress=progress,
+        callbacks=[ProgressLine(), *([PushCheckpoints(progress.advance)] if config.train.push_to_hub else [])],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)

@@ -32,7 +32,7 @@ from sfm_dpo.run.folder import (
     write_status,
 )
 from sfm_dpo.run.lock import Lease
-from sfm_dpo.train.callbacks import Position, describe_best
+from sfm_dpo.train.callbacks import Progress, describe_best
 from sfm_dpo.train.fit_memory import explain_out_of_memory
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from sfm_dpo.train.watchdog import Watchdog
@@ -49,7 +49,7 @@ class Run:
 
     def __init__(self) -> None:
         self.folder: Path | None = None  # output_dir, once this run may write into it
-        self.position = Position()
+        self.progress = Progress()
         self.watchdog: Watchdog | None = None
         self.lease: Lease | None = None
         self.before: dict[str, Any] = {}  # status.json of an earlier start
@@ -79,7 +79,7 @@ class Run:
         (folder / ERROR).unlink(missing_ok=True)
         if not (folder / RESOLVED_CONFIG).is_file():  # without it, the folder is empty until the data are read
             write_status(folder, State.RUNNING, message="loading")
-        self.watchdog = Watchdog(folder, config.train.hang_timeout, self.position)
+        self.watchdog = Watchdog(folder, config.train.hang_timeout, self.progress)
         return True
 
     def finish(self, trainer: SFMDPOTrainer) -> None:
@@ -123,14 +123,14 @@ class Run:
     def _explain(self, error: BaseException) -> RunEnd | None:
         """The end that an exception means; None for a crash."""
         cause = error.__cause__ if isinstance(error, RunEnd) else error  # of user_input, or what it has wrapped
-        if cause and self.folder and (memory := explain_out_of_memory(cause, self.position, self.folder)):
+        if cause and self.folder and (memory := explain_out_of_memory(cause, self.progress, self.folder)):
             return memory
         if isinstance(error, RunEnd):
             return error
         if self.folder is None:
             return None
         if isinstance(error, KeyboardInterrupt):
-            return Interrupted(f"interrupted at step {self.position.step}")
+            return Interrupted(f"interrupted at step {self.progress.step}")
         if not self.folder.is_dir():
             return DiskFull(f"output_dir {self.folder}: was removed or moved during the run; start it again")
         if isinstance(error, OSError) and error.errno in UNWRITABLE:
@@ -138,7 +138,7 @@ class Run:
             free = "raise `ulimit -f`" if error.errno == errno.EFBIG else "free space"
             return DiskFull(f"{where}: {error.strerror}; {free}, and run the same command again to resume")
         if any(sign in str(error) for sign in DISK_FULL):
-            what = self.position.saving or self.folder
+            what = self.progress.saving or self.folder
             newest = newest_checkpoint(self.folder)
             full = f"disk full, or `ulimit -f` reached, while writing {what}"
             return DiskFull(f"{full}; free space, and run it again to resume from {newest}")

@@ -1,4 +1,4 @@
-"""Callbacks of a run: position of each rank, stopping on request, progress."""
+"""Callbacks of a run: progress of each rank, stopping on request, log lines."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ SHOWN = {  # name in the log: (name on the progress line, format)
 KEPT = {"loss": "loss", "margin": "rewards/margins", "pairs_per_second": "perf/pairs_per_second"}  # in status.json
 
 
-class Position(TrainerCallback):
+class Progress(TrainerCallback):
     """What this rank is computing, for the watchdog and for out-of-memory errors."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ class CompleteCheckpoints(DPOTrainer):
     """A checkpoint starts with `save_model` and ends with CheckpointCallback; `_load_from_checkpoint` resumes it."""
 
     config: Config
-    position: Any
+    progress: Any
     train_tokens: str  # hash of the token ids
     is_resumed: bool
     num_tokens: int  # trained so far, prompts included, over all ranks
@@ -52,7 +52,7 @@ class CompleteCheckpoints(DPOTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the complete model for from_pretrained, under FSDP2 in checkpoints too."""
         folder = Path(output_dir or self.args.output_dir)
-        self.position.saving = folder
+        self.progress.saving = folder
         if is_main_process():  # a skipped checkpoint of this step must not look complete while it is rewritten
             (folder / COMPLETE).unlink(missing_ok=True)
         if self.is_fsdp_enabled:
@@ -99,8 +99,8 @@ class CheckpointCallback(TrainerCallback):
         trainer.accelerator.wait_for_everyone()
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         mark_complete(checkpoint, {"step": state.global_step, **trainer.resume_facts()})
-        trainer.position.saving = None
-        log.info(f"checkpoint saved in {time.monotonic() - trainer.position.moved:.1f} s")
+        trainer.progress.saving = None
+        log.info(f"checkpoint saved in {time.monotonic() - trainer.progress.moved:.1f} s")
         if is_main_process():
             rotate(args.output_dir, trainer.config.train.save_total_limit)
         trainer.accelerator.wait_for_everyone()

@@ -26,7 +26,7 @@ from sfm_dpo.model.attention import measured_here
 from sfm_dpo.model.sharding import launched_with
 from sfm_dpo.run.files import read_file
 from sfm_dpo.run.folder import DATA
-from sfm_dpo.train.callbacks import Position
+from sfm_dpo.train.callbacks import Progress
 
 log = logging.getLogger(__name__)
 
@@ -80,20 +80,20 @@ def _choose(config: Config, dataset: Dataset, model_config: PretrainedConfig, ea
     return asdict(setting) | {"limit": int(limit)}
 
 
-def explain_out_of_memory(error: BaseException, position: Position, run: Path) -> OutOfMemory | None:
+def explain_out_of_memory(error: BaseException, progress: Progress, run: Path) -> OutOfMemory | None:
     """One line that says what did not fit and what would; None for any other error. `run`: the run's folder."""
     if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not SIGNS.search(str(error)):
         return None
     traceback.clear_frames(error.__traceback__)  # they hold the activations; the report needs memory
-    what = f"out of memory in {position.phase}"
-    remedies = [REMEDIES[position.phase]] if position.phase in REMEDIES else []
-    if position.phase == "training":
-        what += f", step {position.step + 1}"
+    what = f"out of memory in {progress.phase}"
+    remedies = [REMEDIES[progress.phase]] if progress.phase in REMEDIES else []
+    if progress.phase == "training":
+        what += f", step {progress.step + 1}"
         if fitted := read_file(run / DATA).get("settings", {}).get("fit_memory"):
             smaller = fitted["smaller"]
             remedies = [f"use the next smaller setting of fit_memory: {smaller}"] if smaller else []
-    if position.inputs:
-        mask = position.inputs["attention_mask"].cpu()
+    if progress.inputs:
+        mask = progress.inputs["attention_mask"].cpu()
         what += f", micro-batch of {len(mask) // 2} pairs, {int(mask.sum()):,} tokens without padding"
     reason = str(error)[:120].partition("\n")[0] or type(error).__name__
-    return OutOfMemory(f"{what} ({reason}); {'; or '.join([*remedies, NEW_RUN])}", step=position.step)
+    return OutOfMemory(f"{what} ({reason}); {'; or '.join([*remedies, NEW_RUN])}", step=progress.step)

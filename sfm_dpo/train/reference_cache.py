@@ -141,7 +141,7 @@ def report_progress(trainer: Any, name: str, cache: "ReferenceCache", earlier_sh
 
     def report(done: int, total: int, owner: str) -> None:
         nonlocal reported
-        trainer.position.advance()
+        trainer.progress.advance()
         now = time.monotonic()
         if now - reported > REPORT_SECONDS:
             reported = now

@@ -28,7 +28,7 @@ from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import load_model, model_init_kwargs
 from sfm_dpo.model.packing import compile_layers, delta_net_kernel, enable_padding_free, why_not_shared
 from sfm_dpo.model.sharding import launched_with
-from sfm_dpo.train.callbacks import Position
+from sfm_dpo.train.callbacks import Progress
 from sfm_dpo.train.checkpoints import CheckpointCallback, CompleteCheckpoints, ResumeCallback
 from sfm_dpo.train.evaluation import ExactEvaluation
 from sfm_dpo.train.metrics import (
@@ -68,14 +68,14 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         config: Config,
         settings: Settings | None = None,
         *,
-        position: Position | None = None,
+        progress: Progress | None = None,
         callbacks: Sequence[TrainerCallback] = (),
         **kwargs: Any,
     ):
         args = config.train
         self.config = config
         self.settings = settings or Settings.of(config)
-        self.position = position or Position()
+        self.progress = progress or Progress()
         self.packed = args.padding_free
         self.train_sums = MetricSums()  # since the last log
         self.num_tokens = 0
@@ -110,7 +110,7 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
             self.data_collator, flops, live_reference, self.packed, self.prefix_sharing
         )
         self.add_callback(self.meter)
-        self.add_callback(self.position)
+        self.add_callback(self.progress)
 
     def bare_model(self) -> Any:
         """The policy without PEFT's wrapper."""
@@ -178,7 +178,7 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         elif self.model.training:
             phase = "training"
             self.meter.add(counts)
-        self.position.begin_micro_batch(phase, self.state.global_step, inputs)
+        self.progress.begin_micro_batch(phase, self.state.global_step, inputs)
         return super()._prepare_inputs(inputs)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> PairSampler:
@@ -218,7 +218,7 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
             return forwards[-1]
 
         result = super()._compute_loss(forward, inputs, return_outputs)
-        self.position.advance()  # the following calls wait for the other ranks
+        self.progress.advance()  # the following calls wait for the other ranks
         logps = forwards[0].log_probs.detach().sum(dim=1)  # [2B], zero outside of the responses
         if is_step_0:
             self.step_0_checked = True

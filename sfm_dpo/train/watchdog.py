@@ -1,6 +1,6 @@
 """Watchdog: ends a run with exit code 70 if no rank moves for `hang_timeout` seconds, and names the stuck rank.
 
-A thread of each rank writes its position to output_dir/heartbeats/rank-N.json and reads the others' (files, because
+A thread of each rank writes its progress to output_dir/heartbeats/rank-N.json and reads the others' (files, because
 the ranks may hang in a collective). Time is counted in turns of the thread, so a job that Slurm suspends is no hang.
 """
 
@@ -23,19 +23,19 @@ from sfm_dpo.run.checkpoint import newest_checkpoint
 from sfm_dpo.run.files import read_file
 from sfm_dpo.run.folder import ENVIRONMENT, State, write_status
 from sfm_dpo.run.lock import LOCK
-from sfm_dpo.train.callbacks import Position
+from sfm_dpo.train.callbacks import Progress
 
 EXIT_CODE = 70
 log = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Ends the process when no rank's position has changed for `timeout` seconds; 0: never."""
+    """Ends the process when no rank's progress has changed for `timeout` seconds; 0: never."""
 
-    def __init__(self, run: Path, timeout: float, position: Position):
+    def __init__(self, run: Path, timeout: float, progress: Progress):
         self.run = run
         self.timeout = timeout
-        self.position = position
+        self.progress = progress
         self.heartbeats = run / "heartbeats"
         self.interval = min(max(timeout / 30, 0.2), 30.0)
         self._stopped = threading.Event()
@@ -56,7 +56,7 @@ class Watchdog:
         seen: list[Any] = []
         still = 0.0
         while not self._stopped.wait(self.interval):
-            if not self.position.count:
+            if not self.progress.count:
                 continue  # while loading, ranks wait for each other without a limit
             beats = [read_file(self.heartbeats / f"rank-{other}.json") for other in range(world_size())]
             beats[rank()] = self._write_heartbeat()
@@ -68,13 +68,13 @@ class Watchdog:
 
     def _write_heartbeat(self) -> dict[str, Any]:
         written = 0
-        if self.position.saving:
+        if self.progress.saving:
             with contextlib.suppress(OSError):  # files come and go
-                written = sum(file.stat().st_size for file in self.position.saving.rglob("*"))
+                written = sum(file.stat().st_size for file in self.progress.saving.rglob("*"))
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         beat = {
             "rank": rank(),
-            "count": [self.position.count, written],
+            "count": [self.progress.count, written],
             "time": time.time(),
             "where": f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})",
             "host": os.environ.get("SLURMD_NODENAME") or platform.node(),
@@ -86,7 +86,7 @@ class Watchdog:
 
     def _end(self, culprit: dict[str, Any], cause: str) -> None:
         stacks = self.run / "stacks" / f"rank-{rank()}.txt"
-        where = f"{self.position.phase} at step {self.position.step}"
+        where = f"{self.progress.phase} at step {self.progress.step}"
         with contextlib.suppress(OSError):  # a full disk
             stacks.parent.mkdir(exist_ok=True)
             with stacks.open("a") as file:
@@ -99,7 +99,7 @@ class Watchdog:
             log.error(message)
             checkpoint = newest_checkpoint(self.run)
             saved = checkpoint and str(checkpoint)
-            hang = {"step": self.position.step, "rank": culprit.get("rank"), "host": culprit.get("host")}
+            hang = {"step": self.progress.step, "rank": culprit.get("rank"), "host": culprit.get("host")}
             write_status(self.run, State.HUNG, EXIT_CODE, message, any_rank=True, **hang, checkpoint=saved)
             environment = read_file(self.run / ENVIRONMENT)
             hang |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID")}

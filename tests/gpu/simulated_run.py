@@ -10,21 +10,21 @@ simulated_cuda.install()
 
 import sfm_dpo.jobs.training_run
 import train_dpo
-from sfm_dpo.train.callbacks import Position
+from sfm_dpo.train.callbacks import Progress
 
 
 def main(argv: list[str]) -> None:
     sfm_dpo.jobs.training_run.write_report = lambda run: None  # its pictures take longer than training
     syncs = simulated_cuda.Syncs()
     seen: list[Counter] = []  # at each micro-batch of training: all waits so far
-    begin = Position.begin_micro_batch
+    begin = Progress.begin_micro_batch
 
     def begin_micro_batch(self, phase, step, inputs):
         if phase == "training":
             seen.append(syncs.counts.copy())
         begin(self, phase, step, inputs)
 
-    Position.begin_micro_batch = begin_micro_batch
+    Progress.begin_micro_batch = begin_micro_batch
     with syncs:
         code = train_dpo.main(argv)
     waits = seen[-1] - seen[-2]  # of a micro-batch inside a step

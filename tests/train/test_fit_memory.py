@@ -19,7 +19,7 @@ from sfm_dpo.memory.activations import trace_activations
 from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.files import read_file
 from sfm_dpo.run.folder import LOG, describe, is_unfinished, read_resolved_config
-from sfm_dpo.train.callbacks import Position
+from sfm_dpo.train.callbacks import Progress
 from sfm_dpo.train.checkpoints import allocate_optimizer_state
 from sfm_dpo.train.fit_memory import REMEDIES, explain_out_of_memory
 from sfm_dpo.train.settings import Settings
@@ -188,9 +188,9 @@ def test_state_allocated_before_the_first_update_changes_no_bit(options, dtype):
     ids=["CUDA", "CPU", "cuBLAS", "Python", "another"],
 )
 def test_errors_that_are_out_of_memory(error, line, tmp_path):
-    position = Position()
-    position.begin_micro_batch("training", 7, {})
-    end = explain_out_of_memory(error, position, tmp_path)
+    progress = Progress()
+    progress.begin_micro_batch("training", 7, {})
+    end = explain_out_of_memory(error, progress, tmp_path)
     assert (end is None) == (line is None)
     if end:
         assert (end.exit_code, end.state) == (2, "failed") and line in str(end)
@@ -201,9 +201,9 @@ def test_the_runs_own_folder_accepts_each_remedy_that_names_no_other_one(tmp_pat
     fields = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--use_cpu", "--output_dir", str(tmp_path)]
     describe(parse_config(fields), {})
     (tmp_path / LOG).touch()  # it has trained
-    position = Position()
-    position.begin_micro_batch(phase, 7, {})
-    here, _, elsewhere = str(explain_out_of_memory(MemoryError(), position, tmp_path)).partition(
+    progress = Progress()
+    progress.begin_micro_batch(phase, 7, {})
+    here, _, elsewhere = str(explain_out_of_memory(MemoryError(), progress, tmp_path)).partition(
         "in a new output_dir, "
     )
     options = {"gradient_checkpointing: true": ["--gradient_checkpointing", "true"]}
