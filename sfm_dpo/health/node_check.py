@@ -14,13 +14,14 @@ import tempfile
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 import sfm_dpo
-from sfm_dpo.common.distributed import explain_missing_gpus, is_main_process
+from sfm_dpo.common.distributed import explain_missing_gpus, is_main_process, world_size
+from sfm_dpo.common.slurm import list_hosts
 
 log = logging.getLogger("sfm_dpo.health.node_check")  # __name__ is __main__
 
@@ -28,7 +29,13 @@ UNHEALTHY = 69  # exit code: EX_UNAVAILABLE
 JOIN_SECONDS = 300  # time for all ranks to join: importing torch from a cold shared disk is slow
 REDUCE_SECONDS = 45
 
-Report = tuple[str, list[str]]  # a rank's host and findings
+
+class Finding(NamedTuple):
+    text: str
+    of_node: bool = True  # False: of a folder or a setting, which would be the same on another node
+
+
+Report = tuple[str, list[Finding]]  # of a rank's host
 HOST = os.environ.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]
 RANK = int(os.environ.get("RANK", "0"))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
@@ -43,39 +50,67 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output_dir", required=True)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)  # started without a launcher
-    home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
     folders = {"output_dir": Path(parser.parse_args(argv).output_dir), "HF_HOME": Path(home).expanduser()}
     if LOCAL_RANK == 0:
         print(f"{HOST}: {describe_network()}", flush=True)
+    store = None
     try:
-        reports = check_all(folders)
+        store = join_store()
+        reports = check_all(folders, store)
         is_speaker = is_main_process()
     except Exception as error:  # torch raises no narrower class
         reason = " ".join(str(error).split())[:300]
-        reports = [(HOST, [f"rank {RANK} could not reach the other ranks: {reason}"])]
-        is_speaker = True
+        reports = [(host, [Finding("no process has reached the first node")]) for host in find_absent_hosts(store)]
+        if not reports:
+            reports = [(HOST, [Finding(f"rank {RANK} could not reach the other ranks: {reason}", of_node=False)])]
+        is_speaker = is_main_process() or store is None
     if is_main_process():
         for folder in folders.values():
             with suppress(OSError):
                 mark_of(folder).unlink()
-    bad = sorted({host for host, lines in reports if lines})
+    failed = any(findings for _, findings in reports)
+    bad = sorted({host for host, findings in reports if any(finding.of_node for finding in findings)})
     if is_speaker:
-        for host, lines in reports:
-            for line in lines:
-                log.error(f"unhealthy {host}: {line}")
+        for host, findings in reports:
+            for finding in findings:
+                log.error(f"unhealthy {host}: {finding.text}")
+        anyway = "SKIP_HEALTHCHECK=1 to train anyway"
         if bad:
-            log.error(f"submit again with --exclude={','.join(bad)}, or SKIP_HEALTHCHECK=1 to train anyway")
+            log.error(f"submit again with --exclude={','.join(bad)}, or {anyway}")
+        elif failed:
+            log.error(f"correct this and submit again, or {anyway}")
         else:
             log.info(f"node check: {len({host for host, _ in reports})} node(s), {len(reports)} rank(s) are healthy")
-    return UNHEALTHY if bad else 0
+    return UNHEALTHY if failed else 0
 
 
-def check_all(folders: dict[str, Path]) -> list[Report]:
+def join_store() -> dist.Store:
+    """The store of the first node, to which each rank gives its host."""
+    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    timeout = timedelta(seconds=JOIN_SECONDS)
+    store = dist.TCPStore(*address, is_master=is_main_process(), timeout=timeout, wait_for_workers=False)
+    store.set(f"host of rank {RANK}", HOST)
+    return store
+
+
+def find_absent_hosts(store: dist.Store | None) -> list[str]:
+    """The job's nodes of which rank 0 has not heard; empty on other ranks."""
+    if store is None or not is_main_process():
+        return []
+    keys = [f"host of rank {rank}" for rank in range(world_size())]
+    present = {store.get(key).decode() for key in keys if store.check([key])}
+    return sorted(list_hosts(os.environ.get("SLURM_JOB_NODELIST", "")) - present)
+
+
+def check_all(folders: dict[str, Path], store: dist.Store) -> list[Report]:
     """Reports of all ranks up to the first check that fails: a bad device could make the next check hang."""
     findings = check_device()
     if LOCAL_RANK == 0:
         findings += check_writing(folders)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=JOIN_SECONDS))
+    timeout = timedelta(seconds=JOIN_SECONDS)
+    dist.init_process_group("gloo", store=store, rank=RANK, world_size=world_size(), timeout=timeout)
     reports = gather_reports(findings)
     for check in (check_sharing, check_all_reduce):
         if not any(lines for _, lines in reports):
@@ -97,31 +132,31 @@ def describe_network() -> str:
     return ", ".join([nccl, f"adapters {' '.join(adapters) or 'none'}", *settings])
 
 
-def gather_reports(findings: list[str]) -> list[Report]:
+def gather_reports(findings: list[Finding]) -> list[Report]:
     reports: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(reports, (HOST, findings))
     return reports
 
 
-def check_device() -> list[str]:
+def check_device() -> list[Finding]:
     """Checks that this rank has its GPU and multiplies matrices on it correctly."""
     where = f"GPU {LOCAL_RANK}" if ON_GPU else "CPU"
     size = 8192 if ON_GPU else 512
     if ON_GPU and torch.cuda.device_count() <= LOCAL_RANK:
-        return [f"{where} is missing: {explain_missing_gpus() or 'this node has too few GPUs'}"]
+        return [Finding(f"{where} is missing: {explain_missing_gpus() or 'this node has too few GPUs'}")]
     try:
         twos = torch.full((size, size), 2.0, dtype=torch.bfloat16, device=DEVICE)
         wrong = int((twos @ twos != 4.0 * size).sum())  # a power of two: exact in bfloat16
     except RuntimeError as error:
-        return [f"{where}: a matmul failed: {str(error).splitlines()[0]}"]
-    return [f"{where}: a matmul gave {wrong:,} wrong values"] if wrong else []
+        return [Finding(f"{where}: a matmul failed: {str(error).splitlines()[0]}")]
+    return [Finding(f"{where}: a matmul gave {wrong:,} wrong values")] if wrong else []
 
 
 def mark_of(folder: Path) -> Path:  # rank 0 writes it for the other nodes to see
     return folder / f".health-{os.environ['MASTER_PORT']}"
 
 
-def check_writing(folders: dict[str, Path]) -> list[str]:
+def check_writing(folders: dict[str, Path]) -> list[Finding]:
     findings = []
     for name, folder in folders.items():
         try:
@@ -132,16 +167,18 @@ def check_writing(folders: dict[str, Path]) -> list[str]:
             if is_main_process():
                 mark_of(folder).touch()
         except OSError as error:
-            findings.append(f"{name} {folder} cannot be written: {error.strerror}; choose another folder")
+            text = f"{name} {folder} cannot be written: {error.strerror}; choose another folder"
+            findings.append(Finding(text, of_node=False))
     return findings
 
 
-def check_sharing(folders: dict[str, Path]) -> list[str]:
+def check_sharing(folders: dict[str, Path]) -> list[Finding]:
     missing = [name for name, folder in folders.items() if LOCAL_RANK == 0 and not mark_of(folder).exists()]
-    return [f"{name} {folders[name]} is not shared with the first node; choose a shared folder" for name in missing]
+    remedy = "is not shared with the first node; choose a shared folder"
+    return [Finding(f"{name} {folders[name]} {remedy}", of_node=False) for name in missing]
 
 
-def check_all_reduce(folders: dict[str, Path]) -> list[str]:
+def check_all_reduce(folders: dict[str, Path]) -> list[Finding]:
     """Sums numbers over all ranks on their devices, by NCCL between GPUs and gloo otherwise."""
     ranks = dist.get_world_size()
     group = dist.new_group(backend="nccl" if ON_GPU else "gloo", timeout=timedelta(seconds=REDUCE_SECONDS))
@@ -149,7 +186,7 @@ def check_all_reduce(folders: dict[str, Path]) -> list[str]:
     dist.all_reduce(numbers, group=group)
     if bool((numbers == ranks * (ranks + 1) / 2).all()):
         return []
-    return [f"{numbers.device}: an all-reduce over {ranks} ranks gave {numbers[0].item():g}"]
+    return [Finding(f"{numbers.device}: an all-reduce over {ranks} ranks gave {numbers[0].item():g}")]
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def test_bad_nodes_are_excluded_and_the_good_one_is_not(tmp_path):
     assert codes == [UNHEALTHY] * 3, output
     assert "unhealthy n2: HF_HOME /proc/hf cannot be written: " in output
     assert "unhealthy n3: GPU 0 is missing: " in output  # it is not taken for a node without GPUs
-    assert "submit again with --exclude=n2,n3, or SKIP_HEALTHCHECK=1 to train anyway" in output
+    assert "submit again with --exclude=n3, or SKIP_HEALTHCHECK=1 to train anyway" in output  # n2 is not to blame
     assert "unhealthy n1" not in output and "Traceback" not in output
 
 
@@ -44,17 +44,29 @@ def test_a_node_with_a_folder_of_its_own(tmp_path):
     assert (
         f"unhealthy n2: HF_HOME {tmp_path}/local is not shared with the first node; choose a shared folder" in output
     )
-    assert "--exclude=n2," in output
+    assert "correct this and submit again, or SKIP_HEALTHCHECK=1" in output and "--exclude" not in output
 
 
 @pytest.mark.slow
-def test_a_rank_that_never_comes(tmp_path):
+@pytest.mark.parametrize(
+    ("came", "expected"),
+    [
+        (0, "unhealthy n2: no process has reached the first node\nsubmit again with --exclude=n2, or"),
+        (1, "unhealthy n2: rank 1 could not reach the other ranks: .*\ncorrect this and submit again, or"),
+    ],
+)
+def test_a_node_that_never_comes_is_the_one_to_exclude(tmp_path, came, expected):
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\nprintf 'n1\\nn2\\n'\n")
+    scontrol.chmod(0o755)
     wait = "import sfm_dpo.health.node_check as h, sys; h.JOIN_SECONDS = 3; sys.exit(h.main(sys.argv[1:]))"
-    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "RANK": "0"}
+    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    env |= {"RANK": str(came), "SLURMD_NODENAME": f"n{came + 1}", "SLURM_JOB_NODELIST": "n[1-2]"}
+    env["PATH"] = f"{tmp_path}:{env['PATH']}"
     command = [sys.executable, "-c", wait, "--output_dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == UNHEALTHY, done.stderr
-    assert re.search(r"unhealthy \S+: rank 0 could not reach the other ranks: ", done.stderr)
+    assert re.search(expected, done.stderr), done.stderr
 
 
 def test_a_cold_start_on_a_shared_disk_is_waited_for():
@@ -67,17 +79,18 @@ def test_a_healthy_process_without_a_launcher_leaves_nothing_behind(tmp_path, mo
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # so that what the check sets is undone
         monkeypatch.delenv(name)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_HOME", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("NCCL_NET", "AWS Libfabric")
     assert node_check.main(["--output_dir", str(tmp_path / "run")]) == 0
     network, verdict = capsys.readouterr().out.splitlines()
     assert re.search(r": (no NCCL|NCCL 2\.\d+\.\d+), .*, NCCL_NET=AWS Libfabric", network)
     assert verdict.endswith(" node check: 1 node(s), 1 rank(s) are healthy")
-    assert not [p for folder in ("run", "hf") for p in (tmp_path / folder).iterdir()]
+    assert not [p for folder in ("run", "huggingface") for p in (tmp_path / folder).iterdir()]
 
 
 def test_a_device_that_computes_garbage(monkeypatch):
     assert check_device() == []
     full = node_check.torch.full
     monkeypatch.setattr(node_check.torch, "full", lambda shape, value, **kwargs: full(shape, value + 1, **kwargs))
-    assert check_device() == ["CPU: a matmul gave 262,144 wrong values"]
+    assert check_device() == [("CPU: a matmul gave 262,144 wrong values", True)]
