@@ -34,8 +34,6 @@ def load_model_config(config: Config) -> PretrainedConfig:
     """The model's config.json. Raises UserError if it cannot be loaded, or has no experts to balance."""
     name = config.model.model_name_or_path
     options = {"revision": config.revision, "trust_remote_code": config.train.trust_remote_code}
-    if name.startswith(("/", ".", "~")) and not Path(name).exists():  # transformers would call it a wrong Hub id
-        raise UserError(f"{config.model_field} {name}: no such folder; correct the path, or give a name on the Hub")
     with user_input(f"{config.model_field} {name}: neither a folder with a model nor a model on the Hub"):
         model_config = AutoConfig.from_pretrained(name, **options)
     if "/" in str(model_config._attn_implementation):

@@ -173,9 +173,8 @@ def rotate(run: str | Path, limit: int | None) -> None:
     best = [read_best(checkpoint) for checkpoint in recent]
     for checkpoint in free:
         if checkpoint not in (*recent, *best):
-            (checkpoint / COMPLETE).unlink(
-                missing_ok=True
-            )  # first: an interrupted deletion must not leave it complete
+            # First: an interrupted deletion must not leave it complete
+            (checkpoint / COMPLETE).unlink(missing_ok=True)
             shutil.rmtree(checkpoint)
 
 

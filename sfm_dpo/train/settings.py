@@ -1,6 +1,6 @@
 """Settings of a run that follow from its data, its model and its machine; the configuration never changes."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from datasets import Dataset
@@ -25,14 +25,17 @@ class Settings:
     fit_memory: dict[str, Any] = field(default_factory=dict)  # the chosen setting (model/memory.py), if it was fitted
 
     @classmethod
-    def of(cls, config: Config) -> "Settings":
-        """The settings that the configuration asks for, on this machine."""
+    def of(cls, config: Config, fitted: dict[str, Any] | None = None, earlier_flash: str | None = None) -> "Settings":
+        """The settings that the configuration asks for on this machine, or that fit_memory chose."""
         args = config.train
+        chosen = fitted or {}
+        micro_batch: Any = chosen.get("per_device", args.per_device_train_batch_size)
         return cls(
-            micro_batch=args.per_device_train_batch_size,
-            accumulation_steps=args.gradient_accumulation_steps,
-            every_n_layers=checkpointed_layers(args),
-            flash_attention=choose_flash(args.flash_attention),
+            micro_batch=micro_batch,
+            accumulation_steps=args.global_batch_size // (micro_batch * args.world_size),
+            every_n_layers=chosen.get("every_n_layers", checkpointed_layers(args)),
+            flash_attention=choose_flash(args.flash_attention, earlier_flash),
+            fit_memory=chosen,
         )
 
 
@@ -41,16 +44,8 @@ def decide_settings(
 ) -> Settings:
     """The settings of a start; all ranks must call it and get the same. `before`: those of the run that is resumed, or
     empty. Raises UserError if fit_memory finds no setting that fits."""
-    args = config.train
-    choice: dict[str, Any] = {}
-    if args.fit_memory:
-        choice = fit_memory(config, tokens, model_config, before.get("fit_memory", {}))
-    micro_batch: Any = choice.get("per_device", args.per_device_train_batch_size)
-    return Settings(
-        micro_batch=micro_batch,
-        accumulation_steps=args.global_batch_size // (micro_batch * args.world_size),
-        every_n_layers=choice.get("every_n_layers", checkpointed_layers(args)),
-        flash_attention=broadcast(choose_flash(args.flash_attention, before.get("flash_attention"))),
-        eval_on_start=eval_on_start,
-        fit_memory=choice,
-    )
+    fitted = None
+    if config.train.fit_memory:
+        fitted = fit_memory(config, tokens, model_config, before.get("fit_memory", {}))
+    settings = Settings.of(config, fitted, before.get("flash_attention"))
+    return broadcast(replace(settings, eval_on_start=eval_on_start))

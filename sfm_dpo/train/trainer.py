@@ -6,7 +6,6 @@ Micro-batches hold equal numbers of pairs (data/sampler.py), so their mean is th
 """
 
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -121,8 +120,7 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         """Packs and compiles policy and reference, as configured, after TRL has given them their fused LM head."""
         args = self.config.train
         if args.torch_compile:
-            where = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR, now a folder in /tmp")
-            log.info(f"torch_compile: layers are compiled in their first forward and backward, and cached in {where}")
+            log.info("torch_compile: layers are compiled in their first forward and backward")
         for model in filter(None, (self.bare_model(), self.ref_model)):
             model = self.accelerator.unwrap_model(model)
             obstacle = why_not_shared(model, self.packed, args.router_aux_loss_coef)  # another reference may have one

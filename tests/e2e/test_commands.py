@@ -30,7 +30,7 @@ from tests.project import SOURCE, link, make_project
 ELSEWHERE = {
     r"make (test|setup|lint|check|test-grid)|([A-Z]+=\S+ )?(python -m )?pytest .*": "how these tests are run",
     r"python scripts/sweep.py grid.yaml --(dry_run|table)": "tests/jobs/test_sweep.py, slurm/test_slurm_sweep.py",
-    r"python scripts/status.py --stop .*": "tests/run/test_status.py; outputs/dpo is done",
+    r"python scripts/status.py --stop outputs/dpo": "tests/run/test_status.py: of a run that runs",
     r"make demo": "README.md marks it: 4 minutes",
     r"(?!.*\.\.\.)([A-Z_]+=\S+ )*sbatch .*": "tests/slurm/test_submit.py",
     r"LAUNCH=fsdp2 sbatch scripts/dpo_train.sh \.\.\.": "test_launch.py, with LAUNCH=cpu_fsdp2's file",

@@ -72,6 +72,4 @@ def test_stopped_and_resumed_it_is_the_run_of_one_process(place, train_here, tmp
     for name, weight in model.state_dict().items():
         assert torch.allclose(weight, other[name], atol=2e-6), name
         assert not torch.equal(weight, base[name]), name
-
-    shares = json.loads((again.folder / "profile" / "profile.json").read_text())["shares"]
-    assert sum(shares.values()) == pytest.approx(1) and shares["communication"] > 0.02
+    assert "profile of steps 6 to 7" in (again.folder / "profile" / "profile.txt").read_text()

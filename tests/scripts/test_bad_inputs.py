@@ -178,7 +178,7 @@ CASES = {
         (f"{TRAIN} --dataset_name {{kit}}/cut.jsonl", "cut.jsonl: cannot be read: EOFError: Compressed file ended"),
         (f"{TRAIN} --dataset_name {{kit}}/half.jsonl", "half.jsonl: line 9: ", "surrogates not allowed"),
         (f"{TRAIN} --dataset_name {{kit}}/deep.jsonl", "deep.jsonl: line 1: maximum recursion depth"),
-        (f"{TRAIN} --model_name_or_path /nope", "model_name_or_path /nope: no such folder"),
+        (f"{TRAIN} --model_name_or_path /nope", "model_name_or_path /nope: neither a folder with a model nor"),
         (f"{ON}/no_tokenizer", "no_tokenizer: cannot load a tokenizer"),
         (
             f"{TRAIN} --max_steps 2 --output_dir {{kit}}/runs/collapsed",

@@ -153,7 +153,7 @@ def test_what_is_refused(tiny_folder, tmp_path, write_rows, capsys):
         tiny_model("llama", **size).save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
     words = {"template": "its chat template differs", "vocabulary": "its vocabulary differs"}
-    words |= {"embeddings": "its vocabulary differs", "absent": "no such folder"}
+    words |= {"embeddings": "its vocabulary differs", "absent": "neither a folder with a model nor"}
     for name, reason in words.items():
         fields = {"ref_model_name_or_path": tmp_path / name}
         assert train_dpo.main(on_cpu(tiny_folder("llama"), data, tmp_path / "run", **fields)) == 2
