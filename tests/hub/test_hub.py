@@ -230,7 +230,7 @@ def test_a_push_that_the_hub_refuses_says_why_and_how_to_push_later(hub, run, ca
     assert "pushed" in read_status(run) and WEIGHTS in files(hub)
 
 
-def test_a_push_without_a_token_or_of_a_rehearsal_leaves_the_run_done(hub, run, capsys, monkeypatch):
+def test_a_push_without_a_token_or_of_a_dry_run_leaves_the_run_done(hub, run, capsys, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     before = read_status(run)
     assert push(run) == 2

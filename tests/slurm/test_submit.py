@@ -254,7 +254,7 @@ def test_submitted_from_another_folder(cluster, project, tmp_path):
 
 @pytest.mark.grid
 @pytest.mark.timeout(1500)
-def test_a_rehearsal_of_the_checks_on_the_cpu_passes_and_writes_its_table(cluster, project):
+def test_a_dry_run_of_the_checks_on_the_cpu_passes_and_writes_its_table(cluster, project):
     job = cluster.sbatch("scripts/check_gpu.sh", "--config", "recipes/think.yaml", cwd=project, **CPU)
     record = cluster.wait(job, 1400)
     log = log_of(project, job, "check-gpu")
