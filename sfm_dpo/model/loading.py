@@ -122,9 +122,10 @@ def _hash_folder(folder: Path, config: PretrainedConfig) -> str:
     files = sorted(path.resolve() for path in folder.glob("*") if path.suffix in CONTENT)
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     cached = Path(HF_CACHE_HOME).expanduser() / "sfm_dpo/weights" / _digest(stats)
-    if cached.is_file():
+    weights = ""
+    with contextlib.suppress(OSError):  # absent, or another user's
         weights = cached.read_text()
-    else:
+    if not weights:
         weights = _digest([hash_file(path) for path in files])
         with contextlib.suppress(OSError):  # without it, the next start reads the weights again
             cached.parent.mkdir(parents=True, exist_ok=True)
