@@ -62,7 +62,7 @@ def compare_runs(a: RunLog, b: RunLog, tolerance: float | None = None) -> dict[s
     series = align_series(a, b)
     rows = [compare_metric(name, values, tolerance) for name, values in series.items()]
     beyond = [(row["beyond"], row["metric"]) for row in rows if row["beyond"] is not None]
-    step, metric = min(beyond, default=(None, None))
+    step, metric = min(beyond, key=lambda found: found[0], default=(None, None))
     if all(row["first"] is None for row in rows):
         verdict = "identical"
     else:
