@@ -9,9 +9,9 @@ from sfm_dpo.common.errors import RunEnd
 
 T = TypeVar("T")
 DRIVER = Path("/proc/driver/nvidia/version")  # exists if NVIDIA's driver is loaded
-# Variables of a launcher's ranks, of their Slurm job and of their W&B run
+# Variables of a launcher's ranks, of their Slurm job and of their W&B run, and how they load checkpoints
 _OF_RANKS = """RANK LOCAL_ WORLD_SIZE MASTER_ TORCHELASTIC_ PET_ ACCELERATE_ GROUP_ ROLE_ FSDP_ PMI SLURM_ WANDB_RUN_ID
-    WANDB_RESUME WANDB_SERVICE""".split()
+    WANDB_RESUME WANDB_SERVICE TORCH_FORCE_WEIGHTS_ONLY_LOAD""".split()
 
 
 def is_main_process() -> bool:

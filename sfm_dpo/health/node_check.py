@@ -59,23 +59,23 @@ def main(argv: list[str]) -> int:
     try:
         store = join_store()
         reports = check_all(folders, store)
-        is_speaker = is_main_process()
+        speaks = is_main_process()
     except Exception as error:  # torch raises no narrower class
         reason = " ".join(str(error).split())[:300]
         reports = [(host, [Finding("no process has reached the first node")]) for host in find_absent_hosts(store)]
         if not reports:
             reports = [(HOST, [Finding(f"rank {RANK} could not reach the other ranks: {reason}", of_node=False)])]
-        is_speaker = is_main_process() or store is None
+        speaks = True
     if is_main_process():
         for folder in folders.values():
             with suppress(OSError):
                 mark_of(folder).unlink()
     failed = any(findings for _, findings in reports)
     bad = sorted({host for host, findings in reports if any(finding.of_node for finding in findings)})
-    if is_speaker:
-        for host, findings in reports:
-            for finding in findings:
-                log.error(f"unhealthy {host}: {finding.text}")
+    for host, findings in reports if speaks else ():
+        for finding in findings:
+            log.error(f"unhealthy {host}: {finding.text}")
+    if is_main_process() or store is None:
         anyway = "SKIP_HEALTHCHECK=1 to train anyway"
         if bad:
             log.error(f"submit again with --exclude={','.join(bad)}, or {anyway}")

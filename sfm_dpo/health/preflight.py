@@ -151,7 +151,8 @@ def compute_packed_difference(trainer, policy, rows: np.ndarray) -> float:
 
 
 def run_preflight(trainer, policy, config: Config) -> dict[str, Any]:
-    """The content of preflight.json, the same on all ranks. `policy`: the base model as a FrozenModel (train/).
+    """The content of preflight.json, and `text` for the log; the same on all ranks. `policy`: the base model as a
+    FrozenModel (train/).
 
     With a reference cache it judges all pairs and computes only one, to compare packed with single sequences.
     """
@@ -207,9 +208,9 @@ def run_preflight(trainer, policy, config: Config) -> dict[str, Any]:
 def preflight_phase(trainer, policy, config: Config) -> None:
     """Runs the preflight, logs it and writes preflight.json. Raises PreflightRefused."""
     result = run_preflight(trainer, policy, config)
+    log.info(result.pop("text"))
     if is_main_process():
         write_json(Path(config.train.output_dir) / PREFLIGHT, result)
-    log.info(result["text"])
     if result["verdict"] == "no-go" and config.train.preflight == "abort":
         worst = next(reason for reason in result["reasons"] if reason.startswith("no-go"))
         raise PreflightRefused(f"preflight: {worst}; nothing was trained; to train regardless: preflight: warn")

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -12,11 +13,13 @@ from sfm_dpo.health.node_check import UNHEALTHY, check_device
 from tests.e2e.runs import ROOT, clean_environment, free_port
 
 
-def check(tmp_path, ranks: int = 2, env: list[dict] | None = None) -> tuple[list[int], str]:
+def check(
+    tmp_path, ranks: int = 2, env: list[dict] | None = None, program: Sequence[str] = ("-m", node_check.__name__)
+) -> tuple[list[int], str]:
     """Exit codes and output of `ranks` processes, each with its own addition to the environment."""
     clean = clean_environment(tmp_path / "hf") | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     clean |= {"WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    command = [sys.executable, "-m", "sfm_dpo.health.node_check", "--output_dir", str(tmp_path / "run")]
+    command = [sys.executable, *program, "--output_dir", str(tmp_path / "run")]
     processes = []
     for rank in range(ranks):
         mine = clean | {"RANK": str(rank), "SLURMD_NODENAME": f"n{rank + 1}"} | (env[rank] if env else {})
@@ -67,6 +70,18 @@ def test_a_node_that_never_comes_is_the_one_to_exclude(tmp_path, came, expected)
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == UNHEALTHY, done.stderr
     assert re.search(expected, done.stderr), done.stderr
+
+
+@pytest.mark.slow
+def test_a_rank_whose_all_reduce_fails_says_why_itself(tmp_path):
+    """Rank 0 only learns that it did not come."""
+    broken = "import sfm_dpo.health.node_check as h, sys; h.REDUCE_SECONDS = 3\n"
+    broken += "def check_all_reduce(folders):\n    raise RuntimeError('no such NIC')\n"
+    broken += "if h.RANK: h.check_all_reduce = check_all_reduce\nsys.exit(h.main(sys.argv[1:]))"
+    codes, output = check(tmp_path, 2, program=["-c", broken])
+    assert codes == [UNHEALTHY] * 2, output
+    assert "unhealthy n2: rank 1 could not reach the other ranks: no such NIC" in output
+    assert output.count("correct this and submit again") == 1 and "--exclude" not in output
 
 
 def test_a_cold_start_on_a_shared_disk_is_waited_for():

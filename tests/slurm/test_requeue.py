@@ -149,12 +149,18 @@ write_status("outputs/checked", "done", 0, step=4)
 
 @pytest.mark.parametrize("how", ["USR1", pytest.param("preempted", marks=pytest.mark.grid)])
 def test_a_stop_during_the_node_check_requeues(cluster, project, tmp_path, how):
-    """Of sbatch's environment the job has only what --export names, and the nodes have all that the job has."""
+    """Of sbatch's environment the job has only what --export names, or nothing (SBATCH_EXPORT=NONE; site.sh sets the
+    rest), and the nodes have all that the job has."""
     folder = stand_in(project, tmp_path, EXPORTED, FIELDS | {"output_dir": "outputs/checked"})
-    (folder / "scripts/site.sh").write_text(SLOW_CHECK)
     named = [f"{name}={value}" for name, value in (CPU | ONE).items() if name != "SKIP_HEALTHCHECK"]
     alone = ["--nodelist=n1", "--exclusive"]
-    job = submit(cluster, folder, "checked", f"--export={','.join(named)}", *alone, env={"MAX_REQUEUES": "7"})
+    env = {"MAX_REQUEUES": "7"}
+    if how == "USR1":
+        (folder / "scripts/site.sh").write_text(SLOW_CHECK)
+        job = submit(cluster, folder, "checked", f"--export={','.join(named)}", *alone, env=env)
+    else:
+        (folder / "scripts/site.sh").write_text(f"export {' '.join(named)}\n{SLOW_CHECK}")
+        job = submit(cluster, folder, "checked", *alone, env=env | {"SBATCH_EXPORT": "NONE"})
     wait_for((folder / "checking").exists, 60)
     if how == "USR1":
         cluster.run("scancel", "--signal=USR1", "--batch", job)

@@ -77,7 +77,7 @@ def test_of_two_jobs_at_once_in_one_folder_one_trains_and_the_other_says_who_has
 
 @pytest.mark.parametrize("line", [line for line in runnable("sbatch") if "..." not in line])
 def test_documented(cluster, project, line, monkeypatch):
-    """What Slurm thinks of the sbatch lines, and train_dpo.py of their fields; the one for CPU nodes is run."""
+    """What Slurm thinks of the sbatch lines, and train_dpo.py of their fields; those for CPU nodes are run."""
     monkeypatch.chdir(project)
     link(project, "SMALL_MODEL", "tiny model")
     link(project, "pairs.jsonl", "pairs/train.jsonl")
@@ -86,6 +86,11 @@ def test_documented(cluster, project, line, monkeypatch):
         said = cluster.run("bash", "-c", line.replace("sbatch", "sbatch --parsable"), cwd=project, **env)
         assert cluster.wait(said, 240)["JobState"] == "COMPLETED", log_of(project, said)[-3000:]
         assert "ended: state done, exit code 0, step 2, outputs/dry-run" in log_of(project, said)
+        return
+    if "prepare.sh prefetch.py" in line:
+        said = cluster.run("bash", "-c", line.replace("sbatch", "sbatch --parsable"), cwd=project, **CPU)
+        assert cluster.wait(said, 120)["JobState"] == "COMPLETED", log_of(project, said, "prepare")[-3000:]
+        assert "pairs to train on" in log_of(project, said, "prepare")
         return
     cluster.run("bash", "-c", line.replace("sbatch", "sbatch --test-only"), cwd=project)
     if "dpo_" not in line:
