@@ -33,7 +33,13 @@ PANELS = {
     ),
     "entropy": ("Entropy", {"entropy": "training"}, "nats per token"),
     "grad_norm": ("Gradient norm", {"grad_norm": "training"}, "L2 norm, before clipping"),
-    "learning_rate": ("Learning rate", {"learning_rate": "training"}, "learning rate"),
+    "learning_rate": ("Learning rate", {"learning_rate": "training"}, ""),
+    "perf_pairs_per_second": ("Pairs per second", {"perf/pairs_per_second": "training"}, "all ranks"),
+    "perf_tokens_per_second": ("Tokens per second", {"perf/tokens_per_second": "training"}, "all ranks"),
+    "perf_mfu": ("MFU", {"perf/mfu": "training"}, "share of the GPU's peak FLOPs"),
+    "perf_peak_memory_gib": ("Peak memory", {"perf/peak_memory_gib": "training"}, "GiB"),
+    "perf_shared_fraction": ("Shared prompts", {"perf/shared_fraction": "training"}, "share of tokens not computed"),
+    "perf_padding_fraction": ("Padding", {"perf/padding_fraction": "training"}, "share of tokens"),
 }
 STYLE = rc_params_from_file(Path(__file__).with_name("templates") / "plots.mplstyle", use_default_template=False)
 
@@ -42,15 +48,14 @@ def draw_curves(facts: dict[str, Any], folder: Path, panels: Collection[str] | N
     """Writes `folder`/<panel>.png for each of `panels` that has a logged value; returns [(title, SVG element)].
 
     `facts`: of read_run; in its log, held-out metrics start with `eval_`, and NaN and inf leave a gap. The default for
-    `panels` is all of PANELS, and one for each metric of evaluation/ and perf/.
+    `panels` is all of PANELS, and one for each metric of evaluation/.
     """
     log = facts["log"]
     chosen = {name: PANELS[name] for name in panels or PANELS}
     if panels is None:
-        keys = {key for entry in log for key in entry if key.startswith(("evaluation/", "perf/"))}
+        keys = {key for entry in log for key in entry if key.startswith("evaluation/")}
         for key in sorted(keys):
-            title = key.removeprefix("perf/").replace("/", ": ").replace("_", " ")
-            chosen[re.sub(r"\W", "_", key)] = (title, {key: "training"}, "")
+            chosen[re.sub(r"\W", "_", key)] = (key.replace("/", ": "), {key: "training"}, "")
     svgs = []
     with matplotlib.rc_context(STYLE):
         for name, (title, metrics, unit) in chosen.items():
@@ -67,6 +72,8 @@ def draw_curves(facts: dict[str, Any], folder: Path, panels: Collection[str] | N
                 continue
             for step in list_restarts(facts):
                 axes.axvline(step, color=INK, linewidth=0.4)
+            if name.startswith("perf_"):  # otherwise the rounding of a constant would fill the axis
+                axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
             axes.set(title=title, xlabel="optimizer step", ylabel=unit)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, nbins=6))
             if len(axes.get_legend_handles_labels()[0]) > 1:
