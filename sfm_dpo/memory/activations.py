@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
 
-from sfm_dpo.model.attention import boundary_arguments, packed_attention_forward, packed_mask
+from sfm_dpo.model.attention import boundary_arguments, packed_attention_forward
 from sfm_dpo.model.flops import count_experts
 from sfm_dpo.model.loading import build_model
 from sfm_dpo.model.packing import compile_layers, find_delta_nets
@@ -32,7 +33,7 @@ HEAD_TOKENS = 4096  # rows of a tile of logits (TRL 1.16, kernels/chunked_logpro
 HEAD_COLUMNS = 32768
 
 AttentionInterface.register(SHAPES, partial(packed_attention_forward, varlen=True))
-AttentionMaskInterface.register(SHAPES, packed_mask)
+AttentionMaskInterface.register(SHAPES, sdpa_mask)
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,7 @@ def run_backbone(model: PreTrainedModel, tokens: int, copies: float | None) -> t
         keys = torch.zeros(tokens + round(copies * tokens), dtype=torch.int32)
         shared = {"shared_keys": keys, "shared_order": keys}
     boundaries = boundary_arguments(bounds, tokens, **shared)
+    boundaries["attention_mask"] = ids.new_empty(0, 0, 0, 0)
     return model.base_model(ids, position_ids=ids, use_cache=False, **boundaries).last_hidden_state
 
 

@@ -38,15 +38,7 @@ _UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "indi
 def register() -> None:
     """Registers "packed" as an `attn_implementation`."""
     AttentionInterface.register(PACKED, packed_attention_forward)
-    AttentionMaskInterface.register(PACKED, packed_mask)
-
-
-def packed_mask(**arguments: Any) -> torch.Tensor | None:
-    """The mask of "sdpa"; empty for packed sequences, which transformers finds by their restarting `position_ids`."""
-    is_square = arguments["q_length"] == arguments["kv_length"]
-    if is_square and arguments["attention_mask"] is None and not arguments["allow_is_causal_skip"]:
-        return torch.empty(0, device=arguments["device"])
-    return sdpa_mask(**arguments)
+    AttentionMaskInterface.register(PACKED, sdpa_mask)
 
 
 def boundary_arguments(cu_seqlens: torch.Tensor, max_length: int, **shared: torch.Tensor) -> dict[str, Any]:

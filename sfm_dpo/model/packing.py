@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import types
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) ->
     `[rows, L]` batch, runs the fused forward on one row `[1, T]` of the T real tokens, and returns TRL's
     `FusedCausalLMOutput` with each per-token field back in `[rows, L - 1]`, zero where the padded path has zero. With
     `prefix_sharing` the row holds the prompt of a pair once (`find_shared`); neither log-probs nor gradients change.
+    `counts`, its numbers of `tokens` and of `computed` tokens, saves the host from waiting for the device.
     Raises ValueError if sequences in one row would not be independent of each other.
     """
     if obstacle := _why_not_packable(model):
@@ -36,6 +38,7 @@ def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) ->
     if not has_delta_net_kernels():
         for net in nets:
             net.forward = functools.partial(_run_by_sequence, net.forward)
+    model.base_model.register_forward_pre_hook(_add_empty_mask, with_kwargs=True)
     fused_forward = model.forward
 
     # Set on the instance, as TRL does. It keeps the model's signature, which `generate` inspects
@@ -48,16 +51,14 @@ def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) ->
     model.forward = types.MethodType(packed_forward, model)
 
 
-def _run_packed(
-    fused_forward, prefix_sharing, hybrid, *, input_ids, attention_mask, labels, num_items_in_batch=None, **kwargs
-):
+def _run_packed(fused_forward, prefix_sharing, hybrid, *, input_ids, attention_mask, labels, counts=None, **kwargs):
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor):
             raise ValueError(f"padding_free: true cannot pack the model input '{name}'; set padding_free: false")
     rows, length = input_ids.shape
-    real = attention_mask.flatten().nonzero().squeeze(1)
+    counts = counts or {}
+    real = _find(attention_mask, counts.get("tokens"))
     lengths = attention_mask.sum(dim=1)
-    longest = int(lengths.max())
     cu_seqlens = _cumulate(lengths)
     shared_keys: dict[str, torch.Tensor] = {}
     if prefix_sharing:
@@ -68,9 +69,9 @@ def _run_packed(
         order = shared.flatten()[real].byte().argsort(stable=True)  # own keys first
         shared_keys = {"cu_seq_lens_k": cu_seqlens, "shared_keys": keys, "shared_order": order.to(torch.int32)}
         cu_seqlens = _cumulate(computed.sum(dim=1))
-        real = computed.flatten().nonzero().squeeze(1)
+        real = _find(computed, counts.get("computed"))
     if hybrid and has_delta_net_kernels():  # the convolution takes only this, and without it mixes sequences silently
-        kwargs["seq_idx"] = torch.repeat_interleave(lengths).to(torch.int32)[None]
+        kwargs["seq_idx"] = torch.repeat_interleave(lengths, output_size=len(real)).to(torch.int32)[None]
     # What each position predicts: shifted in the padded grid, where a sequence's last position has no successor
     next_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
 
@@ -78,9 +79,8 @@ def _run_packed(
         input_ids.flatten()[real][None],
         position_ids=(attention_mask.cumsum(dim=1) - 1).flatten()[real][None],
         shift_labels=next_labels.flatten()[real][None],
-        num_items_in_batch=num_items_in_batch,
         fused_lm_head=True,
-        **boundary_arguments(cu_seqlens, longest, **shared_keys),
+        **boundary_arguments(cu_seqlens, length, **shared_keys),
         **kwargs,
     )
     for name, value in list(output.items()):
@@ -88,6 +88,14 @@ def _run_packed(
             grid = value.new_zeros(rows * length).index_copy(0, real, value[0])
             output[name] = grid.view(rows, length)[:, :-1].clone()  # not a view: FSDP2 hooks the tensor itself
     return output
+
+
+def _add_empty_mask(backbone: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Adds a 4-D mask, which transformers passes on as it is; without one, the host waits to learn whether positions
+    restart. The head must not get it, because TRL's balancing loss reads it."""
+    if "cu_seq_lens_q" in kwargs:
+        kwargs["attention_mask"] = kwargs["cu_seq_lens_q"].new_empty(0, 0, 0, 0)
+    return args, kwargs
 
 
 def has_delta_net_kernels() -> bool:
@@ -109,6 +117,12 @@ def _run_by_sequence(forward, hidden_states: torch.Tensor, *args, cu_seq_lens_q=
         return forward(hidden_states, *args, **kwargs)
     sequences = hidden_states.split(cu_seq_lens_q.diff().tolist(), dim=1)
     return torch.cat([forward(sequence, *args, **kwargs) for sequence in sequences], dim=1)
+
+
+def _find(mask: torch.Tensor, number: int | None) -> torch.Tensor:
+    """Positions of the `number` ones in the flattened mask, counted if it is None."""
+    size = int(mask.sum()) if number is None else number
+    return mask.flatten().nonzero_static(size=size).squeeze(1)
 
 
 def _cumulate(lengths: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate.utils import broadcast
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from sfm_dpo.common.distributed import broadcast
 from sfm_dpo.common.files import format_clock, write_atomically
 from sfm_dpo.run.checkpoint import stop_requested
 from sfm_dpo.run.folder import LOG, State, write_status
@@ -95,7 +96,8 @@ class StopCallback(TrainerCallback):
         self.on_epoch_end(args, state, control)
         self.on_evaluate(part="step")
         # Rank 0 decides: a rank that checked a moment earlier could continue alone and hang
-        if broadcast(stop_requested(args.output_dir)) and state.global_step < state.max_steps:
+        asked = torch.full((), stop_requested(args.output_dir), device=args.device)
+        if broadcast(asked).item() and state.global_step < state.max_steps:
             self.stopped = True
             control.should_save = True
             control.should_log = True

@@ -52,5 +52,4 @@ class ExactEvaluation(DPOTrainer):
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         for name, value in self.eval_sums.means().items():
             output.metrics[f"{metric_key_prefix}_{name}"] = value
-        self._metrics["eval"].clear()
         return output

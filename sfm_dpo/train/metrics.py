@@ -6,14 +6,15 @@ TRL 1.16 logs `rewards/*` as sums over tokens even if the loss uses means; these
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from accelerate.utils import gather
 from transformers import TrainerCallback
 
-from sfm_dpo.common.distributed import gather
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.statistics import LOGP_NOISE
 from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES, main_loss
@@ -141,19 +142,21 @@ class MetricSums:
         for name, (values, tokens) in of_tokens.items():
             self._add(name, torch.where(tokens, values, 0.0).sum() * counts, tokens.sum() * counts)
 
-    def _add(self, name: str, total: Any, count: Any) -> None:
-        if isinstance(total, torch.Tensor):
-            total = total.detach().double()
+    def _add(self, name: str, total: torch.Tensor, count: Any) -> None:
         before, counted = self.sums.get(name, (0.0, 0))
-        self.sums[name] = (before + total, counted + count)
+        self.sums[name] = (before + total.detach().double(), counted + count)
 
-    def means(self) -> dict[str, float]:
-        """Means over all ranks; all ranks must call it."""
-        parts = gather({name: (float(total), float(count)) for name, (total, count) in self.sums.items()})
+    def means(self, work: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+        """Means over all ranks, and sums over all ranks of this rank's `work`; all ranks must call it. The host waits
+        for the device once."""
+        sums = self.sums | {name: (number, 0) for name, number in work.items()}
+        zero = torch.zeros_like(next(iter(self.sums.values()))[0])  # [], fp64, on the device
+        pairs = [torch.stack([zero + total, zero + count]) for total, count in sums.values()]
+        ranks = gather(torch.stack(pairs)[None]).tolist()
         means = {}
-        for name in self.sums:
-            count = sum(part[name][1] for part in parts)
-            means[name] = sum(part[name][0] for part in parts) / max(count, 1)
+        for number, name in enumerate(sums):
+            count = sum(rank[number][1] for rank in ranks)
+            means[name] = sum(rank[number][0] for rank in ranks) / max(count, 1)
         return means
 
 

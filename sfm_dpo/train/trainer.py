@@ -6,7 +6,6 @@ Micro-batches hold equal numbers of pairs (data/sampler.py), so their mean is th
 """
 
 import logging
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from datasets import Dataset
 from transformers import PreTrainedModel, TrainerCallback
 from trl import get_peft_config, get_quantization_config
 
-from sfm_dpo.common.distributed import gather
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import main_loss
@@ -171,13 +169,15 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Called for each micro-batch, including those of evaluation, preflight and reference pass."""
-        counts = inputs.pop("counts", None)
+        counts = inputs["counts"]
         phase = "evaluation"
         if not self.is_in_train and not self.state.global_step:
             phase = "the reference's forward"
         elif self.model.training:
             phase = "training"
             self.meter.add(counts)
+        if not self.packed:  # only the packed forward takes them
+            inputs = {name: value for name, value in inputs.items() if name != "counts"}
         self.progress.begin_micro_batch(phase, self.state.global_step, inputs)
         return super()._prepare_inputs(inputs)
 
@@ -266,15 +266,14 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: restarts num_tokens at 0 in a resumed run.
     # Canary: test_canary_num_tokens
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Replaces what TRL has recorded in training by means over all pairs or tokens since the last log, and adds
-        the metrics perf/*."""
+        """Adds the means over all pairs or tokens since the last log, and the metrics perf/*."""
         if "loss" in logs and self.model.training:
-            totals = {name: sum(rank[name] for rank in gather(dict(self.meter.counts))) for name in self.meter.counts}
+            exact = self.train_sums.means(self.meter.counts)
+            totals = {name: exact.pop(name) for name in self.meter.counts}
             self.num_tokens += int(totals["tokens"])
-            exact = self.train_sums.means() | {"num_tokens": self.num_tokens}
             self.train_sums = MetricSums()
-            self._metrics["train"] = defaultdict(list, {name: [value] for name, value in exact.items()})
-            logs |= self.meter.metrics(totals, self.accelerator.num_processes)
+            logs |= self.meter.metrics(totals, self.accelerator.num_processes) | exact
+            logs["num_tokens"] = self.num_tokens
         if self.is_resumed:
             logs.pop("train_loss", None)  # a mean over the steps since the last start alone
         super().log(logs, start_time)

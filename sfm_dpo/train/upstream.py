@@ -7,6 +7,8 @@ once it fails, the override can be removed. tests/train/test_upstream.py compare
 import copy
 import dataclasses
 import functools
+from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,13 +49,26 @@ def arguments_for_trl(args: TrainConfig, settings: Settings) -> TrainConfig:
     derived.torch_compile = False
     derived.torch_compile_backend = None
     derived.torch_compile_mode = None
+    copying = {"non_blocking": args.dataloader_pin_memory}  # the host need not wait until a batch is on the GPU
     if launched_with() == "fsdp":
         # Upstream: transformers 5.23, trainer.py, Trainer._run_epoch: enters no_sync for all but the last micro-batch
         # of a step, so FSDP2 keeps all gradients on each rank. Canary: test_canary_sync_each_batch
-        derived.accelerator_config = dataclasses.replace(
-            args.accelerator_config, gradient_accumulation_kwargs={"sync_each_batch": True}
-        )
+        copying["gradient_accumulation_kwargs"] = {"sync_each_batch": True}
+    derived.accelerator_config = dataclasses.replace(args.accelerator_config, **copying)
     return derived
+
+
+class Unread:
+    """In place of a tensor that TRL would index with a mask, for which the host waits for the GPU."""
+
+    def __getitem__(self, key: Any) -> "Unread":
+        return self
+
+    def chunk(self, *args: Any, **kwargs: Any) -> tuple["Unread", "Unread"]:
+        return self, self
+
+    def sum(self) -> "Unread":
+        return self
 
 
 class UpstreamFixes(DPOTrainer):
@@ -88,6 +103,23 @@ class UpstreamFixes(DPOTrainer):
         tensors = {name: value for name, value in inputs.items() if torch.is_tensor(value)}
         exact = {name: value.to(self.args.device) for name, value in tensors.items() if value.is_floating_point()}
         return super()._prepare_inputs(inputs) | exact
+
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._compute_loss: gathers 15 metrics of each micro-batch, for
+    # which the host waits for the GPU and for other ranks. Canary: test_canary_gathered_metrics
+    def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
+        """TRL's loss without its metrics; the trainer records its own."""
+
+        def forward(**kwargs: Any) -> Any:
+            return dataclasses.replace(model(**kwargs), mean_logits=Unread())
+
+        accelerator = self.accelerator
+        gather = dict.fromkeys(("gather", "gather_for_metrics"), lambda values: torch.zeros(()))  # on the CPU
+        self.accelerator = SimpleNamespace(device=accelerator.device, **gather)
+        try:
+            return super()._compute_loss(forward, inputs, return_outputs)
+        finally:
+            self.accelerator = accelerator
+            self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
 
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.compute_ref_log_probs: computes under autocast, unlike the
     # policy under FSDP2, so in 16 bit the loss does not start at ln 2. Canary: test_canary_compute_ref_log_probs

@@ -57,6 +57,7 @@ def install() -> None:
     cuda.Stream = Stream
     cuda.current_stream = cuda.default_stream = lambda *args: Stream()
     cuda.stream = lambda stream: nullcontext()
+    torch.Tensor.pin_memory = lambda self, *args: self
     torch.autograd.set_multithreading_enabled(False)  # `Syncs` sees one thread
 
 
@@ -165,9 +166,12 @@ class Syncs(TorchDispatchMode):
 
     def _waits(self, name, args, kwargs) -> bool:
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        if name in ("copy_", "_to_copy") and not tensors[-1].is_cuda:
+            to_gpu = tensors[0].is_cuda or torch.device(kwargs.get("device") or "cpu").type == "cuda"
+            return to_gpu and not (kwargs.get("non_blocking") or True in args[2:])
         if not any(x.is_cuda for x in tensors):
             return False
-        if name in ("index", "index_put", "index_put_"):
+        if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
             return any(x is not None and (x.dtype == torch.bool or not x.is_cuda) for x in args[1])
         if name == "repeat_interleave":
             return "output_size" not in kwargs or kwargs["output_size"] is None

@@ -20,7 +20,8 @@ from tests.toolbox import on_cpu, pairs
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 STEPS = 3
 MICRO_BATCHES = 4  # of a step
-WAITS = 25  # of the host for the device, in a micro-batch
+WAITS = 4  # of the host for the device, in a step
+HEAD_WAITS = 4  # of TRL's LM head in a micro-batch: it selects the trained tokens by a mask
 GRID = [("gpt_neox", {}), ("llama", {"fit_memory": "true"}), ("olmo2", {"prefix_sharing": "false"}), ("olmoe", {})]
 GRID += [("olmo3", {"gradient_checkpointing": "false"}), ("olmo3", {"padding_free": "false"})]
 GRID += [("olmo_hybrid", {}), ("gpt_neox", {"precompute_ref_log_probs": "false"})]
@@ -48,7 +49,7 @@ def test_a_run_on_a_gpu(architecture, fields, device, write_rows, tmp_path):
     tiny_tokenizer().save_pretrained(folder)
     given = {"padding_free": "true", "precompute_ref_log_probs": "true", "train_sampling_strategy": "batch_rebalance"}
     given |= {"global_batch_size": 2 * MICRO_BATCHES, "max_steps": STEPS, "use_cpu": "false", "bf16": "true"}
-    given |= {"preflight": "warn", "save_strategy": "no", "dataloader_pin_memory": "false"} | fields
+    given |= {"preflight": "warn", "save_strategy": "no"} | fields
     argv = on_cpu(folder, write_rows("pairs.jsonl", pairs(24)), tmp_path / "run", **given)
     env = os.environ | {"SIMULATED_CUDA": str(device), "HF_HOME": str(tmp_path)}
     env.pop("CUDA_VISIBLE_DEVICES", None)
@@ -58,5 +59,6 @@ def test_a_run_on_a_gpu(architecture, fields, device, write_rows, tmp_path):
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["code"] == 0, done.stderr[-3000:]
     assert bool(result["flash_calls"]) == (given["padding_free"] == "true")
-    assert sum(result["waits"].values()) <= WAITS, result["waits"]
+    waits = sum(result["waits"].values())
+    assert waits <= WAITS + HEAD_WAITS * MICRO_BATCHES, result["waits"]
     assert list((tmp_path / "run").glob("*.safetensors"))

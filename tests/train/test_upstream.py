@@ -153,6 +153,15 @@ def test_canary_compute_loss(trainer):
     assert loss.item() == pytest.approx(-F.logsigmoid(margin / 3).item()) and abs(margin) > 0.1
 
 
+def test_canary_gathered_metrics(trainer, monkeypatch):
+    row = {"prompt_ids": [1, 2], "chosen_ids": [3, 4, 5], "rejected_ids": [6, 7, 8]}
+    gathered = []
+    for name in ("gather", "gather_for_metrics"):
+        monkeypatch.setattr(trainer.accelerator, name, lambda value: gathered.append(value) or value)
+    trainer.compute_loss(trainer.model.train(), trainer.data_collator([row]))
+    assert len(gathered) == 15
+
+
 def test_canary_eval_metrics(tmp_path):
     trainer = make(tmp_path, eval_dataset=pairs(3))
     by_batch = []
