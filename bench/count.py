@@ -60,7 +60,8 @@ GRADIENT_BYTES = (
     16  # of a weight in a micro-batch: written, copied, reduced, flattened, added in fp32 (DeepSpeed 0.19)
 )
 UPDATE_BYTES = 30  # of a rank's weight in a step: gradient, norm, weight and moments read and written, 16-bit copy
-WAITS = 22  # of the host in a micro-batch (tests/gpu)
+WAITS = 4  # of the host in a micro-batch: TRL's LM head selects the trained tokens by a mask (tests/gpu counts 3)
+STEP_WAITS = 5  # of the host in a step with a log: stop file, loss, norm, number of FLOPs, metrics (tests/gpu)
 WAIT = 3e-4  # seconds until the GPU is busy again (assumed)
 
 
@@ -126,7 +127,7 @@ def count_step(planner: Planner, gpu: str, flash: str) -> dict[str, float]:
         "recomputed layers": share * forward,
         "gradients": micro_batches
         * (GRADIENT_BYTES * weights / memory + max(0.0, 2 * sent - backward / micro_batches)),
-        "waits of the host": micro_batches * WAITS * WAIT,
+        "waits of the host": (micro_batches * WAITS + STEP_WAITS) * WAIT,
         "optimizer": UPDATE_BYTES * weights / gpus / memory + sent,
     }
     batch = next(each for each in planner.memory.micro_batches if each.per_device == choice["per_device"])

@@ -31,12 +31,13 @@ def cached(place, tmp_path_factory) -> Place:
 # Under ZeRO-2 test_faults.py and the damage below resume bitwise, too, and test_launch.py and Slurm's tests stop
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.grid)], ids=["offline", "ZeRO-2"])
 def test_stop_file_then_the_same_command_is_bitwise_the_uninterrupted_run(place, cached, uninterrupted, processes):
-    """In one process as on a compute node without a network: a model from the cache, and W&B offline, as one run."""
-    fields = {}
+    """In one process as on a compute node without a network: a model from the cache, and W&B offline, as one run. The
+    workers that load ahead change nothing."""
+    fields = {"dataloader_num_workers": 2}
     if processes == 1:
         place = cached
         env = {"WANDB_MODE": "offline", "WANDB_DIR": str(cached.folder), "WANDB_SILENT": "true"}
-        fields = {"report_to": "wandb", "env": env}
+        fields |= {"report_to": "wandb", "env": env}
     run = place.start(f"stopped-{processes}", processes, **fields)
     step = run.stop_at(3)
     assert 3 <= step < 8, "the stop must fall into the middle of the run for this test to mean anything"

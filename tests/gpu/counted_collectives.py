@@ -15,17 +15,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_dpo
 from sfm_dpo.train.callbacks import Progress
 
+COUNTS: Counter = Counter()
+
 
 class Collectives(TorchDispatchMode):
-    counts: Counter = Counter()
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_stack()]
             if not any("deepspeed" in path.parts for path, _ in frames):
                 ours = [(path, line) for path, line in frames if {"sfm_dpo", "trl", "transformers"} & set(path.parts)]
                 path, line = ours[-1]
-                self.counts[f"{func.overloadpacket.__name__} {path.parent.name}/{path.name}:{line}"] += 1
+                COUNTS[f"{func.overloadpacket.__name__} {path.parent.name}/{path.name}:{line}"] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> None:
 
     def begin_micro_batch(self, phase, step, inputs):
         if phase == "training":
-            seen.setdefault(step, Collectives.counts.copy())
+            seen.setdefault(step, COUNTS.copy())
         begin(self, phase, step, inputs)
 
     Progress.begin_micro_batch = begin_micro_batch
