@@ -7,7 +7,6 @@ once it fails, the override can be removed. tests/train/test_upstream.py compare
 import copy
 import dataclasses
 import functools
-from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,6 +73,8 @@ class Unread:
 class UpstreamFixes(DPOTrainer):
     """DPOTrainer without the bugs of TRL 1.16, transformers 5.23 and accelerate 1.15 that affect this project."""
 
+    accelerator: Any
+
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         use_fsdp_on_cpu(self.accelerator)
@@ -119,7 +120,7 @@ class UpstreamFixes(DPOTrainer):
             return super()._compute_loss(forward, inputs, return_outputs)
         finally:
             self.accelerator = accelerator
-            self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
+            self._metrics["train" if self.model.training else "eval"].clear()
 
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.compute_ref_log_probs: computes under autocast, unlike the
     # policy under FSDP2, so in 16 bit the loss does not start at ln 2. Canary: test_canary_compute_ref_log_probs
