@@ -29,7 +29,7 @@ RECIPE = {
     "guard_generations": 10,
     "filter_script": "keep.py",
     "drop_duplicates": "prompts",
-    "drop_contaminated": "contaminated.json",
+    "drop_contaminated": ["questions.jsonl"],
     "eval_command": "no_such_command {checkpoint} {out}",
     "profile_steps": [3, 4],
     "report_to": ["wandb", "tensorboard"],

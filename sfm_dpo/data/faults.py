@@ -5,15 +5,14 @@ docs/internals/testing.md lists what each check finds, its misses and its false 
 
 import re
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from datasets import Dataset
 
-from sfm_dpo.data.pairs import PARTS
-from sfm_dpo.data.preferences import TOOL_ROLES, read_text
+from sfm_dpo.data.pairs import PARTS, read_text
+from sfm_dpo.data.preferences import TOOL_ROLES
 from sfm_dpo.data.traits import find_traits
 
 NOT_MODEL = ("system", *TOOL_ROLES)  # roles whose words are not the model's
@@ -29,30 +28,25 @@ _BAD_THINK = re.compile(r"<think>(?:\s*</think>|(?!.*</think>))", re.DOTALL)
 _ITEM = re.compile(r"\s*(?:[-*+>|#]|\d+[.)]|\t| {4})")
 
 
-def _search(pattern: re.Pattern, text: str) -> int | None:
-    match = pattern.search(text)
-    return match.end() if match else None
-
-
-def find_cut(answer: str) -> int | None:
-    """An answer that ends inside a sentence of prose, or in an open code block."""
+def is_cut(answer: str) -> bool:
+    """Whether the answer ends inside a sentence of prose, or in an open code block."""
     text = answer.rstrip()
     if len(text) < LONG_ANSWER:
-        return None
+        return False
     if text.count("```") % 2:
-        return len(text)
+        return True
     line = text[text.rfind("\n") + 1 :]
     is_prose = len(line) >= LONG_LINE and not _ITEM.match(line) and "://" not in line.split()[-1]
     is_unfinished = text[-1].isalnum() or text[-1] in ",;(-"
-    return len(text) if is_prose and is_unfinished else None
+    return is_prose and is_unfinished
 
 
-# Each returns the position of the evidence in an answer, or None
-CHECKS: dict[str, tuple[Callable[[str], int | None], str]] = {
-    "cut": (find_cut, "the answer ends inside a sentence or a code block"),
-    "role_tag": (partial(_search, _ROLE_TAG), "a role tag of a chat format is part of the answer"),
-    "bad_think": (partial(_search, _BAD_THINK), "an empty think block, or one that is not closed"),
-    "two_turns": (lambda answer: None, "two assistant turns in a row"),  # seen in the roles
+# For each check: a predicate on an answer, and what it finds
+CHECKS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "cut": (is_cut, "the answer ends inside a sentence or a code block"),
+    "role_tag": (_ROLE_TAG.search, "a role tag of a chat format is part of the answer"),
+    "bad_think": (_BAD_THINK.search, "an empty think block, or one that is not closed"),
+    "two_turns": (lambda answer: False, "two assistant turns in a row"),  # seen in the roles
 }
 
 
@@ -67,30 +61,22 @@ def read_answers(pairs: Dataset, num_proc: int | None = None) -> dict[str, np.nd
 
 def find_faults(pairs: Dataset, answers: dict[str, np.ndarray]) -> list[dict[str, Any]]:
     """For each check that finds something in `answers` (from read_answers): the number of pairs, the number of
-    answers on each side, and examples with the text around the evidence."""
+    answers on each side, and the first pair."""
     summary = []
-    for name, (find, text) in CHECKS.items():
+    for name, (_, text) in CHECKS.items():
         found = answers[name]
         rows = np.flatnonzero(found.any(axis=1)).tolist()
-        if not rows:
-            continue
-        examples = []
-        for row in rows[:3]:
-            side = "chosen" if found[row, 0] else "rejected"
-            pair = pairs[row]
-            answer = read_text(pair[side], NOT_MODEL)
-            at = find(answer) or 0
-            texts = {"prompt": read_text(pair["prompt"])[-200:], "text": answer[max(0, at - 150) : at + 150]}
-            examples.append({"row": pair["row"], "source": pair["source"], "side": side} | texts)
-        chosen, rejected = found.sum(axis=0).tolist()
-        counts = {"pairs": len(rows), "chosen": chosen, "rejected": rejected}
-        summary.append({"fault": name, "text": text, **counts, "examples": examples})
+        if rows:
+            chosen, rejected = found.sum(axis=0).tolist()
+            counts = {"pairs": len(rows), "chosen": chosen, "rejected": rejected}
+            first = pairs[rows[0]]
+            summary.append({"fault": name, "text": text, **counts, "row": first["row"], "source": first["source"]})
     return summary
 
 
 def _check_answers(pair: dict[str, Any]) -> dict[str, list[bool]]:
     answers = [read_text(pair[side], NOT_MODEL) for side in ("chosen", "rejected")]
-    found = {name: [find(answer) is not None for answer in answers] for name, (find, _) in CHECKS.items()}
+    found = {name: [bool(has(answer)) for answer in answers] for name, (has, _) in CHECKS.items()}
     if isinstance(pair["prompt"], list):
         turns = [[message["role"] for message in pair["prompt"][-1:] + pair[side]] for side in ("chosen", "rejected")]
         found["two_turns"] = [("assistant", "assistant") in pairwise(roles) for roles in turns]

@@ -1,4 +1,4 @@
-"""The analysis of a dataset (dataset.py) as text for a terminal, as a plot and as an HTML page."""
+"""The analysis of a dataset (dataset.py) as text for a terminal and as a plot."""
 
 from pathlib import Path
 from typing import Any
@@ -7,11 +7,10 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
-from sfm_dpo.common.files import format_table, write_atomically
+from sfm_dpo.common.files import format_table
 from sfm_dpo.data.traits import tabulate_sides
 from sfm_dpo.planning.lengths import PERCENTILES
-from sfm_dpo.report.page import render_page
-from sfm_dpo.report.plots import COLORS, INK, STYLE, to_svg
+from sfm_dpo.report.plots import COLORS, INK, STYLE
 
 NOTE = (
     "*: recommended. untruncated: pairs that lose no token. no signal: both responses are identical after truncation. "
@@ -101,19 +100,3 @@ def write_plot(result: dict[str, Any], path: Path) -> None:
     """Writes the plot in the format of the file's suffix."""
     with rc_context(STYLE):
         draw_lengths(result).savefig(path, facecolor="white")
-
-
-def write_page(result: dict[str, Any], path: Path) -> None:
-    """Writes one self-contained page without scripts, for light and dark themes and any width."""
-    with rc_context(STYLE):
-        picture = to_svg(draw_lengths(result), "lengths")
-    page = render_page(
-        "lengths.html.jinja",
-        **result,
-        heading=format_heading(result),
-        picture=picture,
-        tables=build_tables(result),
-        note=NOTE,
-        yaml_line=format_recipe_lines(result),
-    )
-    write_atomically(path, page)
