@@ -93,8 +93,7 @@ def test_parity(argv, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         parity.run_parity(argv, [])
     for name in ("eager", "packed", "shared", "compile"):
-        variant = parity.parse_variant(name)
-        config = parse_config(short_run(given, **variant.fields()), world_size=1)
+        config = parse_config(short_run(given, **parity.select_path(name)), world_size=1)
         assert_short(config)
         assert config.model.attn_implementation == ("eager" if name in ("eager", "compile") else None)
         assert config.train.padding_free == (name in ("packed", "shared"))

@@ -12,12 +12,11 @@ import numpy as np
 from datasets import Dataset, concatenate_datasets
 
 from sfm_dpo.config import Config
-from sfm_dpo.data.faults import find_faults, read_answers
+from sfm_dpo.data.answers import TRAITS, compare_sides, find_faults, read_answers
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.pairs import DROP_REASONS
 from sfm_dpo.data.preferences import load_pairs
 from sfm_dpo.data.tokenization import load_tokenizer, tokenize_splits
-from sfm_dpo.data.traits import TRAITS, compare_sides, describe_sides
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import load_model_config, meta_model
 from sfm_dpo.planning.lengths import analyze_lengths
@@ -126,4 +125,4 @@ def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset) -> l
         sides = f"{fault['chosen']:,} chosen, {fault['rejected']:,} rejected"
         first = f"first in row {fault['row']} of {fault['source']}"
         add("note", fault["pairs"], f"pairs ({sides}): {fault['text']}, {first}: filter_script removes them")
-    return findings + [{"level": "note", "text": text} for text in describe_sides(result["sides"])]
+    return findings

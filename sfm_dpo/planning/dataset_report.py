@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
 from sfm_dpo.common.files import format_table
-from sfm_dpo.data.traits import tabulate_sides
+from sfm_dpo.data.answers import tabulate_sides
 from sfm_dpo.planning.lengths import PERCENTILES
 from sfm_dpo.report.plots import COLORS, INK, STYLE
 

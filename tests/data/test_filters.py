@@ -8,7 +8,7 @@ import pytest
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
-from sfm_dpo.data.faults import CHECKS, find_faults, read_answers
+from sfm_dpo.data.answers import CHECKS, find_faults, read_answers
 from sfm_dpo.data.filters import load_keep
 from tests.toolbox import assistant, read_pairs, user
 
