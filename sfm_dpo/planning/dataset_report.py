@@ -47,33 +47,21 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
     }
 
 
-def format_recipe_lines(result: dict[str, Any]) -> str:
-    best = result["recommendation"]
-    kept = f"{best['untruncated']:.1%} of the pairs untruncated, {best['tokens_kept']:.1%} of the response tokens kept"
-    return f"# {kept}\nmax_length: {best['max_length']}\nmax_prompt_length: {best['max_prompt_length']}"
-
-
 def format_analysis(result: dict[str, Any]) -> str:
-    """The analysis as text for a terminal, without the examples of pairs."""
+    """The analysis as text for a terminal; it ends with lines for a recipe."""
     findings = [f"  {finding['level']}: {finding['text']}" for finding in result["findings"]]
     best = result["recommendation"]
-    parts = [format_heading(result)]
+    sample = f", a sample of {result['usable']:,}" if result["sampled"] else ""
+    parts = [f"{' + '.join(result['dataset'])}: {result['pairs']:,} pairs{sample}, tokens of {result['model']}"]
     for title, rows in build_tables(result).items():
         parts.append(f"{title}\n{format_table(rows[1:], rows[0], 'r')}")
     parts += [
         NOTE,
         "\n".join(["Findings", *findings]),
         f"Recommendation: max_length {best['max_length']:,}\n{best['reason']}",
-        format_recipe_lines(result),
+        f"max_length: {best['max_length']}\nmax_prompt_length: {best['max_prompt_length']}",
     ]
     return "\n\n".join(parts)
-
-
-def format_heading(result: dict[str, Any]) -> str:
-    heading = f"{' + '.join(result['dataset'])}: {result['pairs']:,} pairs"
-    if result["sampled"]:
-        heading += f", a sample of {result['usable']:,}"
-    return f"{heading}, tokens of {result['model']}"
 
 
 def draw_lengths(result: dict[str, Any]) -> Figure:
