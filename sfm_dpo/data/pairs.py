@@ -128,9 +128,6 @@ class TokenPairs(Pairs):
             "control_tokens": self.control_tokens,
             "eval": counts.pop(HELD_OUT, 0),
             "eval_sets": counts,
-            # Upstream: datasets 5.2, arrow_dataset.py, Dataset: no public name for the fingerprint that its cache
-            # uses, from which this project derives its keys. Canary: test_canary_datasets_fingerprint
-            "train_fingerprint": self.train._fingerprint,
         }
 
 

@@ -108,6 +108,8 @@ def _normalize_rows(
     """Usable pairs of `rows`; and the others, as in Pairs.dropped_rows, with those that filter_script rejects."""
     log.info(f"reading {source}: {len(rows):,} rows")
     code = Path(script).read_text() if script else ""
+    # Upstream: datasets 5.2, arrow_dataset.py, Dataset: no public name for the fingerprint that its cache uses, from
+    # which this project derives its keys. Canary: test_canary_datasets_fingerprint
     key = Hasher.hash((rows._fingerprint, source, PAIRS_VERSION, code))
     if not script:  # other columns may be images that cannot be decoded
         rows = rows.select_columns([name for name in rows.column_names if name in _USED])
