@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset, concatenate_datasets
+from datasets.fingerprint import Hasher
 
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.data.json_rows import COLUMN
 from sfm_dpo.data.pairs import drop_rows, read_text
-from sfm_dpo.data.sources import load_rows
+from sfm_dpo.data.sources import explain_cache_errors, load_rows
 
 NGRAM = 13  # words in lower case and without punctuation, as in GPT-3 and Tulu 3
 COMMON_ROWS = 10  # an n-gram in more rows of an evaluation set is a stock phrase
@@ -35,6 +36,7 @@ def keeps(script: str, row: dict[str, Any]) -> bool:
         return bool(keep(row))
 
 
+@explain_cache_errors()
 def filter_pairs(
     pairs: Dataset, drop_duplicates: str, drop_contaminated: list[str] | None, num_proc: int | None
 ) -> tuple[Dataset, list[dict[str, Any]]]:
@@ -44,9 +46,15 @@ def filter_pairs(
     keys = pairs.select_columns(["prompt_key", "pair_key"]).to_pandas()
     reasons = np.full(len(pairs), "", dtype=object)
     if drop_contaminated:
-        ngrams = {"ngrams": set().union(*map(index_ngrams, drop_contaminated))}
-        prompts = pairs.select_columns("prompt")
-        shared = prompts.map(_share_ngram, fn_kwargs=ngrams, num_proc=num_proc, keep_in_memory=True, desc="Comparing")
+        sets = [load_evaluation_set(name)._fingerprint for name in drop_contaminated]
+        shared = pairs.select_columns("prompt").map(
+            _share_ngram,
+            fn_kwargs={"names": drop_contaminated},
+            remove_columns="prompt",
+            num_proc=num_proc,
+            new_fingerprint=Hasher.hash((pairs._fingerprint, sets, NGRAM, COMMON_ROWS)),
+            desc="Comparing prompts",
+        )
         reasons[np.array(shared["contaminated"][:])] = "contaminated"
     if drop_duplicates != "no":
         left = keys[reasons == ""]
@@ -55,10 +63,12 @@ def filter_pairs(
     return drop_rows(pairs, reasons)
 
 
-def _share_ngram(pair: dict[str, Any], ngrams: set[str]) -> dict[str, bool]:
-    return {"contaminated": not ngrams.isdisjoint(_list_ngrams(read_text(pair["prompt"])))}
+def _share_ngram(pair: dict[str, Any], names: list[str]) -> dict[str, bool]:
+    ngrams = _list_ngrams(read_text(pair["prompt"]))
+    return {"contaminated": any(not ngrams.isdisjoint(index_ngrams(name)) for name in names)}
 
 
+@functools.cache  # of each process
 def index_ngrams(name: str) -> set[str]:
     """The n-grams of an evaluation set, except stock phrases."""
     rows = load_evaluation_set(name)

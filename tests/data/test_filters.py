@@ -8,6 +8,7 @@ import pytest
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
+from sfm_dpo.data import filters
 from sfm_dpo.data.answers import CHECKS, find_faults, read_answers
 from sfm_dpo.data.filters import load_keep
 from tests.toolbox import assistant, read_pairs, user
@@ -129,7 +130,7 @@ def test_two_assistant_turns_in_a_row_are_found_where_they_are_trained(load):
     assert [found[key] for key in ("fault", "chosen", "rejected", "row")] == ["two_turns", 0, 2, 1]
 
 
-def test_prompts_in_common_with_evaluation_sets_are_those_of_plain_python(load, write_rows, tmp_path):
+def test_prompts_in_common_with_evaluation_sets_are_those_of_plain_python(load, write_rows, tmp_path, monkeypatch):
     rng = random.Random(0)
     words = [f"w{i}" for i in range(300)]
     questions = [[rng.choice(words) for _ in range(rng.choice([8, 13, 40]))] for _ in range(60)]
@@ -159,6 +160,10 @@ def test_prompts_in_common_with_evaluation_sets_are_those_of_plain_python(load, 
         assert left.train["prompt"][:] == [row["prompt"] for i, row in enumerate(rows) if i not in expected]
         assert left.dropped == {"contaminated": len(expected)}
     halves = [write_rows("first.jsonl", stored[:30]), write_rows("second.jsonl", stored[30:])]
-    assert load(rows, "--drop_contaminated", *halves).dropped == {"contaminated": len(expected)}
+    options = [write_rows("pairs.jsonl", rows), "--drop_contaminated", *halves]
+    assert read_pairs(*options).dropped == {"contaminated": len(expected)}
+    with monkeypatch.context() as patch:
+        patch.setattr(filters, "_list_ngrams", None)  # what is compared again fails
+        assert read_pairs(*options).dropped == {"contaminated": len(expected)}
     with pytest.raises(UserError, match=r"drop_contaminated: .*none\.jsonl: no such file or folder; check the path"):
         load(rows, "--drop_contaminated", "none.jsonl")
