@@ -4,7 +4,6 @@
     python scripts/analyze_dataset.py                                   # allenai/Dolci-Instruct-DPO, SFM instruct
     python scripts/analyze_dataset.py allenai/Dolci-Think-DPO-7B --max_samples 5000
     python scripts/analyze_dataset.py --config recipes/think.yaml --json lengths.json --plot lengths.png
-    python scripts/analyze_dataset.py pairs.jsonl --against gsm8k.jsonl --json found.json
 
 Any field of a recipe can be given as an option. docs/lengths.md and docs/data.md explain the output.
 """
@@ -29,13 +28,8 @@ def main(argv: list[str]) -> None:
     parser = Arguments(usage="analyze_dataset.py [DATASET] [options]", description=__doc__)
     parser.add_argument("--min_coverage", type=share, default=0.95, help="share of pairs left untruncated (0.95)")
     parser.add_argument("--min_tokens_kept", type=share, default=0.9, help="share of response tokens kept (0.9)")
-    sets = "find pairs that are also in these evaluation sets, FILE or DATASET[/configuration]"
-    parser.add_argument("--against", nargs="+", default=[], metavar="SET", help=sets)
-    parser.add_argument("--ngram", type=number(int, 1), default=13, help="shared words in a row that count (13)")
-    parser.add_argument("--by", metavar="COLUMN", help="compare chosen and rejected for each value of this column")
     parser.add_argument("--json", type=new_file, metavar="FILE", help="write all results, for programs")
     parser.add_argument("--plot", type=new_file, metavar="FILE", help="write the plot as .png, .svg or .pdf")
-    parser.add_argument("--html", type=new_file, metavar="FILE", help="write all results as one page")
     parser.add_argument("--dropped", type=new_file, metavar="FILE", help="write each unusable row as a JSON line")
     if argv and not argv[0].startswith("-"):
         argv = ["--dataset_name", *argv]
@@ -47,7 +41,7 @@ def main(argv: list[str]) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes instead; datasets would turn it off with a warning
     from sfm_dpo.config import parse_config
     from sfm_dpo.planning.dataset import analyze_dataset
-    from sfm_dpo.planning.dataset_report import format_analysis, write_page, write_plot
+    from sfm_dpo.planning.dataset_report import format_analysis, write_plot
 
     given = {word.split("=")[0] for word in fields}
     defaults: dict[str, object] = {"--dataset_num_proc": len(os.sched_getaffinity(0))}
@@ -55,15 +49,12 @@ def main(argv: list[str]) -> None:
         defaults |= {"--dataset_name": DATASET, "--model_name_or_path": MODEL}
     fields += [f"{name}={value}" for name, value in defaults.items() if name not in given]
     config = parse_config(fields, training=False)
-    options = (args.against, args.ngram, args.dropped, args.by)
-    result = analyze_dataset(config, args.min_coverage, args.min_tokens_kept, *options)
+    result = analyze_dataset(config, args.min_coverage, args.min_tokens_kept, args.dropped)
     print(format_analysis(result))
     if args.json:
         write_json(args.json, result)
     if args.plot:
         write_plot(result, args.plot)
-    if args.html:
-        write_page(result, args.html)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 """Averages the weights of runs or checkpoints that started from one base model.
 
 python scripts/average.py outputs/seed0 outputs/seed1 outputs/seed2 --output_dir outputs/mean
-python scripts/average.py outputs/dpo/checkpoint-500 outputs/dpo --weights 1 3 --output_dir outputs/mean
+python scripts/average.py outputs/dpo/checkpoint-500 outputs/dpo --output_dir outputs/mean
 """
 
 import sys
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 
-from sfm_dpo.common.cli import Arguments, command, number
+from sfm_dpo.common.cli import Arguments, command
 from sfm_dpo.jobs.averaging import average_models
 
 
@@ -19,10 +19,8 @@ def main(argv: list[str]) -> None:
     parser = Arguments(prog="average.py", description=__doc__)
     parser.add_argument("models", metavar="RUN_OR_CHECKPOINT", nargs="+", type=Path)
     parser.add_argument("--output_dir", type=Path, required=True)
-    weight = number(float, 1e-9, 1e9)
-    parser.add_argument("--weights", type=weight, nargs="+", help="one for each model; default: equal")
     options = parser.parse_args(argv)
-    average_models(options.models, options.output_dir, options.weights)
+    average_models(options.models, options.output_dir)
     print(f"mean of {len(options.models)} models: {options.output_dir}")
 
 

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
                     inputs = tokenizer(prompt.strip())
                 ids = inputs["input_ids"]
                 (answer,) = continue_prompts(model, tokenizer, [ids], options.max_new_tokens)
-                print(f"{label}: {answer.text}{' ...' if answer.cut else ''}", flush=True)
+                print(f"{label}: {answer}", flush=True)
 
 
 def load(name: str) -> tuple:

@@ -26,13 +26,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("out", metavar="OUT.jsonl", type=new_file, help="file to write")
     parser.add_argument("--by", required=True, help='"score" for the overall score, or the name of another score')
     parser.add_argument("--score_margin", type=number(float, 0), default=0.0, help="least score difference of a pair")
-    parser.add_argument("--dataset_config", help="configuration of a Hub dataset")
-    parser.add_argument("--dataset_train_split", default="train", help="default: train")
     options = parser.parse_args(argv)
 
     if options.out.exists() and os.path.exists(options.dataset) and options.out.samefile(options.dataset):
         raise UserError(f"{options.out}: is the dataset itself; choose another file")
-    rows = load_rows(options.dataset, options.dataset_config, options.dataset_train_split)
+    rows = load_rows(options.dataset)
     pairs = list(pair_rows(rows, options.dataset, options.by, options.score_margin))
     lines = [json.dumps(pair, default=str) + "\n" for pair in pairs if pair]
     if not lines:

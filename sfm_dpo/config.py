@@ -67,9 +67,8 @@ class TrainConfig(DPOConfig):
     # Filters (docs/data.md)
     filter_script: str | None = HfArg(default=None, help="Python file; its keep(row) decides which rows to use.")
     drop_duplicates: Literal["no", "pairs", "prompts"] = HfArg(default="no", help="Drop repeats of a pair or prompt.")
-    drop_contaminated: str | None = HfArg(default=None, help="JSON of analyze_dataset.py; drop the pairs it lists.")
-    # sanitize: as in Transformers' apply_chat_template
-    control_tokens: Literal["accept", "sanitize", "drop"] = HfArg(default="accept", help="Special tokens in messages.")
+    drop_contaminated: list[str] | None = HfArg(default=None, help="Evaluation sets; drop pairs with a prompt of one.")
+    control_tokens: Literal["accept", "drop"] = HfArg(default="accept", help="Special tokens in messages.")
     # Speed
     padding_free: bool = HfArg(default=False, help="Pack sequences instead of padding them (docs/speed.md).")
     precompute_ref_log_probs: bool = HfArg(default=False, help="Compute reference log-probs once and cache them.")
@@ -339,14 +338,11 @@ def explain_unknown(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 
 def read_recipe(path: str, fields: dict[str, argparse.Action], problems: list[str]) -> dict[str, Any]:
-    """A recipe's fields, converted to their types; its `env` section sets environment variables, as in TRL. Adds what
-    is wrong with its other fields to `problems`."""
+    """A recipe's fields, converted to their types. Adds what is wrong with its other fields to `problems`."""
     values: dict[str, Any] = {}
     for key, node in read_nodes(path).items():
         with collect_errors(problems):
-            if key == "env":
-                set_environment(_construct(node), path)
-            elif key in fields:
+            if key in fields:
                 values[key] = read_field(key, node, fields[key], path)
             elif node.tag != _NULL or key not in read_migration():  # as in the resolved_config.yaml of an old run
                 raise UserError(f"{path}: unknown field {key!r}{explain_unknown(key, fields)}")
@@ -393,15 +389,6 @@ def read_value(node: yaml.Node, action: argparse.Action, where: str) -> Any:
     if choices and text not in choices:
         raise UserError(f"{where}: {text!r} is unknown; choose one of {', '.join(map(repr, choices))}")
     return text
-
-
-def set_environment(variables: Any, recipe: str) -> None:
-    if not isinstance(variables, dict | None):
-        raise UserError(f"{recipe}: env is {variables!r}; it takes a mapping such as 'env: {{WANDB_PROJECT: x}}'")
-    for name, value in (variables or {}).items():
-        if name.startswith("HF_"):  # huggingface_hub and datasets read theirs at import
-            raise UserError(f"{recipe}: env: {name} would be set too late; set it in the environment or in .env")
-        os.environ[name] = str(value)
 
 
 def check_mixture(datasets: Any, recipe: str) -> list[dict]:

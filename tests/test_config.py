@@ -86,12 +86,6 @@ def test_yaml_values_arrive_as_meant(parse, field, text, value):
     assert getattr(parse(f"{field}: {text}\n").train, field) == value
 
 
-def test_env_section_reaches_the_environment(parse, monkeypatch):
-    monkeypatch.setenv("WANDB_PROJECT", "before")
-    parse("env: {WANDB_PROJECT: after, WANDB_TAGS: 3}\n")
-    assert (os.environ["WANDB_PROJECT"], os.environ.pop("WANDB_TAGS")) == ("after", "3")
-
-
 @pytest.mark.parametrize(
     ("cli", "parts"),
     [
@@ -144,8 +138,7 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ("learning_rate:", ["learning_rate", "empty"]),
         ("max_length: 1e3", ["max_length", "'1e3'"]),
         ("guard: off", ["guard", "'off'", "'stop'"]),
-        ("env: x", ["env", "mapping"]),
-        ("env: {HF_HOME: /x}", ["HF_HOME", ".env"]),
+        ("env: {WANDB_PROJECT: x}", ["unknown field 'env'; here: none (set variables in .env)"]),
         ("a: [b", ["not valid YAML"]),
         ("- a", ["not valid YAML"]),
         ("beta: 5\nbeta: 0.1", ["beta is given twice; keep one"]),

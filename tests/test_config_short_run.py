@@ -29,7 +29,7 @@ RECIPE = {
     "guard_generations": 10,
     "filter_script": "keep.py",
     "drop_duplicates": "prompts",
-    "drop_contaminated": "contaminated.json",
+    "drop_contaminated": ["questions.jsonl"],
     "eval_command": "no_such_command {checkpoint} {out}",
     "profile_steps": [3, 4],
     "report_to": ["wandb", "tensorboard"],
@@ -93,8 +93,7 @@ def test_parity(argv, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         parity.run_parity(argv, [])
     for name in ("eager", "packed", "shared", "compile"):
-        variant = parity.parse_variant(name)
-        config = parse_config(short_run(given, **variant.fields()), world_size=1)
+        config = parse_config(short_run(given, **parity.select_path(name)), world_size=1)
         assert_short(config)
         assert config.model.attn_implementation == ("eager" if name in ("eager", "compile") else None)
         assert config.train.padding_free == (name in ("packed", "shared"))

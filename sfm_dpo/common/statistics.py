@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 # Standard deviation of a token's log-prob (nats) between two forwards of different shapes: hidden states and logits
 # (of about 10) are rounded, with a relative error of 2**-9 in bf16, 2**-12 in fp16, 2**-24 in fp32
 LOGP_NOISE = {"bf16": 0.015, "fp16": 0.002, "no": 1e-5}
@@ -12,14 +14,11 @@ Z = 1.959964  # for a two-sided 95% interval under the normal approximation
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Mean and 95% interval (mean, low, high) by the normal approximation; all NaN if empty."""
-    n = len(values)
-    if n == 0:
+    if not len(values):
         return math.nan, math.nan, math.nan
-    mean = math.fsum(values) / n
-    if n == 1:
-        return mean, -math.inf, math.inf
-    error = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1) / n)
-    return mean, mean - Z * error, mean + Z * error
+    mean = float(np.mean(values))
+    half = Z * float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    return mean, mean - half, mean + half
 
 
 def wilson(share: float, n: int) -> tuple[float, float]:

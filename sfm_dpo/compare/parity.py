@@ -29,51 +29,37 @@ log = logging.getLogger(__name__)
 
 MAX_TIMES_ROUNDING = 8.0
 DEFAULT_VARIANTS = "padded packed shared batch_1 compile bf16 packed+bf16".split()
-WORDS: dict[str, dict[str, Any]] = {  # the words of a variant's name (joined by +) and the fields each sets
-    "eager": {"attention": "eager"},
-    "padded": {"attention": "sdpa"},
-    "packed": {"attention": "packed"},
-    "shared": {"attention": "packed", "shared": True},
-    "bf16": {"dtype": "bfloat16"},
-    "batch_1": {"batch": 1},
-    "compile": {"compiled": True},
+# The words of a variant's name, joined by +, and the fields that each sets; None keeps the recipe's value
+WORDS: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "padded": {"attn_implementation": "sdpa"},
+    "packed": {"padding_free": True, "attn_implementation": None},
+    "shared": {"padding_free": True, "attn_implementation": None, "prefix_sharing": ""},  # if the model supports it
+    "bf16": {},  # autocast
+    "batch_1": {},  # one pair in a forward
+    "compile": dict.fromkeys(UNCOMPILED) | {"torch_compile": True},
 }
 
 
-@dataclass(frozen=True)
-class Variant:
-    name: str
-    attention: str = "eager"
-    shared: bool = False  # prefix sharing
-    batch: int | None = None  # pairs in one forward; None: all
-    dtype: str = "float32"  # bfloat16: under autocast
-    compiled: bool = False
-    nudged: bool = False  # moves every weight by its last bit, to measure rounding
-
-    def fields(self) -> dict[str, Any]:
-        """The fields of the configuration that select the variant's path; None keeps the recipe's value."""
-        is_packed = self.attention == "packed"
-        fields: dict[str, Any] = {"torch_compile": True} if self.compiled else dict(UNCOMPILED)
-        fields |= {"padding_free": is_packed, "attn_implementation": None if is_packed else self.attention}
-        fields["prefix_sharing"] = "" if self.shared else False  # empty: if the model supports it
-        return fields
-
-
-def parse_variant(name: str) -> Variant:
-    """The variant with a name such as `packed+bf16`."""
-    fields: dict[str, Any] = {}
-    for word in name.split("+"):
+def select_path(variant: str) -> dict[str, Any]:
+    """The fields of the configuration that select the path of a variant. Raises UserError for an unknown word."""
+    fields = UNCOMPILED | {"padding_free": False, "attn_implementation": "eager", "prefix_sharing": False}
+    for word in variant.split("+"):
         if word not in WORDS:
-            raise UserError(f"--variants {name}: unknown word {word!r}; use {', '.join(WORDS)}, joined by +")
+            raise UserError(f"--variants {variant}: unknown word {word!r}; use {', '.join(WORDS)}, joined by +")
         fields |= WORDS[word]
-    return Variant(name, **fields)
+    return fields
+
+
+def dtype_of(variant: str) -> str:
+    return "bfloat16" if "bf16" in variant.split("+") else "float32"
 
 
 @dataclass
 class Measurement:
     """The results of a variant, on CPU."""
 
-    variant: Variant
+    variant: str
     logps: torch.Tensor  # float64 [all tokens of chosen, then of rejected]; 0 for tokens without loss
     gradients: dict[str, torch.Tensor]  # gradients of the loss, by parameter
 
@@ -93,18 +79,18 @@ def load_rows(argv: list[str], pairs: int) -> tuple[Dataset, PreTrainedTokenizer
 class ParityTrainer(SFMDPOTrainer):
     """The trainer of a variant, with a freshly loaded model and no cache of reference log-probs."""
 
-    def __init__(self, argv: list[str], rows: Dataset, tokenizer: PreTrainedTokenizerBase, variant: Variant):
+    def __init__(self, argv: list[str], rows: Dataset, tokenizer: PreTrainedTokenizerBase, variant: str, nudged: bool):
         gc.collect()  # frees the last variant's model (trainers have reference cycles): two may not fit on a GPU
         torch.cuda.empty_cache()
-        config = parse_config(short_run(argv, **variant.fields()), world_size=1)
+        config = parse_config(short_run(argv, **select_path(variant)), world_size=1)
         super().__init__(config, train_dataset=rows, processing_class=tokenizer)
         self.step_0_checked = True  # the check would stop at the differences to be measured
         self.variant = variant
         # fp32 weights and bf16 arithmetic, as with the Trainer's `bf16: true`
         device = self.accelerator.device
-        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=variant.dtype == "bfloat16")
+        self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype_of(variant) == "bfloat16")
         self.model.to(device).train()
-        if variant.nudged:
+        if nudged:  # to measure rounding
             nudge_weights(self.model)
 
     def forward(self, **inputs: Any):
@@ -118,7 +104,7 @@ class ParityTrainer(SFMDPOTrainer):
         chosen: list[torch.Tensor] = []
         rejected: list[torch.Tensor] = []
         pairs = list(self.train_dataset)
-        size = self.variant.batch or len(pairs)
+        size = 1 if "batch_1" in self.variant.split("+") else len(pairs)
         for start in range(0, len(pairs), size):
             inputs = self._prepare_inputs(self.data_collator(pairs[start : start + size]))
             with self.autocast:
@@ -176,13 +162,13 @@ def measure_rounding(reference: Measurement, rounded: Measurement) -> dict[str, 
     differences = compare_measurements(reference, rounded)
     size = reference.logps.abs()
     sizes = {"logp_max": size.max().item(), "logp_mean": size.mean().item(), "gradient": 1.0}
-    unit = 2.0**-8 if rounded.variant.dtype == "bfloat16" else 2.0**-24
+    unit = 2.0**-8 if dtype_of(rounded.variant) == "bfloat16" else 2.0**-24
     return {name: max(differences[name], unit * sizes[name]) for name in sizes}
 
 
 def judge_variant(reference: Measurement, other: Measurement, level: dict[str, float]) -> dict[str, Any]:
     """Differences and verdict (rounding or bug), given the `level` of rounding in the variant's precision."""
-    row: dict[str, Any] = {"variant": other.variant.name} | compare_measurements(reference, other)
+    row: dict[str, Any] = {"variant": other.variant} | compare_measurements(reference, other)
     times = [row[name] / level[name] for name in level]
     row["times_rounding"] = max(times)
     row["verdict"] = "rounding" if all(ratio <= MAX_TIMES_ROUNDING for ratio in times) else "bug"  # NaN is a bug
@@ -194,22 +180,23 @@ def run_parity(argv: list[str], names: list[str], pairs: int = 4) -> dict[str, A
     fields: dict[str, Any] = {"bf16": False, "fp16": False, "dtype": "float32", "use_peft": False}
     fields |= {"global_batch_size": pairs, "per_device_train_batch_size": pairs, "fit_memory": False}
     fields |= {"precompute_ref_log_probs": True, "ref_model_name_or_path": ""}  # no second model
-    variants = [parse_variant(name) for name in names]
+    for name in names:
+        select_path(name)
     with tempfile.TemporaryDirectory() as folder:  # the trainer needs an output_dir; nothing in it is kept
         argv = short_run(argv, output_dir=folder, **fields)
         rows, tokenizer = load_rows(argv, pairs)
 
-        def measure(variant: Variant) -> Measurement:
-            log.info(f"computing {variant.name}{', weights moved by a bit' if variant.nudged else ''}")
-            return ParityTrainer(argv, rows, tokenizer, variant).measure()
+        def measure(variant: str, nudged: bool = False) -> Measurement:
+            log.info(f"computing {variant}{', weights moved by a bit' if nudged else ''}")
+            return ParityTrainer(argv, rows, tokenizer, variant, nudged).measure()
 
-        reference = measure(Variant("eager"))
-        levels = {"float32": measure_rounding(reference, measure(Variant("eager", nudged=True)))}
-        if any(variant.dtype == "bfloat16" for variant in variants):
-            levels["bfloat16"] = measure_rounding(reference, measure(Variant("eager", dtype="bfloat16")))
+        reference = measure("eager")
+        levels = {"float32": measure_rounding(reference, measure("eager", nudged=True))}
+        if any(dtype_of(name) == "bfloat16" for name in names):
+            levels["bfloat16"] = measure_rounding(reference, measure("eager+bf16"))
         judged = [judge_variant(reference, reference, levels["float32"])]
-        for variant in variants:
-            judged.append(judge_variant(reference, measure(variant), levels[variant.dtype]))
+        for name in names:
+            judged.append(judge_variant(reference, measure(name), levels[dtype_of(name)]))
     return {"pairs": pairs, "levels": levels, "variants": judged}
 
 

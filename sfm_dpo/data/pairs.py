@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ DROP_REASONS = {
     "tool_results": "tool results cannot be told from the model's words (mask_tool_results: false trains on both)",
     "prompt_too_long": "prompt leaves no room for a response within max_length",
     "script": "rejected by filter_script",
-    "contaminated": "listed in drop_contaminated",
+    "contaminated": "prompt has 13 words in a row in common with a set of drop_contaminated",
     "duplicate": "repeats an earlier pair or prompt (drop_duplicates)",
     "control_tokens": "special tokens in its texts (control_tokens: drop)",
     "too_long": "longer than max_length (overlong: drop)",
@@ -127,10 +128,14 @@ class TokenPairs(Pairs):
             "control_tokens": self.control_tokens,
             "eval": counts.pop(HELD_OUT, 0),
             "eval_sets": counts,
-            # Upstream: datasets 5.2, arrow_dataset.py, Dataset: no public name for the fingerprint that its cache
-            # uses, from which this project derives its keys. Canary: test_canary_datasets_fingerprint
-            "train_fingerprint": self.train._fingerprint,
         }
+
+
+def read_text(side: str | list[dict], left_out: Sequence[str] = ("system",)) -> str:
+    """The text of a prompt or response; by default without system messages, which many prompts share."""
+    if isinstance(side, str):
+        return side
+    return "\n".join(message["content"] for message in side if message["role"] not in left_out)
 
 
 def drop_rows(rows: Dataset, reasons: np.ndarray) -> tuple[Dataset, list[dict[str, Any]]]:

@@ -1,7 +1,6 @@
 """From a pair of messages to text: the model's chat template, with the row's own tools and template arguments; and
 where the results of tool calls are in it: they are context, not the model's words."""
 
-import copy
 import functools
 import itertools
 import json
@@ -46,7 +45,10 @@ def render_pair(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> lis
     try:
         for part in PARTS:
             pair[part] = [_name_calls(message, str(tokenizer.chat_template)) for message in pair[part]]
-        return _render_parts(pair, make_renderer(pair, tokenizer))
+        prompt, chosen, rejected = (pair[part] for part in PARTS)
+        render = make_renderer(pair, tokenizer)
+        with time_limit(f"chat template: takes more than {TEMPLATE_SECONDS} s for row {pair.get('row')}; correct it"):
+            return [render(prompt, add_generation_prompt=True), render(prompt + chosen), render(prompt + rejected)]
     except TemplateSyntaxError as error:
         where = f"model_name_or_path {tokenizer.name_or_path}: its chat template, line {error.lineno}"
         raise UserError(f"{where}: {error}") from error
@@ -63,22 +65,6 @@ def _name_calls(message: dict[str, Any], template: str) -> dict[str, Any]:
     message = message | {"tool_calls": read_calls(calls)}
     del message["function_calls"]
     return message
-
-
-def encode_sanitized(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The ids of prompt, prompt+chosen and prompt+rejected; special tokens of the messages are ordinary text."""
-    tokenizer = copy.copy(tokenizer)
-    tokenizer.chat_control_tokens = []  # only special tokens: a template's <think> stays a token
-    render = make_renderer(pair, tokenizer)
-    return _render_parts(
-        pair, functools.partial(render, tokenize=True, sanitize_control_tokens=True, return_dict=False)
-    )
-
-
-def _render_parts(pair: dict[str, Any], render: Callable[..., Any]) -> list[Any]:
-    prompt, chosen, rejected = (pair[part] for part in PARTS)
-    with time_limit(f"chat template: takes more than {TEMPLATE_SECONDS} s for row {pair.get('row')}; correct it"):
-        return [render(prompt, add_generation_prompt=True), render(prompt + chosen), render(prompt + rejected)]
 
 
 @contextmanager

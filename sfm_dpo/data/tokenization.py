@@ -27,7 +27,7 @@ from sfm_dpo.config_checks import read_eval_sets
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.pairs import PARTS, Pairs, TokenPairs, drop_rows
 from sfm_dpo.data.preferences import load_pairs, read_pairs
-from sfm_dpo.data.rendering import REFUSALS, encode_sanitized, find_tool_results, list_texts, render_pair
+from sfm_dpo.data.rendering import REFUSALS, find_tool_results, list_texts, render_pair
 from sfm_dpo.data.sources import explain_cache_errors
 
 # Part of the cache's key. Raise it when a change to this module or rendering.py changes an id, a length, a masked
@@ -130,7 +130,6 @@ def tokenize_pairs(
     UserError if a pair is longer and `overlong` is error.
     """
     log.info(f"tokenizing {len(pairs):,} pairs")
-    sanitize = control_tokens == "sanitize"
     # Replaces datasets' own key, which hashes the tokenizer's state, and that changes with use.
     versions = (TOKENS_VERSION, transformers.__version__, datasets.__version__)
     key = (pairs._fingerprint, tokenizer_key(tokenizer), versions, mask_tool_results)
@@ -138,11 +137,11 @@ def tokenize_pairs(
         _tokenize_batch,
         batched=True,
         batch_size=BATCH_ROWS,
-        fn_kwargs={"tokenizer": tokenizer, "mask_tool_results": mask_tool_results, "sanitize": sanitize},
+        fn_kwargs={"tokenizer": tokenizer, "mask_tool_results": mask_tool_results},
         remove_columns=pairs.column_names,
         features=_TOKENS,
         num_proc=num_proc,
-        new_fingerprint=Hasher.hash((*key, "sanitize") if sanitize else key),
+        new_fingerprint=Hasher.hash(key),
         desc="Tokenizing",
     )
     if max_prompt_length:
@@ -152,7 +151,7 @@ def tokenize_pairs(
     reasons = np.asarray(columns["dropped"], dtype=object)
     is_empty = (columns["chosen_length"] == 0) | (columns["rejected_length"] == 0)
     reasons[(reasons == "") & is_empty] = "empty_response"
-    if control_tokens != "accept":  # sanitized ones have none left; plain text cannot be sanitized
+    if control_tokens == "drop":
         reasons[(reasons == "") & columns["control_tokens"]] = "control_tokens"
     if max_length is not None:
         lengths = Lengths.from_columns(columns)
@@ -197,7 +196,7 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _tokenize_batch(
-    batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, mask_tool_results: bool, sanitize: bool
+    batch: dict[str, list], tokenizer: PreTrainedTokenizerBase, mask_tool_results: bool
 ) -> dict[str, list]:
     pairs = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -213,16 +212,11 @@ def _tokenize_batch(
             row = _split_ids(*ids[3 * n : 3 * n + 3]) | {"source": pair.get("source"), "row": pair.get("row")}
             row["control_tokens"] = any(map(control_tokens.search, list_texts(pair, tokenizer.eos_token)))
             rendered = texts[n]
-            is_sanitized = sanitize and row["control_tokens"] and rendered is not None and not is_text
-            if is_sanitized:
-                row |= _split_ids(*encode_sanitized(pair, tokenizer)) | {"control_tokens": False}
             if rendered is None:
                 row["dropped"] = "malformed"
             elif mask_tool_results and not is_text:
                 try:
                     row["masked"] = find_tool_results(pair, rendered, row["prompt_length"], tokenizer)
-                    if is_sanitized and row["masked"]:  # its tokens differ from those of the rendered text
-                        row["dropped"] = "tool_results"
                 except (*REFUSALS, NotImplementedError):
                     row["dropped"] = row["dropped"] or "tool_results"
             rows.append(row)

@@ -127,14 +127,14 @@ class Guard(TrainerCallback):
         model.eval()
         answers = continue_prompts(model, tokenizer, self.prompts, NEW_TOKENS)
         model.train()
-        self.first_texts = self.first_texts or [answer.text for answer in answers]
+        self.first_texts = self.first_texts or answers
         prompts = tokenizer.batch_decode(self.prompts, skip_special_tokens=True)
         rows = zip(prompts, self.first_texts, answers, strict=True)
-        samples = [{"prompt": prompt, "before": first, "after": last.text} for prompt, first, last in rows]
+        samples = [{"prompt": prompt, "before": first, "after": last} for prompt, first, last in rows]
         write_json(Path(args.output_dir) / SAMPLES, samples)
         return {
-            "guard/repeated_4grams": repeated_4grams([a.text for a in answers]),
-            "guard/empty_answers": fmean(not a.text for a in answers),
+            "guard/repeated_4grams": repeated_4grams(answers),
+            "guard/empty_answers": fmean(not answer for answer in answers),
         }
 
     def _write_health(self, args) -> None:

@@ -22,9 +22,9 @@ from sfm_dpo.common.files import format_table, write_json
 from sfm_dpo.common.statistics import LOGP_NOISE
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import main_loss
+from sfm_dpo.data.answers import compare_sides, find_traits, tabulate_sides
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.tokenization import load_tokenizer
-from sfm_dpo.data.traits import compare_sides, find_traits, tabulate_sides
 from sfm_dpo.health.preflight_rules import MOVE, compute_pair_figures, format_finding, judge_base_model
 from sfm_dpo.model.loading import load_model_config
 

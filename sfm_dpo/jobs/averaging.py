@@ -17,15 +17,11 @@ from sfm_dpo.run.folder import DATA, ENVIRONMENT, RESOLVED_CONFIG, State, enviro
 from sfm_dpo.run.saved_model import SavedModel, check_health, find_model, open_tensors, read_finite
 
 
-def average_models(paths: list[Path], output: Path, weights: list[float] | None = None) -> None:
-    """Writes the mean of models by `weights` (default: equal), taken in fp64, into `output`, a new run's folder.
-    Raises UserError if the models' tensors differ in name or shape."""
-    weights = weights or [1.0] * len(paths)
-    if len(weights) != len(paths):
-        raise UserError(f"--weights: {len(weights)} for {len(paths)} models; give one for each")
+def average_models(paths: list[Path], output: Path) -> None:
+    """Writes the mean of models, taken in fp64, into `output`, a new run's folder. A model that is given twice counts
+    twice. Raises UserError if the models' tensors differ in name or shape."""
     if output.exists():
         raise UserError(f"--output_dir {output}: exists already; choose another")
-    shares = [weight / sum(weights) for weight in weights]
     models = [find_model(path) for path in paths]
     first = models[0]
     for model in models:
@@ -44,15 +40,13 @@ def average_models(paths: list[Path], output: Path, weights: list[float] | None 
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (no mapping)
                     tensors = [read_finite(reader, name) for reader in readers]
-                    parts = [share * tensor.double() for share, tensor in zip(shares, tensors, strict=True)]
-                    averaged[name] = torch.stack(parts).sum(0).to(tensors[0].dtype)
+                    averaged[name] = torch.stack(tensors).double().mean(0).to(tensors[0].dtype)
                 save_file(averaged, partial / path.name, file.metadata())
         config = first.config | {"output_dir": str(output), "hub_model_id": None}
         (partial / RESOLVED_CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
         shutil.copy(first.run / DATA, partial)
         write_json(partial / ENVIRONMENT, environment())
-        parents = [{"model": model.name, "weight": share} for model, share in zip(models, shares, strict=True)]
-        write_json(partial / PARENTS, parents)
+        write_json(partial / PARENTS, [{"model": model.name, "weight": 1 / len(models)} for model in models])
         write_status(partial, State.DONE, 0, f"mean of the weights of {len(paths)} models")
         write_model_card(partial)
         partial.rename(output)

@@ -1,6 +1,5 @@
 """Loading a model: its configuration first, then its weights."""
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -9,7 +8,6 @@ from typing import Any
 
 import torch
 from accelerate import DistributedType, PartialState
-from datasets.config import HF_CACHE_HOME
 from huggingface_hub import hf_hub_download
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -23,7 +21,7 @@ from transformers.modeling_utils import local_torch_dtype
 
 from sfm_dpo.common.distributed import broadcast, is_main_process, main_process_first
 from sfm_dpo.common.errors import UserError, user_input
-from sfm_dpo.common.files import hash_file, write_atomically
+from sfm_dpo.common.files import hash_file
 from sfm_dpo.config import Config
 
 CONTENT = (".safetensors", ".gguf", ".py")  # of files that decide what a model in a folder computes
@@ -118,19 +116,8 @@ def identify_model(config: Config) -> str:
 
 
 def _hash_folder(folder: Path, config: PretrainedConfig) -> str:
-    """Reads the weights only if a file has another path, size or time than those whose hash is in the cache."""
     files = sorted(path.resolve() for path in folder.glob("*") if path.suffix in CONTENT)
-    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    cached = Path(HF_CACHE_HOME).expanduser() / "sfm_dpo/weights" / _digest(stats)
-    weights = ""
-    with contextlib.suppress(OSError):  # absent, or another user's
-        weights = cached.read_text()
-    if not weights:
-        weights = _digest([hash_file(path) for path in files])
-        with contextlib.suppress(OSError):  # without it, the next start reads the weights again
-            cached.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(cached, weights)
-    return FOLDER + _digest([weights, hash_config(config)])
+    return FOLDER + _digest([_digest([hash_file(path) for path in files]), hash_config(config)])
 
 
 def _digest(facts: Any) -> str:

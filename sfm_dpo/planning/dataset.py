@@ -5,22 +5,18 @@ It reads and tokenises as training does, into the same cache; docs/lengths.md de
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, concatenate_datasets
-from transformers import PreTrainedTokenizerBase
 
 from sfm_dpo.config import Config
-from sfm_dpo.data.contamination import NGRAM, report_contamination
-from sfm_dpo.data.faults import find_faults, read_answers
+from sfm_dpo.data.answers import TRAITS, compare_sides, find_faults, read_answers
 from sfm_dpo.data.lengths import Lengths, count_trained
-from sfm_dpo.data.pairs import DROP_REASONS, PARTS
+from sfm_dpo.data.pairs import DROP_REASONS
 from sfm_dpo.data.preferences import load_pairs
 from sfm_dpo.data.tokenization import load_tokenizer, tokenize_splits
-from sfm_dpo.data.traits import TRAITS, compare_sides, describe_sides
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import load_model_config, meta_model
 from sfm_dpo.planning.lengths import analyze_lengths
@@ -30,19 +26,12 @@ LENGTH_BIAS = 0.6
 
 
 def analyze_dataset(
-    config: Config,
-    min_coverage: float,
-    min_tokens_kept: float,
-    against: Sequence[str] = (),
-    ngram: int = NGRAM,
-    dropped_file: Path | None = None,
-    by: str | None = None,
+    config: Config, min_coverage: float, min_tokens_kept: float, dropped_file: Path | None = None
 ) -> dict[str, Any]:
-    """The full analysis of a configuration's pairs. `against`: evaluation sets to search for shared n-grams of `ngram`
-    words; `dropped_file`: receives a JSON line for each unusable row; `by`: as in load_pairs."""
+    """The full analysis of a configuration's pairs; `dropped_file` receives a JSON line for each unusable row."""
     args = config.train
     tokenizer = load_tokenizer(config)
-    loaded = load_pairs(config, by)
+    loaded = load_pairs(config)
     loaded.check_dropped(limit=1.0)  # unusable rows stop training, but are reported here
     # Split by split, as in training, because the cache is keyed by the fingerprint of each
     options: dict[str, Any] = {"control_tokens": args.control_tokens, "mask_tool_results": args.mask_tool_results}
@@ -87,10 +76,7 @@ def analyze_dataset(
     if is_overlong.any():
         share = lengths.responses[is_overlong].sum() / lengths.responses.sum()
         best["reason"] += f"\n{_describe_overlong(best, share)}"
-    if against:
-        result["contamination"] = report_contamination(texts, list(against), ngram, args.dataset_num_proc)
     result["findings"] = _list_findings(result, texts, tokens)
-    result["example"] = _decode_example(tokens, lengths, tokenizer)
     return result
 
 
@@ -129,11 +115,6 @@ def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset) -> l
         "the template's generation prompt with its assistant turns"
     )
     add("warning", int(np.count_nonzero(tokens["prompt_trimmed"])), text)
-    contamination = result.get("contamination", {"sets": []})
-    for found in contamination["sets"]:
-        text = f"pairs have {contamination['ngram']} words in a row in common with {found['set']}, "
-        text += f"{found['set_rows']:,} of its {found['rows']:,} rows: drop_contaminated removes them"
-        add("warning", found["pairs"], text)
     repeated_prompts = len(texts) - len(set(texts["prompt_key"])) - repeated_pairs
     text = "pairs have the prompt of an earlier pair but other responses: drop_duplicates: prompts removes them"
     add("note", repeated_prompts, text)
@@ -142,18 +123,6 @@ def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset) -> l
         add("note", count, text)
     for fault in result["faults"]:
         sides = f"{fault['chosen']:,} chosen, {fault['rejected']:,} rejected"
-        add("note", fault["pairs"], f"pairs ({sides}): {fault['text']}: --html shows some, filter_script removes them")
-    return findings + [{"level": "note", "text": text} for text in describe_sides(result["sides"])]
-
-
-def _decode_example(tokens: Dataset, lengths: Lengths, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The pair of median length, decoded; a long text is shortened to its first and last tokens."""
-    row = int(np.argsort(lengths.total, kind="stable")[(len(lengths) - 1) // 2])
-    example: dict[str, Any] = {"row": tokens[row]["row"], "source": tokens[row]["source"]}
-    for name in PARTS:
-        ids = tokens[row][f"{name}_ids"]
-        text = tokenizer.decode(ids)
-        if len(ids) > 160:
-            text = f"{tokenizer.decode(ids[:120])} [... {len(ids) - 160:,} tokens ...] {tokenizer.decode(ids[-40:])}"
-        example[name] = {"tokens": len(ids), "text": text}
-    return example
+        first = f"first in row {fault['row']} of {fault['source']}"
+        add("note", fault["pairs"], f"pairs ({sides}): {fault['text']}, {first}: filter_script removes them")
+    return findings

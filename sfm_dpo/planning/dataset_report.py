@@ -1,4 +1,4 @@
-"""The analysis of a dataset (dataset.py) as text for a terminal, as a plot and as an HTML page."""
+"""The analysis of a dataset (dataset.py) as text for a terminal and as a plot."""
 
 from pathlib import Path
 from typing import Any
@@ -7,11 +7,10 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
-from sfm_dpo.common.files import format_table, write_atomically
-from sfm_dpo.data.traits import tabulate_sides
+from sfm_dpo.common.files import format_table
+from sfm_dpo.data.answers import tabulate_sides
 from sfm_dpo.planning.lengths import PERCENTILES
-from sfm_dpo.report.page import render_page
-from sfm_dpo.report.plots import COLORS, INK, STYLE, to_svg
+from sfm_dpo.report.plots import COLORS, INK, STYLE
 
 NOTE = (
     "*: recommended. untruncated: pairs that lose no token. no signal: both responses are identical after truncation. "
@@ -48,33 +47,21 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
     }
 
 
-def format_recipe_lines(result: dict[str, Any]) -> str:
-    best = result["recommendation"]
-    kept = f"{best['untruncated']:.1%} of the pairs untruncated, {best['tokens_kept']:.1%} of the response tokens kept"
-    return f"# {kept}\nmax_length: {best['max_length']}\nmax_prompt_length: {best['max_prompt_length']}"
-
-
 def format_analysis(result: dict[str, Any]) -> str:
-    """The analysis as text for a terminal, without the examples of pairs."""
+    """The analysis as text for a terminal; it ends with lines for a recipe."""
     findings = [f"  {finding['level']}: {finding['text']}" for finding in result["findings"]]
     best = result["recommendation"]
-    parts = [format_heading(result)]
+    sample = f", a sample of {result['usable']:,}" if result["sampled"] else ""
+    parts = [f"{' + '.join(result['dataset'])}: {result['pairs']:,} pairs{sample}, tokens of {result['model']}"]
     for title, rows in build_tables(result).items():
         parts.append(f"{title}\n{format_table(rows[1:], rows[0], 'r')}")
     parts += [
         NOTE,
         "\n".join(["Findings", *findings]),
         f"Recommendation: max_length {best['max_length']:,}\n{best['reason']}",
-        format_recipe_lines(result),
+        f"max_length: {best['max_length']}\nmax_prompt_length: {best['max_prompt_length']}",
     ]
     return "\n\n".join(parts)
-
-
-def format_heading(result: dict[str, Any]) -> str:
-    heading = f"{' + '.join(result['dataset'])}: {result['pairs']:,} pairs"
-    if result["sampled"]:
-        heading += f", a sample of {result['usable']:,}"
-    return f"{heading}, tokens of {result['model']}"
 
 
 def draw_lengths(result: dict[str, Any]) -> Figure:
@@ -101,19 +88,3 @@ def write_plot(result: dict[str, Any], path: Path) -> None:
     """Writes the plot in the format of the file's suffix."""
     with rc_context(STYLE):
         draw_lengths(result).savefig(path, facecolor="white")
-
-
-def write_page(result: dict[str, Any], path: Path) -> None:
-    """Writes one self-contained page without scripts, for light and dark themes and any width."""
-    with rc_context(STYLE):
-        picture = to_svg(draw_lengths(result), "lengths")
-    page = render_page(
-        "lengths.html.jinja",
-        **result,
-        heading=format_heading(result),
-        picture=picture,
-        tables=build_tables(result),
-        note=NOTE,
-        yaml_line=format_recipe_lines(result),
-    )
-    write_atomically(path, page)

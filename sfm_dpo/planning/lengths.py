@@ -136,10 +136,8 @@ def analyze_lengths(
 
 def compute_percentiles(values: np.ndarray) -> dict[str, Any]:
     """The mean, and for each percentile the smallest value that so many percent do not exceed."""
-    percentiles: dict[str, Any] = {"mean": float(values.mean())}
-    for q in PERCENTILES:
-        percentiles[str(q)] = int(np.percentile(values, q, method="inverted_cdf"))
-    return percentiles
+    smallest = np.percentile(values, PERCENTILES, method="inverted_cdf").astype(int).tolist()
+    return {"mean": float(values.mean())} | dict(zip(map(str, PERCENTILES), smallest, strict=True))
 
 
 def compute_curves(lengths: Lengths) -> dict[str, list]:

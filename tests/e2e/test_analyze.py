@@ -12,7 +12,7 @@ ROWS = [
 
 
 def test_what_it_prints_and_writes(write_rows, tiny_folder, tmp_path, environment, capsys):
-    files = {"--json": tmp_path / "out.json", "--plot": tmp_path / "out.png", "--html": tmp_path / "out.html"}
+    files = {"--json": tmp_path / "out.json", "--plot": tmp_path / "out.png"}
     options = [word for option in files.items() for word in map(str, option)]
     options += ["--model_name_or_path", str(tiny_folder("olmo3"))]
     assert analyze_dataset.main([str(write_rows("pairs.jsonl", ROWS)), *options]) == 0
@@ -23,24 +23,18 @@ def test_what_it_prints_and_writes(write_rows, tiny_folder, tmp_path, environmen
     assert pasted == {"max_length": 128, "max_prompt_length": 20} and pasted.items() <= best.items()
     assert all(row["flops"] > row["tokens"] for row in result["candidates"])  # from the folder's config.json
     assert best["limit"] == 512 and max(row["max_length"] for row in result["candidates"]) == 256
-    assert files["--plot"].stat().st_size > 10_000 and "max_length 128" in files["--html"].read_text()
+    assert files["--plot"].stat().st_size > 10_000
 
 
-def test_options_override_the_recipe_and_sets_are_compared(write_rows, tiny_folder, tmp_path, environment):
+def test_options_override_the_recipe(write_rows, tiny_folder, tmp_path, environment):
     recipe = {"model_name_or_path": str(tiny_folder("llama")), "dataset_name": "nobody/nothing", "bf16": True}
     recipe |= {"global_batch_size": 8, "max_length": 64, "max_prompt_length": 9, "output_dir": str(tmp_path / "run")}
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
     data = write_rows("pairs.jsonl", ROWS)
     file = tmp_path / "out.json"
-    page = tmp_path / "page.html"
-    found = {"question": f"{ROWS[3]['prompt']} {'two ' * 9}", "answer": "I cannot say " * 9}
-    against = write_rows("set.jsonl", [found])
-    argv = (data, "--config", tmp_path / "r.yaml", "--json", file, "--html", page, "--min_coverage", "0")
-    argv += ("--max_samples", "40", "--against", against, "--ngram", "6", "--by", "prompt")
+    argv = (data, "--config", tmp_path / "r.yaml", "--json", file, "--min_coverage", "0", "--max_samples", "40")
     assert analyze_dataset.main([str(word) for word in argv]) == 0
     result = json.loads(file.read_text())
     assert result["dataset"] == [str(data)] and result["recommendation"]["untruncated"] == 0  # max_prompt_length
-    assert [row["pairs"] for row in result["sides"]] == [1] * 20 and f"{data}: Wie viele" in page.read_text()
-    assert not (tmp_path / "run").exists()  # nothing is written but --json and --html
-    [found] = result["contamination"]["sets"]
-    assert found["pairs"] > 0 and found["examples"][0]["text"] in page.read_text()
+    assert [row["pairs"] for row in result["sides"]] == [40]
+    assert not (tmp_path / "run").exists()  # nothing is written but --json

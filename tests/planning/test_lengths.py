@@ -39,7 +39,7 @@ def pair(i: int, chosen: str = "{} apples", rejected: str = "I do not know, {}")
 def analyze(write_rows, tiny_folder):
     """A function: rows, options -> what analyze_dataset finds."""
 
-    def run(rows, *options, model=None, min_coverage=0.9, min_tokens_kept=0.9, by=None):
+    def run(rows, *options, model=None, min_coverage=0.9, min_tokens_kept=0.9):
         argv = [
             "--dataset_name",
             write_rows("pairs.jsonl", rows),
@@ -47,7 +47,7 @@ def analyze(write_rows, tiny_folder):
             model or tiny_folder("llama"),
         ]
         config = parse_config([str(word) for word in (*argv, *options)], training=False)
-        return analyze_dataset(config, min_coverage, min_tokens_kept, by=by)
+        return analyze_dataset(config, min_coverage, min_tokens_kept)
 
     return run
 
@@ -245,44 +245,27 @@ def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
         "warning: 1 pairs are identical on both sides after truncation and teach nothing: raise max_length",
         "warning: 45 prompts are not a token prefix",
         "warning: 1 pairs contain special tokens",
-        "note: 1 pairs (1 chosen, 1 rejected): two assistant turns in a row",
+        "note: 1 pairs (1 chosen, 1 rejected): two assistant turns in a row, first in row 48",
         "note: 1 of 48 rows dropped: chosen and rejected have different prompts: --dropped FILE lists them",
     ):
         assert sum(words in finding for finding in findings) == 1, (words, findings)
-    assert "<think>" not in result["example"]["chosen"]["text"]
     with pytest.raises(UserError, match=r"no train pair is left of 1 rows \(1 x empty response"):
         analyze([pair(0, chosen="")])
 
 
-def test_how_the_sides_differ(analyze, tmp_path):
+def test_how_the_sides_differ(analyze):
     link = "All of it is at https://example.org: apples, {}"
     refusal = "I'm sorry, I can't help with that: {}"
     rows = [pair(i, chosen=link if i < 30 else "{}", rejected=refusal if i % 4 else "{} or so") for i in range(40)]
-    result = analyze([row | {"domain": "food"} for row in rows])
+    result = analyze(rows)
     [row] = result["sides"]
     assert row["source"].endswith("pairs.jsonl") and row["pairs"] == 40
     assert row["sides"]["link"]["chosen_more"] == row["sides"]["declines"]["rejected_more"] == 0.75
     title = "How chosen and rejected answers differ"
     table = dataset_report.build_tables(result)[title]
     assert table[1][2:5] == ["75.0%", "0.0% / 75.0%", "75.0% / 0.0%"]
-    texts = [finding["text"] for finding in result["findings"]]
-    path = row["source"]
-    assert f"in {path}, the chosen answer has a link in 75.0% of the pairs, the rejected in 0.0%" in texts
-    assert f"in {path}, the chosen answer declines in 0.0% of the pairs, the rejected in 75.0%" in texts
     printed = dataset_report.format_analysis(result)
-    dataset_report.write_page(result, tmp_path / "page.html")
-    for shown in (printed, (tmp_path / "page.html").read_text()):
-        assert title in shown and "75.0% / 0.0%" in shown
-
-
-def test_sides_by_a_column(analyze):
-    """Also one that the first hundred rows do not have."""
-    rows = [pair(i) | {"domain": None if i == 9 else "math" if i % 3 else "code"} for i in range(10)]
-    rows = [pair(i) for i in range(110)] + rows
-    by_domain = {row["source"].rpartition(": ")[2]: row["pairs"] for row in analyze(rows, by="domain")["sides"]}
-    assert by_domain == {"math": 6, "code": 3, "None": 111}
-    with pytest.raises(UserError, match=r"--by topic: .*jsonl has no such column; it has chosen, rejected, domain"):
-        analyze(rows, by="topic")
+    assert title in printed and "75.0% / 0.0%" in printed
 
 
 def test_training_finds_the_tokens_in_the_cache(write_rows, tiny_folder, monkeypatch):
@@ -296,18 +279,6 @@ def test_training_finds_the_tokens_in_the_cache(write_rows, tiny_folder, monkeyp
     for split in pairs.splits.values():
         tokens, _ = tokenize_pairs(split, tokenizer, 256, 25)
         assert len(tokens) == len(split) and max(tokens["prompt_length"]) == 25
-
-
-def test_page_of_a_single_pair(analyze, tmp_path):
-    """The example is cut where training starts."""
-    result = analyze([pair(0, chosen="<script>alert(1)</script> & apples")])
-    shown = result["example"]
-    assert shown["prompt"]["text"].endswith("<|im_start|>assistant\n")
-    assert shown["chosen"]["text"].startswith("<script>alert") and shown["chosen"]["text"].endswith("<|im_end|>\n")
-    dataset_report.write_page(result, tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
-    assert page.count("<svg") == 1 and "<script" not in page and "&lt;script&gt;" in page
-    assert "src=" not in page and "http" not in page.replace("http://www.w3.org", "")
 
 
 @pytest.mark.parametrize("longest", [40, 500, 200_000])

@@ -141,9 +141,7 @@ CASES = {
         ("{kit}/runs/config_list", "resolved_config.yaml: missing or damaged", "restore it"),
     ],
     "average": [
-        (f"{RUN} {RUN} --output_dir {{out}} --weights 1", "--weights: 1 for 2 models; give one for each"),
         (f"{RUN} {RUN} --output_dir {{kit}}/model", "model: exists already; choose another"),
-        (f"{RUN} {RUN} --output_dir {{out}} --weights inf 1", "--weights: "),
         (f"{RUN} {{kit}}/runs/no_weights --output_dir {{out}}", "no_weights: holds no safetensors"),
     ],
     "sweep": [  # grids: tests/jobs/test_sweep.py

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sfm_dpo.data.traits import compare_sides, describe_sides, find_traits, tabulate_sides
+from sfm_dpo.data.answers import compare_sides, find_traits, tabulate_sides
 
 ANSWERS = {
     "declines": "I'm sorry, but I’m not able to discuss this.",
@@ -24,7 +24,7 @@ def test_each_trait_is_found_in_the_answer_and_not_in_the_think_block(name):
     assert not any(any(has) for other, has in found.items() if other != name)
 
 
-def test_sides_are_compared_by_source_with_mcnemars_z():
+def test_sides_are_compared_by_source():
     source = np.array(["a"] * 10 + ["b"] * 4, dtype=object)
     chosen = np.array([1, 1, 1, 1, 1, 1, 1, 1, 0, 1, 0, 0, 0, 0], dtype=bool)
     rejected = np.array([0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 1], dtype=bool)
@@ -34,11 +34,9 @@ def test_sides_are_compared_by_source_with_mcnemars_z():
     assert (a["source"], a["pairs"], b["source"], b["pairs"]) == ("a", 10, "b", 4)
     declines = a["sides"]["declines"]
     assert [declines[key] for key in ("chosen", "rejected", "chosen_more", "rejected_more")] == [0.9, 0.2, 0.8, 0.1]
-    assert declines["z"] == pytest.approx((8 - 1) / np.sqrt(8 + 1)) and b["sides"]["declines"]["z"] == -1
     assert tabulate_sides([a, b])[1:] == [
         ["a", "10", "10.0%", "90.0% / 20.0%", "30 / 10"],
         ["b", "4", "25.0%", "0.0% / 25.0%", "30 / 10"],
     ]
     none = {"link": (source, np.zeros((14, 2), dtype=bool))}
     assert tabulate_sides(compare_sides(none | values)) == tabulate_sides([a, b]), "no column of zeros"
-    assert describe_sides([a, b]) == ["in a, the chosen answer has 30 tokens on average, the rejected 10"]  # b: z 2
