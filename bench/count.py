@@ -60,7 +60,7 @@ GRADIENT_BYTES = (
     16  # of a weight in a micro-batch: written, copied, reduced, flattened, added in fp32 (DeepSpeed 0.19)
 )
 UPDATE_BYTES = 30  # of a rank's weight in a step: gradient, norm, weight and moments read and written, 16-bit copy
-WAITS = 4  # of the host in a micro-batch: TRL's LM head selects the trained tokens by a mask (tests/gpu counts 3)
+WAITS = 5  # of the host in a micro-batch: TRL selects tokens by masks (tests/gpu)
 STEP_WAITS = 5  # of the host in a step with a log: stop file, loss, norm, number of FLOPs, metrics (tests/gpu)
 WAIT = 3e-4  # seconds until the GPU is busy again (assumed)
 

@@ -57,19 +57,6 @@ def arguments_for_trl(args: TrainConfig, settings: Settings) -> TrainConfig:
     return derived
 
 
-class Unread:
-    """In place of a tensor that TRL would index with a mask, for which the host waits for the GPU."""
-
-    def __getitem__(self, key: Any) -> "Unread":
-        return self
-
-    def chunk(self, *args: Any, **kwargs: Any) -> tuple["Unread", "Unread"]:
-        return self, self
-
-    def sum(self) -> "Unread":
-        return self
-
-
 class UpstreamFixes(DPOTrainer):
     """DPOTrainer without the bugs of TRL 1.16, transformers 5.23 and accelerate 1.15 that affect this project."""
 
@@ -109,15 +96,11 @@ class UpstreamFixes(DPOTrainer):
     # which the host waits for the GPU and for other ranks. Canary: test_canary_gathered_metrics
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
         """TRL's loss without its metrics; the trainer records its own."""
-
-        def forward(**kwargs: Any) -> Any:
-            return dataclasses.replace(model(**kwargs), mean_logits=Unread())
-
         accelerator = self.accelerator
         gather = dict.fromkeys(("gather", "gather_for_metrics"), lambda values: torch.zeros(()))  # on the CPU
         self.accelerator = SimpleNamespace(device=accelerator.device, **gather)
         try:
-            return super()._compute_loss(forward, inputs, return_outputs)
+            return super()._compute_loss(model, inputs, return_outputs)
         finally:
             self.accelerator = accelerator
             self._metrics["train" if self.model.training else "eval"].clear()

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 STEPS = 3
 MICRO_BATCHES = 4  # of a step
 WAITS = 4  # of the host for the device, in a step
-HEAD_WAITS = 3  # of TRL's LM head in a micro-batch: it selects the trained tokens by a mask
+TRL_WAITS = 5  # in a micro-batch: its LM head and two of its metrics select tokens by a mask
 GRID = [("gpt_neox", {}), ("llama", {"fit_memory": "true"}), ("olmo2", {"prefix_sharing": "false"}), ("olmoe", {})]
 GRID += [("olmo3", {"gradient_checkpointing": "false"}), ("olmo3", {"padding_free": "false"})]
 GRID += [("olmo_hybrid", {}), ("gpt_neox", {"precompute_ref_log_probs": "false"})]
@@ -60,5 +60,5 @@ def test_a_run_on_a_gpu(architecture, fields, device, write_rows, tmp_path):
     assert result["code"] == 0, done.stderr[-3000:]
     assert bool(result["flash_calls"]) == (given["padding_free"] == "true")
     waits = sum(result["waits"].values())
-    assert waits <= WAITS + HEAD_WAITS * MICRO_BATCHES, result["waits"]
+    assert waits <= WAITS + TRL_WAITS * MICRO_BATCHES, result["waits"]
     assert list((tmp_path / "run").glob("*.safetensors"))
