@@ -4,8 +4,8 @@
     python bench/upgrade.py .venv-upgrade
 
 It makes a second environment, installs the newest versions that agree with each other there, and runs the canaries,
-the golden losses and the oracle. The table shows each library that is newer than its pin. A canary fails if its
-library has fixed the bug, or has changed what the canary calls; pytest's output above the table tells which.
+the golden losses and the oracle. The table shows each library of requirements.txt that is newer than its pin. A canary
+fails if its library has fixed the bug, or has changed what the canary calls: see pytest's output above the table.
 """
 
 import json
@@ -66,8 +66,8 @@ def make_table(pins: dict[str, str], newest: dict[str, str], failing: list[str],
 
 
 def main(venv: Path) -> None:
-    pins = read_pins("requirements.txt") | read_pins("requirements-dev.txt")
-    newest = install(venv, list(pins))
+    pins = read_pins("requirements.txt")
+    newest = install(venv, [*pins, *read_pins("requirements-dev.txt")])
     failing = failing_tests(venv)
     print(make_table(pins, newest, failing, (ROOT / "docs/internals/upstream.md").read_text()))
 
