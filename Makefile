@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo chat check test test-grid lint bench
+.PHONY: setup demo chat check test test-grid lint bench upgrade
 PYTEST := "$(BIN)/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 setup: $(VENV)/.complete
@@ -44,3 +44,7 @@ lint: setup
 
 bench: setup
 	"$(BIN)/python" bench/throughput.py
+
+# What the newest libraries would break; their environment, .venv-upgrade, takes some GB.
+upgrade:
+	$(PYTHON) bench/upgrade.py .venv-upgrade

@@ -181,7 +181,7 @@ def check_sharing(folders: dict[str, Path]) -> list[Finding]:
 def check_all_reduce(folders: dict[str, Path]) -> list[Finding]:
     """Sums numbers over all ranks on their devices, by NCCL between GPUs and gloo otherwise."""
     ranks = dist.get_world_size()
-    group = dist.new_group(backend="nccl" if ON_GPU else "gloo", timeout=timedelta(seconds=REDUCE_SECONDS))
+    group: Any = dist.new_group(backend="nccl" if ON_GPU else "gloo", timeout=timedelta(seconds=REDUCE_SECONDS))
     numbers = torch.full((1024,), float(RANK + 1), device=DEVICE)
     dist.all_reduce(numbers, group=group)
     if bool((numbers == ranks * (ranks + 1) / 2).all()):

@@ -17,7 +17,8 @@ from sfm_dpo.common.files import PROJECT
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.toolbox import on_cpu, pairs
 
-pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+CAN_SIMULATE = shutil.which("g++") and torch.version.cuda is None  # the CUDA build has devices of its own
+pytestmark = pytest.mark.skipif(not CAN_SIMULATE, reason="needs g++ and PyTorch's CPU build")
 STEPS = 3
 MICRO_BATCHES = 4  # of a step
 WAITS = 4  # of the host for the device, in a step
