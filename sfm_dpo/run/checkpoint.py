@@ -195,6 +195,7 @@ _DIFFERENCES = {  # the facts in COMPLETE that a resumed run must match
     "world_size": "was written by {was} process(es), but this run has {now}",
     "train_tokens": "the data have changed since it was written",
     "order_version": "was written by a version of this project with another order of pairs ({was}, now {now})",
+    "micro_batch": "was written with {was} pairs per device, this run has {now}: another balancing loss",
     "launch": "was written with launch {was}, but this run uses {now}, which cannot load its optimizer",
 }
 

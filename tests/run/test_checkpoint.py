@@ -145,6 +145,7 @@ def test_a_kill_in_the_middle_of_a_rotation_leaves_no_complete_looking_half(tmp_
         ("world_size", 4, "was written by 2 process(es), but this run has 4; restore that setting, ", True),
         ("train_tokens", "xyz", "the data have changed since it was written", True),
         ("order_version", 3, "another order of pairs (1, now 3)", True),
+        ("micro_batch", 4, "was written with 2 pairs per device, this run has 4: another balancing loss", True),
         ("launch", "FSDP2", "was written with launch DDP or one process, but this run uses FSDP2", False),
         ("world_size under ZeRO", 4, "was written by 2 process(es), but this run has 4", False),
     ],
@@ -153,6 +154,7 @@ def test_a_run_resumes_only_with_what_wrote_the_checkpoint(tmp_path, fact, now, 
     fact, _, launch = fact.partition(" under ")
     folder = write_checkpoint(tmp_path, 3)
     facts = {"launch": launch or "whole weights", "world_size": 2, "train_tokens": "abc", "order_version": 1}
+    facts["micro_batch"] = 2
     mark_complete(folder, facts)
     check_resume(folder, facts, ignore=False)
     with pytest.raises(UserError, match=rf"^{folder}: .*{re.escape(message)}") as caught:
