@@ -175,7 +175,10 @@ def rotate(run: str | Path, limit: int | None) -> None:
         if checkpoint not in (*recent, *best):
             # First: an interrupted deletion must not leave it complete
             (checkpoint / COMPLETE).unlink(missing_ok=True)
-            shutil.rmtree(checkpoint)
+            try:
+                shutil.rmtree(checkpoint)
+            except OSError as error:  # on NFS, while another process has one of its files open
+                log.warning(f"{checkpoint}: cannot be deleted ({error}); tried again after the next save")
 
 
 def mark_in_use(checkpoint: Path, mark: str, pid: int) -> None:

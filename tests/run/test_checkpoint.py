@@ -1,12 +1,14 @@
 """Checkpoints: marks and damage, rotation, what must agree before a resume, disk space, and whose stop file it is."""
 
 import contextlib
+import errno
 import json
 import os
 import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -137,6 +139,18 @@ def test_a_kill_in_the_middle_of_a_rotation_leaves_no_complete_looking_half(tmp_
         rotate(tmp_path, 2)
     assert why_incomplete(tmp_path / "checkpoint-1") == "was not fully written"
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_deleted_after_a_later_save(tmp_path, monkeypatch, caplog):
+    for step in (1, 2):
+        write_checkpoint(tmp_path, step)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", Mock(side_effect=OSError(errno.ENOTEMPTY, "Directory not empty")))
+        rotate(tmp_path, 1)
+    assert f"{tmp_path}/checkpoint-1: cannot be deleted ([Errno 39] Directory not empty" in caplog.text
+    assert why_incomplete(tmp_path / "checkpoint-1") == "was not fully written"
+    rotate(tmp_path, 1)
+    assert names(tmp_path) == ["checkpoint-2"]
 
 
 @pytest.mark.parametrize(
