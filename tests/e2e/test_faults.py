@@ -210,6 +210,7 @@ class Fault:
         code = self.run.wait()
         log = self.run.log
         assert code == 0 or self.kind != "SIGSTOP", log[-3000:]
+        assert code == 0 or ":" not in self.kind or "\nerror: " in log, log[-3000:]
         if "read-only" in self.kind:
             remount(self.disk, "rw")
         if self.processes == 1 and "kill" not in self.kind:

@@ -79,6 +79,7 @@ def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, monkeypatch, capsy
     def fail(*args):
         raise error
 
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/dev/full")
     monkeypatch.setattr(train_dpo, "find_start", fail)
     monkeypatch.setattr(folder, "write_json", fail)
     fields = f"--model_name_or_path m --dataset_name d.jsonl --use_cpu --output_dir {tmp_path / 'run'}"
