@@ -13,8 +13,9 @@ NO_EFFECT = set(
     memory_gib""".split()
 )
 # How the same sums are split and computed: the trained weights are the same but for rounding. A loss that depends on
-# the micro-batch is refused (config_checks.py). gradient_accumulation_steps follows from the number of processes,
-# which run/checkpoint.py compares.
+# the micro-batch is refused (config_checks.py), except the balancing loss of a mixture of experts, for which
+# run/checkpoint.py compares the pairs per device. gradient_accumulation_steps follows from the number of processes,
+# which it compares, too.
 ROUNDING = set(
     """per_device_train_batch_size per_device_eval_batch_size precompute_ref_batch_size gradient_accumulation_steps
     gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs

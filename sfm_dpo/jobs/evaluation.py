@@ -167,6 +167,7 @@ def evaluate_pairs(model: SavedModel, dataset: str, limit: int | None) -> dict[s
             processing_class=tokenizer,
             peft_config=PeftConfig.from_pretrained(model.folder) if model.is_adapter else None,
         )
+        trainer.train_dataset = None  # TRL requires one
         add_reference(trainer)
         log.info(
             f"computing the trained model on {len(pairs):,} pairs; {len(loaded.dropped_rows):,} rows are left out"

@@ -96,7 +96,7 @@ def format_summary(run: Path) -> str:
     first, last = first_and_last(facts["log"], "loss")
     if first is not None:
         rows.append(("loss", f"training {first:.3f} -> {last:.3f}"))
-    if any(run.glob("*.safetensors")):
+    if State.of(status).has_model:
         rows.append(("model", str(run)))
     elif facts["checkpoints"]:
         rows.append(("checkpoint", str(run / facts["checkpoints"][-1])))

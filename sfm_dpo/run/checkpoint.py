@@ -175,7 +175,10 @@ def rotate(run: str | Path, limit: int | None) -> None:
         if checkpoint not in (*recent, *best):
             # First: an interrupted deletion must not leave it complete
             (checkpoint / COMPLETE).unlink(missing_ok=True)
-            shutil.rmtree(checkpoint)
+            try:
+                shutil.rmtree(checkpoint)
+            except OSError as error:  # on NFS, while another process has one of its files open
+                log.warning(f"{checkpoint}: cannot be deleted ({error}); tried again after the next save")
 
 
 def mark_in_use(checkpoint: Path, mark: str, pid: int) -> None:
@@ -195,6 +198,7 @@ _DIFFERENCES = {  # the facts in COMPLETE that a resumed run must match
     "world_size": "was written by {was} process(es), but this run has {now}",
     "train_tokens": "the data have changed since it was written",
     "order_version": "was written by a version of this project with another order of pairs ({was}, now {now})",
+    "micro_batch": "was written with {was} pairs per device, this run has {now}: another balancing loss",
     "launch": "was written with launch {was}, but this run uses {now}, which cannot load its optimizer",
 }
 

@@ -10,6 +10,7 @@ import secrets
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
@@ -137,7 +138,8 @@ def message_of_rank(run: Path | None, error: str) -> str | None:
             return None
         error = f"rank {os.environ['RANK']} on {platform.node()}: {error}"
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torch's launcher quotes this file
-        Path(file).write_text(json.dumps({"message": mask(error), "timestamp": int(time.time())}))
+        with suppress(OSError):  # TMPDIR may be full, too
+            Path(file).write_text(json.dumps({"message": mask(error), "timestamp": int(time.time())}))
     return error
 
 

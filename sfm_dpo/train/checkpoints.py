@@ -16,6 +16,7 @@ from sfm_dpo.config import Config
 from sfm_dpo.data.sampler import ORDER_VERSION
 from sfm_dpo.model.loading import identify_model, load_model
 from sfm_dpo.run.checkpoint import COMPLETE, mark_complete, rotate
+from sfm_dpo.train.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ class CompleteCheckpoints(DPOTrainer):
     is_resumed: bool
     num_tokens: int  # trained so far, prompts included, over all ranks
     is_fsdp_enabled: bool
+    settings: Settings
+    aux_loss_enabled: bool
 
     @property
     def zero_stage(self) -> int:
@@ -43,6 +46,7 @@ class CompleteCheckpoints(DPOTrainer):
             "launch": f"ZeRO-{self.zero_stage}" if self.zero_stage else launch,
             "train_tokens": self.train_tokens,
             "order_version": ORDER_VERSION,
+            "micro_batch": self.settings.micro_batch if self.aux_loss_enabled else None,  # the loss depends on it
             **{part.model_field: identify_model(part) for part in self.config.parts},
         }
 

@@ -56,7 +56,8 @@ def add_reference(trainer: Any) -> None:
     training, when the policy is still the base model, even in a resumed run. Raises StopRequested and DiskFull."""
     if not trainer.config.train.precompute_ref_log_probs:
         return
-    splits = {"train": trainer.train_dataset, **(trainer.eval_dataset or {})}
+    splits = {"train": trainer.train_dataset} if trainer.train_dataset else {}  # evaluate.py has none
+    splits |= trainer.eval_dataset or {}
     with frozen_model(trainer, "reference") as reference:
         key = describe_key(trainer, reference.model)
         shards = 0
@@ -74,7 +75,7 @@ def add_reference(trainer: Any) -> None:
                 check_again(trainer, reference, dataset, cache.batches(cache.shards[0])[0], logps)
             columns = Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})
             splits[name] = concatenate_datasets([dataset, columns], axis=1)
-    trainer.train_dataset = splits.pop("train")
+    trainer.train_dataset = splits.pop("train", None)
     if splits:
         trainer.eval_dataset = splits
 

@@ -1,12 +1,13 @@
 """Faults at random moments of a run: the same command then ends bitwise as if nothing had happened.
 
-One of each series by default, more in the grid. `FAULTS=20 python -m pytest tests/e2e/test_faults.py -k kill_9 -s`
-kills twenty times and prints a table, `-k each_fault` goes through all kinds; FAULT_SEED makes another series. A rank
-that is stopped for longer than hang_timeout: test_hang.py.
+A few cases of MATRIX by default, more in the grid. `FAULTS=60 python -m pytest tests/e2e/test_faults.py -k bitwise -s`
+runs all of them and prints a table; FAULT_SEED makes another series. A rank that is stopped for longer than
+hang_timeout: test_hang.py.
 """
 
 import contextlib
 import ctypes
+import itertools
 import os
 import random
 import shutil
@@ -24,48 +25,48 @@ from tests.e2e.test_resume import shards, write_killed
 from tests.hub_server import TOKEN, HubServer
 from tests.toolbox import error_line, small_disk
 
-MOMENTS = {  # and how long after the beginning of each, in seconds at most
-    "reference pass": 0.1,
-    "training": 0.3,
-    "saving a checkpoint": 0.03,
-    "saving the model": 0.003,
-    "preflight": 0.3,
-    "evaluation": 0.2,
-    "report": 1.0,
+PHASES = {  # and how long after the beginning of each, in seconds at most
     "tokenisation": 1.0,
-    "pushing": 0.1,
+    "reference pass": 0.1,
+    "preflight": 0.3,
+    "step": 0.3,
+    "saving": 0.03,
+    "rotation": 0.01,
+    "evaluation": 0.2,
+    "final save": 0.003,
+    "report": 1.0,
+    "push": 0.1,
 }
-KINDS = ("read-only: HF_HOME", "two runs on one cache", "two starts", "SIGINT", "SIGTERM", "SIGSTOP")
-KINDS += ("read-only: output_dir", "full disk: output_dir", "full disk: HF_HOME", "full disk: TMPDIR")
-GROUP = 54_321  # also the id of another user
+IN_EACH_PHASE = ("kill -9", "SIGSTOP", "full disk: output_dir HF_HOME TMPDIR")  # of one of two processes
 AFTER_A_KILL = ("flipped byte", "removed file", "clock set back")  # of what the killed run has left
-SERIES = {"kill_9": ["kill -9"], "each_fault": [*KINDS, *AFTER_A_KILL]}
-CASES = [("kill_9", 1), ("each_fault", 0)]  # of one of two processes; with one process
-CASES += [pytest.param("kill_9", number, marks=pytest.mark.grid) for number in (0, 2, 3)]
-CASES += [pytest.param("each_fault", number, marks=pytest.mark.grid) for number in range(1, 5)]
+KINDS = (*IN_EACH_PHASE, "full disk: output_dir", "read-only: output_dir", "full disk: TMPDIR")
+KINDS += ("two runs on one cache", "SIGINT", "SIGTERM", "two starts", "full disk: HF_HOME", "read-only: HF_HOME")
+KINDS += AFTER_A_KILL
+MATRIX = list(itertools.product(IN_EACH_PHASE, PHASES, [2]))
+SPREAD = zip(itertools.product([1, 2], KINDS), itertools.cycle(PHASES), strict=False)  # over the phases
+MATRIX += [(kind, phase, processes) for (processes, kind), phase in SPREAD]
+GROUP = 54_321  # also the id of another user
+CASES = [("kill -9", "step", 2), ("read-only: HF_HOME", "reference pass", 1)]
+GRID = [("two runs on one cache", "reference pass", 1), *MATRIX[5::11]]
+CASES += [pytest.param(*case, marks=pytest.mark.grid) for case in GRID]
 if "FAULTS" in os.environ:
-    CASES = [(series, number) for series in SERIES for number in range(int(os.environ["FAULTS"]))]
+    CASES = MATRIX[: int(os.environ["FAULTS"])]
 
 
-@pytest.mark.parametrize(("series", "number"), CASES)
-def test_the_same_command_then_ends_bitwise(place, uninterrupted, tmp_path, series, number):
-    dice = random.Random(f"{os.environ.get('FAULT_SEED')}, {number}")
-    kind = SERIES[series][number % len(SERIES[series])]
-    moment = list(MOMENTS)[number % len(MOMENTS)]
+@pytest.mark.parametrize(("kind", "phase", "processes"), CASES)
+def test_the_same_command_then_ends_bitwise(place, uninterrupted, tmp_path, kind, phase, processes):
+    dice = random.Random(f"{os.environ.get('FAULT_SEED')}, {kind}, {phase}, {processes}")
     if kind == "two runs on one cache":
-        moment = "reference pass"
-    elif kind in AFTER_A_KILL:
-        moment = dice.choice(("training", "saving a checkpoint"))  # when there is something to damage
-    processes = 1 + (number + number // len(MOMENTS)) % 2
+        phase = "reference pass"
     disk = tmp_path / "disk"
     disk.mkdir()
     with small_disk(disk, "64m") if ":" in kind else contextlib.nullcontext(), HubServer() as hub:
-        fault = Fault(kind, moment, processes, disk, place, hub, dice)
+        fault = Fault(kind, phase, processes, disk, place, hub, dice)
         code = fault.strike(uninterrupted)
         again, newest = fault.start_again(code)
         assert_same_run(again, uninterrupted(processes))
     start = newest.name if newest else "the beginning"
-    print(f"| {number + 1} | {kind} | {processes} | {moment} | code {code} | {start} |", flush=True)
+    print(f"| {kind} | {phase} | {processes} | code {code} | {start} |", flush=True)
 
 
 def obey_permissions() -> None:
@@ -126,9 +127,9 @@ def flip(path: Path, position: int) -> None:
 class Fault:
     """A run that meets a fault. What `kind` names is on `disk`, all else that the run writes beside it."""
 
-    def __init__(self, kind, moment, processes, disk: Path, place: Place, hub: HubServer, dice: random.Random):
+    def __init__(self, kind, phase, processes, disk: Path, place: Place, hub: HubServer, dice: random.Random):
         self.kind = kind
-        self.moment = moment
+        self.phase = phase
         self.processes = processes
         self.disk = disk
         self.hub = hub
@@ -137,10 +138,12 @@ class Fault:
         self.place = Place(place.folder, place.model, (disk if "HF_HOME" in kind else beside) / "hf")
         self.fields = {"output_dir": (disk if "output_dir" in kind else beside) / "run"}
         self.env = {"TMPDIR": str(disk)} if "TMPDIR" in kind else {}
-        if moment == "evaluation":
+        if phase == "rotation":
+            self.fields |= {"save_total_limit": 2, "guard": "skip"}  # which would keep the first one
+        elif phase == "evaluation":
             self.fields |= {"eval_datasets": f'{{"held": "{place.folder}/pairs.jsonl"}}'}
             self.fields |= {"eval_strategy": "steps", "eval_steps": 2}
-        elif moment == "pushing":
+        elif phase == "push":
             self.env |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
             self.fields |= {"push_to_hub": "true", "hub_model_id": "lab/model"}
         self.run = self.start()
@@ -151,8 +154,8 @@ class Fault:
             f"{self.disk.parent.name}{name}", self.processes, env=dict(self.env), **self.fields | fields
         )
 
-    def wait_for_moment(self) -> bool:
-        """Waits for a random moment; False if the run was over before."""
+    def wait_for_moment(self) -> None:
+        """Waits for a random moment of the phase."""
         run = self.run
         wanted = self.dice.randrange(1, 5)
         seen: set[Path] = set()
@@ -162,27 +165,34 @@ class Fault:
             seen.update(half_written)
             return len(seen) >= min(wanted, 2) and bool(half_written)
 
+        first = run.folder / "checkpoint-2"
+        if self.phase == "rotation":  # makes the deletion of it take some milliseconds
+            ballast = run.folder.with_name("ballast")
+            ballast.mkdir(parents=True)
+            for number in range(3000):
+                (ballast / str(number)).touch()
+            run.until((first / "complete.json").exists)
+            ballast.rename(first / ballast.name)
         has_begun = {
             "tokenisation": (run.folder / ".lock").exists,
             "reference pass": lambda: len(shards(self.place)) >= 12 * wanted,
             "preflight": lambda: "the largest micro-batch has" in run.log,
-            "training": lambda: f"step {2 * wanted - 1}/" in run.log,
+            "step": lambda: f"step {2 * wanted - 1}/" in run.log,
+            "saving": is_saving,
+            "rotation": lambda: not (first / "complete.json").exists(),
             "evaluation": lambda: f"step {2 * wanted}/" in run.log,
-            "saving a checkpoint": is_saving,
-            "saving the model": (run.folder / "config.json").exists,
+            "final save": (run.folder / "config.json").exists,
             "report": lambda: run.status.get("state") == "done",
-            "pushing": lambda: self.hub.count("preupload") > 0,
+            "push": lambda: self.hub.count("preupload") > 0,
         }
-        reached = run.until(has_begun[self.moment], every=0.0005)
-        time.sleep(self.dice.random() * MOMENTS[self.moment])
-        return reached
+        assert run.until(has_begun[self.phase], every=0.0005), run.log[-3000:]
+        time.sleep(self.dice.random() * PHASES[self.phase])
 
     def strike(self, uninterrupted) -> int:
         """Waits for the moment, then does what `kind` says; returns the exit code of the run."""
-        reached = self.wait_for_moment()
+        self.wait_for_moment()
         with contextlib.suppress(psutil.NoSuchProcess):  # it was over before
             if self.kind in ("kill -9", *AFTER_A_KILL):
-                assert reached or self.kind in AFTER_A_KILL, self.run.log[-3000:]
                 self.rank.kill()
             elif self.kind in ("SIGINT", "SIGTERM"):
                 self.rank.send_signal(signal.Signals[self.kind])
@@ -199,6 +209,8 @@ class Fault:
             remount(self.disk, "ro")
         code = self.run.wait()
         log = self.run.log
+        assert code == 0 or self.kind != "SIGSTOP", log[-3000:]
+        assert code == 0 or ":" not in self.kind or "\nerror: " in log, log[-3000:]
         if "read-only" in self.kind:
             remount(self.disk, "rw")
         if self.processes == 1 and "kill" not in self.kind:
@@ -236,7 +248,7 @@ class Fault:
             assert code and all(line in again.log for line in expected), expected
             assert written.items() <= shards(self.place).items(), "a shard was computed twice"
         assert (again.folder / "report.html").is_file() and (again.folder / "README.md").is_file()
-        assert self.moment != "pushing" or self.hub.repos["lab/model"].files("main")["model.safetensors"]
+        assert self.phase != "push" or self.hub.repos["lab/model"].files("main")["model.safetensors"]
         return again, newest
 
     def damage(self) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -150,7 +151,8 @@ def test_pairs_of_a_run(run, tmp_path, capsys):
     assert row["rewards/accuracies"] == np.mean(margins > 0)
     assert row["logps/accuracies"] == np.mean(trained @ [1, -1] > 0)
     out = capsys.readouterr().out
-    assert "tokenizing 6 pairs\n" in out and "trained model on 6 pairs; 1 rows are left out\n" in out
+    assert "tokenizing 6 pairs\n" in out and re.findall("log-probs of the (.*) pairs", out) == ["eval"]
+    assert "trained model on 6 pairs; 1 rows are left out\n" in out
     assert "reward accuracy" in out
     assert row["source"] == "other.jsonl" and "other.jsonl" in (run / "report.html").read_text()
     assert str(tmp_path / "other.jsonl") not in (run / "README.md").read_text()  # which is published

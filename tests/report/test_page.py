@@ -91,19 +91,6 @@ def test_a_real_run_is_told_in_full_with_figures_that_are_not_blank(run):
     assert len(ids) == len(set(ids)) > 0
 
 
-@pytest.mark.parametrize("state", ["stopped", "collapsed"])
-def test_a_run_without_a_later_evaluation_shows_none(run, without_curves, state):
-    trainer_state = json.loads((run / "trainer_state.json").read_text())
-    entries = trainer_state["log_history"]
-    trainer_state["log_history"] = [entry for entry in entries if "eval_loss" not in entry or entry["step"] == 0]
-    save(run, "trainer_state.json", trainer_state)
-    save(run, "status.json", {"state": state, "step": STEPS, "message": ""})
-    write_model_card(run)
-    assert "<th>before</th></tr>" in write_report(run).read_text()
-    assert "| | before |\n|---|---|\n" in (run / "README.md").read_text()
-    assert re.search(r"reward accuracy +0.50, all ties$", format_summary(run), re.MULTILINE)
-
-
 def test_hostile_text_is_shown_and_not_obeyed(run, without_curves):
     data = json.loads((run / "data.json").read_text())
     save(run, "status.json", {"state": "failed", "message": HOSTILE})
@@ -130,14 +117,12 @@ def test_a_killed_run_with_damaged_files_is_told_from_its_newest_checkpoint(run,
     (run / "trainer_state.json").unlink()
     (run / "data.json").unlink()
     (run / "resolved_config.yaml").write_text("{half a fi")
-    for weights in run.glob("*.safetensors"):
-        weights.unlink()
     (run / f"checkpoint-{STEPS}/complete.json").unlink()
     save(run, "status.json", {"state": "running", "step": 5, "message": ""})
     page = page_of(run)
     assert "was killed" in page.text and "Training loss" in page.text
     assert f"Checkpoints: checkpoint-4; incomplete, and deleted after a later save: checkpoint-{STEPS}" in page.text
-    assert "checkpoint-4" in format_summary(run)
+    assert "checkpoint-4" in format_summary(run)  # and not the model, which a killed run may have half written
 
 
 def test_values_that_are_no_numbers(run, without_curves):

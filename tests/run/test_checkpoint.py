@@ -1,12 +1,14 @@
 """Checkpoints: marks and damage, rotation, what must agree before a resume, disk space, and whose stop file it is."""
 
 import contextlib
+import errno
 import json
 import os
 import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -139,12 +141,25 @@ def test_a_kill_in_the_middle_of_a_rotation_leaves_no_complete_looking_half(tmp_
     assert newest_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
 
 
+def test_a_checkpoint_that_cannot_be_deleted_is_deleted_after_a_later_save(tmp_path, monkeypatch, caplog):
+    for step in (1, 2):
+        write_checkpoint(tmp_path, step)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rmdir", Mock(side_effect=OSError(errno.ENOTEMPTY, "Directory not empty")))
+        rotate(tmp_path, 1)
+    assert f"{tmp_path}/checkpoint-1: cannot be deleted ([Errno 39] Directory not empty" in caplog.text
+    assert why_incomplete(tmp_path / "checkpoint-1") == "was not fully written"
+    rotate(tmp_path, 1)
+    assert names(tmp_path) == ["checkpoint-2"]
+
+
 @pytest.mark.parametrize(
     ("fact", "now", "message", "may_ignore"),
     [
         ("world_size", 4, "was written by 2 process(es), but this run has 4; restore that setting, ", True),
         ("train_tokens", "xyz", "the data have changed since it was written", True),
         ("order_version", 3, "another order of pairs (1, now 3)", True),
+        ("micro_batch", 4, "was written with 2 pairs per device, this run has 4: another balancing loss", True),
         ("launch", "FSDP2", "was written with launch DDP or one process, but this run uses FSDP2", False),
         ("world_size under ZeRO", 4, "was written by 2 process(es), but this run has 4", False),
     ],
@@ -153,6 +168,7 @@ def test_a_run_resumes_only_with_what_wrote_the_checkpoint(tmp_path, fact, now, 
     fact, _, launch = fact.partition(" under ")
     folder = write_checkpoint(tmp_path, 3)
     facts = {"launch": launch or "whole weights", "world_size": 2, "train_tokens": "abc", "order_version": 1}
+    facts["micro_batch"] = 2
     mark_complete(folder, facts)
     check_resume(folder, facts, ignore=False)
     with pytest.raises(UserError, match=rf"^{folder}: .*{re.escape(message)}") as caught:

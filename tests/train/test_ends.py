@@ -15,6 +15,7 @@ import pytest
 import train_dpo
 from sfm_dpo.common.cli import interrupt_again
 from sfm_dpo.common.errors import UserError, user_input
+from sfm_dpo.report.page import write_report
 from sfm_dpo.run import folder
 from sfm_dpo.run.checkpoint import COMPLETE, STOP
 from sfm_dpo.run.folder import read_status
@@ -29,16 +30,18 @@ def test_a_mismatch_leaves_the_run_stopped_the_end_is_evaluated_and_made_again(
     tiny_folder, write_rows, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setenv("SFM_GRACE_SECONDS", "0")
+    monkeypatch.setattr("sfm_dpo.report.page.draw_curves", lambda *args, **kwargs: [])
     run = tmp_path / "output_dir"
     more = {"eval_fraction": 0.25, "learning_rate": 1e-3, "logging_steps": 50}  # so that no step is logged
     fields = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(16)), run, **more)
     run.mkdir()
     (run / STOP).write_text("for good\n")
     assert train_dpo.main(fields) == 75
-    found = re.findall(
-        r"evaluation \d+ s, step \d+ s, save \d+ s, but --signal is 0 s; submit", capsys.readouterr().err
-    )
+    printed = capsys.readouterr()
+    found = re.findall(r"evaluation \d+ s, step \d+ s, save \d+ s, but --signal is 0 s; submit", printed.err)
     assert len(found) == 1
+    assert re.search(r"reward accuracy +0.50, all ties$", printed.out, re.MULTILINE)  # and no later evaluation
+    assert "<th>before</th></tr>" in write_report(run).read_text()
     stopped = read_status(run)
     assert stopped["for_good"] is True
     mark = run / "checkpoint-1" / COMPLETE
@@ -76,6 +79,7 @@ def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, monkeypatch, capsy
     def fail(*args):
         raise error
 
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/dev/full")
     monkeypatch.setattr(train_dpo, "find_start", fail)
     monkeypatch.setattr(folder, "write_json", fail)
     fields = f"--model_name_or_path m --dataset_name d.jsonl --use_cpu --output_dir {tmp_path / 'run'}"

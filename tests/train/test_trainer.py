@@ -91,16 +91,18 @@ def test_prefix_sharing_is_on_where_the_model_can(tiny_folder, tmp_path):
         assert not make_trainer(tiny_folder("olmo3"), tmp_path, *cli).prefix_sharing
 
 
-def test_prefix_sharing_and_a_loss_over_prompt_tokens(tiny_folder, tmp_path, caplog):
-    """The routers' balancing loss would count the tokens of a shared prompt once."""
+def test_a_loss_over_the_tokens_of_a_micro_batch(tiny_folder, tmp_path, caplog):
+    """The balancing loss would count the tokens of a shared prompt once, and depends on the pairs per device."""
     caplog.set_level("INFO", "sfm_dpo")
-    assert not make_trainer(tiny_folder("olmoe"), tmp_path, "--padding_free=true").prefix_sharing
+    trainer = make_trainer(tiny_folder("olmoe"), tmp_path, "--padding_free=true")
+    assert not trainer.prefix_sharing and trainer.resume_facts()["micro_batch"] == trainer.settings.micro_batch
     assert "prefix_sharing is off: router_aux_loss_coef 0.1: that loss counts" in caplog.text
     message = r"^prefix_sharing True: router_aux_loss_coef 0.1.*; set prefix_sharing: false$"
     with pytest.raises(UserError, match=message):
         make_trainer(tiny_folder("olmoe"), tmp_path, "--padding_free=true", "--prefix_sharing=true")
     off = "--padding_free=true", "--prefix_sharing=true", "--router_aux_loss_coef=0"
-    assert make_trainer(tiny_folder("olmoe"), tmp_path, *off).prefix_sharing
+    trainer = make_trainer(tiny_folder("olmoe"), tmp_path, *off)
+    assert trainer.prefix_sharing and trainer.resume_facts()["micro_batch"] is None
 
 
 def test_the_length_column_is_what_is_computed(tiny_folder, tmp_path):
