@@ -207,16 +207,20 @@ def compare_ranks(hosts: list[str]) -> None:
     facts["GPU"] = torch.cuda.get_device_name() if ON_GPU else "none"
     facts["driver"] = DRIVER.read_text().splitlines()[0] if DRIVER.exists() else "none"
     rates: Rates = {}
+    failures = []
     try:
-        rates = measure_rates(hosts)
+        for what, name, rate in measure_rates(hosts):
+            rates[what, name] = rate
     except Exception as error:  # torch raises no narrower class
-        log.warning(f"{HOST} {DEVICE_NAME}: not measured: {' '.join(str(error).split())[:300]}")
-    gathered = gather((facts, rates))
-    for _, of_rank in gathered:
-        rates |= of_rank
+        failures.append(f"{HOST} {DEVICE_NAME} could not be measured: {' '.join(str(error).split())[:300]}")
+    gathered = gather((facts, rates, failures))
     if is_main_process():
+        for _, of_rank, failures in gathered:
+            rates |= of_rank
+            for failure in failures:
+                log.warning(failure)
         for name in facts:
-            of_host = {host: of_rank[name] for host, (of_rank, _) in zip(hosts, gathered, strict=True)}
+            of_host = {host: of_rank[name] for host, (of_rank, *_) in zip(hosts, gathered, strict=True)}
             if len(set(of_host.values())) > 1:
                 log.warning(f"not the same {name} on all nodes: {'; '.join(map(': '.join, of_host.items()))}")
         for what in dict.fromkeys(what for what, _ in rates):
@@ -226,14 +230,14 @@ def compare_ranks(hosts: list[str]) -> None:
                 log.warning(f"{name} is slow: {by_name[name]:.3g} {what}; the others reach {others:.3g}")
 
 
-def measure_rates(hosts: list[str]) -> Rates:
-    """The rates in which this rank takes part: its matrix product, and all-reduces inside its node and between each
-    node and the next, so that a node with a slow link is in two slow pairs."""
+def measure_rates(hosts: list[str]) -> Iterator[tuple[str, str, float]]:
+    """What, where and how fast, for all that this rank takes part in: its matrix product, all-reduces inside its node,
+    and between each node and the next, so that a node with a slow link is in two slow pairs."""
     size = 8192 if ON_GPU else 512
     matrix = torch.randn(size, size, dtype=torch.bfloat16 if ON_GPU else torch.float32, device=DEVICE)
     product = torch.empty_like(matrix)
     seconds = measure_seconds(partial(torch.matmul, matrix, matrix, out=product), product)
-    rates = {("TFLOPS in a matrix product", f"{HOST} {DEVICE_NAME}"): 2e-12 * size**3 / seconds}
+    yield "TFLOPS in a matrix product", f"{HOST} {DEVICE_NAME}", 2e-12 * size**3 / seconds
     numbers = torch.zeros(2**28 if ON_GPU else 2**20, device=DEVICE)  # 1 GiB on a GPU
     nodes = list(dict.fromkeys(hosts))
     pairs = list(pairwise(nodes))
@@ -245,8 +249,7 @@ def measure_rates(hosts: list[str]) -> Rates:
             seconds = measure_seconds(partial(dist.all_reduce, numbers, group=group), numbers)
             what = f"GB/s in an all-reduce {'inside a node' if len(members) == 1 else 'between two nodes'}"
             moved = 2 * (len(ranks) - 1) / len(ranks) * numbers.nbytes  # by each rank: NCCL's bus bandwidth
-            rates[what, " and ".join(members)] = 1e-9 * moved / seconds
-    return rates
+            yield what, " and ".join(members), 1e-9 * moved / seconds
 
 
 def measure_seconds(action: Callable[[], Any], result: torch.Tensor) -> float:

@@ -125,8 +125,9 @@ def test_ranks_that_cannot_be_measured_do_not_stop_the_job(tmp_path):
     broken += "if h.RANK == 2: h.measure_seconds = measure_seconds\nh.sfm_dpo.setup()\nsys.exit(h.main(sys.argv[1:]))"
     codes, output = check(tmp_path, 3, program=["-c", broken])
     assert codes == [0] * 3, output
-    assert "n3 CPU 0: not measured: no memory\n" in output
-    assert "n2 CPU 0: not measured: " in output  # its neighbour
+    assert "n3 CPU 0 could not be measured: no memory\n" in output
+    assert "n2 CPU 0 could not be measured: " in output  # its neighbour
+    assert "GB/s in an all-reduce between two nodes: " in output  # n1 and n2
     assert "node check: 3 node(s), 3 rank(s) are healthy" in output
 
 
