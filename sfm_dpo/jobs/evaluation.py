@@ -86,22 +86,18 @@ def load_tasks(names: list[str]) -> Any:
 def evaluate_benchmarks(model: SavedModel, options: dict[str, Any], with_base: bool) -> list[dict[str, Any]]:
     """Rows of `compare_results` for the model and its base model (or itself), with the settings used."""
     folder = str(model.folder)
-    base: dict[str, Any] = {"pretrained": model.base, "tokenizer": folder}
+    base = {"pretrained": model.base, "tokenizer": folder}
     if revision := model.base_revision:
         base["revision"] = revision
-    trained = {"pretrained": folder, "tokenizer": folder}
-    if model.is_adapter and options["backend"] == "vllm":
-        rank = PeftConfig.from_pretrained(folder).r
-        trained = base | {"lora_local_path": folder, "max_lora_rank": max(rank, 16)}  # vLLM refuses more than this
-    elif model.is_adapter:
-        trained = base | {"peft": folder}
+    adapter = "lora_local_path" if options["backend"] == "vllm" else "peft"
+    trained = base | {adapter: folder} if model.is_adapter else {"pretrained": folder, "tokenizer": folder}
     after = run_lm_eval(trained, **options)
     before = run_lm_eval(base, **options) if with_base else after
     facts = {"limit": options["limit"], "chat_template": options["apply_chat_template"], "time": now()}
     return [row | facts | {"lm_eval": after["lm_eval_version"]} for row in compare_results(before, after)]
 
 
-def run_lm_eval(model: dict[str, Any], model_args: str, backend: str, **options: Any) -> dict:
+def run_lm_eval(model: dict[str, str], model_args: str, backend: str, **options: Any) -> dict:
     """lm-eval's results with `samples`. `model`, `model_args` (KEY=VALUE,...): arguments of its model `backend`."""
     lm_eval = importlib.import_module("lm_eval")
     on_gpu = torch.cuda.is_available()
@@ -171,6 +167,7 @@ def evaluate_pairs(model: SavedModel, dataset: str, limit: int | None) -> dict[s
             processing_class=tokenizer,
             peft_config=PeftConfig.from_pretrained(model.folder) if model.is_adapter else None,
         )
+        trainer.train_dataset = None  # TRL requires one
         add_reference(trainer)
         log.info(
             f"computing the trained model on {len(pairs):,} pairs; {len(loaded.dropped_rows):,} rows are left out"
