@@ -8,10 +8,10 @@ from typing import Any
 from sfm_dpo.common.process import is_alive
 
 
-def ask(*command: str, stderr: int | None = None) -> str | None:
-    """What a command of Slurm prints; None if it is not installed, fails, or does not answer."""
+def ask(*command: str, stderr: int | None = None, check: bool = True) -> str | None:
+    """What a command prints; None if it is not installed, does not answer or, with `check`, fails."""
     try:
-        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=20, check=True)
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=20, check=check)
     except (OSError, subprocess.SubprocessError):
         return None
     return result.stdout

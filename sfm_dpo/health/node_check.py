@@ -1,4 +1,4 @@
-"""Node check: tests GPUs, folders and an all-reduce across all ranks in seconds, before a job trains for hours.
+"""Node check: tests GPUs, folders and an all-reduce across all ranks, and measures both, before a job trains.
 
     torchrun --nproc-per-node 4 -m sfm_dpo.health.node_check --output_dir outputs/dpo
 
@@ -9,10 +9,15 @@ import argparse
 import ctypes
 import logging
 import os
+import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import sfm_dpo
-from sfm_dpo.common.distributed import explain_missing_gpus, is_main_process, world_size
+from sfm_dpo.common.distributed import DRIVER, explain_missing_gpus, is_main_process, world_size
 from sfm_dpo.common.slurm import list_hosts
 
 log = logging.getLogger("sfm_dpo.health.node_check")  # __name__ is __main__
@@ -28,6 +33,7 @@ log = logging.getLogger("sfm_dpo.health.node_check")  # __name__ is __main__
 UNHEALTHY = 69  # exit code: EX_UNAVAILABLE
 JOIN_SECONDS = 300  # time for all ranks to join: importing torch from a cold shared disk is slow
 REDUCE_SECONDS = 45
+SLOW = 0.8  # of what the others reach
 
 
 class Finding(NamedTuple):
@@ -36,6 +42,7 @@ class Finding(NamedTuple):
 
 
 Report = tuple[str, list[Finding]]  # of a rank's host
+Rates = dict[tuple[str, str], float]  # by unit and operation, and by the device, node or pair of nodes
 HOST = os.environ.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]
 RANK = int(os.environ.get("RANK", "0"))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
@@ -43,6 +50,8 @@ LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
 HAS_GPUS = torch.cuda.is_available() or "SLURM_GPUS_ON_NODE" in os.environ
 ON_GPU = HAS_GPUS and os.environ.get("DS_ACCELERATOR") != "cpu"
 DEVICE = torch.device("cuda", LOCAL_RANK) if ON_GPU else torch.device("cpu")
+DEVICE_NAME = f"{'GPU' if ON_GPU else 'CPU'} {LOCAL_RANK}"
+BACKEND = "nccl" if ON_GPU else "gloo"
 
 
 def main(argv: list[str]) -> int:
@@ -50,6 +59,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output_dir", required=True)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)  # started without a launcher
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a timeout raises; otherwise it kills the process
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
     folders = {"output_dir": Path(parser.parse_args(argv).output_dir), "HF_HOME": Path(home).expanduser()}
@@ -111,10 +121,12 @@ def check_all(folders: dict[str, Path], store: dist.Store) -> list[Report]:
         findings += check_writing(folders)
     timeout = timedelta(seconds=JOIN_SECONDS)
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=world_size(), timeout=timeout)
-    reports = gather_reports(findings)
+    reports = gather((HOST, findings))
     for check in (check_sharing, check_all_reduce):
         if not any(lines for _, lines in reports):
-            reports = gather_reports(check(folders))
+            reports = gather((HOST, check(folders)))
+    if not any(lines for _, lines in reports):
+        compare_ranks([host for host, _ in reports])
     dist.destroy_process_group()
     return reports
 
@@ -132,24 +144,24 @@ def describe_network() -> str:
     return ", ".join([nccl, f"adapters {' '.join(adapters) or 'none'}", *settings])
 
 
-def gather_reports(findings: list[Finding]) -> list[Report]:
-    reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, (HOST, findings))
-    return reports
+def gather(value: Any) -> list[Any]:
+    """The values of all ranks; common.distributed's needs accelerate."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def check_device() -> list[Finding]:
     """Checks that this rank has its GPU and multiplies matrices on it correctly."""
-    where = f"GPU {LOCAL_RANK}" if ON_GPU else "CPU"
     size = 8192 if ON_GPU else 512
     if ON_GPU and torch.cuda.device_count() <= LOCAL_RANK:
-        return [Finding(f"{where} is missing: {explain_missing_gpus() or 'this node has too few GPUs'}")]
+        return [Finding(f"{DEVICE_NAME} is missing: {explain_missing_gpus() or 'this node has too few GPUs'}")]
     try:
         twos = torch.full((size, size), 2.0, dtype=torch.bfloat16, device=DEVICE)
         wrong = int((twos @ twos != 4.0 * size).sum())  # a power of two: exact in bfloat16
     except RuntimeError as error:
-        return [Finding(f"{where}: a matmul failed: {str(error).splitlines()[0]}")]
-    return [Finding(f"{where}: a matmul gave {wrong:,} wrong values")] if wrong else []
+        return [Finding(f"{DEVICE_NAME}: a matmul failed: {str(error).splitlines()[0]}")]
+    return [Finding(f"{DEVICE_NAME}: a matmul gave {wrong:,} wrong values")] if wrong else []
 
 
 def mark_of(folder: Path) -> Path:  # rank 0 writes it for the other nodes to see
@@ -181,12 +193,82 @@ def check_sharing(folders: dict[str, Path]) -> list[Finding]:
 def check_all_reduce(folders: dict[str, Path]) -> list[Finding]:
     """Sums numbers over all ranks on their devices, by NCCL between GPUs and gloo otherwise."""
     ranks = dist.get_world_size()
-    group: Any = dist.new_group(backend="nccl" if ON_GPU else "gloo", timeout=timedelta(seconds=REDUCE_SECONDS))
+    group: Any = dist.new_group(backend=BACKEND, timeout=timedelta(seconds=REDUCE_SECONDS))
     numbers = torch.full((1024,), float(RANK + 1), device=DEVICE)
     dist.all_reduce(numbers, group=group)
     if bool((numbers == ranks * (ranks + 1) / 2).all()):
         return []
     return [Finding(f"{numbers.device}: an all-reduce over {ranks} ranks gave {numbers[0].item():g}")]
+
+
+def compare_ranks(hosts: list[str]) -> None:
+    """Logs how fast the ranks are, and warns of slow ones and of nodes that differ. `hosts`: of each rank."""
+    facts = {"torch": torch.__version__, "network": describe_network()}
+    facts["GPU"] = torch.cuda.get_device_name() if ON_GPU else "none"
+    facts["driver"] = DRIVER.read_text().splitlines()[0] if DRIVER.exists() else "none"
+    rates: Rates = {}
+    failures = []
+    try:
+        for what, name, rate in measure_rates(hosts):
+            rates[what, name] = rate
+    except Exception as error:  # torch raises no narrower class
+        failures.append(f"{HOST} {DEVICE_NAME} could not be measured: {' '.join(str(error).split())[:300]}")
+    gathered = gather((facts, rates, failures))
+    if is_main_process():
+        for _, of_rank, failures in gathered:
+            rates |= of_rank
+            for failure in failures:
+                log.warning(failure)
+        for name in facts:
+            of_host = {host: of_rank[name] for host, (of_rank, *_) in zip(hosts, gathered, strict=True)}
+            if len(set(of_host.values())) > 1:
+                log.warning(f"not the same {name} on all nodes: {'; '.join(map(': '.join, of_host.items()))}")
+        for what in dict.fromkeys(what for what, _ in rates):
+            by_name = {name: rate for (kind, name), rate in rates.items() if kind == what}
+            log.info(f"{what}: {min(by_name.values()):.3g} to {max(by_name.values()):.3g}")
+            for name, others in find_slow(by_name):
+                log.warning(f"{name} is slow: {by_name[name]:.3g} {what}; the others reach {others:.3g}")
+
+
+def measure_rates(hosts: list[str]) -> Iterator[tuple[str, str, float]]:
+    """What, where and how fast, for all that this rank takes part in: its matrix product, all-reduces inside its node,
+    and between each node and the next, so that a node with a slow link is in two slow pairs."""
+    size = 8192 if ON_GPU else 512
+    matrix = torch.randn(size, size, dtype=torch.bfloat16 if ON_GPU else torch.float32, device=DEVICE)
+    product = torch.empty_like(matrix)
+    seconds = measure_seconds(partial(torch.matmul, matrix, matrix, out=product), product)
+    yield "TFLOPS in a matrix product", f"{HOST} {DEVICE_NAME}", 2e-12 * size**3 / seconds
+    numbers = torch.zeros(2**28 if ON_GPU else 2**20, device=DEVICE)  # 1 GiB on a GPU
+    nodes = list(dict.fromkeys(hosts))
+    pairs = list(pairwise(nodes))
+    for members in [*((node,) for node in nodes), *pairs[::2], *pairs[1::2]]:  # pairs without a common node: at once
+        ranks = [rank for rank, host in enumerate(hosts) if host in members]
+        if RANK in ranks and len(ranks) > 1:
+            timeout = timedelta(seconds=REDUCE_SECONDS)
+            group: Any = dist.new_group(ranks, timeout, BACKEND, use_local_synchronization=True)
+            seconds = measure_seconds(partial(dist.all_reduce, numbers, group=group), numbers)
+            what = f"GB/s in an all-reduce {'inside a node' if len(members) == 1 else 'between two nodes'}"
+            moved = 2 * (len(ranks) - 1) / len(ranks) * numbers.nbytes  # by each rank: NCCL's bus bandwidth
+            yield what, " and ".join(members), 1e-9 * moved / seconds
+
+
+def measure_seconds(action: Callable[[], Any], result: torch.Tensor) -> float:
+    """The median of ten calls of `action`, which writes `result`, after one that warms up."""
+    times = []
+    for _ in range(11):
+        start = time.perf_counter()
+        action()
+        result.flatten()[0].item()  # waits for the device
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def find_slow(rates: dict[str, float]) -> Iterator[tuple[str, float]]:
+    """The names whose rate is below SLOW of the median of the others, with that median."""
+    for name, rate in rates.items():
+        others = statistics.median([other for key, other in rates.items() if key != name] or [rate])
+        if rate < SLOW * others:
+            yield name, others
 
 
 if __name__ == "__main__":

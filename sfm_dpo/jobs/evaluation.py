@@ -43,7 +43,7 @@ def evaluate_run(path: Path, tasks: list[str], pairs: str | None, out: Path | No
         raise UserError(f"{path}: nothing to evaluate; give --tasks or, without --out, --pairs")
     if tasks:
         if options["backend"] == "vllm" and not importlib.util.find_spec("vllm"):
-            raise UserError("--backend vllm: not installed; pip install vllm, or leave the option out")
+            raise UserError("--backend vllm: not installed; docs/evaluation.md says how, or leave the option out")
         options |= {"tasks": tasks, "task_manager": load_tasks(tasks)}
     found: dict[str, list[dict[str, Any]]] = {}
     if tasks:

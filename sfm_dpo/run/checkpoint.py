@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from sfm_dpo.common.distributed import broadcast, gather, is_main_process, rank,
 from sfm_dpo.common.errors import ResumeRefused, UserError
 from sfm_dpo.common.files import hash_file, write_json
 from sfm_dpo.common.process import is_alive, this_process
+from sfm_dpo.common.slurm import ask
 from sfm_dpo.run.files import read_file
 
 log = logging.getLogger(__name__)
 
 GIB = 2**30
+# Of `quota -w -p` and `lfs quota`, in KiB: a heading, the names of the columns, then the file system, used, soft, hard
+_QUOTA = re.compile(r"\((uid|gid) (\d+)\): *\n.*\n *\S+\s+(\d+)\*? +(\d+) +(\d+) ")
 COMPLETE = "complete.json"
 STOP = "STOP"
 FOR_GOOD = "for good"  # in STOP: a batch job is not requeued
@@ -232,12 +236,29 @@ def check_disk(run: str | Path, size: int, most: int) -> None:
     """Raises UserError if the disk has no room for the checkpoints still to be written; `most` exist at one time."""
     complete = sum(1 for c in checkpoints(run) if why_incomplete(c) is None)
     needed = size * max(1, most - complete)
-    free = shutil.disk_usage(run).free
-    if free < needed:
+    room, limit = find_room(Path(run))
+    if room < needed:
         raise UserError(
-            f"output_dir {run}: {free / GIB:.1f} GiB are free, but checkpoints will take {needed / GIB:.1f} GiB "
+            f"output_dir {run}: {room / GIB:.1f} GiB are {limit}, but checkpoints will take {needed / GIB:.1f} GiB "
             f"({size / GIB:.1f} GiB each); free space, or choose an output_dir on another disk"
         )
+
+
+def find_room(folder: Path) -> tuple[int, str]:
+    """The bytes that can be written into `folder`, and what limits them: the disk, or the quota of this user or of the
+    folder's group, where `quota` or `lfs quota` (Lustre) reports one."""
+    room, limit = shutil.disk_usage(folder).free, "free"
+    mount = next(str(path) for path in (folder.resolve() / "x").parents if path.is_mount())
+    owners = {"uid": str(os.getuid()), "gid": str(folder.stat().st_gid)}
+    commands = [["quota", "-ugwp", "-f", mount]]
+    commands += [["lfs", "quota", option, owners[kind], mount] for option, kind in (("-u", "uid"), ("-g", "gid"))]
+    for command in commands:
+        printed = ask("env", "LC_ALL=C", *command, stderr=subprocess.DEVNULL, check=False)  # over quota, quota fails
+        for kind, owner, used, soft, hard in _QUOTA.findall(printed or ""):
+            left = 1024 * max(0, (int(hard) or int(soft)) - int(used))
+            if owners[kind] == owner and (hard, soft) != ("0", "0") and left < room:
+                room, limit = left, f"left of the quota of {kind} {owner}"
+    return room, limit
 
 
 def stop_requested(run: str | Path) -> bool:

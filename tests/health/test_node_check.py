@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from sfm_dpo.health import node_check
-from sfm_dpo.health.node_check import UNHEALTHY, check_device
+from sfm_dpo.health.node_check import SLOW, UNHEALTHY, check_device, find_slow
 from tests.e2e.runs import ROOT, clean_environment, free_port
 
 
@@ -84,6 +85,66 @@ def test_a_rank_whose_all_reduce_fails_says_why_itself(tmp_path):
     assert output.count("correct this and submit again") == 1 and "--exclude" not in output
 
 
+@pytest.mark.slow
+def test_a_slow_device_and_another_version_are_warnings(tmp_path):
+    """Another process suspends rank 1 again and again while it multiplies."""
+    slowed = """
+import os, subprocess, sys
+import sfm_dpo.health.node_check as h
+
+def measure_seconds(action, result):
+    if action.func is h.dist.all_reduce:
+        return measure(action, result)
+    me = os.getpid()
+    suspend = f"for i in $(seq 40); do kill -STOP {me}; sleep 0.2; kill -CONT {me}; sleep 0.001; done"
+    other = subprocess.Popen(["bash", "-c", suspend])
+    seconds = measure(action, result)
+    other.wait()
+    return seconds
+
+measure = h.measure_seconds
+h.sfm_dpo.setup()
+h.torch.set_num_threads(1)
+if h.RANK == 1:
+    h.measure_seconds = measure_seconds
+    h.torch.__version__ = "2.12.1"
+sys.exit(h.main(sys.argv[1:]))
+"""
+    codes, output = check(tmp_path, 2, program=["-c", slowed])
+    assert codes == [0, 0], output
+    assert re.search(r"n2 CPU 0 is slow: \S+ TFLOPS in a matrix product; the others reach \S+\n", output)
+    assert f"not the same torch on all nodes: n1: {torch.__version__}; n2: 2.12.1\n" in output
+    assert re.search(r" GB/s in an all-reduce between two nodes: (\S+) to \1\n", output)
+    assert output.count("not the same") == 1
+
+
+@pytest.mark.slow
+def test_ranks_that_cannot_be_measured_do_not_stop_the_job(tmp_path):
+    broken = "import sfm_dpo.health.node_check as h, sys; h.REDUCE_SECONDS = 3\n"
+    broken += "def measure_seconds(action, result):\n    raise MemoryError('no memory')\n"
+    broken += "if h.RANK == 2: h.measure_seconds = measure_seconds\nh.sfm_dpo.setup()\nsys.exit(h.main(sys.argv[1:]))"
+    codes, output = check(tmp_path, 3, program=["-c", broken])
+    assert codes == [0] * 3, output
+    assert "n3 CPU 0 could not be measured: no memory\n" in output
+    assert "n2 CPU 0 could not be measured: " in output  # its neighbour
+    assert "GB/s in an all-reduce between two nodes: " in output  # n1 and n2
+    assert "node check: 3 node(s), 3 rank(s) are healthy" in output
+
+
+@pytest.mark.parametrize(
+    ("rates", "slow"),
+    [
+        ([100], {}),
+        ([100, 100 * SLOW, 100], {}),
+        ([100, 100, 100 * SLOW - 1, 104], {2: 100}),
+        ([100, 79], {1: 100}),
+        ([30, 30, 100, 100], {0: 100, 1: 100}),  # a node with a slow link, and its two neighbours
+    ],
+)
+def test_the_slow_ones_are_named_with_what_the_others_reach(rates, slow):
+    assert dict(find_slow(dict(enumerate(rates)))) == slow
+
+
 def test_a_cold_start_on_a_shared_disk_is_waited_for():
     limit = re.search(r"timeout (\d+) python -m sfm_dpo.health.node_check", (ROOT / "scripts/common.sh").read_text())
     assert node_check.JOIN_SECONDS >= 300
@@ -98,8 +159,9 @@ def test_a_healthy_process_without_a_launcher_leaves_nothing_behind(tmp_path, mo
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("NCCL_NET", "AWS Libfabric")
     assert node_check.main(["--output_dir", str(tmp_path / "run")]) == 0
-    network, verdict = capsys.readouterr().out.splitlines()
+    network, speed, verdict = capsys.readouterr().out.splitlines()
     assert re.search(r": (no NCCL|NCCL 2\.\d+\.\d+), .*, NCCL_NET=AWS Libfabric", network)
+    assert re.search(r" TFLOPS in a matrix product: [\d.e-]+ to ", speed)
     assert verdict.endswith(" node check: 1 node(s), 1 rank(s) are healthy")
     assert not [p for folder in ("run", "huggingface") for p in (tmp_path / folder).iterdir()]
 
@@ -108,4 +170,4 @@ def test_a_device_that_computes_garbage(monkeypatch):
     assert check_device() == []
     full = node_check.torch.full
     monkeypatch.setattr(node_check.torch, "full", lambda shape, value, **kwargs: full(shape, value + 1, **kwargs))
-    assert check_device() == [("CPU: a matmul gave 262,144 wrong values", True)]
+    assert check_device() == [("CPU 0: a matmul gave 262,144 wrong values", True)]

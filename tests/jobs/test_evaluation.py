@@ -123,7 +123,7 @@ def test_lm_eval_is_missing(run, monkeypatch, capsys):
 
 def test_vllm_is_missing(run, capsys):
     assert evaluate.main([str(run), "--tasks", "x", "--backend", "vllm"]) == 2
-    assert "error: --backend vllm: not installed; pip install vllm" in capsys.readouterr().err
+    assert "error: --backend vllm: not installed; docs/evaluation.md says how" in capsys.readouterr().err
 
 
 @pytest.mark.slow

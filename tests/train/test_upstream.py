@@ -7,8 +7,11 @@ compare these comments with docs/internals/upstream.md; `RECORD=1 pytest tests/t
 import json
 import os
 import re
+import subprocess
+import sys
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -37,6 +40,7 @@ from sfm_dpo.common.files import PROJECT
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.toolbox import on_cpu, write_jsonl
 from tests.train.test_trainer import pairs
+from tests.upstream_script import extract
 
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
 
@@ -347,10 +351,15 @@ END = "<!-- /upstream -->"
 REPORTED = {  # issues and pull requests of the bug, read in November 2026
     "test_canary_arguments": "huggingface/trl#2469 huggingface/transformers#47254",
     "test_canary_fsdp_outputs": "pytorch/pytorch#146130",
+    "test_canary_deepspeed_compiles_an_all_reduce_on_cpu": "pytorch/pytorch#189245",
+    "test_canary_eval_metrics": "huggingface/trl#7045",
     "test_canary_precompute_ref_logps": "huggingface/trl#3985 huggingface/trl#6291",
     "test_canary_prepare_dataset": "huggingface/trl#6206",
+    "test_canary_prepare_input": "deepspeedai/DeepSpeed#5580",
     "test_canary_save_model": "huggingface/transformers#30491",
     "test_canary_sync_each_batch": "huggingface/transformers#29425",
+    "test_canary_tied_weights": "huggingface/transformers#48972",
+    "test_canary_zero_optimizer_state": "deepspeedai/DeepSpeed#5104",
 }
 
 
@@ -386,6 +395,16 @@ def test_the_page_lists_the_comments():
     if os.environ.get("RECORD"):
         page.write_text(text.split(START)[0] + table + text.split(END)[1])
     assert table in page.read_text(), "RECORD=1 pytest tests/train/test_upstream.py writes it"
+
+
+@pytest.mark.grid
+def test_canaries_run_as_scripts_without_this_project(tmp_path):
+    """All but those of modules that test this project's answer to the bug at the same time."""
+    for canary in re.findall(r"^def (test_canary_\w+)", Path(__file__).read_text(), re.MULTILINE):
+        (tmp_path / f"{canary}.py").write_text(extract(canary))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tmp_path.glob("*.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout
 
 
 def test_deprecated_names_in_use_are_on_the_page(tiny_folder, tmp_path):
