@@ -175,11 +175,11 @@ def make_place(folder: Path, rows: list[dict], models: dict[str, dict], defaults
 
 
 def launcher(processes: int, launch: str) -> list[str]:
-    """The words before a script: Python; for more than one process also accelerate with configs/accelerate."""
+    """The words before a script: Python; for more than one process also accelerate's launcher, with configs/accelerate."""
     if processes == 1:
         return [sys.executable]
     config = ["--config_file", str(ROOT / f"configs/accelerate/{launch}.yaml"), "--num_processes", str(processes)]
-    return [sys.executable, "-m", "accelerate.commands.launch", *config, "--main_process_port", str(free_port())]
+    return [sys.executable, str(ROOT / "tests/e2e/forked.py"), *config, "--main_process_port", str(free_port())]
 
 
 def assert_same_run(run: Run, expected: Run) -> None:
