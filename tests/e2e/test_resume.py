@@ -28,16 +28,11 @@ def cached(place, tmp_path_factory) -> Place:
     return Place(folder, "somebody/tiny-model", folder / "hf")
 
 
-# Under ZeRO-2 test_faults.py and the damage below resume bitwise, too, and test_launch.py and Slurm's tests stop
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.grid)], ids=["offline", "ZeRO-2"])
-def test_stop_file_then_the_same_command_is_bitwise_the_uninterrupted_run(place, cached, uninterrupted, processes):
-    """In one process as on a compute node without a network: a model from the cache, and W&B offline, as one run."""
-    fields = {}
-    if processes == 1:
-        place = cached
-        env = {"WANDB_MODE": "offline", "WANDB_DIR": str(cached.folder), "WANDB_SILENT": "true"}
-        fields = {"report_to": "wandb", "env": env}
-    run = place.start(f"stopped-{processes}", processes, **fields)
+# Under ZeRO-2 test_faults.py resumes bitwise, and test_golden.py (bf16), test_launch.py and Slurm's tests stop
+def test_stop_file_then_the_same_command_is_bitwise_the_uninterrupted_run(cached, uninterrupted):
+    """As on a compute node without a network: a model from the cache, and W&B offline, as one run."""
+    env = {"WANDB_MODE": "offline", "WANDB_DIR": str(cached.folder), "WANDB_SILENT": "true"}
+    run = cached.start("stopped", report_to="wandb", env=env)
     step = run.stop_at(3)
     assert 3 <= step < 8, "the stop must fall into the middle of the run for this test to mean anything"
     assert run.status["checkpoint"] == str(run.folder / f"checkpoint-{step}")
@@ -45,14 +40,13 @@ def test_stop_file_then_the_same_command_is_bitwise_the_uninterrupted_run(place,
     assert not (run.folder / STOP).exists() and not (run.folder / "model.safetensors").exists()
     assert f"stopped on request at step {step} of 8; run the same command again to resume from" in run.log
 
-    again = place.start(f"stopped-{processes}", processes, **fields).finish()
+    again = cached.start("stopped", report_to="wandb", env=env).finish()
     assert f"resuming from {run.folder}/checkpoint-{step}" in again.log
     assert "step 1/8" not in again.log
-    assert_same_run(again, uninterrupted(processes))
-    if processes == 1:
-        wandb_id = json.loads((run.folder / "environment.json").read_text())["wandb_run_id"]
-        folders = sorted((cached.folder / "wandb").glob("offline-run-*"))
-        assert [path.name.rpartition("-")[2] for path in folders] == [wandb_id] * 2
+    assert_same_run(again, uninterrupted(1))
+    wandb_id = json.loads((run.folder / "environment.json").read_text())["wandb_run_id"]
+    folders = sorted((cached.folder / "wandb").glob("offline-run-*"))
+    assert [path.name.rpartition("-")[2] for path in folders] == [wandb_id] * 2
 
 
 def shards(place: Place) -> dict[Path, int]:
