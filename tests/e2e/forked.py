@@ -1,5 +1,5 @@
-"""`accelerate launch`, but each rank is a fork of the launcher, which has imported what train_dpo.py imports: that takes
-each process longer than its training does. The ranks are processes of their own in every other respect.
+"""`accelerate launch`, but each rank is a fork of the launcher, which has imported what train_dpo.py imports: that
+takes each process longer than its training does. The ranks are processes of their own in every other respect.
 
 The launcher as it is: tests/slurm, test_commands.py.
 """

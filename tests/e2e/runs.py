@@ -159,8 +159,7 @@ class Place:
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-4000:]
 
     def run_many(self, launch: str, runs: dict[str, dict]) -> dict[str, Path]:
-        """Trains runs (name: fields). `launch`: single, in this process; or "cpu 2", in one start of two processes with
-        cpu.yaml."""
+        """Trains runs (name: fields). `launch`: single, in this process; "cpu 2", in two processes of cpu.yaml."""
         name, _, processes = launch.partition(" ")
         argvs = [as_options(self.values(run, **fields)) for run, fields in runs.items()]
         if processes:
@@ -185,7 +184,7 @@ def make_place(folder: Path, rows: list[dict], models: dict[str, dict], defaults
 
 
 def launcher(processes: int, launch: str) -> list[str]:
-    """The words before a script: Python; for more than one process also accelerate's launcher, with configs/accelerate."""
+    """The words before a script: Python; for more than one process also the launcher with configs/accelerate."""
     if processes == 1:
         return [sys.executable]
     config = ["--config_file", str(ROOT / f"configs/accelerate/{launch}.yaml"), "--num_processes", str(processes)]

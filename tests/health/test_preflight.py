@@ -170,8 +170,9 @@ def test_rope_scaling_of_olmo_3():
     assert judge_base_model({"rope_layers": 1.0}, "sigmoid_norm")[0] == "no-go"
 
 
-@pytest.mark.parametrize("tools", [False, True])
-@pytest.mark.parametrize("cli", [(), ("--precompute_ref_log_probs", "true", "--padding_free", "true")])
+@pytest.mark.parametrize(
+    ("cli", "tools"), [((), False), (("--precompute_ref_log_probs", "true", "--padding_free", "true"), True)]
+)
 def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, cli, tools):
     folder = tiny_folder("olmo3")
     rows = toy_pairs().to_list()
@@ -206,8 +207,7 @@ def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, c
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.state_dict().items())
 
 
-@pytest.mark.parametrize("bf16", ["false", "true"])
-@pytest.mark.parametrize("tokens", [20, 200, 2000])
+@pytest.mark.parametrize(("tokens", "bf16"), [(20, "true"), (200, "false"), (2000, "true")])
 def test_one_key_of_another_sequence_is_seen_in_a_long_answer(tiny_folder, tmp_path, monkeypatch, bf16, tokens):
     rng = np.random.default_rng(0)
     answers = ["".join(map(chr, rng.integers(97, 123, tokens))) for _ in range(2)]
