@@ -198,7 +198,8 @@ def measure(policy, reference, rows: list[dict], loss_type: str, beta: float) ->
 
 
 def loss_of(loss_type: str, beta: float, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
-    """The papers' formulas; chosen and rejected are log-ratios, means over tokens for sigmoid_norm and ipo."""
+    """The papers' formulas, for sigmoid_norm open-instruct's; chosen and rejected are log-ratios, means over tokens
+    for sigmoid_norm and ipo."""
     margin = chosen - rejected
     return {
         "sigmoid_norm": -F.logsigmoid(beta * margin),

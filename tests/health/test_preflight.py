@@ -184,12 +184,12 @@ def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, c
     trainer = make_trainer(folder, tmp_path / "run", *cli, data=Dataset.from_list(rows))
     before = {name: p.clone() for name, p in trainer.model.state_dict().items()}
     result = judge(trainer)
-    logps = by_hand(folder, before, list(trainer.train_dataset))
-    chosen = logps["reference_chosen_sum"]
-    rejected = logps["reference_rejected_sum"]
+    logps = by_hand(folder, list(trainer.train_dataset))
+    chosen = logps["chosen_sum"]
+    rejected = logps["rejected_sum"]
     assert result["figures"]["sum_gap"][0] == pytest.approx((chosen - rejected).mean().item(), abs=1e-2)
-    chosen_mean = logps["reference_chosen_mean"]
-    rejected_mean = logps["reference_rejected_mean"]
+    chosen_mean = logps["chosen_mean"]
+    rejected_mean = logps["rejected_mean"]
     assert result["figures"]["chosen_logp"][0] == pytest.approx(chosen_mean.mean().item(), abs=1e-4)
     assert result["verdict"] == "no-go"  # random weights
     assert result["figures"]["pairs"] == 8

@@ -10,6 +10,7 @@ from datasets import Dataset
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from sfm_dpo.common.errors import UserError
@@ -24,7 +25,7 @@ from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.settings import Settings
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from sfm_dpo.train.upstream import arguments_for_trl
-from tests.oracle import by_hand, open_instruct_dpo_norm
+from tests.e2e.test_oracle import measure
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
@@ -181,9 +182,9 @@ def test_lora_trains_the_adapter_and_its_reference_is_the_base(tiny_folder, tmp_
     assert {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])} == adapter
 
     loss, _, rows = one_batch(trainer)
-    merged = trainer.model.merge_and_unload().state_dict()
-    expected = open_instruct_dpo_norm(by_hand(folder, merged, rows), beta=5).mean().item()
-    assert loss == pytest.approx(expected, abs=1e-4)
+    merged = trainer.model.merge_and_unload()
+    expected, _ = measure(merged, AutoModelForCausalLM.from_pretrained(folder), rows, "sigmoid_norm", 5.0)
+    assert loss == pytest.approx(expected.item(), abs=1e-4)
 
 
 def test_step_0_stops_a_run_whose_policy_is_not_its_reference(tiny_folder, tmp_path):
