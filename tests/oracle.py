@@ -1,4 +1,4 @@
-"""The log-probs and the loss of a pair in plain PyTorch, one sequence at a time, without the package's code."""
+"""The log-probs of a pair in plain PyTorch, one sequence at a time, without the package's code."""
 
 import re
 
@@ -35,22 +35,12 @@ def find_trained(ids: list[int]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def by_hand(folder, policy_state: dict, rows) -> dict[str, torch.Tensor]:
-    """Per-pair sums and means [N] of the response's log-probs under policy and reference."""
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    policy = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    policy.load_state_dict(policy_state)
+def by_hand(folder, rows) -> dict[str, torch.Tensor]:
+    """Per-pair sums and means [N] of the log-probs of both responses under a model."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     out = {}
-    for name, model in (("policy", policy), ("reference", reference)):
-        for side in ("chosen", "rejected"):
-            logps = [trained_logps(model, row, side) for row in rows]
-            out[f"{name}_{side}_sum"] = torch.stack([each.sum() for each in logps])
-            out[f"{name}_{side}_mean"] = torch.stack([each.mean() for each in logps])
+    for side in ("chosen", "rejected"):
+        logps = [trained_logps(model, row, side) for row in rows]
+        out[f"{side}_sum"] = torch.stack([each.sum() for each in logps])
+        out[f"{side}_mean"] = torch.stack([each.mean() for each in logps])
     return out
-
-
-def open_instruct_dpo_norm(logps: dict[str, torch.Tensor], beta: float) -> torch.Tensor:
-    """open-instruct, dpo_utils.py: `dpo_loss` on log-probs from `_get_batch_logps(average_log_prob=True)`."""
-    pi_logratios = logps["policy_chosen_mean"] - logps["policy_rejected_mean"]
-    ref_logratios = logps["reference_chosen_mean"] - logps["reference_rejected_mean"]
-    return -F.logsigmoid(beta * (pi_logratios - ref_logratios))

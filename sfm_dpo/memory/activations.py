@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from functorch.compile import make_boxed_func
-from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -185,6 +184,8 @@ def _saved_bytes(config: PretrainedConfig, dtype: torch.dtype, kind: str, copies
 
 def _partition(graph: torch.fx.GraphModule, inputs: Any) -> Any:
     """A backend that partitions a graph into forward and backward as Inductor does, and runs both as they are."""
+    from torch._inductor.compile_fx import compile_fx  # takes a second, which only compiled layers need
+
     return compile_fx(graph, inputs, inner_compile=lambda part, *args, **kwargs: make_boxed_func(part.forward))
 
 

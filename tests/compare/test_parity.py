@@ -27,7 +27,7 @@ def recipe(tmp_path_factory, tiny_folder):
     return argv
 
 
-@pytest.mark.parametrize("architecture", ["gpt_neox", "olmo3", "llama"])
+@pytest.mark.parametrize("architecture", ["gpt_neox", "olmo3"])
 def test_correct_paths_are_rounding(recipe, architecture):
     names = "padded packed shared batch_1 packed+batch_1 bf16 packed+bf16".split()
     result = run_parity(recipe(architecture), names, pairs=4)
@@ -38,12 +38,6 @@ def test_correct_paths_are_rounding(recipe, architecture):
     # Rounding scales with the precision: 2^16 between them
     ratio = result["levels"]["bfloat16"]["logp_mean"] / result["levels"]["float32"]["logp_mean"]
     assert 2**16 / 16 < ratio < 2**16 * 16
-
-
-def test_compiled_layers(recipe):
-    rows = run_parity([*recipe("llama"), "--torch_compile_backend", "aot_eager"], ["compile"], pairs=1)["variants"]
-    torch._dynamo.reset()
-    assert rows[-1]["verdict"] == "rounding", rows[-1]
 
 
 boundary_arguments = attention.boundary_arguments
@@ -60,8 +54,7 @@ def off_by_one(cu_seqlens, max_length):
     return boundary_arguments(moved, max_length + 1)
 
 
-@pytest.mark.parametrize("architecture", ["olmo3", "gpt_neox"])
-@pytest.mark.parametrize("bug", [leaking, off_by_one])
+@pytest.mark.parametrize(("architecture", "bug"), [("olmo3", leaking), ("gpt_neox", off_by_one)])
 def test_injected_boundaries(recipe, monkeypatch, architecture, bug):
     monkeypatch.setattr(packing, "boundary_arguments", bug)
     for row in run_parity(recipe(architecture), ["padded", "packed", "padded+bf16", "packed+bf16"])["variants"]:
@@ -104,17 +97,6 @@ def test_command(recipe, tmp_path, capsys, monkeypatch):
     assert command.main(argv) == 1
     assert command.main([*recipe("llama"), "--variants", "pakced"]) == 2
     assert "unknown word 'pakced'" in error_line(capsys.readouterr().err)
-
-
-def test_a_recipe_for_gpus_is_taken_as_it_is(tmp_path, recipe):
-    path = tmp_path / "recipe.yaml"
-    fields = "bf16: true, report_to: [wandb], eval_fraction: 0.1, eval_strategy: steps, eval_steps: 5, use_peft: true"
-    fields += ", global_batch_size: 128, guard_generations: 10, padding_free: true, torch_compile: true"
-    fields += ", train_sampling_strategy: batch_rebalance, save_strategy: steps, gradient_checkpointing: true"
-    fields += ", save_steps: 5, load_best_model_at_end: true, metric_for_best_model: loss"
-    path.write_text(f"{{{fields}}}")
-    result = run_parity(["--config", str(path), *recipe("llama")], ["packed"], pairs=2)
-    assert result["variants"][1]["verdict"] == "rounding"
 
 
 def test_an_sft_term_is_the_same_whatever_the_batch(recipe):

@@ -69,10 +69,10 @@ def tokenizer_with(template: str = CHAT_TEMPLATE, bos: bool = False):
     return tokenizer
 
 
-def trl_ids(pairs: Dataset, tokenizer, max_length=None) -> list[tuple]:
+def trl_ids(pairs: Dataset, tokenizer) -> list[tuple]:
     """What TRL's trainer would train on. Its method needs of the trainer the tokenizer alone."""
     trainer = SimpleNamespace(_tokenizer=tokenizer)
-    args = SimpleNamespace(dataset_num_proc=None, max_length=max_length, truncation_mode="keep_start")
+    args = SimpleNamespace(dataset_num_proc=None, max_length=None, truncation_mode="keep_start")
     prepared = DPOTrainer._prepare_dataset(trainer, pairs.remove_columns("source"), tokenizer, args, "train")
     return [tuple(row[name] for name in IDS) for row in prepared]
 
@@ -119,16 +119,6 @@ def test_tools_and_template_arguments_of_a_row_reach_the_template(write_rows):
     assert pairs.dropped == {"malformed": 1}
     tokens, [dropped] = tokenize_pairs(pairs.train, tokenizer, None)
     assert len(tokens) == 2 and (dropped["row"], dropped["reason"]) == (4, "malformed")
-
-
-def test_pairs_that_trl_drops_for_their_length_are_dropped_and_counted():
-    pairs = pairs_of(conversation)
-    tokenizer = tokenizer_with()
-    expected = trl_ids(pairs, tokenizer, max_length=100)
-    tokens, dropped = tokenize_pairs(pairs, tokenizer, max_length=100)
-    assert [tuple(row[name] for name in IDS) for row in tokens] == expected
-    assert 0 < len(expected) < 12 and [row["reason"] for row in dropped] == ["prompt_too_long"] * (12 - len(expected))
-    assert len(tokenize_pairs(pairs, tokenizer, max_length=None)[0]) == 12
 
 
 def test_longer_pairs_are_truncated_dropped_or_an_error(stored, monkeypatch):

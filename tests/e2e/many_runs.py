@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+import pytest
 import torch
 from accelerate.state import AcceleratorState
 from transformers import Trainer
@@ -45,16 +46,21 @@ def recording(self, model, inputs, return_outputs):
     return compute_loss(self, model, inputs, return_outputs)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    train_dpo.SFMDPOTrainer._compute_loss = recording
-    Trainer.end = lambda self: None  # it destroys the process group, which the next run needs
-    training_run.write_report = lambda run: None  # its pictures take longer than training does
-    for argv in json.loads(Path(sys.argv[1]).read_text()):
-        if code := train_dpo.main(argv):
-            sys.exit(code)
+def train_all(argvs: list[list[str]], patch: pytest.MonkeyPatch) -> None:
+    """The runs of these command lines, which must end well, without reports."""
+    patch.setattr(train_dpo.SFMDPOTrainer, "_compute_loss", recording)
+    patch.setattr(Trainer, "end", lambda self: None)  # it destroys the process group, which the next run needs
+    patch.setattr(training_run, "write_report", lambda run: None)  # its pictures take longer than training does
+    for argv in argvs:
+        assert train_dpo.main(argv) == 0
         AcceleratorState._reset_state()  # it holds the DeepSpeed configuration of this run
         gc.collect()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        train_all(json.loads(Path(sys.argv[1]).read_text()), patch)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

@@ -9,11 +9,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
 import psutil
+import pytest
 
 from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.folder import read_status
+from sfm_dpo.train import reference_cache
+from tests.e2e.many_runs import train_all
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.toolbox import as_options, logged, write_jsonl
 
@@ -155,10 +159,15 @@ class Place:
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-4000:]
 
     def run_many(self, launch: str, runs: dict[str, dict]) -> dict[str, Path]:
-        """Trains runs (name: fields) in one start. `launch`: single, or "cpu 2", two processes of cpu.yaml."""
+        """Trains runs (name: fields). `launch`: single, in this process; "cpu 2", in two processes of cpu.yaml."""
         name, _, processes = launch.partition(" ")
         argvs = [as_options(self.values(run, **fields)) for run, fields in runs.items()]
-        self.start_together(argvs, int(processes or 1), name)
+        if processes:
+            self.start_together(argvs, int(processes), name)
+        else:
+            with patch.dict(os.environ), pytest.MonkeyPatch.context() as changes:
+                changes.setattr(reference_cache, "HF_CACHE_HOME", str(self.hf_home))
+                train_all(argvs, changes)
         return {run: self.folder / run for run in runs}
 
 
@@ -175,11 +184,11 @@ def make_place(folder: Path, rows: list[dict], models: dict[str, dict], defaults
 
 
 def launcher(processes: int, launch: str) -> list[str]:
-    """The words before a script: Python; for more than one process also accelerate with configs/accelerate."""
+    """The words before a script: Python; for more than one process also the launcher with configs/accelerate."""
     if processes == 1:
         return [sys.executable]
     config = ["--config_file", str(ROOT / f"configs/accelerate/{launch}.yaml"), "--num_processes", str(processes)]
-    return [sys.executable, "-m", "accelerate.commands.launch", *config, "--main_process_port", str(free_port())]
+    return [sys.executable, str(ROOT / "tests/e2e/forked.py"), *config, "--main_process_port", str(free_port())]
 
 
 def assert_same_run(run: Run, expected: Run) -> None:

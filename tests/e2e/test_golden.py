@@ -33,7 +33,7 @@ FIELDS = {"prefix_sharing": "false", "max_steps": 8, "learning_rate": 5e-5}
 BF16 = {
     "use_cpu": "true",
     "bf16": "true",
-    "max_length": 1100,
+    "max_length": 600,
     "max_prompt_length": None,
     "global_batch_size": 4,
     "max_steps": 2,
@@ -47,27 +47,31 @@ BF16_PATHS = {
     "padded, live": {"padding_free": "false", "precompute_ref_log_probs": "false"},
 }
 FEW = [("gpt_neox", "sigmoid", "shared, cached")]
-EACH_PATH = [
-    *FEW,
-    ("olmo3", "sigmoid_norm", "packed, cached"),
-    ("olmo3", "sigmoid", "padded, live"),
-    ("gpt_neox", "sigmoid_norm", "padded, live"),
+BF16_GRID = [  # each path and each launch; the reference's dtype shows in sums of log-probs, which sigmoid takes
+    ("single", [("olmo3", "sigmoid_norm", "packed, cached")]),
+    ("cpu 2", [("olmo3", "sigmoid", "padded, live")]),
+    ("cpu_zero3 2", [*FEW, ("gpt_neox", "sigmoid_norm", "padded, live")]),
+    ("cpu_fsdp2 2", [*FEW, ("olmo3", "sigmoid", "padded, live")]),
 ]
-LAUNCHES = ("single", "cpu 2", "cpu_zero3 2", "cpu_fsdp2 2")
+RUNS = {  # of golden.json: processes, (architecture, path)
+    "one process": (1, [(name, path) for name in ARCHITECTURES for path in CACHED_OR_NOT] + [("llama", "shared")]),
+    "ZeRO-2": (2, [("gpt_neox", path) for path in CACHED_OR_NOT]),
+    "ZeRO-2, others": (2, [(name, "packed, cached") for name in ARCHITECTURES[1:]]),
+}
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Place:
-    """Also with responses of a thousand tokens: sums of log-probs are some 5,000 nats, in steps of 32 in bf16. Every
+    """Also with responses of some 300 tokens: sums of log-probs are above 1,000 nats, in steps of 8 in bf16. Every
     other one of these calls a tool."""
     place = make_place(tmp_path_factory.mktemp("golden"), pairs(), {name: {} for name in ARCHITECTURES}, FIELDS)
     rows = [
-        {"prompt": f"What is {i}?", "chosen": "indeed " * (140 + i), "rejected": "by no means " * (80 + i % 3)}
+        {"prompt": f"What is {i}?", "chosen": "indeed " * (40 + i), "rejected": "by no means " * (25 + i % 3)}
         for i in range(12)
     ]
     for row in rows[::2]:
         row["chosen"] = with_tool("add(2)", "two " * 20, row["chosen"])
-    long = {"max_position_embeddings": 2048}
+    long = {"max_position_embeddings": 1024}
     make_place(place.folder / "long", rows, {"olmo3": long, "gpt_neox": long}, {})
     return place
 
@@ -99,7 +103,7 @@ def read_metrics(folders: dict[str, Path]) -> dict[str, list[list[float]]]:
 @pytest.fixture(scope="module")
 def zero2(place) -> dict[str, Path]:
     """Runs on two processes, in one start: starting takes longer than training."""
-    golden = golden_runs(place, 2, [("gpt_neox", path) for path in CACHED_OR_NOT])
+    golden = golden_runs(place, *RUNS["ZeRO-2"])
     return place.run_many("cpu 2", golden | bf16_runs(place, "cpu 2", FEW))
 
 
@@ -109,24 +113,15 @@ def assert_equal(steps: list[list[float]], expected: list[list[float]], **tolera
         assert mine == pytest.approx(theirs, **tolerance)
 
 
-@pytest.mark.parametrize(
-    ("processes", "architectures"),
-    [
-        pytest.param(1, ARCHITECTURES[1:], id="one process"),
-        pytest.param(1, ARCHITECTURES[:1], id="one process, GPT-NeoX", marks=pytest.mark.grid),
-        pytest.param(2, ARCHITECTURES[:1], id="ZeRO-2"),
-        pytest.param(2, ARCHITECTURES[1:], id="ZeRO-2, others", marks=pytest.mark.grid),
-    ],
-)
-def test_losses_are_the_recorded_ones(place, processes, architectures, request):
+@pytest.mark.parametrize("name", ["one process", "ZeRO-2", pytest.param("ZeRO-2, others", marks=pytest.mark.grid)])
+def test_losses_are_the_recorded_ones(place, name, request):
     """Also with shared prompts, in one process, where rounding differs more."""
-    if processes == 2 and architectures == ["gpt_neox"]:
+    processes, runs = RUNS[name]
+    if name == "ZeRO-2":
         folders = request.getfixturevalue("zero2")
-        trained = read_metrics({name: folder for name, folder in folders.items() if not name.startswith("bf16")})
     else:
-        shared = [("llama", "shared")] if processes == 1 and "llama" in architectures else []
-        runs = golden_runs(place, processes, [(a, path) for a in architectures for path in CACHED_OR_NOT] + shared)
-        trained = read_metrics(place.run_many("single" if processes == 1 else "cpu 2", runs))
+        folders = place.run_many("single" if processes == 1 else "cpu 2", golden_runs(place, processes, runs))
+    trained = read_metrics({run: folder for run, folder in folders.items() if not run.startswith("bf16")})
     by_sharing = {name: trained.pop(name) for name in list(trained) if "shared" in name}
     golden = json.loads(GOLDEN.read_text())
     if os.environ.get("RECORD"):
@@ -159,17 +154,19 @@ def test_lora_under_zero3_recomputes_what_it_computed(place):
     assert_equal(checkpointed, stored, rel=1e-6)
 
 
-@pytest.mark.parametrize("launch", [None, *(pytest.param(launch, marks=pytest.mark.grid) for launch in LAUNCHES)])
-def test_bf16_at_step_0_is_ln_2_and_dtypes_are_right(place, launch, request):
-    if launch is None:
+@pytest.mark.parametrize(
+    ("launch", "combinations"), [("cpu 2", FEW), *(pytest.param(*case, marks=pytest.mark.grid) for case in BF16_GRID)]
+)
+def test_bf16_at_step_0_is_ln_2_and_dtypes_are_right(place, launch, combinations, request):
+    if combinations is FEW:
         folders = {name: f for name, f in request.getfixturevalue("zero2").items() if name.startswith("bf16")}
     else:
-        folders = place.run_many(launch, bf16_runs(place, launch, EACH_PATH))
+        folders = place.run_many(launch, bf16_runs(place, launch, combinations))
     assert folders
     for name, folder in folders.items():
         assert logged(folder, "eval_loss")[0]["eval_loss"] == pytest.approx(math.log(2), abs=1e-3), name
         dtypes = json.loads((folder / "dtypes.json").read_text())
-        is_deepspeed = launch in (None, "cpu 2", "cpu_zero3 2")
+        is_deepspeed = launch in ("cpu 2", "cpu_zero3 2")
         assert dtypes["parameters"] == ["torch.bfloat16" if is_deepspeed else "torch.float32"], name
         assert dtypes["reference"] == (["torch.float32"] if "cached" in name else []), name  # live: computed later
         assert {kind for kind in dtypes["masters"] + dtypes["moments"]} == {"torch.float32"}, name

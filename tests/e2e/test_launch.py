@@ -72,4 +72,6 @@ def test_stopped_and_resumed_it_is_the_run_of_one_process(place, train_here, tmp
     for name, weight in model.state_dict().items():
         assert torch.allclose(weight, other[name], atol=2e-6), name
         assert not torch.equal(weight, base[name]), name
-    assert "profile of steps 6 to 7" in (again.folder / "profile" / "profile.txt").read_text()
+    table = (again.folder / "profile" / "profile.txt").read_text()
+    assert table.startswith("profile of steps 6 to 7, rank 0:\n") and "aten::" in table and table in again.log
+    assert '"aten::mm"' in (again.folder / "profile" / "trace.json").read_text()

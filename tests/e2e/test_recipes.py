@@ -1,4 +1,4 @@
-"""Every recipe trains: two steps with a tiny random model of its architecture, by its own launcher on the CPU.
+"""Every kind of recipe trains: two steps with a tiny random model of its architecture, by its own launcher on the CPU.
 
 OVERRIDDEN is, beside model and data, what takes long on a CPU: 16 bit, large batches, Inductor. All else is used.
 """
@@ -37,9 +37,9 @@ def launcher(recipe: Path) -> str:
 
 
 def architecture(recipe: Path) -> str:
-    """model_type of the shape that the header's plan names; the demo's model is a Llama."""
+    """model_type of the shape that the header's plan names."""
     shape = re.search(r"--model_name_or_path (bench/shapes/\S+)", recipe.read_text())
-    return json.loads((ROOT / shape[1] / "config.json").read_text())["model_type"] if shape else "llama"
+    return json.loads((ROOT / shape[1] / "config.json").read_text())["model_type"] if shape else "none"
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +52,7 @@ def runs(request, tmp_path_factory, tiny_folder) -> dict[str, Path]:
     for recipe in sorted(chosen):
         given = yaml.safe_load(recipe.read_text())
         launch = launcher(recipe)
-        processes = 1 if launch == "none" else PROCESSES
-        batch = given.get("per_device_train_batch_size", 2) * processes * MICRO_BATCHES
+        batch = given.get("per_device_train_batch_size", 2) * PROCESSES * MICRO_BATCHES
         fields = {
             "model_name_or_path": tiny_folder(architecture(recipe)),
             "model_revision": "main",
@@ -72,14 +71,25 @@ def runs(request, tmp_path_factory, tiny_folder) -> dict[str, Path]:
         assert fields.keys() == OVERRIDDEN
         by_launcher.setdefault(launch, []).append(["--config", str(recipe), *as_options(fields)])
     for launch, argvs in by_launcher.items():
-        config = "cpu" if launch in ("zero2", "none") else f"cpu_{launch}"
-        Place(folder, folder, folder / "hf").start_together(argvs, 1 if launch == "none" else PROCESSES, config)
+        config = "cpu" if launch == "zero2" else f"cpu_{launch}"
+        Place(folder, folder, folder / "hf").start_together(argvs, PROCESSES, config)
     return {recipe.stem: folder / recipe.stem for recipe in chosen}
 
 
-# The others, under ZeRO-3 and FSDP2 as well, in the grid; the demo: test_commands.py
-FIRST = {"think", "instruct", "instruct_lora"}
-PARAMETERS = [pytest.param(r, id=r.stem, marks=[] if r.stem in FIRST else [pytest.mark.grid]) for r in RECIPES]
+def kind(recipe: Path) -> tuple:
+    """The same for recipes that differ in numbers and names alone: one of them is trained."""
+    given = yaml.safe_load(recipe.read_text())
+    choices = {name: str(value) for name, value in given.items() if isinstance(value, bool) or name == "loss_type"}
+    return launcher(recipe), architecture(recipe), sorted(given), sorted(choices.items())
+
+
+TRAINED = [
+    recipe
+    for i, recipe in enumerate(RECIPES)
+    if recipe.stem != "demo" and kind(recipe) not in map(kind, RECIPES[:i])  # the demo: test_commands.py
+]
+FIRST = {"instruct", "instruct_lora"}  # the others, under ZeRO-3 and FSDP2 as well, in the grid
+PARAMETERS = [pytest.param(r, id=r.stem, marks=[] if r.stem in FIRST else [pytest.mark.grid]) for r in TRAINED]
 
 
 @pytest.mark.parametrize("recipe", PARAMETERS)
@@ -96,10 +106,9 @@ def test_recipe_trains_two_steps(runs, recipe):
     assert len(losses) == STEPS
     assert losses[0] == pytest.approx(LOSS_OF_EQUAL_MODELS[used["loss_type"][0]], abs=1e-4)
     environment = json.loads((run / "environment.json").read_text())
-    assert environment["world_size"] == (1 if launcher(recipe) == "none" else PROCESSES)
-    if launcher(recipe) != "none":
-        complete = json.loads((run / f"checkpoint-{STEPS}" / "complete.json").read_text())
-        assert complete["launch"].replace("-", "").lower() == launcher(recipe)
+    assert environment["world_size"] == PROCESSES
+    complete = json.loads((run / f"checkpoint-{STEPS}" / "complete.json").read_text())
+    assert complete["launch"].replace("-", "").lower() == launcher(recipe)
     if used["use_peft"]:
         assert (run / "adapter_model.safetensors").is_file()
 

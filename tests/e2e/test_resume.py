@@ -28,17 +28,13 @@ def cached(place, tmp_path_factory) -> Place:
     return Place(folder, "somebody/tiny-model", folder / "hf")
 
 
-# Under ZeRO-2 test_faults.py and the damage below resume bitwise, too, and test_launch.py and Slurm's tests stop
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.grid)], ids=["offline", "ZeRO-2"])
-def test_stop_file_then_the_same_command_is_bitwise_the_uninterrupted_run(place, cached, uninterrupted, processes):
-    """In one process as on a compute node without a network: a model from the cache, and W&B offline, as one run. The
-    workers that load ahead change nothing."""
-    fields = {"dataloader_num_workers": 2}
-    if processes == 1:
-        place = cached
-        env = {"WANDB_MODE": "offline", "WANDB_DIR": str(cached.folder), "WANDB_SILENT": "true"}
-        fields |= {"report_to": "wandb", "env": env}
-    run = place.start(f"stopped-{processes}", processes, **fields)
+# Under ZeRO-2 test_faults.py resumes bitwise, and test_golden.py (bf16), test_launch.py and Slurm's tests stop
+def test_stop_file_then_the_same_command_is_bitwise_the_uninterrupted_run(cached, uninterrupted):
+    """As on a compute node without a network: a model from the cache, and W&B offline, as one run. The workers that
+    load ahead change nothing."""
+    env = {"WANDB_MODE": "offline", "WANDB_DIR": str(cached.folder), "WANDB_SILENT": "true"}
+    fields = {"report_to": "wandb", "dataloader_num_workers": 2, "env": env}
+    run = cached.start("stopped", **fields)
     step = run.stop_at(3)
     assert 3 <= step < 8, "the stop must fall into the middle of the run for this test to mean anything"
     assert run.status["checkpoint"] == str(run.folder / f"checkpoint-{step}")
@@ -46,14 +42,13 @@ def test_stop_file_then_the_same_command_is_bitwise_the_uninterrupted_run(place,
     assert not (run.folder / STOP).exists() and not (run.folder / "model.safetensors").exists()
     assert f"stopped on request at step {step} of 8; run the same command again to resume from" in run.log
 
-    again = place.start(f"stopped-{processes}", processes, **fields).finish()
+    again = cached.start("stopped", **fields).finish()
     assert f"resuming from {run.folder}/checkpoint-{step}" in again.log
     assert "step 1/8" not in again.log
-    assert_same_run(again, uninterrupted(processes))
-    if processes == 1:
-        wandb_id = json.loads((run.folder / "environment.json").read_text())["wandb_run_id"]
-        folders = sorted((cached.folder / "wandb").glob("offline-run-*"))
-        assert [path.name.rpartition("-")[2] for path in folders] == [wandb_id] * 2
+    assert_same_run(again, uninterrupted(1))
+    wandb_id = json.loads((run.folder / "environment.json").read_text())["wandb_run_id"]
+    folders = sorted((cached.folder / "wandb").glob("offline-run-*"))
+    assert [path.name.rpartition("-")[2] for path in folders] == [wandb_id] * 2
 
 
 def shards(place: Place) -> dict[Path, int]:
@@ -136,11 +131,14 @@ def test_a_resumed_run_that_logs_seldom_logs_the_same(train_here, saving):
     run = train_here(name, **fields)
     entries = logged(run.folder)
     assert [entry["step"] for entry in entries] == [2, 3, 4] and run.last_entry["train_loss"] > 0
+    assert entries[-1]["num_tokens"] > entries[0]["num_tokens"] > 0
     shutil.rmtree(run.folder / "checkpoint-4")
     (run.folder / "model.safetensors").unlink()
     write_killed(run.folder, 4)
     again = train_here(name, **fields)
     assert logged(again.folder) == entries and "train_loss" not in again.last_entry
+    history = json.loads((run.folder / "trainer_state.json").read_text())["log_history"]
+    assert [json.loads(line) for line in (run.folder / "log.jsonl").open()] == history
 
 
 def test_full_disk_during_a_save_leaves_the_previous_checkpoint_and_one_line(

@@ -36,9 +36,10 @@ def parents(finished_run, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("counts", [(1, 1, 1), (1, 2, 5)], ids=str)
 @pytest.mark.parametrize(
-    ("tied", "dtype", "tolerance"), [(True, torch.float32, 1e-7), (False, torch.bfloat16, 2**-8)], ids=str
+    ("counts", "tied", "dtype", "tolerance"),
+    [((1, 1, 1), True, torch.float32, 1e-7), ((1, 2, 5), False, torch.bfloat16, 2**-8)],
+    ids=str,
 )
 def test_the_mean_is_exact_sharded_as_the_first_and_loads(parents, tmp_path, counts, tied, dtype, tolerance):
     runs = parents("100KB", dtype, tie_word_embeddings=tied)

@@ -1,6 +1,8 @@
 """Damaged files of a run: each counts as absent, with one warning, in every command that reads runs."""
 
+import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,16 +14,17 @@ from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.run.files import SCHEMAS, read_file
 from sfm_dpo.run.folder import STATUS
 
-OTHERS = [None, ["x"], "x", 1e9, {"x": None}, True]
+TYPES = [None, ["x"], "x", 1e9, {"x": None}, True]
 FILES = sorted(name for name in SCHEMAS if name != "complete.json")
 
 
-def change_each_value(value, depth: int = 3):
-    """Copies of JSON content in which one value, down to a depth, is of another type; of a list one of the first 2."""
-    yield from (other for other in OTHERS if type(other) is not type(value))
+def change_each_value(value, others: Iterator, depth: int = 3):
+    """Copies of JSON content in which one value, down to a depth, is the next of `others` of another type; of a list
+    one of the first 2."""
+    yield next(other for other in others if type(other) is not type(value))
     items = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
     for key, item in items:
-        for changed in change_each_value(item, depth - 1) if depth else ():
+        for changed in change_each_value(item, others, depth - 1) if depth else ():
             copy = value.copy()
             copy[key] = changed
             yield copy
@@ -57,7 +60,7 @@ def test_a_file_that_was_cut_off_is_absent(run, finished_run, name, capsys):
 def test_no_value_of_another_type_is_a_traceback(run, finished_run, name, capsys):
     path = run / name
     content = page.yaml.safe_load(path.read_text()) if path.exists() else type(SCHEMAS[name])()
-    for changed in change_each_value(content):
+    for changed in change_each_value(content, itertools.cycle(TYPES)):
         path.write_text(json.dumps(changed))
         try:
             read_everywhere(run, finished_run, capsys)

@@ -117,26 +117,6 @@ def test_a_job_that_gets_nowhere_is_not_requeued_for_ever(cluster, project, tmp_
     assert "stopped, not requeued: this restart finished no step and no shard" in log
 
 
-CHAINED = """
-from sfm_dpo.run.folder import read_status, write_status
-
-if read_status("outputs/chain"):
-    write_status("outputs/chain", "done", 0, step=4)
-else:
-    write_status("outputs/chain", "stopped", 75, "stopped on request", step=2)
-"""
-
-
-def test_a_chain_does_what_requeue_does(cluster, project, tmp_path):
-    """--array=1-3%1: the first task stops, the second resumes and is done, the third finds nothing to do."""
-    folder = stand_in(project, tmp_path, CHAINED, FIELDS | {"output_dir": "outputs/chain"})
-    job = submit(cluster, folder, "chain", "--array=1-3%1", env=ONE | {"MAX_REQUEUES": "0"})
-    first = end_of(cluster, folder, f"{job}_1", "FAILED", "75:0")
-    assert "not requeued: restarted 0 times, MAX_REQUEUES=0; resubmit to resume" in first
-    assert "ended: state done, exit code 0, step 4" in end_of(cluster, folder, f"{job}_2")
-    assert "already done" in end_of(cluster, folder, f"{job}_3")
-
-
 SLOW_CHECK = "[[ -z ${SLURM_STEP_ID:-} || -e checking ]] || { touch checking; sleep 120; }\n"
 EXPORTED = """
 import os
@@ -197,21 +177,3 @@ def test_a_hang_is_requeued_twice_and_resumes_without_the_node(cluster, project,
     assert len(hosts) == 3 and hosts[0] != hosts[1], log
     assert log.count("the job will avoid node ") == 1, log  # both nodes excluded, there would be none left
     assert log.endswith("ended: state hung, exit code 70, step 3, outputs/hangs: no rank has moved\n")
-
-
-KILLED = """
-import os, signal
-from sfm_dpo.run.folder import write_status
-
-write_status("outputs/killed", "running", step=3)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_killed_run_is_not_taken_for_a_good_one_nor_requeued(cluster, project, tmp_path):
-    folder = stand_in(project, tmp_path, KILLED, {"output_dir": "outputs/killed"})
-    job = train(cluster, folder, env=ONE, output_dir="outputs/killed")
-    log = end_of(cluster, folder, job, "FAILED", "1:0")
-    assert "error: rank 0 on " in log and "Traceback" not in log
-    assert "ended: state failed, exit code 1, step 3" in log.splitlines()[-1]
-    assert "was killed by SIGKILL" in log.splitlines()[-1]

@@ -23,7 +23,7 @@ def test_one_reference_pass_before_the_array_and_a_killed_member_resumes(cluster
     grid = {"recipe": "recipes/swept.yaml", "output_dir": "outputs/my sweep", "at_once": 2}
     grid |= {"fields": {"learning_rate": [1e-7, 1e-5, 1e-4, 1e-3]}, "rank_by": "eval_loss"}
     (project / "grid.yaml").write_text(yaml.safe_dump(grid))
-    env = CPU | {"HF_HOME": str(tmp_path / "hf"), "NUM_PROCESSES": "2"}
+    env = CPU | {"HF_HOME": str(tmp_path / "hf"), "NUM_PROCESSES": "1"}
 
     def sweep(*options: str) -> str:
         return cluster.run(sys.executable, "scripts/sweep.py", "grid.yaml", *options, cwd=project, **env)

@@ -5,28 +5,26 @@ import os
 import re
 import shlex
 import shutil
-import sys
 
 import evaluate
 import pytest
-import yaml
 
 from sfm_dpo.config import parse_config
 from sfm_dpo.run.folder import read_status
 from tests.commands import runnable
 from tests.project import link
 from tests.slurm.jobs import CPU, end_of, log_of, stand_in, train
-from tests.toolbox import as_options, error_line, logged, wait_for, write_jsonl
+from tests.toolbox import error_line, logged, wait_for, write_jsonl
 
 INSTRUCT = "dpo-instruct-train"
 
 
 def test_both_scripts_train_and_two_nodes_train_as_one(cluster, project):
-    """Two nodes of two processes and one node of four are the same run. Nodes that train alone see other pairs."""
+    """Two nodes of one process and one node of two are the same run. Nodes that train alone see other pairs."""
     two_nodes = ["--nodes=2", "scripts/dpo_instruct_train.sh", "--output_dir", "outputs/two nodes"]
-    env = CPU | {"NUM_PROCESSES": "2", "SKIP_HEALTHCHECK": "0"}
+    env = CPU | {"NUM_PROCESSES": "1", "SKIP_HEALTHCHECK": "0"}
     jobs = {
-        "dpo-train": (train(cluster, project, env={"NUM_PROCESSES": "4"}), "outputs/dpo"),
+        "dpo-train": (train(cluster, project, env={"NUM_PROCESSES": "2"}), "outputs/dpo"),
         INSTRUCT: (cluster.sbatch(*two_nodes, cwd=project, **env), "outputs/two nodes"),
     }
     losses = []
@@ -36,12 +34,12 @@ def test_both_scripts_train_and_two_nodes_train_as_one(cluster, project):
         status = read_status(run)
         assert (status["state"], status["exit_code"], status["step"], status["job"]) == ("done", 0, 4, job)
         assert (run / "model.safetensors").is_file() and (run / "tokenizer.json").is_file()
-        assert json.loads((run / "environment.json").read_text())["world_size"] == 4
+        assert json.loads((run / "environment.json").read_text())["world_size"] == 2
         losses.append(logged(run))
         assert losses[-1][0]["loss"] == pytest.approx(0.6931, abs=1e-4)
         assert f"job {job} (restart 0) on n" in log
         assert re.search(rf"ended: state done, exit code 0, step 4, {output}\n$", log), log[-3000:]
-    assert "node check: 2 node(s), 4 rank(s) are healthy" in log
+    assert "node check: 2 node(s), 2 rank(s) are healthy" in log
     one, two = losses
     for metric in ("loss", "logps/chosen", "logps/rejected", "grad_norm"):
         assert [e[metric] for e in one] == pytest.approx([e[metric] for e in two], rel=1e-4), metric
@@ -56,23 +54,6 @@ def test_unhealthy_nodes_end_the_job_with_a_code_of_their_own(cluster, project):
         assert f"unhealthy {node}: HF_HOME /proc/huggingface cannot be written: " in log
     assert "correct this and submit again, or SKIP_HEALTHCHECK=1 to train anyway" in log and "--exclude" not in log
     assert "nothing was trained" in log.splitlines()[-1]
-
-
-def test_of_two_jobs_at_once_in_one_folder_one_trains_and_the_other_says_who_has_it(cluster, project):
-    fields = {"env": {"NUM_PROCESSES": "1"}, "output_dir": "outputs/contested"}
-    runs = {}
-    for node, rate in (("n1", 1e-4), ("n2", 2e-4)):
-        runs[train(cluster, project, f"--nodelist={node}", learning_rate=rate, **fields)] = rate
-    codes = {job: cluster.wait(job, 240)["ExitCode"] for job in runs}
-    assert sorted(codes.values()) == ["0:0", "2:0"], [log_of(project, job)[-3000:] for job in runs]
-    winner, other = sorted(codes, key=codes.get)
-    run = project / "outputs/contested"
-    assert read_status(run)["job"] == winner
-    assert yaml.safe_load((run / "resolved_config.yaml").read_text())["learning_rate"] == runs[winner]
-    assert len(json.loads((run / "environment.json").read_text())["starts"]) == 1
-    assert not (run / ".lock").exists()
-    line = f"^error: output_dir outputs/contested: locked by job {winner}, process .* on .* since .*; wait, .*$"
-    assert re.search(line, log_of(project, other), re.MULTILINE)
 
 
 @pytest.mark.parametrize("line", [line for line in runnable("sbatch") if "..." not in line])
@@ -115,19 +96,16 @@ def test_header(cluster, project, script, name):
 
 
 @pytest.mark.parametrize(
-    ("options", "env", "fields", "message"),
+    ("env", "fields", "message"),
     [
-        ([], CPU, {"lerning_rate": 1}, "error: unknown option --lerning_rate; did you mean --learning_rate?"),
-        (["--gpus-per-node=0"], {"VENV": sys.prefix}, {}, "error: processes per node is ''"),
-        ([], CPU | {"VENV": "nowhere"}, {}, "error: VENV=nowhere: no accelerate in its bin folder"),
+        ({}, {"lerning_rate": 1}, "error: unknown option --lerning_rate; did you mean --learning_rate?"),
         # found by train_dpo.py, after the launch: rank 0 tells the other
-        ([], CPU | {"NUM_PROCESSES": "2"}, {"dataset_name": "missing.jsonl"}, "missing.jsonl"),
+        ({"NUM_PROCESSES": "2"}, {"dataset_name": "missing.jsonl"}, "missing.jsonl"),
     ],
-    ids=["field", "gpus", "venv", "data"],
+    ids=["field", "data"],
 )
-def test_mistake_ends_the_job_with_code_2_and_one_line(cluster, project, options, env, fields, message):
-    command = [*options, "scripts/dpo_train.sh", *as_options({"output_dir": "outputs/mistake"} | fields)]
-    job = cluster.sbatch(*command, cwd=project, **{"NUM_PROCESSES": "1"} | env)
+def test_mistake_ends_the_job_with_code_2_and_one_line(cluster, project, env, fields, message):
+    job = train(cluster, project, env={"NUM_PROCESSES": "1"} | env, output_dir="outputs/mistake", **fields)
     log = end_of(cluster, project, job, "FAILED", "2:0")
     assert message in log.strip().splitlines()[-1]
     error_line(log)
@@ -162,7 +140,7 @@ def test_checkpoints_are_evaluated_by_jobs_of_their_own_once_through_a_requeue(c
     (project / "sums.yaml").write_text(TASK)
     (project / "my_eval.sh").write_text(EVALUATE)
     run = project / "outputs/evaluated"
-    fields = {"output_dir": "outputs/evaluated", "max_steps": 40, "save_steps": 15, "global_batch_size": 16}
+    fields = {"output_dir": "outputs/evaluated", "max_steps": 30, "save_steps": 15, "global_batch_size": 16}
     fields["eval_command"] = "sbatch --hold my_eval.sh '{checkpoint}' {step} '{out}'"
     job = train(cluster, project, env={"NUM_PROCESSES": "1"}, **fields)
     wait_for((run / "evaluations/step-15.log").exists, 240)
@@ -170,11 +148,11 @@ def test_checkpoints_are_evaluated_by_jobs_of_their_own_once_through_a_requeue(c
     log = end_of(cluster, project, job, restarts=1)
     stopped = int(re.search(r"stopped on request at step (\d+)", log)[1])
     jobs = {}
-    for step in {15, stopped, 30, 40}:
+    for step in {15, stopped, 30}:
         text = (run / f"evaluations/step-{step}.log").read_text()
         jobs[step] = text.removeprefix("Submitted batch job ").strip()
         assert jobs[step].isdecimal(), text
-    assert f"{jobs[40]} are still running; once they end, run python scripts/evaluate.py outputs/evaluated" in log
+    assert f"{jobs[30]} are still running; once they end, run python scripts/evaluate.py outputs/evaluated" in log
     assert (run / "checkpoint-15").is_dir(), "it is kept for its evaluation"
     for job in jobs.values():
         cluster.run("scontrol", "release", job)
@@ -186,7 +164,7 @@ def test_checkpoints_are_evaluated_by_jobs_of_their_own_once_through_a_requeue(c
     assert {int(step) for step in results} == jobs.keys()
     assert all(0 <= scores["sums/acc"]["value"] <= 1 for scores in results.values())
     assert not re.search(
-        "^SLURM_(GPUS_PER_NODE|MEM_PER_NODE|STEP_ID)=", (project / "logs/environment-40").read_text(), re.MULTILINE
+        "^SLURM_(GPUS_PER_NODE|MEM_PER_NODE|STEP_ID)=", (project / "logs/environment-30").read_text(), re.MULTILINE
     )
 
 

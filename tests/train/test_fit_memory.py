@@ -65,20 +65,6 @@ def test_checkpointing_kwargs_that_are_given_are_kept():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_report")
-def test_losses_do_not_depend_on_the_setting(train):
-    runs = []
-    for size, every in ((4, 0), (2, 1), (1, 2)):
-        kwargs = json.dumps({"use_reentrant": False, "every_n_layers": max(every, 1)}, separators=(",", ":"))
-        setting = {"per_device_train_batch_size": size, "gradient_checkpointing": every > 0}
-        code, losses, _ = train(str(size), **setting, gradient_checkpointing_kwargs=kwargs)
-        assert code == 0 and len(losses) == 3
-        runs.append(losses)
-    assert runs[1] == pytest.approx(runs[0], abs=1e-5) and runs[2] == pytest.approx(runs[0], abs=1e-5)
-    assert abs(runs[0][2] - runs[0][0]) > 1e-3  # they moved
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_report")
 def test_the_choice_is_kept_at_resume_where_it_fits_and_is_not_recorded_as_asked(train, tmp_path, capsys, monkeypatch):
     fit = {"fit_memory": "true", "save_strategy": "steps", "save_steps": 100}
     run = tmp_path / "run"
