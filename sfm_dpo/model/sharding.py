@@ -99,7 +99,7 @@ def check_buckets(deepspeed_plugin: Any, model: PreTrainedModel) -> None:
         )
 
 
-def blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
+def blocks(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
