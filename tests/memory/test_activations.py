@@ -122,8 +122,9 @@ def test_the_plan_of_recurrent_layers_is_a_trace_of_transformers_own_code(share,
     """At fewer tokens and layers: that code takes seconds for a thousand tokens. fla's kernels, which save less, are
     compiled by Triton for a GPU only, so the plan is an upper bound for them."""
     monkeypatch.setattr("sfm_dpo.memory.activations.TRACED_TOKENS", 1024)
-    config = AutoConfig.from_pretrained(PROJECT / "bench/shapes/olmo_hybrid_7b", num_hidden_layers=4)
-    assert config.layer_types == 3 * ["linear_attention"] + ["full_attention"]
+    config = AutoConfig.from_pretrained(PROJECT / "bench/shapes/olmo_hybrid_7b")
+    config.num_hidden_layers = 4
+    config.layer_types = [*3 * ["linear_attention"], "full_attention"]
     traced = _trace_bytes(config, torch.bfloat16, share, config.layer_types, 4096, None)
     all_and_none = [trace_activations(config, torch.bfloat16, checkpointing, None) for checkpointing in (True, False)]
     plan = Activations.mix(*all_and_none, share)
