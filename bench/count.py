@@ -12,6 +12,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -92,8 +93,9 @@ def elementwise_bytes(config) -> tuple[float, float]:
     return layers * forward.total / TRACED_TOKENS, layers * backward.total / TRACED_TOKENS
 
 
-def count_step(planner: Planner, gpu: str, flash: str) -> dict[str, float]:
+def count_step(planner: Planner, flash: str) -> dict[str, float]:
     """Seconds of each part of an optimizer step under ZeRO-2, and of the reference pass over all pairs."""
+    gpu = planner.cluster.gpu
     rates = RATES[gpu]
     memory = BANDWIDTH * rates.memory
     products = PRODUCTS * (peak_flops(gpu) or math.nan)
@@ -114,7 +116,7 @@ def count_step(planner: Planner, gpu: str, flash: str) -> dict[str, float]:
         backward_bytes *= fused
     forward_rate, backward_rate = rates.attention[flash]
     forward = linear / products + attention / forward_rate + forward_bytes * tokens / memory
-    share = 1 / choice["every_n_layers"] if choice["every_n_layers"] else 0.0
+    share = choice["checkpointed_layers"] / choice["layers"]
     backward = 2 * linear / products + 2.5 * attention / backward_rate + backward_bytes * tokens / memory
     weights = planner.memory.trained
     gpus = planner.cluster.gpus
@@ -132,8 +134,31 @@ def count_step(planner: Planner, gpu: str, flash: str) -> dict[str, float]:
     }
     batch = next(each for each in planner.memory.micro_batches if each.per_device == choice["per_device"])
     parts["slowest rank"] = (batch.imbalance - 1) * sum(parts.values())
-    parts["reference pass"] = (forward + head / products) * planner.pairs / planner.args.global_batch_size
+    cached = planner.args.precompute_ref_log_probs
+    passes = planner.pairs / planner.args.global_batch_size if cached else 0.0
+    parts["reference pass"] = passes * (forward + head / products)
     return parts
+
+
+def summarize(planner: Planner, parts: dict[str, float], flash: str) -> dict[str, Any]:
+    """The parts of `count_step` as an entry of `Planner.plan_time`: hours of the run and MFU of its steps."""
+    reference = parts["reference pass"]
+    steps = planner.steps * (sum(parts.values()) - reference)
+    peak = (peak_flops(planner.cluster.gpu) or math.nan) * planner.cluster.gpus
+    mfu = planner.plan_time()["flops"]["training"] / steps / peak
+    return {"mfu": mfu, "hours": (steps + reference) / 3600, "source": flash.upper()}
+
+
+def count_hours(planner: Planner) -> list[dict[str, Any]]:
+    """`summarize` for each FlashAttention kernel, fastest first; empty for a GPU without known rates, and where the
+    run does not fit on a node of up to eight GPUs with ZeRO-2."""
+    cluster = planner.cluster
+    if cluster.gpu not in RATES or cluster.gpus > 8 or not planner.plan_launch("zero2")["fits"]:
+        return []
+    entries = [summarize(planner, count_step(planner, flash), flash) for flash in RATES[cluster.gpu].attention]
+    entries.sort(key=lambda entry: entry["hours"])
+    entries[0]["source"] = f"counted, nothing is measured (bench/count.py): {entries[0]['source']}"
+    return entries
 
 
 @command
@@ -159,15 +184,15 @@ def main(argv: list[str]) -> None:
         lengths = Lengths.of(rows)
         pairs = len(rows)
     planner = Planner(config, load_model_config(config), lengths, pairs, Cluster(gpu, ours.num_gpus))
-    parts = count_step(planner, gpu, ours.flash_attention)
-    reference = parts.pop("reference pass") if config.train.precompute_ref_log_probs else 0.0
+    parts = count_step(planner, ours.flash_attention)
+    run = summarize(planner, parts, ours.flash_attention)
+    reference = parts.pop("reference pass")
     step = sum(parts.values())
-    mfu = planner.plan_time()["flops"]["training"] / planner.steps / step / (peak_flops(gpu) * ours.num_gpus)
     rows = [(name, f"{seconds:.2f}", f"{seconds / step:.0%}") for name, seconds in parts.items()]
     print(f"{ours.recipe} on {ours.num_gpus} {gpu}, {ours.flash_attention}: counted with assumed rates, not measured")
     print(format_table([*rows, ("step", f"{step:.2f}", "100%")], ["part", "seconds", "share"], "lrr"))
-    hours = (planner.steps * step + reference) / 3600
-    print(f"MFU of the steps {mfu:.0%}; {hours:.1f} hours, {reference / 3600:.1f} of them for the reference pass")
+    hours = f"{run['hours']:.1f} hours, {reference / 3600:.1f} of them for the reference pass"
+    print(f"MFU of the steps {run['mfu']:.0%}; {hours}")
 
 
 if __name__ == "__main__":

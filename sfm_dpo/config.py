@@ -77,6 +77,7 @@ class TrainConfig(DPOConfig):
     flash_attention: Literal["auto", "fa2", "fa3", "fa4"] = HfArg(default="auto", help="Kernel for packed attention.")
     fit_memory: bool = HfArg(default=False, help="Choose pairs per device and checkpointing, if unset, by memory.")
     memory_gib: float | None = HfArg(default=None, help="GiB that fit_memory may use per process; default: 90%.")
+    checkpointed_layers: int | None = HfArg(default=None, help="Layers to checkpoint, evenly spread; default: all.")
     profile_steps: list[int] | None = HfArg(default=None, help="First and last step to profile (docs/plan.md).")
     eval_command: str | None = HfArg(default=None, help="Command to evaluate each checkpoint (docs/evaluation.md).")
     # Hub (docs/hub.md)
@@ -156,8 +157,9 @@ FIELD_GROUPS = {
         lr_scheduler_type lr_scheduler_kwargs warmup_steps num_train_epochs max_steps weight_decay max_grad_norm
         optim router_aux_loss_coef""",
     "Batch, memory and speed": """global_batch_size per_device_train_batch_size per_device_eval_batch_size fit_memory
-        memory_gib gradient_checkpointing padding_free prefix_sharing flash_attention precompute_ref_log_probs
-        precompute_ref_batch_size train_sampling_strategy torch_compile bf16 use_cpu profile_steps""",
+        memory_gib gradient_checkpointing checkpointed_layers padding_free prefix_sharing flash_attention
+        precompute_ref_log_probs precompute_ref_batch_size train_sampling_strategy torch_compile bf16 use_cpu
+        profile_steps""",
     "Preflight, guard and resume": """preflight preflight_only preflight_samples guard guard_generations hang_timeout
         ddp_timeout verify_checkpoints ignore_resume_mismatch resume_from_checkpoint full_determinism seed""",
     "Output and evaluation": """output_dir run_name logging_steps logging_first_step report_to eval_strategy eval_steps
@@ -421,7 +423,8 @@ def resolve_fitted(namespace: Any) -> list[str]:
         fitted += ["per_device_train_batch_size", "gradient_accumulation_steps"]
         namespace.per_device_train_batch_size = 1 if namespace.fit_memory else TrainConfig.per_device_train_batch_size
     if namespace.gradient_checkpointing is None and namespace.activation_checkpointing is None:
-        fitted += [name for name in CHECKPOINTING if getattr(namespace, name) is None]
+        if namespace.checkpointed_layers is None:
+            fitted += [name for name in CHECKPOINTING if getattr(namespace, name) is None]
         namespace.gradient_checkpointing = True
     return fitted if namespace.fit_memory else []
 

@@ -42,6 +42,7 @@ _RANGES = [  # (lowest, highest, in words, fields); a field without a value is n
     (2, _MOST, "at least 2", "max_length save_total_limit"),
     (1e-30, _MOST, "above 0", "beta learning_rate memory_gib num_train_epochs save_steps logging_steps eval_steps"),
     (0, _MOST, "at least 0", "weight_decay adam_epsilon max_grad_norm guard_generations hang_timeout warmup_steps"),
+    (0, _MOST, "at least 0", "checkpointed_layers"),
     (0, 1, "in 0..1", "max_dropped_fraction adam_beta1 adam_beta2 lora_dropout label_smoothing"),
     (0, 0.99, "at least 0 and below 1", "eval_fraction"),
     (0, 2**32 - 1, "at least 0 and below 2**32", "seed data_seed"),
@@ -98,6 +99,11 @@ def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> It
     if c.dtype in ("bfloat16", "float16") and not sharded and not c.use_peft:
         why = f"without DeepSpeed or FSDP there are no fp32 master weights; updates of {c.learning_rate:g} round to 0"
         yield "dtype", f"{why}; remove dtype (bf16: true still computes in bf16)"
+    if c.checkpointed_layers and False in (c.gradient_checkpointing, c.activation_checkpointing):
+        yield "checkpointed_layers", "gradient_checkpointing is false; remove one of the two"
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        if "every_n_layers" in str(vars(c)[name]):
+            yield name, "every_n_layers is set by the number of layers instead; set checkpointed_layers"
     if c.fit_memory and c.deepspeed:
         yield "deepspeed", "fit_memory: true needs accelerate launch --config_file"
     steps = c.profile_steps

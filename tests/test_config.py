@@ -169,6 +169,9 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ({"hub_strategy": "checkpoint"}, ["hub_strategy", "checkpoint", "every_save"]),
         ({"profile_steps": [5, 3]}, ["profile_steps [5, 3]: must be the first and the last step"]),
         ({"prefix_sharing": True}, ["prefix_sharing True: needs padding_free: true"]),
+        ({"checkpointed_layers": 2, "gradient_checkpointing": False}, ["checkpointed_layers 2: ", "remove one"]),
+        ({"checkpointed_layers": -1}, ["checkpointed_layers -1: must be at least 0"]),
+        ({"gradient_checkpointing_kwargs": {"every_n_layers": 2}}, ["every_n_layers", "; set checkpointed_layers"]),
         ({"eval_command": "true {checkpoint}"}, ["eval_command true {checkpoint}: lacks {out}; for instance: sb"]),
         (
             {"eval_command": "true {checkpoint} {stp} {out}"},

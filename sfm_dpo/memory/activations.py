@@ -24,6 +24,7 @@ from sfm_dpo.model.attention import boundary_arguments, packed_attention_forward
 from sfm_dpo.model.flops import count_experts
 from sfm_dpo.model.loading import build_model
 from sfm_dpo.model.packing import compile_layers, find_delta_nets
+from sfm_dpo.model.sharding import checkpoint_layers
 
 SHAPES = "packed_shapes"  # packed attention with the GPU's kernel, whose shapes are known on every device
 TRACED_TOKENS = 4096  # below, a mixture of experts and an LM head's copies are not linear in the tokens
@@ -52,8 +53,8 @@ class Activations:
     def mix(cls, checkpointed: "Activations", stored: "Activations", share: float) -> "Activations":
         """Activations with a `share` of the layers checkpointed, from those with all and with none checkpointed."""
         saved = share * checkpointed.saved + (1 - share) * stored.saved
-        backward = np.maximum(checkpointed.peak - checkpointed.saved, stored.peak - stored.saved)
-        return cls(saved, saved + backward)
+        last = checkpointed if share == 1 else stored  # see checkpoint_layers
+        return cls(saved, saved + last.peak - last.saved)
 
 
 def trace_activations(
@@ -144,16 +145,18 @@ class LiveBytes(TorchDispatchMode):
 def _trace_bytes(
     config: PretrainedConfig,
     dtype: torch.dtype,
-    checkpointing: bool,
+    share: float,
     kinds: list[str],
     tokens: int,
     copies: float | None,
 ) -> np.ndarray:
-    """[2] bytes besides the weights, after the forward and at the backward's peak, with a block for each kind."""
+    """[2] bytes besides the weights, after the forward and at the backward's peak, with a block for each kind, a
+    `share` of them checkpointed."""
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
         model = build_backbone(config, dtype, kinds)
-        if checkpointing:
+        if share:
             model.activation_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(model, round(share * len(kinds)))
         for parameter in model.parameters():  # as the launchers do: a gradient is freed once it is reduced
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
         weights = live.now

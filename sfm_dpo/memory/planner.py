@@ -1,11 +1,9 @@
 """The memory of a run, by arithmetic from its model and lengths, and the choice of a setting that fits.
 
-A setting is the number of pairs in a micro-batch and the share of layers that is checkpointed. fit_memory and the plan
-before submission choose it in the same way (`MemoryPlanner.choose`).
+A setting is the number of pairs in a micro-batch and the number of checkpointed layers. fit_memory and the plan before
+submission choose it in the same way (`MemoryPlanner.choose`).
 """
 
-import json
-import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,6 +14,7 @@ from peft import get_peft_model
 from transformers import PretrainedConfig
 from trl import get_peft_config
 
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler
@@ -24,7 +23,6 @@ from sfm_dpo.model.loading import load_model_config, meta_model
 from sfm_dpo.model.packing import why_not_shared
 from sfm_dpo.model.sharding import blocks
 
-EVERY_N_LAYERS = (0, 8, 4, 3, 2, 1)  # transformers' every_n_layers: which layers are checkpointed; 0: none
 # What a micro-batch costs on a GPU however small it is, in tokens of equal time: its gradients of all weights pass
 # through memory several times, and the host waits for the device (bench/count.py). The weights cancel: both grow alike
 FIXED_TOKENS = 500
@@ -50,27 +48,25 @@ class MicroBatch(NamedTuple):
 @dataclass(frozen=True)
 class Setting:
     per_device: int  # pairs in a micro-batch
-    every_n_layers: int  # every n-th layer is checkpointed; 0: none
+    checkpointed_layers: int
+    layers: int
     tokens: int  # computed in the largest micro-batch
     bytes: int  # peak of a process
     work: float  # relative to a run without recomputation whose ranks never wait
     smaller: str | None = None  # options of the next setting that takes less memory
 
     @property
-    def layers(self) -> str:
-        return {0: "no layer", 1: "all layers"}.get(self.every_n_layers, f"1 in {self.every_n_layers} layers")
+    def share(self) -> str:
+        return f"{self.checkpointed_layers} of {self.layers}"
 
     @property
     def options(self) -> str:
-        options = f"--per_device_train_batch_size {self.per_device} --gradient_checkpointing {self.every_n_layers > 0}"
-        if self.every_n_layers > 1:
-            kwargs = json.dumps({"use_reentrant": False, "every_n_layers": self.every_n_layers})
-            options += f" --gradient_checkpointing_kwargs '{kwargs}'"
-        return options
+        checkpointing = f"--gradient_checkpointing true --checkpointed_layers {self.checkpointed_layers}"
+        return f"--per_device_train_batch_size {self.per_device} {checkpointing}"
 
     def __str__(self) -> str:
         size = f"{self.bytes / 2**30:.2f} GiB at the largest micro-batch of {self.tokens:,} tokens"
-        return f"{self.per_device} pair(s) per device, {self.layers} checkpointed: {size}"
+        return f"{self.per_device} pair(s) per device, {self.share} layers checkpointed: {size}"
 
 
 @dataclass
@@ -182,29 +178,30 @@ class MemoryPlanner:
         settings = []
         for batch in self.micro_batches:
             head = head_bytes(self.model_config, batch.responses, self.dtype, self.on_gpu)
-            for every in {*EVERY_N_LAYERS, checkpointed_layers(args)}:
-                work = batch.imbalance * (1 + (1 / every if every else 0) / forwards)
+            for count in range(layers + 1):
+                work = batch.imbalance * (1 + count / layers / forwards)
                 work += FIXED_TOKENS / batch.mean_tokens if self.on_gpu else 0
-                share = math.ceil(layers / every) / layers if every else 0.0
-                activations = Activations.mix(*self.activations, share).peak_bytes(batch.tokens, head)
+                activations = Activations.mix(*self.activations, count / layers).peak_bytes(batch.tokens, head)
                 size = round(ratio * (states + max(update, activations)))
-                settings.append(Setting(batch.per_device, every, batch.tokens, size, work))
+                settings.append(Setting(batch.per_device, count, layers, batch.tokens, size, work))
         return sorted(settings, key=lambda setting: (round(setting.work, 3), -setting.per_device))
 
     def choose(self, limit: float, states: int, ratio: float = 1.0, earlier: tuple[int, int] | None = None) -> Setting:
         """The setting of least work that agrees with the configuration and fits into `limit` bytes; if none fits, the
-        smallest. `earlier`, pairs per device and every_n_layers of the resumed run, is chosen again if it fits."""
+        smallest. `earlier`, pairs per device and checkpointed layers of the resumed run, is kept if it fits."""
         settings = self.list_settings(states, ratio)
         choice = choose_setting(settings, limit, self.config, earlier)
-        smaller = next((other.options for other in settings if other.bytes < choice.bytes), None)
+        enough = choice.bytes - (choice.bytes - ratio * states) / 10  # one more checkpointed layer may save too little
+        smaller = next((other.options for other in settings if other.bytes < enough), None)
         return replace(choice, smaller=smaller)
 
 
-def checkpointed_layers(args: TrainConfig) -> int:
-    """`every_n_layers` of a configuration; 0 without gradient checkpointing."""
-    if not args.gradient_checkpointing:
-        return 0
-    return (args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1)
+def count_checkpointed(args: TrainConfig, layers: int) -> int:
+    """How many of `layers` a configuration checkpoints. Raises UserError for more than there are."""
+    count = layers if args.checkpointed_layers is None else args.checkpointed_layers
+    if count > layers:
+        raise UserError(f"checkpointed_layers {count}: the model has {layers}; give at most {layers}")
+    return count if args.gradient_checkpointing else 0
 
 
 def choose_setting(
@@ -214,9 +211,9 @@ def choose_setting(
     if "per_device_train_batch_size" not in config.fitted:
         settings = [setting for setting in settings if setting.per_device == config.micro_batch]
     if "gradient_checkpointing" not in config.fitted:
-        every = checkpointed_layers(config.train)
-        settings = [setting for setting in settings if setting.every_n_layers == every]
+        count = count_checkpointed(config.train, settings[0].layers)
+        settings = [setting for setting in settings if setting.checkpointed_layers == count]
     fitting = [setting for setting in settings if setting.bytes <= limit]
     if not fitting:
         return min(settings, key=lambda setting: setting.bytes)
-    return next((s for s in fitting if (s.per_device, s.every_n_layers) == earlier), fitting[0])
+    return next((s for s in fitting if (s.per_device, s.checkpointed_layers) == earlier), fitting[0])

@@ -99,8 +99,17 @@ def check_buckets(deepspeed_plugin: Any, model: PreTrainedModel) -> None:
         )
 
 
-def blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
+def blocks(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def checkpoint_layers(model: PreTrainedModel, count: int) -> None:
+    """Leaves gradient checkpointing, which is on, to `count` blocks, evenly spread. The last block is among them only
+    if all are: the backward frees its activations before it computes those of a checkpointed block again."""
+    layers = blocks(model)
+    chosen = {number * len(layers) // count for number in range(count)}
+    for index, layer in enumerate(layers):
+        layer.gradient_checkpointing = index in chosen
 
 
 def zero_config(launch: str) -> dict[str, Any]:

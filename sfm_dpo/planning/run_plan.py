@@ -26,12 +26,11 @@ from sfm_dpo.model.flops import ForwardFlops, peak_flops
 from sfm_dpo.model.sharding import LAUNCHES, checkpoint_bytes, zero_config
 from sfm_dpo.run.checkpoint import peak_checkpoint_count
 
-# Published model FLOPs utilisation of DPO at 7B, all from open-instruct on H100. Hours are computed with these unless
-# the cluster has a measurement of its own.
+# Highest and lowest published model FLOPs utilisation of DPO at 7B, from open-instruct on H100, packed. Hours are
+# computed with these unless the cluster has a measurement of its own.
 PUBLISHED_MFU = {
-    0.225: "OLMo 2 7B, 16 GPUs, OLMo-core, packed and compiled; of the last step alone (open-instruct #1466)",
-    0.0856: "OLMo 3 7B, 32 GPUs, OLMo-core, packed, 16k, steady (open-instruct #1827)",
-    0.0277: "the same with DeepSpeed ZeRO-3, packed (open-instruct #1827)",
+    0.225: "published: OLMo 2 7B, OLMo-core, compiled, its last step alone (open-instruct #1466)",
+    0.0277: "OLMo 3 7B, DeepSpeed ZeRO-3 (open-instruct #1827)",
 }
 # Bytes as reported by torch.cuda.mem_get_info, which fit_memory reads. B300, GB200, GH200 and A100-40 are from torch's
 # out-of-memory messages in public issues ("has a total capacity of 184.31 GiB")
@@ -192,16 +191,22 @@ def format_plan(plan: dict[str, Any]) -> str:
     ]
     columns = [_format_launch(launch, plan["checkpoints"]) for launch in plan["launches"].values()]
     table = [(name, *(column[name] for column in columns)) for name in columns[0]]
-    durations = []
-    for entry in plan["time"]["hours"]:
-        hours = entry["hours"]
-        durations.append((f"{hours:.1f}", f"{hours * gpu['count']:,.0f}", f"{entry['mfu']:.2%}", entry["source"]))
+    counted = plan["time"].get("counted")
+    durations = [_format_range(entries, gpu["count"]) for entries in (counted, plan["time"]["hours"]) if entries]
     parts = [
         format_table(summary, indent=0),
         format_table(table, ["", *plan["launches"]], "lr"),
-        format_table(durations, ["hours", "GPU-hours", "MFU", "source"], "rrrl"),
+        format_table(durations, ["hours", "GPU-hours", "MFU", "source"]),
     ]
     return "\n".join(parts)
+
+
+def _format_range(entries: list[dict[str, Any]], gpus: int) -> list[str]:
+    rows = [
+        (f"{entry['hours']:.1f}", f"{entry['hours'] * gpus:,.0f}", f"{entry['mfu']:.1%}", entry["source"])
+        for entry in entries
+    ]
+    return [" to ".join(cells) for cells in zip(*rows, strict=True)]
 
 
 def _format_launch(launch: dict[str, Any], checkpoints: int) -> dict[str, str]:
@@ -211,7 +216,7 @@ def _format_launch(launch: dict[str, Any], checkpoints: int) -> dict[str, str]:
         "total with activations": f"{setting.bytes / 2**30:.1f}",
         "fits": "yes" if launch["fits"] else "no",
         "pairs per device": str(setting.per_device),
-        "layers checkpointed": setting.layers,
+        "layers checkpointed": setting.share,
         "largest micro-batch, tokens": f"{setting.tokens:,}",
         f"disk for {checkpoints} checkpoints, GB": f"{checkpoints * launch['checkpoint'] / 1e9:.0f}",
     }

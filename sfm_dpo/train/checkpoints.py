@@ -15,6 +15,7 @@ from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.config import Config
 from sfm_dpo.data.sampler import ORDER_VERSION
 from sfm_dpo.model.loading import identify_model, load_model
+from sfm_dpo.model.sharding import checkpoint_layers
 from sfm_dpo.run.checkpoint import COMPLETE, mark_complete, rotate
 from sfm_dpo.train.settings import Settings
 
@@ -111,7 +112,7 @@ class CheckpointCallback(TrainerCallback):
 
 
 class ResumeCallback(TrainerCallback):
-    """Restores what Transformers 5.23 does not: the order of the epoch and the count of tokens."""
+    """Sets what Transformers 5.23 does not: the epoch's order, the count of tokens, which layers are checkpointed."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
@@ -120,6 +121,7 @@ class ResumeCallback(TrainerCallback):
         self.trainer.is_resumed = state.global_step > 0
         logged = [int(entry["num_tokens"]) for entry in state.log_history if "num_tokens" in entry]
         self.trainer.num_tokens = max(logged, default=0)
+        checkpoint_layers(self.trainer.bare_model(), self.trainer.settings.checkpointed_layers)
         # Upstream: deepspeed 0.19, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.initialize_optimizer_states:
         # allocates no moments, so memory peaks after the first step. Canary: test_canary_zero_optimizer_state
         allocate_optimizer_state(self.trainer.optimizer.optimizer)  # of accelerate's wrapper

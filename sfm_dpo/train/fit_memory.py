@@ -68,7 +68,7 @@ def _choose(config: Config, dataset: Dataset, model_config: PretrainedConfig, ea
     else:
         total = torch.cuda.mem_get_info()[1]
     limit = memory_limit(total, args.memory_gib)
-    same = (earlier["per_device"], earlier["every_n_layers"]) if earlier else None
+    same = (earlier["per_device"], earlier.get("checkpointed_layers", -1)) if earlier else None
     ratio = float(measured_here().get("memory_ratio", 1))
     setting = planner.choose(limit, states, ratio, same)
     if setting.bytes > limit:

@@ -23,7 +23,7 @@ from sfm_dpo.data.sampler import PairSampler
 from sfm_dpo.data.tokenization import hash_tokens
 from sfm_dpo.model.attention import activate_flash, check_shared_keys, kernel_name
 from sfm_dpo.model.flops import ForwardFlops
-from sfm_dpo.model.loading import load_model, model_init_kwargs
+from sfm_dpo.model.loading import load_model, load_model_config, model_init_kwargs
 from sfm_dpo.model.packing import compile_layers, delta_net_kernel, enable_padding_free, why_not_shared
 from sfm_dpo.model.sharding import launched_with
 from sfm_dpo.train.callbacks import Progress
@@ -72,7 +72,7 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
     ):
         args = config.train
         self.config = config
-        self.settings = settings or Settings.of(config)
+        self.settings = settings or Settings.of(config, load_model_config(config), {}, None)
         self.progress = progress or Progress()
         self.packed = args.padding_free
         self.train_sums = MetricSums()  # since the last log

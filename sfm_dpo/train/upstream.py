@@ -40,8 +40,8 @@ def arguments_for_trl(args: TrainConfig, settings: Settings) -> TrainConfig:
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: padding_free warns and pads; sets use_reentrant,
     # which LoRA needs under ZeRO-3, under a deprecated name that Trainer does not read. Canary: test_canary_arguments
     derived.padding_free = False
-    derived.gradient_checkpointing = derived.activation_checkpointing = settings.every_n_layers > 0
-    kwargs = (args.activation_checkpointing_kwargs or {}) | {"every_n_layers": settings.every_n_layers or 1}
+    derived.gradient_checkpointing = derived.activation_checkpointing = settings.checkpointed_layers > 0
+    kwargs = {"every_n_layers": 1} | (args.activation_checkpointing_kwargs or {})  # TRL would not add to an empty one
     derived.gradient_checkpointing_kwargs = derived.activation_checkpointing_kwargs = kwargs  # so both names have it
     # Upstream: transformers 5.23, trainer.py, Trainer._build_accelerator_args: torch_compile compiles all layers
     # into one graph; no field selects accelerate's regional compilation. Canary: test_canary_torch_compile
@@ -108,7 +108,7 @@ class UpstreamFixes(DPOTrainer):
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.compute_ref_log_probs: computes under autocast, unlike the
     # policy under FSDP2, so in 16 bit the loss does not start at ln 2. Canary: test_canary_compute_ref_log_probs
     # Upstream: trl 1.16, models/utils.py, disable_gradient_checkpointing: checkpoints every layer afterwards,
-    # even those that were not checkpointed before (every_n_layers). Canary: test_canary_checkpointed_layers
+    # even those that were not checkpointed before. Canary: test_canary_checkpointed_layers
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
         """Sums of log-probs ([B] chosen, [B] rejected) by `model`, in the policy's precision."""
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler
@@ -44,7 +45,7 @@ def test_less_memory_means_more_work_and_never_more_than_the_limit(packed):
     chosen = [choose_setting(every, limit, config) for limit in limits]
     assert all(setting.bytes <= limit for setting, limit in zip(chosen, limits, strict=True))
     assert [setting.work for setting in chosen] == sorted((setting.work for setting in chosen), reverse=True)
-    assert (chosen[-1].every_n_layers, chosen[0].every_n_layers) == (0, 1)
+    assert (chosen[-1].checkpointed_layers, chosen[0].checkpointed_layers) == (0, 8)
     assert chosen[0].per_device == 1 and choose_setting(every, 0, config) == chosen[0]
     if packed == "false":  # TRL's grid: the longest sequence, twice for each pair
         assert chosen[0].tokens == 2 * int(LENGTHS.total.max())
@@ -70,7 +71,7 @@ def test_second_copies_of_keys_and_the_update_take_memory():
     def plan(tokens: int, copies: int) -> int:
         planner.micro_batches = [MicroBatch(1, tokens, copies, 16, 1.0, tokens)]
         vars(planner).pop("activations", None)
-        return next(setting.bytes for setting in planner.list_settings() if not setting.every_n_layers)
+        return next(setting.bytes for setting in planner.list_settings() if not setting.checkpointed_layers)
 
     planner = plan_memory(configuration("--padding_free=true"), hidden_size=512, intermediate_size=2048)
     keys_and_values = 2 * 8 * 512 * 2  # bytes of a token, saved for the backward in bf16
@@ -85,13 +86,16 @@ def test_a_settings_options_choose_it():
         assert not {"per_device_train_batch_size", "gradient_checkpointing"} & set(named.fitted)
         assert choose_setting(every, math.inf, named) == setting
     partly = configuration("--gradient_checkpointing=false")
-    assert choose_setting(every, 0, partly) == next(s for s in every if (s.per_device, s.every_n_layers) == (1, 0))
+    expected = next(s for s in every if (s.per_device, s.checkpointed_layers) == (1, 0))
+    assert choose_setting(every, 0, partly) == expected
+    with pytest.raises(UserError, match="checkpointed_layers 9: the model has 8; give at most 8"):
+        choose_setting(every, math.inf, configuration("--checkpointed_layers=9"))
 
 
 def test_the_setting_of_the_resumed_run_is_chosen_again_if_it_fits_and_nothing_else_is_given():
     every = list_settings("--padding_free=true")
     earlier = (2, 3)
-    again = next(setting for setting in every if (setting.per_device, setting.every_n_layers) == earlier)
+    again = next(setting for setting in every if (setting.per_device, setting.checkpointed_layers) == earlier)
     config = configuration()
     less = again.bytes - 1
     assert choose_setting(every, math.inf, config, earlier) == again != choose_setting(every, math.inf, config)
@@ -106,10 +110,10 @@ def test_on_a_gpu_a_second_pair_can_be_worth_a_few_checkpointed_layers():
         config = configuration("--padding_free=true")
         model_config = tiny_config("gpt_neox", num_hidden_layers=8)
         every = MemoryPlanner(config, model_config, LENGTHS, 4, on_gpu=on_gpu).list_settings()
-        return {(setting.per_device, setting.every_n_layers): setting.work for setting in every}
+        return {(setting.per_device, setting.checkpointed_layers): setting.work for setting in every}
 
     gpu = work(True)
     cpu = work(False)
-    assert gpu[2, 2] < gpu[1, 0] and cpu[2, 2] > cpu[1, 0]
+    assert gpu[2, 4] < gpu[1, 0] and cpu[2, 4] > cpu[1, 0]
     computed = LENGTHS.computed(prefix_sharing=True).mean()
     assert gpu[1, 0] - cpu[1, 0] == pytest.approx(FIXED_TOKENS / computed)

@@ -5,7 +5,6 @@ import functools
 import json
 import re
 import shlex
-from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
@@ -59,8 +58,21 @@ def test_checkpointing_kwargs_that_are_given_are_kept():
     config = parse_config([*options, '--gradient_checkpointing_kwargs={"offload": true}'])
     shown = config.as_dict()
     assert shown["gradient_checkpointing_kwargs"] == {"offload": True} and "gradient_checkpointing" not in shown
-    for_trl = arguments_for_trl(config.train, replace(Settings.of(config), every_n_layers=2))
-    assert for_trl.activation_checkpointing_kwargs == {"offload": True, "every_n_layers": 2}
+    for_trl = arguments_for_trl(config.train, Settings.of(config, tiny_config("olmo3"), {}, None))
+    assert for_trl.activation_checkpointing_kwargs["offload"] is True
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_report")
+def test_losses_do_not_depend_on_the_setting(train):
+    runs = []
+    for size, count in ((4, 0), (2, 3), (1, 2), (4, 2)):
+        code, losses, _ = train(f"{size}-{count}", per_device_train_batch_size=size, checkpointed_layers=count)
+        assert code == 0 and len(losses) == 3
+        runs.append(losses)
+    assert runs[1] == pytest.approx(runs[0], abs=1e-5) and runs[2] == pytest.approx(runs[0], abs=1e-5)
+    assert runs[3] == runs[0]
+    assert abs(runs[0][2] - runs[0][0]) > 1e-3  # they moved
 
 
 @pytest.mark.slow
@@ -82,7 +94,7 @@ def test_the_choice_is_kept_at_resume_where_it_fits_and_is_not_recorded_as_asked
     assert facts["settings"]["flash_attention"] == "fa2"
     facts["settings"]["flash_attention"] = "fa4"  # as was measured then
     (run / "data.json").write_text(json.dumps(facts))
-    assert (chosen["per_device"], chosen["every_n_layers"]) == (8, 0)
+    assert (chosen["per_device"], chosen["checkpointed_layers"]) == (8, 0)
     asked = read_resolved_config(run)
     assert asked["flash_attention"] == "auto"
     assert asked["fit_memory"] is True and not {"per_device_train_batch_size", "gradient_checkpointing"} & set(asked)
@@ -90,7 +102,8 @@ def test_the_choice_is_kept_at_resume_where_it_fits_and_is_not_recorded_as_asked
     smaller, _ = resume(less, stop=True)
     assert smaller["bytes"] <= less * 2**30 and smaller["per_device"] in (1, 2, 4, 8)
     kept, resumed = resume(64, stop=False)
-    assert (kept["per_device"], kept["every_n_layers"]) == (smaller["per_device"], smaller["every_n_layers"]) != (8, 0)
+    both = ("per_device", "checkpointed_layers")
+    assert [kept[name] for name in both] == [smaller[name] for name in both] != [8, 0]
     assert read_file(run / "data.json")["settings"]["flash_attention"] == "fa4"
     code, losses, _ = train("uninterrupted", **fit, memory_gib=64)
     assert code == 0 and resumed == pytest.approx(losses, abs=1e-5)
@@ -122,20 +135,19 @@ def test_a_micro_batch_that_does_not_fit_is_a_line_that_names_a_smaller_setting(
 
 
 def test_the_layers_stay_checkpointed_as_asked(tiny_folder, tmp_path):
-    kwargs = '--gradient_checkpointing_kwargs={"use_reentrant":false,"every_n_layers":2}'
     live = "--precompute_ref_log_probs=false"
-    trainer = make_trainer(tiny_folder("olmo3"), tmp_path, "--max_steps=1", live, kwargs)
+    trainer = make_trainer(tiny_folder("olmo3"), tmp_path, "--max_steps=1", live, "--checkpointed_layers=2")
     trainer.eval_dataset = trainer.train_dataset
 
     def checkpointed():
         return [layer.gradient_checkpointing for layer in trainer.bare_model().model.layers]
 
     trainer.train()
-    assert checkpointed() == [True, False, True]
+    assert checkpointed() == [True, True, False]
     trainer.evaluate()
     batch = trainer._prepare_inputs(trainer.data_collator([trainer.train_dataset[0]]))
     trainer.compute_ref_log_probs(trainer.ref_model or trainer.model, batch)
-    assert checkpointed() == [True, False, True]
+    assert checkpointed() == [True, True, False]
 
 
 @pytest.mark.parametrize(

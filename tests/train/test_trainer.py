@@ -26,7 +26,7 @@ from sfm_dpo.train.settings import Settings
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from sfm_dpo.train.upstream import arguments_for_trl
 from tests.e2e.test_oracle import measure
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.tiny_models import tiny_config, tiny_model, tiny_tokenizer
 
 
 def pairs(n: int = 8) -> Dataset:
@@ -247,7 +247,7 @@ def test_callbacks_read_no_argument_that_was_changed_for_trl():
     options += " --eval_fraction 0.5 --eval_strategy steps --eval_steps 9 --save_strategy steps --save_steps 9"
     config = parse_config(options.split())
     asked = vars(config.train)
-    for_trl = vars(arguments_for_trl(config.train, Settings.of(config)))
+    for_trl = vars(arguments_for_trl(config.train, Settings.of(config, tiny_config("olmo3"), {}, None)))
     changed = {name for name in asked if asked[name] != for_trl[name]}
     assert {"push_to_hub", "save_total_limit", "padding_free", "load_best_model_at_end", "torch_compile"} <= changed
     for path in PROJECT.glob("sfm_dpo/**/*.py"):
