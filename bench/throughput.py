@@ -27,7 +27,12 @@ import sfm_dpo
 
 sfm_dpo.setup()
 
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
 from sfm_dpo.common.cli import Arguments, number
+from sfm_dpo.report.plots import COLORS, STYLE, running_mean
 
 BATCH = 4  # pairs in a micro-batch
 # Each variant keeps the flags of those before it.
@@ -77,6 +82,8 @@ def main(argv: list[str]) -> int:
     path = Path(options.out) / f"{name}-{options.model}-{options.lengths}-{datetime.date.today()}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
+    if options.plot:
+        draw(runs[: len(options.variants)], options.plot)
     print(f"\nwritten: {path}")
     return 0
 
@@ -91,6 +98,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--accumulation", type=count, default=4, help="micro-batches in an optimizer step")
     parser.add_argument("--rounds", type=count, default=5)
     parser.add_argument("--variants", nargs="+", choices=names, default=names, help="default: all")
+    parser.add_argument("--learning_rate", type=float, default=1e-6)
+    parser.add_argument("--plot", metavar="PNG", help="draws loss against seconds here, of the first round")
     parser.add_argument("--out", default=str(ROOT / "bench" / "results"), help="folder of the JSON file")
     parser.add_argument("--quick", action="store_true", help="tiny model, few pairs, one round: checks the script")
     options = parser.parse_args(argv)
@@ -154,6 +163,21 @@ def table(summary: dict[str, dict]) -> str:
             row += [format_ratio(entry, key) for key in RATIOS.values()]
         rows.append(row + [""] * (len(head) - len(row)))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def draw(runs: list[dict], path: str) -> None:
+    """Loss against seconds since the start of the reference pass; a running mean over each run's faint points."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(5.2, 3.2), layout="constrained")
+        axes = figure.add_subplot()
+        for color, run in zip(COLORS, runs, strict=False):
+            seconds, losses = np.transpose(run["curve"])
+            axes.plot(seconds, losses, color=color, alpha=0.25, linewidth=0.6)
+            axes.plot(seconds, running_mean(losses, 5), color=color, label=run["variant"].replace("_", " "))
+        axes.set(title="Loss", xlabel="seconds, with the reference pass", ylabel="nats")
+        axes.set_xlim(left=0)
+        axes.legend()
+        figure.savefig(path, facecolor="white")
 
 
 def format_ratio(entry: dict, key: str) -> str:

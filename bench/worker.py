@@ -13,7 +13,14 @@ import torch
 import torch.utils.benchmark
 from datasets import Dataset, concatenate_datasets, load_from_disk
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, PrinterCallback
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    PrinterCallback,
+    TrainerCallback,
+)
 from trl import DPOConfig, DPOTrainer
 
 from bench.lengths import MAX_LENGTH, sample_lengths
@@ -61,7 +68,7 @@ def prepare(job: dict) -> dict:
     rng = np.random.default_rng(1)
     columns: dict = {}
     for name, tokens in lengths.items():
-        columns[f"{name}_ids"] = [rng.integers(2, config.vocab_size, n).tolist() for n in tokens]
+        columns[f"{name}_ids"] = [random_ids(rng, n, config.vocab_size, name == "chosen") for n in tokens]
         columns[f"{name}_length"] = tokens.tolist()
     Dataset.from_dict(columns).save_to_disk(scratch / "pairs")
     return {
@@ -72,6 +79,11 @@ def prepare(job: dict) -> dict:
         "data": f"{job['pairs']} pairs of {job['lengths']} lengths divided by {scale_of(job)}, max_length "
         f"{max_length_of(job)}, micro-batches of {BATCH} pairs, {job['accumulation']} in a step",
     }
+
+
+def random_ids(rng: np.random.Generator, count: int, vocabulary: int, is_chosen: bool) -> list[int]:
+    """Uniform ids, in chosen answers of the vocabulary's lower half, so that there is something to learn."""
+    return rng.integers(2, vocabulary // 2 if is_chosen else vocabulary, count).tolist()
 
 
 def model_config(job: dict):
@@ -103,6 +115,18 @@ class Stock(DPOTrainer):
         return dataset
 
 
+class Curve(TrainerCallback):
+    """Seconds since the beginning of the training, and the loss, of each step."""
+
+    def on_train_begin(self, *args, **kwargs):
+        self.start = time.perf_counter()
+        self.points: list[tuple[float, float]] = []
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        if "loss" in logs:
+            self.points.append((time.perf_counter() - self.start, logs["loss"]))
+
+
 def add_timed_reference(trainer: SFMDPOTrainer, warm: int) -> float:
     """Adds the reference's columns; returns the seconds of the pass, without the first `warm` pairs."""
     pairs = trainer.train_dataset
@@ -121,6 +145,8 @@ def train(job: dict) -> dict:
     """Trains one variant for one epoch of the measured pairs, after a few warm-up batches."""
     trainer = make_trainer(job)
     trainer.remove_callback(PrinterCallback)
+    curve = Curve()
+    trainer.add_callback(curve)
     warm = BATCH * job["accumulation"]  # an optimizer step to warm up
     reference_seconds = add_timed_reference(trainer, warm) if trainer.args.precompute_ref_log_probs else 0.0
     packed = getattr(trainer, "packed", False)
@@ -157,6 +183,7 @@ def train(job: dict) -> dict:
         "peak_memory_gib": peak,
         "mfu": counts["flops"] / seconds / matmul_rate(),
         "flops": counts["flops"],
+        "curve": [(reference_seconds + seconds, loss) for seconds, loss in curve.points],
         "loss": trainer.state.log_history[-1]["train_loss"],
         "memory_gib": getattr(trainer.args, "memory_gib", None),
     }
@@ -172,7 +199,8 @@ def make_trainer(job: dict) -> DPOTrainer:
         "output_dir": str(Path(job["home"]) / "run"),
         "max_length": max_length_of(job),
         "num_train_epochs": 1,
-        "learning_rate": 1e-6,
+        "learning_rate": job["learning_rate"],
+        "warmup_steps": 0,
         "beta": 5.0,
         "bf16": DEVICE == "cuda",
         "use_cpu": DEVICE == "cpu",

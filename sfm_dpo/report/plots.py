@@ -97,7 +97,7 @@ def _draw_training(axes: Axes, log: list[dict[str, Any]], metric: str, label: st
         return
     if len(values) >= SMOOTH_FROM and metric != "learning_rate":
         axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.6)
-        values = _running_mean(values, max(5, len(values) // 40 * 2 + 1))
+        values = running_mean(values, max(5, len(values) // 40 * 2 + 1))
     axes.plot(steps, values, color=color, label=label, marker="." if len(values) < 3 else "")
 
 
@@ -117,7 +117,7 @@ def _read_series(log: list[dict[str, Any]], metric: str) -> tuple[list[int], np.
     return [entry["step"] for entry in entries], np.where(np.isfinite(values), values, np.nan)
 
 
-def _running_mean(values: np.ndarray, window: int) -> np.ndarray:
+def running_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Centred mean of the finite values within `window` (odd) points; a gap stays a gap."""
     finite = np.isfinite(values)
     sums = np.convolve(np.where(finite, values, 0.0), np.ones(window), mode="same")

@@ -67,9 +67,11 @@ def test_quick_run(tmp_path):
     variants = ["stock", "batch_rebalance", "as_shipped_in_stock_memory"]
     command = [sys.executable, throughput.ROOT / "bench/throughput.py", "--quick", "--out", tmp_path]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([*command, "--variants", *variants], env=env, capture_output=True, text=True, timeout=390)
+    picture = tmp_path / "loss.png"
+    done = subprocess.run([*command, "--variants", *variants, "--plot", picture], env=env, capture_output=True, text=True, timeout=390)
     assert done.returncode == 0, done.stderr[-3000:]
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("*.json")
+    assert picture.stat().st_size > 10_000
     assert str(path) in done.stdout
     result = json.loads(path.read_text())
     assert result["machine"] and result["torch"]
@@ -78,6 +80,9 @@ def test_quick_run(tmp_path):
     for variant, figures in runs.items():
         assert figures["loss"] == pytest.approx(math.log(2), abs=2e-3)  # nothing learnt at lr 1e-6: all do the same
         assert figures["pairs_per_second"] == pytest.approx(result["options"]["pairs"] / figures["seconds"])
+        (end, loss), *_ = reversed(figures["curve"])
+        assert figures["reference_seconds"] < end < figures["reference_seconds"] + figures["seconds"] + 1
+        assert loss == pytest.approx(figures["loss"], abs=2e-3)
         assert (figures["padding_fraction"] > 0.1) is (variant == "stock")
         assert (figures["reference_seconds"] > 0) is (variant != "stock")
         assert 0 < figures["mfu"] < 1 and figures["peak_memory_gib"] > 0.1
