@@ -68,7 +68,8 @@ def test_quick_run(tmp_path):
     command = [sys.executable, throughput.ROOT / "bench/throughput.py", "--quick", "--out", tmp_path]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     picture = tmp_path / "loss.png"
-    done = subprocess.run([*command, "--variants", *variants, "--plot", picture], env=env, capture_output=True, text=True, timeout=390)
+    command += ["--plot", picture, "--variants", *variants]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=390)
     assert done.returncode == 0, done.stderr[-3000:]
     (path,) = tmp_path.glob("*.json")
     assert picture.stat().st_size > 10_000
