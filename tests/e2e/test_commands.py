@@ -28,7 +28,7 @@ from tests.project import SOURCE, link, make_project
 
 # Run elsewhere, or not ours to run
 ELSEWHERE = {
-    r"make (test|setup|lint|check|test-grid)|([A-Z]+=\S+ )?(python -m )?pytest .*": "how these tests are run",
+    r"make (test|setup|lint|check|test-grid|upgrade)|([A-Z]+=\S+ )?(python -m )?pytest .*": "how these tests are run",
     r"python scripts/sweep.py grid.yaml --(dry_run|table)": "tests/jobs/test_sweep.py, slurm/test_slurm_sweep.py",
     r"python scripts/status.py --stop outputs/dpo": "tests/run/test_status.py: of a run that runs",
     r"make demo": "README.md marks it: 4 minutes",
@@ -40,10 +40,10 @@ ELSEWHERE = {
     r"python .* outputs/low( --pairs .*)?": "as with outputs/high",
     r"accelerate launch --main_process_port 29600": "every start of two processes here chooses a port",
     r".*python bench/throughput.py.* --rounds 3.*": "half an hour; test_bench.py runs --quick",
-    r"python scripts/analyze_dataset.py pairs.jsonl --(against|by) .*": "test_analyze.py",
+    r"python -m tests.upstream_script .*": "tests/train/test_upstream.py",
     r"python train_dpo.py .* --drop_contaminated .*": "tests/data/test_filters.py",
     r"python scripts/make_pairs.py .*": "tests/data/test_scored_formats.py",
-    r"source .*|git (clone|lfs) .*|trl dpo.*|hf auth login|pip install .*": "others",
+    r"source .*|git (clone|lfs) .*|trl dpo.*|hf auth login|(python -m venv|\S*pip install) .*": "others",
     r"wandb (sync|leet|login).*": "W&B's",
 }
 NO_GO = 3  # random weights find every answer impossible: preflight.py says so
