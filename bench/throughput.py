@@ -57,6 +57,7 @@ COLUMNS = {
     "padding": "padding_fraction",
     "peak GiB": "peak_memory_gib",
 }
+LABELS = {"stock": "stock TRL", SHIPPED[1]: "this project, in the same memory"}  # in the picture
 RATIOS = {"steps": "pairs_per_second", "epoch": "epoch_pairs_per_second"}
 
 
@@ -173,7 +174,7 @@ def draw(runs: list[dict], path: str) -> None:
         for color, run in zip(COLORS, runs, strict=False):
             seconds, losses = np.transpose(run["curve"])
             axes.plot(seconds, losses, color=color, alpha=0.25, linewidth=0.6)
-            axes.plot(seconds, running_mean(losses, 5), color=color, label=run["variant"].replace("_", " "))
+            axes.plot(seconds, running_mean(losses, 5), color=color, label=LABELS.get(run["variant"], run["variant"]))
         axes.set(title="Loss", xlabel="seconds, with the reference pass", ylabel="nats")
         axes.set_xlim(left=0)
         axes.legend()
