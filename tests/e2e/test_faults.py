@@ -58,7 +58,7 @@ def test_the_same_command_then_ends_bitwise(place, uninterrupted, tmp_path, kind
     dice = random.Random(f"{os.environ.get('FAULT_SEED')}, {kind}, {phase}, {processes}")
     if kind == "two runs on one cache":
         phase = "reference pass"
-    disk = tmp_path / "disk"
+    disk = tmp_path / "d"  # short, because the path of a socket in TMPDIR must have less than 108 characters
     disk.mkdir()
     with small_disk(disk, "64m") if ":" in kind else contextlib.nullcontext(), HubServer() as hub:
         fault = Fault(kind, phase, processes, disk, place, hub, dice)
