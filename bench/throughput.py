@@ -173,8 +173,9 @@ def draw(runs: list[dict], path: str) -> None:
         axes = figure.add_subplot()
         for color, run in zip(COLORS, runs, strict=False):
             seconds, losses = np.transpose(run["curve"])
+            smooth = running_mean(losses, 5) if len(losses) >= 5 else losses
             axes.plot(seconds, losses, color=color, alpha=0.25, linewidth=0.6)
-            axes.plot(seconds, running_mean(losses, 5), color=color, label=LABELS.get(run["variant"], run["variant"]))
+            axes.plot(seconds, smooth, color=color, label=LABELS.get(run["variant"], run["variant"]))
         axes.set(title="Loss", xlabel="seconds, with the reference pass", ylabel="nats")
         axes.set_xlim(left=0)
         axes.legend()

@@ -23,7 +23,7 @@ STEPS = 3
 MICRO_BATCHES = 4  # of a step
 WAITS = 4  # of the host for the device, in a step
 TRL_WAITS = 5  # in a micro-batch: its LM head and two of its metrics select tokens by a mask
-# The same by what the run does: two masks of padded attention, the head for the reference, nets by sequence without fla
+# Besides these: masks of padded attention, the head for the reference, and nets that run by sequence without fla
 MORE_WAITS = {"padding_free": 2, "precompute_ref_log_probs": 2, "olmo_hybrid": 4}
 GRID = [("gpt_neox", {}), ("llama", {"fit_memory": "true"}), ("olmo2", {"prefix_sharing": "false"}), ("olmoe", {})]
 GRID += [("olmo3", {"gradient_checkpointing": "false"}), ("olmo3", {"padding_free": "false"})]
