@@ -37,7 +37,6 @@ from trl.models.utils import disable_gradient_checkpointing
 
 import train_dpo
 from sfm_dpo.common.files import PROJECT
-from sfm_dpo.model.sharding import checkpoint_layers
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.toolbox import on_cpu, write_jsonl
 from tests.train.test_trainer import pairs
@@ -222,10 +221,10 @@ def test_canary_compute_ref_log_probs(trainer, monkeypatch):
 
 def test_canary_checkpointed_layers(trainer):
     trainer.model.activation_checkpointing_enable({"use_reentrant": False})
-    checkpoint_layers(trainer.model, 1)
+    layers = [module for module in trainer.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers[-1].gradient_checkpointing = False
     with disable_gradient_checkpointing(trainer.model, {"use_reentrant": False}):
         assert not trainer.model.is_gradient_checkpointing
-    layers = [module for module in trainer.model.modules() if isinstance(module, GradientCheckpointingLayer)]
     assert all(layer.gradient_checkpointing for layer in layers)
     trainer.model.gradient_checkpointing_disable()
 
