@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
                 runs.append(work(job) | {"round": round_number})
                 values = {name: format_value(runs[-1][key]) for name, key in COLUMNS.items() if key in runs[-1]}
                 print(f"round {round_number + 1}/{options.rounds}", variant, values, flush=True)
-    given = {name: value for name, value in vars(options).items() if name != "out"}
+    given = {name: value for name, value in vars(options).items() if name not in ("out", "plot")}
     result = {**facts, "options": given, "summary": summarise(runs, options.variants), "runs": runs}
     print("\n" + table(result["summary"]))
     name = re.sub(r"[^A-Za-z0-9]+", "-", facts["machine"]).strip("-").lower()

@@ -73,4 +73,4 @@ def main(venv: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).absolute())
+    main(Path(*sys.argv[1:] or [".venv-upgrade"]).absolute())

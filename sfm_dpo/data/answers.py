@@ -1,6 +1,6 @@
 """What answers contain, found in their texts alone: faults, and traits in which chosen and rejected answers differ.
 
-docs/internals/testing.md and docs/data.md state the precision of each.
+docs/internals/testing.md states the precision of the checks.
 """
 
 import re
