@@ -1,7 +1,8 @@
-"""The identity of a process: who it is, and whether it still runs."""
+"""Processes: who one is, whether it still runs, and what a command prints."""
 
 import os
 import platform
+import subprocess
 from typing import Any
 
 import psutil
@@ -37,3 +38,12 @@ def is_alive(owner: dict[str, Any]) -> bool | None:
         return is_same and psutil.Process(owner["pid"]).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def ask(*command: str, stderr: int | None = None, check: bool = True) -> str | None:
+    """What a command prints; None if it is not installed, does not answer or, with `check`, fails."""
+    try:
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=20, check=check)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout

@@ -5,16 +5,7 @@ import subprocess
 from collections.abc import Iterable
 from typing import Any
 
-from sfm_dpo.common.process import is_alive
-
-
-def ask(*command: str, stderr: int | None = None, check: bool = True) -> str | None:
-    """What a command prints; None if it is not installed, does not answer or, with `check`, fails."""
-    try:
-        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=20, check=check)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout
+from sfm_dpo.common.process import ask, is_alive
 
 
 def squeue_states(jobs: Iterable[str | None]) -> dict[str, str] | None:

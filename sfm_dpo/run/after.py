@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from sfm_dpo.common.errors import StopRequested
-from sfm_dpo.common.slurm import ask, list_hosts, show_job
+from sfm_dpo.common.process import ask
+from sfm_dpo.common.slurm import list_hosts, show_job
 from sfm_dpo.run.files import read_file
 from sfm_dpo.run.folder import ENVIRONMENT, State, array_task, read_status
 

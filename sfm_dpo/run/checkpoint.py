@@ -17,8 +17,7 @@ import psutil
 from sfm_dpo.common.distributed import broadcast, gather, is_main_process, rank, world_size
 from sfm_dpo.common.errors import ResumeRefused, UserError
 from sfm_dpo.common.files import hash_file, write_json
-from sfm_dpo.common.process import is_alive, this_process
-from sfm_dpo.common.slurm import ask
+from sfm_dpo.common.process import ask, is_alive, this_process
 from sfm_dpo.run.files import read_file
 
 log = logging.getLogger(__name__)

@@ -32,13 +32,13 @@ def test_one_reference_pass_before_the_array_and_a_killed_member_resumes(cluster
         return Path(read_status(run)["log"]).read_text()
 
     array = re.search(r"Submitted batch job (\d+)", sweep())[1]
+    cluster.run("scontrol", "hold", f"{array}_0")  # before the first job ends, which starts the array
     runs = [project / f"outputs/my sweep/learning_rate={rate}" for rate in ("1e-07", "1e-05", "0.0001", "0.001")]
     wait_for(lambda: (read_status(runs[0]) or {}).get("state") == "stopped" and "ended: " in log_of(runs[0]), 300)
     first = log_of(runs[0])
     assert "ended: state stopped, exit code 0" in first and "preflight_only: nothing was trained" in first
     assert (runs[0] / "preflight.json").is_file() and not any(run.exists() for run in runs[1:])
     assert (project / f"logs/dpo-train-{read_status(runs[0])['task']}.out").is_file()
-    cluster.run("scontrol", "hold", f"{array}_0")
     wait_for(lambda: f"logs/dpo-train-{array}" in (read_status(runs[1]).get("log") or ""), 120)
     [shown] = json.loads(cluster.run(sys.executable, "scripts/status.py", "--json", str(runs[0]), cwd=project, **env))
     assert (shown["state"], shown["slurm"]) == ("stopped, queued", "PENDING")
