@@ -22,7 +22,7 @@ class Settings:
     checkpointed_layers: int
     flash_attention: str  # fa2, fa3 or fa4
     eval_on_start: bool = False
-    fit_memory: dict[str, Any] = field(default_factory=dict)  # the chosen setting (model/memory.py), if it was fitted
+    fit_memory: dict[str, Any] = field(default_factory=dict)  # memory/planner.py's Setting, if it was fitted
 
     @classmethod
     def of(cls, config: Config, model: PretrainedConfig, fitted: dict[str, Any], flash: str | None) -> "Settings":

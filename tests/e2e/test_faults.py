@@ -35,7 +35,7 @@ PHASES = {  # and how long after the beginning of each, in seconds at most
     "evaluation": 0.2,
     "final save": 0.003,
     "report": 1.0,
-    "push": 0.1,
+    "push": 0.0,
 }
 IN_EACH_PHASE = ("kill -9", "SIGSTOP", "full disk: output_dir HF_HOME TMPDIR")  # of one of two processes
 AFTER_A_KILL = ("flipped byte", "removed file", "clock set back")  # of what the killed run has left
@@ -147,7 +147,8 @@ class Fault:
             self.env |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
             self.fields |= {"push_to_hub": "true", "hub_model_id": "lab/model"}
         self.run = self.start()
-        self.rank = self.run.ranks(processes)[dice.randrange(processes)]  # now: looking takes longer than saving
+        victim = 0 if phase == "push" else dice.randrange(processes)  # only rank 0 pushes
+        self.rank = self.run.ranks(processes)[victim]  # now: looking takes longer than saving
 
     def start(self, name: str = "", **fields) -> Run:
         return self.place.start(

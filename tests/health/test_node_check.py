@@ -55,15 +55,15 @@ def test_a_node_with_a_folder_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("came", "expected"),
     [
-        (0, "unhealthy n2: no process has reached the first node\nsubmit again with --exclude=n2, or"),
-        (1, "unhealthy n2: rank 1 could not reach the other ranks: .*\ncorrect this and submit again, or"),
+        (0, "unhealthy n2: no process has reached the first node\nerror: submit again with --exclude=n2, or"),
+        (1, "unhealthy n2: rank 1 could not reach the other ranks: .*\nerror: correct this and submit again, or"),
     ],
 )
 def test_a_node_that_never_comes_is_the_one_to_exclude(tmp_path, came, expected):
     scontrol = tmp_path / "scontrol"
     scontrol.write_text("#!/bin/sh\nprintf 'n1\\nn2\\n'\n")
     scontrol.chmod(0o755)
-    wait = "import sfm_dpo.health.node_check as h, sys; h.JOIN_SECONDS = 3; sys.exit(h.main(sys.argv[1:]))"
+    wait = "import sfm_dpo.health.node_check as h, sys; h.JOIN_SECONDS = 3; h.run(sys.argv[1:])"
     env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     env |= {"RANK": str(came), "SLURMD_NODENAME": f"n{came + 1}", "SLURM_JOB_NODELIST": "n[1-2]"}
     env["PATH"] = f"{tmp_path}:{env['PATH']}"
@@ -78,7 +78,7 @@ def test_a_rank_whose_all_reduce_fails_says_why_itself(tmp_path):
     """Rank 0 only learns that it did not come."""
     broken = "import sfm_dpo.health.node_check as h, sys; h.REDUCE_SECONDS = 3\n"
     broken += "def check_all_reduce(folders):\n    raise RuntimeError('no such NIC')\n"
-    broken += "if h.RANK: h.check_all_reduce = check_all_reduce\nsys.exit(h.main(sys.argv[1:]))"
+    broken += "if h.RANK: h.check_all_reduce = check_all_reduce\nh.run(sys.argv[1:])"
     codes, output = check(tmp_path, 2, program=["-c", broken])
     assert codes == [UNHEALTHY] * 2, output
     assert "unhealthy n2: rank 1 could not reach the other ranks: no such NIC" in output
@@ -103,12 +103,11 @@ def measure_seconds(action, result):
     return seconds
 
 measure = h.measure_seconds
-h.sfm_dpo.setup()
 h.torch.set_num_threads(1)
 if h.RANK == 1:
     h.measure_seconds = measure_seconds
     h.torch.__version__ = "2.12.1"
-sys.exit(h.main(sys.argv[1:]))
+h.run(sys.argv[1:])
 """
     codes, output = check(tmp_path, 2, program=["-c", slowed])
     assert codes == [0, 0], output
@@ -122,7 +121,7 @@ sys.exit(h.main(sys.argv[1:]))
 def test_ranks_that_cannot_be_measured_do_not_stop_the_job(tmp_path):
     broken = "import sfm_dpo.health.node_check as h, sys; h.REDUCE_SECONDS = 3\n"
     broken += "def measure_seconds(action, result):\n    raise MemoryError('no memory')\n"
-    broken += "if h.RANK == 2: h.measure_seconds = measure_seconds\nh.sfm_dpo.setup()\nsys.exit(h.main(sys.argv[1:]))"
+    broken += "if h.RANK == 2: h.measure_seconds = measure_seconds\nh.run(sys.argv[1:])"
     codes, output = check(tmp_path, 3, program=["-c", broken])
     assert codes == [0] * 3, output
     assert "n3 CPU 0 could not be measured: no memory\n" in output
