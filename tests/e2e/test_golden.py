@@ -150,10 +150,14 @@ def test_one_two_and_four_ranks_agree_compiled_or_not_cached_or_not(place):
 @pytest.mark.parametrize("launch", ["cpu 2", "cpu_zero3 2"])
 def test_checkpointed_layers_change_no_bit(place, launch):
     lora = {"use_peft": "true", "lora_target_modules": "all-linear"}
-    for fields in ({}, lora):
-        fields = {"model_name_or_path": place.folder / "olmo3"} | fields
-        runs = {f"{launch}, {len(fields)}, {k} of 3": fields | {"checkpointed_layers": k} for k in (0, 2, 3)}
-        none, two, three = read_metrics(place.run_many(launch, runs)).values()
+    models = {"full": {"model_name_or_path": place.folder / "olmo3"}}
+    models["lora"] = models["full"] | lora
+    runs = {}
+    for model, fields in models.items():
+        runs |= {f"{launch}, {model}, {k} of 3": fields | {"checkpointed_layers": k} for k in (0, 2, 3)}
+    found = read_metrics(place.run_many(launch, runs))
+    for model in models:
+        none, two, three = (found[f"{launch}, {model}, {k} of 3"] for k in (0, 2, 3))
         assert none == two == three and len(none) == 8
 
 

@@ -58,9 +58,15 @@ def test_a_file_that_was_cut_off_is_absent(run, finished_run, name, capsys):
 @pytest.mark.grid
 @pytest.mark.parametrize("name", FILES)
 def test_no_value_of_another_type_is_a_traceback(run, finished_run, name, capsys):
+    """Each value by itself; those that no schema names, absent or all together."""
     path = run / name
     content = page.yaml.safe_load(path.read_text()) if path.exists() else type(SCHEMAS[name])()
-    for changed in change_each_value(content, itertools.cycle(TYPES)):
+    others = itertools.cycle(TYPES)
+    free = content.keys() - SCHEMAS[name].keys() if isinstance(content, dict) else ()
+    named = {key: value for key, value in content.items() if key not in free} if free else content
+    variants = list(change_each_value(named, others))
+    variants += [named | {key: next(others) for key in free}] if free else []
+    for changed in variants:
         path.write_text(json.dumps(changed))
         try:
             read_everywhere(run, finished_run, capsys)
