@@ -40,8 +40,8 @@ from sfm_dpo.train.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG)
-# Signs of a full disk in exceptions of safetensors and (the last two) of torch.save
-DISK_FULL = ("No space left", "quota exceeded", "File too large", "unexpected pos", "iostream error")
+# Signs of these in exceptions of safetensors and (the last two) of torch.save
+UNWRITABLE_SIGNS = (*map(os.strerror, UNWRITABLE), "unexpected pos", "iostream error")
 
 
 class Run:
@@ -137,10 +137,10 @@ class Run:
             where = error.filename or self.folder
             free = "raise `ulimit -f`" if error.errno == errno.EFBIG else "free space"
             return DiskFull(f"{where}: {error.strerror}; {free}, and run the same command again to resume")
-        if any(sign in str(error) for sign in DISK_FULL):
+        if any(sign in str(error) for sign in UNWRITABLE_SIGNS):
             what = self.progress.saving or self.folder
             newest = newest_checkpoint(self.folder)
-            full = f"disk full, or `ulimit -f` reached, while writing {what}"
+            full = f"disk full or read-only, or `ulimit -f` reached, while writing {what}"
             return DiskFull(f"{full}; free space, and run it again to resume from {newest}")
         return None
 

@@ -29,7 +29,7 @@ PHASES = {  # and how long after the beginning of each, in seconds at most
     "tokenisation": 1.0,
     "reference pass": 0.1,
     "preflight": 0.3,
-    "step": 0.3,
+    "step": 0.1,
     "saving": 0.03,
     "rotation": 0.01,
     "evaluation": 0.2,
@@ -204,16 +204,14 @@ class Fault:
             elif self.kind.startswith("two"):
                 self.rank.suspend()  # or the first run would be over before the second has read its packages
                 self.start_second(uninterrupted)
-        if "full disk" in self.kind:
-            self.fill_disk()
-        elif "read-only" in self.kind:
-            remount(self.disk, "ro")
+        if ":" in self.kind:
+            self.spoil_disk()
         code = self.run.wait()
         log = self.run.log
         assert code == 0 or self.kind != "SIGSTOP", log[-3000:]
         assert code == 0 or ":" not in self.kind or "\nerror: " in log, log[-3000:]
         if "read-only" in self.kind:
-            remount(self.disk, "rw")
+            subprocess.run(["umount", self.disk], check=True)
         if self.processes == 1 and "kill" not in self.kind:
             assert "Traceback" not in log and log.count("error: ") == (code == 1), log[-3000:]
         return code
@@ -266,15 +264,21 @@ class Fault:
             for path in (*files, *self.run.folder.iterdir()):
                 os.utime(path, (later, later))
 
+    def spoil_disk(self) -> None:
+        """Fills the disk or makes it read-only while the rank is stopped, so that its next write meets the fault."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.rank.suspend()
+        if "full" in self.kind:
+            self.fill_disk()
+        else:  # a mount above it, because a lease is open for writing, and a remount would be refused
+            subprocess.run(["mount", "-o", "bind,ro", self.disk, self.disk], check=True)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.rank.resume()
+
     def fill_disk(self) -> None:
         """Somebody else's data, up to the last page."""
-        with (self.disk / "others").open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while True:
-                file.write(b"x" * 4096)
-
-
-def remount(folder: Path, how: str) -> None:
-    """Read-only (ro) or not (rw), for root too; waits for writers."""
-    command = ["mount", "-o", f"remount,{how}", str(folder)]
-    while subprocess.run(command, capture_output=True, check=False).returncode:
-        time.sleep(0.002)
+        with (self.disk / "others").open("wb", buffering=0) as file:
+            for size in (2**20, 4096):
+                with contextlib.suppress(OSError):
+                    while True:
+                        file.write(b"x" * size)
