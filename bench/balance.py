@@ -45,9 +45,12 @@ def micro_batches(strategy: str, lengths: Lengths) -> list[np.ndarray]:
         return [np.array(rows) for together in zip(*ranks, strict=True) for rows in together]
     name = "random" if strategy == "equal tokens" else strategy
     sampler = PairSampler(lengths, name, GLOBAL_BATCH, PER_DEVICE, 42)
+    steps = sampler.steps(0)
+    batches = sampler.micro_batches(steps)
     if strategy == "equal tokens":
-        return [step[rows] for step in sampler.steps(0) for rows in assign_pairs(tokens[step], PER_DEVICE)]
-    return [rows for step in sampler.steps(0) for rows in sampler.micro_batches(step)]
+        order = assign_pairs(tokens[steps], PER_DEVICE).reshape(steps.shape)
+        batches = np.take_along_axis(steps, order, axis=1)
+    return list(batches.reshape(-1, PER_DEVICE))
 
 
 def measure(strategy: str, lengths: Lengths) -> list[float]:

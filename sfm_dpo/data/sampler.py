@@ -7,7 +7,6 @@ the order is the same.
 """
 
 import hashlib
-import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,22 +24,22 @@ FIRST_STEPS_FOR = (1, 2, 4, 8, 16)  # pairs in a micro-batch
 HIDDEN = 4096  # hidden size of a 7B model
 
 
-def assign_pairs(cost: np.ndarray, size: int) -> list[np.ndarray]:
-    """Assigns n pairs of `cost` [n] to micro-batches of `size`, a divisor of n: the costliest pair first, each to the
-    cheapest micro-batch with room. Returns the positions [size] of each micro-batch, the costliest first: ranks that
-    wait for each other get micro-batches of similar cost."""
-    with_room: list[tuple[float, int, list[int]]] = [(0.0, number, []) for number in range(len(cost) // size)]
-    full = []
-    for position in np.argsort(-cost, kind="stable").tolist():
-        total, number, positions = heapq.heappop(with_room)
-        positions.append(position)
-        micro_batch = (total + float(cost[position]), number, positions)
-        if len(positions) < size:
-            heapq.heappush(with_room, micro_batch)
-        else:
-            full.append(micro_batch)
-    full.sort(key=lambda micro_batch: (-micro_batch[0], micro_batch[1]))
-    return [np.array(positions) for _, _, positions in full]
+def assign_pairs(cost: np.ndarray, size: int) -> np.ndarray:
+    """Assigns the n pairs of each step, of `cost` [S, n], to micro-batches of `size`, a divisor of n: the costliest
+    pair first, each to the cheapest micro-batch with room. Returns positions [S, n / size, size], the costliest
+    micro-batch first: ranks that wait for each other get micro-batches of similar cost."""
+    steps, pairs = cost.shape
+    positions = np.empty((steps, pairs // size, size), dtype=int)
+    filled = np.zeros(positions.shape[:2], dtype=int)
+    totals = np.zeros(positions.shape[:2])
+    each = np.arange(steps)
+    for position in np.argsort(-cost, axis=1, kind="stable").T:
+        cheapest = np.where(filled < size, totals, np.inf).argmin(axis=1)
+        positions[each, cheapest, filled[each, cheapest]] = position
+        filled[each, cheapest] += 1
+        totals[each, cheapest] += cost[each, position]
+    costliest_first = np.argsort(-totals, axis=1, kind="stable")
+    return np.take_along_axis(positions, costliest_first[..., None], axis=1)
 
 
 @dataclass(frozen=True)
@@ -59,19 +58,23 @@ class Layout:
         tokens = lengths.computed(shared)
         return cls(tokens, None if packed else lengths.total, tokens + squares / 2 / (6 * HIDDEN))
 
-    def count(self, rows: np.ndarray) -> int:
-        """Tokens that a micro-batch computes, including padding."""
+    def count(self, rows: np.ndarray) -> np.ndarray:
+        """Tokens that each micro-batch of `rows` [..., size] computes, including padding."""
         if self.longest is None:
-            return int(self.tokens[rows].sum())
-        return 2 * len(rows) * int(self.longest[rows].max())
+            return self.tokens[rows].sum(axis=-1)
+        return 2 * rows.shape[-1] * self.longest[rows].max(axis=-1)
 
-    def split(self, rows: np.ndarray, size: int, balanced: bool) -> list[np.ndarray]:
-        """The rows [size] of each micro-batch; balanced: of equal cost or, if padded, of pairs of similar length."""
+    def split(self, steps: np.ndarray, size: int, balanced: bool) -> np.ndarray:
+        """The rows [S, n / size, size] of the micro-batches of `steps` [S, n]; balanced: of equal cost or, if padded,
+        of pairs of similar length."""
+        shape = len(steps), -1, size
         if not balanced:
-            return np.split(rows, len(rows) // size)
+            return steps.reshape(shape)
         if self.longest is None:
-            return [rows[positions] for positions in assign_pairs(self.cost[rows], size)]
-        return np.split(rows[np.argsort(-self.longest[rows], kind="stable")], len(rows) // size)
+            order = assign_pairs(self.cost[steps], size).reshape(steps.shape)
+        else:
+            order = np.argsort(-self.longest[steps], axis=1, kind="stable")
+        return np.take_along_axis(steps, order, axis=1).reshape(shape)
 
 
 @dataclass(eq=False)  # hashed by identity
@@ -106,7 +109,7 @@ class PairSampler(Sampler[int]):
         self.layout = Layout.of(self.lengths, self.packed, self.shared)
         self.epoch = 0
         self.is_over = False  # no step is left to train
-        self._steps: dict[int, list[np.ndarray]] = {}  # steps of the most recent epoch
+        self._steps: dict[int, np.ndarray] = {}  # steps of the most recent epoch
 
     @classmethod
     def of(cls, lengths: Lengths, args: TrainConfig, micro_batch: int, shared: bool) -> "PairSampler":
@@ -123,65 +126,60 @@ class PairSampler(Sampler[int]):
         return len(self.lengths) // self.global_batch * self.global_batch
 
     def __iter__(self) -> Iterator[int]:
-        for rows in [] if self.is_over else self.steps(self.epoch):
-            for micro_batch in self.micro_batches(rows):
-                yield from micro_batch.tolist()
+        if not self.is_over:
+            yield from self.micro_batches(self.steps(self.epoch)).ravel().tolist()
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def steps(self, epoch: int) -> list[np.ndarray]:
-        """The rows [global_batch] of each optimizer step of an epoch."""
+    def steps(self, epoch: int) -> np.ndarray:
+        """The rows [S, global_batch] of the optimizer steps of an epoch."""
         if epoch not in self._steps:
             self._steps = {epoch: self._order_steps(epoch)}
         return self._steps[epoch]
 
-    def _order_steps(self, epoch: int) -> list[np.ndarray]:
+    def _order_steps(self, epoch: int) -> np.ndarray:
         if self.strategy == "sequential":
-            return np.split(np.arange(len(self)), len(self) // self.global_batch)
+            return np.arange(len(self)).reshape(-1, self.global_batch)
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.lengths))[: len(self)]
         if self.strategy == "group_by_length":
             tokens = self.lengths.computed(prefix_sharing=False)
             window = 50 * self.global_batch  # as in transformers' LengthGroupedSampler
             windows = (order[i : i + window] for i in range(0, len(order), window))
             order = np.concatenate([rows[np.argsort(-tokens[rows], kind="stable")] for rows in windows])
-        steps = np.split(order, len(order) // self.global_batch)
+        steps = order.reshape(-1, self.global_batch)
         return self._put_largest_first(steps) if epoch == 0 else steps
 
-    def _put_largest_first(self, steps: list[np.ndarray]) -> list[np.ndarray]:
+    def _put_largest_first(self, steps: np.ndarray) -> np.ndarray:
         """The steps, starting with those that hold the largest micro-batch of each Layout and usual size."""
         first: list[int] = []
         for packed, shared in ((True, True), (True, False), (False, False)):
             layout = Layout.of(self.lengths, packed, shared)
             for size in FIRST_STEPS_FOR:
                 if self.global_batch % size == 0:
-                    largest = [max(map(layout.count, self.micro_batches(rows, size, layout))) for rows in steps]
-                    first.append(int(np.argmax(largest)))
-        rest = [rows for i, rows in enumerate(steps) if i not in first]
-        return [steps[i] for i in dict.fromkeys(first)] + rest
+                    largest = layout.count(self.micro_batches(steps, size, layout)).max(axis=1)
+                    first.append(int(largest.argmax()))
+        rest = np.delete(steps, first, axis=0)
+        return np.concatenate([steps[list(dict.fromkeys(first))], rest])
 
-    def micro_batches(
-        self, rows: np.ndarray, size: int | None = None, layout: Layout | None = None
-    ) -> list[np.ndarray]:
-        """The rows [size, by default micro_batch] of each micro-batch of an optimizer step, in the order of ranks."""
-        return (layout or self.layout).split(rows, size or self.micro_batch, self.strategy == "batch_rebalance")
+    def micro_batches(self, steps: np.ndarray, size: int | None = None, layout: Layout | None = None) -> np.ndarray:
+        """The rows [S, n, size, by default micro_batch] of the n micro-batches of `steps`, in the order of ranks."""
+        return (layout or self.layout).split(steps, size or self.micro_batch, self.strategy == "batch_rebalance")
 
     def largest_micro_batch(self, size: int) -> np.ndarray:
         """The rows [size] of the micro-batch with the most tokens in all epochs."""
-        steps = [rows for epoch in range(self.epochs) for rows in self.steps(epoch)]
-        micro_batches = [micro_batch for rows in steps for micro_batch in self.micro_batches(rows, size)]
-        return max(micro_batches, key=self.layout.count)
+        steps = np.concatenate([self.steps(epoch) for epoch in range(self.epochs)])
+        micro_batches = self.micro_batches(steps, size).reshape(-1, size)
+        return micro_batches[self.layout.count(micro_batches).argmax()]
 
     def imbalance(self, size: int, ranks: int) -> float:
         """Work of the slowest rank over the mean work, if each rank takes micro-batches of `size` pairs and waits for
         the others after each; over at most 100 steps of the first epoch."""
         steps = self.steps(0)
-        work = []
-        for rows in steps[:: math.ceil(len(steps) / 100)]:
-            for micro_batch in self.micro_batches(rows, size):
-                is_padded = self.layout.longest is not None
-                work.append(self.layout.count(micro_batch) if is_padded else self.layout.cost[micro_batch].sum())
-        together = np.array(work).reshape(-1, ranks)
+        micro_batches = self.micro_batches(steps[:: math.ceil(len(steps) / 100)], size)
+        is_padded = self.layout.longest is not None
+        work = self.layout.count(micro_batches) if is_padded else self.layout.cost[micro_batches].sum(axis=-1)
+        together = work.reshape(-1, ranks)
         return float(together.max(axis=1).sum() / together.mean(axis=1).sum())
 
     def fingerprint(self, epoch: int) -> str:

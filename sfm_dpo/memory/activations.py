@@ -215,7 +215,7 @@ def run_backbone(model: PreTrainedModel, tokens: int, copies: float | None) -> t
     shared: dict[str, torch.Tensor] = {}
     if copies is not None:
         keys = torch.zeros(tokens + round(copies * tokens), dtype=torch.int32)
-        shared = {"shared_keys": keys, "shared_order": keys}
+        shared = {"shared_keys": keys, "shared_order": keys.clone()}  # Dynamo cannot trace one tensor given twice
     boundaries = boundary_arguments(bounds, tokens, **shared)
     boundaries["attention_mask"] = ids.new_empty(0, 0, 0, 0)
     return model.base_model(ids, position_ids=ids, use_cache=False, **boundaries).last_hidden_state

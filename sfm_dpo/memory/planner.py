@@ -106,7 +106,7 @@ class MemoryPlanner:
             if args.global_batch_size % (size * self.gpus):
                 continue
             rows = sampler.largest_micro_batch(size)
-            tokens = sampler.layout.count(rows)
+            tokens = int(sampler.layout.count(rows))
             copies = max(0, int(self.lengths.sequences[rows].sum()) - tokens)
             responses = int(self.lengths.responses[rows].sum())
             imbalance = sampler.imbalance(size, self.gpus)

@@ -33,11 +33,12 @@ LENGTHS = draw_lengths()
 @settings(derandomize=True, deadline=None, database=None)
 def test_assignment_keeps_every_pair_and_fills_every_micro_batch(tokens, size):
     tokens = np.array(tokens * size)
-    assigned = assign_pairs(tokens, size)
-    assert [len(rows) for rows in assigned] == [size] * (len(tokens) // size)
-    assert sorted(np.concatenate(assigned).tolist()) == list(range(len(tokens)))
-    weights = [tokens[rows].sum() for rows in assigned]
-    assert weights == sorted(weights, reverse=True)
+    steps = np.array([tokens, tokens[::-1]])
+    for cost, assigned in zip(steps, assign_pairs(steps, size), strict=True):
+        assert assigned.shape == (len(tokens) // size, size)
+        assert sorted(assigned.ravel().tolist()) == list(range(len(tokens)))
+        weights = cost[assigned].sum(axis=1).tolist()
+        assert weights == sorted(weights, reverse=True)
 
 
 def test_ranks_wait_little_for_the_slowest():
@@ -70,7 +71,7 @@ def test_order_depends_on_seed_epoch_data_and_global_batch_alone(strategy):
 def test_a_tail_is_another_one_each_epoch_and_too_few_pairs_are_an_error():
     sampler = PairSampler(LENGTHS, "random", 128, 4, seed=0)
     assert len(sampler) == 4096 == len(set(sampler))
-    epochs = [set(np.concatenate(sampler.steps(epoch)).tolist()) for epoch in range(2)]
+    epochs = [set(sampler.steps(epoch).ravel().tolist()) for epoch in range(2)]
     assert epochs[0] != epochs[1]
     with pytest.raises(UserError, match=r"128: there are only 127 pairs .* smaller global_batch_size \(\d+\)"):
         PairSampler(draw_lengths(127), "random", 128, 4, seed=0)
@@ -81,7 +82,7 @@ def test_a_tail_is_another_one_each_epoch_and_too_few_pairs_are_an_error():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_largest_micro_batch_is_in_the_first_steps(strategy, size, layout):
     sampler = PairSampler(LENGTHS, strategy, 128, size, 1, *layout)
-    largest = [max(map(sampler.layout.count, sampler.micro_batches(rows))) for rows in sampler.steps(0)]
+    largest = sampler.layout.count(sampler.micro_batches(sampler.steps(0))).max(axis=1)
     assert max(largest) in largest[:15] and len(largest) == 32
     assert max(largest) == sampler.layout.count(sampler.largest_micro_batch(size))
 

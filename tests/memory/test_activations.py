@@ -141,8 +141,10 @@ def test_compiled_layers_save_what_aot_autograd_keeps(name, eager, compiled):
     config = AutoConfig.from_pretrained(PROJECT / "bench/shapes" / name)
     unit = 2 * config.hidden_size * config.num_hidden_layers
     assert trace_activations(config, torch.bfloat16, False, 0.05).saved[1] / unit == pytest.approx(eager, rel=0.02)
+    torch._dynamo.utils.counters.clear()
     savings = compiled_savings(config, torch.bfloat16, 0.05) / unit
     assert savings == pytest.approx(eager - compiled, abs=0.1)
+    assert torch._dynamo.utils.counters["graph_break"] == {}
 
 
 def test_mixed_activations_lie_between_none_and_all():
