@@ -32,7 +32,8 @@ def read_metrics(run: Path) -> dict[tuple[int, str], float]:
     return {(e["step"], name): e[name] for e in entries for name in e if compared.fullmatch(name)}
 
 
-@pytest.mark.parametrize("launch", ["cpu_fsdp2", pytest.param("cpu_zero3", marks=pytest.mark.grid)])
+@pytest.mark.grid
+@pytest.mark.parametrize("launch", ["cpu_fsdp2", "cpu_zero3"])
 def test_stopped_and_resumed_it_is_the_run_of_one_process(place, train_here, tmp_path, launch):
     alone = Place(place.folder, place.model, tmp_path / "alone")
     expected = train_here(f"alone-{launch}", hf_home=alone.hf_home, **FIELDS)
