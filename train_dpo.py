@@ -50,7 +50,7 @@ from sfm_dpo.run.checkpoint import (
     read_best,
     step_of,
 )
-from sfm_dpo.run.files import read_file
+from sfm_dpo.run.files import RESOLVED_CONFIG, read_file
 from sfm_dpo.run.folder import DATA, State, describe, write_status
 from sfm_dpo.run.reader import eval_prefix
 from sfm_dpo.train.callbacks import Progress, ProgressLine, StopCallback
@@ -77,7 +77,9 @@ def main(
         evaluations = Evaluations(config.train)
         if run.begin(config):
             checkpoint = find_start(config.train)
-            config = identify_models(config, read_file(checkpoint / COMPLETE) if checkpoint else {})
+            known = read_file(checkpoint / COMPLETE) if checkpoint else {}
+            before = read_file(checkpoint.parent / RESOLVED_CONFIG) if checkpoint else {}
+            config = identify_models(config, known, before)
             pairs, tokenizer, settings = load(config, checkpoint)
             trainer = build_trainer(config, settings, pairs, tokenizer, run.progress, trainer_class)
             for callback in (evaluations, *callbacks):
@@ -114,8 +116,9 @@ def load(config: Config, checkpoint: Path | None) -> tuple[TokenPairs, PreTraine
     if args.push_to_hub:
         main_process_first(lambda: check_push(args, bool(checkpoint)) if is_main_process() else None)
     pairs = main_process_first(lambda: load_token_pairs(config, tokenizer))
-    check_vocabulary(pairs.train, tokenizer, model_config.get_text_config().vocab_size)
-    check_positions(pairs.train, model_config.get_text_config(), args)
+    for tokens in pairs.splits.values():
+        check_vocabulary(tokens, tokenizer, model_config.get_text_config().vocab_size)
+        check_positions(tokens, model_config.get_text_config(), args)
     log.info(f"data\n{pairs.table()}")
     if checkpoint:  # before the model is loaded
         check_resume(checkpoint, {"train_tokens": hash_tokens(pairs.train)}, args.ignore_resume_mismatch)

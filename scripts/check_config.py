@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
         start = config.train.resume_from_checkpoint or newest_checkpoint(run)
         if start and why_incomplete(Path(start)) is None:
             check_resume(Path(start), {"world_size": int(processes)}, config.train.ignore_resume_mismatch)
-        print(run)
+        print(f"output_dir: {run}")
     elif read_state(run) is State.PUSH_FAILED:
         print(f"{run}: trained, but not pushed: {read_status(run)['message']}", file=sys.stderr)
     else:

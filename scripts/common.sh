@@ -42,8 +42,11 @@ run_dpo() {
     # One process reads the configuration before any node starts, so a mistake costs one line and a few seconds.
     local checked code=0 output_dir
     checked=$(python scripts/check_config.py "$config_file" "$((SLURM_JOB_NUM_NODES * per_node))" "$@") || exit
-    output_dir=${checked##*$'\n'} # libraries may also print
-    [[ -n $output_dir ]] || exit 0 # already done; check_config.py said so
+    output_dir=$(sed -n 's/^output_dir: //p' <<<"$checked")
+    if [[ -z $output_dir ]]; then
+        echo "$checked" # of --help, or nothing: already done, as check_config.py has said
+        exit 0
+    fi
     local status_before
     status_before=$(cat "$output_dir/status.json" 2>/dev/null) || status_before={}
 

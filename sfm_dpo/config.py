@@ -12,7 +12,6 @@ import os
 import re
 import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +25,7 @@ from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, TrlParser, get_pef
 from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common import distributed
-from sfm_dpo.common.errors import UserError, nearest, user_input
+from sfm_dpo.common.errors import UserError, collect_errors, nearest, user_input
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config_checks import LOSS_TYPES, check_fields, check_known
 
@@ -231,9 +230,13 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
         world_size = 1
         namespace.per_device_train_batch_size = namespace.global_batch_size
         vars(namespace).update(use_cpu=True, bf16=False, fp16=False, dtype=None, deepspeed=None)
-    resolve_precision(namespace)
     with collect_errors(problems):
-        problems += check_fields(namespace, world_size, training)
+        check_device(namespace)
+    resolve_precision(namespace)
+    problems += check_fields(namespace, world_size, training)
+    tracking = ""
+    with collect_errors(problems):
+        namespace.report_to, tracking = resolve_report_to(namespace.report_to)
     if len(problems) > 1:
         numbered = [f"({number}) {problem}" for number, problem in enumerate(problems, 1)]
         raise UserError(f"{len(problems)} fields to correct: {'; '.join(numbered)}")
@@ -246,7 +249,6 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
         namespace.hub_token = None
     if namespace.dataset_num_proc:  # more processes than cores only take memory
         namespace.dataset_num_proc = min(namespace.dataset_num_proc, len(os.sched_getaffinity(0)))
-    namespace.report_to, tracking = resolve_report_to(namespace.report_to)
     namespace.use_peft = bool(namespace.use_peft)
     with user_input("configuration"):
         get_peft_config(namespace)  # checks the LoRA fields
@@ -280,15 +282,6 @@ def check_optimizer(args: TrainConfig) -> None:
         f"lr_scheduler_type {args.lr_scheduler_type.value}, lr_scheduler_kwargs {args.lr_scheduler_kwargs}"
     ):
         get_scheduler(args.lr_scheduler_type, *schedule)
-
-
-@contextmanager
-def collect_errors(problems: list[str]) -> Iterator[None]:
-    """Adds the message of a UserError to `problems`, so that a start reports all of them."""
-    try:
-        yield
-    except UserError as error:
-        problems.append(str(error))
 
 
 def parse_fields(parser: FieldParser, argv: list[str], problems: list[str]) -> argparse.Namespace:
@@ -343,7 +336,7 @@ def read_recipe(path: str, fields: dict[str, argparse.Action], problems: list[st
     """A recipe's fields, converted to their types. Adds what is wrong with its other fields to `problems`."""
     values: dict[str, Any] = {}
     for key, node in read_nodes(path).items():
-        with collect_errors(problems):
+        with collect_errors(problems), user_input(f"{path}: {key}"):
             if key in fields:
                 values[key] = read_field(key, node, fields[key], path)
             elif node.tag != _NULL or key not in read_migration():  # as in the resolved_config.yaml of an old run
@@ -371,6 +364,8 @@ def read_nodes(path: str) -> dict[str, yaml.Node]:
         raise UserError(f"{path} is not valid YAML: a recipe is a mapping such as 'beta: 5'")
     nodes: dict[str, yaml.Node] = {}
     for key, node in root.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise UserError(f"{path} is not valid YAML: a list or mapping as the name of a field")
         if key.value in nodes:  # PyYAML would take the last one
             raise UserError(f"{path}: {key.value} is given twice; keep one")
         nodes[str(key.value)] = node
@@ -390,6 +385,8 @@ def read_value(node: yaml.Node, action: argparse.Action, where: str) -> Any:
     choices = [str(choice) for choice in action.choices or ()]
     if choices and text not in choices:
         raise UserError(f"{where}: {text!r} is unknown; choose one of {', '.join(map(repr, choices))}")
+    with user_input(f"{where} {text}"):
+        (action.type or str)(text)
     return text
 
 
@@ -402,12 +399,16 @@ def check_mixture(datasets: Any, recipe: str) -> list[dict]:
     return datasets
 
 
-def resolve_precision(namespace: Any) -> None:
-    """Sets use_cpu and bf16 if they are not given: bf16 on a GPU, fp32 without one."""
+def check_device(namespace: Any) -> None:
+    """Raises UserError if the run needs a GPU and none is visible."""
     if not namespace.use_cpu and (reason := distributed.explain_missing_gpus()):
         raise UserError(f"{reason}. To train on the CPU anyway, set --use_cpu true")
     if namespace.bf16 and not namespace.use_cpu and not torch.cuda.is_available():
         raise UserError("bf16 true: no GPU is visible; on CPU set --bf16 false, or add --use_cpu true")
+
+
+def resolve_precision(namespace: Any) -> None:
+    """Sets use_cpu and bf16 if they are not given: bf16 on a GPU, fp32 without one."""
     # accelerate's launcher drops a DeepSpeed config file's `use_cpu`, and without it accelerate finds no backend:
     # each CPU process would act as the only one.
     namespace.use_cpu = namespace.use_cpu or not torch.cuda.is_available()

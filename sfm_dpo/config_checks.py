@@ -16,7 +16,7 @@ import torch
 from transformers.utils import is_flash_attn_2_available
 from trl import DatasetMixtureConfig, DPOConfig, ModelConfig
 
-from sfm_dpo.common.errors import UserError, nearest, user_input
+from sfm_dpo.common.errors import UserError, collect_errors, nearest, user_input
 
 LOSS_TYPES = (
     "sigmoid sigmoid_norm hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down "
@@ -170,33 +170,39 @@ def find_loss_conflicts(c: argparse.Namespace, training: bool) -> Iterator[tuple
 
 
 def check_fields(namespace: argparse.Namespace, world_size: int, training: bool) -> list[str]:
-    """What is wrong with ranges and combinations, each with the field, its value and the remedy. Raises UserError for
-    a value that the others depend on."""
+    """What is wrong with ranges and combinations, each with the field, its value and the remedy. Changes wrong values,
+    so that those that depend on them can be checked."""
     values = vars(namespace)
-    problems = []
+    problems: list[str] = []
     for lowest, highest, words, names in _RANGES:
         for name in names.split():
-            if values[name] is not None and not lowest <= values[name] <= highest:
-                problems.append(f"{name} {values[name]}: must be {words}")
-    if problems:
-        return problems
+            value = values[name]
+            if value is not None and not lowest <= value <= highest:
+                problems.append(f"{name} {value}: must be {words}")
+                values[name] = min(max(value, lowest), highest)
     for loss in namespace.loss_type:
-        check_known("loss_type", loss, LOSS_TYPES)
-    check_known("f_divergence_type", namespace.f_divergence_type, F_DIVERGENCES)
+        with collect_errors(problems):
+            check_known("loss_type", loss, LOSS_TYPES)
+    namespace.loss_type = [loss if loss in LOSS_TYPES else "sigmoid_norm" for loss in namespace.loss_type]
+    with collect_errors(problems):
+        check_known("f_divergence_type", namespace.f_divergence_type, F_DIVERGENCES)
     if re.search(r"['\"](use_auth_)?token['\"]", str(namespace.model_init_kwargs)):  # the error omits its value
-        raise UserError("model_init_kwargs: its token would be stored with the run; put HF_TOKEN into .env instead")
+        problems.append("model_init_kwargs: its token would be stored with the run; put HF_TOKEN into .env instead")
+    reported = {problem.split()[0] for problem in problems}
     refused = [(name, remedy) for name, remedy in REFUSED.items() if values[name] != default_of(name)]
     for name, remedy in [*refused, *find_conflicts(namespace, world_size, training)]:
-        problems.append(f"{name} {values[name]}: {remedy}")
+        if name not in reported:
+            problems.append(f"{name} {values[name]}: {remedy}")
     if problems:
         return problems
-    prefixes = [f"eval_{name}_" for name in read_eval_sets(namespace.eval_datasets)]
-    if namespace.eval_fraction:
-        prefixes.append("eval_")
-    if namespace.metric_for_best_model or namespace.load_best_model_at_end:
-        metric = (namespace.metric_for_best_model or "loss").removeprefix("eval_")
-        known = [prefix + name for prefix in prefixes for name in EVAL_METRICS]  # those that are computed
-        check_known("metric_for_best_model", f"eval_{metric}", known)
+    with collect_errors(problems):
+        prefixes = [f"eval_{name}_" for name in read_eval_sets(namespace.eval_datasets)]
+        if namespace.eval_fraction:
+            prefixes.append("eval_")
+        if namespace.metric_for_best_model or namespace.load_best_model_at_end:
+            metric = (namespace.metric_for_best_model or "loss").removeprefix("eval_")
+            known = [prefix + name for prefix in prefixes for name in EVAL_METRICS]  # those that are computed
+            check_known("metric_for_best_model", f"eval_{metric}", known)
     return problems
 
 

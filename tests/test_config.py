@@ -92,8 +92,12 @@ def test_yaml_values_arrive_as_meant(parse, field, text, value):
         ("--learning_rat 1", ["--learning_rat", "did you mean --learning_rate"]),  # no abbreviations
         ("--pair-by=score", ["--pair-by; here: none (make pairs with scripts/make_pairs.py)"]),
         ("--warmup_ratio 0.1", ["unknown option --warmup_ratio; here: warmup_steps, see docs/migration.md"]),
-        ("--lr 1", ["unknown option --lr; here: learning_rate (betas there"]),
+        ("--lr 1", ["unknown option --lr; here: learning_rate, see docs"]),
         ("--beta 0 --seed -1 --lr 1", ["3 fields to correct: (1) unknown option --lr", "(2) beta 0.0: must be above"]),
+        (
+            "--beta 0 --loss_type foo --eval_strategy steps --report_to nowhere",
+            ["4 fields", "(1) beta 0.0: must", "(2) loss_type foo: unknown", "(3) eval_strategy", "(4) report_to nowhere"],
+        ),
         ("--learning_rate fast", ["learning_rate", "'fast'"]),
         ("--gradient_checkpointing maybe", ["gradient_checkpointing", "maybe"]),
         ("--eval_strategy sometimes", ["eval_strategy", "'sometimes'", "'epoch'"]),

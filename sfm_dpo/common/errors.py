@@ -78,6 +78,15 @@ def user_input(what: str, remedy: str = "") -> Iterator[None]:
         raise UserError("; ".join(filter(None, [f"{what}: {reason}", remedy]))) from error
 
 
+@contextmanager
+def collect_errors(problems: list[str]) -> Iterator[None]:
+    """Adds the message of a UserError to `problems`, so that a start reports all of them."""
+    try:
+        yield
+    except UserError as error:
+        problems.append(str(error))
+
+
 def nearest(name: Any, known: Iterable[str], prefix: str = "") -> str:
     """The end of an error message: the known name most similar to `name`, if there is one."""
     match = difflib.get_close_matches(str(name), known, n=1, cutoff=0.7)

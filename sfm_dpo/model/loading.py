@@ -89,11 +89,16 @@ def model_init_kwargs(config: Config) -> dict[str, Any]:
     }
 
 
-def identify_models(config: Config, known: dict[str, Any]) -> Config:
+def identify_models(config: Config, known: dict[str, Any], before: dict[str, Any]) -> Config:
     """The configuration with `model_ids`. `known`: facts of the checkpoint that a run resumes from, whose commits are
-    kept though a branch on the Hub has moved since. All ranks must call it."""
-    fields = [part.model_field for part in config.parts]
-    commits = {name: known[name] for name in fields if not known.get(name, FOLDER).startswith(FOLDER)}
+    kept though a branch on the Hub has moved since, if its configuration `before` names the same models. All ranks
+    must call it."""
+    names = {part.model_field: part.model.model_name_or_path for part in config.parts}
+    commits = {
+        field: known[field]
+        for field, name in names.items()
+        if before.get(field) == name and not known.get(field, FOLDER).startswith(FOLDER)
+    }
     pinned = dataclasses.replace(config, model_ids=commits)
     ids = {part.model_field: identify_model(part) for part in pinned.parts}
     return dataclasses.replace(config, model_ids=ids)

@@ -30,7 +30,7 @@ _FINDING = {"reasons": [str], "verdict": str, "text": str}
 # alternatives. A file may lack a name of the top level, or one that may be None, and hold more names than these.
 SCHEMAS: dict[str, Any] = {
     STATUS: {"state": str, "message": _TEXT, "step": _COUNT, "max_steps": _COUNT, "checkpoint": _TEXT}
-    | dict.fromkeys(("job", "task", "log"), _TEXT)
+    | dict.fromkeys(("job", "task", "log", "trained"), _TEXT)
     | {"exit_code": _COUNT, "time": str, "files": ({str: int}, None), "pushed": _TEXT, "eta_seconds": _NUMBER}
     | {"loss": _NUMBER, "margin": _NUMBER, "pairs_per_second": _NUMBER}
     | {"best": ({"step": int, "metric": str, "value": (int, float), "better_base": _NUMBER}, None)},

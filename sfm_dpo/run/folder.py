@@ -37,7 +37,7 @@ STARTED = now()  # this process
 SAID_SECONDS = 3  # after these, rank 0 has reported an end that all ranks share
 
 _PACKAGES = "torch transformers trl accelerate deepspeed datasets peft huggingface_hub tokenizers numpy".split()
-_FROM_BEFORE = "best files loss margin pairs_per_second".split()  # where the new status has none
+_FROM_BEFORE = "best files loss margin pairs_per_second trained".split()  # where the new status has none
 _SLURM = "JOB_ID ARRAY_JOB_ID ARRAY_TASK_ID JOB_NAME JOB_NODELIST JOB_PARTITION CLUSTER_NAME RESTART_COUNT".split()
 
 
@@ -105,9 +105,13 @@ def write_status(
         return
     status = {"state": state, "exit_code": code, "message": mask(message), "step": None, "checkpoint": None}
     before = read_status(run)
-    status |= {name: before.get(name) for name in _FROM_BEFORE} | extra
+    status |= {name: before.get(name) for name in _FROM_BEFORE}
     status |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID"), "task": array_task(), "pid": os.getpid()}
     status |= {"log": os.environ.get("SFM_JOB_LOG")}  # scripts/common.sh
+    starts = read_file(Path(run) / ENVIRONMENT).get("starts")
+    if starts and starts[-1].get("time") == STARTED:  # neither a push by hand, nor a start that failed early
+        status["trained"] = status["time"]
+    status |= extra
     path = Path(run) / STATUS
     try:
         write_json(path, status)
@@ -230,7 +234,7 @@ def describe(config: "Config", pairs: dict[str, Any], step: int = 0) -> None:
     start |= {"job": os.environ.get("SLURM_JOB_ID"), "restart": os.environ.get("SLURM_RESTART_COUNT")}
     starts = before.get("starts", [])
     if starts:
-        starts[-1]["end"] = read_status(run).get("time")
+        starts[-1]["end"] = read_status(run).get("trained")
     history: dict[str, Any] = {"starts": [*starts, start], "hangs": before.get("hangs", [])}
     if "wandb" in config.train.report_to:  # otherwise W&B would choose another id at each start
         history["wandb_run_id"] = os.environ.get("WANDB_RUN_ID") or before.get("wandb_run_id") or secrets.token_hex(4)

@@ -82,10 +82,10 @@ def list_restarts(facts: dict[str, Any]) -> list[int]:
 def count_gpu_hours(environment: dict[str, Any], status: dict[str, Any]) -> float | None:
     """Hours from the beginning to the last sign of life of each start, times its GPUs; None without a GPU."""
     starts = environment.get("starts", [])
-    if not (starts and environment.get("gpus") and status.get("time")):
+    if not (starts and environment.get("gpus") and status.get("trained")):
         return None
     hours = 0.0
-    ends = [start.get("end") for start in starts[:-1]] + [status["time"]]
+    ends = [start.get("end") for start in starts[:-1]] + [status["trained"]]
     with contextlib.suppress(ValueError, TypeError):  # no times
         for start, end in zip(starts, ends, strict=True):
             life = datetime.fromisoformat(end or start["time"]) - datetime.fromisoformat(start["time"])

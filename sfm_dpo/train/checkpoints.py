@@ -112,13 +112,17 @@ class CheckpointCallback(TrainerCallback):
 
 
 class ResumeCallback(TrainerCallback):
-    """Sets what Transformers 5.23 does not: the epoch's order, the count of tokens, which layers are checkpointed."""
+    """Sets what Transformers 5.23 does not: the epoch's order, the count of tokens, which layers are checkpointed, and
+    the steps between logs, evaluations and saves."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.trainer.is_resumed = state.global_step > 0
+        # Upstream: transformers 5.23, trainer.py, Trainer._init_training_state: a resumed run keeps its checkpoint's
+        # logging_steps, eval_steps and save_steps. Canary: test_canary_steps_of_a_resumed_run
+        state.compute_steps(args, state.max_steps)
         logged = [int(entry["num_tokens"]) for entry in state.log_history if "num_tokens" in entry]
         self.trainer.num_tokens = max(logged, default=0)
         checkpoint_layers(self.trainer.bare_model(), self.trainer.settings.checkpointed_layers)

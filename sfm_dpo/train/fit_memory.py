@@ -24,7 +24,7 @@ from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.memory.planner import MemoryPlanner, memory_limit
 from sfm_dpo.model.attention import measured_here
 from sfm_dpo.model.sharding import launched_with
-from sfm_dpo.run.files import read_file
+from sfm_dpo.run.files import RESOLVED_CONFIG, read_file
 from sfm_dpo.run.folder import DATA
 from sfm_dpo.train.callbacks import Progress
 
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 SIGNS = re.compile("out of memory|can't allocate memory|Cannot allocate memory|_ALLOC_FAILED")
 # By phase, fields that may change when the run resumes (config_effects.py)
 REMEDIES = {
-    "training": "use a smaller per_device_train_batch_size or gradient_checkpointing: true",
+    "training": "use a smaller per_device_train_batch_size",
     "evaluation": "use a smaller per_device_eval_batch_size",
     "the reference's forward": "use precompute_ref_batch_size: 1",
 }
@@ -89,7 +89,14 @@ def explain_out_of_memory(error: BaseException, progress: Progress, run: Path) -
     remedies = [REMEDIES[progress.phase]] if progress.phase in REMEDIES else []
     if progress.phase == "training":
         what += f", step {progress.step + 1}"
-        if fitted := read_file(run / DATA).get("settings", {}).get("fit_memory"):
+        settings = read_file(run / DATA).get("settings", {})
+        if settings.get("micro_batch") == 1:
+            remedies = []
+        if read_file(run / RESOLVED_CONFIG).get("checkpointed_layers") is not None:
+            remedies.append("remove checkpointed_layers")
+        elif not settings.get("checkpointed_layers"):
+            remedies.append("set gradient_checkpointing: true")
+        if fitted := settings.get("fit_memory"):
             smaller = fitted["smaller"]
             remedies = [f"use the next smaller setting of fit_memory: {smaller}"] if smaller else []
     if progress.inputs:

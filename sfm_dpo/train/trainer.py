@@ -198,7 +198,7 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Transformers' micro-batches of an optimizer step."""
         result = super().get_batch_samples(*args, **kwargs)
-        if "sft" in self.loss_types:
+        if "sft" in self.loss_types and result[0]:  # a run resumed at its last step has no more
             counts = torch.stack([count_chosen(batch["completion_mask"]) for batch in result[0]])
             self.chosen_tokens = self.accelerator.gather(counts.to(self.accelerator.device)).mean().item()
         return result

@@ -108,7 +108,7 @@ class UpstreamFixes(DPOTrainer):
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.compute_ref_log_probs: computes under autocast, unlike the
     # policy under FSDP2, so in 16 bit the loss does not start at ln 2. Canary: test_canary_compute_ref_log_probs
     # Upstream: trl 1.16, models/utils.py, disable_gradient_checkpointing: checkpoints every layer afterwards,
-    # even those that were not checkpointed before. Canary: test_canary_checkpointed_layers
+    # even those that were not before, and adds another hook to the embedding. Canary: test_canary_checkpointed_layers
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Any]) -> Any:
         """Sums of log-probs ([B] chosen, [B] rejected) by `model`, in the policy's precision."""
 
@@ -116,12 +116,11 @@ class UpstreamFixes(DPOTrainer):
             with torch.autocast(self.accelerator.device.type, enabled=False):
                 return model(**kwargs)
 
-        names = ("gradient_checkpointing", "_gradient_checkpointing_func")
-        layers = [module for module in self.model.modules() if hasattr(module, names[1])]
-        before = [[getattr(module, name) for name in names] for module in layers]
+        layers = [module for module in self.model.modules() if getattr(module, "gradient_checkpointing", False)]
         try:
+            for layer in layers:
+                layer.gradient_checkpointing = False
             return super().compute_ref_log_probs(forward if self.is_fsdp_enabled else model, inputs)
         finally:
-            for module, values in zip(layers, before, strict=True):
-                for name, value in zip(names, values, strict=True):
-                    setattr(module, name, value)
+            for layer in layers:
+                layer.gradient_checkpointing = True

@@ -81,13 +81,14 @@ def write_killed(run: Path, step: int) -> None:
 
 def test_max_steps_in_the_middle_of_an_epoch_is_not_exceeded_by_a_start_after_the_last_step(train_here):
     """As transformers 5.23 does. The first start was killed in save_model: the final files are half there."""
-    first = train_here("middle", max_steps=3)
+    fields = {"max_steps": 3, "loss_type": ["sigmoid_norm", "sft"], "loss_weights": [1, 0.1]}
+    first = train_here("middle", **fields)
     weights = first.weights()
     losses = logged(first.folder)
     (first.folder / "model.safetensors").write_bytes(b"half")
     (first.folder / "trainer_state.json").unlink()
     write_killed(first.folder, 3)
-    again = train_here("middle", max_steps=3)
+    again = train_here("middle", **fields)
     assert again.status["step"] == 3 and logged(again.folder) == losses and again.weights() == weights
 
 
@@ -122,6 +123,25 @@ def test_a_run_keeps_the_commit_of_its_model_where_the_branch_has_moved(place, t
     again = train_here("moved", **fields)
     assert json.loads((run.folder / "data.json").read_text())["models"] == {"model_name_or_path": "a" * 40}
     assert logged(again.folder) == losses and again.weights() == weights
+
+    other = tiny_model("olmo3", seed=9)  # whose identity is not the commit of the checkpoint's model
+    other.save_pretrained(place.folder / "other")
+    tokenizer = [name for name in files if "token" in name or "template" in name]
+    for name in tokenizer:
+        (place.folder / "other" / name).write_bytes(files[name])
+    fields |= {"model_name_or_path": place.folder / "other", "resume_from_checkpoint": run.folder / "checkpoint-2"}
+    line = error_line(train_here("from-another", 2, **fields).log)
+    assert f"model_name_or_path: the model has changed since it was written ({'a' * 40}" in line
+
+
+def test_steps_between_logs_and_saves_may_change_in_a_resumed_run(train_here):
+    run = train_here("steps", max_steps=4, logging_steps=2, save_steps=2)
+    shutil.rmtree(run.folder / "checkpoint-4")
+    (run.folder / "model.safetensors").unlink()
+    write_killed(run.folder, 4)
+    again = train_here("steps", max_steps=4, logging_steps=1, save_steps=1)
+    assert (again.folder / "checkpoint-3").is_dir()
+    assert [entry["step"] for entry in logged(again.folder)] == [2, 3, 4]
 
 
 @pytest.mark.parametrize("saving", [{"save_steps": 2}, {"save_strategy": "epoch", "num_train_epochs": 2}], ids=str)

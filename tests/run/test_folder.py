@@ -98,7 +98,7 @@ def test_status_holds_the_contract(tmp_path):
     assert (status.pop("pid"), status.pop("job")) == (os.getpid(), os.environ.get("SLURM_JOB_ID"))
     expected = {"state": "stopped", "exit_code": 75, "message": "on request", "step": 30}
     kept = {"best": None, "files": None, "loss": None, "margin": None, "pairs_per_second": None}
-    kept |= {"task": None, "log": None}
+    kept |= {"task": None, "log": None, "trained": None}
     assert status == expected | {"checkpoint": "checkpoint-30"} | kept
     best = {"step": 20, "metric": "eval_loss", "value": 0.5, "better_base": None}
     write_status(tmp_path, "running", best=best, loss=0.5)
@@ -122,7 +122,7 @@ def test_the_verdict_is_written_on_a_full_disk_too(tmp_path, monkeypatch):
 def test_every_start_is_kept_with_its_step_and_job_and_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     (tmp_path / ENVIRONMENT).write_text('{"starts": 5, "hangs": "x"}')  # by hand
-    (tmp_path / STATUS).write_text('{"time": "2026-01-01T00:00:00+00:00"}')
+    (tmp_path / STATUS).write_text('{"trained": "2026-01-01T00:00:00+00:00"}')
     expected = [("4711", "0", 0), ("4711", "1", 4), ("4711", "2", 6)]
     for _, restart, step in expected:
         monkeypatch.setenv("SLURM_RESTART_COUNT", restart)
@@ -178,7 +178,7 @@ def test_the_check_of_the_batch_scripts_looks_and_leaves_the_folder_to_nobody(tm
     assert "was written by 2 process(es), but this run has 4" in capsys.readouterr().err
     monkeypatch.setenv("LAUNCH", "cpu")  # two processes
     assert check_config.main(fields) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == str(run)
+    assert capsys.readouterr().out.splitlines()[-1] == f"output_dir: {run}"
     assert not list(run.iterdir())
     owner = {"job": "7", "cluster": None, "uid": -1, "host": "n1", "pid": 1, "started": 1.0, "time": "noon"}
     (run / LOCK).write_text(f"pid=1\nowner={json.dumps(owner)}\n")

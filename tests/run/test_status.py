@@ -52,10 +52,12 @@ def test_a_running_run(tmp_path):
         (run / f"checkpoint-{step}" / "model.safetensors").write_bytes(b"x")
     mark_complete(run / "checkpoint-10", {})
     (run / "health.json").write_text('{"verdict": "healthy"}')
-    times = ["2026-01-01T00:00:00+00:00", "2026-01-01T02:00:00+00:00", read_status(run)["time"]]  # 2 h, killed, 0 h
+    times = ["2026-01-01T00:00:00+00:00", "2026-01-01T02:00:00+00:00", "2026-01-02T00:00:00+00:00"]  # 2 h, killed, 1 h
     starts = [{"step": 0, "world_size": 4, "time": time} for time in times]
     starts[0]["end"] = times[1]
     (run / ENVIRONMENT).write_text(json.dumps({"starts": starts, "gpus": ["H100"]}))
+    write_status(run, "running", **RUNNING, trained="2026-01-02T01:00:00+00:00")
+    write_status(run, "running", **RUNNING)  # by a process that does not train
     facts = describe_run(run, None, time.time())
     assert facts == {
         "run": str(run),
@@ -69,7 +71,7 @@ def test_a_running_run(tmp_path):
         "checkpoint": "checkpoint-10",
         "evaluation": None,
         "starts": 3,
-        "gpu_hours": 8.0,
+        "gpu_hours": 12.0,
         "log": None,
     }
     assert facts["seconds_since_update"] < 60

@@ -142,8 +142,9 @@ def test_the_layers_stay_checkpointed_as_asked(tiny_folder, tmp_path):
     def checkpointed():
         return [layer.gradient_checkpointing for layer in trainer.bare_model().model.layers]
 
+    hooks = trainer.bare_model().get_input_embeddings()._forward_hooks
     trainer.train()
-    assert checkpointed() == [True, True, False]
+    assert checkpointed() == [True, True, False] and len(hooks) == 1
     trainer.evaluate()
     batch = trainer._prepare_inputs(trainer.data_collator([trainer.train_dataset[0]]))
     trainer.compute_ref_log_probs(trainer.ref_model or trainer.model, batch)
@@ -180,7 +181,7 @@ def test_state_allocated_before_the_first_update_changes_no_bit(options, dtype):
         (torch.OutOfMemoryError(CUDA), "step 8 (CUDA out of memory. Tried to allocate 2.50 GiB."),
         (RuntimeError("alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you tried"), "alloc_cpu.cpp"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), "; use a smaller"),
-        (MemoryError(), "out of memory in training, step 8 (MemoryError); use a smaller per_device_train_batch_size"),
+        (MemoryError(), "out of memory in training, step 8 (MemoryError); use a smaller per_device_train_batch_size; or"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
     ],
     ids=["CUDA", "CPU", "cuBLAS", "Python", "another"],
@@ -192,6 +193,25 @@ def test_errors_that_are_out_of_memory(error, line, tmp_path):
     assert (end is None) == (line is None)
     if end:
         assert (end.exit_code, end.state) == (2, "failed") and line in str(end)
+
+
+@pytest.mark.parametrize(
+    ("field", "settings", "remedies"),
+    [
+        ([], {"micro_batch": 1, "checkpointed_layers": 4}, []),
+        ([], {"micro_batch": 2, "checkpointed_layers": 4}, ["use a smaller per_device_train_batch_size"]),
+        (["--gradient_checkpointing=false"], {"micro_batch": 1}, ["set gradient_checkpointing: true"]),
+        (["--checkpointed_layers=2"], {"micro_batch": 1, "checkpointed_layers": 2}, ["remove checkpointed_layers"]),
+    ],
+    ids=["nothing", "size", "checkpointing", "layers"],
+)
+def test_what_helps_if_the_memory_of_a_setting_is_exceeded(tmp_path, field, settings, remedies):
+    fields = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--use_cpu", "--output_dir", str(tmp_path)]
+    describe(parse_config([*fields, *field]), {"settings": settings})
+    progress = Progress()
+    progress.begin_micro_batch("training", 7, {})
+    _, *parts = str(explain_out_of_memory(MemoryError(), progress, tmp_path)).split("; ")
+    assert [part.removeprefix("or ") for part in parts[:-1]] == remedies
 
 
 @pytest.mark.parametrize("phase", [*REMEDIES, "loading"])

@@ -186,6 +186,13 @@ def test_canary_num_tokens(tmp_path):
     assert after < before
 
 
+def test_canary_steps_of_a_resumed_run(tmp_path):
+    make(tmp_path, max_steps=2, save_strategy="steps", save_steps=2).train()
+    trainer = make(tmp_path, max_steps=3, save_strategy="steps", save_steps=1)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.save_steps == 2
+
+
 def test_canary_tied_weights():
     cloned = clone_tensors_for_torch_save(tiny_model("llama", tie_word_embeddings=True, **SMALL).state_dict())
     assert cloned["lm_head.weight"].data_ptr() != cloned["model.embed_tokens.weight"].data_ptr()
@@ -223,9 +230,11 @@ def test_canary_checkpointed_layers(trainer):
     trainer.model.activation_checkpointing_enable({"use_reentrant": False})
     layers = [module for module in trainer.model.modules() if isinstance(module, GradientCheckpointingLayer)]
     layers[-1].gradient_checkpointing = False
+    hooks = trainer.model.get_input_embeddings()._forward_hooks
+    before = len(hooks)
     with disable_gradient_checkpointing(trainer.model, {"use_reentrant": False}):
         assert not trainer.model.is_gradient_checkpointing
-    assert all(layer.gradient_checkpointing for layer in layers)
+    assert all(layer.gradient_checkpointing for layer in layers) and len(hooks) > before
     trainer.model.gradient_checkpointing_disable()
 
 
