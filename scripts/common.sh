@@ -24,7 +24,6 @@ run_dpo() {
     [[ -n ${SLURM_JOB_ID:-} ]] || fail "no Slurm job: run 'sbatch scripts/...', or without Slurm 'accelerate launch'"
     [[ ${MAX_REQUEUES:-20} =~ ^[0-9]+$ ]] || fail "MAX_REQUEUES=$MAX_REQUEUES: give the number of restarts"
     export SLURM_JOB_START_TIME=${SLURM_JOB_START_TIME:-$(date +%s)} # Slurm sets it since 23.02; dates the STOP file
-    export SLURM_EXPORT_ENV=ALL # after sbatch --export=LAUNCH=zero3, srun would pass nothing else to the nodes
     export SFM_JOB_LOG SFM_GRACE_SECONDS # for status.json, and for a warning if a save takes longer
     SFM_JOB_LOG=$(readlink "/proc/$$/fd/1")
     SFM_GRACE_SECONDS=$(sed -n 's/^#SBATCH --signal=B:USR1@//p' "${BASH_SOURCE[-1]}")
@@ -101,6 +100,7 @@ use_environment() {
         fail "no Python environment: run 'make setup' here, or set VENV to your virtual environment"
     fi
     export PYTHONUNBUFFERED=1
+    export SLURM_EXPORT_ENV=ALL # after sbatch --export=LAUNCH=zero3, srun would pass nothing else to the nodes
     # In the home folder, on NFS, compiled kernels of many processes race
     local cache=${TMPDIR:-/tmp}/sfm-dpo-$UID
     mkdir -p -m 700 "$cache" 2>/dev/null || true

@@ -11,7 +11,7 @@ import netrc
 import os
 import re
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -202,11 +202,12 @@ class FieldParser(TrlParser):
 
 
 def accept_empty(to_type: Any) -> Callable[[str], Any]:
-    """For `type=`: `to_type`, but an empty text becomes None, so that `--field=` empties a recipe's field."""
+    """For `type=`: `to_type`, but an empty text becomes None, so that `--field=` empties a recipe's field; so does the
+    word None, which is text to YAML."""
 
     @functools.wraps(to_type)
     def read(text: str) -> Any:
-        return to_type(text) if text else None
+        return None if text in ("", "None") else to_type(text)
 
     return read
 
@@ -297,7 +298,11 @@ def parse_fields(parser: FieldParser, argv: list[str], problems: list[str]) -> a
         if option.startswith("--"):
             problems.append(f"unknown option {option}{explain_unknown(option.lstrip('-'), parser.fields, '--')}")
     if extra and not problems:
-        raise UserError(f"unknown option {extra[0]}")
+        near = f"; did you mean --config {extra[0]}?" if extra[0].endswith((".yaml", ".yml")) else ""
+        raise UserError(f"unknown option {extra[0]}{near}")
+    for name in ("model_name_or_path", "ref_model_name_or_path", "resume_from_checkpoint"):
+        if path := vars(namespace)[name]:
+            setattr(namespace, name, os.path.expanduser(path))
     for name, value in vars(namespace).items():
         if value == [None]:  # an emptied list
             setattr(namespace, name, None if name in _OPTIONAL else [])

@@ -75,6 +75,8 @@ def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> It
         yield "model_name_or_path", "give a Hub id or a folder"
     if "\n" in c.output_dir:
         yield "output_dir", "contains a line break; remove it"
+    if c.output_dir.startswith("$"):
+        yield "output_dir", "variables are replaced by a shell only; write the path"
     if not c.dataset_name and not c.datasets:
         yield "dataset_name", "give a Hub id, a .json/.jsonl/.parquet file or a folder"
     if c.dataset_name and c.datasets:
@@ -95,6 +97,8 @@ def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> It
         yield "lora_target_modules", "the fused LM head would ignore its adapter; remove it"
     if c.prefix_sharing and not c.padding_free:
         yield "prefix_sharing", "needs padding_free: true"
+    if re.search(r"['\"](torch_)?dtype['\"]", str(c.model_init_kwargs)):
+        yield "model_init_kwargs", "its dtype would replace the fp32 master weights; set the field dtype instead"
     sharded = "true" in (os.environ.get("ACCELERATE_USE_DEEPSPEED"), os.environ.get("ACCELERATE_USE_FSDP"))
     if c.dtype in ("bfloat16", "float16") and not sharded and not c.use_peft:
         why = f"without DeepSpeed or FSDP there are no fp32 master weights; updates of {c.learning_rate:g} round to 0"

@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import huggingface_hub
@@ -80,6 +81,8 @@ def test_command_line_beats_recipe_beats_defaults(parse):
         ("loss_type", "sigmoid_norm", ["sigmoid_norm"]),
         ("model_init_kwargs", "{a: [1, two], b: {c: false}}", {"a": [1, "two"], "b": {"c": False}}),
         ("gradient_checkpointing_kwargs", "{use_reentrant: true}", {"use_reentrant": True}),
+        ("ref_model_name_or_path", "None", None),
+        ("ref_model_name_or_path", "~/model", str(Path.home() / "model")),
     ],
 )
 def test_yaml_values_arrive_as_meant(parse, field, text, value):
@@ -96,12 +99,13 @@ def test_yaml_values_arrive_as_meant(parse, field, text, value):
         ("--beta 0 --seed -1 --lr 1", ["3 fields to correct: (1) unknown option --lr", "(2) beta 0.0: must be above"]),
         (
             "--beta 0 --loss_type foo --eval_strategy steps --report_to nowhere",
-            ["4 fields", "(1) beta 0.0: must", "(2) loss_type foo: unknown", "(3) eval_strategy", "(4) report_to nowhere"],
+            ["4 fields", "(1) beta 0.0: must", "(2) loss_type foo: unknown", "(3) eval_strategy", "(4) report_to"],
         ),
         ("--learning_rate fast", ["learning_rate", "'fast'"]),
         ("--gradient_checkpointing maybe", ["gradient_checkpointing", "maybe"]),
         ("--eval_strategy sometimes", ["eval_strategy", "'sometimes'", "'epoch'"]),
         ("--beta 5 6", ["unknown option 6"]),
+        ("recipe.yaml", ["unknown option recipe.yaml; did you mean --config recipe.yaml?"]),
         ("--beta", ["beta", "expected one argument"]),
         ("--learning_rate -1e-6", ["learning_rate -1e-06: must be above 0"]),
         ("--config nowhere.yaml", ["nowhere.yaml", "no such file"]),
@@ -144,6 +148,12 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ("guard: off", ["guard", "'off'", "'stop'"]),
         ("env: {WANDB_PROJECT: x}", ["unknown field 'env'; here: none (set variables in .env)"]),
         ("a: [b", ["not valid YAML"]),
+        ("? [a]\n: 1", ["not valid YAML: a list or mapping as the name of a field"]),
+        ("output_dir: {{ run }}", ["output_dir: ConstructorError: "]),
+        ("model_init_kwargs: {a: 2026-13-01}", ["model_init_kwargs: ValueError: month must be in 1..12"]),
+        ("beta: five\nlr: 1", ["2 fields", "beta five: ValueError", "unknown field 'lr'; here: learning_rate"]),
+        ("output_dir: $SCRATCH/run", ["output_dir $SCRATCH/run: variables are replaced by a shell only"]),
+        ({"model_init_kwargs": {"dtype": "bfloat16"}}, ["model_init_kwargs", "set the field dtype instead"]),
         ("- a", ["not valid YAML"]),
         ("beta: 5\nbeta: 0.1", ["beta is given twice; keep one"]),
         ({"max_length": 100, "max_prompt_length": 100}, ["max_prompt_length 100", "max_length 100"]),

@@ -60,6 +60,9 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], in
         except RunEnd as end:
             log.error("%s", end)
             return end.exit_code
+        except PermissionError as error:
+            log.error("%s: %s; ask its owner", error.filename, error.strerror)
+            return 2
         except KeyboardInterrupt:
             print("\ninterrupted", file=sys.stderr)
             return 130

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import logging
 import math
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,8 @@ def evaluate_run(path: Path, tasks: list[str], pairs: str | None, out: Path | No
     results = [] if tasks or pairs else [read_scores(file) for file in (path / EVALUATIONS).glob("step-*.json")]
     if not tasks and (out or not (pairs or results)):
         raise UserError(f"{path}: nothing to evaluate; give --tasks or, without --out, --pairs")
+    if not (out and model.step) and not os.access(model.folder, os.W_OK):
+        raise UserError(f"{model.folder}: cannot be written, so the results would be lost; evaluate a copy of it")
     if tasks:
         if options["backend"] == "vllm" and not importlib.util.find_spec("vllm"):
             raise UserError("--backend vllm: not installed; docs/evaluation.md says how, or leave the option out")

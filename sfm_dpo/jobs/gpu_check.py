@@ -33,6 +33,7 @@ from sfm_dpo.model.attention import is_installed
 from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.run.files import read_file
 from sfm_dpo.run.folder import DATA, ENVIRONMENT
+from sfm_dpo.run.lock import Lease, check_owner, take_folder
 from sfm_dpo.train.fit_memory import SIGNS
 
 LAYERS = 4
@@ -116,13 +117,16 @@ class Place:
             raise RuntimeError(f"exit code {done.returncode}: {errors[0][:300]} ({path})")
 
 
-def prepare(place: Place) -> None:
-    """Writes the recipe's model with few layers and random weights, its tokenizer, and pairs of many lengths."""
+def prepare(place: Place) -> Lease:
+    """Writes the recipe's model with few layers and random weights, its tokenizer, and pairs of many lengths. Returns
+    the folder's lease. Raises UserError if another job uses the folder."""
     config = parse_config(short_run(place.recipe), training=False)
     shape = load_model_config(config)
     tokenizer = load_tokenizer(config)
+    check_owner(place.folder)
     shutil.rmtree(place.folder, ignore_errors=True)  # an error in the recipe leaves the last calibration
     place.folder.mkdir(parents=True)
+    lease = take_folder(place.folder)
     text = shape.get_text_config()
     text.num_hidden_layers = min(LAYERS, text.num_hidden_layers)
     if getattr(text, "layer_types", None):
@@ -131,6 +135,7 @@ def prepare(place: Place) -> None:
     AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16).save_pretrained(place.folder / "model")
     tokenizer.save_pretrained(place.folder / "model")
     write_pairs(place.folder / "pairs.jsonl", 2 * PER_DEVICE * place.processes * place.max_steps, place.max_length)
+    return lease
 
 
 def write_pairs(path: Path, count: int, longest: int) -> None:
@@ -266,7 +271,7 @@ CHECKS: dict[str, Callable[[Place], Result]] = {
 
 def run_checks(place: Place) -> list[dict[str, Any]]:
     """Runs CHECKS in order; prints each, and writes checks.json and calibration.json after it."""
-    prepare(place)
+    lease = prepare(place)
     rows: list[dict[str, Any]] = []
     for name, check in CHECKS.items():
         start = time.monotonic()
@@ -286,4 +291,5 @@ def run_checks(place: Place) -> list[dict[str, Any]]:
         if "gpu" in place.calibration:
             about = {"model": " ".join(place.recipe), "processes": place.processes, "time": now()}
             write_json(place.folder / CALIBRATION.name, place.calibration | about)
+    lease.release()
     return rows

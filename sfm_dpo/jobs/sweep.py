@@ -39,8 +39,8 @@ class Grid:
 def read_grid(path: Path) -> Grid:
     with user_input(f"{path}: not a grid", "give recipe, output_dir and fields"):
         grid = Grid(**yaml.safe_load(path.read_text()))
-        shlex.split(grid.sbatch)
-    for name in ("recipe", "output_dir", "rank_by"):
+        shlex.split(str(grid.sbatch))
+    for name in ("recipe", "output_dir", "rank_by", "sbatch"):
         if not isinstance(getattr(grid, name), str):
             raise UserError(f"{path}: {name} is {getattr(grid, name)!r}; give a text")
     if grid.at_once is not None and not (isinstance(grid.at_once, int) and grid.at_once > 0):
@@ -57,7 +57,7 @@ def list_members(grid: Grid) -> dict[Path, dict[str, list[str]]]:
         words: dict[str, list[str]] = {}
         for name, value in zip(grid.fields, values, strict=True):
             items = value if isinstance(value, list) else [value]
-            words[name] = [item if isinstance(item, str) else json.dumps(item) for item in items]
+            words[name] = [to_word(item) for item in items]
         if broken := [name for name, texts in words.items() if "\n" in "".join(texts)]:
             raise UserError(f"fields: a value of {broken[0]} contains a line break; remove it")
         parts = [f"{name}={re.sub('[^A-Za-z0-9.+-]+', '-', '-'.join(texts))}" for name, texts in words.items()]
@@ -68,13 +68,22 @@ def list_members(grid: Grid) -> dict[Path, dict[str, list[str]]]:
     return members
 
 
+def to_word(item: Any) -> str:
+    """A value of a grid as a word of the command line, which takes an empty one for null."""
+    if isinstance(item, bool | dict | list):
+        return json.dumps(item, default=str)
+    return "" if item is None else str(item)
+
+
 def plan_sweep(grid: Grid) -> tuple[list[str], list[int]]:
     """The lines of MEMBERS and the numbers of the runs to submit: neither done, nor refused or ended by the guard,
     nor running or queued. Raises UserError as train_dpo.py would."""
     lines = []
     numbers = []
     members = list_members(grid)
-    queue = squeue_states(job for folder in members for job in list_jobs(folder)) or {}
+    queue = squeue_states(job for folder in members for job in list_jobs(folder))
+    if queue is None:
+        raise UserError("squeue: Slurm does not say which of the runs it has; try again")
     for number, (folder, values) in enumerate(members.items()):
         words = [word for name, texts in values.items() for word in (f"--{name}", *texts)]
         lines.append(shlex.join([grid.recipe, *words, "--output_dir", str(folder)]))

@@ -31,6 +31,8 @@ FOLDER = "hash-"  # an id that is no commit on the Hub begins with it
 def load_model_config(config: Config) -> PretrainedConfig:
     """The model's config.json. Raises UserError if it cannot be loaded, or has no experts to balance."""
     name = config.model.model_name_or_path
+    if Path(name).is_file():
+        raise UserError(f"{config.model_field} {name}: is a file; give the folder that holds the model")
     options = {"revision": config.revision, "trust_remote_code": config.train.trust_remote_code}
     with user_input(f"{config.model_field} {name}: neither a folder with a model nor a model on the Hub"):
         model_config = AutoConfig.from_pretrained(name, **options)

@@ -233,13 +233,14 @@ def peak_checkpoint_count(args: Any, collapse_steps: int) -> int:
 
 def check_disk(run: str | Path, size: int, most: int) -> None:
     """Raises UserError if the disk has no room for the checkpoints still to be written; `most` exist at one time."""
-    complete = sum(1 for c in checkpoints(run) if why_incomplete(c) is None)
-    needed = size * max(1, most - complete)
+    incomplete = [checkpoint.name for checkpoint in checkpoints(run) if why_incomplete(checkpoint)]
+    needed = size * max(1, most - len(checkpoints(run)) + len(incomplete))
     room, limit = find_room(Path(run))
     if room < needed:
+        free = f"delete {', '.join(incomplete)}, not fully written" if incomplete else "free space"
         raise UserError(
             f"output_dir {run}: {room / GIB:.1f} GiB are {limit}, but checkpoints will take {needed / GIB:.1f} GiB "
-            f"({size / GIB:.1f} GiB each); free space, or choose an output_dir on another disk"
+            f"({size / GIB:.1f} GiB each); {free}, or choose an output_dir on another disk"
         )
 
 

@@ -70,16 +70,22 @@ class StopCallback(TrainerCallback):
 
     def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
         self.since = time.monotonic()
+        self.evaluating = 0.0  # seconds, over all held-out sets
 
     on_train_begin = on_step_begin
 
-    def on_evaluate(self, *_: Any, part: str = "evaluation", **kwargs: Any) -> None:
-        now = time.monotonic()
-        self.seconds[part] = now - self.since
-        self.since = now
+    def take_time(self) -> float:
+        """Seconds since the last call, or the begin of the step."""
+        before = self.since
+        self.since = time.monotonic()
+        return self.since - before
+
+    def on_evaluate(self, *_: Any, **kwargs: Any) -> None:
+        self.evaluating += self.take_time()
+        self.seconds["evaluation"] = self.evaluating
 
     def on_save(self, *_: Any, **kwargs: Any) -> None:
-        self.on_evaluate(part="save")
+        self.seconds["save"] = self.take_time()
         total = sum(self.seconds.values())
         if total > self.grace:
             parts = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in self.seconds.items())
@@ -94,7 +100,7 @@ class StopCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         self.on_epoch_end(args, state, control)
-        self.on_evaluate(part="step")
+        self.seconds["step"] = self.take_time()
         # Rank 0 decides: a rank that checked a moment earlier could continue alone and hang
         asked = torch.full((), stop_requested(args.output_dir), device=args.device)
         if broadcast(asked).item() and state.global_step < state.max_steps:

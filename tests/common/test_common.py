@@ -22,6 +22,7 @@ from sfm_dpo.config import parse_config
         (3, 3, ""),
         (GuardStopped("too bad: hf_" + "a" * 34), 4, "error: too bad: ***\n"),
         (KeyboardInterrupt(), 130, "\ninterrupted\n"),
+        (PermissionError(13, "Permission denied", "/a"), 2, "error: /a: Permission denied; ask its owner\n"),
     ],
 )
 def test_command_returns_the_exit_code(capsys, end, code, line):

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import statistics
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,10 @@ import status
 import sweep
 import yaml
 
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import write_json
 from sfm_dpo.common.process import this_process
+from sfm_dpo.config import parse_config
 from sfm_dpo.jobs.sweep import MEMBERS, format_sweep, list_members, plan_sweep, read_grid
 from sfm_dpo.run.folder import write_status
 from sfm_dpo.run.lock import LOCK
@@ -50,17 +55,21 @@ def train(finished_run):
 
 def test_runs_are_the_product_and_are_named_by_their_values(grid, tmp_path):
     fields = RATES | {"loss_type": ["sigmoid_norm", ["sigmoid_norm", "sft"]], "padding_free": [True]}
+    fields |= {"run_name": [date(2026, 1, 31)], "max_samples": [None]}
     members = list_members(read_grid(grid(fields=fields)))
     assert [folder.name for folder in members] == [
-        f"learning_rate={rate},loss_type={loss},padding_free=true"
+        f"learning_rate={rate},loss_type={loss},padding_free=true,run_name=2026-01-31,max_samples="
         for rate in ("1e-6", "1e-05")
         for loss in ("sigmoid-norm", "sigmoid-norm-sft")
     ]
     line = plan_sweep(read_grid(tmp_path / "grid.yaml"))[0][1]
     assert " --learning_rate 1e-6 --loss_type sigmoid_norm sft --padding_free true " in line
+    assert parse_config(["--config", *shlex.split(line)], training=False).train.max_samples is None
 
 
-def test_runs_that_may_start_again_are_submitted_and_another_sweep_is_refused(grid, train, capsys, monkeypatch):
+def test_runs_that_may_start_again_are_submitted_and_another_sweep_is_refused(
+    grid, train, capsys, monkeypatch, tmp_path
+):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     path = grid(fields={"seed": [*range(10)]}, at_once=2, sbatch="--time=1:00:00")
     lines, numbers = plan_sweep(read_grid(path))
@@ -81,6 +90,11 @@ def test_runs_that_may_start_again_are_submitted_and_another_sweep_is_refused(gr
     assert "--array=5 --time=1:00:00 scripts/dpo_train.sh" in first and first.endswith("--preflight_only true")
     assert "--array=5,6,7,8,9%2 --time=1:00:00 scripts/dpo_train.sh" in array
     assert sweep.main([str(grid(fields={"learning_rate": ["1e-5"]})), "--dry_run"]) == 2
+    write_json(path.parent / "sweep/submitted.json", {runs[5].name: "17_5"})
+    (tmp_path / "squeue").symlink_to("/bin/false")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="Slurm does not say"):
+        plan_sweep(read_grid(grid(fields={"seed": [*range(10)]})))
 
 
 def test_seeds_share_a_row_and_are_compared_pairwise(grid, train):
@@ -149,6 +163,7 @@ def test_a_metric_that_is_no_number_ranks_last_and_the_best_checkpoint_counts(gr
         ({"fields": {"learning_rate": ["1e-6", "1e-6"]}}, "two runs would share"),
         ({"fields": {"run_name": ["a\nb"]}}, "fields: a value of run_name contains a line break; remove it"),
         ({"recipe": 5}, "recipe is 5; give a text"),
+        ({"sbatch": 5}, "sbatch is 5; give a text"),
         ({"at_once": "many"}, "at_once is 'many'; give a number of runs"),
         ({"sbatch": "--comment='a"}, "not a grid: ValueError: No closing quotation"),
         ({"rankby": "x"}, "unexpected keyword argument 'rankby'"),

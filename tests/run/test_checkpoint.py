@@ -189,6 +189,9 @@ def test_disk_must_hold_the_checkpoints_to_come(tmp_path, monkeypatch, there, mo
     free.free -= 1
     with pytest.raises(UserError, match=rf"checkpoints will take {fits}\.0 GiB \(1\.0 GiB each\); free space"):
         check_disk(tmp_path, 2**30, most)
+    (tmp_path / "checkpoint-99").mkdir()
+    with pytest.raises(UserError, match="; delete checkpoint-99, not fully written, or choose"):
+        check_disk(tmp_path, 2**30, most)
 
 
 UID = f"uid {os.getuid()}"

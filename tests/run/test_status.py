@@ -13,7 +13,7 @@ import status
 from sfm_dpo.common.process import this_process
 from sfm_dpo.run import reader
 from sfm_dpo.run.checkpoint import STOP, mark_complete, stop_is_for_good
-from sfm_dpo.run.folder import ENVIRONMENT, STATUS, read_status, write_status
+from sfm_dpo.run.folder import ENVIRONMENT, STATUS, write_status
 from sfm_dpo.run.lock import LOCK
 from sfm_dpo.run.reader import describe_run, find_runs, format_runs
 

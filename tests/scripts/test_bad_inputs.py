@@ -172,6 +172,7 @@ CASES = {
         (f"{TRAIN} --warmup_steps 9", "warmup_steps 9: the run has only 2 steps; give a share, such as 0.1"),
         (f"{ON}/few_positions", "max_length 256: a pair has", "the model has 8 positions", "set max_length: 8"),
         ("--config {kit}/noise.yaml", "noise.yaml is not valid YAML"),
+        (f"{TRAIN} --model_name_or_path {{kit}}/model/config.json", "config.json: is a file; give the folder"),
         (f"{TRAIN} --dataset_name {{kit}}/folder.json", "folder.json: give .json, .jsonl or .parquet files"),
         (f"{TRAIN} --dataset_name {{kit}}/cut.jsonl", "cut.jsonl: cannot be read: EOFError: Compressed file ended"),
         (f"{TRAIN} --dataset_name {{kit}}/half.jsonl", "half.jsonl: line 9: ", "surrogates not allowed"),

@@ -205,7 +205,8 @@ def test_the_site_file_is_sourced_on_every_node(cluster, project, tmp_path):
     cache = f"/tmp/sfm-dpo-{os.getuid()}/triton"
     assert f"rank 0: node 0, {cache}\n" in log and f"rank 1: node 1, {cache}\n" in log
     assert log.count("step in a container") == 2, log
-    evaluation = cluster.sbatch("scripts/evaluate.sh", "outputs/none", cwd=folder, **CPU)
+    words = [f"--export=LAUNCH=cpu,VENV={CPU['VENV']}", "scripts/evaluate.sh", "outputs/none"]
+    evaluation = cluster.sbatch(*words, cwd=folder)
     log = end_of(cluster, folder, evaluation, "FAILED", "2:0", name="evaluate")
     assert "step in a container" in log and "error: outputs/none: not a run's folder" in log, log
 

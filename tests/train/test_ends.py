@@ -21,7 +21,7 @@ from sfm_dpo.run.checkpoint import COMPLETE, STOP
 from sfm_dpo.run.folder import read_status
 from sfm_dpo.run.lock import LOCK
 from sfm_dpo.run.reader import describe_run
-from sfm_dpo.train.callbacks import ProgressLine
+from sfm_dpo.train.callbacks import ProgressLine, StopCallback
 from tests.toolbox import error_line, logged, on_cpu, pairs
 
 
@@ -70,6 +70,16 @@ def test_a_mismatch_leaves_the_run_stopped_the_end_is_evaluated_and_made_again(
         said = "already done" if content == trained else "model.safetensors is missing or damaged"
         assert said in capsys.readouterr().out
         assert card.is_file() and weights.read_bytes() == trained
+
+
+def test_all_held_out_sets_of_a_step_count_for_the_grace_period():
+    stop = StopCallback()
+    for _ in range(2):  # steps
+        stop.on_step_begin()
+        for seconds in (0.1, 0.05):
+            time.sleep(seconds)
+            stop.on_evaluate()
+    assert 0.15 <= stop.seconds["evaluation"] < 0.3
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
