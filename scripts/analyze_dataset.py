@@ -43,12 +43,10 @@ def main(argv: list[str]) -> None:
     from sfm_dpo.planning.dataset import analyze_dataset
     from sfm_dpo.planning.dataset_report import format_analysis, write_plot
 
-    given = {word.split("=")[0] for word in fields}
-    defaults: dict[str, object] = {"--dataset_num_proc": len(os.sched_getaffinity(0))}
-    if "--config" not in given:
-        defaults |= {"--dataset_name": DATASET, "--model_name_or_path": MODEL}
-    fields += [f"{name}={value}" for name, value in defaults.items() if name not in given]
-    config = parse_config(fields, training=False)
+    defaults = [f"--dataset_num_proc={len(os.sched_getaffinity(0))}"]
+    if "--config" not in {word.split("=")[0] for word in fields}:
+        defaults += [f"--dataset_name={DATASET}", f"--model_name_or_path={MODEL}"]
+    config = parse_config([*defaults, *fields], training=False)  # the last one counts
     result = analyze_dataset(config, args.min_coverage, args.min_tokens_kept, args.dropped)
     print(format_analysis(result))
     if args.json:

@@ -379,9 +379,9 @@ def read_nodes(path: str) -> dict[str, yaml.Node]:
 
 def read_value(node: yaml.Node, action: argparse.Action, where: str) -> Any:
     """The default to give argparse: a list, or text, which argparse converts to the field's type."""
+    to_type: Any = action.type or str
     if action.nargs == "+":
         items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        to_type: Any = action.type
         with user_input(where):
             return [to_type(item.value) for item in items]
     if isinstance(node, yaml.SequenceNode):
@@ -391,7 +391,7 @@ def read_value(node: yaml.Node, action: argparse.Action, where: str) -> Any:
     if choices and text not in choices:
         raise UserError(f"{where}: {text!r} is unknown; choose one of {', '.join(map(repr, choices))}")
     with user_input(f"{where} {text}"):
-        (action.type or str)(text)
+        to_type(text)
     return text
 
 

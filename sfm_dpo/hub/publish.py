@@ -122,5 +122,6 @@ def list_upload(model: SavedModel, repo: str, revision: str | None, **options: b
 def _record_push(run: Path, state: State, code: int, message: str = "", **extra: Any) -> None:
     status = read_status(run)
     if State.of(status).has_model:  # keeps the guard's verdict
-        kept = {name: status.get(name) for name in ("step", "job", "task", "log")}  # of the training, not of this push
+        # Of the training, not of this push
+        kept: dict[str, Any] = {name: status.get(name) for name in ("step", "job", "task", "log")}
         write_status(run, state, code, message, **kept, **extra)
