@@ -16,12 +16,10 @@ from trl.trainer.utils import add_fused_lm_head
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.model import attention
 from sfm_dpo.model.attention import (
-    PACKED,
     GatherKeys,
     boundary_arguments,
     check_shared_keys,
     packed_attention_forward,
-    register,
 )
 from sfm_dpo.model.packing import enable_padding_free
 from tests.tiny_models import ARCHITECTURES, tiny_model
@@ -298,27 +296,3 @@ def test_canary_fa4_values(flash4):
     _fa4.register_flash_attention_fa4().remove()
     with pytest.raises(ValueError, match="too many values to unpack"):
         call_fa4()
-
-
-@pytest.mark.grid
-def test_the_varlen_branch_compiles_once_for_every_shape(monkeypatch):
-    """Whatever the total, the count and the longest of the sequences; on the meta device, as a GPU would."""
-    monkeypatch.setattr("sfm_dpo.model.attention._takes_varlen", lambda *_: True)
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)  # unknown for the meta device
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    register()
-    model = tiny_model("olmo3", attn_implementation=PACKED, dtype=torch.bfloat16).to("meta").train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for layer in model.base_model.layers:
-        layer.compile(fullgraph=True, dynamic=True, backend="aot_eager")
-    graphs = []
-    for total, sequences, longest in ((40, 4, 20), (41, 4, 21), (100, 7, 90), (64, 4, 9), (16, 2, 8)):
-        ids = torch.empty(1, total, dtype=torch.long, device="meta")
-        boundaries = boundary_arguments(torch.empty(sequences + 1, dtype=torch.int32, device="meta"), longest)
-        masks = dict.fromkeys(("full_attention", "sliding_attention"))  # transformers' would need position_ids' values
-        hidden = model.base_model(ids, masks, position_ids=ids, **boundaries).last_hidden_state
-        hidden.sum().backward()
-        assert hidden.shape == (1, total, 64)
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert graphs[0] > 0 and graphs[-1] == graphs[0]

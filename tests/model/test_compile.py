@@ -1,6 +1,7 @@
 """torch_compile: the same results, no graph for each batch, the same names in a checkpoint."""
 
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trl.trainer.utils import add_fused_lm_head
 
 from bench.count import ByteCounter
-from sfm_dpo.model.attention import PACKED, boundary_arguments, register
+from sfm_dpo.model.attention import PACKED, _sdpa_by_sequence, boundary_arguments, register
 from sfm_dpo.model.packing import compile_layers, enable_padding_free
 from sfm_dpo.model.sharding import blocks
 from tests.model.test_packing import make_pairs
@@ -82,7 +83,6 @@ def loss_and_gradients(model, batch) -> tuple[float, torch.Tensor]:
     [
         ("llama", False, False, True),
         ("gpt_neox", True, False, False),
-        ("olmo3", True, True, False),
         ("olmo3", True, True, True),
     ],
 )
@@ -103,6 +103,61 @@ def test_no_batch_needs_a_graph_of_its_own(architecture, packed, sharing, checkp
     assert counts[-1] == counts[0]
     assert counts[0] > 0 or (packed and checkpointing)  # a checkpointed layer is one graph, or with a break none
     assert compiled.state_dict().keys() == plain.state_dict().keys()
+
+
+def attend(q, k, v, cu_q, cu_k, scale, window):
+    rows = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    return _sdpa_by_sequence(*rows, cu_q, cu_k, scale, None if window[0] < 0 else window[0] + 1)[0].contiguous()
+
+
+def forward_on_cpu(q, k, v, cu_q, cu_k, max_q, max_k, is_causal=False, scale=None, window_size=None, *_):
+    output = attend(q, k, v, cu_q, cu_k, scale, window_size)
+    return output, torch.zeros(q.shape[1], len(q)), torch.zeros(2, dtype=torch.uint64)
+
+
+def backward_on_cpu(gradient, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, is_causal, state, scale=None, window=None):
+    def differentiate():
+        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(attend(*inputs, cu_q, cu_k, scale, window), inputs, gradient)
+
+    with ThreadPoolExecutor(1) as thread:  # in this one the kernel is below autograd
+        return thread.submit(differentiate).result()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sharing", "checkpointing"),
+    [
+        ("gpt_neox", False, True),
+        ("gpt_neox", True, False),
+        ("llama", True, True),
+        ("olmo2", False, False),
+        ("olmo3", True, True),
+        ("olmoe", True, False),
+    ],
+)
+def test_the_branch_of_a_gpu_has_no_break_and_equals_eager(architecture, sharing, checkpointing, graphs, monkeypatch):
+    """`varlen_attn` in the compiled layer, with a kernel for the CPU; the uncompiled model takes SDPA by sequence."""
+    torch.library.register_kernel("torch_attn::_varlen_attn", "cpu", forward_on_cpu)
+    torch.library.register_kernel("torch_attn::_varlen_attn_backward", "cpu", backward_on_cpu)
+    options = {"sharing": sharing, "checkpointing": checkpointing}
+    plain = make_model(architecture, **options)
+    compiled = make_model(architecture, **options, backend="aot_eager")
+    counters = torch._dynamo.utils.counters
+    counts = []
+    for batch in map(make_pairs, BATCHES):
+        expected_loss, expected = loss_and_gradients(plain, batch)
+        with monkeypatch.context() as patch:
+            patch.setattr("sfm_dpo.model.attention._takes_varlen", lambda *_: True)
+            loss, gradients = loss_and_gradients(compiled, batch)
+            with torch.no_grad():
+                compiled(**batch, fused_lm_head=True)
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert (gradients - expected).norm() <= 1e-5 * expected.norm()
+        counts.append(counters["stats"]["unique_graphs"])
+    assert counts[-1] == counts[0] > 0
+    assert bool(counters["graph_break"]) == (
+        architecture == "olmoe"
+    )  # transformers' hook at its router
 
 
 def test_generate_compiles_nothing(graphs):
