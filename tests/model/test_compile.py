@@ -155,9 +155,7 @@ def test_the_branch_of_a_gpu_has_no_break_and_equals_eager(architecture, sharing
         assert (gradients - expected).norm() <= 1e-5 * expected.norm()
         counts.append(counters["stats"]["unique_graphs"])
     assert counts[-1] == counts[0] > 0
-    assert bool(counters["graph_break"]) == (
-        architecture == "olmoe"
-    )  # transformers' hook at its router
+    assert bool(counters["graph_break"]) == (architecture == "olmoe")  # transformers' hook at its router
 
 
 def test_generate_compiles_nothing(graphs):
