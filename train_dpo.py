@@ -118,7 +118,8 @@ def load(config: Config, checkpoint: Path | None) -> tuple[TokenPairs, PreTraine
     pairs = main_process_first(lambda: load_token_pairs(config, tokenizer))
     for tokens in pairs.splits.values():
         check_vocabulary(tokens, tokenizer, model_config.get_text_config().vocab_size)
-        check_positions(tokens, model_config.get_text_config(), args)
+        for part in config.parts:
+            check_positions(tokens, load_model_config(part).get_text_config(), args)
     log.info(f"data\n{pairs.table()}")
     if checkpoint:  # before the model is loaded
         check_resume(checkpoint, {"train_tokens": hash_tokens(pairs.train)}, args.ignore_resume_mismatch)

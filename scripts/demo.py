@@ -6,7 +6,6 @@ python scripts/demo.py [--field value ...]   overrides fields of recipes/demo.ya
 """
 
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
@@ -46,7 +45,7 @@ def main(argv: list[str]) -> int:
     from sfm_dpo.config import parse_config
     from sfm_dpo.health.guard import SAMPLES
     from sfm_dpo.report.page import last_user_turn
-    from sfm_dpo.run.folder import RESOLVED_CONFIG
+    from sfm_dpo.run.files import RESOLVED_CONFIG, read_file
 
     fields = ["--config", "recipes/demo.yaml", *fields]
     run = Path(parse_config(fields).train.output_dir)
@@ -58,8 +57,7 @@ def main(argv: list[str]) -> int:
     if code := subprocess.run([sys.executable, "-u", "train_dpo.py", *fields], check=False).returncode:
         return code
     print("\nheld-out questions, answered by the model before and after training")
-    samples = json.loads((run / SAMPLES).read_text()) if (run / SAMPLES).is_file() else []  # none with guard: skip
-    for sample in samples:
+    for sample in read_file(run / SAMPLES):  # none with guard: skip
         print(f"\n{last_user_turn(sample['prompt'])}\nbefore: {sample['before']}\nafter: {sample['after']}")
     print(f"\nreport: {run}/report.html; every metric: {run}/trainer_state.json")
     return 0

@@ -97,8 +97,8 @@ def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> It
         yield "lora_target_modules", "the fused LM head would ignore its adapter; remove it"
     if c.prefix_sharing and not c.padding_free:
         yield "prefix_sharing", "needs padding_free: true"
-    if re.search(r"['\"](torch_)?dtype['\"]", str(c.model_init_kwargs)):
-        yield "model_init_kwargs", "its dtype would replace the fp32 master weights; set the field dtype instead"
+    if re.search(r"['\"](torch_dtype|dtype|revision)['\"]", str(c.model_init_kwargs)):
+        yield "model_init_kwargs", "cannot set dtype or revision; set the fields dtype and model_revision instead"
     sharded = "true" in (os.environ.get("ACCELERATE_USE_DEEPSPEED"), os.environ.get("ACCELERATE_USE_FSDP"))
     if c.dtype in ("bfloat16", "float16") and not sharded and not c.use_peft:
         why = f"without DeepSpeed or FSDP there are no fp32 master weights; updates of {c.learning_rate:g} round to 0"

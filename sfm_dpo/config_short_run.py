@@ -15,6 +15,7 @@ SWITCHED_OFF = {
     "load_best_model_at_end": False,
     "metric_for_best_model": "",
     "guard_generations": 0,
+    "warmup_steps": 0,  # which may be longer than a short run
     "gradient_accumulation_steps": 1,  # follows from the batch, which may be another one
 }
 UNCOMPILED = {

@@ -153,7 +153,7 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ("model_init_kwargs: {a: 2026-13-01}", ["model_init_kwargs: ValueError: month must be in 1..12"]),
         ("beta: five\nlr: 1", ["2 fields", "beta five: ValueError", "unknown field 'lr'; here: learning_rate"]),
         ("output_dir: $SCRATCH/run", ["output_dir $SCRATCH/run: variables are replaced by a shell only"]),
-        ({"model_init_kwargs": {"dtype": "bfloat16"}}, ["model_init_kwargs", "set the field dtype instead"]),
+        ({"model_init_kwargs": {"dtype": "bfloat16"}}, ["model_init_kwargs", "cannot set dtype or revision"]),
         ("- a", ["not valid YAML"]),
         ("beta: 5\nbeta: 0.1", ["beta is given twice; keep one"]),
         ({"max_length": 100, "max_prompt_length": 100}, ["max_prompt_length 100", "max_length 100"]),

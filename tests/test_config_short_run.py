@@ -33,6 +33,8 @@ RECIPE = {
     "eval_command": "no_such_command {checkpoint} {out}",
     "profile_steps": [3, 4],
     "report_to": ["wandb", "tensorboard"],
+    "warmup_steps": 1000,
+    "checkpointed_layers": 24,
     "push_to_hub": True,
     "resume_from_checkpoint": "no/such/checkpoint-5",
     "fit_memory": True,
@@ -56,6 +58,7 @@ def argv(tiny_folder, tmp_path) -> list[str]:
 
 def assert_short(config: Config) -> None:
     train = config.train
+    assert train.warmup_steps == 0
     assert train.report_to == [] and not train.push_to_hub and train.resume_from_checkpoint is None
     assert train.eval_fraction == 0 and train.eval_datasets is None and train.eval_strategy == "no"
     assert not train.load_best_model_at_end and train.guard_generations == 0
@@ -108,6 +111,7 @@ def test_gpu_check(argv, tmp_path):
         config = parse_config(place.options("run", **fields), world_size=1)
         assert_short(config)
         assert config.data.datasets == [] and config.train.overlong == "truncate"
+        assert config.train.checkpointed_layers is None
     memory = parse_config(place.options("run", dataset=None, max_samples=8), world_size=1)
     assert_short(memory)
     assert len(memory.data.datasets) == 2 and memory.train.max_samples == 8

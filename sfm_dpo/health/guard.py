@@ -1,6 +1,5 @@
 """The guard: applies the rules of guard_rules.py during training, and stops a run that has collapsed."""
 
-import json
 import logging
 from pathlib import Path
 from statistics import fmean
@@ -24,6 +23,7 @@ from sfm_dpo.health.guard_rules import (
     judge_log,
 )
 from sfm_dpo.run.checkpoint import KEEP, checkpoints, keep_before, step_of
+from sfm_dpo.run.files import read_file
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ class Guard(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         samples = Path(args.output_dir) / SAMPLES
-        if state.global_step and samples.is_file():  # of the start that began the run
-            self.first_texts = [sample["before"] for sample in json.loads(samples.read_text())]
+        if state.global_step:  # of the start that began the run
+            self.first_texts = [sample["before"] for sample in read_file(samples)]
         loss_type = main_loss(args.loss_type)
         chosen_tokens = 1.0
         if loss_type not in LENGTH_NORMALIZED_LOSSES:

@@ -71,9 +71,10 @@ class Place:
         """Options of train_dpo.py for a run in the folder `run`; a field that is None keeps the recipe's value."""
         fields: dict[str, Any] = {"dataset": self.folder / "pairs.jsonl", "dataset_num_proc": 1}
         fields |= {"model_name_or_path": self.folder / "model", "ref_model_name_or_path": "", "use_peft": False}
-        fields |= {"output_dir": self.folder / run, "use_cpu": not self.on_gpu, "bf16": True, "fp16": False}
+        fields |= {"checkpointed_layers": "", "use_cpu": not self.on_gpu, "bf16": True, "fp16": False}
         fields |= {"max_length": self.max_length, "max_prompt_length": self.max_length // 2, "overlong": "truncate"}
         fields |= {"global_batch_size": 2 * PER_DEVICE * self.processes, "per_device_train_batch_size": PER_DEVICE}
+        fields["output_dir"] = self.folder / run
         # In a wide model, a large learning rate would amplify small differences
         fields |= {"max_steps": self.max_steps, "learning_rate": 1e-6, "logging_steps": 1, "save_strategy": "no"}
         fields |= {"flash_attention": "fa2", "preflight": "skip", "guard": "skip"}  # auto would read calibration.json
@@ -237,7 +238,7 @@ def check_memory(place: Place) -> Result:
     fields: dict[str, Any] = {"fit_memory": True, "per_device_train_batch_size": None}
     if place.on_gpu:
         fields |= dict.fromkeys(["max_length", "max_prompt_length", "model_name_or_path", "use_peft"])
-        fields |= dict.fromkeys(["dataset", "dataset_num_proc", "overlong", "flash_attention"])
+        fields |= dict.fromkeys(["dataset", "dataset_num_proc", "overlong", "flash_attention", "checkpointed_layers"])
         fields["global_batch_size"] = 2 * max(FIRST_STEPS_FOR) * place.processes
         fields["max_samples"] = 4 * fields["global_batch_size"]
     steps = place.train("memory", "zero2", max_steps=4, **fields)

@@ -115,7 +115,8 @@ def read_metrics(run: dict[str, Any]) -> dict[str, float]:
 
 
 def format_sweep(grid: Grid) -> str:
-    """The table, with one row for the runs that differ only in SEEDS, ranked by `rank_by` on the seeds of all rows."""
+    """The table, with one row for the runs that differ only in SEEDS, ranked by how `rank_by` differs from
+    the mean of the rows that have the same seed."""
     states: dict[tuple, list[str]] = {}
     metric: dict[tuple, dict[tuple, float]] = {}  # `rank_by` of the runs that are done, by seed
     for folder, words in list_members(grid).items():
@@ -127,12 +128,14 @@ def format_sweep(grid: Grid) -> str:
         if math.isfinite(to_float(metrics.get(grid.rank_by))):
             metric[setting][tuple(str(words.get(name)) for name in SEEDS)] = metrics[grid.rank_by]
     sign = 1 if LOWER_IS_BETTER.search(grid.rank_by) else -1
-    seeds = [set(values) for values in metric.values() if values]
-    shared = set.intersection(*seeds) if seeds else set()
+    by_seed: dict[tuple, list[float]] = {}
+    for values in metric.values():
+        for seed, value in values.items():
+            by_seed.setdefault(seed, []).append(value)
 
     def rank(setting: tuple) -> float:
-        values = metric[setting]
-        return sign * mean([values[seed] for seed in shared & set(values)] or values.values() or [sign * math.inf])
+        differences = [value - mean(by_seed[seed]) for seed, value in metric[setting].items()]
+        return sign * mean(differences) if differences else math.inf
 
     ranked = sorted(metric, key=rank)
     best = metric[ranked[0]]

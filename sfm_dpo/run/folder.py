@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import platform
+import re
 import secrets
 import subprocess
 import sys
@@ -193,8 +194,10 @@ def is_unfinished(config: "Config") -> bool:
             f"output_dir {run}: holds files that do not belong to a run ({', '.join(sorted(entries)[:3])}); "
             "choose another output_dir"
         )
-    if state.resumes and not ((run / LOG).exists() or list_weights(run) or any(run.glob("checkpoint-*"))):
-        return True  # an earlier start ended before it trained
+    logged = (run / LOG).read_text(errors="replace") if (run / LOG).is_file() else ""
+    has_trained = re.search('"step": [1-9]', logged) or list_weights(run) or any(run.glob("checkpoint-*"))
+    if state.resumes and not has_trained:
+        return True
     # A field that an earlier version did not have counts as its default, which is its old behaviour
     fields = [f for part in (config.train, config.model, config.data) for f in dataclasses.fields(part)]
     before = {f.name: f.default for f in fields} | read_resolved_config(run)

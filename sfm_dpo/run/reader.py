@@ -175,12 +175,13 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
     age = max(0.0, now - (run / STATUS).stat().st_mtime)
     state = State.of(status)
     shown = str(state)
+    runs = has_process(run, queue)
     if state is State.RUNNING:
-        if not has_process(run, queue):
+        if not runs:
             shown = "died"
         elif age > STALE_SECONDS:
             shown = "stale"
-    if slurm == "PENDING":
+    if slurm == "PENDING" and not runs:  # otherwise a later task of its sweep
         shown += ", queued"
     checkpoint = newest_checkpoint(run)
     evaluations = read_evaluations(run)

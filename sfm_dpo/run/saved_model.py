@@ -11,7 +11,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import ADAPTER_CONFIG_NAME
 
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.run.checkpoint import step_of, why_damaged, why_incomplete
 from sfm_dpo.run.files import DATA, RESOLVED_CONFIG, read_file
 from sfm_dpo.run.folder import State, read_resolved_config, read_status
@@ -140,7 +140,8 @@ def open_tensors(folder: Path) -> dict[str, Callable[[str], torch.Tensor]]:
     """Maps the name of each tensor in the folder's safetensors to the function that reads it."""
     tensors: dict[str, Callable[[str], torch.Tensor]] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        reader = safe_open(file, framework="pt")
+        with user_input(f"{file}: damaged", "train again, or choose a checkpoint"):
+            reader = safe_open(file, framework="pt")
         tensors |= dict.fromkeys(reader.keys(), reader.get_tensor)
     if not tensors:
         raise UserError(f"{folder}: holds no safetensors; give a folder with the weights of a model")

@@ -41,10 +41,12 @@ def grid(finished_run, tmp_path):
 
 @pytest.fixture
 def train(finished_run):
-    """A function: (grid file, values by run) -> each run is a copy of `finished_run` with this last eval_loss."""
+    """A function: (grid file, values by run) -> each run with a value: `finished_run` with this last eval_loss."""
 
-    def copy(path: Path, values: list[float]) -> None:
+    def copy(path: Path, values: list[float | None]) -> None:
         for folder, value in zip(list_members(read_grid(path)), values, strict=False):
+            if value is None:
+                continue
             shutil.copytree(finished_run, folder, ignore=shutil.ignore_patterns("*.safetensors", "checkpoint-*"))
             state = json.loads((folder / "trainer_state.json").read_text())
             state["log_history"].append({"step": 6, "eval_loss": value})
@@ -117,6 +119,12 @@ def test_a_setting_whose_second_seed_failed_is_ranked_by_the_first(grid, train, 
         state["log_history"][-1]["eval_rewards/accuracies"] = value
         (folder / "trainer_state.json").write_text(json.dumps(state))
     assert format_sweep(read_grid(path)).splitlines()[1].startswith("1e-6")
+
+
+def test_settings_that_share_no_seed_are_ranked_by_the_others_with_theirs(grid, train):
+    path = grid(fields={"learning_rate": ["1e-4", "1e-5", "1e-6"], "data_seed": [0, 1]})
+    train(path, [0.55, None, 0.50, 0.70, None, 0.80])
+    assert [line.split()[0] for line in format_sweep(read_grid(path)).splitlines()[1:]] == ["1e-5", "1e-4", "1e-6"]
 
 
 def test_rank_by_a_benchmark_or_a_preference_set(grid, train, capsys):

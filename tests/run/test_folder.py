@@ -29,7 +29,7 @@ def started(run, *cli, state="running"):
     """A run's folder as the first minutes leave it."""
     describe(config(run, *cli), {"sources": ["d.jsonl"]})
     write_status(run, state)
-    (run / LOG).touch()
+    (run / LOG).write_text('{"step": 1, "loss": 0.7}\n')
 
 
 def is_to_be_trained(*arguments) -> bool:
@@ -50,7 +50,7 @@ def test_a_new_or_empty_folder_or_one_with_an_earlier_mistake_alone_is_free(tmp_
         assert is_to_be_trained(tmp_path / "empty", "--seed", "1")
     for state in ("failed", "refused", "running"):  # before the first step, for instance on a wrong LoRA target
         started(tmp_path / "early", state=state)
-        (tmp_path / "early" / LOG).unlink()
+        (tmp_path / "early" / LOG).write_text('{"step": 0, "eval_loss": 0.7}\n')
         assert is_to_be_trained(tmp_path / "early", "--seed", "1")
 
 

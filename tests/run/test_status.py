@@ -105,6 +105,9 @@ def test_slurm_has_the_last_word(tmp_path, monkeypatch):
     assert shown["job"] == "4711" and format_runs([shown]).endswith(f"{run}: log in /logs/dpo-train-4711.out")
     assert [state(run, queue) for queue in ({"4711": "RUNNING"}, {}, None)] == ["running", "died", "running"]
     assert state(run, {"4711": "PENDING"}) == "died, queued"  # its node failed
+    (tmp_path / "submitted.json").write_text('{"a": "4712_3"}')  # by sweep.py, for after the preflight
+    assert state(run, {"4711": "RUNNING", "4712_3": "PENDING"}) == "running"
+    (tmp_path / "submitted.json").unlink()
     assert describe_run(run, {}, time.time())["slurm"] == "not queued"
     write_status(run, "stopped", 75, "stopped on request", step=4)
     assert [state(run, queue) for queue in ({"4711": "PENDING"}, {})] == ["stopped, queued", "stopped"]

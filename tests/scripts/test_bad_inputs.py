@@ -62,6 +62,7 @@ MODELS = {
 RUNS = {
     "collapsed": with_file("status.json", '{"state": "collapsed"}'),
     "config_list": with_file("resolved_config.yaml", "- a\n"),
+    "weights_cut": with_file("model.safetensors", NOISE),
     "no_weights": lambda folder: (folder / "model.safetensors").unlink(),
     "state_list": with_file("trainer_state.json", "[1]"),
 }
@@ -143,6 +144,7 @@ CASES = {
     "average": [
         (f"{RUN} {RUN} --output_dir {{kit}}/model", "model: exists already; choose another"),
         (f"{RUN} {{kit}}/runs/no_weights --output_dir {{out}}", "no_weights: holds no safetensors"),
+        (f"{RUN} {{kit}}/runs/weights_cut --output_dir {{out}}", "model.safetensors: damaged: SafetensorError"),
     ],
     "sweep": [  # grids: tests/jobs/test_sweep.py
         ("{kit}/nowhere.yaml", "nowhere.yaml: not a grid: FileNotFoundError", "give recipe, output_dir and fields"),

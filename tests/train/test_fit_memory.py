@@ -218,7 +218,7 @@ def test_what_helps_if_the_memory_of_a_setting_is_exceeded(tmp_path, field, sett
 def test_the_runs_own_folder_accepts_each_remedy_that_names_no_other_one(tmp_path, phase):
     fields = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--use_cpu", "--output_dir", str(tmp_path)]
     describe(parse_config(fields), {})
-    (tmp_path / LOG).touch()  # it has trained
+    (tmp_path / LOG).write_text('{"step": 1, "loss": 0.7}')
     progress = Progress()
     progress.begin_micro_batch(phase, 7, {})
     here, _, elsewhere = str(explain_out_of_memory(MemoryError(), progress, tmp_path)).partition(
