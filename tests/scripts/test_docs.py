@@ -142,7 +142,7 @@ def write_reference() -> str:
     for group, names in FIELD_GROUPS.items():
         lines += [f"\n## {group}\n", "| field | type | default | meaning | resume |", "|---|---|---|---|---|"]
         for name in names.split():
-            choices = [str(choice) for choice in parser.fields[name].choices or ()]
+            choices = [str(choice) for choice in parser.fields[name].choices or () if choice != "best"]  # refused
             kind = getattr(types[name], "__name__", None) or str(types[name]).replace(" | None", "")
             if 0 < len(choices) < 9:
                 kind = ", ".join(choices)
