@@ -153,7 +153,8 @@ def count_hours(planner: Planner) -> list[dict[str, Any]]:
     """`summarize` for each FlashAttention kernel, fastest first; empty for a GPU without known rates, and where the
     run does not fit on a node of up to eight GPUs with ZeRO-2."""
     cluster = planner.cluster
-    if cluster.gpu not in RATES or cluster.gpus > 8 or not planner.plan_launch("zero2")["fits"]:
+    one_node = cluster.nodes == 1 and cluster.gpus <= 8
+    if cluster.gpu not in RATES or not one_node or not planner.plan_launch("zero2")["fits"]:
         return []
     entries = [summarize(planner, count_step(planner, flash), flash) for flash in RATES[cluster.gpu].attention]
     entries.sort(key=lambda entry: entry["hours"])

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
 
     gpu, memory = find_gpu(ours.gpu)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    cluster = Cluster(gpu, ours.num_gpus * ours.num_nodes, memory=memory)
+    cluster = Cluster(gpu, ours.num_gpus * ours.num_nodes, memory=memory, nodes=ours.num_nodes)
     if ours.calibration or CALIBRATION.is_file():
         cluster = cluster.calibrated(ours.calibration or CALIBRATION)
     if ours.mfu:

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--hub_private_repo", choices=("true", "false"), help="for a new repository; default: true")
     text = "push even if the guard stopped the run or a check fails"
     parser.add_argument("--publish_anyway", action="store_true", help=text)
-    parser.add_argument("--dry_run", action="store_true", help="check the model and list its files, without the Hub")
+    parser.add_argument("--dry_run", action="store_true", help="check the model and list its files; upload nothing")
     options = parser.parse_args(argv)
     model = find_model(options.path)
     if not options.publish_anyway:

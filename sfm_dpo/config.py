@@ -165,6 +165,14 @@ FIELD_GROUPS = {
         eval_command save_strategy save_steps save_total_limit load_best_model_at_end metric_for_best_model""",
     "Hugging Face Hub": "push_to_hub hub_model_id hub_strategy hub_revision hub_private_repo hub_always_push",
 }
+# What is shown as the default of a field whose own default is None
+_EFFECTIVE = {
+    "per_device_train_batch_size": "8; chosen with fit_memory",
+    "gradient_checkpointing": "True; chosen with fit_memory",
+    "bf16": "True on a GPU",
+    "prefix_sharing": "True where possible",
+    "use_peft": "False",
+}
 
 
 class FieldParser(TrlParser):
@@ -190,7 +198,7 @@ class FieldParser(TrlParser):
 
     def describe(self, name: str) -> tuple[str, str]:
         """Default and meaning of a field: the first sentence of its help."""
-        default = self.fields[name].default
+        default = _EFFECTIVE.get(name, self.fields[name].default)
         if isinstance(default, list):
             default = " ".join(default)
         shown = "none" if default in (None, "") else str(getattr(default, "value", default))

@@ -18,7 +18,7 @@ from wandb.sdk.lib.urls import DEFAULT_BASE_URL
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
-from sfm_dpo.config import parse_config, resolve_report_to
+from sfm_dpo.config import FieldParser, parse_config, resolve_report_to
 from sfm_dpo.config_checks import LOSS_TYPES, REFUSED
 
 NEEDED = {"model_name_or_path": "org/model", "dataset_name": "pairs.jsonl", "use_cpu": True}
@@ -54,6 +54,13 @@ def test_defaults_are_olmo3s_objective(parse):
     assert (train.loss_type, train.beta, train.learning_rate) == (["sigmoid_norm"], 5.0, 1e-6)
     assert (train.lr_scheduler_type, train.warmup_steps, train.num_train_epochs) == ("linear", 0.1, 1.0)
     assert (train.global_batch_size, train.weight_decay, train.gradient_checkpointing) == (128, 0.0, True)
+
+
+def test_help_shows_the_defaults_in_effect(parse):
+    config = parse()
+    for name in ("per_device_train_batch_size", "gradient_checkpointing"):
+        assert FieldParser().describe(name)[0] == f"{getattr(config.train, name)}; chosen with fit_memory"
+    assert FieldParser().describe("use_peft")[0] == str(config.model.use_peft)
 
 
 def test_command_line_beats_recipe_beats_defaults(parse):

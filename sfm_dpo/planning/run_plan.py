@@ -48,14 +48,15 @@ def find_gpu(asked: str | None) -> tuple[str, float | None]:
 
 @dataclass(frozen=True)
 class Cluster:
-    """`gpus` GPUs of one kind; `mfu` maps each efficiency, at which hours are computed, to its source; `memory_ratio`
-    is measured over planned memory."""
+    """`gpus` GPUs of one kind on `nodes` nodes; `mfu` maps each efficiency, at which hours are computed, to its
+    source; `memory_ratio` is measured over planned memory."""
 
     gpu: str
     gpus: int
     mfu: Mapping[float, str] = field(default_factory=PUBLISHED_MFU.copy)
     memory_ratio: float = 1.0
     memory: float | None = None  # bytes; default: GPU_MEMORY
+    nodes: int = 1
 
     def __post_init__(self) -> None:
         if self.gpu not in GPU_MEMORY:

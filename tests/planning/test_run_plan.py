@@ -155,11 +155,11 @@ def test_command_with_stated_percentiles(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(PROJECT)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # plan.py sets it for good
     command = f"""--config recipes/olmo_hybrid_7b_instruct.yaml --lengths {tmp_path}/l.json --pairs 2000 --gpu h100
-        --model_name_or_path bench/shapes/olmo3_7b --num_gpus 8 --num_nodes 4 --json {tmp_path}/plan.json""".split()
+        --model_name_or_path bench/shapes/olmo3_7b --num_gpus 4 --num_nodes 2 --json {tmp_path}/plan.json""".split()
     assert plan.main(command) == 0
     assert "7,298,011,136 parameters" in capsys.readouterr().out
     figures = json.loads((tmp_path / "plan.json").read_text())
-    assert figures["data"]["pairs"] == 2000 and figures["time"]["counted"] == []  # four nodes
+    assert figures["data"]["pairs"] == 2000 and figures["time"]["counted"] == []  # two nodes
     assert figures["batch"]["steps"] == 2000 // 128  # training leaves out what fills no batch
     mean = (3 * 150 + 30) / np.log(4)  # of log-uniforms: prompt twice, chosen, which is as prompt, and rejected
     assert figures["data"]["tokens"] == pytest.approx(2000 * mean, rel=0.02)

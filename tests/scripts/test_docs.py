@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -46,17 +47,26 @@ def options() -> set[str]:
     return known
 
 
+def anchors(page: Path) -> set[str]:
+    """Of the page's headings, by GitHub's rule."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda path: path.name)
+def test_links_lead_to_a_file_and_a_heading(path):
+    for link, file, anchor in re.findall(r"\]\(((?!http|mailto:)([^)#\s]*)#?([^)\s]*))\)", text(path)):
+        target = path.parent / file if file else path
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
 @pytest.mark.parametrize("path", [*PAGES, *RECIPES], ids=lambda path: path.name)
 def test_named_files_and_options_exist(path, options):
-    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text(path))]
-    missing = [
-        link for link in links if not link.startswith(("http", "mailto:")) and not (path.parent / link).exists()
-    ]
     # Not what begins elsewhere: open-instruct/scripts/..., site-packages/trl/scripts/...
     named = re.findall(rf"(?<![\w/.-])(?:{OWN_FOLDERS})/[\w./-]*\w", text(path))
     named = [name for name in named if "mine" not in name and name != "scripts/site.sh"]
-    missing += [name for name in named if not (ROOT / name).exists() and not (ROOT / "sfm_dpo" / name).exists()]
-    assert not missing
+    assert not [name for name in named if not (ROOT / name).exists() and not (ROOT / "sfm_dpo" / name).exists()]
     assert not set(re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", text(path))) - options
 
 
@@ -132,7 +142,7 @@ def write_reference() -> str:
     for group, names in FIELD_GROUPS.items():
         lines += [f"\n## {group}\n", "| field | type | default | meaning | resume |", "|---|---|---|---|---|"]
         for name in names.split():
-            choices = [str(choice) for choice in parser.fields[name].choices or ()]
+            choices = [str(choice) for choice in parser.fields[name].choices or () if choice != "best"]  # refused
             kind = getattr(types[name], "__name__", None) or str(types[name]).replace(" | None", "")
             if 0 < len(choices) < 9:
                 kind = ", ".join(choices)

@@ -359,16 +359,17 @@ COMMENT = re.compile(r"Upstream: (\w+ [\d.]+), (\S+), ([^:]+): (.+?)\.? Canary: 
 START = "<!-- upstream -->"
 END = "<!-- /upstream -->"
 REPORTED = {  # issues and pull requests of the bug, read in November 2026
-    "test_canary_arguments": "huggingface/trl#2469 huggingface/transformers#47254",
+    "test_canary_arguments": "huggingface/trl#2469 huggingface/transformers#47254 deepspeedai/DeepSpeed#8130",
     "test_canary_fsdp_outputs": "pytorch/pytorch#146130",
     "test_canary_deepspeed_compiles_an_all_reduce_on_cpu": "pytorch/pytorch#189245",
     "test_canary_eval_metrics": "huggingface/trl#7045",
     "test_canary_precompute_ref_logps": "huggingface/trl#3985 huggingface/trl#6291",
-    "test_canary_prepare_dataset": "huggingface/trl#6206",
+    "test_canary_prepare_dataset": "huggingface/trl#6206 huggingface/trl#6321",
     "test_canary_prepare_input": "deepspeedai/DeepSpeed#5580",
-    "test_canary_save_model": "huggingface/transformers#30491",
+    "test_canary_save_model": "huggingface/transformers#30491 huggingface/transformers#36626",
     "test_canary_sync_each_batch": "huggingface/transformers#29425",
     "test_canary_tied_weights": "huggingface/transformers#48972",
+    "test_canary_torch_compile": "huggingface/accelerate#3529",
     "test_canary_zero_optimizer_state": "deepspeedai/DeepSpeed#5104",
 }
 
