@@ -40,6 +40,7 @@ def main(argv: list[str]) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes instead; datasets would turn it off with a warning
     from sfm_dpo.config import parse_config
+    from sfm_dpo.data.sources import check_output
     from sfm_dpo.planning.dataset import analyze_dataset
     from sfm_dpo.planning.dataset_report import format_analysis, write_plot
 
@@ -49,6 +50,10 @@ def main(argv: list[str]) -> None:
         defaults |= {"--dataset_name": DATASET, "--model_name_or_path": MODEL}
     fields += [f"{name}={value}" for name, value in defaults.items() if name not in given]
     config = parse_config(fields, training=False)
+    datasets = [entry.path for entry in config.data.datasets] or [str(config.train.dataset_name)]
+    for file in filter(None, (args.json, args.dropped)):
+        for dataset in datasets:
+            check_output(file, dataset)
     result = analyze_dataset(config, args.min_coverage, args.min_tokens_kept, args.dropped)
     print(format_analysis(result))
     if args.json:

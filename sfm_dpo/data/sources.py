@@ -63,6 +63,14 @@ def load_rows(
         return _load_any(path, name, split=split, data_dir=data_dir, data_files=data_files)
 
 
+def check_output(file: Path, dataset: str) -> None:
+    """Raises UserError if a file to be written is, or would become, a file of a local dataset."""
+    place = Path(dataset).expanduser().resolve()
+    written = file.resolve()
+    if written.suffix in LOCAL_FORMATS and place in (written, *written.parents):
+        raise UserError(f"{file}: is the dataset itself, or in its folder; choose another file")
+
+
 def column_names(rows: Dataset) -> list[str]:
     """The columns; for JSON rows (json_rows.py), those of about 100 rows."""
     if json_rows.COLUMN not in rows.column_names:
