@@ -287,6 +287,32 @@ def test_a_folder_with_several_splits_gives_the_one_that_is_asked_for(write_rows
         load_rows(str(file), split="test")
 
 
+@pytest.mark.parametrize("folder", ["d", "d[1]"])
+@pytest.mark.parametrize(
+    ("names", "unused"),
+    [
+        (["math.jsonl", "train_code.jsonl"], "math.jsonl"),
+        (["a.jsonl", "b.jsonl", "c_test.jsonl"], "a.jsonl"),
+        (["data/train-00000-of-00001.parquet", "more.parquet"], "more.parquet"),
+        (["a.jsonl", "__b/b.jsonl"], "b.jsonl"),
+    ],
+)
+def test_no_file_of_a_folder_is_left_out_in_silence(write_rows, tmp_path, folder, names, unused):
+    for name in names:
+        write_rows(f"{folder}/{name}", numbered(2))
+    with pytest.raises(UserError, match=rf"/{unused}: is in none of the splits .* tell \((train|test)\); rename"):
+        load(tmp_path / folder)
+
+
+def test_the_readme_of_a_copy_chooses_its_files(write_rows, tmp_path):
+    write_rows("copy/first/train.jsonl", numbered(3))
+    write_rows("copy/second.jsonl", numbered(2))
+    write_rows("copy/dataset_info.json", [{}])
+    configs = "[{config_name: a, default: true, data_files: first/*}, {config_name: b, data_files: second.jsonl}]"
+    (tmp_path / "copy" / "README.md").write_text(f"---\nconfigs: {configs}\n---\n# Pairs\n")
+    assert len(load(tmp_path / "copy").train) == 3
+
+
 def test_a_folder_is_the_sum_of_its_files_but_not_of_hidden_ones(write_rows, tmp_path):
     for name, n in (("a.jsonl", 2), ("sub ü/b.jsonl", 3), (".cache/c.parquet", 4)):
         write_rows(f"d/{name}", numbered(n, name[-7]))
