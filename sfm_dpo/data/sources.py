@@ -52,16 +52,23 @@ def load_rows(
     folder of such files, or a Hub id; the arguments are those of `datasets.load_dataset`. Raises UserError for what
     cannot be read."""
     local = Path(path).expanduser()
-    if os.path.exists(local):  # Path.exists would raise in a folder without permission
+    if os.path.exists(local):
         if given := name or data_dir or data_files:
             raise UserError(f"dataset_name {path}: a local file or folder has no {given}; remove it")
         return _load_local(local, split)
-    if local.suffix in LOCAL_FORMATS or path.startswith((".", "/", "~")) or path.count("/") > 1:
+    if is_local(path) or path.count("/") > 1:
         raise UserError(f"dataset_name {path}: no such file or folder; check the path")
     offline = "if this machine has no network, run scripts/prefetch.py on one that has"
     remedy = f"{offline}; a gated or private dataset needs HF_TOKEN"
     with user_input(f"dataset_name {path}: not a local file, and not loaded from the Hub", remedy):
         return _load_any(path, name, split=split, data_dir=data_dir, data_files=data_files)
+
+
+def is_local(path: str) -> bool:
+    """Whether `path` is, or looks like, a local file or folder and not a Hub id."""
+    local = Path(path).expanduser()
+    is_name_of_file = local.suffix in LOCAL_FORMATS or path.startswith((".", "/", "~"))
+    return is_name_of_file or os.path.exists(local)  # Path.exists would raise in a folder without permission
 
 
 def check_output(file: Path, dataset: str) -> None:
