@@ -29,7 +29,7 @@ from sfm_dpo.data.scored_formats import read_transcript
 from sfm_dpo.data.sources import column_names, explain_cache_errors, load_rows
 
 # Part of the cache's key. Raise it when a change to this module changes a normalised row or its drop reason.
-PAIRS_VERSION = 5
+PAIRS_VERSION = 6
 TOOL_ROLES = ("tool", "environment")  # they hold the result of a call
 RESPONSE_ROLES = ("assistant", *TOOL_ROLES)
 CALL_KEYS = ("tool_calls", "function_calls", "function_call")  # of an assistant's message
@@ -141,7 +141,7 @@ def _normalize_row(stored: Mapping[str, Any], index: int, source: str, script: s
         arguments |= row.get("chat_template_kwargs") or {}
         if arguments := to_plain(arguments):
             template = json.dumps(arguments)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         pair = "malformed"
     dropped = pair if isinstance(pair, str) else ""
     sides: tuple[Any, Any, Any] = ([], [], []) if isinstance(pair, str) else pair
@@ -246,14 +246,15 @@ def to_plain(value: Any) -> Any:
 
 
 def read_calls(calls: Any) -> list[Any]:
-    """Tool calls from a list, or from JSON text, with arguments as mappings. Raises ValueError for other text."""
+    """Tool calls from a list, or from JSON text, with arguments as mappings, and without keys that are None. Raises
+    ValueError for other text."""
     calls = json.loads(calls) if isinstance(calls, str) else calls
     calls = calls if isinstance(calls, list) else [calls]
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             function["arguments"] = json.loads(function["arguments"] or "{}")
-    return calls
+    return to_plain(calls)
 
 
 def _is_empty(message: dict) -> bool:

@@ -37,7 +37,7 @@ ADDS = assistant(
     "",
     tool_calls=[
         {"id": None, "function": {"name": "add", "arguments": {"x": 1, "city": None, "y": [None, {"z": None}]}}},
-        {"id": "1", "function": {"name": "look", "arguments": '{"city": "Köln"}'}},
+        {"id": "1", "function": {"name": "look", "arguments": '{"city": "Köln", "at": null}'}},
     ],
 )
 ADDED = assistant(
@@ -74,6 +74,7 @@ def mixture(tmp_path, entries, *cli):
         (("q", [assistant([{"type": "text", "text": "a", "image": None}])], [B]), PLAIN),
         (("q", [assistant("", tool_calls='[{"name": "f"}]')], [B]), ([Q], [CALL], [B])),
         (("q", [ADDS], [B]), ([Q], [ADDED], [B])),
+        (("q", [ADDS | {"tool_calls": json.dumps(ADDS["tool_calls"])}], [B]), ([Q], [ADDED], [B])),
         (("q", [assistant("a", thinking="t", reasoning_content="r")], [B]), ([Q], [THOUGHT], [B])),
         (("q", [CALL, RESULT, A], [B]), ([Q], [CALL, RESULT, A], [B])),  # a response of several turns
     ],
@@ -153,8 +154,11 @@ def test_dates_decimals_and_bytes_become_text_and_other_columns_are_not_decoded(
     assert pairs.train[0]["chosen"] == [assistant("2024-01-02", score="1.5")]
 
 
-@pytest.mark.parametrize("calls", ["add(2)", [{"function": {"name": "add", "arguments": "x=2"}}]])
-def test_calls_that_are_not_json_are_counted(write_rows, calls):
+DEEP = json.loads('{"a": ' * 700 + "1" + "}" * 700)
+
+
+@pytest.mark.parametrize("calls", ["add(2)", [{"function": {"name": "add", "arguments": "x=2"}}], [DEEP]])
+def test_calls_that_are_not_json_or_too_deep_are_counted(write_rows, calls):
     rows = [PAIR, PAIR | {"chosen": [assistant("", tool_calls=calls)]}]
     assert load(write_rows("calls.jsonl", rows), "--max_dropped_fraction", 1).dropped == {"malformed": 1}
 
