@@ -86,13 +86,17 @@ def read_pairs(entries: Sequence[DatasetConfig], num_proc: int | None, script: s
     for entry in entries:
         rows = load_rows(entry.path, entry.name, entry.split, entry.data_dir, entry.data_files)
         columns = column_names(rows)
-        if missing := [name for name in ("chosen", "rejected") if name not in columns]:
+        missing = [name for name in ("chosen", "rejected") if name not in columns]
+        if not missing:
+            part, unusable = _normalize_rows(rows, entry.path, num_proc, script)
+            if "prompt" not in columns and not len(part) and {row["reason"] for row in unusable} == {"no_prompt"}:
+                missing = ["prompt"]
+        if missing:
             raise UserError(
                 f"dataset_name {entry.path}: no column {' or '.join(missing)}; it has {', '.join(columns)}; rename "
                 "a column, or make pairs from scored answers with "
                 f"python scripts/make_pairs.py {entry.path} --by score pairs.jsonl"
             )
-        part, unusable = _normalize_rows(rows, entry.path, num_proc, script)
         parts.append(part)
         dropped += unusable
         count += len(rows)
@@ -179,6 +183,8 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
         if not chosen.strip() or not rejected.strip():
             return "empty_response"
         return prompt, chosen, rejected
+    if prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
+        return "no_prompt"
     chosen, rejected = (_read_messages(side, "assistant") for side in (chosen, rejected))
     prompt_messages = _read_messages(prompt, "user") if prompt else []
     if chosen is None or rejected is None or prompt_messages is None:

@@ -94,7 +94,8 @@ def test_shapes(row, expected):
         (("q", [user("a")], [B]), "last_turn_not_assistant"),
         ((None, [Q, A, Q], [Q, B]), "last_turn_not_assistant"),
         ((None, [Q, A], [user("p"), B]), "prompts_differ"),
-        ((None, "same", "other"), "malformed"),
+        ((None, "same", "other"), "no_prompt"),
+        ((None, "same", [B]), "malformed"),
         (("q", [], [B]), "empty_response"),
         (("q", [assistant("  \n")], [B]), "empty_response"),
         (("q", "a", " "), "empty_response"),
@@ -348,6 +349,12 @@ def test_a_name_is_not_a_pattern(write_rows, tmp_path, monkeypatch, name):
         ("bad.parquet", b"PAR?", "bad.parquet: cannot be read"),
         ("pairs.csv", b"chosen,rejected\na,b\n", "pairs.csv: give .json, .jsonl or .parquet files"),
         ("one.jsonl", b'{"prompt": "q", "chosen": "a"}\n', "no column rejected; it has prompt, chosen"),
+        ("ask.jsonl", b'{"question": "q", "chosen": "a", "rejected": "b"}\n', "no column prompt; it has question"),
+        (
+            "gpt.jsonl",
+            b'{"chosen": [{"from": "gpt", "value": "a"}], "rejected": [{"from": "gpt", "value": "b"}]}\n',
+            r"malformed: no text, messages \(role, content\)",
+        ),
     ],
 )
 def test_broken_files_are_one_line(tmp_path, name, content, message):
