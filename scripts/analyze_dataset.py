@@ -40,6 +40,7 @@ def main(argv: list[str]) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes instead; datasets would turn it off with a warning
     from sfm_dpo.config import parse_config
+    from sfm_dpo.data.sources import check_output
     from sfm_dpo.planning.dataset import analyze_dataset
     from sfm_dpo.planning.dataset_report import format_analysis, write_plot
 
@@ -47,6 +48,10 @@ def main(argv: list[str]) -> None:
     if "--config" not in {word.split("=")[0] for word in fields}:
         defaults += [f"--dataset_name={DATASET}", f"--model_name_or_path={MODEL}"]
     config = parse_config([*defaults, *fields], training=False)  # the last one counts
+    datasets = [entry.path for entry in config.data.datasets] or [str(config.train.dataset_name)]
+    for file in filter(None, (args.json, args.dropped)):
+        for dataset in datasets:
+            check_output(file, dataset)
     result = analyze_dataset(config, args.min_coverage, args.min_tokens_kept, args.dropped)
     print(format_analysis(result))
     if args.json:

@@ -7,7 +7,6 @@ docs/data.md lists the supported sets. Prompts without a preferred answer are le
 """
 
 import json
-import os
 import sys
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
@@ -16,7 +15,7 @@ from sfm_dpo.common.cli import Arguments, command, new_file, number
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.data.scored_formats import pair_rows
-from sfm_dpo.data.sources import load_rows
+from sfm_dpo.data.sources import check_output, load_rows
 
 
 @command
@@ -28,8 +27,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--score_margin", type=number(float, 0), default=0.0, help="least score difference of a pair")
     options = parser.parse_args(argv)
 
-    if options.out.exists() and os.path.exists(options.dataset) and options.out.samefile(options.dataset):
-        raise UserError(f"{options.out}: is the dataset itself; choose another file")
+    check_output(options.out, options.dataset)
     rows = load_rows(options.dataset)
     pairs = list(pair_rows(rows, options.dataset, options.by, options.score_margin))
     lines = [json.dumps(pair, default=str) + "\n" for pair in pairs if pair]

@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import functools
 import json
+import math
 import netrc
 import os
 import re
@@ -405,10 +406,20 @@ def read_value(node: yaml.Node, action: argparse.Action, where: str) -> Any:
 
 def check_mixture(datasets: Any, recipe: str) -> list[dict]:
     """A recipe's `datasets`: mappings that hold the fields of TRL's DatasetConfig, each with a path."""
-    with user_input(f"{recipe}: datasets must be a list of mappings, each with a path"):
-        fractions = [DatasetConfig(**entry).fraction for entry in datasets]
-    if any(fractions) and not all(fractions):
-        raise UserError(f"{recipe}: datasets: fraction {fractions} must be above 0 in all entries or in none")
+    where = f"{recipe}: datasets"
+    if not isinstance(datasets, list) or not all(isinstance(entry, dict) for entry in datasets):
+        raise UserError(f"{where}: must be a list of mappings such as {{path: org/set, split: train, fraction: 0.5}}")
+    known = [field.name for field in dataclasses.fields(DatasetConfig)]
+    for entry in datasets:
+        for name in entry:
+            check_known(where, name, known)
+        path = entry.get("path")
+        if not path or not isinstance(path, str):
+            raise UserError(f"{where}: path {path!r} of an entry: give a Hub id, a file or a folder")
+    fractions = [entry.get("fraction") for entry in datasets]
+    good = [isinstance(share, int | float) and 0 < share < math.inf for share in fractions]
+    if any(share is not None for share in fractions) and not all(good):
+        raise UserError(f"{where}: fraction {fractions}: must be a number above 0 in all entries, or in none")
     return datasets
 
 

@@ -257,6 +257,8 @@ def read_eval_sets(text: str | None) -> dict[str, dict[str, str]]:
         for name, entry in json.loads(text or "{}").items():
             sets[name] = {"path": entry} if isinstance(entry, str) else dict(entry)
             good_name = re.fullmatch(r"[\w-]+", name) and name not in (HELD_OUT, "train")
-            if not good_name or "path" not in sets[name] or sets[name].keys() - {"path", "name", "split"}:
+            path = sets[name].get("path")
+            good_path = path and isinstance(path, str)
+            if not good_name or not good_path or sets[name].keys() - {"path", "name", "split"}:
                 raise ValueError(f"{name}: {entry}")
     return sets

@@ -6,7 +6,6 @@ import re
 import runpy
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,10 @@ from datasets.fingerprint import Hasher
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.data.json_rows import COLUMN
 from sfm_dpo.data.pairs import drop_rows, read_text
-from sfm_dpo.data.sources import explain_cache_errors, load_rows
+from sfm_dpo.data.sources import explain_cache_errors, is_local, load_rows
 
+# Part of the cache's key. Raise it when a change to this module changes which pairs are contaminated.
+CONTAMINATED_VERSION = 1
 NGRAM = 13  # words in lower case and without punctuation, as in GPT-3 and Tulu 3
 COMMON_ROWS = 10  # an n-gram in more rows of an evaluation set is a stock phrase
 # A word, or a single character of the scripts that put no space between words
@@ -45,14 +46,14 @@ def filter_pairs(
     Pairs.dropped_rows. Raises UserError for a set that cannot be read."""
     keys = pairs.select_columns(["prompt_key", "pair_key"]).to_pandas()
     reasons = np.full(len(pairs), "", dtype=object)
-    if drop_contaminated:
+    if drop_contaminated and len(pairs):
         sets = [load_evaluation_set(name)._fingerprint for name in drop_contaminated]
         shared = pairs.select_columns("prompt").map(
             _share_ngram,
             fn_kwargs={"names": drop_contaminated},
             remove_columns="prompt",
             num_proc=num_proc,
-            new_fingerprint=Hasher.hash((pairs._fingerprint, sets, NGRAM, COMMON_ROWS)),
+            new_fingerprint=Hasher.hash((pairs._fingerprint, sets, CONTAMINATED_VERSION, NGRAM, COMMON_ROWS)),
             desc="Comparing prompts",
         )
         reasons[np.array(shared["contaminated"][:])] = "contaminated"
@@ -81,7 +82,7 @@ def load_evaluation_set(name: str) -> Dataset:
     """A local file or folder, or DATASET[/configuration] on the Hub: its test split or, without one, all of it."""
     path = name
     config = None
-    if name.count("/") == 2 and not Path(name).exists():
+    if name.count("/") == 2 and not is_local(name):
         path, _, config = name.rpartition("/")
     try:
         splits = load_rows(path, config, split=None)

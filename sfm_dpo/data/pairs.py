@@ -17,7 +17,8 @@ from sfm_dpo.config_checks import HELD_OUT
 PARTS = ("prompt", "chosen", "rejected")
 # Why a row is left out
 DROP_REASONS = {
-    "malformed": "malformed: no text, messages or tool calls that the chat template accepts",
+    "malformed": "malformed: no text, messages (role, content) or tool calls that the chat template accepts",
+    "no_prompt": "no prompt: answers of plain text need one in the column prompt",
     "last_turn_not_assistant": "last turn is not the assistant's",
     "prompts_differ": "chosen and rejected have different prompts",
     "empty_response": "empty response",

@@ -29,7 +29,7 @@ from sfm_dpo.data.scored_formats import read_transcript
 from sfm_dpo.data.sources import column_names, explain_cache_errors, load_rows
 
 # Part of the cache's key. Raise it when a change to this module changes a normalised row or its drop reason.
-PAIRS_VERSION = 5
+PAIRS_VERSION = 6
 TOOL_ROLES = ("tool", "environment")  # they hold the result of a call
 RESPONSE_ROLES = ("assistant", *TOOL_ROLES)
 CALL_KEYS = ("tool_calls", "function_calls", "function_call")  # of an assistant's message
@@ -49,17 +49,20 @@ def load_pairs(config: Config) -> Pairs:
     args = config.train
     single = DatasetConfig(str(args.dataset_name), args.dataset_config, split=args.dataset_train_split)
     pairs = read_pairs(config.data.datasets or [single], args.dataset_num_proc, args.filter_script)
+    in_order = args.train_sampling_strategy == "sequential"
     train, filtered = filter_pairs(pairs.train, args.drop_duplicates, args.drop_contaminated, args.dataset_num_proc)
     if args.max_samples is not None and args.max_samples < len(train):
-        train = train.shuffle(seed=args.seed).select(range(args.max_samples))
+        drawn = np.random.default_rng(args.seed).permutation(len(train))[: args.max_samples]  # as Dataset.shuffle
+        train = train.select(np.sort(drawn) if in_order else drawn)
     splits = {"train": train}
     if args.eval_fraction and len(train):
-        splits = _split_by_prompt(train, args.eval_fraction, args.seed)
+        splits = _split_by_prompt(train, args.eval_fraction, args.seed, in_order)
     return replace(pairs, splits=splits, dropped_rows=pairs.dropped_rows + filtered)
 
 
-def _split_by_prompt(pairs: Dataset, fraction: float, seed: int) -> dict[str, Dataset]:
-    """`pairs` in random order; HELD_OUT has the prompts of the first pairs, until it holds `fraction` of all pairs."""
+def _split_by_prompt(pairs: Dataset, fraction: float, seed: int, in_order: bool) -> dict[str, Dataset]:
+    """`pairs` in random order; HELD_OUT has the prompts of the first pairs, until it holds `fraction` of all pairs.
+    With `in_order`, `train` keeps the order of `pairs`."""
     drawn = np.random.default_rng(seed).permutation(len(pairs))  # as `train_test_split` of datasets
     keys = pairs.select_columns("prompt_key").to_pandas()["prompt_key"].iloc[drawn]
     sizes = keys.value_counts(sort=False)  # by prompt, in the order drawn
@@ -68,7 +71,8 @@ def _split_by_prompt(pairs: Dataset, fraction: float, seed: int) -> dict[str, Da
     if not 0 < is_held_out.sum() < len(pairs):
         found = f"{is_held_out.sum()} of {len(pairs)} pairs would be held out, of {len(sizes)} prompts"
         raise UserError(f"eval_fraction {fraction:g}: {found}; change it, or use more pairs")
-    return {"train": pairs.select(drawn[~is_held_out]), HELD_OUT: pairs.select(drawn[is_held_out])}
+    train = drawn[~is_held_out]
+    return {"train": pairs.select(np.sort(train) if in_order else train), HELD_OUT: pairs.select(drawn[is_held_out])}
 
 
 def read_pairs(entries: Sequence[DatasetConfig], num_proc: int | None, script: str | None = None) -> Pairs:
@@ -82,13 +86,17 @@ def read_pairs(entries: Sequence[DatasetConfig], num_proc: int | None, script: s
     for entry in entries:
         rows = load_rows(entry.path, entry.name, entry.split, entry.data_dir, entry.data_files)
         columns = column_names(rows)
-        if missing := [name for name in ("chosen", "rejected") if name not in columns]:
+        missing = [name for name in ("chosen", "rejected") if name not in columns]
+        if not missing:
+            part, unusable = _normalize_rows(rows, entry.path, num_proc, script)
+            if "prompt" not in columns and not len(part) and {row["reason"] for row in unusable} == {"no_prompt"}:
+                missing = ["prompt"]
+        if missing:
             raise UserError(
                 f"dataset_name {entry.path}: no column {' or '.join(missing)}; it has {', '.join(columns)}; rename "
                 "a column, or make pairs from scored answers with "
                 f"python scripts/make_pairs.py {entry.path} --by score pairs.jsonl"
             )
-        part, unusable = _normalize_rows(rows, entry.path, num_proc, script)
         parts.append(part)
         dropped += unusable
         count += len(rows)
@@ -137,7 +145,7 @@ def _normalize_row(stored: Mapping[str, Any], index: int, source: str, script: s
         arguments |= row.get("chat_template_kwargs") or {}
         if arguments := to_plain(arguments):
             template = json.dumps(arguments)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         pair = "malformed"
     dropped = pair if isinstance(pair, str) else ""
     sides: tuple[Any, Any, Any] = ([], [], []) if isinstance(pair, str) else pair
@@ -175,6 +183,8 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
         if not chosen.strip() or not rejected.strip():
             return "empty_response"
         return prompt, chosen, rejected
+    if prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
+        return "no_prompt"
     chosen, rejected = (_read_messages(side, "assistant") for side in (chosen, rejected))
     prompt_messages = _read_messages(prompt, "user") if prompt else []
     if chosen is None or rejected is None or prompt_messages is None:
@@ -242,14 +252,15 @@ def to_plain(value: Any) -> Any:
 
 
 def read_calls(calls: Any) -> list[Any]:
-    """Tool calls from a list, or from JSON text, with arguments as mappings. Raises ValueError for other text."""
+    """Tool calls from a list, or from JSON text, with arguments as mappings, and without keys that are None. Raises
+    ValueError for other text."""
     calls = json.loads(calls) if isinstance(calls, str) else calls
     calls = calls if isinstance(calls, list) else [calls]
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             function["arguments"] = json.loads(function["arguments"] or "{}")
-    return calls
+    return to_plain(calls)
 
 
 def _is_empty(message: dict) -> bool:

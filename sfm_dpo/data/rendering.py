@@ -20,7 +20,7 @@ from sfm_dpo.data.pairs import PARTS
 from sfm_dpo.data.preferences import TOOL_ROLES, read_calls
 
 # What a template raises that refuses the roles, their order or the tools of a conversation
-REFUSALS = (TemplateError, TypeError, ValueError)
+REFUSALS = (TemplateError, TypeError, ValueError, RecursionError)
 TEMPLATE_SECONDS = 20  # for a row, which takes milliseconds; a template is a program, and may never end
 
 

@@ -12,6 +12,7 @@ from unittest import mock
 
 import datasets
 from datasets import Dataset, load_dataset
+from datasets.data_files import FILES_TO_IGNORE, DataFilesDict, get_data_patterns
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
 from sfm_dpo.common.errors import RunEnd, UserError, user_input
@@ -51,16 +52,31 @@ def load_rows(
     folder of such files, or a Hub id; the arguments are those of `datasets.load_dataset`. Raises UserError for what
     cannot be read."""
     local = Path(path).expanduser()
-    if os.path.exists(local):  # Path.exists would raise in a folder without permission
+    if os.path.exists(local):
         if given := name or data_dir or data_files:
             raise UserError(f"dataset_name {path}: a local file or folder has no {given}; remove it")
         return _load_local(local, split)
-    if local.suffix in LOCAL_FORMATS or path.startswith((".", "/", "~")) or path.count("/") > 1:
+    if is_local(path) or path.count("/") > 1:
         raise UserError(f"dataset_name {path}: no such file or folder; check the path")
     offline = "if this machine has no network, run scripts/prefetch.py on one that has"
     remedy = f"{offline}; a gated or private dataset needs HF_TOKEN"
     with user_input(f"dataset_name {path}: not a local file, and not loaded from the Hub", remedy):
         return _load_any(path, name, split=split, data_dir=data_dir, data_files=data_files)
+
+
+def is_local(path: str) -> bool:
+    """Whether `path` is, or looks like, a local file or folder and not a Hub id."""
+    local = Path(path).expanduser()
+    is_name_of_file = local.suffix in LOCAL_FORMATS or path.startswith((".", "/", "~"))
+    return is_name_of_file or os.path.exists(local)  # Path.exists would raise in a folder without permission
+
+
+def check_output(file: Path, dataset: str) -> None:
+    """Raises UserError if a file to be written is, or would become, a file of a local dataset."""
+    place = Path(dataset).expanduser().resolve()
+    written = file.resolve()
+    if written.suffix in LOCAL_FORMATS and place in (written, *written.parents):
+        raise UserError(f"{file}: is the dataset itself, or in its folder; choose another file")
 
 
 def column_names(rows: Dataset) -> list[str]:
@@ -87,7 +103,8 @@ def _load_local(path: Path, split: str | None) -> Any:
     files = [path]
     if path.is_dir():
         visible = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
-        files = sorted(p for p in visible if p.suffix in LOCAL_FORMATS and p.is_file())
+        data = (p for p in visible if p.suffix in LOCAL_FORMATS and p.name not in FILES_TO_IGNORE)
+        files = sorted(p for p in data if p.is_file())
     formats = {LOCAL_FORMATS.get(p.suffix) for p in files}
     if len(formats) != 1 or None in formats:
         found = ", ".join(sorted({p.suffix for p in files})) or "none"
@@ -100,6 +117,20 @@ def _load_local(path: Path, split: str | None) -> Any:
         pattern = glob.escape(place)  # datasets would read a name with [ ] ? * as a pattern
         if not path.is_dir():
             return _load_any(formats.pop(), data_files=[pattern], split=split)
+        _check_splits(path, pattern, files)
         if pattern == place:  # file names may tell several splits, as in a copy of a Hub dataset
             return _load_any(place, split=split)
         return _load_any(formats.pop(), data_dir=pattern, split=split)
+
+
+def _check_splits(folder: Path, pattern: str, files: list[Path]) -> None:
+    """Raises UserError for a file that `datasets` would leave out: if the name of one file tells a split, files whose
+    names tell none are in no split. The README of a Hub dataset may choose the files itself."""
+    readme = folder / "README.md"
+    if readme.is_file() and "\nconfigs:" in readme.read_text():
+        return
+    splits = DataFilesDict.from_patterns(get_data_patterns(pattern), base_path=pattern)
+    used = {Path(file).resolve() for names in splits.values() for file in names}
+    if unused := [file for file in files if file.resolve() not in used]:
+        found = f"is in none of the splits that the names of the files tell ({', '.join(map(str, splits))})"
+        raise UserError(f"dataset_name {unused[0]}: {found}; rename the files, or give each on its own")

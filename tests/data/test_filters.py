@@ -165,5 +165,20 @@ def test_prompts_in_common_with_evaluation_sets_are_those_of_plain_python(load, 
     with monkeypatch.context() as patch:
         patch.setattr(filters, "_list_ngrams", None)  # what is compared again fails
         assert read_pairs(*options).dropped == {"contaminated": len(expected)}
-    with pytest.raises(UserError, match=r"drop_contaminated: .*none\.jsonl: no such file or folder; check the path"):
-        load(rows, "--drop_contaminated", "none.jsonl")
+        patch.setattr(filters, "CONTAMINATED_VERSION", 0)
+        with pytest.raises(TypeError):
+            read_pairs(*options)
+
+
+def test_names_of_evaluation_sets(load, write_rows, tmp_path, monkeypatch):
+    rows = [{"prompt": "p", "chosen": "a", "rejected": "b"}]
+    for name in ("none.jsonl", "/nowhere/none.jsonl", "~/nowhere/none", "./no/where"):
+        with pytest.raises(UserError, match=rf"drop_contaminated: dataset_name {name}: no such file or folder; check"):
+            load(rows, "--drop_contaminated", name)
+    with pytest.raises(UserError, match="dataset_name org/set: not a local file"):
+        load(rows, "--drop_contaminated", "org/set/main")
+    write_rows("evals/set.jsonl", [{"question": "q"}])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(load(rows, "--drop_contaminated", "~/evals/set.jsonl").train) == 1
+    with pytest.raises(UserError, match=r"no train pair is left of 1 rows .*chosen equals rejected"):
+        load([rows[0] | {"rejected": "a"}], "--drop_contaminated", "~/evals/set.jsonl")

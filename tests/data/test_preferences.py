@@ -37,7 +37,7 @@ ADDS = assistant(
     "",
     tool_calls=[
         {"id": None, "function": {"name": "add", "arguments": {"x": 1, "city": None, "y": [None, {"z": None}]}}},
-        {"id": "1", "function": {"name": "look", "arguments": '{"city": "Köln"}'}},
+        {"id": "1", "function": {"name": "look", "arguments": '{"city": "Köln", "at": null}'}},
     ],
 )
 ADDED = assistant(
@@ -74,6 +74,7 @@ def mixture(tmp_path, entries, *cli):
         (("q", [assistant([{"type": "text", "text": "a", "image": None}])], [B]), PLAIN),
         (("q", [assistant("", tool_calls='[{"name": "f"}]')], [B]), ([Q], [CALL], [B])),
         (("q", [ADDS], [B]), ([Q], [ADDED], [B])),
+        (("q", [ADDS | {"tool_calls": json.dumps(ADDS["tool_calls"])}], [B]), ([Q], [ADDED], [B])),
         (("q", [assistant("a", thinking="t", reasoning_content="r")], [B]), ([Q], [THOUGHT], [B])),
         (("q", [CALL, RESULT, A], [B]), ([Q], [CALL, RESULT, A], [B])),  # a response of several turns
     ],
@@ -93,7 +94,8 @@ def test_shapes(row, expected):
         (("q", [user("a")], [B]), "last_turn_not_assistant"),
         ((None, [Q, A, Q], [Q, B]), "last_turn_not_assistant"),
         ((None, [Q, A], [user("p"), B]), "prompts_differ"),
-        ((None, "same", "other"), "malformed"),
+        ((None, "same", "other"), "no_prompt"),
+        ((None, "same", [B]), "malformed"),
         (("q", [], [B]), "empty_response"),
         (("q", [assistant("  \n")], [B]), "empty_response"),
         (("q", "a", " "), "empty_response"),
@@ -153,8 +155,11 @@ def test_dates_decimals_and_bytes_become_text_and_other_columns_are_not_decoded(
     assert pairs.train[0]["chosen"] == [assistant("2024-01-02", score="1.5")]
 
 
-@pytest.mark.parametrize("calls", ["add(2)", [{"function": {"name": "add", "arguments": "x=2"}}]])
-def test_calls_that_are_not_json_are_counted(write_rows, calls):
+DEEP = json.loads('{"a": ' * 700 + "1" + "}" * 700)
+
+
+@pytest.mark.parametrize("calls", ["add(2)", [{"function": {"name": "add", "arguments": "x=2"}}], [DEEP]])
+def test_calls_that_are_not_json_or_too_deep_are_counted(write_rows, calls):
     rows = [PAIR, PAIR | {"chosen": [assistant("", tool_calls=calls)]}]
     assert load(write_rows("calls.jsonl", rows), "--max_dropped_fraction", 1).dropped == {"malformed": 1}
 
@@ -216,6 +221,10 @@ def test_max_samples_and_held_out_split_are_seeded_and_disjoint(write_rows):
     assert list(map(len, drawn)) == [16, 4] and len({*drawn[0], *drawn[1]}) == 20
     assert drawn == run("--max_samples", "20", "--eval_fraction", "0.2")
     assert drawn != run("--max_samples", "20", "--eval_fraction", "0.2", "--seed", "1")
+    for cli in (["--max_samples", "20"], ["--eval_fraction", "0.2"]):
+        train, *held_out = run(*cli)
+        in_order = sorted(train, key=lambda prompt: int(prompt[1:]))
+        assert run(*cli, "--train_sampling_strategy", "sequential") == [in_order, *held_out]
     assert len(run("--max_samples", "999")[0]) == 50
     with pytest.raises(UserError, match=r"eval_fraction 0\.001: 0 of 50 pairs would be held out"):
         run("--eval_fraction", "0.001")
@@ -287,6 +296,32 @@ def test_a_folder_with_several_splits_gives_the_one_that_is_asked_for(write_rows
         load_rows(str(file), split="test")
 
 
+@pytest.mark.parametrize("folder", ["d", "d[1]"])
+@pytest.mark.parametrize(
+    ("names", "unused"),
+    [
+        (["math.jsonl", "train_code.jsonl"], "math.jsonl"),
+        (["a.jsonl", "b.jsonl", "c_test.jsonl"], "a.jsonl"),
+        (["data/train-00000-of-00001.parquet", "more.parquet"], "more.parquet"),
+        (["a.jsonl", "__b/b.jsonl"], "b.jsonl"),
+    ],
+)
+def test_no_file_of_a_folder_is_left_out_in_silence(write_rows, tmp_path, folder, names, unused):
+    for name in names:
+        write_rows(f"{folder}/{name}", numbered(2))
+    with pytest.raises(UserError, match=rf"/{unused}: is in none of the splits .* tell \((train|test)\); rename"):
+        load(tmp_path / folder)
+
+
+def test_the_readme_of_a_copy_chooses_its_files(write_rows, tmp_path):
+    write_rows("copy/first/train.jsonl", numbered(3))
+    write_rows("copy/second.jsonl", numbered(2))
+    write_rows("copy/dataset_info.json", [{}])
+    configs = "[{config_name: a, default: true, data_files: first/*}, {config_name: b, data_files: second.jsonl}]"
+    (tmp_path / "copy" / "README.md").write_text(f"---\nconfigs: {configs}\n---\n# Pairs\n")
+    assert len(load(tmp_path / "copy").train) == 3
+
+
 def test_a_folder_is_the_sum_of_its_files_but_not_of_hidden_ones(write_rows, tmp_path):
     for name, n in (("a.jsonl", 2), ("sub ü/b.jsonl", 3), (".cache/c.parquet", 4)):
         write_rows(f"d/{name}", numbered(n, name[-7]))
@@ -314,6 +349,12 @@ def test_a_name_is_not_a_pattern(write_rows, tmp_path, monkeypatch, name):
         ("bad.parquet", b"PAR?", "bad.parquet: cannot be read"),
         ("pairs.csv", b"chosen,rejected\na,b\n", "pairs.csv: give .json, .jsonl or .parquet files"),
         ("one.jsonl", b'{"prompt": "q", "chosen": "a"}\n', "no column rejected; it has prompt, chosen"),
+        ("ask.jsonl", b'{"question": "q", "chosen": "a", "rejected": "b"}\n', "no column prompt; it has question"),
+        (
+            "gpt.jsonl",
+            b'{"chosen": [{"from": "gpt", "value": "a"}], "rejected": [{"from": "gpt", "value": "b"}]}\n',
+            r"malformed: no text, messages \(role, content\)",
+        ),
     ],
 )
 def test_broken_files_are_one_line(tmp_path, name, content, message):

@@ -292,7 +292,7 @@ SMOLLM3 = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 ADD = {"name": "add", "arguments": {"x": 2}}
-ADD_TEXT = json.dumps([{"type": "function", "function": ADD | {"arguments": '{"x": 2}'}}])
+ADD_TEXT = json.dumps([{"type": "function", "function": ADD | {"arguments": '{"x": 2, "y": null}'}}])
 
 
 @pytest.mark.parametrize(
@@ -308,6 +308,7 @@ ADD_TEXT = json.dumps([{"type": "function", "function": ADD | {"arguments": '{"x
         (trl_template("gptoss"), {"thinking": "Hm."}, "<|channel|>analysis<|message|>Hm.<|end|>"),
         (SMOLLM3, {}, "<think>\n\n</think>\nyes<|im_end|>\n"),
         (trl_template("qwen3"), {"function_calls": "add(x=2)"}, None),  # the template would leave it out
+        (trl_template("qwen3"), {"function_calls": "[" * 700 + "]" * 700}, None),
     ],
 )
 def test_calls_and_thoughts_reach_the_templates_of_models(write_rows, template, message, expected):

@@ -3,6 +3,7 @@
 import json
 
 import analyze_dataset
+import pytest
 import yaml
 
 ROWS = [
@@ -38,3 +39,15 @@ def test_options_override_the_recipe(write_rows, tiny_folder, tmp_path, environm
     assert result["dataset"] == [str(data)] and result["recommendation"]["untruncated"] == 0  # max_prompt_length
     assert [row["pairs"] for row in result["sides"]] == [40]
     assert not (tmp_path / "run").exists()  # nothing is written but --json
+
+
+@pytest.mark.parametrize("option", ["--json", "--dropped"])
+@pytest.mark.parametrize("given", ["pairs.jsonl", "../{folder}/pairs.jsonl", "."])
+def test_no_file_of_the_dataset_is_overwritten(write_rows, tiny_folder, tmp_path, monkeypatch, capsys, option, given):
+    data = write_rows("pairs.jsonl", ROWS)
+    before = data.read_bytes()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump({"datasets": [{"path": given.format(folder=tmp_path.name)}]}))
+    argv = ["--config", "r.yaml", "--model_name_or_path", str(tiny_folder("olmo3")), option, "pairs.jsonl"]
+    assert analyze_dataset.main(argv) == 2 and data.read_bytes() == before
+    assert "pairs.jsonl: is the dataset itself, or in its folder; choose another file" in capsys.readouterr().err
