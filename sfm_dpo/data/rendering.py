@@ -1,7 +1,6 @@
 """From a pair of messages to text: the model's chat template, with the row's own tools and template arguments; and
 where the results of tool calls are in it: they are context, not the model's words."""
 
-import functools
 import itertools
 import json
 import signal
@@ -25,9 +24,14 @@ TEMPLATE_SECONDS = 20  # for a row, which takes milliseconds; a template is a pr
 
 
 def make_renderer(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
-    """A function from messages to their text."""
+    """A function from messages to their text, which raises UserError after TEMPLATE_SECONDS."""
     arguments = json.loads(pair.get("template") or "{}")
-    return functools.partial(tokenizer.apply_chat_template, tokenize=False, **arguments)
+
+    def render(messages: list[dict[str, Any]], **options: Any) -> Any:
+        with time_limit(f"chat template: takes more than {TEMPLATE_SECONDS} s for row {pair.get('row')}; correct it"):
+            return tokenizer.apply_chat_template(messages, tokenize=False, **arguments, **options)
+
+    return render
 
 
 def render_pair(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str] | None:
@@ -47,8 +51,7 @@ def render_pair(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> lis
             pair[part] = [_name_calls(message, str(tokenizer.chat_template)) for message in pair[part]]
         prompt, chosen, rejected = (pair[part] for part in PARTS)
         render = make_renderer(pair, tokenizer)
-        with time_limit(f"chat template: takes more than {TEMPLATE_SECONDS} s for row {pair.get('row')}; correct it"):
-            return [render(prompt, add_generation_prompt=True), render(prompt + chosen), render(prompt + rejected)]
+        return [render(prompt, add_generation_prompt=True), render(prompt + chosen), render(prompt + rejected)]
     except TemplateSyntaxError as error:
         where = f"model_name_or_path {tokenizer.name_or_path}: its chat template, line {error.lineno}"
         raise UserError(f"{where}: {error}") from error

@@ -32,6 +32,8 @@ def analyze_dataset(
     args = config.train
     tokenizer = load_tokenizer(config)
     loaded = load_pairs(config)
+    if dropped_file:
+        loaded.write_dropped(dropped_file)
     loaded.check_dropped(limit=1.0)  # unusable rows stop training, but are reported here
     # Split by split, as in training, because the cache is keyed by the fingerprint of each
     options: dict[str, Any] = {"control_tokens": args.control_tokens, "mask_tool_results": args.mask_tool_results}

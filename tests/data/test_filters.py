@@ -1,5 +1,6 @@
 """Filters against plain Python, counted by reason and listed by row; checks of the answers; contamination."""
 
+import itertools
 import json
 import random
 import re
@@ -78,12 +79,18 @@ def test_the_script_of_the_docs(load, tmp_path):
         ("See https://a.org/x.", "No."),
         ("Yes.", "I can't help."),
         ("Yes.", "No."),
-        ("Look: https://b.org", "No."),
+        ("Look: https://b.org.", "I’m here."),
+        ("Yes.", "I’m sorry."),
     ]
     texts = [{"prompt": "At https://b.org?", "chosen": chosen, "rejected": rejected} for chosen, rejected in sides]
     talks = [{side: [user(row["prompt"]), assistant(row[side])] for side in ("chosen", "rejected")} for row in texts]
-    for rows in (texts, talks):
-        assert load(rows, "--filter_script", tmp_path / "keep.py").train["row"][:] == [3, 4]
+    parts = json.loads(json.dumps(talks))
+    for message in itertools.chain.from_iterable(row[side] for row in parts for side in ("chosen", "rejected")):
+        message["content"] = [{"type": "text", "text": message["content"]}]
+    for rows in (texts, talks, parts):
+        unusable = [{"chosen": None, "rejected": None}, {"chosen": [{"role": "user"}], "rejected": []}]
+        pairs = load([*rows, *unusable], "--filter_script", tmp_path / "keep.py", "--max_dropped_fraction=1")
+        assert pairs.train["row"][:] == [3, 4]
 
 
 @pytest.mark.parametrize(

@@ -51,3 +51,10 @@ def test_no_file_of_the_dataset_is_overwritten(write_rows, tiny_folder, tmp_path
     argv = ["--config", "r.yaml", "--model_name_or_path", str(tiny_folder("olmo3")), option, "pairs.jsonl"]
     assert analyze_dataset.main(argv) == 2 and data.read_bytes() == before
     assert "pairs.jsonl: is the dataset itself, or in its folder; choose another file" in capsys.readouterr().err
+
+
+def test_the_unusable_rows_are_listed_where_no_pair_is_left(write_rows, tiny_folder, tmp_path, environment):
+    data = write_rows("equal.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "a"}] * 2)
+    argv = [str(data), "--model_name_or_path", str(tiny_folder("olmo3")), "--dropped", str(tmp_path / "d.jsonl")]
+    assert analyze_dataset.main(argv) == 2
+    assert [json.loads(line)["row"] for line in (tmp_path / "d.jsonl").open()] == [1, 2]
