@@ -192,7 +192,7 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
         check_known("f_divergence_type", namespace.f_divergence_type, F_DIVERGENCES)
     if re.search(r"['\"](use_auth_)?token['\"]", str(namespace.model_init_kwargs)):  # the error omits its value
         problems.append("model_init_kwargs: its token would be stored with the run; put HF_TOKEN into .env instead")
-    reported = {problem.split()[0] for problem in problems}
+    reported = {problem.split()[0].rstrip(":") for problem in problems}
     refused = [(name, remedy) for name, remedy in REFUSED.items() if values[name] != default_of(name)]
     for name, remedy in [*refused, *find_conflicts(namespace, world_size, training)]:
         if name not in reported:

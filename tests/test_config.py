@@ -223,7 +223,10 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ({"use_peft": True, "lora_task_type": "NOPE"}, ["'NOPE'", "CAUSAL_LM"]),
         ({"bf16": True, "use_cpu": "absent"}, ["bf16 true: no GPU is visible", "--use_cpu true"]),
         ({"output_dir": "a\nb"}, ["output_dir a b: contains a line break; remove it"]),
-        ({"model_init_kwargs": {"token": "secret"}}, ["model_init_kwargs: its token would be stored with the run"]),
+        (
+            {"model_init_kwargs": {"token": "secret", "dtype": "auto"}},
+            ["model_init_kwargs: its token would be stored"],
+        ),
         ({"dtype": "bfloat16"}, ["dtype bfloat16", "fp32 master weights"]),
     ],
 )
