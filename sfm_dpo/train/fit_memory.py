@@ -24,6 +24,7 @@ from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.memory.planner import MemoryPlanner, memory_limit
 from sfm_dpo.model.attention import measured_here
 from sfm_dpo.model.sharding import launched_with
+from sfm_dpo.run.checkpoint import COMPLETE, checkpoints
 from sfm_dpo.run.files import RESOLVED_CONFIG, read_file
 from sfm_dpo.run.folder import DATA
 from sfm_dpo.train.callbacks import Progress
@@ -90,13 +91,16 @@ def explain_out_of_memory(error: BaseException, progress: Progress, run: Path) -
     if progress.phase == "training":
         what += f", step {progress.step + 1}"
         settings = read_file(run / DATA).get("settings", {})
-        if settings.get("micro_batch") == 1:
+        is_fixed = any(
+            read_file(folder / COMPLETE).get("micro_batch") for folder in checkpoints(run)
+        )  # balancing loss
+        if settings.get("micro_batch") == 1 or is_fixed:
             remedies = []
         if read_file(run / RESOLVED_CONFIG).get("checkpointed_layers") is not None:
             remedies.append("remove checkpointed_layers")
         elif not settings.get("checkpointed_layers"):
             remedies.append("set gradient_checkpointing: true")
-        if fitted := settings.get("fit_memory"):
+        if not is_fixed and (fitted := settings.get("fit_memory")):
             smaller = fitted["smaller"]
             remedies = [f"use the next smaller setting of fit_memory: {smaller}"] if smaller else []
     if progress.inputs:
