@@ -216,7 +216,6 @@ def make_trainer(job: dict) -> DPOTrainer:
         settings |= {"loss_type": ["sigmoid_norm"], "gradient_accumulation_steps": job["accumulation"]}
         return Stock(model=model, args=DPOConfig(**settings, model_init_kwargs=init_kwargs), **common)
     settings |= {"model_name_or_path": model, "max_prompt_length": max_length_of(job) // 2, "dataset_num_proc": 1}
-    settings |= {"model_init_kwargs": json.dumps(init_kwargs)}  # in the dtype of stock TRL, which is bf16 on a GPU
     settings |= {"dataset_name": "random ids", "global_batch_size": BATCH * job["accumulation"]}
     if variant in SHIPPED:
         settings["config"] = recipe_of(job)
@@ -227,6 +226,7 @@ def make_trainer(job: dict) -> DPOTrainer:
     if variant == SHIPPED[1]:
         settings["memory_gib"] = job["stock_peak_gib"]
     config = parse_config([f"--{name}={value}" for name, value in settings.items()])
+    config.train.model_init_kwargs = init_kwargs  # in the dtype of stock TRL, which no recipe could set on a GPU
     decided = decide_settings(config, pairs, AutoConfig.from_pretrained(model), {}, eval_on_start=False)
     return SFMDPOTrainer(config, decided, **common)
 
