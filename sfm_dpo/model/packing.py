@@ -26,7 +26,8 @@ def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) ->
     `[rows, L]` batch, runs the fused forward on one row `[1, T]` of the T real tokens, and returns TRL's
     `FusedCausalLMOutput` with each per-token field back in `[rows, L - 1]`, zero where the padded path has zero. With
     `prefix_sharing` the row holds the prompt of a pair once (`find_shared`); neither log-probs nor gradients change.
-    `counts`, its numbers of `tokens` and of `computed` tokens, saves the host from waiting for the device.
+    `counts`, its numbers of `tokens` and of `computed` tokens, saves the host from waiting for the device. `path`
+    (padded, packed or shared) selects another of the model's paths, to compare them.
     Raises ValueError if sequences in one row would not be independent of each other.
     """
     if obstacle := _why_not_packable(model):
@@ -40,12 +41,14 @@ def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) ->
             net.forward = functools.partial(_run_by_sequence, net.forward)
     model.base_model.register_forward_pre_hook(_add_empty_mask, with_kwargs=True)
     fused_forward = model.forward
+    default = "shared" if prefix_sharing else "packed"
 
     # Set on the instance, as TRL does. It keeps the model's signature, which `generate` inspects
     @functools.wraps(type(model).forward)
-    def packed_forward(self, *args, fused_lm_head=False, **kwargs):
-        if fused_lm_head and kwargs.get("attention_mask") is not None:
-            return _run_packed(fused_forward, prefix_sharing, bool(nets), *args, **kwargs)
+    def packed_forward(self, *args, fused_lm_head=False, path=default, **kwargs):
+        if fused_lm_head and kwargs.get("attention_mask") is not None and path != "padded":
+            return _run_packed(fused_forward, path == "shared", bool(nets), *args, **kwargs)
+        kwargs.pop("counts", None)
         return fused_forward(*args, fused_lm_head=fused_lm_head, **kwargs)
 
     model.forward = types.MethodType(packed_forward, model)
