@@ -214,8 +214,7 @@ def test_a_model_without_a_chat_template_continues_the_text(kit, tmp_path, capsy
 
 
 SCRIPTS = [path for folder in (".", "scripts", "bench") for path in sorted((ROOT / folder).glob("*.py"))]
-INSIDE = ("worker.py", "upgrade.py")  # started by throughput.py and make
-COMMANDS = [path for path in SCRIPTS if "__main__" in path.read_text() and path.name not in INSIDE]
+COMMANDS = [path for path in SCRIPTS if "__main__" in path.read_text() and path.name != "worker.py"]
 
 
 @pytest.mark.parametrize("script", COMMANDS, ids=lambda path: path.name)

@@ -60,6 +60,7 @@ def test_unhealthy_nodes_end_the_job_with_a_code_of_their_own(cluster, project):
 def test_documented(cluster, project, line, monkeypatch):
     """What Slurm thinks of the sbatch lines, and train_dpo.py of their fields; those for CPU nodes are run."""
     monkeypatch.chdir(project)
+    line = line.replace("$rate", "8e-8").replace("$seed", "0")  # of the loop over sbatch
     link(project, "SMALL_MODEL", "tiny model")
     link(project, "pairs.jsonl", "pairs/train.jsonl")
     if line.startswith("LAUNCH=cpu") and "scripts/dpo_train.sh" in line:
