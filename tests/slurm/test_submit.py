@@ -84,18 +84,6 @@ def test_documented(cluster, project, line, monkeypatch):
     assert config.train.output_dir.startswith("outputs/")
 
 
-@pytest.mark.parametrize(("script", "name"), [("dpo_train.sh", "dpo-train"), ("dpo_instruct_train.sh", INSTRUCT)])
-def test_header(cluster, project, script, name):
-    job = cluster.sbatch("--hold", f"scripts/{script}", cwd=project)
-    record = cluster.show(job)
-    cluster.run("scancel", job)
-    expected = {"JobName": name, "NumNodes": "1-1", "TresPerNode": "gres:gpu:4", "CPUs/Task": "32", "Requeue": "1"}
-    expected |= {"MinMemoryNode": "500G", "TimeLimit": "1-00:00:00"}
-    assert {key: record[key] for key in expected} == expected
-    assert cluster.run("scontrol", "show", "job", job).count(f"{project}/logs/{name}-{job}.out") == 2  # out and err
-    assert "#SBATCH --open-mode=append" in (project / "scripts" / script).read_text()  # Slurm does not show it
-
-
 @pytest.mark.parametrize(
     ("env", "fields", "message"),
     [
