@@ -180,7 +180,8 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
     if slurm == "PENDING" and not runs:
         shown += ", queued"
     checkpoint = newest_checkpoint(run)
-    held_out = next((entry for entry in reversed(_read_log(run / LOG)) if "eval_loss" in entry), {})
+    evaluated = [entry for entry in _read_log(run / LOG) if "eval_loss" in entry]
+    held_out = evaluated[-1] if evaluated else {}
     evaluations = read_evaluations(run)
     return {
         "run": str(run),
