@@ -30,12 +30,6 @@ run_dpo() {
     use_environment
     choose_launch
     first_host
-    if [[ ${2:-} == --members ]]; then # from scripts/sweep.py: a line of arguments for each task of the array
-        [[ -n ${SLURM_ARRAY_TASK_ID:-} ]] || fail "--members $3: no array; submit it with: python scripts/sweep.py"
-        local member
-        mapfile -d '' -t member < <(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" "$3" | xargs printf '%s\0')
-        set -- "${member[@]}" "${@:4}"
-    fi
     set -- --config "$@" # the recipe; train_dpo.py uses the last --config, so the user's wins
 
     # One process reads the configuration before any node starts, so a mistake costs one line and a few seconds.

@@ -83,9 +83,8 @@ def keep_precision(fsdp_plugin: Any) -> None:
         fsdp_plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None, cast_forward_inputs=False)
 
 
-# Upstream: deepspeed 0.19, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.average_tensor: frees a gradient
-# larger than a bucket while the reduction stream still reads it, if the gradient belongs to several ranks' partitions.
-# Canary: test_canary_gradient_larger_than_the_bucket
+# DeepSpeed 0.19 (DeepSpeedZeroOptimizer.average_tensor) frees a gradient larger than a bucket while the reduction
+# stream still reads it, if the gradient belongs to several ranks' partitions.
 def check_buckets(deepspeed_plugin: Any, model: PreTrainedModel) -> None:
     """Raises UserError if a tensor of the model, which may be on the meta device, does not fit in a bucket of ZeRO."""
     if deepspeed_plugin is None:
