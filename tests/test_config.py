@@ -153,7 +153,7 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ("learning_rate:", ["learning_rate", "empty"]),
         ("max_length: 1e3", ["max_length", "'1e3'"]),
         ("guard: off", ["guard", "'off'", "'stop'"]),
-        ("env: {WANDB_PROJECT: x}", ["unknown field 'env'; here: none (set variables in .env)"]),
+        ("env: {WANDB_PROJECT: x}", ["unknown field 'env'; here: none (set variables in `.env`)"]),
         ("a: [b", ["not valid YAML"]),
         ("? [a]\n: 1", ["not valid YAML: a list or mapping as the name of a field"]),
         ("output_dir: {{ run }}", ["output_dir: ConstructorError: "]),
