@@ -20,7 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sfm_dpo.model.sharding import disable_deepspeed_shm, zero_config
+from sfm_dpo.common.distributed import disable_deepspeed_shm
+from sfm_dpo.model.sharding import zero_config
 
 VOCAB = 64
 HIDDEN = 32
