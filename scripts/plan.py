@@ -16,6 +16,7 @@ from pathlib import Path
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command, new_file, number
+from sfm_dpo.common.distributed import CPU_ONLY
 from sfm_dpo.common.files import CALIBRATION, write_json
 
 
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> None:
     from sfm_dpo.planning.run_plan import Cluster, Planner, find_gpu, format_plan, read_lengths
 
     gpu, memory = find_gpu(ours.gpu)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.update(CPU_ONLY)
     cluster = Cluster(gpu, ours.num_gpus * ours.num_nodes, memory=memory, nodes=ours.num_nodes)
     if ours.calibration or CALIBRATION.is_file():
         cluster = cluster.calibrated(ours.calibration or CALIBRATION)

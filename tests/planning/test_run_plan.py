@@ -10,6 +10,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem
 from transformers import AutoConfig
 
 from scripts import plan
+from sfm_dpo.common.distributed import CPU_ONLY
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config import parse_config
@@ -137,7 +138,8 @@ def test_command_with_stated_percentiles(tmp_path, monkeypatch, capsys):
     stated["percentiles"]["rejected"] = {"0": 10, "50": 20, "100": 40}
     (tmp_path / "l.json").write_text(json.dumps(stated))
     monkeypatch.chdir(PROJECT)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # plan.py sets it for good
+    for name, value in CPU_ONLY.items():  # plan.py sets them for good
+        monkeypatch.setenv(name, value)
     command = f"""--config recipes/olmo_hybrid_7b_instruct.yaml --lengths {tmp_path}/l.json --pairs 2000 --gpu h100
         --model_name_or_path bench/shapes/olmo3_7b --num_gpus 4 --num_nodes 2 --json {tmp_path}/plan.json""".split()
     assert plan.main(command) == 0

@@ -89,7 +89,6 @@ def kit(tmp_path_factory, tiny_folder) -> Path:
         "deep.jsonl": b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}\n",
         "list.json": b"[1, 2]",
         "half.jsonl": (kit / "pairs.jsonl").read_bytes() + b'{"prompt": "\\ud83d", "chosen": "a", "rejected": "b"}\n',
-        "launch.yaml": b"distributed: no\n",
         "task.yaml": b"task: t\ndataset_path: json\ndataset_kwargs: {data_files: {test: nowhere.jsonl}}\n"
         b"test_split: test\noutput_type: generate_until\ndoc_to_text: a\ndoc_to_target: b\n",
     }.items():
@@ -151,8 +150,7 @@ CASES = {
         ("{kit}/models/more_layers hi", "model.layers.3.", "is missing (and 8 more)"),
     ],
     "check_config": [
-        (f"accelerate_config.yaml four {TRAIN}", "accelerate_config.yaml four: give a launch"),
-        (f"{{kit}}/launch.yaml 4 {TRAIN}", "launch.yaml", "distributed_type", "give accelerate_config.yaml"),
+        (f"four {TRAIN}", "four: give the number of processes, then"),
     ],
     "report": [("", "required: RUN"), ("{kit}/model", "model: not a run's folder")],
     "analyze_dataset": [
@@ -228,14 +226,13 @@ def test_outside_the_environment(script, tmp_path):
 @pytest.mark.parametrize(
     ("env", "part"),
     [
-        ({"LAUNCH": "zero4"}, "LAUNCH=zero4: no configs/accelerate/zero4.yaml; choose one of: zero2 cpu"),
         ({"NUM_GPUS": "all"}, "processes per node is 'all': submit with --gpus-per-node=4, or set NUM_GPUS"),
         ({"VENV": "/no/venv"}, "VENV=/no/venv: no accelerate in its bin folder; create it with: make setup"),
     ],
 )
 def test_variables_of_the_batch_scripts(env, part):
     """What they do before Slurm is needed; tests/slurm has the rest."""
-    command = ["bash", "-c", "source scripts/common.sh; use_environment; choose_launch"]
+    command = ["bash", "-c", "source scripts/common.sh; use_environment; count_processes"]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"PATH": path} | env, capture_output=True, text=True, check=False
