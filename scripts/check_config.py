@@ -3,10 +3,11 @@
 
     python scripts/check_config.py --config recipes/think.yaml --learning_rate 5e-7
     LAUNCH=zero3 python scripts/check_config.py 16 --config recipes/think.yaml
+    python scripts/check_config.py configs/accelerate/zero3.yaml 16 --config recipes/think.yaml
 
-LAUNCH names the launch configuration (scripts/common.sh). The first argument is the number of processes over all
-nodes; by default that of the launch configuration. Unless the run is already done, it prints config_file, the launch
-configuration, and output_dir.
+The first arguments are the launch configuration, by default that of LAUNCH (scripts/common.sh), and the number of
+processes over all nodes, by default that of the launch configuration. Unless the run is already done, it prints
+config_file, the launch configuration, and output_dir.
 """
 
 import os
@@ -28,15 +29,23 @@ from sfm_dpo.run.folder import State, check_folder, read_state, read_status
 @command
 def main(argv: list[str]) -> None:
     given = list(takewhile(lambda word: not word.startswith("--"), argv))
-    name = os.environ.get("LAUNCH") or "zero2"
-    file = launch_file(name)
+    words = list(given)
+    if words and not words[0].isdecimal():
+        file = words.pop(0)
+        source = file
+    else:
+        name = os.environ.get("LAUNCH") or "zero2"
+        file = launch_file(name)
+        source = f"LAUNCH={name}"
     remedy = "choose zero2 or the name of a file in configs/accelerate"
-    with user_input(f"LAUNCH={name}: cannot read {file}", remedy):
+    with user_input(f"{source}: cannot read {file}", remedy):
         launch = yaml.safe_load(Path(file).read_text())
         launcher = launch["distributed_type"]
-        processes = " ".join(given) or str(launch["num_processes"])
+        processes = " ".join(words) or str(launch["num_processes"])
     if not processes.isdecimal() or int(processes) < 1:
-        raise UserError(f"{processes}: give the number of processes, then train_dpo.py's options")
+        raise UserError(
+            f"{processes}: give a launch configuration, the number of processes, then train_dpo.py's options"
+        )
     os.environ[f"ACCELERATE_USE_{launcher}"] = "true"  # as the launcher does; dtype depends on it
     config = parse_config(argv[len(given) :], world_size=int(processes))
     run = config.train.output_dir

@@ -150,7 +150,8 @@ CASES = {
         ("{kit}/models/more_layers hi", "model.layers.3.", "is missing (and 8 more)"),
     ],
     "check_config": [
-        (f"four {TRAIN}", "four: give the number of processes, then"),
+        (f"four {TRAIN}", "four: cannot read four"),
+        (f"configs/accelerate/cpu.yaml four {TRAIN}", "four: give a launch configuration, the number of processes"),
     ],
     "report": [("", "required: RUN"), ("{kit}/model", "model: not a run's folder")],
     "analyze_dataset": [
