@@ -118,7 +118,7 @@ def test_yaml_values_arrive_as_meant(parse, field, text, value):
         ("--eval_strategy sometimes", ["eval_strategy", "'sometimes'", "'epoch'"]),
         (
             "--fit_memory true",
-            ["unknown option --fit_memory; here: none (pairs per device and checkpointed layers are"],
+            ["unknown option --fit_memory; here: none (pairs per device"],
         ),
         ("--beta 5 6", ["unknown option 6"]),
         ("recipe.yaml", ["unknown option recipe.yaml; did you mean --config recipe.yaml?"]),
@@ -180,10 +180,7 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ({"loss_type": ["sigmoid_norm", "sft"], "loss_weights": [1.0]}, ["loss_weights"]),
         ({"loss_type": "exo_pair", "beta": 0.1}, ["label_smoothing 0.0: exo_pair needs a value above 0"]),
         ({"loss_type": "robust", "beta": 0.1, "label_smoothing": 0.5}, ["label_smoothing 0.5: robust needs a value"]),
-        (
-            {"loss_type": "aot", "beta": 0.1, "per_device_train_batch_size": 4},
-            ["loss_type ['aot']: sorts the pairs of a micro-batch"],
-        ),
+        (SORTED | {"per_device_train_batch_size": 1}, ["loss_type ['aot']: sorts the pairs of a micro-batch"]),
         (SORTED | {"eval_fraction": 0.1}, ["loss_type ['aot']: sorts the pairs of an evaluation batch"]),
         ({"loss_type": ["sigmoid_norm", "sft"], "use_weighting": True}, ["use_weighting True: loss_type sft"]),
         ({"use_peft": True, "lora_target_modules": ["lm_head"]}, ["lora_target_modules ['lm_head']: the fused LM"]),
@@ -404,6 +401,7 @@ def test_a_tracker_that_is_not_installed_is_one_line():
 @pytest.mark.parametrize("field", REFUSED)
 def test_fields_that_would_not_work_are_refused(parse, field):
     value = {"neftune_noise_alpha": 5.0, "label_smoothing_factor": 0.1, "ld_alpha": 0.0, "test_split_size": 0.1}
+    value["deepspeed"] = "ds.json"
     assert refused(parse, {field: value.get(field, True)}).startswith(f"{field} {value.get(field, True)}: ")
 
 

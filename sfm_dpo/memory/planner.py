@@ -96,13 +96,13 @@ class MemoryPlanner:
 
     @cached_property
     def micro_batches(self) -> list[MicroBatch]:
-        """The largest micro-batch for the configured number of pairs per device, or for each usual number if the
-        global batch is a multiple of it."""
+        """The largest micro-batch for each usual number of pairs per device and the configured one, if the global
+        batch is a multiple of it."""
         args = self.config.train
-        asked = asked_pairs(args)
-        sampler = PairSampler.of(self.lengths, args, asked or 1, self.packed, self.prefix_sharing)
+        asked = asked_pairs(args) or 1
+        sampler = PairSampler.of(self.lengths, args, asked, self.packed, self.prefix_sharing)
         micro_batches = []
-        for size in [asked] if asked else FIRST_STEPS_FOR:
+        for size in sorted({*FIRST_STEPS_FOR, asked}):
             if args.global_batch_size % (size * self.gpus):
                 continue
             rows = sampler.largest_micro_batch(size)
@@ -222,6 +222,8 @@ def choose_candidate(
     candidates: list[Candidate], limit: float, args: TrainConfig, earlier: tuple[int, int] | None = None
 ) -> Candidate:
     """`MemoryPlanner.choose` from `candidates`, least work first."""
+    if (pairs := asked_pairs(args)) is not None:
+        candidates = [candidate for candidate in candidates if candidate.per_device == pairs]
     if (count := asked_layers(args, candidates[0].layers)) is not None:
         candidates = [candidate for candidate in candidates if candidate.checkpointed_layers == count]
     fitting = [candidate for candidate in candidates if candidate.bytes <= limit]

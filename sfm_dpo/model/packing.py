@@ -36,7 +36,7 @@ def decide_packing(config: Config, model_config: PretrainedConfig) -> tuple[bool
     def decide(name: str, asked: bool | None, obstacles: list[str | None]) -> bool:
         obstacle = next(filter(None, obstacles), None)
         if asked and obstacle:
-            raise UserError(f"{name} true: {obstacle}; set {name}: false")
+            raise UserError(f"{name} True: {obstacle}; set {name}: false")
         if asked is None and obstacle:
             log.info(f"{name} is off: {obstacle}")
         return asked is not False and not obstacle
@@ -57,7 +57,7 @@ def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) ->
     Raises ValueError if sequences in one row would not be independent of each other.
     """
     if obstacle := why_not_packed(model):
-        raise ValueError(f"padding_free true: {obstacle}; set padding_free: false")
+        raise ValueError(f"padding_free True: {obstacle}; set padding_free: false")
     register()
     model.set_attn_implementation(PACKED)
     nets = find_delta_nets(model)
