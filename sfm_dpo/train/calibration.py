@@ -5,33 +5,20 @@ arrive, so no weight changes. What it finds is recorded in data.json as `calibra
 """
 
 import logging
-import math
-import os
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
-from torch.nn.functional import avg_pool1d
 
-from sfm_dpo.common.distributed import gather
-from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import format_clock
 from sfm_dpo.data.lengths import Lengths, count_trained
-from sfm_dpo.model.attention import activate_flash, usable_kernels
-from sfm_dpo.model.flops import peak_flops
-from sfm_dpo.model.layers import checkpoint_layers
-from sfm_dpo.train.fit_memory import SIGNS, MemoryPlan
+from sfm_dpo.train.fit_memory import MemoryPlan
 from sfm_dpo.train.frozen_model import frozen_model
 from sfm_dpo.train.settings import Settings
-from sfm_dpo.train.upstream import UpstreamFixes
 
 log = logging.getLogger(__name__)
 
