@@ -15,11 +15,13 @@ import sfm_dpo
 
 sfm_dpo.setup()
 
+import functools
 import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
 
@@ -65,7 +67,9 @@ from sfm_dpo.run.checkpoint import (
 from sfm_dpo.run.files import RESOLVED_CONFIG, read_file
 from sfm_dpo.run.folder import DATA, State, describe, write_status
 from sfm_dpo.run.reader import eval_prefix
+from sfm_dpo.train.calibration import Calibration, calibrate
 from sfm_dpo.train.callbacks import Progress, ProgressLine, StopCallback
+from sfm_dpo.train.fit_memory import MemoryPlan
 from sfm_dpo.train.frozen_model import frozen_model
 from sfm_dpo.train.profiler import Profiler
 from sfm_dpo.train.reference_cache import add_reference, make_folder, reference_root
@@ -92,8 +96,14 @@ def main(
             known = read_file(checkpoint / COMPLETE) if checkpoint else {}
             before = read_file(checkpoint.parent / RESOLVED_CONFIG) if checkpoint else {}
             config = identify_models(config, known, before)
-            pairs, tokenizer, settings = load(config, checkpoint)
-            trainer = build_trainer(config, settings, pairs, tokenizer, run.progress, trainer_class)
+            pairs, tokenizer, settings, plan = load(config, checkpoint)
+            build = functools.partial(build_trainer, config, pairs, tokenizer, run.progress, trainer_class)
+            trainer: Any = build(settings)
+            calibration, settings = calibrate_run(trainer, plan, checkpoint)
+            if settings != trainer.settings:
+                trainer = None  # frees its model
+                trainer = build(settings)
+            trainer.noise = calibration.noise
             for callback in (evaluations, *callbacks):
                 trainer.add_callback(callback)
             add_reference(trainer)
@@ -109,8 +119,10 @@ def main(
     return run.exit_code
 
 
-def load(config: Config, checkpoint: Path | None) -> tuple[TokenPairs, PreTrainedTokenizerBase, Settings]:
-    """The tokenised pairs, the tokenizer and the settings of a run that resumes from `checkpoint`, if there is one."""
+def load(
+    config: Config, checkpoint: Path | None
+) -> tuple[TokenPairs, PreTrainedTokenizerBase, Settings, MemoryPlan | None]:
+    """The tokenised pairs, the tokenizer, and the settings of a run that may resume from `checkpoint`."""
     args = config.train
     for note in config.notes:
         log.info(note)
@@ -137,7 +149,7 @@ def load(config: Config, checkpoint: Path | None) -> tuple[TokenPairs, PreTraine
         check_resume(checkpoint, {"train_tokens": hash_tokens(pairs.train)}, args.ignore_resume_mismatch)
     before = read_file(Path(args.output_dir) / DATA).get("settings", {}) if checkpoint else {}
     eval_on_start = bool(pairs.held_out()) and checkpoint is None  # held-out metrics before as well as after
-    settings = decide_settings(config, pairs.train, model_config, before, eval_on_start)
+    settings, plan = decide_settings(config, pairs.train, model_config, before, eval_on_start)
     sampler = build_sampler(pairs.train, args, settings)
     check_length_of_run(args, len(sampler))
     if left_out := len(pairs.train) - len(sampler):
@@ -147,16 +159,16 @@ def load(config: Config, checkpoint: Path | None) -> tuple[TokenPairs, PreTraine
         describe(config, pairs.as_dict() | {"settings": asdict(settings)}, step_of(checkpoint))
         pairs.write_dropped(Path(args.output_dir) / "dropped.jsonl")
         write_status(args.output_dir, State.RUNNING, step=step_of(checkpoint))
-    return pairs, tokenizer, settings
+    return pairs, tokenizer, settings, plan
 
 
 def build_trainer(
     config: Config,
-    settings: Settings,
     pairs: TokenPairs,
     tokenizer: PreTrainedTokenizerBase,
     progress: Progress,
     trainer_class: type[SFMDPOTrainer],
+    settings: Settings,
 ) -> SFMDPOTrainer:
     """Loads the model, and packs it where that is possible."""
     trainer = trainer_class(
@@ -171,6 +183,20 @@ def build_trainer(
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     return trainer
+
+
+def calibrate_run(
+    trainer: SFMDPOTrainer, plan: MemoryPlan | None, checkpoint: Path | None
+) -> tuple[Calibration, Settings]:
+    """Calibration and settings of a start; those that began the run if it resumes."""
+    data = Path(trainer.args.output_dir) / DATA
+    if checkpoint:
+        return Calibration(**read_file(data)["calibration"]), trainer.settings
+    calibration, settings = calibrate(trainer, None if trainer.args.preflight_only else plan)
+    if is_main_process():
+        facts = {"settings": asdict(settings), "calibration": asdict(calibration)}
+        write_json(data, read_file(data) | facts)
+    return calibration, settings
 
 
 def check(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> None:

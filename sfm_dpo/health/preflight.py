@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from accelerate.utils import gather_object
-from torch.nn.functional import avg_pool1d
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sfm_dpo.common.distributed import broadcast, is_main_process
 from sfm_dpo.common.errors import PreflightRefused
 from sfm_dpo.common.files import format_table, write_json
-from sfm_dpo.common.statistics import LOGP_NOISE
 from sfm_dpo.config import Config
 from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.answers import compare_sides, find_traits, tabulate_sides
@@ -28,7 +25,6 @@ from sfm_dpo.health.preflight_rules import MOVE, compute_pair_figures, format_fi
 log = logging.getLogger(__name__)
 
 PREFLIGHT = "preflight.json"
-WINDOW = 16  # tokens
 
 
 def inspect_tokens(rows: list[dict], lengths: Lengths, eos: set[int], max_length: int | None) -> dict[str, float]:
@@ -76,39 +72,6 @@ def compute_base_logps(trainer, policy, rows: np.ndarray) -> np.ndarray:
     return np.array([by_row[row] for row in rows.tolist()])
 
 
-@torch.no_grad()
-def compute_packed_difference(trainer, policy, rows: np.ndarray) -> float:
-    """Largest difference between log-probs computed in one packed row and sequence by sequence, relative to its
-    tolerance. Differences are averaged over WINDOW tokens, because a leaked key affects only an answer's first tokens.
-
-    `rows`: pairs of the training set. The two sides of one pair are enough to reveal a leak between sequences.
-    """
-    model = policy.model
-    batch = trainer.load_batch(trainer.train_dataset, rows)
-    outputs = []
-
-    def forward(**kwargs: Any) -> Any:
-        outputs.append(model(**kwargs))
-        return outputs[-1]
-
-    trainer.compute_ref_log_probs(forward, batch)
-    differences = []
-    inputs = zip(
-        batch["input_ids"], batch["attention_mask"], batch["completion_mask"], outputs[0].log_probs, strict=True
-    )
-    for padded_ids, mask, padded_completion, packed in inputs:
-        ids = padded_ids[mask.bool()]
-        completion = padded_completion[mask.bool()].bool()
-        # A plain forward: transformers' own attention, one sequence in the row, not compiled
-        with trainer.accelerator.autocast(), torch.compiler.set_stance("force_eager"):
-            output = model(input_ids=ids[None], attention_mask=torch.ones_like(ids[None]), use_cache=False)
-            logits = output.logits[0, :-1]
-        logps = torch.log_softmax(logits.float(), dim=-1).gather(1, ids[1:, None])[:, 0][completion[1:]]
-        gaps = (packed[padded_completion[1:].bool()] - logps).abs()
-        differences.append(avg_pool1d(gaps[None], min(WINDOW, len(gaps)), stride=1).max().item())
-    return max(differences) / (5 * LOGP_NOISE[trainer.accelerator.mixed_precision])
-
-
 def run_preflight(trainer, policy, config: Config) -> dict[str, Any]:
     """The content of preflight.json, and `text` for the log; the same on all ranks. `policy`: the base model as a
     FrozenModel (train/).
@@ -136,11 +99,6 @@ def run_preflight(trainer, policy, config: Config) -> dict[str, Any]:
     figures |= inspect_tokens(rows, lengths, list_eos(model, tokenizer), args.max_length)
     figures["rope_layers"] = float(count_wrong_rope_layers(model.config.get_text_config()))
     figures["control_tokens"] = float(np.mean(dataset["control_tokens"][:]))
-    if trainer.packed:
-        size = lengths.prompt + responses.max(axis=1)
-        by_size = sample[np.argsort(size[sample], kind="stable")]
-        median = by_size[[(len(by_size) - 1) // 2]]
-        figures["packed_difference"] = compute_packed_difference(trainer, policy, median)
     sources = np.array(dataset["source"][:], dtype=object)
     ids = [row[name] for name in ("chosen_ids", "rejected_ids") for row in rows]
     traits = find_traits(tokenizer.batch_decode(ids, skip_special_tokens=True))

@@ -31,7 +31,6 @@ _MEANS = "loss_type sigmoid_norm with beta 5, which compares means; or SFT on th
 _BETA = "a lower beta, or loss_type sigmoid_norm with beta 5"
 _EOS = "check the chat template and eos_token of the tokenizer"
 _ROPE = "give config.json rope_parameters by layer type: yarn for full_attention, default for sliding_attention"
-_PACKED = "padding_free: false, and report the model"
 RULES = (
     PreflightRule("token_gap", "below", -1.0, -2.5, "mean log-prob per token, chosen minus rejected", _SFT),
     PreflightRule("chosen_logp", "below", -3.0, -4.5, "mean log-prob per token of chosen answers", _SFT),
@@ -44,7 +43,6 @@ RULES = (
     PreflightRule("cut", "above", 0.25, None, "share of responses cut by max_length", "raise max_length"),
     PreflightRule("control_tokens", "above", 0.001, None, "share with special tokens", "control_tokens: drop"),
     PreflightRule("rope_layers", "above", None, 0.0, "kinds of layer with the wrong RoPE scaling", _ROPE),
-    PreflightRule("packed_difference", "above", None, 1.0, "packed against single, relative to tolerance", _PACKED),
 )
 
 

@@ -51,6 +51,7 @@ class Candidate:
     checkpointed_layers: int
     layers: int
     tokens: int  # computed in the largest micro-batch
+    activations: int  # bytes of them at their peak
     bytes: int  # peak of a process
     work: float  # relative to a run without recomputation whose ranks never wait
     smaller: str | None = None  # options of the next candidate that takes less memory
@@ -170,7 +171,7 @@ class MemoryPlanner:
         return states
 
     def list_candidates(self, states: int = 0, ratio: float = 1.0) -> list[Candidate]:
-        """All candidates, least work first; their bytes are those of activations and `states`, times `ratio`."""
+        """All candidates, least work first; their bytes are those of `states` and, times `ratio`, of activations."""
         args = self.config.train
         forwards = 3 if args.precompute_ref_log_probs else 4  # in a step; the backward counts as two
         layers = self.model_config.get_text_config().num_hidden_layers
@@ -182,8 +183,8 @@ class MemoryPlanner:
                 work = batch.imbalance * (1 + count / layers / forwards)
                 work += FIXED_TOKENS / batch.mean_tokens if self.on_gpu else 0
                 activations = Activations.mix(*self.activations, count / layers).peak_bytes(batch.tokens, head)
-                size = round(ratio * (states + max(update, activations)))
-                candidates.append(Candidate(batch.per_device, count, layers, batch.tokens, size, work))
+                size = states + max(update, round(ratio * activations))
+                candidates.append(Candidate(batch.per_device, count, layers, batch.tokens, activations, size, work))
         return sorted(candidates, key=lambda candidate: (round(candidate.work, 3), -candidate.per_device))
 
     def choose(
@@ -193,7 +194,7 @@ class MemoryPlanner:
         `earlier`, pairs per device and checkpointed layers of the resumed run, is kept if it fits."""
         candidates = self.list_candidates(states, ratio)
         choice = choose_candidate(candidates, limit, self.config.train, earlier)
-        enough = choice.bytes - (choice.bytes - ratio * states) / 10  # one more checkpointed layer may save too little
+        enough = choice.bytes - (choice.bytes - states) / 10  # one more checkpointed layer may save too little
         smaller = next((other.options for other in candidates if other.bytes < enough), None)
         return replace(choice, smaller=smaller)
 

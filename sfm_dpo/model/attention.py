@@ -7,9 +7,7 @@ sequence. Keys and values are gathered, with their own boundaries, and the causa
 """
 
 import importlib.util
-import json
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,7 +21,6 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import CALIBRATION
 
 log = logging.getLogger(__name__)
 
@@ -78,20 +75,17 @@ class GatherKeys(torch.autograd.Function):
 
 
 def choose_flash(choice: str, earlier: str | None = None) -> str:
-    """fa2 (PyTorch's own), fa3 or fa4. auto: that of a resumed run, else the fastest by check_gpu.sh, else fa2."""
-    if choice != "auto":
-        return choice
-    if earlier:
-        return earlier
-    return measured_here().get("flash", "FA2").lower()
+    """fa2 (PyTorch's own), fa3 or fa4. auto: that of a resumed run, else fa2 until calibration has compared others."""
+    return (earlier or "fa2") if choice == "auto" else choice
 
 
-def measured_here() -> dict[str, Any]:
-    """What check_gpu.sh measured on this kind of GPU; empty if it has not."""
-    if not (CALIBRATION.exists() and torch.cuda.is_available()):
-        return {}
-    measured = json.loads(CALIBRATION.read_text())
-    return measured if measured["gpu"] == torch.cuda.get_device_name() else {}
+def usable_kernels(choice: str) -> list[str]:
+    """The kernels besides FA2 that `flash_attention: choice` may use: those installed that fit the GPU, or itself."""
+    if choice != "auto" or not torch.cuda.is_available():
+        return [choice] if choice in ("fa3", "fa4") else []
+    major, minor = torch.cuda.get_device_capability()
+    fitting = {"fa3": (major, minor) == (9, 0), "fa4": major in (9, 10)}
+    return [kernel for kernel, fits in fitting.items() if fits and is_installed(kernel.upper())]
 
 
 def is_installed(flash: str) -> bool:
@@ -108,7 +102,7 @@ def activate_flash(choice: str) -> None:
     torch_attention.restore_flash_attention_impl(_raise_warn=False)
     if name == "FA2":
         if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10:
-            remedy = 'pip install "flash-attn-4[cu13]", then sbatch scripts/check_gpu.sh or flash_attention: fa4'
+            remedy = 'pip install "flash-attn-4[cu13]"; the next run compares and times it'
             log.info(f"attention by FA2 on sm_100: FA4 adds over 10 points of MFU (counted, not measured): {remedy}")
         return
     fa4 = partial(register_flash_attention_fa4, module_path="sfm_dpo.model.flash4")
@@ -193,41 +187,6 @@ def _varlen(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window, max
     options = {"scale": scaling, "window_size": window, "enable_gqa": query.shape[1] != key.shape[1]}
     output: Any = varlen_attn(q, k, v, cu_seqlens, cu_keys, max_length, max_length, **options)
     return output.unsqueeze(0)
-
-
-def check_shared_keys(
-    device: torch.device, dtype: torch.dtype, head_dim: int, kernel: Callable[..., torch.Tensor] | None = None
-) -> None:
-    """Raises UserError if a small call of the kernel (by default the one in use) differs from SDPA in fp32.
-
-    `varlen_attn` does not document how it aligns a causal mask that is not square, and step 0 cannot detect an error.
-    """
-    if kernel is None:
-        if not _takes_varlen(device, dtype, head_dim, head_dim):
-            return
-        kernel = _varlen
-    generator = torch.Generator().manual_seed(0)
-    own = [150, 9, 70, 1]
-    seen = [150, 9, 170, 6]
-    cu_seqlens, cu_keys = (torch.tensor([0, *n]).cumsum(0).to(device, torch.int32) for n in (own, seen))
-    shapes = (4, sum(own)), (2, sum(seen)), (2, sum(seen)), (4, sum(own))
-    *qkv, weight = (torch.randn(1, *shape, head_dim, generator=generator).to(device, dtype) for shape in shapes)
-
-    def compute(attend: Callable[..., torch.Tensor], precision: torch.dtype) -> list[torch.Tensor]:
-        tensors = [x.to(precision).requires_grad_() for x in qkv]
-        output = attend(*tensors, cu_seqlens, cu_keys, None, window)
-        return [output, *torch.autograd.grad(output, tensors, weight.transpose(1, 2).to(precision))]
-
-    for window in (None, 16):
-        oracle = compute(_sdpa_by_sequence, torch.float32)
-        results = compute(partial(kernel, max_length=max(seen)), dtype)
-        for expected, got, name in zip(oracle, results, ("output", "d query", "d key", "d value"), strict=True):
-            error = ((expected - got).norm() / expected.norm()).item()
-            if not error < 0.05:  # rounding to 16 bit: 0.005; a mask aligned at the start: 0.7
-                raise UserError(
-                    f"prefix_sharing: {kernel_name(device, dtype, head_dim)} differs from SDPA by {error:.0%} (window "
-                    f"{window}, {name}) if keys outnumber queries; set prefix_sharing: false"
-                )
 
 
 @torch.compiler.disable  # the lengths are Python integers here: each new set would cause a recompilation

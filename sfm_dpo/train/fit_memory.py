@@ -8,8 +8,9 @@ import logging
 import os
 import re
 import traceback
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import psutil
 import torch
@@ -21,7 +22,6 @@ from sfm_dpo.common.errors import OutOfMemory, UserError
 from sfm_dpo.config import Config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.memory.planner import Candidate, MemoryPlanner, memory_limit
-from sfm_dpo.model.attention import measured_here
 from sfm_dpo.run.checkpoint import COMPLETE, checkpoints
 from sfm_dpo.run.files import RESOLVED_CONFIG, read_file
 from sfm_dpo.run.folder import DATA
@@ -40,62 +40,67 @@ REMEDIES = {
 NEW_RUN = "in a new output_dir, use a smaller max_length or model, or more GPUs under LAUNCH=zero3 or fsdp2"
 
 
-def fit_memory(
-    config: Config,
-    dataset: Dataset,
-    model_config: PretrainedConfig,
-    packed: bool,
-    prefix_sharing: bool,
-    before: dict[str, Any],
-) -> tuple[Candidate, int]:
-    """The candidate for the fields that the configuration leaves open, and the bytes that a process may use, the same
-    on all ranks. That of `before`, the settings of the resumed run or empty, is chosen again if it fits. Raises
-    UserError if none fits."""
+@dataclass
+class MemoryPlan:
+    """What memory a run may use, and what training will need of it."""
+
+    planner: MemoryPlanner | None  # on rank 0
+    states: int  # bytes of weights, gradients, optimizer and buffers, on a CPU also of the process
+    absent: int  # of these, bytes that training will allocate
+    limit: int  # bytes that each process may use
+
+    def choose(self, states: int, ratio: float = 1.0, earlier: tuple[int, int] | None = None) -> Candidate:
+        """`MemoryPlanner.choose` on all ranks; `ratio`: of activations over those that are planned."""
+        return broadcast(self.planner.choose(self.limit, states, ratio, earlier) if self.planner else None)
+
+    def refuse(self, candidate: Candidate) -> NoReturn:
+        raise UserError(
+            f"memory: no setting fits in {self.limit / 2**30:.2f} GiB; the smallest is {candidate}; use a smaller "
+            "max_length, more GPUs, or LAUNCH=zero3"
+        )
+
+
+def plan_memory(
+    config: Config, dataset: Dataset, model_config: PretrainedConfig, packed: bool, prefix_sharing: bool
+) -> MemoryPlan:
+    """All ranks must call it."""
     args = config.train
 
-    def choose() -> tuple[Candidate, int] | None:
+    def plan() -> MemoryPlan | None:
         if not is_main_process():
             return None
         lengths = Lengths.of(dataset).truncate(args.max_length)
         dtype = torch.bfloat16 if args.bf16 or args.fp16 else torch.float32
         packing = (packed, prefix_sharing)
         planner = MemoryPlanner(config, model_config, lengths, args.world_size, *packing, dtype, not args.use_cpu)
-        return _choose(planner, before)
+        launch = "fsdp2" if launched_with() == "fsdp" else "none"
+        zero = {}
+        if args.deepspeed_plugin is not None:
+            launch = f"zero{args.deepspeed_plugin.zero_stage}"
+            zero = args.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        parts = planner.states(launch, zero)
+        states = sum(parts.values())
+        if args.use_cpu:  # other processes use some of the machine's memory, and so does this one already
+            used = psutil.Process().memory_info().rss
+            states += used
+            total = used + psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        else:
+            total = torch.cuda.mem_get_info()[1]
+        absent = parts["gradients"] + parts["optimizer"] + parts["buffers"]
+        return MemoryPlan(planner, states, absent, int(memory_limit(total, args.memory_gib)))
 
-    return broadcast(main_process_first(choose))
+    planned = main_process_first(plan)
+    rest = broadcast(planned and replace(planned, planner=None))
+    return planned or rest
 
 
-def _choose(planner: MemoryPlanner, before: dict[str, Any]) -> tuple[Candidate, int]:
-    args = planner.config.train
-    launch = "fsdp2" if launched_with() == "fsdp" else "none"
-    zero = {}
-    if args.deepspeed_plugin is not None:
-        launch = f"zero{args.deepspeed_plugin.zero_stage}"
-        zero = args.deepspeed_plugin.deepspeed_config["zero_optimization"]
-    states = sum(planner.states(launch, zero).values())
-    if args.use_cpu:  # other processes use some of the machine's memory, and so does this one already
-        used = psutil.Process().memory_info().rss
-        states += used
-        total = used + psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    else:
-        total = torch.cuda.mem_get_info()[1]
-    limit = memory_limit(total, args.memory_gib)
-    earlier = (before["micro_batch"], before["checkpointed_layers"]) if before else None
-    ratio = float(measured_here().get("memory_ratio", 1))
-    candidate = planner.choose(limit, states, ratio, earlier)
-    gib = f"{limit / 2**30:.2f} GiB"
-    if candidate.bytes > limit:
-        raise UserError(
-            f"memory: no setting fits in {gib}; the smallest is {candidate}; use a smaller max_length, more GPUs, or "
-            "LAUNCH=zero3; or set per_device_train_batch_size and gradient_checkpointing to try without this check"
-        )
-    log.info(f"chosen by memory: {candidate}, of {gib}; {candidate.work - 1:.0%} recomputation and waiting")
-    return candidate, int(limit)
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or bool(SIGNS.search(str(error)))
 
 
 def explain_out_of_memory(error: BaseException, progress: Progress, run: Path) -> OutOfMemory | None:
     """One line that says what did not fit and what would; None for any other error. `run`: the run's folder."""
-    if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not SIGNS.search(str(error)):
+    if not is_out_of_memory(error):
         return None
     traceback.clear_frames(error.__traceback__)  # they hold the activations; the report needs memory
     what = f"out of memory in {progress.phase}"

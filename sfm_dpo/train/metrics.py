@@ -16,7 +16,6 @@ from accelerate.utils import gather
 from transformers import TrainerCallback
 
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.statistics import LOGP_NOISE
 from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
 from sfm_dpo.model.packing import find_shared
@@ -60,11 +59,11 @@ def share_above(a: torch.Tensor, b: torch.Tensor, tie: torch.Tensor | float = 0.
     return torch.where((a - b).abs() <= tie, 0.5, (a > b).float())
 
 
-def step_0_tolerance(completion_mask: torch.Tensor, scale: torch.Tensor, beta: float, precision: str) -> torch.Tensor:
+def step_0_tolerance(completion_mask: torch.Tensor, scale: torch.Tensor, beta: float, noise: float) -> torch.Tensor:
     """[B]: largest |margin| / 2 allowed at policy = reference, four standard deviations of rounding. The masks [2B, L]
-    and `loss_scale` [2B] are those of the responses; `precision` is accelerate's mixed_precision."""
+    and `loss_scale` [2B] are those of the responses; `noise`: of a log-prob, in nats (train/calibration.py)."""
     chosen, rejected = (completion_mask.sum(dim=1) / scale**2).chunk(2)
-    return 2 * beta * LOGP_NOISE[precision] * (chosen + rejected).sqrt() + 1e-6
+    return 2 * beta * noise * (chosen + rejected).sqrt() + 1e-6
 
 
 def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], logps, ref_logps) -> None:
@@ -75,7 +74,7 @@ def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], logps, ref_log
     other = trainer.config.train.ref_model_name_or_path
     scale = loss_scale(inputs["completion_mask"], main_loss(trainer.loss_types))
     margins = reward_metrics(logps, ref_logps, scale, trainer.beta)["rewards/margins"]
-    tolerance = step_0_tolerance(inputs["completion_mask"], scale, trainer.beta, accelerator.mixed_precision)
+    tolerance = step_0_tolerance(inputs["completion_mask"], scale, trainer.beta, trainer.noise)
 
     def is_off(margin: torch.Tensor, tolerance: torch.Tensor) -> bool:
         """Whether any rank is off; the same on all ranks, which may next have to call a forward together."""

@@ -1,6 +1,6 @@
 """Settings of a run that follow from its data, its model and its machine; the configuration never changes."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from datasets import Dataset
@@ -8,10 +8,10 @@ from transformers import PretrainedConfig
 
 from sfm_dpo.common.distributed import broadcast
 from sfm_dpo.config import Config
-from sfm_dpo.memory.planner import asked_layers, asked_pairs
+from sfm_dpo.memory.planner import Candidate, asked_layers, asked_pairs
 from sfm_dpo.model.attention import choose_flash
 from sfm_dpo.model.packing import decide_packing
-from sfm_dpo.train.fit_memory import fit_memory
+from sfm_dpo.train.fit_memory import MemoryPlan, plan_memory
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,16 @@ class Settings:
     eval_on_start: bool = False
     memory: dict[str, Any] = field(default_factory=dict)  # memory/planner.py's Candidate, if memory has decided
 
+    def replace_candidate(self, candidate: Candidate) -> "Settings":
+        pairs = self.micro_batch * self.accumulation_steps
+        return replace(
+            self,
+            micro_batch=candidate.per_device,
+            accumulation_steps=pairs // candidate.per_device,
+            checkpointed_layers=candidate.checkpointed_layers,
+            memory=asdict(candidate),
+        )
+
 
 def decide_settings(
     config: Config,
@@ -34,18 +44,19 @@ def decide_settings(
     model_config: PretrainedConfig,
     before: dict[str, Any] | None = None,
     eval_on_start: bool = False,
-) -> Settings:
-    """The settings of a start; all ranks must call it and get the same. `before`: those of the run that is resumed, or
-    empty. Raises UserError if something that is set is not possible, or if no setting fits into memory."""
+) -> tuple[Settings, MemoryPlan | None]:
+    """The settings of a start, and the memory that they were chosen by; all ranks must call it and get the same.
+    `before`: those of the run that is resumed, or empty. Raises UserError if something that is set is not possible."""
     args = config.train
     before = before or {}
     packed, prefix_sharing = decide_packing(config, model_config)
     micro_batch = asked_pairs(args)
     checkpointed = asked_layers(args, model_config.get_text_config().num_hidden_layers)
-    memory: dict[str, Any] = {}
-    if micro_batch is None or checkpointed is None:
-        candidate, limit = fit_memory(config, tokens, model_config, packed, prefix_sharing, before)
-        memory = asdict(candidate) | {"limit": limit}
+    plan = None
+    if micro_batch is None or checkpointed is None or not args.use_cpu:
+        plan = plan_memory(config, tokens, model_config, packed, prefix_sharing)
+        earlier = (before["micro_batch"], before["checkpointed_layers"]) if before else None
+        candidate = plan.choose(plan.states, earlier=earlier)
         micro_batch = candidate.per_device
         checkpointed = candidate.checkpointed_layers
     settings = Settings(
@@ -56,6 +67,6 @@ def decide_settings(
         packed=packed,
         prefix_sharing=prefix_sharing,
         eval_on_start=eval_on_start,
-        memory=memory,
+        memory=asdict(candidate) if plan else {},
     )
-    return broadcast(settings)
+    return broadcast(settings), plan

@@ -17,12 +17,13 @@ from trl import get_peft_config, get_quantization_config
 
 from sfm_dpo.common.distributed import launched_with
 from sfm_dpo.common.errors import user_input
+from sfm_dpo.common.statistics import LOGP_ROUNDING
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.sampler import PairSampler
 from sfm_dpo.data.tokenization import hash_tokens
-from sfm_dpo.model.attention import activate_flash, check_shared_keys, kernel_name
+from sfm_dpo.model.attention import activate_flash, kernel_name
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.layers import compile_layers
 from sfm_dpo.model.loading import load_model, load_model_config, model_init_kwargs
@@ -72,7 +73,7 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
     ):
         args = config.train
         self.config = config
-        self.settings = settings or decide_settings(config, kwargs["train_dataset"], load_model_config(config))
+        self.settings = settings or decide_settings(config, kwargs["train_dataset"], load_model_config(config))[0]
         self.progress = progress or Progress()
         self.packed = self.settings.packed
         self.prefix_sharing = self.settings.prefix_sharing
@@ -93,11 +94,11 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
                 callbacks=[CheckpointCallback(self), ResumeCallback(self), *callbacks],
                 **options,
             )
+        # Nats, of a log-prob: that of logits of about 10, until calibration has measured it
+        self.noise = 10 * LOGP_ROUNDING[self.accelerator.mixed_precision]
         self.precompute_ref_logps = True  # tells TRL that each batch holds the reference's sums, see _compute_loss
         self.chosen_tokens = count_trained(self.train_dataset, args.max_length)[:, 0].mean()  # until a step begins
         self.configured_weights = args.loss_weights or [1.0] * len(args.loss_type)
-        if self.prefix_sharing:
-            check_shared_keys(*self.attention_call())
         self._pack_and_compile()
         self.train_sampler = self._get_train_sampler()
         self.meter = Meter()
