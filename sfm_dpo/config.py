@@ -102,10 +102,11 @@ class TrainConfig(DPOConfig):
     ignore_resume_mismatch: bool = HfArg(default=False, help="Resume despite other data or world size (not ZeRO).")
 
     def __post_init__(self) -> None:
-        is_unset = self.gradient_checkpointing is None and self.activation_checkpointing is None
+        unset = dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"))
+        is_unset = all(vars(self)[name] is None for name in unset)
         super().__post_init__()
         if is_unset:  # which transformers takes for false
-            self.gradient_checkpointing = self.activation_checkpointing = None
+            self.__dict__.update(unset)
 
 
 DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)

@@ -63,7 +63,8 @@ def fit_memory(
         planner = MemoryPlanner(config, model_config, lengths, args.world_size, *packing, dtype, not args.use_cpu)
         return _choose(planner, before)
 
-    return broadcast(main_process_first(choose))
+    chosen: Any = main_process_first(choose)
+    return broadcast(chosen)
 
 
 def _choose(planner: MemoryPlanner, before: dict[str, Any]) -> tuple[Candidate, int]:
