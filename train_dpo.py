@@ -138,7 +138,7 @@ def load(config: Config, checkpoint: Path | None) -> tuple[TokenPairs, PreTraine
     before = read_file(Path(args.output_dir) / DATA).get("settings", {}) if checkpoint else {}
     eval_on_start = bool(pairs.held_out()) and checkpoint is None  # held-out metrics before as well as after
     settings = decide_settings(config, pairs.train, model_config, before, eval_on_start)
-    sampler = build_sampler(pairs.train, args, settings.micro_batch)
+    sampler = build_sampler(pairs.train, args, settings)
     check_length_of_run(args, len(sampler))
     if left_out := len(pairs.train) - len(sampler):
         which = "the last ones" if args.train_sampling_strategy == "sequential" else "drawn anew each epoch"
@@ -158,7 +158,7 @@ def build_trainer(
     progress: Progress,
     trainer_class: type[SFMDPOTrainer],
 ) -> SFMDPOTrainer:
-    """Loads the model, and packs it if the configuration asks for that."""
+    """Loads the model, and packs it where that is possible."""
     trainer = trainer_class(
         config,
         settings,
@@ -186,7 +186,7 @@ def check(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
         f"{what}: {len(trainer.train_dataset):,} pairs, global batch {args.global_batch_size} = "
         f"{batch}, loss {'+'.join(args.loss_type)}, beta {args.beta:g}, lr {args.learning_rate:g}"
     )
-    if args.padding_free:
+    if trainer.packed:
         log.info(f"padding-free, attention by {trainer.attention_kernel()}")
     sampler = trainer.train_sampler
     largest = sampler.layout.count(sampler.largest_micro_batch(sampler.micro_batch))

@@ -38,14 +38,18 @@ BATCH = 4  # pairs in a micro-batch
 # Each variant keeps the flags of those before it.
 VARIANTS: dict[str, dict] = {
     "stock": {},
-    "off": {},
+    "off": {
+        "padding_free": False,
+        "precompute_ref_log_probs": False,
+        "train_sampling_strategy": "random",
+    },
     "padding_free": {"padding_free": True, "prefix_sharing": False},
     "batch_rebalance": {"precompute_ref_log_probs": True, "train_sampling_strategy": "batch_rebalance"},
     "prefix_sharing": {"prefix_sharing": True},
     "no_gradient_checkpointing": {"gradient_checkpointing": False},
     "torch_compile": {"torch_compile": True},
 }
-# The recipe's own flags; fit_memory may use 0.9 of the machine's memory, or the peak of stock, which runs first
+# The recipe's flags and the defaults; a run may use 0.9 of the free memory, or the peak of stock, which runs first
 SHIPPED = ("as_shipped", "as_shipped_in_stock_memory")
 RECIPES = dict(think="think", instruct="instruct", chat="instruct")  # by lengths
 # Folders of bench/shapes

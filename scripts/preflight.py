@@ -25,7 +25,7 @@ import torch
 import train_dpo
 from sfm_dpo.common.cli import Arguments, command, new_file
 from sfm_dpo.config import parse_config
-from sfm_dpo.config_short_run import UNCOMPILED, short_run
+from sfm_dpo.config_short_run import ONE_PAIR, UNCOMPILED, short_run
 from sfm_dpo.health.preflight import PREFLIGHT
 
 
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     changed: dict[str, Any] = {"max_samples": min(samples, args.max_samples or samples)}
     changed |= {"precompute_ref_log_probs": True, "preflight": "abort", "preflight_only": True}
     # forwards alone, of one process, fit where training does not
-    changed |= UNCOMPILED | {"fit_memory": False, "per_device_train_batch_size": 1}
+    changed |= UNCOMPILED | ONE_PAIR
     if not torch.cuda.is_available():
         changed["bf16"] = False
     with tempfile.TemporaryDirectory() as folder:

@@ -44,6 +44,8 @@ class TrainConfig(DPOConfig):
     warmup_steps: float = HfArg(default=0.1, help="Warmup steps; below 1, a share of all steps.")
     num_train_epochs: float = HfArg(default=1.0, help="Number of passes over the training pairs.")
     save_total_limit: int | None = HfArg(default=2, help="Number of checkpoints to keep; at least 2.")
+    logging_steps: float = HfArg(default=1, help="Steps between log entries.")
+    eval_steps: float | None = HfArg(default=10, help="Steps between evaluations with eval_strategy steps.")
     report_to: list[str] = HfArg(default_factory=lambda: ["none"], help="wandb, trackio, tensorboard, ..., or none.")
     # Rank 0 tokenises while the others wait; the process group's default of 30 minutes is too short for that.
     ddp_timeout: int = HfArg(default=14400, help="Seconds that a collective may wait.")
@@ -69,15 +71,18 @@ class TrainConfig(DPOConfig):
     drop_duplicates: Literal["no", "pairs", "prompts"] = HfArg(default="no", help="Drop repeats of a pair or prompt.")
     drop_contaminated: list[str] | None = HfArg(default=None, help="Evaluation sets; drop pairs with a prompt of one.")
     control_tokens: Literal["accept", "drop"] = HfArg(default="accept", help="Special tokens in messages.")
-    # Speed
-    padding_free: bool = HfArg(default=False, help="Pack sequences instead of padding them (docs/speed.md).")
-    precompute_ref_log_probs: bool = HfArg(default=False, help="Compute reference log-probs once and cache them.")
+    # Speed; what is decided where a field is unset is in train/settings.py
+    per_device_train_batch_size: int | None = HfArg(default=None, help="Pairs in a micro-batch.")
+    train_sampling_strategy: Literal["batch_rebalance", "random", "group_by_length", "sequential"] = HfArg(
+        default="batch_rebalance", help="Order of the pairs, and which of them share a micro-batch (docs/speed.md)."
+    )
+    padding_free: bool | None = HfArg(default=None, help="Pack sequences instead of padding them (docs/speed.md).")
+    precompute_ref_log_probs: bool = HfArg(default=True, help="Compute reference log-probs once and cache them.")
     prefix_sharing: bool | None = HfArg(default=None, help="Compute a prompt once for both answers (docs/speed.md).")
     # auto: the fastest kernel that check_gpu.sh measured, else FA2
     flash_attention: Literal["auto", "fa2", "fa3", "fa4"] = HfArg(default="auto", help="Kernel for packed attention.")
-    fit_memory: bool = HfArg(default=False, help="Choose pairs per device and checkpointing, if unset, by memory.")
-    memory_gib: float | None = HfArg(default=None, help="GiB that fit_memory may use per process; default: 90%.")
-    checkpointed_layers: int | None = HfArg(default=None, help="Layers to checkpoint, evenly spread; default: all.")
+    memory_gib: float | None = HfArg(default=None, help="GiB that a process may use; default: 90% of what there is.")
+    checkpointed_layers: int | None = HfArg(default=None, help="Layers to checkpoint, evenly spread.")
     profile_steps: list[int] | None = HfArg(default=None, help="First and last step to profile (docs/plan.md).")
     eval_command: str | None = HfArg(default=None, help="Command to evaluate each checkpoint (docs/evaluation.md).")
     # Hub (docs/hub.md)
@@ -96,10 +101,16 @@ class TrainConfig(DPOConfig):
     verify_checkpoints: bool = HfArg(default=True, help="Verify a checkpoint's checksums before resuming.")
     ignore_resume_mismatch: bool = HfArg(default=False, help="Resume despite other data or world size (not ZeRO).")
 
+    def __post_init__(self) -> None:
+        unset = dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"))
+        is_unset = all(vars(self)[name] is None for name in unset)
+        super().__post_init__()
+        if is_unset:  # which transformers takes for false
+            self.__dict__.update(unset)
+
 
 DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)
 
-CHECKPOINTING = [f"{name}_checkpointing{kind}" for name in ("gradient", "activation") for kind in ("", "_kwargs")]
 MIGRATION = Path(__file__).with_name("migration.csv")  # also the tables of docs/migration.md
 _NULL = "tag:yaml.org,2002:null"
 _construct = yaml.SafeLoader("").construct_document  # a node's value, typed by YAML's rules
@@ -114,8 +125,6 @@ class Config:
     model: ModelConfig
     data: DatasetMixtureConfig
     notes: list[str]  # for the log: which trackers work, and where the objective comes from
-    micro_batch: int  # the recipe's per_device_train_batch_size, also where `training` is False
-    fitted: list[str]  # fields that fit_memory chooses
     model_field: str = "model_name_or_path"  # the field that errors about the model name
     model_ids: dict[str, str] = dataclasses.field(default_factory=dict)  # by field, as `identify_model` found them
 
@@ -142,7 +151,7 @@ class Config:
             f.name: getattr(part, f.name)
             for part in (self.train, self.model, self.data)
             for f in dataclasses.fields(part)
-            if f.init and f.name not in ("hub_token", "push_to_hub_token", *self.fitted)
+            if f.init and f.name not in ("hub_token", "push_to_hub_token")
         }
         return json.loads(json.dumps(values, default=dataclasses.asdict))  # json writes these enums as strings
 
@@ -157,8 +166,8 @@ FIELD_GROUPS = {
     "Objective and optimizer": """loss_type loss_weights beta label_smoothing allow_unnormalized_beta learning_rate
         lr_scheduler_type lr_scheduler_kwargs warmup_steps num_train_epochs max_steps weight_decay max_grad_norm
         optim router_aux_loss_coef""",
-    "Batch, memory and speed": """global_batch_size per_device_train_batch_size per_device_eval_batch_size fit_memory
-        memory_gib gradient_checkpointing checkpointed_layers padding_free prefix_sharing flash_attention
+    "Batch, memory and speed": """global_batch_size per_device_train_batch_size per_device_eval_batch_size memory_gib
+        gradient_checkpointing checkpointed_layers padding_free prefix_sharing flash_attention
         precompute_ref_log_probs precompute_ref_batch_size train_sampling_strategy torch_compile bf16 use_cpu
         profile_steps""",
     "Preflight, guard and resume": """preflight preflight_only preflight_samples guard guard_generations hang_timeout
@@ -169,9 +178,11 @@ FIELD_GROUPS = {
 }
 # What is shown as the default of a field whose own default is None
 _EFFECTIVE = {
-    "per_device_train_batch_size": "8; chosen with fit_memory",
-    "gradient_checkpointing": "True; chosen with fit_memory",
+    "per_device_train_batch_size": "chosen by memory",
+    "gradient_checkpointing": "chosen by memory",
+    "checkpointed_layers": "chosen by memory",
     "bf16": "True on a GPU",
+    "padding_free": "True where possible",
     "prefix_sharing": "True where possible",
     "use_peft": "False",
 }
@@ -180,7 +191,7 @@ _EFFECTIVE = {
 class FieldParser(TrlParser):
     def __init__(self) -> None:
         super().__init__(DATACLASSES, allow_abbrev=False, prog="train_dpo.py")
-        self.set_defaults(per_device_train_batch_size=None, gradient_checkpointing=None)  # see resolve_fitted
+        self.set_defaults(gradient_checkpointing=None)  # chosen by memory
         self.set_defaults(use_peft=None)  # a field of LoRA without it is refused
         self._negative_number_matcher = re.compile(r"-\.?\d")  # otherwise argparse takes -1e-6 for an option
         self.fields = {action.dest: action for action in reversed(self._actions) if action.dest != "help"}
@@ -235,12 +246,9 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     if namespace.loss_type is default_loss:
         origin = "the default here; set loss_type: sigmoid and beta: 0.1 for TRL's"
     world_size = world_size or distributed.world_size()
-    fitted = resolve_fitted(namespace)
-    micro_batch = namespace.per_device_train_batch_size
-    if not training:  # one process on a CPU takes the global batch
+    if not training:  # one process on a CPU
         world_size = 1
-        namespace.per_device_train_batch_size = namespace.global_batch_size
-        vars(namespace).update(use_cpu=True, bf16=False, fp16=False, dtype=None, deepspeed=None)
+        vars(namespace).update(use_cpu=True, bf16=False, fp16=False, dtype=None)
     with collect_errors(problems):
         check_device(namespace)
     resolve_precision(namespace)
@@ -253,8 +261,6 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
         raise UserError(f"{len(problems)} fields to correct: {'; '.join(numbered)}")
     if problems:
         raise UserError(problems[0])
-    pairs_at_once = namespace.per_device_train_batch_size * world_size
-    namespace.gradient_accumulation_steps = namespace.global_batch_size // pairs_at_once
     if namespace.hub_token:  # trackers record the arguments
         os.environ["HF_TOKEN"] = namespace.hub_token
         namespace.hub_token = None
@@ -273,7 +279,7 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     if training:
         check_optimizer(train)
     objective = f"objective: {' + '.join(train.loss_type)} with beta {train.beta:g}, {origin}"
-    return Config(train, model, data, [tracking, objective], micro_batch, fitted)
+    return Config(train, model, data, [tracking, objective])
 
 
 def check_optimizer(args: TrainConfig) -> None:
@@ -432,19 +438,6 @@ def resolve_precision(namespace: Any) -> None:
     if namespace.bf16 is None:
         namespace.bf16 = not namespace.use_cpu and not namespace.fp16  # TRL's default is true everywhere
     namespace.dtype = namespace.dtype or "float32"
-
-
-def resolve_fitted(namespace: Any) -> list[str]:
-    """The fields that fit_memory chooses because they are not given; until then they have their smallest setting."""
-    fitted = []
-    if namespace.per_device_train_batch_size is None:
-        fitted += ["per_device_train_batch_size", "gradient_accumulation_steps"]
-        namespace.per_device_train_batch_size = 1 if namespace.fit_memory else TrainConfig.per_device_train_batch_size
-    if namespace.gradient_checkpointing is None and namespace.activation_checkpointing is None:
-        if namespace.checkpointed_layers is None:
-            fitted += [name for name in CHECKPOINTING if getattr(namespace, name) is None]
-        namespace.gradient_checkpointing = True
-    return fitted if namespace.fit_memory else []
 
 
 def has_wandb_login() -> bool:

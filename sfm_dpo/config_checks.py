@@ -28,6 +28,7 @@ LENGTH_NORMALIZED_LOSSES = {"sigmoid_norm", "ipo"}
 F_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 F_DIVERGENCE_LOSSES = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 SORTING_LOSSES = {"aot", "aot_unpaired"}  # their value depends on which pairs are sorted together
+SUMMED_LOSSES = {*LOSS_TYPES} - LENGTH_NORMALIZED_LOSSES - {"sft"}
 
 HELD_OUT = "eval"  # the pairs of eval_fraction, beside the names of eval_datasets
 EVAL_METRICS = """loss rewards/chosen rewards/rejected rewards/margins rewards/average rewards/accuracies logps/chosen
@@ -51,6 +52,7 @@ _RANGES = [  # (lowest, highest, in words, fields); a field without a value is n
 # Fields of TRL and Transformers that break training, metrics, guard, preflight or resume
 REFUSED = {
     "auto_find_batch_size": "would change the global batch; remove it",
+    "deepspeed": "a launcher sets its own; use accelerate launch --config_file accelerate_config.yaml",
     "enable_jit_checkpoint": "ranks could save at different steps; remove it, and stop a run with the file STOP",
     "ignore_data_skip": "a resumed run would train on some pairs twice; remove it",
     "label_smoothing_factor": "is for Trainer's cross-entropy; with loss_type robust or exo_pair set label_smoothing",
@@ -69,113 +71,222 @@ def main_loss(loss_types: list[str]) -> str:
     return next((loss for loss in loss_types if loss != "sft"), "sft")
 
 
-def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> Iterator[tuple[str, str]]:
-    """Fields whose value conflicts with others or, with `training`, with this machine; each with its remedy."""
-    if not c.model_name_or_path:
-        yield "model_name_or_path", "give a Hub id or a folder"
-    if "\n" in c.output_dir:
-        yield "output_dir", "contains a line break; remove it"
-    if c.output_dir.startswith("$"):
-        yield "output_dir", "variables are replaced by a shell only; write the path"
-    if not c.dataset_name and not c.datasets:
-        yield "dataset_name", "give a Hub id, a .json/.jsonl/.parquet file or a folder"
-    if c.dataset_name and c.datasets:
-        yield "dataset_name", "datasets is also set; keep one of them, or empty the recipe's with --datasets="
-    if c.max_prompt_length and c.max_length and c.max_prompt_length >= c.max_length:
-        yield "max_prompt_length", f"must be below max_length {c.max_length}, to leave room for the response"
-    summed = [loss for loss in c.loss_type if loss not in {*LENGTH_NORMALIZED_LOSSES, "sft"}]
-    if summed and c.beta >= 1 and not c.allow_unnormalized_beta:
-        why = f"loss_type {summed[0]} sums log-probs over tokens, for which beta is usually 0.1"
-        yield "beta", f"{why}; use loss_type sigmoid_norm, or beta 0.1, or allow_unnormalized_beta: true"
-    yield from find_loss_conflicts(c, training)
-    if c.max_steps != -1 and c.max_steps < 1:
-        yield "max_steps", "nothing would be trained; give at least 1, or remove it to train num_train_epochs"
-    for field in dataclasses.fields(ModelConfig) if c.use_peft is None else ():
-        if field.name.startswith(("lora_", "use_rslora", "use_dora")) and vars(c)[field.name] != field.default:
-            yield field.name, "has no effect without LoRA; set use_peft: true, or remove it"
-    if c.use_peft and {"lm_head", "embed_out"} & {*(c.lora_target_modules or ())}:
-        yield "lora_target_modules", "the fused LM head would ignore its adapter; remove it"
-    if c.prefix_sharing and not c.padding_free:
-        yield "prefix_sharing", "needs padding_free: true"
-    if re.search(r"['\"](torch_dtype|dtype|revision)['\"]", str(c.model_init_kwargs)):
-        yield "model_init_kwargs", "cannot set dtype or revision; set the fields dtype and model_revision instead"
-    sharded = "true" in (os.environ.get("ACCELERATE_USE_DEEPSPEED"), os.environ.get("ACCELERATE_USE_FSDP"))
-    if c.dtype in ("bfloat16", "float16") and not sharded and not c.use_peft:
-        why = f"without DeepSpeed or FSDP there are no fp32 master weights; updates of {c.learning_rate:g} round to 0"
-        yield "dtype", f"{why}; remove dtype (bf16: true still computes in bf16)"
-    if c.checkpointed_layers and False in (c.gradient_checkpointing, c.activation_checkpointing):
-        yield "checkpointed_layers", "gradient_checkpointing is false; remove one of the two"
-    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
-        if "every_n_layers" in str(vars(c)[name]):
-            yield name, "every_n_layers is set by the number of layers instead; set checkpointed_layers"
-    if c.fit_memory and c.deepspeed:
-        yield "deepspeed", "fit_memory: true needs accelerate launch --config_file"
-    steps = c.profile_steps
-    if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
-        yield "profile_steps", "must be the first and the last step to profile, for instance [10, 12]"
-    if c.guard_generations and not c.eval_fraction:
-        yield "guard_generations", "needs prompts: set eval_fraction"
-    if c.eval_strategy != "no" and not c.eval_fraction and not c.eval_datasets:
-        yield "eval_strategy", "there are no pairs to evaluate; set eval_fraction, for instance 0.02, or eval_datasets"
-    if c.save_strategy == "best":
-        yield "save_strategy", "a run could not be resumed; set load_best_model_at_end: true instead"
-    if c.eval_command:
-        yield from find_template_errors(c.eval_command, training)
-        if c.save_strategy == "no":
-            yield "save_strategy", "eval_command needs checkpoints; set it to steps or epoch"
-    if c.metric_for_best_model or c.load_best_model_at_end:
-        if not c.eval_strategy == c.save_strategy != "no":
-            yield "eval_strategy", "set it and save_strategy to the same, steps or epoch, to find the best checkpoint"
-        if c.save_strategy == "steps" and (c.eval_steps or c.logging_steps) != c.save_steps:
-            yield "eval_steps", f"each evaluated step must be a checkpoint; set it to save_steps, {c.save_steps:g}"
-    unit = c.per_device_train_batch_size * world_size
-    size = f"per_device_train_batch_size {c.per_device_train_batch_size} x {world_size} process(es)"
-    if c.global_batch_size % unit:
-        step = math.lcm(unit, 4 * world_size) if c.fit_memory else unit  # fit_memory may then choose up to four pairs
-        below = c.global_batch_size // step * step
-        sizes = f"{below} or {below + step}" if below else step
-        yield "global_batch_size", f"is not a multiple of {size}; choose {sizes}"
-    elif c.gradient_accumulation_steps not in (1, c.global_batch_size // unit):
-        accumulated = f"global_batch_size {c.global_batch_size} of {size} makes it {c.global_batch_size // unit}"
-        meant = unit * c.gradient_accumulation_steps
-        yield "gradient_accumulation_steps", f"{accumulated}; remove the field, and set global_batch_size: {meant}"
-    if training and c.attn_implementation == "flash_attention_2" and not is_flash_attn_2_available():
-        yield "attn_implementation", "needs flash-attn and a GPU; remove it: padding_free: true works without both"
-    gpus = torch.cuda.device_count()
-    if training and world_size == 1 and gpus > 1 and not c.use_cpu:
-        yield "use_cpu", f"one process sees {gpus} GPUs; use accelerate launch, or set CUDA_VISIBLE_DEVICES=0"
-    launched = "LOCAL_RANK" in os.environ or any(name.startswith("ACCELERATE_USE_") for name in os.environ)
-    if training and c.deepspeed and not launched:
-        yield "deepspeed", "no launcher started this process; use accelerate launch --config_file ..., which sets it"
+# A field, whether (by its truth) its value conflicts with other fields or this machine, and the remedy
+Conflicts = list[tuple[str, Any, str]]
 
 
-def find_loss_conflicts(c: argparse.Namespace, training: bool) -> Iterator[tuple[str, str]]:
-    """Fields that one of the losses does not support or that would make it depend on the micro-batch."""
-    losses = set(c.loss_type)
-    if not losses:
-        yield "loss_type", "nothing would be trained; give a loss, for instance sigmoid_norm"
+def list_data_conflicts(c: argparse.Namespace) -> Conflicts:
+    both = bool(c.dataset_name and c.datasets)
+    lengths = bool(c.max_prompt_length and c.max_length and c.max_prompt_length >= c.max_length)
+    hidden = re.search(r"['\"](torch_dtype|dtype|revision)['\"]", str(c.model_init_kwargs))
+    return [
+        ("model_name_or_path", not c.model_name_or_path, "give a Hub id or a folder"),
+        ("model_init_kwargs", hidden, "cannot set dtype or revision; set the fields dtype and model_revision instead"),
+        ("output_dir", "\n" in c.output_dir, "contains a line break; remove it"),
+        ("output_dir", c.output_dir.startswith("$"), "variables are replaced by a shell only; write the path"),
+        (
+            "dataset_name",
+            not c.dataset_name and not c.datasets,
+            "give a Hub id, a .json/.jsonl/.parquet file or a folder",
+        ),
+        ("dataset_name", both, "datasets is also set; keep one of them, or empty the recipe's with --datasets="),
+        ("max_prompt_length", lengths, f"must be below max_length {c.max_length}, to leave room for the response"),
+    ]
+
+
+def list_objective_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> Conflicts:
+    losses = {*c.loss_type} & {*LOSS_TYPES}
     weights = c.loss_weights or [1]
-    if not min(weights) >= 0 < max(weights) < math.inf:
-        yield "loss_weights", "give weights of at least 0, one of them above 0"
-    if "exo_pair" in losses and not c.label_smoothing:
-        yield "label_smoothing", "exo_pair needs a value above 0, for instance 0.001"
-    if "robust" in losses and c.label_smoothing >= 0.5:
-        yield "label_smoothing", "robust needs a value below 0.5, the share of swapped labels"
-    if c.f_divergence_type != "reverse_kl" and (others := losses - F_DIVERGENCE_LOSSES):
-        yield "f_divergence_type", f"loss_type {min(others)} supports only reverse_kl; remove the field"
-    if c.use_weighting and (others := losses & {*SORTING_LOSSES, "sft"}):
-        yield "use_weighting", f"loss_type {min(others)} has no loss of a single pair; remove one of the two"
-    if not losses & SORTING_LOSSES:
-        return
-    if training and c.per_device_train_batch_size != c.global_batch_size:
-        yield "loss_type", "sorts the pairs of a micro-batch, which must be the global batch of a single process"
-    if c.eval_fraction or c.eval_datasets:
-        yield "loss_type", "sorts the pairs of an evaluation batch; remove eval_fraction and eval_datasets"
+    summed = min(losses & SUMMED_LOSSES, default=None)
+    no_divergence = min(losses - F_DIVERGENCE_LOSSES, default=None)
+    no_weighting = min(losses & {*SORTING_LOSSES, "sft"}, default=None)
+    sorts = losses & SORTING_LOSSES
+    is_split = world_size > 1 or c.per_device_train_batch_size not in (None, c.global_batch_size)
+    why_beta = f"loss_type {summed} sums log-probs over tokens, for which beta is usually 0.1"
+    return [
+        (
+            "beta",
+            summed and c.beta >= 1 and not c.allow_unnormalized_beta,
+            f"{why_beta}; use loss_type sigmoid_norm, or beta 0.1, or allow_unnormalized_beta: true",
+        ),
+        ("loss_type", not c.loss_type, "nothing would be trained; give a loss, for instance sigmoid_norm"),
+        (
+            "loss_weights",
+            not min(weights) >= 0 < max(weights) < math.inf,
+            "give weights of at least 0, one of them above 0",
+        ),
+        (
+            "label_smoothing",
+            "exo_pair" in losses and not c.label_smoothing,
+            "exo_pair needs a value above 0, for instance 0.001",
+        ),
+        (
+            "label_smoothing",
+            "robust" in losses and c.label_smoothing >= 0.5,
+            "robust needs a value below 0.5, the share of swapped labels",
+        ),
+        (
+            "f_divergence_type",
+            c.f_divergence_type != "reverse_kl" and no_divergence,
+            f"loss_type {no_divergence} supports only reverse_kl; remove the field",
+        ),
+        (
+            "use_weighting",
+            c.use_weighting and no_weighting,
+            f"loss_type {no_weighting} has no loss of a single pair; remove one of the two",
+        ),
+        (
+            "loss_type",
+            training and sorts and is_split,
+            "sorts the pairs of a micro-batch, which must be the global batch of a single process",
+        ),
+        (
+            "loss_type",
+            sorts and (c.eval_fraction or c.eval_datasets),
+            "sorts the pairs of an evaluation batch; remove eval_fraction and eval_datasets",
+        ),
+        (
+            "max_steps",
+            c.max_steps != -1 and c.max_steps < 1,
+            "nothing would be trained; give at least 1, or remove it to train num_train_epochs",
+        ),
+    ]
+
+
+def list_lora_conflicts(c: argparse.Namespace) -> Conflicts:
+    heads = {"lm_head", "embed_out"} & {*(c.lora_target_modules or ())}
+    without = "has no effect without LoRA; set use_peft: true, or remove it"
+    return [
+        ("lora_target_modules", c.use_peft and heads, "the fused LM head would ignore its adapter; remove it"),
+        *(
+            (field.name, c.use_peft is None and vars(c)[field.name] != field.default, without)
+            for field in dataclasses.fields(ModelConfig)
+            if field.name.startswith(("lora_", "use_rslora", "use_dora"))
+        ),
+    ]
+
+
+def list_batch_conflicts(c: argparse.Namespace, world_size: int) -> Conflicts:
+    given = c.per_device_train_batch_size
+    unit = max(1, given or 1) * world_size
+    step = unit if given else math.lcm(unit, 4 * world_size)  # which leaves the choice of up to four pairs
+    below = c.global_batch_size // step * step
+    sizes = f"{below} or {below + step}" if below else step
+    meant = (given or DPOConfig.per_device_train_batch_size) * world_size * c.gradient_accumulation_steps
+    accumulation = {1, c.global_batch_size // unit} if given else {1}
+    unchecked = False in (c.gradient_checkpointing, c.activation_checkpointing)
+    every_n = "every_n_layers is set by the number of layers instead; set checkpointed_layers"
+    return [
+        (
+            "global_batch_size",
+            c.global_batch_size % unit,
+            f"is not a multiple of per_device_train_batch_size {given or 1} x {world_size} process(es); "
+            f"choose {sizes}",
+        ),
+        (
+            "gradient_accumulation_steps",
+            c.global_batch_size % unit == 0 and c.gradient_accumulation_steps not in accumulation,
+            f"follows from global_batch_size {c.global_batch_size}; remove the field, and set "
+            f"global_batch_size: {meant}",
+        ),
+        (
+            "checkpointed_layers",
+            c.checkpointed_layers and unchecked,
+            "gradient_checkpointing is false; remove one of the two",
+        ),
+        *(
+            (name, "every_n_layers" in str(vars(c)[name]), every_n)
+            for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
+        ),
+        (
+            "prefix_sharing",
+            c.prefix_sharing and c.padding_free is False,
+            "needs packed sequences; remove padding_free: false",
+        ),
+    ]
+
+
+def list_evaluation_conflicts(c: argparse.Namespace, training: bool) -> Conflicts:
+    steps = c.profile_steps
+    is_best = c.metric_for_best_model or c.load_best_model_at_end
+    return [
+        (
+            "profile_steps",
+            steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]),
+            "must be the first and the last step to profile, for instance [10, 12]",
+        ),
+        ("guard_generations", c.guard_generations and not c.eval_fraction, "needs prompts: set eval_fraction"),
+        (
+            "eval_strategy",
+            c.eval_strategy != "no" and not c.eval_fraction and not c.eval_datasets,
+            "there are no pairs to evaluate; set eval_fraction, for instance 0.02, or eval_datasets",
+        ),
+        (
+            "save_strategy",
+            c.save_strategy == "best",
+            "a run could not be resumed; set load_best_model_at_end: true instead",
+        ),
+        *(("eval_command", True, error) for error in find_template_errors(c.eval_command, training)),
+        (
+            "save_strategy",
+            c.eval_command and c.save_strategy == "no",
+            "eval_command needs checkpoints; set it to steps or epoch",
+        ),
+        (
+            "eval_strategy",
+            is_best and not c.eval_strategy == c.save_strategy != "no",
+            "set it and save_strategy to the same, steps or epoch, to find the best checkpoint",
+        ),
+        (
+            "eval_steps",
+            is_best and c.save_strategy == "steps" and (c.eval_steps or c.logging_steps) != c.save_steps,
+            f"each evaluated step must be a checkpoint; set it to save_steps, {c.save_steps:g}",
+        ),
+    ]
+
+
+def list_machine_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> Conflicts:
+    """The conflicts with this machine, of which all but that of `dtype` count only with `training`."""
+    sharded = "true" in (os.environ.get("ACCELERATE_USE_DEEPSPEED"), os.environ.get("ACCELERATE_USE_FSDP"))
+    gpus = torch.cuda.device_count()
+    masters = "without DeepSpeed or FSDP there are no fp32 master weights"
+    return [
+        (
+            "dtype",
+            c.dtype in ("bfloat16", "float16") and not sharded and not c.use_peft,
+            f"{masters}; updates of {c.learning_rate:g} round to 0; remove dtype (bf16: true still computes in bf16)",
+        ),
+        (
+            "attn_implementation",
+            training and c.attn_implementation == "flash_attention_2" and not is_flash_attn_2_available(),
+            "needs flash-attn and a GPU; remove it: padding_free: true works without both",
+        ),
+        (
+            "use_cpu",
+            training and world_size == 1 and gpus > 1 and not c.use_cpu,
+            f"one process sees {gpus} GPUs; use accelerate launch, or set CUDA_VISIBLE_DEVICES=0",
+        ),
+    ]
+
+
+def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> Iterator[tuple[str, str]]:
+    """Fields whose value conflicts with others or, with `training`, with this machine; each with its remedy. Values
+    may be out of their range."""
+    conflicts = [
+        *list_data_conflicts(c),
+        *list_objective_conflicts(c, world_size, training),
+        *list_lora_conflicts(c),
+        *list_batch_conflicts(c, world_size),
+        *list_evaluation_conflicts(c, training),
+        *list_machine_conflicts(c, world_size, training),
+    ]
+    for name, is_wrong, remedy in conflicts:
+        if is_wrong:
+            yield name, remedy
 
 
 def check_fields(namespace: argparse.Namespace, world_size: int, training: bool) -> list[str]:
-    """What is wrong with ranges and combinations, each with the field, its value and the remedy. Changes wrong values,
-    so that those that depend on them can be checked."""
+    """What is wrong with ranges and combinations, each with the field, its value and the remedy."""
     values = vars(namespace)
     problems: list[str] = []
     for lowest, highest, words, names in _RANGES:
@@ -183,11 +294,9 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
             value = values[name]
             if value is not None and not lowest <= value <= highest:
                 problems.append(f"{name} {value}: must be {words}")
-                values[name] = min(max(value, lowest), highest)
     for loss in namespace.loss_type:
         with collect_errors(problems):
             check_known("loss_type", loss, LOSS_TYPES)
-    namespace.loss_type = [loss if loss in LOSS_TYPES else "sigmoid_norm" for loss in namespace.loss_type]
     with collect_errors(problems):
         check_known("f_divergence_type", namespace.f_divergence_type, F_DIVERGENCES)
     if re.search(r"['\"](use_auth_)?token['\"]", str(namespace.model_init_kwargs)):  # the error omits its value
@@ -224,21 +333,23 @@ def default_of(name: str) -> Any:
     return getattr(DPOConfig, name) if hasattr(DPOConfig, name) else getattr(DatasetMixtureConfig, name)
 
 
-def find_template_errors(template: str, training: bool) -> Iterator[tuple[str, str]]:
-    """Errors in an eval_command, each with its remedy."""
+def find_template_errors(template: str | None, training: bool) -> Iterator[str]:
+    """What is wrong with an eval_command, each with its remedy."""
+    if not template:
+        return
     example = "for instance: sbatch my_eval.sh {checkpoint} {step} {out}"
     words: list[str] = []
     try:
         words = [word.format(checkpoint="<checkpoint>", step=0, out="<out>") for word in shlex.split(template)]
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        yield "eval_command", f"cannot be read ({error!r}); {example}; double any other brace"
+        yield f"cannot be read ({error!r}); {example}; double any other brace"
     for name in ("checkpoint", "out"):
         if f"<{name}>" not in " ".join(words):
-            yield "eval_command", f"lacks {{{name}}}; {example}"
+            yield f"lacks {{{name}}}; {example}"
     if "--parsable" in words:
-        yield "eval_command", "remove --parsable: the job's id is read from sbatch's usual line"
+        yield "remove --parsable: the job's id is read from sbatch's usual line"
     if training and words and not shutil.which(words[0]):
-        yield "eval_command", f"command {words[0]} not found; give its path, or make it executable (chmod +x)"
+        yield f"command {words[0]} not found; give its path, or make it executable (chmod +x)"
 
 
 def check_known(field: str, name: Any, known: Iterable[str]) -> None:

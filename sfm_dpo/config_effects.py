@@ -19,7 +19,7 @@ NO_EFFECT = set(
 ROUNDING = set(
     """per_device_train_batch_size per_device_eval_batch_size precompute_ref_batch_size gradient_accumulation_steps
     gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs
-    checkpointed_layers fit_memory flash_attention""".split()
+    checkpointed_layers flash_attention""".split()
 )
 # Affect only some data sets: run/checkpoint.py compares the hash of the tokens
 COMPARED_BY_TOKENS = {"mask_tool_results"}

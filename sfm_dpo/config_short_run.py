@@ -3,7 +3,6 @@
 from typing import Any
 
 SWITCHED_OFF = {
-    "deepspeed": "",  # a launcher sets its own
     "report_to": "none",
     "push_to_hub": False,
     "resume_from_checkpoint": "",
@@ -18,6 +17,8 @@ SWITCHED_OFF = {
     "warmup_steps": 0,  # which may be longer than a short run
     "gradient_accumulation_steps": 1,  # follows from the batch, which may be another one
 }
+# One pair at a time, chosen by no memory, for commands that do not train
+ONE_PAIR = {"per_device_train_batch_size": 1, "gradient_checkpointing": True}
 UNCOMPILED = {
     "torch_compile": False,
     "torch_compile_backend": "",

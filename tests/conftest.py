@@ -25,6 +25,8 @@ import sfm_dpo
 
 sfm_dpo.setup()
 
+from tests.toolbox import PLAIN, as_options
+
 _HERE = {None, "", "127.0.0.1", "::1", "localhost", socket.gethostname(), socket.getfqdn()}
 _resolve = socket.getaddrinfo
 
@@ -91,8 +93,8 @@ def finished_run(tiny_folder, tmp_path_factory) -> Path:
     words = f"""--model_name_or_path {tiny_folder("gpt_neox")} --dataset_name {root}/pairs.jsonl --use_cpu
         --output_dir {root}/run --global_batch_size 8 --max_length 64 --num_train_epochs 2 --learning_rate 1e-3
         --logging_steps 1 --eval_fraction 0.15 --eval_strategy steps --eval_steps 3 --save_steps 4 --report_to none
-        --preflight warn --guard warn"""  # random weights find every answer impossible
-    assert train_dpo.main(words.split()) == 0
+        --preflight warn --guard warn --per_device_train_batch_size 8"""  # random weights find every answer impossible
+    assert train_dpo.main([*words.split(), *as_options(PLAIN)]) == 0
     return root / "run"
 
 

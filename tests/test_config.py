@@ -53,13 +53,18 @@ def test_defaults_are_olmo3s_objective(parse):
     train = parse().train
     assert (train.loss_type, train.beta, train.learning_rate) == (["sigmoid_norm"], 5.0, 1e-6)
     assert (train.lr_scheduler_type, train.warmup_steps, train.num_train_epochs) == ("linear", 0.1, 1.0)
-    assert (train.global_batch_size, train.weight_decay, train.gradient_checkpointing) == (128, 0.0, True)
+    assert (train.global_batch_size, train.weight_decay) == (128, 0.0)
+
+
+def test_a_run_is_fast_by_default(parse):
+    train = parse().train
+    assert train.precompute_ref_log_probs and train.train_sampling_strategy == "batch_rebalance"
+    for name in "padding_free prefix_sharing per_device_train_batch_size gradient_checkpointing".split():
+        assert getattr(train, name) is None, name  # decided later, by model and memory
 
 
 def test_help_shows_the_defaults_in_effect(parse):
     config = parse()
-    for name in ("per_device_train_batch_size", "gradient_checkpointing"):
-        assert FieldParser().describe(name)[0] == f"{getattr(config.train, name)}; chosen with fit_memory"
     assert FieldParser().describe("use_peft")[0] == str(config.model.use_peft)
 
 
@@ -111,6 +116,10 @@ def test_yaml_values_arrive_as_meant(parse, field, text, value):
         ("--learning_rate fast", ["learning_rate", "'fast'"]),
         ("--gradient_checkpointing maybe", ["gradient_checkpointing", "maybe"]),
         ("--eval_strategy sometimes", ["eval_strategy", "'sometimes'", "'epoch'"]),
+        (
+            "--fit_memory true",
+            ["unknown option --fit_memory; here: none (pairs per device"],
+        ),
         ("--beta 5 6", ["unknown option 6"]),
         ("recipe.yaml", ["unknown option recipe.yaml; did you mean --config recipe.yaml?"]),
         ("--beta", ["beta", "expected one argument"]),
@@ -171,7 +180,7 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ({"loss_type": ["sigmoid_norm", "sft"], "loss_weights": [1.0]}, ["loss_weights"]),
         ({"loss_type": "exo_pair", "beta": 0.1}, ["label_smoothing 0.0: exo_pair needs a value above 0"]),
         ({"loss_type": "robust", "beta": 0.1, "label_smoothing": 0.5}, ["label_smoothing 0.5: robust needs a value"]),
-        ({"loss_type": "aot", "beta": 0.1}, ["loss_type ['aot']: sorts the pairs of a micro-batch"]),
+        (SORTED | {"per_device_train_batch_size": 1}, ["loss_type ['aot']: sorts the pairs of a micro-batch"]),
         (SORTED | {"eval_fraction": 0.1}, ["loss_type ['aot']: sorts the pairs of an evaluation batch"]),
         ({"loss_type": ["sigmoid_norm", "sft"], "use_weighting": True}, ["use_weighting True: loss_type sft"]),
         ({"use_peft": True, "lora_target_modules": ["lm_head"]}, ["lora_target_modules ['lm_head']: the fused LM"]),
@@ -184,12 +193,12 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ({"lr_scheduler_kwargs": {"a": 1}}, ["lr_scheduler_kwargs {'a': 1}: TypeError", "'a'"]),
         ({"optim": "adamw_bnb_8bit"}, ["optim adamw_", "optim_args None: ", "bitsandbytes", "choose another"]),
         ({"report_to": "wanbd"}, ["report_to wanbd", "wandb"]),
-        ({"gradient_accumulation_steps": 3}, ["gradient_accumulation_steps 3", "makes it 16"]),
+        ({"gradient_accumulation_steps": 3}, ["gradient_accumulation_steps 3", "set global_batch_size: 24"]),
         ({"global_batch_size": 10, "per_device_train_batch_size": 4}, ["10", "4 x 1 process(es); choose 8 or 12"]),
         ({"datasets": [{"path": "a"}]}, ["dataset_name", "datasets"]),
         ({"hub_strategy": "checkpoint"}, ["hub_strategy", "checkpoint", "every_save"]),
         ({"profile_steps": [5, 3]}, ["profile_steps [5, 3]: must be the first and the last step"]),
-        ({"prefix_sharing": True}, ["prefix_sharing True: needs padding_free: true"]),
+        ({"prefix_sharing": True, "padding_free": False}, ["prefix_sharing True: needs packed"]),
         ({"checkpointed_layers": 2, "gradient_checkpointing": False}, ["checkpointed_layers 2: ", "remove one"]),
         ({"checkpointed_layers": -1}, ["checkpointed_layers -1: must be at least 0"]),
         ({"gradient_checkpointing_kwargs": {"every_n_layers": 2}}, ["every_n_layers", "; set checkpointed_layers"]),
@@ -279,16 +288,10 @@ def test_one_process_and_several_gpus(parse, monkeypatch):
     assert "use_cpu False: one process sees 4 GPUs" in refused(parse, {"use_cpu": False})
 
 
-def test_accumulation_follows_from_the_number_of_processes(parse):
-    for world_size, steps in ((1, 32), (2, 16), (4, 8), (32, 1)):
-        config = parse({"global_batch_size": 128, "per_device_train_batch_size": 4}, world_size=world_size)
-        assert config.train.gradient_accumulation_steps == steps
-
-
 @pytest.mark.parametrize(("processes", "sizes"), [(3, "120 or 132"), (6, "120 or 144"), (48, "192")])
 def test_the_nearest_global_batches_are_offered_that_four_pairs_a_gpu_divide(parse, processes, sizes):
-    assert refused(parse, {"fit_memory": True}, world_size=processes).endswith(f"; choose {sizes}")
-    parse({"fit_memory": True, "global_batch_size": int(sizes[-3:])}, world_size=processes)
+    assert refused(parse, world_size=processes).endswith(f"; choose {sizes}")
+    parse({"global_batch_size": int(sizes[-3:])}, world_size=processes)
 
 
 def test_no_more_processes_read_the_data_than_there_are_cores(parse):
@@ -398,6 +401,7 @@ def test_a_tracker_that_is_not_installed_is_one_line():
 @pytest.mark.parametrize("field", REFUSED)
 def test_fields_that_would_not_work_are_refused(parse, field):
     value = {"neftune_noise_alpha": 5.0, "label_smoothing_factor": 0.1, "ld_alpha": 0.0, "test_split_size": 0.1}
+    value["deepspeed"] = "ds.json"
     assert refused(parse, {field: value.get(field, True)}).startswith(f"{field} {value.get(field, True)}: ")
 
 

@@ -37,7 +37,6 @@ RECIPE = {
     "checkpointed_layers": 24,
     "push_to_hub": True,
     "resume_from_checkpoint": "no/such/checkpoint-5",
-    "fit_memory": True,
     "padding_free": True,
     "prefix_sharing": True,
     "torch_compile": True,

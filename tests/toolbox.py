@@ -10,6 +10,14 @@ from pathlib import Path
 
 import pytest
 
+# TRL's defaults, for tests whose subject is something else
+PLAIN = {
+    "padding_free": "false",
+    "precompute_ref_log_probs": "false",
+    "train_sampling_strategy": "random",
+    "gradient_checkpointing": "true",
+}
+
 
 def pairs(count: int = 64) -> list[dict]:
     """Pairs of many lengths, so that balancing has something to do."""
@@ -50,7 +58,7 @@ def on_cpu(model: Path, data: Path, output_dir: Path, **fields) -> list[str]:
     places = {"model_name_or_path": model, "dataset_name": data, "output_dir": output_dir}
     small = {"global_batch_size": 4, "per_device_train_batch_size": 2, "max_length": 96, "logging_steps": 1}
     quiet = {"use_cpu": "true", "dataset_num_proc": 1, "preflight": "skip", "guard": "skip"}
-    return as_options(places | small | quiet | fields)
+    return as_options(places | PLAIN | small | quiet | fields)
 
 
 def read_pairs(data: Path, *options):

@@ -177,7 +177,7 @@ def judge_variant(reference: Measurement, other: Measurement, level: dict[str, f
 def run_parity(argv: list[str], names: list[str], pairs: int = 4) -> dict[str, Any]:
     """The rounding `levels` and the differences of each variant on `pairs` pairs of the recipe in `argv`."""
     fields: dict[str, Any] = {"bf16": False, "fp16": False, "dtype": "float32", "use_peft": False}
-    fields |= {"global_batch_size": pairs, "per_device_train_batch_size": pairs, "fit_memory": False}
+    fields |= {"global_batch_size": pairs, "per_device_train_batch_size": pairs, "gradient_checkpointing": True}
     fields |= {"precompute_ref_log_probs": True, "ref_model_name_or_path": ""}  # no second model
     for name in names:
         select_path(name)

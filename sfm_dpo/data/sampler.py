@@ -112,10 +112,10 @@ class PairSampler(Sampler[int]):
         self._steps: dict[int, np.ndarray] = {}  # steps of the most recent epoch
 
     @classmethod
-    def of(cls, lengths: Lengths, args: TrainConfig, micro_batch: int, shared: bool) -> "PairSampler":
+    def of(cls, lengths: Lengths, args: TrainConfig, micro_batch: int, packed: bool, shared: bool) -> "PairSampler":
         strategy = args.train_sampling_strategy
         seed = args.seed if args.data_seed is None else args.data_seed
-        sampler = cls(lengths, strategy, args.global_batch_size, micro_batch, seed, args.padding_free, shared)
+        sampler = cls(lengths, strategy, args.global_batch_size, micro_batch, seed, packed, shared)
         epochs = args.num_train_epochs
         if args.max_steps > 0:
             epochs = args.max_steps * args.global_batch_size / len(sampler)

@@ -68,7 +68,7 @@ def compute_base_logps(trainer, policy, rows: np.ndarray) -> np.ndarray:
     ranks = trainer.accelerator.num_processes
     padded = np.resize(rows, math.ceil(len(rows) / ranks) * ranks)  # every rank needs the same number of forwards
     mine = padded[trainer.accelerator.process_index :: ranks].tolist()
-    size = trainer.args.per_device_train_batch_size
+    size = trainer.settings.micro_batch
     sums: list[list[float]] = []
     for start in range(0, len(mine), size):
         sums += policy.score(trainer.train_dataset, mine[start : start + size]).float().tolist()
@@ -136,7 +136,7 @@ def run_preflight(trainer, policy, config: Config) -> dict[str, Any]:
     figures |= inspect_tokens(rows, lengths, list_eos(model, tokenizer), args.max_length)
     figures["rope_layers"] = float(count_wrong_rope_layers(model.config.get_text_config()))
     figures["control_tokens"] = float(np.mean(dataset["control_tokens"][:]))
-    if args.padding_free:
+    if trainer.packed:
         size = lengths.prompt + responses.max(axis=1)
         by_size = sample[np.argsort(size[sample], kind="stable")]
         median = by_size[[(len(by_size) - 1) // 2]]

@@ -17,7 +17,7 @@ from sfm_dpo.common.files import now, write_json
 from sfm_dpo.common.statistics import mean_interval
 from sfm_dpo.config import parse_config
 from sfm_dpo.config_checks import EVAL_METRICS, HELD_OUT
-from sfm_dpo.config_short_run import UNCOMPILED, short_run
+from sfm_dpo.config_short_run import ONE_PAIR, UNCOMPILED, short_run
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import format_evaluation, write_report
@@ -155,7 +155,7 @@ def evaluate_pairs(model: SavedModel, dataset: str, limit: int | None) -> dict[s
     fields: dict[str, Any] = {"dataset": dataset, "max_samples": limit or ""}
     fields |= {"bf16": on_gpu, "fp16": False, "use_cpu": not on_gpu, "dtype": "auto" if on_gpu else "float32"}
     fields |= UNCOMPILED | {"flash_attention": "auto", "use_peft": False, "precompute_ref_log_probs": True}
-    fields |= {"fit_memory": False, "per_device_train_batch_size": 1, "global_batch_size": 1}
+    fields |= ONE_PAIR | {"global_batch_size": 1}
     fields["max_dropped_fraction"] = 1  # this set is not the recipe's
     with tempfile.TemporaryDirectory() as folder:  # also the trainer's output_dir
         model.link_files(Path(folder))  # in a run's folder, Trainer would load the adapters of its checkpoints

@@ -233,19 +233,19 @@ def check_resume(place: Place) -> Result:
 
 
 def check_memory(place: Place) -> Result:
-    """The setting that fit_memory chooses, and its speed; on a GPU for the full model and the recipe's own pairs."""
-    fields: dict[str, Any] = {"fit_memory": True, "per_device_train_batch_size": None}
+    """The setting that memory decides, and its speed; on a GPU for the full model and the recipe's own pairs."""
+    fields: dict[str, Any] = {"per_device_train_batch_size": ""}
     if place.on_gpu:
         fields |= dict.fromkeys(["max_length", "max_prompt_length", "model_name_or_path", "use_peft"])
         fields |= dict.fromkeys(["dataset", "dataset_num_proc", "overlong", "flash_attention", "checkpointed_layers"])
         fields["global_batch_size"] = 2 * max(FIRST_STEPS_FOR) * place.processes
         fields["max_samples"] = 4 * fields["global_batch_size"]
     steps = place.train("memory", "zero2", max_steps=4, **fields)
-    planned = json.loads((place.folder / "memory" / DATA).read_text())["settings"]["fit_memory"]["bytes"] / 2**30
+    planned = json.loads((place.folder / "memory" / DATA).read_text())["settings"]["memory"]["bytes"] / 2**30
     measured = max(step["perf/peak_memory_gib"] for step in steps)
     shutil.rmtree(place.folder / "memory")  # the complete model
     place.calibration["memory_ratio"] = measured / planned
-    setting = re.findall("fit_memory: (.*), of", (place.folder / "memory.log").read_text())[0]
+    setting = re.findall("chosen by memory: (.*), of", (place.folder / "memory.log").read_text())[0]
     text = f"{setting}; {measured:.2f} GiB measured"
     if place.on_gpu:
         text += f", {max(step['perf/reserved_memory_gib'] for step in steps):.2f} reserved"
@@ -253,7 +253,7 @@ def check_memory(place: Place) -> Result:
     if "perf/mfu" in steps[0]:
         place.calibration["mfu"] = fmean(step["perf/mfu"] for step in steps[1:])
         text += f", {place.calibration['mfu']:.1%} MFU"
-    fits = 1 / MEMORY_TOLERANCE <= measured / planned <= MEMORY_TOLERANCE  # below, fit_memory would waste the rest
+    fits = 1 / MEMORY_TOLERANCE <= measured / planned <= MEMORY_TOLERANCE  # below, the choice would waste the rest
     return fits if place.on_gpu else None, text
 
 

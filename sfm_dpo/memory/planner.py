@@ -1,7 +1,7 @@
 """The memory of a run, by arithmetic from its model and lengths, and the choice of a setting that fits.
 
-A setting is the number of pairs in a micro-batch and the number of checkpointed layers. fit_memory and the plan before
-submission choose it in the same way (`MemoryPlanner.choose`).
+A candidate is a number of pairs in a micro-batch and of checkpointed layers. The start of a run and the plan before
+submission choose one in the same way (`MemoryPlanner.choose`).
 """
 
 from dataclasses import dataclass, replace
@@ -16,12 +16,12 @@ from trl import get_peft_config
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config, TrainConfig
+from sfm_dpo.config_checks import SORTING_LOSSES
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler
 from sfm_dpo.memory.activations import Activations, compiled_savings, head_bytes, trace_activations
 from sfm_dpo.model.layers import blocks
 from sfm_dpo.model.loading import load_model_config, meta_model
-from sfm_dpo.model.packing import why_not_shared
 
 # What a micro-batch costs on a GPU however small it is, in tokens of equal time: its gradients of all weights pass
 # through memory several times, and the host waits for the device (bench/count.py). The weights cancel: both grow alike
@@ -46,14 +46,14 @@ class MicroBatch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Setting:
+class Candidate:
     per_device: int  # pairs in a micro-batch
     checkpointed_layers: int
     layers: int
     tokens: int  # computed in the largest micro-batch
     bytes: int  # peak of a process
     work: float  # relative to a run without recomputation whose ranks never wait
-    smaller: str | None = None  # options of the next setting that takes less memory
+    smaller: str | None = None  # options of the next candidate that takes less memory
 
     @property
     def share(self) -> str:
@@ -77,6 +77,8 @@ class MemoryPlanner:
     model_config: PretrainedConfig
     lengths: Lengths  # of its pairs, truncated
     gpus: int
+    packed: bool
+    prefix_sharing: bool
     dtype: torch.dtype = torch.bfloat16
     on_gpu: bool = True
 
@@ -91,18 +93,16 @@ class MemoryPlanner:
                 self.adapter = get_peft_model(meta_model(self.model_config), lora)
         self.parameters = self.model.num_parameters()
         self.trained = (self.adapter or self.model).num_parameters(only_trainable=True)
-        args = self.config.train
-        obstacle = why_not_shared(self.model, args.padding_free, args.router_aux_loss_coef)
-        self.prefix_sharing = not obstacle and args.prefix_sharing is not False
 
     @cached_property
     def micro_batches(self) -> list[MicroBatch]:
         """The largest micro-batch for each usual number of pairs per device and the configured one, if the global
         batch is a multiple of it."""
         args = self.config.train
-        sampler = PairSampler.of(self.lengths, args, self.config.micro_batch, self.prefix_sharing)
+        asked = asked_pairs(args) or 1
+        sampler = PairSampler.of(self.lengths, args, asked, self.packed, self.prefix_sharing)
         micro_batches = []
-        for size in sorted({*FIRST_STEPS_FOR, self.config.micro_batch}):
+        for size in sorted({*FIRST_STEPS_FOR, asked}):
             if args.global_batch_size % (size * self.gpus):
                 continue
             rows = sampler.largest_micro_batch(size)
@@ -169,13 +169,13 @@ class MemoryPlanner:
             states["reference"] = int(size * self.reference.num_parameters() / (gpus if launch == "zero3" else 1))
         return states
 
-    def list_settings(self, states: int = 0, ratio: float = 1.0) -> list[Setting]:
-        """All settings, least work first; their bytes are those of activations and `states`, times `ratio`."""
+    def list_candidates(self, states: int = 0, ratio: float = 1.0) -> list[Candidate]:
+        """All candidates, least work first; their bytes are those of activations and `states`, times `ratio`."""
         args = self.config.train
         forwards = 3 if args.precompute_ref_log_probs else 4  # in a step; the backward counts as two
         layers = self.model_config.get_text_config().num_hidden_layers
         update = 4 * self.trained // self.gpus  # DeepSpeed's copy of a rank's gradients, after activations are freed
-        settings = []
+        candidates = []
         for batch in self.micro_batches:
             head = head_bytes(self.model_config, batch.responses, self.dtype, self.on_gpu)
             for count in range(layers + 1):
@@ -183,37 +183,50 @@ class MemoryPlanner:
                 work += FIXED_TOKENS / batch.mean_tokens if self.on_gpu else 0
                 activations = Activations.mix(*self.activations, count / layers).peak_bytes(batch.tokens, head)
                 size = round(ratio * (states + max(update, activations)))
-                settings.append(Setting(batch.per_device, count, layers, batch.tokens, size, work))
-        return sorted(settings, key=lambda setting: (round(setting.work, 3), -setting.per_device))
+                candidates.append(Candidate(batch.per_device, count, layers, batch.tokens, size, work))
+        return sorted(candidates, key=lambda candidate: (round(candidate.work, 3), -candidate.per_device))
 
-    def choose(self, limit: float, states: int, ratio: float = 1.0, earlier: tuple[int, int] | None = None) -> Setting:
-        """The setting of least work that agrees with the configuration and fits into `limit` bytes; if none fits, the
-        smallest. `earlier`, pairs per device and checkpointed layers of the resumed run, is kept if it fits."""
-        settings = self.list_settings(states, ratio)
-        choice = choose_setting(settings, limit, self.config, earlier)
+    def choose(
+        self, limit: float, states: int, ratio: float = 1.0, earlier: tuple[int, int] | None = None
+    ) -> Candidate:
+        """The candidate of least work that is as configured and fits into `limit` bytes; if none fits, the smallest.
+        `earlier`, pairs per device and checkpointed layers of the resumed run, is kept if it fits."""
+        candidates = self.list_candidates(states, ratio)
+        choice = choose_candidate(candidates, limit, self.config.train, earlier)
         enough = choice.bytes - (choice.bytes - ratio * states) / 10  # one more checkpointed layer may save too little
-        smaller = next((other.options for other in settings if other.bytes < enough), None)
+        smaller = next((other.options for other in candidates if other.bytes < enough), None)
         return replace(choice, smaller=smaller)
 
 
-def count_checkpointed(args: TrainConfig, layers: int) -> int:
-    """How many of `layers` a configuration checkpoints. Raises UserError for more than there are."""
-    count = layers if args.checkpointed_layers is None else args.checkpointed_layers
-    if count > layers:
+def asked_pairs(args: TrainConfig) -> int | None:
+    """Pairs per device that a configuration asks for; None if memory decides."""
+    if SORTING_LOSSES & {*args.loss_type}:
+        return args.global_batch_size
+    return args.per_device_train_batch_size
+
+
+def asked_layers(args: TrainConfig, layers: int) -> int | None:
+    """How many of `layers` a configuration checkpoints; None if memory decides. Raises UserError for more than there
+    are."""
+    count = args.checkpointed_layers
+    if count is not None and count > layers:
         raise UserError(f"checkpointed_layers {count}: the model has {layers}; give at most {layers}")
-    return count if args.gradient_checkpointing else 0
+    if args.gradient_checkpointing is None:
+        return count
+    if not args.gradient_checkpointing:
+        return 0
+    return layers if count is None else count
 
 
-def choose_setting(
-    settings: list[Setting], limit: float, config: Config, earlier: tuple[int, int] | None = None
-) -> Setting:
-    """`MemoryPlanner.choose` from `settings`, least work first."""
-    if "per_device_train_batch_size" not in config.fitted:
-        settings = [setting for setting in settings if setting.per_device == config.micro_batch]
-    if "gradient_checkpointing" not in config.fitted:
-        count = count_checkpointed(config.train, settings[0].layers)
-        settings = [setting for setting in settings if setting.checkpointed_layers == count]
-    fitting = [setting for setting in settings if setting.bytes <= limit]
+def choose_candidate(
+    candidates: list[Candidate], limit: float, args: TrainConfig, earlier: tuple[int, int] | None = None
+) -> Candidate:
+    """`MemoryPlanner.choose` from `candidates`, least work first."""
+    if (pairs := asked_pairs(args)) is not None:
+        candidates = [candidate for candidate in candidates if candidate.per_device == pairs]
+    if (count := asked_layers(args, candidates[0].layers)) is not None:
+        candidates = [candidate for candidate in candidates if candidate.checkpointed_layers == count]
+    fitting = [candidate for candidate in candidates if candidate.bytes <= limit]
     if not fitting:
-        return min(settings, key=lambda setting: setting.bytes)
-    return next((s for s in fitting if (s.per_device, s.checkpointed_layers) == earlier), fitting[0])
+        return min(candidates, key=lambda candidate: candidate.bytes)
+    return next((c for c in fitting if (c.per_device, c.checkpointed_layers) == earlier), fitting[0])

@@ -7,16 +7,42 @@ head installs, so collator, losses and metrics stay TRL's.
 import functools
 import importlib.util
 import inspect
+import logging
 import types
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.config import Config
 from sfm_dpo.model.attention import PACKED, boundary_arguments, register
 from sfm_dpo.model.layers import ATTENTION, blocks
+from sfm_dpo.model.loading import load_model_config, meta_model
+
+log = logging.getLogger(__name__)
+
+
+def decide_packing(config: Config, model_config: PretrainedConfig) -> tuple[bool, bool]:
+    """Whether policy and reference pack their sequences, and whether pairs share their prompts: as configured, or,
+    where that is unset, if both models and the loss allow it. Raises UserError if they do not allow what is set."""
+    args = config.train
+    models = [meta_model(model_config)]
+    if args.ref_model_name_or_path:
+        models.append(meta_model(load_model_config(config.reference)))
+
+    def decide(name: str, asked: bool | None, obstacles: list[str | None]) -> bool:
+        obstacle = next(filter(None, obstacles), None)
+        if asked and obstacle:
+            raise UserError(f"{name} True: {obstacle}; set {name}: false")
+        if asked is None and obstacle:
+            log.info(f"{name} is off: {obstacle}")
+        return asked is not False and not obstacle
+
+    packed = decide("padding_free", args.padding_free, [why_not_packed(model) for model in models])
+    obstacles = [why_not_shared(model, packed, args.router_aux_loss_coef) for model in models]
+    return packed, decide("prefix_sharing", args.prefix_sharing, obstacles)
 
 
 def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) -> None:
@@ -29,9 +55,8 @@ def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) ->
     `counts`, its numbers of `tokens` and of `computed` tokens, saves the host from waiting for the device.
     Raises UserError if sequences in one row would not be independent of each other.
     """
-    if obstacle := _why_not_packable(model):
-        what = f"padding_free: true is not possible for model_type '{model.config.get_text_config().model_type}'"
-        raise UserError(f"{what}: {obstacle}; set padding_free: false")
+    if obstacle := why_not_packed(model):
+        raise UserError(f"padding_free True: {obstacle}; set padding_free: false")
     register()
     model.set_attn_implementation(PACKED)
     nets = find_delta_nets(model)
@@ -141,11 +166,11 @@ def find_shared(input_ids: torch.Tensor, attention_mask: torch.Tensor, responses
     return F.pad(prefix, (0, 0, half, len(input_ids) - 2 * half))
 
 
-def why_not_shared(model: PreTrainedModel, padding_free: bool, router_aux_loss_coef: float | None) -> str | None:
+def why_not_shared(model: PreTrainedModel, packed: bool, router_aux_loss_coef: float | None) -> str | None:
     """Why a pair's prompt cannot be computed once for both answers, or None."""
     config = model.config.get_text_config()
-    if not padding_free:
-        return "padding_free is false"
+    if not packed:
+        return "padding_free is off"
     for layer_type in getattr(config, "layer_types", None) or ():
         if layer_type not in ATTENTION:
             return f"'{layer_type}' layers of model_type '{config.model_type}' carry state along the sequence"
@@ -156,25 +181,26 @@ def why_not_shared(model: PreTrainedModel, padding_free: bool, router_aux_loss_c
     return None
 
 
-def _why_not_packable(model: PreTrainedModel) -> str | None:
+def why_not_packed(model: PreTrainedModel) -> str | None:
     """Why a sequence could affect the next one, by declared layer types, transformers' flags and modules; or None."""
     config = model.config.get_text_config()
+    what = f"model_type '{config.model_type}'"
     for layer_type in getattr(config, "layer_types", None) or ():
         if layer_type not in {*ATTENTION, "linear_attention"}:
-            return f"packed attention does not support its '{layer_type}' layers"
+            return f"{what}: packed attention does not support its '{layer_type}' layers"
     layers = blocks(model)
     nets = find_delta_nets(model)
     inside = {module for net in nets for module in net.modules()}
     modules = [module for layer in layers for module in layer.modules() if module not in inside]
     convolves = any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in modules)
     if convolves or (model._is_stateful and not nets):
-        return "its convolutions or recurrent layers carry state from one sequence into the next"
+        return f"{what}: its convolutions or recurrent layers carry state from one sequence into the next"
     # A model that supports FlashAttention passes everything by keyword; another one may encode it in a mask, which
     # packed attention cannot read
     if not layers or not model._supports_flash_attn or not model._can_set_attn_implementation():
-        return "its attention does not go through transformers' AttentionInterface with FlashAttention's arguments"
+        return f"{what}: its attention lacks transformers' AttentionInterface with FlashAttention's arguments"
     if getattr(config, "attention_dropout", 0.0):
-        return "packed attention does not support dropout (set attention_dropout to 0.0 in model_init_kwargs)"
+        return f"{what}: packed attention does not support dropout (set attention_dropout to 0.0 in model_init_kwargs)"
     return None
 
 

@@ -21,8 +21,9 @@ from sfm_dpo.common.files import format_table
 from sfm_dpo.config import Config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
-from sfm_dpo.memory.planner import MemoryPlanner, Setting, memory_limit
+from sfm_dpo.memory.planner import Candidate, MemoryPlanner, asked_pairs, memory_limit
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
+from sfm_dpo.model.packing import decide_packing
 from sfm_dpo.model.sharding import LAUNCHES, checkpoint_bytes, zero_config
 from sfm_dpo.run.checkpoint import peak_checkpoint_count
 
@@ -32,7 +33,7 @@ PUBLISHED_MFU = {
     0.225: "published: OLMo 2 7B, OLMo-core, compiled, its last step alone (open-instruct #1466)",
     0.0277: "OLMo 3 7B, DeepSpeed ZeRO-3 (open-instruct #1827)",
 }
-# Bytes as reported by torch.cuda.mem_get_info, which fit_memory reads. B300, GB200, GH200 and A100-40 are from torch's
+# Bytes as reported by torch.cuda.mem_get_info, which a run reads. B300, GB200, GH200 and A100-40 are from torch's
 # out-of-memory messages in public issues ("has a total capacity of 184.31 GiB")
 GPU_MEMORY = {"B300": 287e9, "GB200": 197e9, "B200": 191e9, "H200": 150e9, "GH200": 101e9, "H100": 85e9}
 GPU_MEMORY |= {"A100": 85e9, "A100-40": 42.2e9, "L40S": 47.7e9}
@@ -100,10 +101,11 @@ class Planner:
     def __init__(self, config: Config, model_config: PretrainedConfig, lengths: Lengths, pairs: int, cluster: Cluster):
         self.args = config.train
         self.cluster = cluster
-        if self.args.global_batch_size % (config.micro_batch * cluster.gpus):
+        micro_batch = asked_pairs(self.args) or 1
+        if self.args.global_batch_size % (micro_batch * cluster.gpus):
             raise UserError(
                 f"global_batch_size {self.args.global_batch_size} is not a multiple of per_device_train_batch_size "
-                f"{config.micro_batch} x {cluster.gpus} GPUs; give other --num_gpus or --per_device_train_batch_size"
+                f"{micro_batch} x {cluster.gpus} GPUs; give other --num_gpus or --per_device_train_batch_size"
             )
         self.limit = memory_limit(cluster.memory or GPU_MEMORY[cluster.gpu], self.args.memory_gib)
         limits = (self.args.max_length, self.args.max_prompt_length)
@@ -120,10 +122,11 @@ class Planner:
         self.epochs = self.steps / max(1, of_epoch)
         # Lengths are repeated to represent all pairs, and to fill at least one global batch
         rows = np.arange(max(self.pairs, self.args.global_batch_size)) % len(self.lengths)
-        self.memory = MemoryPlanner(config, model_config, self.lengths.select(rows), cluster.gpus)
+        packing = decide_packing(config, model_config)
+        self.memory = MemoryPlanner(config, model_config, self.lengths.select(rows), cluster.gpus, *packing)
 
     def plan_launch(self, launch: str) -> dict[str, Any]:
-        """Memory on each GPU, the requested setting or the one that fit_memory chooses (the smallest if none fits),
+        """Memory on each GPU, the requested setting or the one that a run chooses (the smallest if none fits),
         and the size of a checkpoint."""
         states = self.memory.states(launch, zero_config(launch))
         choice = self.memory.choose(self.limit, sum(states.values()), self.cluster.memory_ratio)
@@ -209,7 +212,7 @@ def _format_range(entries: list[dict[str, Any]], gpus: int) -> list[str]:
 
 
 def _format_launch(launch: dict[str, Any], checkpoints: int) -> dict[str, str]:
-    setting = Setting(**launch["choice"])
+    setting = Candidate(**launch["choice"])
     return {
         **{name: f"{size / 2**30:.1f}" for name, size in launch["states"].items()},
         "total with activations": f"{setting.bytes / 2**30:.1f}",

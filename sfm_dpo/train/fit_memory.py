@@ -1,4 +1,4 @@
-"""Fits a run to its memory: chooses the pairs per device and the number of checkpointed layers before training.
+"""Fits a run to its memory: chooses the pairs per device and the checkpointed layers that are not set.
 
 Both follow from the memory of the largest micro-batch (memory/planner.py), which runs first. An out-of-memory error
 names a setting that would fit.
@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import traceback
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from sfm_dpo.common.distributed import broadcast, is_main_process, launched_with
 from sfm_dpo.common.errors import OutOfMemory, UserError
 from sfm_dpo.config import Config
 from sfm_dpo.data.lengths import Lengths
-from sfm_dpo.memory.planner import MemoryPlanner, memory_limit
+from sfm_dpo.memory.planner import Candidate, MemoryPlanner, memory_limit
 from sfm_dpo.model.attention import measured_here
 from sfm_dpo.run.checkpoint import COMPLETE, checkpoints
 from sfm_dpo.run.files import RESOLVED_CONFIG, read_file
@@ -41,43 +40,58 @@ REMEDIES = {
 NEW_RUN = "in a new output_dir, use a smaller max_length or model, or more GPUs under LAUNCH=zero3 or fsdp2"
 
 
-def fit_memory(config: Config, dataset: Dataset, model_config: PretrainedConfig, earlier: dict) -> dict[str, Any]:
-    """The setting for the fields that the configuration leaves open, for data.json, the same on all ranks. `earlier`,
-    that of the resumed run or empty, is chosen again if it fits. Raises UserError if no setting fits."""
-
-    def choose() -> dict[str, Any]:
-        return _choose(config, dataset, model_config, earlier) if is_main_process() else {}
-
-    return broadcast(main_process_first(choose))
-
-
-def _choose(config: Config, dataset: Dataset, model_config: PretrainedConfig, earlier: dict) -> dict[str, Any]:
+def fit_memory(
+    config: Config,
+    dataset: Dataset,
+    model_config: PretrainedConfig,
+    packed: bool,
+    prefix_sharing: bool,
+    before: dict[str, Any],
+) -> tuple[Candidate, int]:
+    """The candidate for the fields that the configuration leaves open, and the bytes that a process may use, the same
+    on all ranks. That of `before`, the settings of the resumed run or empty, is chosen again if it fits. Raises
+    UserError if none fits."""
     args = config.train
-    lengths = Lengths.of(dataset).truncate(args.max_length)
-    dtype = torch.bfloat16 if args.bf16 or args.fp16 else torch.float32
-    planner = MemoryPlanner(config, model_config, lengths, args.world_size, dtype, on_gpu=not args.use_cpu)
+
+    def choose() -> tuple[Candidate, int] | None:
+        if not is_main_process():
+            return None
+        lengths = Lengths.of(dataset).truncate(args.max_length)
+        dtype = torch.bfloat16 if args.bf16 or args.fp16 else torch.float32
+        packing = (packed, prefix_sharing)
+        planner = MemoryPlanner(config, model_config, lengths, args.world_size, *packing, dtype, not args.use_cpu)
+        return _choose(planner, before)
+
+    chosen: Any = main_process_first(choose)
+    return broadcast(chosen)
+
+
+def _choose(planner: MemoryPlanner, before: dict[str, Any]) -> tuple[Candidate, int]:
+    args = planner.config.train
     launch = "fsdp2" if launched_with() == "fsdp" else "none"
     zero = {}
     if args.deepspeed_plugin is not None:
         launch = f"zero{args.deepspeed_plugin.zero_stage}"
         zero = args.deepspeed_plugin.deepspeed_config["zero_optimization"]
     states = sum(planner.states(launch, zero).values())
-    if args.use_cpu:  # the limit is a share of the machine's memory, and this process already uses some
-        states += psutil.Process().memory_info().rss
-        total = psutil.virtual_memory().total / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if args.use_cpu:  # other processes use some of the machine's memory, and so does this one already
+        used = psutil.Process().memory_info().rss
+        states += used
+        total = used + psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     else:
         total = torch.cuda.mem_get_info()[1]
     limit = memory_limit(total, args.memory_gib)
-    same = (earlier["per_device"], earlier.get("checkpointed_layers", -1)) if earlier else None
+    earlier = (before["micro_batch"], before["checkpointed_layers"]) if before else None
     ratio = float(measured_here().get("memory_ratio", 1))
-    setting = planner.choose(limit, states, ratio, same)
-    if setting.bytes > limit:
+    candidate = planner.choose(limit, states, ratio, earlier)
+    gib = f"{limit / 2**30:.2f} GiB"
+    if candidate.bytes > limit:
         raise UserError(
-            f"fit_memory true: no setting fits in {limit / 2**30:.2f} GiB; the smallest is {setting}; use a smaller "
-            "max_length, more GPUs, or LAUNCH=zero3"
+            f"memory: no setting fits in {gib}; the smallest is {candidate}; use a smaller max_length, more GPUs, or "
+            "LAUNCH=zero3; or set per_device_train_batch_size and gradient_checkpointing to try without this check"
         )
-    log.info(f"fit_memory: {setting}, of {limit / 2**30:.2f} GiB; {setting.work - 1:.0%} recomputation and waiting")
-    return asdict(setting) | {"limit": int(limit)}
+    log.info(f"chosen by memory: {candidate}, of {gib}; {candidate.work - 1:.0%} recomputation and waiting")
+    return candidate, int(limit)
 
 
 def explain_out_of_memory(error: BaseException, progress: Progress, run: Path) -> OutOfMemory | None:
@@ -99,9 +113,9 @@ def explain_out_of_memory(error: BaseException, progress: Progress, run: Path) -
             remedies.append("remove checkpointed_layers")
         elif not settings.get("checkpointed_layers"):
             remedies.append("set gradient_checkpointing: true")
-        if not is_fixed and (fitted := settings.get("fit_memory")):
-            smaller = fitted["smaller"]
-            remedies = [f"use the next smaller setting of fit_memory: {smaller}"] if smaller else []
+        if not is_fixed and (chosen := settings.get("memory")):
+            smaller = chosen["smaller"]
+            remedies = [f"use the next smaller setting: {smaller}"] if smaller else []
     if progress.inputs:
         mask = progress.inputs["attention_mask"].cpu()
         what += f", micro-batch of {len(mask) // 2} pairs, {int(mask.sum()):,} tokens without padding"

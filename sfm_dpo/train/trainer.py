@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from trl import get_peft_config, get_quantization_config
 
 from sfm_dpo.common.distributed import launched_with
-from sfm_dpo.common.errors import UserError, user_input
+from sfm_dpo.common.errors import user_input
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.lengths import Lengths, count_trained
@@ -26,7 +26,7 @@ from sfm_dpo.model.attention import activate_flash, check_shared_keys, kernel_na
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.layers import compile_layers
 from sfm_dpo.model.loading import load_model, load_model_config, model_init_kwargs
-from sfm_dpo.model.packing import delta_net_kernel, enable_padding_free, why_not_shared
+from sfm_dpo.model.packing import delta_net_kernel, enable_padding_free
 from sfm_dpo.train.callbacks import Progress
 from sfm_dpo.train.checkpoints import CheckpointCallback, CompleteCheckpoints, ResumeCallback
 from sfm_dpo.train.evaluation import ExactEvaluation
@@ -39,7 +39,7 @@ from sfm_dpo.train.metrics import (
     loss_scale,
     reward_metrics,
 )
-from sfm_dpo.train.settings import Settings
+from sfm_dpo.train.settings import Settings, decide_settings
 from sfm_dpo.train.upstream import UpstreamFixes, arguments_for_trl
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
 
     Args:
         config: kept unchanged; `self.args` is a copy of its arguments for TRL (upstream.py, `arguments_for_trl`).
-        settings: by default those that the configuration asks for.
+        settings: by default those of `decide_settings`.
         kwargs: those of DPOTrainer.
     """
 
@@ -72,9 +72,10 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
     ):
         args = config.train
         self.config = config
-        self.settings = settings or Settings.of(config, load_model_config(config), {}, None)
+        self.settings = settings or decide_settings(config, kwargs["train_dataset"], load_model_config(config))
         self.progress = progress or Progress()
-        self.packed = args.padding_free
+        self.packed = self.settings.packed
+        self.prefix_sharing = self.settings.prefix_sharing
         self.train_sums = MetricSums()  # since the last log
         self.num_tokens = 0
         self.is_resumed = False
@@ -95,7 +96,8 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         self.precompute_ref_logps = True  # tells TRL that each batch holds the reference's sums, see _compute_loss
         self.chosen_tokens = count_trained(self.train_dataset, args.max_length)[:, 0].mean()  # until a step begins
         self.configured_weights = args.loss_weights or [1.0] * len(args.loss_type)
-        self.prefix_sharing = self._resolve_prefix_sharing()
+        if self.prefix_sharing:
+            check_shared_keys(*self.attention_call())
         self._pack_and_compile()
         self.train_sampler = self._get_train_sampler()
         self.meter = Meter()
@@ -118,24 +120,10 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
             log.info("torch_compile: layers are compiled in their first forward and backward")
         for model in filter(None, (self.bare_model(), self.ref_model)):
             model = self.accelerator.unwrap_model(model)
-            obstacle = why_not_shared(model, self.packed, args.router_aux_loss_coef)  # another reference may have one
             if self.packed:
-                enable_padding_free(model, self.prefix_sharing and not obstacle)
+                enable_padding_free(model, self.prefix_sharing)
             if args.torch_compile:
                 compile_layers(model, args.torch_compile_backend, args.torch_compile_mode)
-
-    def _resolve_prefix_sharing(self) -> bool:
-        """Whether prompts are shared. Raises UserError if it is set but model or kernel do not allow it."""
-        asked = self.config.train.prefix_sharing
-        obstacle = why_not_shared(self.bare_model(), self.packed, self.config.train.router_aux_loss_coef)
-        if obstacle and asked:
-            raise UserError(f"prefix_sharing True: {obstacle}; set prefix_sharing: false")
-        if obstacle and asked is None:
-            log.info(f"prefix_sharing is off: {obstacle}")
-        if obstacle or asked is False:
-            return False
-        check_shared_keys(*self.attention_call())
-        return True
 
     def attention_call(self, model: Any = None) -> tuple[torch.device, torch.dtype, int]:
         """Device, dtype and head size of the attention of the policy, or of `model`."""
@@ -180,8 +168,7 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> PairSampler:
         """Replaces Transformers' batch_rebalance, whose micro-batches hold unequal numbers of pairs."""
-        micro_batch = self.settings.micro_batch
-        self.train_sampler = build_sampler(self.train_dataset, self.config.train, micro_batch, self.prefix_sharing)
+        self.train_sampler = build_sampler(self.train_dataset, self.config.train, self.settings)
         return self.train_sampler
 
     def describe_data(self) -> dict[str, Any]:
@@ -293,7 +280,7 @@ def load_reference(config: Config, has_adapter: bool) -> PreTrainedModel | None:
     return load_configured_model(config) if needs_reference and not has_adapter else None
 
 
-def build_sampler(dataset: Dataset, args: TrainConfig, micro_batch: int, prefix_sharing: bool = False) -> PairSampler:
-    """The order in which a run trains on tokenised pairs, `micro_batch` pairs per device. Raises UserError for fewer
-    pairs than a global batch."""
-    return PairSampler.of(Lengths.of(dataset).truncate(args.max_length), args, micro_batch, prefix_sharing)
+def build_sampler(dataset: Dataset, args: TrainConfig, settings: Settings) -> PairSampler:
+    """The order in which a run trains on tokenised pairs. Raises UserError for fewer pairs than a global batch."""
+    lengths = Lengths.of(dataset).truncate(args.max_length)
+    return PairSampler.of(lengths, args, settings.micro_batch, settings.packed, settings.prefix_sharing)

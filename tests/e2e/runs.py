@@ -35,6 +35,7 @@ FIELDS = {
     "save_steps": 2,
     "save_total_limit": 8,
     "dataset_num_proc": 1,
+    "gradient_checkpointing": "true",
     "padding_free": "true",
     "precompute_ref_log_probs": "true",
     "train_sampling_strategy": "batch_rebalance",

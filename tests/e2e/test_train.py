@@ -49,7 +49,7 @@ def test_as_a_command_with_a_recipe_spaces_and_secrets(place, tiny_folder, write
     assert {path.name for path in run.iterdir()} >= set(FILES)
     assert list(run.glob("checkpoint-*/trainer_state.json"))
     resolved = yaml.safe_load((run / "resolved_config.yaml").read_text())
-    assert (resolved["per_device_train_batch_size"], resolved["gradient_accumulation_steps"]) == (4, 2)
+    assert resolved["per_device_train_batch_size"] == 4
     contents = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert "canary" not in started.log and not [path for path, data in contents.items() if b"canary" in data]
 

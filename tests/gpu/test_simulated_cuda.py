@@ -25,7 +25,8 @@ WAITS = 4  # of the host for the device, in a step
 TRL_WAITS = 5  # in a micro-batch: its LM head and two of its metrics select tokens by a mask
 # Besides these: masks of padded attention, the head for the reference, and nets that run by sequence without fla
 MORE_WAITS = {"padding_free": 2, "precompute_ref_log_probs": 2, "olmo_hybrid": 4}
-GRID = [("gpt_neox", {}), ("llama", {"fit_memory": "true"}), ("olmo2", {"prefix_sharing": "false"}), ("olmoe", {})]
+BY_MEMORY = {"per_device_train_batch_size": None, "gradient_checkpointing": None}
+GRID = [("gpt_neox", {}), ("llama", BY_MEMORY), ("olmo2", {"prefix_sharing": "false"}), ("olmoe", {})]
 GRID += [("olmo3", {"gradient_checkpointing": "false"}), ("olmo3", {"padding_free": "false"})]
 GRID += [("olmo_hybrid", {}), ("gpt_neox", {"precompute_ref_log_probs": "false"})]
 

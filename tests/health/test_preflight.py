@@ -216,7 +216,7 @@ def test_the_script_judges_a_recipe_that_cannot_train_here(tiny_folder, write_ro
     monkeypatch.setattr(train_dpo, "check_disk", None)  # nothing is saved
     fields = {"eval_fraction": 0.25, "eval_strategy": "steps", "eval_steps": 2, "guard_generations": 2}
     fields |= {"save_steps": 2, "metric_for_best_model": "loss", "bf16": "true", "use_cpu": "false"}
-    fields |= {"fit_memory": "true", "memory_gib": 0.001}
+    fields |= {"memory_gib": 0.001, "gradient_checkpointing": None, "per_device_train_batch_size": None}
     options = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(8)), tmp_path, **fields)
     assert preflight.main([*options, "--json", str(tmp_path / "found.json")]) == 3
     assert json.loads((tmp_path / "found.json").read_text())["verdict"] == "no-go"

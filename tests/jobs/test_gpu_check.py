@@ -126,8 +126,8 @@ def test_measured_memory_is_near_the_plan_on_both_sides(trained, measured, passe
     steps = [{"perf/peak_memory_gib": measured, "perf/reserved_memory_gib": 12.0, "perf/tokens_per_second": 5.0}] * 2
     monkeypatch.setattr(trained, "train", lambda *args, **fields: steps)
     (trained.folder / "memory").mkdir()
-    write_json(trained.folder / "memory/data.json", {"settings": {"fit_memory": {"bytes": 10 * 2**30}}})
-    (trained.folder / "memory.log").write_text("fit_memory: 4 pair(s) per device, of 70 GiB")
+    write_json(trained.folder / "memory/data.json", {"settings": {"memory": {"bytes": 10 * 2**30}}})
+    (trained.folder / "memory.log").write_text("chosen by memory: 4 pair(s) per device, of 70 GiB")
     assert check_memory(trained)[0] is passed
 
 

@@ -12,7 +12,8 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler
-from sfm_dpo.memory.planner import FIXED_TOKENS, MemoryPlanner, MicroBatch, choose_setting
+from sfm_dpo.memory.planner import FIXED_TOKENS, MemoryPlanner, MicroBatch, choose_candidate
+from sfm_dpo.model.packing import decide_packing
 from tests.tiny_models import tiny_config
 
 RNG = np.random.default_rng(0)
@@ -21,32 +22,33 @@ LENGTHS = Lengths(np.full(1024, 50), *RESPONSES, np.zeros(1024, dtype=np.int64))
 
 
 def configuration(*fields: str):
-    argv = ["--model_name_or_path=m", "--dataset_name=d", "--use_cpu", "--fit_memory=true", *fields]
+    argv = ["--model_name_or_path=m", "--dataset_name=d", "--use_cpu", *fields]
     return parse_config([*argv, "--global_batch_size=128", "--train_sampling_strategy=batch_rebalance"])
 
 
 def plan_memory(config, **overrides) -> MemoryPlanner:
     model_config = tiny_config("gpt_neox", num_hidden_layers=8, **overrides)
     dtype = torch.bfloat16 if overrides else torch.float32
-    return MemoryPlanner(config, model_config, LENGTHS, 4, dtype, on_gpu=bool(overrides))
+    packing = decide_packing(config, model_config)
+    return MemoryPlanner(config, model_config, LENGTHS, 4, *packing, dtype, on_gpu=bool(overrides))
 
 
 @functools.cache
-def list_settings(*fields: str):
-    return plan_memory(configuration(*fields)).list_settings()
+def list_candidates(*fields: str):
+    return plan_memory(configuration(*fields)).list_candidates()
 
 
 @pytest.mark.parametrize("packed", ["true", "false"])
 def test_less_memory_means_more_work_and_never_more_than_the_limit(packed):
-    every = list_settings(f"--padding_free={packed}")
+    every = list_candidates(f"--padding_free={packed}")
     config = configuration()
-    assert {setting.per_device for setting in every} == set(FIRST_STEPS_FOR)
-    limits = sorted({setting.bytes for setting in every})
-    chosen = [choose_setting(every, limit, config) for limit in limits]
-    assert all(setting.bytes <= limit for setting, limit in zip(chosen, limits, strict=True))
-    assert [setting.work for setting in chosen] == sorted((setting.work for setting in chosen), reverse=True)
+    assert {candidate.per_device for candidate in every} == set(FIRST_STEPS_FOR)
+    limits = sorted({candidate.bytes for candidate in every})
+    chosen = [choose_candidate(every, limit, config.train) for limit in limits]
+    assert all(candidate.bytes <= limit for candidate, limit in zip(chosen, limits, strict=True))
+    assert [candidate.work for candidate in chosen] == sorted((candidate.work for candidate in chosen), reverse=True)
     assert (chosen[-1].checkpointed_layers, chosen[0].checkpointed_layers) == (0, 8)
-    assert chosen[0].per_device == 1 and choose_setting(every, 0, config) == chosen[0]
+    assert chosen[0].per_device == 1 and choose_candidate(every, 0, config.train) == chosen[0]
     if packed == "false":  # TRL's grid: the longest sequence, twice for each pair
         assert chosen[0].tokens == 2 * int(LENGTHS.total.max())
 
@@ -71,7 +73,7 @@ def test_second_copies_of_keys_and_the_update_take_memory():
     def plan(tokens: int, copies: int) -> int:
         planner.micro_batches = [MicroBatch(1, tokens, copies, 16, 1.0, tokens)]
         vars(planner).pop("activations", None)
-        return next(setting.bytes for setting in planner.list_settings() if not setting.checkpointed_layers)
+        return next(candidate.bytes for candidate in planner.list_candidates() if not candidate.checkpointed_layers)
 
     planner = plan_memory(configuration("--padding_free=true"), hidden_size=512, intermediate_size=2048)
     keys_and_values = 2 * 8 * 512 * 2  # bytes of a token, saved for the backward in bf16
@@ -79,28 +81,28 @@ def test_second_copies_of_keys_and_the_update_take_memory():
     assert plan(1, 0) == 4 * planner.trained // 4  # more than activations: a rank's gradients, once more
 
 
-def test_a_settings_options_choose_it():
-    every = list_settings("--padding_free=true")
-    for setting in every:
-        named = configuration(*shlex.split(setting.options))
-        assert not {"per_device_train_batch_size", "gradient_checkpointing"} & set(named.fitted)
-        assert choose_setting(every, math.inf, named) == setting
+def test_a_candidates_options_choose_it():
+    every = list_candidates("--padding_free=true")
+    for candidate in every:
+        named = configuration(*shlex.split(candidate.options))
+        assert choose_candidate(every, math.inf, named.train) == candidate
     partly = configuration("--gradient_checkpointing=false")
     expected = next(s for s in every if (s.per_device, s.checkpointed_layers) == (1, 0))
-    assert choose_setting(every, 0, partly) == expected
+    assert choose_candidate(every, 0, partly.train) == expected
     with pytest.raises(UserError, match="checkpointed_layers 9: the model has 8; give at most 8"):
-        choose_setting(every, math.inf, configuration("--checkpointed_layers=9"))
+        choose_candidate(every, math.inf, configuration("--checkpointed_layers=9").train)
 
 
-def test_the_setting_of_the_resumed_run_is_chosen_again_if_it_fits_and_nothing_else_is_given():
-    every = list_settings("--padding_free=true")
+def test_the_candidate_of_the_resumed_run_is_chosen_again_if_it_fits_and_nothing_else_is_given():
+    every = list_candidates("--padding_free=true")
     earlier = (2, 3)
-    again = next(setting for setting in every if (setting.per_device, setting.checkpointed_layers) == earlier)
-    config = configuration()
+    again = next(candidate for candidate in every if (candidate.per_device, candidate.checkpointed_layers) == earlier)
+    args = configuration().train
+    one = configuration("--per_device_train_batch_size=1").train
     less = again.bytes - 1
-    assert choose_setting(every, math.inf, config, earlier) == again != choose_setting(every, math.inf, config)
-    assert choose_setting(every, less, config, earlier) == choose_setting(every, less, config)
-    assert choose_setting(every, math.inf, configuration("--per_device_train_batch_size=1"), earlier).per_device == 1
+    assert choose_candidate(every, math.inf, args, earlier) == again != choose_candidate(every, math.inf, args)
+    assert choose_candidate(every, less, args, earlier) == choose_candidate(every, less, args)
+    assert choose_candidate(every, math.inf, one, earlier).per_device == 1
 
 
 def test_on_a_gpu_a_second_pair_can_be_worth_a_few_checkpointed_layers():
@@ -109,8 +111,8 @@ def test_on_a_gpu_a_second_pair_can_be_worth_a_few_checkpointed_layers():
     def work(on_gpu: bool) -> dict[tuple[int, int], float]:
         config = configuration("--padding_free=true")
         model_config = tiny_config("gpt_neox", num_hidden_layers=8)
-        every = MemoryPlanner(config, model_config, LENGTHS, 4, on_gpu=on_gpu).list_settings()
-        return {(setting.per_device, setting.checkpointed_layers): setting.work for setting in every}
+        every = MemoryPlanner(config, model_config, LENGTHS, 4, True, True, on_gpu=on_gpu).list_candidates()
+        return {(candidate.per_device, candidate.checkpointed_layers): candidate.work for candidate in every}
 
     gpu = work(True)
     cpu = work(False)

@@ -247,7 +247,7 @@ SHAPE = {"vocab_size": 64, "hidden_size": 32, "pad_token_id": 0, "bos_token_id":
     ("config", "reason"),
     [
         (MambaConfig(**SHAPE, num_hidden_layers=1), "convolutions"),
-        (BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2), "its attention does not go through"),
+        (BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2), "its attention lacks"),
         (tiny_config("gpt_neox", attention_dropout=0.1), "attention_dropout"),
     ],
     ids=lambda value: getattr(value, "model_type", None),

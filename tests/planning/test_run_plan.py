@@ -19,7 +19,7 @@ from sfm_dpo.model.flops import peak_flops
 from sfm_dpo.planning.run_plan import GPU_MEMORY, Cluster, Planner, find_gpu, format_plan
 from tests.tiny_models import tiny_config
 
-AS_NAMED = "--fit_memory false --per_device_train_batch_size 4 --gradient_checkpointing true".split()
+AS_NAMED = "--per_device_train_batch_size 4 --gradient_checkpointing true".split()
 B200 = Cluster("B200", 4)
 PYTHIA = AutoConfig.from_pretrained(PROJECT / "bench/shapes/gpt_neox_6.9b")
 
@@ -92,7 +92,7 @@ def test_longer_pairs_that_are_dropped_are_not_planned(plan_of):
 
 
 def test_what_does_not_fit_is_shown_with_its_smallest_setting(plan_of):
-    planner = plan_of(PYTHIA, lengths_of(80, 100, 900, 400), ["--memory_gib", "40", "--fit_memory", "true"])
+    planner = plan_of(PYTHIA, lengths_of(80, 100, 900, 400), ["--memory_gib", "40"])
     plan = planner.plan()
     fits = {launch: facts["fits"] for launch, facts in plan["launches"].items()}
     assert fits == {"zero2": False, "zero3": True, "fsdp2": True}

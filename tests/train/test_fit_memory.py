@@ -1,4 +1,4 @@
-"""fit_memory in a run; the optimizer's state before the first step; what an out-of-memory error says. None of it
+"""Settings chosen by memory; the optimizer's state before the first step; what an out-of-memory error says. None of it
 changes a loss."""
 
 import functools
@@ -46,6 +46,7 @@ def train(tiny_folder, write_rows, tmp_path, monkeypatch):
     def run(name: str, **fields):
         folder = tmp_path / name
         given = {"global_batch_size": 8, "per_device_train_batch_size": None, "padding_free": "true", "max_steps": 3}
+        given["gradient_checkpointing"] = None
         given |= {"learning_rate": 1e-3, "train_sampling_strategy": "batch_rebalance", "save_strategy": "no"}
         code = train_dpo.main(on_cpu(model, data, folder, **given | fields))
         return code, [entry["loss"] for entry in logged(folder)] if code == 0 else [], folder
@@ -54,11 +55,11 @@ def train(tiny_folder, write_rows, tmp_path, monkeypatch):
 
 
 def test_checkpointing_kwargs_that_are_given_are_kept():
-    options = ["--model_name_or_path=m", "--dataset_name=x", "--use_cpu=true", "--fit_memory=true"]
+    options = ["--model_name_or_path=m", "--dataset_name=x", "--use_cpu=true"]
     config = parse_config([*options, '--gradient_checkpointing_kwargs={"offload": true}'])
     shown = config.as_dict()
-    assert shown["gradient_checkpointing_kwargs"] == {"offload": True} and "gradient_checkpointing" not in shown
-    for_trl = arguments_for_trl(config.train, Settings.of(config, tiny_config("olmo3"), {}, None))
+    assert shown["gradient_checkpointing_kwargs"] == {"offload": True} and shown["gradient_checkpointing"] is None
+    for_trl = arguments_for_trl(config.train, Settings(8, 16, 3, "fa2"))
     assert for_trl.activation_checkpointing_kwargs["offload"] is True
 
 
@@ -78,7 +79,7 @@ def test_losses_do_not_depend_on_the_setting(train):
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_report")
 def test_the_choice_is_kept_at_resume_where_it_fits_and_is_not_recorded_as_asked(train, tmp_path, capsys, monkeypatch):
-    fit = {"fit_memory": "true", "save_strategy": "steps", "save_steps": 100}
+    fit = {"save_strategy": "steps", "save_steps": 100}
     run = tmp_path / "run"
     run.mkdir()
 
@@ -87,7 +88,7 @@ def test_the_choice_is_kept_at_resume_where_it_fits_and_is_not_recorded_as_asked
             (run / STOP).touch()
         code, losses, _ = train("run", **fit, memory_gib=gib)
         assert code == (75 if stop else 0)
-        return read_file(run / "data.json")["settings"]["fit_memory"], losses
+        return read_file(run / "data.json")["settings"]["memory"], losses
 
     chosen, _ = resume(64, stop=True)
     facts = read_file(run / "data.json")
@@ -97,7 +98,7 @@ def test_the_choice_is_kept_at_resume_where_it_fits_and_is_not_recorded_as_asked
     assert (chosen["per_device"], chosen["checkpointed_layers"]) == (8, 0)
     asked = read_resolved_config(run)
     assert asked["flash_attention"] == "auto"
-    assert asked["fit_memory"] is True and not {"per_device_train_batch_size", "gradient_checkpointing"} & set(asked)
+    assert asked["per_device_train_batch_size"] is None and asked["gradient_checkpointing"] is None
     less = (chosen["bytes"] - 1) / 2**30
     smaller, _ = resume(less, stop=True)
     assert smaller["bytes"] <= less * 2**30 and smaller["per_device"] in (1, 2, 4, 8)
@@ -109,7 +110,7 @@ def test_the_choice_is_kept_at_resume_where_it_fits_and_is_not_recorded_as_asked
     assert code == 0 and resumed == pytest.approx(losses, abs=1e-5)
     monkeypatch.setattr("sfm_dpo.train.fit_memory.measured_here", lambda: {"memory_ratio": 1.5})
     code, _, calibrated = train("calibrated", **fit, memory_gib=64)
-    planned = read_file(calibrated / "data.json")["settings"]["fit_memory"]["bytes"]
+    planned = read_file(calibrated / "data.json")["settings"]["memory"]["bytes"]
     assert code == 0 and planned == pytest.approx(1.5 * chosen["bytes"], rel=0.01)  # as check_gpu.sh measured
     code, _, _ = train("other", **fit, memory_gib=0.0001)
     assert code == 2 and "GiB; the smallest is 1 pair(s) per device" in capsys.readouterr().err
@@ -123,15 +124,16 @@ def test_a_micro_batch_that_does_not_fit_is_a_line_that_names_a_smaller_setting(
 
     with monkeypatch.context() as patch:
         patch.setattr(train_dpo.SFMDPOTrainer, "_compute_loss", does_not_fit)
-        code, _, run = train("large", fit_memory="true")
+        code, _, run = train("large")
     assert code == 2 and read_file(run / "status.json")["state"] == "failed"
     line = error_line(capsys.readouterr().err)
     assert re.search(r"out of memory in training, step 1, micro-batch of 8 pairs, [\d,]+ tokens", line), line
-    smaller = shlex.split(re.search(r"; use the next smaller setting of fit_memory: (--per_device[^;]*);", line)[1])
+    smaller = shlex.split(re.search(r"; use the next smaller setting: (--per_device[^;]*);", line)[1])
     fields = {name.removeprefix("--"): value for name, value in zip(smaller[::2], smaller[1::2], strict=True)}
-    size = read_file(run / "data.json")["settings"]["fit_memory"]["bytes"]
-    code, _, _ = train("large", fit_memory="true", **fields)
-    assert code == 0 and read_file(run / "data.json")["settings"]["fit_memory"]["bytes"] < size
+    code, _, _ = train("large", **fields)
+    settings = read_file(run / "data.json")["settings"]
+    assert code == 0 and settings["micro_batch"] == int(fields["per_device_train_batch_size"])
+    assert settings["checkpointed_layers"] == int(fields["checkpointed_layers"]) and not settings["memory"]
 
 
 def test_the_layers_stay_checkpointed_as_asked(tiny_folder, tmp_path):

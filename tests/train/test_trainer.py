@@ -26,7 +26,8 @@ from sfm_dpo.train.settings import Settings
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from sfm_dpo.train.upstream import arguments_for_trl
 from tests.e2e.test_oracle import measure
-from tests.tiny_models import tiny_config, tiny_model, tiny_tokenizer
+from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.toolbox import PLAIN, as_options
 
 
 def pairs(n: int = 8) -> Dataset:
@@ -38,7 +39,7 @@ def pairs(n: int = 8) -> Dataset:
 def make_trainer(folder, output_dir, *cli: str, peft=None, data: Dataset | None = None) -> SFMDPOTrainer:
     argv = f"--model_name_or_path={folder} --dataset_name=x --output_dir={output_dir} --use_cpu --global_batch_size=4"
     argv += " --per_device_train_batch_size=4 --max_length=128 --learning_rate=1e-3 --logging_steps=1"
-    config = parse_config([*argv.split(), "--save_strategy=no", *cli])
+    config = parse_config([*argv.split(), "--save_strategy=no", *as_options(PLAIN), *cli])
     tokenizer = load_tokenizer(config)
     tokens, _ = tokenize_pairs(data or pairs(), tokenizer, config.train.max_length)
     trainer = SFMDPOTrainer(config, train_dataset=tokens, processing_class=tokenizer, peft_config=peft)
@@ -247,7 +248,7 @@ def test_callbacks_read_no_argument_that_was_changed_for_trl():
     options += " --eval_fraction 0.5 --eval_strategy steps --eval_steps 9 --save_strategy steps --save_steps 9"
     config = parse_config(options.split())
     asked = vars(config.train)
-    for_trl = vars(arguments_for_trl(config.train, Settings.of(config, tiny_config("olmo3"), {}, None)))
+    for_trl = vars(arguments_for_trl(config.train, Settings(8, 16, 3, "fa2")))
     changed = {name for name in asked if asked[name] != for_trl[name]}
     assert {"push_to_hub", "save_total_limit", "padding_free", "load_best_model_at_end", "torch_compile"} <= changed
     for path in PROJECT.glob("sfm_dpo/**/*.py"):
