@@ -126,8 +126,7 @@ def tokenize_pairs(
     Pairs.dropped_rows.
 
     A second call with the same pairs and tokenizer reads the cache, whatever the lengths. TRL's collator truncates to
-    `max_length`; here it only drops pairs whose prompt fills it or, with `overlong` drop, all longer pairs. Raises
-    UserError if a pair is longer and `overlong` is error.
+    `max_length`; here it only drops pairs whose prompt fills it or, with `overlong` drop, all longer pairs.
     """
     log.info(f"tokenizing {len(pairs):,} pairs")
     # Replaces datasets' own key, which hashes the tokenizer's state, and that changes with use.
@@ -154,18 +153,9 @@ def tokenize_pairs(
     if control_tokens == "drop":
         reasons[(reasons == "") & columns["control_tokens"]] = "control_tokens"
     if max_length is not None:
-        lengths = Lengths.from_columns(columns)
-        is_overlong = (reasons == "") & ~lengths.fit(max_length)
-        if overlong == "error" and is_overlong.any():
-            raise UserError(
-                f"overlong error: {is_overlong.sum():,} of {len(pairs):,} pairs are longer than max_length "
-                f"{max_length}, the longest has {lengths.total[is_overlong].max():,} tokens; raise max_length, set "
-                "max_prompt_length, remove them, or choose overlong: truncate or drop"
-            )
-        if overlong == "drop":
-            reasons[is_overlong] = "too_long"
-        is_untrained = count_trained(tokens, max_length).min(axis=1) == 0
-        reasons[(reasons == "") & is_untrained] = "prompt_too_long"
+        trained = count_trained(tokens, max_length)
+        unused = Lengths.from_columns(columns).find_unused(trained, max_length, None, overlong)
+        reasons = np.where(reasons == "", unused, reasons)
     usable, dropped = drop_rows(tokens, reasons)
     return usable.remove_columns("dropped"), dropped
 

@@ -9,7 +9,7 @@ from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
 from sfm_dpo.common.files import format_table
 from sfm_dpo.data.answers import tabulate_sides
-from sfm_dpo.planning.lengths import PERCENTILES
+from sfm_dpo.planning.length_advice import PERCENTILES
 from sfm_dpo.report.plots import COLORS, INK, STYLE
 
 NOTE = (
@@ -17,7 +17,7 @@ NOTE = (
     "dropped: the prompt fills max_length or, with overlong: drop, the pair is longer. tokens and FLOPs: per epoch, "
     "without padding. step time: padding-free, relative to the recommendation. docs/data.md defines the traits."
 )
-HEADINGS = "max_length,untruncated,tokens kept,no signal,dropped,tokens,FLOPs,step time".split(",")
+HEADINGS = "max_length,max_prompt_length,untruncated,tokens kept,no signal,dropped,tokens,FLOPs,step time".split(",")
 LINES: dict[str, tuple[str, dict[str, Any]]] = {  # curve: (label, style)
     "total": ("prompt + longer", {"color": COLORS[0], "linewidth": 1.8}),
     "prompt": ("prompt", {"color": INK, "linestyle": ":"}),
@@ -37,7 +37,9 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
     candidates = [HEADINGS]
     for row in result["candidates"]:
         mark = "* " if row["max_length"] == result["recommendation"]["max_length"] else ""
-        cells = [f"{mark}{row['max_length']:,}", f"{row['untruncated']:.1%}", f"{row['tokens_kept']:.1%}"]
+        prompt_length = row["max_prompt_length"]
+        cells = [f"{mark}{row['max_length']:,}", f"{prompt_length:,}" if prompt_length else "not needed"]
+        cells += [f"{row['untruncated']:.1%}", f"{row['tokens_kept']:.1%}"]
         cells += [f"{row['no_signal']:,}", f"{row['dropped']:,}", f"{row['tokens'] / 1e6:,.2f} M"]
         candidates.append([*cells, f"{row['flops']:.2e}", f"x {row['relative_time']:.2f}"])
     return {
@@ -59,21 +61,22 @@ def format_analysis(result: dict[str, Any]) -> str:
         NOTE,
         "\n".join(["Findings", *findings]),
         f"Recommendation: max_length {best['max_length']:,}\n{best['reason']}",
-        f"max_length: {best['max_length']}\nmax_prompt_length: {best['max_prompt_length']}",
+        f"max_length: {best['max_length']}\nmax_prompt_length: {best['max_prompt_length'] or 'null  # not needed'}",
     ]
     return "\n\n".join(parts)
 
 
 def draw_lengths(result: dict[str, Any]) -> Figure:
-    """Share of the pairs up to each length; dots: share left untruncated by each candidate for max_length."""
+    """The percentiles; dots: the share of the pairs that each candidate for max_length leaves untruncated."""
     figure = Figure(figsize=(7.2, 4.0), layout="constrained")
     axes = figure.add_subplot()
-    curves = result["curves"]
+    shares = [q / 100 for q in PERCENTILES]
     for side, (label, style) in LINES.items():
-        axes.plot(curves["length"], curves[side], label=label, **style)
+        tokens = [result["percentiles"][side][str(q)] for q in PERCENTILES]
+        axes.plot(tokens, shares, label=label, **style)
     best = result["recommendation"]
-    shares = {row["max_length"]: row["untruncated"] for row in result["candidates"]}
-    axes.plot(list(shares), list(shares.values()), "o", color=COLORS[0], label="untruncated")
+    untruncated = {row["max_length"]: row["untruncated"] for row in result["candidates"]}
+    axes.plot(list(untruncated), list(untruncated.values()), "o", color=COLORS[0], label="untruncated")
     label = f"recommended: {best['max_length']:,}"
     axes.axvline(best["max_length"], color=INK, linewidth=1.1, linestyle="--", label=label)
     axes.set(title="Lengths", xlabel="tokens", ylabel="share of pairs up to this length", ylim=(0, 1.04))
