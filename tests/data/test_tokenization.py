@@ -288,17 +288,18 @@ SMOLLM3 = (
 )
 ADD = {"name": "add", "arguments": {"x": 2}}
 ADD_TEXT = json.dumps([{"type": "function", "function": ADD | {"arguments": '{"x": 2, "y": null}'}}])
+ADD_CALL = '{"name": "add", "arguments": {"x": 2, "y": null}}'
 
 
 @pytest.mark.parametrize(
     ("template", "message", "expected"),
     [
-        (OLMO3_CALLS, {"tool_calls": ADD_TEXT}, "<calls>add(x=2)</calls><|im_end|>\n"),
+        (OLMO3_CALLS, {"tool_calls": ADD_TEXT}, "<calls>add(x=2y=null)</calls><|im_end|>\n"),
         (OLMO3_CALLS, {"function_calls": [{"function": ADD}]}, "<calls>add(x=2)</calls><|im_end|>\n"),
         (OLMO3_CALLS, {"function_calls": "add(x=2)"}, "<calls>add(x=2)</calls><|im_end|>\n"),
         (OLMO3_CALLS, {"function_calls": "add(x=2)", "tool_calls": None}, "<calls>add(x=2)</calls><|im_end|>\n"),
-        (trl_template("qwen3"), {"tool_calls": ADD_TEXT}, '<tool_call>\n{"name": "add", "arguments": {"x": 2}}'),
-        (trl_template("qwen3"), {"function_calls": ADD_TEXT}, '<tool_call>\n{"name": "add", "arguments": {"x": 2}}'),
+        (trl_template("qwen3"), {"tool_calls": ADD_TEXT}, f"<tool_call>\n{ADD_CALL}"),
+        (trl_template("qwen3"), {"function_calls": ADD_TEXT}, f"<tool_call>\n{ADD_CALL}"),
         (trl_template("qwen3"), {"reasoning_content": "Hm."}, "<think>\nHm.\n</think>\n\nyes"),
         (trl_template("gptoss"), {"thinking": "Hm."}, "<|channel|>analysis<|message|>Hm.<|end|>"),
         (SMOLLM3, {}, "<think>\n\n</think>\nyes<|im_end|>\n"),
@@ -316,7 +317,8 @@ def test_calls_and_thoughts_reach_the_templates_of_models(write_rows, template, 
         assert [row["reason"] for row in dropped] == ["malformed"]
     else:
         assert expected in tokenizer.decode(tokens[0]["prompt_ids"] + tokens[0]["chosen_ids"])
-        assert template is not SMOLLM3 or '<tools>{"name": "add"}</tools>' in tokenizer.decode(tokens[0]["prompt_ids"])
+        prompt = tokenizer.decode(tokens[0]["prompt_ids"])
+        assert template is not SMOLLM3 or '<tools>{"name": "add", "description": null}</tools>' in prompt
 
 
 # As OLMo 3's: EOS ends the last turn alone, both kinds of results are the environment's.

@@ -168,5 +168,5 @@ def test_two_processes_stop_together_where_the_guard_says_so(place, write_rows):
     assert (run.status["state"], run.status["exit_code"]) == ("collapsed", 4), run.log[-3000:]
     health = json.loads((run.folder / "health.json").read_text())
     assert health["stopped"] and (Path(health["last_healthy"]) / "KEEP").is_file()
-    assert json.loads((run.folder / "preflight.json").read_text())["figures"]["pairs"] == 24
+    assert json.loads((run.folder / "preflight.json").read_text())["pairs"] == 24
     assert run.log.count("preflight: no-go") == run.log.count("guard: stop:") == 1  # said once
