@@ -10,25 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
 import torch
 from accelerate.utils import gather_object
-from datasets import Dataset
 from torch.nn.functional import avg_pool1d
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sfm_dpo.common.distributed import broadcast, is_main_process
-from sfm_dpo.common.errors import PreflightRefused, UserError
+from sfm_dpo.common.errors import PreflightRefused
 from sfm_dpo.common.files import format_table, write_json
 from sfm_dpo.common.statistics import LOGP_NOISE
-from sfm_dpo.config import Config, TrainConfig
+from sfm_dpo.config import Config
 from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.answers import compare_sides, find_traits, tabulate_sides
 from sfm_dpo.data.lengths import Lengths, count_trained
-from sfm_dpo.data.pairs import PARTS
-from sfm_dpo.data.tokenization import load_tokenizer
 from sfm_dpo.health.preflight_rules import MOVE, Figure, compute_pair_figures, exact, format_finding, judge_base_model
-from sfm_dpo.model.loading import load_model_config
 
 log = logging.getLogger(__name__)
 
@@ -66,45 +61,6 @@ def count_wrong_rope_layers(config: PretrainedConfig) -> int:
     full = parameters.get("full_attention") or {}
     is_lost = config.max_position_embeddings > 8192 and full.get("rope_type") != "yarn"
     return is_lost + (sliding.get("rope_type", "default") != "default")
-
-
-def check_vocabulary(tokens: Dataset, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Raises UserError if an id has no row in the embedding: on a GPU that causes a device assert, or garbage."""
-    largest = max(tokenizer.pad_token_id, tokenizer.eos_token_id)
-    columns = tokens.select_columns([f"{part}_ids" for part in PARTS])
-    for table in columns.with_format("arrow").iter(batch_size=1000):
-        for ids in table.columns:
-            largest = max(largest, pc.max(pc.list_flatten(ids)).as_py() or 0)  # None if all lists are empty
-    if largest >= vocab_size:
-        raise UserError(
-            f"model_name_or_path {tokenizer.name_or_path}: its tokenizer returns id {largest}, but the model has "
-            f"{vocab_size} embeddings; use the tokenizer the model was trained with, or resize the embedding"
-        )
-
-
-def check_positions(tokens: Dataset, model_config: PretrainedConfig, args: TrainConfig) -> None:
-    """Raises UserError if a sequence is longer than the model's positions; beyond them it computes noise, or fails."""
-    positions = getattr(model_config, "max_position_embeddings", None)
-    positions = (args.model_init_kwargs or {}).get("max_position_embeddings", positions)
-    longest = int(Lengths.of(tokens).truncate(args.max_length).sequences.max())
-    if positions and longest > positions:
-        raise UserError(
-            f"max_length {args.max_length}: a pair has {longest:,} tokens, but the model has {positions:,} positions "
-            f"(max_position_embeddings in its config.json); set max_length: {positions}, or, if trained on "
-            f"longer texts, model_init_kwargs: {{max_position_embeddings: {args.max_length}}}"
-        )
-
-
-def check_reference(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises UserError where the model of ref_model_name_or_path is missing, or reads token ids or chats otherwise."""
-    name = config.train.ref_model_name_or_path
-    embeddings = load_model_config(config.reference).get_text_config().vocab_size
-    other = load_tokenizer(config.reference)
-    ids = tokenizer.get_vocab()
-    if other.get_vocab() != ids or embeddings <= max(ids.values()):
-        raise UserError(f"ref_model_name_or_path {name}: its vocabulary differs from the policy's; choose another")
-    if other.chat_template != tokenizer.chat_template:
-        raise UserError(f"ref_model_name_or_path {name}: its chat template differs; copy the policy's into its folder")
 
 
 def compute_base_logps(trainer, policy, rows: np.ndarray) -> np.ndarray:
@@ -153,11 +109,11 @@ def compute_packed_difference(trainer, policy, rows: np.ndarray) -> float:
     return max(differences) / (5 * LOGP_NOISE[trainer.accelerator.mixed_precision])
 
 
-def score_pairs(trainer, policy, sample: np.ndarray, args: TrainConfig) -> tuple[np.ndarray, np.ndarray]:
+def score_pairs(trainer, policy, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The pairs to judge [N] and their log-probs [N, 2] (float64 sums in nats) under the base model: all pairs from
     the reference cache, or those of `sample` computed here."""
     dataset = trainer.train_dataset
-    if "ref_chosen_logps" not in dataset.column_names or args.ref_model_name_or_path:
+    if "ref_chosen_logps" not in dataset.column_names or trainer.args.ref_model_name_or_path:
         return sample, compute_base_logps(trainer, policy, sample)
     names = ["ref_chosen_logps", "ref_rejected_logps"]
     columns = dataset.select_columns(names).with_format("numpy")[:]
@@ -171,11 +127,12 @@ def check_packing(trainer, policy, sample: np.ndarray) -> float:
     return compute_packed_difference(trainer, policy, sample[[median]])
 
 
-def inspect_model(trainer, rows: list[dict], args: TrainConfig) -> dict[str, Figure]:
+def inspect_model(trainer, rows: list[dict]) -> dict[str, Figure]:
     """The figures about the tokens of the training set (`rows`: a sample of it) and the model's configuration."""
     dataset = trainer.train_dataset
     model = trainer.accelerator.unwrap_model(trainer.model)
-    figures = inspect_tokens(rows, Lengths.of(dataset), list_eos(model, trainer.processing_class), args.max_length)
+    eos = list_eos(model, trainer.processing_class)
+    figures = inspect_tokens(rows, Lengths.of(dataset), eos, trainer.args.max_length)
     figures["rope_layers"] = exact(count_wrong_rope_layers(model.config.get_text_config()))
     figures["control_tokens"] = exact(float(np.mean(dataset["control_tokens"][:])))
     return figures
@@ -194,9 +151,9 @@ def run_preflight(trainer, policy, config: Config) -> dict[str, Any]:
     sample = np.sort(np.random.default_rng(args.seed).permutation(len(dataset))[: args.preflight_samples])
     rows = list(dataset.select(sample))
 
-    judged, logps = score_pairs(trainer, policy, sample, args)
+    judged, logps = score_pairs(trainer, policy, sample)
     responses = np.maximum(count_trained(dataset, args.max_length), 1)[judged]
-    figures = compute_pair_figures(logps, responses, loss_type, args.beta) | inspect_model(trainer, rows, args)
+    figures = compute_pair_figures(logps, responses, loss_type, args.beta) | inspect_model(trainer, rows)
     if args.padding_free:
         figures["packed_difference"] = exact(check_packing(trainer, policy, sample))
     verdict, findings = judge_base_model(figures, loss_type)

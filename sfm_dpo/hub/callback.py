@@ -13,7 +13,7 @@ from pathlib import Path
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from sfm_dpo.common.distributed import is_main_process
+from sfm_dpo.common.distributed import CPU_ONLY, is_main_process
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.hub.publish import choose_repo
@@ -46,7 +46,7 @@ class PushCheckpoints(TrainerCallback):
             log.info(f"{checkpoint} is not pushed: the push of an earlier checkpoint is still running")
             return
         _, script, *options = shlex.split(self._format_command(args, checkpoint))
-        env = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        env = CPU_ONLY | {"OMP_NUM_THREADS": "1"}
         self._pushes.start(checkpoint, [sys.executable, str(PROJECT / script), *options], env)
 
     def on_train_end(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:

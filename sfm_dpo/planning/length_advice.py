@@ -13,7 +13,7 @@ import torch
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.lengths import Lengths
 
-# Rows of the table, besides the recommendation and its neighbours
+# Rows of the table, besides the recommendation and the shortest acceptable length
 CANDIDATES = (256, 512, 1024, 2048, 4096, 8192, 12288, 16384, 24576, 32768)
 STEPS = (*range(128, 4096, 128), *range(4096, 2**20 + 1, 1024))  # possible recommendations
 PERCENTILES = (1, 10, 25, 50, 75, 90, 95, 99, 100)
@@ -121,9 +121,7 @@ def analyze_lengths(
             f"model_name_or_path: no pair keeps a response within the model's limit of {limit} tokens; set overlong: "
             "truncate, or use a model with a longer context"
         )
-    position = steps.index((shortest or best)["max_length"])
-    shown = {*list_lengths(CANDIDATES, longest, limit), best["max_length"], steps[-1]}
-    shown |= set(steps[max(0, position - 1) : position + 1])
+    shown = {*list_lengths(CANDIDATES, longest, limit), (shortest or best)["max_length"], best["max_length"]}
     measured = [measure(max_length) for max_length in sorted(shown)]
     rows = [row | {"relative_time": row["flops"] / best["flops"]} for row in measured if row["tokens"]]
     recommended = next(row for row in rows if row["max_length"] == best["max_length"])
@@ -141,15 +139,14 @@ def analyze_lengths(
 
 def explain_choice(lengths: Lengths, shortest: Row | None, best: Row, wanted: str) -> str:
     """Why choose_length recommends `best`, and what both of its values cut; `wanted`: what is acceptable."""
-    cut, of_shortest = (round((1 - row["untruncated"]) * len(lengths)) for row in (best, shortest or best))
     if shortest is None:
         reason = f"No max_length within the model's limit {wanted}; this is the longest."
     elif best is shortest:
         reason = f"The shortest that {wanted}."
     else:
         time = best["flops"] / shortest["flops"] - 1
-        reason = f"{shortest['max_length']:,} is the shortest that {wanted}, but it cuts {of_shortest:,} pairs; "
-        reason += f"{best['max_length']:,} takes {time:.1%} more time."
+        reason = f"{shortest['max_length']:,} is the shortest that {wanted}; this cuts fewer for {time:.1%} more time."
+    cut = round((1 - best["untruncated"]) * len(lengths))
     kept = f"and {best['tokens_kept']:.1%} of the response tokens are kept."
     limit = best["max_prompt_length"]
     if limit is None:

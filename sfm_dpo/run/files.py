@@ -17,7 +17,6 @@ ENVIRONMENT = "environment.json"
 DATA = "data.json"
 STATUS = "status.json"
 EVALUATION = "evaluation.json"
-PARENTS = "parents.json"
 
 _TEXT = (str, None)
 _COUNT = (int, None)
@@ -45,10 +44,8 @@ SCHEMAS: dict[str, Any] = {
     EVALUATION: {"benchmarks": [_ROW], "pairs": [{"source": str, "pairs": int}]},
     "trainer_state.json": {"global_step": int, "best_global_step": _COUNT, "log_history": [{"step": int}]},
     "samples.json": [{"prompt": str, "before": str, "after": str}],
-    PARENTS: [{"model": str, "weight": (int, float)}],
     RESOLVED_CONFIG: {"model_name_or_path": str, "loss_type": [str], "beta": (int, float), "max_steps": int}
     | {"learning_rate": (int, float), "warmup_steps": (int, float), "num_train_epochs": (int, float)},
-    "submitted.json": {str: str},  # of a sweep
     "complete.json": {"files": {str: int}, "xxh3_128": {str: str}, "model_name_or_path": str}
     | {"ref_model_name_or_path": str},
 }

@@ -8,7 +8,6 @@ import evaluate
 import pytest
 import status
 
-from sfm_dpo.jobs.sweep import read_metrics
 from sfm_dpo.run.checkpoint import checkpoints, step_of
 from sfm_dpo.run.reader import read_run
 
@@ -70,7 +69,7 @@ def test_where_results_appear(place, train_here, harness, monkeypatch, capsys):
     env = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
     run = place.start("results", report_to="wandb", env=env, popen={"cwd": harness.parent}, **fields).finish()
     assert any(b"evaluation/acc" in path.read_bytes() for path in harness.parent.rglob("*.wandb"))
-    assert read_metrics(read_run(run.folder))["evaluation/acc"] == 0.3
+    assert read_run(run.folder)["log"][-1]["evaluation/acc"] == 0.3
     page = (run.folder / "report.html").read_text()
     assert 'aria-label="evaluation: f1 by optimizer step"' in page and "<td>2.000 ± 0.250</td>" in page
     assert "| 3 | 0.300 | 3.000 ± 0.250 |" in (run.folder / "README.md").read_text()
