@@ -142,9 +142,9 @@ def _normalize_row(stored: Mapping[str, Any], index: int, source: str, script: s
     try:
         fields = to_plain({name: row.get(name) for name in _FIELDS}, keep_null=is_json)
         pair = normalize_pair(*(fields.get(name) for name in PARTS))
-        arguments = fields.get("chat_template_kwargs") or {}
-        if tools := fields.get("tools"):
-            arguments = {"tools": json.loads(tools) if isinstance(tools, str) else tools} | arguments
+        tools = fields.get("tools")
+        arguments = {"tools": json.loads(tools) if isinstance(tools, str) else tools} if tools else {}
+        arguments |= fields.get("chat_template_kwargs") or {}
         if arguments:
             template = json.dumps(arguments)
     except (ValueError, TypeError, RecursionError):

@@ -1,7 +1,6 @@
 """From a pair of messages to text: the model's chat template, with the row's own tools and template arguments; and
 where the results of tool calls are in it: they are context, not the model's words."""
 
-import functools
 import itertools
 import json
 from bisect import bisect_left
@@ -23,7 +22,11 @@ REFUSALS = (TemplateError, TypeError, ValueError, RecursionError)
 def make_renderer(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
     """A function from messages to their text."""
     arguments = json.loads(pair.get("template") or "{}")
-    return functools.partial(tokenizer.apply_chat_template, tokenize=False, **arguments)
+
+    def render(messages: list[dict[str, Any]], **options: Any) -> Any:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **arguments, **options)
+
+    return render
 
 
 def render_pair(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str] | None:

@@ -66,28 +66,20 @@ def format_analysis(result: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def draw_lengths(result: dict[str, Any]) -> Figure:
-    """The percentiles; dots: the share of the pairs that each candidate for max_length leaves untruncated."""
-    figure = Figure(figsize=(7.2, 4.0), layout="constrained")
-    axes = figure.add_subplot()
+def draw_lengths(result: dict[str, Any], path: Path) -> None:
+    """Draws the share of the pairs up to each length, at the percentiles, in the format of the file's suffix."""
     shares = [q / 100 for q in PERCENTILES]
-    for side, (label, style) in LINES.items():
-        tokens = [result["percentiles"][side][str(q)] for q in PERCENTILES]
-        axes.plot(tokens, shares, label=label, **style)
-    best = result["recommendation"]
-    untruncated = {row["max_length"]: row["untruncated"] for row in result["candidates"]}
-    axes.plot(list(untruncated), list(untruncated.values()), "o", color=COLORS[0], label="untruncated")
-    label = f"recommended: {best['max_length']:,}"
-    axes.axvline(best["max_length"], color=INK, linewidth=1.1, linestyle="--", label=label)
-    axes.set(title="Lengths", xlabel="tokens", ylabel="share of pairs up to this length", ylim=(0, 1.04))
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    figure.legend(loc="outside lower left", ncols=3)  # inside, every corner may hold a curve
-    return figure
-
-
-def write_plot(result: dict[str, Any], path: Path) -> None:
-    """Writes the plot in the format of the file's suffix."""
+    best = result["recommendation"]["max_length"]
     with rc_context(STYLE):
-        draw_lengths(result).savefig(path, facecolor="white")
+        figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+        axes = figure.add_subplot()
+        for side, (label, style) in LINES.items():
+            tokens = [result["percentiles"][side][str(q)] for q in PERCENTILES]
+            axes.plot(tokens, shares, label=label, **style)
+        axes.axvline(best, color=INK, linewidth=1.1, linestyle="--", label=f"recommended: {best:,}")
+        axes.set(title="Lengths", xlabel="tokens", ylabel="share of pairs up to this length", ylim=(0, 1.04))
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        figure.legend(loc="outside lower left", ncols=3)  # inside, every corner may hold a curve
+        figure.savefig(path, facecolor="white")
