@@ -62,7 +62,7 @@ class TrainConfig(DPOConfig):
     )
     eval_datasets: str | None = HfArg(default=None, help="More held-out sets: {math: m.jsonl, code: {path: org/set}}.")
     max_prompt_length: int | None = HfArg(default=None, help="Keep only the last tokens of a longer prompt.")
-    overlong: Literal["truncate", "drop", "error"] = HfArg(default="truncate", help="Pairs beyond max_length.")
+    overlong: Literal["truncate", "drop"] = HfArg(default="truncate", help="Pairs beyond max_length.")
     truncation_mode: Literal["keep_start"] = HfArg(default="keep_start", help="Truncation keeps the first tokens.")
     mask_tool_results: bool = HfArg(default=True, help="Do not train on the results of tool calls (docs/data.md).")
     max_dropped_fraction: float = HfArg(default=0.05, help="Stop if a larger share of the rows is unusable.")
