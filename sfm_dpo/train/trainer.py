@@ -28,7 +28,7 @@ from sfm_dpo.model.packing import compile_layers, delta_net_kernel, enable_paddi
 from sfm_dpo.model.sharding import launched_with
 from sfm_dpo.train.callbacks import Progress
 from sfm_dpo.train.checkpoints import CheckpointCallback, CompleteCheckpoints, ResumeCallback
-from sfm_dpo.train.evaluation import ExactEvaluation
+from sfm_dpo.train.held_out import ExactEvaluation
 from sfm_dpo.train.metrics import (
     CountingCollator,
     Meter,
