@@ -27,10 +27,10 @@ from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.tokenization import load_tokenizer
 from sfm_dpo.health.preflight_rules import MOVE, compute_pair_figures, format_finding, judge_base_model
 from sfm_dpo.model.loading import load_model_config
+from sfm_dpo.run.files import PREFLIGHT
 
 log = logging.getLogger(__name__)
 
-PREFLIGHT = "preflight.json"
 WINDOW = 16  # tokens
 
 
