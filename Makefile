@@ -45,6 +45,9 @@ lint: setup
 bench: setup
 	"$(BIN)/python" bench/throughput.py
 
-# What the newest libraries would break; their environment, .venv-upgrade, takes some GB.
+# What the newest libraries would break; their environment, .venv-upgrade, takes some GB. A canary fails if its library
+# has fixed the bug, or has changed what the canary calls.
 upgrade:
-	$(PYTHON) bench/upgrade.py .venv-upgrade
+	$(PYTHON) -m venv .venv-upgrade
+	.venv-upgrade/bin/pip install --upgrade $$(sed 's/[=#].*//' requirements.txt requirements-dev.txt)
+	.venv-upgrade/bin/python -m pytest -m "not grid" -k "canary or test_golden or test_oracle"

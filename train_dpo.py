@@ -23,22 +23,34 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
 
-from sfm_dpo.common.distributed import is_main_process, main_process_first
+from sfm_dpo.common.distributed import (
+    disable_deepspeed_shm,
+    is_main_process,
+    load_only_tensors,
+    main_process_first,
+)
 from sfm_dpo.common.errors import PreflightDone, StopRequested
 from sfm_dpo.common.files import write_json
 from sfm_dpo.config import Config, parse_config
 from sfm_dpo.config_checks import check_length_of_run
 from sfm_dpo.data.pairs import TokenPairs
-from sfm_dpo.data.tokenization import hash_tokens, load_token_pairs, load_tokenizer
+from sfm_dpo.data.tokenization import (
+    check_positions,
+    check_reference,
+    check_vocabulary,
+    hash_tokens,
+    load_token_pairs,
+    load_tokenizer,
+)
 from sfm_dpo.health.guard import add_guard
 from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
-from sfm_dpo.health.preflight import check_positions, check_reference, check_vocabulary, preflight_phase
+from sfm_dpo.health.preflight import preflight_phase
 from sfm_dpo.hub.callback import PushCheckpoints
 from sfm_dpo.hub.publish import check_push, push_finished
 from sfm_dpo.jobs.eval_command import EvalCommand
 from sfm_dpo.jobs.training_run import Run, report
 from sfm_dpo.model.loading import identify_models, load_model_config, meta_model
-from sfm_dpo.model.sharding import check_buckets, checkpoint_bytes, disable_deepspeed_shm, load_only_tensors
+from sfm_dpo.model.sharding import check_buckets, checkpoint_bytes
 from sfm_dpo.run.checkpoint import (
     COMPLETE,
     check_best,

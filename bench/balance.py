@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """How long ranks wait for the slowest, by sampling strategy.
 
-    python bench/balance.py [--lengths think]
+    python bench/balance.py
 
-Columns: FLOPs of the slowest rank over those of the mean one, by model; tokens of the largest micro-batch. `equal
-tokens` is batch_rebalance with tokens in place of cost, `stock` transformers' own.
+Columns: FLOPs of the slowest rank over those of the mean one, by model; tokens of the largest micro-batch. `stock` is
+transformers' own batch_rebalance.
 """
 
 import sys
@@ -21,11 +21,11 @@ import torch
 from transformers import AutoConfig
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from bench.lengths import LENGTHS, MAX_LENGTH, sample_lengths
+from bench.lengths import MAX_LENGTH, sample_lengths
 from sfm_dpo.common.cli import Arguments
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.data.lengths import Lengths
-from sfm_dpo.data.sampler import PairSampler, assign_pairs
+from sfm_dpo.data.sampler import PairSampler
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import meta_model
 
@@ -38,19 +38,13 @@ MODELS = ("gpt_neox_6.9b", "olmo3_7b")
 
 def micro_batches(strategy: str, lengths: Lengths) -> list[np.ndarray]:
     """The rows of each micro-batch, in the order of ranks."""
-    tokens = lengths.computed(prefix_sharing=False)
     if strategy == "stock":
+        tokens = lengths.computed(prefix_sharing=False)
         settings = (tokens.tolist(), GLOBAL_BATCH, RANKS, GLOBAL_BATCH // (RANKS * PER_DEVICE))
         ranks = [BatchRebalanceSampler(*settings, rank=rank) for rank in range(RANKS)]
         return [np.array(rows) for together in zip(*ranks, strict=True) for rows in together]
-    name = "random" if strategy == "equal tokens" else strategy
-    sampler = PairSampler(lengths, name, GLOBAL_BATCH, PER_DEVICE, 42)
-    steps = sampler.steps(0)
-    batches = sampler.micro_batches(steps)
-    if strategy == "equal tokens":
-        order = assign_pairs(tokens[steps], PER_DEVICE).reshape(steps.shape)
-        batches = np.take_along_axis(steps, order, axis=1)
-    return list(batches.reshape(-1, PER_DEVICE))
+    sampler = PairSampler(lengths, strategy, GLOBAL_BATCH, PER_DEVICE, 42)
+    return list(sampler.micro_batches(sampler.steps(0)).reshape(-1, PER_DEVICE))
 
 
 def measure(strategy: str, lengths: Lengths) -> list[float]:
@@ -66,13 +60,12 @@ def measure(strategy: str, lengths: Lengths) -> list[float]:
 
 
 def main(argv: list[str]) -> None:
-    parser = Arguments(description=__doc__)
-    parser.add_argument("--lengths", choices=list(LENGTHS), default="think")
-    kind = parser.parse_args(argv).lengths
-    columns = {f"{name}_length": tokens for name, tokens in sample_lengths(kind, PAIRS).items()}
-    lengths = Lengths.from_columns(columns).truncate(MAX_LENGTH[kind], MAX_LENGTH[kind] // 2)
-    print(f"{PAIRS:,} pairs, {RANKS} ranks x {PER_DEVICE}, max_length {MAX_LENGTH[kind]:,}; {', '.join(MODELS)}")
-    for strategy in ("random", "group_by_length", "stock", "equal tokens", "batch_rebalance"):
+    Arguments(description=__doc__).parse_args(argv)
+    limit = MAX_LENGTH["think"]
+    columns = {f"{name}_length": tokens for name, tokens in sample_lengths("think", PAIRS).items()}
+    lengths = Lengths.from_columns(columns).truncate(limit, limit // 2)
+    print(f"{PAIRS:,} pairs, {RANKS} ranks x {PER_DEVICE}, max_length {limit:,}; {', '.join(MODELS)}")
+    for strategy in ("random", "stock", "batch_rebalance"):
         neox, olmo, peak = measure(strategy, lengths)
         print(f"{strategy:<18}{neox:8.3f}{olmo:8.3f}{peak:10,}")
 

@@ -12,7 +12,6 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -57,9 +56,8 @@ PRODUCTS = 0.72  # share of the dense bf16 peak that large matrix products reach
 BANDWIDTH = 0.8  # share of the data sheet's bandwidth (assumed)
 FUSED = {"gpt_neox": 0.66}  # bytes of a compiled layer over those of an eager one (docs/speed.md)
 FUSED_OLMO = 0.19
-GRADIENT_BYTES = (
-    16  # of a weight in a micro-batch: written, copied, reduced, flattened, added in fp32 (DeepSpeed 0.19)
-)
+# Of a weight in a micro-batch: written, copied, reduced, flattened, added in fp32 (DeepSpeed 0.19)
+GRADIENT_BYTES = 16
 UPDATE_BYTES = 30  # of a rank's weight in a step: gradient, norm, weight and moments read and written, 16-bit copy
 WAITS = 5  # of the host in a micro-batch: TRL selects tokens by masks (tests/gpu)
 STEP_WAITS = 5  # of the host in a step with a log: stop file, loss, norm, number of FLOPs, metrics (tests/gpu)
@@ -140,28 +138,6 @@ def count_step(planner: Planner, flash: str) -> dict[str, float]:
     return parts
 
 
-def summarize(planner: Planner, parts: dict[str, float], flash: str) -> dict[str, Any]:
-    """The parts of `count_step` as an entry of `Planner.plan_time`: hours of the run and MFU of its steps."""
-    reference = parts["reference pass"]
-    steps = planner.steps * (sum(parts.values()) - reference)
-    peak = (peak_flops(planner.cluster.gpu) or math.nan) * planner.cluster.gpus
-    mfu = planner.plan_time()["flops"]["training"] / steps / peak
-    return {"mfu": mfu, "hours": (steps + reference) / 3600, "source": flash.upper()}
-
-
-def count_hours(planner: Planner) -> list[dict[str, Any]]:
-    """`summarize` for each FlashAttention kernel, fastest first; empty for a GPU without known rates, and where the
-    run does not fit on a node of up to eight GPUs with ZeRO-2."""
-    cluster = planner.cluster
-    one_node = cluster.nodes == 1 and cluster.gpus <= 8
-    if cluster.gpu not in RATES or not one_node or not planner.plan_launch("zero2")["fits"]:
-        return []
-    entries = [summarize(planner, count_step(planner, flash), flash) for flash in RATES[cluster.gpu].attention]
-    entries.sort(key=lambda entry: entry["hours"])
-    entries[0]["source"] = f"counted, nothing is measured (bench/count.py): {entries[0]['source']}"
-    return entries
-
-
 @command
 def main(argv: list[str]) -> None:
     parser = Arguments(description=__doc__)
@@ -186,14 +162,15 @@ def main(argv: list[str]) -> None:
         pairs = len(rows)
     planner = Planner(config, load_model_config(config), lengths, pairs, Cluster(gpu, ours.num_gpus))
     parts = count_step(planner, ours.flash_attention)
-    run = summarize(planner, parts, ours.flash_attention)
     reference = parts.pop("reference pass")
     step = sum(parts.values())
+    peak = (peak_flops(gpu) or math.nan) * ours.num_gpus
+    mfu = planner.plan_time()["flops"]["training"] / (planner.steps * step * peak)
+    run_hours = (planner.steps * step + reference) / 3600
     rows = [(name, f"{seconds:.2f}", f"{seconds / step:.0%}") for name, seconds in parts.items()]
     print(f"{ours.recipe} on {ours.num_gpus} {gpu}, {ours.flash_attention}: counted with assumed rates, not measured")
     print(format_table([*rows, ("step", f"{step:.2f}", "100%")], ["part", "seconds", "share"], "lrr"))
-    hours = f"{run['hours']:.1f} hours, {reference / 3600:.1f} of them for the reference pass"
-    print(f"MFU of the steps {run['mfu']:.0%}; {hours}")
+    print(f"MFU of the steps {mfu:.0%}; {run_hours:.1f} hours, {reference / 3600:.1f} of them for the reference pass")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import sys
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command, new_file, number
+from sfm_dpo.common.distributed import CPU_ONLY
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import write_json
 
@@ -37,7 +38,7 @@ def main(argv: list[str]) -> None:
 
     if args.plot and args.plot.suffix not in PLOTS:
         raise UserError(f"--plot {args.plot}: unknown format; choose one of {', '.join(PLOTS)}")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.update(CPU_ONLY)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes instead; datasets would turn it off with a warning
     from sfm_dpo.config import parse_config
     from sfm_dpo.data.sources import check_output

@@ -1,11 +1,13 @@
 #!/usr/bin/env python
-"""Checks a configuration as train_dpo.py will, and prints its output_dir. The batch scripts run this first.
+"""Checks a configuration as train_dpo.py will. The batch scripts run this first and read what it prints.
 
     python scripts/check_config.py --config recipes/think.yaml --learning_rate 5e-7
+    LAUNCH=zero3 python scripts/check_config.py 16 --config recipes/think.yaml
     python scripts/check_config.py configs/accelerate/zero3.yaml 16 --config recipes/think.yaml
 
-The first two arguments are the launch configuration and the number of processes over all nodes; by default those of
-LAUNCH (scripts/common.sh). If the run is already done, no output_dir is printed.
+The first arguments are the launch configuration, by default that of LAUNCH (scripts/common.sh), and the number of
+processes over all nodes, by default that of the launch configuration. Unless the run is already done, it prints
+config_file, the launch configuration, and output_dir.
 """
 
 import os
@@ -17,6 +19,7 @@ import _setup  # noqa: F401  (first: finds the package, reads .env)
 import yaml
 
 from sfm_dpo.common.cli import command, reads_runs
+from sfm_dpo.common.distributed import launch_file
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.config import parse_config
 from sfm_dpo.run.checkpoint import check_resume, newest_checkpoint, why_incomplete
@@ -27,17 +30,23 @@ from sfm_dpo.run.folder import State, check_folder, read_state, read_status
 @reads_runs
 def main(argv: list[str]) -> None:
     given = list(takewhile(lambda word: not word.startswith("--"), argv))
-    name = os.environ.get("LAUNCH", "zero2")
-    file = "accelerate_config.yaml" if name == "zero2" else f"configs/accelerate/{name}.yaml"
-    file, *numbers = given or [file]
-    remedy = "give accelerate_config.yaml or a file of configs/accelerate"
-    with user_input(f"{file}: not a launch configuration of accelerate", remedy):
+    words = list(given)
+    if words and not words[0].isdecimal():
+        file = words.pop(0)
+        source = file
+    else:
+        name = os.environ.get("LAUNCH") or "zero2"
+        file = launch_file(name)
+        source = f"LAUNCH={name}"
+    remedy = "choose zero2 or the name of a file in configs/accelerate"
+    with user_input(f"{source}: cannot read {file}", remedy):
         launch = yaml.safe_load(Path(file).read_text())
         launcher = launch["distributed_type"]
-        [processes] = numbers or [str(launch["num_processes"])]
+        processes = " ".join(words) or str(launch["num_processes"])
     if not processes.isdecimal() or int(processes) < 1:
-        words = " ".join(given)
-        raise UserError(f"{words}: give a launch configuration, the number of processes, then train_dpo.py's options")
+        raise UserError(
+            f"{processes}: give a launch configuration, the number of processes, then train_dpo.py's options"
+        )
     os.environ[f"ACCELERATE_USE_{launcher}"] = "true"  # as the launcher does; dtype depends on it
     config = parse_config(argv[len(given) :], world_size=int(processes))
     run = config.train.output_dir
@@ -45,6 +54,7 @@ def main(argv: list[str]) -> None:
         start = config.train.resume_from_checkpoint or newest_checkpoint(run)
         if start and why_incomplete(Path(start)) is None:
             check_resume(Path(start), {"world_size": int(processes)}, config.train.ignore_resume_mismatch)
+        print(f"config_file: {file}")
         print(f"output_dir: {run}")
     elif read_state(run) is State.PUSH_FAILED:
         print(f"{run}: trained, but not pushed: {read_status(run)['message']}", file=sys.stderr)

@@ -6,13 +6,13 @@
 Writes outputs/check-gpu. Exit codes: 0 nothing failed, 1 a check failed, 2 an error.
 """
 
-import os
 import sys
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 import torch
 
 from sfm_dpo.common.cli import Arguments, command, number
+from sfm_dpo.common.distributed import is_cpu_only
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import CALIBRATION
 from sfm_dpo.jobs.gpu_check import Place, run_checks
@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
     parser = Arguments(description=__doc__)
     parser.add_argument("--processes", type=number(int, 1))
     options, recipe = parser.parse_known_args(argv)
-    on_cpu = os.environ.get("DS_ACCELERATOR") == "cpu"
+    on_cpu = is_cpu_only()
     if not on_cpu and not torch.cuda.is_available():
         raise UserError("no GPU is visible; for a dry run: LAUNCH=cpu sbatch --gpus-per-node=0 scripts/check_gpu.sh")
     recipe = recipe or ["--config", "recipes/demo.yaml" if on_cpu else "recipes/think.yaml"]

@@ -21,5 +21,5 @@ cd "${SLURM_SUBMIT_DIR:-.}" # Slurm runs a copy of this file from its spool fold
 source scripts/common.sh 2>/dev/null ||
     { echo "error: $PWD is not the project folder; cd there and run: sbatch scripts/check_gpu.sh" >&2; exit 2; }
 use_environment
-choose_launch
+count_processes
 run_command python scripts/check_gpu.py --processes "$per_node" "$@"

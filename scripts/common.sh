@@ -28,19 +28,14 @@ run_dpo() {
     SFM_JOB_LOG=$(readlink "/proc/$$/fd/1")
     SFM_GRACE_SECONDS=$(sed -n 's/^#SBATCH --signal=B:USR1@//p' "${BASH_SOURCE[-1]}")
     use_environment
-    choose_launch
+    count_processes
     first_host
-    if [[ ${2:-} == --members ]]; then # from scripts/sweep.py: a line of arguments for each task of the array
-        [[ -n ${SLURM_ARRAY_TASK_ID:-} ]] || fail "--members $3: no array; submit it with: python scripts/sweep.py"
-        local member
-        mapfile -d '' -t member < <(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" "$3" | xargs printf '%s\0')
-        set -- "${member[@]}" "${@:4}"
-    fi
     set -- --config "$@" # the recipe; train_dpo.py uses the last --config, so the user's wins
 
     # One process reads the configuration before any node starts, so a mistake costs one line and a few seconds.
     local checked code=0 output_dir
-    checked=$(python scripts/check_config.py "$config_file" "$((SLURM_JOB_NUM_NODES * per_node))" "$@") || exit
+    checked=$(python scripts/check_config.py "$((SLURM_JOB_NUM_NODES * per_node))" "$@") || exit
+    config_file=$(sed -n 's/^config_file: //p' <<<"$checked")
     output_dir=$(sed -n 's/^output_dir: //p' <<<"$checked")
     if [[ -z $output_dir ]]; then
         echo "$checked" # of --help, or nothing: already done, as check_config.py has said
@@ -107,24 +102,15 @@ use_environment() {
     [[ -O $cache ]] || cache=$(mktemp -d) # another user made it
     export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$cache/triton}
     export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}
+    [[ ${LAUNCH:-} != cpu* ]] || hide_gpus # again on each node: srun sets CUDA_VISIBLE_DEVICES anew
 }
 
-# Sets config_file and per_node (processes on each node).
-choose_launch() {
-    local name=${LAUNCH:-zero2}
-    config_file=configs/accelerate/$name.yaml
-    [[ $name != zero2 ]] || config_file=accelerate_config.yaml
-    if [[ ! -f $config_file ]]; then
-        local known
-        known=$(cd configs/accelerate && printf '%s ' *.yaml)
-        fail "LAUNCH=$name: no $config_file; choose one of: zero2 ${known//.yaml/}"
-    fi
-    if [[ $name == cpu* ]]; then
-        per_node=${NUM_PROCESSES:-2}
-        export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES= # even if the node has GPUs
-    else
-        per_node=${NUM_GPUS:-${SLURM_GPUS_ON_NODE:-}}
-    fi
+hide_gpus() { export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES=; } # CPU_ONLY in sfm_dpo/common/distributed.py
+
+# Sets per_node, the number of processes on each node.
+count_processes() {
+    per_node=${NUM_GPUS:-${SLURM_GPUS_ON_NODE:-}}
+    [[ ${LAUNCH:-} != cpu* ]] || per_node=${NUM_PROCESSES:-2}
     [[ $per_node =~ ^[1-9][0-9]*$ ]] ||
         fail "processes per node is '$per_node': submit with --gpus-per-node=4, or set NUM_GPUS, or LAUNCH=cpu"
     local threads=$((${SLURM_CPUS_PER_TASK:-1} / per_node))
@@ -163,7 +149,6 @@ check_health() {
     # Not under torchrun, which makes 1 of every exit code and prints a traceback.
     # shellcheck disable=SC2016
     local on_node='source scripts/common.sh && use_environment
-        [[ ${DS_ACCELERATOR:-} != cpu ]] || export CUDA_VISIBLE_DEVICES=
         for ((i = 0; i < LOCAL_WORLD_SIZE; i++)); do
             RANK=$((SLURM_NODEID * LOCAL_WORLD_SIZE + i)) LOCAL_RANK=$i timeout 600 python -m sfm_dpo.health.node_check "$@" &
         done
@@ -180,13 +165,11 @@ check_health() {
 # launcher would kill the ranks after 30 s.
 launch() {
     # Single quotes: SLURM_NODEID differs on each node. Expanded here, every node would act as the first.
-    # srun sets CUDA_VISIBLE_DEVICES anew.
     # shellcheck disable=SC2016
     local on_node='run=$1
         shift
         trap "" TERM
         source scripts/common.sh && use_environment
-        [[ ${DS_ACCELERATOR:-} != cpu ]] || export CUDA_VISIBLE_DEVICES=
         export PET_SIGNALS_TO_HANDLE=SIGINT PET_SHUTDOWN_TIMEOUT=5 # torchrun: ranks ignore its TERM too, so kill soon
         python -m sfm_dpo.run.launch "$run" --machine_rank "$SLURM_NODEID" "$@" &
         trap "signalled=1; touch \"\$run/STOP\"" TERM

@@ -15,6 +15,7 @@ from pathlib import Path
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command
+from sfm_dpo.common.distributed import CPU_ONLY
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 
@@ -29,8 +30,7 @@ DPO on a laptop: SmolLM2-135M-Instruct learns to prefer short correct answers ov
 """
 # For this process and the training that it starts; libraries read these when they are imported
 QUIET = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "DS_ACCELERATOR": "cpu",  # DeepSpeed, which accelerate imports, warns when it finds no GPU
+    **CPU_ONLY,
     "HF_HUB_OFFLINE": "1",
     **dict.fromkeys(("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"), "1"),
 }

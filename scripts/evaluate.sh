@@ -19,5 +19,4 @@ cd "${SLURM_SUBMIT_DIR:-.}" # Slurm runs a copy of this file from its spool fold
 source scripts/common.sh 2>/dev/null ||
     { echo "error: $PWD is not the project folder; cd there and run: sbatch scripts/evaluate.sh" >&2; exit 2; }
 use_environment
-[[ ${LAUNCH:-} != cpu* ]] || export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES=
 run_command python scripts/evaluate.py "$@"

@@ -16,6 +16,7 @@ from pathlib import Path
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command, new_file, number
+from sfm_dpo.common.distributed import CPU_ONLY
 from sfm_dpo.common.files import CALIBRATION, write_json
 
 
@@ -25,22 +26,21 @@ def main(argv: list[str]) -> None:
     own.add_argument("--gpu", help="default: this machine's, or else b200")
     own.add_argument("--num_gpus", type=number(int, 1), default=4)
     own.add_argument("--num_nodes", type=number(int, 1), default=1)
-    own.add_argument("--mfu", type=number(float, 0.001, 1), help="default: the measured one, or counted and published")
+    own.add_argument("--mfu", type=number(float, 0.001, 1), help="default: the measured one, or published ones")
     own.add_argument("--calibration", type=Path, help="calibration.json of check_gpu.sh; default: outputs/check-gpu's")
     own.add_argument("--lengths", type=Path, help="JSON of analyze_dataset.py; default: read the dataset")
     own.add_argument("--pairs", type=number(int, 1), help="plan for this many pairs")
     own.add_argument("--json", type=new_file)
     ours, fields = own.parse_known_args(argv or ["--help"])
-    from bench.count import count_hours
     from sfm_dpo.config import parse_config
     from sfm_dpo.config_short_run import short_run
     from sfm_dpo.data.lengths import Lengths
     from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
     from sfm_dpo.model.loading import load_model_config
-    from sfm_dpo.planning.run_plan import PUBLISHED_MFU, Cluster, Planner, find_gpu, format_plan, read_lengths
+    from sfm_dpo.planning.run_plan import Cluster, Planner, find_gpu, format_plan, read_lengths
 
     gpu, memory = find_gpu(ours.gpu)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ.update(CPU_ONLY)
     cluster = Cluster(gpu, ours.num_gpus * ours.num_nodes, memory=memory, nodes=ours.num_nodes)
     if ours.calibration or CALIBRATION.is_file():
         cluster = cluster.calibrated(ours.calibration or CALIBRATION)
@@ -56,8 +56,6 @@ def main(argv: list[str]) -> None:
         pairs = len(tokens)
     planner = Planner(config, shape, lengths, ours.pairs or pairs, cluster)
     plan = planner.plan()
-    if cluster.mfu == PUBLISHED_MFU:
-        plan["time"]["counted"] = count_hours(planner)
     print(format_plan(plan))
     if ours.json:
         write_json(ours.json, plan)

@@ -17,5 +17,5 @@ cd "${SLURM_SUBMIT_DIR:-.}" # Slurm runs a copy of this file from its spool fold
 source scripts/common.sh 2>/dev/null ||
     { echo "error: $PWD is not the project folder; cd there and run: sbatch scripts/prepare.sh" >&2; exit 2; }
 use_environment
-export DS_ACCELERATOR=cpu CUDA_VISIBLE_DEVICES=
+hide_gpus
 run_command python "scripts/$1" "${@:2}"

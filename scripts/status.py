@@ -4,7 +4,7 @@
     python scripts/status.py [RUN_OR_FOLDER ...] [--json]
     python scripts/status.py --stop RUN                      saves and ends it, without the requeue of a batch job
 
-docs/slurm.md explains the columns. For a folder that holds a sweep, the sweep's table follows.
+docs/slurm.md explains the columns.
 """
 
 import json
@@ -39,11 +39,6 @@ def main(argv: list[str]) -> None:
         print(json.dumps(runs, indent=2))
         return
     print(format_runs(runs) if runs else "no runs here")
-    for grid in (Path(folder) / "grid.yaml" for folder in options.folders):
-        if grid.is_file():
-            from sfm_dpo.jobs.sweep import format_sweep, read_grid  # these take seconds to import
-
-            print(f"\n{format_sweep(read_grid(grid))}")
 
 
 def stop(run: Path) -> None:

@@ -4,6 +4,7 @@ Precedence: defaults < recipe (`--config`) < command line. A recipe's values bec
 """
 
 import argparse
+import csv
 import dataclasses
 import functools
 import json
@@ -27,7 +28,6 @@ from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common import distributed
 from sfm_dpo.common.errors import UserError, collect_errors, nearest, user_input
-from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config_checks import LOSS_TYPES, check_fields, check_known
 
 
@@ -100,6 +100,7 @@ class TrainConfig(DPOConfig):
 DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)
 
 CHECKPOINTING = [f"{name}_checkpointing{kind}" for name in ("gradient", "activation") for kind in ("", "_kwargs")]
+MIGRATION = Path(__file__).with_name("migration.csv")  # also the tables of docs/migration.md
 _NULL = "tag:yaml.org,2002:null"
 _construct = yaml.SafeLoader("").construct_document  # a node's value, typed by YAML's rules
 _OPTIONAL = {f.name for cls in DATACLASSES for f in dataclasses.fields(cls) if "None" in str(f.type)}
@@ -320,21 +321,13 @@ def parse_fields(parser: FieldParser, argv: list[str], problems: list[str]) -> a
 
 @functools.cache
 def read_migration() -> dict[str, str]:
-    """By field of other trainers and of earlier versions, its row in docs/migration.md; empty without that page."""
+    """By field of other trainers and of earlier versions: what to write here instead."""
     rows: dict[str, str] = {}
-    page = PROJECT / "docs/migration.md"
-    for line in page.read_text().splitlines() if page.is_file() else ():
-        if not line.startswith("| `"):
-            continue
-        _, theirs, ours, remark, _ = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", line).split("|")  # links as text
-        names = re.findall(r"`([\w.]+)", theirs)
-        here = ours.replace("`", "").strip()
-        parts = here.split(", ")
-        if len(parts) != len(names):
-            parts = [here] * len(names)
-        for name, part in zip(names, parts, strict=True):
-            note = remark.replace("`", "").strip()
-            rows.setdefault(name.split(".")[-1], f"{part} ({note})" if note else part)
+    with MIGRATION.open(newline="") as file:
+        for row in csv.DictReader(file):
+            here = row["here"] or "none"
+            note = f" ({row['remark']})" if row["remark"] else ""
+            rows.setdefault(row["field"].split(".")[-1], here + note)
     return rows
 
 

@@ -100,7 +100,7 @@ def test_yaml_values_arrive_as_meant(parse, field, text, value):
     ("cli", "parts"),
     [
         ("--learning_rat 1", ["--learning_rat", "did you mean --learning_rate"]),  # no abbreviations
-        ("--pair-by=score", ["--pair-by; here: none (make pairs with scripts/make_pairs.py)"]),
+        ("--pair-by=score", ["--pair-by; here: none (make the pairs before training, see docs/data.md)"]),
         ("--warmup_ratio 0.1", ["unknown option --warmup_ratio; here: warmup_steps, see docs/migration.md"]),
         ("--lr 1", ["unknown option --lr; here: learning_rate, see docs"]),
         ("--beta 0 --seed -1 --lr 1", ["3 fields to correct: (1) unknown option --lr", "(2) beta 0.0: must be above"]),
@@ -153,7 +153,7 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ("learning_rate:", ["learning_rate", "empty"]),
         ("max_length: 1e3", ["max_length", "'1e3'"]),
         ("guard: off", ["guard", "'off'", "'stop'"]),
-        ("env: {WANDB_PROJECT: x}", ["unknown field 'env'; here: none (set variables in .env)"]),
+        ("env: {WANDB_PROJECT: x}", ["unknown field 'env'; here: none (set variables in `.env`)"]),
         ("a: [b", ["not valid YAML"]),
         ("? [a]\n: 1", ["not valid YAML: a list or mapping as the name of a field"]),
         ("output_dir: {{ run }}", ["output_dir: ConstructorError: "]),

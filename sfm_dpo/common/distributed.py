@@ -1,4 +1,4 @@
-"""Ranks from the launcher's environment, collectives on Python values, and why a rank sees no GPU."""
+"""Launchers, ranks from their environment, collectives on Python values, and why a rank sees no GPU."""
 
 import os
 from collections.abc import Callable
@@ -9,6 +9,9 @@ from sfm_dpo.common.errors import RunEnd
 
 T = TypeVar("T")
 DRIVER = Path("/proc/driver/nvidia/version")  # exists if NVIDIA's driver is loaded
+# For a process that must not use a GPU even if the node has some; DeepSpeed, which accelerate imports, then looks for
+# none. Set it before torch is imported. In the batch scripts: hide_gpus (scripts/common.sh)
+CPU_ONLY = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 # Variables of a launcher's ranks, of their Slurm job and of their W&B run, and how they load checkpoints
 _OF_RANKS = """RANK LOCAL_ WORLD_SIZE MASTER_ TORCHELASTIC_ PET_ ACCELERATE_ GROUP_ ROLE_ FSDP_ PMI SLURM_ WANDB_RUN_ID
     WANDB_RESUME WANDB_SERVICE TORCH_FORCE_WEIGHTS_ONLY_LOAD""".split()
@@ -25,6 +28,46 @@ def rank() -> int:
 
 def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launch_file(name: str) -> str:
+    """The launch configuration for `LAUNCH=name`, relative to the project."""
+    return "accelerate_config.yaml" if name == "zero2" else f"configs/accelerate/{name}.yaml"
+
+
+def launched_with() -> str:
+    """zero (2 or 3), fsdp or none, from the launcher's environment variables; works before a trainer exists."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        return "zero"
+    return "fsdp" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "none"
+
+
+# Upstream: deepspeed 0.19, comm/torch.py, build_shm_op: compiles its own all-reduce for CPU for half a minute, and a
+# process killed meanwhile leaves a lock file that every later start waits for forever.
+# Canary: test_canary_deepspeed_compiles_an_all_reduce_on_cpu
+def disable_deepspeed_shm() -> None:
+    """Makes DeepSpeed use gloo on CPU processes. Call it before the process group exists."""
+    if launched_with() == "zero":
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def load_only_tensors() -> None:
+    """Makes `torch.load` refuse what could run code: DeepSpeed 0.19 loads its files in a checkpoint as any pickle."""
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    if launched_with() == "zero":
+        import torch
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+
+        torch.serialization.add_safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address])
+
+
+def is_cpu_only() -> bool:
+    """Whether this process was started with CPU_ONLY."""
+    return os.environ.get("DS_ACCELERATOR") == CPU_ONLY["DS_ACCELERATOR"]
 
 
 def first_gpu() -> str:
@@ -73,7 +116,7 @@ def explain_missing_gpus() -> str | None:
     import torch
 
     given = os.environ.get("SLURM_GPUS_ON_NODE")
-    is_cpu_meant = os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    is_cpu_meant = is_cpu_only() or os.environ.get("CUDA_VISIBLE_DEVICES") == ""
     if is_cpu_meant or torch.cuda.is_available() or not (given or DRIVER.exists()):
         return None
     reason = "no reason given"

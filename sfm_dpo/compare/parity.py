@@ -20,8 +20,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import format_table
 from sfm_dpo.config import parse_config
 from sfm_dpo.config_short_run import UNCOMPILED, short_run
-from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
-from sfm_dpo.health.preflight import check_vocabulary
+from sfm_dpo.data.tokenization import check_vocabulary, load_token_pairs, load_tokenizer
 from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.train.trainer import SFMDPOTrainer
 

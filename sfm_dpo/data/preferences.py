@@ -7,6 +7,7 @@ number in it, from 1; and `prompt_key` and `pair_key`, hashes that identify repe
 
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,6 @@ from sfm_dpo.config_checks import HELD_OUT
 from sfm_dpo.data import json_rows
 from sfm_dpo.data.filters import filter_pairs, keeps, load_keep
 from sfm_dpo.data.pairs import PARTS, Pairs, drop_rows
-from sfm_dpo.data.scored_formats import read_transcript
 from sfm_dpo.data.sources import column_names, explain_cache_errors, load_rows
 
 # Part of the cache's key. Raise it when a change to this module changes a normalised row or its drop reason.
@@ -39,6 +39,7 @@ _PAIR = Features(
     | {name: Value("string") for name in ("template", "source", "dropped", "prompt_key", "pair_key")}
     | {"row": Value("int64")}
 )
+_TURN = re.compile(r"\n\n(Human|Assistant):")  # of a transcript
 
 log = logging.getLogger(__name__)
 
@@ -94,8 +95,7 @@ def read_pairs(entries: Sequence[DatasetConfig], num_proc: int | None, script: s
         if missing:
             raise UserError(
                 f"dataset_name {entry.path}: no column {' or '.join(missing)}; it has {', '.join(columns)}; rename "
-                "a column, or make pairs from scored answers with "
-                f"python scripts/make_pairs.py {entry.path} --by score pairs.jsonl"
+                "a column, or make pairs of scored answers (docs/data.md)"
             )
         parts.append(part)
         dropped += unusable
@@ -204,6 +204,18 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
     if not chosen or not rejected or _is_empty(chosen[-1]) or _is_empty(rejected[-1]):
         return "empty_response"
     return (prompt, chosen, rejected) if prompt else "malformed"
+
+
+def read_transcript(text: Any) -> Any:
+    """Messages of text such as "\\n\\nHuman: Hi\\n\\nAssistant: Hello"; anything else is returned unchanged."""
+    if not isinstance(text, str) or not text.startswith("\n\nHuman:"):
+        return text
+    parts = _TURN.split(text)[1:]
+    roles = {"Human": "user", "Assistant": "assistant"}
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    messages = [{"role": roles[who], "content": content.strip()} for who, content in turns]
+    # A prompt ends with an empty assistant turn
+    return messages[:-1] if messages[-1] == {"role": "assistant", "content": ""} else messages
 
 
 def _join_prompts(prompt_messages: list[dict], common: list[dict]) -> list[dict]:

@@ -17,7 +17,7 @@ import transformers
 import xxhash
 from datasets import Dataset, Features, List, Value
 from datasets.fingerprint import Hasher
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from trl.data_utils import common_prefix_length
 from trl.scripts.utils import DatasetConfig
 
@@ -29,6 +29,7 @@ from sfm_dpo.data.pairs import PARTS, Pairs, TokenPairs, drop_rows
 from sfm_dpo.data.preferences import load_pairs, read_pairs
 from sfm_dpo.data.rendering import REFUSALS, find_tool_results, list_texts, render_pair
 from sfm_dpo.data.sources import explain_cache_errors
+from sfm_dpo.model.loading import load_model_config
 
 # Part of the cache's key. Raise it when a change to this module or rendering.py changes an id, a length, a masked
 # span or a drop reason.
@@ -63,6 +64,44 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def check_vocabulary(tokens: Dataset, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Raises UserError if an id has no row in the embedding: on a GPU that causes a device assert, or garbage."""
+    first = tokens.select(range(min(len(tokens), 1000)))
+    ids = {tokenizer.pad_token_id, tokenizer.eos_token_id}
+    for name in ("prompt_ids", "chosen_ids", "rejected_ids"):
+        ids.update(*first[name])
+    if max(ids) >= vocab_size:
+        raise UserError(
+            f"model_name_or_path {tokenizer.name_or_path}: its tokenizer returns id {max(ids)}, but the model has "
+            f"{vocab_size} embeddings; use the tokenizer the model was trained with, or resize the embedding"
+        )
+
+
+def check_positions(tokens: Dataset, model_config: PretrainedConfig, args: TrainConfig) -> None:
+    """Raises UserError if a sequence is longer than the model's positions; beyond them it computes noise, or fails."""
+    positions = getattr(model_config, "max_position_embeddings", None)
+    positions = (args.model_init_kwargs or {}).get("max_position_embeddings", positions)
+    longest = int(Lengths.of(tokens).truncate(args.max_length).sequences.max())
+    if positions and longest > positions:
+        raise UserError(
+            f"max_length {args.max_length}: a pair has {longest:,} tokens, but the model has {positions:,} positions "
+            f"(max_position_embeddings in its config.json); set max_length: {positions}, or, if trained on "
+            f"longer texts, model_init_kwargs: {{max_position_embeddings: {args.max_length}}}"
+        )
+
+
+def check_reference(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises UserError where the model of ref_model_name_or_path is missing, or reads token ids or chats otherwise."""
+    name = config.train.ref_model_name_or_path
+    embeddings = load_model_config(config.reference).get_text_config().vocab_size
+    other = load_tokenizer(config.reference)
+    ids = tokenizer.get_vocab()
+    if other.get_vocab() != ids or embeddings <= max(ids.values()):
+        raise UserError(f"ref_model_name_or_path {name}: its vocabulary differs from the policy's; choose another")
+    if other.chat_template != tokenizer.chat_template:
+        raise UserError(f"ref_model_name_or_path {name}: its chat template differs; copy the policy's into its folder")
 
 
 def load_token_pairs(config: Config, tokenizer: PreTrainedTokenizerBase) -> TokenPairs:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import sfm_dpo
-from sfm_dpo.common.distributed import DRIVER, explain_missing_gpus, is_main_process, world_size
+from sfm_dpo.common.distributed import DRIVER, explain_missing_gpus, is_cpu_only, is_main_process, world_size
 from sfm_dpo.common.errors import NODE_CHECK_FAILED
 from sfm_dpo.common.slurm import list_hosts
 
@@ -47,7 +47,7 @@ RANK = int(os.environ.get("RANK", "0"))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
 # What the node should have: a node that has lost its GPUs must not pass as a CPU node
 HAS_GPUS = torch.cuda.is_available() or "SLURM_GPUS_ON_NODE" in os.environ
-ON_GPU = HAS_GPUS and os.environ.get("DS_ACCELERATOR") != "cpu"
+ON_GPU = HAS_GPUS and not is_cpu_only()
 DEVICE = torch.device("cuda", LOCAL_RANK) if ON_GPU else torch.device("cpu")
 DEVICE_NAME = f"{'GPU' if ON_GPU else 'CPU'} {LOCAL_RANK}"
 BACKEND = "nccl" if ON_GPU else "gloo"

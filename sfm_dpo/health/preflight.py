@@ -12,21 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import gather_object
-from datasets import Dataset
 from torch.nn.functional import avg_pool1d
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from sfm_dpo.common.distributed import broadcast, is_main_process
-from sfm_dpo.common.errors import PreflightRefused, UserError
+from sfm_dpo.common.errors import PreflightRefused
 from sfm_dpo.common.files import format_table, write_json
 from sfm_dpo.common.statistics import LOGP_NOISE
-from sfm_dpo.config import Config, TrainConfig
+from sfm_dpo.config import Config
 from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.answers import compare_sides, find_traits, tabulate_sides
 from sfm_dpo.data.lengths import Lengths, count_trained
-from sfm_dpo.data.tokenization import load_tokenizer
 from sfm_dpo.health.preflight_rules import MOVE, compute_pair_figures, format_finding, judge_base_model
-from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.run.files import PREFLIGHT
 
 log = logging.getLogger(__name__)
@@ -64,44 +61,6 @@ def count_wrong_rope_layers(config: PretrainedConfig) -> int:
     full = parameters.get("full_attention") or {}
     is_lost = config.max_position_embeddings > 8192 and full.get("rope_type") != "yarn"
     return is_lost + (sliding.get("rope_type", "default") != "default")
-
-
-def check_vocabulary(tokens: Dataset, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Raises UserError if an id has no row in the embedding: on a GPU that causes a device assert, or garbage."""
-    first = tokens.select(range(min(len(tokens), 1000)))
-    ids = {tokenizer.pad_token_id, tokenizer.eos_token_id}
-    for name in ("prompt_ids", "chosen_ids", "rejected_ids"):
-        ids.update(*first[name])
-    if max(ids) >= vocab_size:
-        raise UserError(
-            f"model_name_or_path {tokenizer.name_or_path}: its tokenizer returns id {max(ids)}, but the model has "
-            f"{vocab_size} embeddings; use the tokenizer the model was trained with, or resize the embedding"
-        )
-
-
-def check_positions(tokens: Dataset, model_config: PretrainedConfig, args: TrainConfig) -> None:
-    """Raises UserError if a sequence is longer than the model's positions; beyond them it computes noise, or fails."""
-    positions = getattr(model_config, "max_position_embeddings", None)
-    positions = (args.model_init_kwargs or {}).get("max_position_embeddings", positions)
-    longest = int(Lengths.of(tokens).truncate(args.max_length).sequences.max())
-    if positions and longest > positions:
-        raise UserError(
-            f"max_length {args.max_length}: a pair has {longest:,} tokens, but the model has {positions:,} positions "
-            f"(max_position_embeddings in its config.json); set max_length: {positions}, or, if trained on "
-            f"longer texts, model_init_kwargs: {{max_position_embeddings: {args.max_length}}}"
-        )
-
-
-def check_reference(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises UserError where the model of ref_model_name_or_path is missing, or reads token ids or chats otherwise."""
-    name = config.train.ref_model_name_or_path
-    embeddings = load_model_config(config.reference).get_text_config().vocab_size
-    other = load_tokenizer(config.reference)
-    ids = tokenizer.get_vocab()
-    if other.get_vocab() != ids or embeddings <= max(ids.values()):
-        raise UserError(f"ref_model_name_or_path {name}: its vocabulary differs from the policy's; choose another")
-    if other.chat_template != tokenizer.chat_template:
-        raise UserError(f"ref_model_name_or_path {name}: its chat template differs; copy the policy's into its folder")
 
 
 def compute_base_logps(trainer, policy, rows: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from sfm_dpo.common.distributed import environment_outside_launcher, is_main_process
+from sfm_dpo.common.distributed import CPU_ONLY, environment_outside_launcher, is_main_process
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.hub.publish import choose_repo
@@ -47,8 +47,7 @@ class PushCheckpoints(TrainerCallback):
             return
         _, script, *options = shlex.split(self._format_command(args, checkpoint))
         words = [sys.executable, str(PROJECT / script), *options]
-        env = environment_outside_launcher()
-        env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        env = environment_outside_launcher() | CPU_ONLY | {"OMP_NUM_THREADS": "1"}
         push = subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL)
         self._pushes[checkpoint] = push
         mark_pushed(checkpoint, push.pid)

@@ -1,1 +1,1 @@
-"""What is done with runs: their life, averages, evaluation, sweeps; and the GPU check."""
+"""What is done with runs: their life and evaluation; and the GPU check."""

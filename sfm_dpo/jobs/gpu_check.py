@@ -23,7 +23,7 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
-from sfm_dpo.common.distributed import first_gpu
+from sfm_dpo.common.distributed import CPU_ONLY, first_gpu, launch_file
 from sfm_dpo.common.files import CALIBRATION, PROJECT, now, write_json
 from sfm_dpo.config import parse_config
 from sfm_dpo.config_short_run import short_run
@@ -85,8 +85,7 @@ class Place:
         launcher = [sys.executable]
         if launch != "single":
             name = launch if self.on_gpu else {"zero2": "cpu"}.get(launch, f"cpu_{launch}")
-            file = "accelerate_config.yaml" if name == "zero2" else f"configs/accelerate/{name}.yaml"
-            launcher += ["-m", "accelerate.commands.launch", "--config_file", file]
+            launcher += ["-m", "accelerate.commands.launch", "--config_file", launch_file(name)]
             launcher += ["--num_processes", str(self.processes), "--main_process_port", "0"]
         self.call(run, *launcher, "train_dpo.py", *self.options(run, **fields))
         gpus = read_file(self.folder / run / ENVIRONMENT)["gpus"]
@@ -105,7 +104,7 @@ class Place:
         env = os.environ | {"HF_HOME": str(self.folder / "hf"), "HF_HUB_CACHE": constants.HF_HUB_CACHE}
         env["HF_DATASETS_CACHE"] = str(datasets.config.HF_DATASETS_CACHE)  # may have the recipe's
         if not self.on_gpu:
-            env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+            env |= CPU_ONLY
         elif "single" in name:
             env["CUDA_VISIBLE_DEVICES"] = first_gpu()
         path = self.folder / f"{name}.log"

@@ -22,9 +22,9 @@ from transformers.masking_utils import sdpa_mask
 
 from sfm_dpo.model.attention import boundary_arguments, packed_attention_forward
 from sfm_dpo.model.flops import count_experts
+from sfm_dpo.model.layers import checkpoint_layers, compile_layers
 from sfm_dpo.model.loading import build_model
-from sfm_dpo.model.packing import compile_layers, find_delta_nets
-from sfm_dpo.model.sharding import checkpoint_layers
+from sfm_dpo.model.packing import find_delta_nets
 
 SHAPES = "packed_shapes"  # packed attention with the GPU's kernel, whose shapes are known on every device
 TRACED_TOKENS = 4096  # below, a mixture of experts and an LM head's copies are not linear in the tokens

@@ -19,9 +19,9 @@ from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler
 from sfm_dpo.memory.activations import Activations, compiled_savings, head_bytes, trace_activations
+from sfm_dpo.model.layers import blocks
 from sfm_dpo.model.loading import load_model_config, meta_model
 from sfm_dpo.model.packing import why_not_shared
-from sfm_dpo.model.sharding import blocks
 
 # What a micro-batch costs on a GPU however small it is, in tokens of equal time: its gradients of all weights pass
 # through memory several times, and the host waits for the device (bench/count.py). The weights cancel: both grow alike

@@ -198,7 +198,7 @@ def _varlen(query, key, value, cu_seqlens, cu_keys, scaling, sliding_window, max
 def check_shared_keys(
     device: torch.device, dtype: torch.dtype, head_dim: int, kernel: Callable[..., torch.Tensor] | None = None
 ) -> None:
-    """Raises ValueError if a small call of the kernel (by default the one in use) differs from SDPA in fp32.
+    """Raises UserError if a small call of the kernel (by default the one in use) differs from SDPA in fp32.
 
     `varlen_attn` does not document how it aligns a causal mask that is not square, and step 0 cannot detect an error.
     """
@@ -224,7 +224,7 @@ def check_shared_keys(
         for expected, got, name in zip(oracle, results, ("output", "d query", "d key", "d value"), strict=True):
             error = ((expected - got).norm() / expected.norm()).item()
             if not error < 0.05:  # rounding to 16 bit: 0.005; a mask aligned at the start: 0.7
-                raise ValueError(
+                raise UserError(
                     f"prefix_sharing: {kernel_name(device, dtype, head_dim)} differs from SDPA by {error:.0%} (window "
                     f"{window}, {name}) if keys outnumber queries; set prefix_sharing: false"
                 )

@@ -11,7 +11,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from trl.trainer.utils import get_peak_flops
 
-from sfm_dpo.model.sharding import ATTENTION, numel, shape
+from sfm_dpo.model.layers import ATTENTION
+from sfm_dpo.model.sharding import numel, shape
 
 
 def peak_flops(gpu: str) -> float | None:

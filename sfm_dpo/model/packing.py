@@ -1,4 +1,4 @@
-"""Packing: the padding-free forward on one row of real tokens (attention.py separates the sequences); compiled layers.
+"""Packing: the padding-free forward on one row of real tokens (attention.py separates the sequences).
 
 TRL has no padding-free DPO (1.16: `padding_free` warns and pads). This module wraps the forward that TRL's fused LM
 head installs, so collator, losses and metrics stay TRL's.
@@ -8,15 +8,15 @@ import functools
 import importlib.util
 import inspect
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.model.attention import PACKED, boundary_arguments, register
-from sfm_dpo.model.sharding import ATTENTION, blocks
+from sfm_dpo.model.layers import ATTENTION, blocks
 
 
 def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) -> None:
@@ -27,11 +27,11 @@ def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) ->
     `FusedCausalLMOutput` with each per-token field back in `[rows, L - 1]`, zero where the padded path has zero. With
     `prefix_sharing` the row holds the prompt of a pair once (`find_shared`); neither log-probs nor gradients change.
     `counts`, its numbers of `tokens` and of `computed` tokens, saves the host from waiting for the device.
-    Raises ValueError if sequences in one row would not be independent of each other.
+    Raises UserError if sequences in one row would not be independent of each other.
     """
     if obstacle := _why_not_packable(model):
         what = f"padding_free: true is not possible for model_type '{model.config.get_text_config().model_type}'"
-        raise ValueError(f"{what}: {obstacle}; set padding_free: false")
+        raise UserError(f"{what}: {obstacle}; set padding_free: false")
     register()
     model.set_attn_implementation(PACKED)
     nets = find_delta_nets(model)
@@ -184,16 +184,3 @@ def find_delta_nets(model: torch.nn.Module) -> list[torch.nn.Module]:
     kinds: set[type[torch.nn.Module]] = set(map(type, model.modules()))
     kinds = {kind for kind in kinds if boundaries in inspect.getsource(kind.forward)}
     return [module for module in model.modules() if type(module) in kinds]
-
-
-def compile_layers(model: PreTrainedModel, backend: str | Callable, mode: str | None) -> None:
-    """Compiles each decoder layer in place, so names in the state dict do not change. `generate` runs uncompiled.
-
-    accelerate 1.15's `compile_regions` compiles a copy of the model, whose forward, bound by TRL, still runs the
-    original's layers; its variants for DeepSpeed and FSDP2 also compile `generate`, and none compiles before training.
-    """
-    for layer in blocks(model):
-        layer.compile(dynamic=True, backend=backend, mode=mode, recompile_limit=32)
-    # Upstream: transformers 5.23, cache_utils.py, Cache.update: takes the layer's index, so torch.compile
-    # makes a graph for each index. Canary: test_canary_graph_for_every_layer
-    model.generate = torch.compiler.set_stance("force_eager")(model.generate)

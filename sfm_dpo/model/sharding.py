@@ -6,48 +6,18 @@ begins, with each decoder block as a unit. Otherwise every rank has all weights.
 
 import dataclasses
 import json
-import os
 from typing import Any
 
 import torch
+import yaml
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
+from sfm_dpo.common.distributed import launch_file, launched_with
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 
-ATTENTION = {"full_attention", "sliding_attention"}
-LAUNCHES = {"zero2": "ds_config.json", "zero3": "configs/accelerate/ds_zero3.json", "fsdp2": None}  # DeepSpeed files
-
-
-def launched_with() -> str:
-    """zero (2 or 3), fsdp or none, from the launcher's environment variables; works before a trainer exists."""
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        return "zero"
-    return "fsdp" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "none"
-
-
-# Upstream: deepspeed 0.19, comm/torch.py, build_shm_op: compiles its own all-reduce for CPU for half a minute, and a
-# process killed meanwhile leaves a lock file that every later start waits for forever.
-# Canary: test_canary_deepspeed_compiles_an_all_reduce_on_cpu
-def disable_deepspeed_shm() -> None:
-    """Makes DeepSpeed use gloo on CPU processes. Call it before the process group exists."""
-    if launched_with() == "zero":
-        import deepspeed
-
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def load_only_tensors() -> None:
-    """Makes `torch.load` refuse what could run code: DeepSpeed 0.19 loads its files in a checkpoint as any pickle."""
-    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
-    if launched_with() == "zero":
-        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-        from deepspeed.runtime.zero.config import ZeroStageEnum
-        from deepspeed.utils.tensor_fragment import fragment_address
-
-        torch.serialization.add_safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address])
+LAUNCHES = ("zero2", "zero3", "fsdp2")
 
 
 # Upstream: deepspeed 0.19, runtime/zero/partition_parameters.py, free_param: replaces a parameter by an empty tensor;
@@ -83,9 +53,8 @@ def keep_precision(fsdp_plugin: Any) -> None:
         fsdp_plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None, cast_forward_inputs=False)
 
 
-# Upstream: deepspeed 0.19, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.average_tensor: frees a gradient
-# larger than a bucket while the reduction stream still reads it, if the gradient belongs to several ranks' partitions.
-# Canary: test_canary_gradient_larger_than_the_bucket
+# DeepSpeed 0.19 (DeepSpeedZeroOptimizer.average_tensor) frees a gradient larger than a bucket while the reduction
+# stream still reads it, if the gradient belongs to several ranks' partitions.
 def check_buckets(deepspeed_plugin: Any, model: PreTrainedModel) -> None:
     """Raises UserError if a tensor of the model, which may be on the meta device, does not fit in a bucket of ZeRO."""
     if deepspeed_plugin is None:
@@ -99,25 +68,15 @@ def check_buckets(deepspeed_plugin: Any, model: PreTrainedModel) -> None:
         )
 
 
-def blocks(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def checkpoint_layers(model: PreTrainedModel, count: int) -> None:
-    """Leaves gradient checkpointing, which is on, to `count` blocks, evenly spread. The last block is among them only
-    if all are: the backward frees its activations before it computes those of a checkpointed block again."""
-    layers = blocks(model)
-    chosen = {number * len(layers) // count for number in range(count)}
-    for index, layer in enumerate(layers):
-        layer.gradient_checkpointing = index in chosen
-
-
 def zero_config(launch: str) -> dict[str, Any]:
-    """`zero_optimization` in a launcher's DeepSpeed file; empty for FSDP2."""
-    file = LAUNCHES[launch]
-    if file and not (PROJECT / file).is_file():  # installed without -e
-        raise UserError(f"{PROJECT / file}: does not exist; work in a checkout, or install it with pip install -e .")
-    return json.loads((PROJECT / file).read_text())["zero_optimization"] if file else {}
+    """`zero_optimization` in the DeepSpeed file of one of LAUNCHES; empty for FSDP2."""
+    file = PROJECT / launch_file(launch)
+    if not file.is_file():  # installed without -e
+        raise UserError(f"{file}: does not exist; work in a checkout, or install it with pip install -e .")
+    deepspeed = yaml.safe_load(file.read_text()).get("deepspeed_config")
+    if deepspeed is None:
+        return {}
+    return json.loads((PROJECT / deepspeed["deepspeed_config_file"]).read_text())["zero_optimization"]
 
 
 def checkpoint_bytes(model: PreTrainedModel, zero_stage: int = 0, is_fsdp: bool = False) -> int:

@@ -192,12 +192,10 @@ def format_plan(plan: dict[str, Any]) -> str:
     ]
     columns = [_format_launch(launch, plan["checkpoints"]) for launch in plan["launches"].values()]
     table = [(name, *(column[name] for column in columns)) for name in columns[0]]
-    counted = plan["time"].get("counted")
-    durations = [_format_range(entries, gpu["count"]) for entries in (counted, plan["time"]["hours"]) if entries]
     parts = [
         format_table(summary, indent=0),
         format_table(table, ["", *plan["launches"]], "lr"),
-        format_table(durations, ["hours", "GPU-hours", "MFU", "source"]),
+        format_table([_format_range(plan["time"]["hours"], gpu["count"])], ["hours", "GPU-hours", "MFU", "source"]),
     ]
     return "\n".join(parts)
 

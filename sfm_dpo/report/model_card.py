@@ -7,6 +7,7 @@ from huggingface_hub import ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from sfm_dpo.common.distributed import launch_file
 from sfm_dpo.common.errors import user_input
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.secrets import mask
@@ -18,8 +19,8 @@ from sfm_dpo.run.reader import read_run
 
 CARD = "README.md"
 _CURVES = ("loss", "accuracy", "margin", "logps")
-LAUNCHERS = {"ZeRO-2": "accelerate_config.yaml"}  # by `launch` in data.json
-LAUNCHERS |= {"ZeRO-3": "configs/accelerate/zero3.yaml", "FSDP2": "configs/accelerate/fsdp2.yaml"}
+# By `launch` in data.json
+LAUNCHERS = {"ZeRO-2": launch_file("zero2"), "ZeRO-3": launch_file("zero3"), "FSDP2": launch_file("fsdp2")}
 # Prefixes of fields about this run's machine and project, which do not matter to somebody who reproduces it.
 _LOCAL = tuple("output_dir run_name push_to report_to dataset_num dataloader_ project hub_ trackio_ logging_".split())
 _PATH = re.compile(r"(?<![^\s'\"{=,])/[^\s'\"{},]+")  # an absolute path as a word of a text

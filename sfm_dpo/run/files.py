@@ -20,11 +20,9 @@ PREFLIGHT = "preflight.json"
 HEALTH = "health.json"
 SAMPLES = "samples.json"
 EVALUATION = "evaluation.json"
-PARENTS = "parents.json"
-RUN_FILES = (RESOLVED_CONFIG, ENVIRONMENT, DATA, STATUS, PREFLIGHT, HEALTH, SAMPLES, EVALUATION, PARENTS)
+RUN_FILES = (RESOLVED_CONFIG, ENVIRONMENT, DATA, STATUS, PREFLIGHT, HEALTH, SAMPLES, EVALUATION)
 TRAINER_STATE = "trainer_state.json"  # in a run's folder and in each checkpoint
 EVALUATIONS = "evaluations"  # a folder: step-N.json with what eval_command has measured, and step-N.log
-_LISTS = (SAMPLES, PARENTS)  # the others are mappings
 
 
 def read_file(path: Path) -> Any:
@@ -35,16 +33,16 @@ def read_file(path: Path) -> Any:
             return read_sound_file(path, "treated as absent")
         except UserError as error:
             _warn_once(str(error))
-    return [] if path.name in _LISTS else {}
+    return [] if path.name == SAMPLES else {}
 
 
 def read_sound_file(path: Path, remedy: str) -> Any:
     """The content of a run's file. Raises UserError with the `remedy` if the file is absent or neither JSON nor YAML,
-    or does not hold a mapping, or for SAMPLES and PARENTS a list."""
+    or does not hold a mapping, or for SAMPLES a list."""
     with user_input(f"{path}: missing or damaged", remedy):
         text = path.read_text()
         content = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
-        expected = list if path.name in _LISTS else dict
+        expected = list if path.name == SAMPLES else dict
         if not isinstance(content, expected):
             raise ValueError(f"holds a {type(content).__name__}, not a {expected.__name__}")
         return content

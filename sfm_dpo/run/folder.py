@@ -78,11 +78,6 @@ class State(StrEnum):
         """Whether the same command trains on, if no process of the run is left."""
         return not self.has_model and self is not State.COLLAPSED
 
-    @property
-    def may_start_again(self) -> bool:
-        """Whether a sweep submits the run again, if no process of it is left: the preflight would refuse it again."""
-        return self.resumes and self is not State.REFUSED
-
 
 def read_status(run: str | Path) -> dict[str, Any]:
     """status.json of a run; empty if there is none."""

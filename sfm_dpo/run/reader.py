@@ -28,15 +28,16 @@ from sfm_dpo.run.folder import LOG, State
 from sfm_dpo.run.lock import LOCK, read_owner
 
 STALE_SECONDS = 1800  # longer than a step, an evaluation or a save takes
-COLUMNS = "run state job slurm step eta pairs/s loss margin health last checkpoint starts GPU-h".split()
+COLUMNS = "run state job step eta pairs/s loss margin eval_loss eval_acc health last GPU-h".split()
 _KEYS = {
     "eta": "eta_seconds",
     "pairs/s": "pairs_per_second",
+    "eval_acc": "eval_rewards/accuracies",
     "last": "seconds_since_update",
     "GPU-h": "gpu_hours",
 }  # keys of describe_run
 _FORMS = {"pairs_per_second": ".2f", "loss": ".4f", "margin": "+.3f", "gpu_hours": ".1f"}
-SUBMITTED = "submitted.json"  # in a sweep's folder: by run the task of an array that was submitted last for it
+_FORMS |= {"eval_loss": ".4f", "eval_rewards/accuracies": ".3f"}
 
 
 def read_run(run: Path) -> dict[str, Any]:
@@ -169,11 +170,6 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
     return sorted(runs)
 
 
-def has_process(run: Path, queue: dict[str, str] | None) -> bool:
-    """Whether a process of the run is left, according to the owner of its folder's lock, or may be left."""
-    return is_running(read_owner(run / LOCK), queue) is not False
-
-
 def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[str, Any]:
     """The state of a run at `now` (Unix time), given `queue` from `squeue_states`; unknown values are None."""
     status = read_file(run / STATUS)
@@ -185,15 +181,17 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
     age = max(0.0, now - (run / STATUS).stat().st_mtime)
     state = State.of(status)
     shown = str(state)
-    runs = has_process(run, queue)
+    runs = is_running(read_owner(run / LOCK), queue) is not False  # or may run
     if state is State.RUNNING:
         if not runs:
             shown = "died"
         elif age > STALE_SECONDS:
             shown = "stale"
-    if slurm == "PENDING" and not runs:  # otherwise a later task of its sweep
+    if slurm == "PENDING" and not runs:
         shown += ", queued"
     checkpoint = newest_checkpoint(run)
+    evaluated = [entry for entry in _read_log(run / LOG) if "eval_loss" in entry]
+    held_out = evaluated[-1] if evaluated else {}
     evaluations = read_evaluations(run)
     return {
         "run": str(run),
@@ -205,6 +203,7 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
         "max_steps": status.get("max_steps"),
         "eta_seconds": status.get("eta_seconds") if shown == State.RUNNING else None,
         **{name: status.get(name) for name in ("pairs_per_second", "loss", "margin")},
+        **{name: held_out.get(name) for name in ("eval_loss", "eval_rewards/accuracies")},
         "health": read_file(run / HEALTH).get("verdict"),
         "seconds_since_update": round(age),
         "checkpoint": checkpoint and checkpoint.name,
@@ -216,10 +215,9 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
 
 
 def list_jobs(run: Path) -> list[str]:
-    """The jobs of a run that Slurm may know: its sweep's last task for it, its last start's, and its lock's owner."""
+    """The jobs of a run that Slurm may know: its last start's, and its lock's owner."""
     status = read_file(run / STATUS)
-    submitted = read_file(run.parent / SUBMITTED).get(run.name)
-    return list(filter(None, [submitted, status.get("task"), status.get("job"), read_owner(run / LOCK).get("job")]))
+    return list(filter(None, [status.get("task"), status.get("job"), read_owner(run / LOCK).get("job")]))
 
 
 def describe_runs(folders: Iterable[str | Path]) -> list[dict[str, Any]]:

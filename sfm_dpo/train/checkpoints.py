@@ -14,8 +14,8 @@ from trl import DPOTrainer
 from sfm_dpo.common.distributed import is_main_process
 from sfm_dpo.config import Config
 from sfm_dpo.data.sampler import ORDER_VERSION
+from sfm_dpo.model.layers import checkpoint_layers
 from sfm_dpo.model.loading import identify_model, load_model
-from sfm_dpo.model.sharding import checkpoint_layers
 from sfm_dpo.run.checkpoint import COMPLETE, mark_complete, rotate
 from sfm_dpo.train.settings import Settings
 

@@ -17,13 +17,12 @@ import torch
 from datasets import Dataset
 from transformers import PretrainedConfig
 
-from sfm_dpo.common.distributed import broadcast, is_main_process, main_process_first
+from sfm_dpo.common.distributed import broadcast, is_main_process, launched_with, main_process_first
 from sfm_dpo.common.errors import OutOfMemory, UserError
 from sfm_dpo.config import Config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.memory.planner import MemoryPlanner, memory_limit
 from sfm_dpo.model.attention import measured_here
-from sfm_dpo.model.sharding import launched_with
 from sfm_dpo.run.checkpoint import COMPLETE, checkpoints
 from sfm_dpo.run.files import RESOLVED_CONFIG, read_file
 from sfm_dpo.run.folder import DATA

@@ -50,6 +50,6 @@ class ExactEvaluation(DPOTrainer):
         self.eval_sums = MetricSums(len(self._eval_rows(dataset)))
         self.chosen_tokens = count_trained(dataset, self.args.max_length)[:, 0].mean()
         output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        for name, value in self.eval_sums.means().items():
+        for name, value in self.eval_sums.reduce().items():
             output.metrics[f"{metric_key_prefix}_{name}"] = value
         return output

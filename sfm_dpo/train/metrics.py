@@ -112,7 +112,7 @@ def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], logps, ref_log
 
 class MetricSums:
     """Sums and counts of logged metrics, whose means depend neither on micro-batches nor on ranks. They stay on the
-    device until `means`. With `pairs`, only this rank's first so many pairs count; any more are repeats."""
+    device until `reduce`. With `pairs`, only this rank's first so many pairs count; any more are repeats."""
 
     def __init__(self, pairs: int | None = None):
         self.pairs_left = pairs
@@ -146,9 +146,9 @@ class MetricSums:
         before, counted = self.sums.get(name, (0.0, 0))
         self.sums[name] = (before + total.detach().double(), counted + count)
 
-    def means(self, work: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
-        """Means over all ranks, and sums over all ranks of this rank's `work`; all ranks must call it. The host waits
-        for the device once."""
+    def reduce(self, work: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+        """Over all ranks, the means of the metrics and the sums of `work`; all ranks must call it. The host waits for
+        the device once."""
         sums = self.sums | {name: (number, 0) for name, number in work.items()}
         zero = torch.zeros_like(next(iter(self.sums.values()))[0])  # [], fp64, on the device
         pairs = [torch.stack([zero + total, zero + count]) for total, count in sums.values()]

@@ -15,6 +15,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, TrainerCallback
 from trl import get_peft_config, get_quantization_config
 
+from sfm_dpo.common.distributed import launched_with
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import main_loss
@@ -23,9 +24,9 @@ from sfm_dpo.data.sampler import PairSampler
 from sfm_dpo.data.tokenization import hash_tokens
 from sfm_dpo.model.attention import activate_flash, check_shared_keys, kernel_name
 from sfm_dpo.model.flops import ForwardFlops
+from sfm_dpo.model.layers import compile_layers
 from sfm_dpo.model.loading import load_model, load_model_config, model_init_kwargs
-from sfm_dpo.model.packing import compile_layers, delta_net_kernel, enable_padding_free, why_not_shared
-from sfm_dpo.model.sharding import launched_with
+from sfm_dpo.model.packing import delta_net_kernel, enable_padding_free, why_not_shared
 from sfm_dpo.train.callbacks import Progress
 from sfm_dpo.train.checkpoints import CheckpointCallback, CompleteCheckpoints, ResumeCallback
 from sfm_dpo.train.held_out import ExactEvaluation
@@ -60,7 +61,6 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
     loss_weights: list[Any]
     ref_model: Any  # a separate reference model, while there is one
 
-    @user_input("building the trainer", "correct the field it names; for LoRA, lora_target_modules")
     def __init__(
         self,
         config: Config,
@@ -83,18 +83,15 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         self.train_tokens = hash_tokens(kwargs["train_dataset"])
         if self.packed and not args.use_cpu:
             activate_flash(self.settings.flash_attention)
-        kwargs.setdefault("peft_config", get_peft_config(config.model))
-        reference = None
-        # FSDP2 splits the policy only when training begins, so even a cached reference needs its own model
-        needs_reference = not args.precompute_ref_log_probs or launched_with() == "fsdp"
-        if args.ref_model_name_or_path:
-            reference = load_configured_model(config.reference)
-        elif needs_reference and kwargs["peft_config"] is None:
-            reference = load_configured_model(config)
-        policy = load_configured_model(config)
-        callbacks = [CheckpointCallback(self), ResumeCallback(self), *callbacks]
-        kwargs |= {"ref_model": reference, "args": arguments_for_trl(args, self.settings), "callbacks": callbacks}
-        super().__init__(policy, **kwargs)
+        options = {"peft_config": get_peft_config(config.model)} | kwargs
+        with user_input("building the trainer", "correct the field it names; for LoRA, lora_target_modules"):
+            super().__init__(
+                ref_model=load_reference(config, options["peft_config"] is not None),
+                model=load_configured_model(config),
+                args=arguments_for_trl(args, self.settings),
+                callbacks=[CheckpointCallback(self), ResumeCallback(self), *callbacks],
+                **options,
+            )
         self.precompute_ref_logps = True  # tells TRL that each batch holds the reference's sums, see _compute_loss
         self.chosen_tokens = count_trained(self.train_dataset, args.max_length)[:, 0].mean()  # until a step begins
         self.configured_weights = args.loss_weights or [1.0] * len(args.loss_type)
@@ -268,7 +265,7 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the means over all pairs or tokens since the last log, and the metrics perf/*."""
         if "loss" in logs and self.model.training:
-            exact = self.train_sums.means(self.meter.counts)
+            exact = self.train_sums.reduce(self.meter.counts)
             totals = {name: exact.pop(name) for name in self.meter.counts}
             self.num_tokens += int(totals["tokens"])
             self.train_sums = MetricSums()
@@ -285,6 +282,15 @@ def load_configured_model(config: Config) -> PreTrainedModel:
     if (quantization := get_quantization_config(config.model)) is not None:
         options["quantization_config"] = quantization
     return load_model(config.model.model_name_or_path, options, config.model_field)
+
+
+def load_reference(config: Config, has_adapter: bool) -> PreTrainedModel | None:
+    """A separate reference model; None if the policy's weights are the reference's, or their log-probs are cached."""
+    if config.train.ref_model_name_or_path:
+        return load_configured_model(config.reference)
+    # FSDP2 splits the policy only when training begins, so even a cached reference needs its own model
+    needs_reference = not config.train.precompute_ref_log_probs or launched_with() == "fsdp"
+    return load_configured_model(config) if needs_reference and not has_adapter else None
 
 
 def build_sampler(dataset: Dataset, args: TrainConfig, micro_batch: int, prefix_sharing: bool = False) -> PairSampler:

@@ -15,9 +15,10 @@ from accelerate import DistributedType
 from datasets import Dataset
 from trl import DPOTrainer
 
+from sfm_dpo.common.distributed import launched_with
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import TrainConfig
-from sfm_dpo.model.sharding import keep_precision, launched_with, use_fsdp_on_cpu
+from sfm_dpo.model.sharding import keep_precision, use_fsdp_on_cpu
 from sfm_dpo.train.settings import Settings
 
 

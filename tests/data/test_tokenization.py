@@ -13,7 +13,14 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.data import tokenization
 from sfm_dpo.data.lengths import count_trained
-from sfm_dpo.data.tokenization import hash_tokens, load_token_pairs, load_tokenizer, tokenize_pairs, tokenize_splits
+from sfm_dpo.data.tokenization import (
+    check_vocabulary,
+    hash_tokens,
+    load_token_pairs,
+    load_tokenizer,
+    tokenize_pairs,
+    tokenize_splits,
+)
 from tests.tiny_models import CHAT_TEMPLATE, EOS, tiny_tokenizer
 from tests.toolbox import assistant, read_pairs, user, with_tool
 
@@ -138,6 +145,13 @@ def test_longer_pairs_are_truncated_dropped_or_an_error(stored, monkeypatch):
     assert len(tokenize_pairs(pairs, tokenizer, longest, 50, overlong="error")[0]) == 40
     _, dropped = tokenize_pairs(pairs, tokenizer, 40, overlong="drop")  # shorter than most prompts
     assert {row["reason"] for row in dropped} == {"too_long"}
+
+
+def test_a_tokenizer_of_another_model_is_one_line():
+    tokens, _ = tokenize_pairs(pairs_of(conversation), tiny_tokenizer())
+    check_vocabulary(tokens, tiny_tokenizer(), 260)
+    with pytest.raises(UserError, match=r"returns id 259, but the model has 256 embeddings"):
+        check_vocabulary(tokens, tiny_tokenizer(), 256)
 
 
 def test_special_tokens_in_texts_are_counted_and_dropped(write_rows, tiny_folder):

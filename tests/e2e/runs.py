@@ -14,6 +14,7 @@ from unittest.mock import patch
 import psutil
 import pytest
 
+from sfm_dpo.common.distributed import launch_file
 from sfm_dpo.run.checkpoint import STOP
 from sfm_dpo.run.folder import read_status
 from sfm_dpo.train import reference_cache
@@ -187,7 +188,7 @@ def launcher(processes: int, launch: str) -> list[str]:
     """The words before a script: Python; for more than one process also the launcher with configs/accelerate."""
     if processes == 1:
         return [sys.executable]
-    config = ["--config_file", str(ROOT / f"configs/accelerate/{launch}.yaml"), "--num_processes", str(processes)]
+    config = ["--config_file", str(ROOT / launch_file(launch)), "--num_processes", str(processes)]
     return [sys.executable, str(ROOT / "tests/e2e/forked.py"), *config, "--main_process_port", str(free_port())]
 
 

@@ -29,7 +29,6 @@ from tests.project import SOURCE, link, make_project
 # Run elsewhere, or not ours to run
 ELSEWHERE = {
     r"make (test|setup|lint|check|test-grid|upgrade)|([A-Z]+=\S+ )?(python -m )?pytest .*": "how these tests are run",
-    r"python scripts/sweep.py grid.yaml --(dry_run|table)": "tests/jobs/test_sweep.py, slurm/test_slurm_sweep.py",
     r"python scripts/status.py --stop outputs/dpo": "tests/run/test_status.py: of a run that runs",
     r"make demo": "README.md marks it: 4 minutes",
     r"(?!.*\.\.\.)([A-Z_]+=\S+ )*sbatch .*": "tests/slurm/test_submit.py",
@@ -42,7 +41,6 @@ ELSEWHERE = {
     r".*python bench/throughput.py.* --rounds 3.*": "half an hour; test_bench.py runs --quick",
     r"python -m tests.upstream_script .*": "tests/train/test_upstream.py",
     r"python train_dpo.py .* --drop_contaminated .*": "tests/data/test_filters.py",
-    r"python scripts/make_pairs.py .*": "tests/data/test_scored_formats.py",
     r"source .*|git (clone|lfs) .*|trl dpo.*|hf auth login|(python -m venv|\S*pip install) .*": "others",
     r"wandb (sync|leet|login).*": "W&B's",
 }
@@ -79,7 +77,7 @@ def template(tmp_path_factory) -> Path:
         patch.chdir(project)
         assert train_dpo.main(["--config", "recipes/think.yaml", "--save_steps", "2"]) == 0
     outputs = project / "outputs"
-    for name in ("a", "b", "low", "high"):
+    for name in ("low", "high", "sweep"):
         shutil.copytree(outputs / "dpo", outputs / name)
     shutil.copytree(outputs / "dpo" / "checkpoint-2", outputs / "dpo" / "checkpoint-500")
     link(project, "RUN", "outputs/dpo")

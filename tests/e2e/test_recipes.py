@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from scripts import plan
+from sfm_dpo.common.distributed import CPU_ONLY
 from tests.commands import text
 from tests.e2e.runs import ROOT, Place
 from tests.toolbox import as_options, logged, pairs, write_jsonl
@@ -118,7 +119,8 @@ def test_recipe_trains_two_steps(runs, recipe):
 def test_computed_line_of_a_header_is_its_plans(recipe, tmp_path, monkeypatch):
     """Memory, hours and disk, as the header's own Plan command says them. RECORD=1 writes the line."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # plan.py sets it for good
+    for name, value in CPU_ONLY.items():  # plan.py sets them for good
+        monkeypatch.setenv(name, value)
     other_gpu = tmp_path / "calibration.json"
     other_gpu.write_text('{"gpu": "none"}')
     command = re.search(r"^ Plan +python scripts/plan.py (.*)", text(recipe), re.M)[1]
@@ -142,7 +144,8 @@ def test_computed_line_of_a_header_is_its_plans(recipe, tmp_path, monkeypatch):
 def test_plan_on_its_page_is_the_output(monkeypatch, tmp_path, capsys):
     """RECORD=1 writes it."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name, value in CPU_ONLY.items():  # plan.py sets them for good
+        monkeypatch.setenv(name, value)
     (tmp_path / "calibration.json").write_text('{"gpu": "none"}')
     page = ROOT / "docs/plan.md"
     shown = re.search(r"^`python scripts/plan.py (.*)`\n\n```\n(.*?)```", page.read_text(), re.M | re.S)

@@ -159,7 +159,7 @@ def test_the_check_at_the_start_refuses_a_kernel_that_aligns_its_mask_at_the_sta
     if at_end:
         check_shared_keys(*call)
     else:
-        with pytest.raises(ValueError, match=r"^prefix_sharing: .*window None, output.*; set prefix_sharing: false$"):
+        with pytest.raises(UserError, match=r"^prefix_sharing: .*window None, output.*; set prefix_sharing: false$"):
             check_shared_keys(*call)
 
 

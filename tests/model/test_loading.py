@@ -18,10 +18,11 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch.distributed.fsdp import fully_shard
 from trl.trainer.utils import add_fused_lm_head
 
+from sfm_dpo.common.distributed import disable_deepspeed_shm, load_only_tensors
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.model.loading import load_model, load_model_config, meta_model
-from sfm_dpo.model.sharding import disable_deepspeed_shm, keep_precision, load_only_tensors
+from sfm_dpo.model.sharding import keep_precision
 from tests.tiny_models import tiny_config, tiny_model
 
 

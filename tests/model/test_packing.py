@@ -6,6 +6,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, MambaConfig
 from trl.trainer.utils import add_fused_lm_head
 
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.model import packing
 from sfm_dpo.model.attention import boundary_arguments
 from sfm_dpo.model.packing import enable_padding_free
@@ -254,7 +255,7 @@ SHAPE = {"vocab_size": 64, "hidden_size": 32, "pad_token_id": 0, "bos_token_id":
 def test_models_that_cannot_be_packed_are_refused(config, reason):
     model = AutoModelForCausalLM.from_config(config)
     add_fused_lm_head(model)
-    with pytest.raises(ValueError, match=f"'{config.model_type}': .*{reason}.*; set padding_free: false$"):
+    with pytest.raises(UserError, match=f"'{config.model_type}': .*{reason}.*; set padding_free: false$"):
         enable_padding_free(model)
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from sfm_dpo.model.layers import blocks, checkpoint_layers
 from sfm_dpo.model.loading import meta_model
-from sfm_dpo.model.sharding import blocks, checkpoint_layers
 from tests.tiny_models import tiny_config
 
 

@@ -173,13 +173,16 @@ def test_the_check_of_the_batch_scripts_looks_and_leaves_the_folder_to_nobody(tm
     checkpoint.mkdir()
     (checkpoint / "complete.json").write_text(json.dumps({"world_size": 2, "files": {}}))
     fields = [*needed(run), "--resume_from_checkpoint", str(checkpoint)]
-    assert check_config.main(["configs/accelerate/cpu.yaml", "4", *fields]) == 2
-    assert "was written by 2 process(es), but this run has 4" in capsys.readouterr().err
+    monkeypatch.setenv("LAUNCH", "zero4")
+    assert check_config.main(fields) == 2
+    assert "LAUNCH=zero4: cannot read configs/accelerate/zero4.yaml" in capsys.readouterr().err
     monkeypatch.setenv("LAUNCH", "cpu")  # two processes
+    assert check_config.main(["4", *fields]) == 2
+    assert "was written by 2 process(es), but this run has 4" in capsys.readouterr().err
     assert check_config.main(fields) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"output_dir: {run}"
     assert not list(run.iterdir())
     owner = {"job": "7", "cluster": None, "uid": -1, "host": "n1", "pid": 1, "started": 1.0, "time": "noon"}
     (run / LOCK).write_text(f"pid=1\nowner={json.dumps(owner)}\n")
-    assert check_config.main(["configs/accelerate/cpu.yaml", "2", *fields]) == 2
+    assert check_config.main(["2", *fields]) == 2
     assert f"output_dir {run}: locked by job 7, process 1 on n1 since noon; " in capsys.readouterr().err

@@ -13,7 +13,7 @@ import status
 from sfm_dpo.common.process import this_process
 from sfm_dpo.run import reader
 from sfm_dpo.run.checkpoint import STOP, mark_complete, stop_is_for_good
-from sfm_dpo.run.folder import ENVIRONMENT, STATUS, write_status
+from sfm_dpo.run.folder import ENVIRONMENT, LOG, STATUS, write_status
 from sfm_dpo.run.lock import LOCK
 from sfm_dpo.run.reader import describe_run, find_runs, format_runs
 
@@ -52,6 +52,9 @@ def test_a_running_run(tmp_path):
         (run / f"checkpoint-{step}" / "model.safetensors").write_bytes(b"x")
     mark_complete(run / "checkpoint-10", {})
     (run / "health.json").write_text('{"verdict": "healthy"}')
+    held_out = [{"step": n, "eval_loss": 1 / n, "eval_rewards/accuracies": n / 40} for n in (10, 20)]
+    entries = [*held_out, {"step": 30, "loss": 0.61}, {"step": 30, "eval_math_loss": 0.1}]
+    (run / LOG).write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     times = ["2026-01-01T00:00:00+00:00", "2026-01-01T02:00:00+00:00", "2026-01-02T00:00:00+00:00"]  # 2 h, killed, 1 h
     starts = [{"step": 0, "world_size": 4, "time": time} for time in times]
     starts[0]["end"] = times[1]
@@ -66,6 +69,8 @@ def test_a_running_run(tmp_path):
         "job": None,
         "slurm": None,
         **RUNNING,
+        "eval_loss": 0.05,
+        "eval_rewards/accuracies": 0.5,
         "health": "healthy",
         "seconds_since_update": facts["seconds_since_update"],
         "checkpoint": "checkpoint-10",
@@ -77,7 +82,7 @@ def test_a_running_run(tmp_path):
     assert facts["seconds_since_update"] < 60
     head, line = format_runs([facts]).splitlines()
     assert head.split() == reader.COLUMNS
-    for cell in ("30/120", "1:02:03", "1.50", "0.6100", "+0.200", "healthy", "checkpoint-10", "  3"):
+    for cell in ("30/120", "1:02:03", "1.50", "0.6100", "+0.200", "0.0500", "0.500", "healthy", "12.0"):
         assert cell in line, cell
     write_status(run, "done", 0, step=120)
     assert describe_run(run, None, time.time())["loss"] == 0.61  # the last one logged
@@ -105,14 +110,9 @@ def test_slurm_has_the_last_word(tmp_path, monkeypatch):
     assert shown["job"] == "4711" and format_runs([shown]).endswith(f"{run}: log in /logs/dpo-train-4711.out")
     assert [state(run, queue) for queue in ({"4711": "RUNNING"}, {}, None)] == ["running", "died", "running"]
     assert state(run, {"4711": "PENDING"}) == "died, queued"  # its node failed
-    (tmp_path / "submitted.json").write_text('{"a": "4712_3"}')  # by sweep.py, for after the preflight
-    assert state(run, {"4711": "RUNNING", "4712_3": "PENDING"}) == "running"
-    (tmp_path / "submitted.json").unlink()
     assert describe_run(run, {}, time.time())["slurm"] == "not queued"
     write_status(run, "stopped", 75, "stopped on request", step=4)
     assert [state(run, queue) for queue in ({"4711": "PENDING"}, {})] == ["stopped, queued", "stopped"]
-    (tmp_path / "submitted.json").write_text('{"a": "4712_3"}')  # by sweep.py, after the run had stopped
-    assert state(run, {"4712_3": "PENDING"}) == "stopped, queued"
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "4700")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
     write_status(run, "running")

@@ -62,8 +62,6 @@ MODELS = {
 RUNS = {
     "collapsed": with_file("status.json", '{"state": "collapsed"}'),
     "config_list": with_file("resolved_config.yaml", "- a\n"),
-    "weights_cut": with_file("model.safetensors", NOISE),
-    "no_weights": lambda folder: (folder / "model.safetensors").unlink(),
     "state_list": with_file("trainer_state.json", "[1]"),
 }
 
@@ -91,7 +89,6 @@ def kit(tmp_path_factory, tiny_folder) -> Path:
         "deep.jsonl": b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}\n",
         "list.json": b"[1, 2]",
         "half.jsonl": (kit / "pairs.jsonl").read_bytes() + b'{"prompt": "\\ud83d", "chosen": "a", "rejected": "b"}\n',
-        "launch.yaml": b"distributed: no\n",
         "task.yaml": b"task: t\ndataset_path: json\ndataset_kwargs: {data_files: {test: nowhere.jsonl}}\n"
         b"test_split: test\noutput_type: generate_until\ndoc_to_text: a\ndoc_to_target: b\n",
     }.items():
@@ -141,14 +138,6 @@ CASES = {
         (f"{RUN} --hub_private_repo maybe", "--hub_private_repo: invalid choice: 'maybe'"),
         ("{kit}/runs/config_list", "resolved_config.yaml: missing or damaged", "restore it"),
     ],
-    "average": [
-        (f"{RUN} {RUN} --output_dir {{kit}}/model", "model: exists already; choose another"),
-        (f"{RUN} {{kit}}/runs/no_weights --output_dir {{out}}", "no_weights: holds no safetensors"),
-        (f"{RUN} {{kit}}/runs/weights_cut --output_dir {{out}}", "model.safetensors: damaged: SafetensorError"),
-    ],
-    "sweep": [  # grids: tests/jobs/test_sweep.py
-        ("{kit}/nowhere.yaml", "nowhere.yaml: not a grid: FileNotFoundError", "give recipe, output_dir and fields"),
-    ],
     "evaluate": [
         (RUN, "run: nothing to evaluate; give --tasks or, without --out, --pairs"),
         (f"{RUN} --tasks arc_esy", "--tasks arc_esy: cannot be loaded", "`lm_eval ls tasks` lists all tasks"),
@@ -161,8 +150,8 @@ CASES = {
         ("{kit}/models/more_layers hi", "model.layers.3.", "is missing (and 8 more)"),
     ],
     "check_config": [
-        (f"accelerate_config.yaml four {TRAIN}", "accelerate_config.yaml four: give a launch"),
-        (f"{{kit}}/launch.yaml 4 {TRAIN}", "launch.yaml", "distributed_type", "give accelerate_config.yaml"),
+        (f"four {TRAIN}", "four: cannot read four"),
+        (f"configs/accelerate/cpu.yaml four {TRAIN}", "four: give a launch configuration, the number of processes"),
     ],
     "report": [("", "required: RUN"), ("{kit}/model", "model: not a run's folder")],
     "analyze_dataset": [
@@ -224,8 +213,7 @@ def test_a_model_without_a_chat_template_continues_the_text(kit, tmp_path, capsy
 
 
 SCRIPTS = [path for folder in (".", "scripts", "bench") for path in sorted((ROOT / folder).glob("*.py"))]
-INSIDE = ("worker.py", "upgrade.py")  # started by throughput.py and make
-COMMANDS = [path for path in SCRIPTS if "__main__" in path.read_text() and path.name not in INSIDE]
+COMMANDS = [path for path in SCRIPTS if "__main__" in path.read_text() and path.name != "worker.py"]
 
 
 @pytest.mark.parametrize("script", COMMANDS, ids=lambda path: path.name)
@@ -239,14 +227,13 @@ def test_outside_the_environment(script, tmp_path):
 @pytest.mark.parametrize(
     ("env", "part"),
     [
-        ({"LAUNCH": "zero4"}, "LAUNCH=zero4: no configs/accelerate/zero4.yaml; choose one of: zero2 cpu"),
         ({"NUM_GPUS": "all"}, "processes per node is 'all': submit with --gpus-per-node=4, or set NUM_GPUS"),
         ({"VENV": "/no/venv"}, "VENV=/no/venv: no accelerate in its bin folder; create it with: make setup"),
     ],
 )
 def test_variables_of_the_batch_scripts(env, part):
     """What they do before Slurm is needed; tests/slurm has the rest."""
-    command = ["bash", "-c", "source scripts/common.sh; use_environment; choose_launch"]
+    command = ["bash", "-c", "source scripts/common.sh; use_environment; count_processes"]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"PATH": path} | env, capture_output=True, text=True, check=False
@@ -254,19 +241,13 @@ def test_variables_of_the_batch_scripts(env, part):
     assert_one_line(done.returncode, done.stderr, [part])
 
 
-def test_members_are_words_and_no_commands(tmp_path):
-    """What --members FILE reads for a task, and the words behind it; run_dpo up to the check of the configuration."""
-    words = ["recipe.yaml", "--run_name", "a 'b' $(touch evil) \"c\"", "--output_dir", "x;touch evil", ""]
-    (tmp_path / "members.txt").write_text(f"other\n{shlex.join(words)}\n")
-    functions = "use_environment() { :; }; choose_launch() { per_node=1; config_file=c; }; first_host() { :; }"
-    functions += "; python() { >&2 printf '<%s>' \"$@\"; exit 3; }"
-    command = f"source {ROOT}/scripts/common.sh; {functions}; run_dpo recipe --members members.txt '$(touch evil)'"
-    job = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_NUM_NODES": "1"}
-    env = os.environ | job | {"SLURM_SUBMIT_DIR": str(tmp_path)}
-    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    expected = ["scripts/check_config.py", "c", "1", "--config", *words, "$(touch evil)"]
-    assert done.stderr == "".join(f"<{word}>" for word in expected) and done.returncode == 3
-    assert not (tmp_path / "evil").exists()
+@pytest.mark.parametrize(
+    ("script", "instead"), [("sweep", "loop of sbatch"), ("average", "mergekit"), ("make_pairs", "datasets' map")]
+)
+def test_a_removed_command_names_what_to_use_instead(script, instead):
+    command = [sys.executable, ROOT / f"scripts/{script}.py", "--old", "option"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert_one_line(done.returncode, done.stderr, [f"{script}.py: removed; ", instead])
 
 
 def assert_one_line(code: int, stderr: str, parts: list[str]) -> None:

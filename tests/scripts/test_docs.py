@@ -1,10 +1,13 @@
 """Links, files and options that the documentation names exist."""
 
 import ast
+import csv
 import dataclasses
 import json
 import os
 import re
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +17,7 @@ from accelerate.commands.launch import launch_command_parser
 
 from bench.lengths import MAX_LENGTH, sample_lengths
 from sfm_dpo.common.errors import HUNG, RunEnd
-from sfm_dpo.config import DATACLASSES, FIELD_GROUPS, FieldParser, TrainConfig
+from sfm_dpo.config import DATACLASSES, FIELD_GROUPS, MIGRATION, FieldParser, TrainConfig
 from sfm_dpo.config_effects import MAY_CHANGE
 from tests.commands import PAGES, ROOT, text
 
@@ -96,6 +99,19 @@ def write_measured() -> str:
     return "\n".join(lines) + "\n"
 
 
+def write_migration() -> str:
+    """The tables of docs/migration.md; consecutive fields that have one replacement share a row."""
+    lines = []
+    with MIGRATION.open(newline="") as file:
+        for trainer, fields in groupby(csv.DictReader(file), itemgetter("trainer")):
+            lines += [f"## From {trainer}", "", f"| {trainer} | here | remarks |", "|---|---|---|"]
+            for (here, remark), alike in groupby(fields, itemgetter("here", "remark")):
+                names = ", ".join(f"`{row['field']}`" for row in alike)
+                lines.append(f"| {names} | {f'`{here}`' if here else 'none'} | {remark} |")
+            lines.append("")
+    return "\n".join(lines)
+
+
 def test_share_of_the_prompts_is_counted():
     row = re.search(r"^\| `prefix_sharing: true`.*", (ROOT / "docs/speed.md").read_text(), re.M)[0]
     for kind, limit in MAX_LENGTH.items():
@@ -115,7 +131,12 @@ def test_speed_in_the_readme_is_measured():
 
 
 @pytest.mark.parametrize(
-    ("name", "mark", "write"), [("recipes", "recipes", write_recipes), ("speed", "measured", write_measured)]
+    ("name", "mark", "write"),
+    [
+        ("migration", "migration", write_migration),
+        ("recipes", "recipes", write_recipes),
+        ("speed", "measured", write_measured),
+    ],
 )
 def test_generated_table(name, mark, write):
     page = ROOT / f"docs/{name}.md"

@@ -61,7 +61,7 @@ def one_batch(trainer):
     trainer.model.train()
     with torch.no_grad():
         loss = trainer.compute_loss(trainer.model, trainer._prepare_inputs(trainer.data_collator(rows)))
-    metrics = trainer.train_sums.means()
+    metrics = trainer.train_sums.reduce()
     trainer.train_sums = MetricSums()
     return loss.item(), metrics, rows
 
