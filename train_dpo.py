@@ -47,7 +47,7 @@ from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
 from sfm_dpo.health.preflight import preflight_phase
 from sfm_dpo.hub.callback import PushCheckpoints
 from sfm_dpo.hub.publish import check_push, push_finished
-from sfm_dpo.jobs.eval_command import Evaluations
+from sfm_dpo.jobs.eval_command import EvalCommand
 from sfm_dpo.jobs.training_run import Run, report
 from sfm_dpo.model.loading import identify_models, load_model_config, meta_model
 from sfm_dpo.model.sharding import check_buckets, checkpoint_bytes
@@ -68,7 +68,7 @@ from sfm_dpo.run.reader import eval_prefix
 from sfm_dpo.train.callbacks import Progress, ProgressLine, StopCallback
 from sfm_dpo.train.frozen_model import frozen_model
 from sfm_dpo.train.profiler import Profiler
-from sfm_dpo.train.reference_cache import add_reference, make_folder, reference_root
+from sfm_dpo.train.reference_cache import add_reference, make_cache_folder, reference_root
 from sfm_dpo.train.settings import Settings, decide_settings
 from sfm_dpo.train.trainer import SFMDPOTrainer, build_sampler
 
@@ -86,7 +86,7 @@ def main(
     load_only_tensors()
     with Run() as run:
         config = parse_config(argv)
-        evaluations = Evaluations(config.train)
+        eval_command = EvalCommand(config.train)
         if run.begin(config):
             checkpoint = find_start(config.train)
             known = read_file(checkpoint / COMPLETE) if checkpoint else {}
@@ -94,16 +94,14 @@ def main(
             config = identify_models(config, known, before)
             pairs, tokenizer, settings = load(config, checkpoint)
             trainer = build_trainer(config, settings, pairs, tokenizer, run.progress, trainer_class)
-            for callback in (evaluations, *callbacks):
+            for callback in (eval_command, *callbacks):
                 trainer.add_callback(callback)
             add_reference(trainer)
             check(config, trainer, checkpoint)
             train(config, trainer, checkpoint)
             finish(config, trainer)
             run.finish(trainer)
-        if evaluations.is_active:
-            evaluations.finish()
-            report(Path(config.train.output_dir))  # once more, with the results
+        eval_command.finish()
         if config.train.push_to_hub:
             run.exit_code = push(config)
     return run.exit_code
@@ -124,7 +122,9 @@ def load(config: Config, checkpoint: Path | None) -> tuple[TokenPairs, PreTraine
         facts = {"world_size": args.world_size} | config.model_ids
         check_resume(checkpoint, facts, args.ignore_resume_mismatch)
     if args.precompute_ref_log_probs:
-        main_process_first(lambda: make_folder(reference_root()))  # fails now, not after the model has been loaded
+        main_process_first(
+            lambda: make_cache_folder(reference_root())
+        )  # fails now, not after the model has been loaded
     if args.push_to_hub:
         main_process_first(lambda: check_push(args, bool(checkpoint)) if is_main_process() else None)
     pairs = main_process_first(lambda: load_token_pairs(config, tokenizer))

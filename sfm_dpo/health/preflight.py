@@ -24,10 +24,10 @@ from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.answers import compare_sides, find_traits, tabulate_sides
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.health.preflight_rules import MOVE, Figure, compute_pair_figures, exact, format_finding, judge_base_model
+from sfm_dpo.run.files import PREFLIGHT
 
 log = logging.getLogger(__name__)
 
-PREFLIGHT = "preflight.json"
 WINDOW = 16  # tokens
 
 

@@ -29,7 +29,7 @@ from sfm_dpo.model.loading import load_model, load_model_config, model_init_kwar
 from sfm_dpo.model.packing import delta_net_kernel, enable_padding_free
 from sfm_dpo.train.callbacks import Progress
 from sfm_dpo.train.checkpoints import CheckpointCallback, CompleteCheckpoints, ResumeCallback
-from sfm_dpo.train.evaluation import ExactEvaluation
+from sfm_dpo.train.held_out import ExactEvaluation
 from sfm_dpo.train.metrics import (
     CountingCollator,
     Meter,

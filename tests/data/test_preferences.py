@@ -411,7 +411,7 @@ def test_a_full_disk_while_pairs_are_read_and_in_the_reference_pass(write_rows, 
         with pytest.raises(UserError, match=f"HF_HOME: {home}/datasets.*: No space left on device"):
             load_rows(str(path))
         cache = reference_cache.ReferenceCache(home / "key", np.arange(1, 65), 1)
-        reference_cache.make_folder(cache.folder)
+        reference_cache.make_cache_folder(cache.folder)
         with pytest.raises(DiskFull, match=f"HF_HOME: {home}/key.*: No space left on device"):
             score = lambda rows: torch.zeros(len(rows), 2)  # noqa: E731
             reference_cache.cached_logps("train", cache, score, lambda done, total, owner: None)
