@@ -49,7 +49,7 @@ from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
 from sfm_dpo.health.preflight import preflight_phase
 from sfm_dpo.hub.callback import PushCheckpoints
 from sfm_dpo.hub.publish import check_push, push_finished
-from sfm_dpo.jobs.eval_command import Evaluations
+from sfm_dpo.jobs.eval_command import EvalCommand
 from sfm_dpo.jobs.training_run import Run, report
 from sfm_dpo.model.loading import identify_models, load_model_config, meta_model
 from sfm_dpo.model.sharding import check_buckets, checkpoint_bytes
@@ -72,7 +72,7 @@ from sfm_dpo.train.callbacks import Progress, ProgressLine, StopCallback
 from sfm_dpo.train.fit_memory import MemoryPlan
 from sfm_dpo.train.frozen_model import frozen_model
 from sfm_dpo.train.profiler import Profiler
-from sfm_dpo.train.reference_cache import add_reference, make_folder, reference_root
+from sfm_dpo.train.reference_cache import add_reference, make_cache_folder, reference_root
 from sfm_dpo.train.settings import Settings, decide_settings
 from sfm_dpo.train.trainer import SFMDPOTrainer, build_sampler
 
@@ -90,7 +90,7 @@ def main(
     load_only_tensors()
     with Run() as run:
         config = parse_config(argv)
-        evaluations = Evaluations(config.train)
+        eval_command = EvalCommand(config.train)
         if run.begin(config):
             checkpoint = find_start(config.train)
             known = read_file(checkpoint / COMPLETE) if checkpoint else {}
@@ -100,20 +100,18 @@ def main(
             build = functools.partial(build_trainer, config, pairs, tokenizer, run.progress, trainer_class)
             trainer: Any = build(settings)
             calibration, settings = calibrate_run(trainer, plan, checkpoint)
-            if settings != trainer.settings:
+            if settings.memory != trainer.settings.memory:
                 trainer = None  # frees its model
                 trainer = build(settings)
-            trainer.noise = calibration.noise
-            for callback in (evaluations, *callbacks):
+            trainer.adopt(calibration, settings)
+            for callback in (eval_command, *callbacks):
                 trainer.add_callback(callback)
             add_reference(trainer)
             check(config, trainer, checkpoint)
             train(config, trainer, checkpoint)
             finish(config, trainer)
             run.finish(trainer)
-        if evaluations.is_active:
-            evaluations.finish()
-            report(Path(config.train.output_dir))  # once more, with the results
+        eval_command.finish()
         if config.train.push_to_hub:
             run.exit_code = push(config)
     return run.exit_code
@@ -136,7 +134,9 @@ def load(
         facts = {"world_size": args.world_size} | config.model_ids
         check_resume(checkpoint, facts, args.ignore_resume_mismatch)
     if args.precompute_ref_log_probs:
-        main_process_first(lambda: make_folder(reference_root()))  # fails now, not after the model has been loaded
+        main_process_first(
+            lambda: make_cache_folder(reference_root())
+        )  # fails now, not after the model has been loaded
     if args.push_to_hub:
         main_process_first(lambda: check_push(args, bool(checkpoint)) if is_main_process() else None)
     pairs = main_process_first(lambda: load_token_pairs(config, tokenizer))
@@ -191,7 +191,7 @@ def calibrate_run(
     """Calibration and settings of a start; those that began the run if it resumes."""
     data = Path(trainer.args.output_dir) / DATA
     if checkpoint:
-        return Calibration(**read_file(data)["calibration"]), trainer.settings
+        return Calibration(**read_file(data).get("calibration", {})), trainer.settings
     calibration, settings = calibrate(trainer, None if trainer.args.preflight_only else plan)
     if is_main_process():
         facts = {"settings": asdict(settings), "calibration": asdict(calibration)}

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> None:
     from sfm_dpo.config import parse_config
     from sfm_dpo.data.sources import check_output
     from sfm_dpo.planning.dataset import analyze_dataset
-    from sfm_dpo.planning.dataset_report import format_analysis, write_plot
+    from sfm_dpo.planning.dataset_report import draw_lengths, format_analysis
 
     defaults = [f"--dataset_num_proc={len(os.sched_getaffinity(0))}"]
     if "--config" not in {word.split("=")[0] for word in fields}:
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
     if args.json:
         write_json(args.json, result)
     if args.plot:
-        write_plot(result, args.plot)
+        draw_lengths(result, args.plot)
 
 
 if __name__ == "__main__":

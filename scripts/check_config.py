@@ -18,7 +18,7 @@ from pathlib import Path
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 import yaml
 
-from sfm_dpo.common.cli import command
+from sfm_dpo.common.cli import command, reads_runs
 from sfm_dpo.common.distributed import launch_file
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.config import parse_config
@@ -27,6 +27,7 @@ from sfm_dpo.run.folder import State, check_folder, read_state, read_status
 
 
 @command
+@reads_runs
 def main(argv: list[str]) -> None:
     given = list(takewhile(lambda word: not word.startswith("--"), argv))
     words = list(given)

@@ -52,9 +52,9 @@ run_dpo() {
     [[ -n $asked ]] || wait $! || code=$?
     if [[ -n $asked ]]; then
         kill $! 2>/dev/null || true
-        code=75
+        code=asked
     elif ((code != 0)); then
-        code=69
+        code=unhealthy
     else
         trap 'asked=1; say "asked to stop: $output_dir/STOP"; mkdir -p "$output_dir"; touch "$output_dir/STOP"' USR1 TERM
         launch "$output_dir" "$@" &

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 
-from sfm_dpo.common.cli import Arguments, command, new_file, number
+from sfm_dpo.common.cli import Arguments, command, new_file, number, reads_runs
 from sfm_dpo.common.files import write_json
 from sfm_dpo.compare.runs import compare_runs, format_comparison, read_log
 
 
 @command
+@reads_runs
 def main(argv: list[str]) -> int:
     parser = Arguments(prog="compare_runs.py", description=__doc__)
     parser.add_argument("run_a", type=Path)

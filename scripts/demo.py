@@ -43,9 +43,8 @@ def main(argv: list[str]) -> int:
     os.environ |= QUIET
     print(INTRO, flush=True)
     from sfm_dpo.config import parse_config
-    from sfm_dpo.health.guard import SAMPLES
     from sfm_dpo.report.page import last_user_turn
-    from sfm_dpo.run.files import RESOLVED_CONFIG, read_file
+    from sfm_dpo.run.files import RESOLVED_CONFIG, SAMPLES, read_file
 
     fields = ["--config", "recipes/demo.yaml", *fields]
     run = Path(parse_config(fields).train.output_dir)

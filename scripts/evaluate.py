@@ -14,11 +14,12 @@ from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 
-from sfm_dpo.common.cli import Arguments, command, new_file, number
+from sfm_dpo.common.cli import Arguments, command, new_file, number, reads_runs
 from sfm_dpo.jobs.evaluation import evaluate_run
 
 
 @command
+@reads_runs
 def main(argv: list[str]) -> None:
     parser = Arguments(prog="evaluate.py", description=__doc__)
     parser.add_argument("run", metavar="RUN_OR_CHECKPOINT", type=Path)

@@ -13,7 +13,7 @@ import _setup  # noqa: F401  (first: finds the package, reads .env)
 import torch
 from transformers import AutoTokenizer
 
-from sfm_dpo.common.cli import Arguments, command, number
+from sfm_dpo.common.cli import Arguments, command, number, reads_runs
 from sfm_dpo.common.errors import user_input
 from sfm_dpo.health.generation import continue_prompts
 from sfm_dpo.model.loading import load_model
@@ -21,6 +21,7 @@ from sfm_dpo.run.saved_model import find_model, find_run
 
 
 @command
+@reads_runs
 def main(argv: list[str]) -> None:
     parser = Arguments(description=__doc__)
     parser.add_argument("model", metavar="MODEL", help="a run, a checkpoint, or the folder or Hub id of a chat model")

@@ -26,7 +26,7 @@ import train_dpo
 from sfm_dpo.common.cli import Arguments, command, new_file
 from sfm_dpo.config import parse_config
 from sfm_dpo.config_short_run import ONE_PAIR, UNCOMPILED, short_run
-from sfm_dpo.health.preflight import PREFLIGHT
+from sfm_dpo.run.files import PREFLIGHT
 
 
 @command

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 
-from sfm_dpo.common.cli import Arguments, command
+from sfm_dpo.common.cli import Arguments, command, reads_runs
+from sfm_dpo.common.errors import NOT_PUSHED
 from sfm_dpo.hub.publish import choose_repo, list_upload, push
 from sfm_dpo.hub.upload import HubError, format_push_command
 from sfm_dpo.run.saved_model import check_health, find_model
@@ -24,6 +25,7 @@ log = logging.getLogger("sfm_dpo.scripts.push_to_hub")  # below sfm_dpo, whose h
 
 
 @command
+@reads_runs
 def main(argv: list[str]) -> int:
     parser = Arguments(prog="push_to_hub.py", description=__doc__)
     parser.add_argument("path", metavar="RUN_OR_CHECKPOINT", type=Path)
@@ -50,7 +52,7 @@ def main(argv: list[str]) -> int:
     except HubError as error:
         later = format_push_command(options.path, repo, revision, private)
         log.error(f"push failed: {error}; push later with: {later}")
-        return 5
+        return NOT_PUSHED
     return 0
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 
-from sfm_dpo.common.cli import Arguments, command
+from sfm_dpo.common.cli import Arguments, command, reads_runs
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.run.checkpoint import FOR_GOOD, STOP
@@ -21,6 +21,7 @@ from sfm_dpo.run.reader import describe_runs, format_runs
 
 
 @command
+@reads_runs
 def main(argv: list[str]) -> None:
     parser = Arguments(description=__doc__)
     parser.add_argument("folders", nargs="*", default=["outputs"])

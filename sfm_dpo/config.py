@@ -62,7 +62,7 @@ class TrainConfig(DPOConfig):
     )
     eval_datasets: str | None = HfArg(default=None, help="More held-out sets: {math: m.jsonl, code: {path: org/set}}.")
     max_prompt_length: int | None = HfArg(default=None, help="Keep only the last tokens of a longer prompt.")
-    overlong: Literal["truncate", "drop", "error"] = HfArg(default="truncate", help="Pairs beyond max_length.")
+    overlong: Literal["truncate", "drop"] = HfArg(default="truncate", help="Pairs beyond max_length.")
     truncation_mode: Literal["keep_start"] = HfArg(default="keep_start", help="Truncation keeps the first tokens.")
     mask_tool_results: bool = HfArg(default=True, help="Do not train on the results of tool calls (docs/data.md).")
     max_dropped_fraction: float = HfArg(default=0.05, help="Stop if a larger share of the rows is unusable.")
@@ -102,10 +102,11 @@ class TrainConfig(DPOConfig):
     ignore_resume_mismatch: bool = HfArg(default=False, help="Resume despite other data or world size (not ZeRO).")
 
     def __post_init__(self) -> None:
-        is_unset = self.gradient_checkpointing is None and self.activation_checkpointing is None
+        unset = dict.fromkeys(("gradient_checkpointing", "activation_checkpointing"))
+        is_unset = all(vars(self)[name] is None for name in unset)
         super().__post_init__()
         if is_unset:  # which transformers takes for false
-            self.gradient_checkpointing = self.activation_checkpointing = None
+            self.__dict__.update(unset)
 
 
 DATACLASSES = (TrainConfig, ModelConfig, DatasetMixtureConfig)

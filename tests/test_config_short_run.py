@@ -17,7 +17,7 @@ RECIPE = {
     "datasets": [{"path": "a.jsonl"}, {"path": "b.jsonl"}],
     "max_length": 4096,
     "max_prompt_length": 2048,
-    "overlong": "error",
+    "overlong": "drop",
     "max_samples": 1000,
     "eval_fraction": 0.1,
     "eval_datasets": {"math": "math.jsonl"},

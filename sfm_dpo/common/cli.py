@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sfm_dpo.common.distributed import is_main_process
-from sfm_dpo.common.errors import RunEnd
+from sfm_dpo.common.errors import Interrupted, RunEnd, UserError, user_input
 from sfm_dpo.common.secrets import mask
 
 log = logging.getLogger(__name__)
@@ -62,10 +62,22 @@ def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], in
             return end.exit_code
         except PermissionError as error:
             log.error("%s: %s; ask its owner", error.filename, error.strerror)
-            return 2
+            return UserError.exit_code
         except KeyboardInterrupt:
             print("\ninterrupted", file=sys.stderr)
-            return 130
+            return Interrupted.exit_code
+
+    return run
+
+
+def reads_runs(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int | None]:
+    """Decorates the `main` of a command that reads runs: any exception becomes a UserError, because a hand may have
+    changed the files of a run."""
+
+    @functools.wraps(main)
+    def run(argv: list[str]) -> int | None:
+        with user_input(" ".join(argv) or "outputs", "a file of the run may be damaged"):
+            return main(argv)
 
     return run
 

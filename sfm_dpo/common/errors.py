@@ -1,13 +1,18 @@
-"""The ways a run ends other than by a crash (code 1): an exception each, with its exit code and state in status.json.
-
-Further exit codes: 5, not pushed (hub/publish.py); 69, the node check failed (health/node_check.py); 70, hung
-(train/watchdog.py); 130 from a script (common/cli.py).
-"""
+"""Exit codes, and the ways a run ends other than by a crash (code 1): an exception each, with its state."""
 
 import difflib
+import errno
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
+
+# Exit codes without an exception
+NOT_PUSHED = 5  # but trained and saved
+NODE_CHECK_FAILED = 69  # EX_UNAVAILABLE
+HUNG = 70
+
+# Errors of the machine, whatever the user has given
+_OF_MACHINE = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 class RunEnd(Exception):
@@ -65,12 +70,15 @@ class PreflightDone(StopRequested):  # only the preflight was requested
 @contextmanager
 def user_input(what: str, remedy: str = "") -> Iterator[None]:
     """For calls into libraries with a user's input: any exception becomes a UserError in one line, made of `what` was
-    read, the first paragraph of the library's message, and the `remedy`. Each library raises other classes."""
+    read, the first paragraph of the library's message, and the `remedy`. Each library raises other classes. An I/O
+    error, such as a full disk, stays what it is."""
     try:
         yield
     except RunEnd:
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in _OF_MACHINE:
+            raise
         reason = " ".join(str(error).split("\n\n")[0].split())
         if "couldn't connect" in reason:
             reason += " (or run scripts/prefetch.py on a machine with network access)"

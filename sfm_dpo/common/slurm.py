@@ -40,7 +40,7 @@ def is_running(owner: dict[str, Any], queue: dict[str, str] | None) -> bool | No
 
 
 def show_job(job: str) -> dict[str, str]:
-    """Slurm's record of a job (JobState, ExcNodeList, ...); empty if it does not answer."""
+    """Slurm's record of a job (JobState, PreemptTime, ...); empty if it does not answer."""
     record = ask("scontrol", "--oneliner", "show", "job", job) or ""
     return dict(field.split("=", 1) for field in record.split() if "=" in field)
 

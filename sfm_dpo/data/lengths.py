@@ -65,12 +65,16 @@ class Lengths:
         """[N] bool: whether both sequences have at most `max_length` tokens, the prompt cut to `max_prompt_length`."""
         return self.truncate(None, max_prompt_length).total <= (max_length or np.inf)
 
-    def used(self, max_length: int | None, max_prompt_length: int | None, overlong: str) -> np.ndarray:
-        """[N] bool: the pairs that training uses: with `overlong` drop those that fit, otherwise those that keep at
-        least one response token."""
+    def find_unused(
+        self, trained: np.ndarray, max_length: int | None, max_prompt_length: int | None, overlong: str
+    ) -> np.ndarray:
+        """[N] the reason (a key of DROP_REASONS) why training leaves a pair out, or "". `trained`: [N, 2] tokens of
+        chosen and rejected that are left to train (count_trained)."""
+        reasons = np.full(len(self), "", dtype=object)
+        reasons[trained.min(axis=1) == 0] = "prompt_too_long"
         if overlong == "drop":
-            return self.fit(max_length, max_prompt_length)
-        return self.truncate(max_length, max_prompt_length).responses.max(axis=1) > 0
+            reasons[~self.fit(max_length, max_prompt_length)] = "too_long"
+        return reasons
 
     def select(self, rows: np.ndarray) -> "Lengths":
         """The pairs selected by a mask [N] or by indices."""

@@ -29,11 +29,11 @@ from sfm_dpo.data.pairs import PARTS, Pairs, drop_rows
 from sfm_dpo.data.sources import column_names, explain_cache_errors, load_rows
 
 # Part of the cache's key. Raise it when a change to this module changes a normalised row or its drop reason.
-PAIRS_VERSION = 6
+PAIRS_VERSION = 7
 TOOL_ROLES = ("tool", "environment")  # they hold the result of a call
 RESPONSE_ROLES = ("assistant", *TOOL_ROLES)
 CALL_KEYS = ("tool_calls", "function_calls", "function_call")  # of an assistant's message
-_USED = (*PARTS, "tools", "chat_template_kwargs", json_rows.COLUMN)  # columns
+_FIELDS = (*PARTS, "tools", "chat_template_kwargs")
 _PAIR = Features(
     {name: Json() for name in PARTS}
     | {name: Value("string") for name in ("template", "source", "dropped", "prompt_key", "pair_key")}
@@ -120,7 +120,7 @@ def _normalize_rows(
     # which this project derives its keys. Canary: test_canary_datasets_fingerprint
     key = Hasher.hash((rows._fingerprint, source, PAIRS_VERSION, code))
     if not script:  # other columns may be images that cannot be decoded
-        rows = rows.select_columns([name for name in rows.column_names if name in _USED])
+        rows = rows.select_columns([name for name in rows.column_names if name in (*_FIELDS, json_rows.COLUMN)])
     pairs = rows.map(
         _normalize_row,
         with_indices=True,
@@ -136,14 +136,16 @@ def _normalize_rows(
 
 
 def _normalize_row(stored: Mapping[str, Any], index: int, source: str, script: str | None) -> dict[str, Any]:
-    row = json.loads(stored[json_rows.COLUMN]) if json_rows.COLUMN in stored else dict(stored)
+    is_json = json_rows.COLUMN in stored
+    row = json.loads(stored[json_rows.COLUMN]) if is_json else dict(stored)
     template = None
     try:
-        pair = normalize_pair(row.get("prompt"), row.get("chosen"), row.get("rejected"))
-        tools = row.get("tools")
-        arguments = {"tools": json.loads(tools) if isinstance(tools, str) else tools}
-        arguments |= row.get("chat_template_kwargs") or {}
-        if arguments := to_plain(arguments):
+        fields = to_plain({name: row.get(name) for name in _FIELDS}, keep_null=is_json)
+        pair = normalize_pair(*(fields.get(name) for name in PARTS))
+        tools = fields.get("tools")
+        arguments = {"tools": json.loads(tools) if isinstance(tools, str) else tools} if tools else {}
+        arguments |= fields.get("chat_template_kwargs") or {}
+        if arguments:
             template = json.dumps(arguments)
     except (ValueError, TypeError, RecursionError):
         pair = "malformed"
@@ -171,9 +173,8 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
 
     Published sets have four formats: `prompt` text and message lists with the response alone (Dolci-Think); no
     `prompt`, and conversations whose shared beginning is the prompt (Dolci-Instruct); the same as transcripts
-    (hh-rlhf); and plain text. Raises ValueError for bytes or calls that cannot be decoded.
+    (hh-rlhf); and plain text. Raises ValueError for calls that are not JSON.
     """
-    prompt, chosen, rejected = map(to_plain, (prompt, chosen, rejected))
     if prompt is None:
         chosen = read_transcript(chosen)
         rejected = read_transcript(rejected)
@@ -230,7 +231,8 @@ def _join_prompts(prompt_messages: list[dict], common: list[dict]) -> list[dict]
 
 
 def _read_messages(value: Any, role: str) -> list[dict] | None:
-    """A message list with text content and parsed tool calls; None if `value` is not such a list."""
+    """A message list with text content and parsed tool calls, without a message's keys that are None; None if `value`
+    is not such a list."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not isinstance(value, list):
@@ -239,6 +241,7 @@ def _read_messages(value: Any, role: str) -> list[dict] | None:
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return None
+        message = {name: item for name, item in message.items() if item is not None}
         texts = [message.get("content", "")]
         if isinstance(texts[0], list):  # parts, as of multimodal models
             texts = [part.get("text") if isinstance(part, dict) else None for part in texts[0]]
@@ -251,28 +254,27 @@ def _read_messages(value: Any, role: str) -> list[dict] | None:
     return messages
 
 
-def to_plain(value: Any) -> Any:
-    """`value` with bytes, dates and decimals as text, and without keys that are None: Arrow gives every struct of a
-    column the keys of all others. Raises ValueError for bytes that are not UTF-8."""
+def to_plain(value: Any, keep_null: bool) -> Any:
+    """`value` with bytes, dates and decimals as text and, unless `keep_null`, without keys that are None: Arrow gives
+    every struct of a column the keys of all others. Raises ValueError for bytes that are not UTF-8."""
     if isinstance(value, dict):
-        return {name: to_plain(item) for name, item in value.items() if item is not None}
+        return {name: to_plain(item, keep_null) for name, item in value.items() if keep_null or item is not None}
     if isinstance(value, list):
-        return [to_plain(item) for item in value]
+        return [to_plain(item, keep_null) for item in value]
     if isinstance(value, bytes):
         return value.decode()
     return value if isinstance(value, str | int | float | None) else str(value)
 
 
 def read_calls(calls: Any) -> list[Any]:
-    """Tool calls from a list, or from JSON text, with arguments as mappings, and without keys that are None. Raises
-    ValueError for other text."""
+    """Tool calls from a list, or from JSON text, with arguments as mappings. Raises ValueError for other text."""
     calls = json.loads(calls) if isinstance(calls, str) else calls
     calls = calls if isinstance(calls, list) else [calls]
     for call in calls:
         function = call.get("function", call) if isinstance(call, dict) else None
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             function["arguments"] = json.loads(function["arguments"] or "{}")
-    return to_plain(calls)
+    return calls
 
 
 def _is_empty(message: dict) -> bool:

@@ -3,11 +3,8 @@ where the results of tool calls are in it: they are context, not the model's wor
 
 import itertools
 import json
-import signal
-import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from jinja2.exceptions import TemplateError, TemplateSyntaxError
@@ -20,16 +17,14 @@ from sfm_dpo.data.preferences import TOOL_ROLES, read_calls
 
 # What a template raises that refuses the roles, their order or the tools of a conversation
 REFUSALS = (TemplateError, TypeError, ValueError, RecursionError)
-TEMPLATE_SECONDS = 20  # for a row, which takes milliseconds; a template is a program, and may never end
 
 
 def make_renderer(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
-    """A function from messages to their text, which raises UserError after TEMPLATE_SECONDS."""
+    """A function from messages to their text."""
     arguments = json.loads(pair.get("template") or "{}")
 
     def render(messages: list[dict[str, Any]], **options: Any) -> Any:
-        with time_limit(f"chat template: takes more than {TEMPLATE_SECONDS} s for row {pair.get('row')}; correct it"):
-            return tokenizer.apply_chat_template(messages, tokenize=False, **arguments, **options)
+        return tokenizer.apply_chat_template(messages, tokenize=False, **arguments, **options)
 
     return render
 
@@ -68,25 +63,6 @@ def _name_calls(message: dict[str, Any], template: str) -> dict[str, Any]:
     message = message | {"tool_calls": read_calls(calls)}
     del message["function_calls"]
     return message
-
-
-@contextmanager
-def time_limit(message: str) -> Iterator[None]:
-    """Raises UserError with the message after TEMPLATE_SECONDS; without a limit outside of the main thread."""
-
-    def expire(*_: Any) -> None:
-        raise UserError(message)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGALRM, expire)
-    timer = signal.setitimer(signal.ITIMER_REAL, TEMPLATE_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, handler)
 
 
 def list_texts(pair: dict[str, Any], eos: str) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow.compute as pc
 import transformers
 import xxhash
 from datasets import Dataset, Features, List, Value
@@ -68,13 +69,14 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
 def check_vocabulary(tokens: Dataset, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
     """Raises UserError if an id has no row in the embedding: on a GPU that causes a device assert, or garbage."""
-    first = tokens.select(range(min(len(tokens), 1000)))
-    ids = {tokenizer.pad_token_id, tokenizer.eos_token_id}
-    for name in ("prompt_ids", "chosen_ids", "rejected_ids"):
-        ids.update(*first[name])
-    if max(ids) >= vocab_size:
+    largest = max(tokenizer.pad_token_id, tokenizer.eos_token_id)
+    columns = tokens.select_columns([f"{part}_ids" for part in PARTS])
+    for table in columns.with_format("arrow").iter(batch_size=1000):
+        for ids in table.columns:
+            largest = max(largest, pc.max(pc.list_flatten(ids)).as_py() or 0)  # None if all lists are empty
+    if largest >= vocab_size:
         raise UserError(
-            f"model_name_or_path {tokenizer.name_or_path}: its tokenizer returns id {max(ids)}, but the model has "
+            f"model_name_or_path {tokenizer.name_or_path}: its tokenizer returns id {largest}, but the model has "
             f"{vocab_size} embeddings; use the tokenizer the model was trained with, or resize the embedding"
         )
 
@@ -165,8 +167,7 @@ def tokenize_pairs(
     Pairs.dropped_rows.
 
     A second call with the same pairs and tokenizer reads the cache, whatever the lengths. TRL's collator truncates to
-    `max_length`; here it only drops pairs whose prompt fills it or, with `overlong` drop, all longer pairs. Raises
-    UserError if a pair is longer and `overlong` is error.
+    `max_length`; here it only drops pairs whose prompt fills it or, with `overlong` drop, all longer pairs.
     """
     log.info(f"tokenizing {len(pairs):,} pairs")
     # Replaces datasets' own key, which hashes the tokenizer's state, and that changes with use.
@@ -193,18 +194,9 @@ def tokenize_pairs(
     if control_tokens == "drop":
         reasons[(reasons == "") & columns["control_tokens"]] = "control_tokens"
     if max_length is not None:
-        lengths = Lengths.from_columns(columns)
-        is_overlong = (reasons == "") & ~lengths.fit(max_length)
-        if overlong == "error" and is_overlong.any():
-            raise UserError(
-                f"overlong error: {is_overlong.sum():,} of {len(pairs):,} pairs are longer than max_length "
-                f"{max_length}, the longest has {lengths.total[is_overlong].max():,} tokens; raise max_length, set "
-                "max_prompt_length, remove them, or choose overlong: truncate or drop"
-            )
-        if overlong == "drop":
-            reasons[is_overlong] = "too_long"
-        is_untrained = count_trained(tokens, max_length).min(axis=1) == 0
-        reasons[(reasons == "") & is_untrained] = "prompt_too_long"
+        trained = count_trained(tokens, max_length)
+        unused = Lengths.from_columns(columns).find_unused(trained, max_length, None, overlong)
+        reasons = np.where(reasons == "", unused, reasons)
     usable, dropped = drop_rows(tokens, reasons)
     return usable.remove_columns("dropped"), dropped
 

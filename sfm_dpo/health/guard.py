@@ -19,16 +19,13 @@ from sfm_dpo.health.guard_rules import (
     Finding,
     Log,
     RunFacts,
-    format_finding,
     judge_log,
 )
 from sfm_dpo.run.checkpoint import KEEP, checkpoints, keep_before, step_of
-from sfm_dpo.run.files import read_file
+from sfm_dpo.run.files import HEALTH, SAMPLES, read_file
 
 log = logging.getLogger(__name__)
 
-HEALTH = "health.json"
-SAMPLES = "samples.json"
 AUTHOR = "guard"  # written into its KEEP files
 PROMPTS = 4  # in each round of generations
 NEW_TOKENS = 64
@@ -92,7 +89,7 @@ class Guard(TrainerCallback):
             if args.guard == "stop":
                 level = "stop"
                 self.stopped = self.stopped or finding
-        log.info(f"guard: {level}: {format_finding(finding)}; {finding.remedy}")
+        log.info(f"guard: {level}: {finding.describe()}; {finding.remedy}")
 
     def on_save(self, args, state, control, **kwargs):
         """Protects from rotation the checkpoints that may turn out to be the last healthy one.
@@ -114,7 +111,7 @@ class Guard(TrainerCallback):
     def raise_if_stopped(self) -> None:
         if self.stopped:
             raise GuardStopped(
-                f"guard: {format_finding(self.stopped)}; last healthy checkpoint: {self.last_healthy or 'none'}; "
+                f"guard: {self.stopped.describe()}; last healthy checkpoint: {self.last_healthy or 'none'}; "
                 f"{self.stopped.remedy}, in another output_dir; to train regardless: guard: warn",
                 step=self.stopped.step,
                 checkpoint=self.last_healthy,
@@ -142,7 +139,7 @@ class Guard(TrainerCallback):
         if any(finding.stops for finding in self.findings):
             verdict = "collapsed"
         health = {"verdict": verdict, "stopped": self.stopped is not None, "last_healthy": self.last_healthy}
-        health["reasons"] = [format_finding(finding) for finding in self.findings]
+        health["reasons"] = [finding.describe() for finding in self.findings]
         health["findings"] = [finding._asdict() for finding in self.findings]
         if is_main_process():
             write_json(Path(args.output_dir) / HEALTH, health)

@@ -47,6 +47,9 @@ class Finding(NamedTuple):  # as in health.json
     seen: str
     remedy: str
 
+    def describe(self) -> str:
+        return f"{self.signal} at step {self.step}, began at step {self.began}: {self.seen}"
+
 
 def judge_log(log: Log, run: RunFacts) -> list[Finding]:
     """The findings at the end of `log` (in order of steps); those that stop a run come first."""
@@ -55,10 +58,6 @@ def judge_log(log: Log, run: RunFacts) -> list[Finding]:
         if evidence := rule.check(log, run):
             findings.append(Finding(rule.signal, rule.stops, log[-1]["step"], *evidence, rule.remedy))
     return findings
-
-
-def format_finding(finding: Finding) -> str:
-    return f"{finding.signal} at step {finding.step}, began at step {finding.began}: {finding.seen}"
 
 
 def _find_streak(

@@ -26,22 +26,21 @@ import torch.distributed as dist
 
 import sfm_dpo
 from sfm_dpo.common.distributed import DRIVER, explain_missing_gpus, is_cpu_only, is_main_process, world_size
+from sfm_dpo.common.errors import NODE_CHECK_FAILED
 from sfm_dpo.common.slurm import list_hosts
 
 log = logging.getLogger("sfm_dpo.health.node_check")  # __name__ is __main__
 
-UNHEALTHY = 69  # exit code: EX_UNAVAILABLE
 JOIN_SECONDS = 300  # time for all ranks to join: importing torch from a cold shared disk is slow
 REDUCE_SECONDS = 45
-SLOW = 0.8  # of what the others reach
 
 
-class Finding(NamedTuple):
+class Fault(NamedTuple):
     text: str
     of_node: bool = True  # False: of a folder or a setting, which would be the same on another node
 
 
-Report = tuple[str, list[Finding]]  # of a rank's host
+Report = tuple[str, list[Fault]]  # of a rank's host
 Rates = dict[tuple[str, str], float]  # by unit and operation, and by the device, node or pair of nodes
 HOST = os.environ.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]
 RANK = int(os.environ.get("RANK", "0"))
@@ -60,40 +59,54 @@ def main(argv: list[str]) -> int:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)  # started without a launcher
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a timeout raises; otherwise it kills the process
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    home = os.environ.get("HF_HOME") or f"{cache}/huggingface"
-    folders = {"output_dir": Path(parser.parse_args(argv).output_dir), "HF_HOME": Path(home).expanduser()}
+    folders = {"output_dir": Path(parser.parse_args(argv).output_dir), "HF_HOME": find_hf_home()}
     if LOCAL_RANK == 0:
         print(f"{HOST}: {describe_network()}", flush=True)
     store = None
     try:
         store = join_store()
         reports = check_all(folders, store)
-        speaks = is_main_process()
+        if is_main_process():
+            log_faults(reports)
     except Exception as error:  # torch raises no narrower class
-        reason = " ".join(str(error).split())[:300]
-        reports = [(host, [Finding("no process has reached the first node")]) for host in find_absent_hosts(store)]
-        if not reports:
-            reports = [(HOST, [Finding(f"rank {RANK} could not reach the other ranks: {reason}", of_node=False)])]
-        speaks = True
+        reports = explain_failure(error, store)
+        log_faults(reports)
     if is_main_process():
-        for folder in folders.values():
-            with suppress(OSError):
-                mark_of(folder).unlink()
-    failed = any(findings for _, findings in reports)
-    bad = sorted({host for host, findings in reports if any(finding.of_node for finding in findings)})
-    for host, findings in reports if speaks else ():
-        for finding in findings:
-            log.error(f"unhealthy {host}: {finding.text}")
+        remove_marks(folders)
     if is_main_process() or store is None:
-        anyway = "SKIP_HEALTHCHECK=1 to train anyway"
-        if bad:
-            log.error(f"submit again with --exclude={','.join(bad)}, or {anyway}")
-        elif failed:
-            log.error(f"correct this and submit again, or {anyway}")
-        else:
-            log.info(f"node check: {len({host for host, _ in reports})} node(s), {len(reports)} rank(s) are healthy")
-    return UNHEALTHY if failed else 0
+        log_verdict(reports)
+    return NODE_CHECK_FAILED if any(faults for _, faults in reports) else 0
+
+
+def find_hf_home() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("HF_HOME") or f"{cache}/huggingface").expanduser()
+
+
+def explain_failure(error: Exception, store: dist.Store | None) -> list[Report]:
+    """Reports of the nodes that have not come, which only rank 0 can know, or of this rank."""
+    if absent := find_absent_hosts(store):
+        return [(host, [Fault("no process has reached the first node")]) for host in absent]
+    reason = " ".join(str(error).split())[:300]
+    return [(HOST, [Fault(f"rank {RANK} could not reach the other ranks: {reason}", of_node=False)])]
+
+
+def log_faults(reports: list[Report]) -> None:
+    for host, faults in reports:
+        for fault in faults:
+            log.error(f"unhealthy {host}: {fault.text}")
+
+
+def log_verdict(reports: list[Report]) -> None:
+    """Says what to do, or that all is well."""
+    anyway = "SKIP_HEALTHCHECK=1 to train anyway"
+    bad = sorted({host for host, faults in reports if any(fault.of_node for fault in faults)})
+    if bad:
+        log.error(f"submit again with --exclude={','.join(bad)}, or {anyway}")
+    elif any(faults for _, faults in reports):
+        log.error(f"correct this and submit again, or {anyway}")
+    else:
+        log.info(f"node check: {len({host for host, _ in reports})} node(s), {len(reports)} rank(s) are healthy")
 
 
 def join_store() -> dist.Store:
@@ -116,17 +129,17 @@ def find_absent_hosts(store: dist.Store | None) -> list[str]:
 
 def check_all(folders: dict[str, Path], store: dist.Store) -> list[Report]:
     """Reports of all ranks up to the first check that fails: a bad device could make the next check hang."""
-    findings = check_device()
+    faults = check_device()
     if LOCAL_RANK == 0:
-        findings += check_writing(folders)
+        faults += check_writing(folders)
     timeout = timedelta(seconds=JOIN_SECONDS)
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=world_size(), timeout=timeout)
-    reports = gather((HOST, findings))
+    reports = gather((HOST, faults))
     for check in (check_sharing, check_all_reduce):
         if not any(lines for _, lines in reports):
             reports = gather((HOST, check(folders)))
     if not any(lines for _, lines in reports):
-        compare_ranks([host for host, _ in reports])
+        describe_ranks([host for host, _ in reports])
     dist.destroy_process_group()
     return reports
 
@@ -151,25 +164,31 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-def check_device() -> list[Finding]:
+def check_device() -> list[Fault]:
     """Checks that this rank has its GPU and multiplies matrices on it correctly."""
     size = 8192 if ON_GPU else 512
     if ON_GPU and torch.cuda.device_count() <= LOCAL_RANK:
-        return [Finding(f"{DEVICE_NAME} is missing: {explain_missing_gpus() or 'this node has too few GPUs'}")]
+        return [Fault(f"{DEVICE_NAME} is missing: {explain_missing_gpus() or 'this node has too few GPUs'}")]
     try:
         twos = torch.full((size, size), 2.0, dtype=torch.bfloat16, device=DEVICE)
         wrong = int((twos @ twos != 4.0 * size).sum())  # a power of two: exact in bfloat16
     except RuntimeError as error:
-        return [Finding(f"{DEVICE_NAME}: a matmul failed: {str(error).splitlines()[0]}")]
-    return [Finding(f"{DEVICE_NAME}: a matmul gave {wrong:,} wrong values")] if wrong else []
+        return [Fault(f"{DEVICE_NAME}: a matmul failed: {str(error).splitlines()[0]}")]
+    return [Fault(f"{DEVICE_NAME}: a matmul gave {wrong:,} wrong values")] if wrong else []
 
 
 def mark_of(folder: Path) -> Path:  # rank 0 writes it for the other nodes to see
     return folder / f".health-{os.environ['MASTER_PORT']}"
 
 
-def check_writing(folders: dict[str, Path]) -> list[Finding]:
-    findings = []
+def remove_marks(folders: dict[str, Path]) -> None:
+    for folder in folders.values():
+        with suppress(OSError):
+            mark_of(folder).unlink()
+
+
+def check_writing(folders: dict[str, Path]) -> list[Fault]:
+    faults = []
     for name, folder in folders.items():
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -180,17 +199,17 @@ def check_writing(folders: dict[str, Path]) -> list[Finding]:
                 mark_of(folder).touch()
         except OSError as error:
             text = f"{name} {folder} cannot be written: {error.strerror}; choose another folder"
-            findings.append(Finding(text, of_node=False))
-    return findings
+            faults.append(Fault(text, of_node=False))
+    return faults
 
 
-def check_sharing(folders: dict[str, Path]) -> list[Finding]:
+def check_sharing(folders: dict[str, Path]) -> list[Fault]:
     missing = [name for name, folder in folders.items() if LOCAL_RANK == 0 and not mark_of(folder).exists()]
     remedy = "is not shared with the first node; choose a shared folder"
-    return [Finding(f"{name} {folders[name]} {remedy}", of_node=False) for name in missing]
+    return [Fault(f"{name} {folders[name]} {remedy}", of_node=False) for name in missing]
 
 
-def check_all_reduce(folders: dict[str, Path]) -> list[Finding]:
+def check_all_reduce(folders: dict[str, Path]) -> list[Fault]:
     """Sums numbers over all ranks on their devices, by NCCL between GPUs and gloo otherwise."""
     ranks = dist.get_world_size()
     group: Any = dist.new_group(backend=BACKEND, timeout=timedelta(seconds=REDUCE_SECONDS))
@@ -198,11 +217,11 @@ def check_all_reduce(folders: dict[str, Path]) -> list[Finding]:
     dist.all_reduce(numbers, group=group)
     if bool((numbers == ranks * (ranks + 1) / 2).all()):
         return []
-    return [Finding(f"{numbers.device}: an all-reduce over {ranks} ranks gave {numbers[0].item():g}")]
+    return [Fault(f"{numbers.device}: an all-reduce over {ranks} ranks gave {numbers[0].item():g}")]
 
 
-def compare_ranks(hosts: list[str]) -> None:
-    """Logs how fast the ranks are, and warns of slow ones and of nodes that differ. `hosts`: of each rank."""
+def describe_ranks(hosts: list[str]) -> None:
+    """Logs how fast the ranks are, and warns of nodes that differ in their versions. `hosts`: of each rank."""
     facts = {"torch": torch.__version__, "network": describe_network()}
     facts["GPU"] = torch.cuda.get_device_name() if ON_GPU else "none"
     facts["driver"] = DRIVER.read_text().splitlines()[0] if DRIVER.exists() else "none"
@@ -225,14 +244,13 @@ def compare_ranks(hosts: list[str]) -> None:
                 log.warning(f"not the same {name} on all nodes: {'; '.join(map(': '.join, of_host.items()))}")
         for what in dict.fromkeys(what for what, _ in rates):
             by_name = {name: rate for (kind, name), rate in rates.items() if kind == what}
-            log.info(f"{what}: {min(by_name.values()):.3g} to {max(by_name.values()):.3g}")
-            for name, others in find_slow(by_name):
-                log.warning(f"{name} is slow: {by_name[name]:.3g} {what}; the others reach {others:.3g}")
+            slowest = min(by_name, key=by_name.__getitem__)
+            log.info(f"{what}: {by_name[slowest]:.3g} ({slowest}) to {max(by_name.values()):.3g}")
 
 
 def measure_rates(hosts: list[str]) -> Iterator[tuple[str, str, float]]:
     """What, where and how fast, for all that this rank takes part in: its matrix product, all-reduces inside its node,
-    and between each node and the next, so that a node with a slow link is in two slow pairs."""
+    and between each node and the next."""
     size = 8192 if ON_GPU else 512
     matrix = torch.randn(size, size, dtype=torch.bfloat16 if ON_GPU else torch.float32, device=DEVICE)
     product = torch.empty_like(matrix)
@@ -261,14 +279,6 @@ def measure_seconds(action: Callable[[], Any], result: torch.Tensor) -> float:
         result.flatten()[0].item()  # waits for the device
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
-
-
-def find_slow(rates: dict[str, float]) -> Iterator[tuple[str, float]]:
-    """The names whose rate is below SLOW of the median of the others, with that median."""
-    for name, rate in rates.items():
-        others = statistics.median([other for key, other in rates.items() if key != name] or [rate])
-        if rate < SLOW * others:
-            yield name, others
 
 
 def run(argv: list[str]) -> NoReturn:

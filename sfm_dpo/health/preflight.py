@@ -20,14 +20,13 @@ from sfm_dpo.config import Config
 from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.answers import compare_sides, find_traits, tabulate_sides
 from sfm_dpo.data.lengths import Lengths, count_trained
-from sfm_dpo.health.preflight_rules import MOVE, compute_pair_figures, format_finding, judge_base_model
+from sfm_dpo.health.preflight_rules import MOVE, Figure, compute_pair_figures, exact, format_finding, judge_base_model
+from sfm_dpo.run.files import PREFLIGHT
 
 log = logging.getLogger(__name__)
 
-PREFLIGHT = "preflight.json"
 
-
-def inspect_tokens(rows: list[dict], lengths: Lengths, eos: set[int], max_length: int | None) -> dict[str, float]:
+def inspect_tokens(rows: list[dict], lengths: Lengths, eos: set[int], max_length: int | None) -> dict[str, Figure]:
     """Shares of responses without any of `eos` (in the sample `rows`), and of truncated ones (in all `lengths`)."""
     endless = []
     for row in rows:
@@ -35,7 +34,7 @@ def inspect_tokens(rows: list[dict], lengths: Lengths, eos: set[int], max_length
             if max_length is None or row["prompt_length"] + row[f"{side}_length"] <= max_length:
                 endless.append(eos.isdisjoint(row[f"{side}_ids"][-4:]))
     cut = float((lengths.truncate(max_length).responses < lengths.responses).mean())
-    return {"no_eos": float(np.mean(endless)) if endless else 0.0, "cut": cut}
+    return {"no_eos": exact(float(np.mean(endless)) if endless else 0.0), "cut": exact(cut)}
 
 
 def list_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -72,6 +71,28 @@ def compute_base_logps(trainer, policy, rows: np.ndarray) -> np.ndarray:
     return np.array([by_row[row] for row in rows.tolist()])
 
 
+def score_pairs(trainer, policy, sample: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The pairs to judge [N] and their log-probs [N, 2] (float64 sums in nats) under the base model: all pairs from
+    the reference cache, or those of `sample` computed here."""
+    dataset = trainer.train_dataset
+    if "ref_chosen_logps" not in dataset.column_names or trainer.args.ref_model_name_or_path:
+        return sample, compute_base_logps(trainer, policy, sample)
+    names = ["ref_chosen_logps", "ref_rejected_logps"]
+    columns = dataset.select_columns(names).with_format("numpy")[:]
+    return np.arange(len(dataset)), np.stack([columns[name] for name in names], axis=1).astype(np.float64)
+
+
+def inspect_model(trainer, rows: list[dict]) -> dict[str, Figure]:
+    """The figures about the tokens of the training set (`rows`: a sample of it) and the model's configuration."""
+    dataset = trainer.train_dataset
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    eos = list_eos(model, trainer.processing_class)
+    figures = inspect_tokens(rows, Lengths.of(dataset), eos, trainer.args.max_length)
+    figures["rope_layers"] = exact(count_wrong_rope_layers(model.config.get_text_config()))
+    figures["control_tokens"] = exact(float(np.mean(dataset["control_tokens"][:])))
+    return figures
+
+
 def run_preflight(trainer, policy, config: Config) -> dict[str, Any]:
     """The content of preflight.json, and `text` for the log; the same on all ranks. `policy`: the base model as a
     FrozenModel (train/).
@@ -83,43 +104,40 @@ def run_preflight(trainer, policy, config: Config) -> dict[str, Any]:
     tokenizer = trainer.processing_class
     loss_type = main_loss(args.loss_type)
     sample = np.sort(np.random.default_rng(args.seed).permutation(len(dataset))[: args.preflight_samples])
-    lengths = Lengths.of(dataset)
-    responses = np.maximum(count_trained(dataset, args.max_length), 1)
-    if "ref_chosen_logps" in dataset.column_names and not args.ref_model_name_or_path:
-        judged = np.arange(len(dataset))
-        reference = dataset.select_columns(["ref_chosen_logps", "ref_rejected_logps"]).with_format("numpy")[:]
-        logps = np.stack([reference["ref_chosen_logps"], reference["ref_rejected_logps"]], axis=1)
-    else:
-        judged = sample
-        logps = compute_base_logps(trainer, policy, sample)
-    figures = compute_pair_figures(logps.astype(np.float64), responses[judged], loss_type, args.beta)
-
-    model = trainer.accelerator.unwrap_model(trainer.model)
     rows = list(dataset.select(sample))
-    figures |= inspect_tokens(rows, lengths, list_eos(model, tokenizer), args.max_length)
-    figures["rope_layers"] = float(count_wrong_rope_layers(model.config.get_text_config()))
-    figures["control_tokens"] = float(np.mean(dataset["control_tokens"][:]))
-    sources = np.array(dataset["source"][:], dtype=object)
-    ids = [row[name] for name in ("chosen_ids", "rejected_ids") for row in rows]
-    traits = find_traits(tokenizer.batch_decode(ids, skip_special_tokens=True))
-    sides = {name: (sources[sample], np.reshape(has, (2, -1)).T) for name, has in traits.items()}
-    sides["tokens"] = (sources[judged], responses[judged])
-    sides["base margin"] = (sources[judged], logps / responses[judged])
-    figures["sides"] = compare_sides(sides)
+
+    judged, logps = score_pairs(trainer, policy, sample)
+    responses = np.maximum(count_trained(dataset, args.max_length), 1)[judged]
+    figures = compute_pair_figures(logps, responses, loss_type, args.beta) | inspect_model(trainer, rows)
     verdict, findings = judge_base_model(figures, loss_type)
     reasons = [format_finding(finding) for finding in findings]
-    response = rows[0]["chosen_ids"]
-    boundary = [tokenizer.decode(ids) for ids in (rows[0]["prompt_ids"][-12:], response[:12], response[-6:])]
-    means = tabulate_means(figures, len(dataset), boundary)
-    by_source = [*zip(*tabulate_sides(figures["sides"]), strict=True)]
-    lines = [
-        f"preflight: {verdict}",
-        format_table(means),
-        *(f"  {reason}" for reason in reasons),
-        format_table(by_source),
-    ]
-    result = {"verdict": verdict, "reasons": reasons, "figures": figures, "findings": findings}
-    return broadcast(result | {"text": "\n".join(lines), "table": [*means, *by_source]})
+
+    sources = np.array(dataset["source"][:], dtype=object)
+    sides = compare_traits(rows, sources[sample], tokenizer)
+    sides |= {"tokens": (sources[judged], responses), "base margin": (sources[judged], logps / responses)}
+    by_source = compare_sides(sides)
+
+    means = tabulate_means(figures, f"{len(judged):,} of {len(dataset):,}", show_boundary(rows[0], tokenizer))
+    columns = [*zip(*tabulate_sides(by_source), strict=True)]
+    lines = [f"preflight: {verdict}", format_table(means), *(f"  {reason}" for reason in reasons)]
+    lines.append(format_table(columns))
+    result = {"verdict": verdict, "reasons": reasons, "pairs": len(judged), "figures": figures, "sides": by_source}
+    result |= {"findings": findings, "text": "\n".join(lines), "table": [*means, *columns]}
+    return broadcast(result)
+
+
+def compare_traits(rows: list[dict], sources: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The traits of the responses of `rows`, which come from `sources`, as compare_sides takes them."""
+    ids = [row[name] for name in ("chosen_ids", "rejected_ids") for row in rows]
+    traits = find_traits(tokenizer.batch_decode(ids, skip_special_tokens=True))
+    return {name: (sources, np.reshape(has, (2, -1)).T) for name, has in traits.items()}
+
+
+def show_boundary(row: dict, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text around the boundary of prompt and chosen response, and the response's end."""
+    response = row["chosen_ids"]
+    parts = [tokenizer.decode(ids) for ids in (row["prompt_ids"][-12:], response[:12], response[-6:])]
+    return "...{!r} | {!r} ... {!r}".format(*parts)
 
 
 def preflight_phase(trainer, policy, config: Config) -> None:
@@ -133,17 +151,17 @@ def preflight_phase(trainer, policy, config: Config) -> None:
         raise PreflightRefused(f"preflight: {worst}; nothing was trained; to train regardless: preflight: warn")
 
 
-def tabulate_means(figures: dict[str, Any], total: int, boundary: list[str]) -> list[tuple[str, str]]:
-    """The figures about all pairs as rows of text. `total`: pairs of the dataset."""
+def tabulate_means(figures: dict[str, Figure], pairs: str, boundary: str) -> list[tuple[str, str]]:
+    """The figures about all pairs as rows of text. `pairs`: how many are judged."""
 
     def interval(name: str) -> str:
         return "{:+.2f} ({:+.2f} to {:+.2f}) nats".format(*figures[name])
 
     return [
-        ("pairs", f"{figures['pairs']:,} of {total:,}; means with 95% intervals"),
+        ("pairs", f"{pairs}; means with 95% intervals"),
         ("chosen, per token", interval("chosen_logp")),
         ("gap, per token", interval("token_gap")),
         ("gap, sum", interval("sum_gap")),
-        ("gradient weight", f"0.5 at the start, {figures['weight_after_move']:.2g} after {MOVE:g} nats per token"),
-        ("boundary", "...{!r} | {!r} ... {!r}".format(*boundary)),
+        ("gradient weight", f"0.5 at the start, {figures['weight_after_move'][0]:.2g} after {MOVE:g} nats per token"),
+        ("boundary", boundary),
     ]

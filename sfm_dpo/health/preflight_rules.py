@@ -13,6 +13,8 @@ from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES
 UNLEARNABLE = -2.5  # nats per token: the base model cannot bridge a larger gap than this
 MOVE = 0.1  # nats per token: each chosen token gains it and each rejected token loses it
 
+Figure = tuple[float, float, float]  # a value, and the ends of its 95% interval
+
 
 class PreflightRule(NamedTuple):
     """The metric `figure` breaks the rule if it is `worse` ("above" or "below") than a limit."""
@@ -46,7 +48,11 @@ RULES = (
 )
 
 
-def compute_pair_figures(logps: np.ndarray, lengths: np.ndarray, loss_type: str, beta: float) -> dict[str, Any]:
+def exact(value: float) -> Figure:
+    return value, value, value
+
+
+def compute_pair_figures(logps: np.ndarray, lengths: np.ndarray, loss_type: str, beta: float) -> dict[str, Figure]:
     """Means and shares with 95% intervals (mean, low, high), in nats, and the median DPO gradient weight after MOVE.
 
     `logps`: [N, 2] sums of log-probs (nats) of the chosen and rejected responses under the base model; `lengths`:
@@ -58,19 +64,18 @@ def compute_pair_figures(logps: np.ndarray, lengths: np.ndarray, loss_type: str,
     moved = np.full(len(logps), 2.0) if loss_type in LENGTH_NORMALIZED_LOSSES else lengths.sum(axis=1)
     unlearnable = float((token_gap < UNLEARNABLE).mean())
     return {
-        "pairs": len(logps),
         "chosen_logp": mean_interval(per_token[:, 0].tolist()),
         "token_gap": mean_interval(token_gap.tolist()),
         "sum_gap": mean_interval(sum_gap.tolist()),
         "unlearnable_pairs": (unlearnable, *wilson(unlearnable, len(logps))),
-        "weight_after_move": float(np.median(np.exp(-np.logaddexp(0, beta * MOVE * moved)))),
+        "weight_after_move": exact(float(np.median(np.exp(-np.logaddexp(0, beta * MOVE * moved))))),
     }
 
 
-def judge_base_model(figures: dict[str, Any], loss_type: str) -> tuple[str, list[dict[str, Any]]]:
+def judge_base_model(figures: dict[str, Figure], loss_type: str) -> tuple[str, list[dict[str, Any]]]:
     """(verdict, findings): "go", "caution" or "no-go", and a finding for each rule that `figures` break.
 
-    A metric with an interval is judged by the more favourable end of the interval.
+    A metric is judged by the more favourable end of its interval.
     """
     findings: list[dict[str, Any]] = []
     for rule in RULES:
@@ -79,10 +84,8 @@ def judge_base_model(figures: dict[str, Any], loss_type: str) -> tuple[str, list
         limits = {"no-go": rule.no_go, "caution": rule.caution}
         if rule.figure == "sum_gap" and not any(f["rule"] == "token_gap" for f in findings):
             limits["no-go"] = None  # long answers are enough to make sums large
-        value = figures[rule.figure]
-        if isinstance(value, tuple):
-            _, low, high = value
-            value = low if rule.worse == "above" else high
+        _, low, high = figures[rule.figure]
+        value = low if rule.worse == "above" else high
         sign = 1 if rule.worse == "above" else -1
         for level, limit in limits.items():
             if limit is not None and not sign * value <= sign * limit:  # NaN breaks every rule

@@ -6,6 +6,7 @@ interpreter waits for at exit: at a time limit, until Slurm kills it.
 
 import logging
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,13 +14,12 @@ from pathlib import Path
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from sfm_dpo.common.distributed import CPU_ONLY, is_main_process
+from sfm_dpo.common.distributed import CPU_ONLY, environment_outside_launcher, is_main_process
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.hub.publish import choose_repo
 from sfm_dpo.hub.upload import format_push_command
-from sfm_dpo.run.checkpoint import PUSHING
-from sfm_dpo.run.checkpoint_commands import CheckpointCommands
+from sfm_dpo.run.checkpoint import mark_pushed
 
 log = logging.getLogger(__name__)
 
@@ -34,23 +34,26 @@ class PushCheckpoints(TrainerCallback):
 
     def __init__(self, beat: Callable[[], None]) -> None:
         self._beat = beat
-        self._pushes = CheckpointCommands(PUSHING)
+        self._pushes: dict[Path, subprocess.Popen] = {}  # by checkpoint
 
     def on_save(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         is_last = state.global_step >= state.max_steps or control.should_training_stop
         if is_last or not is_main_process() or args.hub_strategy == "end":
             return
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        self._pushes.collect_ended()
-        if self._pushes.running and not args.hub_always_push:
+        is_running = any(push.poll() is None for push in self._pushes.values())
+        if is_running and not args.hub_always_push:
             log.info(f"{checkpoint} is not pushed: the push of an earlier checkpoint is still running")
             return
         _, script, *options = shlex.split(self._format_command(args, checkpoint))
-        env = CPU_ONLY | {"OMP_NUM_THREADS": "1"}
-        self._pushes.start(checkpoint, [sys.executable, str(PROJECT / script), *options], env)
+        words = [sys.executable, str(PROJECT / script), *options]
+        env = environment_outside_launcher() | CPU_ONLY | {"OMP_NUM_THREADS": "1"}
+        push = subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL)
+        self._pushes[checkpoint] = push
+        mark_pushed(checkpoint, push.pid)
 
     def on_train_end(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
-        for checkpoint, push in self._pushes.running.items():
+        for checkpoint, push in self._pushes.items():
             if push.poll() is None and state.global_step < state.max_steps:
                 push.terminate()
                 command = self._format_command(args, checkpoint)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from sfm_dpo.common.distributed import is_main_process
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import NOT_PUSHED, UserError
 from sfm_dpo.common.files import format_table
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.hub import upload
 from sfm_dpo.report.model_card import write_model_card
-from sfm_dpo.run.checkpoint import PUSHING, mark_in_use
+from sfm_dpo.run.checkpoint import PUSHING, mark_pushed
 from sfm_dpo.run.folder import State, read_status, write_status
 from sfm_dpo.run.saved_model import SavedModel, check_loads, describe_change, find_model
 
@@ -27,7 +27,7 @@ def stage(model: SavedModel, repo: str, revision: str | None, publish_anyway: bo
     """A temporary folder with what is uploaded: the model's files, once they have been checked, and the model card.
     Raises UserError if the model should not be published."""
     if model.step is not None:  # the run may still be training, and would rotate the checkpoint
-        mark_in_use(model.folder, PUSHING, os.getpid())
+        mark_pushed(model.folder, os.getpid())
     change = _check_fitness(model, publish_anyway)
     with tempfile.TemporaryDirectory(prefix=".hub-", dir=model.run) as folder:
         staged = Path(folder)
@@ -79,7 +79,7 @@ def choose_repo(config: Mapping[str, Any], run: Path) -> str:
 
 
 def push_finished(args: TrainConfig) -> int:
-    """Pushes a finished run on rank 0, unless it has been pushed; returns the exit code, 0 or 5.
+    """Pushes a finished run on rank 0, unless it has been pushed; returns the exit code, 0 or NOT_PUSHED.
 
     A push that fails or is killed leaves the state push_failed, with the command that repeats it.
     """
@@ -88,14 +88,14 @@ def push_finished(args: TrainConfig) -> int:
         return 0
     repo = choose_repo(vars(args), run)
     later = f"push later with: {upload.format_push_command(run, repo, args.hub_revision, args.hub_private_repo)}"
-    _record_push(run, State.PUSH_FAILED, 5, f"the push was interrupted; {later}")
+    _record_push(run, State.PUSH_FAILED, NOT_PUSHED, f"the push was interrupted; {later}")
     try:
         push(find_model(run), repo, args.hub_revision, args.hub_private_repo)
     except Exception as error:  # whatever it is, the model is trained and saved
         message = f"push failed: {error}; the model is saved in {run}; {later}"
-        _record_push(run, State.PUSH_FAILED, 5, message)
+        _record_push(run, State.PUSH_FAILED, NOT_PUSHED, message)
         log.error(message)
-        return 5
+        return NOT_PUSHED
     return 0
 
 

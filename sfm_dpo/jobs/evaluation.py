@@ -21,9 +21,9 @@ from sfm_dpo.config_short_run import ONE_PAIR, UNCOMPILED, short_run
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import format_evaluation, write_report
-from sfm_dpo.run.files import EVALUATION
+from sfm_dpo.run.files import EVALUATION, EVALUATIONS
 from sfm_dpo.run.folder import RESOLVED_CONFIG
-from sfm_dpo.run.reader import EVALUATIONS, read_run, read_scores
+from sfm_dpo.run.reader import read_run, read_scores
 from sfm_dpo.run.saved_model import SavedModel, find_model
 from sfm_dpo.train.reference_cache import add_reference
 from sfm_dpo.train.trainer import SFMDPOTrainer

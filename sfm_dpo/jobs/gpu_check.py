@@ -31,7 +31,7 @@ from sfm_dpo.data.sampler import FIRST_STEPS_FOR
 from sfm_dpo.data.tokenization import load_tokenizer
 from sfm_dpo.model.attention import is_installed
 from sfm_dpo.model.loading import load_model_config
-from sfm_dpo.run.files import read_file
+from sfm_dpo.run.files import TRAINER_STATE, read_file
 from sfm_dpo.run.folder import DATA, ENVIRONMENT
 from sfm_dpo.run.lock import Lease, check_owner, take_folder
 from sfm_dpo.train.fit_memory import SIGNS
@@ -93,7 +93,7 @@ class Place:
         return self.steps(run)
 
     def steps(self, run: str) -> list[dict[str, Any]]:
-        path = self.folder / run / "trainer_state.json"
+        path = self.folder / run / TRAINER_STATE
         if not path.exists():
             raise Skipped(f"needs the run '{run}'")
         history = json.loads(path.read_text())["log_history"]

@@ -5,13 +5,14 @@ import logging
 import os
 import signal
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from sfm_dpo.common.distributed import is_main_process, main_process_first
-from sfm_dpo.common.errors import DiskFull, Interrupted, PreflightDone, ResumeRefused, RunEnd, StopRequested, UserError
+from sfm_dpo.common.errors import DiskFull, Interrupted, PreflightDone, ResumeRefused, RunEnd, StopRequested
 from sfm_dpo.common.files import write_atomically, write_json
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.config import Config
@@ -187,13 +188,23 @@ def handle_interrupts(how: signal.Handlers) -> None:
 
 
 def report(run: Path, with_summary: bool = True) -> None:
-    """Writes report.html and a trained run's model card, and logs the summary; also for a run that failed."""
-    if is_main_process() and (run / RESOLVED_CONFIG).is_file():
-        try:
-            write_report(run)
-            if read_state(run).has_model:
-                write_model_card(run)
-        except (OSError, UserError) as error:  # a full disk must not make a trained run fail
-            log.info(f"report not written: {error}; write it later with python -m sfm_dpo.report.page {run}")
-        if with_summary:
+    """Writes report.html and a trained run's model card, and logs the summary; also for a run that failed. An error in
+    it is one line, and changes nothing in how the run ends."""
+    if not (is_main_process() and (run / RESOLVED_CONFIG).is_file()):
+        return
+    with only_logged(f"report not written; write it later with python -m sfm_dpo.report.page {run}"):
+        write_report(run)
+        if read_state(run).has_model:
+            write_model_card(run)
+    if with_summary:
+        with only_logged("no summary"):
             log.info(f"result\n{format_summary(run)}")
+
+
+@contextmanager
+def only_logged(what: str) -> Iterator[None]:
+    """Logs any exception in one line."""
+    try:
+        yield
+    except Exception as error:
+        log.info(" ".join(f"{what}: {type(error).__name__}: {error}".split()))

@@ -19,7 +19,7 @@ from sfm_dpo.data.preferences import load_pairs
 from sfm_dpo.data.tokenization import load_tokenizer, tokenize_splits
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.loading import load_model_config, meta_model
-from sfm_dpo.planning.lengths import analyze_lengths
+from sfm_dpo.planning.length_advice import analyze_lengths
 
 # If one side is longer in at least this share of the pairs, length alone predicts the preference.
 LENGTH_BIAS = 0.6
@@ -69,11 +69,10 @@ def analyze_dataset(
         min_coverage=min_coverage,
         min_tokens_kept=min_tokens_kept,
         limit=getattr(model_config.get_text_config(), "max_position_embeddings", None),
-        max_prompt_length=args.max_prompt_length,
         overlong=args.overlong,
     )
     best = result["recommendation"]
-    is_overlong = ~lengths.fit(best["max_length"], args.max_prompt_length)
+    is_overlong = ~lengths.fit(best["max_length"], best["max_prompt_length"])
     best["overlong_by_source"] = dict(Counter(token_sources[is_overlong].tolist()))
     if is_overlong.any():
         share = lengths.responses[is_overlong].sum() / lengths.responses.sum()

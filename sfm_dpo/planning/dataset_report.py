@@ -9,15 +9,15 @@ from matplotlib.ticker import PercentFormatter, StrMethodFormatter
 
 from sfm_dpo.common.files import format_table
 from sfm_dpo.data.answers import tabulate_sides
-from sfm_dpo.planning.lengths import PERCENTILES
+from sfm_dpo.planning.length_advice import PERCENTILES
 from sfm_dpo.report.plots import COLORS, INK, STYLE
 
 NOTE = (
     "*: recommended. untruncated: pairs that lose no token. no signal: both responses are identical after truncation. "
-    "dropped: the prompt fills max_length or, with overlong: drop, the pair is longer. tokens and FLOPs: per epoch, "
+    "dropped: no response token is left or, with overlong: drop, the pair is longer. tokens and FLOPs: per epoch, "
     "without padding. step time: padding-free, relative to the recommendation. docs/data.md defines the traits."
 )
-HEADINGS = "max_length,untruncated,tokens kept,no signal,dropped,tokens,FLOPs,step time".split(",")
+HEADINGS = "max_length,max_prompt_length,untruncated,tokens kept,no signal,dropped,tokens,FLOPs,step time".split(",")
 LINES: dict[str, tuple[str, dict[str, Any]]] = {  # curve: (label, style)
     "total": ("prompt + longer", {"color": COLORS[0], "linewidth": 1.8}),
     "prompt": ("prompt", {"color": INK, "linestyle": ":"}),
@@ -37,7 +37,9 @@ def build_tables(result: dict[str, Any]) -> dict[str, list[list[str]]]:
     candidates = [HEADINGS]
     for row in result["candidates"]:
         mark = "* " if row["max_length"] == result["recommendation"]["max_length"] else ""
-        cells = [f"{mark}{row['max_length']:,}", f"{row['untruncated']:.1%}", f"{row['tokens_kept']:.1%}"]
+        prompt_length = row["max_prompt_length"]
+        cells = [f"{mark}{row['max_length']:,}", f"{prompt_length:,}" if prompt_length else "not needed"]
+        cells += [f"{row['untruncated']:.1%}", f"{row['tokens_kept']:.1%}"]
         cells += [f"{row['no_signal']:,}", f"{row['dropped']:,}", f"{row['tokens'] / 1e6:,.2f} M"]
         candidates.append([*cells, f"{row['flops']:.2e}", f"x {row['relative_time']:.2f}"])
     return {
@@ -59,32 +61,25 @@ def format_analysis(result: dict[str, Any]) -> str:
         NOTE,
         "\n".join(["Findings", *findings]),
         f"Recommendation: max_length {best['max_length']:,}\n{best['reason']}",
-        f"max_length: {best['max_length']}\nmax_prompt_length: {best['max_prompt_length']}",
+        f"max_length: {best['max_length']}\nmax_prompt_length: {best['max_prompt_length'] or 'null  # not needed'}",
     ]
     return "\n\n".join(parts)
 
 
-def draw_lengths(result: dict[str, Any]) -> Figure:
-    """Share of the pairs up to each length; dots: share left untruncated by each candidate for max_length."""
-    figure = Figure(figsize=(7.2, 4.0), layout="constrained")
-    axes = figure.add_subplot()
-    curves = result["curves"]
-    for side, (label, style) in LINES.items():
-        axes.plot(curves["length"], curves[side], label=label, **style)
-    best = result["recommendation"]
-    shares = {row["max_length"]: row["untruncated"] for row in result["candidates"]}
-    axes.plot(list(shares), list(shares.values()), "o", color=COLORS[0], label="untruncated")
-    label = f"recommended: {best['max_length']:,}"
-    axes.axvline(best["max_length"], color=INK, linewidth=1.1, linestyle="--", label=label)
-    axes.set(title="Lengths", xlabel="tokens", ylabel="share of pairs up to this length", ylim=(0, 1.04))
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    figure.legend(loc="outside lower left", ncols=3)  # inside, every corner may hold a curve
-    return figure
-
-
-def write_plot(result: dict[str, Any], path: Path) -> None:
-    """Writes the plot in the format of the file's suffix."""
+def draw_lengths(result: dict[str, Any], path: Path) -> None:
+    """Draws the share of the pairs up to each length, at the percentiles, in the format of the file's suffix."""
+    shares = [q / 100 for q in PERCENTILES]
+    best = result["recommendation"]["max_length"]
     with rc_context(STYLE):
-        draw_lengths(result).savefig(path, facecolor="white")
+        figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+        axes = figure.add_subplot()
+        for side, (label, style) in LINES.items():
+            tokens = [result["percentiles"][side][str(q)] for q in PERCENTILES]
+            axes.plot(tokens, shares, label=label, **style)
+        axes.axvline(best, color=INK, linewidth=1.1, linestyle="--", label=f"recommended: {best:,}")
+        axes.set(title="Lengths", xlabel="tokens", ylabel="share of pairs up to this length", ylim=(0, 1.04))
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+        figure.legend(loc="outside lower left", ncols=3)  # inside, every corner may hold a curve
+        figure.savefig(path, facecolor="white")

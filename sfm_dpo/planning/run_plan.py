@@ -109,10 +109,11 @@ class Planner:
             )
         self.limit = memory_limit(cluster.memory or GPU_MEMORY[cluster.gpu], self.args.memory_gib)
         limits = (self.args.max_length, self.args.max_prompt_length)
-        used = lengths.used(*limits, self.args.overlong)
+        truncated = lengths.truncate(*limits)
+        used = lengths.find_unused(truncated.responses, *limits, self.args.overlong) == ""
         if not used.any():
             raise UserError(f"max_length {self.args.max_length}: no pair is left to train on; raise it")
-        self.lengths = lengths.truncate(*limits).select(used)
+        self.lengths = truncated.select(used)
         self.pairs = round(pairs * float(used.mean()))
         self.scale = self.pairs / len(self.lengths)  # pairs of the training set per length
         of_epoch = self.pairs // self.args.global_batch_size

@@ -16,7 +16,7 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 import sfm_dpo
-from sfm_dpo.common.cli import Arguments, command
+from sfm_dpo.common.cli import Arguments, command, reads_runs
 from sfm_dpo.common.files import format_clock, format_table, write_atomically
 from sfm_dpo.common.statistics import wilson
 from sfm_dpo.config import DATACLASSES
@@ -68,7 +68,7 @@ def write_report(run: Path) -> Path:
         name=run.resolve().name,
         state=state,
         state_class=STATES[state][0],
-        sentences=describe_run(facts),
+        sentences=list_sentences(facts),
         held_out=list_held_out(facts),
         evaluation_tables=evaluation_tables(facts["evaluation"]),
         curves=draw_curves(facts, run / FIGURES),
@@ -105,7 +105,7 @@ def format_summary(run: Path) -> str:
     return format_table(rows)
 
 
-def describe_run(facts: dict[str, Any]) -> list[str]:
+def list_sentences(facts: dict[str, Any]) -> list[str]:
     config = facts["config"]
     data = facts["data"]
     lines = [STATES[State.of(facts["status"])][1]]
@@ -229,6 +229,7 @@ def format_command(command: list[str]) -> str:
 
 
 @command
+@reads_runs
 def main(argv: list[str]) -> None:
     parser = Arguments(prog="python -m sfm_dpo.report.page", description="Writes RUN/report.html.")
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder, for instance outputs/dpo")

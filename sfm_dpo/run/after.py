@@ -3,7 +3,8 @@
     python -m sfm_dpo.run.after outputs/dpo LAUNCHER_CODE <STATUS_BEFORE
 
 The batch scripts end with it; STATUS_BEFORE is status.json as it was before the launch. A launcher returns 0 for a run
-that stopped on request and 1 for all other ends, so the run's own status.json decides.
+that stopped on request and 1 for all other ends, so the run's own status.json decides. If nothing was launched,
+LAUNCHER_CODE is a word of BEFORE_LAUNCH.
 """
 
 import os
@@ -13,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sfm_dpo.common.errors import StopRequested
+from sfm_dpo.common.errors import NODE_CHECK_FAILED, StopRequested
 from sfm_dpo.common.process import ask
-from sfm_dpo.common.slurm import list_hosts, show_job
+from sfm_dpo.common.slurm import show_job
 from sfm_dpo.run.files import read_file
 from sfm_dpo.run.folder import ENVIRONMENT, State, array_task, read_status
 
-NODE_CHECK_FAILED = 69  # health/node_check.py
+# What scripts/common.sh says of a start that ended before the launch
+BEFORE_LAUNCH = {"asked": StopRequested.exit_code, "unhealthy": NODE_CHECK_FAILED}
 MAX_HANGS = 2  # of a job that is requeued
 
 Status = dict[str, Any]  # the content of status.json
@@ -29,15 +31,13 @@ Status = dict[str, Any]  # the content of status.json
 class Job:
     """A start of a job that is ending."""
 
-    id: str  # SLURM_JOB_ID, which for a task of an array is not the id in Slurm's commands
-    launcher_code: int  # before the launch: NODE_CHECK_FAILED, or StopRequested.exit_code if it was asked to stop
+    id: str  # SLURM_JOB_ID
+    name: str  # in Slurm's commands, which differs for a task of an array
+    launcher_code: int  # before the launch: a value of BEFORE_LAUNCH
     state: str = "RUNNING"  # according to Slurm; a cancelled job is COMPLETING, and a requeue would restart it
     restarts: int = 0
     max_requeues: int = 20
     is_preempted: bool = False
-    nodes: int = 1
-    excluded: frozenset[str] = frozenset()
-    partition: frozenset[str] = frozenset()  # its nodes
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ class Decision:
     last_line: str
     requeue: bool = False
     requeue_line: str = ""  # that the job is requeued, or why it is not
-    avoid: str = ""  # the node that the requeued job excludes
 
 
 def decide(run: Path, status: Status, before: Status, environment: dict[str, Any], job: Job) -> Decision:
@@ -66,9 +65,9 @@ def decide(run: Path, status: Status, before: Status, environment: dict[str, Any
     if reason := why_not_requeued(end, before, environment, job):
         return Decision(code, last_line, requeue_line=f"{state}, not requeued: {reason}")
     line = f"{state} and requeued (restart {job.restarts + 1} of at most {job.max_requeues})"
-    suspect = end.get("host") or ""  # the node of the rank that hung
-    has_others = len(job.partition - job.excluded - {suspect}) >= job.nodes
-    return Decision(code, last_line, requeue=True, requeue_line=line, avoid=suspect if has_others else "")
+    if suspect := end.get("host"):  # the node of the rank that hung
+        line += f"; to exclude node {suspect}, which hung: scontrol update JobId={job.name} ExcNodeList={suspect}"
+    return Decision(code, last_line, requeue=True, requeue_line=line)
 
 
 def describe_end(status: Status, before: Status, job: Job) -> Status:
@@ -113,21 +112,20 @@ def has_progressed(end: Status, before: Status, environment: dict[str, Any]) -> 
     return (end.get("step") or 0, end.get("shards") or 0) > (began, before.get("shards") or 0)
 
 
-def describe_job(job: str, launcher_code: int) -> Job:
-    """This job, according to its environment and to Slurm's record of `job`."""
-    record = show_job(job)
+def describe_job(launcher_code: int) -> Job:
+    """This job, according to its environment and to Slurm's record of it."""
+    # SLURM_JOB_ID of an array's task may be the array's id, by which Slurm would requeue all tasks
+    name = array_task() or os.environ["SLURM_JOB_ID"]
+    record = show_job(name)
     preempted = record.get("PreemptTime", "None")
-    nodes = ask("sinfo", "--noheader", f"--partition={os.environ['SLURM_JOB_PARTITION']}", "--Node", "--format=%N")
     return Job(
         id=os.environ["SLURM_JOB_ID"],
+        name=name,
         launcher_code=launcher_code,
         state=record.get("JobState", ""),
         restarts=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
         max_requeues=int(os.environ.get("MAX_REQUEUES", "20")),
         is_preempted=preempted != "None" and preempted >= record["StartTime"],
-        nodes=int(os.environ["SLURM_JOB_NUM_NODES"]),
-        excluded=list_hosts(record.get("ExcNodeList", "").partition("(")[0]),  # (null) if empty
-        partition=frozenset((nodes or "").split()),
     )
 
 
@@ -137,21 +135,14 @@ def say(line: str) -> None:
 
 def main(argv: list[str]) -> int:
     run = Path(argv[0])
-    # SLURM_JOB_ID of an array's task may be the array's id, by which Slurm would requeue all tasks
-    name = array_task() or os.environ["SLURM_JOB_ID"]
-    job = describe_job(name, int(argv[1]))
+    code = BEFORE_LAUNCH.get(argv[1])
+    job = describe_job(int(argv[1]) if code is None else code)
     before = read_file(Path("/dev/stdin"))
     decision = decide(run, read_status(run), before, read_file(run / ENVIRONMENT), job)
-    if decision.requeue and ask("scontrol", "requeue", name) is None:
+    if decision.requeue and ask("scontrol", "requeue", job.name) is None:
         say("not requeued: Slurm refused; resubmit to resume")
     elif decision.requeue_line:
         say(decision.requeue_line)
-        if decision.avoid:  # Slurm accepts it only for a job that waits in the queue
-            exclude = ["scontrol", "update", f"JobId={name}"]
-            nodes = ",".join(sorted({*job.excluded, decision.avoid}))
-            again = f"{' '.join(exclude)} ExcNodeList={','.join(sorted(job.excluded))}"
-            if ask(*exclude, f"ExcNodeList={nodes}") is not None:
-                say(f"the job will avoid node {decision.avoid}; to allow it again: {again}")
     say(decision.last_line)
     return decision.exit_code
 

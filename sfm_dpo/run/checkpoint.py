@@ -18,7 +18,7 @@ from sfm_dpo.common.distributed import broadcast, gather, is_main_process, rank,
 from sfm_dpo.common.errors import ResumeRefused, UserError
 from sfm_dpo.common.files import hash_file, write_json
 from sfm_dpo.common.process import ask, is_alive, this_process
-from sfm_dpo.run.files import read_file
+from sfm_dpo.run.files import EVALUATIONS, TRAINER_STATE, read_file
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +29,8 @@ COMPLETE = "complete.json"
 STOP = "STOP"
 FOR_GOOD = "for good"  # in STOP: a batch job is not requeued
 KEEP = "KEEP"  # a checkpoint with a file of this name is never rotated away
-PUSHING = "PUSHING"
-EVALUATING = "EVALUATING"
-IN_USE = (PUSHING, EVALUATING)  # files that keep it, too, while the process that they name lives
+PUSHING = "PUSHING"  # a file that keeps it, too, while the process that it names lives
+MAX_AWAITED = 3  # checkpoints that are kept until eval_command has written their result
 # The rank in file names of DeepSpeed, transformers and torch.distributed.checkpoint; rank 0 writes all other files
 _WRITER = re.compile(r"(?:pp_rank_|rng_state_|__)(\d+)[_.]")
 
@@ -131,7 +130,7 @@ def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
     mine = {}
     for path in sorted(checkpoint.rglob("*")):
         name = str(path.relative_to(checkpoint))
-        if path.is_file() and path.name not in (COMPLETE, KEEP, *IN_USE) and _is_mine(name):
+        if path.is_file() and path.name not in (COMPLETE, KEEP, PUSHING) and _is_mine(name):
             mine[name] = (path.stat().st_size, hash_file(path))
     files = sorted(item for part in gather(mine) for item in part.items())
     mark = {**facts, "files": {name: size for name, (size, _) in files}}
@@ -142,7 +141,7 @@ def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
 
 def read_best(checkpoint: Path) -> Path | None:
     """The best checkpoint by metric_for_best_model when `checkpoint` was written, or None."""
-    step = read_file(checkpoint / "trainer_state.json").get("best_global_step")
+    step = read_file(checkpoint / TRAINER_STATE).get("best_global_step")
     return checkpoint.with_name(f"checkpoint-{step}") if step else None
 
 
@@ -168,14 +167,18 @@ def copy_best(best: str | None, args: Any) -> None:
 
 def rotate(run: str | Path, limit: int | None) -> None:
     """Deletes incomplete checkpoints before the newest complete one, and the oldest complete ones beyond `limit`,
-    except those that have KEEP, are in use, or are the best one of a newer checkpoint that a run may resume from."""
+    except those that have KEEP, are being pushed, are the best one of a newer checkpoint that a run may resume from,
+    or are among the newest MAX_AWAITED that wait for the result of eval_command."""
     newest = step_of(newest_checkpoint(run))
-    free = [c for c in checkpoints(run) if step_of(c) <= newest and not (c / KEEP).exists() and not is_in_use(c)]
+    free = [c for c in checkpoints(run) if step_of(c) <= newest and not (c / KEEP).exists() and not is_pushed(c)]
     complete = [c for c in free if why_incomplete(c) is None]
     recent = complete[-limit:] if limit else complete
     best = [read_best(checkpoint) for checkpoint in recent]
+    awaited = [checkpoint for checkpoint in complete if checkpoint not in recent and is_awaited(checkpoint)]
     for checkpoint in free:
-        if checkpoint not in (*recent, *best):
+        if checkpoint not in (*recent, *best, *awaited[-MAX_AWAITED:]):
+            if checkpoint in awaited:
+                log.info(f"{checkpoint} is deleted without a result of eval_command: {MAX_AWAITED} newer ones wait")
             # First: an interrupted deletion must not leave it complete
             (checkpoint / COMPLETE).unlink(missing_ok=True)
             try:
@@ -184,14 +187,21 @@ def rotate(run: str | Path, limit: int | None) -> None:
                 log.warning(f"{checkpoint}: cannot be deleted ({error}); tried again after the next save")
 
 
-def mark_in_use(checkpoint: Path, mark: str, pid: int) -> None:
-    """Keeps a checkpoint from rotation while the process lives. `mark`: PUSHING or EVALUATING."""
-    write_json(checkpoint / mark, this_process(pid))
+def mark_pushed(checkpoint: Path, pid: int) -> None:
+    """Keeps a checkpoint from rotation while the process that pushes it lives."""
+    write_json(checkpoint / PUSHING, this_process(pid))
 
 
-def is_in_use(checkpoint: Path) -> bool:
-    """Whether a running process of this host is pushing or evaluating it."""
-    return any(is_alive(read_file(checkpoint / mark)) for mark in IN_USE)
+def is_pushed(checkpoint: Path) -> bool:
+    """Whether a running process of this host is pushing it."""
+    return bool(is_alive(read_file(checkpoint / PUSHING)))
+
+
+def is_awaited(checkpoint: Path) -> bool:
+    """Whether eval_command was started for it and has written no result yet, or an empty file."""
+    result = checkpoint.parent / EVALUATIONS / f"step-{step_of(checkpoint)}.json"
+    has_result = result.exists() and result.stat().st_size > 0
+    return result.with_suffix(".log").exists() and not has_result
 
 
 _OTHER_MODEL = "the model has changed since it was written ({was}, now {now})"
@@ -224,11 +234,12 @@ def check_resume(checkpoint: Path, facts: dict[str, Any], ignore: bool) -> None:
 
 def peak_checkpoint_count(args: Any, collapse_steps: int) -> int:
     """The most checkpoints a run holds at one time: the limit, the one being written, the best one, and those the
-    guard keeps (two if saves are closer together than `collapse_steps`)."""
+    guard keeps (two if saves are closer together than `collapse_steps`), and those that wait for eval_command."""
     if args.save_strategy == "no":
         return 1
     protected = 0 if args.guard == "skip" else 1 + (args.save_strategy == "steps" and args.save_steps < collapse_steps)
-    return (args.save_total_limit or 1) + 1 + protected + bool(args.metric_for_best_model)
+    awaited = MAX_AWAITED if args.eval_command else 0
+    return (args.save_total_limit or 1) + 1 + protected + awaited + bool(args.metric_for_best_model)
 
 
 def check_disk(run: str | Path, size: int, most: int) -> None:

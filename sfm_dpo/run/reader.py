@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,19 @@ from sfm_dpo.common.files import format_clock, format_table
 from sfm_dpo.common.secrets import mask_values
 from sfm_dpo.common.slurm import is_running, squeue_states
 from sfm_dpo.run.checkpoint import checkpoints, newest_checkpoint, why_incomplete
-from sfm_dpo.run.files import ENVIRONMENT, RESOLVED_CONFIG, SCHEMAS, STATUS, read_file
+from sfm_dpo.run.files import (
+    ENVIRONMENT,
+    EVALUATIONS,
+    HEALTH,
+    RESOLVED_CONFIG,
+    RUN_FILES,
+    STATUS,
+    TRAINER_STATE,
+    read_file,
+)
 from sfm_dpo.run.folder import LOG, State
 from sfm_dpo.run.lock import LOCK, read_owner
 
-EVALUATIONS = "evaluations"  # a folder: step-N.json with what eval_command has measured, and step-N.log
 STALE_SECONDS = 1800  # longer than a step, an evaluation or a save takes
 COLUMNS = "run state job step eta pairs/s loss margin eval_loss eval_acc health last GPU-h".split()
 _KEYS = {
@@ -33,14 +41,14 @@ _FORMS |= {"eval_loss": ".4f", "eval_rewards/accuracies": ".3f"}
 
 
 def read_run(run: Path) -> dict[str, Any]:
-    """The content of a run's files, empty if absent or damaged: `config`, and by stem the others of SCHEMAS; `log`
+    """The content of a run's files, empty if absent or damaged: `config`, and by stem the others of RUN_FILES; `log`
     (log_history of the newest trainer_state.json, then later entries of LOG and `read_evaluations`), `steps`,
     `seconds` of training since the last start or None, `gpu_hours`, and the names of complete `checkpoints` and of
     `incomplete` ones. Raises UserError without files."""
-    facts = {Path(name).stem: mask_values(read_file(run / name)) for name in SCHEMAS}  # reports are shared
+    facts = {Path(name).stem: mask_values(read_file(run / name)) for name in RUN_FILES}  # reports are shared
     facts["config"] = facts.pop(Path(RESOLVED_CONFIG).stem)
     by_step = checkpoints(run)
-    states = [read_file(folder / "trainer_state.json") for folder in (run, *by_step)]
+    states = [read_file(folder / TRAINER_STATE) for folder in (run, *by_step)]
     state = max(states, key=lambda s: s.get("global_step", -1))  # a killed run has only its checkpoints' files
     if not any(facts.values()) and not state:
         raise UserError(f"{run}: not a run's folder: no {RESOLVED_CONFIG} or {STATUS} in it; give a run's output_dir")
@@ -135,12 +143,14 @@ def read_scores(path: Path) -> dict[str, dict[str, float | None]]:
     return scores
 
 
-def read_evaluations(run: Path) -> dict[int, dict[str, Any]]:
-    """`read_scores` by step, without files that are no result."""
+def read_evaluations(run: Path, known: Collection[int] = ()) -> dict[int, dict[str, Any]]:
+    """`read_scores` by step, without the `known` steps and without files that are no result."""
     found = {}
     for path in (run / EVALUATIONS).glob("step-*.json"):
         with contextlib.suppress(UserError, ValueError):
-            found[int(path.stem.removeprefix("step-"))] = read_scores(path)
+            step = int(path.stem.removeprefix("step-"))
+            if step not in known:
+                found[step] = read_scores(path)
     return dict(sorted(found.items()))
 
 
@@ -194,7 +204,7 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
         "eta_seconds": status.get("eta_seconds") if shown == State.RUNNING else None,
         **{name: status.get(name) for name in ("pairs_per_second", "loss", "margin")},
         **{name: held_out.get(name) for name in ("eval_loss", "eval_rewards/accuracies")},
-        "health": read_file(run / "health.json").get("verdict"),
+        "health": read_file(run / HEALTH).get("verdict"),
         "seconds_since_update": round(age),
         "checkpoint": checkpoint and checkpoint.name,
         "evaluation": format_scores(*list(evaluations.items())[-1]) if evaluations else None,

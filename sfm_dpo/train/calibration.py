@@ -53,7 +53,7 @@ Differences = dict[str, float]  # of "log-probs" in nats; of the gradient's "nor
 @dataclass(frozen=True)
 class Calibration:
     # Nats: how far a log-prob differs between batch shapes, the largest mean over WINDOW tokens
-    noise: float = math.nan
+    noise: float | None = None
     ratios: dict[str, float] = field(default_factory=dict)  # by path and kernel: largest difference over noise
     planned_bytes: int | None = None  # of the largest micro-batch and the states of training, on each device
     measured_bytes: int | None = None
@@ -138,10 +138,12 @@ def calibrate(trainer: Any, plan: MemoryPlan | None) -> tuple[Calibration, Setti
             )
         elif plan:
             candidate, measured = find_setting(trainer, model, plan)
-            settings = settings.replace_candidate(candidate)
+            if not settings.is_of(candidate):
+                settings = settings.replace_candidate(candidate)
+            planned = plan.states + candidate.activations
             flash, speed = measure_speed(trainer, model, settings, kernels)
             settings = replace(settings, flash_attention=flash)
-            result = replace(result, planned_bytes=candidate.bytes, measured_bytes=measured, **speed)
+            result = replace(result, planned_bytes=planned, measured_bytes=measured, **speed)
     result = replace(result, seconds=time.monotonic() - begin)
     log.info(f"calibration: {result}")
     return result, settings
@@ -361,6 +363,8 @@ def measure_speed(trainer: Any, model: Any, settings: Settings, kernels: list[st
     fastest = min(milliseconds, key=lambda kernel: milliseconds[kernel])
     if milliseconds[fastest] > FASTER * milliseconds["fa2"] or args.flash_attention not in ("auto", fastest):
         fastest = "fa2" if args.flash_attention == "auto" else args.flash_attention
+    if trainer.packed:
+        activate_flash(fastest)
     seconds = milliseconds[fastest] / 1000
     batch = trainer.load_batch(trainer.train_dataset, rows)
     forward = measure_seconds(trainer, trainer.compute_ref_log_probs, model, batch)

@@ -90,8 +90,8 @@ def plan_memory(
         return MemoryPlan(planner, states, absent, int(memory_limit(total, args.memory_gib)))
 
     planned = main_process_first(plan)
-    rest = broadcast(planned and replace(planned, planner=None))
-    return planned or rest
+    for_others = broadcast(planned and replace(planned, planner=None))
+    return planned or for_others
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -127,7 +127,7 @@ def reference_root() -> Path:
     return Path(HF_CACHE_HOME).expanduser() / "sfm_dpo" / "reference"
 
 
-def make_folder(folder: Path) -> None:
+def make_cache_folder(folder: Path) -> None:
     with explain_cache_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -168,7 +168,7 @@ def cached_logps(name: str, cache: "ReferenceCache", score: Score, report: Repor
     complete = len(cache.shards) - len(missing)
     log.info(f"reference log-probs of the {name} pairs: {complete} of {len(cache.shards)} shards in {cache.folder}")
     if missing:
-        main_process_first(lambda: make_folder(cache.folder))
+        main_process_first(lambda: make_cache_folder(cache.folder))
         with explain_cache_errors(cache.folder, DiskFull):
             cache.compute(missing, score, report)
     return broadcast(cache.read_all() if is_main_process() else np.empty(0))

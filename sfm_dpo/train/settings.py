@@ -27,6 +27,9 @@ class Settings:
     eval_on_start: bool = False
     memory: dict[str, Any] = field(default_factory=dict)  # memory/planner.py's Candidate, if memory has decided
 
+    def is_of(self, candidate: Candidate) -> bool:
+        return (self.micro_batch, self.checkpointed_layers) == (candidate.per_device, candidate.checkpointed_layers)
+
     def replace_candidate(self, candidate: Candidate) -> "Settings":
         pairs = self.micro_batch * self.accumulation_steps
         return replace(

@@ -30,7 +30,7 @@ from sfm_dpo.model.loading import load_model, load_model_config, model_init_kwar
 from sfm_dpo.model.packing import delta_net_kernel, enable_padding_free
 from sfm_dpo.train.callbacks import Progress
 from sfm_dpo.train.checkpoints import CheckpointCallback, CompleteCheckpoints, ResumeCallback
-from sfm_dpo.train.evaluation import ExactEvaluation
+from sfm_dpo.train.held_out import ExactEvaluation
 from sfm_dpo.train.metrics import (
     CountingCollator,
     Meter,
@@ -109,6 +109,11 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         )
         self.add_callback(self.meter)
         self.add_callback(self.progress)
+
+    def adopt(self, calibration: Any, settings: Settings) -> None:
+        """Takes what calibration has found before training begins; pairs per device and layers must be as built."""
+        self.settings = settings
+        self.noise = calibration.noise or self.noise
 
     def bare_model(self) -> Any:
         """The policy without PEFT's wrapper."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sfm_dpo.common.distributed import is_main_process, rank, world_size
+from sfm_dpo.common.errors import HUNG
 from sfm_dpo.common.files import now, write_json
 from sfm_dpo.run.checkpoint import newest_checkpoint
 from sfm_dpo.run.files import read_file
@@ -25,7 +26,6 @@ from sfm_dpo.run.folder import ENVIRONMENT, State, write_status
 from sfm_dpo.run.lock import LOCK
 from sfm_dpo.train.callbacks import Progress
 
-EXIT_CODE = 70
 log = logging.getLogger(__name__)
 
 
@@ -100,14 +100,14 @@ class Watchdog:
             checkpoint = newest_checkpoint(self.run)
             saved = checkpoint and str(checkpoint)
             hang = {"step": self.progress.step, "rank": culprit.get("rank"), "host": culprit.get("host")}
-            write_status(self.run, State.HUNG, EXIT_CODE, message, any_rank=True, **hang, checkpoint=saved)
+            write_status(self.run, State.HUNG, HUNG, message, any_rank=True, **hang, checkpoint=saved)
             environment = read_file(self.run / ENVIRONMENT)
             hang |= {"time": now(), "job": os.environ.get("SLURM_JOB_ID")}
             environment.setdefault("hangs", []).append(hang)
             write_json(self.run / ENVIRONMENT, environment)
             (self.run / LOCK).unlink(missing_ok=True)  # rank 0, its owner, may be the one that is stuck
         time.sleep(2 * self.interval)  # lets the other ranks write their stacks before the launcher ends them
-        os._exit(EXIT_CODE)
+        os._exit(HUNG)
 
 
 def find_culprit(beats: list[dict[str, Any]], patience: float) -> tuple[dict[str, Any], str]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sfm_dpo.common import distributed
-from sfm_dpo.common.cli import command
+from sfm_dpo.common.cli import command, reads_runs
 from sfm_dpo.common.distributed import explain_missing_gpus
 from sfm_dpo.common.errors import GuardStopped, UserError
 from sfm_dpo.common.files import PROJECT, format_table, write_atomically
@@ -33,6 +33,23 @@ def test_command_returns_the_exit_code(capsys, end, code, line):
         return end
 
     assert main([]) == code
+    assert capsys.readouterr() == ("", line)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (KeyError("step"), "error: outputs/a --json: KeyError: 'step'; a file of the run may be damaged\n"),
+        (UserError("no such folder"), "error: no such folder\n"),
+    ],
+)
+def test_a_command_that_reads_runs_reports_any_exception_in_one_line(capsys, error, line):
+    @command
+    @reads_runs
+    def main(argv):
+        raise error
+
+    assert main(["outputs/a", "--json"]) == 2
     assert capsys.readouterr() == ("", line)
 
 

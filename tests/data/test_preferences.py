@@ -33,7 +33,7 @@ PLAIN = ([Q], [A], [B])
 WITH_SYSTEM = ([S, Q], [A], [B])
 CALL = assistant("", tool_calls=[{"name": "f"}])
 RESULT = {"role": "tool", "content": "7"}
-# As Arrow stores calls with different arguments; the second has its arguments as JSON text
+# The second call has its arguments as JSON text
 ADDS = assistant(
     "",
     tool_calls=[
@@ -44,8 +44,8 @@ ADDS = assistant(
 ADDED = assistant(
     "",
     tool_calls=[
-        {"function": {"name": "add", "arguments": {"x": 1, "y": [None, {}]}}},
-        {"id": "1", "function": {"name": "look", "arguments": {"city": "Köln"}}},
+        {"id": None, "function": {"name": "add", "arguments": {"x": 1, "city": None, "y": [None, {"z": None}]}}},
+        {"id": "1", "function": {"name": "look", "arguments": {"city": "Köln", "at": None}}},
     ],
 )
 THOUGHT = assistant("a", thinking="t", reasoning_content="r")
@@ -133,6 +133,18 @@ NEIGHBOURS = [  # in which a reader that infers types finds other ones
     PAIR | {"chosen": 4},
     PAIR | {"chosen": [assistant([{"type": "text", "text": "x"}])]},
 ]
+
+
+@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.parquet"])
+def test_only_nulls_that_arrow_adds_are_left_out(write_rows, name):
+    """In a Parquet file every struct of a column has the keys of all others; in JSON a null is the row's own."""
+    calls = [{"name": "add", "arguments": {"x": 1, "unit": None}}, {"name": "look", "arguments": {"city": "Köln"}}]
+    rows = [PAIR | {"chosen": [assistant("", tool_calls=[call], name=None)], "tools": [call]} for call in calls]
+    pairs = load(write_rows(name, rows)).train
+    if name == "pairs.parquet":
+        del calls[0]["arguments"]["unit"]
+    assert pairs["chosen"][:] == [[assistant("", tool_calls=[call])] for call in calls]
+    assert [json.loads(template)["tools"] for template in pairs["template"]] == [[call] for call in calls]
 
 
 @pytest.mark.parametrize("name", ["pairs.json", "pairs.jsonl"])
@@ -399,7 +411,7 @@ def test_a_full_disk_while_pairs_are_read_and_in_the_reference_pass(write_rows, 
         with pytest.raises(UserError, match=f"HF_HOME: {home}/datasets.*: No space left on device"):
             load_rows(str(path))
         cache = reference_cache.ReferenceCache(home / "key", np.arange(1, 65), 1)
-        reference_cache.make_folder(cache.folder)
+        reference_cache.make_cache_folder(cache.folder)
         with pytest.raises(DiskFull, match=f"HF_HOME: {home}/key.*: No space left on device"):
             score = lambda rows: torch.zeros(len(rows), 2)  # noqa: E731
             reference_cache.cached_logps("train", cache, score, lambda done, total, owner: None)

@@ -21,7 +21,7 @@ def test_what_it_prints_and_writes(write_rows, tiny_folder, tmp_path, environmen
     result = json.loads(files["--json"].read_text())
     best = result["recommendation"]
     pasted = yaml.safe_load(out[out.index("\nmax_length:") :])
-    assert pasted == {"max_length": 128, "max_prompt_length": 20} and pasted.items() <= best.items()
+    assert pasted == {"max_length": 128, "max_prompt_length": None} and pasted.items() <= best.items()
     assert all(row["flops"] > row["tokens"] for row in result["candidates"])  # from the folder's config.json
     assert best["limit"] == 512 and max(row["max_length"] for row in result["candidates"]) == 256
     assert files["--plot"].stat().st_size > 10_000
@@ -36,7 +36,7 @@ def test_options_override_the_recipe(write_rows, tiny_folder, tmp_path, environm
     argv = (data, "--config", tmp_path / "r.yaml", "--json", file, "--min_coverage", "0", "--max_samples", "40")
     assert analyze_dataset.main([str(word) for word in argv]) == 0
     result = json.loads(file.read_text())
-    assert result["dataset"] == [str(data)] and result["recommendation"]["untruncated"] == 0  # max_prompt_length
+    assert result["dataset"] == [str(data)] and result["recommendation"]["max_length"] == 128  # not the recipe's
     assert [row["pairs"] for row in result["sides"]] == [40]
     assert not (tmp_path / "run").exists()  # nothing is written but --json
 

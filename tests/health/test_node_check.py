@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from sfm_dpo.common.errors import NODE_CHECK_FAILED
 from sfm_dpo.health import node_check
-from sfm_dpo.health.node_check import SLOW, UNHEALTHY, check_device, find_slow
+from sfm_dpo.health.node_check import check_device
 from tests.e2e.runs import ROOT, clean_environment, free_port
 
 
@@ -34,7 +35,7 @@ def check(
 def test_bad_nodes_are_excluded_and_the_good_one_is_not(tmp_path):
     lost = {"SLURM_GPUS_ON_NODE": "4", "DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": ""}
     codes, output = check(tmp_path, 3, [{}, {"HF_HOME": "/proc/hf"}, lost])
-    assert codes == [UNHEALTHY] * 3, output
+    assert codes == [NODE_CHECK_FAILED] * 3, output
     assert "unhealthy n2: HF_HOME /proc/hf cannot be written: " in output
     assert "unhealthy n3: GPU 0 is missing: " in output  # it is not taken for a node without GPUs
     assert "submit again with --exclude=n3, or SKIP_HEALTHCHECK=1 to train anyway" in output  # n2 is not to blame
@@ -44,7 +45,7 @@ def test_bad_nodes_are_excluded_and_the_good_one_is_not(tmp_path):
 @pytest.mark.slow
 def test_a_node_with_a_folder_of_its_own(tmp_path):
     codes, output = check(tmp_path, 2, [{}, {"HF_HOME": str(tmp_path / "local")}])
-    assert codes == [UNHEALTHY] * 2, output
+    assert codes == [NODE_CHECK_FAILED] * 2, output
     assert (
         f"unhealthy n2: HF_HOME {tmp_path}/local is not shared with the first node; choose a shared folder" in output
     )
@@ -69,7 +70,7 @@ def test_a_node_that_never_comes_is_the_one_to_exclude(tmp_path, came, expected)
     env["PATH"] = f"{tmp_path}:{env['PATH']}"
     command = [sys.executable, "-c", wait, "--output_dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == UNHEALTHY, done.stderr
+    assert done.returncode == NODE_CHECK_FAILED, done.stderr
     assert re.search(expected, done.stderr), done.stderr
 
 
@@ -80,40 +81,20 @@ def test_a_rank_whose_all_reduce_fails_says_why_itself(tmp_path):
     broken += "def check_all_reduce(folders):\n    raise RuntimeError('no such NIC')\n"
     broken += "if h.RANK: h.check_all_reduce = check_all_reduce\nh.run(sys.argv[1:])"
     codes, output = check(tmp_path, 2, program=["-c", broken])
-    assert codes == [UNHEALTHY] * 2, output
+    assert codes == [NODE_CHECK_FAILED] * 2, output
     assert "unhealthy n2: rank 1 could not reach the other ranks: no such NIC" in output
     assert output.count("correct this and submit again") == 1 and "--exclude" not in output
 
 
 @pytest.mark.slow
-def test_a_slow_device_and_another_version_are_warnings(tmp_path):
-    """Another process suspends rank 1 again and again while it multiplies."""
-    slowed = """
-import os, subprocess, sys
-import sfm_dpo.health.node_check as h
-
-def measure_seconds(action, result):
-    if action.func is h.dist.all_reduce:
-        return measure(action, result)
-    me = os.getpid()
-    suspend = f"for i in $(seq 40); do kill -STOP {me}; sleep 0.2; kill -CONT {me}; sleep 0.001; done"
-    other = subprocess.Popen(["bash", "-c", suspend])
-    seconds = measure(action, result)
-    other.wait()
-    return seconds
-
-measure = h.measure_seconds
-h.torch.set_num_threads(1)
-if h.RANK == 1:
-    h.measure_seconds = measure_seconds
-    h.torch.__version__ = "2.12.1"
-h.run(sys.argv[1:])
-"""
-    codes, output = check(tmp_path, 2, program=["-c", slowed])
+def test_another_version_is_a_warning_and_rates_are_logged(tmp_path):
+    other = "import sfm_dpo.health.node_check as h, sys\n"
+    other += "if h.RANK == 1: h.torch.__version__ = '2.12.1'\nh.run(sys.argv[1:])"
+    codes, output = check(tmp_path, 2, program=["-c", other])
     assert codes == [0, 0], output
-    assert re.search(r"n2 CPU 0 is slow: \S+ TFLOPS in a matrix product; the others reach \S+\n", output)
     assert f"not the same torch on all nodes: n1: {torch.__version__}; n2: 2.12.1\n" in output
-    assert re.search(r" GB/s in an all-reduce between two nodes: (\S+) to \1\n", output)
+    assert re.search(r" TFLOPS in a matrix product: \S+ \(n[12] CPU 0\) to \S+\n", output)
+    assert re.search(r" GB/s in an all-reduce between two nodes: (\S+) \(n1 and n2\) to \1\n", output)
     assert output.count("not the same") == 1
 
 
@@ -128,20 +109,6 @@ def test_ranks_that_cannot_be_measured_do_not_stop_the_job(tmp_path):
     assert "n2 CPU 0 could not be measured: " in output  # its neighbour
     assert "GB/s in an all-reduce between two nodes: " in output  # n1 and n2
     assert "node check: 3 node(s), 3 rank(s) are healthy" in output
-
-
-@pytest.mark.parametrize(
-    ("rates", "slow"),
-    [
-        ([100], {}),
-        ([100, 100 * SLOW, 100], {}),
-        ([100, 100, 100 * SLOW - 1, 104], {2: 100}),
-        ([100, 79], {1: 100}),
-        ([30, 30, 100, 100], {0: 100, 1: 100}),  # a node with a slow link, and its two neighbours
-    ],
-)
-def test_the_slow_ones_are_named_with_what_the_others_reach(rates, slow):
-    assert dict(find_slow(dict(enumerate(rates)))) == slow
 
 
 def test_a_cold_start_on_a_shared_disk_is_waited_for():
@@ -160,7 +127,7 @@ def test_a_healthy_process_without_a_launcher_leaves_nothing_behind(tmp_path, mo
     assert node_check.main(["--output_dir", str(tmp_path / "run")]) == 0
     network, speed, verdict = capsys.readouterr().out.splitlines()
     assert re.search(r": (no NCCL|NCCL 2\.\d+\.\d+), .*, NCCL_NET=AWS Libfabric", network)
-    assert re.search(r" TFLOPS in a matrix product: [\d.e-]+ to ", speed)
+    assert re.search(r" TFLOPS in a matrix product: [\d.e-]+ \(.* CPU 0\) to ", speed)
     assert verdict.endswith(" node check: 1 node(s), 1 rank(s) are healthy")
     assert not [p for folder in ("run", "huggingface") for p in (tmp_path / folder).iterdir()]
 

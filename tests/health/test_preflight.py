@@ -19,7 +19,7 @@ from sfm_dpo.health.preflight import (
     inspect_tokens,
     run_preflight,
 )
-from sfm_dpo.health.preflight_rules import compute_pair_figures, judge_base_model
+from sfm_dpo.health.preflight_rules import compute_pair_figures, exact, judge_base_model
 from sfm_dpo.model import packing
 from sfm_dpo.train.frozen_model import frozen_model
 from tests.oracle import by_hand
@@ -92,10 +92,10 @@ def test_figures_are_what_their_names_say():
     assert figures["sum_gap"][0] == 0.0
     # A move of 0.1 nats per token: margins 0.1 x 0.1 x 20 and 0.1 x 0.1 x 60
     weights = [1 / (1 + math.exp(margin)) for margin in (0.2, 0.6)]
-    assert figures["weight_after_move"] == pytest.approx(sum(weights) / 2)
+    assert figures["weight_after_move"][0] == pytest.approx(sum(weights) / 2)
     # On means each token of each side counts once: 5 x 0.2, whatever the lengths
     norm = compute_pair_figures(logps, lengths, "sigmoid_norm", 5.0)
-    assert norm["weight_after_move"] == pytest.approx(1 / (1 + math.e))
+    assert norm["weight_after_move"][0] == pytest.approx(1 / (1 + math.e))
 
 
 def test_not_a_number_breaks_every_rule():
@@ -115,11 +115,11 @@ def test_missing_eos_and_cut_responses_are_counted():
     eos = {tiny_tokenizer().eos_token_id}
     rows = list(tokens)
     lengths = Lengths.of(tokens)
-    assert inspect_tokens(rows, lengths, eos, 64) == {"no_eos": 0.0, "cut": 0.25}
+    assert inspect_tokens(rows, lengths, eos, 64) == {"no_eos": exact(0.0), "cut": exact(0.25)}
     for row in rows:
         row["chosen_ids"] = [i for i in row["chosen_ids"] if i not in eos]
-    assert inspect_tokens(rows, lengths, eos, 64)["no_eos"] == pytest.approx(1 / 3)  # the cut one does not count
-    assert judge_base_model({"no_eos": 1 / 3, "cut": 0.3}, "sigmoid_norm")[0] == "caution"
+    assert inspect_tokens(rows, lengths, eos, 64)["no_eos"][0] == pytest.approx(1 / 3)  # the cut one does not count
+    assert judge_base_model({"no_eos": exact(1 / 3), "cut": exact(0.3)}, "sigmoid_norm")[0] == "caution"
 
 
 def leak_one_key(monkeypatch):
@@ -158,7 +158,7 @@ def test_rope_scaling_of_olmo_3():
     assert count_wrong_rope_layers(flat) == 1
     assert count_wrong_rope_layers(tiny_config("olmo3", max_position_embeddings=65536)) == 0
     assert count_wrong_rope_layers(tiny_config("llama", max_position_embeddings=65536)) == 0
-    assert judge_base_model({"rope_layers": 1.0}, "sigmoid_norm")[0] == "no-go"
+    assert judge_base_model({"rope_layers": exact(1)}, "sigmoid_norm")[0] == "no-go"
 
 
 @pytest.mark.parametrize(
@@ -183,10 +183,10 @@ def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, c
     rejected_mean = logps["rejected_mean"]
     assert result["figures"]["chosen_logp"][0] == pytest.approx(chosen_mean.mean().item(), abs=1e-4)
     assert result["verdict"] == "no-go"  # random weights
-    assert result["figures"]["pairs"] == 8
+    assert result["pairs"] == 8
     assert "caution: control_tokens 0.125" in result["text"]
-    assert not cli or result["figures"]["packed_difference"] < 0.1
-    [row] = result["figures"]["sides"]
+    assert not cli or result["figures"]["packed_difference"][0] < 0.1
+    [row] = result["sides"]
     margin = (chosen_mean - rejected_mean).mean().item()
     assert row["sides"]["base margin"]["difference"] == pytest.approx(margin, abs=1e-3)
     assert row["pairs"] == 8 and row["sides"]["tokens"]["chosen"] == pytest.approx(
@@ -208,7 +208,7 @@ def test_one_key_of_another_sequence_is_seen_in_a_long_answer(tiny_folder, tmp_p
     assert packed_difference(trainer) < 1
     leak_one_key(monkeypatch)
     assert packed_difference(trainer) > 1
-    assert judge_base_model({"packed_difference": 1.1}, "sigmoid_norm")[0] == "no-go"
+    assert judge_base_model({"packed_difference": exact(1.1)}, "sigmoid_norm")[0] == "no-go"
 
 
 @pytest.mark.slow

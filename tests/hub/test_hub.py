@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train_dpo
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.hub.upload import check_access
-from sfm_dpo.run.checkpoint import EVALUATING, KEEP, PUSHING, mark_in_use, rotate
+from sfm_dpo.run.checkpoint import KEEP, PUSHING, mark_pushed, rotate
 from sfm_dpo.run.folder import read_resolved_config, read_status, write_status
 from sfm_dpo.run.saved_model import SavedModel, describe_change
 from tests.hub_server import NAME, TOKEN
@@ -95,11 +95,10 @@ def test_a_checkpoint_goes_to_a_branch_of_its_own(hub, run):
     assert not (run / "checkpoint-4" / PUSHING).exists()
 
 
-@pytest.mark.parametrize("mark", [PUSHING, EVALUATING])
-def test_a_checkpoint_that_is_in_use_is_not_rotated_away(run, mark):
+def test_a_checkpoint_that_is_pushed_is_not_rotated_away(run):
     (run / "checkpoint-4" / KEEP).unlink(missing_ok=True)  # the guard's
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as pusher:
-        mark_in_use(run / "checkpoint-4", mark, pusher.pid)
+        mark_pushed(run / "checkpoint-4", pusher.pid)
         rotate(run, 1)
         assert (run / "checkpoint-4").is_dir()
     rotate(run, 1)

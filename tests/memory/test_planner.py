@@ -100,11 +100,7 @@ def test_the_candidate_of_the_resumed_run_is_chosen_again_if_it_fits_and_nothing
     args = configuration().train
     one = configuration("--per_device_train_batch_size=1").train
     less = again.bytes - 1
-    assert (
-        choose_candidate(every, math.inf, config.train, earlier)
-        == again
-        != choose_candidate(every, math.inf, config.train)
-    )
+    assert choose_candidate(every, math.inf, args, earlier) == again != choose_candidate(every, math.inf, args)
     assert choose_candidate(every, less, args, earlier) == choose_candidate(every, less, args)
     assert choose_candidate(every, math.inf, one, earlier).per_device == 1
 

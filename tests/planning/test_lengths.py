@@ -1,12 +1,12 @@
 """The length analysis: every count against a plain slow reference, published percentiles, its rules and warnings."""
 
-import itertools
+import re
 import shutil
+import statistics
 
 import numpy as np
 import pytest
-from matplotlib import rc_context
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+import yaml
 from transformers import AutoTokenizer
 
 from bench.lengths import sample_lengths
@@ -17,9 +17,7 @@ from sfm_dpo.data.preferences import load_pairs
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer, tokenize_pairs
 from sfm_dpo.planning import dataset_report
 from sfm_dpo.planning.dataset import analyze_dataset
-from sfm_dpo.planning.dataset_report import draw_lengths
-from sfm_dpo.planning.lengths import CANDIDATES, PERCENTILES, STEPS, analyze_lengths, list_lengths
-from sfm_dpo.report.plots import STYLE
+from sfm_dpo.planning.length_advice import CANDIDATES, PERCENTILES, STEPS, analyze_lengths, list_lengths
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
 from tests.toolbox import assistant, user, with_tool
 
@@ -111,13 +109,20 @@ def slow_row(pairs, max_length: int, max_prompt_length: int | None, overlong: st
     }
 
 
-@pytest.mark.parametrize(("limit", "overlong"), [(None, "drop"), (60, "truncate")])
-def test_counts_are_those_of_a_slow_reference(limit, overlong, analyze, tiny_folder):
+def slow_prompt_length(pairs, max_length: int) -> int | None:
+    if all(len(prompt) < max_length for prompt, _, _ in pairs):
+        return None
+    room = int(statistics.median(max(len(chosen), len(rejected)) for _, chosen, rejected in pairs))
+    return max_length - min(room, max_length // 2)
+
+
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+def test_counts_are_those_of_a_slow_reference(overlong, analyze, tiny_folder):
     rng = np.random.default_rng(0)
     rows = [pair(i * 10**50, *("aé" * int(n) for n in rng.integers(0, 300, 2))) for i in range(120)]
     rows += [pair(1, "same", "same"), pair(2, "", "b"), *(pair(i, "a" * 400, "a" * 401) for i in range(3))]
-    options = [] if limit is None else ["--max_prompt_length", limit]
-    result = analyze(rows, *options, "--overlong", overlong)
+    rows += [{side: [user("Why? " * 90), *turns] for side, turns in pair(7).items()}]
+    result = analyze(rows, "--overlong", overlong)
     slow = slow_tokens(rows, AutoTokenizer.from_pretrained(tiny_folder("llama")))
     dropped = len(rows) - len(slow)
     assert dropped >= 2
@@ -129,7 +134,8 @@ def test_counts_are_those_of_a_slow_reference(limit, overlong, analyze, tiny_fol
             expected = next(v for i, v in enumerate(sorted(values), 1) if 100 * i >= q * len(values))
             assert result["percentiles"][side][str(q)] == expected
     for row in [*result["candidates"], result["recommendation"]]:
-        expected = slow_row(slow, row["max_length"], limit, overlong)
+        assert row["max_prompt_length"] == slow_prompt_length(slow, row["max_length"])
+        expected = slow_row(slow, row["max_length"], row["max_prompt_length"], overlong)
         assert row["cut"] == expected.pop("cut")
         assert {k: row[k] for k in expected} == pytest.approx(expected)
     longer = sum((len(c) > len(r)) + 0.5 * (len(c) == len(r)) for _, c, r in slow) / len(slow)
@@ -146,7 +152,7 @@ def test_tool_results_are_left_out_as_in_training(analyze, tiny_folder, tmp_path
         }
         for i in range(12)
     ]
-    result = analyze(rows)
+    result = analyze(rows, min_coverage=0, min_tokens_kept=0)
     assert result["length_bias"]["chosen_longer"] == 0
     [source] = result["sides"]
     assert source["sides"]["link"]["chosen"] == 0
@@ -160,55 +166,77 @@ def test_tool_results_are_left_out_as_in_training(analyze, tiny_folder, tmp_path
         assert row["response_tokens"] == count_trained(train, row["max_length"]).sum()
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("think", (15360, 16384)), ("instruct", (3456, 3584, 3712))])
-def test_the_published_length_is_recommended(kind, expected):
-    lengths = lengths_of(kind, 20_000)
-    result = analyze_sample(lengths, min_coverage=0.95, min_tokens_kept=0.8)
-    assert result["recommendation"]["max_length"] in expected
-    for row in result["candidates"]:
-        assert row["flops"] == 4 * row["tokens"]  # three forwards to train, and the reference's
+TURNS = {"single-turn": [], "multi-turn": [user("Hi"), assistant("Hello"), user("Why? "), assistant("Because.")]}
 
 
-@pytest.mark.parametrize(("min_coverage", "min_tokens_kept"), [(0.95, 0.9), (0.5, 0.9)])
-def test_the_recommended_length_meets_the_rule_and_the_next_shorter_one_does_not(min_coverage, min_tokens_kept):
-    lengths = lengths_of("instruct", 1500)
+@pytest.mark.parametrize("lead", TURNS.values(), ids=TURNS)
+@pytest.mark.parametrize("longest_prompt", [40, 900])
+def test_what_the_printed_values_cut_together(lead, longest_prompt, analyze, tiny_folder):
+    """Counted again with the printed values, from the token ids of the chat template alone."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for i in range(200):
+        size = longest_prompt if i < 5 else int(rng.integers(1, 40))
+        prompt = [*lead, user(f"{i} " + "p" * size)]
+        sides = {name: "a" * int(rng.integers(60, 150)) + name for name in ("chosen", "rejected")}
+        rows.append({name: [*prompt, assistant(text)] for name, text in sides.items()})
+    printed = dataset_report.format_analysis(analyze(rows, min_coverage=0.95))
+    values = yaml.safe_load(printed[printed.index("\nmax_length:") :])
+    slow = slow_tokens(rows, AutoTokenizer.from_pretrained(tiny_folder("llama")))
+    row = slow_row(slow, **values)
+    assert row["dropped"] == 0
+    is_full = max(len(prompt) for prompt, _, _ in slow) >= values["max_length"]
+    assert is_full == (longest_prompt == 900) == (values["max_prompt_length"] is not None)
+    assert is_full != ("No max_prompt_length is needed" in printed)
+    [found] = re.findall(r"[Ii]t cuts (\d+) of 200 pairs, and ([\d.]+)% of the response tokens are kept", printed)
+    assert int(found[0]) == 200 - round(row["untruncated"] * 200)
+    assert float(found[1]) == pytest.approx(100 * row["tokens_kept"], abs=0.05)
+
+
+@pytest.mark.parametrize(("kind", "min_coverage", "min_tokens_kept"), [("instruct", 0.5, 0.9), ("chat", 0.95, 0.9)])
+def test_the_recommendation_follows_its_rule(kind, min_coverage, min_tokens_kept):
+    lengths = lengths_of(kind, 1500)
     sizes = zip(lengths.prompt, lengths.chosen, lengths.rejected, strict=True)
     pairs = [([0] * prompt, [1] * chosen, [2] * rejected) for prompt, chosen, rejected in sizes]
-
-    def meets(row):
-        return row["untruncated"] >= min_coverage and row["tokens_kept"] >= min_tokens_kept
-
     result = analyze_sample(lengths, min_coverage=min_coverage, min_tokens_kept=min_tokens_kept)
+    steps = [step for step in STEPS if step < lengths.total.max() + 1024]
+    rows = {step: slow_row(pairs, step, slow_prompt_length(pairs, step)) for step in steps}
+    suffices = {s: r["untruncated"] >= min_coverage and r["tokens_kept"] >= min_tokens_kept for s, r in rows.items()}
+    shortest = min(step for step in steps if suffices[step])
+    most = 1.1 * rows[shortest]["tokens"]
+    affordable = [step for step in steps if shortest <= step and rows[step]["tokens"] <= most]
+    nearly_all = [step for step in affordable if rows[step]["untruncated"] >= 0.999]
+    expected = nearly_all[0] if nearly_all else max(affordable, key=lambda step: rows[step]["untruncated"])
     best = result["recommendation"]
-    row = slow_row(pairs, best["max_length"], None)
-    assert meets(row) and best["cut"] == row.pop("cut")
-    assert {key: best[key] for key in row} == pytest.approx(row)
-    step = 128 if best["max_length"] <= 4096 else 1024
-    assert best["max_length"] % step == 0
-    [below] = [r for r in result["candidates"] if r["max_length"] == best["max_length"] - step]
-    assert not meets(below)
+    assert best["max_length"] == expected > shortest
+    assert best["reason"].startswith(f"{shortest:,} is the shortest that")
+    assert {step: rows[step]["tokens"] for step in (shortest, expected)} == {
+        row["max_length"]: row["tokens"] for row in result["candidates"] if row["max_length"] in (shortest, expected)
+    }
+    assert all(row["flops"] == 4 * row["tokens"] for row in result["candidates"])  # three to train, the reference's
 
 
-def sample(prompt: int, rare: int, count: int = 8) -> Lengths:
-    """200 pairs with answers of 300 tokens, `count` of which have `rare`."""
-    answers = np.where(np.arange(200) < count, rare, 300)
-    return Lengths(np.full(200, prompt), answers, answers, np.zeros(200, dtype=np.int64))
+def sample(rare: int, count: int = 8, pairs: int = 200, prompt: int = 100) -> Lengths:
+    """Pairs with prompts of 100 and answers of 300 tokens; in `count` of them the answers have `rare`, and the prompts
+    `prompt` tokens."""
+    is_rare = np.arange(pairs) < count
+    answers = np.where(is_rare, rare, 300)
+    return Lengths(np.where(is_rare, prompt, 100), answers, answers, np.zeros(pairs, dtype=np.int64))
 
 
 @pytest.mark.parametrize(
-    ("lengths", "max_prompt_length", "expected", "reason"),
+    ("lengths", "expected", "reason"),
     [
-        (sample(100, 700), None, (896, 100), "It cuts no pair, and takes 2.8% more time than 512: 896 cuts 0.0%"),
-        (sample(100, 700, count=60), None, (512, 100), "The shortest that cuts at most 50.0%"),  # all take 19% more
-        (sample(100, 1200), None, (512, 100), "The shortest that"),  # twice the memory and more
-        (sample(400, 300), 50, (384, 50), "max_prompt_length 50 cuts 100.0% of the prompts, whatever max_length is."),
+        (sample(700), (896, None), "; this cuts fewer for 2.8% more time.\nIt cuts 0 of 200 pairs"),
+        (sample(700, count=60), (512, None), "The shortest that cuts at most 50.0%"),  # all take 19% more
+        (sample(931, count=2, pairs=2000), (512, None), "It cuts 2 of 2,000 pairs"),  # 0.1%
+        (sample(931, count=3, pairs=2000), (1152, None), "; this cuts fewer for 0.2% more time"),
+        (sample(300, count=3, prompt=9000), (512, 256), "Without max_prompt_length, 3 pairs would be left without"),
     ],
 )
-def test_what_the_recommendation_is_about(lengths, max_prompt_length, expected, reason):
-    result = analyze_sample(lengths, min_coverage=0.5, min_tokens_kept=0.7, max_prompt_length=max_prompt_length)
-    best = result["recommendation"]
+def test_what_the_recommendation_is_about(lengths, expected, reason):
+    best = analyze_sample(lengths, min_coverage=0.5, min_tokens_kept=0.7)["recommendation"]
     assert (best["max_length"], best["max_prompt_length"]) == expected and reason in best["reason"]
-    assert not best["reason"].startswith("No max_length")
 
 
 def test_nothing_beyond_the_models_limit_is_considered():
@@ -220,7 +248,7 @@ def test_nothing_beyond_the_models_limit_is_considered():
     best = result["recommendation"]
     assert best["max_length"] == 4096 and best["reason"].startswith("No max_length")
     with pytest.raises(UserError, match="limit of 10 tokens"):
-        analyze_sample(think, min_coverage=0.9, min_tokens_kept=0.9, limit=10)
+        analyze_sample(think, min_coverage=0.9, min_tokens_kept=0.9, limit=10, overlong="drop")
 
 
 def test_findings_name_what_is_wrong(analyze, tiny_folder, tmp_path):
@@ -279,23 +307,3 @@ def test_training_finds_the_tokens_in_the_cache(write_rows, tiny_folder, monkeyp
     for split in pairs.splits.values():
         tokens, _ = tokenize_pairs(split, tokenizer, 256, 25)
         assert len(tokens) == len(split) and max(tokens["prompt_length"]) == 25
-
-
-@pytest.mark.parametrize("longest", [40, 500, 200_000])
-def test_the_picture_shows_short_answers_and_its_labels_apart(longest):
-    rng = np.random.default_rng(0)
-    prompt = rng.integers(longest // 2, longest, 500)
-    answers = [rng.integers(min(longest // 10, 5), longest // 4, 500) for _ in range(2)]
-    lengths = Lengths(prompt, *answers, np.zeros(500, dtype=np.int64))
-    result = analyze_sample(lengths, min_coverage=0.9, min_tokens_kept=0.9)
-    sides = ("prompt", "chosen", "rejected", "total")
-    assert max(result["curves"][side][0] for side in sides) < (0.05 if longest > 40 else 0.3)
-    with rc_context(STYLE):
-        figure = draw_lengths(result)
-        FigureCanvasAgg(figure).draw()
-    axes = figure.axes[0]
-    low, high = axes.get_xlim()
-    ticks = {tick.get_loc(): tick.label1 for tick in [*axes.xaxis.get_major_ticks(), *axes.xaxis.get_minor_ticks()]}
-    shown = [ticks[at] for at in sorted(ticks) if low <= at <= high and ticks[at].get_text()]
-    boxes = [label.get_window_extent() for label in shown]
-    assert len(boxes) > 2 and all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from sfm_dpo.run import after
 from sfm_dpo.run.after import Job, decide, describe_job
 from sfm_dpo.run.folder import ENVIRONMENT, STATUS, State, write_status
 
 ROOT = Path(__file__).resolve().parents[2]
-JOB = Job("7", 0, partition=frozenset({"n1", "n2", "n3"}))
+JOB = Job("7", "5_2", 0)
 STOPPED = {"state": "stopped", "exit_code": 75, "message": "on request", "step": 8, "job": "7"}
 IN_REFERENCE_PASS = STOPPED | {"step": 0, "shards": 2}
 HUNG = {"state": "hung", "exit_code": 70, "message": "no rank moved", "step": 8, "job": "7", "host": "n1"}
@@ -70,7 +71,6 @@ def test_a_stop_or_a_hang_is_requeued_within_limits(status, before, environment,
     assert line in decision.requeue_line
     assert decision.requeue == ("requeued (restart" in line) != ("not requeued: " in decision.requeue_line)
     assert decision.exit_code == (70 if status is HUNG or "host" in status else 75)
-    assert decision.requeue or not decision.avoid
 
 
 @pytest.mark.parametrize(
@@ -119,26 +119,16 @@ def test_every_state_has_an_end():
         assert end({"state": state, "exit_code": 9, "job": "7", "checkpoint": "checkpoint-1"}).last_line
 
 
-@pytest.mark.parametrize(
-    ("job", "host", "avoided"),
-    [
-        ({}, "n1", "n1"),
-        ({"nodes": 3}, "n1", ""),
-        ({"excluded": frozenset({"n2"})}, "n1", "n1"),
-        ({"excluded": frozenset({"n2"}), "nodes": 2}, "n1", ""),
-        ({}, None, ""),
-    ],
-)
-def test_the_node_of_a_hang_is_avoided_where_enough_others_are_left(job, host, avoided):
-    decision = end(HUNG | {"host": host}, **job)
-    assert decision.requeue and decision.avoid == avoided
+def test_the_node_of_a_hang_is_named_with_the_command_that_excludes_it():
+    exclude = "; to exclude node n1, which hung: scontrol update JobId=5_2 ExcNodeList=n1"
+    assert end(HUNG).requeue_line.endswith(exclude)
+    assert end(HUNG | {"host": None}).requeue_line.endswith("(restart 1 of at most 20)")
 
 
 SCONTROL = """#!/bin/bash
 echo "$@" >>commands
 case "$*" in
-*"show job"*) echo "JobState=RUNNING StartTime=2026-01-02T00:00:00 PreemptTime=$PREEMPTED ExcNodeList=n[2-3]" ;;
-"show hostnames"*) printf 'n2\\nn3\\n' ;;
+*"show job"*) echo "JobState=RUNNING StartTime=2026-01-02T00:00:00 PreemptTime=$PREEMPTED" ;;
 requeue*) exit $REFUSED ;;
 esac
 """
@@ -146,30 +136,35 @@ esac
 
 @pytest.mark.parametrize(("refused", "preempted"), [("0", "2026-01-02T00:10:00"), ("1", "None")])
 def test_slurm_is_asked_once_and_may_refuse(tmp_path, monkeypatch, refused, preempted):
-    for name, text in (("scontrol", SCONTROL), ("sinfo", "#!/bin/sh\nprintf 'n1\\nn1\\nn2\\nn3\\nn4\\n'\n")):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+    (tmp_path / "scontrol").write_text(SCONTROL)
+    (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     write_status(tmp_path, State.STOPPED, 75, "before", step=3)
     before = (tmp_path / STATUS).read_text()
     write_status(tmp_path, State.HUNG, 70, "no rank moved", step=8, checkpoint="checkpoint-6", host="n1")
     (tmp_path / ENVIRONMENT).write_text(json.dumps({"hangs": [{"job": "7"}]}))
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "REFUSED": refused, "PREEMPTED": preempted}
-    env |= {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_PARTITION": "main"}
+    env |= {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "sfm_dpo.run.after", ".", "1"]
-    env |= {"SLURM_JOB_NUM_NODES": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | env, input=before, capture_output=True, text=True)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
-    assert describe_job("5_2", 1).is_preempted == (preempted != "None")
+    assert describe_job(1).is_preempted == (preempted != "None")
     asked = (tmp_path / "commands").read_text().splitlines()
     lines = [line.partition("] ")[2] for line in done.stdout.splitlines()]
     assert done.returncode == 70 and lines[-1] == "ended: state hung, exit code 70, step 8, .: no rank moved"
-    assert "requeue 5_2" in asked
     if refused == "1":
         assert lines[:-1] == ["not requeued: Slurm refused; resubmit to resume"]
-        assert not any(command.startswith("update") for command in asked)
     else:
-        assert "update JobId=5_2 ExcNodeList=n1,n2,n3" in asked
-        assert lines[0] == "hung and requeued (restart 1 of at most 20)" and "will avoid node n1" in lines[1]
+        assert lines[0].startswith("hung and requeued (restart 1 of at most 20); to exclude node n1, which hung: ")
+    assert asked[0] == "--oneliner show job 5_2" and asked[1] == "requeue 5_2"
+
+
+@pytest.mark.parametrize(("word", "code"), [("asked", 75), ("unhealthy", 69)])
+def test_the_batch_scripts_say_what_ended_a_start_before_its_launch(word, code, tmp_path, monkeypatch, capsys):
+    assert f"code={word}\n" in (ROOT / "scripts/common.sh").read_text()
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("PATH", "")
+    assert after.main([str(tmp_path), word]) == code
+    assert f"exit code {code}, {tmp_path}: " in capsys.readouterr().out

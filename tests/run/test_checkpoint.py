@@ -86,7 +86,7 @@ def test_damage_is_named_and_skipped_and_nothing_is_deleted(tmp_path, name, size
     assert sorted(bad.rglob("*")) == left
 
 
-@pytest.mark.parametrize("mark", ['{"files": 5}', '{"files": {"model.safetensors": "100"}}', "[]", "[" * 5000])
+@pytest.mark.parametrize("mark", ['{"files": {"model.safetensors": "100"}}', "[]", "[" * 5000])
 def test_a_mark_that_no_run_has_written_counts_for_nothing(tmp_path, mark):
     folder = write_checkpoint(tmp_path, 3)
     (folder / COMPLETE).write_text(mark)
@@ -126,6 +126,20 @@ def test_rotation_leaves_the_best_checkpoint_of_each_that_a_run_may_go_on_from(t
         rotate(tmp_path, 2)
         assert names(tmp_path) == [f"checkpoint-{n}" for n in left], step
     assert read_best(tmp_path / "checkpoint-7") == tmp_path / "checkpoint-5"
+
+
+def test_rotation_leaves_the_newest_three_that_wait_for_eval_command(tmp_path, caplog):
+    (tmp_path / "evaluations").mkdir()
+    for step in range(1, 8):
+        write_checkpoint(tmp_path, step)
+        (tmp_path / f"evaluations/step-{step}.log").touch()
+    (tmp_path / "evaluations/step-4.json").touch()  # still empty
+    (tmp_path / "evaluations/step-5.json").write_text('{"acc": 1}')
+    (tmp_path / "evaluations/step-6.log").unlink()  # not started
+    with caplog.at_level("INFO", "sfm_dpo"):
+        rotate(tmp_path, 1)
+    assert names(tmp_path) == [f"checkpoint-{n}" for n in (2, 3, 4, 7)]
+    assert caplog.text.count(" is deleted without a result of eval_command: 3 newer ones wait") == 1
 
 
 def test_a_kill_in_the_middle_of_a_rotation_leaves_no_complete_looking_half(tmp_path, monkeypatch):
@@ -252,6 +266,8 @@ def test_checkpoints_at_one_time():
     assert peak_checkpoint_count(args, collapse_steps=20) == 2 + 1 + 2
     args.guard = "skip"
     assert peak_checkpoint_count(args, collapse_steps=20) == 2 + 1
+    args.eval_command = "true {checkpoint} {out}"
+    assert peak_checkpoint_count(args, collapse_steps=20) == 2 + 1 + 3
 
 
 @pytest.mark.parametrize(

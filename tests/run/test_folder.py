@@ -121,7 +121,6 @@ def test_the_verdict_is_written_on_a_full_disk_too(tmp_path, monkeypatch):
 
 def test_every_start_is_kept_with_its_step_and_job_and_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    (tmp_path / ENVIRONMENT).write_text('{"starts": 5, "hangs": "x"}')  # by hand
     (tmp_path / STATUS).write_text('{"trained": "2026-01-01T00:00:00+00:00"}')
     expected = [("4711", "0", 0), ("4711", "1", 4), ("4711", "2", 6)]
     for _, restart, step in expected:

@@ -40,7 +40,6 @@ def with_config(field: str, value: object) -> Callable[[Path], None]:
     return change
 
 
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 12\n"
 # Copies of a good model, and of a good run, each with one thing wrong.
 MODELS = {
@@ -54,7 +53,6 @@ MODELS = {
     "template_syntax": with_file("chat_template.jinja", "{% for m in messages %}{{ m['content'] }"),
     "template_refuses": with_file("chat_template.jinja", "{{ raise_exception('no') }}"),
     "kernel": with_config("_attn_implementation", "evil/kernel"),
-    "template_endless": with_file("chat_template.jinja", ENDLESS),
     "encoder": with_config("model_type", "t5"),
     "weights_cut": with_file("model.safetensors", NOISE),
     "weights_lfs": with_file("model.safetensors", LFS),
@@ -181,7 +179,6 @@ CASES = {
         (f"{ON}/tokenizer_noise", "cannot load a tokenizer", "utf-8"),
         (f"{CHATS}/template_syntax", "its chat template, line 1"),
         (f"{CHATS}/template_refuses", "no train pair is left of 8 rows (8 x malformed"),
-        (f"{CHATS}/template_endless", "chat template: takes more than 0.5 s for row 1; correct it"),
         (f"{ON}/kernel", "config.json asks for the kernel evil/kernel, code from the Hub; remove it there"),
         (f"{TRAIN} --model_init_kwargs steps", "model_init_kwargs steps: give a mapping, such as {a: 1}"),
         (f"{ON}/weights_cut", "weights_cut: cannot be loaded: "),
@@ -194,8 +191,7 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "case"), [(command, case) for command in CASES for case in CASES[command]])
-def test_wrong_input_is_one_line_and_exit_code_2(command, case, kit, tmp_path, capsys, environment, monkeypatch):
-    monkeypatch.setattr("sfm_dpo.data.rendering.TEMPLATE_SECONDS", 0.5)
+def test_wrong_input_is_one_line_and_exit_code_2(command, case, kit, tmp_path, capsys, environment):
     text, *parts = case
     main = main_of(command)
     capsys.readouterr()

@@ -16,10 +16,9 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 
 from bench.lengths import MAX_LENGTH, sample_lengths
-from sfm_dpo.common.errors import RunEnd
+from sfm_dpo.common.errors import HUNG, RunEnd
 from sfm_dpo.config import DATACLASSES, FIELD_GROUPS, MIGRATION, FieldParser, TrainConfig
 from sfm_dpo.config_effects import MAY_CHANGE
-from sfm_dpo.train.watchdog import EXIT_CODE
 from tests.commands import PAGES, ROOT, text
 
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
@@ -185,7 +184,7 @@ def test_reference_is_that_of_the_fields():
 def test_exit_codes_are_those_of_the_code():
     rows = re.findall(r"^\| (\d+) \| `(\w+)` \|", (ROOT / "docs/outputs.md").read_text(), re.M)
     ends = [error for kind in RunEnd.__subclasses__() for error in (kind, *kind.__subclasses__())]
-    beside = {("0", "done"), ("1", "failed"), ("5", "push_failed"), (str(EXIT_CODE), "hung")}
+    beside = {("0", "done"), ("1", "failed"), ("5", "push_failed"), (str(HUNG), "hung")}
     assert set(rows) == beside | {(str(end.exit_code), str(end.state)) for end in ends}
 
 

@@ -141,7 +141,7 @@ def test_checkpoints_are_evaluated_by_jobs_of_their_own_once_through_a_requeue(c
         text = (run / f"evaluations/step-{step}.log").read_text()
         jobs[step] = text.removeprefix("Submitted batch job ").strip()
         assert jobs[step].isdecimal(), text
-    assert f"{jobs[30]} are still running; once they end, run python scripts/evaluate.py outputs/evaluated" in log
+    assert "step-30; once they have ended, run python scripts/evaluate.py outputs/evaluated" in log
     assert (run / "checkpoint-15").is_dir(), "it is kept for its evaluation"
     for job in jobs.values():
         cluster.run("scontrol", "release", job)

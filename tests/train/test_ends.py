@@ -9,12 +9,14 @@ import shutil
 import signal
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 
 import train_dpo
 from sfm_dpo.common.cli import interrupt_again
 from sfm_dpo.common.errors import UserError, user_input
+from sfm_dpo.jobs import training_run
 from sfm_dpo.report.page import write_report
 from sfm_dpo.run import folder
 from sfm_dpo.run.checkpoint import COMPLETE, STOP
@@ -231,3 +233,33 @@ def test_out_of_memory_while_a_model_is_loaded_is_no_mistake(tmp_path, monkeypat
     fields = f"--model_name_or_path m --dataset_name d.jsonl --use_cpu --output_dir {tmp_path / 'run'}"
     assert train_dpo.main(fields.split()) == 2
     assert "out of memory in loading" in error_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("number", "end"), [(errno.ENOSPC, "free space, and run the same command"), (errno.EIO, "")])
+def test_an_io_error_while_the_trainer_is_built_is_no_mistake(
+    tiny_folder, write_rows, tmp_path, monkeypatch, environment, capsys, number, end
+):
+    run = tmp_path / "run"
+    fault = OSError(number, os.strerror(number), "/scratch/x")
+    monkeypatch.setattr("sfm_dpo.train.trainer.load_configured_model", Mock(side_effect=fault))
+    fields = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(16)), run)
+    if end:
+        assert train_dpo.main(fields) == 1
+        assert end in error_line(capsys.readouterr().err)
+    else:
+        with pytest.raises(OSError, match="Input/output error"):  # a crash with its traceback
+            train_dpo.main(fields)
+    status = read_status(run)
+    assert (status["state"], status["exit_code"]) == ("failed", 1) and os.strerror(number) in status["message"]
+
+
+@pytest.mark.usefixtures("environment")
+def test_an_error_of_the_report_does_not_change_the_end(tiny_folder, write_rows, tmp_path, monkeypatch, capsys):
+    run = tmp_path / "run"
+    monkeypatch.setattr(training_run, "write_report", Mock(side_effect=KeyError("step")))
+    monkeypatch.setattr(training_run, "format_summary", Mock(side_effect=ZeroDivisionError("division by zero")))
+    fields = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(16)), run, max_steps=1)
+    assert train_dpo.main(fields) == 0 and read_status(run)["state"] == "done"
+    out = capsys.readouterr().out
+    assert f"report not written; write it later with python -m sfm_dpo.report.page {run}: KeyError: 'step'\n" in out
+    assert "no summary: ZeroDivisionError: division by zero\n" in out
