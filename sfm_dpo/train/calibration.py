@@ -368,12 +368,13 @@ def measure_speed(trainer: Any, model: Any, settings: Settings, kernels: list[st
     seconds = milliseconds[fastest] / 1000
     batch = trainer.load_batch(trainer.train_dataset, rows)
     forward = measure_seconds(trainer, trainer.compute_ref_log_probs, model, batch)
-    turns = len(sampler) / settings.micro_batch / trainer.accelerator.num_processes
+    steps = args.max_steps if args.max_steps > 0 else len(sampler) / args.global_batch_size * args.num_train_epochs
+    turns = len(sampler) / settings.micro_batch / trainer.accelerator.num_processes  # of the reference pass
     counts = trainer.data_collator([trainer.train_dataset[int(row)] for row in rows])["counts"]
     peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     return fastest, {
         "milliseconds": milliseconds,
-        "hours": turns * seconds * trainer.config.train.num_train_epochs / 3600,
+        "hours": steps * settings.accumulation_steps * seconds / 3600,
         "reference_hours": turns * forward / 3600,
         "tokens_per_second": counts["tokens"] / seconds,
         "mfu": counts["flops"] / seconds / peak if peak else None,
