@@ -51,8 +51,8 @@ from sfm_dpo.hub.callback import PushCheckpoints
 from sfm_dpo.hub.publish import check_push, push_finished
 from sfm_dpo.jobs.eval_command import EvalCommand
 from sfm_dpo.jobs.training_run import Run, report
-from sfm_dpo.model.loading import identify_models, load_model_config, meta_model
-from sfm_dpo.model.sharding import check_buckets, checkpoint_bytes
+from sfm_dpo.model.loading import identify_models, load_model_config, meta_adapter, meta_model
+from sfm_dpo.model.sharding import checkpoint_bytes, fit_buckets
 from sfm_dpo.run.checkpoint import (
     COMPLETE,
     check_best,
@@ -125,8 +125,10 @@ def load(
     for note in config.notes:
         log.info(note)
     model_config = load_model_config(config)
-    if not config.model.use_peft:  # an adapter's tensors are small
-        check_buckets(args.deepspeed_plugin, meta_model(model_config))
+    if args.deepspeed_plugin:
+        trained = meta_adapter(config, model_config) or meta_model(model_config)
+        deepspeed = args.deepspeed_plugin.deepspeed_config
+        deepspeed["zero_optimization"] = fit_buckets(deepspeed["zero_optimization"], trained)
     tokenizer = load_tokenizer(config)
     if args.ref_model_name_or_path:
         check_reference(config, tokenizer)

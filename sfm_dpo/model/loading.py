@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from accelerate import DistributedType, PartialState
 from huggingface_hub import hf_hub_download
+from peft import PeftModel, get_peft_model
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -18,6 +19,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
+from trl import get_peft_config
 
 from sfm_dpo.common.distributed import broadcast, is_main_process, main_process_first
 from sfm_dpo.common.errors import UserError, user_input
@@ -79,6 +81,13 @@ def build_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
 def meta_model(config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     with torch.device("meta"):
         return build_model(config, dtype)
+
+
+def meta_adapter(config: Config, model_config: PretrainedConfig) -> PeftModel | None:
+    """The model with its LoRA adapter, on the meta device; None without LoRA."""
+    lora = get_peft_config(config.model)
+    with torch.device("meta"):
+        return get_peft_model(build_model(model_config, torch.bfloat16), lora) if lora else None
 
 
 def model_init_kwargs(config: Config) -> dict[str, Any]:
