@@ -84,10 +84,13 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16) ->
 
 
 def meta_adapter(config: Config, model_config: PretrainedConfig) -> PeftModel | None:
-    """The model with its LoRA adapter, on the meta device; None without LoRA."""
+    """The model with its LoRA adapter, on the meta device; None without LoRA. Raises UserError if it has no such
+    modules."""
     lora = get_peft_config(config.model)
-    with torch.device("meta"):
-        return get_peft_model(build_model(model_config, torch.bfloat16), lora) if lora else None
+    if lora is None:
+        return None
+    with torch.device("meta"), user_input(f"lora_target_modules {lora.target_modules}", "name modules of the model"):
+        return get_peft_model(meta_model(model_config), lora)
 
 
 def model_init_kwargs(config: Config) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from datasets import Dataset, load_dataset
 from datasets.fingerprint import get_temporary_cache_files_directory
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.runtime.zero.partition_parameters import free_param
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounter
@@ -306,23 +305,6 @@ def test_canary_fsdp_outputs():
     plugin.mixed_precision_policy = {"param_dtype": torch.bfloat16, "output_dtype": None}
     with pytest.raises(ValueError, match="output_dtype"):
         plugin.set_mixed_precision("bf16")
-
-
-def test_canary_zero_optimizer_state():
-    """DeepSpeedZeroOptimizer.initialize_optimizer_states makes no update, so that torch's AdamW has no state yet."""
-    partition = torch.zeros(4, requires_grad=True)
-    optimizer = torch.optim.AdamW([partition])
-    zero = SimpleNamespace(
-        bit16_groups=[[]],
-        partition_size=[4],
-        single_partition_of_fp32_groups=[partition],
-        device="cpu",
-        cpu_offload=False,
-        cpu_offload_pin_memory=False,
-        optimizer=optimizer,
-    )
-    DeepSpeedZeroOptimizer.initialize_optimizer_states(zero)
-    assert not optimizer.state
 
 
 def test_canary_zero3_parameter():
