@@ -1,6 +1,7 @@
 """Trains a command line twice under ZeRO-2, with the buckets of the DeepSpeed file and with those that the run needs.
 
-Each run's folder gets buffers.json: bytes of the buckets, and the peak of what reducing them takes beside them.
+Each run's folder gets buffers.json: bytes of the buckets, and the peak of what reducing them takes beside them: copies
+and the rank's sums of gradients.
 """
 
 import json
