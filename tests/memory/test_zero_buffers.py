@@ -22,6 +22,7 @@ def test_buckets_of_a_lora_run_are_planned_and_as_large_as_its_gradients(tiny_fo
     fields |= {"use_peft": "true", "lora_r": 8, "lora_target_modules": "all-linear", "bf16": "true", "use_cpu": "true"}
     fields |= {"global_batch_size": 8, "per_device_train_batch_size": 2, "max_length": 96, "learning_rate": 1e-3}
     fields |= {"logging_steps": 1, "save_strategy": "no", "preflight": "skip", "guard": "skip", "report_to": "none"}
+    fields["max_steps"] = 4
     argv = as_options(fields)
     command = [*launcher(2, "cpu"), str(PROJECT / "tests/memory/zero_buffers.py"), str(tmp_path), *argv]
     env = clean_environment(tmp_path / "hf")
