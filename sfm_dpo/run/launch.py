@@ -5,7 +5,9 @@
 The first argument is the run's folder; the others go to `accelerate launch`, which turns every exit code into 1.
 """
 
+import importlib.util
 import logging
+import os
 import platform
 import sys
 from pathlib import Path
@@ -14,7 +16,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 import sfm_dpo
-from sfm_dpo.run.files import read_file
+from sfm_dpo.run.files import COLLECTIVES, read_file
 from sfm_dpo.run.folder import STATUS, State, write_status
 
 log = logging.getLogger("sfm_dpo.run.launch")  # __name__ is __main__
@@ -23,6 +25,8 @@ log = logging.getLogger("sfm_dpo.run.launch")  # __name__ is __main__
 def main(argv: list[str]) -> int:
     sfm_dpo.setup()
     run = Path(argv[0])
+    for name, value in variables_of_ranks(run).items():
+        os.environ.setdefault(name, value)
     before = read_file(run / STATUS)
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True  # "Sending process ... SIGTERM"
     try:
@@ -40,6 +44,17 @@ def main(argv: list[str]) -> int:
             log.error(status["message"])  # otherwise the rank's own line comes last
         return max(1, failure.exitcode)
     return 0
+
+
+def variables_of_ranks(run: Path) -> dict[str, str]:
+    """For NCCL's warnings, its last 2,000 collectives (torch's default) in the run's folder if one fails, and the CPUs
+    near each GPU; the user's own win."""
+    variables = {"NCCL_DEBUG": "WARN", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    variables["TORCH_FR_DUMP_TEMP_FILE"] = f"{run.absolute()}/stacks/{COLLECTIVES}"
+    # accelerate needs nvidia-ml-py, and fails where a job has only some of a node's CPUs, and none near the GPU
+    if importlib.util.find_spec("pynvml") and len(os.sched_getaffinity(0)) == os.cpu_count():
+        variables["ACCELERATE_CPU_AFFINITY"] = "1"
+    return variables
 
 
 if __name__ == "__main__":
