@@ -14,6 +14,7 @@ import torch
 from accelerate import DistributedType
 from datasets import Dataset
 from trl import DPOTrainer
+from trl.trainer import dpo_trainer
 
 from sfm_dpo.common.distributed import launched_with
 from sfm_dpo.common.errors import UserError
@@ -62,6 +63,16 @@ class UpstreamFixes(DPOTrainer):
     """DPOTrainer without the bugs of TRL 1.16, transformers 5.23 and accelerate 1.15 that affect this project."""
 
     accelerator: Any
+
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: hashes all weights on each rank for the cache of
+    # _precompute_ref_logps below: 22 s for 7B. Canary: test_canary_hash_module
+    def __init__(self, *args: Any, **kwargs: Any):
+        hash_module = dpo_trainer.hash_module
+        dpo_trainer.hash_module = lambda model: None
+        try:
+            super().__init__(*args, **kwargs)
+        finally:
+            dpo_trainer.hash_module = hash_module
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
