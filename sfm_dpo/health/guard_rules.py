@@ -86,11 +86,9 @@ def _check_finite(log: Log, run: RunFacts) -> Evidence | None:
 
 
 def _check_skipped(log: Log, run: RunFacts) -> Evidence | None:
-    skipped = log[-1].get("skipped_updates", 0)
-    if not skipped:
-        return None
-    began = next(entry["step"] for entry in log if entry.get("skipped_updates"))
-    return began, f"DeepSpeed has skipped {skipped:g} update(s), whose gradients were not finite"
+    if skipped := log[-1].get("skipped_updates"):
+        return log[-1]["step"], f"DeepSpeed has skipped {skipped} update(s), whose gradients were not finite"
+    return None
 
 
 def _check_collapse(log: Log, run: RunFacts) -> Evidence | None:

@@ -39,20 +39,11 @@ log = logging.getLogger("sfm_dpo.health.node_check")  # __name__ is __main__
 JOIN_SECONDS = 300  # time for all ranks to join: importing torch from a cold shared disk is slow
 REDUCE_SECONDS = 120  # the first communicator of many nodes takes long
 
-# What is measured
 PRODUCT = "TFLOPS in a matrix product"
 INSIDE = "GB/s in an all-reduce inside a node"
 BETWEEN = "GB/s in an all-reduce between two nodes"
-# GB/s of NVLink in one direction: half of what NVIDIA's data sheets give for a GPU
-NVLINK = {"A100-SXM": 300, "H100 80GB HBM3": 450, "H200": 450, "B200": 900, "B300": 900}  # GH200 and GB200 too
-LOWEST_OF_PEAK = 0.5  # healthy GPUs reach 65 to 80% of the data sheet's figure
-LOWEST_OF_NVLINK = 0.4  # nccl-tests: 75 to 80% in an all-reduce of 1 GiB
-LOWEST_BETWEEN = 10.0  # GB/s: one adapter of 200 Gbit/s gives about 20, TCP 1 to 5
-CAUSES = {
-    PRODUCT: "the GPU is throttled (nvidia-smi -q -d PERFORMANCE) or shared",
-    INSIDE: "the GPUs communicate over PCIe (nvidia-smi topo -m; NCCL_P2P_DISABLE)",
-    BETWEEN: "NCCL uses TCP or the wrong adapter (NCCL_SOCKET_IFNAME, NCCL_IB_HCA, NCCL_NET)",
-}
+# GB/s of NVLink in one direction: half of what NVIDIA's data sheets give for a GPU; H200 is in GH200, B200 in GB200
+NVLINK = {"A100-SXM": 300, "H100 80GB HBM3": 450, "H200": 450, "B200": 900, "B300": 900}
 
 
 class Fault(NamedTuple):
@@ -201,32 +192,24 @@ def check_device() -> list[Fault]:
 
 def check_compiler() -> list[Fault]:
     """Checks that Triton, which computes the LM head on a GPU, can compile: a launcher in C, then the kernel."""
-    names = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]  # as Triton chooses
-    compiler = next(filter(None, map(shutil.which, names)), None)
-    reason = f"no C compiler ({' or '.join(names)}) in PATH"
-    if compiler:
-        command = [compiler, "-fsyntax-only", f"-I{sysconfig.get_path('include', 'posix_prefix')}", "-xc", "-"]
-        done = subprocess.run(command, input="#include <Python.h>", capture_output=True, text=True)
-        reason = f"{compiler} with Python.h: {done.stderr}" if done.returncode else ""
-    if not reason and ON_GPU:
-        try:
-            run_triton()
-        except Exception as error:  # Triton raises no narrower class
-            reason = str(error)
-    remedy = "load a module with gcc and Python.h in scripts/site.sh, or set CC"
-    text = f"Triton, which the loss needs, cannot compile: {' '.join(reason.split())[:300]}; {remedy}"
-    return [Fault(text, of_node=False)] if reason else []
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "gcc"  # as Triton chooses
+    command = [compiler, "-fsyntax-only", f"-I{sysconfig.get_path('include', 'posix_prefix')}", "-xc", "-"]
+    try:
+        subprocess.run(command, input="#include <Python.h>", stderr=subprocess.PIPE, text=True, check=True)
+        if ON_GPU:
+            import triton
+
+            triton.jit(nothing)[(1,)]()
+            torch.cuda.synchronize()
+    except Exception as error:  # Triton raises no narrower class
+        reason = " ".join(f"{error} {getattr(error, 'stderr', '')}".split())[:400]
+        remedy = "load a module with gcc and Python.h in scripts/site.sh, or set CC"
+        return [Fault(f"Triton, which the loss needs, cannot compile: {reason}; {remedy}", of_node=False)]
+    return []
 
 
-def run_triton() -> None:
-    import triton
-
-    @triton.jit
-    def nothing():
-        pass
-
-    nothing[(1,)]()
-    torch.cuda.synchronize()
+def nothing():  # the smallest kernel
+    pass
 
 
 def mark_of(folder: Path) -> Path:  # rank 0 writes it for the other nodes to see
@@ -295,24 +278,30 @@ def describe_ranks(hosts: list[str], store: dist.Store) -> None:
             of_host = {host: of_rank[name] for host, (of_rank, *_) in zip(hosts, gathered, strict=True)}
             if len(set(of_host.values())) > 1:
                 log.warning(f"not the same {name} on all nodes: {'; '.join(map(': '.join, of_host.items()))}")
-        for what in dict.fromkeys(what for what, _ in rates):
-            by_name = {name: rate for (kind, name), rate in rates.items() if kind == what}
-            slowest = min(by_name, key=by_name.__getitem__)
-            log.info(f"{what}: {by_name[slowest]:.3g} ({slowest}) to {max(by_name.values()):.3g}")
-        if ON_GPU:
-            warn_of_slow(rates, facts["GPU"])
+        log_rates(rates, lowest_rates(facts["GPU"]) if ON_GPU else {})
 
 
-def warn_of_slow(rates: Rates, gpu: str) -> None:
-    """Warns of rates that are low for GPUs of this name, wherever they are low: all nodes may be."""
+def log_rates(rates: Rates, lowest: dict[str, tuple[float, str]]) -> None:
+    for what in dict.fromkeys(what for what, _ in rates):
+        by_name = {name: rate for (kind, name), rate in rates.items() if kind == what}
+        slowest = min(by_name, key=by_name.__getitem__)
+        log.info(f"{what}: {by_name[slowest]:.3g} ({slowest}) to {max(by_name.values()):.3g}")
+        limit, cause = lowest.get(what, (0.0, ""))
+        if by_name[slowest] < limit:
+            log.warning(f"{what}: {by_name[slowest]:.3g} ({slowest}) is low, below {limit:.3g}; usually {cause}")
+
+
+def lowest_rates(gpu: str) -> dict[str, tuple[float, str]]:
+    """The lowest plausible rates of GPUs of this name, and the usual cause of lower ones."""
     from sfm_dpo.model.flops import peak_flops  # imports transformers
 
-    lowest = {PRODUCT: LOWEST_OF_PEAK * (peak_flops(gpu) or 0) / 1e12, BETWEEN: LOWEST_BETWEEN}
-    lowest[INSIDE] = LOWEST_OF_NVLINK * next((rate for name, rate in NVLINK.items() if name in gpu), 0)
-    for what, limit in lowest.items():
-        slow = [f"{name} {rate:.3g}" for (kind, name), rate in rates.items() if kind == what and rate < limit]
-        if slow:
-            log.warning(f"low {what}, below {limit:.3g} on a {gpu}: {', '.join(slow)}; usually {CAUSES[what]}")
+    nvlink = next((rate for name, rate in NVLINK.items() if name in gpu), 0)
+    # Healthy GPUs reach 65 to 80% of their peak and 75 to 80% of NVLink (nccl-tests), 200 Gbit/s adapters 20 GB/s
+    return {
+        PRODUCT: (0.5e-12 * (peak_flops(gpu) or 0), "the GPU is throttled (nvidia-smi -q -d PERFORMANCE) or shared"),
+        INSIDE: (0.4 * nvlink, "the GPUs communicate over PCIe (nvidia-smi topo -m; NCCL_P2P_DISABLE)"),
+        BETWEEN: (10.0, "NCCL uses TCP or the wrong adapter (NCCL_SOCKET_IFNAME, NCCL_IB_HCA, NCCL_NET)"),
+    }
 
 
 def measure_rates(hosts: list[str]) -> Iterator[tuple[str, str, float]]:

@@ -1,17 +1,8 @@
-"""flash-attn-4's kernels as PyTorch 2.13 calls them; imported only where FlashAttention 4 is activated."""
+"""flash-attn-4's kernels as PyTorch 2.13, which pins 4.0.0b17 (pytorch#190212), calls them; calibration compares those
+of any release with FA2. Imported only where FlashAttention 4 is activated."""
 
-import importlib.metadata
-import logging
-from contextlib import suppress
+import importlib
 from typing import Any
-
-log = logging.getLogger(__name__)
-
-RELEASE = "4.0.0b17"  # PyTorch 2.13 was tested with it (pytorch#190212)
-
-with suppress(importlib.metadata.PackageNotFoundError):  # not installed by pip
-    if (installed := importlib.metadata.version("flash-attn-4")) != RELEASE:
-        log.warning(f"flash-attn-4 {installed}, not the {RELEASE} of PyTorch 2.13: used only if it agrees with FA2")
 
 _kernels = importlib.import_module("flash_attn.cute.interface")
 _flash_attn_bwd = _kernels._flash_attn_bwd

@@ -5,7 +5,6 @@
 The first argument is the run's folder; the others go to `accelerate launch`, which turns every exit code into 1.
 """
 
-import importlib.util
 import logging
 import os
 import platform
@@ -25,8 +24,9 @@ log = logging.getLogger("sfm_dpo.run.launch")  # __name__ is __main__
 def main(argv: list[str]) -> int:
     sfm_dpo.setup()
     run = Path(argv[0])
-    for name, value in variables_of_ranks(run).items():
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("NCCL_DEBUG", "WARN")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")  # the last 2,000 collectives, torch's default
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{run.absolute()}/stacks/{COLLECTIVES}")
     before = read_file(run / STATUS)
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").disabled = True  # "Sending process ... SIGTERM"
     try:
@@ -44,17 +44,6 @@ def main(argv: list[str]) -> int:
             log.error(status["message"])  # otherwise the rank's own line comes last
         return max(1, failure.exitcode)
     return 0
-
-
-def variables_of_ranks(run: Path) -> dict[str, str]:
-    """For NCCL's warnings, its last 2,000 collectives (torch's default) in the run's folder if one fails, and the CPUs
-    near each GPU; the user's own win."""
-    variables = {"NCCL_DEBUG": "WARN", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-    variables["TORCH_FR_DUMP_TEMP_FILE"] = f"{run.absolute()}/stacks/{COLLECTIVES}"
-    # accelerate needs nvidia-ml-py, and fails where a job has only some of a node's CPUs, and none near the GPU
-    if importlib.util.find_spec("pynvml") and len(os.sched_getaffinity(0)) == os.cpu_count():
-        variables["ACCELERATE_CPU_AFFINITY"] = "1"
-    return variables
 
 
 if __name__ == "__main__":

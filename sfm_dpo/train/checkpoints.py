@@ -108,10 +108,11 @@ class CheckpointCallback(TrainerCallback):
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         mark_complete(checkpoint, {"step": state.global_step, **trainer.resume_facts()})
         trainer.progress.saving = None
-        seconds = time.monotonic() - trainer.progress.moved
-        elapsed = time.monotonic() - self.since
-        log.info(f"checkpoint saved in {seconds:.1f} s, {seconds / elapsed:.1%} of the time since the one before")
-        self.since = time.monotonic()
+        end = time.monotonic()
+        seconds = end - trainer.progress.moved
+        share = seconds / (end - self.since)
+        log.info(f"checkpoint saved in {seconds:.1f} s, {share:.1%} of the time since the one before")
+        self.since = end
         if is_main_process():
             rotate(args.output_dir, trainer.config.train.save_total_limit)
         trainer.accelerator.wait_for_everyone()

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import DistributedType
@@ -67,12 +68,8 @@ class UpstreamFixes(DPOTrainer):
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: hashes all weights on each rank for the cache of
     # _precompute_ref_logps below: 22 s for 7B. Canary: test_canary_hash_module
     def __init__(self, *args: Any, **kwargs: Any):
-        hash_module = dpo_trainer.hash_module
-        dpo_trainer.hash_module = lambda model: None
-        try:
+        with patch.object(dpo_trainer, "hash_module", return_value=None):
             super().__init__(*args, **kwargs)
-        finally:
-            dpo_trainer.hash_module = hash_module
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()

@@ -13,7 +13,7 @@ import torch
 
 from sfm_dpo.common.errors import NODE_CHECK_FAILED
 from sfm_dpo.health import node_check
-from sfm_dpo.health.node_check import BETWEEN, INSIDE, PRODUCT, check_compiler, check_device, warn_of_slow
+from sfm_dpo.health.node_check import BETWEEN, INSIDE, PRODUCT, check_compiler, check_device, log_rates, lowest_rates
 from tests.e2e.runs import ROOT, clean_environment, free_port
 
 
@@ -146,23 +146,19 @@ def test_triton_needs_a_c_compiler_and_python_h(monkeypatch, tmp_path):
     assert check_compiler() == []
     with monkeypatch.context() as patch:
         patch.setattr(sysconfig, "get_path", lambda *args: str(tmp_path))
-        [fault] = check_compiler()
-        assert "gcc with Python.h: " in fault.text and "Python.h: No such file or directory" in fault.text
+        assert "Python.h: No such file or directory" in check_compiler()[0].text
     monkeypatch.setenv("PATH", "")
     [fault] = check_compiler()
-    assert "cannot compile: no C compiler (gcc or clang) in PATH; load a module with gcc and " in fault.text
+    assert "No such file or directory: 'gcc'; load a module with gcc and Python.h in scripts/site.sh" in fault.text
     assert not fault.of_node  # other nodes lack it too
-    monkeypatch.setenv("CC", str(tmp_path / "cc"))
-    assert f"no C compiler ({tmp_path}/cc) in PATH" in check_compiler()[0].text
 
 
 def test_rates_that_are_low_on_every_node(capsys):
-    rates = {(PRODUCT, "n1 GPU 0"): 300.0, (PRODUCT, "n1 GPU 1"): 700.0, (INSIDE, "n1"): 20.0, (INSIDE, "n2"): 350.0}
-    rates |= {(BETWEEN, "n1 and n2"): 1.2}
-    warn_of_slow(rates, "NVIDIA H100 80GB HBM3")
-    product, between, inside = capsys.readouterr().err.splitlines()
-    assert "low TFLOPS in a matrix product, below 494 on a NVIDIA H100 80GB HBM3: n1 GPU 0 300; usually" in product
-    assert "below 10 on" in between and ": n1 and n2 1.2; usually NCCL uses TCP" in between
-    assert ", below 180 on" in inside and ": n1 20; usually the GPUs communicate over PCIe" in inside
-    warn_of_slow({(INSIDE, "n1"): 20.0, (PRODUCT, "n1 GPU 0"): 400.0}, "NVIDIA H100 PCIe")  # it has no NVLink
+    rates = {(PRODUCT, "n1 GPU 0"): 400.0, (PRODUCT, "n1 GPU 1"): 700.0, (INSIDE, "n1"): 20.0}
+    log_rates(rates, lowest_rates("NVIDIA H100 PCIe"))  # it has no NVLink
     assert not capsys.readouterr().err
+    log_rates(rates | {(BETWEEN, "n1 and n2"): 1.2}, lowest_rates("NVIDIA H100 80GB HBM3"))
+    product, inside, between = capsys.readouterr().err.splitlines()
+    assert f"{PRODUCT}: 400 (n1 GPU 0) is low, below 494; usually the GPU is throttled" in product
+    assert f"{INSIDE}: 20 (n1) is low, below 180; usually the GPUs communicate over PCIe" in inside
+    assert f"{BETWEEN}: 1.2 (n1 and n2) is low, below 10; usually NCCL uses TCP" in between
