@@ -5,9 +5,9 @@ CPU, 2 cores, about half an hour:   python bench/throughput.py
 One GPU, layers of a 7B model:      python bench/throughput.py --model gpt_neox
 The demo's pretrained model, CPU:   python bench/throughput.py --model demo --lengths chat
 
-Every variant trains the same model, random but for the demo's, on the same random pairs through its trainer's own training loop, each time
-in a fresh process, so that each variant has its own peak memory. A round runs all variants once; every other
-round runs them in reverse order. Ratios are taken within a round.
+Every variant trains the same model (random, but for the demo's) on the same random pairs through its trainer's own
+training loop, each time in a fresh process, so that each variant has its own peak memory. A round runs all variants
+once; every other round runs them in reverse order. Ratios are taken within a round.
 """
 
 import argparse
@@ -99,7 +99,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Arguments(description=__doc__)
     count = number(int, 1)
     names = [*VARIANTS, *SHIPPED]
-    parser.add_argument("--model", choices=[*MODELS, "demo"], default="olmo3", help="6 narrow layers, 8 real ones on a GPU")
+    models = [*MODELS, "demo"]
+    parser.add_argument("--model", choices=models, default="olmo3", help="6 narrow layers, 8 real ones on a GPU")
     parser.add_argument("--lengths", choices=list(RECIPES), default="think", help="kind of data")
     parser.add_argument("--pairs", type=count, default=96, help="number of measured pairs")
     parser.add_argument("--accumulation", type=count, default=4, help="micro-batches in an optimizer step")

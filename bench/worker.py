@@ -230,7 +230,7 @@ def make_trainer(job: dict) -> DPOTrainer:
         settings["memory_gib"] = job["stock_peak_gib"]
     config = parse_config([f"--{name}={value}" for name, value in settings.items()])
     config.train.model_init_kwargs = init_kwargs  # in the dtype of stock TRL, which no recipe could set on a GPU
-    decided = decide_settings(config, pairs, AutoConfig.from_pretrained(model))
+    decided, _ = decide_settings(config, pairs, AutoConfig.from_pretrained(model))
     return SFMDPOTrainer(config, decided, **common)
 
 
