@@ -171,7 +171,7 @@ def describe_network() -> str:
     return ", ".join([nccl, f"adapters {' '.join(adapters) or 'none'}", *settings])
 
 
-def gather(store: dist.Store, name: str, value: Any) -> list[Any]:
+def gather(store: Any, name: str, value: Any) -> list[Any]:
     """The values of all ranks under a name that is used once."""
     store.set(f"{name} of rank {RANK}", pickle.dumps(value))
     return [pickle.loads(store.get(f"{name} of rank {rank}")) for rank in range(world_size())]

@@ -113,7 +113,7 @@ class Watchdog:
             write_json(self.run / ENVIRONMENT, environment)
             (self.run / LOCK).unlink(missing_ok=True)  # rank 0, its owner, may be the one that is stuck
         with contextlib.suppress(OSError):
-            collectives = torch._C._distributed_c10d
+            collectives: Any = torch._C._distributed_c10d
             dump = getattr(collectives, "_dump_nccl_trace", collectives._dump_fr_trace)  # the latter: of a CPU build
             (self.stacks / f"{COLLECTIVES}{rank()}").write_bytes(dump())
         time.sleep(2 * self.interval)  # lets the other ranks write their stacks before the launcher ends them
