@@ -50,7 +50,8 @@ def disable_deepspeed_shm() -> None:
     if launched_with() == "zero":
         import deepspeed
 
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if deepspeed.get_accelerator().device_name() == "cpu":  # it probes all ops, which takes seconds on a GPU
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def load_only_tensors() -> None:

@@ -98,13 +98,20 @@ class CheckpointCallback(TrainerCallback):
     def __init__(self, trainer: CompleteCheckpoints):
         self.trainer = trainer
 
+    def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
+        self.since = time.monotonic()
+
     def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         trainer.accelerator.wait_for_everyone()
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         mark_complete(checkpoint, {"step": state.global_step, **trainer.resume_facts()})
         trainer.progress.saving = None
-        log.info(f"checkpoint saved in {time.monotonic() - trainer.progress.moved:.1f} s")
+        end = time.monotonic()
+        seconds = end - trainer.progress.moved
+        share = seconds / (end - self.since)
+        log.info(f"checkpoint saved in {seconds:.1f} s, {share:.1%} of the time since the one before")
+        self.since = end
         if is_main_process():
             rotate(args.output_dir, trainer.config.train.save_total_limit)
         trainer.accelerator.wait_for_everyone()
