@@ -66,6 +66,7 @@ def test_a_running_run(tmp_path):
         "run": str(run),
         "state": "running",
         "message": None,
+        "open": [],
         "job": None,
         "slurm": None,
         **RUNNING,
