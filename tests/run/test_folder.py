@@ -70,23 +70,6 @@ def test_the_same_run_resumes_and_a_finished_one_is_left_alone(tmp_path, state):
     assert is_to_be_trained(tmp_path, "--save_steps", "7", "--dataset_num_proc", "2") is (state != "done")
 
 
-@pytest.mark.parametrize(("change", "state"), [("learning_rate", "running"), ("max_length", "done")])
-def test_another_runs_folder_is_refused_and_the_difference_named(tmp_path, change, state):
-    started(tmp_path, state=state)
-    before = config(tmp_path).as_dict()[change]
-    with pytest.raises(UserError, match=rf"{tmp_path}.*{change} is {before} there, {before * 2} here"):
-        begin(config(tmp_path, f"--{change}", str(before * 2)))
-
-
-def test_foreign_files_are_never_overwritten(tmp_path):
-    (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(UserError, match=r"holds files that do not belong to a run \(thesis\.tex\)"):
-        begin(config(tmp_path))
-    write_status(tmp_path, "failed", 2)
-    with pytest.raises(UserError, match="do not belong to a run"):
-        begin(config(tmp_path))
-
-
 def test_output_dir_that_cannot_be_a_folder(tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to("nowhere")
