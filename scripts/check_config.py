@@ -23,7 +23,7 @@ import yaml
 from sfm_dpo.common.cli import command, reads_runs
 from sfm_dpo.common.distributed import launch_file
 from sfm_dpo.common.errors import UserError, user_input
-from sfm_dpo.config import Config, parse_config
+from sfm_dpo.config import parse_config
 from sfm_dpo.run.folder import make_folder
 from sfm_dpo.run.lock import check_owner
 from sfm_dpo.run.start import decide, read_folder
@@ -62,18 +62,12 @@ def main(argv: list[str]) -> int:
     if not start.open:
         print(f"{run}: already done; choose another output_dir to run again", file=sys.stderr)
         return 0
-    with contextlib.redirect_stdout(sys.stderr):  # the log of a batch job, not what it reads
-        return close_steps(config)
-
-
-def close_steps(config: Config) -> int:
-    """Does the open steps of a run's end in this process; returns the exit code."""
     from sfm_dpo.jobs.eval_command import EvalCommand  # these take seconds
     from sfm_dpo.jobs.training_run import Run
 
-    with Run() as run:
-        run.close_steps(config, run.begin(config).open, EvalCommand(config.train))
-    return run.exit_code
+    with contextlib.redirect_stdout(sys.stderr), Run() as this:  # the batch script reads stdout
+        this.close_steps(config, this.begin(config).open, EvalCommand(config.train))
+    return this.exit_code
 
 
 if __name__ == "__main__":

@@ -43,9 +43,12 @@ class EvalCommand(TrainerCallback):
 
     on_save = on_log
 
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if state.global_step < state.max_steps:  # a finished run waits in `finish`
-            self._wait_for_submission()
+    def on_train_end(self, args: Any = None, state: TrainerState | None = None, *_: Any, **kwargs: Any) -> None:
+        """Lets the newest command submit its job before Slurm ends all processes of this one; a run that has trained
+        to its end waits in `finish`."""
+        if self._newest and not (state and state.global_step >= state.max_steps):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._newest.wait(SUBMIT_SECONDS)
 
     def finish(self) -> bool:
         """Starts the evaluation of the final model of a run that is done, and names those without a result so far.
@@ -54,7 +57,7 @@ class EvalCommand(TrainerCallback):
         self._start_checkpoints(final_step)
         if not self.args.load_best_model_at_end:
             self._start(final_step, self.run)
-        self._wait_for_submission()
+        self.on_train_end()
         self._log_results()
         missing = list_awaited(self.run, self._logged)
         if missing:
@@ -62,12 +65,6 @@ class EvalCommand(TrainerCallback):
             log.info(f"evaluations without a result yet: {', '.join(missing)}; {then}")
         rotate(self.run, self.args.save_total_limit)
         return not missing
-
-    def _wait_for_submission(self) -> None:
-        """Lets the newest command submit its job before Slurm ends all processes of this one."""
-        if self._newest:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._newest.wait(SUBMIT_SECONDS)
 
     def _start_checkpoints(self, final_step: int) -> None:
         for checkpoint in checkpoints(self.run):

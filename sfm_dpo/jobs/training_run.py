@@ -5,22 +5,14 @@ import logging
 import os
 import signal
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from sfm_dpo.common.distributed import is_main_process, on_main_process
-from sfm_dpo.common.errors import (
-    NOT_PUSHED,
-    DiskFull,
-    Interrupted,
-    PreflightDone,
-    ResumeRefused,
-    RunEnd,
-    StopRequested,
-)
+from sfm_dpo.common.errors import DiskFull, Interrupted, PreflightDone, ResumeRefused, RunEnd, StopRequested
 from sfm_dpo.common.files import write_atomically, write_json
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.config import Config
@@ -47,7 +39,7 @@ from sfm_dpo.run.folder import (
     write_status,
 )
 from sfm_dpo.run.lock import Lease, take_folder
-from sfm_dpo.run.start import Start, begin, list_steps
+from sfm_dpo.run.start import Start, begin, list_open
 from sfm_dpo.train.callbacks import Progress, describe_best
 from sfm_dpo.train.fit_memory import explain_out_of_memory
 from sfm_dpo.train.trainer import SFMDPOTrainer
@@ -102,21 +94,20 @@ class Run:
         self.watchdog = Watchdog(folder, config.train.hang_timeout, config.train.ddp_timeout, self.progress)
         return start
 
-    def finish(self, trainer: SFMDPOTrainer) -> tuple[str, ...]:
+    def finish(self, trainer: SFMDPOTrainer) -> list[str]:
         """Marks a run as trained and saved, whatever happens next; returns the steps of its end that are left."""
         assert self.folder and self.watchdog
         self.watchdog.stop()
         clear_stop(self.folder)  # a request to stop came too late
-        args = trainer.config.train
-        steps = list_steps(args)
+        steps = list_open(trainer.config.train, {}, ())
         if is_main_process():
-            best = describe_best(args, trainer.state)
+            best = describe_best(trainer.config.train, trainer.state)
             write_end(self.folder, steps, step=trainer.state.global_step, files=list_weights(self.folder), **best)
         self.folder = None  # later errors no longer change its state
         trainer.end()
-        return tuple(steps)
+        return steps
 
-    def close_steps(self, config: Config, steps: Sequence[str], evaluations: EvalCommand) -> None:
+    def close_steps(self, config: Config, steps: list[str], evaluations: EvalCommand) -> None:
         """Does these steps of the end of a run on rank 0; what is done is no longer `open` in status.json."""
         if not (steps and is_main_process()):
             return
@@ -132,7 +123,7 @@ class Run:
             if actions[step]():
                 still.remove(step)
                 write_end(folder, still)
-        self.exit_code = NOT_PUSHED if PUSHED in still else 0
+        self.exit_code = read_status(folder)["exit_code"]
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> bool:
         """Logs every end in one line, except a crash, for which Python prints the traceback."""

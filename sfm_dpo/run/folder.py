@@ -129,7 +129,7 @@ def write_end(run: Path, open_steps: list[str], message: str = "", **extra: Any)
     if PUSHED in open_steps:
         state = State.PUSH_FAILED
         code = NOT_PUSHED
-        earlier = before["message"] if State.of(before) is state else ""
+        earlier = before.get("message") if State.of(before) is state else ""
         message = message or earlier or "trained and saved, but not pushed yet: run the same command again"
     write_status(run, state, code, message, open=open_steps, **of_training | extra)
 

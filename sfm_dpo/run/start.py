@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,7 +79,7 @@ class Start:
     """What a start does: it trains from `origin`, or only does the `open` steps of its end, or nothing."""
 
     trains: bool
-    open: tuple[str, ...] = ()
+    open: list[str] = field(default_factory=list)
     origin: Origin = Origin()
 
 
@@ -92,43 +93,38 @@ def begin(config: "Config") -> Start:
     while True:
         start = on_main_process(lambda: decide(config, read_folder(args, skipped), world_size()))
         checkpoint = start.origin.checkpoint
-        is_verified = bool(start.trains and checkpoint and args.verify_checkpoints)
-        damage = why_damaged(checkpoint) if is_verified and checkpoint else None
+        if checkpoint is None or not args.verify_checkpoints:
+            return start
+        damage = why_damaged(checkpoint)
         if damage is None:
-            break
-        if args.resume_from_checkpoint:
-            raise _refuse_checkpoint(args, damage)
-        if is_main_process():
-            skipped[checkpoint] = damage
+            log.info(f"{checkpoint}: checksums verified")
+            return start
+        skipped[checkpoint] = damage
+        if is_main_process() and not args.resume_from_checkpoint:
+            log.info(f"{checkpoint} {damage}; skipped")
             (checkpoint / COMPLETE).unlink(missing_ok=True)
-    if start.trains:
-        for path, reason in skipped.items():
-            log.info(f"{path} {reason}; skipped")
-    if is_verified:
-        log.info(f"{checkpoint}: checksums verified")
-    return start
 
 
 def read_folder(args: "TrainConfig", skipped: dict[Path, str]) -> Folder:
-    """Reads the folder of a run; `skipped` gets the incomplete checkpoints before the one to resume from."""
+    """Reads the folder of a run. `skipped`: checkpoints that cannot be used, and why; gets the incomplete ones."""
     run = Path(args.output_dir)
     found = checkpoints(run)
+    asked = args.resume_from_checkpoint
     checkpoint = None
-    unusable = None
-    if asked := args.resume_from_checkpoint:
-        checkpoint = Path(asked)
-        unusable = why_incomplete(checkpoint)
-    else:
-        for candidate in reversed(found):
-            reason = why_incomplete(candidate)
-            if reason is None:
-                checkpoint = candidate
-                break
-            skipped.setdefault(candidate, reason)
+    for candidate in [Path(asked)] if asked else reversed(found):
+        reason = skipped.get(candidate) or why_incomplete(candidate)
+        if reason is None:
+            checkpoint = candidate
+            break
+        if candidate not in skipped and not asked:
+            log.info(f"{candidate} {reason}; skipped")
+        skipped[candidate] = reason
     origin = Origin()
     if checkpoint:
-        of_writer = (read_file(checkpoint.parent / name) for name in (RESOLVED_CONFIG, DATA))
-        origin = Origin(checkpoint, read_file(checkpoint / COMPLETE), *of_writer, read_best(checkpoint))
+        known = read_file(checkpoint / COMPLETE)
+        writer = checkpoint.parent
+        facts = read_file(writer / RESOLVED_CONFIG), read_file(writer / DATA)
+        origin = Origin(checkpoint, known, *facts, read_best(checkpoint))
     logged = (run / LOG).read_text(errors="replace") if (run / LOG).is_file() else ""
     weights = list_weights(run)
     return Folder(
@@ -139,7 +135,7 @@ def read_folder(args: "TrainConfig", skipped: dict[Path, str]) -> Folder:
         has_trained=bool(found or weights or re.search('"step": [1-9]', logged)),
         weights=weights,
         origin=origin,
-        unusable=unusable,
+        unusable=skipped.get(Path(asked)) if asked else None,
     )
 
 
@@ -166,11 +162,12 @@ def decide(config: "Config", folder: Folder, processes: int) -> Start:
         )
     damaged = (folder.status.get("files") or {}).items() - folder.weights.items()
     if state.has_model and not damaged:
-        return Start(False, list_open(args, folder))
+        return Start(False, list_open(args, folder.status, folder.names))
     if state.has_model:
         log.info(f"{run}: {min(damaged)[0]} is missing or damaged; the run resumes from its newest checkpoint")
     if folder.unusable:
-        raise _refuse_checkpoint(args, folder.unusable)
+        asked = f"resume_from_checkpoint {args.resume_from_checkpoint}"
+        raise UserError(f"{asked}: {folder.unusable}; choose another, or remove the field")
     folder.origin.check({"world_size": processes}, args.ignore_resume_mismatch)
     return Start(True, origin=folder.origin)
 
@@ -191,23 +188,10 @@ def _check_config(config: "Config", folder: Folder) -> None:
             )
 
 
-def _refuse_checkpoint(args: "TrainConfig", reason: str) -> UserError:
-    asked = args.resume_from_checkpoint
-    return UserError(f"resume_from_checkpoint {asked}: {reason}; choose another, or remove the field")
-
-
-def list_steps(args: "TrainConfig") -> list[str]:
-    """The steps of an end that follow the saved model, in their order: the report describes the push."""
+def list_open(args: "TrainConfig", status: dict[str, Any], names: Collection[str]) -> list[str]:
+    """The open steps of the end of a run whose model is saved, in their order: the report describes the push. Also
+    those that are asked for only now. Of a run that has just been saved, without `status` and `names`: all."""
     wanted = {PUSHED: args.push_to_hub, REPORTED: True, EVALUATED: bool(args.eval_command)}
-    return [step for step, is_wanted in wanted.items() if is_wanted]
-
-
-def list_open(args: "TrainConfig", folder: Folder) -> tuple[str, ...]:
-    """The steps that a finished run has not done, also if it is asked for them only now."""
-    is_done = {
-        PUSHED: bool(folder.status.get("pushed")),
-        REPORTED: {REPORT, CARD} <= folder.names,
-        EVALUATED: EVALUATIONS in folder.names,
-    }
-    recorded = folder.status.get("open") or []
-    return tuple(step for step in list_steps(args) if step in recorded or not is_done[step])
+    is_done = {PUSHED: status.get("pushed"), REPORTED: {REPORT, CARD} <= {*names}, EVALUATED: EVALUATIONS in names}
+    recorded = status.get("open") or []
+    return [step for step in wanted if wanted[step] and (step in recorded or not is_done[step])]

@@ -49,13 +49,13 @@ DONE = REPORTED | status("done", open=[])
         (TRAINED | status("collapsed", checkpoint="c"), [], "start a new run from c (--resume_from_checkpoint c)"),
         (TRAINED | status("collapsed"), ["--guard", "warn"], "trains"),
         (DONE | {"status": {"state": "done", "files": {"model.safetensors": 9}}}, [], "trains"),
-        (DONE | {"unusable": "lacks x"}, [], ()),
-        (DONE, PUSH, ("pushed",)),
-        (REPORTED | status("done", pushed="commit"), PUSH, ()),
-        (REPORTED | status("push_failed", open=["pushed", "reported"]), PUSH, ("pushed", "reported")),
-        (REPORTED | status("push_failed", open=["pushed"]), [], ()),
-        (TRAINED | status("done", open=[]), [], ("reported",)),
-        (DONE, ["--eval_command", "true {checkpoint} {out}"], ("evaluated",)),
+        (DONE | {"unusable": "lacks x"}, [], []),
+        (DONE, PUSH, ["pushed"]),
+        (REPORTED | status("done", pushed="commit"), PUSH, []),
+        (REPORTED | status("push_failed", open=["pushed", "reported"]), PUSH, ["pushed", "reported"]),
+        (REPORTED | status("push_failed", open=["pushed"]), [], []),
+        (TRAINED | status("done", open=[]), [], ["reported"]),
+        (DONE, ["--eval_command", "true {checkpoint} {out}"], ["evaluated"]),
     ],
 )
 def test_a_start_trains_or_does_the_open_steps_or_refuses(folder, options, expected):
@@ -66,7 +66,7 @@ def test_a_start_trains_or_does_the_open_steps_or_refuses(folder, options, expec
             decide(config, folder, 2)
         return
     start = decide(config, folder, 2)
-    assert (start.trains, start.open) == ((True, ()) if expected == "trains" else (False, expected))
+    assert (start.trains, start.open) == ((True, []) if expected == "trains" else (False, expected))
     assert start.origin == (folder.origin if start.trains else Origin())
 
 
