@@ -21,7 +21,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 from trl import get_peft_config
 
-from sfm_dpo.common.distributed import broadcast, is_main_process, main_process_first
+from sfm_dpo.common.distributed import on_main_process
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import hash_file
 from sfm_dpo.config import Config
@@ -123,15 +123,13 @@ def identify_model(config: Config) -> str:
     All ranks must call it. Raises UserError if its configuration cannot be loaded."""
 
     def identify() -> str:
-        if not is_main_process():
-            return ""
         name = config.model.model_name_or_path
         model_config = load_model_config(config)
         if Path(name).is_dir():
             return _hash_folder(Path(name), model_config)
         return Path(hf_hub_download(name, "config.json", revision=config.revision)).parent.name  # snapshots/<commit>
 
-    return config.model_ids.get(config.model_field) or broadcast(main_process_first(identify))
+    return config.model_ids.get(config.model_field) or on_main_process(identify)
 
 
 def _hash_folder(folder: Path, config: PretrainedConfig) -> str:

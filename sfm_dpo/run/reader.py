@@ -24,10 +24,11 @@ from sfm_dpo.run.files import (
     TRAINER_STATE,
     read_file,
 )
-from sfm_dpo.run.folder import LOG, State
+from sfm_dpo.run.folder import EVALUATED, LOG, State
 from sfm_dpo.run.lock import LOCK, read_owner
 
 STALE_SECONDS = 1800  # longer than a step, an evaluation or a save takes
+LOADING = "loading"  # shown of a run that resumes: its status.json is still that of the start before
 COLUMNS = "run state job step eta pairs/s loss margin eval_loss eval_acc health last GPU-h".split()
 _KEYS = {
     "eta": "eta_seconds",
@@ -154,6 +155,12 @@ def read_evaluations(run: Path, known: Collection[int] = ()) -> dict[int, dict[s
     return dict(sorted(found.items()))
 
 
+def list_awaited(run: Path, evaluated: Collection[int]) -> list[str]:
+    """The evaluations, `step-N`, that eval_command has started, without those of the `evaluated` steps."""
+    started = {path.stem for path in (run / EVALUATIONS).glob("step-*.log")}
+    return sorted(started - {f"step-{step}" for step in evaluated})
+
+
 def format_scores(step: int, scores: dict[str, Any]) -> str:
     """The first four metrics of an evaluation in a line."""
     parts = [f"{name} {score['value']:.4g}" for name, score in [*scores.items()][:4]]
@@ -187,16 +194,20 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
             shown = "died"
         elif age > STALE_SECONDS:
             shown = "stale"
+    elif runs and not state.has_model:
+        shown = LOADING
     if slurm == "PENDING" and not runs:
         shown += ", queued"
     checkpoint = newest_checkpoint(run)
     evaluated = [entry for entry in _read_log(run / LOG) if "eval_loss" in entry]
     held_out = evaluated[-1] if evaluated else {}
     evaluations = read_evaluations(run)
+    still = [step for step in status.get("open") or [] if step != EVALUATED or list_awaited(run, evaluations)]
     return {
         "run": str(run),
         "state": shown,
         "message": status.get("message") or None,
+        "open": still,
         "job": job,
         "slurm": slurm,
         "step": status.get("step"),
@@ -231,6 +242,7 @@ def format_runs(runs: list[dict[str, Any]]) -> str:
     cells = [[_format_cell(run, _KEYS.get(name, name)) for name in COLUMNS] for run in runs]
     lines = [format_table(cells, COLUMNS, indent=0)]
     notes = [f"{run['run']}: {run['message']}" for run in runs if run["message"] and run["state"] != State.DONE]
+    notes += [f"{run['run']}: to be done by the same command: {', '.join(run['open'])}" for run in runs if run["open"]]
     notes += [f"{run['run']}: {run['evaluation']}" for run in runs if run["evaluation"]]
     notes += [f"{run['run']}: log in {run['log']}" for run in runs if run["log"]]
     if notes:

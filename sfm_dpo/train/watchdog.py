@@ -1,4 +1,5 @@
-"""Watchdog: ends a run with exit code 70 if no rank moves for `hang_timeout` seconds, and names the stuck rank.
+"""Watchdog: ends a run with exit code 70 if no rank moves for `hang_timeout` seconds, and names the stuck rank. The
+limit while a run loads, where one rank may tokenise for hours, is `ddp_timeout`, after which the others fail anyway.
 
 A thread of each rank writes its progress to output_dir/heartbeats/rank-N.json and reads the others' (files, because
 the ranks may hang in a collective). Time is counted in turns of the thread, so a job that Slurm suspends is no hang.
@@ -34,9 +35,10 @@ log = logging.getLogger(__name__)
 class Watchdog:
     """Ends the process when no rank's progress has changed for `timeout` seconds; 0: never."""
 
-    def __init__(self, run: Path, timeout: float, progress: Progress):
+    def __init__(self, run: Path, timeout: float, loading_timeout: float, progress: Progress):
         self.run = run
         self.timeout = timeout
+        self.loading_timeout = max(timeout, loading_timeout)
         self.progress = progress
         self.heartbeats = run / "heartbeats"
         self.stacks = run / "stacks"
@@ -62,15 +64,14 @@ class Watchdog:
         seen: list[Any] = []
         still = 0.0
         while not self._stopped.wait(self.interval):
-            if not self.progress.count:
-                continue  # while loading, ranks wait for each other without a limit
             beats = [read_file(self.heartbeats / f"rank-{other}.json") for other in range(world_size())]
             beats[rank()] = self._write_heartbeat()
             counts = [beat.get("count") for beat in beats]
             still = still + self.interval if counts == seen else 0.0
             seen = counts
-            if still >= self.timeout:
-                self._end(*find_culprit(beats, self.timeout / 2))
+            limit = self.timeout if self.progress.count else self.loading_timeout
+            if still >= limit:
+                self._end(limit, *find_culprit(beats, self.timeout / 2))
 
     def _write_heartbeat(self) -> dict[str, Any]:
         written = 0
@@ -90,7 +91,7 @@ class Watchdog:
             write_json(self.heartbeats / f"rank-{rank()}.json", beat)
         return beat
 
-    def _end(self, culprit: dict[str, Any], cause: str) -> None:
+    def _end(self, limit: float, culprit: dict[str, Any], cause: str) -> None:
         where = f"{self.progress.phase} at step {self.progress.step}"
         stacks = self.stacks / f"rank-{rank()}.txt"
         with contextlib.suppress(OSError), stacks.open("a") as file:  # a full disk
@@ -98,7 +99,8 @@ class Watchdog:
             faulthandler.dump_traceback(file)
         with contextlib.suppress(OSError):  # raised if another rank was first
             (self.heartbeats / "verdict").touch(exist_ok=False)
-            message = f"no rank has moved for {self.timeout:g} s (hang_timeout), {where}: {cause}; "
+            field = "hang_timeout" if self.progress.count else "ddp_timeout"
+            message = f"no rank has moved for {limit:g} s ({field}), {where}: {cause}; "
             message += f"the stacks of all threads are in {self.stacks}/rank-N.txt"
             if world_size() > 1:
                 message += f", the last collectives: torchfrtrace -p {COLLECTIVES} {self.stacks}"

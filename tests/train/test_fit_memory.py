@@ -17,7 +17,8 @@ from sfm_dpo.config import parse_config
 from sfm_dpo.memory.activations import trace_activations
 from sfm_dpo.run.checkpoint import COMPLETE, STOP
 from sfm_dpo.run.files import read_file
-from sfm_dpo.run.folder import LOG, describe, is_unfinished, read_resolved_config
+from sfm_dpo.run.folder import LOG, describe, read_resolved_config
+from sfm_dpo.run.start import begin
 from sfm_dpo.train.callbacks import Progress
 from sfm_dpo.train.fit_memory import REMEDIES, explain_out_of_memory
 from sfm_dpo.train.settings import Settings
@@ -213,7 +214,7 @@ def test_the_runs_own_folder_accepts_each_remedy_that_names_no_other_one(tmp_pat
     named = [value for name, value in options.items() if name in here]
     assert bool(named) == (phase != "loading")
     for remedy in named:
-        assert is_unfinished(parse_config([*fields, *remedy])), remedy
+        assert begin(parse_config([*fields, *remedy])).trains, remedy
     assert "max_length" in elsewhere
     with pytest.raises(UserError, match="holds another run"):
-        is_unfinished(parse_config([*fields, "--max_length", "512"]))
+        begin(parse_config([*fields, "--max_length", "512"]))
