@@ -9,6 +9,7 @@ import torch
 from accelerate.utils import is_peft_model, load_fsdp_model
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_callback import ExportableState
 from trl import DPOTrainer
 
 from sfm_dpo.common.distributed import is_main_process
@@ -125,6 +126,10 @@ class ResumeCallback(TrainerCallback):
         state.compute_steps(args, state.max_steps)
         logged = [int(entry["num_tokens"]) for entry in state.log_history if "num_tokens" in entry]
         self.trainer.num_tokens = max(logged, default=0)
+        for callback in self.trainer.callback_handler.callbacks:
+            if isinstance(callback, ExportableState):
+                saved = state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
+                vars(callback).update(saved["attributes"])
         checkpoint_layers(self.trainer.bare_model(), self.trainer.settings.checkpointed_layers)
         # Upstream: deepspeed 0.19, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.initialize_optimizer_states:
         # allocates no moments, so memory peaks after the first step. Canary: test_canary_zero_optimizer_state
