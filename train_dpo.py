@@ -170,7 +170,6 @@ def build_trainer(
         eval_dataset=pairs.held_out() or None,
         processing_class=tokenizer,
         progress=progress,
-        callbacks=[ProgressLine()],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
@@ -229,6 +228,7 @@ def train(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
     stop = StopCallback()
     guard = add_guard(trainer)
     trainer.add_callback(stop)
+    trainer.add_callback(ProgressLine())  # after the guard, which adds metrics to the log entry
     if config.train.profile_steps:
         trainer.add_callback(Profiler(*config.train.profile_steps))
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

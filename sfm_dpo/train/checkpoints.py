@@ -8,6 +8,7 @@ from typing import Any
 from accelerate.utils import is_peft_model, load_fsdp_model
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_callback import ExportableState
 from trl import DPOTrainer
 
 from sfm_dpo.common.distributed import is_main_process
@@ -131,6 +132,10 @@ class ResumeCallback(TrainerCallback):
         state.compute_steps(args, state.max_steps)
         logged = [int(entry["num_tokens"]) for entry in state.log_history if "num_tokens" in entry]
         self.trainer.num_tokens = max(logged, default=0)
+        for callback in self.trainer.callback_handler.callbacks:
+            if isinstance(callback, ExportableState):
+                saved = state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
+                vars(callback).update(saved["attributes"])
         checkpoint_layers(self.trainer.bare_model(), self.trainer.settings.checkpointed_layers)
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:

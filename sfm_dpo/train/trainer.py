@@ -257,7 +257,7 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
     # Canary: test_canary_num_tokens
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the means over all pairs or tokens since the last log, and the metrics perf/*."""
-        if "loss" in logs and self.model.training:
+        if "loss" in logs:
             exact = self.train_sums.reduce(self.meter.counts)
             totals = {name: exact.pop(name) for name in self.meter.counts}
             self.num_tokens += int(totals["tokens"])

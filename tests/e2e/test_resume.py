@@ -171,23 +171,6 @@ def test_steps_between_logs_and_saves_may_change_in_a_resumed_run(train_here):
     assert [entry["step"] for entry in logged(again.folder)] == [2, 3, 4]
 
 
-@pytest.mark.parametrize("saving", [{"save_steps": 2}, {"save_strategy": "epoch", "num_train_epochs": 2}], ids=str)
-def test_a_resumed_run_that_logs_seldom_logs_the_same(train_here, saving):
-    name = "-".join(saving)
-    fields = saving | {"global_batch_size": 32, "logging_steps": 3, "max_steps": 4, "learning_rate": 1e-2}
-    run = train_here(name, **fields)
-    entries = logged(run.folder)
-    assert [entry["step"] for entry in entries] == [2, 3, 4] and run.last_entry["train_loss"] > 0
-    assert entries[-1]["num_tokens"] > entries[0]["num_tokens"] > 0
-    shutil.rmtree(run.folder / "checkpoint-4")
-    (run.folder / "model.safetensors").unlink()
-    write_killed(run.folder, 4)
-    again = train_here(name, **fields)
-    assert logged(again.folder) == entries and "train_loss" not in again.last_entry
-    history = json.loads((run.folder / "trainer_state.json").read_text())["log_history"]
-    assert [json.loads(line) for line in (run.folder / "log.jsonl").open()] == history
-
-
 def test_full_disk_during_a_save_leaves_the_previous_checkpoint_and_one_line(
     place, uninterrupted, train_here, tmp_path
 ):
