@@ -18,14 +18,16 @@ sfm_dpo.setup()
 import functools
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import release_memory
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
 
 from sfm_dpo.common.distributed import (
+    broadcast,
     disable_deepspeed_shm,
     is_main_process,
     load_only_tensors,
@@ -98,12 +100,7 @@ def main(
             config = identify_models(config, known, before)
             pairs, tokenizer, settings, plan = load(config, checkpoint)
             build = functools.partial(build_trainer, config, pairs, tokenizer, run.progress, trainer_class)
-            trainer: Any = build(settings)
-            calibration, settings = calibrate_run(trainer, plan, checkpoint)
-            if settings.memory != trainer.settings.memory:
-                trainer = None  # frees its model
-                trainer = build(settings)
-            trainer.adopt(calibration, settings)
+            trainer = build_calibrated(build, settings, plan, checkpoint)
             for callback in (eval_command, *callbacks):
                 trainer.add_callback(callback)
             add_reference(trainer)
@@ -147,16 +144,17 @@ def load(
     log.info(f"data\n{pairs.table()}")
     if checkpoint:  # before the model is loaded
         check_resume(checkpoint, {"train_tokens": hash_tokens(pairs.train)}, args.ignore_resume_mismatch)
-    before = read_file(Path(args.output_dir) / DATA).get("settings", {}) if checkpoint else {}
+    before = broadcast(read_file(Path(args.output_dir) / DATA)) if checkpoint else {}
     eval_on_start = bool(pairs.held_out()) and checkpoint is None  # held-out metrics before as well as after
-    settings, plan = decide_settings(config, pairs.train, model_config, before, eval_on_start)
+    settings, plan = decide_settings(config, pairs.train, model_config, before.get("settings"), eval_on_start)
     sampler = build_sampler(pairs.train, args, settings)
     check_length_of_run(args, len(sampler))
     if left_out := len(pairs.train) - len(sampler):
         which = "the last ones" if args.train_sampling_strategy == "sequential" else "drawn anew each epoch"
         log.info(f"{left_out} pairs do not fill a last batch of {args.global_batch_size} and are left out, {which}")
     if is_main_process():
-        describe(config, pairs.as_dict() | {"settings": asdict(settings)}, step_of(checkpoint))
+        facts = {"settings": asdict(settings), "calibration": before.get("calibration", {})}
+        describe(config, pairs.as_dict() | facts, step_of(checkpoint))
         pairs.write_dropped(Path(args.output_dir) / "dropped.jsonl")
         write_status(args.output_dir, State.RUNNING, step=step_of(checkpoint))
     return pairs, tokenizer, settings, plan
@@ -185,18 +183,27 @@ def build_trainer(
     return trainer
 
 
-def calibrate_run(
-    trainer: SFMDPOTrainer, plan: MemoryPlan | None, checkpoint: Path | None
-) -> tuple[Calibration, Settings]:
-    """Calibration and settings of a start; those that began the run if it resumes."""
+def build_calibrated(
+    build: Callable[[Settings], SFMDPOTrainer], settings: Settings, plan: MemoryPlan | None, checkpoint: Path | None
+) -> SFMDPOTrainer:
+    """The trainer with the settings that calibration has found; a resumed run keeps its own."""
+    trainer: Any = build(settings)
     data = Path(trainer.args.output_dir) / DATA
     if checkpoint:
-        return Calibration(**read_file(data).get("calibration", {})), trainer.settings
-    calibration, settings = calibrate(trainer, None if trainer.args.preflight_only else plan)
+        trainer.adopt(Calibration(**broadcast(read_file(data)["calibration"])), settings)
+        return trainer
+    calibration, found = calibrate(trainer, None if trainer.args.preflight_only else plan)
     if is_main_process():
-        facts = {"settings": asdict(settings), "calibration": asdict(calibration)}
+        facts = {"settings": asdict(found), "calibration": asdict(calibration)}
         write_json(data, read_file(data) | facts)
-    return calibration, settings
+    if found.memory != settings.memory:
+        log.info("the model is loaded again, for the settings that calibration has found")
+        trainer.discard()
+        trainer = None
+        release_memory()
+        trainer = build(found)
+    trainer.adopt(calibration, found)
+    return trainer
 
 
 def check(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> None:
