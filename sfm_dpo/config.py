@@ -4,6 +4,7 @@ Precedence: defaults < recipe (`--config`) < command line. A recipe's values bec
 """
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import functools
@@ -13,7 +14,7 @@ import netrc
 import os
 import re
 import urllib.parse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,11 +24,12 @@ import yaml
 from transformers import SchedulerType
 from transformers.hf_argparser import HfArg
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from transformers.utils import is_bitsandbytes_available
 from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, TrlParser, get_peft_config
 from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common import distributed
-from sfm_dpo.common.errors import UserError, collect_errors, nearest, user_input
+from sfm_dpo.common.errors import UserError, WrongFields, collect_errors, nearest, user_input
 from sfm_dpo.config_checks import LOSS_TYPES, check_fields, check_known
 
 
@@ -242,6 +244,10 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     default_loss = parser.fields["loss_type"].default
     problems: list[str] = []
     namespace = parse_fields(parser, argv, problems)
+    # What is wrong with a field that could not be read may be a consequence
+    unread = {*re.findall(r"\w+", " ".join(problems).replace(f"{namespace.config}: ", ""))} & parser.fields.keys()
+    if "datasets" in unread:
+        unread.add("dataset_name")
     origin = "as configured"
     if namespace.loss_type is default_loss:
         origin = "the default here; set loss_type: sigmoid and beta: 0.1 for TRL's"
@@ -252,13 +258,15 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     with collect_errors(problems):
         check_device(namespace)
     resolve_precision(namespace)
-    problems += check_fields(namespace, world_size, training)
+    wrong = check_fields(namespace, world_size, training)
+    problems += find_without_effect(namespace)
+    problems += [problem for problem in wrong if unread.isdisjoint(re.findall(r"\w+", problem))]
     tracking = ""
     with collect_errors(problems):
         namespace.report_to, tracking = resolve_report_to(namespace.report_to)
     if len(problems) > 1:
-        numbered = [f"({number}) {problem}" for number, problem in enumerate(problems, 1)]
-        raise UserError(f"{len(problems)} fields to correct: {'; '.join(numbered)}")
+        lines = [f"{len(problems)} fields to correct in {namespace.config or 'the command line'}:", *problems]
+        raise WrongFields([line.removeprefix(f"{namespace.config}: ") for line in lines])
     if problems:
         raise UserError(problems[0])
     if namespace.hub_token:  # trackers record the arguments
@@ -280,6 +288,17 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
         check_optimizer(train)
     objective = f"objective: {' + '.join(train.loss_type)} with beta {train.beta:g}, {origin}"
     return Config(train, model, data, [tracking, objective])
+
+
+def find_without_effect(namespace: argparse.Namespace) -> Iterator[str]:
+    """Fields that would do nothing, or need a package that is not installed."""
+    if namespace.eval_strategy == "no" and namespace.eval_steps not in (None, TrainConfig.eval_steps):
+        yield f"eval_steps {namespace.eval_steps:g}: has no effect; set eval_strategy: steps, or remove it"
+    quantized = [f"{name} true" for name in ("load_in_4bit", "load_in_8bit") if vars(namespace)[name]]
+    if re.search("bnb|8bit|paged", namespace.optim):
+        quantized.append(f"optim {namespace.optim}")
+    if not is_bitsandbytes_available():
+        yield from (f"{field}: needs bitsandbytes; pip install bitsandbytes, or remove it" for field in quantized)
 
 
 def check_optimizer(args: TrainConfig) -> None:
@@ -353,6 +372,10 @@ def read_recipe(path: str, fields: dict[str, argparse.Action], problems: list[st
             if key in fields:
                 values[key] = read_field(key, node, fields[key], path)
             elif node.tag != _NULL or key not in read_migration():  # as in the resolved_config.yaml of an old run
+                here = read_migration().get(key, "").split(" ")[0]
+                if here in fields:  # its value counts in what other errors advise
+                    with contextlib.suppress(UserError):
+                        values[here] = read_value(node, fields[here], here)
                 raise UserError(f"{path}: unknown field {key!r}{explain_unknown(key, fields)}")
     return values
 

@@ -31,6 +31,14 @@ class UserError(RunEnd):  # wrong configuration or data
     state = "failed"
 
 
+class WrongFields(UserError):
+    """Several fields are wrong; a line each."""
+
+    def __init__(self, lines: list[str]):
+        super().__init__("")
+        self.args = ("\n  ".join(" ".join(line.split()) for line in lines),)
+
+
 class DiskFull(RunEnd):  # or read-only; possibly on one rank only
     exit_code = 1
     state = "failed"
