@@ -14,7 +14,7 @@ import netrc
 import os
 import re
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,12 +24,11 @@ import yaml
 from transformers import SchedulerType
 from transformers.hf_argparser import HfArg
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
-from transformers.utils import is_bitsandbytes_available
 from trl import DatasetMixtureConfig, DPOConfig, ModelConfig, TrlParser, get_peft_config
 from trl.scripts.utils import DatasetConfig
 
 from sfm_dpo.common import distributed
-from sfm_dpo.common.errors import UserError, WrongFields, collect_errors, nearest, user_input
+from sfm_dpo.common.errors import UserError, collect_errors, nearest, user_input
 from sfm_dpo.config_checks import LOSS_TYPES, check_fields, check_known
 
 
@@ -259,14 +258,15 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
         check_device(namespace)
     resolve_precision(namespace)
     wrong = check_fields(namespace, world_size, training)
-    problems += find_without_effect(namespace)
+    if namespace.eval_strategy == "no" and namespace.eval_steps not in (None, TrainConfig.eval_steps):
+        wrong.append(f"eval_steps {namespace.eval_steps:g}: has no effect; set eval_strategy: steps, or remove it")
     problems += [problem for problem in wrong if unread.isdisjoint(re.findall(r"\w+", problem))]
     tracking = ""
     with collect_errors(problems):
         namespace.report_to, tracking = resolve_report_to(namespace.report_to)
     if len(problems) > 1:
-        lines = [f"{len(problems)} fields to correct in {namespace.config or 'the command line'}:", *problems]
-        raise WrongFields([line.removeprefix(f"{namespace.config}: ") for line in lines])
+        items = [f"\n- {problem.removeprefix(f'{namespace.config}: ')}" for problem in problems]
+        raise UserError(f"{len(problems)} fields to correct in {namespace.config or 'the options'}:{''.join(items)}")
     if problems:
         raise UserError(problems[0])
     if namespace.hub_token:  # trackers record the arguments
@@ -288,17 +288,6 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
         check_optimizer(train)
     objective = f"objective: {' + '.join(train.loss_type)} with beta {train.beta:g}, {origin}"
     return Config(train, model, data, [tracking, objective])
-
-
-def find_without_effect(namespace: argparse.Namespace) -> Iterator[str]:
-    """Fields that would do nothing, or need a package that is not installed."""
-    if namespace.eval_strategy == "no" and namespace.eval_steps not in (None, TrainConfig.eval_steps):
-        yield f"eval_steps {namespace.eval_steps:g}: has no effect; set eval_strategy: steps, or remove it"
-    quantized = [f"{name} true" for name in ("load_in_4bit", "load_in_8bit") if vars(namespace)[name]]
-    if re.search("bnb|8bit|paged", namespace.optim):
-        quantized.append(f"optim {namespace.optim}")
-    if not is_bitsandbytes_available():
-        yield from (f"{field}: needs bitsandbytes; pip install bitsandbytes, or remove it" for field in quantized)
 
 
 def check_optimizer(args: TrainConfig) -> None:

@@ -16,27 +16,20 @@ _OF_MACHINE = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS,
 
 
 class RunEnd(Exception):
-    """An end that is reported in one line, without a traceback; `status` holds further fields for status.json."""
+    """An end that is reported in one line, without a traceback, or in one for each item of a list; `status` holds
+    further fields for status.json."""
 
     exit_code: ClassVar[int]
     state: ClassVar[str]  # run.folder.State, in status.json
 
     def __init__(self, message: str, **status: Any):
-        super().__init__(" ".join(str(message).split()))
+        super().__init__("\n- ".join(" ".join(item.split()) for item in str(message).split("\n- ")))
         self.status = status
 
 
 class UserError(RunEnd):  # wrong configuration or data
     exit_code = 2
     state = "failed"
-
-
-class WrongFields(UserError):
-    """Several fields are wrong; a line each."""
-
-    def __init__(self, lines: list[str]):
-        super().__init__("")
-        self.args = ("\n  ".join(" ".join(line.split()) for line in lines),)
 
 
 class DiskFull(RunEnd):  # or read-only; possibly on one rank only
