@@ -359,6 +359,7 @@ def find_template_errors(template: str | None, training: bool) -> Iterator[str]:
         words = [word.format(checkpoint="<checkpoint>", step=0, out="<out>") for word in shlex.split(template)]
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         yield f"cannot be read ({error!r}); {example}; double any other brace"
+        return
     for name in ("checkpoint", "out"):
         if f"<{name}>" not in " ".join(words):
             yield f"lacks {{{name}}}; {example}"

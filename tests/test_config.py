@@ -107,6 +107,7 @@ def test_yaml_values_arrive_as_meant(parse, field, text, value):
         ("--learning_rat 1", ["--learning_rat", "did you mean --learning_rate"]),  # no abbreviations
         ("--pair-by=score", ["--pair-by; here: none (make the pairs before training, see docs/data.md)"]),
         ("--warmup_ratio 0.1", ["unknown option --warmup_ratio; here: warmup_steps, see docs/migration.md"]),
+        ("--gpus-per-node=8", ["Slurm's options come before the script: sbatch [options] scripts/dpo_train.sh"]),
         ("--lr 1", ["unknown option --lr; here: learning_rate, see docs"]),
         (
             "--beta 0 --seed -1 --lr 1",

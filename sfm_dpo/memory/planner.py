@@ -14,7 +14,7 @@ from peft import get_peft_model
 from transformers import PretrainedConfig
 from trl import get_peft_config
 
-from sfm_dpo.common.errors import UserError, user_input
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import SORTING_LOSSES
 from sfm_dpo.data.lengths import Lengths
@@ -90,8 +90,7 @@ class MemoryPlanner:
             self.reference = meta_model(load_model_config(self.config.reference))
         self.adapter = None
         if lora := get_peft_config(self.config.model):
-            remedy = "name modules of the model"
-            with torch.device("meta"), user_input(f"lora_target_modules {lora.target_modules}", remedy):
+            with torch.device("meta"):
                 self.adapter = get_peft_model(meta_model(self.model_config), lora)
         self.parameters = self.model.num_parameters()
         self.trained = (self.adapter or self.model).num_parameters(only_trainable=True)

@@ -143,7 +143,7 @@ CASES = {
         (f"{RUN} --pairs {{kit}}/no.jsonl", "no.jsonl"),
     ],
     "generate": [
-        ("{kit}/nothing hi", "nothing: neither a folder with a model nor"),
+        ("{kit}/nothing hi", "nothing: no such folder; give a run, a model's folder or its id on the Hub"),
         (f"{RUN} hi --base {{kit}}/models/weights_lfs", "weights_lfs: cannot be loaded"),
         ("{kit}/models/more_layers hi", "model.layers.3.", "is missing (and 8 more)"),
     ],
@@ -220,6 +220,13 @@ def test_outside_the_environment(script, tmp_path):
     done = subprocess.run([sys.executable, "-S", script], cwd=tmp_path, capture_output=True, text=True)
     assert "trl: not installed for" in done.stderr and "source .venv/bin/activate" in done.stderr
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_time_limit_below_the_grace_period():
+    env = os.environ | {"SLURM_JOB_ID": "1", "SLURM_JOB_START_TIME": "0", "SLURM_JOB_END_TIME": "600"}
+    command = ["bash", "scripts/dpo_train.sh"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert_one_line(done.returncode, done.stderr, ["--time: shorter than the 600 s before its end"])
 
 
 @pytest.mark.parametrize(
