@@ -137,7 +137,7 @@ def load(config: Config, origin: Origin) -> tuple[TokenPairs, PreTrainedTokenize
     before = origin.data.get("settings", {})
     settings, plan = decide_settings(config, pairs.train, model_config, before, eval_on_start)
     sampler = build_sampler(pairs.train, args, settings)
-    check_length_of_run(args, len(sampler))
+    check_length_of_run(args, len(pairs.train))
     if left_out := len(pairs.train) - len(sampler):
         which = "the last ones" if args.train_sampling_strategy == "sequential" else "drawn anew each epoch"
         log.info(f"{left_out} pairs do not fill a last batch of {args.global_batch_size} and are left out, {which}")

@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
+from transformers.utils import ADAPTER_CONFIG_NAME
 from trl import get_peft_config
 
 from sfm_dpo.common.distributed import on_main_process
@@ -35,6 +36,9 @@ def load_model_config(config: Config) -> PretrainedConfig:
     name = config.model.model_name_or_path
     if Path(name).is_file():
         raise UserError(f"{config.model_field} {name}: is a file; give the folder that holds the model")
+    if (Path(name) / ADAPTER_CONFIG_NAME).is_file():
+        remedy = f"merge it first: python scripts/merge_adapter.py {name} FOLDER"
+        raise UserError(f"{config.model_field} {name}: holds a LoRA adapter; {remedy}")
     options = {"revision": config.revision, "trust_remote_code": config.train.trust_remote_code}
     with user_input(f"{config.model_field} {name}: neither a folder with a model nor a model on the Hub"):
         model_config = AutoConfig.from_pretrained(name, **options)

@@ -258,7 +258,7 @@ def test_an_error_of_the_report_does_not_change_the_end(tiny_folder, write_rows,
     run = tmp_path / "run"
     monkeypatch.setattr(training_run, "write_report", Mock(side_effect=KeyError("step")))
     monkeypatch.setattr(training_run, "format_summary", Mock(side_effect=ZeroDivisionError("division by zero")))
-    fields = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(16)), run, max_steps=1)
+    fields = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(16)), run, max_steps=1, warmup_steps=0)
     assert train_dpo.main(fields) == 0 and read_status(run)["state"] == "done"
     assert read_status(run)["open"] == ["reported"]
     out = capsys.readouterr().out
