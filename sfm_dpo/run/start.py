@@ -12,13 +12,15 @@ from sfm_dpo.common.distributed import is_main_process, on_main_process, world_s
 from sfm_dpo.common.errors import ResumeRefused, UserError
 from sfm_dpo.config_effects import MAY_CHANGE
 from sfm_dpo.run.checkpoint import COMPLETE, STOP, checkpoints, clear_old_stop, read_best, why_damaged, why_incomplete
-from sfm_dpo.run.files import CARD, DATA, EVALUATIONS, REPORT, RESOLVED_CONFIG, STATUS, read_file
+from sfm_dpo.run.files import CARD, DATA, ENVIRONMENT, EVALUATIONS, REPORT, RESOLVED_CONFIG, STATUS, read_file
 from sfm_dpo.run.folder import ERROR, EVALUATED, LOG, PUSHED, REPORTED, State, list_weights, read_status
 
 if TYPE_CHECKING:  # scripts read this module without the seconds that TRL takes to import
     from sfm_dpo.config import Config, TrainConfig
 
 log = logging.getLogger(__name__)
+
+_EARLY = {STATUS, ERROR, STOP, ENVIRONMENT, "heartbeats", "stacks"}  # files of a start that has not read its data yet
 
 _OTHER_MODEL = "the model has changed since it was written ({was}, now {now})"
 _DIFFERENCES = {  # the facts in COMPLETE that a resumed run must match
@@ -138,7 +140,7 @@ def decide(
     run = Path(args.output_dir)
     state = State.of(status)
     is_new = state.resumes and not has_trained  # empty, or an earlier start ended before its first step
-    if RESOLVED_CONFIG not in names and (names - {STATUS, ERROR, STOP} or not is_new):
+    if RESOLVED_CONFIG not in names and (names - _EARLY or not is_new):
         raise UserError(
             f"output_dir {run}: holds files that do not belong to a run ({', '.join(sorted(names)[:3])}); "
             "choose another output_dir"

@@ -33,7 +33,7 @@ DONE = REPORTED | status("done", open=[])
     ("folder", "options", "expected"),
     [
         ({}, [], "trains"),
-        ({"names": {"status.json", "STOP"}} | status("failed"), [], "trains"),
+        ({"names": {"status.json", "STOP", "heartbeats"}} | status("failed"), [], "trains"),
         ({"names": {"resolved_config.yaml"}} | OTHER | status("refused"), [], "trains"),
         ({"names": {"thesis.tex"}}, [], "output_dir r: holds files that do not belong to a run (thesis.tex)"),
         ({"names": {"status.json", "a"}} | status("failed"), [], "do not belong to a run (a, status.json)"),
