@@ -30,12 +30,13 @@ class PushCheckpoints(TrainerCallback):
     the final model; `finish` waits for the others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, args: TrainConfig) -> None:
+        self.is_active = args.push_to_hub and args.hub_strategy != "end" and is_main_process()
         self._pushes: dict[Path, subprocess.Popen] = {}  # by checkpoint
 
     def on_save(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         is_last = state.global_step >= state.max_steps or control.should_training_stop
-        if is_last or not (args.push_to_hub and is_main_process()) or args.hub_strategy == "end":
+        if is_last or not self.is_active:
             return
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         is_running = any(push.poll() is None for push in self._pushes.values())
