@@ -40,7 +40,7 @@ run_dpo() {
     config_file=$(sed -n 's/^config_file: //p' <<<"$checked")
     output_dir=$(sed -n 's/^output_dir: //p' <<<"$checked")
     if [[ -z $output_dir ]]; then
-        echo "$checked" # of --help, or nothing: already done, as check_config.py has said
+        echo "$checked" # of --help, or nothing: already done, or done by check_config.py, as it has said
         exit 0
     fi
     local status_before

@@ -58,6 +58,7 @@ REFUSED = {
     "label_smoothing_factor": "is for Trainer's cross-entropy; with loss_type robust or exo_pair set label_smoothing",
     "ld_alpha": "metrics, preflight and the check of step 0 would ignore its weights; remove it",
     "neftune_noise_alpha": "adds noise to the policy alone, so the loss would not start at ln 2; remove it",
+    "restore_callback_states_from_checkpoint": "callbacks are restored without it; remove it",
     "save_only_model": "a run could not be resumed without its optimizer; remove it",
     "streaming": "pairs are checked before training, so they cannot be streamed",
     "sync_ref_model": "checkpoints do not store the synchronised reference, so a resumed run would lose it; remove it",
@@ -250,7 +251,10 @@ def list_machine_conflicts(c: argparse.Namespace, world_size: int, training: boo
     sharded = "true" in (os.environ.get("ACCELERATE_USE_DEEPSPEED"), os.environ.get("ACCELERATE_USE_FSDP"))
     gpus = torch.cuda.device_count()
     masters = "without DeepSpeed or FSDP there are no fp32 master weights"
+    hides_policy = os.environ.get("ACCELERATE_USE_FSDP") == "true" and c.ref_model_name_or_path
+    judge = "under FSDP2 it would score the reference; run scripts/preflight.py, then set it to skip"
     return [
+        ("preflight", training and hides_policy and c.preflight != "skip", judge),
         (
             "dtype",
             c.dtype in ("bfloat16", "float16") and not sharded and not c.use_peft,

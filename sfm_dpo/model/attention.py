@@ -102,7 +102,7 @@ def activate_flash(choice: str) -> None:
     torch_attention.restore_flash_attention_impl(_raise_warn=False)
     if name == "FA2":
         if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10:
-            remedy = 'pip install "flash-attn-4[cu13]"; the next run compares and times it'
+            remedy = 'pip install "flash-attn-4[cu13]==4.0.0b17"; the next run compares and times it'
             log.info(f"attention by FA2 on sm_100: FA4 adds over 10 points of MFU (counted, not measured): {remedy}")
         return
     fa4 = partial(register_flash_attention_fa4, module_path="sfm_dpo.model.flash4")

@@ -246,7 +246,7 @@ def test_the_flash_kernel_is_the_one_asked_for_or_measured_as_fastest_on_this_gp
         return attention.kernel_name(torch.device("cuda"), torch.bfloat16, 64)
 
     assert kernel("auto") == "FA2"
-    assert 'counted, not measured): pip install "flash-attn-4[cu13]"' in capsys.readouterr().out
+    assert 'counted, not measured): pip install "flash-attn-4[cu13]==4.0.0b17"' in capsys.readouterr().out
     measured.write_text(json.dumps({"gpu": "B200", "flash": "FA9"}))
     assert kernel("auto") == "FA9" and not removed
     assert kernel("fa2") == "FA2" and removed

@@ -114,7 +114,7 @@ CASES = {
         (f"{RECIPE} --num_gpus four", "--num_gpus: invalid int value: 'four'"),
         (f"{RECIPE} --gpu b2000", "--gpu b2000: choose one of b300, gb200, b200"),
         (f"{RECIPE} --lengths {{kit}}/list.json", "--lengths", "list.json", "give the JSON of analyze_dataset.py"),
-        (f"{RECIPE} --calibration {{kit}}/list.json", "--calibration", "give check_gpu.sh's calibration.json"),
+        (f"{RECIPE} --measured {{kit}}", "not a run's folder", "give a run's output_dir"),
         (f"{RECIPE} --model_name_or_path {{kit}}/models/encoder", "t5 is not a causal language model; choose one"),
     ],
     "preflight": [(f"{RECIPE} --preflight_samples many", "--preflight_samples", "invalid int value: 'many'")],
@@ -244,6 +244,21 @@ def test_variables_of_the_batch_scripts(env, part):
         command, cwd=ROOT, env=os.environ | {"PATH": path} | env, capture_output=True, text=True, check=False
     )
     assert_one_line(done.returncode, done.stderr, [part])
+
+
+@pytest.mark.parametrize(
+    ("script", "instead"),
+    [
+        ("sweep", "loop of sbatch"),
+        ("average", "mergekit"),
+        ("make_pairs", "datasets' map"),
+        ("parity", "each start compares"),
+    ],
+)
+def test_a_removed_command_names_what_to_use_instead(script, instead):
+    command = [sys.executable, ROOT / f"scripts/{script}.py", "--old", "option"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert_one_line(done.returncode, done.stderr, [f"{script}.py: removed; ", instead])
 
 
 def assert_one_line(code: int, stderr: str, parts: list[str]) -> None:

@@ -17,9 +17,9 @@ from sfm_dpo.config import parse_config
 from sfm_dpo.memory.activations import trace_activations
 from sfm_dpo.run.checkpoint import COMPLETE, STOP
 from sfm_dpo.run.files import read_file
-from sfm_dpo.run.folder import LOG, describe, is_unfinished, read_resolved_config
+from sfm_dpo.run.folder import LOG, describe, read_resolved_config
+from sfm_dpo.run.start import begin
 from sfm_dpo.train.callbacks import Progress
-from sfm_dpo.train.checkpoints import allocate_optimizer_state
 from sfm_dpo.train.fit_memory import REMEDIES, explain_out_of_memory
 from sfm_dpo.train.settings import Settings
 from sfm_dpo.train.upstream import arguments_for_trl
@@ -154,30 +154,6 @@ def test_the_layers_stay_checkpointed_as_asked(tiny_folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"fused": True}, {"foreach": True}, {"foreach": False}, {"amsgrad": True}], ids=str
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_state_allocated_before_the_first_update_changes_no_bit(options, dtype):
-    results = []
-    for ahead in (False, True):
-        torch.manual_seed(0)
-        weights = [torch.randn(7, 3, dtype=dtype).requires_grad_() for _ in range(3)]
-        weights[1].requires_grad_(False)
-        optimizer = torch.optim.AdamW(weights, lr=1e-2, weight_decay=0.1, **options)
-        if ahead:
-            allocate_optimizer_state(optimizer)
-            assert set(optimizer.state) == {weights[0], weights[2]}
-            assert all(not value.any() for state in optimizer.state.values() for value in state.values())
-        for step in range(3):
-            for weight in (weights[0], weights[2]):
-                weight.grad = torch.randn(7, 3, generator=torch.Generator().manual_seed(step)).to(dtype)
-            optimizer.step()
-        results.append([*weights, *(value for state in optimizer.state.values() for value in state.values())])
-    assert len(results[0]) == len(results[1])
-    assert all(torch.equal(lazy, ahead) for lazy, ahead in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize(
     ("error", "line"),
     [
         (torch.OutOfMemoryError(CUDA), "step 8 (CUDA out of memory. Tried to allocate 2.50 GiB."),
@@ -238,7 +214,7 @@ def test_the_runs_own_folder_accepts_each_remedy_that_names_no_other_one(tmp_pat
     named = [value for name, value in options.items() if name in here]
     assert bool(named) == (phase != "loading")
     for remedy in named:
-        assert is_unfinished(parse_config([*fields, *remedy])), remedy
+        assert begin(parse_config([*fields, *remedy])).trains, remedy
     assert "max_length" in elsewhere
     with pytest.raises(UserError, match="holds another run"):
-        is_unfinished(parse_config([*fields, "--max_length", "512"]))
+        begin(parse_config([*fields, "--max_length", "512"]))
