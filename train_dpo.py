@@ -18,11 +18,12 @@ sfm_dpo.setup()
 import functools
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import release_memory
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
 
 from sfm_dpo.common.distributed import (
@@ -91,12 +92,7 @@ def main(
             config = identify_models(config, origin.known, origin.config)
             pairs, tokenizer, settings, plan = load(config, origin)
             build = functools.partial(build_trainer, config, pairs, tokenizer, run.progress, trainer_class)
-            trainer: Any = build(settings)
-            calibration, settings = calibrate_run(trainer, plan, origin)
-            if settings.memory != trainer.settings.memory:
-                trainer = None  # frees its model
-                trainer = build(settings)
-            trainer.adopt(calibration, settings)
+            trainer = build_calibrated(build, settings, plan, origin)
             for callback in (pushes, evaluations, *callbacks):
                 trainer.add_callback(callback)
             add_reference(trainer)
@@ -176,16 +172,27 @@ def build_trainer(
     return trainer
 
 
-def calibrate_run(trainer: SFMDPOTrainer, plan: MemoryPlan | None, origin: Origin) -> tuple[Calibration, Settings]:
-    """Calibration and settings of a start; those that began the run if it resumes."""
+def build_calibrated(
+    build: Callable[[Settings], SFMDPOTrainer], settings: Settings, plan: MemoryPlan | None, origin: Origin
+) -> SFMDPOTrainer:
+    """The trainer with the settings that calibration has found; a resumed run keeps its own."""
+    trainer: Any = build(settings)
     if origin.checkpoint:
-        return Calibration(**origin.data.get("calibration", {})), trainer.settings
-    calibration, settings = calibrate(trainer, None if trainer.args.preflight_only else plan)
+        trainer.adopt(Calibration(**origin.data.get("calibration", {})), settings)
+        return trainer
+    calibration, found = calibrate(trainer, None if trainer.args.preflight_only else plan)
     if is_main_process():
         data = Path(trainer.args.output_dir) / DATA
-        facts = {"settings": asdict(settings), "calibration": asdict(calibration)}
+        facts = {"settings": asdict(found), "calibration": asdict(calibration)}
         write_json(data, read_file(data) | facts)
-    return calibration, settings
+    if found.memory != settings.memory:
+        log.info("the model is loaded again, for the settings that calibration has found")
+        trainer.discard()
+        trainer = None
+        release_memory()
+        trainer = build(found)
+    trainer.adopt(calibration, found)
+    return trainer
 
 
 def check(config: Config, trainer: SFMDPOTrainer, origin: Origin) -> None:

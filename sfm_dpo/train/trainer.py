@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from accelerate.utils import is_peft_model, release_memory
 from datasets import Dataset
 from transformers import PreTrainedModel, TrainerCallback
@@ -114,6 +115,13 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         """Takes what calibration has found before training begins; pairs per device and layers must be as built."""
         self.settings = settings
         self.noise = calibration.noise or self.noise
+
+    def discard(self) -> None:
+        """Frees the models and accelerate's state, so that another trainer can be built in this process."""
+        self.model = self.model_wrapped = self.ref_model = self.callback_handler.model = None
+        self.accelerator.free_memory()
+        AcceleratorState._reset_state()
+        self.progress.count = 0  # the watchdog waits while a model is loaded
 
     def bare_model(self) -> Any:
         """The policy without PEFT's wrapper."""

@@ -28,6 +28,7 @@ def arguments_for_trl(args: TrainConfig, settings: Settings) -> TrainConfig:
     """A copy of the arguments with the settings of this run, which makes TRL and Transformers leave to this package
     what it does itself. Callbacks read the fields that differ from the configuration, not from this copy."""
     derived = copy.copy(args)
+    derived.deepspeed_plugin = copy.copy(args.deepspeed_plugin)  # Trainer fills its "auto" values
     derived.per_device_train_batch_size = settings.micro_batch
     derived.gradient_accumulation_steps = settings.accumulation_steps
     batch = {name: getattr(derived, name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
