@@ -145,7 +145,7 @@ class GpuCheck:
             shutil.rmtree(before)
         self.prepare(config)
         rows: list[dict[str, Any]] = []
-        for name in [*LAUNCHES, "full model"]:
+        for name in [*LAUNCHES, "full-model"]:
             start = time.monotonic()
             try:
                 passed, text = self.check_launch(name) if name in LAUNCHES else self.check_full_model(name)
