@@ -9,7 +9,7 @@ from huggingface_hub import constants
 from sfm_dpo.common.files import write_json
 from sfm_dpo.jobs.gpu_check import LAUNCHES, GpuCheck
 
-NOISE = 0.002  # nats; 4 x beta x this is 0.04
+NOISE = 0.008  # nats; 4 x beta x this is 0.16, and with 16 responses in a batch 0.04
 
 
 class Trained(GpuCheck):
