@@ -34,12 +34,11 @@ LEARNED = ("learned", "")
 UNCLEAR = ("no evidence of learning", "; look at learning_rate, the number of steps and the preflight's gap per token")
 WORSE = ("worse than the base model", "; check that chosen and rejected are not swapped, and lower learning_rate")
 STALE_SECONDS = 1800  # longer than a step, an evaluation or a save takes
-COLUMNS = "run state job step eta pairs/s loss margin eval_loss eval_acc learned health last GPU-h".split()
+COLUMNS = "run state job step eta pairs/s loss margin eval_loss eval_acc verdict health last GPU-h".split()
 _KEYS = {
     "eta": "eta_seconds",
     "pairs/s": "pairs_per_second",
     "eval_acc": "eval_rewards/accuracies",
-    "learned": "verdict",
     "last": "seconds_since_update",
     "GPU-h": "gpu_hours",
 }  # keys of describe_run
