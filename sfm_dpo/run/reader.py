@@ -239,7 +239,7 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
     facts = {"status": status, "log": _read_log(run / LOG)}
     facts |= {"config": read_file(run / RESOLVED_CONFIG), "data": read_file(run / DATA)}
     verdicts = judge_learning(facts)
-    held_out = next((entry for entry in reversed(facts["log"]) if "eval_loss" in entry), {})
+    held_out: dict[str, Any] = next((entry for entry in reversed(facts["log"]) if "eval_loss" in entry), {})
     evaluations = read_evaluations(run)
     return {
         "run": str(run),
