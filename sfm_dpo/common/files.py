@@ -12,7 +12,6 @@ from typing import IO, Any
 import xxhash
 
 PROJECT = Path(__file__).resolve().parents[2]
-CALIBRATION = PROJECT / "outputs/check-gpu/calibration.json"  # written by check_gpu.sh
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -14,10 +14,9 @@ from sfm_dpo.common.secrets import mask
 from sfm_dpo.data.pairs import DROP_REASONS
 from sfm_dpo.report.page import FIGURES, changed_fields, evaluation_tables, format_yaml, render_page, tabulate_held_out
 from sfm_dpo.report.plots import draw_curves
-from sfm_dpo.run.files import EVALUATION, read_file
+from sfm_dpo.run.files import CARD, EVALUATION, read_file
 from sfm_dpo.run.reader import judge_learning, read_run
 
-CARD = "README.md"
 _CURVES = ("loss", "accuracy", "margin", "logps")
 # By `launch` in data.json
 LAUNCHERS = {"ZeRO-2": launch_file("zero2"), "ZeRO-3": launch_file("zero3"), "FSDP2": launch_file("fsdp2")}

@@ -22,10 +22,10 @@ from sfm_dpo.common.statistics import wilson
 from sfm_dpo.config import DATACLASSES
 from sfm_dpo.data.pairs import DROP_REASONS
 from sfm_dpo.report.plots import draw_curves
+from sfm_dpo.run.files import REPORT
 from sfm_dpo.run.folder import State
 from sfm_dpo.run.reader import LEARNED, judge_learning, list_held_out, read_run, to_float
 
-REPORT = "report.html"
 FIGURES = "figures"
 STATES = {  # CSS class and sentence in the page
     State.DONE: ("good", "The run is done."),

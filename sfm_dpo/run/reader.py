@@ -26,7 +26,7 @@ from sfm_dpo.run.files import (
     TRAINER_STATE,
     read_file,
 )
-from sfm_dpo.run.folder import LOG, State
+from sfm_dpo.run.folder import EVALUATED, LOG, State
 from sfm_dpo.run.lock import LOCK, read_owner
 
 # Verdicts of `judge_learning`, and what to look at
@@ -34,6 +34,7 @@ LEARNED = ("learned", "")
 UNCLEAR = ("no evidence of learning", "; look at learning_rate, the number of steps and the preflight's gap per token")
 WORSE = ("worse than the base model", "; check that chosen and rejected are not swapped, and lower learning_rate")
 STALE_SECONDS = 1800  # longer than a step, an evaluation or a save takes
+LOADING = "loading"  # shown of a run that resumes: its status.json is still that of the start before
 COLUMNS = "run state job step eta pairs/s loss margin eval_loss eval_acc verdict health last GPU-h".split()
 _KEYS = {
     "eta": "eta_seconds",
@@ -200,6 +201,12 @@ def read_evaluations(run: Path, known: Collection[int] = ()) -> dict[int, dict[s
     return dict(sorted(found.items()))
 
 
+def list_awaited(run: Path, evaluated: Collection[int]) -> list[str]:
+    """The evaluations, `step-N`, that eval_command has started, without those of the `evaluated` steps."""
+    started = {path.stem for path in (run / EVALUATIONS).glob("step-*.log")}
+    return sorted(started - {f"step-{step}" for step in evaluated})
+
+
 def format_scores(step: int, scores: dict[str, Any]) -> str:
     """The first four metrics of an evaluation in a line."""
     parts = [f"{name} {score['value']:.4g}" for name, score in [*scores.items()][:4]]
@@ -233,6 +240,8 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
             shown = "died"
         elif age > STALE_SECONDS:
             shown = "stale"
+    elif runs and not state.has_model:
+        shown = LOADING
     if slurm == "PENDING" and not runs:
         shown += ", queued"
     checkpoint = newest_checkpoint(run)
@@ -241,10 +250,12 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
     verdicts = judge_learning(facts)
     held_out: dict[str, Any] = next((entry for entry in reversed(facts["log"]) if "eval_loss" in entry), {})
     evaluations = read_evaluations(run)
+    still = [step for step in status.get("open") or [] if step != EVALUATED or list_awaited(run, evaluations)]
     return {
         "run": str(run),
         "state": shown,
         "message": status.get("message") or None,
+        "open": still,
         "job": job,
         "slurm": slurm,
         "step": status.get("step"),
@@ -280,6 +291,7 @@ def format_runs(runs: list[dict[str, Any]]) -> str:
     cells = [[_format_cell(run, _KEYS.get(name, name)) for name in COLUMNS] for run in runs]
     lines = [format_table(cells, COLUMNS, indent=0)]
     notes = [f"{run['run']}: {run['message']}" for run in runs if run["message"] and run["state"] != State.DONE]
+    notes += [f"{run['run']}: to be done by the same command: {', '.join(run['open'])}" for run in runs if run["open"]]
     notes += [f"{run['run']}: {run['evaluation']}" for run in runs if run["evaluation"]]
     notes += [f"{run['run']}: log in {run['log']}" for run in runs if run["log"]]
     if notes:

@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.utils import is_peft_model, load_fsdp_model
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.trainer import TRAINING_ARGS_NAME
@@ -100,13 +99,20 @@ class CheckpointCallback(TrainerCallback):
     def __init__(self, trainer: CompleteCheckpoints):
         self.trainer = trainer
 
+    def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
+        self.since = time.monotonic()
+
     def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         trainer.accelerator.wait_for_everyone()
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         mark_complete(checkpoint, {"step": state.global_step, **trainer.resume_facts()})
         trainer.progress.saving = None
-        log.info(f"checkpoint saved in {time.monotonic() - trainer.progress.moved:.1f} s")
+        end = time.monotonic()
+        seconds = end - trainer.progress.moved
+        share = seconds / (end - self.since)
+        log.info(f"checkpoint saved in {seconds:.1f} s, {share:.1%} of the time since the one before")
+        self.since = end
         if is_main_process():
             rotate(args.output_dir, trainer.config.train.save_total_limit)
         trainer.accelerator.wait_for_everyone()
@@ -131,41 +137,9 @@ class ResumeCallback(TrainerCallback):
                 saved = state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
                 vars(callback).update(saved["attributes"])
         checkpoint_layers(self.trainer.bare_model(), self.trainer.settings.checkpointed_layers)
-        # Upstream: deepspeed 0.19, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.initialize_optimizer_states:
-        # allocates no moments, so memory peaks after the first step. Canary: test_canary_zero_optimizer_state
-        allocate_optimizer_state(self.trainer.optimizer.optimizer)  # of accelerate's wrapper
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         sampler = self.trainer.train_sampler
         steps_per_epoch = len(sampler) // sampler.global_batch
         sampler.set_epoch(state.global_step // steps_per_epoch)
         sampler.is_over = state.global_step >= state.max_steps  # a run may resume from its last step
-
-
-def allocate_optimizer_state(optimizer: Any) -> None:
-    """Gives torch's Adam and AdamW, alone or in DeepSpeed's ZeRO, the state that their first update would allocate.
-
-    The first step holds the largest micro-batch: with this, what does not fit into memory shows there. An update with
-    gradients and learning rate 0 leaves weights and moments as they are; its count is taken back.
-    """
-    adam = getattr(optimizer, "optimizer", optimizer)
-    if adam.state or not isinstance(adam, torch.optim.Adam):  # AdamW is a subclass
-        return
-    partitions = getattr(optimizer, "fp32_partitioned_groups_flat", [])  # of ZeRO-3, whose Adam gets one at a time
-    for number, partition in enumerate(partitions):
-        adam.param_groups[optimizer.sub_group_to_group_id[number]]["params"].append(partition)
-    rates = [group["lr"] for group in adam.param_groups]
-    parameters = [parameter for group in adam.param_groups for parameter in group["params"]]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    for group in adam.param_groups:
-        group["lr"] = 0.0
-    adam.step()
-    for parameter in parameters:
-        parameter.grad = None
-    for group, rate in zip(adam.param_groups, rates, strict=True):
-        group["lr"] = rate
-        if partitions:
-            group["params"] = []
-    for state in adam.state.values():
-        state["step"].zero_()

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import save
 
 from sfm_dpo.run.checkpoint import STOP, newest_checkpoint, why_incomplete
-from tests.e2e.runs import Place, assert_same_run
+from tests.e2e.runs import ROOT, Place, assert_same_run
 from tests.hub_server import Repo
 from tests.tiny_models import tiny_model
 from tests.toolbox import error_line, logged, small_disk
@@ -90,6 +90,33 @@ def test_max_steps_in_the_middle_of_an_epoch_is_not_exceeded_by_a_start_after_th
     write_killed(first.folder, 3)
     again = train_here("middle", **fields)
     assert again.status["step"] == 3 and logged(again.folder) == losses and again.weights() == weights
+
+
+# Runs train_dpo.py; rank 1 reads every JSON and YAML file of the run as a stale NFS client may: as empty
+STALE_RANK = """
+import os, runpy, sys
+from pathlib import Path
+
+read = Path.read_text
+if os.environ["RANK"] == "1":
+    Path.read_text = lambda path, *args, **kwargs: "" if {run!r} in str(path) else read(path, *args, **kwargs)
+sys.argv[0] = {script!r}
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+def test_a_rank_that_reads_damaged_files_does_as_rank_0_decides(place, uninterrupted, tmp_path):
+    folder = Path(shutil.copytree(uninterrupted(2).folder, place.folder / "stale-rank"))
+    script = tmp_path / "train_dpo.py"
+    script.write_text(STALE_RANK.format(run=str(folder), script=str(ROOT / "train_dpo.py")))
+    for path in [*folder.glob("model*"), *folder.glob("checkpoint-8/complete.json")]:
+        path.unlink()
+    write_killed(folder, 8)
+    again = place.start(folder.name, 2, script=script).finish()
+    assert f"resuming from {folder}/checkpoint-6" in again.log
+    assert_same_run(again, uninterrupted(2))
+    done = place.start(folder.name, 2, script=script).finish()
+    assert "already done" in done.log and "training" not in done.log
 
 
 @pytest.mark.parametrize("field", ["model_name_or_path", "ref_model_name_or_path"])
