@@ -411,6 +411,12 @@ def test_fields_that_would_not_work_are_refused(parse, field):
     assert refused(parse, {field: value.get(field, True)}).startswith(f"{field} {value.get(field, True)}: ")
 
 
+def test_under_fsdp2_the_preflight_cannot_score_the_model_beside_another_reference(parse, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    message = refused(parse, {"ref_model_name_or_path": "org/other"})
+    assert message.startswith("preflight abort: under FSDP2 it would score the reference; run scripts/preflight.py")
+
+
 def test_every_field_of_trl_is_in_its_table():
     page = (PROJECT / "docs/reference.md").read_text().split("## Fields of TRL and Transformers")[1]
     ours = {f.name for f in dataclasses.fields(DPOConfig)} - {f.name for f in dataclasses.fields(TrainingArguments)}

@@ -59,6 +59,8 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         kwargs: those of DPOTrainer.
     """
 
+    model: Any
+    model_wrapped: Any
     data_collator: Any
     loss_weights: list[Any]
     ref_model: Any  # a separate reference model, while there is one
