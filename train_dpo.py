@@ -190,7 +190,7 @@ def build_calibrated(
     trainer: Any = build(settings)
     data = Path(trainer.args.output_dir) / DATA
     if checkpoint:
-        trainer.adopt(Calibration(**broadcast(read_file(data)["calibration"])), settings)
+        trainer.adopt(Calibration(**broadcast(read_file(data).get("calibration", {}))), settings)
         return trainer
     calibration, found = calibrate(trainer, None if trainer.args.preflight_only else plan)
     if is_main_process():
