@@ -19,9 +19,10 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
+from transformers.utils import ADAPTER_CONFIG_NAME
 from trl import get_peft_config
 
-from sfm_dpo.common.distributed import broadcast, is_main_process, main_process_first
+from sfm_dpo.common.distributed import on_main_process
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import hash_file
 from sfm_dpo.config import Config
@@ -35,6 +36,9 @@ def load_model_config(config: Config) -> PretrainedConfig:
     name = config.model.model_name_or_path
     if Path(name).is_file():
         raise UserError(f"{config.model_field} {name}: is a file; give the folder that holds the model")
+    if (Path(name) / ADAPTER_CONFIG_NAME).is_file():
+        remedy = f"merge it first: python scripts/merge_adapter.py {name} FOLDER"
+        raise UserError(f"{config.model_field} {name}: holds a LoRA adapter; {remedy}")
     options = {"revision": config.revision, "trust_remote_code": config.train.trust_remote_code}
     with user_input(f"{config.model_field} {name}: neither a folder with a model nor a model on the Hub"):
         model_config = AutoConfig.from_pretrained(name, **options)
@@ -123,15 +127,13 @@ def identify_model(config: Config) -> str:
     All ranks must call it. Raises UserError if its configuration cannot be loaded."""
 
     def identify() -> str:
-        if not is_main_process():
-            return ""
         name = config.model.model_name_or_path
         model_config = load_model_config(config)
         if Path(name).is_dir():
             return _hash_folder(Path(name), model_config)
         return Path(hf_hub_download(name, "config.json", revision=config.revision)).parent.name  # snapshots/<commit>
 
-    return config.model_ids.get(config.model_field) or broadcast(main_process_first(identify))
+    return config.model_ids.get(config.model_field) or on_main_process(identify)
 
 
 def _hash_folder(folder: Path, config: PretrainedConfig) -> str:

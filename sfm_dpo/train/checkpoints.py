@@ -8,6 +8,7 @@ from typing import Any
 from accelerate.utils import is_peft_model, load_fsdp_model
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_callback import ExportableState
 from trl import DPOTrainer
 
 from sfm_dpo.common.distributed import is_main_process
@@ -98,13 +99,20 @@ class CheckpointCallback(TrainerCallback):
     def __init__(self, trainer: CompleteCheckpoints):
         self.trainer = trainer
 
+    def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
+        self.since = time.monotonic()
+
     def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         trainer.accelerator.wait_for_everyone()
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         mark_complete(checkpoint, {"step": state.global_step, **trainer.resume_facts()})
         trainer.progress.saving = None
-        log.info(f"checkpoint saved in {time.monotonic() - trainer.progress.moved:.1f} s")
+        end = time.monotonic()
+        seconds = end - trainer.progress.moved
+        share = seconds / (end - self.since)
+        log.info(f"checkpoint saved in {seconds:.1f} s, {share:.1%} of the time since the one before")
+        self.since = end
         if is_main_process():
             rotate(args.output_dir, trainer.config.train.save_total_limit)
         trainer.accelerator.wait_for_everyone()
@@ -124,6 +132,10 @@ class ResumeCallback(TrainerCallback):
         state.compute_steps(args, state.max_steps)
         logged = [int(entry["num_tokens"]) for entry in state.log_history if "num_tokens" in entry]
         self.trainer.num_tokens = max(logged, default=0)
+        for callback in self.trainer.callback_handler.callbacks:
+            if isinstance(callback, ExportableState):
+                saved = state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
+                vars(callback).update(saved["attributes"])
         checkpoint_layers(self.trainer.bare_model(), self.trainer.settings.checkpointed_layers)
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:

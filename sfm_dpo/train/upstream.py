@@ -9,11 +9,13 @@ import dataclasses
 import functools
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import DistributedType
 from datasets import Dataset
 from trl import DPOTrainer
+from trl.trainer import dpo_trainer
 
 from sfm_dpo.common.distributed import launched_with
 from sfm_dpo.common.errors import UserError
@@ -26,6 +28,7 @@ def arguments_for_trl(args: TrainConfig, settings: Settings) -> TrainConfig:
     """A copy of the arguments with the settings of this run, which makes TRL and Transformers leave to this package
     what it does itself. Callbacks read the fields that differ from the configuration, not from this copy."""
     derived = copy.copy(args)
+    derived.deepspeed_plugin = copy.copy(args.deepspeed_plugin)  # Trainer fills its "auto" values
     derived.per_device_train_batch_size = settings.micro_batch
     derived.gradient_accumulation_steps = settings.accumulation_steps
     batch = {name: getattr(derived, name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
@@ -62,6 +65,12 @@ class UpstreamFixes(DPOTrainer):
     """DPOTrainer without the bugs of TRL 1.16, transformers 5.23 and accelerate 1.15 that affect this project."""
 
     accelerator: Any
+
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: hashes all weights on each rank for the cache of
+    # _precompute_ref_logps below: 22 s for 7B. Canary: test_canary_hash_module
+    def __init__(self, *args: Any, **kwargs: Any):
+        with patch.object(dpo_trainer, "hash_module", return_value=None):
+            super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()

@@ -76,7 +76,7 @@ def template(tmp_path_factory) -> Path:
         patch.chdir(project)
         assert train_dpo.main(["--config", "recipes/think.yaml", "--save_steps", "2"]) == 0
     outputs = project / "outputs"
-    for name in ("low", "high", "sweep"):
+    for name in ("low", "high", "sweep", "round-1"):
         shutil.copytree(outputs / "dpo", outputs / name)
     shutil.copytree(outputs / "dpo" / "checkpoint-2", outputs / "dpo" / "checkpoint-500")
     link(project, "RUN", "outputs/dpo")

@@ -1,6 +1,7 @@
 """A rank that stops or waits alone: the run ends with what the watchdog found, and leaves nothing behind."""
 
 import json
+import pickle
 import time
 
 import pytest
@@ -44,6 +45,9 @@ def test_a_stopped_rank_is_named_and_a_shorter_stop_is_not(place: Place, rank):
     assert not any(process.is_running() for process in ranks.values())
     stacks = (run.folder / f"stacks/rank-{1 - rank}.txt").read_text()
     assert "most recent call first" in stacks and "in train" in stacks
+    assert status["message"].endswith("/stacks")  # torchfrtrace's argument
+    collectives = pickle.loads((run.folder / f"stacks/collectives-{1 - rank}").read_bytes())
+    assert collectives["entries"][-1]["state"] != "completed"  # the one that waits for the stopped rank
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ CASES = {
         (f"{RUN} --pairs {{kit}}/no.jsonl", "no.jsonl"),
     ],
     "generate": [
-        ("{kit}/nothing hi", "nothing: neither a folder with a model nor"),
+        ("{kit}/nothing hi", "nothing: no such folder; give a run, a model's folder or its id on the Hub"),
         (f"{RUN} hi --base {{kit}}/models/weights_lfs", "weights_lfs: cannot be loaded"),
         ("{kit}/models/more_layers hi", "model.layers.3.", "is missing (and 8 more)"),
     ],
@@ -159,6 +159,8 @@ CASES = {
     "throughput": [("--pairs 3", "--pairs 3: give a multiple of 4 x --accumulation 4")],
     "train_dpo": [
         (f"{TRAIN} --warmup_steps 9", "warmup_steps 9: the run has only 2 steps; give a share, such as 0.1"),
+        (f"{TRAIN} --global_batch_size 8", "the run's only step, on 8 of 8 pairs, has learning rate 0", "size (2)"),
+        (f"{TRAIN} --global_batch_size 16", "there are only 8 pairs", "use a smaller global_batch_size (2), or"),
         (f"{ON}/few_positions", "max_length 256: a pair has", "the model has 8 positions", "set max_length: 8"),
         ("--config {kit}/noise.yaml", "noise.yaml is not valid YAML"),
         (f"{TRAIN} --model_name_or_path {{kit}}/model/config.json", "config.json: is a file; give the folder"),
@@ -218,6 +220,13 @@ def test_outside_the_environment(script, tmp_path):
     done = subprocess.run([sys.executable, "-S", script], cwd=tmp_path, capture_output=True, text=True)
     assert "trl: not installed for" in done.stderr and "source .venv/bin/activate" in done.stderr
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_time_limit_below_the_grace_period():
+    env = os.environ | {"SLURM_JOB_ID": "1", "SLURM_JOB_START_TIME": "0", "SLURM_JOB_END_TIME": "600"}
+    command = ["bash", "scripts/dpo_train.sh"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert_one_line(done.returncode, done.stderr, ["--time: shorter than the 600 s before its end"])
 
 
 @pytest.mark.parametrize(
