@@ -33,7 +33,6 @@ from sfm_dpo.run.folder import (
     list_weights,
     make_folder,
     message_of_rank,
-    read_state,
     read_status,
     write_end,
     write_status,
@@ -224,7 +223,7 @@ def report(run: Path, with_summary: bool = True) -> bool:
     is_written = False
     with only_logged(f"report not written; write it later with python -m sfm_dpo.report.page {run}"):
         write_report(run)
-        if read_state(run).has_model:
+        if State.of(read_status(run)).has_model:
             write_model_card(run)
         is_written = True
     if with_summary:

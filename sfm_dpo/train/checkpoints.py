@@ -51,7 +51,7 @@ class CompleteCheckpoints(DPOTrainer):
             **{part.model_field: identify_model(part) for part in self.config.parts},
         }
 
-    # Upstream: transformers 5.23, trainer.py, Trainer.save_model: writes no model under FSDP with SHARDED_STATE_DICT
+    # Upstream: transformers 5.24, trainer.py, Trainer.save_model: writes no model under FSDP with SHARDED_STATE_DICT
     # checkpoints, without a warning; with FULL_STATE_DICT rank 0's memory must also hold the optimizer.
     # Canary: test_canary_save_model
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -73,7 +73,7 @@ class CompleteCheckpoints(DPOTrainer):
         super()._save(output_dir, state_dict)
         Path(output_dir or self.args.output_dir, TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle nobody reads
 
-    # Upstream: transformers 5.23, trainer.py, Trainer._load_from_checkpoint: only warns about missing names, although
+    # Upstream: transformers 5.24, trainer.py, Trainer._load_from_checkpoint: only warns about missing names, although
     # save_pretrained may write others (GPT-NeoX's lm_head becomes embed_out): training would continue with the base
     # model's head; fails on the rope_scaling of Transformers 4's files. Canary: test_canary_load_from_checkpoint
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -119,7 +119,7 @@ class CheckpointCallback(TrainerCallback):
 
 
 class ResumeCallback(TrainerCallback):
-    """Sets what Transformers 5.23 does not: the epoch's order, the count of tokens, which layers are checkpointed, and
+    """Sets what Transformers 5.24 does not: the epoch's order, the count of tokens, which layers are checkpointed, and
     the steps between logs, evaluations and saves."""
 
     def __init__(self, trainer: Any):
@@ -127,7 +127,7 @@ class ResumeCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.trainer.is_resumed = state.global_step > 0
-        # Upstream: transformers 5.23, trainer.py, Trainer._init_training_state: a resumed run keeps its checkpoint's
+        # Upstream: transformers 5.24, trainer.py, Trainer._init_training_state: a resumed run keeps its checkpoint's
         # logging_steps, eval_steps and save_steps. Canary: test_canary_steps_of_a_resumed_run
         state.compute_steps(args, state.max_steps)
         logged = [int(entry["num_tokens"]) for entry in state.log_history if "num_tokens" in entry]

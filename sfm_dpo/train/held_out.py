@@ -42,7 +42,7 @@ class ExactEvaluation(DPOTrainer):
         """Transformers' `evaluate`; in a mapping of sets, the one named HELD_OUT keeps the prefix `eval_`."""
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix.removesuffix(f"_{HELD_OUT}"))
 
-    # Upstream: transformers 5.23, trainer.py, Trainer.evaluation_loop: also counts pairs that only pad the last
+    # Upstream: transformers 5.24, trainer.py, Trainer.evaluation_loop: also counts pairs that only pad the last
     # batch of several ranks; TRL averages its metrics over batches, and logs several held-out sets under one name.
     # Canary: test_canary_eval_metrics
     def evaluation_loop(self, dataloader: DataLoader, *args, metric_key_prefix: str = "eval", **kwargs) -> Any:
