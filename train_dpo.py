@@ -18,11 +18,12 @@ sfm_dpo.setup()
 import functools
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import release_memory
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
 
 from sfm_dpo.common.distributed import (
@@ -52,8 +53,8 @@ from sfm_dpo.hub.callback import PushCheckpoints
 from sfm_dpo.hub.publish import check_push
 from sfm_dpo.jobs.eval_command import EvalCommand
 from sfm_dpo.jobs.training_run import Run
-from sfm_dpo.model.loading import identify_models, load_model_config, meta_model
-from sfm_dpo.model.sharding import check_buckets, checkpoint_bytes
+from sfm_dpo.model.loading import identify_models, load_model_config, meta_adapter, meta_model
+from sfm_dpo.model.sharding import checkpoint_bytes, fit_buckets
 from sfm_dpo.run.checkpoint import check_best, check_disk, copy_best, peak_checkpoint_count, step_of
 from sfm_dpo.run.files import read_file
 from sfm_dpo.run.folder import DATA, State, describe, write_status
@@ -91,12 +92,7 @@ def main(
             config = identify_models(config, origin.known, origin.config)
             pairs, tokenizer, settings, plan = load(config, origin)
             build = functools.partial(build_trainer, config, pairs, tokenizer, run.progress, trainer_class)
-            trainer: Any = build(settings)
-            calibration, settings = calibrate_run(trainer, plan, origin)
-            if settings.memory != trainer.settings.memory:
-                trainer = None  # frees its model
-                trainer = build(settings)
-            trainer.adopt(calibration, settings)
+            trainer = build_calibrated(build, settings, plan, origin)
             for callback in (pushes, evaluations, *callbacks):
                 trainer.add_callback(callback)
             add_reference(trainer)
@@ -115,8 +111,10 @@ def load(config: Config, origin: Origin) -> tuple[TokenPairs, PreTrainedTokenize
     for note in config.notes:
         log.info(note)
     model_config = load_model_config(config)
-    if not config.model.use_peft:  # an adapter's tensors are small
-        check_buckets(args.deepspeed_plugin, meta_model(model_config))
+    if args.deepspeed_plugin:
+        trained = meta_adapter(config, model_config) or meta_model(model_config)
+        deepspeed = args.deepspeed_plugin.deepspeed_config
+        deepspeed["zero_optimization"] = fit_buckets(deepspeed["zero_optimization"], trained)
     tokenizer = load_tokenizer(config)
     if args.ref_model_name_or_path:
         check_reference(config, tokenizer)
@@ -139,7 +137,7 @@ def load(config: Config, origin: Origin) -> tuple[TokenPairs, PreTrainedTokenize
     before = origin.data.get("settings", {})
     settings, plan = decide_settings(config, pairs.train, model_config, before, eval_on_start)
     sampler = build_sampler(pairs.train, args, settings)
-    check_length_of_run(args, len(sampler))
+    check_length_of_run(args, len(pairs.train))
     if left_out := len(pairs.train) - len(sampler):
         which = "the last ones" if args.train_sampling_strategy == "sequential" else "drawn anew each epoch"
         log.info(f"{left_out} pairs do not fill a last batch of {args.global_batch_size} and are left out, {which}")
@@ -168,23 +166,33 @@ def build_trainer(
         eval_dataset=pairs.held_out() or None,
         processing_class=tokenizer,
         progress=progress,
-        callbacks=[ProgressLine()],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     return trainer
 
 
-def calibrate_run(trainer: SFMDPOTrainer, plan: MemoryPlan | None, origin: Origin) -> tuple[Calibration, Settings]:
-    """Calibration and settings of a start; those that began the run if it resumes."""
+def build_calibrated(
+    build: Callable[[Settings], SFMDPOTrainer], settings: Settings, plan: MemoryPlan | None, origin: Origin
+) -> SFMDPOTrainer:
+    """The trainer with the settings that calibration has found; a resumed run keeps its own."""
+    trainer: Any = build(settings)
     if origin.checkpoint:
-        return Calibration(**origin.data.get("calibration", {})), trainer.settings
-    calibration, settings = calibrate(trainer, None if trainer.args.preflight_only else plan)
+        trainer.adopt(Calibration(**origin.data.get("calibration", {})), settings)
+        return trainer
+    calibration, found = calibrate(trainer, None if trainer.args.preflight_only else plan)
     if is_main_process():
         data = Path(trainer.args.output_dir) / DATA
-        facts = {"settings": asdict(settings), "calibration": asdict(calibration)}
+        facts = {"settings": asdict(found), "calibration": asdict(calibration)}
         write_json(data, read_file(data) | facts)
-    return calibration, settings
+    if found.memory != settings.memory:
+        log.info("the model is loaded again, for the settings that calibration has found")
+        trainer.discard()
+        trainer = None
+        release_memory()
+        trainer = build(found)
+    trainer.adopt(calibration, found)
+    return trainer
 
 
 def check(config: Config, trainer: SFMDPOTrainer, origin: Origin) -> None:
@@ -227,6 +235,7 @@ def train(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
     stop = StopCallback()
     guard = add_guard(trainer)
     trainer.add_callback(stop)
+    trainer.add_callback(ProgressLine())  # after the guard, which adds metrics to the log entry
     if config.train.profile_steps:
         trainer.add_callback(Profiler(*config.train.profile_steps))
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)

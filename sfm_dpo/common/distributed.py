@@ -42,6 +42,15 @@ def launched_with() -> str:
     return "fsdp" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "none"
 
 
+def zero_stage() -> int:
+    """DeepSpeed's stage, from the launcher's environment variables; 0 without DeepSpeed."""
+    if launched_with() != "zero":
+        return 0
+    from accelerate import DeepSpeedPlugin
+
+    return DeepSpeedPlugin().zero_stage
+
+
 # Upstream: deepspeed 0.19, comm/torch.py, build_shm_op: compiles its own all-reduce for CPU for half a minute, and a
 # process killed meanwhile leaves a lock file that every later start waits for forever.
 # Canary: test_canary_deepspeed_compiles_an_all_reduce_on_cpu
@@ -50,7 +59,8 @@ def disable_deepspeed_shm() -> None:
     if launched_with() == "zero":
         import deepspeed
 
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if deepspeed.get_accelerator().device_name() == "cpu":  # it probes all ops, which takes seconds on a GPU
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def load_only_tensors() -> None:

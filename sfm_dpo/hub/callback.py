@@ -1,6 +1,6 @@
 """Pushes checkpoints during training, each in its own process, which runs scripts/push_to_hub.py.
 
-Trainer's own push (transformers 5.23) uploads every file in output_dir, checks nothing, and runs in threads that the
+Trainer's own push (transformers 5.24) uploads every file in output_dir, checks nothing, and runs in threads that the
 interpreter waits for at exit: at a time limit, until Slurm kills it.
 """
 

@@ -16,13 +16,15 @@ from sfm_dpo.hub import upload
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.run.checkpoint import PUSHING, mark_pushed
 from sfm_dpo.run.folder import PUSHED, State, read_status, write_end
-from sfm_dpo.run.saved_model import SavedModel, check_loads, describe_change, find_model
+from sfm_dpo.run.saved_model import SavedModel, check_loads, describe_change, find_model, merge_adapter
 
 log = logging.getLogger(__name__)
 
 
 @contextmanager
-def stage(model: SavedModel, repo: str, revision: str | None, publish_anyway: bool = False) -> Iterator[Path]:
+def stage(
+    model: SavedModel, repo: str, revision: str | None, publish_anyway: bool = False, merged: bool = False
+) -> Iterator[Path]:
     """A temporary folder with what is uploaded: the model's files, once they have been checked, and the model card.
     Raises UserError if the model should not be published."""
     if model.step is not None:  # the run may still be training, and would rotate the checkpoint
@@ -30,7 +32,10 @@ def stage(model: SavedModel, repo: str, revision: str | None, publish_anyway: bo
     change = _check_fitness(model, publish_anyway)
     with tempfile.TemporaryDirectory(prefix=".hub-", dir=model.run) as folder:
         staged = Path(folder)
-        model.link_files(staged)
+        if merged:
+            merge_adapter(model, staged)
+        else:
+            model.link_files(staged)
         branch = choose_branch(model, revision)
         write_model_card(model.run, folder=staged, repo=repo, revision=branch, step=model.step, change=change)
         yield staged

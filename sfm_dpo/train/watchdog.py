@@ -18,11 +18,13 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sfm_dpo.common.distributed import is_main_process, rank, world_size
 from sfm_dpo.common.errors import HUNG
 from sfm_dpo.common.files import now, write_json
 from sfm_dpo.run.checkpoint import newest_checkpoint
-from sfm_dpo.run.files import read_file
+from sfm_dpo.run.files import COLLECTIVES, read_file
 from sfm_dpo.run.folder import ENVIRONMENT, State, write_status
 from sfm_dpo.run.lock import LOCK
 from sfm_dpo.train.callbacks import Progress
@@ -39,11 +41,13 @@ class Watchdog:
         self.loading_timeout = max(timeout, loading_timeout)
         self.progress = progress
         self.heartbeats = run / "heartbeats"
+        self.stacks = run / "stacks"
         self.interval = min(max(timeout / 30, 0.2), 30.0)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         if is_main_process():
             shutil.rmtree(self.heartbeats, ignore_errors=True)  # of an earlier start
+            self.stacks.mkdir(exist_ok=True)  # NCCL writes there too, see run/launch.py
         if timeout:
             self._thread.start()
 
@@ -53,6 +57,8 @@ class Watchdog:
             self._thread.join()
         if is_main_process():
             shutil.rmtree(self.heartbeats, ignore_errors=True)
+            with contextlib.suppress(OSError):  # it is not empty
+                self.stacks.rmdir()
 
     def _watch(self) -> None:
         seen: list[Any] = []
@@ -86,18 +92,18 @@ class Watchdog:
         return beat
 
     def _end(self, limit: float, culprit: dict[str, Any], cause: str) -> None:
-        stacks = self.run / "stacks" / f"rank-{rank()}.txt"
         where = f"{self.progress.phase} at step {self.progress.step}"
-        with contextlib.suppress(OSError):  # a full disk
-            stacks.parent.mkdir(exist_ok=True)
-            with stacks.open("a") as file:
-                print(f"\n{now()}, rank {rank()}, {where}:", file=file, flush=True)
-                faulthandler.dump_traceback(file)
+        stacks = self.stacks / f"rank-{rank()}.txt"
+        with contextlib.suppress(OSError), stacks.open("a") as file:  # a full disk
+            print(f"\n{now()}, rank {rank()}, {where}:", file=file, flush=True)
+            faulthandler.dump_traceback(file)
         with contextlib.suppress(OSError):  # raised if another rank was first
             (self.heartbeats / "verdict").touch(exist_ok=False)
             field = "hang_timeout" if self.progress.count else "ddp_timeout"
             message = f"no rank has moved for {limit:g} s ({field}), {where}: {cause}; "
-            message += f"the stacks of all threads are in {stacks.parent}/rank-N.txt"
+            message += f"the stacks of all threads are in {self.stacks}/rank-N.txt"
+            if world_size() > 1:
+                message += f", the last collectives: torchfrtrace -p {COLLECTIVES} {self.stacks}"
             log.error(message)
             checkpoint = newest_checkpoint(self.run)
             saved = checkpoint and str(checkpoint)
@@ -108,6 +114,10 @@ class Watchdog:
             environment.setdefault("hangs", []).append(hang)
             write_json(self.run / ENVIRONMENT, environment)
             (self.run / LOCK).unlink(missing_ok=True)  # rank 0, its owner, may be the one that is stuck
+        with contextlib.suppress(OSError):
+            collectives: Any = torch._C._distributed_c10d
+            dump = getattr(collectives, "_dump_nccl_trace", collectives._dump_fr_trace)  # the latter: of a CPU build
+            (self.stacks / f"{COLLECTIVES}{rank()}").write_bytes(dump())
         time.sleep(2 * self.interval)  # lets the other ranks write their stacks before the launcher ends them
         os._exit(HUNG)
 

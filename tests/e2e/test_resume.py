@@ -80,7 +80,7 @@ def write_killed(run: Path, step: int) -> None:
 
 
 def test_max_steps_in_the_middle_of_an_epoch_is_not_exceeded_by_a_start_after_the_last_step(train_here):
-    """As transformers 5.23 does. The first start was killed in save_model: the final files are half there."""
+    """As transformers 5.24 does. The first start was killed in save_model: the final files are half there."""
     fields = {"max_steps": 3, "loss_type": ["sigmoid_norm", "sft"], "loss_weights": [1, 0.1]}
     first = train_here("middle", **fields)
     weights = first.weights()
@@ -169,23 +169,6 @@ def test_steps_between_logs_and_saves_may_change_in_a_resumed_run(train_here):
     again = train_here("steps", max_steps=4, logging_steps=1, save_steps=1)
     assert (again.folder / "checkpoint-3").is_dir()
     assert [entry["step"] for entry in logged(again.folder)] == [2, 3, 4]
-
-
-@pytest.mark.parametrize("saving", [{"save_steps": 2}, {"save_strategy": "epoch", "num_train_epochs": 2}], ids=str)
-def test_a_resumed_run_that_logs_seldom_logs_the_same(train_here, saving):
-    name = "-".join(saving)
-    fields = saving | {"global_batch_size": 32, "logging_steps": 3, "max_steps": 4, "learning_rate": 1e-2}
-    run = train_here(name, **fields)
-    entries = logged(run.folder)
-    assert [entry["step"] for entry in entries] == [2, 3, 4] and run.last_entry["train_loss"] > 0
-    assert entries[-1]["num_tokens"] > entries[0]["num_tokens"] > 0
-    shutil.rmtree(run.folder / "checkpoint-4")
-    (run.folder / "model.safetensors").unlink()
-    write_killed(run.folder, 4)
-    again = train_here(name, **fields)
-    assert logged(again.folder) == entries and "train_loss" not in again.last_entry
-    history = json.loads((run.folder / "trainer_state.json").read_text())["log_history"]
-    assert [json.loads(line) for line in (run.folder / "log.jsonl").open()] == history
 
 
 def test_full_disk_during_a_save_leaves_the_previous_checkpoint_and_one_line(

@@ -88,7 +88,7 @@ def test_status_holds_the_contract(tmp_path):
     kept = {"best": None, "files": None, "loss": None, "margin": None, "pairs_per_second": None}
     kept |= {"task": None, "log": None, "trained": None}
     assert status == expected | {"checkpoint": "checkpoint-30"} | kept
-    best = {"step": 20, "metric": "eval_loss", "value": 0.5, "better_base": None}
+    best = {"step": 20, "metric": "eval_loss", "value": 0.5}
     write_status(tmp_path, "running", best=best, loss=0.5)
     write_status(tmp_path, "done", 0)
     assert (read_status(tmp_path)["best"], read_status(tmp_path)["loss"]) == (best, 0.5)

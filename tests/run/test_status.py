@@ -72,6 +72,7 @@ def test_a_running_run(tmp_path):
         **RUNNING,
         "eval_loss": 0.05,
         "eval_rewards/accuracies": 0.5,
+        "verdict": None,
         "health": "healthy",
         "seconds_since_update": facts["seconds_since_update"],
         "checkpoint": "checkpoint-10",
