@@ -110,7 +110,7 @@ def _read_metadata(name: str, kind: str) -> dict[str, Any]:
     """The metadata of a README in a folder, or in the Hub's cache; empty if there is none."""
     with contextlib.suppress(Exception):  # whatever is in that file
         file = Path(name) / CARD if Path(name).is_dir() else try_to_load_from_cache(name, CARD, repo_type=kind)
-        return RepoCard.load(Path(file)).data.to_dict()
+        return RepoCard.load(Path(str(file))).data.to_dict()
     return {}
 
 

@@ -102,8 +102,8 @@ def _draw_training(axes: Axes, log: list[dict[str, Any]], metric: str, label: st
     if len(values) >= SMOOTH_FROM and metric != "learning_rate":
         axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.6)
         values = running_mean(values, max(5, len(values) // 40 * 2 + 1))
-    few = {"marker": ".", "linestyle": ""} if len(values) < 3 else {}  # no trend
-    axes.plot(steps, values, color=color, label=label, **few)
+    marker, line = (".", "") if len(values) < 3 else ("", "-")  # two points are no trend
+    axes.plot(steps, values, color=color, label=label, marker=marker, linestyle=line)
 
 
 def _draw_held_out(axes: Axes, log: list[dict[str, Any]], metric: str) -> None:
