@@ -86,7 +86,7 @@ def main(
         start = run.begin(config)
         steps = start.open
         evaluations = EvalCommand(config.train)
-        pushes = PushCheckpoints()
+        pushes = PushCheckpoints(config.train)
         if start.trains:
             origin = start.origin
             config = identify_models(config, origin.known, origin.config)

@@ -29,7 +29,6 @@ from sfm_dpo.config import parse_config
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.train.metrics import CountingCollator, Meter, peak_memory_gib
 from sfm_dpo.train.reference_cache import add_reference
-from sfm_dpo.train.settings import decide_settings
 from sfm_dpo.train.trainer import SFMDPOTrainer
 
 CPU_SHAPE = {"hidden_size": 256, "intermediate_size": 688, "vocab_size": 1024}
@@ -230,8 +229,7 @@ def make_trainer(job: dict) -> DPOTrainer:
         settings["memory_gib"] = job["stock_peak_gib"]
     config = parse_config([f"--{name}={value}" for name, value in settings.items()])
     config.train.model_init_kwargs = init_kwargs  # in the dtype of stock TRL, which no recipe could set on a GPU
-    decided, _ = decide_settings(config, pairs, AutoConfig.from_pretrained(model))
-    return SFMDPOTrainer(config, decided, **common)
+    return SFMDPOTrainer(config, **common)
 
 
 def matmul_rate() -> float:

@@ -26,7 +26,7 @@ from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.config import parse_config
 from sfm_dpo.run.folder import make_folder
 from sfm_dpo.run.lock import check_owner
-from sfm_dpo.run.start import decide, read_folder
+from sfm_dpo.run.start import read_start
 
 
 @command
@@ -51,10 +51,12 @@ def main(argv: list[str]) -> int:
             f"{processes}: give a launch configuration, the number of processes, then train_dpo.py's options"
         )
     os.environ[f"ACCELERATE_USE_{launcher}"] = "true"  # as the launcher does; dtype depends on it
+    if deepspeed := launch.get("deepspeed_config"):
+        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = deepspeed["deepspeed_config_file"]
     config = parse_config(argv[len(given) :], world_size=int(processes))
     run = Path(config.train.output_dir)
     check_owner(make_folder(run))
-    start = decide(config, read_folder(config.train, {}), int(processes))
+    start = read_start(config, int(processes), {})
     if start.trains:
         print(f"config_file: {file}")
         print(f"output_dir: {run}")

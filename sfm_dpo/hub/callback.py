@@ -1,6 +1,6 @@
 """Pushes checkpoints during training, each in its own process, which runs scripts/push_to_hub.py.
 
-Trainer's own push (transformers 5.23) uploads every file in output_dir, checks nothing, and runs in threads that the
+Trainer's own push (transformers 5.24) uploads every file in output_dir, checks nothing, and runs in threads that the
 interpreter waits for at exit: at a time limit, until Slurm kills it.
 """
 
@@ -30,12 +30,13 @@ class PushCheckpoints(TrainerCallback):
     the final model; `finish` waits for the others.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, args: TrainConfig) -> None:
+        self.is_active = args.push_to_hub and args.hub_strategy != "end" and is_main_process()
         self._pushes: dict[Path, subprocess.Popen] = {}  # by checkpoint
 
     def on_save(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         is_last = state.global_step >= state.max_steps or control.should_training_stop
-        if is_last or not (args.push_to_hub and is_main_process()) or args.hub_strategy == "end":
+        if is_last or not self.is_active:
             return
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         is_running = any(push.poll() is None for push in self._pushes.values())

@@ -49,15 +49,14 @@ class GpuCheck:
     processes: int
     on_gpu: bool
 
-    @property
-    def max_steps(self) -> int:
-        return 20 if self.on_gpu else 6
+    def __post_init__(self) -> None:
+        self.max_steps = 20 if self.on_gpu else 6
+        self.batch = 2 * PER_DEVICE * self.processes  # pairs
 
     def options(self, run: str, full_model: bool = False, **other: Any) -> list[str]:
         """Options of train_dpo.py for a run in the folder `run`."""
-        batch = 2 * PER_DEVICE * self.processes
         fields: dict[str, Any] = {"output_dir": self.folder / run, "max_steps": self.max_steps, "logging_steps": 1}
-        fields |= {"global_batch_size": batch, "max_samples": batch * self.max_steps, "save_strategy": "no"}
+        fields |= {"global_batch_size": self.batch, "max_samples": self.batch * self.max_steps, "save_strategy": "no"}
         fields |= {"preflight": "skip", "guard": "skip", "use_cpu": not self.on_gpu}
         if not full_model:
             fields |= SMALL_MODEL | {"model_name_or_path": self.folder / "model"}
@@ -94,11 +93,11 @@ class GpuCheck:
     def compare(self, run: str, other: str) -> tuple[bool, str]:
         """Whether losses and gradient norms differ by at most ALLOWED times the noise, and how far they do.
 
-        Noise is what calibration has measured in one process: the largest mean difference of log-probs between two
-        batch shapes. The margin differs by at most twice as much, and the slope of the loss is beta / 2 at the start,
-        so the noise of the loss is beta times that. Of a gradient's norm it is relative: GRADIENT roundings."""
+        Noise is what calibration has measured in one process: how far a response's mean log-prob differs between batch
+        shapes. At the start the slope of the loss is beta / 2. The loss is a mean over 2 x `batch` responses, whose
+        errors are independent. The noise of a gradient's norm is relative: GRADIENT roundings."""
         noise = read_file(self.folder / "single" / DATA)["calibration"]["noise"]
-        limits = ALLOWED * np.array([BETA * noise, GRADIENT * LOGP_ROUNDING["bf16"]])
+        limits = ALLOWED * np.array([BETA * noise / (2 * self.batch) ** 0.5, GRADIENT * LOGP_ROUNDING["bf16"]])
         states = [json.loads((self.folder / name / TRAINER_STATE).read_text()) for name in (run, other)]
         steps = [[entry for entry in state["log_history"] if "loss" in entry] for state in states]
         rows = [(a["loss"] - b["loss"], a["grad_norm"] / b["grad_norm"] - 1) for a, b in zip(*steps, strict=True)]
@@ -145,7 +144,7 @@ class GpuCheck:
             shutil.rmtree(before)
         self.prepare(config)
         rows: list[dict[str, Any]] = []
-        for name in [*LAUNCHES, "full model"]:
+        for name in [*LAUNCHES, "full-model"]:
             start = time.monotonic()
             try:
                 passed, text = self.check_launch(name) if name in LAUNCHES else self.check_full_model(name)

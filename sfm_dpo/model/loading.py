@@ -54,7 +54,7 @@ def load_model_config(config: Config) -> PretrainedConfig:
 
 def load_model(name: str, init_kwargs: dict[str, Any], field: str = "model_name_or_path") -> PreTrainedModel:
     """The causal language model in a folder or on the Hub, in fp32 unless a dtype is given. Raises UserError for
-    unknown `init_kwargs`, and for missing weights, which transformers 5.23 would initialise at random."""
+    unknown `init_kwargs`, and for missing weights, which transformers 5.24 would initialise at random."""
     kwargs = {"dtype": "float32", "use_safetensors": True} | init_kwargs  # .bin files can run code
     kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     if PartialState().distributed_type == DistributedType.NO and PartialState().device.type == "cuda":

@@ -1,7 +1,7 @@
 """Checkpoints: completeness, rotation, disk space, the stop file.
 
 A checkpoint is complete once rank 0 has written `complete.json`, with the size and checksum of every file, after all
-ranks have written their files. transformers 5.23 has no such marker, and its rotation counts half-written checkpoints.
+ranks have written their files. transformers 5.24 has no such marker, and its rotation counts half-written checkpoints.
 """
 
 import logging

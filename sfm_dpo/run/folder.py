@@ -85,10 +85,6 @@ def read_status(run: str | Path) -> dict[str, Any]:
     return read_file(Path(run) / STATUS)
 
 
-def read_state(run: str | Path) -> State:
-    return State.of(read_status(run))
-
-
 def read_resolved_config(run: str | Path) -> dict[str, Any]:
     """resolved_config.yaml of a run. Raises UserError if it cannot be read."""
     return read_sound_file(Path(run) / RESOLVED_CONFIG, "restore it, or choose another folder")

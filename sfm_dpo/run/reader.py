@@ -35,12 +35,11 @@ UNCLEAR = ("no evidence of learning", "; look at learning_rate, the number of st
 WORSE = ("worse than the base model", "; check that chosen and rejected are not swapped, and lower learning_rate")
 STALE_SECONDS = 1800  # longer than a step, an evaluation or a save takes
 LOADING = "loading"  # shown of a run that resumes: its status.json is still that of the start before
-COLUMNS = "run state job step eta pairs/s loss margin eval_loss eval_acc learned health last GPU-h".split()
+COLUMNS = "run state job step eta pairs/s loss margin eval_loss eval_acc verdict health last GPU-h".split()
 _KEYS = {
     "eta": "eta_seconds",
     "pairs/s": "pairs_per_second",
     "eval_acc": "eval_rewards/accuracies",
-    "learned": "verdict",
     "last": "seconds_since_update",
     "GPU-h": "gpu_hours",
 }  # keys of describe_run
@@ -62,7 +61,8 @@ def read_run(run: Path) -> dict[str, Any]:
         raise UserError(f"{run}: not a run's folder: no {RESOLVED_CONFIG} or {STATUS} in it; give a run's output_dir")
     log = _list_entries(state.get("log_history", []))
     log += [entry for entry in _read_log(run / LOG) if entry["step"] > state.get("global_step", -1)]
-    if evaluations := read_evaluations(run):
+    kept = facts["evaluation"].get("checkpoints", {})  # by evaluate.py; JSON has made text of the steps
+    if evaluations := {int(step): scores for step, scores in kept.items()} | read_evaluations(run):
         facts["evaluation"]["checkpoints"] = evaluations
         for step, scores in evaluations.items():
             log.append({"step": step} | {f"evaluation/{name}": score["value"] for name, score in scores.items()})
@@ -249,7 +249,7 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
     facts = {"status": status, "log": _read_log(run / LOG)}
     facts |= {"config": read_file(run / RESOLVED_CONFIG), "data": read_file(run / DATA)}
     verdicts = judge_learning(facts)
-    held_out = next((entry for entry in reversed(facts["log"]) if "eval_loss" in entry), {})
+    held_out: dict[str, Any] = next((entry for entry in reversed(facts["log"]) if "eval_loss" in entry), {})
     evaluations = read_evaluations(run)
     still = [step for step in status.get("open") or [] if step != EVALUATED or list_awaited(run, evaluations)]
     return {

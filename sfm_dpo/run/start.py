@@ -3,8 +3,8 @@
 import dataclasses
 import logging
 import re
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +12,15 @@ from sfm_dpo.common.distributed import is_main_process, on_main_process, world_s
 from sfm_dpo.common.errors import ResumeRefused, UserError
 from sfm_dpo.config_effects import MAY_CHANGE
 from sfm_dpo.run.checkpoint import COMPLETE, STOP, checkpoints, clear_old_stop, read_best, why_damaged, why_incomplete
-from sfm_dpo.run.files import CARD, DATA, EVALUATIONS, REPORT, RESOLVED_CONFIG, STATUS, read_file
+from sfm_dpo.run.files import CARD, DATA, ENVIRONMENT, EVALUATIONS, REPORT, RESOLVED_CONFIG, STATUS, read_file
 from sfm_dpo.run.folder import ERROR, EVALUATED, LOG, PUSHED, REPORTED, State, list_weights, read_status
 
 if TYPE_CHECKING:  # scripts read this module without the seconds that TRL takes to import
     from sfm_dpo.config import Config, TrainConfig
 
 log = logging.getLogger(__name__)
+
+_EARLY = {STATUS, ERROR, STOP, ENVIRONMENT, "heartbeats", "stacks"}  # files of a start that has not read its data yet
 
 _OTHER_MODEL = "the model has changed since it was written ({was}, now {now})"
 _DIFFERENCES = {  # the facts in COMPLETE that a resumed run must match
@@ -61,20 +63,6 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Folder:
-    """What is in a run's folder, read once."""
-
-    run: Path
-    names: set[str] = field(default_factory=set)  # of files and folders that are not hidden
-    status: dict[str, Any] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)  # resolved_config.yaml
-    has_trained: bool = False
-    weights: dict[str, int] = field(default_factory=dict)  # size in bytes by name
-    origin: Origin = Origin()
-    unusable: str | None = None  # why resume_from_checkpoint cannot be used
-
-
-@dataclass(frozen=True)
 class Start:
     """What a start does: it trains from `origin`, or only does the `open` steps of its end, or nothing."""
 
@@ -85,105 +73,107 @@ class Start:
 
 def begin(config: "Config") -> Start:
     """What this start does, once the checkpoint that it resumes from is verified. All ranks must call it and get the
-    same. Raises UserError if the folder belongs to another run. A damaged checkpoint loses its marker, so it never
-    counts as complete again."""
+    same. Raises UserError as `read_start`. A damaged checkpoint loses its marker, so it never counts as complete
+    again."""
     args = config.train
     clear_old_stop(args.output_dir)
-    skipped: dict[Path, str] = {}
+    damaged: dict[Path, str] = {}
     while True:
-        start = on_main_process(lambda: decide(config, read_folder(args, skipped), world_size()))
+        start = on_main_process(lambda: read_start(config, world_size(), damaged))
         checkpoint = start.origin.checkpoint
         if checkpoint is None or not args.verify_checkpoints:
             return start
-        damage = why_damaged(checkpoint)
-        if damage is None:
+        reason = why_damaged(checkpoint)
+        if reason is None:
             log.info(f"{checkpoint}: checksums verified")
             return start
-        skipped[checkpoint] = damage
+        damaged[checkpoint] = reason
         if is_main_process() and not args.resume_from_checkpoint:
-            log.info(f"{checkpoint} {damage}; skipped")
+            log.info(f"{checkpoint} {reason}; skipped")
             (checkpoint / COMPLETE).unlink(missing_ok=True)
 
 
-def read_folder(args: "TrainConfig", skipped: dict[Path, str]) -> Folder:
-    """Reads the folder of a run. `skipped`: checkpoints that cannot be used, and why; gets the incomplete ones."""
-    run = Path(args.output_dir)
-    found = checkpoints(run)
-    asked = args.resume_from_checkpoint
-    checkpoint = None
-    for candidate in [Path(asked)] if asked else reversed(found):
-        reason = skipped.get(candidate) or why_incomplete(candidate)
-        if reason is None:
-            checkpoint = candidate
-            break
-        if candidate not in skipped and not asked:
-            log.info(f"{candidate} {reason}; skipped")
-        skipped[candidate] = reason
-    origin = Origin()
-    if checkpoint:
-        known = read_file(checkpoint / COMPLETE)
-        writer = checkpoint.parent
-        facts = read_file(writer / RESOLVED_CONFIG), read_file(writer / DATA)
-        origin = Origin(checkpoint, known, *facts, read_best(checkpoint))
-    logged = (run / LOG).read_text(errors="replace") if (run / LOG).is_file() else ""
-    weights = list_weights(run)
-    return Folder(
-        run=run,
-        names={path.name for path in run.iterdir() if not path.name.startswith(".")},
-        status=read_status(run),
-        config=read_file(run / RESOLVED_CONFIG),
-        has_trained=bool(found or weights or re.search('"step": [1-9]', logged)),
-        weights=weights,
-        origin=origin,
-        unusable=skipped.get(Path(asked)) if asked else None,
-    )
-
-
-def decide(config: "Config", folder: Folder, processes: int) -> Start:
-    """What a start with this configuration and number of processes does. Raises UserError if the folder belongs to
-    another run, ResumeRefused if the checkpoint is another number of processes'."""
+def read_start(config: "Config", processes: int, damaged: Mapping[Path, str]) -> Start:
+    """What a start of so many processes does, from the files in its folder. `damaged`: checkpoints, and why. Raises
+    UserError if the folder belongs to another run, or the checkpoint that is asked for cannot be used."""
     args = config.train
-    run = folder.run
-    state = State.of(folder.status)
-    is_new = state.resumes and not folder.has_trained  # empty, or an earlier start ended before its first step
-    if RESOLVED_CONFIG not in folder.names and (folder.names - {STATUS, ERROR, STOP} or not is_new):
+    run = Path(args.output_dir)
+    names = {path.name for path in run.iterdir() if not path.name.startswith(".")}
+    logged = (run / LOG).read_text(errors="replace") if LOG in names else ""
+    weights = list_weights(run)
+    has_trained = bool(weights or checkpoints(run) or re.search('"step": [1-9]', logged))
+    start = decide(config, names, read_status(run), read_file(run / RESOLVED_CONFIG), weights, has_trained)
+    if not start.trains:
+        return start
+    origin = find_origin(args, damaged)
+    origin.check({"world_size": processes}, args.ignore_resume_mismatch)
+    return replace(start, origin=origin)
+
+
+def find_origin(args: "TrainConfig", damaged: Mapping[Path, str]) -> Origin:
+    """The checkpoint asked for, or the newest complete one. Raises UserError if the former is not usable."""
+    asked = args.resume_from_checkpoint
+    for checkpoint in [Path(asked)] if asked else reversed(checkpoints(args.output_dir)):
+        reason = damaged.get(checkpoint) or why_incomplete(checkpoint)
+        if reason is None:
+            known = read_file(checkpoint / COMPLETE)
+            config, data = (read_file(checkpoint.parent / name) for name in (RESOLVED_CONFIG, DATA))
+            return Origin(checkpoint, known, config, data, read_best(checkpoint))
+        if asked:
+            raise UserError(f"resume_from_checkpoint {asked}: {reason}; choose another, or remove the field")
+        if checkpoint not in damaged:
+            log.info(f"{checkpoint} {reason}; skipped")
+    return Origin()
+
+
+def decide(
+    config: "Config",
+    names: set[str],
+    status: dict[str, Any],
+    before: dict[str, Any],
+    weights: dict[str, int],
+    has_trained: bool,
+) -> Start:
+    """What follows from a folder with files of these `names`, from status.json, resolved_config.yaml (`before`), the
+    sizes of the final `weights`, and whether a step was trained. Raises UserError for another run's folder."""
+    args = config.train
+    run = Path(args.output_dir)
+    state = State.of(status)
+    is_new = state.resumes and not has_trained  # empty, or an earlier start ended before its first step
+    if RESOLVED_CONFIG not in names and (names - _EARLY or not is_new):
         raise UserError(
-            f"output_dir {run}: holds files that do not belong to a run ({', '.join(sorted(folder.names)[:3])}); "
+            f"output_dir {run}: holds files that do not belong to a run ({', '.join(sorted(names)[:3])}); "
             "choose another output_dir"
         )
     if not is_new:
-        _check_config(config, folder)
+        _check_config(config, before)
     if state is State.COLLAPSED and args.guard == "stop":
-        healthy = folder.status.get("checkpoint")
+        healthy = status.get("checkpoint")
         start = f"from {healthy} (--resume_from_checkpoint {healthy}) " if healthy else ""
         raise UserError(
             f"output_dir {run}: the guard stopped this run; start a new run {start}with a lower learning_rate "
             "in another output_dir, or resume this one with --guard warn"
         )
-    damaged = (folder.status.get("files") or {}).items() - folder.weights.items()
-    if state.has_model and not damaged:
-        return Start(False, list_open(args, folder.status, folder.names))
-    if state.has_model:
+    if not state.has_model:
+        return Start(True)
+    if damaged := (status.get("files") or {}).items() - weights.items():
         log.info(f"{run}: {min(damaged)[0]} is missing or damaged; the run resumes from its newest checkpoint")
-    if folder.unusable:
-        asked = f"resume_from_checkpoint {args.resume_from_checkpoint}"
-        raise UserError(f"{asked}: {folder.unusable}; choose another, or remove the field")
-    folder.origin.check({"world_size": processes}, args.ignore_resume_mismatch)
-    return Start(True, origin=folder.origin)
+        return Start(True)
+    return Start(False, list_open(args, status, names))
 
 
-def _check_config(config: "Config", folder: Folder) -> None:
+def _check_config(config: "Config", before: dict[str, Any]) -> None:
     """Raises UserError if the folder's run has another configuration."""
-    if not folder.config:
-        path = folder.run / RESOLVED_CONFIG
-        raise UserError(f"{path}: missing or damaged; restore it, or choose another output_dir")
+    run = config.train.output_dir
+    if not before:
+        raise UserError(f"{run}/{RESOLVED_CONFIG}: missing or damaged; restore it, or choose another output_dir")
     # A field that an earlier version did not have counts as its default, which is its old behaviour
     fields = [f for part in (config.train, config.model, config.data) for f in dataclasses.fields(part)]
-    before = {f.name: f.default for f in fields} | folder.config
+    before = {f.name: f.default for f in fields} | before
     for key, value in config.as_dict().items():
         if key not in MAY_CHANGE and before.get(key) != value:
             raise UserError(
-                f"output_dir {folder.run}: holds another run ({key} is {before.get(key)} there, {value} here); choose "
+                f"output_dir {run}: holds another run ({key} is {before.get(key)} there, {value} here); choose "
                 "another output_dir, or remove the folder"
             )
 

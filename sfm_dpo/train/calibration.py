@@ -220,7 +220,7 @@ def checkpointed(trainer: Any, layers: float) -> Iterator[None]:
     options = {k: v for k, v in trainer.args.activation_checkpointing_kwargs.items() if k != "every_n_layers"}
     offload = options.pop("offload", False)
     model.activation_checkpointing_enable(options or None, offload=offload)
-    checkpoint_layers(model, min(layers, len(blocks(model))))
+    checkpoint_layers(model, int(min(layers, len(blocks(model)))))
     for layer in blocks(model):
         layer.training = True  # not the modules in it
     try:
@@ -355,7 +355,7 @@ def measure_memory(trainer: Any, model: Any, candidate: Candidate, plan: MemoryP
     release_memory()
     try:
         # A CPU's pages would be taken only when they are written
-        reserved = torch.empty(absent if on_gpu else 0, dtype=torch.uint8, device=device)
+        reserved: Any = torch.empty(absent if on_gpu else 0, dtype=torch.uint8, device=device)
         before = reset_peak_memory()
         run_micro_batch(trainer, model, rows, candidate.checkpointed_layers)
         peak = peak_memory_gib() * 2**30

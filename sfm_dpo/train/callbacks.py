@@ -122,7 +122,7 @@ def describe_best(args: TrainingArguments, state: TrainerState) -> dict[str, Any
 
 def describe_progress(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
     """For status.json: the steps, the newest training metrics of KEPT, and the best checkpoint."""
-    newest = next((entry for entry in reversed(state.log_history) if "loss" in entry), {})
+    newest: dict[str, Any] = next((entry for entry in reversed(state.log_history) if "loss" in entry), {})
     kept = {key: newest.get(name) for key, name in KEPT.items()}
     return {"step": state.global_step, "max_steps": state.max_steps} | kept | describe_best(args, state)
 

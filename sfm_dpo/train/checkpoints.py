@@ -12,6 +12,7 @@ from transformers.trainer_callback import ExportableState
 from trl import DPOTrainer
 
 from sfm_dpo.common.distributed import is_main_process
+from sfm_dpo.common.files import follow_umask
 from sfm_dpo.config import Config
 from sfm_dpo.data.sampler import ORDER_VERSION
 from sfm_dpo.model.layers import checkpoint_layers
@@ -51,7 +52,7 @@ class CompleteCheckpoints(DPOTrainer):
             **{part.model_field: identify_model(part) for part in self.config.parts},
         }
 
-    # Upstream: transformers 5.23, trainer.py, Trainer.save_model: writes no model under FSDP with SHARDED_STATE_DICT
+    # Upstream: transformers 5.24, trainer.py, Trainer.save_model: writes no model under FSDP with SHARDED_STATE_DICT
     # checkpoints, without a warning; with FULL_STATE_DICT rank 0's memory must also hold the optimizer.
     # Canary: test_canary_save_model
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -71,17 +72,18 @@ class CompleteCheckpoints(DPOTrainer):
         if state_dict:
             state_dict = {name: tensor for name, tensor in state_dict.items() if name not in tied}
         super()._save(output_dir, state_dict)
-        Path(output_dir or self.args.output_dir, TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle nobody reads
+        folder = Path(output_dir or self.args.output_dir)
+        (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle nobody reads
+        for weights in folder.glob("*.safetensors") if self.args.should_save else ():
+            follow_umask(weights)  # safetensors makes files that only their owner can read
 
-    # Upstream: transformers 5.23, trainer.py, Trainer._load_from_checkpoint: only warns about missing names, although
+    # Upstream: transformers 5.24, trainer.py, Trainer._load_from_checkpoint: only warns about missing names, although
     # save_pretrained may write others (GPT-NeoX's lm_head becomes embed_out): training would continue with the base
     # model's head; fails on the rope_scaling of Transformers 4's files. Canary: test_canary_load_from_checkpoint
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Loads every weight of a checkpoint, or raises."""
         if self.is_fsdp_enabled:
-            plugin = self.accelerator.state.fsdp_plugin
-            adapter_only = is_peft_model(self.model)
-            load_fsdp_model(plugin, self.accelerator, model, resume_from_checkpoint, adapter_only=adapter_only)
+            load_fsdp_model(self.accelerator.state.fsdp_plugin, self.accelerator, model, resume_from_checkpoint)
         elif is_peft_model(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
@@ -119,7 +121,7 @@ class CheckpointCallback(TrainerCallback):
 
 
 class ResumeCallback(TrainerCallback):
-    """Sets what Transformers 5.23 does not: the epoch's order, the count of tokens, which layers are checkpointed, and
+    """Sets what Transformers 5.24 does not: the epoch's order, the count of tokens, which layers are checkpointed, and
     the steps between logs, evaluations and saves."""
 
     def __init__(self, trainer: Any):
@@ -127,7 +129,7 @@ class ResumeCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.trainer.is_resumed = state.global_step > 0
-        # Upstream: transformers 5.23, trainer.py, Trainer._init_training_state: a resumed run keeps its checkpoint's
+        # Upstream: transformers 5.24, trainer.py, Trainer._init_training_state: a resumed run keeps its checkpoint's
         # logging_steps, eval_steps and save_steps. Canary: test_canary_steps_of_a_resumed_run
         state.compute_steps(args, state.max_steps)
         logged = [int(entry["num_tokens"]) for entry in state.log_history if "num_tokens" in entry]

@@ -10,7 +10,7 @@ import re
 import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -51,7 +51,8 @@ class MemoryPlan:
 
     def choose(self, states: int, ratio: float = 1.0, earlier: tuple[int, int] | None = None) -> Candidate:
         """`MemoryPlanner.choose` on all ranks; `ratio`: of activations over those that are planned."""
-        return broadcast(self.planner.choose(self.limit, states, ratio, earlier) if self.planner else None)
+        choice: Any = self.planner and self.planner.choose(self.limit, states, ratio, earlier)
+        return broadcast(choice)
 
     def refuse(self, candidate: Candidate) -> NoReturn:
         raise UserError(
@@ -92,7 +93,7 @@ def plan_memory(
         limit = memory_limit(total, args.memory_gib)
         return MemoryPlan(planner, states, absent, int(total if is_asked and not args.memory_gib else limit))
 
-    planned = main_process_first(plan)
+    planned: Any = main_process_first(plan)
     for_others = broadcast(planned and replace(planned, planner=None))
     return planned or for_others
 

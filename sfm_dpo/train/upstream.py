@@ -47,14 +47,14 @@ def arguments_for_trl(args: TrainConfig, settings: Settings) -> TrainConfig:
     derived.gradient_checkpointing = derived.activation_checkpointing = settings.checkpointed_layers > 0
     kwargs = {"every_n_layers": 1} | (args.activation_checkpointing_kwargs or {})  # TRL would not add to an empty one
     derived.gradient_checkpointing_kwargs = derived.activation_checkpointing_kwargs = kwargs  # so both names have it
-    # Upstream: transformers 5.23, trainer.py, Trainer._build_accelerator_args: torch_compile compiles all layers
+    # Upstream: transformers 5.24, trainer.py, Trainer._build_accelerator_args: torch_compile compiles all layers
     # into one graph; no field selects accelerate's regional compilation. Canary: test_canary_torch_compile
     derived.torch_compile = False
     derived.torch_compile_backend = None
     derived.torch_compile_mode = None
     copying = {"non_blocking": args.dataloader_pin_memory}  # the host need not wait until a batch is on the GPU
     if launched_with() == "fsdp":
-        # Upstream: transformers 5.23, trainer.py, Trainer._run_epoch: enters no_sync for all but the last micro-batch
+        # Upstream: transformers 5.24, trainer.py, Trainer._run_epoch: enters no_sync for all but the last micro-batch
         # of a step, so FSDP2 keeps all gradients on each rank. Canary: test_canary_sync_each_batch
         copying["gradient_accumulation_kwargs"] = {"sync_each_batch": True}
     derived.accelerator_config = dataclasses.replace(args.accelerator_config, **copying)
@@ -62,7 +62,7 @@ def arguments_for_trl(args: TrainConfig, settings: Settings) -> TrainConfig:
 
 
 class UpstreamFixes(DPOTrainer):
-    """DPOTrainer without the bugs of TRL 1.16, transformers 5.23 and accelerate 1.15 that affect this project."""
+    """DPOTrainer without the bugs of TRL 1.16, transformers 5.24 and accelerate 1.15 that affect this project."""
 
     accelerator: Any
 
@@ -94,7 +94,7 @@ class UpstreamFixes(DPOTrainer):
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
         return dataset  # `add_reference` (train/reference_cache.py) runs after construction
 
-    # Upstream: transformers 5.23, trainer.py, Trainer._prepare_input: casts every floating input to DeepSpeed's dtype,
+    # Upstream: transformers 5.24, trainer.py, Trainer._prepare_input: casts every floating input to DeepSpeed's dtype,
     # even the fp32 reference log-probs: a sum of 1,000 nats is rounded to multiples of 4.
     # Canary: test_canary_prepare_input
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def write_killed(run: Path, step: int) -> None:
 
 
 def test_max_steps_in_the_middle_of_an_epoch_is_not_exceeded_by_a_start_after_the_last_step(train_here):
-    """As transformers 5.23 does. The first start was killed in save_model: the final files are half there."""
+    """As transformers 5.24 does. The first start was killed in save_model: the final files are half there."""
     fields = {"max_steps": 3, "loss_type": ["sigmoid_norm", "sft"], "loss_weights": [1, 0.1]}
     first = train_here("middle", **fields)
     weights = first.weights()

@@ -181,18 +181,6 @@ def test_a_run_that_collapses_is_stopped_and_its_last_healthy_checkpoint_kept(co
     assert "the guard stopped this run" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_a_healthy_run_is_left_alone_and_says_so(command, tmp_path, no_report):
-    out = tmp_path / "run"
-    more = "--learning_rate 1e-5 --eval_fraction 0.2 --guard_generations 11 --num_train_epochs 3 --padding_free true"
-    assert train_dpo.main(command + more.split()) == 0
-    health = json.loads((out / "health.json").read_text())
-    assert (health["verdict"], health["findings"], health["stopped"]) == ("healthy", [], False)
-    assert [entry["step"] for entry in logged(out, "guard/empty_answers")] == [1, 11]
-    samples = json.loads((out / "samples.json").read_text())
-    assert len(samples) == 4 and samples[0]["prompt"].startswith("question") and samples[0]["before"]
-
-
 @pytest.mark.parametrize("every", [2, 5, 7, 15, 25])
 def test_a_checkpoint_from_before_the_horizon_survives_rotation(tmp_path, every):
     """At whatever step a collapse is detected, there is a checkpoint from before it began."""

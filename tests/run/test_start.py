@@ -10,16 +10,16 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.run.checkpoint import COMPLETE, newest_checkpoint, rotate, step_of, why_incomplete
 from sfm_dpo.run.folder import describe
-from sfm_dpo.run.start import Folder, Origin, begin, decide
+from sfm_dpo.run.start import Origin, Start, begin, decide
 from tests.run.test_checkpoint import names, write_checkpoint
 
 FIELDS = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--use_cpu", "--output_dir"]
 CONFIG = parse_config([*FIELDS, "r"]).as_dict()
-TRAINED = {"names": {"resolved_config.yaml", "log.jsonl"}, "config": CONFIG, "has_trained": True}
+EMPTY = {"names": set(), "status": {}, "before": {}, "weights": {}, "has_trained": False}
+TRAINED = {"names": {"resolved_config.yaml", "log.jsonl"}, "before": CONFIG, "has_trained": True}
 REPORTED = TRAINED | {"names": TRAINED["names"] | {"report.html", "README.md"}}
-OTHER = {"config": CONFIG | {"learning_rate": 1.0}}
+OTHER = {"before": CONFIG | {"learning_rate": 1.0}}
 PUSH = ["--push_to_hub", "true"]
-ORIGIN = Origin(Path("r/checkpoint-3"), {"world_size": 2})
 
 
 def status(state, **facts) -> dict:
@@ -33,7 +33,7 @@ DONE = REPORTED | status("done", open=[])
     ("folder", "options", "expected"),
     [
         ({}, [], "trains"),
-        ({"names": {"status.json", "STOP"}} | status("failed"), [], "trains"),
+        ({"names": {"status.json", "STOP", "heartbeats"}} | status("failed"), [], "trains"),
         ({"names": {"resolved_config.yaml"}} | OTHER | status("refused"), [], "trains"),
         ({"names": {"thesis.tex"}}, [], "output_dir r: holds files that do not belong to a run (thesis.tex)"),
         ({"names": {"status.json", "a"}} | status("failed"), [], "do not belong to a run (a, status.json)"),
@@ -42,14 +42,10 @@ DONE = REPORTED | status("done", open=[])
         (TRAINED | status("stopped"), ["--save_steps", "7"], "trains"),
         (TRAINED | OTHER | status("running"), [], "holds another run (learning_rate is 1.0 there, 1e-06 here)"),
         (TRAINED | OTHER | status("done"), [], "holds another run (learning_rate is 1.0 there"),
-        (TRAINED | {"config": {}} | status("running"), [], "resolved_config.yaml: missing or damaged; restore it"),
-        (TRAINED | {"origin": ORIGIN} | status("hung"), [], "trains"),
-        (TRAINED | {"origin": Origin(Path("c"), {"world_size": 4})}, [], "c: was written by 4 process(es), but this"),
-        (TRAINED | {"unusable": "lacks x"}, ["--resume_from_checkpoint", "c"], "resume_from_checkpoint c: lacks x"),
+        (TRAINED | {"before": {}} | status("running"), [], "resolved_config.yaml: missing or damaged; restore it"),
         (TRAINED | status("collapsed", checkpoint="c"), [], "start a new run from c (--resume_from_checkpoint c)"),
         (TRAINED | status("collapsed"), ["--guard", "warn"], "trains"),
         (DONE | {"status": {"state": "done", "files": {"model.safetensors": 9}}}, [], "trains"),
-        (DONE | {"unusable": "lacks x"}, [], []),
         (DONE, PUSH, ["pushed"]),
         (REPORTED | status("done", pushed="commit"), PUSH, []),
         (REPORTED | status("push_failed", open=["pushed", "reported"]), PUSH, ["pushed", "reported"]),
@@ -59,15 +55,13 @@ DONE = REPORTED | status("done", open=[])
     ],
 )
 def test_a_start_trains_or_does_the_open_steps_or_refuses(folder, options, expected):
-    folder = Folder(Path("r"), **folder)
+    facts = EMPTY | folder
     config = parse_config([*FIELDS, "r", *options])
     if isinstance(expected, str) and expected != "trains":
         with pytest.raises(UserError, match=re.escape(expected)):
-            decide(config, folder, 2)
+            decide(config, **facts)
         return
-    start = decide(config, folder, 2)
-    assert (start.trains, start.open) == ((True, []) if expected == "trains" else (False, expected))
-    assert start.origin == (folder.origin if start.trains else Origin())
+    assert decide(config, **facts) == (Start(True) if expected == "trains" else Start(False, expected))
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,8 @@ def test_constraints_are_the_versions_of_this_environment():
         if found.name not in ("pip", "sfm-post-training"):
             installed.setdefault(found.name.lower().replace("_", "-"), found.version.split("+")[0])
     assert {name: locked.get(name) for name in installed} == installed
-    assert {name for name in locked.keys() - installed.keys() if not name.startswith(("nvidia-", "cuda-"))} <= {"triton"}
+    missing = locked.keys() - installed.keys()
+    assert {name for name in missing if not name.startswith(("nvidia-", "cuda-"))} <= {"triton"}
 
 
 @pytest.mark.slow
