@@ -48,6 +48,8 @@ def main(argv: list[str]) -> None:
             f"{processes}: give a launch configuration, the number of processes, then train_dpo.py's options"
         )
     os.environ[f"ACCELERATE_USE_{launcher}"] = "true"  # as the launcher does; dtype depends on it
+    if deepspeed := launch.get("deepspeed_config"):
+        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = deepspeed["deepspeed_config_file"]
     config = parse_config(argv[len(given) :], world_size=int(processes))
     run = config.train.output_dir
     if check_folder(config):

@@ -201,6 +201,7 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ({"prefix_sharing": True, "padding_free": False}, ["prefix_sharing True: needs packed"]),
         ({"checkpointed_layers": 2, "gradient_checkpointing": False}, ["checkpointed_layers 2: ", "remove one"]),
         ({"checkpointed_layers": -1}, ["checkpointed_layers -1: must be at least 0"]),
+        ({"dataloader_num_workers": -1}, ["dataloader_num_workers -1: must be at least 0"]),
         ({"gradient_checkpointing_kwargs": {"every_n_layers": 2}}, ["every_n_layers", "; set checkpointed_layers"]),
         ({"eval_command": "true {checkpoint}"}, ["eval_command true {checkpoint}: lacks {out}; for instance: sb"]),
         (
@@ -209,13 +210,13 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ),
         ({"eval_command": "true {{checkpoint}} {out}"}, ["eval_command true", "lacks {checkpoint}"]),
         ({"eval_command": "true {checkpoint} {out} {step[0]}"}, ["eval_command true", "cannot be read (TypeError("]),
-        ({"eval_command": "sbatch --parsable {checkpoint} {out}"}, ["eval_command sbatch", "remove --parsable"]),
         ({"eval_command": "true {checkpoint} {out} {"}, ["eval_command true", "cannot be read (ValueError("]),
         ({"eval_command": "true '{checkpoint} {out}"}, ["eval_command true", "No closing quotation"]),
         ({"eval_command": "nothing.sh {checkpoint} {out}"}, ["command nothing.sh not found"]),
         ({"eval_command": "true {checkpoint} {out}", "save_strategy": "no"}, ["save_strategy no: eval_command needs"]),
         ({"eval_tasks": ["ifeval"]}, ["unknown field 'eval_tasks'; here: eval_command: sbatch scripts/evaluate.sh"]),
         ({"guard_generations": 5}, ["guard_generations 5: needs prompts"]),
+        (BEST | {"guard_generations": 5, "logging_steps": 2}, ["guard_generations 5: answers", "logging_steps, 2"]),
         ({"eval_datasets": "a.jsonl"}, ["eval_datasets a.jsonl: must be a mapping of names to sets, such as {math:"]),
         ({"eval_datasets": {"a": {"split": "test"}}}, ["eval_datasets {", "must be a mapping"]),
         ({"eval_datasets": {"a": {"path": "x", "fraction": "1"}}}, ["eval_datasets", "fraction"]),
@@ -242,6 +243,20 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
 def test_wrong_recipe(parse, recipe, parts):
     message = refused(parse, recipe)
     assert all(part in message for part in parts), message
+
+
+def test_what_a_launcher_cannot_do_is_refused_with_the_configuration(parse, monkeypatch):
+    answers = {"eval_fraction": 0.1, "guard_generations": 5}
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(PROJECT / "configs/accelerate/ds_zero3.json"))
+    assert "guard_generations 5: needs the full weights on each rank" in refused(parse, answers)
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(PROJECT / "ds_config.json"))
+    assert parse(answers).train.guard_generations == 5
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert "guard_generations 5: needs the full weights on each rank" in refused(parse, answers)
+    assert "use_peft True: FSDP2 would put the whole policy" in refused(parse, {"use_peft": True})
+    assert "dtype bfloat16: under FSDP2 without bf16" in refused(parse, {"dtype": "bfloat16", "bf16": False})
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "hinge", "apo_zero", ["sigmoid_norm", "sigmoid"]])

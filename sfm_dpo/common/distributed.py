@@ -42,6 +42,15 @@ def launched_with() -> str:
     return "fsdp" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "none"
 
 
+def zero_stage() -> int:
+    """DeepSpeed's stage, from the launcher's environment variables; 0 without DeepSpeed."""
+    if launched_with() != "zero":
+        return 0
+    from accelerate import DeepSpeedPlugin
+
+    return DeepSpeedPlugin().zero_stage
+
+
 # Upstream: deepspeed 0.19, comm/torch.py, build_shm_op: compiles its own all-reduce for CPU for half a minute, and a
 # process killed meanwhile leaves a lock file that every later start waits for forever.
 # Canary: test_canary_deepspeed_compiles_an_all_reduce_on_cpu

@@ -103,9 +103,10 @@ def _draw_training(axes: Axes, log: list[dict[str, Any]], metric: str, label: st
 
 def _draw_held_out(axes: Axes, log: list[dict[str, Any]], metric: str) -> None:
     """The values of the held-out pairs, and of each set of eval_datasets, as dashes with markers."""
-    names = {key for entry in log for key in entry if re.fullmatch(rf"eval_(\w+_)?{metric}", key)}
+    pattern = rf"eval_(?:([\w-]+)_)?{re.escape(metric)}"
+    names = {key for entry in log for key in entry if re.fullmatch(pattern, key)}
     for i, name in enumerate(sorted(names, key=len)):
-        label = name.removeprefix("eval_").removesuffix(metric).strip("_") or "held out"
+        label = re.sub(pattern, r"\1", name) or "held out"
         color = COLORS[(i + 1) % len(COLORS)]
         axes.plot(*_read_series(log, name), label=label, color=color, marker="o", markersize=3.5, linestyle="--")
 
