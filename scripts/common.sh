@@ -96,10 +96,13 @@ use_environment() {
     fi
     export PYTHONUNBUFFERED=1
     export SLURM_EXPORT_ENV=ALL # after sbatch --export=LAUNCH=zero3, srun would pass nothing else to the nodes
-    # In the home folder, on NFS, compiled kernels of many processes race
+    # In the home folder, on NFS, compiled kernels of many processes race. Each node chooses, not srun's environment.
+    [[ ${TRITON_CACHE_DIR:-} != "${SFM_CACHE:-none}"/* ]] || unset TRITON_CACHE_DIR
+    [[ ${TORCHINDUCTOR_CACHE_DIR:-} != "${SFM_CACHE:-none}"/* ]] || unset TORCHINDUCTOR_CACHE_DIR
     local cache=${TMPDIR:-/tmp}/sfm-dpo-$UID
     mkdir -p -m 700 "$cache" 2>/dev/null || true
     [[ -O $cache ]] || cache=$(mktemp -d) # another user made it
+    export SFM_CACHE=$cache
     export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$cache/triton}
     export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}
     [[ ${LAUNCH:-} != cpu* ]] || hide_gpus # again on each node: srun sets CUDA_VISIBLE_DEVICES anew

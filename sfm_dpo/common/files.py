@@ -30,6 +30,13 @@ def sync(file: IO) -> None:
     os.fsync(file.fileno())
 
 
+def follow_umask(path: Path) -> None:
+    """Gives a file the permissions that `open` gives a new one."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
+
+
 def write_json(path: Path, value: Any) -> None:
     write_atomically(path, json.dumps(value, indent=2) + "\n")
 

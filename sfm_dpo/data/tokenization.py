@@ -57,6 +57,8 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     options = {"revision": config.revision, "trust_remote_code": config.train.trust_remote_code}
     with user_input(f"{config.model_field} {name}: cannot load a tokenizer", "check its files"):
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    for of_loading in ("is_local", "local_files_only"):  # would be saved in tokenizer_config.json
+        tokenizer.init_kwargs.pop(of_loading, None)
     if tokenizer.eos_token is None:
         raise UserError(f"{config.model_field} {name}: its tokenizer has no EOS token; set eos_token in its config")
     pad_token = config.train.pad_token

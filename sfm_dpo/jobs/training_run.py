@@ -12,7 +12,15 @@ from types import TracebackType
 from typing import Any, Self
 
 from sfm_dpo.common.distributed import is_main_process, main_process_first
-from sfm_dpo.common.errors import DiskFull, Interrupted, PreflightDone, ResumeRefused, RunEnd, StopRequested
+from sfm_dpo.common.errors import (
+    DISK_REMEDIES,
+    DiskFull,
+    Interrupted,
+    PreflightDone,
+    ResumeRefused,
+    RunEnd,
+    StopRequested,
+)
 from sfm_dpo.common.files import write_atomically, write_json
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.config import Config
@@ -40,9 +48,10 @@ from sfm_dpo.train.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG)
-# Signs of these in exceptions of safetensors and (the last two) of torch.save
-UNWRITABLE_SIGNS = (*map(os.strerror, UNWRITABLE), "unexpected pos", "iostream error")
+UNWRITABLE = DISK_REMEDIES.keys() - {errno.EPERM}  # not only of files
+# Signs of these in exceptions of safetensors and (the first two) of torch.save
+UNWRITABLE_SIGNS = dict.fromkeys(("unexpected pos", "iostream error"), "free space")
+UNWRITABLE_SIGNS |= {os.strerror(number): DISK_REMEDIES[number] for number in UNWRITABLE}
 
 
 class Run:
@@ -136,13 +145,14 @@ class Run:
             return DiskFull(f"output_dir {self.folder}: was removed or moved during the run; start it again")
         if isinstance(error, OSError) and error.errno in UNWRITABLE:
             where = error.filename or self.folder
-            free = "raise `ulimit -f`" if error.errno == errno.EFBIG else "free space"
-            return DiskFull(f"{where}: {error.strerror}; {free}, and run the same command again to resume")
-        if any(sign in str(error) for sign in UNWRITABLE_SIGNS):
+            remedy = DISK_REMEDIES[error.errno]
+            return DiskFull(f"{where}: {error.strerror}; {remedy}, and run the same command again to resume")
+        if found := [sign for sign in UNWRITABLE_SIGNS if sign in str(error)]:
             what = self.progress.saving or self.folder
             newest = newest_checkpoint(self.folder)
             full = f"disk full or read-only, or `ulimit -f` reached, while writing {what}"
-            return DiskFull(f"{full}; free space, and run it again to resume from {newest}")
+            remedy = UNWRITABLE_SIGNS[found[-1]]
+            return DiskFull(f"{full}; {remedy}, and run it again to resume from {newest}")
         return None
 
     def _close(self, end: RunEnd) -> None:

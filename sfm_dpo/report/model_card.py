@@ -22,7 +22,9 @@ _CURVES = ("loss", "accuracy", "margin", "logps")
 # By `launch` in data.json
 LAUNCHERS = {"ZeRO-2": launch_file("zero2"), "ZeRO-3": launch_file("zero3"), "FSDP2": launch_file("fsdp2")}
 # Prefixes of fields about this run's machine and project, which do not matter to somebody who reproduces it.
-_LOCAL = tuple("output_dir run_name push_to report_to dataset_num dataloader_ project hub_ trackio_ logging_".split())
+_LOCAL = tuple(
+    "output_dir run_name push_to report_to dataset_num dataloader_ project hub_ trackio_ logging_ eval_command".split()
+)
 _PATH = re.compile(r"(?<![^\s'\"{=,])/[^\s'\"{},]+")  # an absolute path as a word of a text
 
 

@@ -54,7 +54,8 @@ def read_run(run: Path) -> dict[str, Any]:
         raise UserError(f"{run}: not a run's folder: no {RESOLVED_CONFIG} or {STATUS} in it; give a run's output_dir")
     log = _list_entries(state.get("log_history", []))
     log += [entry for entry in _read_log(run / LOG) if entry["step"] > state.get("global_step", -1)]
-    if evaluations := read_evaluations(run):
+    kept = facts["evaluation"].get("checkpoints", {})  # by evaluate.py; JSON has made text of the steps
+    if evaluations := {int(step): scores for step, scores in kept.items()} | read_evaluations(run):
         facts["evaluation"]["checkpoints"] = evaluations
         for step, scores in evaluations.items():
             log.append({"step": step} | {f"evaluation/{name}": score["value"] for name, score in scores.items()})

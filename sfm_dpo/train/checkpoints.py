@@ -12,6 +12,7 @@ from transformers.trainer import TRAINING_ARGS_NAME
 from trl import DPOTrainer
 
 from sfm_dpo.common.distributed import is_main_process
+from sfm_dpo.common.files import follow_umask
 from sfm_dpo.config import Config
 from sfm_dpo.data.sampler import ORDER_VERSION
 from sfm_dpo.model.layers import checkpoint_layers
@@ -71,7 +72,10 @@ class CompleteCheckpoints(DPOTrainer):
         if state_dict:
             state_dict = {name: tensor for name, tensor in state_dict.items() if name not in tied}
         super()._save(output_dir, state_dict)
-        Path(output_dir or self.args.output_dir, TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle nobody reads
+        folder = Path(output_dir or self.args.output_dir)
+        (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle nobody reads
+        for weights in folder.glob("*.safetensors") if self.args.should_save else ():
+            follow_umask(weights)  # safetensors makes files that only their owner can read
 
     # Upstream: transformers 5.23, trainer.py, Trainer._load_from_checkpoint: only warns about missing names, although
     # save_pretrained may write others (GPT-NeoX's lm_head becomes embed_out): training would continue with the base
@@ -79,9 +83,7 @@ class CompleteCheckpoints(DPOTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Loads every weight of a checkpoint, or raises."""
         if self.is_fsdp_enabled:
-            plugin = self.accelerator.state.fsdp_plugin
-            adapter_only = is_peft_model(self.model)
-            load_fsdp_model(plugin, self.accelerator, model, resume_from_checkpoint, adapter_only=adapter_only)
+            load_fsdp_model(self.accelerator.state.fsdp_plugin, self.accelerator, model, resume_from_checkpoint)
         elif is_peft_model(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:

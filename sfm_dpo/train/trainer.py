@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from trl import get_peft_config, get_quantization_config
 
 from sfm_dpo.common.distributed import launched_with
-from sfm_dpo.common.errors import user_input
+from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.statistics import LOGP_ROUNDING
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import main_loss
@@ -274,7 +274,14 @@ def load_configured_model(config: Config) -> PreTrainedModel:
     options = {"trust_remote_code": config.train.trust_remote_code} | model_init_kwargs(config)
     if (quantization := get_quantization_config(config.model)) is not None:
         options["quantization_config"] = quantization
-    return load_model(config.model.model_name_or_path, options, config.model_field)
+    name = config.model.model_name_or_path
+    model = load_model(name, options, config.model_field)
+    if model.base_model is model:  # as for llama4_text, whose base_model_prefix names no attribute
+        raise UserError(
+            f"{config.model_field} {name}: TRL's fused LM head finds no backbone in {type(model).__name__}; "
+            "choose a model of another architecture"
+        )
+    return model
 
 
 def load_reference(config: Config, has_adapter: bool) -> PreTrainedModel | None:

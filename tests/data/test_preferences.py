@@ -397,7 +397,9 @@ def test_what_cannot_be_written_is_named_and_other_errors_stay():
         with explain_cache_errors():
             raise ValueError("the library's own") from cause
 
-    with pytest.raises(UserError, match=r"^HF_HOME: /hf/x: Permission denied; free space, or set HF_HOME"):
+    with pytest.raises(
+        UserError, match=r"^HF_HOME: /hf/x: Permission denied; give yourself write permission, or set HF_HOME"
+    ):
         fail(PermissionError(errno.EACCES, "Permission denied", "/hf/x"))
     with pytest.raises(ValueError, match="the library's own"):
         fail(None)

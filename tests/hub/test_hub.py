@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import generate
 import prefetch
 import push_to_hub
 import pytest
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train_dpo
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.hub.upload import check_access
+from sfm_dpo.report.page import write_report
 from sfm_dpo.run.checkpoint import KEEP, PUSHING, mark_pushed, rotate
 from sfm_dpo.run.folder import read_resolved_config, read_status, write_status
 from sfm_dpo.run.saved_model import SavedModel, describe_change
@@ -93,6 +95,24 @@ def test_a_checkpoint_goes_to_a_branch_of_its_own(hub, run):
     card = files(hub, "step-4")["README.md"].decode()
     assert 'revision="step-4"' in card and "checkpoint of step 4" in card
     assert not (run / "checkpoint-4" / PUSHING).exists()
+
+
+def test_a_chat_compares_with_the_revision_that_the_run_started_from(hub, run, capsys):
+    assert push(run, "--hub_revision", "v1") == 0  # main holds no model
+    config = read_resolved_config(run) | {"model_name_or_path": "lab/model", "model_revision": "v1"}
+    (run / "resolved_config.yaml").write_text(yaml.safe_dump(config))
+    change(run / "data.json", models={})
+    assert generate.main([str(run), "Hi", "--max_new_tokens", "2"]) == 0
+    assert "base: " in capsys.readouterr().out
+
+
+def test_a_checkpoint_is_pushed_with_the_results_that_evaluate_has_collected(hub, run):
+    scores = {step: {"acc (5-shot": {"value": 0.5, "stderr": None}} for step in (4, 6)}
+    (run / "evaluation.json").write_text(json.dumps({"checkpoints": scores}))
+    assert push(run / "checkpoint-4") == 0
+    assert "acc (5-shot" in files(hub)["README.md"].decode()
+    write_report(run)
+    assert (run / "figures/evaluation_acc__5_shot.png").is_file()
 
 
 def test_a_checkpoint_that_is_pushed_is_not_rotated_away(run):

@@ -73,6 +73,7 @@ def test_a_real_run_is_told_in_full_with_figures_that_are_not_blank(run):
     assert "empty response" in page.text  # the dropped row, in words
     after = [entry for entry in log if "eval_loss" in entry][-1]
     low, high = wilson(after["eval_rewards/accuracies"], 4)
+    assert all(map(math.isnan, wilson(math.nan, 4)))
     assert wilson(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)  # Newcombe 1998, table I, method 3
     assert f"{after['eval_rewards/accuracies']:.2f} ({low:.2f} to {high:.2f})" in page.text
     assert "0.50, all ties" in page.text and "gap, per token +" in page.text and "only rejected declines" in page.text
@@ -143,12 +144,12 @@ def test_values_that_are_no_numbers(run, without_curves):
 
 
 def test_perf_metrics_restarts_and_log_probs_relative_to_the_base_are_drawn(tmp_path):
-    log = [{"step": i, "loss": 0.7 - i / 1000, "perf/mfu": i / 300, "eval_math_loss": 0.6} for i in range(1, 201)]
+    log = [{"step": i, "loss": 0.7 - i / 1000, "perf/mfu": i / 300, "eval_math_eval_loss": 0.6} for i in range(1, 201)]
     log[0] |= {"rewards/chosen": 0.5}
     facts = {"log": log, "config": {"beta": 5, "loss_type": ["sigmoid_norm", "sft"]}, "environment": {}}
     drawn = dict(draw_curves(facts, tmp_path / "figures"))
     assert {path.stem for path in (tmp_path / "figures").iterdir()} == {"loss", "logps", "perf_mfu"}
-    assert "math" in drawn["Loss"] and re.search(r">share of the GPU.*s peak FLOPs<", drawn["MFU"])
+    assert ">math_eval<" in drawn["Loss"] and re.search(r">share of the GPU.*s peak FLOPs<", drawn["MFU"])
     texts = re.findall("<text[^>]*>([^<]*)<", drawn["Log-probability relative to the reference"])
     assert texts[:2] == ["1", "optimizer step"] and {"0.100", "nats per token"} <= set(texts), "0.5 / beta"
     restarted = facts | {"environment": {"starts": [{"step": 0}, {"step": 90}]}}
@@ -210,7 +211,8 @@ def test_the_card_repeats_the_launch_and_the_steps(run, launch, processes, comma
     save(run, "data.json", data | {"launch": launch})
     save(run, "environment.json", environment | {"world_size": processes})
     config = yaml.safe_load((run / "resolved_config.yaml").read_text())
-    save(run, "resolved_config.yaml", config | {"max_steps": 1200})
+    save(run, "resolved_config.yaml", config | {"max_steps": 1200, "eval_command": "sbatch --account=us e.sh"})
     write_model_card(run)
     card = (run / "README.md").read_text()
     assert f"\n{command} --config recipe.yaml\n" in card and "pairs, 1,200 steps |" in card
+    assert "account" not in card

@@ -237,6 +237,19 @@ def test_variables_of_the_batch_scripts(env, part):
     assert_one_line(done.returncode, done.stderr, [part])
 
 
+@pytest.mark.parametrize("mine", ["", "/mine"])
+def test_each_node_chooses_its_folder_for_kernels(mine, tmp_path):
+    command = "source scripts/common.sh; TMPDIR=$ONE use_environment; TMPDIR=$TWO use_environment; env"
+    env = {"ONE": f"{tmp_path}/1", "TWO": f"{tmp_path}/2", "TRITON_CACHE_DIR": mine, "TORCHINDUCTOR_CACHE_DIR": ""}
+    env |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for folder in ("1", "2"):
+        (tmp_path / folder).mkdir()
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=os.environ | env, capture_output=True, text=True)
+    two = f"{tmp_path}/2/sfm-dpo-{os.getuid()}"
+    assert f"TRITON_CACHE_DIR={mine or f'{two}/triton'}\n" in done.stdout, done.stderr
+    assert f"TORCHINDUCTOR_CACHE_DIR={two}/inductor\n" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("script", "instead"), [("sweep", "loop of sbatch"), ("average", "mergekit"), ("make_pairs", "datasets' map")]
 )

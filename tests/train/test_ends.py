@@ -84,8 +84,15 @@ def test_all_held_out_sets_of_a_step_count_for_the_grace_period():
     assert 0.15 <= stop.seconds["evaluation"] < 0.3
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
-def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, monkeypatch, capsys, number, environment):
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "free space"),
+        (errno.EROFS, "use another node, or have it mounted read-write"),
+        (errno.EACCES, "give yourself write permission"),
+    ],
+)
+def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, monkeypatch, capsys, number, remedy, environment):
     error = OSError(number, os.strerror(number), "/disk/file")
 
     def fail(*args):
@@ -96,7 +103,7 @@ def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(folder, "write_json", fail)
     fields = f"--model_name_or_path m --dataset_name d.jsonl --use_cpu --output_dir {tmp_path / 'run'}"
     assert train_dpo.main(fields.split()) == 1
-    line = f"error: /disk/file: {error.strerror}; free space, and run the same command again to resume\n"
+    line = f"error: /disk/file: {error.strerror}; {remedy}, and run the same command again to resume\n"
     assert capsys.readouterr().err == line
     assert bool(read_status(tmp_path / "run")) == (number == errno.ENOSPC)
 
