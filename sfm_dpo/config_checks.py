@@ -24,9 +24,7 @@ LOSS_TYPES = (
 ).split()
 # Losses whose log-ratios are means over response tokens; the others in TRL use sums.
 LENGTH_NORMALIZED_LOSSES = {"sigmoid_norm", "ipo"}
-# Of TRL's DPOTrainer.__init__, which raises for others after the model has been loaded
 F_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
-F_DIVERGENCE_LOSSES = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 SORTING_LOSSES = {"aot", "aot_unpaired"}  # their value depends on which pairs are sorted together
 SUMMED_LOSSES = {*LOSS_TYPES} - LENGTH_NORMALIZED_LOSSES - {"sft"}
 
@@ -96,7 +94,6 @@ def list_objective_conflicts(c: argparse.Namespace, world_size: int, training: b
     losses = {*c.loss_type} & {*LOSS_TYPES}
     weights = c.loss_weights or [1]
     summed = min(losses & SUMMED_LOSSES, default=None)
-    no_divergence = min(losses - F_DIVERGENCE_LOSSES, default=None)
     no_weighting = min(losses & {*SORTING_LOSSES, "sft"}, default=None)
     sorts = losses & SORTING_LOSSES
     is_split = world_size > 1 or c.per_device_train_batch_size not in (None, c.global_batch_size)
@@ -107,12 +104,8 @@ def list_objective_conflicts(c: argparse.Namespace, world_size: int, training: b
         yield "loss_type", "nothing would be trained; give a loss, for instance sigmoid_norm"
     if not min(weights) >= 0 < max(weights) < math.inf:
         yield "loss_weights", "give weights of at least 0, one of them above 0"
-    if "exo_pair" in losses and not c.label_smoothing:
-        yield "label_smoothing", "exo_pair needs a value above 0, for instance 0.001"
     if "robust" in losses and c.label_smoothing >= 0.5:
         yield "label_smoothing", "robust needs a value below 0.5, the share of swapped labels"
-    if c.f_divergence_type != "reverse_kl" and no_divergence:
-        yield "f_divergence_type", f"loss_type {no_divergence} supports only reverse_kl; remove the field"
     if c.use_weighting and no_weighting:
         yield "use_weighting", f"loss_type {no_weighting} has no loss of a single pair; remove one of the two"
     if training and sorts and is_split:
