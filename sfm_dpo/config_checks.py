@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from transformers.utils import is_flash_attn_2_available
 from trl import DatasetMixtureConfig, DPOConfig, ModelConfig
 
 from sfm_dpo.common.distributed import launched_with, zero_stage
@@ -78,8 +77,6 @@ def list_data_conflicts(c: argparse.Namespace) -> Iterator[Conflict]:
         yield "model_name_or_path", "give a Hub id or a folder"
     if re.search(r"['\"](torch_dtype|dtype|revision)['\"]", str(c.model_init_kwargs)):
         yield "model_init_kwargs", "cannot set dtype or revision; set the fields dtype and model_revision instead"
-    if "\n" in c.output_dir:
-        yield "output_dir", "contains a line break; remove it"
     if c.output_dir.startswith("$"):
         yield "output_dir", "variables are replaced by a shell only; write the path"
     if not c.dataset_name and not c.datasets:
@@ -94,7 +91,6 @@ def list_objective_conflicts(c: argparse.Namespace, world_size: int, training: b
     losses = {*c.loss_type} & {*LOSS_TYPES}
     weights = c.loss_weights or [1]
     summed = min(losses & SUMMED_LOSSES, default=None)
-    no_weighting = min(losses & {*SORTING_LOSSES, "sft"}, default=None)
     sorts = losses & SORTING_LOSSES
     is_split = world_size > 1 or c.per_device_train_batch_size not in (None, c.global_batch_size)
     if summed and c.beta >= 1 and not c.allow_unnormalized_beta:
@@ -106,8 +102,8 @@ def list_objective_conflicts(c: argparse.Namespace, world_size: int, training: b
         yield "loss_weights", "give weights of at least 0, one of them above 0"
     if "robust" in losses and c.label_smoothing >= 0.5:
         yield "label_smoothing", "robust needs a value below 0.5, the share of swapped labels"
-    if c.use_weighting and no_weighting:
-        yield "use_weighting", f"loss_type {no_weighting} has no loss of a single pair; remove one of the two"
+    if c.use_weighting and "sft" in losses:
+        yield "use_weighting", "loss_type sft has no loss of a single pair; remove one of the two"
     if training and sorts and is_split:
         yield "loss_type", "sorts the pairs of a micro-batch, which must be the global batch of a single process"
     if sorts and (c.eval_fraction or c.eval_datasets):
@@ -185,8 +181,6 @@ def list_machine_conflicts(c: argparse.Namespace, world_size: int, training: boo
         yield "dtype", f"without DeepSpeed or FSDP {rounded} (bf16: true still computes in bf16)"
     if is_16_bit and launched_with() == "fsdp" and not (c.bf16 or c.fp16):
         yield "dtype", f"under FSDP2 without bf16: true {rounded}"
-    if training and c.attn_implementation == "flash_attention_2" and not is_flash_attn_2_available():
-        yield "attn_implementation", "needs flash-attn and a GPU; remove it: padding_free: true works without both"
     if training and world_size == 1 and gpus > 1 and not c.use_cpu:
         yield "use_cpu", f"one process sees {gpus} GPUs; use accelerate launch, or set CUDA_VISIBLE_DEVICES=0"
 

@@ -225,10 +225,8 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         (BEST | {"save_strategy": "epoch"}, ["eval_strategy steps: set it and save_strategy to the same"]),
         (BEST | {"save_strategy": "no", "eval_strategy": "no"}, ["eval_strategy no: set it and save_strategy to"]),
         ({"save_strategy": "best"}, ["save_strategy best", "set load_best_model_at_end"]),
-        ({"attn_implementation": "flash_attention_2"}, ["needs flash-attn", "padding_free: true"]),
         ({"use_peft": True, "lora_task_type": "NOPE"}, ["'NOPE'", "CAUSAL_LM"]),
         ({"bf16": True, "use_cpu": "absent"}, ["bf16 true: no GPU is visible", "--use_cpu true"]),
-        ({"output_dir": "a\nb"}, ["output_dir a b: contains a line break; remove it"]),
         (
             {"model_init_kwargs": {"token": "secret", "dtype": "auto"}},
             ["model_init_kwargs: its token would be stored"],

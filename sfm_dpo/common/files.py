@@ -1,5 +1,6 @@
 """Atomic file writes, and times and tables as text."""
 
+import errno
 import hashlib
 import json
 import os
@@ -13,6 +14,15 @@ import xxhash
 
 PROJECT = Path(__file__).resolve().parents[2]
 CALIBRATION = PROJECT / "outputs/check-gpu/calibration.json"  # written by check_gpu.sh
+# What to do about a failed write
+DISK_REMEDIES = {
+    errno.ENOSPC: "free space",
+    errno.EDQUOT: "free space",
+    errno.EFBIG: "raise `ulimit -f`",
+    errno.EACCES: "give yourself write permission",
+    errno.EPERM: "give yourself write permission",
+    errno.EROFS: "use another node, or have it mounted read-write",
+}
 
 
 def write_atomically(path: Path, text: str) -> None:

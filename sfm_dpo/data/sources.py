@@ -14,7 +14,8 @@ from datasets import Dataset, load_dataset
 from datasets.data_files import FILES_TO_IGNORE, DataFilesDict, get_data_patterns
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
-from sfm_dpo.common.errors import DISK_REMEDIES, RunEnd, UserError, user_input
+from sfm_dpo.common.errors import RunEnd, UserError, user_input
+from sfm_dpo.common.files import DISK_REMEDIES
 from sfm_dpo.data import json_rows
 
 LOCAL_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
@@ -107,9 +108,6 @@ def _load_local(path: Path, split: str | None) -> Any:
     if len(formats) != 1 or None in formats:
         found = ", ".join(sorted({p.suffix for p in files})) or "none"
         raise UserError(f"dataset_name {path}: give .json, .jsonl or .parquet files of one format; found {found}")
-    for file in files:
-        if not os.access(file, os.R_OK):
-            raise UserError(f"dataset_name {file}: cannot be read; check its permissions")
     with user_input(f"dataset_name {path}: cannot be read", "check that it is complete and has rows of this split"):
         place = str(path.resolve() if path.is_dir() else path.absolute())
         pattern = glob.escape(place)  # datasets would read a name with [ ] ? * as a pattern

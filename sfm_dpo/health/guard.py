@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from sfm_dpo.common.distributed import broadcast, is_main_process
-from sfm_dpo.common.errors import GuardStopped, UserError
+from sfm_dpo.common.errors import GuardStopped
 from sfm_dpo.common.files import write_json
 from sfm_dpo.config_checks import HELD_OUT, LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.data.lengths import count_trained
@@ -150,10 +150,6 @@ def add_guard(trainer: Any) -> Guard | None:
     args = trainer.args
     if args.guard == "skip":
         return None
-    if args.guard_generations and (trainer.is_fsdp_enabled or trainer.zero_stage == 3):
-        raise UserError(
-            f"guard_generations {args.guard_generations}: needs the full weights on each rank; use ZeRO-2, or set 0"
-        )
     prompts = list(trainer.eval_dataset[HELD_OUT][:PROMPTS]["prompt_ids"]) if args.guard_generations else []
     guard = Guard(trainer, prompts)
     trainer.add_callback(guard)

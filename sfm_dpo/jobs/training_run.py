@@ -12,16 +12,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from sfm_dpo.common.distributed import is_main_process, main_process_first
-from sfm_dpo.common.errors import (
-    DISK_REMEDIES,
-    DiskFull,
-    Interrupted,
-    PreflightDone,
-    ResumeRefused,
-    RunEnd,
-    StopRequested,
-)
-from sfm_dpo.common.files import write_atomically, write_json
+from sfm_dpo.common.errors import DiskFull, Interrupted, PreflightDone, ResumeRefused, RunEnd, StopRequested
+from sfm_dpo.common.files import DISK_REMEDIES, write_atomically, write_json
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.config import Config
 from sfm_dpo.report.model_card import CARD, write_model_card
@@ -49,9 +41,8 @@ from sfm_dpo.train.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 UNWRITABLE = DISK_REMEDIES.keys() - {errno.EPERM}  # not only of files
-# Signs of these in exceptions of safetensors and (the first two) of torch.save
-UNWRITABLE_SIGNS = dict.fromkeys(("unexpected pos", "iostream error"), "free space")
-UNWRITABLE_SIGNS |= {os.strerror(number): DISK_REMEDIES[number] for number in UNWRITABLE}
+# Signs of these in exceptions of safetensors and (the last two) of torch.save
+UNWRITABLE_SIGNS = (*map(os.strerror, UNWRITABLE), "unexpected pos", "iostream error")
 
 
 class Run:
@@ -147,12 +138,11 @@ class Run:
             where = error.filename or self.folder
             remedy = DISK_REMEDIES[error.errno]
             return DiskFull(f"{where}: {error.strerror}; {remedy}, and run the same command again to resume")
-        if found := [sign for sign in UNWRITABLE_SIGNS if sign in str(error)]:
+        if any(sign in str(error) for sign in UNWRITABLE_SIGNS):
             what = self.progress.saving or self.folder
             newest = newest_checkpoint(self.folder)
             full = f"disk full or read-only, or `ulimit -f` reached, while writing {what}"
-            remedy = UNWRITABLE_SIGNS[found[-1]]
-            return DiskFull(f"{full}; {remedy}, and run it again to resume from {newest}")
+            return DiskFull(f"{full}; correct this, and run it again to resume from {newest}")
         return None
 
     def _close(self, end: RunEnd) -> None:

@@ -277,10 +277,8 @@ def load_configured_model(config: Config) -> PreTrainedModel:
     name = config.model.model_name_or_path
     model = load_model(name, options, config.model_field)
     if model.base_model is model:  # as for llama4_text, whose base_model_prefix names no attribute
-        raise UserError(
-            f"{config.model_field} {name}: TRL's fused LM head finds no backbone in {type(model).__name__}; "
-            "choose a model of another architecture"
-        )
+        reason = f"TRL's fused LM head finds no backbone in {type(model).__name__}; choose another model"
+        raise UserError(f"{config.model_field} {name}: {reason}")
     return model
 
 
