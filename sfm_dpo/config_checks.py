@@ -1,7 +1,6 @@
 """Checks of a configuration before any model or data is loaded: ranges, combinations, installed packages."""
 
 import argparse
-import dataclasses
 import json
 import math
 import re
@@ -9,6 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -118,7 +118,7 @@ def list_lora_conflicts(c: argparse.Namespace) -> Iterator[Conflict]:
         yield "lora_target_modules", "the fused LM head would ignore its adapter; remove it"
     if c.use_peft and launched_with() == "fsdp":
         yield "use_peft", "FSDP2 would put the whole policy on each GPU; launch with ZeRO-2 or ZeRO-3"
-    for field in dataclasses.fields(ModelConfig):
+    for field in fields(ModelConfig):
         is_of_lora = field.name.startswith(("lora_", "use_rslora", "use_dora"))
         if is_of_lora and c.use_peft is None and vars(c)[field.name] != field.default:
             yield field.name, "has no effect without LoRA; set use_peft: true, or remove it"
@@ -213,7 +213,8 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
     if re.search(r"['\"](use_auth_)?token['\"]", str(namespace.model_init_kwargs)):  # the error omits its value
         problems.append("model_init_kwargs: its token would be stored with the run; put HF_TOKEN into .env instead")
     reported = {problem.split()[0].rstrip(":") for problem in problems}
-    refused = [(name, remedy) for name, remedy in REFUSED.items() if values[name] != default_of(name)]
+    defaults = {field.name: field.default for cls in (DPOConfig, DatasetMixtureConfig) for field in fields(cls)}
+    refused = [(name, remedy) for name, remedy in REFUSED.items() if values[name] != defaults[name]]
     for name, remedy in [*refused, *find_conflicts(namespace, world_size, training)]:
         if name not in reported:
             problems.append(f"{name} {values[name]}: {remedy}")
@@ -237,11 +238,6 @@ def check_length_of_run(args: Any, pairs: int) -> None:
         raise UserError(
             f"warmup_steps {args.warmup_steps:g}: the run has only {steps} steps; give a share, such as 0.1"
         )
-
-
-def default_of(name: str) -> Any:
-    """The default of a field of TRL."""
-    return getattr(DPOConfig, name) if hasattr(DPOConfig, name) else getattr(DatasetMixtureConfig, name)
 
 
 def find_template_errors(template: str | None, training: bool) -> Iterator[str]:

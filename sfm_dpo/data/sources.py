@@ -36,7 +36,7 @@ def explain_cache_errors(folder: Path | None = None, end: type[RunEnd] = UserErr
         if not isinstance(cause, OSError):
             raise
         path = cause.filename or folder or datasets.config.HF_DATASETS_CACHE
-        remedy = f"{DISK_REMEDIES[cause.errno]}, or set HF_HOME (in .env) to another folder"
+        remedy = f"{DISK_REMEDIES[cause.errno or 0]}, or set HF_HOME (in .env) to another folder"
         raise end(f"HF_HOME: {path}: {cause.strerror}; {remedy}") from error
 
 

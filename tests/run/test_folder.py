@@ -167,7 +167,8 @@ def test_no_secret_is_written_down(tmp_path, monkeypatch):
 
 
 def test_the_check_of_the_batch_scripts_looks_and_leaves_the_folder_to_nobody(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "")  # check_config sets it
+    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_CONFIG_FILE"):
+        monkeypatch.setenv(name, "")  # check_config sets them
     run = tmp_path / "run"
     checkpoint = tmp_path / "checkpoint-3"
     checkpoint.mkdir()

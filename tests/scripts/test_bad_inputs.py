@@ -147,10 +147,7 @@ CASES = {
         (f"{RUN} hi --base {{kit}}/models/weights_lfs", "weights_lfs: cannot be loaded"),
         ("{kit}/models/more_layers hi", "model.layers.3.", "is missing (and 8 more)"),
     ],
-    "check_config": [
-        (f"four {TRAIN}", "four: cannot read four"),
-        (f"configs/accelerate/cpu.yaml four {TRAIN}", "four: give a launch configuration, the number of processes"),
-    ],
+    "check_config": [(f"four {TRAIN}", "unknown option four")],
     "report": [("", "required: RUN"), ("{kit}/model", "model: not a run's folder")],
     "analyze_dataset": [
         (f"{DATA} --plot no/lengths.png", "'no/lengths.png' cannot be written"),
