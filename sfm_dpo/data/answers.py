@@ -107,7 +107,6 @@ def _check_answers(pair: dict[str, Any]) -> dict[str, list[bool]]:
 
 
 def find_traits(answers: Sequence[str]) -> dict[str, list[bool]]:
-    """For each of TRAITS, whether each answer has it."""
     texts = [answer.rpartition("</think>")[2] for answer in answers]
     return {name: [bool(has(text)) for text in texts] for name, has in TRAITS.items()}
 

@@ -49,7 +49,6 @@ class Pairs:
 
     @property
     def drawn(self) -> int:
-        """Pairs in all splits."""
         return sum(map(len, self.splits.values()))
 
     @property

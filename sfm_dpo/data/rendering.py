@@ -20,7 +20,6 @@ REFUSALS = (TemplateError, TypeError, ValueError, RecursionError)
 
 
 def make_renderer(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
-    """A function from messages to their text."""
     arguments = json.loads(pair.get("template") or "{}")
 
     def render(messages: list[dict[str, Any]], **options: Any) -> Any:

@@ -204,8 +204,6 @@ def tokenize_pairs(
 
 
 def _cut_prompts(tokens: Dataset, max_prompt_length: int, num_proc: int | None) -> Dataset:
-    """Keeps the last `max_prompt_length` tokens of each prompt."""
-
     def cut(ids: list[int]) -> dict[str, Any]:
         return {"prompt_ids": ids[-max_prompt_length:], "prompt_length": min(len(ids), max_prompt_length)}
 

@@ -61,12 +61,10 @@ def test_a_zero_checkpoint_that_could_run_code_is_not_loaded(tmp_path, environme
 def test_only_floating_weights_take_the_dtype_of_deepspeed():
     model = torch.nn.Linear(4, 4)
     model.weight = torch.nn.Parameter(torch.full((8, 1), 200, dtype=torch.uint8), requires_grad=False)  # in 4 bits
-    args = SimpleNamespace(bf16=True)
-    accelerator = SimpleNamespace(device="cpu")
-    trainer: Any = SimpleNamespace(
-        model=model, ref_model=None, zero_stage=2, is_deepspeed_enabled=True, args=args, accelerator=accelerator
-    )
+    trainer: Any = SimpleNamespace(model=model, ref_model=None, zero_stage=2, is_deepspeed_enabled=True)
     trainer.config = SimpleNamespace(train=SimpleNamespace(ref_model_name_or_path=None))
+    trainer.args = SimpleNamespace(bf16=True)
+    trainer.accelerator = SimpleNamespace(device="cpu")
     with frozen_model(trainer, "policy") as frozen:
         assert frozen.model.weight.dtype == torch.uint8 and frozen.model.bias.dtype == torch.bfloat16
 

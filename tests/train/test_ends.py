@@ -82,14 +82,11 @@ def test_all_held_out_sets_of_a_step_count_for_the_grace_period():
     assert 0.15 <= stop.seconds["evaluation"] < 0.3
 
 
-@pytest.mark.parametrize(
-    ("number", "remedy"),
-    [
-        (errno.ENOSPC, "free space"),
-        (errno.EROFS, "use another node, or have it mounted read-write"),
-        (errno.EACCES, "give yourself write permission"),
-    ],
-)
+UNWRITABLE = {errno.ENOSPC: "free space", errno.EACCES: "give yourself write permission"}
+UNWRITABLE[errno.EROFS] = "use another node, or have it mounted read-write"
+
+
+@pytest.mark.parametrize(("number", "remedy"), UNWRITABLE.items())
 def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, monkeypatch, capsys, number, remedy, environment):
     error = OSError(number, os.strerror(number), "/disk/file")
 

@@ -10,13 +10,7 @@ from datasets import Dataset
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
-    OPTConfig,
-    OPTForCausalLM,
-)
+from transformers import AutoModelForCausalLM, Llama4ForCausalLM, Llama4TextConfig, OPTConfig, OPTForCausalLM
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from sfm_dpo.common.errors import UserError
@@ -35,6 +29,9 @@ from tests.e2e.test_oracle import measure
 from tests.tiny_models import VOCAB_SIZE, tiny_model, tiny_tokenizer
 from tests.toolbox import PLAIN, as_options
 
+TINY = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+TINY |= {"pad_token_id": 256}
+
 
 def pairs(n: int = 8) -> Dataset:
     """Plain text pairs whose responses differ in length by up to ten times; none is truncated."""
@@ -51,6 +48,12 @@ def make_trainer(folder, output_dir, *cli: str, peft=None, data: Dataset | None 
     trainer = SFMDPOTrainer(config, train_dataset=tokens, processing_class=tokenizer, peft_config=peft)
     add_reference(trainer)
     return trainer
+
+
+def save(model, folder):
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def move(model) -> None:
@@ -204,31 +207,26 @@ def test_step_0_stops_a_run_whose_policy_is_not_its_reference(tiny_folder, tmp_p
 
 
 def test_step_0_names_dropout(tiny_folder, tmp_path):
-    tiny_model("gpt_neox", hidden_dropout=0.3).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    model = save(tiny_model("gpt_neox", hidden_dropout=0.3), tmp_path / "model")
     with pytest.raises(UserError, match=r"step 0: .*dropout"):
-        make_trainer(tmp_path / "model", tmp_path / "a", "--disable_dropout", "false").train()
+        make_trainer(model, tmp_path / "a", "--disable_dropout", "false").train()
 
 
 def test_step_0_names_the_rates_that_disable_dropout_misses(tmp_path):
-    shape = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 96}
-    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 256, "eos_token_id": 259}
-    OPTForCausalLM(OPTConfig(**shape, dropout=0.1)).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    config = OPTConfig(**TINY, word_embed_proj_dim=64, ffn_dim=96, dropout=0.1)
+    model = save(OPTForCausalLM(config), tmp_path / "model")
     with pytest.raises(
         UserError, match=r"step 0: .*; if the model has dropout, set model_init_kwargs: {dropout: 0.0}"
     ):
-        make_trainer(tmp_path / "model", tmp_path / "a").train()
-    make_trainer(tmp_path / "model", tmp_path / "a", '--model_init_kwargs={"dropout": 0.0}').train()
+        make_trainer(model, tmp_path / "a").train()
+    make_trainer(model, tmp_path / "a", '--model_init_kwargs={"dropout": 0.0}').train()
 
 
 def test_a_model_without_a_backbone_is_refused(tmp_path):
-    shape = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96, "intermediate_size_mlp": 96}
-    shape |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_local_experts": 2, "head_dim": 16}
-    Llama4ForCausalLM(Llama4TextConfig(**shape, pad_token_id=256)).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    config = Llama4TextConfig(**TINY, intermediate_size=96, intermediate_size_mlp=96, num_local_experts=2, head_dim=16)
+    model = save(Llama4ForCausalLM(config), tmp_path / "model")
     with pytest.raises(UserError, match="fused LM head finds no backbone in Llama4ForCausalLM"):
-        make_trainer(tmp_path / "model", tmp_path / "a")
+        make_trainer(model, tmp_path / "a")
 
 
 @pytest.mark.parametrize("precision", ["bf16", "no"])
@@ -259,8 +257,7 @@ def test_weights_that_a_checkpoint_lacks_are_not_drawn_at_random(tiny_folder, tm
 
 
 def test_tied_weights_are_saved_once_and_no_pickle_of_the_arguments(tmp_path):
-    tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    save(tiny_model("llama", tie_word_embeddings=True), tmp_path / "model")
     trainer = make_trainer(tmp_path / "model", tmp_path / "run")
     trainer._save(str(tmp_path / "run"), clone_tensors_for_torch_save(trainer.model.state_dict()))  # as under ZeRO-2
     names = load_file(tmp_path / "run/model.safetensors").keys()
