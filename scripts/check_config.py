@@ -5,10 +5,12 @@
     LAUNCH=zero3 python scripts/check_config.py 16 --config recipes/think.yaml
 
 The launch configuration is that of LAUNCH (scripts/common.sh). The first argument is the number of processes over all
-nodes, by default that of the launch configuration. Unless the run is already done, it prints config_file, the launch
-configuration, and output_dir.
+nodes, by default that of the launch configuration. If there is something to train, it prints config_file, the launch
+configuration, and output_dir. If only steps of the end of a trained run are open, such as its push, it does them here,
+so that no node has to start.
 """
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -20,13 +22,14 @@ from sfm_dpo.common.cli import command, reads_runs
 from sfm_dpo.common.distributed import launch_file
 from sfm_dpo.common.errors import user_input
 from sfm_dpo.config import parse_config
-from sfm_dpo.run.checkpoint import check_resume, newest_checkpoint, why_incomplete
-from sfm_dpo.run.folder import State, check_folder, read_state, read_status
+from sfm_dpo.run.folder import make_folder
+from sfm_dpo.run.lock import check_owner
+from sfm_dpo.run.start import read_start
 
 
 @command
 @reads_runs
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
     name = os.environ.get("LAUNCH") or "zero2"
     file = launch_file(name)
     is_given = bool(argv) and argv[0].isdecimal()
@@ -38,17 +41,22 @@ def main(argv: list[str]) -> None:
     if deepspeed := launch.get("deepspeed_config", {}).get("deepspeed_config_file"):
         os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = deepspeed
     config = parse_config(argv[is_given:], world_size=processes)
-    run = config.train.output_dir
-    if check_folder(config):
-        start = config.train.resume_from_checkpoint or newest_checkpoint(run)
-        if start and why_incomplete(Path(start)) is None:
-            check_resume(Path(start), {"world_size": processes}, config.train.ignore_resume_mismatch)
+    run = Path(config.train.output_dir)
+    check_owner(make_folder(run))
+    start = read_start(config, processes, {})
+    if start.trains:
         print(f"config_file: {file}")
         print(f"output_dir: {run}")
-    elif read_state(run) is State.PUSH_FAILED:
-        print(f"{run}: trained, but not pushed: {read_status(run)['message']}", file=sys.stderr)
-    else:
+        return 0
+    if not start.open:
         print(f"{run}: already done; choose another output_dir to run again", file=sys.stderr)
+        return 0
+    from sfm_dpo.jobs.eval_command import EvalCommand  # these take seconds
+    from sfm_dpo.jobs.training_run import Run
+
+    with contextlib.redirect_stdout(sys.stderr), Run() as this:  # the batch script reads stdout
+        this.close_steps(config, this.begin(config).open, EvalCommand(config.train))
+    return this.exit_code
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ REFUSED = {
     "label_smoothing_factor": "is for Trainer's cross-entropy; with loss_type robust or exo_pair set label_smoothing",
     "ld_alpha": "metrics, preflight and the check of step 0 would ignore its weights; remove it",
     "neftune_noise_alpha": "adds noise to the policy alone, so the loss would not start at ln 2; remove it",
+    "restore_callback_states_from_checkpoint": "callbacks are restored without it; remove it",
     "save_only_model": "a run could not be resumed without its optimizer; remove it",
     "streaming": "pairs are checked before training, so they cannot be streamed",
     "sync_ref_model": "checkpoints do not store the synchronised reference, so a resumed run would lose it; remove it",
@@ -175,6 +176,8 @@ def list_evaluation_conflicts(c: argparse.Namespace, training: bool) -> Iterator
 def list_machine_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> Iterator[Conflict]:
     """The conflicts with this machine, of which all but that of `dtype` count only with `training`."""
     gpus = torch.cuda.device_count()
+    if training and launched_with() == "fsdp" and c.ref_model_name_or_path and c.preflight != "skip":
+        yield "preflight", "under FSDP2 it would score the reference; run scripts/preflight.py, then set it to skip"
     is_16_bit = c.dtype in ("bfloat16", "float16") and not c.use_peft
     rounded = f"there are no fp32 master weights; updates of {c.learning_rate:g} round to 0; remove dtype"
     if is_16_bit and launched_with() == "none":
@@ -232,12 +235,28 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
 
 
 def check_length_of_run(args: Any, pairs: int) -> None:
-    """Raises UserError if an epoch of `pairs` pairs ends the run before its warm-up."""
-    steps = args.max_steps if args.max_steps > 0 else math.ceil(pairs / args.global_batch_size * args.num_train_epochs)
-    if args.get_warmup_steps(steps) > steps:
+    """Raises UserError if a run on `pairs` pairs ends before its warm-up, or cannot change a weight."""
+    steps = args.max_steps
+    if steps < 1:
+        steps = math.ceil(pairs // args.global_batch_size * args.num_train_epochs)
+    warmup = args.get_warmup_steps(steps)
+    if warmup > steps:
         raise UserError(
             f"warmup_steps {args.warmup_steps:g}: the run has only {steps} steps; give a share, such as 0.1"
         )
+    if steps == warmup == 1 and args.lr_scheduler_type not in ("constant", "reduce_lr_on_plateau"):
+        more = "give more max_steps" if args.max_steps == 1 else advise_batch(args, pairs)
+        raise UserError(
+            f"warmup_steps {args.warmup_steps:g}: the run's only step, on {args.global_batch_size} of {pairs} pairs, "
+            f"has learning rate 0 and would change no weight; {more}, or set warmup_steps: 0"
+        )
+
+
+def advise_batch(args: Any, pairs: int) -> str:
+    """The remedy for a run of too few steps: at least ten in an epoch, if its `pairs` allow it."""
+    unit = args.world_size * (args.per_device_train_batch_size or 1)
+    size = max(1, pairs // 10 // unit) * unit
+    return f"use a smaller global_batch_size ({size if size <= pairs else 'fewer pairs per device'}), or more data"
 
 
 def find_template_errors(template: str | None, training: bool) -> Iterator[str]:
@@ -250,6 +269,7 @@ def find_template_errors(template: str | None, training: bool) -> Iterator[str]:
         words = [word.format(checkpoint="<checkpoint>", step=0, out="<out>") for word in shlex.split(template)]
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         yield f"cannot be read ({error!r}); {example}; double any other brace"
+        return
     for name in ("checkpoint", "out"):
         if f"<{name}>" not in " ".join(words):
             yield f"lacks {{{name}}}; {example}"

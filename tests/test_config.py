@@ -41,7 +41,7 @@ def refused(parse, recipe=None, *cli: str, **kwargs) -> str:
     with pytest.raises(UserError) as caught:
         parse(recipe, *cli, **kwargs)
     message = str(caught.value)
-    assert "\n" not in message
+    assert message.count("\n") == (int(message.split()[0]) if "fields to correct" in message else 0)
     assert caught.value.exit_code == 2
     return message
 
@@ -104,11 +104,15 @@ def test_yaml_values_arrive_as_meant(parse, field, text, value):
         ("--learning_rat 1", ["--learning_rat", "did you mean --learning_rate"]),  # no abbreviations
         ("--pair-by=score", ["--pair-by; here: none (make the pairs before training, see docs/data.md)"]),
         ("--warmup_ratio 0.1", ["unknown option --warmup_ratio; here: warmup_steps, see docs/migration.md"]),
+        ("--gpus-per-node=8", ["Slurm's options come before the script: sbatch [options] scripts/dpo_train.sh"]),
         ("--lr 1", ["unknown option --lr; here: learning_rate, see docs"]),
-        ("--beta 0 --seed -1 --lr 1", ["3 fields to correct: (1) unknown option --lr", "(2) beta 0.0: must be above"]),
+        (
+            "--beta 0 --seed -1 --lr 1",
+            ["3 fields to correct", "yaml:\n- unknown option --lr; ", "\n- beta 0.0: must be above"],
+        ),
         (
             "--beta 0 --loss_type foo --eval_strategy steps --report_to nowhere",
-            ["4 fields", "(1) beta 0.0: must", "(2) loss_type foo: unknown", "(3) eval_strategy", "(4) report_to"],
+            ["4 fields", "\n- beta 0.0: must", "\n- loss_type foo: unknown", "\n- eval_strategy", "\n- report_to"],
         ),
         ("--learning_rate fast", ["learning_rate", "'fast'"]),
         ("--gradient_checkpointing maybe", ["gradient_checkpointing", "maybe"]),
@@ -224,6 +228,7 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         (BEST | {"eval_steps": 250}, ["eval_steps 250", "set it to save_steps, 500"]),
         (BEST | {"save_strategy": "epoch"}, ["eval_strategy steps: set it and save_strategy to the same"]),
         (BEST | {"save_strategy": "no", "eval_strategy": "no"}, ["eval_strategy no: set it and save_strategy to"]),
+        ({"eval_steps": 5}, ["eval_steps 5: has no effect; set eval_strategy: steps"]),
         ({"save_strategy": "best"}, ["save_strategy best", "set load_best_model_at_end"]),
         ({"use_peft": True, "lora_task_type": "NOPE"}, ["'NOPE'", "CAUSAL_LM"]),
         ({"bf16": True, "use_cpu": "absent"}, ["bf16 true: no GPU is visible", "--use_cpu true"]),
@@ -270,12 +275,13 @@ def test_the_objective_names_where_it_comes_from(parse):
 
 def test_a_recipe_of_another_trainer_is_told_all_at_once(parse):
     """Fields of TRL's CLI, LLaMA-Factory and axolotl."""
-    fields = {"torch_dtype": "auto", "stage": "dpo", "cutoff_len": 1, "sequence_len": 1, "max_steps": 0, "lora_r": 3}
-    fields |= {"gradient_accumulation_steps": 8, "per_device_train_batch_size": 4, "xyzzy": 1}
+    fields = {"torch_dtype": "auto", "stage": "dpo", "cutoff_len": 1, "max_steps": 0, "lora_r": 3}
+    fields |= {"gradient_accumulation_steps": 8, "micro_batch_size": 4, "xyzzy": 1, "evals_per_epoch": 4}
+    fields |= {"adapter": "lora", "base_model": "m"}
     message = refused(parse, fields, world_size=2)
-    expected = """8 fields to correct|here: dtype, see docs|'stage'; here: none (always DPO)|
-        |'cutoff_len'; here: max_length (|'sequence_len'; here: max_length, |
-        |unknown field 'xyzzy'; (|max_steps 0: |lora_r 3: |
+    expected = """10 fields to correct|here: dtype, see docs|'stage'; here: none (always DPO)|
+        |'cutoff_len'; here: max_length (|unknown field 'xyzzy'|max_steps 0: |
+        |here: eval_strategy: steps (|here: use_peft (|
         gradient_accumulation_steps 8: |set global_batch_size: 64"""
     assert not [part for part in expected.split("|") if part.strip() not in message], message
 
@@ -401,6 +407,12 @@ def test_fields_that_would_not_work_are_refused(parse, field):
     value = {"neftune_noise_alpha": 5.0, "label_smoothing_factor": 0.1, "ld_alpha": 0.0, "test_split_size": 0.1}
     value["deepspeed"] = "ds.json"
     assert refused(parse, {field: value.get(field, True)}).startswith(f"{field} {value.get(field, True)}: ")
+
+
+def test_under_fsdp2_the_preflight_cannot_score_the_model_beside_another_reference(parse, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    message = refused(parse, {"ref_model_name_or_path": "org/other"})
+    assert message.startswith("preflight abort: under FSDP2 it would score the reference; run scripts/preflight.py")
 
 
 def test_every_field_of_trl_is_in_its_table():

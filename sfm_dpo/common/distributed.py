@@ -57,7 +57,8 @@ def disable_deepspeed_shm() -> None:
     if launched_with() == "zero":
         import deepspeed
 
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if deepspeed.get_accelerator().device_name() == "cpu":  # it probes all ops, which takes seconds on a GPU
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def load_only_tensors() -> None:
@@ -104,8 +105,8 @@ def gather(value: T) -> list[T]:
     return gather_object([value])
 
 
-def main_process_first(action: Callable[[], T]) -> T:
-    """Runs `action` on rank 0, which fills caches, then on the others. Rank 0's RunEnd is raised on every rank."""
+def on_main_process(action: Callable[[], T]) -> T:
+    """Returns on every rank what `action` returns on rank 0, pickled. Rank 0's RunEnd is raised on every rank."""
     result: Any = None
     error: RunEnd | None = None
     if is_main_process():
@@ -113,9 +114,17 @@ def main_process_first(action: Callable[[], T]) -> T:
             result = action()
         except RunEnd as raised:
             error = raised
-    if agreed := broadcast(error):
-        raise agreed
-    return result if is_main_process() else action()
+    result, error = broadcast((result, error))
+    if error:
+        raise error
+    return result
+
+
+def main_process_first(action: Callable[[], T]) -> T:
+    """Runs `action` on rank 0, which fills caches, then on the others. Rank 0's RunEnd is raised on every rank."""
+    results: list[T] = []
+    on_main_process(lambda: results.append(action()))
+    return results[0] if results else action()
 
 
 def explain_missing_gpus() -> str | None:

@@ -16,13 +16,14 @@ _OF_MACHINE = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS,
 
 
 class RunEnd(Exception):
-    """An end that is reported in one line, without a traceback; `status` holds further fields for status.json."""
+    """An end that is reported in one line, without a traceback, or in one for each item of a list; `status` holds
+    further fields for status.json."""
 
     exit_code: ClassVar[int]
     state: ClassVar[str]  # run.folder.State, in status.json
 
     def __init__(self, message: str, **status: Any):
-        super().__init__(" ".join(str(message).split()))
+        super().__init__("\n- ".join(" ".join(item.split()) for item in str(message).split("\n- ")))
         self.status = status
 
 

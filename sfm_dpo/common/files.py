@@ -13,7 +13,6 @@ from typing import IO, Any
 import xxhash
 
 PROJECT = Path(__file__).resolve().parents[2]
-CALIBRATION = PROJECT / "outputs/check-gpu/calibration.json"  # written by check_gpu.sh
 # What to do about a failed write
 DISK_REMEDIES = {
     errno.ENOSPC: "free space",

@@ -48,6 +48,7 @@ def read_log(path: Path) -> RunLog:
         environment[f"versions.{name}"] = version
     facts = {
         "configuration": {name: value for name, value in run["config"].items() if name not in NO_EFFECT},
+        "without effect": {name: run["config"][name] for name in run["config"] if name in NO_EFFECT - {"output_dir"}},
         "environment": environment,
         "data": {name: run["data"].get(name) for name in _DATA_FACTS},
         "reference cache": run["data"].get("reference", {}).get("train", {}),

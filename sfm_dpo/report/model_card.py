@@ -12,12 +12,11 @@ from sfm_dpo.common.errors import user_input
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.data.pairs import DROP_REASONS
-from sfm_dpo.report.page import FIGURES, changed_fields, evaluation_tables, format_yaml, list_held_out, render_page
+from sfm_dpo.report.page import FIGURES, changed_fields, evaluation_tables, format_yaml, render_page, tabulate_held_out
 from sfm_dpo.report.plots import draw_curves
-from sfm_dpo.run.files import EVALUATION, read_file
-from sfm_dpo.run.reader import read_run
+from sfm_dpo.run.files import CARD, EVALUATION, read_file
+from sfm_dpo.run.reader import judge_learning, read_run
 
-CARD = "README.md"
 _CURVES = ("loss", "accuracy", "margin", "logps")
 # By `launch` in data.json
 LAUNCHERS = {"ZeRO-2": launch_file("zero2"), "ZeRO-3": launch_file("zero3"), "FSDP2": launch_file("fsdp2")}
@@ -73,7 +72,8 @@ def write_model_card(
         base=_format_link(base),
         reference=_format_link(config.get("ref_model_name_or_path") or ""),
         datasets=[_format_link(name, "datasets/") for name in datasets],
-        held_out=list_held_out(facts),
+        held_out=tabulate_held_out(facts),
+        verdicts=judge_learning(facts),
         drop_reasons=DROP_REASONS,
         evaluation_tables=evaluation_tables(facts["evaluation"]),
         figures=[name for name in _CURVES if (folder / FIGURES / f"{name}.png").is_file()],

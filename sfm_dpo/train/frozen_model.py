@@ -33,8 +33,7 @@ def frozen_model(trainer: Any, role: Literal["reference", "policy"]) -> Iterator
     when training begins, a separate model always exists and takes the policy's place.
     """
     model = trainer.ref_model
-    is_other = role == "policy" and trainer.config.train.ref_model_name_or_path and not trainer.is_fsdp_enabled
-    if model is None or is_other:
+    if model is None or (role == "policy" and not trainer.is_fsdp_enabled):
         model = _place_policy(trainer)
     frozen = FrozenModel(trainer, model)
     try:

@@ -67,6 +67,7 @@ def test_identical_but_for_fields_without_effect(tmp_path, capsys):
     b = write_run(tmp_path / "b", healthy(), {"output_dir": "b", "logging_steps": 5})
     assert command.main([str(a), str(b)]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert "without effect: logging_steps  A 1  B 5" in lines
     assert "configuration: no common field differs" in lines and lines[-1] == "verdict: identical"
 
 

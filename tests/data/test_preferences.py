@@ -68,6 +68,7 @@ def mixture(tmp_path, entries, *cli):
         (([S, Q], [Q, A], [Q, B]), WITH_SYSTEM),
         (([S], [Q, A], [Q, B]), WITH_SYSTEM),  # a prompt column with the system message alone must not get lost
         (([Q], "a", "b"), PLAIN),  # responses as text under a prompt of messages
+        (([{"from": "human", "value": "q"}], {"from": "gpt", "value": "a"}, [B]), PLAIN),  # ShareGPT
         # plain text
         (("q: ", "a", "b"), ("q: ", "a", "b")),
         (("q", [A], [assistant("b", name=None)]), PLAIN),  # keys that are None
@@ -88,7 +89,6 @@ def test_shapes(row, expected):
     ("row", "reason"),
     [
         (("q", 5, 6), "malformed"),
-        (("q", [{"from": "gpt", "value": "a"}], [{"from": "gpt", "value": "b"}]), "malformed"),
         (("q", [assistant([{"type": "image", "image": "x"}])], [B]), "malformed"),
         (("q", [assistant(3)], [B]), "malformed"),
         ((None, [A], [B]), "malformed"),  # no prompt anywhere

@@ -1,8 +1,10 @@
 """Pushes over real HTTP, huggingface_hub's own client against tests/hub_server.py: what arrives, and every failure."""
 
 import json
+import platform
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import generate
@@ -17,11 +19,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_dpo
+from scripts import check_config
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.hub.upload import check_access
 from sfm_dpo.report.page import write_report
 from sfm_dpo.run.checkpoint import KEEP, PUSHING, mark_pushed, rotate
-from sfm_dpo.run.folder import read_resolved_config, read_status, write_status
+from sfm_dpo.run.folder import RESOLVED_CONFIG, read_resolved_config, read_status, write_end, write_status
+from sfm_dpo.run.lock import LOCK
+from sfm_dpo.run.reader import describe_run, format_runs
 from sfm_dpo.run.saved_model import SavedModel, describe_change
 from tests.hub_server import NAME, TOKEN
 from tests.toolbox import on_cpu, pairs
@@ -83,6 +88,30 @@ def test_what_was_pushed_loads_from_there_and_a_second_push_changes_nothing(hub,
     assert "model-00001-of-00002.safetensors" not in files(hub) and WEIGHTS in files(hub)
 
 
+def test_a_batch_job_does_the_open_steps_of_a_trained_run_and_nothing_else(hub, run, capsys, monkeypatch, environment):
+    """As if the job before it had been killed once the model was saved."""
+    monkeypatch.setenv("LAUNCH", "cpu")
+    (run / "report.html").unlink()
+    write_end(run, ["pushed", "reported"], step=6)
+    shown = format_runs([describe_run(run, None, time.time())])
+    assert f"{run}: to be done by the same command: pushed, reported" in shown and "not pushed yet" in shown
+    fields = ["--config", str(run / RESOLVED_CONFIG), "--output_dir", str(run), "--push_to_hub", "true"]
+    fields += ["--hub_model_id", "lab/model"]
+    hub.fault("POST .*/commit/", 403, times=99)
+    assert check_config.main(["1", *fields]) == 5
+    status = read_status(run)
+    assert (status["state"], status["exit_code"], status["open"]) == ("push_failed", 5, ["pushed"])
+    hub.faults.clear()
+    assert check_config.main(["1", *fields]) == 0
+    status = read_status(run)
+    assert (status["state"], status["exit_code"], status["message"], status["open"]) == ("done", 0, "", [])
+    assert status["step"] == 6 and WEIGHTS in files(hub) and (run / "report.html").is_file()
+    assert not (run / LOCK).exists()
+    sent = hub.count("POST")
+    assert check_config.main(["1", *fields]) == train_dpo.main(fields) == 0 and hub.count("POST") == sent
+    assert "output_dir:" not in capsys.readouterr().out, "what would start the nodes"
+
+
 def test_a_checkpoint_goes_to_a_branch_of_its_own(hub, run):
     """That of a run which the guard stopped, the checkpoint being the one that it calls healthy."""
     assert push(run, "--hub_revision", "step-{step}") == 0
@@ -121,6 +150,10 @@ def test_a_checkpoint_that_is_pushed_is_not_rotated_away(run):
         mark_pushed(run / "checkpoint-4", pusher.pid)
         rotate(run, 1)
         assert (run / "checkpoint-4").is_dir()
+        change(run / "checkpoint-4" / PUSHING, host="another-node")
+    rotate(run, 1)
+    assert (run / "checkpoint-4").is_dir(), "whether it still runs there is not known"
+    change(run / "checkpoint-4" / PUSHING, host=platform.node())
     rotate(run, 1)
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-6"]
 

@@ -94,7 +94,7 @@ def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, monkeypatch, capsy
         raise error
 
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/dev/full")
-    monkeypatch.setattr(train_dpo, "find_start", fail)
+    monkeypatch.setattr(train_dpo, "identify_models", fail)
     monkeypatch.setattr(folder, "write_json", fail)
     fields = f"--model_name_or_path m --dataset_name d.jsonl --use_cpu --output_dir {tmp_path / 'run'}"
     assert train_dpo.main(fields.split()) == 1
@@ -199,7 +199,7 @@ def test_a_library_s_error_is_one_line_with_its_traceback_in_error_txt(tmp_path,
         with user_input("model m", "choose another"):
             raise KeyError("no such model")
 
-    monkeypatch.setattr(train_dpo, "find_start", fail)
+    monkeypatch.setattr(train_dpo, "identify_models", fail)
     fields = f"--model_name_or_path m --dataset_name d.jsonl --use_cpu --output_dir {run}".split()
     for _ in range(2):  # error.txt does not block the folder
         assert train_dpo.main(fields) == 2
@@ -208,7 +208,7 @@ def test_a_library_s_error_is_one_line_with_its_traceback_in_error_txt(tmp_path,
         status = read_status(run)
         assert (status["state"], status["exit_code"], status["message"][:8]) == ("failed", 2, "model m:")
         assert "in fail\n    raise KeyError" in (run / "error.txt").read_text()
-    monkeypatch.setattr(train_dpo, "find_start", lambda *args: (_ for _ in ()).throw(UserError("a mistake")))
+    monkeypatch.setattr(train_dpo, "identify_models", lambda *args: (_ for _ in ()).throw(UserError("a mistake")))
     assert train_dpo.main(fields) == 2 and not (run / "error.txt").exists()
 
 
@@ -217,7 +217,7 @@ def test_out_of_memory_while_a_model_is_loaded_is_no_mistake(tmp_path, monkeypat
         with user_input("model m"):
             raise MemoryError("9 GiB")
 
-    monkeypatch.setattr(train_dpo, "find_start", fail)
+    monkeypatch.setattr(train_dpo, "identify_models", fail)
     fields = f"--model_name_or_path m --dataset_name d.jsonl --use_cpu --output_dir {tmp_path / 'run'}"
     assert train_dpo.main(fields.split()) == 2
     assert "out of memory in loading" in error_line(capsys.readouterr().err)
@@ -246,8 +246,12 @@ def test_an_error_of_the_report_does_not_change_the_end(tiny_folder, write_rows,
     run = tmp_path / "run"
     monkeypatch.setattr(training_run, "write_report", Mock(side_effect=KeyError("step")))
     monkeypatch.setattr(training_run, "format_summary", Mock(side_effect=ZeroDivisionError("division by zero")))
-    fields = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(16)), run, max_steps=1)
+    fields = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(16)), run, max_steps=1, warmup_steps=0)
     assert train_dpo.main(fields) == 0 and read_status(run)["state"] == "done"
+    assert read_status(run)["open"] == ["reported"]
     out = capsys.readouterr().out
     assert f"report not written; write it later with python -m sfm_dpo.report.page {run}: KeyError: 'step'\n" in out
     assert "no summary: ZeroDivisionError: division by zero\n" in out
+    monkeypatch.undo()
+    assert train_dpo.main(fields) == 0 and read_status(run)["open"] == []
+    assert "step 1/1" not in capsys.readouterr().out and (run / "report.html").is_file()

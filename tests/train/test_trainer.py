@@ -15,7 +15,6 @@ from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
-from sfm_dpo.common.statistics import LOGP_ROUNDING
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.tokenization import load_tokenizer, tokenize_pairs
@@ -78,7 +77,7 @@ def one_batch(trainer):
 
 def test_prefix_sharing_is_on_where_the_model_can(tiny_folder, tmp_path):
     trainer = make_trainer(tiny_folder("olmo3"), tmp_path, "--padding_free=true")
-    assert trainer.prefix_sharing
+    assert trainer.prefix_sharing and trainer._precompute_model_hash is None  # test_canary_hash_module
     one_batch(trainer)
     counts = trainer.meter.counts
     assert counts["computed"] == counts["grid"] < counts["tokens"]
@@ -229,19 +228,18 @@ def test_a_model_without_a_backbone_is_refused(tmp_path):
         make_trainer(model, tmp_path / "a")
 
 
-@pytest.mark.parametrize("precision", ["bf16", "no"])
+@pytest.mark.parametrize("noise", [0.015, 2e-5])
 @pytest.mark.parametrize(("loss", "beta"), [("sigmoid_norm", 5.0), ("sigmoid", 0.1)])
 @pytest.mark.parametrize("tokens", [2, 50, 4000])
-def test_rounding_passes_step_0_and_a_wrong_reference_does_not(loss, beta, precision, tokens):
+def test_rounding_passes_step_0_and_a_wrong_reference_does_not(loss, beta, noise, tokens):
     """Of 4,096 pairs whose tokens are off by noise, and by noise and a twentieth of a nat on every rejected token."""
     mask = torch.ones(2, tokens)
     scale = loss_scale(mask, loss)
-    tolerance = step_0_tolerance(mask, scale, beta, 10 * LOGP_ROUNDING[precision]).item()
-    noise = torch.randn(4096, 2, generator=torch.Generator().manual_seed(0)) * 10 * LOGP_ROUNDING[precision]
-    noise *= tokens**0.5
-    error = beta * (noise / scale).diff(dim=1).abs() / 2
+    tolerance = step_0_tolerance(mask, scale, beta, noise).item()
+    sums = torch.randn(4096, 2, generator=torch.Generator().manual_seed(0)) * noise * tokens**0.5
+    error = beta * (sums / scale).diff(dim=1).abs() / 2
     assert error.mean() < tolerance / 2 and error.quantile(0.999) < tolerance
-    if precision == "no" or tokens >= 50:  # two tokens in bf16 cannot tell
+    if noise < 0.01 or tokens >= 50:  # two tokens in bf16 cannot tell
         assert beta * 0.05 * tokens / scale[0].item() / 2 > tolerance
 
 
