@@ -14,6 +14,16 @@ HUNG = 70
 # Errors of the machine, whatever the user has given
 _OF_MACHINE = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
+# What to do about a failed write
+DISK_REMEDIES = {
+    errno.ENOSPC: "free space",
+    errno.EDQUOT: "free space",
+    errno.EFBIG: "raise `ulimit -f`",
+    errno.EACCES: "give yourself write permission",
+    errno.EPERM: "give yourself write permission",
+    errno.EROFS: "use another node, or have it mounted read-write",
+}
+
 
 class RunEnd(Exception):
     """An end that is reported in one line, without a traceback, or in one for each item of a list; `status` holds

@@ -135,7 +135,7 @@ class Guard(TrainerCallback, ExportableState):
         self.first_texts = self.first_texts or answers
         prompts = tokenizer.batch_decode(self.prompts, skip_special_tokens=True)
         rows = zip(prompts, self.first_texts, answers, strict=True)
-        samples = [{"prompt": prompt, "before": first, "after": last} for prompt, first, last in rows]
+        samples = [dict(zip(("prompt", "before", "after"), row, strict=True), limit=NEW_TOKENS) for row in rows]
         write_json(Path(args.output_dir) / SAMPLES, samples)
         return {
             "guard/repeated_4grams": repeated_4grams(answers),

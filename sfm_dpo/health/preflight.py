@@ -163,7 +163,7 @@ def tabulate_means(figures: dict[str, Figure], pairs: str, boundary: str) -> lis
         return "{:+.2f} ({:+.2f} to {:+.2f}) nats".format(*figures[name])
 
     return [
-        ("pairs", f"{pairs}; means with 95% intervals"),
+        ("pairs judged", f"{pairs}; means with 95% intervals"),
         ("chosen, per token", interval("chosen_logp")),
         ("gap, per token", interval("token_gap")),
         ("gap, sum", interval("sum_gap")),

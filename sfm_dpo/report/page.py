@@ -21,7 +21,7 @@ from sfm_dpo.common.files import format_clock, format_table, write_atomically
 from sfm_dpo.common.statistics import wilson
 from sfm_dpo.config import DATACLASSES
 from sfm_dpo.data.pairs import DROP_REASONS
-from sfm_dpo.report.plots import draw_curves
+from sfm_dpo.report.plots import PANELS, draw_curves
 from sfm_dpo.run.files import REPORT
 from sfm_dpo.run.folder import State
 from sfm_dpo.run.reader import LEARNED, judge_learning, list_held_out, read_run, to_float
@@ -73,6 +73,7 @@ def write_report(run: Path) -> Path:
         held_out=tabulate_held_out(facts),
         evaluation_tables=evaluation_tables(facts["evaluation"]),
         curves=draw_curves(facts, run / FIGURES),
+        machine_titles=[title for name, (title, *_) in PANELS.items() if name.startswith("perf_")],
         last_user_turn=last_user_turn,
         drop_reasons=DROP_REASONS,
         changed=changed_fields(facts["config"]),

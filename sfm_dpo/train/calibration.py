@@ -333,6 +333,8 @@ def find_setting(trainer: Any, model: Any, plan: MemoryPlan) -> tuple[Candidate,
         if not math.isfinite(size):
             states = plan.states
             activations = 1.1 * max(plan.limit - states, candidate.activations)
+        if len(tried) == ROUNDS - 1 and all(size > plan.limit for _, size in tried.values()):
+            states = plan.limit  # the smallest of all
         candidate = plan.choose(int(states), activations / candidate.activations)
         if (candidate.per_device, candidate.checkpointed_layers) in tried:
             break

@@ -21,14 +21,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train_dpo
 from scripts import check_config
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.config import parse_config
 from sfm_dpo.hub.upload import check_access
+from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.report.page import write_report
 from sfm_dpo.run.checkpoint import KEEP, PUSHING, mark_pushed, rotate
 from sfm_dpo.run.folder import RESOLVED_CONFIG, read_resolved_config, read_status, write_end, write_status
 from sfm_dpo.run.lock import LOCK
 from sfm_dpo.run.reader import describe_run, format_runs
-from sfm_dpo.run.saved_model import SavedModel, describe_change
+from sfm_dpo.run.saved_model import SavedModel, describe_change, merge_adapter
 from tests.hub_server import NAME, TOKEN
+from tests.tiny_models import tiny_tokenizer
 from tests.toolbox import on_cpu, pairs
 
 WEIGHTS = "model.safetensors"
@@ -203,6 +206,14 @@ def test_rounding_of_the_base_model_is_no_change_and_an_adapter_is_its_b_matrice
             tensor.view(-1)[0] = 0.5
     save_file(state, adapter / "adapter_model.safetensors")
     assert "of the parameters changed, by at most 0.5" in describe_change(adapted)
+
+    tiny_tokenizer().save_pretrained(adapter)
+    merge_adapter(adapted, tmp_path / "merged")
+    trained, merged = (AutoModelForCausalLM.from_pretrained(path) for path in (adapter, tmp_path / "merged"))
+    assert torch.allclose(answer(merged), answer(trained), atol=1e-4)
+    assert not torch.allclose(answer(merged), answer(AutoModelForCausalLM.from_pretrained(base)), atol=1e-2)
+    with pytest.raises(UserError, match="holds a LoRA adapter; merge it first"):
+        load_model_config(parse_config(on_cpu(adapter, tmp_path / "p.jsonl", tmp_path / "run")))
 
 
 def test_a_run_that_the_guard_stopped_is_pushed_only_when_asked(hub, run, capsys):

@@ -18,6 +18,7 @@ from sfm_dpo.jobs import training_run
 from sfm_dpo.report.page import write_report
 from sfm_dpo.run import folder
 from sfm_dpo.run.checkpoint import COMPLETE, STOP
+from sfm_dpo.run.files import DATA, read_file
 from sfm_dpo.run.folder import read_status
 from sfm_dpo.run.lock import LOCK
 from sfm_dpo.run.reader import describe_run
@@ -44,6 +45,7 @@ def test_a_mismatch_leaves_the_run_stopped_the_end_is_evaluated_and_made_again(
     assert "<th>before</th></tr>" in write_report(run).read_text()
     stopped = read_status(run)
     assert stopped["for_good"] is True
+    calibration = read_file(run / DATA)["calibration"]
     mark = run / "checkpoint-1" / COMPLETE
     complete = json.loads(mark.read_text())
     mark.write_text(json.dumps(complete | {"world_size": 4}))
@@ -54,6 +56,7 @@ def test_a_mismatch_leaves_the_run_stopped_the_end_is_evaluated_and_made_again(
     mark.write_text(json.dumps(complete))
     monkeypatch.setenv("SFM_GRACE_SECONDS", "600")
     assert train_dpo.main(fields) == 0
+    assert read_file(run / DATA)["calibration"] == calibration
     evals = {entry["step"]: entry["eval_loss"] for entry in logged(run, "eval_loss")}
     assert set(evals) == {0, 3} and evals[3] < evals[0] == pytest.approx(0.6931, abs=1e-4)
     assert f"{evals[3]:.3f}" in capsys.readouterr().out.rpartition("held out")[2]
