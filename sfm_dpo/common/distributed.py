@@ -44,11 +44,9 @@ def launched_with() -> str:
 
 def zero_stage() -> int:
     """DeepSpeed's stage, from the launcher's environment variables; 0 without DeepSpeed."""
-    if launched_with() != "zero":
-        return 0
     from accelerate import DeepSpeedPlugin
 
-    return DeepSpeedPlugin().zero_stage
+    return DeepSpeedPlugin().zero_stage if launched_with() == "zero" else 0
 
 
 # Upstream: deepspeed 0.19, comm/torch.py, build_shm_op: compiles its own all-reduce for CPU for half a minute, and a

@@ -195,12 +195,12 @@ def test_values_that_are_no_numbers(run, without_curves):
 
 
 def test_perf_metrics_restarts_and_log_probs_relative_to_the_base_are_drawn(tmp_path):
-    log = [{"step": i, "loss": 0.7 - i / 1000, "perf/mfu": i / 300, "eval_math_eval_loss": 0.6} for i in range(1, 201)]
+    log = [{"step": i, "loss": 0.7 - i / 1000, "perf/mfu": i / 300, "eval_math-eval_loss": 0.6} for i in range(1, 201)]
     log[0] |= {"rewards/chosen": 0.5}
     facts = {"log": log, "config": {"beta": 5, "loss_type": ["sigmoid_norm", "sft"]}, "environment": {}}
     drawn = dict(draw_curves(facts, tmp_path / "figures"))
     assert {path.stem for path in (tmp_path / "figures").iterdir()} == {"loss", "logps", "perf_mfu"}
-    assert ">math_eval<" in drawn["Loss"] and re.search(r">share of the GPU.*s peak FLOPs<", drawn["MFU"])
+    assert ">math-eval<" in drawn["Loss"] and re.search(r">share of the GPU.*s peak FLOPs<", drawn["MFU"])
     texts = re.findall("<text[^>]*>([^<]*)<", drawn["Log-probability relative to the reference"])
     assert texts[:2] == ["1", "optimizer step"] and {"0.100", "nats per token"} <= set(texts), "0.5 / beta"
     restarted = facts | {"environment": {"starts": [{"step": 0}, {"step": 90}]}}

@@ -7,14 +7,12 @@ import re
 import resource
 import shutil
 import signal
-import sys
 import time
 from unittest.mock import Mock
 
 import pytest
 
 import train_dpo
-from sfm_dpo.common.cli import interrupt_again
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.jobs import training_run
 from sfm_dpo.report.page import write_report
@@ -193,20 +191,6 @@ def test_ctrl_c_and_sigterm_are_a_stop(tiny_folder, write_rows, tmp_path, monkey
     signals()
     assert train_dpo.main(fields) == 0
     assert f"resuming from {checkpoint}" in capsys.readouterr().out
-
-
-def test_an_interrupt_that_reaches_a_destructor_comes_again(signals, monkeypatch):
-    class Interrupted:
-        def __del__(self):
-            signal.raise_signal(signal.SIGTERM)
-            time.sleep(0)
-
-    signals()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as a run does
-    monkeypatch.setattr(sys, "unraisablehook", interrupt_again)
-    with pytest.raises(KeyboardInterrupt):
-        Interrupted()
-        time.sleep(10)
 
 
 def test_a_library_s_error_is_one_line_with_its_traceback_in_error_txt(tmp_path, monkeypatch, environment, capsys):
