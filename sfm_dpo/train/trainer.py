@@ -120,6 +120,9 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
 
     def discard(self) -> None:
         """Frees the models and accelerate's state, so that another trainer can be built in this process."""
+        for model in filter(None, (self.model, self.ref_model)):
+            for parameter in model.parameters():
+                parameter.data = parameter.data.new_empty(0)  # whatever else may hold the model
         self.model = self.model_wrapped = self.ref_model = self.callback_handler.model = None
         self.accelerator.free_memory()
         AcceleratorState._reset_state()
