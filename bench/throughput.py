@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""Speed and memory of this project against stock TRL, flag by flag. docs/speed.md says how to read the table.
+"""Speed and memory of this project against stock TRL, flag by flag. docs/memory-and-speed.md says how to read the table.
 
 CPU, 2 cores, about half an hour:   python bench/throughput.py
 One GPU, layers of a 7B model:      python bench/throughput.py --model gpt_neox
+The demo's pretrained model, CPU:   python bench/throughput.py --model demo --lengths chat
 
-Every variant trains the same random model on the same random pairs through its trainer's own training loop, each time
-in a fresh process, so that each variant has its own peak memory. A round runs all variants once; every other
-round runs them in reverse order. Ratios are taken within a round.
+Every variant trains the same model (random, but for the demo's) on the same random pairs through its trainer's own
+training loop, each time in a fresh process, so that each variant has its own peak memory. A round runs all variants
+once; every other round runs them in reverse order. Ratios are taken within a round.
 """
 
 import argparse
@@ -54,6 +55,7 @@ SHIPPED = ("as_shipped", "as_shipped_in_stock_memory")
 RECIPES = dict(think="think", instruct="instruct", chat="instruct")  # by lengths
 # Folders of bench/shapes
 MODELS = dict(olmo3="olmo3_7b", gpt_neox="gpt_neox_6.9b", olmo_hybrid="olmo_hybrid_7b")
+DEMO = ROOT / "outputs" / "demo-model"  # SmolLM2-135M-Instruct, made by `make demo`
 COLUMNS = {
     "pairs/s": "pairs_per_second",
     "tokens/s": "tokens_per_second",
@@ -97,7 +99,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = Arguments(description=__doc__)
     count = number(int, 1)
     names = [*VARIANTS, *SHIPPED]
-    parser.add_argument("--model", choices=list(MODELS), default="olmo3", help="6 narrow layers, 8 real ones on a GPU")
+    models = [*MODELS, "demo"]
+    parser.add_argument("--model", choices=models, default="olmo3", help="6 narrow layers, 8 real ones on a GPU")
     parser.add_argument("--lengths", choices=list(RECIPES), default="think", help="kind of data")
     parser.add_argument("--pairs", type=count, default=96, help="number of measured pairs")
     parser.add_argument("--accumulation", type=count, default=4, help="micro-batches in an optimizer step")
@@ -111,6 +114,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if options.quick:
         options.pairs = 8
         options.rounds = options.accumulation = 1
+    if options.model == "demo" and not DEMO.is_dir():
+        parser.error(f"--model demo: {DEMO} does not exist; run `make demo` first")
     if options.pairs % (BATCH * options.accumulation):
         parser.error(f"--pairs {options.pairs}: give a multiple of {BATCH} x --accumulation {options.accumulation}")
     return options

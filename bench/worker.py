@@ -24,12 +24,11 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer
 
 from bench.lengths import MAX_LENGTH, sample_lengths
-from bench.throughput import BATCH, MODELS, ROOT, SHIPPED, VARIANTS, recipe_of
+from bench.throughput import BATCH, DEMO, MODELS, ROOT, SHIPPED, VARIANTS, recipe_of
 from sfm_dpo.config import parse_config
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.train.metrics import CountingCollator, Meter, peak_memory_gib
 from sfm_dpo.train.reference_cache import add_reference
-from sfm_dpo.train.settings import decide_settings
 from sfm_dpo.train.trainer import SFMDPOTrainer
 
 CPU_SHAPE = {"hidden_size": 256, "intermediate_size": 688, "vocab_size": 1024}
@@ -52,10 +51,13 @@ def max_length_of(job: dict) -> int:
 def prepare(job: dict) -> dict:
     """Writes model and pairs into the scratch folder, and returns their description for the result."""
     scratch = Path(job["scratch"])
-    config = model_config(job)
     torch.manual_seed(0)
-    with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPE)
+    if job["model"] == "demo":
+        model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=DTYPE)
+    else:
+        with torch.device(DEVICE):
+            model = AutoModelForCausalLM.from_config(model_config(job), dtype=DTYPE)
+    config = model.config
     model.save_pretrained(scratch / "model")
     vocabulary = {"<pad>": 0, "<eos>": 1} | {f"t{i}": i for i in range(2, config.vocab_size)}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
@@ -227,8 +229,7 @@ def make_trainer(job: dict) -> DPOTrainer:
         settings["memory_gib"] = job["stock_peak_gib"]
     config = parse_config([f"--{name}={value}" for name, value in settings.items()])
     config.train.model_init_kwargs = init_kwargs  # in the dtype of stock TRL, which no recipe could set on a GPU
-    decided = decide_settings(config, pairs, AutoConfig.from_pretrained(model))
-    return SFMDPOTrainer(config, decided, **common)
+    return SFMDPOTrainer(config, **common)
 
 
 def matmul_rate() -> float:

@@ -6,10 +6,12 @@
     python scripts/check_config.py configs/accelerate/zero3.yaml 16 --config recipes/think.yaml
 
 The first arguments are the launch configuration, by default that of LAUNCH (scripts/common.sh), and the number of
-processes over all nodes, by default that of the launch configuration. Unless the run is already done, it prints
-config_file, the launch configuration, and output_dir.
+processes over all nodes, by default that of the launch configuration. If there is something to train, it prints
+config_file, the launch configuration, and output_dir. If only steps of the end of a trained run are open, such as its
+push, it does them here, so that no node has to start.
 """
 
+import contextlib
 import os
 import sys
 from itertools import takewhile
@@ -22,13 +24,14 @@ from sfm_dpo.common.cli import command, reads_runs
 from sfm_dpo.common.distributed import launch_file
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.config import parse_config
-from sfm_dpo.run.checkpoint import check_resume, newest_checkpoint, why_incomplete
-from sfm_dpo.run.folder import State, check_folder, read_state, read_status
+from sfm_dpo.run.folder import make_folder
+from sfm_dpo.run.lock import check_owner
+from sfm_dpo.run.start import read_start
 
 
 @command
 @reads_runs
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
     given = list(takewhile(lambda word: not word.startswith("--"), argv))
     words = list(given)
     if words and not words[0].isdecimal():
@@ -48,18 +51,25 @@ def main(argv: list[str]) -> None:
             f"{processes}: give a launch configuration, the number of processes, then train_dpo.py's options"
         )
     os.environ[f"ACCELERATE_USE_{launcher}"] = "true"  # as the launcher does; dtype depends on it
+    if deepspeed := launch.get("deepspeed_config"):
+        os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = deepspeed["deepspeed_config_file"]
     config = parse_config(argv[len(given) :], world_size=int(processes))
-    run = config.train.output_dir
-    if check_folder(config):
-        start = config.train.resume_from_checkpoint or newest_checkpoint(run)
-        if start and why_incomplete(Path(start)) is None:
-            check_resume(Path(start), {"world_size": int(processes)}, config.train.ignore_resume_mismatch)
+    run = Path(config.train.output_dir)
+    check_owner(make_folder(run))
+    start = read_start(config, int(processes), {})
+    if start.trains:
         print(f"config_file: {file}")
         print(f"output_dir: {run}")
-    elif read_state(run) is State.PUSH_FAILED:
-        print(f"{run}: trained, but not pushed: {read_status(run)['message']}", file=sys.stderr)
-    else:
+        return 0
+    if not start.open:
         print(f"{run}: already done; choose another output_dir to run again", file=sys.stderr)
+        return 0
+    from sfm_dpo.jobs.eval_command import EvalCommand  # these take seconds
+    from sfm_dpo.jobs.training_run import Run
+
+    with contextlib.redirect_stdout(sys.stderr), Run() as this:  # the batch script reads stdout
+        this.close_steps(config, this.begin(config).open, EvalCommand(config.train))
+    return this.exit_code
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Checks that training is correct and fast on this machine, for scripts/check_gpu.sh (docs/quickstart-slurm.md).
+"""Checks that training is correct and fast on this machine, for scripts/check_gpu.sh (docs/quickstart.md).
 
     python scripts/check_gpu.py [--processes 4] [--config recipes/think.yaml ...]
 
@@ -14,8 +14,8 @@ import torch
 from sfm_dpo.common.cli import Arguments, command, number
 from sfm_dpo.common.distributed import is_cpu_only
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import CALIBRATION
-from sfm_dpo.jobs.gpu_check import Place, run_checks
+from sfm_dpo.common.files import PROJECT
+from sfm_dpo.jobs.gpu_check import GpuCheck
 
 
 @command
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
         raise UserError("no GPU is visible; for a dry run: LAUNCH=cpu sbatch --gpus-per-node=0 scripts/check_gpu.sh")
     recipe = recipe or ["--config", "recipes/demo.yaml" if on_cpu else "recipes/think.yaml"]
     processes = options.processes or (2 if on_cpu else torch.cuda.device_count())
-    rows = run_checks(Place(CALIBRATION.parent, recipe, processes, not on_cpu))
+    rows = GpuCheck(PROJECT / "outputs/check-gpu", recipe, processes, not on_cpu).run()
     return int(any(row["result"] == "FAIL" for row in rows))
 
 

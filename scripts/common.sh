@@ -27,6 +27,8 @@ run_dpo() {
     export SFM_JOB_LOG SFM_GRACE_SECONDS # for status.json, and for a warning if a save takes longer
     SFM_JOB_LOG=$(readlink "/proc/$$/fd/1")
     SFM_GRACE_SECONDS=$(sed -n 's/^#SBATCH --signal=B:USR1@//p' "${BASH_SOURCE[-1]}")
+    ((${SLURM_JOB_END_TIME:-9999999999} - SLURM_JOB_START_TIME > ${SFM_GRACE_SECONDS:-0})) ||
+        fail "--time: shorter than the $SFM_GRACE_SECONDS s before its end in which the run stops and saves; give more"
     use_environment
     count_processes
     first_host
@@ -38,7 +40,7 @@ run_dpo() {
     config_file=$(sed -n 's/^config_file: //p' <<<"$checked")
     output_dir=$(sed -n 's/^output_dir: //p' <<<"$checked")
     if [[ -z $output_dir ]]; then
-        echo "$checked" # of --help, or nothing: already done, as check_config.py has said
+        echo "$checked" # of --help, or nothing: already done, or done by check_config.py, as it has said
         exit 0
     fi
     local status_before
@@ -96,10 +98,13 @@ use_environment() {
     fi
     export PYTHONUNBUFFERED=1
     export SLURM_EXPORT_ENV=ALL # after sbatch --export=LAUNCH=zero3, srun would pass nothing else to the nodes
-    # In the home folder, on NFS, compiled kernels of many processes race
+    # In the home folder, on NFS, compiled kernels of many processes race. Each node chooses, not srun's environment.
+    [[ ${TRITON_CACHE_DIR:-} != "${SFM_CACHE:-none}"/* ]] || unset TRITON_CACHE_DIR
+    [[ ${TORCHINDUCTOR_CACHE_DIR:-} != "${SFM_CACHE:-none}"/* ]] || unset TORCHINDUCTOR_CACHE_DIR
     local cache=${TMPDIR:-/tmp}/sfm-dpo-$UID
     mkdir -p -m 700 "$cache" 2>/dev/null || true
     [[ -O $cache ]] || cache=$(mktemp -d) # another user made it
+    export SFM_CACHE=$cache
     export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$cache/triton}
     export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$cache/inductor}
     [[ ${LAUNCH:-} != cpu* ]] || hide_gpus # again on each node: srun sets CUDA_VISIBLE_DEVICES anew

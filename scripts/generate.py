@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer
 
 from sfm_dpo.common.cli import Arguments, command, number, reads_runs
-from sfm_dpo.common.errors import user_input
+from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.health.generation import continue_prompts
 from sfm_dpo.model.loading import load_model
 from sfm_dpo.run.saved_model import find_model, find_run
@@ -29,11 +29,13 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--base", help='default: the model that the run started from; "": none')
     parser.add_argument("--max_new_tokens", type=number(int, 1), default=256)
     options = parser.parse_args(argv)
-    base = options.base
-    if find_run(Path(options.model)):
+    models = {}
+    if options.base:
+        models["base"] = load(options.base)
+    elif options.base is None and find_run(Path(options.model)):
         trained = find_model(Path(options.model))
-        base = trained.base if base is None else base
-    models = {label: load(name) for label, name in (("base", base), ("trained", options.model)) if name}
+        models["base"] = load(trained.base, trained.base_revision)
+    models["trained"] = load(options.model)
     for prompt in options.prompts or sys.stdin:
         if prompt.strip():
             print(f"\nprompt: {prompt.strip()}")
@@ -48,11 +50,14 @@ def main(argv: list[str]) -> None:
                 print(f"{label}: {answer}", flush=True)
 
 
-def load(name: str) -> tuple:
+def load(name: str, revision: str | None = None) -> tuple:
+    folder = Path(name)
+    if not folder.exists() and folder.parent.is_dir() and folder.name != name:
+        raise UserError(f"{name}: no such folder; give a run, a model's folder or its id on the Hub")
     dtype = "auto" if torch.cuda.is_available() else "float32"  # bf16 is slow on CPU
     with user_input(f"{name}: neither a folder with a model nor a model on the Hub"):
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    return load_model(name, {"dtype": dtype}).eval(), tokenizer
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+    return load_model(name, {"dtype": dtype, "revision": revision}).eval(), tokenizer
 
 
 if __name__ == "__main__":

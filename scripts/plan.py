@@ -5,7 +5,7 @@
     python scripts/plan.py --config R --gpu h100 --num_gpus 8 --num_nodes 4 --mfu 0.3
     python scripts/plan.py --config R --model_name_or_path FOLDER_WITH_CONFIG_JSON --lengths lengths.json
 
-Other options are train_dpo.py's. docs/plan.md explains the numbers.
+Other options are train_dpo.py's. docs/memory-and-speed.md explains the numbers.
 """
 
 import os
@@ -17,7 +17,7 @@ import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command, new_file, number
 from sfm_dpo.common.distributed import CPU_ONLY
-from sfm_dpo.common.files import CALIBRATION, write_json
+from sfm_dpo.common.files import write_json
 
 
 @command
@@ -26,8 +26,8 @@ def main(argv: list[str]) -> None:
     own.add_argument("--gpu", help="default: this machine's, or else b200")
     own.add_argument("--num_gpus", type=number(int, 1), default=4)
     own.add_argument("--num_nodes", type=number(int, 1), default=1)
-    own.add_argument("--mfu", type=number(float, 0.001, 1), help="default: the measured one, or published ones")
-    own.add_argument("--calibration", type=Path, help="calibration.json of check_gpu.sh; default: outputs/check-gpu's")
+    own.add_argument("--mfu", type=number(float, 0.001, 1), help="default: the measured one, or else 0.3")
+    own.add_argument("--measured", type=Path, help="folder of a run on such GPUs, which has measured its MFU")
     own.add_argument("--lengths", type=Path, help="JSON of analyze_dataset.py; default: read the dataset")
     own.add_argument("--pairs", type=number(int, 1), help="plan for this many pairs")
     own.add_argument("--json", type=new_file)
@@ -41,11 +41,11 @@ def main(argv: list[str]) -> None:
 
     gpu, memory = find_gpu(ours.gpu)
     os.environ.update(CPU_ONLY)
-    cluster = Cluster(gpu, ours.num_gpus * ours.num_nodes, memory=memory, nodes=ours.num_nodes)
-    if ours.calibration or CALIBRATION.is_file():
-        cluster = cluster.calibrated(ours.calibration or CALIBRATION)
+    cluster = Cluster(gpu, ours.num_gpus * ours.num_nodes, memory=memory)
     if ours.mfu:
-        cluster = replace(cluster, mfu={ours.mfu: "--mfu"})
+        cluster = replace(cluster, mfu=ours.mfu, source="--mfu")
+    elif ours.measured:
+        cluster = cluster.measured(ours.measured)
     config = parse_config(short_run(fields, eval_fraction=None), training=False)  # held-out pairs are not trained on
     shape = load_model_config(config)
     if ours.lengths:

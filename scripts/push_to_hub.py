@@ -35,7 +35,9 @@ def main(argv: list[str]) -> int:
     text = "push even if the guard stopped the run or a check fails"
     parser.add_argument("--publish_anyway", action="store_true", help=text)
     parser.add_argument("--dry_run", action="store_true", help="check the model and list its files; upload nothing")
+    parser.add_argument("--merged", action="store_true", help="of a LoRA run, the base model with the adapter merged")
     options = parser.parse_args(argv)
+    choices = {"publish_anyway": options.publish_anyway, "merged": options.merged}
     model = find_model(options.path)
     if not options.publish_anyway:
         check_health(model, remedy=", or add --publish_anyway")
@@ -45,10 +47,10 @@ def main(argv: list[str]) -> int:
     if options.hub_private_repo:
         private = options.hub_private_repo == "true"
     if options.dry_run:
-        print(list_upload(model, repo, revision, publish_anyway=options.publish_anyway))
+        print(list_upload(model, repo, revision, **choices))
         return 0
     try:
-        push(model, repo, revision, private, publish_anyway=options.publish_anyway)
+        push(model, repo, revision, private, **choices)
     except HubError as error:
         later = format_push_command(options.path, repo, revision, private)
         log.error(f"push failed: {error}; push later with: {later}")

@@ -17,7 +17,7 @@ from sfm_dpo.common.cli import Arguments, command, reads_runs
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.run.checkpoint import FOR_GOOD, STOP
-from sfm_dpo.run.reader import describe_runs, format_runs
+from sfm_dpo.run.reader import LOADING, describe_runs, format_runs
 
 
 @command
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
 def stop(run: Path) -> None:
     """Asks a run to stop for good. Raises UserError if it does not run."""
     states = [found["state"] for found in describe_runs([run]) if Path(found["run"]) == run]
-    if not {"running", "stale"}.intersection(states):
+    if not {"running", "stale", LOADING}.intersection(states):
         remedy = "a job that waits in the queue ends with scancel"
         raise UserError(f"--stop {run}: does not run (state {states[0] if states else 'unknown'}); {remedy}")
     write_atomically(run / STOP, f"{FOR_GOOD}\n")

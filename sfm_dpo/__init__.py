@@ -17,11 +17,10 @@ def setup() -> None:
         print(f"error: {', '.join(missing)}: not installed for {sys.executable}; {remedy}", file=sys.stderr)
         raise SystemExit(2)
 
-    from sfm_dpo.common.cli import install_log, interrupt_again
+    from sfm_dpo.common.cli import install_log
     from sfm_dpo.common.secrets import load_env_file, mask_traceback
 
     sys.excepthook = mask_traceback
-    sys.unraisablehook = interrupt_again
     install_log()
     load_env_file()
     if not sys.stderr.isatty():  # in a log their carriage returns make one long line

@@ -4,6 +4,7 @@ Precedence: defaults < recipe (`--config`) < command line. A recipe's values bec
 """
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import functools
@@ -74,16 +75,16 @@ class TrainConfig(DPOConfig):
     # Speed; what is decided where a field is unset is in train/settings.py
     per_device_train_batch_size: int | None = HfArg(default=None, help="Pairs in a micro-batch.")
     train_sampling_strategy: Literal["batch_rebalance", "random", "group_by_length", "sequential"] = HfArg(
-        default="batch_rebalance", help="Order of the pairs, and which of them share a micro-batch (docs/speed.md)."
+        default="batch_rebalance", help="Order of the pairs, and which of them share a micro-batch (docs/memory-and-speed.md)."
     )
-    padding_free: bool | None = HfArg(default=None, help="Pack sequences instead of padding them (docs/speed.md).")
+    padding_free: bool | None = HfArg(default=None, help="Pack sequences instead of padding them (docs/memory-and-speed.md).")
     precompute_ref_log_probs: bool = HfArg(default=True, help="Compute reference log-probs once and cache them.")
-    prefix_sharing: bool | None = HfArg(default=None, help="Compute a prompt once for both answers (docs/speed.md).")
+    prefix_sharing: bool | None = HfArg(default=None, help="Compute a prompt once for both answers (docs/memory-and-speed.md).")
     # auto: the fastest kernel that check_gpu.sh measured, else FA2
     flash_attention: Literal["auto", "fa2", "fa3", "fa4"] = HfArg(default="auto", help="Kernel for packed attention.")
     memory_gib: float | None = HfArg(default=None, help="GiB that a process may use; default: 90% of what there is.")
     checkpointed_layers: int | None = HfArg(default=None, help="Layers to checkpoint, evenly spread.")
-    profile_steps: list[int] | None = HfArg(default=None, help="First and last step to profile (docs/plan.md).")
+    profile_steps: list[int] | None = HfArg(default=None, help="First and last step to profile (docs/memory-and-speed.md).")
     eval_command: str | None = HfArg(default=None, help="Command to evaluate each checkpoint (docs/evaluation.md).")
     # Hub (docs/hub.md)
     push_to_hub: bool = HfArg(default=False, help="Push the finished model, or each checkpoint (hub_strategy).")
@@ -242,6 +243,10 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     default_loss = parser.fields["loss_type"].default
     problems: list[str] = []
     namespace = parse_fields(parser, argv, problems)
+    # What is wrong with a field that could not be read may be a consequence
+    unread = {*re.findall(r"\w+", " ".join(problems).replace(f"{namespace.config}: ", ""))} & parser.fields.keys()
+    if "datasets" in unread:
+        unread.add("dataset_name")
     origin = "as configured"
     if namespace.loss_type is default_loss:
         origin = "the default here; set loss_type: sigmoid and beta: 0.1 for TRL's"
@@ -252,13 +257,16 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
     with collect_errors(problems):
         check_device(namespace)
     resolve_precision(namespace)
-    problems += check_fields(namespace, world_size, training)
+    wrong = check_fields(namespace, world_size, training)
+    if namespace.eval_strategy == "no" and namespace.eval_steps not in (None, TrainConfig.eval_steps):
+        wrong.append(f"eval_steps {namespace.eval_steps:g}: has no effect; set eval_strategy: steps, or remove it")
+    problems += [problem for problem in wrong if unread.isdisjoint(re.findall(r"\w+", problem))]
     tracking = ""
     with collect_errors(problems):
         namespace.report_to, tracking = resolve_report_to(namespace.report_to)
     if len(problems) > 1:
-        numbered = [f"({number}) {problem}" for number, problem in enumerate(problems, 1)]
-        raise UserError(f"{len(problems)} fields to correct: {'; '.join(numbered)}")
+        items = [f"\n- {problem.removeprefix(f'{namespace.config}: ')}" for problem in problems]
+        raise UserError(f"{len(problems)} fields to correct in {namespace.config or 'the options'}:{''.join(items)}")
     if problems:
         raise UserError(problems[0])
     if namespace.hub_token:  # trackers record the arguments
@@ -353,6 +361,10 @@ def read_recipe(path: str, fields: dict[str, argparse.Action], problems: list[st
             if key in fields:
                 values[key] = read_field(key, node, fields[key], path)
             elif node.tag != _NULL or key not in read_migration():  # as in the resolved_config.yaml of an old run
+                here = read_migration().get(key, "").split(" ")[0]
+                if here in fields:  # its value counts in what other errors advise
+                    with contextlib.suppress(UserError):
+                        values[here] = read_value(node, fields[here], here)
                 raise UserError(f"{path}: unknown field {key!r}{explain_unknown(key, fields)}")
     return values
 

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import re
 import shlex
 import shutil
@@ -16,6 +15,7 @@ import torch
 from transformers.utils import is_flash_attn_2_available
 from trl import DatasetMixtureConfig, DPOConfig, ModelConfig
 
+from sfm_dpo.common.distributed import launched_with, zero_stage
 from sfm_dpo.common.errors import UserError, collect_errors, nearest, user_input
 
 LOSS_TYPES = (
@@ -43,7 +43,7 @@ _RANGES = [  # (lowest, highest, in words, fields); a field without a value is n
     (2, _MOST, "at least 2", "max_length save_total_limit"),
     (1e-30, _MOST, "above 0", "beta learning_rate memory_gib num_train_epochs save_steps logging_steps eval_steps"),
     (0, _MOST, "at least 0", "weight_decay adam_epsilon max_grad_norm guard_generations hang_timeout warmup_steps"),
-    (0, _MOST, "at least 0", "checkpointed_layers"),
+    (0, _MOST, "at least 0", "checkpointed_layers dataloader_num_workers"),
     (0, 1, "in 0..1", "max_dropped_fraction adam_beta1 adam_beta2 lora_dropout label_smoothing"),
     (0, 0.99, "at least 0 and below 1", "eval_fraction"),
     (0, 2**32 - 1, "at least 0 and below 2**32", "seed data_seed"),
@@ -51,6 +51,7 @@ _RANGES = [  # (lowest, highest, in words, fields); a field without a value is n
 
 # Fields of TRL and Transformers that break training, metrics, guard, preflight or resume
 REFUSED = {
+    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), "the model would be saved in 16 bit; remove it"),
     "auto_find_batch_size": "would change the global batch; remove it",
     "deepspeed": "a launcher sets its own; use accelerate launch --config_file accelerate_config.yaml",
     "enable_jit_checkpoint": "ranks could save at different steps; remove it, and stop a run with the file STOP",
@@ -58,6 +59,7 @@ REFUSED = {
     "label_smoothing_factor": "is for Trainer's cross-entropy; with loss_type robust or exo_pair set label_smoothing",
     "ld_alpha": "metrics, preflight and the check of step 0 would ignore its weights; remove it",
     "neftune_noise_alpha": "adds noise to the policy alone, so the loss would not start at ln 2; remove it",
+    "restore_callback_states_from_checkpoint": "callbacks are restored without it; remove it",
     "save_only_model": "a run could not be resumed without its optimizer; remove it",
     "streaming": "pairs are checked before training, so they cannot be streamed",
     "sync_ref_model": "checkpoints do not store the synchronised reference, so a resumed run would lose it; remove it",
@@ -71,30 +73,27 @@ def main_loss(loss_types: list[str]) -> str:
     return next((loss for loss in loss_types if loss != "sft"), "sft")
 
 
-# A field, whether (by its truth) its value conflicts with other fields or this machine, and the remedy
-Conflicts = list[tuple[str, Any, str]]
+Conflict = tuple[str, str]  # a field, and the remedy
 
 
-def list_data_conflicts(c: argparse.Namespace) -> Conflicts:
-    both = bool(c.dataset_name and c.datasets)
-    lengths = bool(c.max_prompt_length and c.max_length and c.max_prompt_length >= c.max_length)
-    hidden = re.search(r"['\"](torch_dtype|dtype|revision)['\"]", str(c.model_init_kwargs))
-    return [
-        ("model_name_or_path", not c.model_name_or_path, "give a Hub id or a folder"),
-        ("model_init_kwargs", hidden, "cannot set dtype or revision; set the fields dtype and model_revision instead"),
-        ("output_dir", "\n" in c.output_dir, "contains a line break; remove it"),
-        ("output_dir", c.output_dir.startswith("$"), "variables are replaced by a shell only; write the path"),
-        (
-            "dataset_name",
-            not c.dataset_name and not c.datasets,
-            "give a Hub id, a .json/.jsonl/.parquet file or a folder",
-        ),
-        ("dataset_name", both, "datasets is also set; keep one of them, or empty the recipe's with --datasets="),
-        ("max_prompt_length", lengths, f"must be below max_length {c.max_length}, to leave room for the response"),
-    ]
+def list_data_conflicts(c: argparse.Namespace) -> Iterator[Conflict]:
+    if not c.model_name_or_path:
+        yield "model_name_or_path", "give a Hub id or a folder"
+    if re.search(r"['\"](torch_dtype|dtype|revision)['\"]", str(c.model_init_kwargs)):
+        yield "model_init_kwargs", "cannot set dtype or revision; set the fields dtype and model_revision instead"
+    if "\n" in c.output_dir:
+        yield "output_dir", "contains a line break; remove it"
+    if c.output_dir.startswith("$"):
+        yield "output_dir", "variables are replaced by a shell only; write the path"
+    if not c.dataset_name and not c.datasets:
+        yield "dataset_name", "give a Hub id, a .json/.jsonl/.parquet file or a folder"
+    if c.dataset_name and c.datasets:
+        yield "dataset_name", "datasets is also set; keep one of them, or empty the recipe's with --datasets="
+    if c.max_prompt_length and c.max_length and c.max_prompt_length >= c.max_length:
+        yield "max_prompt_length", f"must be below max_length {c.max_length}, to leave room for the response"
 
 
-def list_objective_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> Conflicts:
+def list_objective_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> Iterator[Conflict]:
     losses = {*c.loss_type} & {*LOSS_TYPES}
     weights = c.loss_weights or [1]
     summed = min(losses & SUMMED_LOSSES, default=None)
@@ -102,187 +101,115 @@ def list_objective_conflicts(c: argparse.Namespace, world_size: int, training: b
     no_weighting = min(losses & {*SORTING_LOSSES, "sft"}, default=None)
     sorts = losses & SORTING_LOSSES
     is_split = world_size > 1 or c.per_device_train_batch_size not in (None, c.global_batch_size)
-    why_beta = f"loss_type {summed} sums log-probs over tokens, for which beta is usually 0.1"
-    return [
-        (
-            "beta",
-            summed and c.beta >= 1 and not c.allow_unnormalized_beta,
-            f"{why_beta}; use loss_type sigmoid_norm, or beta 0.1, or allow_unnormalized_beta: true",
-        ),
-        ("loss_type", not c.loss_type, "nothing would be trained; give a loss, for instance sigmoid_norm"),
-        (
-            "loss_weights",
-            not min(weights) >= 0 < max(weights) < math.inf,
-            "give weights of at least 0, one of them above 0",
-        ),
-        (
-            "label_smoothing",
-            "exo_pair" in losses and not c.label_smoothing,
-            "exo_pair needs a value above 0, for instance 0.001",
-        ),
-        (
-            "label_smoothing",
-            "robust" in losses and c.label_smoothing >= 0.5,
-            "robust needs a value below 0.5, the share of swapped labels",
-        ),
-        (
-            "f_divergence_type",
-            c.f_divergence_type != "reverse_kl" and no_divergence,
-            f"loss_type {no_divergence} supports only reverse_kl; remove the field",
-        ),
-        (
-            "use_weighting",
-            c.use_weighting and no_weighting,
-            f"loss_type {no_weighting} has no loss of a single pair; remove one of the two",
-        ),
-        (
-            "loss_type",
-            training and sorts and is_split,
-            "sorts the pairs of a micro-batch, which must be the global batch of a single process",
-        ),
-        (
-            "loss_type",
-            sorts and (c.eval_fraction or c.eval_datasets),
-            "sorts the pairs of an evaluation batch; remove eval_fraction and eval_datasets",
-        ),
-        (
-            "max_steps",
-            c.max_steps != -1 and c.max_steps < 1,
-            "nothing would be trained; give at least 1, or remove it to train num_train_epochs",
-        ),
-    ]
+    if summed and c.beta >= 1 and not c.allow_unnormalized_beta:
+        why = f"loss_type {summed} sums log-probs over tokens, for which beta is usually 0.1"
+        yield "beta", f"{why}; use loss_type sigmoid_norm, or beta 0.1, or allow_unnormalized_beta: true"
+    if not c.loss_type:
+        yield "loss_type", "nothing would be trained; give a loss, for instance sigmoid_norm"
+    if not min(weights) >= 0 < max(weights) < math.inf:
+        yield "loss_weights", "give weights of at least 0, one of them above 0"
+    if "exo_pair" in losses and not c.label_smoothing:
+        yield "label_smoothing", "exo_pair needs a value above 0, for instance 0.001"
+    if "robust" in losses and c.label_smoothing >= 0.5:
+        yield "label_smoothing", "robust needs a value below 0.5, the share of swapped labels"
+    if c.f_divergence_type != "reverse_kl" and no_divergence:
+        yield "f_divergence_type", f"loss_type {no_divergence} supports only reverse_kl; remove the field"
+    if c.use_weighting and no_weighting:
+        yield "use_weighting", f"loss_type {no_weighting} has no loss of a single pair; remove one of the two"
+    if training and sorts and is_split:
+        yield "loss_type", "sorts the pairs of a micro-batch, which must be the global batch of a single process"
+    if sorts and (c.eval_fraction or c.eval_datasets):
+        yield "loss_type", "sorts the pairs of an evaluation batch; remove eval_fraction and eval_datasets"
+    if c.max_steps < 1 and c.max_steps != -1:
+        yield "max_steps", "nothing would be trained; give at least 1, or remove it to train num_train_epochs"
 
 
-def list_lora_conflicts(c: argparse.Namespace) -> Conflicts:
+def list_lora_conflicts(c: argparse.Namespace) -> Iterator[Conflict]:
     heads = {"lm_head", "embed_out"} & {*(c.lora_target_modules or ())}
-    without = "has no effect without LoRA; set use_peft: true, or remove it"
-    return [
-        ("lora_target_modules", c.use_peft and heads, "the fused LM head would ignore its adapter; remove it"),
-        *(
-            (field.name, c.use_peft is None and vars(c)[field.name] != field.default, without)
-            for field in dataclasses.fields(ModelConfig)
-            if field.name.startswith(("lora_", "use_rslora", "use_dora"))
-        ),
-    ]
+    if c.use_peft and heads:
+        yield "lora_target_modules", "the fused LM head would ignore its adapter; remove it"
+    if c.use_peft and launched_with() == "fsdp":
+        yield "use_peft", "FSDP2 would put the whole policy on each GPU; launch with ZeRO-2 or ZeRO-3"
+    for field in dataclasses.fields(ModelConfig):
+        is_of_lora = field.name.startswith(("lora_", "use_rslora", "use_dora"))
+        if is_of_lora and c.use_peft is None and vars(c)[field.name] != field.default:
+            yield field.name, "has no effect without LoRA; set use_peft: true, or remove it"
 
 
-def list_batch_conflicts(c: argparse.Namespace, world_size: int) -> Conflicts:
+def list_batch_conflicts(c: argparse.Namespace, world_size: int) -> Iterator[Conflict]:
     given = c.per_device_train_batch_size
     unit = max(1, given or 1) * world_size
-    step = unit if given else math.lcm(unit, 4 * world_size)  # which leaves the choice of up to four pairs
-    below = c.global_batch_size // step * step
-    sizes = f"{below} or {below + step}" if below else step
-    meant = (given or DPOConfig.per_device_train_batch_size) * world_size * c.gradient_accumulation_steps
     accumulation = {1, c.global_batch_size // unit} if given else {1}
-    unchecked = False in (c.gradient_checkpointing, c.activation_checkpointing)
-    every_n = "every_n_layers is set by the number of layers instead; set checkpointed_layers"
-    return [
-        (
-            "global_batch_size",
-            c.global_batch_size % unit,
-            f"is not a multiple of per_device_train_batch_size {given or 1} x {world_size} process(es); "
-            f"choose {sizes}",
-        ),
-        (
-            "gradient_accumulation_steps",
-            c.global_batch_size % unit == 0 and c.gradient_accumulation_steps not in accumulation,
-            f"follows from global_batch_size {c.global_batch_size}; remove the field, and set "
-            f"global_batch_size: {meant}",
-        ),
-        (
-            "checkpointed_layers",
-            c.checkpointed_layers and unchecked,
-            "gradient_checkpointing is false; remove one of the two",
-        ),
-        *(
-            (name, "every_n_layers" in str(vars(c)[name]), every_n)
-            for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs")
-        ),
-        (
-            "prefix_sharing",
-            c.prefix_sharing and c.padding_free is False,
-            "needs packed sequences; remove padding_free: false",
-        ),
-    ]
+    if c.global_batch_size % unit:
+        step = unit if given else math.lcm(unit, 4 * world_size)  # which leaves the choice of up to four pairs
+        below = c.global_batch_size // step * step
+        sizes = f"{below} or {below + step}" if below else step
+        product = f"per_device_train_batch_size {given or 1} x {world_size} process(es)"
+        yield "global_batch_size", f"is not a multiple of {product}; choose {sizes}"
+    elif c.gradient_accumulation_steps not in accumulation:
+        meant = (given or DPOConfig.per_device_train_batch_size) * world_size * c.gradient_accumulation_steps
+        remedy = f"remove the field, and set global_batch_size: {meant}"
+        yield "gradient_accumulation_steps", f"follows from global_batch_size {c.global_batch_size}; {remedy}"
+    if c.checkpointed_layers and False in (c.gradient_checkpointing, c.activation_checkpointing):
+        yield "checkpointed_layers", "gradient_checkpointing is false; remove one of the two"
+    for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
+        if "every_n_layers" in str(vars(c)[name]):
+            yield name, "every_n_layers is set by the number of layers instead; set checkpointed_layers"
+    if c.prefix_sharing and c.padding_free is False:
+        yield "prefix_sharing", "needs packed sequences; remove padding_free: false"
 
 
-def list_evaluation_conflicts(c: argparse.Namespace, training: bool) -> Conflicts:
+def list_evaluation_conflicts(c: argparse.Namespace, training: bool) -> Iterator[Conflict]:
     steps = c.profile_steps
     is_best = c.metric_for_best_model or c.load_best_model_at_end
-    return [
-        (
-            "profile_steps",
-            steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]),
-            "must be the first and the last step to profile, for instance [10, 12]",
-        ),
-        ("guard_generations", c.guard_generations and not c.eval_fraction, "needs prompts: set eval_fraction"),
-        (
-            "eval_strategy",
-            c.eval_strategy != "no" and not c.eval_fraction and not c.eval_datasets,
-            "there are no pairs to evaluate; set eval_fraction, for instance 0.02, or eval_datasets",
-        ),
-        (
-            "save_strategy",
-            c.save_strategy == "best",
-            "a run could not be resumed; set load_best_model_at_end: true instead",
-        ),
-        *(("eval_command", True, error) for error in find_template_errors(c.eval_command, training)),
-        (
-            "save_strategy",
-            c.eval_command and c.save_strategy == "no",
-            "eval_command needs checkpoints; set it to steps or epoch",
-        ),
-        (
-            "eval_strategy",
-            is_best and not c.eval_strategy == c.save_strategy != "no",
-            "set it and save_strategy to the same, steps or epoch, to find the best checkpoint",
-        ),
-        (
-            "eval_steps",
-            is_best and c.save_strategy == "steps" and (c.eval_steps or c.logging_steps) != c.save_steps,
-            f"each evaluated step must be a checkpoint; set it to save_steps, {c.save_steps:g}",
-        ),
-    ]
+    if steps is not None and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+        yield "profile_steps", "must be the first and the last step to profile, for instance [10, 12]"
+    if c.guard_generations and not c.eval_fraction:
+        yield "guard_generations", "needs prompts: set eval_fraction"
+    if c.logging_steps > 0 and c.guard_generations % c.logging_steps:
+        yield "guard_generations", f"answers join a log entry; give a multiple of logging_steps, {c.logging_steps:g}"
+    if c.guard_generations and (launched_with() == "fsdp" or zero_stage() == 3):
+        yield "guard_generations", "needs the full weights on each rank; use ZeRO-2, or set 0"
+    if c.eval_strategy != "no" and not c.eval_fraction and not c.eval_datasets:
+        yield "eval_strategy", "there are no pairs to evaluate; set eval_fraction, for instance 0.02, or eval_datasets"
+    if c.save_strategy == "best":
+        yield "save_strategy", "a run could not be resumed; set load_best_model_at_end: true instead"
+    for error in find_template_errors(c.eval_command, training):
+        yield "eval_command", error
+    if c.eval_command and c.save_strategy == "no":
+        yield "save_strategy", "eval_command needs checkpoints; set it to steps or epoch"
+    if is_best and not c.eval_strategy == c.save_strategy != "no":
+        yield "eval_strategy", "set it and save_strategy to the same, steps or epoch, to find the best checkpoint"
+    if is_best and c.save_strategy == "steps" and (c.eval_steps or c.logging_steps) != c.save_steps:
+        yield "eval_steps", f"each evaluated step must be a checkpoint; set it to save_steps, {c.save_steps:g}"
 
 
-def list_machine_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> Conflicts:
+def list_machine_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> Iterator[Conflict]:
     """The conflicts with this machine, of which all but that of `dtype` count only with `training`."""
-    sharded = "true" in (os.environ.get("ACCELERATE_USE_DEEPSPEED"), os.environ.get("ACCELERATE_USE_FSDP"))
     gpus = torch.cuda.device_count()
-    masters = "without DeepSpeed or FSDP there are no fp32 master weights"
-    return [
-        (
-            "dtype",
-            c.dtype in ("bfloat16", "float16") and not sharded and not c.use_peft,
-            f"{masters}; updates of {c.learning_rate:g} round to 0; remove dtype (bf16: true still computes in bf16)",
-        ),
-        (
-            "attn_implementation",
-            training and c.attn_implementation == "flash_attention_2" and not is_flash_attn_2_available(),
-            "needs flash-attn and a GPU; remove it: padding_free: true works without both",
-        ),
-        (
-            "use_cpu",
-            training and world_size == 1 and gpus > 1 and not c.use_cpu,
-            f"one process sees {gpus} GPUs; use accelerate launch, or set CUDA_VISIBLE_DEVICES=0",
-        ),
-    ]
+    if training and launched_with() == "fsdp" and c.ref_model_name_or_path and c.preflight != "skip":
+        yield "preflight", "under FSDP2 it would score the reference; run scripts/preflight.py, then set it to skip"
+    is_16_bit = c.dtype in ("bfloat16", "float16") and not c.use_peft
+    rounded = f"there are no fp32 master weights; updates of {c.learning_rate:g} round to 0; remove dtype"
+    if is_16_bit and launched_with() == "none":
+        yield "dtype", f"without DeepSpeed or FSDP {rounded} (bf16: true still computes in bf16)"
+    if is_16_bit and launched_with() == "fsdp" and not (c.bf16 or c.fp16):
+        yield "dtype", f"under FSDP2 without bf16: true {rounded}"
+    if training and c.attn_implementation == "flash_attention_2" and not is_flash_attn_2_available():
+        yield "attn_implementation", "needs flash-attn and a GPU; remove it: padding_free: true works without both"
+    if training and world_size == 1 and gpus > 1 and not c.use_cpu:
+        yield "use_cpu", f"one process sees {gpus} GPUs; use accelerate launch, or set CUDA_VISIBLE_DEVICES=0"
 
 
-def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> Iterator[tuple[str, str]]:
+def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> Iterator[Conflict]:
     """Fields whose value conflicts with others or, with `training`, with this machine; each with its remedy. Values
     may be out of their range."""
-    conflicts = [
-        *list_data_conflicts(c),
-        *list_objective_conflicts(c, world_size, training),
-        *list_lora_conflicts(c),
-        *list_batch_conflicts(c, world_size),
-        *list_evaluation_conflicts(c, training),
-        *list_machine_conflicts(c, world_size, training),
-    ]
-    for name, is_wrong, remedy in conflicts:
-        if is_wrong:
-            yield name, remedy
+    yield from list_data_conflicts(c)
+    yield from list_objective_conflicts(c, world_size, training)
+    yield from list_lora_conflicts(c)
+    yield from list_batch_conflicts(c, world_size)
+    yield from list_evaluation_conflicts(c, training)
+    yield from list_machine_conflicts(c, world_size, training)
 
 
 def check_fields(namespace: argparse.Namespace, world_size: int, training: bool) -> list[str]:
@@ -320,12 +247,28 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
 
 
 def check_length_of_run(args: Any, pairs: int) -> None:
-    """Raises UserError if an epoch of `pairs` pairs ends the run before its warm-up."""
-    steps = args.max_steps if args.max_steps > 0 else math.ceil(pairs / args.global_batch_size * args.num_train_epochs)
-    if args.get_warmup_steps(steps) > steps:
+    """Raises UserError if a run on `pairs` pairs ends before its warm-up, or cannot change a weight."""
+    steps = args.max_steps
+    if steps < 1:
+        steps = math.ceil(pairs // args.global_batch_size * args.num_train_epochs)
+    warmup = args.get_warmup_steps(steps)
+    if warmup > steps:
         raise UserError(
             f"warmup_steps {args.warmup_steps:g}: the run has only {steps} steps; give a share, such as 0.1"
         )
+    if steps == warmup == 1 and args.lr_scheduler_type not in ("constant", "reduce_lr_on_plateau"):
+        more = "give more max_steps" if args.max_steps == 1 else advise_batch(args, pairs)
+        raise UserError(
+            f"warmup_steps {args.warmup_steps:g}: the run's only step, on {args.global_batch_size} of {pairs} pairs, "
+            f"has learning rate 0 and would change no weight; {more}, or set warmup_steps: 0"
+        )
+
+
+def advise_batch(args: Any, pairs: int) -> str:
+    """The remedy for a run of too few steps: at least ten in an epoch, if its `pairs` allow it."""
+    unit = args.world_size * (args.per_device_train_batch_size or 1)
+    size = max(1, pairs // 10 // unit) * unit
+    return f"use a smaller global_batch_size ({size if size <= pairs else 'fewer pairs per device'}), or more data"
 
 
 def default_of(name: str) -> Any:
@@ -343,11 +286,10 @@ def find_template_errors(template: str | None, training: bool) -> Iterator[str]:
         words = [word.format(checkpoint="<checkpoint>", step=0, out="<out>") for word in shlex.split(template)]
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         yield f"cannot be read ({error!r}); {example}; double any other brace"
+        return
     for name in ("checkpoint", "out"):
         if f"<{name}>" not in " ".join(words):
             yield f"lacks {{{name}}}; {example}"
-    if "--parsable" in words:
-        yield "remove --parsable: the job's id is read from sbatch's usual line"
     if training and words and not shutil.which(words[0]):
         yield f"command {words[0]} not found; give its path, or make it executable (chmod +x)"
 

@@ -11,6 +11,7 @@ SWITCHED_OFF = {
     "eval_fraction": 0,
     "eval_datasets": "",
     "eval_strategy": "no",
+    "eval_steps": "",
     "load_best_model_at_end": False,
     "metric_for_best_model": "",
     "guard_generations": 0,

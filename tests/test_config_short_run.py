@@ -1,17 +1,14 @@
 """A recipe with everything that a short run cannot use passes the configuration of each command that makes one."""
 
-import json
-
 import preflight
 import pytest
 import yaml
 
 import train_dpo
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.compare import parity
 from sfm_dpo.config import Config, parse_config
 from sfm_dpo.config_short_run import short_run
-from sfm_dpo.jobs.gpu_check import Place, run_checks
+from sfm_dpo.jobs.gpu_check import GpuCheck
 
 RECIPE = {
     "datasets": [{"path": "a.jsonl"}, {"path": "b.jsonl"}],
@@ -84,43 +81,21 @@ def test_preflight(argv, monkeypatch):
     assert given[0].train.preflight_only and not given[0].train.torch_compile and len(given[0].data.datasets) == 2
 
 
-def test_parity(argv, monkeypatch):
-    given = []
-
-    def stop(words, pairs):
-        given.extend(words)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(parity, "load_rows", stop)
-    with pytest.raises(KeyboardInterrupt):
-        parity.run_parity(argv, [])
-    for name in ("eager", "packed", "shared", "compile"):
-        config = parse_config(short_run(given, **parity.select_path(name)), world_size=1)
-        assert_short(config)
-        assert config.model.attn_implementation == ("eager" if name in ("eager", "compile") else None)
-        assert config.train.padding_free == (name in ("packed", "shared"))
-        assert config.train.prefix_sharing is (None if name == "shared" else False)
-        assert config.train.torch_compile_backend == ("aot_eager" if name == "compile" else None)
-        assert config.train.torch_compile == (name == "compile")
-
-
 def test_gpu_check(argv, tmp_path):
-    place = Place(tmp_path / "check", argv, 1, on_gpu=False)
+    check = GpuCheck(tmp_path / "check", argv, 1, on_gpu=False)
     for fields in ({}, {"save_strategy": "steps", "save_steps": 3}):
-        config = parse_config(place.options("run", **fields), world_size=1)
+        config = parse_config(check.options("run", **fields), world_size=1)
         assert_short(config)
-        assert config.data.datasets == [] and config.train.overlong == "truncate"
-        assert config.train.checkpointed_layers is None
-    memory = parse_config(place.options("run", dataset=None, max_samples=8), world_size=1)
-    assert_short(memory)
-    assert len(memory.data.datasets) == 2 and memory.train.max_samples == 8
+        assert config.train.overlong == "truncate" and config.train.checkpointed_layers is None
+        assert config.train.loss_type == ["sigmoid_norm"] and config.train.beta == 5
+    full = parse_config(check.options("run", full_model=True, max_samples=8), world_size=1)
+    assert_short(full)
+    assert len(full.data.datasets) == 2 and full.train.max_samples == 8 and full.train.checkpointed_layers == 24
 
 
-def test_a_recipe_that_cannot_be_read_leaves_the_last_calibration(tmp_path):
-    place = Place(tmp_path / "check", ["--model_name_or_path", "none", "--no_such_field", "1"], 1, on_gpu=False)
-    place.folder.mkdir()
-    file = place.folder / "calibration.json"
-    file.write_text(json.dumps({"gpu": "B200"}))
+def test_a_recipe_that_cannot_be_read_leaves_the_last_check(tmp_path):
+    check = GpuCheck(tmp_path / "check", ["--model_name_or_path", "none", "--no_such_field", "1"], 1, on_gpu=False)
+    (check.folder / "full").mkdir(parents=True)
     with pytest.raises(UserError, match="no_such_field"):
-        run_checks(place)
-    assert file.exists()
+        check.run()
+    assert (check.folder / "full").exists()

@@ -79,10 +79,15 @@ def write_jsonl(path: Path, rows: list[dict]) -> Path:
 
 
 def logged(run: Path, metric: str = "loss") -> list[dict]:
-    """The entries of a run's log with this metric, without figures about time, memory and the machine."""
+    """The entries of a run's log with this metric, `without_times`."""
     history = json.loads((run / "trainer_state.json").read_text())["log_history"]
+    return [without_times(entry) for entry in history if metric in entry]
+
+
+def without_times(entry: dict) -> dict:
+    """A log entry without figures about time, memory and the machine."""
     timed = re.compile(r"perf/|.*_(runtime|per_second)$")
-    return [{name: e[name] for name in e if not timed.match(name)} for e in history if metric in e]
+    return {name: value for name, value in entry.items() if not timed.match(name)}
 
 
 def error_line(printed: str) -> str:

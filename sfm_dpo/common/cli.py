@@ -1,13 +1,11 @@
 """Command lines and the log. Imports nothing slow, so that --help prints at once."""
 
-import _thread
 import argparse
 import functools
 import logging
 import math
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,14 +38,6 @@ def install_log() -> None:
     log.handlers = [LineHandler()]
     log.propagate = False
     log.setLevel(logging.INFO)
-
-
-def interrupt_again(lost: Any) -> None:
-    """For sys.unraisablehook: Python drops a Ctrl-C or SIGTERM that reaches it inside a destructor."""
-    if isinstance(lost.exc_value, KeyboardInterrupt):
-        threading.Timer(0.1, _thread.interrupt_main).start()  # once the destructor is over
-    else:
-        sys.__unraisablehook__(lost)
 
 
 def command(main: Callable[[list[str]], int | None]) -> Callable[[list[str]], int]:

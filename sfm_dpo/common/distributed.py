@@ -42,6 +42,13 @@ def launched_with() -> str:
     return "fsdp" if os.environ.get("ACCELERATE_USE_FSDP") == "true" else "none"
 
 
+def zero_stage() -> int:
+    """DeepSpeed's stage, from the launcher's environment variables; 0 without DeepSpeed."""
+    from accelerate import DeepSpeedPlugin
+
+    return DeepSpeedPlugin().zero_stage if launched_with() == "zero" else 0
+
+
 # Upstream: deepspeed 0.19, comm/torch.py, build_shm_op: compiles its own all-reduce for CPU for half a minute, and a
 # process killed meanwhile leaves a lock file that every later start waits for forever.
 # Canary: test_canary_deepspeed_compiles_an_all_reduce_on_cpu
@@ -50,7 +57,8 @@ def disable_deepspeed_shm() -> None:
     if launched_with() == "zero":
         import deepspeed
 
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if deepspeed.get_accelerator().device_name() == "cpu":  # it probes all ops, which takes seconds on a GPU
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def load_only_tensors() -> None:
@@ -97,8 +105,8 @@ def gather(value: T) -> list[T]:
     return gather_object([value])
 
 
-def main_process_first(action: Callable[[], T]) -> T:
-    """Runs `action` on rank 0, which fills caches, then on the others. Rank 0's RunEnd is raised on every rank."""
+def on_main_process(action: Callable[[], T]) -> T:
+    """Returns on every rank what `action` returns on rank 0, pickled. Rank 0's RunEnd is raised on every rank."""
     result: Any = None
     error: RunEnd | None = None
     if is_main_process():
@@ -106,9 +114,17 @@ def main_process_first(action: Callable[[], T]) -> T:
             result = action()
         except RunEnd as raised:
             error = raised
-    if agreed := broadcast(error):
-        raise agreed
-    return result if is_main_process() else action()
+    result, error = broadcast((result, error))
+    if error:
+        raise error
+    return result
+
+
+def main_process_first(action: Callable[[], T]) -> T:
+    """Runs `action` on rank 0, which fills caches, then on the others. Rank 0's RunEnd is raised on every rank."""
+    results: list[T] = []
+    on_main_process(lambda: results.append(action()))
+    return results[0] if results else action()
 
 
 def explain_missing_gpus() -> str | None:

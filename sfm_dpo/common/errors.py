@@ -14,15 +14,26 @@ HUNG = 70
 # Errors of the machine, whatever the user has given
 _OF_MACHINE = (errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
+# What to do about a failed write
+DISK_REMEDIES = {
+    errno.ENOSPC: "free space",
+    errno.EDQUOT: "free space",
+    errno.EFBIG: "raise `ulimit -f`",
+    errno.EACCES: "give yourself write permission",
+    errno.EPERM: "give yourself write permission",
+    errno.EROFS: "use another node, or have it mounted read-write",
+}
+
 
 class RunEnd(Exception):
-    """An end that is reported in one line, without a traceback; `status` holds further fields for status.json."""
+    """An end that is reported in one line, without a traceback, or in one for each item of a list; `status` holds
+    further fields for status.json."""
 
     exit_code: ClassVar[int]
     state: ClassVar[str]  # run.folder.State, in status.json
 
     def __init__(self, message: str, **status: Any):
-        super().__init__(" ".join(str(message).split()))
+        super().__init__("\n- ".join(" ".join(item.split()) for item in str(message).split("\n- ")))
         self.status = status
 
 

@@ -12,7 +12,6 @@ from typing import IO, Any
 import xxhash
 
 PROJECT = Path(__file__).resolve().parents[2]
-CALIBRATION = PROJECT / "outputs/check-gpu/calibration.json"  # written by check_gpu.sh
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -28,6 +27,13 @@ def sync(file: IO) -> None:
     """Flushes an open file to disk: without this a renamed file may be empty after a power cut."""
     file.flush()
     os.fsync(file.fileno())
+
+
+def follow_umask(path: Path) -> None:
+    """Gives a file the permissions that `open` gives a new one."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
 
 
 def write_json(path: Path, value: Any) -> None:

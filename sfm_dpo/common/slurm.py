@@ -2,10 +2,13 @@
 
 import os
 import subprocess
+import time
 from collections.abc import Iterable
 from typing import Any
 
 from sfm_dpo.common.process import ask, is_alive
+
+POLL_SECONDS = 2.0
 
 
 def squeue_states(jobs: Iterable[str | None]) -> dict[str, str] | None:
@@ -39,9 +42,11 @@ def is_running(owner: dict[str, Any], queue: dict[str, str] | None) -> bool | No
     return False if is_shown else None
 
 
-def show_job(job: str) -> dict[str, str]:
-    """Slurm's record of a job (JobState, PreemptTime, ...); empty if it does not answer."""
-    record = ask("scontrol", "--oneliner", "show", "job", job) or ""
+def show_job(job: str, patience: float) -> dict[str, str]:
+    """Slurm's record of a job (JobState, PreemptTime, ...); empty if it does not answer for `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while not (record := ask("scontrol", "--oneliner", "show", "job", job) or "") and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
     return dict(field.split("=", 1) for field in record.split() if "=" in field)
 
 

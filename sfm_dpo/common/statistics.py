@@ -26,4 +26,5 @@ def wilson(share: float, n: int) -> tuple[float, float]:
     square = Z * Z / n
     centre = share + square / 2
     half = Z * math.sqrt(share * (1 - share) / n + square / (4 * n))
-    return max(0.0, (centre - half) / (1 + square)), min(1.0, (centre + half) / (1 + square))
+    # In this order, because max(0.0, nan) is 0.0
+    return max((centre - half) / (1 + square), 0.0), min((centre + half) / (1 + square), 1.0)

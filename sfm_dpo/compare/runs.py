@@ -17,7 +17,8 @@ Log = dict[int, dict[str, float]]  # {optimizer step: {metric: value}}
 _OMITTED = ("step", "perf/", "runtime", "per_second", "total_flos", "epoch")
 # Shown first, in this order; others follow sorted by name
 _FIRST = "loss logps/chosen logps/rejected rewards/margins grad_norm rewards/chosen rewards/rejected entropy".split()
-_OF_THE_STEP = ("learning_rate", "num_tokens", "eval_", "evaluation/")  # others are means since the last logged step
+# Values of the logged step itself; others are means over the steps since the entry before
+_OF_THE_STEP = ("learning_rate", "grad_norm", "num_tokens", "eval_", "evaluation/")
 # datasets' own fingerprint also changes with a file's path; the hash of the tokens does not
 _DATA_FACTS = ("sources", "rows", "train", "eval", "train_tokens", "order")
 _ENVIRONMENT_FACTS = ("git_commit", "cuda", "gpus", "world_size")
@@ -47,6 +48,7 @@ def read_log(path: Path) -> RunLog:
         environment[f"versions.{name}"] = version
     facts = {
         "configuration": {name: value for name, value in run["config"].items() if name not in NO_EFFECT},
+        "without effect": {name: run["config"][name] for name in run["config"] if name in NO_EFFECT - {"output_dir"}},
         "environment": environment,
         "data": {name: run["data"].get(name) for name in _DATA_FACTS},
         "reference cache": run["data"].get("reference", {}).get("train", {}),
@@ -100,16 +102,22 @@ def align_series(a: RunLog, b: RunLog) -> dict[str, dict[str, list]]:
 
 
 def average_between(log: Log, common: list[int]) -> Log:
-    """The log at the common steps: a metric's mean since the previous common step, or its value at the step."""
+    """The log at the common steps: a metric's mean since the previous common step, in which each value counts as many
+    steps as it is the mean of, or its value at the step."""
     averaged: Log = {step: {} for step in common}
-    since: dict[str, list[float]] = defaultdict(list)
+    logged: dict[str, int] = {}  # by metric, the step of its last entry
+    since: dict[str, list[tuple[float, int]]] = defaultdict(list)  # values, and their numbers of steps
     for step, metrics in log.items():
         for name, value in metrics.items():
-            since[name].append(value)
+            since[name].append((value, max(1, step - logged.get(name, 0))))
+            logged[name] = step
         if step in averaged:
-            for name, values in since.items():
-                is_of_the_step = name.startswith(_OF_THE_STEP)
-                averaged[step][name] = values[-1] if is_of_the_step else sum(values) / len(values)
+            for name, entries in since.items():
+                if not name.startswith(_OF_THE_STEP):
+                    total = sum(value * steps for value, steps in entries)
+                    averaged[step][name] = total / sum(steps for _, steps in entries)
+                elif logged[name] == step:
+                    averaged[step][name] = metrics[name]
             since.clear()
     return averaged
 

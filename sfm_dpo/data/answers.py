@@ -1,6 +1,6 @@
 """What answers contain, found in their texts alone: faults, and traits in which chosen and rejected answers differ.
 
-docs/internals/testing.md states the precision of the checks.
+docs/verification.md states the precision of the checks.
 """
 
 import re
@@ -107,7 +107,6 @@ def _check_answers(pair: dict[str, Any]) -> dict[str, list[bool]]:
 
 
 def find_traits(answers: Sequence[str]) -> dict[str, list[bool]]:
-    """For each of TRAITS, whether each answer has it."""
     texts = [answer.rpartition("</think>")[2] for answer in answers]
     return {name: [bool(has(text)) for text in texts] for name, has in TRAITS.items()}
 

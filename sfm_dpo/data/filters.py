@@ -92,7 +92,6 @@ def load_evaluation_set(name: str) -> Dataset:
 
 
 def _list_texts(value: Any) -> list[str]:
-    """All text in nested lists and mappings."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):

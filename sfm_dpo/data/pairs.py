@@ -31,6 +31,13 @@ DROP_REASONS = {
     "control_tokens": "special tokens in its texts (control_tokens: drop)",
     "too_long": "longer than max_length (overlong: drop)",
 }
+# What a row has and training does not see; the keys, with spaces between them, are the column `ignored`
+IGNORED = {
+    "tools": "have tools that the chat template does not print",
+    "tool_calls": "have tool calls that the chat template does not print",
+    "system": "have a column system, which is not read; make it a message of the prompt",
+    "prompt": "lose the beginning of their prompt by max_prompt_length",
+}
 FILTERS = ("script", "contaminated", "duplicate", "control_tokens", "too_long")  # they drop usable pairs on request
 
 
@@ -49,7 +56,6 @@ class Pairs:
 
     @property
     def drawn(self) -> int:
-        """Pairs in all splits."""
         return sum(map(len, self.splits.values()))
 
     @property
@@ -113,6 +119,7 @@ class TokenPairs(Pairs):
             rows.append(("of these, with special tokens in their texts", f"{control_tokens:,}"))
         if tool_results := sum(map(bool, self.train["masked"][:])):
             rows.append(("of these, with tool results, which are not trained", f"{tool_results:,}"))
+        rows += [("caution", text) for text in describe_ignored(self.train)]
         rows += [(f"pairs held out: {name}", f"{len(tokens):,}") for name, tokens in self.held_out().items()]
         if HELD_OUT in self.splits:
             prompts = self.texts.splits[HELD_OUT].unique("prompt_key")
@@ -130,6 +137,17 @@ class TokenPairs(Pairs):
             "eval": counts.pop(HELD_OUT, 0),
             "eval_sets": counts,
         }
+
+
+def describe_ignored(tokens: Dataset) -> list[str]:
+    """What training does not see of the rows, by kind, each with the number of pairs and the first row."""
+    lines = []
+    for kind, text in IGNORED.items():
+        found = [i for i, kinds in enumerate(tokens["ignored"][:]) if kind in kinds.split()]
+        if found:
+            first = min(tokens.select_columns(["row", "source"]).select(found), key=lambda origin: origin["row"])
+            lines.append(f"{len(found):,} pairs {text}, first in row {first['row']} of {first['source']}")
+    return lines
 
 
 def read_text(side: str | list[dict], left_out: Sequence[str] = ("system",)) -> str:

@@ -2,7 +2,7 @@
 
 A usable row has `prompt`, `chosen` and `rejected`: message lists ({"role", "content", ...}), or strings of plain text;
 `template`, JSON of its `tools` and `chat_template_kwargs`, as in TRL; `source` and `row`, the dataset and the row's
-number in it, from 1; and `prompt_key` and `pair_key`, hashes that identify repeats.
+number in it, from 1; `ignored`, keys of pairs.IGNORED; and `prompt_key` and `pair_key`, hashes that identify repeats.
 """
 
 import json
@@ -29,16 +29,17 @@ from sfm_dpo.data.pairs import PARTS, Pairs, drop_rows
 from sfm_dpo.data.sources import column_names, explain_cache_errors, load_rows
 
 # Part of the cache's key. Raise it when a change to this module changes a normalised row or its drop reason.
-PAIRS_VERSION = 7
+PAIRS_VERSION = 8
 TOOL_ROLES = ("tool", "environment")  # they hold the result of a call
 RESPONSE_ROLES = ("assistant", *TOOL_ROLES)
 CALL_KEYS = ("tool_calls", "function_calls", "function_call")  # of an assistant's message
-_FIELDS = (*PARTS, "tools", "chat_template_kwargs")
+_FIELDS = (*PARTS, "tools", "chat_template_kwargs", "system")
 _PAIR = Features(
     {name: Json() for name in PARTS}
-    | {name: Value("string") for name in ("template", "source", "dropped", "prompt_key", "pair_key")}
+    | {name: Value("string") for name in ("template", "source", "dropped", "ignored", "prompt_key", "pair_key")}
     | {"row": Value("int64")}
 )
+_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}  # roles
 _TURN = re.compile(r"\n\n(Human|Assistant):")  # of a transcript
 
 log = logging.getLogger(__name__)
@@ -139,6 +140,7 @@ def _normalize_row(stored: Mapping[str, Any], index: int, source: str, script: s
     is_json = json_rows.COLUMN in stored
     row = json.loads(stored[json_rows.COLUMN]) if is_json else dict(stored)
     template = None
+    ignored = "system" if row.get("system") else ""
     try:
         fields = to_plain({name: row.get(name) for name in _FIELDS}, keep_null=is_json)
         pair = normalize_pair(*(fields.get(name) for name in PARTS))
@@ -156,7 +158,7 @@ def _normalize_row(stored: Mapping[str, Any], index: int, source: str, script: s
     # Written as JSON here, because datasets 5.2 would parse text that happens to be valid JSON
     columns: dict[str, Any] = {name: _as_json(side) for name, side in zip(PARTS, sides, strict=True)}
     columns |= {"prompt_key": _hash(sides[0], template), "pair_key": _hash(*sides, template)}
-    columns |= {"source": source, "row": index + 1}
+    columns |= {"source": source, "row": index + 1, "ignored": ignored}
     return columns | {"template": template, "dropped": dropped}
 
 
@@ -235,10 +237,14 @@ def _read_messages(value: Any, role: str) -> list[dict] | None:
     is not such a list."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
+    if isinstance(value, dict):  # LLaMA-Factory's ranked answers
+        value = [value]
     if not isinstance(value, list):
         return None
     messages = []
     for message in value:
+        if isinstance(message, dict) and {"from", "value"} <= message.keys():
+            message = {"role": _SHAREGPT.get(message["from"], message["from"]), "content": message["value"]}
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return None
         message = {name: item for name, item in message.items() if item is not None}

@@ -13,14 +13,13 @@ from trl.data_utils import common_prefix_length
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.data.pairs import PARTS
-from sfm_dpo.data.preferences import TOOL_ROLES, read_calls
+from sfm_dpo.data.preferences import CALL_KEYS, TOOL_ROLES, read_calls
 
 # What a template raises that refuses the roles, their order or the tools of a conversation
 REFUSALS = (TemplateError, TypeError, ValueError, RecursionError)
 
 
 def make_renderer(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
-    """A function from messages to their text."""
     arguments = json.loads(pair.get("template") or "{}")
 
     def render(messages: list[dict[str, Any]], **options: Any) -> Any:
@@ -63,6 +62,19 @@ def _name_calls(message: dict[str, Any], template: str) -> dict[str, Any]:
     message = message | {"tool_calls": read_calls(calls)}
     del message["function_calls"]
     return message
+
+
+def find_ignored(pair: dict[str, Any], template: str) -> list[str]:
+    """The keys of IGNORED for tools and calls of a rendered pair that the chat template never mentions."""
+    if isinstance(pair["prompt"], str):
+        return []
+    ignored = []
+    if "tools" in json.loads(pair.get("template") or "{}") and "tools" not in template:
+        ignored.append("tools")
+    messages = [message for part in PARTS for message in pair[part]]
+    if any(message.get(key) and key not in template for message in messages for key in CALL_KEYS):
+        ignored.append("tool_calls")
+    return ignored
 
 
 def list_texts(pair: dict[str, Any], eos: str) -> list[str]:

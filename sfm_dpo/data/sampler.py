@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch.utils.data import Sampler
 
-from sfm_dpo.common.distributed import world_size
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import TrainConfig
+from sfm_dpo.config_checks import advise_batch
 from sfm_dpo.data.lengths import Lengths
 
 ORDER_VERSION = 3  # raise it when the same seed and data give another order; 1 was the order of transformers' samplers
@@ -83,7 +83,7 @@ class PairSampler(Sampler[int]):
 
     Pairs that do not fill the last global batch are left out of the epoch; each epoch draws them anew. The steps with
     the largest micro-batch, for any usual number of pairs in it and any Layout, come first in the first epoch, so an
-    out-of-memory error appears at once. Raises UserError if there are fewer pairs than a global batch.
+    out-of-memory error appears at once.
 
     `strategy`, TRL's `train_sampling_strategy`: random; batch_rebalance, the same steps with balanced micro-batches;
     group_by_length, sorted within 50 global batches; sequential, the order of the data.
@@ -99,13 +99,6 @@ class PairSampler(Sampler[int]):
     epochs: int = 1  # of the run, the last one perhaps in part
 
     def __post_init__(self) -> None:
-        if len(self.lengths) < self.global_batch:
-            unit = self.micro_batch * world_size()
-            fits = f"{len(self.lengths) // unit * unit}" if len(self.lengths) >= unit else "fewer pairs per device"
-            raise UserError(
-                f"global_batch_size {self.global_batch}: there are only {len(self.lengths)} pairs to train on, fewer "
-                f"than one optimizer step needs; use a smaller global_batch_size ({fits}), or more data"
-            )
         self.layout = Layout.of(self.lengths, self.packed, self.shared)
         self.epoch = 0
         self.is_over = False  # no step is left to train
@@ -113,6 +106,12 @@ class PairSampler(Sampler[int]):
 
     @classmethod
     def of(cls, lengths: Lengths, args: TrainConfig, micro_batch: int, packed: bool, shared: bool) -> "PairSampler":
+        """The sampler of a run. Raises UserError if there are fewer pairs than a global batch."""
+        if len(lengths) < args.global_batch_size:
+            raise UserError(
+                f"global_batch_size {args.global_batch_size}: there are only {len(lengths)} pairs to train on, fewer "
+                f"than one optimizer step needs; {advise_batch(args, len(lengths))}"
+            )
         strategy = args.train_sampling_strategy
         seed = args.seed if args.data_seed is None else args.data_seed
         sampler = cls(lengths, strategy, args.global_batch_size, micro_batch, seed, packed, shared)

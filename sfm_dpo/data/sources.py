@@ -1,6 +1,5 @@
 """Rows of preference data as they are stored: from a dataset on the Hub, or from local JSON and Parquet files."""
 
-import errno
 import glob
 import json
 import os
@@ -15,11 +14,10 @@ from datasets import Dataset, load_dataset
 from datasets.data_files import FILES_TO_IGNORE, DataFilesDict, get_data_patterns
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
 
-from sfm_dpo.common.errors import RunEnd, UserError, user_input
+from sfm_dpo.common.errors import DISK_REMEDIES, RunEnd, UserError, user_input
 from sfm_dpo.data import json_rows
 
 LOCAL_FORMATS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextmanager
@@ -30,15 +28,15 @@ def explain_cache_errors(folder: Path | None = None, end: type[RunEnd] = UserErr
         yield
     except Exception as error:
         cause: BaseException | None = error  # datasets wraps what its writer, or json_rows.py, raised
-        while cause and not isinstance(cause, RunEnd) and getattr(cause, "errno", None) not in DISK_ERRORS:
+        while cause and not isinstance(cause, RunEnd) and getattr(cause, "errno", None) not in DISK_REMEDIES:
             cause = cause.__cause__
         if isinstance(cause, RunEnd):
             raise cause from cause.__cause__
         if not isinstance(cause, OSError):
             raise
         path = cause.filename or folder or datasets.config.HF_DATASETS_CACHE
-        message = f"HF_HOME: {path}: {cause.strerror}; free space, or set HF_HOME (in .env) to another folder"
-        raise end(message) from error
+        remedy = f"{DISK_REMEDIES[cause.errno or 0]}, or set HF_HOME (in .env) to another folder"
+        raise end(f"HF_HOME: {path}: {cause.strerror}; {remedy}") from error
 
 
 def load_rows(

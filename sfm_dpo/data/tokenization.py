@@ -28,13 +28,13 @@ from sfm_dpo.config_checks import read_eval_sets
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.pairs import PARTS, Pairs, TokenPairs, drop_rows
 from sfm_dpo.data.preferences import load_pairs, read_pairs
-from sfm_dpo.data.rendering import REFUSALS, find_tool_results, list_texts, render_pair
+from sfm_dpo.data.rendering import REFUSALS, find_ignored, find_tool_results, list_texts, render_pair
 from sfm_dpo.data.sources import explain_cache_errors
 from sfm_dpo.model.loading import load_model_config
 
 # Part of the cache's key. Raise it when a change to this module or rendering.py changes an id, a length, a masked
 # span or a drop reason.
-TOKENS_VERSION = 8
+TOKENS_VERSION = 9
 # Rows per tokenizer call: it needs about 300 bytes per token besides the ids, and a long pair has 50,000 tokens.
 BATCH_ROWS = 100
 _TOKENS = Features(
@@ -45,6 +45,7 @@ _TOKENS = Features(
     | {"masked": List(List(Value("int32")))}  # spans of tool results: side (0 chosen, 1 rejected), first id, end
     | {"prompt_trimmed": Value("int32")}  # tokens cut from the prompt's end, where prompt+response diverges
     | {"source": Value("string"), "row": Value("int64"), "dropped": Value("string")}
+    | {"ignored": Value("string")}  # keys of IGNORED
 )
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,8 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     options = {"revision": config.revision, "trust_remote_code": config.train.trust_remote_code}
     with user_input(f"{config.model_field} {name}: cannot load a tokenizer", "check its files"):
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    for of_loading in ("is_local", "local_files_only"):  # would be saved in tokenizer_config.json
+        tokenizer.init_kwargs.pop(of_loading, None)
     if tokenizer.eos_token is None:
         raise UserError(f"{config.model_field} {name}: its tokenizer has no EOS token; set eos_token in its config")
     pad_token = config.train.pad_token
@@ -204,15 +207,17 @@ def tokenize_pairs(
 def _cut_prompts(tokens: Dataset, max_prompt_length: int, num_proc: int | None) -> Dataset:
     """Keeps the last `max_prompt_length` tokens of each prompt."""
 
-    def cut(ids: list[int]) -> dict[str, Any]:
-        return {"prompt_ids": ids[-max_prompt_length:], "prompt_length": min(len(ids), max_prompt_length)}
+    def cut(ids: list[int], ignored: str) -> dict[str, Any]:
+        if len(ids) <= max_prompt_length:
+            return {}
+        length = {"prompt_ids": ids[-max_prompt_length:], "prompt_length": max_prompt_length}
+        return length | {"ignored": f"{ignored} prompt"}
 
     is_long = tokens.with_format("numpy")["prompt_length"][:] > max_prompt_length
     if not is_long.any():
         return tokens
-    log.info(f"{is_long.sum():,} prompts exceed max_prompt_length {max_prompt_length} and keep their end")
     key = Hasher.hash((tokens._fingerprint, max_prompt_length))
-    return tokens.map(cut, input_columns="prompt_ids", num_proc=num_proc, new_fingerprint=key)
+    return tokens.map(cut, input_columns=["prompt_ids", "ignored"], num_proc=num_proc, new_fingerprint=key)
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -242,6 +247,7 @@ def _tokenize_batch(
         for n, pair in enumerate(group):
             row = _split_ids(*ids[3 * n : 3 * n + 3]) | {"source": pair.get("source"), "row": pair.get("row")}
             row["control_tokens"] = any(map(control_tokens.search, list_texts(pair, tokenizer.eos_token)))
+            row["ignored"] = " ".join([*find_ignored(pair, str(tokenizer.chat_template)), pair.get("ignored", "")])
             rendered = texts[n]
             if rendered is None:
                 row["dropped"] = "malformed"

@@ -6,9 +6,10 @@ from statistics import fmean
 from typing import Any
 
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from sfm_dpo.common.distributed import broadcast, is_main_process
-from sfm_dpo.common.errors import GuardStopped, UserError
+from sfm_dpo.common.errors import GuardStopped
 from sfm_dpo.common.files import write_json
 from sfm_dpo.config_checks import HELD_OUT, LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.data.lengths import count_trained
@@ -22,7 +23,7 @@ from sfm_dpo.health.guard_rules import (
     judge_log,
 )
 from sfm_dpo.run.checkpoint import KEEP, checkpoints, keep_before, step_of
-from sfm_dpo.run.files import HEALTH, SAMPLES, read_file
+from sfm_dpo.run.files import HEALTH, SAMPLES
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ PROMPTS = 4  # in each round of generations
 NEW_TOKENS = 64
 
 
-class Guard(TrainerCallback):
+class Guard(TrainerCallback, ExportableState):
     """Applies the rules at every log entry; rank 0 decides and all ranks follow. Writes health.json."""
 
     def __init__(self, trainer: Any, prompts: list[list[int]]):
@@ -42,10 +43,13 @@ class Guard(TrainerCallback):
         self.last_healthy: str | None = None  # path of a checkpoint
         self.first_texts: list[str] = []  # answers of the first round
 
+    def state(self) -> dict[str, Any]:
+        """What a resumed run restores (ResumeCallback)."""
+        known = {"findings": self.findings, "last_healthy": self.last_healthy, "first_texts": self.first_texts}
+        return {"args": {}, "attributes": known}
+
     def on_train_begin(self, args, state, control, **kwargs):
-        samples = Path(args.output_dir) / SAMPLES
-        if state.global_step:  # of the start that began the run
-            self.first_texts = [sample["before"] for sample in read_file(samples)]
+        self.findings = [Finding(*values) for values in self.findings]  # lists, from a checkpoint
         loss_type = main_loss(args.loss_type)
         chosen_tokens = 1.0
         if loss_type not in LENGTH_NORMALIZED_LOSSES:
@@ -54,6 +58,7 @@ class Guard(TrainerCallback):
         warmup_steps = args.get_warmup_steps(state.max_steps)
         other_reference = bool(args.ref_model_name_or_path)
         self.run = RunFacts(is_sigmoid, args.beta, chosen_tokens, state.max_steps, warmup_steps, other_reference)
+        self._write_health(args)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" not in (logs or {}) or self.stopped:
@@ -85,7 +90,10 @@ class Guard(TrainerCallback):
         level = "warning"
         if finding.stops:
             if is_main_process() and not self.last_healthy:
-                self.last_healthy = _keep_last_healthy(args, entries, finding)
+                # An entry at step s describes the weights after s - 1 updates; checkpoint-s holds them after s updates
+                before = max((entry["step"] for entry in entries if entry["step"] < finding.began), default=0)
+                checkpoint = keep_before(args.output_dir, before, AUTHOR)
+                self.last_healthy = str(checkpoint) if checkpoint else None
             if args.guard == "stop":
                 level = "stop"
                 self.stopped = self.stopped or finding
@@ -127,7 +135,7 @@ class Guard(TrainerCallback):
         self.first_texts = self.first_texts or answers
         prompts = tokenizer.batch_decode(self.prompts, skip_special_tokens=True)
         rows = zip(prompts, self.first_texts, answers, strict=True)
-        samples = [{"prompt": prompt, "before": first, "after": last} for prompt, first, last in rows]
+        samples = [dict(zip(("prompt", "before", "after"), row, strict=True), limit=NEW_TOKENS) for row in rows]
         write_json(Path(args.output_dir) / SAMPLES, samples)
         return {
             "guard/repeated_4grams": repeated_4grams(answers),
@@ -150,18 +158,7 @@ def add_guard(trainer: Any) -> Guard | None:
     args = trainer.args
     if args.guard == "skip":
         return None
-    if args.guard_generations and (trainer.is_fsdp_enabled or trainer.zero_stage == 3):
-        raise UserError(
-            f"guard_generations {args.guard_generations}: needs the full weights on each rank; use ZeRO-2, or set 0"
-        )
     prompts = list(trainer.eval_dataset[HELD_OUT][:PROMPTS]["prompt_ids"]) if args.guard_generations else []
     guard = Guard(trainer, prompts)
     trainer.add_callback(guard)
     return guard
-
-
-def _keep_last_healthy(args, entries: Log, finding: Finding) -> str | None:
-    """An entry at step s describes the weights after s - 1 updates; checkpoint-s holds them after s updates."""
-    before = [entry["step"] for entry in entries if entry["step"] < finding.began]
-    checkpoint = keep_before(args.output_dir, before[-1] if before else 0, AUTHOR)
-    return str(checkpoint) if checkpoint else None

@@ -85,6 +85,12 @@ def _check_finite(log: Log, run: RunFacts) -> Evidence | None:
     return None
 
 
+def _check_skipped(log: Log, run: RunFacts) -> Evidence | None:
+    if skipped := log[-1].get("skipped_updates"):
+        return log[-1]["step"], f"DeepSpeed has skipped {skipped} update(s), whose gradients were not finite"
+    return None
+
+
 def _check_collapse(log: Log, run: RunFacts) -> Evidence | None:
     last = log[-1]
     margin = last.get("rewards/margins", 0.0)
@@ -163,5 +169,6 @@ RULES = (
     GuardRule("divergence", True, _check_divergence, _DIVERGED),
     GuardRule("standstill", True, _check_standstill, _STUCK),
     GuardRule("repetition", True, _check_answers, f"{_LOWER_LR}, and resume from an earlier checkpoint"),
+    GuardRule("skipped_update", False, _check_skipped, _CORRUPT),
     GuardRule("displacement_begins", False, partial(_check_displacement, limit=0.5), _BEGINS),
 )

@@ -2,15 +2,20 @@
 
     torchrun --nproc-per-node 4 -m sfm_dpo.health.node_check --output_dir outputs/dpo
 
-The batch scripts run it on all nodes. It imports only torch, to be fast.
+The batch scripts run it on all nodes. It imports only torch, to be fast. Ranks tell each other what they found through
+rank 0's store: Gloo would need the nodes' names resolved, which NCCL does not.
 """
 
 import argparse
 import ctypes
 import logging
 import os
+import pickle
+import shutil
 import statistics
+import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +37,13 @@ from sfm_dpo.common.slurm import list_hosts
 log = logging.getLogger("sfm_dpo.health.node_check")  # __name__ is __main__
 
 JOIN_SECONDS = 300  # time for all ranks to join: importing torch from a cold shared disk is slow
-REDUCE_SECONDS = 45
+REDUCE_SECONDS = 120  # the first communicator of many nodes takes long
+
+PRODUCT = "TFLOPS in a matrix product"
+INSIDE = "GB/s in an all-reduce inside a node"
+BETWEEN = "GB/s in an all-reduce between two nodes"
+# GB/s of NVLink in one direction: half of what NVIDIA's data sheets give for a GPU; H200 is in GH200, B200 in GB200
+NVLINK = {"A100-SXM": 300, "H100 80GB HBM3": 450, "H200": 450, "B200": 900, "B300": 900}
 
 
 class Fault(NamedTuple):
@@ -132,15 +143,18 @@ def check_all(folders: dict[str, Path], store: dist.Store) -> list[Report]:
     faults = check_device()
     if LOCAL_RANK == 0:
         faults += check_writing(folders)
-    timeout = timedelta(seconds=JOIN_SECONDS)
-    dist.init_process_group("gloo", store=store, rank=RANK, world_size=world_size(), timeout=timeout)
-    reports = gather((HOST, faults))
+        faults += check_compiler() if ON_GPU else []
+    reports = gather(store, "device", (HOST, faults))
     for check in (check_sharing, check_all_reduce):
         if not any(lines for _, lines in reports):
-            reports = gather((HOST, check(folders)))
+            reports = gather(store, check.__name__, (HOST, check(folders, store)))
     if not any(lines for _, lines in reports):
-        describe_ranks([host for host, _ in reports])
-    dist.destroy_process_group()
+        describe_ranks([host for host, _ in reports], store)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    store.set(f"end of rank {RANK}", "")
+    if is_main_process():  # its store ends with it
+        store.wait([f"end of rank {rank}" for rank in range(world_size())])
     return reports
 
 
@@ -157,11 +171,10 @@ def describe_network() -> str:
     return ", ".join([nccl, f"adapters {' '.join(adapters) or 'none'}", *settings])
 
 
-def gather(value: Any) -> list[Any]:
-    """The values of all ranks; common.distributed's needs accelerate."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+def gather(store: Any, name: str, value: Any) -> list[Any]:
+    """The values of all ranks under a name that is used once."""
+    store.set(f"{name} of rank {RANK}", pickle.dumps(value))
+    return [pickle.loads(store.get(f"{name} of rank {rank}")) for rank in range(world_size())]
 
 
 def check_device() -> list[Fault]:
@@ -175,6 +188,28 @@ def check_device() -> list[Fault]:
     except RuntimeError as error:
         return [Fault(f"{DEVICE_NAME}: a matmul failed: {str(error).splitlines()[0]}")]
     return [Fault(f"{DEVICE_NAME}: a matmul gave {wrong:,} wrong values")] if wrong else []
+
+
+def check_compiler() -> list[Fault]:
+    """Checks that Triton, which computes the LM head on a GPU, can compile: a launcher in C, then the kernel."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "gcc"  # as Triton chooses
+    command = [compiler, "-fsyntax-only", f"-I{sysconfig.get_path('include', 'posix_prefix')}", "-xc", "-"]
+    try:
+        subprocess.run(command, input="#include <Python.h>", stderr=subprocess.PIPE, text=True, check=True)
+        if ON_GPU:
+            import triton
+
+            triton.jit(nothing)[(1,)]()
+            torch.cuda.synchronize()
+    except Exception as error:  # Triton raises no narrower class
+        reason = " ".join(f"{error} {getattr(error, 'stderr', '')}".split())[:400]
+        remedy = "load a module with gcc and Python.h in scripts/site.sh, or set CC"
+        return [Fault(f"Triton, which the loss needs, cannot compile: {reason}; {remedy}", of_node=False)]
+    return []
+
+
+def nothing():  # the smallest kernel
+    pass
 
 
 def mark_of(folder: Path) -> Path:  # rank 0 writes it for the other nodes to see
@@ -203,25 +238,26 @@ def check_writing(folders: dict[str, Path]) -> list[Fault]:
     return faults
 
 
-def check_sharing(folders: dict[str, Path]) -> list[Fault]:
+def check_sharing(folders: dict[str, Path], store: dist.Store) -> list[Fault]:
     missing = [name for name, folder in folders.items() if LOCAL_RANK == 0 and not mark_of(folder).exists()]
     remedy = "is not shared with the first node; choose a shared folder"
     return [Fault(f"{name} {folders[name]} {remedy}", of_node=False) for name in missing]
 
 
-def check_all_reduce(folders: dict[str, Path]) -> list[Fault]:
+def check_all_reduce(folders: dict[str, Path], store: dist.Store) -> list[Fault]:
     """Sums numbers over all ranks on their devices, by NCCL between GPUs and gloo otherwise."""
-    ranks = dist.get_world_size()
-    group: Any = dist.new_group(backend=BACKEND, timeout=timedelta(seconds=REDUCE_SECONDS))
+    ranks = world_size()
+    timeout = timedelta(seconds=REDUCE_SECONDS)
+    dist.init_process_group(BACKEND, store=store, rank=RANK, world_size=ranks, timeout=timeout)
     numbers = torch.full((1024,), float(RANK + 1), device=DEVICE)
-    dist.all_reduce(numbers, group=group)
+    dist.all_reduce(numbers)
     if bool((numbers == ranks * (ranks + 1) / 2).all()):
         return []
     return [Fault(f"{numbers.device}: an all-reduce over {ranks} ranks gave {numbers[0].item():g}")]
 
 
-def describe_ranks(hosts: list[str]) -> None:
-    """Logs how fast the ranks are, and warns of nodes that differ in their versions. `hosts`: of each rank."""
+def describe_ranks(hosts: list[str], store: dist.Store) -> None:
+    """Logs how fast the ranks are, and warns of nodes that differ or are slow. `hosts`: of each rank."""
     facts = {"torch": torch.__version__, "network": describe_network()}
     facts["GPU"] = torch.cuda.get_device_name() if ON_GPU else "none"
     facts["driver"] = DRIVER.read_text().splitlines()[0] if DRIVER.exists() else "none"
@@ -232,7 +268,7 @@ def describe_ranks(hosts: list[str]) -> None:
             rates[what, name] = rate
     except Exception as error:  # torch raises no narrower class
         failures.append(f"{HOST} {DEVICE_NAME} could not be measured: {' '.join(str(error).split())[:300]}")
-    gathered = gather((facts, rates, failures))
+    gathered = gather(store, "rates", (facts, rates, failures))
     if is_main_process():
         for _, of_rank, failures in gathered:
             rates |= of_rank
@@ -242,10 +278,30 @@ def describe_ranks(hosts: list[str]) -> None:
             of_host = {host: of_rank[name] for host, (of_rank, *_) in zip(hosts, gathered, strict=True)}
             if len(set(of_host.values())) > 1:
                 log.warning(f"not the same {name} on all nodes: {'; '.join(map(': '.join, of_host.items()))}")
-        for what in dict.fromkeys(what for what, _ in rates):
-            by_name = {name: rate for (kind, name), rate in rates.items() if kind == what}
-            slowest = min(by_name, key=by_name.__getitem__)
-            log.info(f"{what}: {by_name[slowest]:.3g} ({slowest}) to {max(by_name.values()):.3g}")
+        log_rates(rates, lowest_rates(facts["GPU"]) if ON_GPU else {})
+
+
+def log_rates(rates: Rates, lowest: dict[str, tuple[float, str]]) -> None:
+    for what in dict.fromkeys(what for what, _ in rates):
+        by_name = {name: rate for (kind, name), rate in rates.items() if kind == what}
+        slowest = min(by_name, key=by_name.__getitem__)
+        log.info(f"{what}: {by_name[slowest]:.3g} ({slowest}) to {max(by_name.values()):.3g}")
+        limit, cause = lowest.get(what, (0.0, ""))
+        if by_name[slowest] < limit:
+            log.warning(f"{what}: {by_name[slowest]:.3g} ({slowest}) is low, below {limit:.3g}; usually {cause}")
+
+
+def lowest_rates(gpu: str) -> dict[str, tuple[float, str]]:
+    """The lowest plausible rates of GPUs of this name, and the usual cause of lower ones."""
+    from sfm_dpo.model.flops import peak_flops  # imports transformers
+
+    nvlink = next((rate for name, rate in NVLINK.items() if name in gpu), 0)
+    # Healthy GPUs reach 65 to 80% of their peak and 75 to 80% of NVLink (nccl-tests), 200 Gbit/s adapters 20 GB/s
+    return {
+        PRODUCT: (0.5e-12 * (peak_flops(gpu) or 0), "the GPU is throttled (nvidia-smi -q -d PERFORMANCE) or shared"),
+        INSIDE: (0.4 * nvlink, "the GPUs communicate over PCIe (nvidia-smi topo -m; NCCL_P2P_DISABLE)"),
+        BETWEEN: (10.0, "NCCL uses TCP or the wrong adapter (NCCL_SOCKET_IFNAME, NCCL_IB_HCA, NCCL_NET)"),
+    }
 
 
 def measure_rates(hosts: list[str]) -> Iterator[tuple[str, str, float]]:
@@ -255,7 +311,7 @@ def measure_rates(hosts: list[str]) -> Iterator[tuple[str, str, float]]:
     matrix = torch.randn(size, size, dtype=torch.bfloat16 if ON_GPU else torch.float32, device=DEVICE)
     product = torch.empty_like(matrix)
     seconds = measure_seconds(partial(torch.matmul, matrix, matrix, out=product), product)
-    yield "TFLOPS in a matrix product", f"{HOST} {DEVICE_NAME}", 2e-12 * size**3 / seconds
+    yield PRODUCT, f"{HOST} {DEVICE_NAME}", 2e-12 * size**3 / seconds
     numbers = torch.zeros(2**28 if ON_GPU else 2**20, device=DEVICE)  # 1 GiB on a GPU
     nodes = list(dict.fromkeys(hosts))
     pairs = list(pairwise(nodes))
@@ -265,9 +321,8 @@ def measure_rates(hosts: list[str]) -> Iterator[tuple[str, str, float]]:
             timeout = timedelta(seconds=REDUCE_SECONDS)
             group: Any = dist.new_group(ranks, timeout, BACKEND, use_local_synchronization=True)
             seconds = measure_seconds(partial(dist.all_reduce, numbers, group=group), numbers)
-            what = f"GB/s in an all-reduce {'inside a node' if len(members) == 1 else 'between two nodes'}"
             moved = 2 * (len(ranks) - 1) / len(ranks) * numbers.nbytes  # by each rank: NCCL's bus bandwidth
-            yield what, " and ".join(members), 1e-9 * moved / seconds
+            yield INSIDE if len(members) == 1 else BETWEEN, " and ".join(members), 1e-9 * moved / seconds
 
 
 def measure_seconds(action: Callable[[], Any], result: torch.Tensor) -> float:

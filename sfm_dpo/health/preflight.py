@@ -20,6 +20,7 @@ from sfm_dpo.config import Config
 from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.answers import compare_sides, find_traits, tabulate_sides
 from sfm_dpo.data.lengths import Lengths, count_trained
+from sfm_dpo.data.pairs import describe_ignored
 from sfm_dpo.health.preflight_rules import MOVE, Figure, compute_pair_figures, exact, format_finding, judge_base_model
 from sfm_dpo.run.files import PREFLIGHT
 
@@ -89,6 +90,7 @@ def inspect_model(trainer, rows: list[dict]) -> dict[str, Figure]:
     eos = list_eos(model, trainer.processing_class)
     figures = inspect_tokens(rows, Lengths.of(dataset), eos, trainer.args.max_length)
     figures["rope_layers"] = exact(count_wrong_rope_layers(model.config.get_text_config()))
+    figures["ignored"] = exact(float(np.mean([bool(kinds.strip()) for kinds in dataset["ignored"][:]])))
     figures["control_tokens"] = exact(float(np.mean(dataset["control_tokens"][:])))
     return figures
 
@@ -110,6 +112,9 @@ def run_preflight(trainer, policy, config: Config) -> dict[str, Any]:
     responses = np.maximum(count_trained(dataset, args.max_length), 1)[judged]
     figures = compute_pair_figures(logps, responses, loss_type, args.beta) | inspect_model(trainer, rows)
     verdict, findings = judge_base_model(figures, loss_type)
+    for finding in findings:
+        if finding["rule"] == "ignored":
+            finding["what"] = "; ".join(describe_ignored(dataset))
     reasons = [format_finding(finding) for finding in findings]
 
     sources = np.array(dataset["source"][:], dtype=object)
@@ -158,7 +163,7 @@ def tabulate_means(figures: dict[str, Figure], pairs: str, boundary: str) -> lis
         return "{:+.2f} ({:+.2f} to {:+.2f}) nats".format(*figures[name])
 
     return [
-        ("pairs", f"{pairs}; means with 95% intervals"),
+        ("pairs judged", f"{pairs}; means with 95% intervals"),
         ("chosen, per token", interval("chosen_logp")),
         ("gap, per token", interval("token_gap")),
         ("gap, sum", interval("sum_gap")),

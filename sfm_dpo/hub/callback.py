@@ -1,6 +1,6 @@
 """Pushes checkpoints during training, each in its own process, which runs scripts/push_to_hub.py.
 
-Trainer's own push (transformers 5.23) uploads every file in output_dir, checks nothing, and runs in threads that the
+Trainer's own push (transformers 5.24) uploads every file in output_dir, checks nothing, and runs in threads that the
 interpreter waits for at exit: at a time limit, until Slurm kills it.
 """
 
@@ -8,8 +8,6 @@ import logging
 import shlex
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -28,17 +26,17 @@ class PushCheckpoints(TrainerCallback):
     """Pushes each checkpoint of a run whose hub_strategy is every_save.
 
     As in Trainer, a checkpoint is skipped while an earlier push is running, unless hub_always_push is set. A push that
-    fails does not affect training. A finished run waits for its pushes and calls `beat`, the watchdog's; a run that
-    stops early terminates them.
+    fails does not affect training. A run that stops early terminates its pushes, a finished one those to the branch of
+    the final model; `finish` waits for the others.
     """
 
-    def __init__(self, beat: Callable[[], None]) -> None:
-        self._beat = beat
+    def __init__(self, args: TrainConfig) -> None:
+        self.is_active = args.push_to_hub and args.hub_strategy != "end" and is_main_process()
         self._pushes: dict[Path, subprocess.Popen] = {}  # by checkpoint
 
     def on_save(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         is_last = state.global_step >= state.max_steps or control.should_training_stop
-        if is_last or not is_main_process() or args.hub_strategy == "end":
+        if is_last or not self.is_active:
             return
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         is_running = any(push.poll() is None for push in self._pushes.values())
@@ -53,14 +51,20 @@ class PushCheckpoints(TrainerCallback):
         mark_pushed(checkpoint, push.pid)
 
     def on_train_end(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+        is_finished = state.global_step >= state.max_steps
+        if is_finished and "{step}" in (args.hub_revision or ""):
+            return
         for checkpoint, push in self._pushes.items():
-            if push.poll() is None and state.global_step < state.max_steps:
+            if push.poll() is None:
                 push.terminate()
                 command = self._format_command(args, checkpoint)
                 log.info(f"the push of a checkpoint was terminated; push it later with: {command}")
-            while push.poll() is None:
-                self._beat()
-                time.sleep(1)
+        self.finish()
+
+    def finish(self) -> None:
+        """Waits for the pushes, which would end with this job."""
+        for push in self._pushes.values():
+            push.wait()
 
     def _format_command(self, args: TrainConfig, checkpoint: Path) -> str:
         repo = choose_repo(vars(args), Path(args.output_dir))

@@ -9,21 +9,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sfm_dpo.common.distributed import is_main_process
-from sfm_dpo.common.errors import NOT_PUSHED, UserError
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import format_table
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.hub import upload
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.run.checkpoint import PUSHING, mark_pushed
-from sfm_dpo.run.folder import State, read_status, write_status
-from sfm_dpo.run.saved_model import SavedModel, check_loads, describe_change, find_model
+from sfm_dpo.run.folder import PUSHED, State, read_status, write_end
+from sfm_dpo.run.saved_model import SavedModel, check_loads, describe_change, find_model, merge_adapter
 
 log = logging.getLogger(__name__)
 
 
 @contextmanager
-def stage(model: SavedModel, repo: str, revision: str | None, publish_anyway: bool = False) -> Iterator[Path]:
+def stage(
+    model: SavedModel, repo: str, revision: str | None, publish_anyway: bool = False, merged: bool = False
+) -> Iterator[Path]:
     """A temporary folder with what is uploaded: the model's files, once they have been checked, and the model card.
     Raises UserError if the model should not be published."""
     if model.step is not None:  # the run may still be training, and would rotate the checkpoint
@@ -31,7 +32,10 @@ def stage(model: SavedModel, repo: str, revision: str | None, publish_anyway: bo
     change = _check_fitness(model, publish_anyway)
     with tempfile.TemporaryDirectory(prefix=".hub-", dir=model.run) as folder:
         staged = Path(folder)
-        model.link_files(staged)
+        if merged:
+            merge_adapter(model, staged)
+        else:
+            model.link_files(staged)
         branch = choose_branch(model, revision)
         write_model_card(model.run, folder=staged, repo=repo, revision=branch, step=model.step, change=change)
         yield staged
@@ -78,25 +82,19 @@ def choose_repo(config: Mapping[str, Any], run: Path) -> str:
     return config.get("hub_model_id") or re.sub(r"[^A-Za-z0-9_.]+", "-", run.resolve().name).strip("-.")
 
 
-def push_finished(args: TrainConfig) -> int:
-    """Pushes a finished run on rank 0, unless it has been pushed; returns the exit code, 0 or NOT_PUSHED.
-
-    A push that fails or is killed leaves the state push_failed, with the command that repeats it.
-    """
+def push_finished(args: TrainConfig) -> bool:
+    """Pushes a finished run. A failure is logged and recorded, with the command that pushes later."""
     run = Path(args.output_dir)
-    if not is_main_process() or "pushed" in read_status(run):
-        return 0
     repo = choose_repo(vars(args), run)
-    later = f"push later with: {upload.format_push_command(run, repo, args.hub_revision, args.hub_private_repo)}"
-    _record_push(run, State.PUSH_FAILED, NOT_PUSHED, f"the push was interrupted; {later}")
     try:
         push(find_model(run), repo, args.hub_revision, args.hub_private_repo)
     except Exception as error:  # whatever it is, the model is trained and saved
-        message = f"push failed: {error}; the model is saved in {run}; {later}"
-        _record_push(run, State.PUSH_FAILED, NOT_PUSHED, message)
+        later = upload.format_push_command(run, repo, args.hub_revision, args.hub_private_repo)
+        message = f"push failed: {error}; the model is saved in {run}; push later with: {later}"
+        write_end(run, read_status(run)["open"], message)
         log.error(message)
-        return NOT_PUSHED
-    return 0
+        return False
+    return True
 
 
 def push(model: SavedModel, repo: str, revision: str | None, private: bool | None, **options: bool) -> None:
@@ -106,8 +104,10 @@ def push(model: SavedModel, repo: str, revision: str | None, private: bool | Non
     with stage(model, repo, revision, **options) as staged:
         address = upload.upload_folder(staged, repo, choose_branch(model, revision), f"DPO, {model.name}")
     log.info(f"pushed {model.name} to {address}")
-    if model.step is None:
-        _record_push(model.run, State.DONE, 0, pushed=address)
+    status = read_status(model.run)
+    if model.step is None and State.of(status).has_model:  # keeps the guard's verdict
+        still = [step for step in status.get("open") or [] if step != PUSHED]
+        write_end(model.run, still, pushed=address)
 
 
 def list_upload(model: SavedModel, repo: str, revision: str | None, **options: bool) -> str:
@@ -117,11 +117,3 @@ def list_upload(model: SavedModel, repo: str, revision: str | None, **options: b
         rows = [(path.relative_to(staged), f"{path.stat().st_size / 1e6:,.3f} MB") for path in files]
     head = f"would upload to {repo}, branch {choose_branch(model, revision)}:"
     return f"{head}\n{format_table(rows, align='lr')}"
-
-
-def _record_push(run: Path, state: State, code: int, message: str = "", **extra: Any) -> None:
-    status = read_status(run)
-    if State.of(status).has_model:  # keeps the guard's verdict
-        # Of the training, not of this push
-        kept: dict[str, Any] = {name: status.get(name) for name in ("step", "job", "task", "log")}
-        write_status(run, state, code, message, **kept, **extra)

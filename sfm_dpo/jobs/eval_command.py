@@ -15,7 +15,7 @@ from sfm_dpo.config import TrainConfig
 from sfm_dpo.run.checkpoint import checkpoints, rotate, step_of, why_incomplete
 from sfm_dpo.run.files import EVALUATIONS
 from sfm_dpo.run.folder import read_status
-from sfm_dpo.run.reader import format_scores, read_evaluations
+from sfm_dpo.run.reader import format_scores, list_awaited, read_evaluations
 
 log = logging.getLogger(__name__)
 
@@ -43,27 +43,28 @@ class EvalCommand(TrainerCallback):
 
     on_save = on_log
 
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Lets the newest command submit its job before Slurm ends all processes of this one."""
-        if self._newest:
+    def on_train_end(self, args: Any = None, state: TrainerState | None = None, *_: Any, **kwargs: Any) -> None:
+        """Lets the newest command submit its job before Slurm ends all processes of this one; a run that has trained
+        to its end waits in `finish`."""
+        if self._newest and not (state and state.global_step >= state.max_steps):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._newest.wait(SUBMIT_SECONDS)
 
-    def finish(self) -> None:
-        """Starts the evaluation of the final model of a run that is done, and names those without a result so far."""
-        if not self.is_active:
-            return
+    def finish(self) -> bool:
+        """Starts the evaluation of the final model of a run that is done, and names those without a result so far.
+        Returns whether each has one."""
         final_step = read_status(self.run)["step"]
         self._start_checkpoints(final_step)
         if not self.args.load_best_model_at_end:
             self._start(final_step, self.run)
         self.on_train_end()
         self._log_results()
-        started = [path.stem for path in (self.run / EVALUATIONS).glob("step-*.log")]
-        if missing := sorted(set(started) - {f"step-{step}" for step in self._logged}):
+        missing = list_awaited(self.run, self._logged)
+        if missing:
             then = f"once they have ended, run python scripts/evaluate.py {self.args.output_dir}"
             log.info(f"evaluations without a result yet: {', '.join(missing)}; {then}")
         rotate(self.run, self.args.save_total_limit)
+        return not missing
 
     def _start_checkpoints(self, final_step: int) -> None:
         for checkpoint in checkpoints(self.run):

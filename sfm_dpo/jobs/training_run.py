@@ -11,28 +11,42 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from sfm_dpo.common.distributed import is_main_process, main_process_first
-from sfm_dpo.common.errors import DiskFull, Interrupted, PreflightDone, ResumeRefused, RunEnd, StopRequested
+from sfm_dpo.common.distributed import is_main_process, on_main_process
+from sfm_dpo.common.errors import (
+    DISK_REMEDIES,
+    DiskFull,
+    Interrupted,
+    PreflightDone,
+    ResumeRefused,
+    RunEnd,
+    StopRequested,
+)
 from sfm_dpo.common.files import write_atomically, write_json
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.config import Config
-from sfm_dpo.report.model_card import CARD, write_model_card
-from sfm_dpo.report.page import REPORT, format_summary, write_report
+from sfm_dpo.hub.publish import push_finished
+from sfm_dpo.jobs.eval_command import EvalCommand
+from sfm_dpo.report.model_card import write_model_card
+from sfm_dpo.report.page import format_summary, write_report
 from sfm_dpo.run.checkpoint import clear_stop, newest_checkpoint, step_of, stop_is_for_good
 from sfm_dpo.run.folder import (
     ERROR,
+    EVALUATED,
+    PUSHED,
+    REPORTED,
     RESOLVED_CONFIG,
     STATUS,
     State,
-    acquire,
     has_failed,
     list_weights,
+    make_folder,
     message_of_rank,
-    read_state,
     read_status,
+    write_end,
     write_status,
 )
-from sfm_dpo.run.lock import Lease
+from sfm_dpo.run.lock import Lease, take_folder
+from sfm_dpo.run.start import Start, begin, list_open
 from sfm_dpo.train.callbacks import Progress, describe_best
 from sfm_dpo.train.fit_memory import explain_out_of_memory
 from sfm_dpo.train.trainer import SFMDPOTrainer
@@ -40,9 +54,10 @@ from sfm_dpo.train.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG)
-# Signs of these in exceptions of safetensors and (the last two) of torch.save
-UNWRITABLE_SIGNS = (*map(os.strerror, UNWRITABLE), "unexpected pos", "iostream error")
+UNWRITABLE = DISK_REMEDIES.keys() - {errno.EPERM}  # not only of files
+# Signs of these in exceptions of safetensors and (the first two) of torch.save
+UNWRITABLE_SIGNS = dict.fromkeys(("unexpected pos", "iostream error"), "free space")
+UNWRITABLE_SIGNS |= {os.strerror(number): DISK_REMEDIES[number] for number in UNWRITABLE}
 
 
 class Run:
@@ -65,36 +80,58 @@ class Run:
             os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
         return self
 
-    def begin(self, config: Config) -> bool:
-        """Takes the folder. Returns False if its run is already done. Raises UserError if another run owns it."""
+    def begin(self, config: Config) -> Start:
+        """Takes the folder, and returns what this start does. Raises UserError if another run owns it."""
         folder = Path(config.train.output_dir)
-        self.lease = main_process_first(lambda: acquire(config))
-        if self.lease is None:
-            if not ((folder / REPORT).is_file() and (folder / CARD).is_file()):
-                report(folder)  # the run was killed before
-            log.info(f"{folder}: already done; to run again, remove it or choose another output_dir")
-            return False
+
+        def lock() -> None:
+            self.lease = take_folder(make_folder(folder))
+
+        on_main_process(lock)
+        start = begin(config)
+        if not start.trains:
+            rest = f"; still to do: {', '.join(start.open)}" if start.open else ""
+            log.info(f"{folder}: already done; to run again, remove it or choose another output_dir{rest}")
+            return start
         self.folder = folder
         self.is_training = not config.train.preflight_only
         self.before = read_status(folder)
         (folder / ERROR).unlink(missing_ok=True)
         if not (folder / RESOLVED_CONFIG).is_file():  # without it, the folder is empty until the data are read
             write_status(folder, State.RUNNING, message="loading")
-        self.watchdog = Watchdog(folder, config.train.hang_timeout, self.progress)
-        return True
+        self.watchdog = Watchdog(folder, config.train.hang_timeout, config.train.ddp_timeout, self.progress)
+        return start
 
-    def finish(self, trainer: SFMDPOTrainer) -> None:
-        """Marks a trained run as done, whatever happens to its push."""
+    def finish(self, trainer: SFMDPOTrainer) -> list[str]:
+        """Marks a run as trained and saved, whatever happens next; returns the steps of its end that are left."""
         assert self.folder and self.watchdog
         self.watchdog.stop()
         clear_stop(self.folder)  # a request to stop came too late
-        best = describe_best(trainer.config.train, trainer.state)
-        step = trainer.state.global_step
-        write_status(self.folder, State.DONE, 0, step=step, files=list_weights(self.folder), **best)
-        folder = self.folder
+        steps = list_open(trainer.config.train, {}, ())
+        if is_main_process():
+            best = describe_best(trainer.config.train, trainer.state)
+            write_end(self.folder, steps, step=trainer.state.global_step, files=list_weights(self.folder), **best)
         self.folder = None  # later errors no longer change its state
-        report(folder)
         trainer.end()
+        return steps
+
+    def close_steps(self, config: Config, steps: list[str], evaluations: EvalCommand) -> None:
+        """Does these steps of the end of a run on rank 0; what is done is no longer `open` in status.json."""
+        if not (steps and is_main_process()):
+            return
+        folder = Path(config.train.output_dir)
+        actions = {
+            PUSHED: lambda: push_finished(config.train),
+            REPORTED: lambda: report(folder),
+            EVALUATED: evaluations.finish,
+        }
+        still = list(steps)
+        write_end(folder, still)
+        for step in steps:
+            if actions[step]():
+                still.remove(step)
+                write_end(folder, still)
+        self.exit_code = read_status(folder)["exit_code"]
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> bool:
         """Logs every end in one line, except a crash, for which Python prints the traceback."""
@@ -136,13 +173,14 @@ class Run:
             return DiskFull(f"output_dir {self.folder}: was removed or moved during the run; start it again")
         if isinstance(error, OSError) and error.errno in UNWRITABLE:
             where = error.filename or self.folder
-            free = "raise `ulimit -f`" if error.errno == errno.EFBIG else "free space"
-            return DiskFull(f"{where}: {error.strerror}; {free}, and run the same command again to resume")
-        if any(sign in str(error) for sign in UNWRITABLE_SIGNS):
+            remedy = DISK_REMEDIES[error.errno]
+            return DiskFull(f"{where}: {error.strerror}; {remedy}, and run the same command again to resume")
+        if found := [sign for sign in UNWRITABLE_SIGNS if sign in str(error)]:
             what = self.progress.saving or self.folder
             newest = newest_checkpoint(self.folder)
             full = f"disk full or read-only, or `ulimit -f` reached, while writing {what}"
-            return DiskFull(f"{full}; free space, and run it again to resume from {newest}")
+            remedy = UNWRITABLE_SIGNS[found[-1]]
+            return DiskFull(f"{full}; {remedy}, and run it again to resume from {newest}")
         return None
 
     def _close(self, end: RunEnd) -> None:
@@ -187,18 +225,21 @@ def handle_interrupts(how: signal.Handlers) -> None:
         signal.signal(number, how)
 
 
-def report(run: Path, with_summary: bool = True) -> None:
+def report(run: Path, with_summary: bool = True) -> bool:
     """Writes report.html and a trained run's model card, and logs the summary; also for a run that failed. An error in
-    it is one line, and changes nothing in how the run ends."""
+    it is one line, and changes nothing in how the run ends. Returns whether both are written."""
     if not (is_main_process() and (run / RESOLVED_CONFIG).is_file()):
-        return
+        return False
+    is_written = False
     with only_logged(f"report not written; write it later with python -m sfm_dpo.report.page {run}"):
         write_report(run)
-        if read_state(run).has_model:
+        if State.of(read_status(run)).has_model:
             write_model_card(run)
+        is_written = True
     if with_summary:
         with only_logged("no summary"):
             log.info(f"result\n{format_summary(run)}")
+    return is_written
 
 
 @contextmanager

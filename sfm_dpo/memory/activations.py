@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from functorch.compile import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,7 +21,7 @@ from transformers.masking_utils import sdpa_mask
 
 from sfm_dpo.model.attention import boundary_arguments, packed_attention_forward
 from sfm_dpo.model.flops import count_experts
-from sfm_dpo.model.layers import checkpoint_layers, compile_layers
+from sfm_dpo.model.layers import checkpoint_layers
 from sfm_dpo.model.loading import build_model
 from sfm_dpo.model.packing import find_delta_nets
 
@@ -86,18 +85,6 @@ def trace_activations(
 def count_kinds(config: PretrainedConfig) -> Counter[str]:
     """Layers of each kind."""
     return Counter(getattr(config, "layer_types", None) or ["block"] * config.num_hidden_layers)
-
-
-def compiled_savings(config: PretrainedConfig, dtype: torch.dtype, copies: float | None = None) -> float:
-    """Bytes for each token that all layers, if they are compiled, save less for the backward: AOTAutograd's partition
-    of each kind of layer against eager autograd. Arguments as for `trace_activations`."""
-    total = 0.0
-    for kind, count in count_kinds(config.get_text_config()).items():
-        eager = _saved_bytes(config, dtype, kind, copies, compiled=False)
-        compiled = _saved_bytes(config, dtype, kind, copies, compiled=True)
-        total += count * (eager - compiled) / TRACED_TOKENS
-    torch._dynamo.reset()  # training compiles for real tensors
-    return total
 
 
 def head_bytes(config: PretrainedConfig, tokens: int, dtype: torch.dtype, on_gpu: bool) -> int:
@@ -166,32 +153,6 @@ def _trace_bytes(
         return np.array([saved - weights, live.peak - weights], dtype=float)
 
 
-def _saved_bytes(config: PretrainedConfig, dtype: torch.dtype, kind: str, copies: float | None, compiled: bool) -> int:
-    """Bytes that a model with one layer saves for the backward, besides its weights, for TRACED_TOKENS tokens."""
-    saved: dict[int, torch.UntypedStorage] = {}  # by address, which is unique while they live
-
-    def record(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage._cdata] = storage
-        return tensor
-
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        model = build_backbone(config, dtype, [kind])
-        if compiled:
-            compile_layers(model, _partition, None)
-        weights = {tensor.untyped_storage()._cdata for tensor in model.state_dict(keep_vars=True).values()}
-        with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
-            run_backbone(model, TRACED_TOKENS, copies)
-    return sum(storage.nbytes() for address, storage in saved.items() if address not in weights)
-
-
-def _partition(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-    """A backend that partitions a graph into forward and backward as Inductor does, and runs both as they are."""
-    from torch._inductor.compile_fx import compile_fx  # takes a second, which only compiled layers need
-
-    return compile_fx(graph, inputs, inner_compile=lambda part, *args, **kwargs: make_boxed_func(part.forward))
-
-
 def build_backbone(config: PretrainedConfig, dtype: torch.dtype, kinds: list[str]) -> PreTrainedModel:
     """The model with a block for each kind, attention by the GPU's kernel, and a small vocabulary."""
     config = copy.deepcopy(config)
@@ -215,7 +176,7 @@ def run_backbone(model: PreTrainedModel, tokens: int, copies: float | None) -> t
     shared: dict[str, torch.Tensor] = {}
     if copies is not None:
         keys = torch.zeros(tokens + round(copies * tokens), dtype=torch.int32)
-        shared = {"shared_keys": keys, "shared_order": keys.clone()}  # Dynamo cannot trace one tensor given twice
+        shared = {"shared_keys": keys, "shared_order": keys}
     boundaries = boundary_arguments(bounds, tokens, **shared)
     boundaries["attention_mask"] = ids.new_empty(0, 0, 0, 0)
     return model.base_model(ids, position_ids=ids, use_cache=False, **boundaries).last_hidden_state

@@ -8,20 +8,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from peft import get_peft_model
 from transformers import PretrainedConfig
-from trl import get_peft_config
 
-from sfm_dpo.common.errors import UserError, user_input
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import SORTING_LOSSES
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import FIRST_STEPS_FOR, PairSampler
-from sfm_dpo.memory.activations import Activations, compiled_savings, head_bytes, trace_activations
+from sfm_dpo.memory.activations import Activations, head_bytes, trace_activations
 from sfm_dpo.model.layers import blocks
-from sfm_dpo.model.loading import load_model_config, meta_model
+from sfm_dpo.model.loading import load_model_config, meta_adapter, meta_model
 
 # What a micro-batch costs on a GPU however small it is, in tokens of equal time: its gradients of all weights pass
 # through memory several times, and the host waits for the device (bench/count.py). The weights cancel: both grow alike
@@ -88,11 +85,7 @@ class MemoryPlanner:
         self.reference = self.model
         if self.config.train.ref_model_name_or_path:
             self.reference = meta_model(load_model_config(self.config.reference))
-        self.adapter = None
-        if lora := get_peft_config(self.config.model):
-            remedy = "name modules of the model"
-            with torch.device("meta"), user_input(f"lora_target_modules {lora.target_modules}", remedy):
-                self.adapter = get_peft_model(meta_model(self.model_config), lora)
+        self.adapter = meta_adapter(self.config, self.model_config)
         self.parameters = self.model.num_parameters()
         self.trained = (self.adapter or self.model).num_parameters(only_trainable=True)
 
@@ -123,11 +116,7 @@ class MemoryPlanner:
         if self.prefix_sharing:
             copies = max(batch.copies / batch.tokens for batch in self.micro_batches)
         checkpointed = trace_activations(self.model_config, self.dtype, True, copies)
-        stored = trace_activations(self.model_config, self.dtype, False, copies)
-        if self.config.train.torch_compile and self.on_gpu:
-            savings = np.array([0, compiled_savings(self.model_config, self.dtype, copies)])
-            stored = Activations(stored.saved - savings, stored.peak - savings)
-        return checkpointed, stored
+        return checkpointed, trace_activations(self.model_config, self.dtype, False, copies)
 
     def states(self, launch: str, zero: dict[str, Any]) -> dict[str, int]:
         """Bytes on each GPU for weights, gradients, AdamW's moments, buffers, and a live reference model.
@@ -156,9 +145,8 @@ class MemoryPlanner:
             bucket = zero.get("reduce_bucket_size", "auto")
             if bucket == "auto":  # as transformers sets it
                 bucket = self.model_config.get_text_config().hidden_size ** 2
-            bucket = size * min(int(bucket), self.trained)
-            buffers = bucket * (2 if zero.get("overlap_comm") else 1)
-            buffers += bucket  # flattened while it is reduced
+            buffers = size * int(bucket) * (2 if zero.get("overlap_comm") else 1)
+            buffers += size * min(int(bucket), self.trained)  # what is in a bucket, flattened while it is reduced
             if launch == "zero2":  # each tensor is then added to the fp32 gradients
                 buffers += 4 * max(p.numel() for p in (self.adapter or self.model).parameters() if p.requires_grad)
         states = {

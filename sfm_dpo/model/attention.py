@@ -81,11 +81,15 @@ def choose_flash(choice: str, earlier: str | None = None) -> str:
 
 def usable_kernels(choice: str) -> list[str]:
     """The kernels besides FA2 that `flash_attention: choice` may use: those installed that fit the GPU, or itself."""
-    if choice != "auto" or not torch.cuda.is_available():
+    if choice != "auto":
         return [choice] if choice in ("fa3", "fa4") else []
     major, minor = torch.cuda.get_device_capability()
     fitting = {"fa3": (major, minor) == (9, 0), "fa4": major in (9, 10)}
-    return [kernel for kernel, fits in fitting.items() if fits and is_installed(kernel.upper())]
+    usable = [kernel for kernel, fits in fitting.items() if fits and is_installed(kernel.upper())]
+    if major == 10 and not usable:
+        remedy = 'pip install "flash-attn-4[cu13]==4.0.0b17"; the next run compares and times it'
+        log.info(f"attention by FA2 on sm_100: FA4 adds over 10 points of MFU (counted, not measured): {remedy}")
+    return usable
 
 
 def is_installed(flash: str) -> bool:
@@ -101,9 +105,6 @@ def activate_flash(choice: str) -> None:
     name = choose_flash(choice).upper()
     torch_attention.restore_flash_attention_impl(_raise_warn=False)
     if name == "FA2":
-        if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 10:
-            remedy = 'pip install "flash-attn-4[cu13]"; the next run compares and times it'
-            log.info(f"attention by FA2 on sm_100: FA4 adds over 10 points of MFU (counted, not measured): {remedy}")
         return
     fa4 = partial(register_flash_attention_fa4, module_path="sfm_dpo.model.flash4")
     torch_attention.register_flash_attention_impl("FA4", register_fn=fa4)

@@ -1,4 +1,5 @@
-"""flash-attn-4's kernels as PyTorch 2.13 calls them; imported only where FlashAttention 4 is activated."""
+"""flash-attn-4's kernels as PyTorch 2.13, which pins 4.0.0b17 (pytorch#190212), calls them; calibration compares those
+of any release with FA2. Imported only where FlashAttention 4 is activated."""
 
 import importlib
 from typing import Any

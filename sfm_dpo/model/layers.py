@@ -30,6 +30,6 @@ def compile_layers(model: PreTrainedModel, backend: str | Callable, mode: str | 
     """
     for layer in blocks(model):
         layer.compile(dynamic=True, backend=backend, mode=mode, recompile_limit=32)
-    # Upstream: transformers 5.23, cache_utils.py, Cache.update: takes the layer's index, so torch.compile
+    # Upstream: transformers 5.24, cache_utils.py, Cache.update: takes the layer's index, so torch.compile
     # makes a graph for each index. Canary: test_canary_graph_for_every_layer
     model.generate = torch.compiler.set_stance("force_eager")(model.generate)

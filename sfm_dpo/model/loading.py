@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from accelerate import DistributedType, PartialState
 from huggingface_hub import hf_hub_download
+from peft import PeftModel, get_peft_model
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -18,8 +19,10 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
+from transformers.utils import ADAPTER_CONFIG_NAME
+from trl import get_peft_config
 
-from sfm_dpo.common.distributed import broadcast, is_main_process, main_process_first
+from sfm_dpo.common.distributed import on_main_process
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import hash_file
 from sfm_dpo.config import Config
@@ -33,6 +36,9 @@ def load_model_config(config: Config) -> PretrainedConfig:
     name = config.model.model_name_or_path
     if Path(name).is_file():
         raise UserError(f"{config.model_field} {name}: is a file; give the folder that holds the model")
+    if (Path(name) / ADAPTER_CONFIG_NAME).is_file():
+        remedy = f"merge it first: python scripts/merge_adapter.py {name} FOLDER"
+        raise UserError(f"{config.model_field} {name}: holds a LoRA adapter; {remedy}")
     options = {"revision": config.revision, "trust_remote_code": config.train.trust_remote_code}
     with user_input(f"{config.model_field} {name}: neither a folder with a model nor a model on the Hub"):
         model_config = AutoConfig.from_pretrained(name, **options)
@@ -48,7 +54,7 @@ def load_model_config(config: Config) -> PretrainedConfig:
 
 def load_model(name: str, init_kwargs: dict[str, Any], field: str = "model_name_or_path") -> PreTrainedModel:
     """The causal language model in a folder or on the Hub, in fp32 unless a dtype is given. Raises UserError for
-    unknown `init_kwargs`, and for missing weights, which transformers 5.23 would initialise at random."""
+    unknown `init_kwargs`, and for missing weights, which transformers 5.24 would initialise at random."""
     kwargs = {"dtype": "float32", "use_safetensors": True} | init_kwargs  # .bin files can run code
     kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     if PartialState().distributed_type == DistributedType.NO and PartialState().device.type == "cuda":
@@ -81,6 +87,16 @@ def meta_model(config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16) ->
         return build_model(config, dtype)
 
 
+def meta_adapter(config: Config, model_config: PretrainedConfig) -> PeftModel | None:
+    """The model with its LoRA adapter, on the meta device; None without LoRA. Raises UserError if it has no such
+    modules."""
+    lora = get_peft_config(config.model)
+    if lora is None:
+        return None
+    with torch.device("meta"), user_input(f"lora_target_modules {lora.target_modules}", "name modules of the model"):
+        return get_peft_model(meta_model(model_config), lora)
+
+
 def model_init_kwargs(config: Config) -> dict[str, Any]:
     """Arguments of from_pretrained for policy and reference, as in TRL's own script."""
     return {
@@ -111,15 +127,13 @@ def identify_model(config: Config) -> str:
     All ranks must call it. Raises UserError if its configuration cannot be loaded."""
 
     def identify() -> str:
-        if not is_main_process():
-            return ""
         name = config.model.model_name_or_path
         model_config = load_model_config(config)
         if Path(name).is_dir():
             return _hash_folder(Path(name), model_config)
         return Path(hf_hub_download(name, "config.json", revision=config.revision)).parent.name  # snapshots/<commit>
 
-    return config.model_ids.get(config.model_field) or broadcast(main_process_first(identify))
+    return config.model_ids.get(config.model_field) or on_main_process(identify)
 
 
 def _hash_folder(folder: Path, config: PretrainedConfig) -> str:

@@ -54,18 +54,21 @@ def keep_precision(fsdp_plugin: Any) -> None:
 
 
 # DeepSpeed 0.19 (DeepSpeedZeroOptimizer.average_tensor) frees a gradient larger than a bucket while the reduction
-# stream still reads it, if the gradient belongs to several ranks' partitions.
-def check_buckets(deepspeed_plugin: Any, model: PreTrainedModel) -> None:
-    """Raises UserError if a tensor of the model, which may be on the meta device, does not fit in a bucket of ZeRO."""
-    if deepspeed_plugin is None:
-        return
-    size = deepspeed_plugin.deepspeed_config["zero_optimization"].get("reduce_bucket_size")
-    largest = max(map(numel, model.parameters()))
-    if isinstance(size, int) and size < largest:
+# stream still reads it, if the gradient belongs to several ranks' partitions. Its buckets (setup_buckets) are as large
+# as reduce_bucket_size, however few weights are trained.
+def fit_buckets(zero: dict[str, Any], model: torch.nn.Module) -> dict[str, Any]:
+    """`zero_optimization` with buckets no larger than all gradients of the model, which may be on the meta device.
+    Raises UserError if the largest gradient does not fit in a bucket."""
+    size = zero.get("reduce_bucket_size")
+    if not isinstance(size, int):
+        return zero
+    sizes = [numel(parameter) for parameter in model.parameters() if parameter.requires_grad]
+    if size < max(sizes):
         raise UserError(
-            f"DeepSpeed configuration: reduce_bucket_size {size}: the model has a tensor of {largest} elements, whose "
-            f"gradient could be overwritten; set it to {largest} or more"
+            f"DeepSpeed configuration: reduce_bucket_size {size}: the model has a tensor of {max(sizes)} elements, "
+            f"whose gradient could be overwritten; set it to {max(sizes)} or more"
         )
+    return zero | {"reduce_bucket_size": min(size, sum(sizes))}
 
 
 def zero_config(launch: str) -> dict[str, Any]:

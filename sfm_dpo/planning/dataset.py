@@ -1,6 +1,6 @@
 """Analysis of a dataset before training: lengths, the recommended max_length, and problems of the pairs.
 
-It reads and tokenises as training does, into the same cache; docs/lengths.md describes the JSON.
+It reads and tokenises as training does, into the same cache; docs/data.md describes the JSON.
 """
 
 import functools
@@ -14,7 +14,7 @@ from datasets import Dataset, concatenate_datasets
 from sfm_dpo.config import Config
 from sfm_dpo.data.answers import TRAITS, compare_sides, find_faults, read_answers
 from sfm_dpo.data.lengths import Lengths, count_trained
-from sfm_dpo.data.pairs import DROP_REASONS
+from sfm_dpo.data.pairs import DROP_REASONS, describe_ignored
 from sfm_dpo.data.preferences import load_pairs
 from sfm_dpo.data.tokenization import load_tokenizer, tokenize_splits
 from sfm_dpo.model.flops import ForwardFlops
@@ -119,6 +119,7 @@ def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset) -> l
     repeated_prompts = len(texts) - len(set(texts["prompt_key"])) - repeated_pairs
     text = "pairs have the prompt of an earlier pair but other responses: drop_duplicates: prompts removes them"
     add("note", repeated_prompts, text)
+    findings += [{"level": "warning", "text": text} for text in describe_ignored(tokens)]
     for reason, count in result["dropped"].items():
         text = f"of {result['rows']:,} rows dropped: {DROP_REASONS[reason]}: --dropped FILE lists them"
         add("note", count, text)

@@ -1,14 +1,13 @@
 """Plan of a run before submission: memory, batch sizes, FLOPs, hours and disk.
 
-It needs only the model's configuration and the lengths of the pairs, no weights and no GPU. docs/plan.md explains how
+It needs only the model's configuration and the lengths of the pairs, no weights and no GPU. docs/memory-and-speed.md explains how
 each number is computed.
 """
 
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +23,15 @@ from sfm_dpo.health.guard_rules import COLLAPSE_STEPS
 from sfm_dpo.memory.planner import Candidate, MemoryPlanner, asked_pairs, memory_limit
 from sfm_dpo.model.flops import ForwardFlops, peak_flops
 from sfm_dpo.model.packing import decide_packing
-from sfm_dpo.model.sharding import LAUNCHES, checkpoint_bytes, zero_config
+from sfm_dpo.model.sharding import LAUNCHES, checkpoint_bytes, fit_buckets, zero_config
 from sfm_dpo.run.checkpoint import peak_checkpoint_count
+from sfm_dpo.run.reader import read_run
 
-# Highest and lowest published model FLOPs utilisation of DPO at 7B, from open-instruct on H100, packed. Hours are
-# computed with these unless the cluster has a measurement of its own.
-PUBLISHED_MFU = {
-    0.225: "published: OLMo 2 7B, OLMo-core, compiled, its last step alone (open-instruct #1466)",
-    0.0277: "OLMo 3 7B, DeepSpeed ZeRO-3 (open-instruct #1827)",
-}
+# Model FLOPs utilisation at which hours are computed, unless a run has measured it. Published for bf16 at 7B: DPO
+# under DeepSpeed ZeRO-3 on 32 H100 0.028 (open-instruct #1827), pretraining on 4 H200 0.538 (KempnerForge)
+MFU = 0.3
+ASSUMED = "assumed; published for 7B: 0.03 to 0.54"
+TIGHT = 0.95  # of the limit
 # Bytes as reported by torch.cuda.mem_get_info, which a run reads. B300, GB200, GH200 and A100-40 are from torch's
 # out-of-memory messages in public issues ("has a total capacity of 184.31 GiB")
 GPU_MEMORY = {"B300": 287e9, "GB200": 197e9, "B200": 191e9, "H200": 150e9, "GH200": 101e9, "H100": 85e9}
@@ -49,31 +48,29 @@ def find_gpu(asked: str | None) -> tuple[str, float | None]:
 
 @dataclass(frozen=True)
 class Cluster:
-    """`gpus` GPUs of one kind on `nodes` nodes; `mfu` maps each efficiency, at which hours are computed, to its
-    source; `memory_ratio` is measured over planned memory."""
+    """`gpus` GPUs of one kind, on which hours are computed at `mfu`, whose `source` the plan names."""
 
     gpu: str
     gpus: int
-    mfu: Mapping[float, str] = field(default_factory=PUBLISHED_MFU.copy)
-    memory_ratio: float = 1.0
+    mfu: float = MFU
+    source: str = ASSUMED
     memory: float | None = None  # bytes; default: GPU_MEMORY
-    nodes: int = 1
 
     def __post_init__(self) -> None:
         if self.gpu not in GPU_MEMORY:
             raise UserError(f"--gpu {self.gpu.lower()}: choose one of {', '.join(GPU_MEMORY).lower()}")
 
-    def calibrated(self, path: Path) -> "Cluster":
-        """With the efficiency and memory that check_gpu.sh measured; unchanged if it ran on another GPU."""
-        with user_input(f"--calibration {path}", "give check_gpu.sh's calibration.json"):
-            measured = json.loads(path.read_text())
-            if self.gpu.removesuffix("-40") not in re.split(r"\W", measured["gpu"].upper()):
-                return self
-            mfu = self.mfu
-            if measured.get("mfu"):
-                mfu = {float(measured["mfu"]): f"measured on {measured['gpu']}: {path}"}
-            # check_gpu.sh writes the ratio last; a job that was cut off has none
-            return replace(self, mfu=mfu, memory_ratio=float(measured.get("memory_ratio", 1)))
+    def measured(self, run: Path) -> "Cluster":
+        """With the efficiency of a run on such GPUs: the last logged one, or that of its calibration."""
+        facts = read_run(run)
+        device = next(iter(facts["environment"].get("gpus", [])), "none")
+        if self.gpu.removesuffix("-40") not in re.split(r"\W", device.upper()):
+            raise UserError(f"--measured {run}: it ran on {device}, the plan is for {self.gpu}; give that as --gpu")
+        logged = [entry["perf/mfu"] for entry in facts["log"] if "perf/mfu" in entry]
+        mfu = logged[-1] if logged else facts["data"].get("calibration", {}).get("mfu")
+        if not mfu:
+            raise UserError(f"--measured {run}: this run has not measured its MFU; give --mfu")
+        return replace(self, mfu=mfu, source=f"measured on {device}: {run}")
 
 
 def read_lengths(path: Path) -> tuple[Lengths, int]:
@@ -129,18 +126,18 @@ class Planner:
     def plan_launch(self, launch: str) -> dict[str, Any]:
         """Memory on each GPU, the requested setting or the one that a run chooses (the smallest if none fits),
         and the size of a checkpoint."""
-        states = self.memory.states(launch, zero_config(launch))
-        choice = self.memory.choose(self.limit, sum(states.values()), self.cluster.memory_ratio)
-        saved = self.memory.adapter or self.memory.model
+        trained = self.memory.adapter or self.memory.model
+        states = self.memory.states(launch, fit_buckets(zero_config(launch), trained))
+        choice = self.memory.choose(self.limit, sum(states.values()))
         return {
             "states": states,
             "choice": asdict(choice),
-            "fits": choice.bytes <= self.limit,
-            "checkpoint": checkpoint_bytes(saved, {"zero2": 2, "zero3": 3}.get(launch, 0), launch == "fsdp2"),
+            "fits": "no" if choice.bytes > self.limit else "tight" if choice.bytes > TIGHT * self.limit else "yes",
+            "checkpoint": checkpoint_bytes(trained, {"zero2": 2, "zero3": 3}.get(launch, 0), launch == "fsdp2"),
         }
 
     def plan_time(self) -> dict[str, Any]:
-        """FLOPs of training (three forwards per step) and of the reference's forwards, and hours for each MFU."""
+        """FLOPs of training (three forwards per step) and of the reference's forwards, and hours."""
         sequences = self.lengths.sequences
         shared = np.zeros_like(sequences)
         shared[:, 1] = sequences.sum(axis=1) - self.lengths.computed(self.memory.prefix_sharing)
@@ -154,10 +151,9 @@ class Planner:
         training = 3 * forward[0] * epochs
         reference = forward[1] * (1 if self.args.precompute_ref_log_probs else epochs)
         peak = (peak_flops(self.cluster.gpu) or math.nan) * self.cluster.gpus * 3600
-        hours = []
-        for mfu, source in self.cluster.mfu.items():
-            hours.append({"mfu": mfu, "source": source, "hours": (training + reference) / peak / mfu})
-        return {"flops": {"training": training, "reference": reference}, "hours": hours}
+        hours = (training + reference) / peak / self.cluster.mfu
+        facts = {"hours": hours, "mfu": self.cluster.mfu, "source": self.cluster.source}
+        return {"flops": {"training": training, "reference": reference}} | facts
 
     def plan(self) -> dict[str, Any]:
         """All values that scripts/plan.py prints, in bytes, tokens, FLOPs and hours."""
@@ -184,6 +180,8 @@ def format_plan(plan: dict[str, Any]) -> str:
     gpu = plan["gpu"]
     data = plan["data"]
     batch = plan["batch"]
+    time = plan["time"]
+    hours = f"{time['hours']:.1f}, {time['hours'] * gpu['count']:,.0f} GPU-hours"
     parameters = f"{model['type']}, {model['parameters']:,} parameters"
     if model["trained"] < model["parameters"]:
         parameters += f", {model['trained']:,} trained (LoRA: activations and hours are upper bounds)"
@@ -192,24 +190,12 @@ def format_plan(plan: dict[str, Any]) -> str:
         ("model", parameters),
         ("data", f"{data['pairs']:,} pairs, {tokens}"),
         ("batch", f"{batch['global']} pairs, {batch['steps']:,} steps"),
+        ("hours", f"{hours}, at {time['mfu']:.0%} MFU ({time['source']})"),
         ("memory", f"GiB on each of {gpu['count']} {gpu['name']}, {gpu['limit'] / 2**30:.0f} usable"),
     ]
     columns = [_format_launch(launch, plan["checkpoints"]) for launch in plan["launches"].values()]
     table = [(name, *(column[name] for column in columns)) for name in columns[0]]
-    parts = [
-        format_table(summary, indent=0),
-        format_table(table, ["", *plan["launches"]], "lr"),
-        format_table([_format_range(plan["time"]["hours"], gpu["count"])], ["hours", "GPU-hours", "MFU", "source"]),
-    ]
-    return "\n".join(parts)
-
-
-def _format_range(entries: list[dict[str, Any]], gpus: int) -> list[str]:
-    rows = [
-        (f"{entry['hours']:.1f}", f"{entry['hours'] * gpus:,.0f}", f"{entry['mfu']:.1%}", entry["source"])
-        for entry in entries
-    ]
-    return [" to ".join(cells) for cells in zip(*rows, strict=True)]
+    return "\n".join([format_table(summary, indent=0), format_table(table, ["", *plan["launches"]], "lr")])
 
 
 def _format_launch(launch: dict[str, Any], checkpoints: int) -> dict[str, str]:
@@ -217,7 +203,7 @@ def _format_launch(launch: dict[str, Any], checkpoints: int) -> dict[str, str]:
     return {
         **{name: f"{size / 2**30:.1f}" for name, size in launch["states"].items()},
         "total with activations": f"{setting.bytes / 2**30:.1f}",
-        "fits": "yes" if launch["fits"] else "no",
+        "fits": launch["fits"],
         "pairs per device": str(setting.per_device),
         "layers checkpointed": setting.share,
         "largest micro-batch, tokens": f"{setting.tokens:,}",

@@ -1,28 +1,40 @@
 """The model card, README.md: results, training, usage and reproduction, from the files in a run's folder."""
 
+import contextlib
 import re
 from pathlib import Path
+from typing import Any
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCardData, RepoCard, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
+from transformers.utils import ADAPTER_CONFIG_NAME
 
 from sfm_dpo.common.distributed import launch_file
 from sfm_dpo.common.errors import user_input
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.data.pairs import DROP_REASONS
-from sfm_dpo.report.page import FIGURES, changed_fields, evaluation_tables, format_yaml, list_held_out, render_page
+from sfm_dpo.report.page import (
+    FIGURES,
+    changed_fields,
+    evaluation_tables,
+    format_yaml,
+    last_user_turn,
+    render_page,
+    tabulate_held_out,
+)
 from sfm_dpo.report.plots import draw_curves
-from sfm_dpo.run.files import EVALUATION, read_file
-from sfm_dpo.run.reader import read_run
+from sfm_dpo.run.files import CARD, EVALUATION, read_file
+from sfm_dpo.run.reader import judge_learning, read_run
 
-CARD = "README.md"
 _CURVES = ("loss", "accuracy", "margin", "logps")
 # By `launch` in data.json
 LAUNCHERS = {"ZeRO-2": launch_file("zero2"), "ZeRO-3": launch_file("zero3"), "FSDP2": launch_file("fsdp2")}
 # Prefixes of fields about this run's machine and project, which do not matter to somebody who reproduces it.
-_LOCAL = tuple("output_dir run_name push_to report_to dataset_num dataloader_ project hub_ trackio_ logging_".split())
+_LOCAL = tuple(
+    "output_dir run_name push_to report_to dataset_num dataloader_ project hub_ trackio_ logging_ eval_command".split()
+)
 _PATH = re.compile(r"(?<![^\s'\"{=,])/[^\s'\"{},]+")  # an absolute path as a word of a text
 
 
@@ -53,12 +65,16 @@ def write_model_card(
         draw_curves(facts, folder / FIGURES, panels=_CURVES)
     repo = repo or config["hub_model_id"] or config["output_dir"]
     recipe = {key: value for key, value, _ in changed_fields(config) if not key.startswith(_LOCAL)}
-    base = config["model_name_or_path"]
+    path = config["model_name_or_path"]
+    base = re.sub(r".*/models--([^/]+)--([^/]+)/snapshots/.*", r"\1/\2", path)  # a copy in the Hub's cache
     datasets = facts["data"]["sources"]
+    of_base = _read_metadata(path, "model")
     metadata = ModelCardData(
         base_model=base if _is_repo(base) else None,
         datasets=[name for name in datasets if _is_repo(name)] or None,
-        library_name="transformers",
+        license=of_base.get("license"),
+        language=of_base.get("language"),
+        library_name="peft" if (folder / ADAPTER_CONFIG_NAME).is_file() else "transformers",
         pipeline_tag="text-generation",
         tags=["trl", "dpo", "sfm-post-training"],
     )
@@ -69,9 +85,12 @@ def write_model_card(
         name=Path(repo).name if step is None else f"{Path(repo).name}, step {step}",
         step=step,
         base=_format_link(base),
+        licenses={_format_link(name): _read_metadata(name, "dataset").get("license") for name in datasets},
+        last_user_turn=last_user_turn,
         reference=_format_link(config.get("ref_model_name_or_path") or ""),
         datasets=[_format_link(name, "datasets/") for name in datasets],
-        held_out=list_held_out(facts),
+        held_out=tabulate_held_out(facts),
+        verdicts=judge_learning(facts),
         drop_reasons=DROP_REASONS,
         evaluation_tables=evaluation_tables(facts["evaluation"]),
         figures=[name for name in _CURVES if (folder / FIGURES / f"{name}.png").is_file()],
@@ -87,6 +106,14 @@ def write_model_card(
 def hide_paths(text: str) -> str:
     """`text` with `path/to/NAME` for each absolute path: paths mean nothing elsewhere and may contain a user name."""
     return _PATH.sub(lambda found: f"path/to/{Path(found[0]).name}", text)
+
+
+def _read_metadata(name: str, kind: str) -> dict[str, Any]:
+    """The metadata of a README in a folder, or in the Hub's cache; empty if there is none."""
+    with contextlib.suppress(Exception):  # whatever is in that file
+        file = Path(name) / CARD if Path(name).is_dir() else try_to_load_from_cache(name, CARD, repo_type=kind)
+        return RepoCard.load(Path(str(file))).data.to_dict()
+    return {}
 
 
 def _is_repo(name: str) -> bool:

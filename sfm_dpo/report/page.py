@@ -21,11 +21,11 @@ from sfm_dpo.common.files import format_clock, format_table, write_atomically
 from sfm_dpo.common.statistics import wilson
 from sfm_dpo.config import DATACLASSES
 from sfm_dpo.data.pairs import DROP_REASONS
-from sfm_dpo.report.plots import draw_curves
+from sfm_dpo.report.plots import PANELS, draw_curves
+from sfm_dpo.run.files import REPORT
 from sfm_dpo.run.folder import State
-from sfm_dpo.run.reader import first_and_last, list_evaluations, read_run, to_float
+from sfm_dpo.run.reader import LEARNED, judge_learning, list_held_out, read_run, to_float
 
-REPORT = "report.html"
 FIGURES = "figures"
 STATES = {  # CSS class and sentence in the page
     State.DONE: ("good", "The run is done."),
@@ -62,21 +62,23 @@ def write_report(run: Path) -> Path:
     """Writes report.html, self-contained, and figures/*.png into the folder of a run; returns the page's path."""
     facts = read_run(run)
     state = State.of(facts["status"])
+    is_doubtful = state is State.DONE and any(verdict != LEARNED[0] for verdict, _ in judge_learning(facts))
     page = render_page(
         "report.html.jinja",
         **facts,
         name=run.resolve().name,
         state=state,
-        state_class=STATES[state][0],
+        state_class="open" if is_doubtful else STATES[state][0],
         sentences=list_sentences(facts),
-        held_out=list_held_out(facts),
+        held_out=tabulate_held_out(facts),
         evaluation_tables=evaluation_tables(facts["evaluation"]),
         curves=draw_curves(facts, run / FIGURES),
+        machine_titles=[title for name, (title, *_) in PANELS.items() if name.startswith("perf_")],
         last_user_turn=last_user_turn,
         drop_reasons=DROP_REASONS,
         changed=changed_fields(facts["config"]),
         format_yaml=format_yaml,
-        command=format_command(facts["environment"].get("command", [])),
+        command=shlex.join(facts["environment"].get("command", [])),
     )
     write_atomically(run / REPORT, page)
     return run / REPORT
@@ -89,13 +91,11 @@ def format_summary(run: Path) -> str:
     rows = [("run", f"{status.get('state', 'unknown')}, {_format_steps(facts)}")]
     if status.get("message"):
         rows.append(("message", status["message"]))
-    for title, table in list_held_out(facts):
+    rows += [("verdict", sentence) for _, sentence in judge_learning(facts)]
+    for title, table in tabulate_held_out(facts):
         rows.append(("held out", f"{title}, 95% interval in brackets"))
         for metric, *values in (row.values() for row in table):
             rows.append((f"  {metric}", " -> ".join(values)))
-    first, last = first_and_last(facts["log"], "loss")
-    if first is not None:
-        rows.append(("loss", f"training {first:.3f} -> {last:.3f}"))
     if State.of(status).has_model:
         rows.append(("model", str(run)))
     elif facts["checkpoints"]:
@@ -117,14 +117,9 @@ def list_sentences(facts: dict[str, Any]) -> list[str]:
             f"{config['beta']}, learning rate {config['learning_rate']}) on {data.get('train', 0):,} preference pairs "
             f"of {' and '.join(data.get('sources', []))}: {_format_steps(facts)}."
         )
-    first, last = first_and_last(facts["log"], "loss")
-    if first is not None:
-        lines.append(f"Training loss {first:.3f} at the start, {last:.3f} at the end (mean of the last tenth).")
     if job := facts["status"].get("task") or facts["status"].get("job"):
         lines.append(f"Slurm job {job}, log in {facts['status'].get('log') or 'logs'}.")
-    if not list_held_out(facts):
-        lines.append("No held-out pairs were evaluated: training metrics alone do not show memorisation.")
-    return lines
+    return lines + [sentence for _, sentence in judge_learning(facts)]
 
 
 def last_user_turn(prompt: str) -> str:
@@ -141,26 +136,20 @@ def _format_steps(facts: dict[str, Any]) -> str:
     return f"{facts['steps']:,} optimizer steps{duration}{hours}"
 
 
-def list_held_out(facts: dict[str, Any]) -> list[tuple[str, list[dict[str, str]]]]:
-    """(name, rows) for eval_fraction and each set of eval_datasets: each metric's name and, as text, its values
-    `before` and `after`, without the one that was not evaluated."""
+def tabulate_held_out(facts: dict[str, Any]) -> list[tuple[str, list[dict[str, str]]]]:
+    """(title, rows) of `list_held_out`: each metric's name and, as text, its values `before` and `after`."""
+    other_reference = facts["config"].get("ref_model_name_or_path")
     tables = []
-    sets = {"": facts["data"].get("eval", 0)} | facts["data"].get("eval_sets", {})
-    for name, pairs in sets.items():
-        prefix = f"eval_{name}_" if name else "eval_"
-        entries = list_evaluations(facts, prefix)
-        if not entries or not pairs:
-            continue
-        sides = {"before" if entry["step"] == 0 else "after": entry for entry in entries}
+    for title, pairs, evaluations in list_held_out(facts):
         rows = []
-        for metric, title in PAIR_METRICS.items():
-            row = {"metric": title}
-            for side, entry in sides.items():
-                row[side] = format_metric(metric, to_float(entry.get(prefix + metric)), pairs)
-            if metric == "rewards/accuracies" and "before" in row:  # policy = reference: no answer has gained
-                row["before"] = "0.50, all ties"
+        for metric, name in PAIR_METRICS.items():
+            row = {"metric": name}
+            for side, values in evaluations.items():
+                row[side] = format_metric(metric, to_float(values.get(metric)), pairs)
+            if metric == "rewards/accuracies" and "before" in row and not other_reference:
+                row["before"] = "0.50, all ties"  # policy = reference: no answer has gained
             rows.append(row)
-        tables.append((f"{pairs:,} pairs of {name}" if name else f"{pairs:,} held-out pairs", rows))
+        tables.append((title, rows))
     return tables
 
 
@@ -220,12 +209,6 @@ def changed_fields(config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     }
     changed = [key for key, value in config.items() if value != defaults.get(key) and key not in _DERIVED]
     return [(key, config[key], defaults.get(key)) for key in changed]
-
-
-def format_command(command: list[str]) -> str:
-    """The command line as it is typed, one option per line."""
-    words = [shlex.quote(str(word)) for word in command]
-    return "".join(f" \\\n  {word}" if word.startswith("--") else f" {word}" for word in words).strip()
 
 
 @command

@@ -70,6 +70,10 @@ def draw_curves(facts: dict[str, Any], folder: Path, panels: Collection[str] | N
                 _draw_held_out(axes, log, *metrics)
             if not axes.lines:
                 continue
+            limit = facts["config"].get("max_grad_norm")
+            if name == "grad_norm" and limit:
+                axes.axhline(limit, color=INK, linewidth=0.8, linestyle=":", label="clipped above")
+                title += f", {np.mean(_read_series(log, name)[1] > limit):.0%} of steps clipped"
             for step in list_restarts(facts):
                 axes.axvline(step, color=INK, linewidth=0.4)
             if name.startswith("perf_"):  # otherwise the rounding of a constant would fill the axis
@@ -98,16 +102,20 @@ def _draw_training(axes: Axes, log: list[dict[str, Any]], metric: str, label: st
     if len(values) >= SMOOTH_FROM and metric != "learning_rate":
         axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.6)
         values = running_mean(values, max(5, len(values) // 40 * 2 + 1))
-    axes.plot(steps, values, color=color, label=label, marker="." if len(values) < 3 else "")
+    marker, line = (".", "") if len(values) < 3 else ("", "-")  # two points are no trend
+    axes.plot(steps, values, color=color, label=label, marker=marker, linestyle=line)
 
 
 def _draw_held_out(axes: Axes, log: list[dict[str, Any]], metric: str) -> None:
     """The values of the held-out pairs, and of each set of eval_datasets, as dashes with markers."""
-    names = {key for entry in log for key in entry if re.fullmatch(rf"eval_(\w+_)?{metric}", key)}
+    pattern = rf"eval_(?:([\w-]+)_)?{re.escape(metric)}"
+    names = {key for entry in log for key in entry if re.fullmatch(pattern, key)}
     for i, name in enumerate(sorted(names, key=len)):
-        label = name.removeprefix("eval_").removesuffix(metric).strip("_") or "held out"
+        label = re.sub(pattern, r"\1", name) or "held out"
         color = COLORS[(i + 1) % len(COLORS)]
-        axes.plot(*_read_series(log, name), label=label, color=color, marker="o", markersize=3.5, linestyle="--")
+        steps, values = _read_series(log, name)
+        line = "--" if len(values) > 2 else ""
+        axes.plot(steps, values, label=label, color=color, marker="o", markersize=3.5, linestyle=line)
 
 
 def _read_series(log: list[dict[str, Any]], metric: str) -> tuple[list[int], np.ndarray]:

@@ -23,6 +23,7 @@ from sfm_dpo.run.folder import ENVIRONMENT, State, array_task, read_status
 # What scripts/common.sh says of a start that ended before the launch
 BEFORE_LAUNCH = {"asked": StopRequested.exit_code, "unhealthy": NODE_CHECK_FAILED}
 MAX_HANGS = 2  # of a job that is requeued
+PATIENCE = 180.0  # seconds for which Slurm need not answer, as while its controller restarts
 
 Status = dict[str, Any]  # the content of status.json
 
@@ -116,7 +117,7 @@ def describe_job(launcher_code: int) -> Job:
     """This job, according to its environment and to Slurm's record of it."""
     # SLURM_JOB_ID of an array's task may be the array's id, by which Slurm would requeue all tasks
     name = array_task() or os.environ["SLURM_JOB_ID"]
-    record = show_job(name)
+    record = show_job(name, PATIENCE)
     preempted = record.get("PreemptTime", "None")
     return Job(
         id=os.environ["SLURM_JOB_ID"],
@@ -129,6 +130,14 @@ def describe_job(launcher_code: int) -> Job:
     )
 
 
+def requeue(job: str) -> bool:
+    """Whether Slurm requeues the job; asked once more as soon as it answers, because the first may be no answer."""
+    if ask("scontrol", "requeue", job) is None:
+        show_job(job, PATIENCE)
+        return ask("scontrol", "requeue", job) is not None
+    return True
+
+
 def say(line: str) -> None:
     print(f"[{os.environ.get('SLURM_JOB_NAME', 'dpo')} {time.strftime('%F %T')}] {line}", flush=True)
 
@@ -139,7 +148,7 @@ def main(argv: list[str]) -> int:
     job = describe_job(int(argv[1]) if code is None else code)
     before = read_file(Path("/dev/stdin"))
     decision = decide(run, read_status(run), before, read_file(run / ENVIRONMENT), job)
-    if decision.requeue and ask("scontrol", "requeue", job.name) is None:
+    if decision.requeue and not requeue(job.name):
         say("not requeued: Slurm refused; resubmit to resume")
     elif decision.requeue_line:
         say(decision.requeue_line)

@@ -1,7 +1,7 @@
-"""Checkpoints: completeness, what a resumed run must match, rotation, disk space, the stop file.
+"""Checkpoints: completeness, rotation, disk space, the stop file.
 
 A checkpoint is complete once rank 0 has written `complete.json`, with the size and checksum of every file, after all
-ranks have written their files. transformers 5.23 has no such marker, and its rotation counts half-written checkpoints.
+ranks have written their files. transformers 5.24 has no such marker, and its rotation counts half-written checkpoints.
 """
 
 import logging
@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from sfm_dpo.common.distributed import broadcast, gather, is_main_process, rank, world_size
-from sfm_dpo.common.errors import ResumeRefused, UserError
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import hash_file, write_json
 from sfm_dpo.common.process import ask, is_alive, this_process
 from sfm_dpo.run.files import EVALUATIONS, TRAINER_STATE, read_file
@@ -64,8 +64,9 @@ def why_incomplete(checkpoint: Path) -> str | None:
 def why_damaged(checkpoint: Path, pattern: str = "*", alone: bool = False) -> str | None:
     """Which file of a complete checkpoint does not match its recorded checksum; None if all match. All ranks must call
     it: each reads the files it wrote, and all get the same answer. With `alone`, one process reads all files."""
+    checksums = read_file(checkpoint / COMPLETE).get("xxh3_128", {})
     damage = None
-    for name, checksum in read_file(checkpoint / COMPLETE).get("xxh3_128", {}).items():
+    for name, checksum in (checksums if alone else broadcast(checksums)).items():
         if damage or not Path(name).match(pattern) or not (alone or _is_mine(name)):
             continue
         try:
@@ -97,34 +98,6 @@ def newest_checkpoint(run: str | Path) -> Path | None:
     return next((c for c in reversed(checkpoints(run)) if why_incomplete(c) is None), None)
 
 
-def find_start(args: Any) -> Path | None:
-    """The checkpoint a run resumes from: the one asked for, or the newest complete one. All ranks must call it and get
-    the same answer. A damaged checkpoint loses its marker, so it never counts as complete again."""
-    clear_old_stop(args.output_dir)
-    if asked := args.resume_from_checkpoint:
-        if reason := _why_unusable(Path(asked), args.verify_checkpoints):
-            raise UserError(f"resume_from_checkpoint {asked}: {reason}; choose another, or remove the field")
-        return Path(asked)
-    for checkpoint in broadcast(checkpoints(args.output_dir)[::-1]):
-        reason = _why_unusable(checkpoint, args.verify_checkpoints)
-        if reason is None:
-            return checkpoint
-        log.info(f"{checkpoint} {reason}; skipped")
-        if is_main_process():
-            (checkpoint / COMPLETE).unlink(missing_ok=True)
-    return None
-
-
-def _why_unusable(checkpoint: Path, verify: bool, pattern: str = "*") -> str | None:
-    """Why a run cannot resume from this checkpoint, or None; the same on all ranks."""
-    reason = broadcast(why_incomplete(checkpoint))
-    if reason is None and verify:
-        reason = why_damaged(checkpoint, pattern)
-        if reason is None:
-            log.info(f"{checkpoint}: checksums verified")
-    return reason
-
-
 def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
     """Writes COMPLETE. All ranks must call it after all have saved; each hashes the files it wrote."""
     mine = {}
@@ -149,7 +122,9 @@ def check_best(best: Path | None, args: Any) -> None:
     """Raises UserError if there is no best checkpoint or it is damaged. All ranks must call it."""
     reason: str | None = "does not exist: the metric was never finite"
     if best:
-        reason = _why_unusable(best, args.verify_checkpoints, "*.safetensors")
+        reason = broadcast(why_incomplete(best))
+        if reason is None and args.verify_checkpoints:
+            reason = why_damaged(best, "*.safetensors")
     if reason:
         raise UserError(
             f"load_best_model_at_end: the best checkpoint {best or ''} {reason}; to save the last weights: "
@@ -193,8 +168,9 @@ def mark_pushed(checkpoint: Path, pid: int) -> None:
 
 
 def is_pushed(checkpoint: Path) -> bool:
-    """Whether a running process of this host is pushing it."""
-    return bool(is_alive(read_file(checkpoint / PUSHING)))
+    """Whether a process is pushing it, which must be assumed of one on another host."""
+    pusher = read_file(checkpoint / PUSHING)
+    return bool(pusher) and is_alive(pusher) is not False
 
 
 def is_awaited(checkpoint: Path) -> bool:
@@ -202,34 +178,6 @@ def is_awaited(checkpoint: Path) -> bool:
     result = checkpoint.parent / EVALUATIONS / f"step-{step_of(checkpoint)}.json"
     has_result = result.exists() and result.stat().st_size > 0
     return result.with_suffix(".log").exists() and not has_result
-
-
-_OTHER_MODEL = "the model has changed since it was written ({was}, now {now})"
-_DIFFERENCES = {  # the facts in COMPLETE that a resumed run must match
-    "model_name_or_path": f"model_name_or_path: {_OTHER_MODEL}",
-    "ref_model_name_or_path": f"ref_model_name_or_path: {_OTHER_MODEL}",
-    "world_size": "was written by {was} process(es), but this run has {now}",
-    "train_tokens": "the data have changed since it was written",
-    "order_version": "was written by a version of this project with another order of pairs ({was}, now {now})",
-    "micro_batch": "was written with {was} pairs per device, this run has {now}: another balancing loss",
-    "launch": "was written with launch {was}, but this run uses {now}, which cannot load its optimizer",
-}
-
-
-def check_resume(checkpoint: Path, facts: dict[str, Any], ignore: bool) -> None:
-    """Raises UserError if the run that wrote `checkpoint` differs from this one in one of the `facts`; `ignore`
-    (ignore_resume_mismatch) has no effect where the optimizer cannot be loaded."""
-    before = read_file(checkpoint / COMPLETE)
-    is_zero = str(before.get("launch")).startswith("ZeRO")  # DeepSpeed cannot redistribute it over another number
-    for name, now in facts.items():
-        was = before.get(name)
-        may_ignore = name != "launch" and not (name == "world_size" and is_zero)
-        if was == now or (ignore and may_ignore):
-            continue
-        difference = _DIFFERENCES[name].format(was=was, now=now)
-        difference = difference.replace("whole weights", "DDP or one process")
-        override = ", or set ignore_resume_mismatch: true" if may_ignore else ""
-        raise ResumeRefused(f"{checkpoint}: {difference}; restore that setting, or use another output_dir{override}")
 
 
 def peak_checkpoint_count(args: Any, collapse_steps: int) -> int:

@@ -1,12 +1,10 @@
-"""A run's folder: its lock, and resolved_config.yaml, environment.json, data.json and status.json in it."""
+"""A run's folder: resolved_config.yaml, environment.json, data.json and status.json in it."""
 
-import dataclasses
 import errno
 import json
 import logging
 import os
 import platform
-import re
 import secrets
 import subprocess
 import sys
@@ -20,18 +18,21 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from sfm_dpo.common.distributed import is_main_process, world_size
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import NOT_PUSHED, UserError
 from sfm_dpo.common.files import PROJECT, now, write_atomically, write_json
 from sfm_dpo.common.secrets import mask, mask_values
-from sfm_dpo.config_effects import MAY_CHANGE, NO_EFFECT
+from sfm_dpo.config_effects import NO_EFFECT
 from sfm_dpo.run.files import DATA, ENVIRONMENT, RESOLVED_CONFIG, STATUS, read_file, read_sound_file
-from sfm_dpo.run.lock import LOCK, Lease, check_owner, take_folder
 
 if TYPE_CHECKING:  # scripts/status.py reads this module without the seconds that TRL takes to import
     from sfm_dpo.config import Config
 
 log = logging.getLogger(__name__)
 
+# The steps of an end after the model is saved, in the `open` of status.json
+PUSHED = "pushed"
+REPORTED = "reported"
+EVALUATED = "evaluated"
 ERROR = "error.txt"  # the traceback of an end that was reported in one line
 LOG = "log.jsonl"  # entries as they are logged, from the beginning of training
 STARTED = now()  # this process
@@ -84,10 +85,6 @@ def read_status(run: str | Path) -> dict[str, Any]:
     return read_file(Path(run) / STATUS)
 
 
-def read_state(run: str | Path) -> State:
-    return State.of(read_status(run))
-
-
 def read_resolved_config(run: str | Path) -> dict[str, Any]:
     """resolved_config.yaml of a run. Raises UserError if it cannot be read."""
     return read_sound_file(Path(run) / RESOLVED_CONFIG, "restore it, or choose another folder")
@@ -118,6 +115,21 @@ def write_status(
         path.write_text(json.dumps(status))  # overwrites the old file in place, which needs no new block
 
 
+def write_end(run: Path, open_steps: list[str], message: str = "", **extra: Any) -> None:
+    """Writes status.json of a run whose model is saved. The steps of its end that are still open decide the state:
+    `push_failed` until its push."""
+    before = read_status(run)
+    of_training = {name: before[name] for name in ("step", "job", "task", "log", PUSHED) if before.get(name)}
+    state = State.DONE
+    code = 0
+    if PUSHED in open_steps:
+        state = State.PUSH_FAILED
+        code = NOT_PUSHED
+        earlier = before.get("message") if State.of(before) is state else ""
+        message = message or earlier or "trained and saved, but not pushed yet: run the same command again"
+    write_status(run, state, code, message, open=open_steps, **of_training | extra)
+
+
 def array_task() -> str | None:
     """The name of this task of an array in Slurm's commands, for instance 17_2; None if this job is none."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
@@ -143,30 +155,8 @@ def message_of_rank(run: Path | None, error: str) -> str | None:
     return error
 
 
-def acquire(config: "Config") -> Lease | None:
-    """Creates the run's folder and returns its lease, which rank 0 holds; None if its run has already finished. Raises
-    UserError if another run uses the folder, or it holds other files, which are never overwritten."""
-    run = make_folder(config)
-    lease = take_folder(run) if is_main_process() else Lease(run / LOCK)
-    try:
-        if is_unfinished(config):
-            return lease
-    except BaseException:
-        lease.release()
-        raise
-    lease.release()
-    return None
-
-
-def check_folder(config: "Config") -> bool:
-    """Whether the run is unfinished, as `acquire` decides it, without locking the folder. Raises UserError."""
-    check_owner(make_folder(config))
-    return is_unfinished(config)
-
-
-def make_folder(config: "Config") -> Path:
+def make_folder(run: Path) -> Path:
     """Creates output_dir. Raises UserError if it is not writable."""
-    run = Path(config.train.output_dir)
     try:
         run.mkdir(parents=True, exist_ok=True)
         (run / ".writable").touch()
@@ -174,47 +164,6 @@ def make_folder(config: "Config") -> Path:
     except OSError as error:
         raise UserError(f"output_dir {run}: cannot be written: {error.strerror}; choose another output_dir") from error
     return run
-
-
-def is_unfinished(config: "Config") -> bool:
-    """Whether the folder belongs to a new run, or to this run unfinished. Raises UserError if to another run."""
-    run = Path(config.train.output_dir)
-    entries = [p.name for p in run.iterdir() if not p.name.startswith(".")]
-    status = read_status(run)
-    state = State.of(status)
-    if not set(entries) - {STATUS, ERROR, "STOP"} and state.resumes:
-        return True  # empty, or an earlier start ended before it read its data
-    if not (run / RESOLVED_CONFIG).is_file():
-        raise UserError(
-            f"output_dir {run}: holds files that do not belong to a run ({', '.join(sorted(entries)[:3])}); "
-            "choose another output_dir"
-        )
-    logged = (run / LOG).read_text(errors="replace") if (run / LOG).is_file() else ""
-    has_trained = re.search('"step": [1-9]', logged) or list_weights(run) or any(run.glob("checkpoint-*"))
-    if state.resumes and not has_trained:
-        return True
-    # A field that an earlier version did not have counts as its default, which is its old behaviour
-    fields = [f for part in (config.train, config.model, config.data) for f in dataclasses.fields(part)]
-    before = {f.name: f.default for f in fields} | read_resolved_config(run)
-    for key, value in config.as_dict().items():
-        if key not in MAY_CHANGE and before.get(key) != value:
-            raise UserError(
-                f"output_dir {run}: holds another run ({key} is {before.get(key)} there, {value} here); choose "
-                "another output_dir, or remove the folder"
-            )
-    if state is State.COLLAPSED and config.train.guard == "stop":
-        healthy = status.get("checkpoint")
-        start = f"from {healthy} (--resume_from_checkpoint {healthy}) " if healthy else ""
-        raise UserError(
-            f"output_dir {run}: the guard stopped this run; start a new run {start}with a lower learning_rate "
-            "in another output_dir, or resume this one with --guard warn"
-        )
-    if not state.has_model:
-        return True
-    is_damaged = (status.get("files") or {}).items() - list_weights(run).items()
-    if is_damaged:
-        log.info(f"{run}: {min(is_damaged)[0]} is missing or damaged; the run resumes from its newest checkpoint")
-    return bool(is_damaged)
 
 
 def list_weights(run: Path) -> dict[str, int]:

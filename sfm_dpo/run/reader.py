@@ -13,8 +13,10 @@ from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import format_clock, format_table
 from sfm_dpo.common.secrets import mask_values
 from sfm_dpo.common.slurm import is_running, squeue_states
+from sfm_dpo.common.statistics import mean_interval, wilson
 from sfm_dpo.run.checkpoint import checkpoints, newest_checkpoint, why_incomplete
 from sfm_dpo.run.files import (
+    DATA,
     ENVIRONMENT,
     EVALUATIONS,
     HEALTH,
@@ -24,11 +26,16 @@ from sfm_dpo.run.files import (
     TRAINER_STATE,
     read_file,
 )
-from sfm_dpo.run.folder import LOG, State
+from sfm_dpo.run.folder import EVALUATED, LOG, State
 from sfm_dpo.run.lock import LOCK, read_owner
 
+# Verdicts of `judge_learning`, and what to look at
+LEARNED = ("learned", "")
+UNCLEAR = ("no evidence of learning", "; look at learning_rate, the number of steps and the preflight's gap per token")
+WORSE = ("worse than the base model", "; check that chosen and rejected are not swapped, and lower learning_rate")
 STALE_SECONDS = 1800  # longer than a step, an evaluation or a save takes
-COLUMNS = "run state job step eta pairs/s loss margin eval_loss eval_acc health last GPU-h".split()
+LOADING = "loading"  # shown of a run that resumes: its status.json is still that of the start before
+COLUMNS = "run state job step eta pairs/s loss margin eval_loss eval_acc verdict health last GPU-h".split()
 _KEYS = {
     "eta": "eta_seconds",
     "pairs/s": "pairs_per_second",
@@ -54,7 +61,8 @@ def read_run(run: Path) -> dict[str, Any]:
         raise UserError(f"{run}: not a run's folder: no {RESOLVED_CONFIG} or {STATUS} in it; give a run's output_dir")
     log = _list_entries(state.get("log_history", []))
     log += [entry for entry in _read_log(run / LOG) if entry["step"] > state.get("global_step", -1)]
-    if evaluations := read_evaluations(run):
+    kept = facts["evaluation"].get("checkpoints", {})  # by evaluate.py; JSON has made text of the steps
+    if evaluations := {int(step): scores for step, scores in kept.items()} | read_evaluations(run):
         facts["evaluation"]["checkpoints"] = evaluations
         for step, scores in evaluations.items():
             log.append({"step": step} | {f"evaluation/{name}": score["value"] for name, score in scores.items()})
@@ -75,11 +83,58 @@ def eval_prefix(entry: dict[str, Any]) -> str:
     return min(losses, key=len, default="").removesuffix("loss")
 
 
-def list_evaluations(facts: dict[str, Any], prefix: str = "eval_") -> list[dict[str, Any]]:
-    """A held-out set's evaluation entries in order; the last one is of the weights that became the model."""
+def list_held_out(facts: dict[str, Any]) -> list[tuple[str, int, dict[str, dict[str, Any]]]]:
+    """(title, pairs, evaluations) of eval_fraction and each set of eval_datasets: metrics without prefix `before` and
+    `after` training, those that exist; the latter are of the weights that became the model."""
     best = facts["config"].get("load_best_model_at_end") and facts["status"].get("best")
-    entries = [entry for entry in facts["log"] if f"{prefix}loss" in entry]
-    return [entry for entry in entries if not best or entry["step"] <= best["step"]]
+    sets = {"": facts["data"].get("eval", 0)} | facts["data"].get("eval_sets", {})
+    found = []
+    for name, pairs in sets.items():
+        prefix = f"eval_{name}_" if name else "eval_"
+        evaluations = {}
+        for entry in facts["log"]:
+            if f"{prefix}loss" in entry and not (best and entry["step"] > best["step"]):
+                side = "after" if entry["step"] else "before"
+                evaluations[side] = {metric.removeprefix(prefix): value for metric, value in entry.items()}
+        if pairs and evaluations:
+            found.append((f"{pairs:,} pairs of {name}" if name else f"{pairs:,} held-out pairs", pairs, evaluations))
+    return found
+
+
+def judge_learning(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """(verdict, sentence) for each held-out set: whether training has changed the reward accuracy, by the 95% interval
+    of the change; without such a set, for the margin of the training pairs.
+
+    If the reference is the base model, the accuracy was 0.5. Otherwise it was measured at step 0, and the interval is
+    that of independent samples (Newcombe 1998, method 10), which is too wide for the same pairs.
+    """
+    other_reference = facts["config"].get("ref_model_name_or_path")
+    verdicts = []
+    for title, pairs, evaluations in list_held_out(facts):
+        if "after" not in evaluations or (other_reference and "before" not in evaluations):
+            continue
+        after = to_float(evaluations["after"].get("rewards/accuracies"))
+        low, high = wilson(after, pairs)
+        before = to_float(evaluations["before"].get("rewards/accuracies")) if other_reference else 0.5
+        base_low, base_high = wilson(before, pairs) if other_reference else (0.5, 0.5)
+        change = after - before
+        low = change - math.hypot(after - low, base_high - before)
+        high = change + math.hypot(high - after, before - base_low)
+        verdicts.append(_give_verdict(f"the reward accuracy on {title} has changed by", change, low, high))
+    margins = [to_float(entry["rewards/margins"]) for entry in facts["log"] if "rewards/margins" in entry]
+    late = margins[len(margins) // 2 :]
+    if len(late) > 1 and not other_reference and not any(map(eval_prefix, facts["log"])):
+        what = "no pairs were held out, and the mean training margin in the second half of the log is"
+        verdicts.append(_give_verdict(what, *mean_interval(late)))
+    return verdicts
+
+
+def _give_verdict(what: str, value: float, low: float, high: float) -> tuple[str, str]:
+    verdict, advice = UNCLEAR
+    if low > 0 or high < 0:
+        verdict, advice = LEARNED if low > 0 else WORSE
+    figures = f"{value:+.3f} (95% interval {low:+.3f} to {high:+.3f})"
+    return verdict, f"{verdict.capitalize()}: {what} {figures}{advice}."
 
 
 def list_restarts(facts: dict[str, Any]) -> list[int]:
@@ -101,13 +156,6 @@ def count_gpu_hours(environment: dict[str, Any], status: dict[str, Any]) -> floa
             hours += life.total_seconds() / 3600 * start["world_size"]
         return hours
     return None
-
-
-def first_and_last(log: list[dict[str, Any]], metric: str) -> tuple[float | None, float | None]:
-    """The first logged value and the mean of the last tenth of the values; finite ones only."""
-    values = [v for v in (to_float(entry[metric]) for entry in log if metric in entry) if math.isfinite(v)]
-    tail = values[-max(1, len(values) // 10) :]
-    return (values[0], sum(tail) / len(tail)) if values else (None, None)
 
 
 def to_float(value: Any) -> float:
@@ -154,6 +202,12 @@ def read_evaluations(run: Path, known: Collection[int] = ()) -> dict[int, dict[s
     return dict(sorted(found.items()))
 
 
+def list_awaited(run: Path, evaluated: Collection[int]) -> list[str]:
+    """The evaluations, `step-N`, that eval_command has started, without those of the `evaluated` steps."""
+    started = {path.stem for path in (run / EVALUATIONS).glob("step-*.log")}
+    return sorted(started - {f"step-{step}" for step in evaluated})
+
+
 def format_scores(step: int, scores: dict[str, Any]) -> str:
     """The first four metrics of an evaluation in a line."""
     parts = [f"{name} {score['value']:.4g}" for name, score in [*scores.items()][:4]]
@@ -187,16 +241,22 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
             shown = "died"
         elif age > STALE_SECONDS:
             shown = "stale"
+    elif runs and not state.has_model:
+        shown = LOADING
     if slurm == "PENDING" and not runs:
         shown += ", queued"
     checkpoint = newest_checkpoint(run)
-    evaluated = [entry for entry in _read_log(run / LOG) if "eval_loss" in entry]
-    held_out = evaluated[-1] if evaluated else {}
+    facts = {"status": status, "log": _read_log(run / LOG)}
+    facts |= {"config": read_file(run / RESOLVED_CONFIG), "data": read_file(run / DATA)}
+    verdicts = judge_learning(facts)
+    held_out: dict[str, Any] = next((entry for entry in reversed(facts["log"]) if "eval_loss" in entry), {})
     evaluations = read_evaluations(run)
+    still = [step for step in status.get("open") or [] if step != EVALUATED or list_awaited(run, evaluations)]
     return {
         "run": str(run),
         "state": shown,
         "message": status.get("message") or None,
+        "open": still,
         "job": job,
         "slurm": slurm,
         "step": status.get("step"),
@@ -204,6 +264,7 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
         "eta_seconds": status.get("eta_seconds") if shown == State.RUNNING else None,
         **{name: status.get(name) for name in ("pairs_per_second", "loss", "margin")},
         **{name: held_out.get(name) for name in ("eval_loss", "eval_rewards/accuracies")},
+        "verdict": verdicts[0][0] if verdicts else None,
         "health": read_file(run / HEALTH).get("verdict"),
         "seconds_since_update": round(age),
         "checkpoint": checkpoint and checkpoint.name,
@@ -231,6 +292,7 @@ def format_runs(runs: list[dict[str, Any]]) -> str:
     cells = [[_format_cell(run, _KEYS.get(name, name)) for name in COLUMNS] for run in runs]
     lines = [format_table(cells, COLUMNS, indent=0)]
     notes = [f"{run['run']}: {run['message']}" for run in runs if run["message"] and run["state"] != State.DONE]
+    notes += [f"{run['run']}: to be done by the same command: {', '.join(run['open'])}" for run in runs if run["open"]]
     notes += [f"{run['run']}: {run['evaluation']}" for run in runs if run["evaluation"]]
     notes += [f"{run['run']}: log in {run['log']}" for run in runs if run["log"]]
     if notes:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from peft import PeftModel
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from sfm_dpo.common.errors import UserError, user_input
@@ -59,6 +60,19 @@ class SavedModel:
     def link_files(self, target: Path) -> None:
         for path in self.files():
             (target / path.name).symlink_to(path.resolve())
+
+
+def merge_adapter(model: SavedModel, target: Path) -> None:
+    """Writes the base model with the run's adapter merged into it, in the base model's dtype, and the run's tokenizer,
+    into the folder `target`. Raises UserError if the model is no adapter, or does not load."""
+    if not model.is_adapter:
+        raise UserError(f"{model.folder}: is a whole model; use it as it is")
+    with user_input(f"{model.folder}: cannot be merged into {model.base}"):
+        base = AutoModelForCausalLM.from_pretrained(model.base, revision=model.base_revision, dtype="float32")
+        merged = PeftModel.from_pretrained(base, model.folder).merge_and_unload()
+        dtype = AutoConfig.from_pretrained(model.base, revision=model.base_revision).dtype
+        merged.to(dtype or torch.float32).save_pretrained(target)
+        AutoTokenizer.from_pretrained(model.folder).save_pretrained(target)
 
 
 def find_model(path: Path) -> SavedModel:

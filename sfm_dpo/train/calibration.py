@@ -10,9 +10,10 @@ import re
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.statistics import LOGP_ROUNDING
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.memory.planner import Candidate
-from sfm_dpo.model.attention import activate_flash, usable_kernels
+from sfm_dpo.model.attention import activate_flash, kernel_name, usable_kernels
 from sfm_dpo.model.flops import peak_flops
-from sfm_dpo.model.layers import checkpoint_layers
+from sfm_dpo.model.layers import blocks, checkpoint_layers
 from sfm_dpo.train.fit_memory import MemoryPlan, is_out_of_memory
 from sfm_dpo.train.frozen_model import frozen_model
 from sfm_dpo.train.metrics import peak_memory_gib
@@ -82,38 +83,39 @@ class Computed:
     """What one path gives for a pair: log-probs (nats) of the trained tokens of both responses, and gradients."""
 
     logps: list[torch.Tensor]
-    norm: float = 0.0  # of the gradients of all trained parameters
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # a sample, by the kind of tensor
+    norm: float | None = None  # of the gradients of all trained parameters; None without a backward
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # a sample of each parameter's
 
 
 class Gradients:
-    """Takes each gradient of a backward as it arrives: its norm and, if asked, a sample; `grad` stays None."""
+    """Takes each gradient of a backward as it arrives, so that `grad` stays None; keeps the norm and a sample."""
 
-    def __init__(self, model: torch.nn.Module, sample: bool):
+    def __init__(self, model: torch.nn.Module, is_compared: bool):
+        self.model = model
+        self.is_compared = is_compared
         self.squares: list[torch.Tensor] = []
-        self.sample: dict[str, list[torch.Tensor]] = defaultdict(list)
-        self.handles = []
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                kind = re.sub(r"\.\d+\.", ".", name) if sample else ""  # the same tensor of all layers
-                hook = self._make_hook(kind)
-                self.handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        self.sample: dict[str, torch.Tensor] = {}
 
-    def _make_hook(self, kind: str) -> Any:
-        def take(parameter: torch.nn.Parameter) -> None:
-            gradient = parameter.grad.flatten()
-            parameter.grad = None
-            if kind:
-                self.squares.append(torch.linalg.vector_norm(gradient, dtype=torch.float32).square())
-                self.sample[kind].append(gradient[:: max(1, gradient.numel() // SAMPLE)].float())
+    def __enter__(self) -> "Gradients":
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.handles = [p.register_post_accumulate_grad_hook(partial(self._take, name)) for name, p in trained.items()]
+        return self
 
-        return take
-
-    def collect(self) -> tuple[float, dict[str, torch.Tensor]]:
+    def __exit__(self, *_: Any) -> None:
         for handle in self.handles:
             handle.remove()
-        norm = torch.stack(self.squares).sum().sqrt().item() if self.squares else 0.0
-        return norm, {kind: torch.cat(parts).cpu() for kind, parts in self.sample.items()}
+        for parameter in self.model.parameters():
+            parameter.grad = None  # of a backward that ran out of memory
+
+    def _take(self, name: str, parameter: torch.nn.Parameter) -> None:
+        gradient = parameter.grad.flatten()  # type: ignore[union-attr]
+        parameter.grad = None
+        if self.is_compared:
+            self.squares.append(torch.linalg.vector_norm(gradient, dtype=torch.float32).square())
+            self.sample[name] = gradient[:: gradient.numel() // SAMPLE | 1].float()  # odd: of all columns
+
+    def norm(self) -> float | None:
+        return torch.stack(self.squares).sum().sqrt().item() if self.squares else None
 
 
 def calibrate(trainer: Any, plan: MemoryPlan | None) -> tuple[Calibration, Settings]:
@@ -125,18 +127,14 @@ def calibrate(trainer: Any, plan: MemoryPlan | None) -> tuple[Calibration, Setti
     """
     begin = time.monotonic()
     # ZeRO-3 and FSDP2 shard the policy only when training begins
-    has_backward = trainer.zero_stage != 3 and not trainer.is_fsdp_enabled
+    is_whole = trainer.zero_stage != 3 and not trainer.is_fsdp_enabled
+    device = trainer.accelerator.device
     settings = trainer.settings
-    result = Calibration()
-    with frozen_model(trainer, "policy") as policy, torch.random.fork_rng():
+    with frozen_model(trainer, "policy") as policy, torch.random.fork_rng([device] if device.type == "cuda" else []):
         model = policy.model
-        kernels, ratios, noise = compare_paths(trainer, model, has_backward)
-        result = replace(result, noise=noise, ratios=ratios)
-        if plan and not has_backward:
-            log.info(
-                "calibration: memory and speed are planned, not measured: weights are sharded when training begins"
-            )
-        elif plan:
+        noise, ratios, kernels = compare_paths(trainer, model, is_whole)
+        result = Calibration(noise, ratios)
+        if plan and is_whole:
             candidate, measured = find_setting(trainer, model, plan)
             if not settings.is_of(candidate):
                 settings = settings.replace_candidate(candidate)
@@ -144,9 +142,20 @@ def calibrate(trainer: Any, plan: MemoryPlan | None) -> tuple[Calibration, Setti
             flash, speed = measure_speed(trainer, model, settings, kernels)
             settings = replace(settings, flash_attention=flash)
             result = replace(result, planned_bytes=planned, measured_bytes=measured, **speed)
+        elif plan:
+            candidate = plan.choose(plan.states)
+            if candidate.bytes > plan.limit:
+                plan.refuse(candidate)
+            log.info(f"calibration: planned, because training will shard the weights: {candidate}")
     result = replace(result, seconds=time.monotonic() - begin)
     log.info(f"calibration: {result}")
     return result, settings
+
+
+def load_pairs(trainer: Any, rows: Sequence[int]) -> dict[str, torch.Tensor]:
+    batch = trainer.load_batch(trainer.train_dataset, rows)
+    trainer.progress.phase = "calibration"
+    return batch
 
 
 def select_pairs(trainer: Any) -> list[int]:
@@ -161,30 +170,28 @@ def select_pairs(trainer: Any) -> list[int]:
 def compute_pair(trainer: Any, model: Any, rows: Sequence[int], path: str, backward: bool) -> Computed:
     """The first of the pairs `rows`, computed in one batch with the others. The gradient is that of the loss at step
     0, where policy and reference agree: of mean log-prob (rejected) - mean log-prob (chosen), up to a factor."""
-    batch = trainer.load_batch(trainer.train_dataset, rows)
+    batch = load_pairs(trainer, rows)
     mask = batch.pop("completion_mask")
     labels = batch["input_ids"].masked_fill(mask == 0, -100)
-    gradients = Gradients(model, sample=True) if backward else None
     options: dict[str, Any] = {"path": path} if trainer.packed else {}
-    with torch.set_grad_enabled(backward), precision(trainer):
-        log_probs = model(**batch, labels=labels, fused_lm_head=True, use_cache=False, **options).log_probs
-    pair = [0, len(rows)]
-    trained = mask[pair, 1:].bool()
-    logps = log_probs[pair]
-    if gradients:
-        signs = torch.tensor([[-1.0], [1.0]], device=mask.device)
-        (signs * trained / trained.sum(dim=1, keepdim=True) * logps).sum().backward()
-    computed = Computed([row[of_row].detach().float().cpu() for row, of_row in zip(logps, trained, strict=True)])
-    if gradients:
-        computed.norm, computed.gradients = gradients.collect()
-    return computed
+    with Gradients(model, is_compared=True) as gradients, checkpointed(trainer, math.inf), precision(trainer):
+        with torch.set_grad_enabled(backward):
+            log_probs = model(**batch, labels=labels, fused_lm_head=True, use_cache=False, **options).log_probs
+        pair = [0, len(rows)]
+        logps = log_probs[pair]
+        trained = mask[pair, 1:].bool()
+        if backward:
+            signs = torch.tensor([[-1.0], [1.0]], device=mask.device)
+            (signs * trained / trained.sum(dim=1, keepdim=True).clamp(min=1) * logps).sum().backward()
+    of_responses = [row[of_row].detach().float().cpu() for row, of_row in zip(logps, trained, strict=True)]
+    return Computed(of_responses, gradients.norm(), {name: part.cpu() for name, part in gradients.sample.items()})
 
 
 @torch.no_grad()
 def compute_plainly(trainer: Any, model: Any, row: int) -> tuple[Computed, float]:
     """The pair by the model's own forward and head, a sequence at a time, and the root mean square of each token's
     largest logit."""
-    batch = trainer.load_batch(trainer.train_dataset, [row])
+    batch = load_pairs(trainer, [row])
     logps = []
     largest = []
     columns = (batch["input_ids"], batch["attention_mask"], batch["completion_mask"])
@@ -201,90 +208,137 @@ def compute_plainly(trainer: Any, model: Any, row: int) -> tuple[Computed, float
 
 def precision(trainer: Any) -> Any:
     """Autocast, as in training; FSDP2 and DeepSpeed compute in the precision of their weights."""
-    return (
-        torch.autocast(trainer.accelerator.device.type, enabled=False)
-        if trainer.is_fsdp_enabled
-        else (trainer.accelerator.autocast())
-    )
+    if trainer.is_fsdp_enabled:
+        return torch.autocast(trainer.accelerator.device.type, enabled=False)
+    return trainer.accelerator.autocast()
+
+
+@contextmanager
+def checkpointed(trainer: Any, layers: float) -> Iterator[None]:
+    """Checkpoints so many layers, or all, as training does; dropout stays off."""
+    model = trainer.bare_model()
+    options = {k: v for k, v in trainer.args.activation_checkpointing_kwargs.items() if k != "every_n_layers"}
+    offload = options.pop("offload", False)
+    model.activation_checkpointing_enable(options or None, offload=offload)
+    checkpoint_layers(model, int(min(layers, len(blocks(model)))))
+    for layer in blocks(model):
+        layer.training = True  # not the modules in it
+    try:
+        yield
+    finally:
+        model.eval()
+        model.activation_checkpointing_disable()
 
 
 def compare(a: Computed, b: Computed) -> Differences:
-    """What differs between two computations of a pair: the log-probs by their largest mean over WINDOW tokens."""
-    gaps = [(x - y).abs() for x, y in zip(a.logps, b.logps, strict=True)]
-    windows = [avg_pool1d(gap[None], min(WINDOW, len(gap)), stride=1) for gap in gaps]
-    differences = {"log-probs": max(window.max().item() for window in windows)}
-    if a.norm and b.norm:
-        differences["gradient's norm"] = abs(b.norm / a.norm - 1)
-        sizes = {kind: sample.norm().item() for kind, sample in a.gradients.items()}
-        total = math.hypot(*sizes.values())
-        for kind, sample in a.gradients.items():
-            if sizes[kind] > SMALL * total:
-                differences[f"gradient of {kind}"] = (sample - b.gradients[kind]).norm().item() / sizes[kind]
-    return {name: max(gather(difference)) for name, difference in differences.items()}  # the same on all ranks
+    """What differs between two computations of a pair, the most of all ranks: the log-probs by their largest mean over
+    WINDOW tokens."""
+    gaps = [(x - y).abs() for x, y in zip(a.logps, b.logps, strict=True) if len(x)]
+    windows = [avg_pool1d(gap[None], min(WINDOW, len(gap)), stride=1).max().item() for gap in gaps]
+    found = {"log-probs": max(windows, default=0.0)}
+    if a.norm and b.norm is not None:
+        found["gradient's norm"] = abs(b.norm / a.norm - 1)
+        sizes: dict[str, float] = defaultdict(float)  # squared, by kind: the same tensor of all layers
+        differences: dict[str, float] = defaultdict(float)
+        for name in a.gradients | b.gradients:
+            kind = re.sub(r"\.\d+\.", ".", name)
+            mine, other = (of.gradients.get(name, torch.zeros(1)) for of in (a, b))  # an expert may get no token
+            sizes[kind] += mine.square().sum().item()
+            differences[kind] += (other - mine).square().sum().item()
+        compared = [kind for kind in sizes if sizes[kind] > SMALL**2 * sum(sizes.values())]
+        found |= {f"gradient of {kind}": math.sqrt(differences[kind] / sizes[kind]) for kind in compared}
+    every = gather({what: size if math.isfinite(size) else math.inf for what, size in found.items()})
+    return {what: max(of_rank.get(what, 0.0) for of_rank in every) for what in set().union(*every)}
 
 
-def compare_paths(trainer: Any, model: Any, backward: bool) -> tuple[list[str], dict[str, float], float]:
-    """The kernels that agree with FA2, the ratio of differences to noise of each path and kernel, and the noise."""
+def compare_paths(trainer: Any, model: Any, backward: bool) -> tuple[float, dict[str, float], list[str]]:
+    """The noise of log-probs, the ratio of differences to noise of each path and kernel, and the kernels that may be
+    used, FA2 first. Raises UserError if a path, or the kernel that is asked for, differs by more than noise."""
     rows = select_pairs(trainer)
     rounding = LOGP_ROUNDING[trainer.accelerator.mixed_precision]
+    if trainer.packed:
+        activate_flash("fa2")
     plain, logit = compute_plainly(trainer, model, rows[0])
     with torch.compiler.set_stance("force_eager"):
         alone = compute_pair(trainer, model, rows[:1], "padded", backward)
         beside = compute_pair(trainer, model, rows, "padded", backward)
     floors = {"log-probs": rounding * max(gather(logit))}  # on a CPU two shapes may agree bitwise
-    noise = {name: max(value, floors.get(name, GRADIENT * rounding)) for name, value in compare(alone, beside).items()}
+    noise = {what: max(size, floors.get(what, GRADIENT * rounding)) for what, size in compare(alone, beside).items()}
+    for what, size in noise.items():
+        if not math.isfinite(size):
+            raise UserError(f"calibration: the base model's {what} are not finite; check its weights, or use bf16")
     ratios: dict[str, float] = {}
 
-    def judge(name: str, other: Computed) -> str | None:
-        """How the path differs; None if noise explains that."""
-        times = {what: value / noise[what] for what, value in compare(alone, other).items()}
-        worst = max(times, key=lambda what: times[what] if math.isfinite(times[what]) else math.inf)
+    def find_difference(name: str, other: Computed) -> str | None:
+        """How the path differs by more than noise."""
+        differences = compare(alone, other)
+        times = {what: size / noise.get(what, GRADIENT * rounding) for what, size in differences.items()}
+        worst = max(times, key=lambda what: times[what])
+        if times[worst] > ALLOWED:
+            return f"{name} differs from padded in {worst} by {differences[worst]:.2g}, {times[worst]:.0f} times noise"
         ratios[name] = times[worst]
-        if times[worst] <= ALLOWED:  # NaN is not
-            return None
-        size = times[worst] * noise[worst]
-        return f"{name} differs from the padded path in {worst} by {size:.2g}, {times[worst]:.0f} times the noise"
+        return None
 
-    plain_ratio = judge("plain logits", plain)
-    if plain_ratio:
-        raise UserError(f"calibration: TRL's fused LM head: {plain_ratio}; this model cannot be trained by it")
+    if difference := find_difference("TRL's fused head", plain):
+        raise UserError(f"calibration: {difference}; it cannot train this model: report it with the model's name")
     for path in ["packed", "shared"][: trainer.packed + trainer.prefix_sharing]:
-        if difference := judge(path, compute_pair(trainer, model, rows, path, backward)):
+        if difference := find_difference(path, compute_pair(trainer, model, rows, path, backward)):
             raise UserError(f"calibration: {difference}; set {REMEDIES[path]}")
     asked = trainer.config.train.flash_attention
-    kernels = ["fa2"]
-    for kernel in usable_kernels(asked) if trainer.packed else ():
-        path = "shared" if trainer.prefix_sharing else "packed"
-        activate_flash(kernel)
-        difference = judge(kernel, compute_pair(trainer, model, rows, path, backward))
-        activate_flash("fa2")
+    usable = ["fa2"]
+    for kernel in usable_kernels(asked) if trainer.packed and takes_flash(trainer) else ():
+        computed, failure = compute_by_kernel(trainer, model, rows, kernel, backward)
+        failures = [text for text in gather(failure) if text]
+        difference = f"{kernel} fails: {failures[0]}" if failures else find_difference(kernel, computed)
         if difference and asked != "auto":
             raise UserError(f"flash_attention {asked}: {difference}; set flash_attention: fa2")
         if difference:
             log.warning(f"calibration: {difference}; it is not used")
         else:
-            kernels.append(kernel)
-    return kernels, ratios, noise["log-probs"]
+            usable.append(kernel)
+    return noise["log-probs"], ratios, usable
+
+
+def takes_flash(trainer: Any) -> bool:
+    return kernel_name(*trainer.attention_call()) != "SDPA"
+
+
+def compute_by_kernel(
+    trainer: Any, model: Any, rows: Sequence[int], kernel: str, backward: bool
+) -> tuple[Computed, str | None]:
+    """The pair by another kernel, or why the kernel fails."""
+    path = "shared" if trainer.prefix_sharing else "packed"
+    try:
+        activate_flash(kernel)
+        return compute_pair(trainer, model, rows, path, backward), None
+    except Exception as error:  # of an import, a compilation or a launch
+        if is_out_of_memory(error):
+            raise
+        return Computed([]), str(error).partition("\n")[0] or type(error).__name__
+    finally:
+        activate_flash("fa2")
 
 
 def find_setting(trainer: Any, model: Any, plan: MemoryPlan) -> tuple[Candidate, int]:
     """The setting of least work that has been measured to fit, and its bytes. After each measurement the next one is
     chosen by the ratio of measured to planned activations. Raises UserError if none fits."""
     candidate = plan.choose(plan.states)
-    tried: dict[tuple[int, int], tuple[Candidate, int]] = {}
-    limit = min(gather(plan.limit))
+    tried: dict[tuple[int, int], tuple[Candidate, float]] = {}
     for _ in range(ROUNDS):
         size, activations = measure_memory(trainer, model, candidate, plan)
+        tried[candidate.per_device, candidate.checkpointed_layers] = candidate, size
+        found = f"{size / 2**30:.2f} GiB" if math.isfinite(size) else "more than there is"
+        log.info(f"calibration: {candidate}; measured: {found} of {plan.limit / 2**30:.2f} GiB")
         states = size - activations
         if not math.isfinite(size):
             states = plan.states
-            activations = 1.1 * max(limit - states, candidate.activations)
-        tried[candidate.per_device, candidate.checkpointed_layers] = candidate, size
-        log.info(f"calibration: {candidate}; {size / 2**30:.2f} GiB measured of {limit / 2**30:.2f}")
+            activations = 1.1 * max(plan.limit - states, candidate.activations)
+        if len(tried) == ROUNDS - 1 and all(size > plan.limit for _, size in tried.values()):
+            states = plan.limit  # the smallest of all
         candidate = plan.choose(int(states), activations / candidate.activations)
         if (candidate.per_device, candidate.checkpointed_layers) in tried:
             break
-    fitting = [(tested, int(size)) for tested, size in tried.values() if size <= limit]
+    fitting = [(tested, int(size)) for tested, size in tried.values() if size <= plan.limit]
     if not fitting:
         plan.refuse(candidate)
     return min(fitting, key=lambda found: found[0].work)
@@ -295,23 +349,27 @@ def measure_memory(trainer: Any, model: Any, candidate: Candidate, plan: MemoryP
     the most of all ranks; both inf if a rank has run out of memory."""
     device = trainer.accelerator.device
     rows = trainer.train_sampler.largest_micro_batch(candidate.per_device)
-    release_memory()
+    released = 0  # a separate reference whose log-probs will be cached
+    if trainer.config.train.precompute_ref_log_probs and trainer.ref_model is not None:
+        released = sum(p.nbytes for p in trainer.ref_model.parameters())
+    absent = max(0, plan.absent - released)
     on_gpu = device.type == "cuda"
-    reserved = torch.empty(plan.absent if on_gpu else 0, dtype=torch.uint8, device=device)
-    absent = 0 if on_gpu else plan.absent  # a CPU's pages would be taken only when they are written
-    before = reset_peak_memory()
+    release_memory()
     try:
+        # A CPU's pages would be taken only when they are written
+        reserved: Any = torch.empty(absent if on_gpu else 0, dtype=torch.uint8, device=device)
+        before = reset_peak_memory()
         run_micro_batch(trainer, model, rows, candidate.checkpointed_layers)
         peak = peak_memory_gib() * 2**30
-        found = (peak + absent, peak - before)
+        found = (peak + absent - reserved.nbytes, peak - before)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         traceback.clear_frames(error.__traceback__)
         found = (math.inf, math.inf)
-    del reserved
-    every = gather(found)
-    return max(size for size, _ in every), max(activations for _, activations in every)
+    reserved = None
+    sizes, activations = zip(*gather(found), strict=True)
+    return max(sizes), max(activations)
 
 
 def reset_peak_memory() -> float:
@@ -326,23 +384,14 @@ def reset_peak_memory() -> float:
 
 def run_micro_batch(trainer: Any, model: Any, rows: Sequence[int], checkpointed_layers: int) -> None:
     """Forward and backward of TRL's loss, as in training; gradients are dropped."""
-    gradients = Gradients(model, sample=False)
-    layers = trainer.bare_model()
-    layers.activation_checkpointing_enable(trainer.args.activation_checkpointing_kwargs)
-    checkpoint_layers(layers, checkpointed_layers)
-    model.train()
-    try:
-        batch = trainer.load_batch(trainer.train_dataset, rows)
-        trainer.progress.phase = "calibration"
-        reference = batch["input_ids"].new_zeros(len(rows), dtype=torch.float32)
-        batch |= {"ref_chosen_logps": reference, "ref_rejected_logps": reference}
+    batch = load_pairs(trainer, rows)
+    reference = batch["input_ids"].new_zeros(len(rows), dtype=torch.float32)
+    batch |= {"ref_chosen_logps": reference, "ref_rejected_logps": reference}
+    with Gradients(model, is_compared=False), checkpointed(trainer, checkpointed_layers):
+        model.training = True  # for TRL
         with precision(trainer):
             loss = UpstreamFixes._compute_loss(trainer, model, batch, False)
         loss.backward()
-    finally:
-        gradients.collect()
-        model.eval()
-        layers.activation_checkpointing_disable()
 
 
 def measure_speed(trainer: Any, model: Any, settings: Settings, kernels: list[str]) -> tuple[str, dict[str, Any]]:
@@ -356,35 +405,38 @@ def measure_speed(trainer: Any, model: Any, settings: Settings, kernels: list[st
     for kernel in kernels:
         if trainer.packed:
             activate_flash(kernel)
-        times = []
-        for _ in range(1 + (len(kernels) > 1)):  # a kernel that has not run may have to be compiled
-            times.append(measure_seconds(trainer, run_micro_batch, trainer, model, rows, settings.checkpointed_layers))
-        milliseconds[kernel] = 1000 * max(gather(times[-1]))
-    fastest = min(milliseconds, key=lambda kernel: milliseconds[kernel])
-    if milliseconds[fastest] > FASTER * milliseconds["fa2"] or args.flash_attention not in ("auto", fastest):
-        fastest = "fa2" if args.flash_attention == "auto" else args.flash_attention
-    if trainer.packed:
-        activate_flash(fastest)
-    seconds = milliseconds[fastest] / 1000
-    batch = trainer.load_batch(trainer.train_dataset, rows)
-    forward = measure_seconds(trainer, trainer.compute_ref_log_probs, model, batch)
-    steps = args.max_steps if args.max_steps > 0 else len(sampler) / args.global_batch_size * args.num_train_epochs
-    turns = len(sampler) / settings.micro_batch / trainer.accelerator.num_processes  # of the reference pass
+        run = partial(run_micro_batch, trainer, model, rows, settings.checkpointed_layers)
+        if len(kernels) > 1:
+            run()  # may compile the kernel for these shapes
+        milliseconds[kernel] = 1000 * max(gather(measure_seconds(trainer, run)))
+    chosen = min(milliseconds, key=lambda kernel: milliseconds[kernel])
+    if args.flash_attention != "auto":
+        chosen = args.flash_attention
+    elif milliseconds[chosen] > FASTER * milliseconds["fa2"]:
+        chosen = "fa2"
+    if trainer.packed and takes_flash(trainer):
+        activate_flash(chosen)
+    seconds = milliseconds.get(chosen, milliseconds["fa2"]) / 1000
+    forward = measure_seconds(trainer, partial(trainer.compute_ref_log_probs, model, load_pairs(trainer, rows)))
+    forward = max(gather(forward))
     counts = trainer.data_collator([trainer.train_dataset[int(row)] for row in rows])["counts"]
-    peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-    return fastest, {
-        "milliseconds": milliseconds,
-        "hours": steps * settings.accumulation_steps * seconds / 3600,
-        "reference_hours": turns * forward / 3600,
-        "tokens_per_second": counts["tokens"] / seconds,
-        "mfu": counts["flops"] / seconds / peak if peak else None,
-    }
+    peak = peak_flops(torch.cuda.get_device_name()) if trainer.accelerator.device.type == "cuda" else None
+    mfu = counts["flops"] / seconds / peak if peak else None
+    speed = {"milliseconds": milliseconds, "tokens_per_second": counts["tokens"] / seconds, "mfu": mfu}
+    steps = args.max_steps if args.max_steps > 0 else len(sampler) / args.global_batch_size * args.num_train_epochs
+    reference_hours = len(sampler) / settings.micro_batch / trainer.accelerator.num_processes * forward / 3600
+    if not args.precompute_ref_log_probs:
+        seconds += forward
+        reference_hours = 0.0
+    hours = steps * settings.accumulation_steps * seconds / 3600
+    return chosen, speed | {"hours": hours, "reference_hours": reference_hours}
 
 
-def measure_seconds(trainer: Any, action: Callable[..., Any], *args: Any) -> float:
+def measure_seconds(trainer: Any, action: Callable[[], Any]) -> float:
     """Seconds until the device has done the work of `action`."""
+    synchronize = torch.cuda.synchronize if trainer.accelerator.device.type == "cuda" else int
+    synchronize()
     begin = time.monotonic()
-    action(*args)
-    if trainer.accelerator.device.type == "cuda":
-        torch.cuda.synchronize()
+    action()
+    synchronize()
     return time.monotonic() - begin

@@ -111,17 +111,20 @@ class StopCallback(TrainerCallback):
 
 
 def describe_best(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
-    """For status.json: the best checkpoint so far by metric_for_best_model, and the base model's value if that is
-    better; or None."""
+    """For status.json: the best checkpoint so far by metric_for_best_model, or None."""
     step = state.best_global_step
     if not step:
         return {"best": None}
     metric = f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
     checkpoint = f"{args.output_dir}/checkpoint-{step}"
-    base = next((entry[metric] for entry in state.log_history if entry["step"] == 0 and metric in entry), None)
-    is_better = base is not None and (base > state.best_metric if args.greater_is_better else base < state.best_metric)
-    best = {"checkpoint": checkpoint, "step": step, "metric": metric, "value": state.best_metric}
-    return {"best": best | {"better_base": base if is_better else None}}
+    return {"best": {"checkpoint": checkpoint, "step": step, "metric": metric, "value": state.best_metric}}
+
+
+def describe_progress(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
+    """For status.json: the steps, the newest training metrics of KEPT, and the best checkpoint."""
+    newest: dict[str, Any] = next((entry for entry in reversed(state.log_history) if "loss" in entry), {})
+    kept = {key: newest.get(name) for key, name in KEPT.items()}
+    return {"step": state.global_step, "max_steps": state.max_steps} | kept | describe_best(args, state)
 
 
 class ProgressLine(TrainerCallback):
@@ -130,11 +133,10 @@ class ProgressLine(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs):
         self.start = time.monotonic()
         self.first_step = state.global_step
-        self.kept: dict[str, float] = {}
         if state.is_world_process_zero:  # removes what an earlier start logged after this checkpoint
             entries = [json.dumps(entry) + "\n" for entry in state.log_history]
             write_atomically(Path(args.output_dir) / LOG, "".join(entries))
-        write_status(args.output_dir, State.RUNNING, step=state.global_step, max_steps=state.max_steps)
+        write_status(args.output_dir, State.RUNNING, **describe_progress(args, state))
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):
         logs = logs or {}
@@ -156,7 +158,4 @@ class ProgressLine(TrainerCallback):
             seconds = int((time.monotonic() - self.start) / done * (state.max_steps - state.global_step))
             parts.append(f"ETA {format_clock(seconds)}")
         log.info("  ".join(parts))
-        if not prefix:
-            self.kept = {key: float(logs[name]) for key, name in KEPT.items() if name in logs}
-        facts = {"step": state.global_step, "max_steps": state.max_steps, "eta_seconds": seconds} | self.kept
-        write_status(args.output_dir, State.RUNNING, **facts, **describe_best(args, state))
+        write_status(args.output_dir, State.RUNNING, eta_seconds=seconds, **describe_progress(args, state))

@@ -5,13 +5,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.utils import is_peft_model, load_fsdp_model
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_callback import ExportableState
 from trl import DPOTrainer
 
 from sfm_dpo.common.distributed import is_main_process
+from sfm_dpo.common.files import follow_umask
 from sfm_dpo.config import Config
 from sfm_dpo.data.sampler import ORDER_VERSION
 from sfm_dpo.model.layers import checkpoint_layers
@@ -51,7 +52,7 @@ class CompleteCheckpoints(DPOTrainer):
             **{part.model_field: identify_model(part) for part in self.config.parts},
         }
 
-    # Upstream: transformers 5.23, trainer.py, Trainer.save_model: writes no model under FSDP with SHARDED_STATE_DICT
+    # Upstream: transformers 5.24, trainer.py, Trainer.save_model: writes no model under FSDP with SHARDED_STATE_DICT
     # checkpoints, without a warning; with FULL_STATE_DICT rank 0's memory must also hold the optimizer.
     # Canary: test_canary_save_model
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -71,17 +72,18 @@ class CompleteCheckpoints(DPOTrainer):
         if state_dict:
             state_dict = {name: tensor for name, tensor in state_dict.items() if name not in tied}
         super()._save(output_dir, state_dict)
-        Path(output_dir or self.args.output_dir, TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle nobody reads
+        folder = Path(output_dir or self.args.output_dir)
+        (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle nobody reads
+        for weights in folder.glob("*.safetensors") if self.args.should_save else ():
+            follow_umask(weights)  # safetensors makes files that only their owner can read
 
-    # Upstream: transformers 5.23, trainer.py, Trainer._load_from_checkpoint: only warns about missing names, although
+    # Upstream: transformers 5.24, trainer.py, Trainer._load_from_checkpoint: only warns about missing names, although
     # save_pretrained may write others (GPT-NeoX's lm_head becomes embed_out): training would continue with the base
     # model's head; fails on the rope_scaling of Transformers 4's files. Canary: test_canary_load_from_checkpoint
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Loads every weight of a checkpoint, or raises."""
         if self.is_fsdp_enabled:
-            plugin = self.accelerator.state.fsdp_plugin
-            adapter_only = is_peft_model(self.model)
-            load_fsdp_model(plugin, self.accelerator, model, resume_from_checkpoint, adapter_only=adapter_only)
+            load_fsdp_model(self.accelerator.state.fsdp_plugin, self.accelerator, model, resume_from_checkpoint)
         elif is_peft_model(self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
@@ -99,20 +101,27 @@ class CheckpointCallback(TrainerCallback):
     def __init__(self, trainer: CompleteCheckpoints):
         self.trainer = trainer
 
+    def on_train_begin(self, *_: Any, **kwargs: Any) -> None:
+        self.since = time.monotonic()
+
     def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
         trainer.accelerator.wait_for_everyone()
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         mark_complete(checkpoint, {"step": state.global_step, **trainer.resume_facts()})
         trainer.progress.saving = None
-        log.info(f"checkpoint saved in {time.monotonic() - trainer.progress.moved:.1f} s")
+        end = time.monotonic()
+        seconds = end - trainer.progress.moved
+        share = seconds / (end - self.since)
+        log.info(f"checkpoint saved in {seconds:.1f} s, {share:.1%} of the time since the one before")
+        self.since = end
         if is_main_process():
             rotate(args.output_dir, trainer.config.train.save_total_limit)
         trainer.accelerator.wait_for_everyone()
 
 
 class ResumeCallback(TrainerCallback):
-    """Sets what Transformers 5.23 does not: the epoch's order, the count of tokens, which layers are checkpointed, and
+    """Sets what Transformers 5.24 does not: the epoch's order, the count of tokens, which layers are checkpointed, and
     the steps between logs, evaluations and saves."""
 
     def __init__(self, trainer: Any):
@@ -120,47 +129,19 @@ class ResumeCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.trainer.is_resumed = state.global_step > 0
-        # Upstream: transformers 5.23, trainer.py, Trainer._init_training_state: a resumed run keeps its checkpoint's
+        # Upstream: transformers 5.24, trainer.py, Trainer._init_training_state: a resumed run keeps its checkpoint's
         # logging_steps, eval_steps and save_steps. Canary: test_canary_steps_of_a_resumed_run
         state.compute_steps(args, state.max_steps)
         logged = [int(entry["num_tokens"]) for entry in state.log_history if "num_tokens" in entry]
         self.trainer.num_tokens = max(logged, default=0)
+        for callback in self.trainer.callback_handler.callbacks:
+            if isinstance(callback, ExportableState):
+                saved = state.stateful_callbacks.setdefault(type(callback).__name__, callback.state())
+                vars(callback).update(saved["attributes"])
         checkpoint_layers(self.trainer.bare_model(), self.trainer.settings.checkpointed_layers)
-        # Upstream: deepspeed 0.19, runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.initialize_optimizer_states:
-        # allocates no moments, so memory peaks after the first step. Canary: test_canary_zero_optimizer_state
-        allocate_optimizer_state(self.trainer.optimizer.optimizer)  # of accelerate's wrapper
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         sampler = self.trainer.train_sampler
         steps_per_epoch = len(sampler) // sampler.global_batch
         sampler.set_epoch(state.global_step // steps_per_epoch)
         sampler.is_over = state.global_step >= state.max_steps  # a run may resume from its last step
-
-
-def allocate_optimizer_state(optimizer: Any) -> None:
-    """Gives torch's Adam and AdamW, alone or in DeepSpeed's ZeRO, the state that their first update would allocate.
-
-    The first step holds the largest micro-batch: with this, what does not fit into memory shows there. An update with
-    gradients and learning rate 0 leaves weights and moments as they are; its count is taken back.
-    """
-    adam = getattr(optimizer, "optimizer", optimizer)
-    if adam.state or not isinstance(adam, torch.optim.Adam):  # AdamW is a subclass
-        return
-    partitions = getattr(optimizer, "fp32_partitioned_groups_flat", [])  # of ZeRO-3, whose Adam gets one at a time
-    for number, partition in enumerate(partitions):
-        adam.param_groups[optimizer.sub_group_to_group_id[number]]["params"].append(partition)
-    rates = [group["lr"] for group in adam.param_groups]
-    parameters = [parameter for group in adam.param_groups for parameter in group["params"]]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    for group in adam.param_groups:
-        group["lr"] = 0.0
-    adam.step()
-    for parameter in parameters:
-        parameter.grad = None
-    for group, rate in zip(adam.param_groups, rates, strict=True):
-        group["lr"] = rate
-        if partitions:
-            group["params"] = []
-    for state in adam.state.values():
-        state["step"].zero_()

@@ -10,7 +10,7 @@ import re
 import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -21,7 +21,7 @@ from sfm_dpo.common.distributed import broadcast, is_main_process, launched_with
 from sfm_dpo.common.errors import OutOfMemory, UserError
 from sfm_dpo.config import Config
 from sfm_dpo.data.lengths import Lengths
-from sfm_dpo.memory.planner import Candidate, MemoryPlanner, memory_limit
+from sfm_dpo.memory.planner import Candidate, MemoryPlanner, asked_layers, asked_pairs, memory_limit
 from sfm_dpo.run.checkpoint import COMPLETE, checkpoints
 from sfm_dpo.run.files import RESOLVED_CONFIG, read_file
 from sfm_dpo.run.folder import DATA
@@ -51,7 +51,8 @@ class MemoryPlan:
 
     def choose(self, states: int, ratio: float = 1.0, earlier: tuple[int, int] | None = None) -> Candidate:
         """`MemoryPlanner.choose` on all ranks; `ratio`: of activations over those that are planned."""
-        return broadcast(self.planner.choose(self.limit, states, ratio, earlier) if self.planner else None)
+        choice: Any = self.planner and self.planner.choose(self.limit, states, ratio, earlier)
+        return broadcast(choice)
 
     def refuse(self, candidate: Candidate) -> NoReturn:
         raise UserError(
@@ -87,9 +88,12 @@ def plan_memory(
         else:
             total = torch.cuda.mem_get_info()[1]
         absent = parts["gradients"] + parts["optimizer"] + parts["buffers"]
-        return MemoryPlan(planner, states, absent, int(memory_limit(total, args.memory_gib)))
+        layers = model_config.get_text_config().num_hidden_layers
+        is_asked = asked_pairs(args) is not None and asked_layers(args, layers) is not None
+        limit = memory_limit(total, args.memory_gib)
+        return MemoryPlan(planner, states, absent, int(total if is_asked and not args.memory_gib else limit))
 
-    planned = main_process_first(plan)
+    planned: Any = main_process_first(plan)
     for_others = broadcast(planned and replace(planned, planner=None))
     return planned or for_others
 

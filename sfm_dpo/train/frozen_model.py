@@ -33,8 +33,7 @@ def frozen_model(trainer: Any, role: Literal["reference", "policy"]) -> Iterator
     when training begins, a separate model always exists and takes the policy's place.
     """
     model = trainer.ref_model
-    is_other = role == "policy" and trainer.config.train.ref_model_name_or_path and not trainer.is_fsdp_enabled
-    if model is None or is_other:
+    if model is None or (role == "policy" and not trainer.is_fsdp_enabled):
         model = _place_policy(trainer)
     frozen = FrozenModel(trainer, model)
     try:
@@ -53,5 +52,6 @@ def _place_policy(trainer: Any) -> Any:
         return prepare_deepspeed(trainer.model, trainer.accelerator)  # the hooks that gather the weights
     if trainer.is_deepspeed_enabled and trainer.args.bf16:  # as DeepSpeed's engine will do with the policy
         for parameter in trainer.model.parameters():  # buffers such as RoPE's inv_freq stay fp32
-            parameter.data = parameter.data.to(torch.bfloat16)
+            if parameter.is_floating_point():  # not weights in 4 or 8 bits
+                parameter.data = parameter.data.to(torch.bfloat16)
     return trainer.model.to(trainer.accelerator.device)  # Trainer leaves this to DeepSpeed, which starts later

@@ -40,9 +40,10 @@ class ExactEvaluation(DPOTrainer):
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         """Transformers' `evaluate`; in a mapping of sets, the one named HELD_OUT keeps the prefix `eval_`."""
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix.removesuffix(f"_{HELD_OUT}"))
+        prefix = "eval" if metric_key_prefix == f"eval_{HELD_OUT}" else metric_key_prefix
+        return super().evaluate(eval_dataset, ignore_keys, prefix)
 
-    # Upstream: transformers 5.23, trainer.py, Trainer.evaluation_loop: also counts pairs that only pad the last
+    # Upstream: transformers 5.24, trainer.py, Trainer.evaluation_loop: also counts pairs that only pad the last
     # batch of several ranks; TRL averages its metrics over batches, and logs several held-out sets under one name.
     # Canary: test_canary_eval_metrics
     def evaluation_loop(self, dataloader: DataLoader, *args, metric_key_prefix: str = "eval", **kwargs) -> Any:

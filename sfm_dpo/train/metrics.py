@@ -89,11 +89,11 @@ def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], logps, ref_log
     once = torch.cat(trainer.compute_ref_log_probs(model, inputs))
     again = torch.cat(trainer.compute_ref_log_probs(model, inputs))
     if differ(once, again):
-        cause = "two forwards of this batch differ; if the model has dropout, set disable_dropout: true"
+        cause = f"two forwards of this batch differ; if the model has dropout, {switch_off_dropout(trainer)}"
     elif not differ(once, ref_logps):
         cause = (
             "the training forward differs from an evaluation of the same weights, by dropout or another kernel; "
-            "set disable_dropout: true, or torch_compile: false"
+            f"{switch_off_dropout(trainer)}, or torch_compile: false"
         )
     elif trainer.reference_facts:
         key = trainer.reference_facts["train"]["key"]
@@ -107,6 +107,16 @@ def check_step_0(trainer, model, inputs: dict[str, torch.Tensor], logps, ref_log
     allowed = accelerator.gather(tolerance.mean()).max().item()
     what = "a second computation moves the loss" if other else "the loss differs from ln 2"
     raise UserError(f"step 0: {what} by {error:.3g}; rounding explains {allowed:.3g}: {cause}")
+
+
+def switch_off_dropout(trainer) -> str:
+    """The remedy for dropout. TRL's disable_dropout finds modules alone; OPT and others read rates of their own."""
+    if not trainer.config.train.disable_dropout:
+        return "set disable_dropout: true"
+    config = trainer.bare_model().config.get_text_config().to_dict()
+    names = [name for name, rate in config.items() if "drop" in name and "classifier" not in name and rate]
+    rates = ", ".join(f"{name}: 0.0" for name in names or ["dropout"])
+    return f"set model_init_kwargs: {{{rates}}}"
 
 
 class MetricSums:

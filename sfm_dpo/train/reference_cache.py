@@ -154,7 +154,8 @@ def report_progress(trainer: Any, name: str, cache: "ReferenceCache", earlier_sh
             write_status(output_dir, State.RUNNING, message=message)
         if broadcast(stop_requested(output_dir)):
             message = f"stopped on request during the reference pass; its shards are kept in {cache.folder}"
-            shards = earlier_shards + len(cache.shards) - len(cache.missing_shards())
+            missing = broadcast(cache.missing_shards() if is_main_process() else [])
+            shards = earlier_shards + len(cache.shards) - len(missing)
             raise StopRequested(message, shards=shards)  # a batch script requeues the job if their number has grown
 
     return report
@@ -213,9 +214,14 @@ class ReferenceCache:
         writes. `report` is called with the tokens done and to do, and the owner that this job waits for; it may
         raise."""
         total = self.count_tokens(missing)
-        while not broadcast(is_main_process() and self.lease.take()):
+
+        def look() -> tuple[int, str]:
             absent = [number for number in missing if not self.path(number).exists()]
-            report(total - self.count_tokens(absent), total, describe_owner(read_owner(self.lease.path)))
+            return total - self.count_tokens(absent), describe_owner(read_owner(self.lease.path))
+
+        while not broadcast(is_main_process() and self.lease.take()):
+            done, owner = broadcast(look() if is_main_process() else (0, ""))
+            report(done, total, owner)
             time.sleep(POLL_SECONDS)
         try:
             # The last owner of the lease may have computed some of them

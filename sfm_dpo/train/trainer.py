@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from accelerate.utils import is_peft_model, release_memory
 from datasets import Dataset
 from transformers import PreTrainedModel, TrainerCallback
 from trl import get_peft_config, get_quantization_config
 
 from sfm_dpo.common.distributed import launched_with
-from sfm_dpo.common.errors import user_input
+from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.statistics import LOGP_ROUNDING
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import main_loss
@@ -58,6 +59,8 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         kwargs: those of DPOTrainer.
     """
 
+    model: Any
+    model_wrapped: Any
     data_collator: Any
     loss_weights: list[Any]
     ref_model: Any  # a separate reference model, while there is one
@@ -114,6 +117,13 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         """Takes what calibration has found before training begins; pairs per device and layers must be as built."""
         self.settings = settings
         self.noise = calibration.noise or self.noise
+
+    def discard(self) -> None:
+        """Frees the models and accelerate's state, so that another trainer can be built in this process."""
+        self.model = self.model_wrapped = self.ref_model = self.callback_handler.model = None
+        self.accelerator.free_memory()
+        AcceleratorState._reset_state()
+        self.progress.count = 0  # the watchdog waits while a model is loaded
 
     def bare_model(self) -> Any:
         """The policy without PEFT's wrapper."""
@@ -257,13 +267,15 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
     # Canary: test_canary_num_tokens
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the means over all pairs or tokens since the last log, and the metrics perf/*."""
-        if "loss" in logs and self.model.training:
+        if "loss" in logs:
             exact = self.train_sums.reduce(self.meter.counts)
             totals = {name: exact.pop(name) for name in self.meter.counts}
             self.num_tokens += int(totals["tokens"])
             self.train_sums = MetricSums()
             logs |= self.meter.metrics(totals, self.accelerator.num_processes) | exact
             logs["num_tokens"] = self.num_tokens
+            if self.zero_stage and (skipped := self.model_wrapped.skipped_steps):  # also before a resume
+                logs["skipped_updates"] = skipped
         if self.is_resumed:
             logs.pop("train_loss", None)  # a mean over the steps since the last start alone
         super().log(logs, start_time)
@@ -274,7 +286,17 @@ def load_configured_model(config: Config) -> PreTrainedModel:
     options = {"trust_remote_code": config.train.trust_remote_code} | model_init_kwargs(config)
     if (quantization := get_quantization_config(config.model)) is not None:
         options["quantization_config"] = quantization
-    return load_model(config.model.model_name_or_path, options, config.model_field)
+    elif launched_with() == "zero" and config.train.bf16 and options["dtype"] == "float32":
+        # DeepSpeed casts the weights to bf16 and makes fp32 masters of that: the same bits in half the host's memory
+        options["dtype"] = "bfloat16"
+    name = config.model.model_name_or_path
+    model = load_model(name, options, config.model_field)
+    if model.base_model is model:  # as for llama4_text, whose base_model_prefix names no attribute
+        raise UserError(
+            f"{config.model_field} {name}: TRL's fused LM head finds no backbone in {type(model).__name__}; "
+            "choose a model of another architecture"
+        )
+    return model
 
 
 def load_reference(config: Config, has_adapter: bool) -> PreTrainedModel | None:

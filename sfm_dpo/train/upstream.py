@@ -9,11 +9,13 @@ import dataclasses
 import functools
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import DistributedType
 from datasets import Dataset
 from trl import DPOTrainer
+from trl.trainer import dpo_trainer
 
 from sfm_dpo.common.distributed import launched_with
 from sfm_dpo.common.errors import UserError
@@ -26,6 +28,7 @@ def arguments_for_trl(args: TrainConfig, settings: Settings) -> TrainConfig:
     """A copy of the arguments with the settings of this run, which makes TRL and Transformers leave to this package
     what it does itself. Callbacks read the fields that differ from the configuration, not from this copy."""
     derived = copy.copy(args)
+    derived.deepspeed_plugin = copy.copy(args.deepspeed_plugin)  # Trainer fills its "auto" values
     derived.per_device_train_batch_size = settings.micro_batch
     derived.gradient_accumulation_steps = settings.accumulation_steps
     batch = {name: getattr(derived, name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
@@ -44,14 +47,14 @@ def arguments_for_trl(args: TrainConfig, settings: Settings) -> TrainConfig:
     derived.gradient_checkpointing = derived.activation_checkpointing = settings.checkpointed_layers > 0
     kwargs = {"every_n_layers": 1} | (args.activation_checkpointing_kwargs or {})  # TRL would not add to an empty one
     derived.gradient_checkpointing_kwargs = derived.activation_checkpointing_kwargs = kwargs  # so both names have it
-    # Upstream: transformers 5.23, trainer.py, Trainer._build_accelerator_args: torch_compile compiles all layers
+    # Upstream: transformers 5.24, trainer.py, Trainer._build_accelerator_args: torch_compile compiles all layers
     # into one graph; no field selects accelerate's regional compilation. Canary: test_canary_torch_compile
     derived.torch_compile = False
     derived.torch_compile_backend = None
     derived.torch_compile_mode = None
     copying = {"non_blocking": args.dataloader_pin_memory}  # the host need not wait until a batch is on the GPU
     if launched_with() == "fsdp":
-        # Upstream: transformers 5.23, trainer.py, Trainer._run_epoch: enters no_sync for all but the last micro-batch
+        # Upstream: transformers 5.24, trainer.py, Trainer._run_epoch: enters no_sync for all but the last micro-batch
         # of a step, so FSDP2 keeps all gradients on each rank. Canary: test_canary_sync_each_batch
         copying["gradient_accumulation_kwargs"] = {"sync_each_batch": True}
     derived.accelerator_config = dataclasses.replace(args.accelerator_config, **copying)
@@ -59,9 +62,15 @@ def arguments_for_trl(args: TrainConfig, settings: Settings) -> TrainConfig:
 
 
 class UpstreamFixes(DPOTrainer):
-    """DPOTrainer without the bugs of TRL 1.16, transformers 5.23 and accelerate 1.15 that affect this project."""
+    """DPOTrainer without the bugs of TRL 1.16, transformers 5.24 and accelerate 1.15 that affect this project."""
 
     accelerator: Any
+
+    # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: hashes all weights on each rank for the cache of
+    # _precompute_ref_logps below: 22 s for 7B. Canary: test_canary_hash_module
+    def __init__(self, *args: Any, **kwargs: Any):
+        with patch.object(dpo_trainer, "hash_module", return_value=None):
+            super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -85,7 +94,7 @@ class UpstreamFixes(DPOTrainer):
     def _precompute_ref_logps(self, dataset: Dataset, name: str, batch_size: int) -> Dataset:
         return dataset  # `add_reference` (train/reference_cache.py) runs after construction
 
-    # Upstream: transformers 5.23, trainer.py, Trainer._prepare_input: casts every floating input to DeepSpeed's dtype,
+    # Upstream: transformers 5.24, trainer.py, Trainer._prepare_input: casts every floating input to DeepSpeed's dtype,
     # even the fp32 reference log-probs: a sum of 1,000 nats is rounded to multiples of 4.
     # Canary: test_canary_prepare_input
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:

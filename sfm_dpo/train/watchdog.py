@@ -1,4 +1,5 @@
-"""Watchdog: ends a run with exit code 70 if no rank moves for `hang_timeout` seconds, and names the stuck rank.
+"""Watchdog: ends a run with exit code 70 if no rank moves for `hang_timeout` seconds, and names the stuck rank. The
+limit while a run loads, where one rank may tokenise for hours, is `ddp_timeout`, after which the others fail anyway.
 
 A thread of each rank writes its progress to output_dir/heartbeats/rank-N.json and reads the others' (files, because
 the ranks may hang in a collective). Time is counted in turns of the thread, so a job that Slurm suspends is no hang.
@@ -17,11 +18,13 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from sfm_dpo.common.distributed import is_main_process, rank, world_size
 from sfm_dpo.common.errors import HUNG
 from sfm_dpo.common.files import now, write_json
 from sfm_dpo.run.checkpoint import newest_checkpoint
-from sfm_dpo.run.files import read_file
+from sfm_dpo.run.files import COLLECTIVES, read_file
 from sfm_dpo.run.folder import ENVIRONMENT, State, write_status
 from sfm_dpo.run.lock import LOCK
 from sfm_dpo.train.callbacks import Progress
@@ -32,16 +35,19 @@ log = logging.getLogger(__name__)
 class Watchdog:
     """Ends the process when no rank's progress has changed for `timeout` seconds; 0: never."""
 
-    def __init__(self, run: Path, timeout: float, progress: Progress):
+    def __init__(self, run: Path, timeout: float, loading_timeout: float, progress: Progress):
         self.run = run
         self.timeout = timeout
+        self.loading_timeout = max(timeout, loading_timeout)
         self.progress = progress
         self.heartbeats = run / "heartbeats"
+        self.stacks = run / "stacks"
         self.interval = min(max(timeout / 30, 0.2), 30.0)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         if is_main_process():
             shutil.rmtree(self.heartbeats, ignore_errors=True)  # of an earlier start
+            self.stacks.mkdir(exist_ok=True)  # NCCL writes there too, see run/launch.py
         if timeout:
             self._thread.start()
 
@@ -51,20 +57,21 @@ class Watchdog:
             self._thread.join()
         if is_main_process():
             shutil.rmtree(self.heartbeats, ignore_errors=True)
+            with contextlib.suppress(OSError):  # it is not empty
+                self.stacks.rmdir()
 
     def _watch(self) -> None:
         seen: list[Any] = []
         still = 0.0
         while not self._stopped.wait(self.interval):
-            if not self.progress.count:
-                continue  # while loading, ranks wait for each other without a limit
             beats = [read_file(self.heartbeats / f"rank-{other}.json") for other in range(world_size())]
             beats[rank()] = self._write_heartbeat()
             counts = [beat.get("count") for beat in beats]
             still = still + self.interval if counts == seen else 0.0
             seen = counts
-            if still >= self.timeout:
-                self._end(*find_culprit(beats, self.timeout / 2))
+            limit = self.timeout if self.progress.count else self.loading_timeout
+            if still >= limit:
+                self._end(limit, *find_culprit(beats, self.timeout / 2))
 
     def _write_heartbeat(self) -> dict[str, Any]:
         written = 0
@@ -84,18 +91,19 @@ class Watchdog:
             write_json(self.heartbeats / f"rank-{rank()}.json", beat)
         return beat
 
-    def _end(self, culprit: dict[str, Any], cause: str) -> None:
-        stacks = self.run / "stacks" / f"rank-{rank()}.txt"
+    def _end(self, limit: float, culprit: dict[str, Any], cause: str) -> None:
         where = f"{self.progress.phase} at step {self.progress.step}"
-        with contextlib.suppress(OSError):  # a full disk
-            stacks.parent.mkdir(exist_ok=True)
-            with stacks.open("a") as file:
-                print(f"\n{now()}, rank {rank()}, {where}:", file=file, flush=True)
-                faulthandler.dump_traceback(file)
+        stacks = self.stacks / f"rank-{rank()}.txt"
+        with contextlib.suppress(OSError), stacks.open("a") as file:  # a full disk
+            print(f"\n{now()}, rank {rank()}, {where}:", file=file, flush=True)
+            faulthandler.dump_traceback(file)
         with contextlib.suppress(OSError):  # raised if another rank was first
             (self.heartbeats / "verdict").touch(exist_ok=False)
-            message = f"no rank has moved for {self.timeout:g} s (hang_timeout), {where}: {cause}; "
-            message += f"the stacks of all threads are in {stacks.parent}/rank-N.txt"
+            field = "hang_timeout" if self.progress.count else "ddp_timeout"
+            message = f"no rank has moved for {limit:g} s ({field}), {where}: {cause}; "
+            message += f"the stacks of all threads are in {self.stacks}/rank-N.txt"
+            if world_size() > 1:
+                message += f", the last collectives: torchfrtrace -p {COLLECTIVES} {self.stacks}"
             log.error(message)
             checkpoint = newest_checkpoint(self.run)
             saved = checkpoint and str(checkpoint)
@@ -106,6 +114,10 @@ class Watchdog:
             environment.setdefault("hangs", []).append(hang)
             write_json(self.run / ENVIRONMENT, environment)
             (self.run / LOCK).unlink(missing_ok=True)  # rank 0, its owner, may be the one that is stuck
+        with contextlib.suppress(OSError):
+            collectives: Any = torch._C._distributed_c10d
+            dump = getattr(collectives, "_dump_nccl_trace", collectives._dump_fr_trace)  # the latter: of a CPU build
+            (self.stacks / f"{COLLECTIVES}{rank()}").write_bytes(dump())
         time.sleep(2 * self.interval)  # lets the other ranks write their stacks before the launcher ends them
         os._exit(HUNG)
 

@@ -67,6 +67,7 @@ def test_identical_but_for_fields_without_effect(tmp_path, capsys):
     b = write_run(tmp_path / "b", healthy(), {"output_dir": "b", "logging_steps": 5})
     assert command.main([str(a), str(b)]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert "without effect: logging_steps  A 1  B 5" in lines
     assert "configuration: no common field differs" in lines and lines[-1] == "verdict: identical"
 
 
@@ -89,12 +90,15 @@ def test_metrics_near_zero_and_accuracies_do_not_decide(tmp_path):
 
 
 def test_a_run_that_logged_more_often_is_averaged(tmp_path):
-    of_the_step = ("learning_rate", "num_tokens", "eval_loss", "evaluation/acc")
+    of_the_step = ("learning_rate", "grad_norm", "num_tokens", "eval_loss", "evaluation/acc")
     values = [float(i) for i in STEPS]
     fine = write_state(tmp_path / "fine", {"loss": values} | {name: values for name in of_the_step})
     coarse = {"loss": [3.0, 8.0]} | {name: [5.0, 10.0] for name in of_the_step}
     coarse_run = write_state(tmp_path / "coarse", coarse, steps=(5, 10))
     assert compare(fine, coarse_run)["verdict"]["verdict"] == "identical"
+    stopped = {"loss": [3.0, 6.5, 9.0]} | {name: [5.0, 7.0, 10.0] for name in of_the_step}
+    cut = write_state(tmp_path / "cut", stopped, steps=(5, 7, 10))  # resumed from a stop at step 7
+    assert compare(coarse_run, cut)["verdict"]["verdict"] == "identical"
 
 
 def test_our_run_another_trainers_and_a_checkpoint_are_one_form(tmp_path):

@@ -68,6 +68,7 @@ def mixture(tmp_path, entries, *cli):
         (([S, Q], [Q, A], [Q, B]), WITH_SYSTEM),
         (([S], [Q, A], [Q, B]), WITH_SYSTEM),  # a prompt column with the system message alone must not get lost
         (([Q], "a", "b"), PLAIN),  # responses as text under a prompt of messages
+        (([{"from": "human", "value": "q"}], {"from": "gpt", "value": "a"}, [B]), PLAIN),  # ShareGPT
         # plain text
         (("q: ", "a", "b"), ("q: ", "a", "b")),
         (("q", [A], [assistant("b", name=None)]), PLAIN),  # keys that are None
@@ -88,7 +89,6 @@ def test_shapes(row, expected):
     ("row", "reason"),
     [
         (("q", 5, 6), "malformed"),
-        (("q", [{"from": "gpt", "value": "a"}], [{"from": "gpt", "value": "b"}]), "malformed"),
         (("q", [assistant([{"type": "image", "image": "x"}])], [B]), "malformed"),
         (("q", [assistant(3)], [B]), "malformed"),
         ((None, [A], [B]), "malformed"),  # no prompt anywhere
@@ -397,7 +397,9 @@ def test_what_cannot_be_written_is_named_and_other_errors_stay():
         with explain_cache_errors():
             raise ValueError("the library's own") from cause
 
-    with pytest.raises(UserError, match=r"^HF_HOME: /hf/x: Permission denied; free space, or set HF_HOME"):
+    with pytest.raises(
+        UserError, match=r"^HF_HOME: /hf/x: Permission denied; give yourself write permission, or set HF_HOME"
+    ):
         fail(PermissionError(errno.EACCES, "Permission denied", "/hf/x"))
     with pytest.raises(ValueError, match="the library's own"):
         fail(None)

@@ -28,14 +28,13 @@ from tests.project import SOURCE, link, make_project
 
 # Run elsewhere, or not ours to run
 ELSEWHERE = {
-    r"make (test|setup|lint|check|test-grid|upgrade)|([A-Z]+=\S+ )?(python -m )?pytest .*": "how these tests are run",
+    r"make (test|setup|lint|lock|check|test-grid|upgrade)|([A-Z]+=\S+ )?(python -m )?pytest .*": "how these tests are run",
     r"python scripts/status.py --stop outputs/dpo": "tests/run/test_status.py: of a run that runs",
     r"make demo": "README.md marks it: 4 minutes",
     r"(?!.*\.\.\.)([A-Z_]+=\S+ )*sbatch .*": "tests/slurm/test_submit.py",
     r"LAUNCH=fsdp2 sbatch scripts/dpo_train.sh \.\.\.": "test_launch.py, with LAUNCH=cpu_fsdp2's file",
     r"VENV=PATH sbatch \.\.\.|touch .*STOP|scancel .*": "tests/slurm: VENV; test_requeue.py",
     r"accelerate launch|accelerate launch --config_file accelerate_config.yaml train_dpo.py": "4 GPUs",
-    r"python scripts/parity.py --config R": "as with recipes/demo.yaml; it compiles for 20 seconds",
     r"python .* outputs/low( --pairs .*)?": "as with outputs/high",
     r"accelerate launch --main_process_port 29600": "every start of two processes here chooses a port",
     r".*python bench/throughput.py.* --rounds 3.*": "half an hour; test_bench.py runs --quick",
@@ -77,7 +76,7 @@ def template(tmp_path_factory) -> Path:
         patch.chdir(project)
         assert train_dpo.main(["--config", "recipes/think.yaml", "--save_steps", "2"]) == 0
     outputs = project / "outputs"
-    for name in ("low", "high", "sweep"):
+    for name in ("low", "high", "sweep", "round-1"):
         shutil.copytree(outputs / "dpo", outputs / name)
     shutil.copytree(outputs / "dpo" / "checkpoint-2", outputs / "dpo" / "checkpoint-500")
     link(project, "RUN", "outputs/dpo")
@@ -111,7 +110,7 @@ def is_trained(project: Path, words: list[str]) -> bool:
 
 def parameters(lines: list[str]) -> list:
     """The lines as parameters; those that take five seconds of CPU and more are in the grid."""
-    long = r"python bench/.*|python (scripts/parity\.py|train_dpo\.py --config) .*|.*recipes/demo.yaml.*|accelerate .*"
+    long = r"python bench/.*|python train_dpo\.py --config .*|.*recipes/demo.yaml.*|accelerate .*"
     long += r"|python scripts/plan\.py .*/.* --lengths .*|torchrun .*"
     return [pytest.param(line, marks=[pytest.mark.grid] if re.fullmatch(long, line) else []) for line in lines]
 

@@ -183,6 +183,45 @@ def test_bf16_at_step_0_is_ln_2_and_dtypes_are_right(place, launch, combinations
         assert set(rotary) == {"torch.float32"}, name
 
 
+LOADING = """import os, sys
+sys.path.insert(0, os.getcwd())
+import train_dpo
+from sfm_dpo.train import trainer
+
+class Trainer(train_dpo.SFMDPOTrainer):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        print("loaded in", self.model.dtype)
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        if self.state.global_step == 1:  # in the second step
+            loss.register_hook(lambda gradient: gradient * float("inf"))
+        return loss
+
+if "LOAD_FP32" in os.environ:
+    trainer.launched_with = lambda: "none"
+sys.exit(train_dpo.main(sys.argv[1:], Trainer))
+"""
+
+
+@pytest.mark.grid
+def test_weights_loaded_in_bf16_are_what_deepspeed_makes_of_fp32_and_a_skipped_update_is_seen(place, tmp_path):
+    (tmp_path / "train_dpo.py").write_text(LOADING)
+    fields = BF16 | {"max_length": 96, "max_steps": 5, "eval_fraction": 0, "learning_rate": 1e-4, "guard": "warn"}
+    fields |= {"model_name_or_path": place.folder / "long/olmo3", "dataset_name": place.folder / LONG}
+    runs = {}
+    for dtype, env in {"bfloat16": {}, "float32": {"LOAD_FP32": "1"}}.items():
+        run = place.start(dtype, 2, script=tmp_path / "train_dpo.py", env=env, **fields).finish()
+        assert f"loaded in torch.{dtype}" in run.log, run.log[-3000:]
+        runs[dtype] = run
+    run = runs["bfloat16"]
+    assert_same_run(run, runs["float32"])
+    assert json.loads((run.folder / "config.json").read_text())["dtype"] == "bfloat16"
+    assert [entry.get("skipped_updates") for entry in logged(run.folder)] == [None, 1, 1, 1, 1]
+    assert "guard: warning: skipped_update at step 2, began at step 2: DeepSpeed has skipped 1 update(s)" in run.log
+
+
 @pytest.mark.grid
 def test_a_bf16_run_resumes_bitwise(place):
     fields = BF16 | {"max_length": 96, "max_steps": 6, "save_strategy": "steps", "save_steps": 2, "eval_fraction": 0}

@@ -1,12 +1,17 @@
 """A rank that stops or waits alone: the run ends with what the watchdog found, and leaves nothing behind."""
 
 import json
+import os
+import pickle
+import threading
 import time
 
 import pytest
 
+from sfm_dpo.run.folder import read_status
 from sfm_dpo.run.lock import LOCK
-from sfm_dpo.train.watchdog import find_culprit
+from sfm_dpo.train.callbacks import Progress
+from sfm_dpo.train.watchdog import Watchdog, find_culprit
 from tests.e2e.runs import ROOT, Place
 
 TIMEOUT = 10
@@ -44,6 +49,20 @@ def test_a_stopped_rank_is_named_and_a_shorter_stop_is_not(place: Place, rank):
     assert not any(process.is_running() for process in ranks.values())
     stacks = (run.folder / f"stacks/rank-{1 - rank}.txt").read_text()
     assert "most recent call first" in stacks and "in train" in stacks
+    assert status["message"].endswith("/stacks")  # torchfrtrace's argument
+    collectives = pickle.loads((run.folder / f"stacks/collectives-{1 - rank}").read_bytes())
+    assert collectives["entries"][-1]["state"] != "completed"  # the one that waits for the stopped rank
+
+
+def test_a_rank_that_loads_has_ddp_timeout(tmp_path, monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+    watchdog = Watchdog(tmp_path, 0.2, 1.0, Progress())
+    assert not ended.wait(0.8), "hang_timeout counts from the first micro-batch"
+    assert ended.wait(20)
+    watchdog.stop()
+    status = read_status(tmp_path)
+    assert status["state"] == "hung" and "moved for 1 s (ddp_timeout), loading at step 0" in status["message"]
 
 
 @pytest.mark.parametrize(

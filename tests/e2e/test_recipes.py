@@ -121,17 +121,14 @@ def test_computed_line_of_a_header_is_its_plans(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     for name, value in CPU_ONLY.items():  # plan.py sets them for good
         monkeypatch.setenv(name, value)
-    other_gpu = tmp_path / "calibration.json"
-    other_gpu.write_text('{"gpu": "none"}')
     command = re.search(r"^ Plan +python scripts/plan.py (.*)", text(recipe), re.M)[1]
-    plan.main([*command.split(), "--calibration", str(other_gpu), "--json", str(tmp_path / "plan.json")])
+    plan.main([*command.split(), "--json", str(tmp_path / "plan.json")])
     planned = json.loads((tmp_path / "plan.json").read_text())
     launch = planned["launches"][launcher(recipe)]
-    assert launch["fits"]
-    hours = [entry["hours"] for entry in planned["time"]["hours"]]
+    assert launch["fits"] in ("yes", "tight")
     computed = (
         f"# Computed   {launch['choice']['bytes'] / 2**30:.1f} GiB on each of {planned['gpu']['count']} "
-        f"{planned['gpu']['name']}, {min(hours):.1f} to {max(hours):.1f} hours, "
+        f"{planned['gpu']['name']}, {planned['time']['hours']:.1f} hours, "
         f"{planned['checkpoints'] * launch['checkpoint'] / 1e9:.0f} GB of disk\n"
     )
     if os.environ.get("RECORD"):
@@ -141,15 +138,14 @@ def test_computed_line_of_a_header_is_its_plans(recipe, tmp_path, monkeypatch):
 
 
 @pytest.mark.grid
-def test_plan_on_its_page_is_the_output(monkeypatch, tmp_path, capsys):
+def test_plan_on_its_page_is_the_output(monkeypatch, capsys):
     """RECORD=1 writes it."""
     monkeypatch.chdir(ROOT)
     for name, value in CPU_ONLY.items():  # plan.py sets them for good
         monkeypatch.setenv(name, value)
-    (tmp_path / "calibration.json").write_text('{"gpu": "none"}')
-    page = ROOT / "docs/plan.md"
+    page = ROOT / "docs/memory-and-speed.md"
     shown = re.search(r"^`python scripts/plan.py (.*)`\n\n```\n(.*?)```", page.read_text(), re.M | re.S)
-    plan.main([*shown[1].split(), "--calibration", str(tmp_path / "calibration.json")])
+    plan.main(shown[1].split())
     printed = capsys.readouterr().out
     if os.environ.get("RECORD"):
         page.write_text(page.read_text().replace(shown[2], printed))

@@ -80,11 +80,11 @@ def test_held_out_sets_are_scored_apart_and_the_best_checkpoint_is_the_model(
     run = tmp_path / "run"
     few = write_rows("few.jsonl", rows[:7])
     swapped = write_rows("swapped.jsonl", [r | {"chosen": r["rejected"], "rejected": r["chosen"]} for r in rows[:7]])
-    sets = json.dumps({"few": {"path": str(few), "split": "train"}, "swapped": str(swapped)})
+    sets = json.dumps({"few": {"path": str(few), "split": "train"}, "swapped_eval": str(swapped)})
     rows += [rows[0] | {"rejected": rows[0]["chosen"]}, rows[1] | {"prompt": "long " * 100}]
     more = {"eval_fraction": 0.25, "num_train_epochs": 4, "learning_rate": 1e-3, "max_dropped_fraction": 0.2}
     more |= {"precompute_ref_log_probs": "true", "eval_datasets": sets, "eval_strategy": "steps", "eval_steps": 4}
-    more |= {"save_steps": 4, "load_best_model_at_end": "true", "metric_for_best_model": "eval_swapped_loss"}
+    more |= {"save_steps": 4, "load_best_model_at_end": "true", "metric_for_best_model": "eval_swapped_eval_loss"}
     argv = on_cpu(tiny_folder("gpt_neox"), write_rows("p.jsonl", rows), run, **SMALL | more)
     assert train_dpo.main(argv) == 0
     scores = [(entry["step"], entry["eval_rewards/accuracies"]) for entry in logged(run, "eval_loss")]
@@ -92,27 +92,26 @@ def test_held_out_sets_are_scored_apart_and_the_best_checkpoint_is_the_model(
     assert scores[-1][0] == 16 and scores[-1][1] > 0.7
     data = json.loads((run / "data.json").read_text())
     assert (data["rows"], data["train"], data["eval"]) == (26, 18, 6)
-    assert data["eval_sets"] == {"few": 7, "swapped": 7}
-    assert data["reference"].keys() == {"train", "eval", "few", "swapped"}
+    assert data["eval_sets"] == {"few": 7, "swapped_eval": 7}
+    assert data["reference"].keys() == {"train", "eval", "few", "swapped_eval"}
     assert data["dropped"] == {"chosen_equals_rejected": 1, "prompt_too_long": 1}
 
     few = logged(run, "eval_few_loss")
-    swapped = logged(run, "eval_swapped_loss")
+    swapped = logged(run, "eval_swapped_eval_loss")
     assert [e["step"] for e in few] == [e["step"] for e in swapped] == [0, 4, 8, 12, 16]
     assert {name.removeprefix("eval_few_") for name in few[0] if name.startswith("eval_")} >= set(EVAL_METRICS)
     for one, other in zip(few[1:], swapped[1:], strict=True):
-        assert one["eval_few_rewards/margins"] == pytest.approx(-other["eval_swapped_rewards/margins"], rel=1e-4)
-        assert one["eval_few_rewards/accuracies"] == pytest.approx(1 - other["eval_swapped_rewards/accuracies"])
-    best = min(swapped[1:], key=lambda e: e["eval_swapped_loss"])
+        assert one["eval_few_rewards/margins"] == pytest.approx(-other["eval_swapped_eval_rewards/margins"], rel=1e-4)
+        assert one["eval_few_rewards/accuracies"] == pytest.approx(1 - other["eval_swapped_eval_rewards/accuracies"])
+    best = min(swapped[1:], key=lambda e: e["eval_swapped_eval_loss"])
     assert best["step"] == 4, "the best checkpoint must be one that rotation would delete"
     assert {path.name for path in run.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-12", "checkpoint-16"}
     weights = {step: (run / f"checkpoint-{step}/model.safetensors").read_bytes() for step in (4, 16)}
     assert weights[4] != weights[16] and (run / "model.safetensors").read_bytes() == weights[4]
-    named = {"checkpoint": str(run / "checkpoint-4"), "step": 4, "metric": "eval_swapped_loss"}
-    named["better_base"] = swapped[0]["eval_swapped_loss"]
-    assert json.loads((run / "status.json").read_text())["best"] == named | {"value": best["eval_swapped_loss"]}
-    sentence = f"The best checkpoint by eval_swapped_loss, {best['eval_swapped_loss']:.4f}, is from step 4; "
-    sentence += "the model is that checkpoint; the base model is better: 0.6931."
+    named = {"checkpoint": str(run / "checkpoint-4"), "step": 4, "metric": "eval_swapped_eval_loss"}
+    assert json.loads((run / "status.json").read_text())["best"] == named | {"value": best["eval_swapped_eval_loss"]}
+    sentence = f"The best checkpoint by eval_swapped_eval_loss, {best['eval_swapped_eval_loss']:.4f}, is from step 4; "
+    sentence += "the model is that checkpoint."
     assert all(sentence in (run / page).read_text() for page in ("README.md", "report.html"))
 
     request.getfixturevalue("no_report")  # has been read above

@@ -16,12 +16,27 @@
 using namespace at;
 const Device CUDA0(DeviceType::CUDA, 0);
 
+static size_t used = 0, peak = 0, limit = SIZE_MAX;  // bytes
+extern "C" size_t used_memory() { return used; }
+extern "C" size_t peak_memory() { return peak; }
+extern "C" void reset_peak_memory() { peak = used; }
+extern "C" void limit_memory(size_t bytes) { limit = bytes; }
+
+const size_t HEADER = 64;  // before each block, with its size
+static void release(void* data) {
+  auto block = static_cast<char*>(data) - HEADER;
+  used -= *reinterpret_cast<size_t*>(block);
+  c10::free_cpu(block);
+}
 struct Memory final : Allocator {
   DataPtr allocate(size_t bytes) override {
-    void* data = c10::alloc_cpu(bytes);
-    return {data, data, &c10::free_cpu, CUDA0};
+    TORCH_CHECK_WITH(OutOfMemoryError, used + bytes <= limit, "CUDA out of memory. Tried to allocate ", bytes, " bytes");
+    peak = std::max(peak, used += bytes);
+    auto block = static_cast<char*>(c10::alloc_cpu(bytes + HEADER));
+    *reinterpret_cast<size_t*>(block) = bytes;
+    return {block + HEADER, block + HEADER, &release, CUDA0};
   }
-  DeleterFnPtr raw_deleter() const override { return &c10::free_cpu; }
+  DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 } memory;
 static c10::AllocatorRegisterer<DeviceType::CUDA> allocator(&memory);

@@ -8,7 +8,7 @@ contract of the flash kernels. `Syncs` counts where the host waits for the devic
 import ctypes
 import os
 
-ctypes.CDLL(os.environ["SIMULATED_CUDA"], ctypes.RTLD_GLOBAL)
+DEVICE = ctypes.CDLL(os.environ["SIMULATED_CUDA"], ctypes.RTLD_GLOBAL)
 
 import traceback
 from collections import Counter
@@ -22,6 +22,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from sfm_dpo.model import attention
+
+FAULT = os.environ.get("SIMULATED_FA4")  # FA4 is installed, and wrong in this way: right, backward, mask or leak
 NAME = "NVIDIA B200"
 MEMORY = 180 << 30
 
@@ -37,11 +40,18 @@ class Stream:
 
 def install() -> None:
     cuda = torch.cuda
-    nothing = "_lazy_init init set_device synchronize empty_cache ipc_collect reset_peak_memory_stats manual_seed"
+    nothing = "_lazy_init init set_device synchronize empty_cache ipc_collect manual_seed"
     for name in [*nothing.split(), "manual_seed_all", "set_rng_state", "set_rng_state_all"]:
         setattr(cuda, name, lambda *args, **kwargs: None)
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-        setattr(cuda, name, lambda *args: 1 << 30)
+    for name, read in (("", DEVICE.used_memory), ("max_", DEVICE.peak_memory)):
+        read.restype = ctypes.c_size_t
+        for kind in ("allocated", "reserved"):
+            setattr(cuda, f"{name}memory_{kind}", lambda *args, read=read: read())
+    cuda.reset_peak_memory_stats = lambda *args: DEVICE.reset_peak_memory()
+    DEVICE.limit_memory(ctypes.c_size_t(int(os.environ.get("SIMULATED_LIMIT", MEMORY))))
+    if FAULT is not None:
+        attention.is_installed = lambda flash: True
+        attention.register_flash_attention_fa4 = FA4
     properties = SimpleNamespace(total_memory=MEMORY, major=10, minor=0, name=NAME, multi_processor_count=148)
     cuda.is_available = cuda.is_initialized = lambda: True
     cuda.is_bf16_supported = lambda *args, **kwargs: True
@@ -92,15 +102,29 @@ def check_call(q, k, v, cu_q, cu_k, max_q, max_k, causal, window) -> None:
     require(causal == (window == (-1, 0)), "causal and window differ")
 
 
+class FA4:
+    """What registers FA4; its handle."""
+
+    fault = None  # of the active kernel
+
+    def __init__(self, **_):
+        FA4.fault = FAULT
+
+    def remove(self):
+        FA4.fault = None
+
+
 def attend(q, k, v, cu_q, cu_k, scale, window):
     """Attention of CPU tensors written out in fp32, differentiable; a causal mask ends with the keys."""
     groups = q.shape[1] // k.shape[1]
     rows = []
     for n, (start, end) in enumerate(cu_q.unfold(0, 2, 1).tolist()):
         query = q[start:end].float()
-        key, value = (x[cu_k[n] : cu_k[n + 1]].float().repeat_interleave(groups, 1) for x in (k, v))
+        first = max(0, int(cu_k[n]) - (FA4.fault == "leak"))
+        key, value = (x[first : cu_k[n + 1]].float().repeat_interleave(groups, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", query, key) * (scale or q.shape[-1] ** -0.5)
-        distance = torch.arange(len(key) - len(query), len(key))[:, None] - torch.arange(len(key))
+        start = 0 if FA4.fault == "mask" else len(key) - len(query)
+        distance = torch.arange(start, start + len(query))[:, None] - torch.arange(len(key))
         hidden = distance < 0 if window[0] < 0 else (distance < 0) | (distance > window[0])
         rows.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value))
     return torch.cat(rows).to(q.dtype)
@@ -108,7 +132,8 @@ def attend(q, k, v, cu_q, cu_k, scale, window):
 
 def differentiate(gradient, q, k, v, *others):
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    return torch.autograd.grad(attend(*inputs, *others), inputs, gradient)
+    d_query, *rest = torch.autograd.grad(attend(*inputs, *others), inputs, gradient)
+    return d_query * (1.5 if FA4.fault == "backward" else 1), *rest
 
 
 KERNEL = ThreadPoolExecutor(1)  # a thread without the modes and dispatch keys of its caller

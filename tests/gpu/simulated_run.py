@@ -30,7 +30,7 @@ def main(argv: list[str]) -> None:
     Progress.begin_micro_batch = begin_micro_batch
     with syncs:
         code = train_dpo.main(argv)
-    waits = seen[max(seen)] - seen[max(seen) - 1]
+    waits = seen[max(seen)] - seen[max(seen) - 1] if seen else {}
     print(json.dumps({"code": code, "flash_calls": len(simulated_cuda.CALLS), "waits": waits}))
 
 

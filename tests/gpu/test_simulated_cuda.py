@@ -26,6 +26,9 @@ TRL_WAITS = 5  # in a micro-batch: its LM head and two of its metrics select tok
 # Besides these: masks of padded attention, the head for the reference, and nets that run by sequence without fla
 MORE_WAITS = {"padding_free": 2, "precompute_ref_log_probs": 2, "olmo_hybrid": 4}
 BY_MEMORY = {"per_device_train_batch_size": None, "gradient_checkpointing": None}
+GIVEN = {"padding_free": "true", "precompute_ref_log_probs": "true", "train_sampling_strategy": "batch_rebalance"}
+GIVEN |= {"global_batch_size": 2 * MICRO_BATCHES, "max_steps": STEPS, "use_cpu": "false", "bf16": "true"}
+GIVEN |= {"preflight": "warn", "save_strategy": "no"}
 GRID = [("gpt_neox", {}), ("llama", BY_MEMORY), ("olmo2", {"prefix_sharing": "false"}), ("olmoe", {})]
 GRID += [("olmo3", {"gradient_checkpointing": "false"}), ("olmo3", {"padding_free": "false"})]
 GRID += [("olmo_hybrid", {}), ("gpt_neox", {"precompute_ref_log_probs": "false"})]
@@ -42,28 +45,71 @@ def device(tmp_path_factory) -> Path:
     return library
 
 
+@pytest.fixture
+def run(device, write_rows, tmp_path):
+    """A function: architecture, environment and fields -> what simulated_run.py prints, its log, the run's folder."""
+
+    def train(architecture: str, environment: dict[str, str], **fields):
+        folder = tmp_path / "model"
+        heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2} if architecture == "olmo_hybrid" else {}
+        tiny_model(architecture, **heads).save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+        given = GIVEN | fields
+        argv = on_cpu(folder, write_rows("pairs.jsonl", pairs(24)), tmp_path / "run", **given)
+        env = os.environ | {"SIMULATED_CUDA": str(device), "HF_HOME": str(tmp_path)} | environment
+        env.pop("CUDA_VISIBLE_DEVICES", None)
+        command = [sys.executable, "-m", "tests.gpu.simulated_run", *argv]
+        done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr, tmp_path / "run"
+
+    return train
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "fields"), [("olmo3", {}), *(pytest.param(*case, marks=pytest.mark.grid) for case in GRID)]
 )
-def test_a_run_on_a_gpu(architecture, fields, device, write_rows, tmp_path):
-    folder = tmp_path / "model"
-    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2} if architecture == "olmo_hybrid" else {}
-    tiny_model(architecture, **heads).save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
-    given = {"padding_free": "true", "precompute_ref_log_probs": "true", "train_sampling_strategy": "batch_rebalance"}
-    given |= {"global_batch_size": 2 * MICRO_BATCHES, "max_steps": STEPS, "use_cpu": "false", "bf16": "true"}
-    given |= {"preflight": "warn", "save_strategy": "no"} | fields
-    argv = on_cpu(folder, write_rows("pairs.jsonl", pairs(24)), tmp_path / "run", **given)
-    env = os.environ | {"SIMULATED_CUDA": str(device), "HF_HOME": str(tmp_path)}
-    env.pop("CUDA_VISIBLE_DEVICES", None)
-    command = [sys.executable, "-m", "tests.gpu.simulated_run", *argv]
-    done = subprocess.run(command, cwd=PROJECT, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert result["code"] == 0, done.stderr[-3000:]
-    assert bool(result["flash_calls"]) == (given["padding_free"] == "true")
+def test_a_run_on_a_gpu(architecture, fields, run):
+    result, log, folder = run(architecture, {}, **fields)
+    assert result["code"] == 0, log[-3000:]
+    assert bool(result["flash_calls"]) == ((GIVEN | fields)["padding_free"] == "true")
     waits = sum(result["waits"].values())
     more = sum(number for name, number in MORE_WAITS.items() if name in (architecture, *fields))
     assert waits <= WAITS + (TRL_WAITS + more) * MICRO_BATCHES, result["waits"]
-    assert list((tmp_path / "run").glob("*.safetensors"))
+    assert list(folder.glob("*.safetensors"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        ("right", None),
+        ("backward", "gradient of model.layers.self_attn.q_proj.weight"),
+        *(pytest.param(fault, "", marks=pytest.mark.grid) for fault in ("mask", "leak")),
+    ],
+)
+def test_a_kernel_that_differs_is_named_and_not_used(fault, what, run):
+    result, log, folder = run("llama", {"SIMULATED_FA4": fault})
+    assert result["code"] == 0, log[-3000:]
+    calibration = json.loads((folder / "data.json").read_text())["calibration"]
+    assert set(calibration["milliseconds"]) == ({"fa2", "fa4"} if what is None else {"fa2"})
+    assert (f"warning: calibration: fa4 differs from padded in {what}" in log) == (what is not None)
+
+
+@pytest.mark.slow
+@pytest.mark.grid
+def test_a_kernel_that_differs_is_an_error_if_it_is_asked_for(run):
+    result, log, _ = run("llama", {"SIMULATED_FA4": "mask"}, flash_attention="fa4")
+    assert result["code"] == 2 and "error: flash_attention fa4: fa4 differs from padded in" in log
+
+
+@pytest.mark.slow
+def test_a_setting_that_runs_out_of_memory_is_replaced_by_a_smaller_one(run):
+    result, log, folder = run("llama", {"SIMULATED_LIMIT": str(45 << 20)}, memory_gib=0.07, **BY_MEMORY)
+    assert result["code"] == 0, log[-3000:]
+    assert "8 pair(s) per device, 0 of 3 layers checkpointed: 0.06 GiB at the largest" in log
+    assert "measured: more than there is of 0.07 GiB" in log
+    data = json.loads((folder / "data.json").read_text())
+    assert data["calibration"]["measured_bytes"] < 45 << 20
+    assert data["settings"]["micro_batch"] < 8 or data["settings"]["checkpointed_layers"]

@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 import random
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -180,34 +179,6 @@ def test_a_run_that_collapses_is_stopped_and_its_last_healthy_checkpoint_kept(co
 
     assert train_dpo.main(command + COLLAPSE) == 2  # it does not go on by itself
     assert "the guard stopped this run" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_healthy_run_is_left_alone_and_says_so(command, tmp_path, no_report):
-    out = tmp_path / "run"
-    more = "--learning_rate 1e-5 --eval_fraction 0.2 --guard_generations 11 --num_train_epochs 3 --padding_free true"
-    assert train_dpo.main(command + more.split()) == 0
-    health = json.loads((out / "health.json").read_text())
-    assert (health["verdict"], health["findings"], health["stopped"]) == ("healthy", [], False)
-    assert [entry["step"] for entry in logged(out, "guard/empty_answers")] == [1, 11]
-    samples = json.loads((out / "samples.json").read_text())
-    assert len(samples) == 4 and samples[0]["prompt"].startswith("question") and samples[0]["before"]
-
-    shutil.rmtree(out / "checkpoint-12")  # killed after step 11, and requeued
-    (out / "status.json").write_text(json.dumps({"state": "running"}))
-    samples[0]["before"] = "of the base model"
-    (out / "samples.json").write_text(json.dumps(samples))
-    assert train_dpo.main(command + more.split()) == 0
-    assert json.loads((out / "samples.json").read_text()) == samples
-
-
-@pytest.mark.slow
-def test_warn_logs_the_collapse_and_goes_on(command, tmp_path, capsys, no_report):
-    assert train_dpo.main([*command, *COLLAPSE, "--guard", "warn"]) == 0
-    health = json.loads((tmp_path / "run" / "health.json").read_text())
-    assert (health["verdict"], health["stopped"]) == ("collapsed", False)
-    assert "guard: warning:" in capsys.readouterr().out
-    assert Path(health["last_healthy"]).is_dir()  # still there, after checkpoints up to 48 with save_total_limit 2
 
 
 @pytest.mark.parametrize("every", [2, 5, 7, 15, 25])

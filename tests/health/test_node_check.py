@@ -2,8 +2,10 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 from sfm_dpo.common.errors import NODE_CHECK_FAILED
 from sfm_dpo.health import node_check
-from sfm_dpo.health.node_check import check_device
+from sfm_dpo.health.node_check import BETWEEN, INSIDE, PRODUCT, check_compiler, check_device, log_rates, lowest_rates
 from tests.e2e.runs import ROOT, clean_environment, free_port
 
 
@@ -78,7 +80,7 @@ def test_a_node_that_never_comes_is_the_one_to_exclude(tmp_path, came, expected)
 def test_a_rank_whose_all_reduce_fails_says_why_itself(tmp_path):
     """Rank 0 only learns that it did not come."""
     broken = "import sfm_dpo.health.node_check as h, sys; h.REDUCE_SECONDS = 3\n"
-    broken += "def check_all_reduce(folders):\n    raise RuntimeError('no such NIC')\n"
+    broken += "def check_all_reduce(folders, store):\n    raise RuntimeError('no such NIC')\n"
     broken += "if h.RANK: h.check_all_reduce = check_all_reduce\nh.run(sys.argv[1:])"
     codes, output = check(tmp_path, 2, program=["-c", broken])
     assert codes == [NODE_CHECK_FAILED] * 2, output
@@ -137,3 +139,26 @@ def test_a_device_that_computes_garbage(monkeypatch):
     full = node_check.torch.full
     monkeypatch.setattr(node_check.torch, "full", lambda shape, value, **kwargs: full(shape, value + 1, **kwargs))
     assert check_device() == [("CPU 0: a matmul gave 262,144 wrong values", True)]
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="needs a C compiler")
+def test_triton_needs_a_c_compiler_and_python_h(monkeypatch, tmp_path):
+    assert check_compiler() == []
+    with monkeypatch.context() as patch:
+        patch.setattr(sysconfig, "get_path", lambda *args: str(tmp_path))
+        assert "Python.h: No such file or directory" in check_compiler()[0].text
+    monkeypatch.setenv("PATH", "")
+    [fault] = check_compiler()
+    assert "No such file or directory: 'gcc'; load a module with gcc and Python.h in scripts/site.sh" in fault.text
+    assert not fault.of_node  # other nodes lack it too
+
+
+def test_rates_that_are_low_on_every_node(capsys):
+    rates = {(PRODUCT, "n1 GPU 0"): 400.0, (PRODUCT, "n1 GPU 1"): 700.0, (INSIDE, "n1"): 20.0}
+    log_rates(rates, lowest_rates("NVIDIA H100 PCIe"))  # it has no NVLink
+    assert not capsys.readouterr().err
+    log_rates(rates | {(BETWEEN, "n1 and n2"): 1.2}, lowest_rates("NVIDIA H100 80GB HBM3"))
+    product, inside, between = capsys.readouterr().err.splitlines()
+    assert f"{PRODUCT}: 400 (n1 GPU 0) is low, below 494; usually the GPU is throttled" in product
+    assert f"{INSIDE}: 20 (n1) is low, below 180; usually the GPUs communicate over PCIe" in inside
+    assert f"{BETWEEN}: 1.2 (n1 and n2) is low, below 10; usually NCCL uses TCP" in between

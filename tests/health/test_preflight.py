@@ -13,14 +13,8 @@ import train_dpo
 from scripts import preflight
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.tokenization import tokenize_pairs
-from sfm_dpo.health.preflight import (
-    compute_packed_difference,
-    count_wrong_rope_layers,
-    inspect_tokens,
-    run_preflight,
-)
+from sfm_dpo.health.preflight import count_wrong_rope_layers, inspect_tokens, run_preflight
 from sfm_dpo.health.preflight_rules import compute_pair_figures, exact, judge_base_model
-from sfm_dpo.model import packing
 from sfm_dpo.train.frozen_model import frozen_model
 from tests.oracle import by_hand
 from tests.tiny_models import tiny_config, tiny_tokenizer
@@ -122,30 +116,9 @@ def test_missing_eos_and_cut_responses_are_counted():
     assert judge_base_model({"no_eos": exact(1 / 3), "cut": exact(0.3)}, "sigmoid_norm")[0] == "caution"
 
 
-def leak_one_key(monkeypatch):
-    """Lets the second sequence of a packed row see the last token of the first."""
-    real = packing.boundary_arguments
-
-    def leaking(cu: torch.Tensor, max_length: int, **_) -> dict:
-        first = int(cu[1])
-        total = int(cu[-1])
-        keys = torch.cat([torch.arange(first), torch.arange(first - 1, total)])
-        order = torch.cat([torch.arange(first), torch.arange(first + 1, total + 1), torch.tensor([first])])
-        cu_keys = torch.tensor([0, first, total + 1])
-        shared = {"cu_seq_lens_k": cu_keys.int(), "shared_keys": keys.int(), "shared_order": order.int()}
-        return real(cu, max_length + 1, **shared)
-
-    monkeypatch.setattr(packing, "boundary_arguments", leaking)
-
-
 def judge(trainer) -> dict:
     with frozen_model(trainer, "policy") as policy:
         return run_preflight(trainer, policy, trainer.config)
-
-
-def packed_difference(trainer) -> float:
-    with frozen_model(trainer, "policy") as policy:
-        return compute_packed_difference(trainer, policy, np.array([0]))
 
 
 def test_rope_scaling_of_olmo_3():
@@ -185,7 +158,6 @@ def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, c
     assert result["verdict"] == "no-go"  # random weights
     assert result["pairs"] == 8
     assert "caution: control_tokens 0.125" in result["text"]
-    assert not cli or result["figures"]["packed_difference"][0] < 0.1
     [row] = result["sides"]
     margin = (chosen_mean - rejected_mean).mean().item()
     assert row["sides"]["base margin"]["difference"] == pytest.approx(margin, abs=1e-3)
@@ -196,19 +168,6 @@ def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, c
     assert float(shown) == pytest.approx(margin, abs=2e-3)
     json.dumps(result, allow_nan=False)
     assert all(torch.equal(p, before[name]) for name, p in trainer.model.state_dict().items())
-
-
-@pytest.mark.parametrize(("tokens", "bf16"), [(20, "true"), (200, "false"), (2000, "true")])
-def test_one_key_of_another_sequence_is_seen_in_a_long_answer(tiny_folder, tmp_path, monkeypatch, bf16, tokens):
-    rng = np.random.default_rng(0)
-    answers = ["".join(map(chr, rng.integers(97, 123, tokens))) for _ in range(2)]
-    cli = f"--padding_free true --prefix_sharing false --max_length 4096 --bf16 {bf16}".split()
-    data = dataset_of(*[("a short question?", *answers)] * 4)
-    trainer = make_trainer(tiny_folder("llama"), tmp_path / "run", *cli, data=data)
-    assert packed_difference(trainer) < 1
-    leak_one_key(monkeypatch)
-    assert packed_difference(trainer) > 1
-    assert judge_base_model({"packed_difference": exact(1.1)}, "sigmoid_norm")[0] == "no-go"
 
 
 @pytest.mark.slow

@@ -1,10 +1,13 @@
 """Pushes over real HTTP, huggingface_hub's own client against tests/hub_server.py: what arrives, and every failure."""
 
 import json
+import platform
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
+import generate
 import prefetch
 import push_to_hub
 import pytest
@@ -16,12 +19,19 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_dpo
+from scripts import check_config
 from sfm_dpo.common.errors import UserError
+from sfm_dpo.config import parse_config
 from sfm_dpo.hub.upload import check_access
+from sfm_dpo.model.loading import load_model_config
+from sfm_dpo.report.page import write_report
 from sfm_dpo.run.checkpoint import KEEP, PUSHING, mark_pushed, rotate
-from sfm_dpo.run.folder import read_resolved_config, read_status, write_status
-from sfm_dpo.run.saved_model import SavedModel, describe_change
+from sfm_dpo.run.folder import RESOLVED_CONFIG, read_resolved_config, read_status, write_end, write_status
+from sfm_dpo.run.lock import LOCK
+from sfm_dpo.run.reader import describe_run, format_runs
+from sfm_dpo.run.saved_model import SavedModel, describe_change, merge_adapter
 from tests.hub_server import NAME, TOKEN
+from tests.tiny_models import tiny_tokenizer
 from tests.toolbox import on_cpu, pairs
 
 WEIGHTS = "model.safetensors"
@@ -81,6 +91,30 @@ def test_what_was_pushed_loads_from_there_and_a_second_push_changes_nothing(hub,
     assert "model-00001-of-00002.safetensors" not in files(hub) and WEIGHTS in files(hub)
 
 
+def test_a_batch_job_does_the_open_steps_of_a_trained_run_and_nothing_else(hub, run, capsys, monkeypatch, environment):
+    """As if the job before it had been killed once the model was saved."""
+    monkeypatch.setenv("LAUNCH", "cpu")
+    (run / "report.html").unlink()
+    write_end(run, ["pushed", "reported"], step=6)
+    shown = format_runs([describe_run(run, None, time.time())])
+    assert f"{run}: to be done by the same command: pushed, reported" in shown and "not pushed yet" in shown
+    fields = ["--config", str(run / RESOLVED_CONFIG), "--output_dir", str(run), "--push_to_hub", "true"]
+    fields += ["--hub_model_id", "lab/model"]
+    hub.fault("POST .*/commit/", 403, times=99)
+    assert check_config.main(["1", *fields]) == 5
+    status = read_status(run)
+    assert (status["state"], status["exit_code"], status["open"]) == ("push_failed", 5, ["pushed"])
+    hub.faults.clear()
+    assert check_config.main(["1", *fields]) == 0
+    status = read_status(run)
+    assert (status["state"], status["exit_code"], status["message"], status["open"]) == ("done", 0, "", [])
+    assert status["step"] == 6 and WEIGHTS in files(hub) and (run / "report.html").is_file()
+    assert not (run / LOCK).exists()
+    sent = hub.count("POST")
+    assert check_config.main(["1", *fields]) == train_dpo.main(fields) == 0 and hub.count("POST") == sent
+    assert "output_dir:" not in capsys.readouterr().out, "what would start the nodes"
+
+
 def test_a_checkpoint_goes_to_a_branch_of_its_own(hub, run):
     """That of a run which the guard stopped, the checkpoint being the one that it calls healthy."""
     assert push(run, "--hub_revision", "step-{step}") == 0
@@ -95,12 +129,34 @@ def test_a_checkpoint_goes_to_a_branch_of_its_own(hub, run):
     assert not (run / "checkpoint-4" / PUSHING).exists()
 
 
+def test_a_chat_compares_with_the_revision_that_the_run_started_from(hub, run, capsys):
+    assert push(run, "--hub_revision", "v1") == 0  # main holds no model
+    config = read_resolved_config(run) | {"model_name_or_path": "lab/model", "model_revision": "v1"}
+    (run / "resolved_config.yaml").write_text(yaml.safe_dump(config))
+    change(run / "data.json", models={})
+    assert generate.main([str(run), "Hi", "--max_new_tokens", "2"]) == 0
+    assert "base: " in capsys.readouterr().out
+
+
+def test_a_checkpoint_is_pushed_with_the_results_that_evaluate_has_collected(hub, run):
+    scores = {step: {"acc (5-shot": {"value": 0.5, "stderr": None}} for step in (4, 6)}
+    (run / "evaluation.json").write_text(json.dumps({"checkpoints": scores}))
+    assert push(run / "checkpoint-4") == 0
+    assert "acc (5-shot" in files(hub)["README.md"].decode()
+    write_report(run)
+    assert (run / "figures/evaluation_acc__5_shot.png").is_file()
+
+
 def test_a_checkpoint_that_is_pushed_is_not_rotated_away(run):
     (run / "checkpoint-4" / KEEP).unlink(missing_ok=True)  # the guard's
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as pusher:
         mark_pushed(run / "checkpoint-4", pusher.pid)
         rotate(run, 1)
         assert (run / "checkpoint-4").is_dir()
+        change(run / "checkpoint-4" / PUSHING, host="another-node")
+    rotate(run, 1)
+    assert (run / "checkpoint-4").is_dir(), "whether it still runs there is not known"
+    change(run / "checkpoint-4" / PUSHING, host=platform.node())
     rotate(run, 1)
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-6"]
 
@@ -150,6 +206,14 @@ def test_rounding_of_the_base_model_is_no_change_and_an_adapter_is_its_b_matrice
             tensor.view(-1)[0] = 0.5
     save_file(state, adapter / "adapter_model.safetensors")
     assert "of the parameters changed, by at most 0.5" in describe_change(adapted)
+
+    tiny_tokenizer().save_pretrained(adapter)
+    merge_adapter(adapted, tmp_path / "merged")
+    trained, merged = (AutoModelForCausalLM.from_pretrained(path) for path in (adapter, tmp_path / "merged"))
+    assert torch.allclose(answer(merged), answer(trained), atol=1e-4)
+    assert not torch.allclose(answer(merged), answer(AutoModelForCausalLM.from_pretrained(base)), atol=1e-2)
+    with pytest.raises(UserError, match="holds a LoRA adapter; merge it first"):
+        load_model_config(parse_config(on_cpu(adapter, tmp_path / "p.jsonl", tmp_path / "run")))
 
 
 def test_a_run_that_the_guard_stopped_is_pushed_only_when_asked(hub, run, capsys):

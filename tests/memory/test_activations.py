@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Olmo3Config
 
 from sfm_dpo.common.files import PROJECT
-from sfm_dpo.memory.activations import Activations, _trace_bytes, compiled_savings, head_bytes, trace_activations
+from sfm_dpo.memory.activations import Activations, _trace_bytes, head_bytes, trace_activations
 from sfm_dpo.model.loading import meta_model
 from tests.tiny_models import tiny_config, tiny_tokenizer
 
@@ -130,21 +130,6 @@ def test_the_plan_of_recurrent_layers_is_a_trace_of_transformers_own_code(share,
     traced = _trace_bytes(config, torch.bfloat16, share, config.layer_types, 4096, None)
     plan = trace_activations(config, torch.bfloat16, bool(share), None)
     assert [plan.saved @ [1, 4096], plan.peak @ [1, 4096]] == pytest.approx(traced.tolist(), rel=0.05)
-
-
-@pytest.mark.grid
-@pytest.mark.parametrize(
-    ("name", "eager", "compiled"), [("gpt_neox_6.9b", 15.1, 15.1), ("olmo3_7b", 32.9, 18.2), ("tulu3_8b", 24.5, 17.0)]
-)
-def test_compiled_layers_save_what_aot_autograd_keeps(name, eager, compiled):
-    """Units as above, with shared prompts."""
-    config = AutoConfig.from_pretrained(PROJECT / "bench/shapes" / name)
-    unit = 2 * config.hidden_size * config.num_hidden_layers
-    assert trace_activations(config, torch.bfloat16, False, 0.05).saved[1] / unit == pytest.approx(eager, rel=0.02)
-    torch._dynamo.utils.counters.clear()
-    savings = compiled_savings(config, torch.bfloat16, 0.05) / unit
-    assert savings == pytest.approx(eager - compiled, abs=0.1)
-    assert torch._dynamo.utils.counters["graph_break"] == {}
 
 
 def test_mixed_activations_lie_between_none_and_all():

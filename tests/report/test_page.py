@@ -14,7 +14,7 @@ from sfm_dpo.common.statistics import wilson
 from sfm_dpo.report.model_card import hide_paths, write_model_card
 from sfm_dpo.report.page import changed_fields, format_summary, format_yaml, last_user_turn, main, write_report
 from sfm_dpo.report.plots import PANELS, draw_curves
-from sfm_dpo.run.reader import first_and_last, read_run
+from sfm_dpo.run.reader import describe_run, judge_learning, read_run
 
 STEPS = 6
 HOSTILE = "</pre></div><script>alert(1)</script><img src=http://x.example/a.png onerror=alert(2)> & \"quoted\" 'text'"
@@ -70,9 +70,14 @@ def test_a_real_run_is_told_in_full_with_figures_that_are_not_blank(run):
     assert_nothing_is_loaded(run, page)
     assert "The run is done." in page.text and f"{STEPS} optimizer steps" in page.text
     assert "on 24 preference pairs" in page.text and "4 held-out pairs" in page.text
+    assert "Truncated" in page.text and "python scripts/generate.py" in page.text and "Speed and memory" in page.text
+    norms = [entry["grad_norm"] for entry in log if "grad_norm" in entry]
+    clipped = sum(norm > 1 for norm in norms) / len(norms)
+    assert ("aria-label", f"Gradient norm, {clipped:.0%} of steps clipped by optimizer step") in page.attributes
     assert "empty response" in page.text  # the dropped row, in words
     after = [entry for entry in log if "eval_loss" in entry][-1]
     low, high = wilson(after["eval_rewards/accuracies"], 4)
+    assert all(map(math.isnan, wilson(math.nan, 4)))
     assert wilson(81 / 263, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)  # Newcombe 1998, table I, method 3
     assert f"{after['eval_rewards/accuracies']:.2f} ({low:.2f} to {high:.2f})" in page.text
     assert "0.50, all ties" in page.text and "gap, per token +" in page.text and "only rejected declines" in page.text
@@ -89,6 +94,55 @@ def test_a_real_run_is_told_in_full_with_figures_that_are_not_blank(run):
         assert pixels.shape[0] > 300 and pixels.std() > 0.05 and colored.mean() > 1e-3, path.name
     ids = [value for name, value in page.attributes if name == "id"]
     assert len(ids) == len(set(ids)) > 0
+
+
+@pytest.mark.parametrize(
+    ("reference", "before", "change"),
+    [(None, "0.50, all ties", "+0.250"), ("another", "0.75 (0.30 to 0.95)", "+0.000")],
+)
+def test_what_a_run_has_learned_is_said_everywhere(run, without_curves, reference, before, change):
+    log = [e | ({"eval_rewards/accuracies": 0.75} if "eval_loss" in e else {}) for e in read_run(run)["log"]]
+    save(run, "trainer_state.json", {"global_step": STEPS, "log_history": log})
+    (run / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
+    config = yaml.safe_load((run / "resolved_config.yaml").read_text())
+    save(run, "resolved_config.yaml", config | {"ref_model_name_or_path": reference})
+    write_model_card(run)
+    page = page_of(run)
+    for text in (page.text.replace("\xa0", " "), (run / "README.md").read_text(), format_summary(run)):
+        assert f"No evidence of learning: the reward accuracy on 4 held-out pairs has changed by {change} (" in text
+        assert before in text
+    assert ("class", "state open") in page.attributes
+    assert describe_run(run, None, 0.0)["verdict"] == "no evidence of learning"
+
+
+def held_out(before: float, after: float) -> list[dict]:
+    values = {0: before, 9: after}
+    return [{"step": step, "eval_loss": 0.7, "eval_rewards/accuracies": share} for step, share in values.items()]
+
+
+def training(slope: float) -> list[dict]:
+    return [{"step": i, "loss": 0.69, "rewards/margins": slope * i + 0.02 * (-1) ** i} for i in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("reference", "log", "pairs", "verdict", "words"),
+    [
+        (None, held_out(0.5, 0.55), 500, "learned", "by +0.050 (95% interval +0.006 to +0.093)"),
+        (None, held_out(0.47, 0.53), 500, "no evidence of learning", "look at learning_rate"),
+        (None, held_out(0.5, 0.45), 500, "worse than the base model", "swapped"),
+        ("another", held_out(0.71, 0.73), 500, "no evidence of learning", "by +0.020"),
+        ("another", held_out(0.71, 0.5), 500, "worse than the base model", "by -0.210"),
+        # Newcombe 1998, table II, method 10
+        ("another", held_out(0.3, 0.9), 10, "learned", "by +0.600 (95% interval +0.171 to +0.809)"),
+        (None, training(0.002), 0, "learned", "no pairs were held out"),
+        (None, training(0.0), 0, "no evidence of learning", "no pairs were held out"),
+        (None, training(-0.002), 0, "worse than the base model", "no pairs were held out"),
+    ],
+)
+def test_the_verdict_is_that_of_the_interval(reference, log, pairs, verdict, words):
+    facts = {"config": {"ref_model_name_or_path": reference}, "data": {"eval": pairs}, "status": {}, "log": log}
+    ((found, sentence),) = judge_learning(facts)
+    assert found == verdict and words in sentence
 
 
 def test_hostile_text_is_shown_and_not_obeyed(run, without_curves):
@@ -120,7 +174,7 @@ def test_a_killed_run_with_damaged_files_is_told_from_its_newest_checkpoint(run,
     (run / f"checkpoint-{STEPS}/complete.json").unlink()
     save(run, "status.json", {"state": "running", "step": 5, "message": ""})
     page = page_of(run)
-    assert "was killed" in page.text and "Training loss" in page.text
+    assert "was killed" in page.text
     assert f"Checkpoints: checkpoint-4; incomplete, and deleted after a later save: checkpoint-{STEPS}" in page.text
     assert "checkpoint-4" in format_summary(run)  # and not the model, which a killed run may have half written
 
@@ -136,19 +190,17 @@ def test_values_that_are_no_numbers(run, without_curves):
         entry["perf/padding_fraction"] = 0.0
     save(run, "trainer_state.json", state | {"global_step": STEPS + 1})
     page_of(run)
-    log = read_run(run)["log"]
-    assert all(math.isfinite(value) for value in first_and_last(log, "loss"))
     drawn = draw_curves(read_run(run), run / "drawn", panels=("loss", "margin", "entropy", "grad_norm"))
-    assert {"Loss", "Reward margin", "Gradient norm"} <= {title for title, _ in drawn}
+    assert {"Loss", "Reward margin", "Gradient norm"} <= {title.split(",")[0] for title, _ in drawn}
 
 
 def test_perf_metrics_restarts_and_log_probs_relative_to_the_base_are_drawn(tmp_path):
-    log = [{"step": i, "loss": 0.7 - i / 1000, "perf/mfu": i / 300, "eval_math_loss": 0.6} for i in range(1, 201)]
+    log = [{"step": i, "loss": 0.7 - i / 1000, "perf/mfu": i / 300, "eval_math-eval_loss": 0.6} for i in range(1, 201)]
     log[0] |= {"rewards/chosen": 0.5}
     facts = {"log": log, "config": {"beta": 5, "loss_type": ["sigmoid_norm", "sft"]}, "environment": {}}
     drawn = dict(draw_curves(facts, tmp_path / "figures"))
     assert {path.stem for path in (tmp_path / "figures").iterdir()} == {"loss", "logps", "perf_mfu"}
-    assert "math" in drawn["Loss"] and re.search(r">share of the GPU.*s peak FLOPs<", drawn["MFU"])
+    assert ">math-eval<" in drawn["Loss"] and re.search(r">share of the GPU.*s peak FLOPs<", drawn["MFU"])
     texts = re.findall("<text[^>]*>([^<]*)<", drawn["Log-probability relative to the reference"])
     assert texts[:2] == ["1", "optimizer step"] and {"0.100", "nats per token"} <= set(texts), "0.5 / beta"
     restarted = facts | {"environment": {"starts": [{"step": 0}, {"step": 90}]}}
@@ -210,7 +262,8 @@ def test_the_card_repeats_the_launch_and_the_steps(run, launch, processes, comma
     save(run, "data.json", data | {"launch": launch})
     save(run, "environment.json", environment | {"world_size": processes})
     config = yaml.safe_load((run / "resolved_config.yaml").read_text())
-    save(run, "resolved_config.yaml", config | {"max_steps": 1200})
+    save(run, "resolved_config.yaml", config | {"max_steps": 1200, "eval_command": "sbatch --account=us e.sh"})
     write_model_card(run)
     card = (run / "README.md").read_text()
     assert f"\n{command} --config recipe.yaml\n" in card and "pairs, 1,200 steps |" in card
+    assert "account" not in card

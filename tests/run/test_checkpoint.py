@@ -1,10 +1,8 @@
 """Checkpoints: marks and damage, rotation, what must agree before a resume, disk space, and whose stop file it is."""
 
-import contextlib
 import errno
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,17 +19,14 @@ from sfm_dpo.run.checkpoint import (
     KEEP,
     STOP,
     check_disk,
-    check_resume,
     checkpoints,
     clear_old_stop,
     find_room,
-    find_start,
     mark_complete,
     newest_checkpoint,
     peak_checkpoint_count,
     read_best,
     rotate,
-    step_of,
     stop_requested,
     why_damaged,
     why_incomplete,
@@ -168,31 +163,6 @@ def test_a_checkpoint_that_cannot_be_deleted_is_deleted_after_a_later_save(tmp_p
     assert names(tmp_path) == ["checkpoint-2"]
 
 
-@pytest.mark.parametrize(
-    ("fact", "now", "message", "may_ignore"),
-    [
-        ("world_size", 4, "was written by 2 process(es), but this run has 4; restore that setting, ", True),
-        ("train_tokens", "xyz", "the data have changed since it was written", True),
-        ("order_version", 3, "another order of pairs (1, now 3)", True),
-        ("micro_batch", 4, "was written with 2 pairs per device, this run has 4: another balancing loss", True),
-        ("launch", "FSDP2", "was written with launch DDP or one process, but this run uses FSDP2", False),
-        ("world_size under ZeRO", 4, "was written by 2 process(es), but this run has 4", False),
-    ],
-)
-def test_a_run_resumes_only_with_what_wrote_the_checkpoint(tmp_path, fact, now, message, may_ignore):
-    fact, _, launch = fact.partition(" under ")
-    folder = write_checkpoint(tmp_path, 3)
-    facts = {"launch": launch or "whole weights", "world_size": 2, "train_tokens": "abc", "order_version": 1}
-    facts["micro_batch"] = 2
-    mark_complete(folder, facts)
-    check_resume(folder, facts, ignore=False)
-    with pytest.raises(UserError, match=rf"^{folder}: .*{re.escape(message)}") as caught:
-        check_resume(folder, facts | {fact: now}, ignore=False)
-    assert ("ignore_resume_mismatch: true" in str(caught.value)) is may_ignore
-    with pytest.raises(UserError) if not may_ignore else contextlib.nullcontext():
-        check_resume(folder, facts | {fact: now}, ignore=True)
-
-
 @pytest.mark.parametrize(("there", "most", "fits"), [(0, 4, 4), (1, 4, 3), (5, 4, 1), (0, 1, 1)])
 def test_disk_must_hold_the_checkpoints_to_come(tmp_path, monkeypatch, there, most, fits):
     for step in range(there):
@@ -293,46 +263,6 @@ def test_a_stop_file_from_before_the_job_is_removed(tmp_path, monkeypatch, writt
     os.utime(stop, (start + written, start + written))
     clear_old_stop(tmp_path)
     assert stop_requested(tmp_path) is not is_removed
-
-
-def start_from(run: Path, asked: Path | None = None, verify: bool = True) -> Path | None:
-    return find_start(SimpleNamespace(output_dir=str(run), resume_from_checkpoint=asked, verify_checkpoints=verify))
-
-
-def test_a_checkpoint_asked_for_must_be_complete(tmp_path, capsys):
-    bad = write_checkpoint(tmp_path, 3, complete=False)
-    with pytest.raises(UserError, match=r"resume_from_checkpoint .*checkpoint-3: was not fully written; choose"):
-        start_from(tmp_path, asked=bad)
-    good = write_checkpoint(tmp_path, 2)
-    capsys.readouterr()
-    assert start_from(tmp_path, verify=False) == good
-    assert capsys.readouterr().out[9:] == f"{bad} was not fully written; skipped\n"
-    assert (step_of(good), step_of(None), step_of(tmp_path / "base")) == (2, 0, 0)
-
-
-def test_a_flipped_bit_is_named_and_the_checkpoint_before_is_used(tmp_path, capsys):
-    name = "global_step3/zero_pp_rank_0.pt"
-    good = write_checkpoint(tmp_path, 2)
-    bad = write_checkpoint(tmp_path, 3)
-    (bad / name).write_bytes(b"x" * 50 + b"y" + b"x" * 49)
-    assert why_incomplete(bad) is None and start_from(tmp_path, verify=False) == bad
-    with pytest.raises(UserError, match=f"resume_from_checkpoint .*checkpoint-3: has a damaged {name}"):
-        start_from(tmp_path, asked=bad)
-    assert why_incomplete(bad) is None, "a checkpoint that was asked for may be another run's: it is left as it is"
-    capsys.readouterr()
-    assert start_from(tmp_path) == good
-    lines = [line[9:] for line in capsys.readouterr().out.splitlines()]  # after the time
-    assert lines[0] == f"{bad} has a damaged {name} (its checksum differs); skipped"
-    assert lines[1] == f"{good}: checksums verified"
-    # From now on it counts for nobody: neither for the next start, nor for the rotation
-    assert newest_checkpoint(tmp_path) == start_from(tmp_path, verify=False) == good
-    rotate(tmp_path, 2)
-    assert names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
-    assert start_from(write_checkpoint(tmp_path, 3).parent) == bad  # written anew
-    (bad / COMPLETE).unlink()
-    write_checkpoint(tmp_path, 4)
-    rotate(tmp_path, 2)
-    assert names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
 
 
 def test_what_cannot_be_read_is_damage(tmp_path):

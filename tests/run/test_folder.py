@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 import yaml
@@ -13,8 +14,18 @@ from scripts import check_config
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.run import folder
-from sfm_dpo.run.folder import ENVIRONMENT, LOG, RESOLVED_CONFIG, STATUS, acquire, describe, read_status, write_status
+from sfm_dpo.run.folder import (
+    ENVIRONMENT,
+    LOG,
+    RESOLVED_CONFIG,
+    STATUS,
+    describe,
+    make_folder,
+    read_status,
+    write_status,
+)
 from sfm_dpo.run.lock import LOCK
+from sfm_dpo.run.start import begin
 
 
 def needed(output_dir) -> list[str]:
@@ -32,12 +43,9 @@ def started(run, *cli, state="running"):
     (run / LOG).write_text('{"step": 1, "loss": 0.7}\n')
 
 
-def is_to_be_trained(*arguments) -> bool:
-    """Takes the folder and gives it back."""
-    lease = acquire(config(*arguments))
-    if lease:
-        lease.release()
-    return lease is not None
+def is_to_be_trained(output_dir, *cli) -> bool:
+    make_folder(output_dir)
+    return begin(config(output_dir, *cli)).trains
 
 
 def test_a_new_or_empty_folder_or_one_with_an_earlier_mistake_alone_is_free(tmp_path):
@@ -60,26 +68,6 @@ def test_the_same_run_resumes_and_a_finished_one_is_left_alone(tmp_path, state):
     assert is_to_be_trained(tmp_path) is (state != "done")
     # what touches neither objective nor data may change
     assert is_to_be_trained(tmp_path, "--save_steps", "7", "--dataset_num_proc", "2") is (state != "done")
-    assert not (tmp_path / LOCK).exists()
-
-
-@pytest.mark.parametrize(("change", "state"), [("learning_rate", "running"), ("max_length", "done")])
-def test_another_runs_folder_is_refused_and_the_difference_named(tmp_path, change, state):
-    started(tmp_path, state=state)
-    before = config(tmp_path).as_dict()[change]
-    with pytest.raises(UserError, match=rf"{tmp_path}.*{change} is {before} there, {before * 2} here"):
-        acquire(config(tmp_path, f"--{change}", str(before * 2)))
-    assert not (tmp_path / LOCK).exists()
-
-
-def test_foreign_files_are_never_overwritten(tmp_path):
-    (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(UserError, match=r"holds files that do not belong to a run \(thesis\.tex\)"):
-        acquire(config(tmp_path))
-    write_status(tmp_path, "failed", 2)
-    with pytest.raises(UserError, match="do not belong to a run"):
-        acquire(config(tmp_path))
-    assert not (tmp_path / LOCK).exists()
 
 
 def test_output_dir_that_cannot_be_a_folder(tmp_path):
@@ -87,7 +75,7 @@ def test_output_dir_that_cannot_be_a_folder(tmp_path):
     (tmp_path / "link").symlink_to("nowhere")
     for impossible in (tmp_path / "link", tmp_path / "file" / "run", "/proc/run"):
         with pytest.raises(UserError, match=r"cannot be written: .*; choose another"):
-            acquire(config(impossible))
+            make_folder(Path(impossible))
 
 
 def test_status_holds_the_contract(tmp_path):
@@ -100,7 +88,7 @@ def test_status_holds_the_contract(tmp_path):
     kept = {"best": None, "files": None, "loss": None, "margin": None, "pairs_per_second": None}
     kept |= {"task": None, "log": None, "trained": None}
     assert status == expected | {"checkpoint": "checkpoint-30"} | kept
-    best = {"step": 20, "metric": "eval_loss", "value": 0.5, "better_base": None}
+    best = {"step": 20, "metric": "eval_loss", "value": 0.5}
     write_status(tmp_path, "running", best=best, loss=0.5)
     write_status(tmp_path, "done", 0)
     assert (read_status(tmp_path)["best"], read_status(tmp_path)["loss"]) == (best, 0.5)

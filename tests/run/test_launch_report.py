@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HOST = platform.node()
 RANKS = """
 import os, signal, sys, time
+assert os.environ["NCCL_DEBUG"] == "INFO", "the user's"
+assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == sys.argv[1] + "/stacks/collectives-"
 from pathlib import Path
 from sfm_dpo.run.folder import message_of_rank, write_status
 
@@ -46,7 +48,7 @@ def test_the_last_line_is_the_failed_ranks(tmp_path, how, code, last):
     (tmp_path / "ranks.py").write_text(RANKS)
     launch = ["--config_file", "configs/accelerate/cpu.yaml", "--num_processes", "2", "--main_process_port", "0"]
     command = [sys.executable, "-m", "sfm_dpo.run.launch", tmp_path, *launch, tmp_path / "ranks.py", tmp_path, how]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "NCCL_DEBUG": "INFO"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (code, last), done.stderr
     assert done.stderr.count("Traceback") == (how == "crash"), "the rank's own, none of the launcher"

@@ -66,11 +66,13 @@ def test_a_running_run(tmp_path):
         "run": str(run),
         "state": "running",
         "message": None,
+        "open": [],
         "job": None,
         "slurm": None,
         **RUNNING,
         "eval_loss": 0.05,
         "eval_rewards/accuracies": 0.5,
+        "verdict": None,
         "health": "healthy",
         "seconds_since_update": facts["seconds_since_update"],
         "checkpoint": "checkpoint-10",
@@ -145,6 +147,9 @@ def test_a_run_is_stopped_for_good_only_if_it_runs(tmp_path, capsys):
     write_owner(run, host="another-node")
     assert status.main(["--stop", str(run)]) == 0
     assert stop_is_for_good(run)
+    loading = make(tmp_path / "c", "stopped")  # by an earlier start; this one has the lock
+    write_owner(loading)
+    assert (state(loading), status.main(["--stop", str(loading)])) == ("loading", 0)
     for run in (make(tmp_path / "b", "stopped"), tmp_path / "none"):
         assert status.main(["--stop", str(run)]) == 2
         assert f"--stop {run}: does not run (state " in capsys.readouterr().err

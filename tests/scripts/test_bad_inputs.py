@@ -114,7 +114,7 @@ CASES = {
         (f"{RECIPE} --num_gpus four", "--num_gpus: invalid int value: 'four'"),
         (f"{RECIPE} --gpu b2000", "--gpu b2000: choose one of b300, gb200, b200"),
         (f"{RECIPE} --lengths {{kit}}/list.json", "--lengths", "list.json", "give the JSON of analyze_dataset.py"),
-        (f"{RECIPE} --calibration {{kit}}/list.json", "--calibration", "give check_gpu.sh's calibration.json"),
+        (f"{RECIPE} --measured {{kit}}", "not a run's folder", "give a run's output_dir"),
         (f"{RECIPE} --model_name_or_path {{kit}}/models/encoder", "t5 is not a causal language model; choose one"),
     ],
     "preflight": [(f"{RECIPE} --preflight_samples many", "--preflight_samples", "invalid int value: 'many'")],
@@ -143,7 +143,7 @@ CASES = {
         (f"{RUN} --pairs {{kit}}/no.jsonl", "no.jsonl"),
     ],
     "generate": [
-        ("{kit}/nothing hi", "nothing: neither a folder with a model nor"),
+        ("{kit}/nothing hi", "nothing: no such folder; give a run, a model's folder or its id on the Hub"),
         (f"{RUN} hi --base {{kit}}/models/weights_lfs", "weights_lfs: cannot be loaded"),
         ("{kit}/models/more_layers hi", "model.layers.3.", "is missing (and 8 more)"),
     ],
@@ -159,6 +159,8 @@ CASES = {
     "throughput": [("--pairs 3", "--pairs 3: give a multiple of 4 x --accumulation 4")],
     "train_dpo": [
         (f"{TRAIN} --warmup_steps 9", "warmup_steps 9: the run has only 2 steps; give a share, such as 0.1"),
+        (f"{TRAIN} --global_batch_size 8", "the run's only step, on 8 of 8 pairs, has learning rate 0", "size (2)"),
+        (f"{TRAIN} --global_batch_size 16", "there are only 8 pairs", "use a smaller global_batch_size (2), or"),
         (f"{ON}/few_positions", "max_length 256: a pair has", "the model has 8 positions", "set max_length: 8"),
         ("--config {kit}/noise.yaml", "noise.yaml is not valid YAML"),
         (f"{TRAIN} --model_name_or_path {{kit}}/model/config.json", "config.json: is a file; give the folder"),
@@ -220,6 +222,13 @@ def test_outside_the_environment(script, tmp_path):
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
 
 
+def test_a_time_limit_below_the_grace_period():
+    env = os.environ | {"SLURM_JOB_ID": "1", "SLURM_JOB_START_TIME": "0", "SLURM_JOB_END_TIME": "600"}
+    command = ["bash", "scripts/dpo_train.sh"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert_one_line(done.returncode, done.stderr, ["--time: shorter than the 600 s before its end"])
+
+
 @pytest.mark.parametrize(
     ("env", "part"),
     [
@@ -237,8 +246,27 @@ def test_variables_of_the_batch_scripts(env, part):
     assert_one_line(done.returncode, done.stderr, [part])
 
 
+@pytest.mark.parametrize("mine", ["", "/mine"])
+def test_each_node_chooses_its_folder_for_kernels(mine, tmp_path):
+    command = "source scripts/common.sh; TMPDIR=$ONE use_environment; TMPDIR=$TWO use_environment; env"
+    env = {"ONE": f"{tmp_path}/1", "TWO": f"{tmp_path}/2", "TRITON_CACHE_DIR": mine, "TORCHINDUCTOR_CACHE_DIR": ""}
+    env |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for folder in ("1", "2"):
+        (tmp_path / folder).mkdir()
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=os.environ | env, capture_output=True, text=True)
+    two = f"{tmp_path}/2/sfm-dpo-{os.getuid()}"
+    assert f"TRITON_CACHE_DIR={mine or f'{two}/triton'}\n" in done.stdout, done.stderr
+    assert f"TORCHINDUCTOR_CACHE_DIR={two}/inductor\n" in done.stdout
+
+
 @pytest.mark.parametrize(
-    ("script", "instead"), [("sweep", "loop of sbatch"), ("average", "mergekit"), ("make_pairs", "datasets' map")]
+    ("script", "instead"),
+    [
+        ("sweep", "loop of sbatch"),
+        ("average", "mergekit"),
+        ("make_pairs", "datasets' map"),
+        ("parity", "each start compares"),
+    ],
 )
 def test_a_removed_command_names_what_to_use_instead(script, instead):
     command = [sys.executable, ROOT / f"scripts/{script}.py", "--old", "option"]

@@ -8,12 +8,10 @@ import sys
 
 import numpy as np
 import pytest
-import torch
 
-from bench import attention, count, throughput
+from bench import count, throughput
 from bench.lengths import sample_lengths
 from sfm_dpo.common.files import PROJECT
-from tests.tiny_models import tiny_config
 
 
 @pytest.mark.parametrize(
@@ -92,34 +90,6 @@ def test_quick_run(tmp_path):
     assert runs["as_shipped_in_stock_memory"]["flops"] < runs["batch_rebalance"]["flops"]
     # The reference forward is in the step of stock
     assert runs["batch_rebalance"]["flops"] * 4 == pytest.approx(runs["stock"]["flops"] * 3)
-
-
-def test_attention_is_timed_for_the_windows_and_heads_of_the_model(tiny_folder, tmp_path, monkeypatch):
-    """Layers of OLMo 3: two with a window, one without."""
-    called = []
-    packed = attention.packed_attention_forward
-
-    def record(module, query, key, value, sliding_window, **arguments):
-        called.append((sliding_window, query.shape, key.shape[1]))
-        return packed(module, query, key, value, sliding_window=sliding_window, **arguments)
-
-    monkeypatch.setattr(attention, "packed_attention_forward", record)
-    monkeypatch.setattr(attention, "milliseconds", lambda call: 1e3 if call() and called[-1][0] else 4e3)
-    out = tmp_path / "times.json"
-    assert attention.main([str(tiny_folder("olmo3")), "--json", str(out)]) == 0
-    assert set(called) == {(8, (1, 4, 320, 16), 4), (None, (1, 4, 320, 16), 4)}
-    assert json.loads(out.read_text()) == [2e3, 2e3]  # (2 x 1 s + 4 s) / 3
-    monkeypatch.undo()
-    short, long = (attention.time_attention(tiny_config("llama"), [n], "cpu") for n in (32, 1024))
-    assert 0 < short[0] < long[0] and 0 < short[1] < long[1]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_attention_of_7b_on_a_gpu_is_a_kernels_and_not_sequence_by_sequence():
-    heads = tiny_config("llama", hidden_size=4096, num_attention_heads=32, num_key_value_heads=32)
-    forward, backward = attention.time_attention(heads, attention.LENGTHS, "cuda")  # 1.8 and 4.5 TFLOP
-    assert forward < 40 and backward < 120
 
 
 @pytest.mark.slow

@@ -62,6 +62,18 @@ def test_imports_are_required_at_the_installed_version(requirements, patterns):
         assert version(package).split("+")[0] == pin, package  # torch's +cpu
 
 
+def test_constraints_are_the_versions_of_this_environment():
+    """As `make lock` writes them, with the parts of PyTorch's CUDA build, which a CPU environment lacks."""
+    locked = read_pins("constraints.txt")
+    installed = {}
+    for found in distributions():
+        if found.name not in ("pip", "sfm-post-training"):
+            installed.setdefault(found.name.lower().replace("_", "-"), found.version.split("+")[0])
+    assert {name: locked.get(name) for name in installed} == installed
+    missing = locked.keys() - installed.keys()
+    assert {name for name in missing if not name.startswith(("nvidia-", "cuda-"))} <= {"triton"}
+
+
 @pytest.mark.slow
 def test_wheel_holds_the_package_and_its_requirements(tmp_path):
     files = subprocess.check_output(["git", "ls-files", "sfm_dpo"], cwd=ROOT, text=True).split()

@@ -234,13 +234,6 @@ def test_a_dry_run_of_the_checks_on_the_cpu_passes_and_writes_its_table(cluster,
     assert record["JobState"] == "COMPLETED", log[-6000:]
     folder = project / "outputs/check-gpu"
     rows = json.loads((folder / "checks.json").read_text())
-    measured = {"rounding", "attention kernels", "memory and speed"}
-    assert len(rows) == 8
-    assert all(row["result"] == ("measured" if row["check"] in measured else "pass") for row in rows), rows
-    text = {row["check"]: row["found"] for row in rows}
-    assert "packed+bf16 rounding" in text["packed and shared rows"] and "shared+bf16" in text["packed and shared rows"]
-    assert "pair(s) per device" in text["memory and speed"] and text["resume"].startswith("loss within 0.0e+00, ")
-    assert text["attention kernels"].startswith("FA2 forward ")
-    calibration = json.loads((folder / "calibration.json").read_text())
-    assert calibration["gpu"] == "cpu" and calibration["flash"] == "FA2" and calibration["memory_ratio"] > 0
+    assert [row["result"] for row in rows] == 6 * ["pass"], rows
+    assert "GiB measured" in rows[-1]["found"] and rows[4]["found"].startswith("loss within 0.0e+00 (")
     assert all(row["check"] in log for row in rows)

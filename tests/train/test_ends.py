@@ -7,19 +7,18 @@ import re
 import resource
 import shutil
 import signal
-import sys
 import time
 from unittest.mock import Mock
 
 import pytest
 
 import train_dpo
-from sfm_dpo.common.cli import interrupt_again
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.jobs import training_run
 from sfm_dpo.report.page import write_report
 from sfm_dpo.run import folder
 from sfm_dpo.run.checkpoint import COMPLETE, STOP
+from sfm_dpo.run.files import DATA, read_file
 from sfm_dpo.run.folder import read_status
 from sfm_dpo.run.lock import LOCK
 from sfm_dpo.run.reader import describe_run
@@ -46,6 +45,7 @@ def test_a_mismatch_leaves_the_run_stopped_the_end_is_evaluated_and_made_again(
     assert "<th>before</th></tr>" in write_report(run).read_text()
     stopped = read_status(run)
     assert stopped["for_good"] is True
+    calibration = read_file(run / DATA)["calibration"]
     mark = run / "checkpoint-1" / COMPLETE
     complete = json.loads(mark.read_text())
     mark.write_text(json.dumps(complete | {"world_size": 4}))
@@ -56,6 +56,7 @@ def test_a_mismatch_leaves_the_run_stopped_the_end_is_evaluated_and_made_again(
     mark.write_text(json.dumps(complete))
     monkeypatch.setenv("SFM_GRACE_SECONDS", "600")
     assert train_dpo.main(fields) == 0
+    assert read_file(run / DATA)["calibration"] == calibration
     evals = {entry["step"]: entry["eval_loss"] for entry in logged(run, "eval_loss")}
     assert set(evals) == {0, 3} and evals[3] < evals[0] == pytest.approx(0.6931, abs=1e-4)
     assert f"{evals[3]:.3f}" in capsys.readouterr().out.rpartition("held out")[2]
@@ -84,19 +85,23 @@ def test_all_held_out_sets_of_a_step_count_for_the_grace_period():
     assert 0.15 <= stop.seconds["evaluation"] < 0.3
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
-def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, monkeypatch, capsys, number, environment):
+UNWRITABLE = {errno.ENOSPC: "free space", errno.EACCES: "give yourself write permission"}
+UNWRITABLE[errno.EROFS] = "use another node, or have it mounted read-write"
+
+
+@pytest.mark.parametrize(("number", "remedy"), UNWRITABLE.items())
+def test_a_disk_that_takes_nothing_more_is_one_line(tmp_path, monkeypatch, capsys, number, remedy, environment):
     error = OSError(number, os.strerror(number), "/disk/file")
 
     def fail(*args):
         raise error
 
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", "/dev/full")
-    monkeypatch.setattr(train_dpo, "find_start", fail)
+    monkeypatch.setattr(train_dpo, "identify_models", fail)
     monkeypatch.setattr(folder, "write_json", fail)
     fields = f"--model_name_or_path m --dataset_name d.jsonl --use_cpu --output_dir {tmp_path / 'run'}"
     assert train_dpo.main(fields.split()) == 1
-    line = f"error: /disk/file: {error.strerror}; free space, and run the same command again to resume\n"
+    line = f"error: /disk/file: {error.strerror}; {remedy}, and run the same command again to resume\n"
     assert capsys.readouterr().err == line
     assert bool(read_status(tmp_path / "run")) == (number == errno.ENOSPC)
 
@@ -188,20 +193,6 @@ def test_ctrl_c_and_sigterm_are_a_stop(tiny_folder, write_rows, tmp_path, monkey
     assert f"resuming from {checkpoint}" in capsys.readouterr().out
 
 
-def test_an_interrupt_that_reaches_a_destructor_comes_again(signals, monkeypatch):
-    class Interrupted:
-        def __del__(self):
-            signal.raise_signal(signal.SIGTERM)
-            time.sleep(0)
-
-    signals()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as a run does
-    monkeypatch.setattr(sys, "unraisablehook", interrupt_again)
-    with pytest.raises(KeyboardInterrupt):
-        Interrupted()
-        time.sleep(10)
-
-
 def test_a_library_s_error_is_one_line_with_its_traceback_in_error_txt(tmp_path, monkeypatch, environment, capsys):
     run = tmp_path / "run"
     seen = []
@@ -211,7 +202,7 @@ def test_a_library_s_error_is_one_line_with_its_traceback_in_error_txt(tmp_path,
         with user_input("model m", "choose another"):
             raise KeyError("no such model")
 
-    monkeypatch.setattr(train_dpo, "find_start", fail)
+    monkeypatch.setattr(train_dpo, "identify_models", fail)
     fields = f"--model_name_or_path m --dataset_name d.jsonl --use_cpu --output_dir {run}".split()
     for _ in range(2):  # error.txt does not block the folder
         assert train_dpo.main(fields) == 2
@@ -220,7 +211,7 @@ def test_a_library_s_error_is_one_line_with_its_traceback_in_error_txt(tmp_path,
         status = read_status(run)
         assert (status["state"], status["exit_code"], status["message"][:8]) == ("failed", 2, "model m:")
         assert "in fail\n    raise KeyError" in (run / "error.txt").read_text()
-    monkeypatch.setattr(train_dpo, "find_start", lambda *args: (_ for _ in ()).throw(UserError("a mistake")))
+    monkeypatch.setattr(train_dpo, "identify_models", lambda *args: (_ for _ in ()).throw(UserError("a mistake")))
     assert train_dpo.main(fields) == 2 and not (run / "error.txt").exists()
 
 
@@ -229,7 +220,7 @@ def test_out_of_memory_while_a_model_is_loaded_is_no_mistake(tmp_path, monkeypat
         with user_input("model m"):
             raise MemoryError("9 GiB")
 
-    monkeypatch.setattr(train_dpo, "find_start", fail)
+    monkeypatch.setattr(train_dpo, "identify_models", fail)
     fields = f"--model_name_or_path m --dataset_name d.jsonl --use_cpu --output_dir {tmp_path / 'run'}"
     assert train_dpo.main(fields.split()) == 2
     assert "out of memory in loading" in error_line(capsys.readouterr().err)
@@ -258,8 +249,12 @@ def test_an_error_of_the_report_does_not_change_the_end(tiny_folder, write_rows,
     run = tmp_path / "run"
     monkeypatch.setattr(training_run, "write_report", Mock(side_effect=KeyError("step")))
     monkeypatch.setattr(training_run, "format_summary", Mock(side_effect=ZeroDivisionError("division by zero")))
-    fields = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(16)), run, max_steps=1)
+    fields = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(16)), run, max_steps=1, warmup_steps=0)
     assert train_dpo.main(fields) == 0 and read_status(run)["state"] == "done"
+    assert read_status(run)["open"] == ["reported"]
     out = capsys.readouterr().out
     assert f"report not written; write it later with python -m sfm_dpo.report.page {run}: KeyError: 'step'\n" in out
     assert "no summary: ZeroDivisionError: division by zero\n" in out
+    monkeypatch.undo()
+    assert train_dpo.main(fields) == 0 and read_status(run)["open"] == []
+    assert "step 1/1" not in capsys.readouterr().out and (run / "report.html").is_file()

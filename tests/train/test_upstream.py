@@ -3,6 +3,7 @@
 When one fails, the code below the comment `Upstream: ... Canary: its name` in sfm_dpo can be deleted.
 """
 
+import inspect
 import json
 import re
 import subprocess
@@ -22,7 +23,6 @@ from datasets import Dataset, load_dataset
 from datasets.fingerprint import get_temporary_cache_files_directory
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.runtime.zero.partition_parameters import free_param
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounter
@@ -128,6 +128,12 @@ def test_canary_precompute_ref_logps(tmp_path, monkeypatch):
         caches(3e-6)
     caches(3e-6)
     assert len(batches) == 4 + 4
+
+
+def test_canary_hash_module(tmp_path):
+    """Its only use is in `_precompute_ref_logps`, which is overridden."""
+    assert make(tmp_path, precompute_ref_log_probs=True)._precompute_model_hash
+    assert "_precompute_model_hash" in inspect.getsource(DPOTrainer._precompute_ref_logps)
 
 
 def test_canary_sft_weight(tmp_path):
@@ -306,23 +312,6 @@ def test_canary_fsdp_outputs():
     plugin.mixed_precision_policy = {"param_dtype": torch.bfloat16, "output_dtype": None}
     with pytest.raises(ValueError, match="output_dtype"):
         plugin.set_mixed_precision("bf16")
-
-
-def test_canary_zero_optimizer_state():
-    """DeepSpeedZeroOptimizer.initialize_optimizer_states makes no update, so that torch's AdamW has no state yet."""
-    partition = torch.zeros(4, requires_grad=True)
-    optimizer = torch.optim.AdamW([partition])
-    zero = SimpleNamespace(
-        bit16_groups=[[]],
-        partition_size=[4],
-        single_partition_of_fp32_groups=[partition],
-        device="cpu",
-        cpu_offload=False,
-        cpu_offload_pin_memory=False,
-        optimizer=optimizer,
-    )
-    DeepSpeedZeroOptimizer.initialize_optimizer_states(zero)
-    assert not optimizer.state
 
 
 def test_canary_zero3_parameter():

@@ -5,26 +5,34 @@ import functools
 import json
 import re
 import shlex
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 import torch
+from datasets import Dataset
+from peft import LoraConfig
 
 import train_dpo
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.memory.activations import trace_activations
+from sfm_dpo.model import packing
 from sfm_dpo.run.checkpoint import COMPLETE, STOP
 from sfm_dpo.run.files import read_file
-from sfm_dpo.run.folder import LOG, describe, is_unfinished, read_resolved_config
+from sfm_dpo.run.folder import LOG, describe, read_resolved_config
+from sfm_dpo.run.start import begin
+from sfm_dpo.train.calibration import calibrate
 from sfm_dpo.train.callbacks import Progress
-from sfm_dpo.train.checkpoints import allocate_optimizer_state
 from sfm_dpo.train.fit_memory import REMEDIES, explain_out_of_memory
 from sfm_dpo.train.settings import Settings
 from sfm_dpo.train.upstream import arguments_for_trl
-from tests.tiny_models import tiny_config
-from tests.toolbox import error_line, logged, on_cpu, pairs
+from tests.e2e.runs import ROOT, clean_environment, launcher, make_place
+from tests.tiny_models import tiny_config, tiny_model, tiny_tokenizer
+from tests.toolbox import as_options, error_line, logged, on_cpu, pairs
 from tests.train.test_trainer import make_trainer
 
 CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.15 GiB of which 1.02 GiB is"
@@ -78,7 +86,7 @@ def test_losses_do_not_depend_on_the_setting(train):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_report")
-def test_the_choice_is_kept_at_resume_where_it_fits_and_is_not_recorded_as_asked(train, tmp_path, capsys, monkeypatch):
+def test_the_choice_is_kept_at_resume_where_it_fits_and_is_not_recorded_as_asked(train, tmp_path, capsys):
     fit = {"save_strategy": "steps", "save_steps": 100}
     run = tmp_path / "run"
     run.mkdir()
@@ -108,10 +116,6 @@ def test_the_choice_is_kept_at_resume_where_it_fits_and_is_not_recorded_as_asked
     assert read_file(run / "data.json")["settings"]["flash_attention"] == "fa4"
     code, losses, _ = train("uninterrupted", **fit, memory_gib=64)
     assert code == 0 and resumed == pytest.approx(losses, abs=1e-5)
-    monkeypatch.setattr("sfm_dpo.train.fit_memory.measured_here", lambda: {"memory_ratio": 1.5})
-    code, _, calibrated = train("calibrated", **fit, memory_gib=64)
-    planned = read_file(calibrated / "data.json")["settings"]["memory"]["bytes"]
-    assert code == 0 and planned == pytest.approx(1.5 * chosen["bytes"], rel=0.01)  # as check_gpu.sh measured
     code, _, _ = train("other", **fit, memory_gib=0.0001)
     assert code == 2 and "GiB; the smallest is 1 pair(s) per device" in capsys.readouterr().err
 
@@ -151,30 +155,6 @@ def test_the_layers_stay_checkpointed_as_asked(tiny_folder, tmp_path):
     batch = trainer._prepare_inputs(trainer.data_collator([trainer.train_dataset[0]]))
     trainer.compute_ref_log_probs(trainer.ref_model or trainer.model, batch)
     assert checkpointed() == [True, True, False]
-
-
-@pytest.mark.parametrize(
-    "options", [{"fused": True}, {"foreach": True}, {"foreach": False}, {"amsgrad": True}], ids=str
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_state_allocated_before_the_first_update_changes_no_bit(options, dtype):
-    results = []
-    for ahead in (False, True):
-        torch.manual_seed(0)
-        weights = [torch.randn(7, 3, dtype=dtype).requires_grad_() for _ in range(3)]
-        weights[1].requires_grad_(False)
-        optimizer = torch.optim.AdamW(weights, lr=1e-2, weight_decay=0.1, **options)
-        if ahead:
-            allocate_optimizer_state(optimizer)
-            assert set(optimizer.state) == {weights[0], weights[2]}
-            assert all(not value.any() for state in optimizer.state.values() for value in state.values())
-        for step in range(3):
-            for weight in (weights[0], weights[2]):
-                weight.grad = torch.randn(7, 3, generator=torch.Generator().manual_seed(step)).to(dtype)
-            optimizer.step()
-        results.append([*weights, *(value for state in optimizer.state.values() for value in state.values())])
-    assert len(results[0]) == len(results[1])
-    assert all(torch.equal(lazy, ahead) for lazy, ahead in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -238,7 +218,146 @@ def test_the_runs_own_folder_accepts_each_remedy_that_names_no_other_one(tmp_pat
     named = [value for name, value in options.items() if name in here]
     assert bool(named) == (phase != "loading")
     for remedy in named:
-        assert is_unfinished(parse_config([*fields, *remedy])), remedy
+        assert begin(parse_config([*fields, *remedy])).trains, remedy
     assert "max_length" in elsewhere
     with pytest.raises(UserError, match="holds another run"):
-        is_unfinished(parse_config([*fields, "--max_length", "512"]))
+        begin(parse_config([*fields, "--max_length", "512"]))
+
+
+def leak_one_key(monkeypatch):
+    """Lets each sequence of a packed row see the last token of the one before."""
+    real = packing.boundary_arguments
+
+    def leaking(cu: torch.Tensor, max_length: int, **_) -> dict:
+        keys = []
+        is_copy = []
+        for start, end in cu.unfold(0, 2, 1).tolist():
+            leaked = [start - 1] * (start > 0)
+            keys += [*leaked, *range(start, end)]
+            is_copy += [True] * len(leaked) + [False] * (end - start)
+        cu_keys = cu + (torch.arange(len(cu)) - 1).clamp(min=0)
+        order = torch.tensor(is_copy).byte().argsort(stable=True).int()
+        shared = {"cu_seq_lens_k": cu_keys.int(), "shared_keys": torch.tensor(keys).int(), "shared_order": order}
+        return real(cu, max_length + 1, **shared)
+
+    monkeypatch.setattr(packing, "boundary_arguments", leaking)
+
+
+def calibrated(folder, output_dir, *cli: str, **options):
+    trainer = make_trainer(folder, output_dir, "--padding_free=true", *cli, **options)
+    random = torch.get_rng_state()
+    result, settings = calibrate(trainer, None)
+    assert settings == trainer.settings and torch.equal(torch.get_rng_state(), random)
+    assert all(p.grad is None for p in trainer.model.parameters())
+    return result
+
+
+def random_pairs(tokens: int) -> Dataset:
+    rng = np.random.default_rng(0)
+    answers = ["".join(map(chr, rng.integers(97, 123, tokens))) for _ in range(2)]
+    return Dataset.from_list([{"prompt": "a short question?", "chosen": answers[0], "rejected": answers[1]}] * 4)
+
+
+@pytest.mark.parametrize(("tokens", "bf16"), [(20, "true"), (200, "false"), (2000, "true")])
+def test_one_key_of_another_sequence_is_seen_in_a_long_answer(tiny_folder, tmp_path, monkeypatch, bf16, tokens):
+    cli = ["--prefix_sharing=false", "--max_length=4096", f"--bf16={bf16}"]
+    assert calibrated(tiny_folder("llama"), tmp_path, *cli, data=random_pairs(tokens)).ratios["packed"] < 3
+    leak_one_key(monkeypatch)
+    line = r"^calibration: packed differs from padded in .* by .*, \d+ times noise; set padding_free: false$"
+    with pytest.raises(UserError, match=line):
+        calibrated(tiny_folder("llama"), tmp_path, *cli, data=random_pairs(tokens))
+
+
+def test_a_shared_prompt_whose_keys_are_wrong_stops_the_start(tiny_folder, tmp_path, monkeypatch):
+    real = packing.boundary_arguments
+
+    def shift(cu, longest, **shared):
+        if shared:
+            shared["shared_keys"] = shared["shared_keys"].roll(1)
+        return real(cu, longest, **shared)
+
+    monkeypatch.setattr(packing, "boundary_arguments", shift)
+    with pytest.raises(UserError, match=r"^calibration: shared differs .*; set prefix_sharing: false$"):
+        calibrated(tiny_folder("llama"), tmp_path)
+
+
+ADAPTER = LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "cli", "peft"),
+    [
+        *((architecture, [], None) for architecture in ("gpt_neox", "olmo3", "olmoe", "smollm3")),
+        ("llama", ["--bf16=true", "--gradient_checkpointing=false"], ADAPTER),
+        ("llama", ["--torch_compile=true", "--torch_compile_backend=aot_eager"], None),
+        ("llama", ["--padding_free=false"], None),
+        ("llama", ["--max_length=20", "--global_batch_size=1", "--per_device_train_batch_size=1"], None),  # 3 pairs
+    ],
+)
+def test_noise_explains_what_differs(architecture, cli, peft, tiny_folder, tmp_path):
+    result = calibrated(tiny_folder(architecture), tmp_path, *cli, peft=peft)
+    assert 0 < result.noise < 0.05 and max(result.ratios.values()) < 3
+
+
+def test_large_logits_are_noisy_and_not_wrong(tmp_path, write_rows, no_report):
+    """A base model whose largest logits are about 200, in bf16: from calibration to the loss of step 0."""
+    model = tiny_model("llama")
+    model.lm_head.weight.data *= 25
+    model.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    cached = {"bf16": "true", "padding_free": "true", "precompute_ref_log_probs": "true", "max_steps": 1}
+    argv = on_cpu(tmp_path / "model", write_rows("pairs.jsonl", pairs(8)), tmp_path / "run", **cached)
+    assert train_dpo.main(argv) == 0
+    assert read_file(tmp_path / "run/data.json")["calibration"]["noise"] > 0.1
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """A function: number of processes, kind of each run by its name, fields -> the folders of the runs."""
+    place = make_place(tmp_path_factory.mktemp("calibrated"), pairs(24), {"olmo3": {}}, {"max_steps": 3})
+
+    def run(processes: int, kinds: dict[str, str], **fields) -> list[Path]:
+        folders = [place.folder / f"{name}, {processes}, {fields}" for name in kinds]
+        of_name = dict(zip(kinds, map(str, folders), strict=True))
+        argvs = [as_options(place.values(folder.name, **fields)) for folder in folders]
+        file = place.folder / "runs.json"
+        runs = [(of_name.get(kind, kind), argv) for kind, argv in zip(kinds.values(), argvs, strict=True)]
+        file.write_text(json.dumps(runs))
+        command = [*launcher(processes, "cpu"), str(ROOT / "tests/train/calibrated_runs.py"), str(file)]
+        env = clean_environment(place.hf_home)
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return folders
+
+    return run
+
+
+def weights(run: Path) -> bytes:
+    return (run / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "bf16"),
+    [
+        (2, "false"),
+        *(pytest.param(*case, marks=pytest.mark.grid) for case in [(2, "true"), (1, "false"), (1, "true")]),
+    ],
+)
+def test_a_calibrated_run_ends_with_the_weights_of_one_that_is_not(start, processes, bf16):
+    fields = {"use_cpu": "true", "bf16": bf16, "checkpointed_layers": 1}
+    calibrated, plain = start(processes, {"calibrated": "with", "plain": "without"}, **fields)
+    assert weights(calibrated) == weights(plain)
+    assert read_file(calibrated / "data.json")["calibration"]["noise"] > 0
+
+
+@pytest.mark.slow
+def test_where_one_rank_has_less_memory_all_build_the_trainer_again_with_a_smaller_setting(start):
+    fields = {"use_cpu": "true", "per_device_train_batch_size": None, "gradient_checkpointing": None}
+    less, again = start(2, {"first": "less", "again": "first"}, **fields)
+    data, expected = (read_file(run / "data.json") for run in (less, again))
+    memory = data["settings"]["memory"]
+    assert (memory["per_device"], memory["checkpointed_layers"]) != (4, 0)
+    assert data["settings"]["micro_batch"] == expected["settings"]["micro_batch"] == memory["per_device"]
+    assert data["calibration"]["measured_bytes"] > data["calibration"]["planned_bytes"] / 2
+    assert weights(less) == weights(again) and logged(less) == logged(again)

@@ -1,0 +1,187 @@
+"""The start of a run: rank 0 reads the folder once, decides what the start does, and tells all ranks."""
+
+import dataclasses
+import logging
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sfm_dpo.common.distributed import is_main_process, on_main_process, world_size
+from sfm_dpo.common.errors import ResumeRefused, UserError
+from sfm_dpo.config_effects import MAY_CHANGE
+from sfm_dpo.run.checkpoint import COMPLETE, STOP, checkpoints, clear_old_stop, read_best, why_damaged, why_incomplete
+from sfm_dpo.run.files import CARD, DATA, ENVIRONMENT, EVALUATIONS, REPORT, RESOLVED_CONFIG, STATUS, read_file
+from sfm_dpo.run.folder import ERROR, EVALUATED, LOG, PUSHED, REPORTED, State, list_weights, read_status
+
+if TYPE_CHECKING:  # scripts read this module without the seconds that TRL takes to import
+    from sfm_dpo.config import Config, TrainConfig
+
+log = logging.getLogger(__name__)
+
+_EARLY = {STATUS, ERROR, STOP, ENVIRONMENT, "heartbeats", "stacks"}  # files of a start that has not read its data yet
+
+_OTHER_MODEL = "the model has changed since it was written ({was}, now {now})"
+_DIFFERENCES = {  # the facts in COMPLETE that a resumed run must match
+    "model_name_or_path": f"model_name_or_path: {_OTHER_MODEL}",
+    "ref_model_name_or_path": f"ref_model_name_or_path: {_OTHER_MODEL}",
+    "world_size": "was written by {was} process(es), but this run has {now}",
+    "train_tokens": "the data have changed since it was written",
+    "order_version": "was written by a version of this project with another order of pairs ({was}, now {now})",
+    "micro_batch": "was written with {was} pairs per device, this run has {now}: another balancing loss",
+    "launch": "was written with launch {was}, but this run uses {now}, which cannot load its optimizer",
+}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a run resumes from, with what its files say; empty for a run from the beginning."""
+
+    checkpoint: Path | None = None
+    known: dict[str, Any] = field(default_factory=dict)  # its complete.json
+    config: dict[str, Any] = field(default_factory=dict)  # resolved_config.yaml of the run that wrote it
+    data: dict[str, Any] = field(default_factory=dict)  # data.json of that run
+    best: Path | None = None  # the best checkpoint when it was written
+
+    def check(self, facts: dict[str, Any], ignore: bool) -> None:
+        """Raises ResumeRefused if the run that wrote the checkpoint differs from this one in one of the `facts`;
+        `ignore` (ignore_resume_mismatch) has no effect where the optimizer cannot be loaded."""
+        if self.checkpoint is None:
+            return
+        is_zero = str(self.known.get("launch")).startswith("ZeRO")  # DeepSpeed cannot redistribute it
+        for name, now in facts.items():
+            was = self.known.get(name)
+            may_ignore = name != "launch" and not (name == "world_size" and is_zero)
+            if was == now or (ignore and may_ignore):
+                continue
+            difference = _DIFFERENCES[name].format(was=was, now=now)
+            difference = difference.replace("whole weights", "DDP or one process")
+            override = ", or set ignore_resume_mismatch: true" if may_ignore else ""
+            remedy = f"restore that setting, or use another output_dir{override}"
+            raise ResumeRefused(f"{self.checkpoint}: {difference}; {remedy}")
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a start does: it trains from `origin`, or only does the `open` steps of its end, or nothing."""
+
+    trains: bool
+    open: list[str] = field(default_factory=list)
+    origin: Origin = Origin()
+
+
+def begin(config: "Config") -> Start:
+    """What this start does, once the checkpoint that it resumes from is verified. All ranks must call it and get the
+    same. Raises UserError as `read_start`. A damaged checkpoint loses its marker, so it never counts as complete
+    again."""
+    args = config.train
+    clear_old_stop(args.output_dir)
+    damaged: dict[Path, str] = {}
+    while True:
+        start = on_main_process(lambda: read_start(config, world_size(), damaged))
+        checkpoint = start.origin.checkpoint
+        if checkpoint is None or not args.verify_checkpoints:
+            return start
+        reason = why_damaged(checkpoint)
+        if reason is None:
+            log.info(f"{checkpoint}: checksums verified")
+            return start
+        damaged[checkpoint] = reason
+        if is_main_process() and not args.resume_from_checkpoint:
+            log.info(f"{checkpoint} {reason}; skipped")
+            (checkpoint / COMPLETE).unlink(missing_ok=True)
+
+
+def read_start(config: "Config", processes: int, damaged: Mapping[Path, str]) -> Start:
+    """What a start of so many processes does, from the files in its folder. `damaged`: checkpoints, and why. Raises
+    UserError if the folder belongs to another run, or the checkpoint that is asked for cannot be used."""
+    args = config.train
+    run = Path(args.output_dir)
+    names = {path.name for path in run.iterdir() if not path.name.startswith(".")}
+    logged = (run / LOG).read_text(errors="replace") if LOG in names else ""
+    weights = list_weights(run)
+    has_trained = bool(weights or checkpoints(run) or re.search('"step": [1-9]', logged))
+    start = decide(config, names, read_status(run), read_file(run / RESOLVED_CONFIG), weights, has_trained)
+    if not start.trains:
+        return start
+    origin = find_origin(args, damaged)
+    origin.check({"world_size": processes}, args.ignore_resume_mismatch)
+    return replace(start, origin=origin)
+
+
+def find_origin(args: "TrainConfig", damaged: Mapping[Path, str]) -> Origin:
+    """The checkpoint asked for, or the newest complete one. Raises UserError if the former is not usable."""
+    asked = args.resume_from_checkpoint
+    for checkpoint in [Path(asked)] if asked else reversed(checkpoints(args.output_dir)):
+        reason = damaged.get(checkpoint) or why_incomplete(checkpoint)
+        if reason is None:
+            known = read_file(checkpoint / COMPLETE)
+            config, data = (read_file(checkpoint.parent / name) for name in (RESOLVED_CONFIG, DATA))
+            return Origin(checkpoint, known, config, data, read_best(checkpoint))
+        if asked:
+            raise UserError(f"resume_from_checkpoint {asked}: {reason}; choose another, or remove the field")
+        if checkpoint not in damaged:
+            log.info(f"{checkpoint} {reason}; skipped")
+    return Origin()
+
+
+def decide(
+    config: "Config",
+    names: set[str],
+    status: dict[str, Any],
+    before: dict[str, Any],
+    weights: dict[str, int],
+    has_trained: bool,
+) -> Start:
+    """What follows from a folder with files of these `names`, from status.json, resolved_config.yaml (`before`), the
+    sizes of the final `weights`, and whether a step was trained. Raises UserError for another run's folder."""
+    args = config.train
+    run = Path(args.output_dir)
+    state = State.of(status)
+    is_new = state.resumes and not has_trained  # empty, or an earlier start ended before its first step
+    if RESOLVED_CONFIG not in names and (names - _EARLY or not is_new):
+        raise UserError(
+            f"output_dir {run}: holds files that do not belong to a run ({', '.join(sorted(names)[:3])}); "
+            "choose another output_dir"
+        )
+    if not is_new:
+        _check_config(config, before)
+    if state is State.COLLAPSED and args.guard == "stop":
+        healthy = status.get("checkpoint")
+        start = f"from {healthy} (--resume_from_checkpoint {healthy}) " if healthy else ""
+        raise UserError(
+            f"output_dir {run}: the guard stopped this run; start a new run {start}with a lower learning_rate "
+            "in another output_dir, or resume this one with --guard warn"
+        )
+    if not state.has_model:
+        return Start(True)
+    if damaged := (status.get("files") or {}).items() - weights.items():
+        log.info(f"{run}: {min(damaged)[0]} is missing or damaged; the run resumes from its newest checkpoint")
+        return Start(True)
+    return Start(False, list_open(args, status, names))
+
+
+def _check_config(config: "Config", before: dict[str, Any]) -> None:
+    """Raises UserError if the folder's run has another configuration."""
+    run = config.train.output_dir
+    if not before:
+        raise UserError(f"{run}/{RESOLVED_CONFIG}: missing or damaged; restore it, or choose another output_dir")
+    # A field that an earlier version did not have counts as its default, which is its old behaviour
+    fields = [f for part in (config.train, config.model, config.data) for f in dataclasses.fields(part)]
+    before = {f.name: f.default for f in fields} | before
+    for key, value in config.as_dict().items():
+        if key not in MAY_CHANGE and before.get(key) != value:
+            raise UserError(
+                f"output_dir {run}: holds another run ({key} is {before.get(key)} there, {value} here); choose "
+                "another output_dir, or remove the folder"
+            )
+
+
+def list_open(args: "TrainConfig", status: dict[str, Any], names: Collection[str]) -> list[str]:
+    """The open steps of the end of a run whose model is saved, in their order: the report describes the push. Also
+    those that are asked for only now. Of a run that has just been saved, without `status` and `names`: all."""
+    wanted = {PUSHED: args.push_to_hub, REPORTED: True, EVALUATED: bool(args.eval_command)}
+    is_done = {PUSHED: status.get("pushed"), REPORTED: {REPORT, CARD} <= {*names}, EVALUATED: EVALUATIONS in names}
+    recorded = status.get("open") or []
+    return [step for step in wanted if wanted[step] and (step in recorded or not is_done[step])]

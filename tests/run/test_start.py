@@ -1,0 +1,134 @@
+"""What a start does, for every state of a folder; which checkpoint it resumes from, and what must agree before."""
+
+import contextlib
+import re
+from pathlib import Path
+
+import pytest
+
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.config import parse_config
+from sfm_dpo.run.checkpoint import COMPLETE, newest_checkpoint, rotate, step_of, why_incomplete
+from sfm_dpo.run.folder import describe
+from sfm_dpo.run.start import Origin, Start, begin, decide
+from tests.run.test_checkpoint import names, write_checkpoint
+
+FIELDS = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--use_cpu", "--output_dir"]
+CONFIG = parse_config([*FIELDS, "r"]).as_dict()
+EMPTY = {"names": set(), "status": {}, "before": {}, "weights": {}, "has_trained": False}
+TRAINED = {"names": {"resolved_config.yaml", "log.jsonl"}, "before": CONFIG, "has_trained": True}
+REPORTED = TRAINED | {"names": TRAINED["names"] | {"report.html", "README.md"}}
+OTHER = {"before": CONFIG | {"learning_rate": 1.0}}
+PUSH = ["--push_to_hub", "true"]
+
+
+def status(state, **facts) -> dict:
+    return {"status": {"state": state, **facts}}
+
+
+DONE = REPORTED | status("done", open=[])
+
+
+@pytest.mark.parametrize(
+    ("folder", "options", "expected"),
+    [
+        ({}, [], "trains"),
+        ({"names": {"status.json", "STOP", "heartbeats"}} | status("failed"), [], "trains"),
+        ({"names": {"resolved_config.yaml"}} | OTHER | status("refused"), [], "trains"),
+        ({"names": {"thesis.tex"}}, [], "output_dir r: holds files that do not belong to a run (thesis.tex)"),
+        ({"names": {"status.json", "a"}} | status("failed"), [], "do not belong to a run (a, status.json)"),
+        ({"names": {"status.json"}} | status("done"), [], "do not belong to a run"),
+        (TRAINED | status("running"), [], "trains"),
+        (TRAINED | status("stopped"), ["--save_steps", "7"], "trains"),
+        (TRAINED | OTHER | status("running"), [], "holds another run (learning_rate is 1.0 there, 1e-06 here)"),
+        (TRAINED | OTHER | status("done"), [], "holds another run (learning_rate is 1.0 there"),
+        (TRAINED | {"before": {}} | status("running"), [], "resolved_config.yaml: missing or damaged; restore it"),
+        (TRAINED | status("collapsed", checkpoint="c"), [], "start a new run from c (--resume_from_checkpoint c)"),
+        (TRAINED | status("collapsed"), ["--guard", "warn"], "trains"),
+        (DONE | {"status": {"state": "done", "files": {"model.safetensors": 9}}}, [], "trains"),
+        (DONE, PUSH, ["pushed"]),
+        (REPORTED | status("done", pushed="commit"), PUSH, []),
+        (REPORTED | status("push_failed", open=["pushed", "reported"]), PUSH, ["pushed", "reported"]),
+        (REPORTED | status("push_failed", open=["pushed"]), [], []),
+        (TRAINED | status("done", open=[]), [], ["reported"]),
+        (DONE, ["--eval_command", "true {checkpoint} {out}"], ["evaluated"]),
+    ],
+)
+def test_a_start_trains_or_does_the_open_steps_or_refuses(folder, options, expected):
+    facts = EMPTY | folder
+    config = parse_config([*FIELDS, "r", *options])
+    if isinstance(expected, str) and expected != "trains":
+        with pytest.raises(UserError, match=re.escape(expected)):
+            decide(config, **facts)
+        return
+    assert decide(config, **facts) == (Start(True) if expected == "trains" else Start(False, expected))
+
+
+@pytest.mark.parametrize(
+    ("fact", "now", "message", "may_ignore"),
+    [
+        ("world_size", 4, "was written by 2 process(es), but this run has 4; restore that setting, ", True),
+        ("train_tokens", "xyz", "the data have changed since it was written", True),
+        ("order_version", 3, "another order of pairs (1, now 3)", True),
+        ("micro_batch", 4, "was written with 2 pairs per device, this run has 4: another balancing loss", True),
+        ("launch", "FSDP2", "was written with launch DDP or one process, but this run uses FSDP2", False),
+        ("world_size under ZeRO", 4, "was written by 2 process(es), but this run has 4", False),
+    ],
+)
+def test_a_run_resumes_only_with_what_wrote_the_checkpoint(tmp_path, fact, now, message, may_ignore):
+    fact, _, launch = fact.partition(" under ")
+    facts = {"launch": launch or "whole weights", "world_size": 2, "train_tokens": "abc", "order_version": 1}
+    facts["micro_batch"] = 2
+    origin = Origin(tmp_path, facts)
+    origin.check(facts, ignore=False)
+    with pytest.raises(UserError, match=rf"^{tmp_path}: .*{re.escape(message)}") as caught:
+        origin.check({fact: now}, ignore=False)
+    assert ("ignore_resume_mismatch: true" in str(caught.value)) is may_ignore
+    with pytest.raises(UserError) if not may_ignore else contextlib.nullcontext():
+        origin.check({fact: now}, ignore=True)
+
+
+def start_from(run: Path, *options) -> Path | None:
+    config = parse_config([*FIELDS, str(run), "--ignore_resume_mismatch", *map(str, options)])
+    if not (run / "resolved_config.yaml").exists():
+        describe(config, {})
+    return begin(config).origin.checkpoint
+
+
+UNVERIFIED = ["--verify_checkpoints", "false"]
+
+
+def test_a_checkpoint_asked_for_must_be_complete(tmp_path, capsys):
+    bad = write_checkpoint(tmp_path, 3, complete=False)
+    with pytest.raises(UserError, match=r"resume_from_checkpoint .*checkpoint-3: was not fully written; choose"):
+        start_from(tmp_path, "--resume_from_checkpoint", bad)
+    good = write_checkpoint(tmp_path, 2)
+    capsys.readouterr()
+    assert start_from(tmp_path, *UNVERIFIED) == good
+    assert capsys.readouterr().out[9:] == f"{bad} was not fully written; skipped\n"
+    assert (step_of(good), step_of(None), step_of(tmp_path / "base")) == (2, 0, 0)
+
+
+def test_a_flipped_bit_is_named_and_the_checkpoint_before_is_used(tmp_path, capsys):
+    name = "global_step3/zero_pp_rank_0.pt"
+    good = write_checkpoint(tmp_path, 2)
+    bad = write_checkpoint(tmp_path, 3)
+    (bad / name).write_bytes(b"x" * 50 + b"y" + b"x" * 49)
+    assert why_incomplete(bad) is None and start_from(tmp_path, *UNVERIFIED) == bad
+    with pytest.raises(UserError, match=f"resume_from_checkpoint .*checkpoint-3: has a damaged {name}"):
+        start_from(tmp_path, "--resume_from_checkpoint", bad)
+    assert why_incomplete(bad) is None, "a checkpoint that was asked for may be another run's: it is left as it is"
+    capsys.readouterr()
+    assert start_from(tmp_path) == good
+    lines = [line[9:] for line in capsys.readouterr().out.splitlines()]  # after the time
+    assert lines[0] == f"{bad} has a damaged {name} (its checksum differs); skipped"
+    assert lines[1] == f"{good}: checksums verified"
+    # From now on it counts for nobody: neither for the next start, nor for the rotation
+    assert newest_checkpoint(tmp_path) == start_from(tmp_path, *UNVERIFIED) == good
+    rotate(tmp_path, 2)
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
+    assert start_from(write_checkpoint(tmp_path, 3).parent) == bad  # written anew
+    (bad / COMPLETE).unlink()
+    write_checkpoint(tmp_path, 4)
+    rotate(tmp_path, 2)
+    assert names(tmp_path) == ["checkpoint-2", "checkpoint-4"]
