@@ -143,7 +143,7 @@ def test_plan_on_its_page_is_the_output(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     for name, value in CPU_ONLY.items():  # plan.py sets them for good
         monkeypatch.setenv(name, value)
-    page = ROOT / "docs/plan.md"
+    page = ROOT / "docs/memory-and-speed.md"
     shown = re.search(r"^`python scripts/plan.py (.*)`\n\n```\n(.*?)```", page.read_text(), re.M | re.S)
     plan.main(shown[1].split())
     printed = capsys.readouterr().out
