@@ -120,10 +120,7 @@ def test_yaml_values_arrive_as_meant(parse, field, text, value):
         ("--learning_rate fast", ["learning_rate", "'fast'"]),
         ("--gradient_checkpointing maybe", ["gradient_checkpointing", "maybe"]),
         ("--eval_strategy sometimes", ["eval_strategy", "'sometimes'", "'epoch'"]),
-        (
-            "--fit_memory true",
-            ["unknown option --fit_memory; here: none (pairs per device"],
-        ),
+        ("--fit_memory true", ["unknown option --fit_memory; here: none (pairs per device"]),
         ("--beta 5 6", ["unknown option 6"]),
         ("recipe.yaml", ["unknown option recipe.yaml; did you mean --config recipe.yaml?"]),
         ("--beta", ["beta", "expected one argument"]),
@@ -143,7 +140,7 @@ per_device_eval_batch_size=0 save_steps=0.0 eval_steps=-3.0 seed=-1 seed=4294967
 eval_fraction=-0.5 max_dropped_fraction=2.0 adam_beta2=2.0 lora_dropout=2.0 max_grad_norm=-1.0 beta=0.0 beta=nan
 beta=inf learning_rate=-1.0 num_train_epochs=0.0 save_total_limit=1 auto_find_batch_size=True streaming=True
 test_split_size=0.1 eval_strategy=steps deepspeed=ds_config.json max_steps=0 max_steps=-2 warmup_steps=nan
-warmup_steps=-1.0 lora_r=32 use_dora=True
+warmup_steps=-1.0 lora_r=32 use_dora=True checkpointed_layers=-1 dataloader_num_workers=-1
 """
 
 
@@ -204,8 +201,6 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ({"profile_steps": [5, 3]}, ["profile_steps [5, 3]: must be the first and the last step"]),
         ({"prefix_sharing": True, "padding_free": False}, ["prefix_sharing True: needs packed"]),
         ({"checkpointed_layers": 2, "gradient_checkpointing": False}, ["checkpointed_layers 2: ", "remove one"]),
-        ({"checkpointed_layers": -1}, ["checkpointed_layers -1: must be at least 0"]),
-        ({"dataloader_num_workers": -1}, ["dataloader_num_workers -1: must be at least 0"]),
         ({"gradient_checkpointing_kwargs": {"every_n_layers": 2}}, ["every_n_layers", "; set checkpointed_layers"]),
         ({"eval_command": "true {checkpoint}"}, ["eval_command true {checkpoint}: lacks {out}; for instance: sb"]),
         (
@@ -222,7 +217,6 @@ SORTED = {"loss_type": "aot", "beta": 0.1, "global_batch_size": 2, "per_device_t
         ({"guard_generations": 5}, ["guard_generations 5: needs prompts"]),
         (BEST | {"guard_generations": 5, "logging_steps": 2}, ["guard_generations 5: answers", "logging_steps, 2"]),
         ({"eval_datasets": "a.jsonl"}, ["eval_datasets a.jsonl: must be a mapping of names to sets, such as {math:"]),
-        ({"eval_datasets": {"a": {"split": "test"}}}, ["eval_datasets {", "must be a mapping"]),
         ({"eval_datasets": {"a": {"path": "x", "fraction": "1"}}}, ["eval_datasets", "fraction"]),
         ({"eval_datasets": {"a": {"path": None}}}, ["eval_datasets {", "must be a mapping", "a: {'path': None}"]),
         ({"eval_datasets": {"a": ""}}, ["eval_datasets {", "must be a mapping"]),

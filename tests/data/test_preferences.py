@@ -33,21 +33,17 @@ PLAIN = ([Q], [A], [B])
 WITH_SYSTEM = ([S, Q], [A], [B])
 CALL = assistant("", tool_calls=[{"name": "f"}])
 RESULT = {"role": "tool", "content": "7"}
-# The second call has its arguments as JSON text
-ADDS = assistant(
-    "",
-    tool_calls=[
-        {"id": None, "function": {"name": "add", "arguments": {"x": 1, "city": None, "y": [None, {"z": None}]}}},
-        {"id": "1", "function": {"name": "look", "arguments": '{"city": "Köln", "at": null}'}},
-    ],
-)
-ADDED = assistant(
-    "",
-    tool_calls=[
-        {"id": None, "function": {"name": "add", "arguments": {"x": 1, "city": None, "y": [None, {"z": None}]}}},
-        {"id": "1", "function": {"name": "look", "arguments": {"city": "Köln", "at": None}}},
-    ],
-)
+LOOK = {"city": "Köln", "at": None}
+
+
+def two_calls(look) -> dict:
+    add = {"name": "add", "arguments": {"x": 1, "city": None, "y": [None, {"z": None}]}}
+    calls = [{"id": None, "function": add}, {"id": "1", "function": {"name": "look", "arguments": look}}]
+    return assistant("", tool_calls=calls)
+
+
+ADDS = two_calls(json.dumps(LOOK))
+ADDED = two_calls(LOOK)
 THOUGHT = assistant("a", thinking="t", reasoning_content="r")
 
 
@@ -77,7 +73,7 @@ def mixture(tmp_path, entries, *cli):
         (("q", [assistant("", tool_calls='[{"name": "f"}]')], [B]), ([Q], [CALL], [B])),
         (("q", [ADDS], [B]), ([Q], [ADDED], [B])),
         (("q", [ADDS | {"tool_calls": json.dumps(ADDS["tool_calls"])}], [B]), ([Q], [ADDED], [B])),
-        (("q", [assistant("a", thinking="t", reasoning_content="r")], [B]), ([Q], [THOUGHT], [B])),
+        (("q", [THOUGHT], [B]), ([Q], [THOUGHT], [B])),
         (("q", [CALL, RESULT, A], [B]), ([Q], [CALL, RESULT, A], [B])),  # a response of several turns
     ],
 )
