@@ -308,10 +308,9 @@ def check_optimizer(args: TrainConfig) -> None:
             optimizer_class(layer.parameters(), **options)
     steps = max(args.max_steps, 1000)
     schedule = (optimizer, args.get_warmup_steps(steps), steps, args.lr_scheduler_kwargs)
-    with user_input(
-        f"lr_scheduler_type {args.lr_scheduler_type.value}, lr_scheduler_kwargs {args.lr_scheduler_kwargs}"
-    ):
-        get_scheduler(args.lr_scheduler_type, *schedule)
+    kind = args.lr_scheduler_type
+    with user_input(f"lr_scheduler_type {kind.value}, lr_scheduler_kwargs {args.lr_scheduler_kwargs}"):
+        get_scheduler(kind, *schedule)
 
 
 def parse_fields(parser: FieldParser, argv: list[str], problems: list[str]) -> argparse.Namespace:

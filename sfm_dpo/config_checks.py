@@ -278,7 +278,6 @@ def find_template_errors(template: str | None, training: bool) -> Iterator[str]:
     if not template:
         return
     example = "for instance: sbatch my_eval.sh {checkpoint} {step} {out}"
-    words: list[str] = []
     try:
         words = [word.format(checkpoint="<checkpoint>", step=0, out="<out>") for word in shlex.split(template)]
     except (ValueError, TypeError, LookupError, AttributeError) as error:

@@ -57,8 +57,7 @@ HOST = os.environ.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]
 RANK = int(os.environ.get("RANK", "0"))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
 # What the node should have: a node that has lost its GPUs must not pass as a CPU node
-HAS_GPUS = torch.cuda.is_available() or "SLURM_GPUS_ON_NODE" in os.environ
-ON_GPU = HAS_GPUS and not is_cpu_only()
+ON_GPU = (torch.cuda.is_available() or "SLURM_GPUS_ON_NODE" in os.environ) and not is_cpu_only()
 DEVICE = torch.device("cuda", LOCAL_RANK) if ON_GPU else torch.device("cpu")
 DEVICE_NAME = f"{'GPU' if ON_GPU else 'CPU'} {LOCAL_RANK}"
 BACKEND = "nccl" if ON_GPU else "gloo"
@@ -98,7 +97,7 @@ def main(argv: list[str]) -> int:
 
 def explain_failure(error: Exception, store: dist.Store | None) -> list[Report]:
     """Reports of the nodes that have not come, which only rank 0 can know, or of this rank."""
-    if store and is_main_process():
+    if store is not None and is_main_process():
         keys = [f"host of rank {rank}" for rank in range(world_size())]
         present = {store.get(key).decode() for key in keys if store.check([key])}
         if absent := list_hosts(os.environ.get("SLURM_JOB_NODELIST", "")) - present:

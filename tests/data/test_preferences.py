@@ -21,7 +21,7 @@ from sfm_dpo.data.tokenization import load_token_pairs
 from sfm_dpo.train import reference_cache
 from tests.commands import ROOT
 from tests.tiny_models import tiny_tokenizer
-from tests.toolbox import assistant, small_disk, user
+from tests.toolbox import assistant, config_of, small_disk, user
 from tests.toolbox import read_pairs as load
 
 PAIR = {"prompt": "q", "chosen": [assistant("good")], "rejected": [assistant("bad")]}
@@ -242,15 +242,13 @@ def test_max_samples_and_held_out_split_are_seeded_and_disjoint(write_rows):
 def test_a_prompt_is_trained_or_held_out_but_not_both(write_rows, tiny_folder):
     rows = [row | {"chosen": f"{i}"} for i in range(5) for row in numbered(20) * (i % 2 + 1)]
     path = write_rows("repeated.jsonl", rows)
-    argv = ["--dataset_name", path, "--model_name_or_path", tiny_folder("llama"), "--eval_fraction", 0.2]
-    config = parse_config([str(word) for word in argv], training=False)
+    config = config_of(path, tiny_folder("llama"), "--eval_fraction", 0.2)
     texts = load_pairs(config)
     trained, held_out = (set(prompts(split)) for split in texts.splits.values())
     assert not trained & held_out and len(trained | held_out) == 20
     assert [len(split) for split in texts.splits.values()] == [112, 28]
-    assert re.search(
-        r"pairs held out: eval +28\n +prompts held out: eval +4$", load_token_pairs(config, tiny_tokenizer()).table()
-    )
+    table = load_token_pairs(config, tiny_tokenizer()).table()
+    assert re.search(r"pairs held out: eval +28\n +prompts held out: eval +4$", table)
     with pytest.raises(UserError, match=r"0\.5: 7 of 7 pairs would be held out, of 1 prompts"):
         load(write_rows("one.jsonl", [row for row in rows if row["prompt"] == "q0"]), "--eval_fraction", "0.5")
 
@@ -258,12 +256,10 @@ def test_a_prompt_is_trained_or_held_out_but_not_both(write_rows, tiny_folder):
 def test_max_dropped_fraction_of_a_sample(write_rows, tiny_folder):
     """Most rows are not looked at, so they do not count as good."""
     rows = [*numbered(150), *({**row, "prompt": "word " * 200} for row in numbered(50))]
-    argv = ["--dataset_name", write_rows("long.jsonl", [*rows, EMPTY]), "--model_name_or_path", tiny_folder("llama")]
-    argv += ["--max_length", 64, "--max_samples", 20]
+    argv = (write_rows("long.jsonl", [*rows, EMPTY]), tiny_folder("llama"), "--max_length", 64, "--max_samples", 20)
 
     def read(*more):
-        config = parse_config([str(word) for word in (*argv, *more)], training=False)
-        return load_token_pairs(config, tiny_tokenizer())
+        return load_token_pairs(config_of(*argv, *more), tiny_tokenizer())
 
     with pytest.raises(UserError, match=r": [1-9] of 20 rows cannot be used \([1-9] x prompt leaves no room"):
         read()
@@ -393,9 +389,7 @@ def test_what_cannot_be_written_is_named_and_other_errors_stay():
         with explain_cache_errors():
             raise ValueError("the library's own") from cause
 
-    with pytest.raises(
-        UserError, match=r"^HF_HOME: /hf/x: Permission denied; give yourself write permission, or set HF_HOME"
-    ):
+    with pytest.raises(UserError, match=r"^HF_HOME: /hf/x: Permission denied; give yourself write permission, or set"):
         fail(PermissionError(errno.EACCES, "Permission denied", "/hf/x"))
     with pytest.raises(ValueError, match="the library's own"):
         fail(None)

@@ -150,9 +150,8 @@ def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, c
     [row] = result["sides"]
     margin = (chosen_mean - rejected_mean).mean().item()
     assert row["sides"]["base margin"]["difference"] == pytest.approx(margin, abs=1e-3)
-    assert row["pairs"] == 8 and row["sides"]["tokens"]["chosen"] == pytest.approx(
-        (chosen / chosen_mean).mean().item()
-    )
+    tokens = (chosen / chosen_mean).mean().item()
+    assert row["pairs"] == 8 and row["sides"]["tokens"]["chosen"] == pytest.approx(tokens)
     [shown] = re.findall(r"base margin +([-+.\d]+),", result["text"])
     assert float(shown) == pytest.approx(margin, abs=2e-3)
     json.dumps(result, allow_nan=False)
