@@ -102,9 +102,7 @@ def instruct(draw) -> Case:
 
 @st.composite
 def strings(draw) -> Case:
-    prompt = draw(texts)
-    chosen = draw(texts)
-    rejected = draw(texts)
+    prompt, chosen, rejected = (draw(texts) for _ in range(3))
     row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
     return Case(row, predict_outcome(prompt, chosen, rejected, IM_END))
 
