@@ -1,6 +1,1 @@
-"""Removed: mergekit averages weights (docs/evaluation.md)."""
-
-import sys
-
-print("error: average.py: removed; use mergekit's linear merge (docs/evaluation.md)", file=sys.stderr)
-sys.exit(2)
+import _removed  # noqa: F401

@@ -256,7 +256,12 @@ def parse_config(argv: list[str], world_size: int | None = None, training: bool 
         vars(namespace).update(use_cpu=True, bf16=False, fp16=False, dtype=None)
     with collect_errors(problems):
         check_device(namespace)
-    resolve_precision(namespace)
+    # accelerate's launcher drops a DeepSpeed config file's `use_cpu`, and without it accelerate finds no backend:
+    # each CPU process would act as the only one.
+    namespace.use_cpu = namespace.use_cpu or not torch.cuda.is_available()
+    if namespace.bf16 is None:
+        namespace.bf16 = not namespace.use_cpu and not namespace.fp16  # TRL's default is true everywhere
+    namespace.dtype = namespace.dtype or "float32"
     wrong = check_fields(namespace, world_size, training)
     if namespace.eval_strategy == "no" and namespace.eval_steps not in (None, TrainConfig.eval_steps):
         wrong.append(f"eval_steps {namespace.eval_steps:g}: has no effect; set eval_strategy: steps, or remove it")
@@ -303,10 +308,9 @@ def check_optimizer(args: TrainConfig) -> None:
             optimizer_class(layer.parameters(), **options)
     steps = max(args.max_steps, 1000)
     schedule = (optimizer, args.get_warmup_steps(steps), steps, args.lr_scheduler_kwargs)
-    with user_input(
-        f"lr_scheduler_type {args.lr_scheduler_type.value}, lr_scheduler_kwargs {args.lr_scheduler_kwargs}"
-    ):
-        get_scheduler(args.lr_scheduler_type, *schedule)
+    kind = args.lr_scheduler_type
+    with user_input(f"lr_scheduler_type {kind.value}, lr_scheduler_kwargs {args.lr_scheduler_kwargs}"):
+        get_scheduler(kind, *schedule)
 
 
 def parse_fields(parser: FieldParser, argv: list[str], problems: list[str]) -> argparse.Namespace:
@@ -358,8 +362,14 @@ def read_recipe(path: str, fields: dict[str, argparse.Action], problems: list[st
     values: dict[str, Any] = {}
     for key, node in read_nodes(path).items():
         with collect_errors(problems), user_input(f"{path}: {key}"):
-            if key in fields:
-                values[key] = read_field(key, node, fields[key], path)
+            if key == "datasets":
+                values[key] = check_mixture(_construct(node), path)
+            elif key in fields and node.tag != _NULL:
+                values[key] = read_value(node, fields[key], f"{path}: {key}")
+            elif key in fields:
+                if fields[key].default is not None and key not in _OPTIONAL:
+                    raise UserError(f"{path}: {key} is empty; give it a value, or remove the line for the default")
+                values[key] = None
             elif node.tag != _NULL or key not in read_migration():  # as in the resolved_config.yaml of an old run
                 here = read_migration().get(key, "").split(" ")[0]
                 if here in fields:  # its value counts in what other errors advise
@@ -367,16 +377,6 @@ def read_recipe(path: str, fields: dict[str, argparse.Action], problems: list[st
                         values[here] = read_value(node, fields[here], here)
                 raise UserError(f"{path}: unknown field {key!r}{explain_unknown(key, fields)}")
     return values
-
-
-def read_field(key: str, node: yaml.Node, action: argparse.Action, path: str) -> Any:
-    if key == "datasets":
-        return check_mixture(_construct(node), path)
-    if node.tag != _NULL:
-        return read_value(node, action, f"{path}: {key}")
-    if action.default is None or key in _OPTIONAL:
-        return None
-    raise UserError(f"{path}: {key} is empty; give it a value, or remove the line for the default")
 
 
 def read_nodes(path: str) -> dict[str, yaml.Node]:
@@ -440,16 +440,6 @@ def check_device(namespace: Any) -> None:
         raise UserError(f"{reason}. To train on the CPU anyway, set --use_cpu true")
     if namespace.bf16 and not namespace.use_cpu and not torch.cuda.is_available():
         raise UserError("bf16 true: no GPU is visible; on CPU set --bf16 false, or add --use_cpu true")
-
-
-def resolve_precision(namespace: Any) -> None:
-    """Sets use_cpu and bf16 if they are not given: bf16 on a GPU, fp32 without one."""
-    # accelerate's launcher drops a DeepSpeed config file's `use_cpu`, and without it accelerate finds no backend:
-    # each CPU process would act as the only one.
-    namespace.use_cpu = namespace.use_cpu or not torch.cuda.is_available()
-    if namespace.bf16 is None:
-        namespace.bf16 = not namespace.use_cpu and not namespace.fp16  # TRL's default is true everywhere
-    namespace.dtype = namespace.dtype or "float32"
 
 
 def has_wandb_login() -> bool:

@@ -201,17 +201,6 @@ def list_machine_conflicts(c: argparse.Namespace, world_size: int, training: boo
         yield "use_cpu", f"one process sees {gpus} GPUs; use accelerate launch, or set CUDA_VISIBLE_DEVICES=0"
 
 
-def find_conflicts(c: argparse.Namespace, world_size: int, training: bool) -> Iterator[Conflict]:
-    """Fields whose value conflicts with others or, with `training`, with this machine; each with its remedy. Values
-    may be out of their range."""
-    yield from list_data_conflicts(c)
-    yield from list_objective_conflicts(c, world_size, training)
-    yield from list_lora_conflicts(c)
-    yield from list_batch_conflicts(c, world_size)
-    yield from list_evaluation_conflicts(c, training)
-    yield from list_machine_conflicts(c, world_size, training)
-
-
 def check_fields(namespace: argparse.Namespace, world_size: int, training: bool) -> list[str]:
     """What is wrong with ranges and combinations, each with the field, its value and the remedy."""
     values = vars(namespace)
@@ -230,7 +219,15 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
         problems.append("model_init_kwargs: its token would be stored with the run; put HF_TOKEN into .env instead")
     reported = {problem.split()[0].rstrip(":") for problem in problems}
     refused = [(name, remedy) for name, remedy in REFUSED.items() if values[name] != default_of(name)]
-    for name, remedy in [*refused, *find_conflicts(namespace, world_size, training)]:
+    conflicts = [  # also of values that are out of their range
+        *list_data_conflicts(namespace),
+        *list_objective_conflicts(namespace, world_size, training),
+        *list_lora_conflicts(namespace),
+        *list_batch_conflicts(namespace, world_size),
+        *list_evaluation_conflicts(namespace, training),
+        *list_machine_conflicts(namespace, world_size, training),
+    ]
+    for name, remedy in [*refused, *conflicts]:
         if name not in reported:
             problems.append(f"{name} {values[name]}: {remedy}")
     if problems:
@@ -281,7 +278,6 @@ def find_template_errors(template: str | None, training: bool) -> Iterator[str]:
     if not template:
         return
     example = "for instance: sbatch my_eval.sh {checkpoint} {step} {out}"
-    words: list[str] = []
     try:
         words = [word.format(checkpoint="<checkpoint>", step=0, out="<out>") for word in shlex.split(template)]
     except (ValueError, TypeError, LookupError, AttributeError) as error:

@@ -3,15 +3,11 @@
 from typing import Any
 
 SWITCHED_OFF = {
+    **dict.fromkeys("resume_from_checkpoint profile_steps eval_command eval_datasets eval_steps".split(), ""),
     "report_to": "none",
     "push_to_hub": False,
-    "resume_from_checkpoint": "",
-    "profile_steps": "",
-    "eval_command": "",
     "eval_fraction": 0,
-    "eval_datasets": "",
     "eval_strategy": "no",
-    "eval_steps": "",
     "load_best_model_at_end": False,
     "metric_for_best_model": "",
     "guard_generations": 0,
@@ -20,20 +16,13 @@ SWITCHED_OFF = {
 }
 # One pair at a time, chosen by no memory, for commands that do not train
 ONE_PAIR = {"per_device_train_batch_size": 1, "gradient_checkpointing": True}
-UNCOMPILED = {
-    "torch_compile": False,
-    "torch_compile_backend": "",
-    "torch_compile_mode": "",
-}  # each would set the first
+# The last two would set the first
+UNCOMPILED = {"torch_compile": False, "torch_compile_backend": "", "torch_compile_mode": ""}
 # Fields about the recipe's own rows
 WITH_OTHER_DATA = {
-    "datasets": "",
-    "dataset_config": "",
+    **dict.fromkeys("datasets dataset_config max_samples filter_script drop_contaminated".split(), ""),
     "dataset_train_split": "train",
-    "max_samples": "",
-    "filter_script": "",
     "drop_duplicates": "no",
-    "drop_contaminated": "",
 }
 
 

@@ -61,6 +61,14 @@ def on_cpu(model: Path, data: Path, output_dir: Path, **fields) -> list[str]:
     return as_options(places | PLAIN | small | quiet | fields)
 
 
+def config_of(data: Path, model: Path, *options):
+    """The configuration of a command that reads a data set and a model on a CPU node."""
+    from sfm_dpo.config import parse_config
+
+    argv = ["--dataset_name", data, "--model_name_or_path", model, *options]
+    return parse_config([str(word) for word in argv], training=False)
+
+
 def read_pairs(data: Path, *options):
     """The pairs of a run on a data set, as load_pairs gives them."""
     from sfm_dpo.config import parse_config

@@ -14,14 +14,7 @@ from sfm_dpo.common.files import write_json
 from sfm_dpo.config_checks import HELD_OUT, LENGTH_NORMALIZED_LOSSES, main_loss
 from sfm_dpo.data.lengths import count_trained
 from sfm_dpo.health.generation import continue_prompts, repeated_4grams
-from sfm_dpo.health.guard_rules import (
-    COLLAPSE_STEPS,
-    SIGMOID_LOSSES,
-    Finding,
-    Log,
-    RunFacts,
-    judge_log,
-)
+from sfm_dpo.health.guard_rules import COLLAPSE_STEPS, SIGMOID_LOSSES, Finding, Log, RunFacts, judge_log
 from sfm_dpo.run.checkpoint import KEEP, checkpoints, keep_before, step_of
 from sfm_dpo.run.files import HEALTH, SAMPLES
 

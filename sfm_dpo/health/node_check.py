@@ -17,7 +17,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
+import timeit
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -57,8 +57,7 @@ HOST = os.environ.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]
 RANK = int(os.environ.get("RANK", "0"))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
 # What the node should have: a node that has lost its GPUs must not pass as a CPU node
-HAS_GPUS = torch.cuda.is_available() or "SLURM_GPUS_ON_NODE" in os.environ
-ON_GPU = HAS_GPUS and not is_cpu_only()
+ON_GPU = (torch.cuda.is_available() or "SLURM_GPUS_ON_NODE" in os.environ) and not is_cpu_only()
 DEVICE = torch.device("cuda", LOCAL_RANK) if ON_GPU else torch.device("cpu")
 DEVICE_NAME = f"{'GPU' if ON_GPU else 'CPU'} {LOCAL_RANK}"
 BACKEND = "nccl" if ON_GPU else "gloo"
@@ -70,42 +69,41 @@ def main(argv: list[str]) -> int:
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)  # started without a launcher
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a timeout raises; otherwise it kills the process
-    folders = {"output_dir": Path(parser.parse_args(argv).output_dir), "HF_HOME": find_hf_home()}
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    hf_home = Path(os.environ.get("HF_HOME") or f"{cache}/huggingface").expanduser()
+    folders = {"output_dir": Path(parser.parse_args(argv).output_dir), "HF_HOME": hf_home}
     if LOCAL_RANK == 0:
         print(f"{HOST}: {describe_network()}", flush=True)
     store = None
+    is_reporting = is_main_process()
     try:
         store = join_store()
         reports = check_all(folders, store)
-        if is_main_process():
-            log_faults(reports)
     except Exception as error:  # torch raises no narrower class
         reports = explain_failure(error, store)
-        log_faults(reports)
+        is_reporting = True
+    if is_reporting:
+        for host, faults in reports:
+            for fault in faults:
+                log.error(f"unhealthy {host}: {fault.text}")
     if is_main_process():
-        remove_marks(folders)
+        for folder in folders.values():
+            with suppress(OSError):
+                mark_of(folder).unlink()
     if is_main_process() or store is None:
         log_verdict(reports)
     return NODE_CHECK_FAILED if any(faults for _, faults in reports) else 0
 
 
-def find_hf_home() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.environ.get("HF_HOME") or f"{cache}/huggingface").expanduser()
-
-
 def explain_failure(error: Exception, store: dist.Store | None) -> list[Report]:
     """Reports of the nodes that have not come, which only rank 0 can know, or of this rank."""
-    if absent := find_absent_hosts(store):
-        return [(host, [Fault("no process has reached the first node")]) for host in absent]
+    if store is not None and is_main_process():
+        keys = [f"host of rank {rank}" for rank in range(world_size())]
+        present = {store.get(key).decode() for key in keys if store.check([key])}
+        if absent := list_hosts(os.environ.get("SLURM_JOB_NODELIST", "")) - present:
+            return [(host, [Fault("no process has reached the first node")]) for host in sorted(absent)]
     reason = " ".join(str(error).split())[:300]
     return [(HOST, [Fault(f"rank {RANK} could not reach the other ranks: {reason}", of_node=False)])]
-
-
-def log_faults(reports: list[Report]) -> None:
-    for host, faults in reports:
-        for fault in faults:
-            log.error(f"unhealthy {host}: {fault.text}")
 
 
 def log_verdict(reports: list[Report]) -> None:
@@ -127,15 +125,6 @@ def join_store() -> dist.Store:
     store = dist.TCPStore(*address, is_master=is_main_process(), timeout=timeout, wait_for_workers=False)
     store.set(f"host of rank {RANK}", HOST)
     return store
-
-
-def find_absent_hosts(store: dist.Store | None) -> list[str]:
-    """The job's nodes of which rank 0 has not heard; empty on other ranks."""
-    if store is None or not is_main_process():
-        return []
-    keys = [f"host of rank {rank}" for rank in range(world_size())]
-    present = {store.get(key).decode() for key in keys if store.check([key])}
-    return sorted(list_hosts(os.environ.get("SLURM_JOB_NODELIST", "")) - present)
 
 
 def check_all(folders: dict[str, Path], store: dist.Store) -> list[Report]:
@@ -214,12 +203,6 @@ def nothing():  # the smallest kernel
 
 def mark_of(folder: Path) -> Path:  # rank 0 writes it for the other nodes to see
     return folder / f".health-{os.environ['MASTER_PORT']}"
-
-
-def remove_marks(folders: dict[str, Path]) -> None:
-    for folder in folders.values():
-        with suppress(OSError):
-            mark_of(folder).unlink()
 
 
 def check_writing(folders: dict[str, Path]) -> list[Fault]:
@@ -327,13 +310,12 @@ def measure_rates(hosts: list[str]) -> Iterator[tuple[str, str, float]]:
 
 def measure_seconds(action: Callable[[], Any], result: torch.Tensor) -> float:
     """The median of ten calls of `action`, which writes `result`, after one that warms up."""
-    times = []
-    for _ in range(11):
-        start = time.perf_counter()
+
+    def once() -> None:
         action()
         result.flatten()[0].item()  # waits for the device
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
+
+    return statistics.median(timeit.repeat(once, number=1, repeat=11)[1:])
 
 
 def run(argv: list[str]) -> NoReturn:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from accelerate.utils import gather_object
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from sfm_dpo.common.distributed import broadcast, is_main_process
 from sfm_dpo.common.errors import PreflightRefused
@@ -36,12 +36,6 @@ def inspect_tokens(rows: list[dict], lengths: Lengths, eos: set[int], max_length
                 endless.append(eos.isdisjoint(row[f"{side}_ids"][-4:]))
     cut = float((lengths.truncate(max_length).responses < lengths.responses).mean())
     return {"no_eos": exact(float(np.mean(endless)) if endless else 0.0), "cut": exact(cut)}
-
-
-def list_eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Ids that end a response, from the tokenizer and the model's generation config."""
-    of_model = model.generation_config.eos_token_id if model.can_generate() else None
-    return {tokenizer.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])}
 
 
 def count_wrong_rope_layers(config: PretrainedConfig) -> int:
@@ -87,7 +81,8 @@ def inspect_model(trainer, rows: list[dict]) -> dict[str, Figure]:
     """The figures about the tokens of the training set (`rows`: a sample of it) and the model's configuration."""
     dataset = trainer.train_dataset
     model = trainer.accelerator.unwrap_model(trainer.model)
-    eos = list_eos(model, trainer.processing_class)
+    of_model = model.generation_config.eos_token_id if model.can_generate() else None
+    eos = {trainer.processing_class.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])}
     figures = inspect_tokens(rows, Lengths.of(dataset), eos, trainer.args.max_length)
     figures["rope_layers"] = exact(count_wrong_rope_layers(model.config.get_text_config()))
     figures["ignored"] = exact(float(np.mean([bool(kinds.strip()) for kinds in dataset["ignored"][:]])))
@@ -118,7 +113,9 @@ def run_preflight(trainer, policy, config: Config) -> dict[str, Any]:
     reasons = [format_finding(finding) for finding in findings]
 
     sources = np.array(dataset["source"][:], dtype=object)
-    sides = compare_traits(rows, sources[sample], tokenizer)
+    ids = [row[name] for name in ("chosen_ids", "rejected_ids") for row in rows]
+    traits = find_traits(tokenizer.batch_decode(ids, skip_special_tokens=True))
+    sides: dict[str, Any] = {name: (sources[sample], np.reshape(has, (2, -1)).T) for name, has in traits.items()}
     sides |= {"tokens": (sources[judged], responses), "base margin": (sources[judged], logps / responses)}
     by_source = compare_sides(sides)
 
@@ -129,13 +126,6 @@ def run_preflight(trainer, policy, config: Config) -> dict[str, Any]:
     result = {"verdict": verdict, "reasons": reasons, "pairs": len(judged), "figures": figures, "sides": by_source}
     result |= {"findings": findings, "text": "\n".join(lines), "table": [*means, *columns]}
     return broadcast(result)
-
-
-def compare_traits(rows: list[dict], sources: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """The traits of the responses of `rows`, which come from `sources`, as compare_sides takes them."""
-    ids = [row[name] for name in ("chosen_ids", "rejected_ids") for row in rows]
-    traits = find_traits(tokenizer.batch_decode(ids, skip_special_tokens=True))
-    return {name: (sources, np.reshape(has, (2, -1)).T) for name, has in traits.items()}
 
 
 def show_boundary(row: dict, tokenizer: PreTrainedTokenizerBase) -> str:

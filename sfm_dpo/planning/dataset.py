@@ -76,19 +76,14 @@ def analyze_dataset(
     best["overlong_by_source"] = dict(Counter(token_sources[is_overlong].tolist()))
     if is_overlong.any():
         share = lengths.responses[is_overlong].sum() / lengths.responses.sum()
-        best["reason"] += f"\n{_describe_overlong(best, share)}"
+        by_source = ", ".join(f"{source}: {count:,}" for source, count in best["overlong_by_source"].items())
+        best["reason"] += (
+            f"\nWith overlong: truncate, {best['cut']['chosen']:,} chosen and {best['cut']['rejected']:,} rejected "
+            f"answers lose their end. With overlong: drop, {best['overlong']:,} pairs are left out, with {share:.1%} "
+            f"of the response tokens ({by_source})."
+        )
     result["findings"] = _list_findings(result, texts, tokens)
     return result
-
-
-def _describe_overlong(best: dict[str, Any], share: float) -> str:
-    """What truncating or dropping the longer pairs costs; `share`: their share of the response tokens."""
-    by_source = ", ".join(f"{source}: {count:,}" for source, count in best["overlong_by_source"].items())
-    return (
-        f"With overlong: truncate, {best['cut']['chosen']:,} chosen and {best['cut']['rejected']:,} rejected answers "
-        f"lose their end. With overlong: drop, {best['overlong']:,} pairs are left out, with {share:.1%} of the "
-        f"response tokens ({by_source})."
-    )
 
 
 def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset) -> list[dict[str, str]]:

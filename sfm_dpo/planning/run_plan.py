@@ -82,12 +82,9 @@ def read_lengths(path: Path) -> tuple[Lengths, int]:
         content = json.loads(path.read_text())
         pairs = int(content["pairs"])
         for name in ("prompt", "chosen", "rejected"):
-            points = {}
-            for percentile, value in content["percentiles"][name].items():
-                if percentile != "mean":
-                    points[float(percentile) / 100] = value
-            shares = sorted(points)
-            tokens = np.maximum([points[share] for share in shares], 1)
+            values = content["percentiles"][name]
+            points = sorted((float(q) / 100, value) for q, value in values.items() if q != "mean")
+            shares, tokens = np.maximum(points, [[0, 1]]).T  # at least 1 token
             columns[f"{name}_length"] = np.exp(np.interp(rng.random(DRAWN), shares, np.log(tokens))).round()
     return Lengths.from_columns(columns), pairs
 

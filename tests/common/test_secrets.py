@@ -46,9 +46,7 @@ def test_an_env_file_that_others_can_read(write_env, capsys, environment, mode, 
     assert (os.environ["X"], os.environ["QUOTED"]) == ("1", "a b")
 
 
-def test_only_files_of_ones_own_here_and_in_the_project_are_read(
-    write_env, tmp_path, monkeypatch, environment, capsys
-):
+def test_only_ones_own_files_here_and_in_the_project_are_read(write_env, tmp_path, monkeypatch, environment, capsys):
     monkeypatch.setattr(secrets, "PROJECT", tmp_path / "project")
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / ".env").write_text("WHERE=project\nMORE=1\n")

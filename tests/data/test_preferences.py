@@ -21,7 +21,7 @@ from sfm_dpo.data.tokenization import load_token_pairs
 from sfm_dpo.train import reference_cache
 from tests.commands import ROOT
 from tests.tiny_models import tiny_tokenizer
-from tests.toolbox import assistant, small_disk, user
+from tests.toolbox import assistant, config_of, small_disk, user
 from tests.toolbox import read_pairs as load
 
 PAIR = {"prompt": "q", "chosen": [assistant("good")], "rejected": [assistant("bad")]}
@@ -33,21 +33,17 @@ PLAIN = ([Q], [A], [B])
 WITH_SYSTEM = ([S, Q], [A], [B])
 CALL = assistant("", tool_calls=[{"name": "f"}])
 RESULT = {"role": "tool", "content": "7"}
-# The second call has its arguments as JSON text
-ADDS = assistant(
-    "",
-    tool_calls=[
-        {"id": None, "function": {"name": "add", "arguments": {"x": 1, "city": None, "y": [None, {"z": None}]}}},
-        {"id": "1", "function": {"name": "look", "arguments": '{"city": "Köln", "at": null}'}},
-    ],
-)
-ADDED = assistant(
-    "",
-    tool_calls=[
-        {"id": None, "function": {"name": "add", "arguments": {"x": 1, "city": None, "y": [None, {"z": None}]}}},
-        {"id": "1", "function": {"name": "look", "arguments": {"city": "Köln", "at": None}}},
-    ],
-)
+LOOK = {"city": "Köln", "at": None}
+
+
+def two_calls(look) -> dict:
+    add = {"name": "add", "arguments": {"x": 1, "city": None, "y": [None, {"z": None}]}}
+    calls = [{"id": None, "function": add}, {"id": "1", "function": {"name": "look", "arguments": look}}]
+    return assistant("", tool_calls=calls)
+
+
+ADDS = two_calls(json.dumps(LOOK))
+ADDED = two_calls(LOOK)
 THOUGHT = assistant("a", thinking="t", reasoning_content="r")
 
 
@@ -77,7 +73,7 @@ def mixture(tmp_path, entries, *cli):
         (("q", [assistant("", tool_calls='[{"name": "f"}]')], [B]), ([Q], [CALL], [B])),
         (("q", [ADDS], [B]), ([Q], [ADDED], [B])),
         (("q", [ADDS | {"tool_calls": json.dumps(ADDS["tool_calls"])}], [B]), ([Q], [ADDED], [B])),
-        (("q", [assistant("a", thinking="t", reasoning_content="r")], [B]), ([Q], [THOUGHT], [B])),
+        (("q", [THOUGHT], [B]), ([Q], [THOUGHT], [B])),
         (("q", [CALL, RESULT, A], [B]), ([Q], [CALL, RESULT, A], [B])),  # a response of several turns
     ],
 )
@@ -246,15 +242,13 @@ def test_max_samples_and_held_out_split_are_seeded_and_disjoint(write_rows):
 def test_a_prompt_is_trained_or_held_out_but_not_both(write_rows, tiny_folder):
     rows = [row | {"chosen": f"{i}"} for i in range(5) for row in numbered(20) * (i % 2 + 1)]
     path = write_rows("repeated.jsonl", rows)
-    argv = ["--dataset_name", path, "--model_name_or_path", tiny_folder("llama"), "--eval_fraction", 0.2]
-    config = parse_config([str(word) for word in argv], training=False)
+    config = config_of(path, tiny_folder("llama"), "--eval_fraction", 0.2)
     texts = load_pairs(config)
     trained, held_out = (set(prompts(split)) for split in texts.splits.values())
     assert not trained & held_out and len(trained | held_out) == 20
     assert [len(split) for split in texts.splits.values()] == [112, 28]
-    assert re.search(
-        r"pairs held out: eval +28\n +prompts held out: eval +4$", load_token_pairs(config, tiny_tokenizer()).table()
-    )
+    table = load_token_pairs(config, tiny_tokenizer()).table()
+    assert re.search(r"pairs held out: eval +28\n +prompts held out: eval +4$", table)
     with pytest.raises(UserError, match=r"0\.5: 7 of 7 pairs would be held out, of 1 prompts"):
         load(write_rows("one.jsonl", [row for row in rows if row["prompt"] == "q0"]), "--eval_fraction", "0.5")
 
@@ -262,12 +256,10 @@ def test_a_prompt_is_trained_or_held_out_but_not_both(write_rows, tiny_folder):
 def test_max_dropped_fraction_of_a_sample(write_rows, tiny_folder):
     """Most rows are not looked at, so they do not count as good."""
     rows = [*numbered(150), *({**row, "prompt": "word " * 200} for row in numbered(50))]
-    argv = ["--dataset_name", write_rows("long.jsonl", [*rows, EMPTY]), "--model_name_or_path", tiny_folder("llama")]
-    argv += ["--max_length", 64, "--max_samples", 20]
+    argv = (write_rows("long.jsonl", [*rows, EMPTY]), tiny_folder("llama"), "--max_length", 64, "--max_samples", 20)
 
     def read(*more):
-        config = parse_config([str(word) for word in (*argv, *more)], training=False)
-        return load_token_pairs(config, tiny_tokenizer())
+        return load_token_pairs(config_of(*argv, *more), tiny_tokenizer())
 
     with pytest.raises(UserError, match=r": [1-9] of 20 rows cannot be used \([1-9] x prompt leaves no room"):
         read()
@@ -397,9 +389,7 @@ def test_what_cannot_be_written_is_named_and_other_errors_stay():
         with explain_cache_errors():
             raise ValueError("the library's own") from cause
 
-    with pytest.raises(
-        UserError, match=r"^HF_HOME: /hf/x: Permission denied; give yourself write permission, or set HF_HOME"
-    ):
+    with pytest.raises(UserError, match=r"^HF_HOME: /hf/x: Permission denied; give yourself write permission, or set"):
         fail(PermissionError(errno.EACCES, "Permission denied", "/hf/x"))
     with pytest.raises(ValueError, match="the library's own"):
         fail(None)

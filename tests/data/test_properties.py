@@ -102,12 +102,9 @@ def instruct(draw) -> Case:
 
 @st.composite
 def strings(draw) -> Case:
-    prompt = draw(texts)
-    chosen = draw(texts)
-    rejected = draw(texts)
-    return Case(
-        {"prompt": prompt, "chosen": chosen, "rejected": rejected}, predict_outcome(prompt, chosen, rejected, IM_END)
-    )
+    prompt, chosen, rejected = (draw(texts) for _ in range(3))
+    row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    return Case(row, predict_outcome(prompt, chosen, rejected, IM_END))
 
 
 case_files = st.lists(st.one_of(strings(), think(), instruct()), min_size=1, max_size=6)

@@ -23,7 +23,7 @@ from sfm_dpo.data.tokenization import (
     tokenize_splits,
 )
 from tests.tiny_models import CHAT_TEMPLATE, EOS, tiny_tokenizer
-from tests.toolbox import assistant, read_pairs, user, with_tool
+from tests.toolbox import assistant, config_of, read_pairs, user, with_tool
 
 IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
 
@@ -106,9 +106,8 @@ def test_ids_are_trls(make, template, bos):
 
 def test_tools_and_template_arguments_of_a_row_reach_the_template(write_rows):
     template = "{{ tools | tojson if tools else '' }}{% if terse %}(briefly){% endif %}" + CHAT_TEMPLATE
-    tools = [
-        {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
-    ]
+    add = {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": add}]
     rows = [conversation(i) for i in range(4)]
     for row in rows:
         del row["source"]
@@ -180,16 +179,15 @@ def test_special_tokens_in_texts_are_counted_and_dropped(write_rows, tiny_folder
     rows[5]["chosen"][0]["tool_calls"] = [{"function": {"name": "f", "arguments": {"x": f"a{EOS}b"}}}]
     rows += [text_pair(0), text_pair(1) | {"chosen": "yes<|im_end|>"}, text_pair(2) | {"prompt": EOS}]
     rows[7]["rejected"] = "no<|im_end|><|im_end|>"  # of which one is the end that each response has
-    argv = ["--dataset_name", write_rows("injected.jsonl", rows), "--model_name_or_path", tiny_folder("llama")]
-    argv = [str(word) for word in argv]
+    argv = (write_rows("injected.jsonl", rows), tiny_folder("llama"))
     tokenizer = tokenizer_with(THINK)
     tokenizer.add_tokens(["<think>"])
-    accepted = load_token_pairs(parse_config(argv, training=False), tokenizer)
+    accepted = load_token_pairs(config_of(*argv), tokenizer)
     assert [row["row"] for row in accepted.train if row["control_tokens"]] == [2, 4, 6, 8, 9]
     assert accepted.as_dict()["control_tokens"] == 5 and "special tokens in their texts" in accepted.table()
     ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
     assert [accepted.train[1]["prompt_ids"].count(i) for i in ids] == [5, 6]  # one more of each than turns
-    others = load_token_pairs(parse_config([*argv, "--control_tokens", "drop"], training=False), tokenizer)
+    others = load_token_pairs(config_of(*argv, "--control_tokens", "drop"), tokenizer)
     assert others.train["row"][:] == [1, 3, 5, 7] and others.dropped == {"control_tokens": 5}
     assert others.control_tokens == 0
     assert "special tokens in its texts (control_tokens: drop), first in row 2" in others.table()
@@ -210,23 +208,18 @@ def test_what_a_template_refuses_trims_or_makes_equal_is_counted():
 
 
 @pytest.mark.parametrize(("make", "warns"), [(text_pair, True), (conversation, False)])
-def test_plain_text_for_a_chat_model_is_a_warning(write_rows, caplog, make, warns):
+def test_plain_text_for_a_chat_model_is_a_warning_and_the_reverse_an_error(write_rows, caplog, make, warns):
     rows = [{name: make(i)[name] for name in ("prompt", "chosen", "rejected")} for i in range(3)]
     pairs = read_pairs(write_rows("pairs.jsonl", rows))
     for tokenizer in (tokenizer_with(), tokenizer_with(None)):
         caplog.clear()
         if tokenizer.chat_template or warns:
             tokenize_splits(pairs, tokenizer)
+        else:
+            with pytest.raises(UserError, match="no chat template"):
+                tokenize_splits(pairs, tokenizer)
         found = any("plain text is trained without the model's chat template; to use it" in m for m in caplog.messages)
         assert found == (warns and bool(tokenizer.chat_template))
-
-
-def test_conversations_without_a_chat_template_are_an_error_and_plain_text_is_not():
-    tokenizer = tokenizer_with()
-    tokenizer.chat_template = None
-    with pytest.raises(UserError, match="no chat template"):
-        tokenize_pairs(pairs_of(conversation), tokenizer, None)
-    assert len(tokenize_pairs(pairs_of(text_pair), tokenizer, None)[0]) == 12
 
 
 @pytest.fixture

@@ -105,9 +105,8 @@ def test_with_another_reference_the_rules_count_from_the_first_entry():
     assert replay(log, NORM) and not replay(log, run)
     displaced = [entry | {"rewards/chosen": entry["rewards/chosen"] - 0.9 * i} for i, entry in enumerate(log)]
     assert set(replay(displaced, run)) == {"displacement_begins", "displacement"}
-    assert set(replay([entry | {"loss": entry["loss"] * 1.5**i} for i, entry in enumerate(log)], run)) == {
-        "divergence"
-    }
+    diverged = [entry | {"loss": entry["loss"] * 1.5**i} for i, entry in enumerate(log)]
+    assert set(replay(diverged, run)) == {"divergence"}
 
 
 def rising(n: int, **metrics) -> list[dict]:

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,15 +16,16 @@ from sfm_dpo.health.node_check import BETWEEN, INSIDE, PRODUCT, check_compiler, 
 from tests.e2e.runs import ROOT, clean_environment, free_port
 
 
-def check(
-    tmp_path, ranks: int = 2, env: list[dict] | None = None, program: Sequence[str] = ("-m", node_check.__name__)
-) -> tuple[list[int], str]:
-    """Exit codes and output of `ranks` processes, each with its own addition to the environment."""
+def check(tmp_path, ranks: int = 2, env=None, change: str = "", come=None) -> tuple[list[int], str]:
+    """Exit codes and output of `ranks` processes, or of those that `come`, each with its own addition to the
+    environment; `change`: code that runs in each before the check, with the module as h."""
     clean = clean_environment(tmp_path / "hf") | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     clean |= {"WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    command = [sys.executable, *program, "--output_dir", str(tmp_path / "run")]
+    program = f"import sfm_dpo.health.node_check as h, sys\n{change}\nh.run(sys.argv[1:])"
+    start = ["-c", program] if change else ["-m", node_check.__name__]
+    command = [sys.executable, *start, "--output_dir", str(tmp_path / "run")]
     processes = []
-    for rank in range(ranks):
+    for rank in come or range(ranks):
         mine = clean | {"RANK": str(rank), "SLURMD_NODENAME": f"n{rank + 1}"} | (env[rank] if env else {})
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         processes.append(subprocess.Popen(command, cwd=ROOT, env=mine, **pipes))
@@ -48,9 +48,7 @@ def test_bad_nodes_are_excluded_and_the_good_one_is_not(tmp_path):
 def test_a_node_with_a_folder_of_its_own(tmp_path):
     codes, output = check(tmp_path, 2, [{}, {"HF_HOME": str(tmp_path / "local")}])
     assert codes == [NODE_CHECK_FAILED] * 2, output
-    assert (
-        f"unhealthy n2: HF_HOME {tmp_path}/local is not shared with the first node; choose a shared folder" in output
-    )
+    assert f"unhealthy n2: HF_HOME {tmp_path}/local is not shared with the first node; choose a shared" in output
     assert "correct this and submit again, or SKIP_HEALTHCHECK=1" in output and "--exclude" not in output
 
 
@@ -66,23 +64,17 @@ def test_a_node_that_never_comes_is_the_one_to_exclude(tmp_path, came, expected)
     scontrol = tmp_path / "scontrol"
     scontrol.write_text("#!/bin/sh\nprintf 'n1\\nn2\\n'\n")
     scontrol.chmod(0o755)
-    wait = "import sfm_dpo.health.node_check as h, sys; h.JOIN_SECONDS = 3; h.run(sys.argv[1:])"
-    env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    env |= {"RANK": str(came), "SLURMD_NODENAME": f"n{came + 1}", "SLURM_JOB_NODELIST": "n[1-2]"}
-    env["PATH"] = f"{tmp_path}:{env['PATH']}"
-    command = [sys.executable, "-c", wait, "--output_dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == NODE_CHECK_FAILED, done.stderr
-    assert re.search(expected, done.stderr), done.stderr
+    slurm = {"SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    codes, output = check(tmp_path, 2, [slurm, slurm], "h.JOIN_SECONDS = 3", come=[came])
+    assert codes == [NODE_CHECK_FAILED], output
+    assert re.search(expected, output), output
 
 
 @pytest.mark.slow
 def test_a_rank_whose_all_reduce_fails_says_why_itself(tmp_path):
     """Rank 0 only learns that it did not come."""
-    broken = "import sfm_dpo.health.node_check as h, sys; h.REDUCE_SECONDS = 3\n"
-    broken += "def check_all_reduce(folders, store):\n    raise RuntimeError('no such NIC')\n"
-    broken += "if h.RANK: h.check_all_reduce = check_all_reduce\nh.run(sys.argv[1:])"
-    codes, output = check(tmp_path, 2, program=["-c", broken])
+    broken = "h.REDUCE_SECONDS = 3\ndef check_all_reduce(folders, store):\n    raise RuntimeError('no such NIC')\n"
+    codes, output = check(tmp_path, 2, change=f"{broken}if h.RANK: h.check_all_reduce = check_all_reduce")
     assert codes == [NODE_CHECK_FAILED] * 2, output
     assert "unhealthy n2: rank 1 could not reach the other ranks: no such NIC" in output
     assert output.count("correct this and submit again") == 1 and "--exclude" not in output
@@ -90,9 +82,7 @@ def test_a_rank_whose_all_reduce_fails_says_why_itself(tmp_path):
 
 @pytest.mark.slow
 def test_another_version_is_a_warning_and_rates_are_logged(tmp_path):
-    other = "import sfm_dpo.health.node_check as h, sys\n"
-    other += "if h.RANK == 1: h.torch.__version__ = '2.12.1'\nh.run(sys.argv[1:])"
-    codes, output = check(tmp_path, 2, program=["-c", other])
+    codes, output = check(tmp_path, 2, change="if h.RANK == 1: h.torch.__version__ = '2.12.1'")
     assert codes == [0, 0], output
     assert f"not the same torch on all nodes: n1: {torch.__version__}; n2: 2.12.1\n" in output
     assert re.search(r" TFLOPS in a matrix product: \S+ \(n[12] CPU 0\) to \S+\n", output)
@@ -102,10 +92,8 @@ def test_another_version_is_a_warning_and_rates_are_logged(tmp_path):
 
 @pytest.mark.slow
 def test_ranks_that_cannot_be_measured_do_not_stop_the_job(tmp_path):
-    broken = "import sfm_dpo.health.node_check as h, sys; h.REDUCE_SECONDS = 3\n"
-    broken += "def measure_seconds(action, result):\n    raise MemoryError('no memory')\n"
-    broken += "if h.RANK == 2: h.measure_seconds = measure_seconds\nh.run(sys.argv[1:])"
-    codes, output = check(tmp_path, 3, program=["-c", broken])
+    broken = "h.REDUCE_SECONDS = 3\ndef measure_seconds(action, result):\n    raise MemoryError('no memory')\n"
+    codes, output = check(tmp_path, 3, change=f"{broken}if h.RANK == 2: h.measure_seconds = measure_seconds")
     assert codes == [0] * 3, output
     assert "n3 CPU 0 could not be measured: no memory\n" in output
     assert "n2 CPU 0 could not be measured: " in output  # its neighbour

@@ -96,16 +96,9 @@ def test_not_a_number_breaks_every_rule():
     assert verdict_of(np.full((4, 2), np.nan), np.ones((4, 2)))[0] == "no-go"
 
 
-def dataset_of(*texts: tuple[str, str, str]) -> Dataset:
-    return Dataset.from_list([dict(zip(("prompt", "chosen", "rejected"), text, strict=True)) for text in texts])
-
-
-def tokens_of(*texts: tuple[str, str, str]) -> Dataset:
-    return tokenize_pairs(dataset_of(*texts), tiny_tokenizer(), max_length=64)[0]
-
-
 def test_missing_eos_and_cut_responses_are_counted():
-    tokens = tokens_of(("q", "yes" * 3, "no"), ("q", "x" * 80, "no"))
+    texts = {"prompt": ["q", "q"], "chosen": ["yes" * 3, "x" * 80], "rejected": ["no", "no"]}
+    tokens, _ = tokenize_pairs(Dataset.from_dict(texts), tiny_tokenizer(), max_length=64)
     eos = {tiny_tokenizer().eos_token_id}
     rows = list(tokens)
     lengths = Lengths.of(tokens)
@@ -114,11 +107,6 @@ def test_missing_eos_and_cut_responses_are_counted():
         row["chosen_ids"] = [i for i in row["chosen_ids"] if i not in eos]
     assert inspect_tokens(rows, lengths, eos, 64)["no_eos"][0] == pytest.approx(1 / 3)  # the cut one does not count
     assert judge_base_model({"no_eos": exact(1 / 3), "cut": exact(0.3)}, "sigmoid_norm")[0] == "caution"
-
-
-def judge(trainer) -> dict:
-    with frozen_model(trainer, "policy") as policy:
-        return run_preflight(trainer, policy, trainer.config)
 
 
 def test_rope_scaling_of_olmo_3():
@@ -147,7 +135,8 @@ def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, c
             row |= {side: with_tool(side, "7", row[side]) for side in ("chosen", "rejected")}
     trainer = make_trainer(folder, tmp_path / "run", *cli, data=Dataset.from_list(rows))
     before = {name: p.clone() for name, p in trainer.model.state_dict().items()}
-    result = judge(trainer)
+    with frozen_model(trainer, "policy") as policy:
+        result = run_preflight(trainer, policy, trainer.config)
     logps = by_hand(folder, list(trainer.train_dataset))
     chosen = logps["chosen_sum"]
     rejected = logps["rejected_sum"]
@@ -161,9 +150,8 @@ def test_figures_of_a_model_are_those_of_plain_forwards(tiny_folder, tmp_path, c
     [row] = result["sides"]
     margin = (chosen_mean - rejected_mean).mean().item()
     assert row["sides"]["base margin"]["difference"] == pytest.approx(margin, abs=1e-3)
-    assert row["pairs"] == 8 and row["sides"]["tokens"]["chosen"] == pytest.approx(
-        (chosen / chosen_mean).mean().item()
-    )
+    tokens = (chosen / chosen_mean).mean().item()
+    assert row["pairs"] == 8 and row["sides"]["tokens"]["chosen"] == pytest.approx(tokens)
     [shown] = re.findall(r"base margin +([-+.\d]+),", result["text"])
     assert float(shown) == pytest.approx(margin, abs=2e-3)
     json.dumps(result, allow_nan=False)

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 
 from bench.lengths import sample_lengths
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config import parse_config
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.preferences import load_pairs
 from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer, tokenize_pairs
@@ -19,7 +18,7 @@ from sfm_dpo.planning import dataset_report
 from sfm_dpo.planning.dataset import analyze_dataset
 from sfm_dpo.planning.length_advice import CANDIDATES, PERCENTILES, STEPS, analyze_lengths, list_lengths
 from tests.tiny_models import CHAT_TEMPLATE, tiny_tokenizer
-from tests.toolbox import assistant, user, with_tool
+from tests.toolbox import assistant, config_of, user, with_tool
 
 
 def lengths_of(kind: str, n: int) -> Lengths:
@@ -38,13 +37,7 @@ def analyze(write_rows, tiny_folder):
     """A function: rows, options -> what analyze_dataset finds."""
 
     def run(rows, *options, model=None, min_coverage=0.9, min_tokens_kept=0.9):
-        argv = [
-            "--dataset_name",
-            write_rows("pairs.jsonl", rows),
-            "--model_name_or_path",
-            model or tiny_folder("llama"),
-        ]
-        config = parse_config([str(word) for word in (*argv, *options)], training=False)
+        config = config_of(write_rows("pairs.jsonl", rows), model or tiny_folder("llama"), *options)
         return analyze_dataset(config, min_coverage, min_tokens_kept)
 
     return run
@@ -158,9 +151,8 @@ def test_tool_results_are_left_out_as_in_training(analyze, tiny_folder, tmp_path
     assert source["sides"]["link"]["chosen"] == 0
     assert source["sides"]["tokens"]["chosen"] < source["sides"]["tokens"]["rejected"]
     for row in [row for row in result["candidates"] if row["dropped"]] or pytest.fail("nothing is dropped"):
-        argv = ["--dataset_name", tmp_path / "pairs.jsonl", "--model_name_or_path", tiny_folder("llama")]
-        argv += ["--max_length", row["max_length"], "--max_dropped_fraction", 1]
-        config = parse_config([str(word) for word in argv], training=False)
+        options = ("--max_length", row["max_length"], "--max_dropped_fraction", 1)
+        config = config_of(tmp_path / "pairs.jsonl", tiny_folder("llama"), *options)
         train = load_token_pairs(config, load_tokenizer(config)).train
         assert row["dropped"] == len(rows) - len(train)
         assert row["response_tokens"] == count_trained(train, row["max_length"]).sum()
@@ -297,8 +289,8 @@ def test_how_the_sides_differ(analyze):
 
 
 def test_training_finds_the_tokens_in_the_cache(write_rows, tiny_folder, monkeypatch):
-    argv = ["--dataset_name", str(write_rows("pairs.jsonl", [pair(i) for i in range(60)])), "--eval_fraction", "0.1"]
-    config = parse_config([*argv, "--model_name_or_path", str(tiny_folder("llama"))], training=False)
+    path = write_rows("pairs.jsonl", [pair(i) for i in range(60)])
+    config = config_of(path, tiny_folder("llama"), "--eval_fraction", 0.1)
     analyze_dataset(config, 0.9, 0.9)
     pairs = load_pairs(config)
     tokenizer = load_tokenizer(config)

@@ -129,9 +129,7 @@ CASES = {
         ("{kit}/nowhere", "nowhere: no such folder"),
         ("{kit} --jsn", "unrecognized arguments: --jsn (see --help)"),
     ],
-    "compare_runs": [
-        (f"{{kit}}/runs/state_list/trainer_state.json {RUN}", "trainer_state.json: not a run's folder"),
-    ],
+    "compare_runs": [(f"{{kit}}/runs/state_list/trainer_state.json {RUN}", "trainer_state.json: not a run's folder")],
     "push_to_hub": [
         (f"{RUN} --hub_private_repo maybe", "--hub_private_repo: invalid choice: 'maybe'"),
         ("{kit}/runs/config_list", "resolved_config.yaml: missing or damaged", "restore it"),
@@ -170,10 +168,7 @@ CASES = {
         (f"{TRAIN} --dataset_name {{kit}}/deep.jsonl", "deep.jsonl: line 1: maximum recursion depth"),
         (f"{TRAIN} --model_name_or_path /nope", "model_name_or_path /nope: neither a folder with a model nor"),
         (f"{ON}/no_tokenizer", "no_tokenizer: cannot load a tokenizer"),
-        (
-            f"{TRAIN} --max_steps 2 --output_dir {{kit}}/runs/collapsed",
-            "the guard stopped this run; start a new run",
-        ),
+        (f"{TRAIN} --max_steps 2 --output_dir {{kit}}/runs/collapsed", "the guard stopped this run; start a new run"),
         (f"{ON}/config_cut", "config.json", "is not a valid JSON file"),
         (f"{ON}/unknown_type", "model type `lama`"),
         (f"{ON}/more_layers", "model.layers.3.", "take config.json and weights from"),
