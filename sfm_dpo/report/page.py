@@ -47,7 +47,6 @@ PAIR_METRICS = {  # metrics of held-out pairs, and their names in tables
     "logps/accuracies": "chosen is likelier",
     "loss": "loss",
 }
-BENCHMARK_HEADINGS = ("task", "metric", "samples", "base", "trained", "difference (95%)")
 
 
 def render_page(template: str, **values: Any) -> str:
@@ -160,7 +159,8 @@ def evaluation_tables(evaluation: dict[str, Any]) -> list[tuple[tuple[str, ...],
     for row in evaluation.get("pairs", []):
         metrics = [format_metric(name, to_float(row.get(name)), row["pairs"]) for name in PAIR_METRICS]
         pairs.append([row["source"], str(row["pairs"]), *metrics])
-    tables = [(BENCHMARK_HEADINGS, benchmarks), (("preference set", "pairs", *PAIR_METRICS.values()), pairs)]
+    headings = ("task", "metric", "samples", "base", "trained", "difference (95%)")
+    tables = [(headings, benchmarks), (("preference set", "pairs", *PAIR_METRICS.values()), pairs)]
     by_step = evaluation.get("checkpoints", {})
     metrics = list(dict.fromkeys(name for scores in by_step.values() for name in scores))
     rows = [[str(step), *(_format_score(scores.get(name)) for name in metrics)] for step, scores in by_step.items()]
