@@ -59,7 +59,7 @@ RATES = {
 PUBLISHED = "16% and 19% on B200, 54% on H200; of DPO, 3% and 9% on H100"
 PRODUCTS = 0.72  # share of the dense bf16 peak that large matrix products reach (assumed)
 BANDWIDTH = 0.8  # share of the data sheet's bandwidth (assumed)
-FUSED = {"gpt_neox": 0.66}  # bytes of a compiled layer over those of an eager one (docs/speed.md)
+FUSED = {"gpt_neox": 0.66}  # bytes of a compiled layer over those of an eager one (docs/memory-and-speed.md)
 FUSED_OLMO = 0.19
 # Of a weight in a micro-batch: written, copied, reduced, flattened, added in fp32 (DeepSpeed 0.19)
 GRADIENT_BYTES = 16

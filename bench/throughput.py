@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Speed and memory of this project against stock TRL, flag by flag. docs/speed.md says how to read the table.
+"""Speed and memory of this project against stock TRL, flag by flag. How to read the table: docs/memory-and-speed.md.
 
 CPU, 2 cores, about half an hour:   python bench/throughput.py
 One GPU, layers of a 7B model:      python bench/throughput.py --model gpt_neox

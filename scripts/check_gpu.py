@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Checks that training is correct and fast on this machine, for scripts/check_gpu.sh (docs/quickstart-slurm.md).
+"""Checks that training is correct and fast on this machine, for scripts/check_gpu.sh (docs/quickstart.md).
 
     python scripts/check_gpu.py [--processes 4] [--config recipes/think.yaml ...]
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks on one node that training is correct and fast on this cluster; prints a line after each check (docs/quickstart-slurm.md).
+# Checks on one node that training is correct and fast on this cluster; prints a line after each check (docs/quickstart.md).
 #
 #   sbatch scripts/check_gpu.sh                                 with recipes/think.yaml
 #   sbatch scripts/check_gpu.sh --config recipes/tulu3_8b.yaml  with the model and the lengths of another recipe

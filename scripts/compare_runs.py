@@ -4,7 +4,7 @@
     python scripts/compare_runs.py RUN_A RUN_B [--json FILE]
 
 A run is a folder that train_dpo.py wrote, or the folder or a checkpoint of any HF Trainer.
-Exit codes: 0 identical or within noise (docs/reproducibility.md), 1 diverging, 2 an error.
+Exit codes: 0 identical or within noise (docs/verification.md), 1 diverging, 2 an error.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Removed: each start compares the paths itself (calibration, docs/reproducibility.md)."""
+"""Removed: each start compares the paths itself (calibration, docs/verification.md)."""
 
 import sys
 

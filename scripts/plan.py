@@ -5,7 +5,7 @@
     python scripts/plan.py --config R --gpu h100 --num_gpus 8 --num_nodes 4 --mfu 0.3
     python scripts/plan.py --config R --model_name_or_path FOLDER_WITH_CONFIG_JSON --lengths lengths.json
 
-Other options are train_dpo.py's. docs/plan.md explains the numbers.
+Other options are train_dpo.py's. docs/memory-and-speed.md explains the numbers.
 """
 
 import os

@@ -75,16 +75,16 @@ class TrainConfig(DPOConfig):
     # Speed; what is decided where a field is unset is in train/settings.py
     per_device_train_batch_size: int | None = HfArg(default=None, help="Pairs in a micro-batch.")
     train_sampling_strategy: Literal["batch_rebalance", "random", "group_by_length", "sequential"] = HfArg(
-        default="batch_rebalance", help="Order of the pairs, and which of them share a micro-batch (docs/speed.md)."
+        default="batch_rebalance", help="Order of the pairs, and which of them share a micro-batch."
     )
-    padding_free: bool | None = HfArg(default=None, help="Pack sequences instead of padding them (docs/speed.md).")
+    padding_free: bool | None = HfArg(default=None, help="Pack sequences instead of padding them.")
     precompute_ref_log_probs: bool = HfArg(default=True, help="Compute reference log-probs once and cache them.")
-    prefix_sharing: bool | None = HfArg(default=None, help="Compute a prompt once for both answers (docs/speed.md).")
+    prefix_sharing: bool | None = HfArg(default=None, help="Compute a prompt once for both answers.")
     # auto: the fastest kernel that check_gpu.sh measured, else FA2
     flash_attention: Literal["auto", "fa2", "fa3", "fa4"] = HfArg(default="auto", help="Kernel for packed attention.")
     memory_gib: float | None = HfArg(default=None, help="GiB that a process may use; default: 90% of what there is.")
     checkpointed_layers: int | None = HfArg(default=None, help="Layers to checkpoint, evenly spread.")
-    profile_steps: list[int] | None = HfArg(default=None, help="First and last step to profile (docs/plan.md).")
+    profile_steps: list[int] | None = HfArg(default=None, help="First and last step to profile.")
     eval_command: str | None = HfArg(default=None, help="Command to evaluate each checkpoint (docs/evaluation.md).")
     # Hub (docs/hub.md)
     push_to_hub: bool = HfArg(default=False, help="Push the finished model, or each checkpoint (hub_strategy).")

@@ -1,6 +1,6 @@
 """What answers contain, found in their texts alone: faults, and traits in which chosen and rejected answers differ.
 
-docs/internals/testing.md states the precision of the checks.
+docs/verification.md states the precision of the checks.
 """
 
 import re

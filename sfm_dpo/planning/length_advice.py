@@ -1,6 +1,6 @@
 """Which max_length and max_prompt_length suit a dataset: what each max_length keeps and costs, and a recommendation.
 
-All of it is arithmetic on `Lengths`, in tokens as training counts them; docs/lengths.md states the rule.
+All of it is arithmetic on `Lengths`, in tokens as training counts them; docs/data.md states the rule.
 """
 
 import functools

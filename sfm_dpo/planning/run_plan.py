@@ -1,7 +1,7 @@
 """Plan of a run before submission: memory, batch sizes, FLOPs, hours and disk.
 
-It needs only the model's configuration and the lengths of the pairs, no weights and no GPU. docs/plan.md explains how
-each number is computed.
+It needs only the model's configuration and the lengths of the pairs, no weights and no GPU. docs/memory-and-speed.md
+explains how each number is computed.
 """
 
 import json

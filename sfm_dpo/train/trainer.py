@@ -18,7 +18,7 @@ from trl import get_peft_config, get_quantization_config
 
 from sfm_dpo.common.distributed import launched_with
 from sfm_dpo.common.errors import UserError, user_input
-from sfm_dpo.common.statistics import LOGP_ROUNDING
+from sfm_dpo.common.statistics import LOGP_ROUNDING, TYPICAL_LOGIT
 from sfm_dpo.config import Config, TrainConfig
 from sfm_dpo.config_checks import main_loss
 from sfm_dpo.data.lengths import Lengths, count_trained
@@ -97,8 +97,8 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
                 callbacks=[CheckpointCallback(self), ResumeCallback(self), *callbacks],
                 **options,
             )
-        # Nats, of a log-prob: that of logits of about 10, until calibration has measured it
-        self.noise = 10 * LOGP_ROUNDING[self.accelerator.mixed_precision]
+        # Nats, of a log-prob, until calibration has measured it
+        self.noise = TYPICAL_LOGIT * LOGP_ROUNDING[self.accelerator.mixed_precision]
         self.precompute_ref_logps = True  # tells TRL that each batch holds the reference's sums, see _compute_loss
         self.chosen_tokens = count_trained(self.train_dataset, args.max_length)[:, 0].mean()  # until a step begins
         self.configured_weights = args.loss_weights or [1.0] * len(args.loss_type)
@@ -117,9 +117,14 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         """Takes what calibration has found before training begins; pairs per device and layers must be as built."""
         self.settings = settings
         self.noise = calibration.noise or self.noise
+        if self.packed and not self.config.train.use_cpu:
+            activate_flash(settings.flash_attention)
 
     def discard(self) -> None:
         """Frees the models and accelerate's state, so that another trainer can be built in this process."""
+        for model in filter(None, (self.model, self.ref_model)):
+            for parameter in model.parameters():
+                parameter.data = parameter.data.new_empty(0)  # whatever else may hold the model
         self.model = self.model_wrapped = self.ref_model = self.callback_handler.model = None
         self.accelerator.free_memory()
         AcceleratorState._reset_state()

@@ -1,7 +1,7 @@
 """Runs of train_dpo.py, a JSON file of command lines, in one set of processes: starts take longer than training.
 
 Each run's folder also gets dtypes.json: of the policy's parameters and buffers, the optimizer's master weights and
-moments, the reference log-probs and what a linear layer computes at the last step; of the moments at the first.
+moments, the reference log-probs and what a linear layer computes, at the last step.
 """
 
 import gc
@@ -34,8 +34,6 @@ def recording(self, model, inputs, return_outputs):
         for kind, some in (("masters", masters), ("moments", moments)):
             dtypes[kind] = sorted({str(t.dtype) for t in some if isinstance(t, torch.Tensor) and t.dim()})
         path = Path(self.args.output_dir) / "dtypes.json"
-        before = json.loads(path.read_text()) if path.is_file() else dtypes
-        dtypes["first moments"] = before.get("first moments", dtypes["moments"])
 
         def note_dtype(module, inputs, output):
             path.write_text(json.dumps(dtypes | {"computed": str(output.dtype)}))

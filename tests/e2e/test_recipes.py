@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from scripts import plan
+from sfm_dpo.common.distributed import CPU_ONLY
 from tests.commands import text
 from tests.e2e.runs import ROOT, Place
 from tests.toolbox import as_options, logged, pairs, write_jsonl
@@ -113,17 +114,13 @@ def test_recipe_trains_two_steps(runs, recipe):
         assert (run / "adapter_model.safetensors").is_file()
 
 
-@pytest.fixture
-def from_root(monkeypatch, environment) -> None:
-    """plan.py as its users call it."""
-    monkeypatch.chdir(ROOT)
-
-
 @pytest.mark.grid
-@pytest.mark.usefixtures("from_root")
 @pytest.mark.parametrize("recipe", [pytest.param(r, id=r.stem) for r in RECIPES if "# Plan" in r.read_text()])
-def test_computed_line_of_a_header_is_its_plans(recipe, tmp_path):
+def test_computed_line_of_a_header_is_its_plans(recipe, tmp_path, monkeypatch):
     """Memory, hours and disk, as the header's own Plan command says them. RECORD=1 writes the line."""
+    monkeypatch.chdir(ROOT)
+    for name, value in CPU_ONLY.items():  # plan.py sets them for good
+        monkeypatch.setenv(name, value)
     command = re.search(r"^ Plan +python scripts/plan.py (.*)", text(recipe), re.M)[1]
     plan.main([*command.split(), "--json", str(tmp_path / "plan.json")])
     planned = json.loads((tmp_path / "plan.json").read_text())
@@ -141,10 +138,12 @@ def test_computed_line_of_a_header_is_its_plans(recipe, tmp_path):
 
 
 @pytest.mark.grid
-@pytest.mark.usefixtures("from_root")
-def test_plan_on_its_page_is_the_output(capsys):
+def test_plan_on_its_page_is_the_output(monkeypatch, capsys):
     """RECORD=1 writes it."""
-    page = ROOT / "docs/plan.md"
+    monkeypatch.chdir(ROOT)
+    for name, value in CPU_ONLY.items():  # plan.py sets them for good
+        monkeypatch.setenv(name, value)
+    page = ROOT / "docs/memory-and-speed.md"
     shown = re.search(r"^`python scripts/plan.py (.*)`\n\n```\n(.*?)```", page.read_text(), re.M | re.S)
     plan.main(shown[1].split())
     printed = capsys.readouterr().out

@@ -247,7 +247,7 @@ def layer_bytes(shape: str, backend: str | None) -> list[float]:
     [("gpt_neox_6.9b", (29, 70), (25, 40)), ("olmo3_7b", (136, 321), (30, 55))],
 )
 def test_bytes_that_a_layer_moves_beside_products_and_attention(shape, eager, compiled, monkeypatch, graphs):
-    """The ratios of docs/speed.md. The CPU's fusions: Inductor has none for a GPU where there is no GPU."""
+    """The ratios of docs/memory-and-speed.md. The CPU's fusions: Inductor has none for a GPU where there is no GPU."""
     monkeypatch.setattr("sfm_dpo.model.attention._takes_varlen", lambda *_: True)
     found = layer_bytes(shape, None), layer_bytes(shape, "counting_bytes")
     print(f"{shape}: forward, backward {found[0]}; compiled {found[1]}")

@@ -89,7 +89,7 @@ def write_recipes() -> str:
 
 
 def write_measured() -> str:
-    """The table of docs/speed.md, from bench/results."""
+    """The table of docs/memory-and-speed.md, from bench/results."""
     files = {name: next(ROOT.glob(f"bench/results/*-olmo3-{name}-*.json")) for name in ("think", "instruct", "chat")}
     found = {name: json.loads(file.read_text())["summary"] for name, file in files.items()}
     lines = ["| variant | think / 8 | instruct / 8 | chat | peak GiB, think / 8 |", "|---|---|---|---|---|"]
@@ -113,7 +113,7 @@ def write_migration() -> str:
 
 
 def test_share_of_the_prompts_is_counted():
-    row = re.search(r"^\| `prefix_sharing: true`.*", (ROOT / "docs/speed.md").read_text(), re.M)[0]
+    row = re.search(r"^\| `prefix_sharing: true`.*", (ROOT / "docs/memory-and-speed.md").read_text(), re.M)[0]
     for kind, limit in MAX_LENGTH.items():
         lengths = sample_lengths(kind, 20_000)
         prompt = np.minimum(lengths["prompt"], limit // 2)
@@ -135,7 +135,7 @@ def test_speed_in_the_readme_is_measured():
     [
         ("migration", "migration", write_migration),
         ("recipes", "recipes", write_recipes),
-        ("speed", "measured", write_measured),
+        ("memory-and-speed", "measured", write_measured),
     ],
 )
 def test_generated_table(name, mark, write):
