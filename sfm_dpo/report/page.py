@@ -49,12 +49,14 @@ PAIR_METRICS = {  # metrics of held-out pairs, and their names in tables
 }
 
 
-def render_page(template: str, **values: Any) -> str:
-    """Renders a file of templates/ with `values`; HTML templates escape them."""
+def render_page(template: str, facts: dict[str, Any], **values: Any) -> str:
+    """Renders a file of templates/ with `facts` (of read_run) and `values`; HTML templates escape them."""
+    facts = facts | {"held_out": tabulate_held_out(facts), "evaluation_tables": evaluation_tables(facts["evaluation"])}
     loader = FileSystemLoader(Path(__file__).with_name("templates"))
     escape = select_autoescape(["html.jinja"])
     environment = Environment(loader=loader, autoescape=escape, undefined=StrictUndefined, trim_blocks=True)
-    return environment.get_template(template).render(values)
+    environment.globals |= {"last_user_turn": last_user_turn, "drop_reasons": DROP_REASONS}
+    return environment.get_template(template).render(facts | values)
 
 
 def write_report(run: Path) -> Path:
@@ -64,18 +66,14 @@ def write_report(run: Path) -> Path:
     is_doubtful = state is State.DONE and any(verdict != LEARNED[0] for verdict, _ in judge_learning(facts))
     page = render_page(
         "report.html.jinja",
-        **facts,
+        facts,
         name=run.resolve().name,
         state=state,
         state_class="open" if is_doubtful else STATES[state][0],
         sentences=list_sentences(facts),
-        held_out=tabulate_held_out(facts),
         calibration=list_calibration(facts["data"].get("calibration") or {}),
-        evaluation_tables=evaluation_tables(facts["evaluation"]),
         curves=draw_curves(facts, run / FIGURES),
         machine_titles=[title for name, (title, *_) in PANELS.items() if name.startswith("perf_")],
-        last_user_turn=last_user_turn,
-        drop_reasons=DROP_REASONS,
         changed=changed_fields(facts["config"]),
         format_yaml=format_yaml,
         command=shlex.join(facts["environment"].get("command", [])),
