@@ -44,12 +44,11 @@ def evaluate_run(path: Path, tasks: list[str], pairs: str | None, out: Path | No
         raise UserError(f"{path}: nothing to evaluate; give --tasks or, without --out, --pairs")
     if not (out and model.step) and not os.access(model.folder, os.W_OK):
         raise UserError(f"{model.folder}: cannot be written, so the results would be lost; evaluate a copy of it")
+    found: dict[str, list[dict[str, Any]]] = {}
     if tasks:
         if options["backend"] == "vllm" and not importlib.util.find_spec("vllm"):
             raise UserError("--backend vllm: not installed; docs/evaluation.md says how, or leave the option out")
         options |= {"tasks": tasks, "task_manager": load_tasks(tasks)}
-    found: dict[str, list[dict[str, Any]]] = {}
-    if tasks:
         found["benchmarks"] = evaluate_benchmarks(model, options, with_base=not (out and model.step))
     if pairs:
         found["pairs"] = [evaluate_pairs(model, pairs, options["limit"])]

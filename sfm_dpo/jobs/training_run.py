@@ -143,8 +143,10 @@ class Run:
         try:
             if end:
                 self._close(end)
-                if end is not error or end.__cause__:
-                    self._keep_traceback(error)
+                is_translated = end is not error or end.__cause__  # its line does not say where it happened
+                if is_translated and folder and has_failed(folder):
+                    with suppress(OSError):  # the disk may be full
+                        write_atomically(folder / ERROR, mask("".join(traceback.format_exception(error))))
             elif error and folder and folder.is_dir() and not has_failed(folder):
                 if message := message_of_rank(folder, "".join(traceback.format_exception_only(error)).strip()):
                     write_status(folder, State.FAILED, 1, message, any_rank=True)
@@ -212,12 +214,6 @@ class Run:
                 self.lease.release()  # before the report: a launcher ends this rank soon after another rank's exit
             if not isinstance(end, Interrupted):
                 report(self.folder, self.is_training)
-
-    def _keep_traceback(self, error: BaseException | None) -> None:
-        """Writes error.txt, beside a status.json that says failed: its line does not say where it happened."""
-        if self.folder and has_failed(self.folder):
-            with suppress(OSError):  # the disk may be full
-                write_atomically(self.folder / ERROR, mask("".join(traceback.format_exception(error))))
 
 
 def handle_interrupts(how: signal.Handlers) -> None:

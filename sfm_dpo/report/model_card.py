@@ -14,16 +14,7 @@ from sfm_dpo.common.distributed import launch_file
 from sfm_dpo.common.errors import user_input
 from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.secrets import mask
-from sfm_dpo.data.pairs import DROP_REASONS
-from sfm_dpo.report.page import (
-    FIGURES,
-    changed_fields,
-    evaluation_tables,
-    format_yaml,
-    last_user_turn,
-    render_page,
-    tabulate_held_out,
-)
+from sfm_dpo.report.page import FIGURES, changed_fields, format_yaml, render_page
 from sfm_dpo.report.plots import draw_curves
 from sfm_dpo.run.files import CARD, EVALUATION, read_file
 from sfm_dpo.run.reader import judge_learning, read_run
@@ -80,19 +71,15 @@ def write_model_card(
     )
     text = render_page(
         "model_card.md.jinja",
-        **facts,
+        facts,
         metadata=metadata.to_yaml(),
         name=Path(repo).name if step is None else f"{Path(repo).name}, step {step}",
         step=step,
         base=_format_link(base),
         licenses={_format_link(name): _read_metadata(name, "dataset").get("license") for name in datasets},
-        last_user_turn=last_user_turn,
         reference=_format_link(config.get("ref_model_name_or_path") or ""),
         datasets=[_format_link(name, "datasets/") for name in datasets],
-        held_out=tabulate_held_out(facts),
         verdicts=judge_learning(facts),
-        drop_reasons=DROP_REASONS,
-        evaluation_tables=evaluation_tables(facts["evaluation"]),
         figures=[name for name in _CURVES if (folder / FIGURES / f"{name}.png").is_file()],
         change=change,
         repo=repo,

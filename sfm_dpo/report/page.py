@@ -47,15 +47,16 @@ PAIR_METRICS = {  # metrics of held-out pairs, and their names in tables
     "logps/accuracies": "chosen is likelier",
     "loss": "loss",
 }
-BENCHMARK_HEADINGS = ("task", "metric", "samples", "base", "trained", "difference (95%)")
 
 
-def render_page(template: str, **values: Any) -> str:
-    """Renders a file of templates/ with `values`; HTML templates escape them."""
+def render_page(template: str, facts: dict[str, Any], **values: Any) -> str:
+    """Renders a file of templates/ with `facts` (of read_run) and `values`; HTML templates escape them."""
+    facts = facts | {"held_out": tabulate_held_out(facts), "evaluation_tables": evaluation_tables(facts["evaluation"])}
     loader = FileSystemLoader(Path(__file__).with_name("templates"))
     escape = select_autoescape(["html.jinja"])
     environment = Environment(loader=loader, autoescape=escape, undefined=StrictUndefined, trim_blocks=True)
-    return environment.get_template(template).render(values)
+    environment.globals |= {"last_user_turn": last_user_turn, "drop_reasons": DROP_REASONS}
+    return environment.get_template(template).render(facts | values)
 
 
 def write_report(run: Path) -> Path:
@@ -65,18 +66,14 @@ def write_report(run: Path) -> Path:
     is_doubtful = state is State.DONE and any(verdict != LEARNED[0] for verdict, _ in judge_learning(facts))
     page = render_page(
         "report.html.jinja",
-        **facts,
+        facts,
         name=run.resolve().name,
         state=state,
         state_class="open" if is_doubtful else STATES[state][0],
         sentences=list_sentences(facts),
-        held_out=tabulate_held_out(facts),
         calibration=list_calibration(facts["data"].get("calibration") or {}),
-        evaluation_tables=evaluation_tables(facts["evaluation"]),
         curves=draw_curves(facts, run / FIGURES),
         machine_titles=[title for name, (title, *_) in PANELS.items() if name.startswith("perf_")],
-        last_user_turn=last_user_turn,
-        drop_reasons=DROP_REASONS,
         changed=changed_fields(facts["config"]),
         format_yaml=format_yaml,
         command=shlex.join(facts["environment"].get("command", [])),
@@ -173,7 +170,8 @@ def evaluation_tables(evaluation: dict[str, Any]) -> list[tuple[tuple[str, ...],
     for row in evaluation.get("pairs", []):
         metrics = [format_metric(name, to_float(row.get(name)), row["pairs"]) for name in PAIR_METRICS]
         pairs.append([row["source"], str(row["pairs"]), *metrics])
-    tables = [(BENCHMARK_HEADINGS, benchmarks), (("preference set", "pairs", *PAIR_METRICS.values()), pairs)]
+    headings = ("task", "metric", "samples", "base", "trained", "difference (95%)")
+    tables = [(headings, benchmarks), (("preference set", "pairs", *PAIR_METRICS.values()), pairs)]
     by_step = evaluation.get("checkpoints", {})
     metrics = list(dict.fromkeys(name for scores in by_step.values() for name in scores))
     rows = [[str(step), *(_format_score(scores.get(name)) for name in metrics)] for step, scores in by_step.items()]

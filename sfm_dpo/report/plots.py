@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from sfm_dpo.config_checks import LENGTH_NORMALIZED_LOSSES, main_loss
-from sfm_dpo.run.reader import list_restarts, to_float
+from sfm_dpo.run.reader import to_float
 
 matplotlib.use("Agg")
 
@@ -51,30 +51,34 @@ def draw_curves(facts: dict[str, Any], folder: Path, panels: Collection[str] | N
     `panels` is all of PANELS, and one for each metric of evaluation/.
     """
     log = facts["log"]
+    config = facts["config"]
     chosen = {name: PANELS[name] for name in panels or PANELS}
     if panels is None:
         keys = {key for entry in log for key in entry if key.startswith("evaluation/")}
         for key in sorted(keys):
             chosen[re.sub(r"\W", "_", key)] = (key.replace("/", ": "), {key: "training"}, "")
+    restarts = {start["step"] for start in facts["environment"].get("starts", [])[1:] if start["step"]}
     svgs = []
     with matplotlib.rc_context(STYLE):
         for name, (title, metrics, unit) in chosen.items():
             figure = Figure(figsize=(4.4, 2.9), layout="constrained")
             axes = figure.add_subplot()
+            scale = 1
             if name == "logps":  # rewards are beta times that
-                unit = _unit_of_rewards(facts["config"])
-            scale = facts["config"].get("beta", 1) if name == "logps" else 1
+                scale = config.get("beta", 1)
+                is_mean = main_loss(config.get("loss_type") or [""]) in LENGTH_NORMALIZED_LOSSES
+                unit = "nats per token" if is_mean else "nats, sum of an answer"
             for color, (metric, label) in zip(COLORS, metrics.items(), strict=False):
                 _draw_training(axes, log, metric, label, color, scale)
             if len(metrics) == 1:
                 _draw_held_out(axes, log, *metrics)
             if not axes.lines:
                 continue
-            limit = facts["config"].get("max_grad_norm")
+            limit = config.get("max_grad_norm")
             if name == "grad_norm" and limit:
                 axes.axhline(limit, color=INK, linewidth=0.8, linestyle=":", label="clipped above")
                 title += f", {np.mean(_read_series(log, name)[1] > limit):.0%} of steps clipped"
-            for step in list_restarts(facts):
+            for step in restarts:
                 axes.axvline(step, color=INK, linewidth=0.4)
             if name.startswith("perf_"):  # otherwise the rounding of a constant would fill the axis
                 axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
@@ -86,11 +90,6 @@ def draw_curves(facts: dict[str, Any], folder: Path, panels: Collection[str] | N
             figure.savefig(folder / f"{name}.png", facecolor="white")
             svgs.append((title, to_svg(figure, name)))
     return svgs
-
-
-def _unit_of_rewards(config: dict[str, Any]) -> str:
-    is_mean = main_loss(config.get("loss_type") or [""]) in LENGTH_NORMALIZED_LOSSES
-    return "nats per token" if is_mean else "nats, sum of an answer"
 
 
 def _draw_training(axes: Axes, log: list[dict[str, Any]], metric: str, label: str, color: str, scale: float) -> None:

@@ -61,20 +61,20 @@ def why_incomplete(checkpoint: Path) -> str | None:
     return None
 
 
-def why_damaged(checkpoint: Path, pattern: str = "*", alone: bool = False) -> str | None:
+def why_damaged(checkpoint: Path, pattern: str = "*") -> str | None:
     """Which file of a complete checkpoint does not match its recorded checksum; None if all match. All ranks must call
-    it: each reads the files it wrote, and all get the same answer. With `alone`, one process reads all files."""
-    checksums = read_file(checkpoint / COMPLETE).get("xxh3_128", {})
+    it: each reads the files it wrote, and all get the same answer."""
+    checksums = broadcast(read_file(checkpoint / COMPLETE).get("xxh3_128", {}))
     damage = None
-    for name, checksum in (checksums if alone else broadcast(checksums)).items():
-        if damage or not Path(name).match(pattern) or not (alone or _is_mine(name)):
+    for name, checksum in checksums.items():
+        if damage or not Path(name).match(pattern) or not _is_mine(name):
             continue
         try:
             if hash_file(checkpoint / name) != checksum:
                 damage = f"has a damaged {name} (its checksum differs)"
         except OSError as error:
             damage = f"has an unreadable {name} ({error.strerror})"
-    return damage if alone else next(filter(None, gather(damage)), None)
+    return next(filter(None, gather(damage)), None)
 
 
 def _is_mine(name: str) -> bool:

@@ -70,11 +70,6 @@ class State(StrEnum):
         return self in (State.DONE, State.PUSH_FAILED)
 
     @property
-    def is_failure(self) -> bool:
-        """Whether the run ended against its user's will, without a trained model."""
-        return self in (State.REFUSED, State.COLLAPSED, State.HUNG, State.FAILED)
-
-    @property
     def resumes(self) -> bool:
         """Whether the same command trains on, if no process of the run is left."""
         return not self.has_model and self is not State.COLLAPSED
@@ -139,7 +134,8 @@ def array_task() -> str | None:
 def has_failed(run: str | Path) -> bool:
     """Whether a rank has recorded in status.json why this start failed."""
     status = read_status(run)
-    return State.of(status).is_failure and status.get("time", "") >= STARTED
+    is_failure = State.of(status) in (State.REFUSED, State.COLLAPSED, State.HUNG, State.FAILED)
+    return is_failure and status.get("time", "") >= STARTED
 
 
 def message_of_rank(run: Path | None, error: str) -> str | None:

@@ -137,12 +137,6 @@ def _give_verdict(what: str, value: float, low: float, high: float) -> tuple[str
     return verdict, f"{verdict.capitalize()}: {what} {figures}{advice}."
 
 
-def list_restarts(facts: dict[str, Any]) -> list[int]:
-    """Steps, after the first, at which the run was restarted, from the list of starts in environment.json."""
-    starts = facts["environment"].get("starts", [])
-    return list(dict.fromkeys(start["step"] for start in starts[1:] if start["step"]))
-
-
 def count_gpu_hours(environment: dict[str, Any], status: dict[str, Any]) -> float | None:
     """Hours from the beginning to the last sign of life of each start, times its GPUs; None without a GPU."""
     starts = environment.get("starts", [])
@@ -217,10 +211,9 @@ def format_scores(step: int, scores: dict[str, Any]) -> str:
 def find_runs(folders: Iterable[str | Path]) -> list[Path]:
     """The runs among the given folders and up to two levels below them, sorted by name."""
     runs: set[Path] = set()
-    for folder in map(Path, folders):
-        for status in (folder / STATUS, *folder.glob(f"*/{STATUS}"), *folder.glob(f"*/*/{STATUS}")):
-            if status.is_file():
-                runs.add(status.parent)
+    for folder in folders:
+        for pattern in (STATUS, f"*/{STATUS}", f"*/*/{STATUS}"):
+            runs.update(status.parent for status in Path(folder).glob(pattern))
     return sorted(runs)
 
 
@@ -259,10 +252,8 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
         "open": still,
         "job": job,
         "slurm": slurm,
-        "step": status.get("step"),
-        "max_steps": status.get("max_steps"),
         "eta_seconds": status.get("eta_seconds") if shown == State.RUNNING else None,
-        **{name: status.get(name) for name in ("pairs_per_second", "loss", "margin")},
+        **{name: status.get(name) for name in ("step", "max_steps", "pairs_per_second", "loss", "margin")},
         **{name: held_out.get(name) for name in ("eval_loss", "eval_rewards/accuracies")},
         "verdict": verdicts[0][0] if verdicts else None,
         "health": read_file(run / HEALTH).get("verdict"),

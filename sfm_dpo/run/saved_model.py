@@ -18,10 +18,9 @@ from sfm_dpo.run.files import DATA, RESOLVED_CONFIG, read_file
 from sfm_dpo.run.folder import State, read_resolved_config, read_status
 
 # Libraries write other files into the folder, which are not part of the model
-WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
-OTHER_FILES = """model.safetensors.index.json config.json generation_config.json adapter_config.json
-    chat_template.jinja tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json
-    merges.txt tokenizer.model""".split()
+MODEL_FILES = """model*.safetensors adapter_model.safetensors model.safetensors.index.json config.json
+    generation_config.json adapter_config.json chat_template.jinja tokenizer.json tokenizer_config.json
+    special_tokens_map.json added_tokens.json vocab.json merges.txt tokenizer.model""".split()
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,11 @@ class SavedModel:
     def is_adapter(self) -> bool:
         return (self.folder / ADAPTER_CONFIG_NAME).is_file()
 
-    def files(self) -> list[Path]:
-        """The model's files: weights, configurations and tokenizer."""
-        return [path for pattern in (*WEIGHTS, *OTHER_FILES) for path in sorted(self.folder.glob(pattern))]
-
     def link_files(self, target: Path) -> None:
-        for path in self.files():
-            (target / path.name).symlink_to(path.resolve())
+        """Links weights, configurations and tokenizer into the folder `target`."""
+        for pattern in MODEL_FILES:
+            for path in self.folder.glob(pattern):
+                (target / path.name).symlink_to(path.resolve())
 
 
 def merge_adapter(model: SavedModel, target: Path) -> None:
@@ -86,7 +83,7 @@ def find_model(path: Path) -> SavedModel:
         if not (state.has_model or state is State.COLLAPSED):
             raise UserError(f"{path}: the run is not finished (state {state}); choose one of its checkpoints")
         return SavedModel(path, run, None, config)
-    if reason := why_incomplete(path) or why_damaged(path, "*.safetensors", alone=True):
+    if reason := why_incomplete(path) or why_damaged(path, "*.safetensors"):
         raise UserError(f"{path}: {reason}; choose another checkpoint")
     return SavedModel(path, run, step_of(path), config)
 
@@ -123,8 +120,10 @@ def describe_change(model: SavedModel) -> str:
     parameters = 0
     changed = 0
     largest = 0.0
-    for name in new:
-        after = read_finite(new, name)
+    for name, read in new.items():
+        after = read(name)
+        if not torch.isfinite(after).all():
+            raise UserError(f"{name} holds NaN or infinite values; use an earlier checkpoint")
         if name in old:
             # Rounded to the model's dtype: a bf16 model differs from its fp32 base everywhere by rounding
             difference = after.float() - old[name](name).to(after.dtype).float()
@@ -160,11 +159,3 @@ def open_tensors(folder: Path) -> dict[str, Callable[[str], torch.Tensor]]:
     if not tensors:
         raise UserError(f"{folder}: holds no safetensors; give a folder with the weights of a model")
     return tensors
-
-
-def read_finite(tensors: dict[str, Callable[[str], torch.Tensor]], name: str) -> torch.Tensor:
-    """A tensor of `open_tensors`. Raises UserError if a value is NaN or infinite."""
-    tensor = tensors[name](name)
-    if not torch.isfinite(tensor).all():
-        raise UserError(f"{name} holds NaN or infinite values; use an earlier checkpoint")
-    return tensor

@@ -75,7 +75,8 @@ def test_stop_file_during_the_reference_pass_keeps_its_shards(place, uninterrupt
 
 
 def write_killed(run: Path, step: int) -> None:
-    """The status of a process that was killed after this step and is no more."""
+    """Leaves a run as a process that was killed after this step: without its model."""
+    (run / "model.safetensors").unlink(missing_ok=True)
     (run / "status.json").write_text(json.dumps({"state": "running", "exit_code": None, "step": step, "message": ""}))
 
 
@@ -85,9 +86,9 @@ def test_max_steps_in_the_middle_of_an_epoch_is_not_exceeded_by_a_start_after_th
     first = train_here("middle", **fields)
     weights = first.weights()
     losses = logged(first.folder)
-    (first.folder / "model.safetensors").write_bytes(b"half")
     (first.folder / "trainer_state.json").unlink()
     write_killed(first.folder, 3)
+    (first.folder / "model.safetensors").write_bytes(b"half")
     again = train_here("middle", **fields)
     assert again.status["step"] == 3 and logged(again.folder) == losses and again.weights() == weights
 
@@ -109,8 +110,7 @@ def test_a_rank_that_reads_damaged_files_does_as_rank_0_decides(place, uninterru
     folder = Path(shutil.copytree(uninterrupted(2).folder, place.folder / "stale-rank"))
     script = tmp_path / "train_dpo.py"
     script.write_text(STALE_RANK.format(run=str(folder), script=str(ROOT / "train_dpo.py")))
-    for path in [*folder.glob("model*"), *folder.glob("checkpoint-8/complete.json")]:
-        path.unlink()
+    (folder / "checkpoint-8/complete.json").unlink()
     write_killed(folder, 8)
     again = place.start(folder.name, 2, script=script).finish()
     assert f"resuming from {folder}/checkpoint-6" in again.log
@@ -123,12 +123,10 @@ def test_a_rank_that_reads_damaged_files_does_as_rank_0_decides(place, uninterru
 def test_other_weights_in_a_model_s_folder_are_refused(place, train_here, tmp_path, field):
     fields = {"max_steps": 2, field: shutil.copytree(place.model, tmp_path / "model")}
     run = train_here(f"swapped-{field}", **fields)
-    (run.folder / "model.safetensors").unlink()
     write_killed(run.folder, 2)
     os.utime(tmp_path / "model/model.safetensors", (0, 0))  # read again, and the same
     train_here(f"swapped-{field}", **fields)
     tiny_model("olmo3", seed=9).save_pretrained(tmp_path / "model")
-    (run.folder / "model.safetensors").unlink()
     write_killed(run.folder, 2)
     line = error_line(train_here(f"swapped-{field}", 2, **fields).log)
     assert f"checkpoint-2: {field}: the model has changed since it was written (hash-" in line
@@ -143,7 +141,6 @@ def test_a_run_keeps_the_commit_of_its_model_where_the_branch_has_moved(place, t
     losses = logged(run.folder)
     weights = run.weights()
     shutil.rmtree(run.folder / "checkpoint-2")
-    (run.folder / "model.safetensors").unlink()
     write_killed(run.folder, 2)
     repo.commits["b" * 40] = files | {"model.safetensors": save(tiny_model("olmo3", seed=9).state_dict())}
     repo.branches["main"] = "b" * 40
@@ -164,7 +161,6 @@ def test_a_run_keeps_the_commit_of_its_model_where_the_branch_has_moved(place, t
 def test_steps_between_logs_and_saves_may_change_in_a_resumed_run(train_here):
     run = train_here("steps", max_steps=4, logging_steps=2, save_steps=2)
     shutil.rmtree(run.folder / "checkpoint-4")
-    (run.folder / "model.safetensors").unlink()
     write_killed(run.folder, 4)
     again = train_here("steps", max_steps=4, logging_steps=1, save_steps=1)
     assert (again.folder / "checkpoint-3").is_dir()

@@ -336,7 +336,7 @@ def test_what_a_run_saves_says_how_its_weights_are(tiny_folder, write_rows, tmp_
     shutil.copytree(tiny_folder("olmo3"), base)
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
     change(base / "config.json", use_cache=False, unknown_field=7)
-    fields = {"max_steps": 1, "per_device_train_batch_size": 4}
+    fields = {"max_steps": 1, "per_device_train_batch_size": 4, "warmup_steps": 0}
     assert train_dpo.main(on_cpu(base, write_rows("pairs.jsonl", pairs(4)), tmp_path / "run", **fields)) == 0
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (config["dtype"], config["use_cache"], config["unknown_field"]) == ("float32", True, 7)

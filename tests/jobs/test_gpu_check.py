@@ -59,7 +59,5 @@ def test_a_run_that_ends_badly_is_a_fail_and_the_others_are_checked(check):
 
 def test_runs_have_the_login_and_files_of_their_own(check):
     check.folder.mkdir()
-    assert check.call("env", "bash", "-c", "echo $HF_TOKEN_PATH $HF_HOME").split() == [
-        constants.HF_TOKEN_PATH,
-        str(check.folder / "hf"),
-    ]
+    found = check.call("env", "bash", "-c", "echo $HF_TOKEN_PATH $HF_HOME").split()
+    assert found == [constants.HF_TOKEN_PATH, str(check.folder / "hf")]

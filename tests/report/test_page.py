@@ -14,6 +14,7 @@ from sfm_dpo.common.statistics import wilson
 from sfm_dpo.report.model_card import hide_paths, write_model_card
 from sfm_dpo.report.page import changed_fields, format_summary, format_yaml, last_user_turn, main, write_report
 from sfm_dpo.report.plots import PANELS, draw_curves
+from sfm_dpo.run.files import read_file
 from sfm_dpo.run.reader import describe_run, judge_learning, read_run
 
 STEPS = 6
@@ -28,6 +29,11 @@ def without_curves(monkeypatch):
 
 def save(run: Path, name: str, content) -> None:
     (run / name).write_text(json.dumps(content))
+
+
+def edit(run: Path, name: str, **fields) -> None:
+    """Changes fields of a run's JSON or YAML file; JSON is YAML."""
+    save(run, name, read_file(run / name) | fields)
 
 
 class Page(HTMLParser):
@@ -104,8 +110,7 @@ def test_what_a_run_has_learned_is_said_everywhere(run, without_curves, referenc
     log = [e | ({"eval_rewards/accuracies": 0.75} if "eval_loss" in e else {}) for e in read_run(run)["log"]]
     save(run, "trainer_state.json", {"global_step": STEPS, "log_history": log})
     (run / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
-    config = yaml.safe_load((run / "resolved_config.yaml").read_text())
-    save(run, "resolved_config.yaml", config | {"ref_model_name_or_path": reference})
+    edit(run, "resolved_config.yaml", ref_model_name_or_path=reference)
     write_model_card(run)
     page = page_of(run)
     for text in (page.text.replace("\xa0", " "), (run / "README.md").read_text(), format_summary(run)):
@@ -146,14 +151,12 @@ def test_the_verdict_is_that_of_the_interval(reference, log, pairs, verdict, wor
 
 
 def test_hostile_text_is_shown_and_not_obeyed(run, without_curves):
-    data = json.loads((run / "data.json").read_text())
     save(run, "status.json", {"state": "failed", "message": HOSTILE})
     save(run, "preflight.json", {"verdict": HOSTILE, "reasons": [HOSTILE + "!"] * 2, "table": [[HOSTILE]]})
     save(run, "health.json", {"signal": HOSTILE, "nested": {"a": HOSTILE}})
-    save(run, "data.json", data | {"sources": [HOSTILE], "dropped": {HOSTILE: 3}})
+    edit(run, "data.json", sources=[HOSTILE], dropped={HOSTILE: 3})
     save(run, "samples.json", [{"prompt": HOSTILE, "before": HOSTILE, "after": HOSTILE}])
-    config = yaml.safe_load((run / "resolved_config.yaml").read_text())
-    (run / "resolved_config.yaml").write_text(yaml.safe_dump(config | {"run_name": HOSTILE}))
+    edit(run, "resolved_config.yaml", run_name=HOSTILE)
     page = page_of(run)
     assert page.text.count("alert(1)") >= 12  # each place shows it as text
     assert_nothing_is_loaded(run, page)
@@ -204,10 +207,9 @@ def test_perf_metrics_restarts_and_log_probs_relative_to_the_base_are_drawn(tmp_
     texts = re.findall("<text[^>]*>([^<]*)<", drawn["Log-probability relative to the reference"])
     assert texts[:2] == ["1", "optimizer step"] and {"0.100", "nats per token"} <= set(texts), "0.5 / beta"
     restarted = facts | {"environment": {"starts": [{"step": 0}, {"step": 90}]}}
-    lines = [
-        dict(found)["Loss"].count('<g id="loss-line2d') for found in (drawn.items(), draw_curves(restarted, tmp_path))
-    ]
-    assert lines[1] == lines[0] + 1
+    again = dict(draw_curves(restarted, tmp_path))
+    line = '<g id="loss-line2d'
+    assert again["Loss"].count(line) == drawn["Loss"].count(line) + 1
 
 
 @pytest.mark.parametrize(
@@ -256,13 +258,10 @@ def test_secrets_in_the_files_do_not_reach_the_report_that_the_command_writes(
     ],
 )
 def test_the_card_repeats_the_launch_and_the_steps(run, launch, processes, command):
-    data = json.loads((run / "data.json").read_text())
-    assert data["launch"] == "whole weights"
-    environment = json.loads((run / "environment.json").read_text())
-    save(run, "data.json", data | {"launch": launch})
-    save(run, "environment.json", environment | {"world_size": processes})
-    config = yaml.safe_load((run / "resolved_config.yaml").read_text())
-    save(run, "resolved_config.yaml", config | {"max_steps": 1200, "eval_command": "sbatch --account=us e.sh"})
+    assert read_file(run / "data.json")["launch"] == "whole weights"
+    edit(run, "data.json", launch=launch)
+    edit(run, "environment.json", world_size=processes)
+    edit(run, "resolved_config.yaml", max_steps=1200, eval_command="sbatch --account=us e.sh")
     write_model_card(run)
     card = (run / "README.md").read_text()
     assert f"\n{command} --config recipe.yaml\n" in card and "pairs, 1,200 steps |" in card

@@ -34,13 +34,7 @@ def end(status, before=None, environment=None, **job):
     [
         (STOPPED, {}, BEGAN, {}, "stopped and requeued (restart 1 of at most 20)"),
         (STOPPED, {}, BEGAN, RESTART, "stopped and requeued (restart 2 of at most 20)"),
-        (
-            STOPPED | {"step": 4},
-            {},
-            BEGAN,
-            RESTART,
-            "this restart finished no step and no shard; resubmit with a longer",
-        ),
+        (STOPPED | {"step": 4}, {}, BEGAN, RESTART, "finished no step and no shard; resubmit with a longer --time"),
         (STOPPED | {"step": 4}, {}, BEGAN, RESTART | {"is_preempted": True}, "stopped and requeued (restart 2"),
         (IN_REFERENCE_PASS, STOPPED | {"shards": 1}, {}, RESTART, "this restart finished no step and no shard"),
         (IN_REFERENCE_PASS, {"step": 0, "shards": 1}, {}, RESTART, "stopped and requeued (restart 2"),
@@ -55,13 +49,7 @@ def end(status, before=None, environment=None, **job):
         (STOPPED, STOPPED, BEGAN, NOT_BEGUN | RESTART | {"is_preempted": True}, "stopped and requeued (restart 2"),
         ({}, {}, {}, {"launcher_code": 69, "is_preempted": True}, "stopped and requeued (restart 1 of at most 20)"),
         (HUNG, {}, {"hangs": HANGS}, RESTART, "hung and requeued (restart 2 of at most 20)"),
-        (
-            HUNG,
-            {},
-            {"hangs": [*HANGS, {"job": "7"}]},
-            RESTART,
-            "3 hangs in this job; resubmit to resume from checkpoint-6",
-        ),
+        (HUNG, {}, {"hangs": [*HANGS, HUNG]}, RESTART, "3 hangs in this job; resubmit to resume from checkpoint-6"),
         (HUNG | {"checkpoint": None}, {}, {}, {}, "it has no checkpoint; resubmit to start again"),
         (HUNG, {}, {}, {"max_requeues": 0}, "restarted 0 times, MAX_REQUEUES=0; resubmit to resume"),
     ],
@@ -74,43 +62,24 @@ def test_a_stop_or_a_hang_is_requeued_within_limits(status, before, environment,
 
 
 @pytest.mark.parametrize(
-    ("status", "job", "code", "line"),
+    ("status", "launcher_code", "state", "code", "rest"),
     [
-        ({"state": "done", "exit_code": 0, "step": 4}, {}, 0, "state done, exit code 0, step 4, outputs/r"),
-        (
-            {"state": "failed", "exit_code": 2, "message": "no\nfile"},
-            {},
-            2,
-            "state failed, exit code 2, outputs/r: no file",
-        ),
-        ({"state": "stopped", "exit_code": 0, "step": 0}, {}, 0, "state stopped, exit code 0, step 0, outputs/r"),
-        ({"state": "stopped", "exit_code": 130}, {"launcher_code": 1}, 130, "state stopped, exit code 130, outputs/r"),
-        ({"state": "push_failed", "exit_code": 5}, {}, 5, "state push_failed, exit code 5, outputs/r"),
-        ({"state": "collapsed", "exit_code": 4}, {}, 4, "state collapsed, exit code 4, outputs/r"),
-        (
-            {"state": "running", "exit_code": None},
-            {},
-            1,
-            "state died, exit code 1, outputs/r: the processes were killed ",
-        ),
-        (
-            {"state": "running", "exit_code": None},
-            {"launcher_code": 137},
-            137,
-            "state died, exit code 137, outputs/r: the",
-        ),
-        (
-            {"job": "6"},
-            {"launcher_code": 69},
-            69,
-            "state unknown, exit code 69, outputs/r: the node check failed, nothing",
-        ),
-        ({"state": "done", "job": "6"}, {"launcher_code": 1}, 1, "state unknown, exit code 1, outputs/r"),
+        ({"state": "done", "exit_code": 0, "step": 4}, 0, "done", 0, "step 4, outputs/r"),
+        ({"state": "failed", "exit_code": 2, "message": "no\nfile"}, 0, "failed", 2, "outputs/r: no file"),
+        ({"state": "stopped", "exit_code": 0, "step": 0}, 0, "stopped", 0, "step 0, outputs/r"),
+        ({"state": "stopped", "exit_code": 130}, 1, "stopped", 130, "outputs/r"),
+        ({"state": "push_failed", "exit_code": 5}, 0, "push_failed", 5, "outputs/r"),
+        ({"state": "collapsed", "exit_code": 4}, 0, "collapsed", 4, "outputs/r"),
+        ({"state": "running", "exit_code": None}, 0, "died", 1, "outputs/r: the processes were killed "),
+        ({"state": "running", "exit_code": None}, 137, "died", 137, "outputs/r: the processes were killed "),
+        ({"job": "6"}, 69, "unknown", 69, "outputs/r: the node check failed, nothing"),
+        ({"state": "done", "job": "6"}, 1, "unknown", 1, "outputs/r"),
     ],
 )
-def test_other_ends_are_final_and_the_last_line_names_them(status, job, code, line):
-    decision = end({"job": "7"} | status, **job)
-    assert decision.exit_code == code and decision.last_line.startswith(f"ended: {line}")
+def test_other_ends_are_final_and_the_last_line_names_them(status, launcher_code, state, code, rest):
+    decision = end({"job": "7"} | status, launcher_code=launcher_code)
+    assert decision.exit_code == code
+    assert decision.last_line.startswith(f"ended: state {state}, exit code {code}, {rest}")
     assert not decision.requeue and not decision.requeue_line
 
 

@@ -140,11 +140,7 @@ def test_rotation_leaves_the_newest_three_that_wait_for_eval_command(tmp_path, c
 def test_a_kill_in_the_middle_of_a_rotation_leaves_no_complete_looking_half(tmp_path, monkeypatch):
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, step)
-
-    def killed(folder):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(shutil, "rmtree", killed)
+    monkeypatch.setattr(shutil, "rmtree", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         rotate(tmp_path, 2)
     assert why_incomplete(tmp_path / "checkpoint-1") == "was not fully written"
@@ -270,4 +266,4 @@ def test_what_cannot_be_read_is_damage(tmp_path):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").mkdir()
     assert why_damaged(folder) == "has an unreadable model.safetensors (Is a directory)"
-    assert why_damaged(folder, "*.json", alone=True) is None
+    assert why_damaged(folder, "*.json") is None

@@ -24,8 +24,8 @@ from sfm_dpo.run.folder import (
     read_status,
     write_status,
 )
-from sfm_dpo.run.lock import LOCK
 from sfm_dpo.run.start import begin
+from tests.run.test_lock import write_lock
 
 
 def needed(output_dir) -> list[str]:
@@ -34,13 +34,6 @@ def needed(output_dir) -> list[str]:
 
 def config(output_dir, *cli):
     return parse_config([*needed(output_dir), *cli])
-
-
-def started(run, *cli, state="running"):
-    """A run's folder as the first minutes leave it."""
-    describe(config(run, *cli), {"sources": ["d.jsonl"]})
-    write_status(run, state)
-    (run / LOG).write_text('{"step": 1, "loss": 0.7}\n')
 
 
 def is_to_be_trained(output_dir, *cli) -> bool:
@@ -57,17 +50,10 @@ def test_a_new_or_empty_folder_or_one_with_an_earlier_mistake_alone_is_free(tmp_
         write_status(tmp_path / "empty", state, 2, "no such file")
         assert is_to_be_trained(tmp_path / "empty", "--seed", "1")
     for state in ("failed", "refused", "running"):  # before the first step, for instance on a wrong LoRA target
-        started(tmp_path / "early", state=state)
+        describe(config(tmp_path / "early"), {})
+        write_status(tmp_path / "early", state)
         (tmp_path / "early" / LOG).write_text('{"step": 0, "eval_loss": 0.7}\n')
         assert is_to_be_trained(tmp_path / "early", "--seed", "1")
-
-
-@pytest.mark.parametrize("state", ["running", "stopped", "done"])
-def test_the_same_run_resumes_and_a_finished_one_is_left_alone(tmp_path, state):
-    started(tmp_path, state=state)
-    assert is_to_be_trained(tmp_path) is (state != "done")
-    # what touches neither objective nor data may change
-    assert is_to_be_trained(tmp_path, "--save_steps", "7", "--dataset_num_proc", "2") is (state != "done")
 
 
 def test_output_dir_that_cannot_be_a_folder(tmp_path):
@@ -170,7 +156,6 @@ def test_the_check_of_the_batch_scripts_looks_and_leaves_the_folder_to_nobody(tm
     assert check_config.main(fields) == 0
     assert capsys.readouterr().out.splitlines()[-1] == f"output_dir: {run}"
     assert not list(run.iterdir())
-    owner = {"job": "7", "cluster": None, "uid": -1, "host": "n1", "pid": 1, "started": 1.0, "time": "noon"}
-    (run / LOCK).write_text(f"pid=1\nowner={json.dumps(owner)}\n")
+    write_lock(run, job="7", uid=-1, time="noon")
     assert check_config.main(["2", *fields]) == 2
     assert f"output_dir {run}: locked by job 7, process 1 on n1 since noon; " in capsys.readouterr().err

@@ -39,7 +39,7 @@ DONE = REPORTED | status("done", open=[])
         ({"names": {"status.json", "a"}} | status("failed"), [], "do not belong to a run (a, status.json)"),
         ({"names": {"status.json"}} | status("done"), [], "do not belong to a run"),
         (TRAINED | status("running"), [], "trains"),
-        (TRAINED | status("stopped"), ["--save_steps", "7"], "trains"),
+        (TRAINED | status("stopped"), ["--save_steps", "7", "--dataset_num_proc", "2"], "trains"),
         (TRAINED | OTHER | status("running"), [], "holds another run (learning_rate is 1.0 there, 1e-06 here)"),
         (TRAINED | OTHER | status("done"), [], "holds another run (learning_rate is 1.0 there"),
         (TRAINED | {"before": {}} | status("running"), [], "resolved_config.yaml: missing or damaged; restore it"),

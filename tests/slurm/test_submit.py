@@ -152,9 +152,8 @@ def test_checkpoints_are_evaluated_by_jobs_of_their_own_once_through_a_requeue(c
     results = json.loads((run / "evaluation.json").read_text())["checkpoints"]
     assert {int(step) for step in results} == jobs.keys()
     assert all(0 <= scores["sums/acc"]["value"] <= 1 for scores in results.values())
-    assert not re.search(
-        "^SLURM_(GPUS_PER_NODE|MEM_PER_NODE|STEP_ID)=", (project / "logs/environment-30").read_text(), re.MULTILINE
-    )
+    environment = (project / "logs/environment-30").read_text()
+    assert not re.search("^SLURM_(GPUS_PER_NODE|MEM_PER_NODE|STEP_ID)=", environment, re.MULTILINE)
 
 
 SITE = """
