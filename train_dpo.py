@@ -119,10 +119,8 @@ def load(config: Config, origin: Origin) -> tuple[TokenPairs, PreTrainedTokenize
     if args.ref_model_name_or_path:
         check_reference(config, tokenizer)
     origin.check(config.model_ids, args.ignore_resume_mismatch)
-    if args.precompute_ref_log_probs:
-        main_process_first(
-            lambda: make_cache_folder(reference_root())
-        )  # fails now, not after the model has been loaded
+    if args.precompute_ref_log_probs:  # fails now, not after the model has been loaded
+        main_process_first(lambda: make_cache_folder(reference_root()))
     if args.push_to_hub:
         on_main_process(lambda: check_push(args, bool(origin.checkpoint)))
     pairs = main_process_first(lambda: load_token_pairs(config, tokenizer))

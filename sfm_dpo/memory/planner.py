@@ -54,6 +54,10 @@ class Candidate:
     smaller: str | None = None  # options of the next candidate that takes less memory
 
     @property
+    def setting(self) -> tuple[int, int]:
+        return self.per_device, self.checkpointed_layers
+
+    @property
     def share(self) -> str:
         return f"{self.checkpointed_layers} of {self.layers}"
 
@@ -219,4 +223,4 @@ def choose_candidate(
     fitting = [candidate for candidate in candidates if candidate.bytes <= limit]
     if not fitting:
         return min(candidates, key=lambda candidate: candidate.bytes)
-    return next((c for c in fitting if (c.per_device, c.checkpointed_layers) == earlier), fitting[0])
+    return next((candidate for candidate in fitting if candidate.setting == earlier), fitting[0])

@@ -6,7 +6,6 @@ rejected sequence holds only the tokens after the shared ones; its queries see t
 sequence. Keys and values are gathered, with their own boundaries, and the causal mask is aligned at the end.
 """
 
-import importlib.util
 import logging
 from functools import partial
 from typing import Any
@@ -19,23 +18,17 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.utils import is_flash_attn_3_available, is_flash_attn_4_available
 
 from sfm_dpo.common.errors import UserError
 
 log = logging.getLogger(__name__)
 
 PACKED = "packed"
-FLASH_MODULES = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}
 _BLOCK = 128  # queries in one call if a window cuts keys off
 
 # Arguments that transformers' models pass to an attention function and varlen_attn does not support
 _UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "indices", "block_indices")
-
-
-def register() -> None:
-    """Registers "packed" as an `attn_implementation`."""
-    AttentionInterface.register(PACKED, packed_attention_forward)
-    AttentionMaskInterface.register(PACKED, sdpa_mask)
 
 
 def boundary_arguments(cu_seqlens: torch.Tensor, max_length: int, **shared: torch.Tensor) -> dict[str, Any]:
@@ -74,35 +67,25 @@ class GatherKeys(torch.autograd.Function):
         return result.index_copy_(1, prompts, total), None, None
 
 
-def choose_flash(choice: str, earlier: str | None = None) -> str:
-    """fa2 (PyTorch's own), fa3 or fa4. auto: that of a resumed run, else fa2 until calibration has compared others."""
-    return (earlier or "fa2") if choice == "auto" else choice
-
-
 def usable_kernels(choice: str) -> list[str]:
     """The kernels besides FA2 that `flash_attention: choice` may use: those installed that fit the GPU, or itself."""
     if choice != "auto":
         return [choice] if choice in ("fa3", "fa4") else []
     major, minor = torch.cuda.get_device_capability()
-    fitting = {"fa3": (major, minor) == (9, 0), "fa4": major in (9, 10)}
-    usable = [kernel for kernel, fits in fitting.items() if fits and is_installed(kernel.upper())]
+    fitting = {
+        "fa3": (major, minor) == (9, 0) and is_flash_attn_3_available(),
+        "fa4": major in (9, 10) and is_flash_attn_4_available(),
+    }
+    usable = [kernel for kernel, fits in fitting.items() if fits]
     if major == 10 and not usable:
         remedy = 'pip install "flash-attn-4[cu13]==4.0.0b17"; the next run compares and times it'
         log.info(f"attention by FA2 on sm_100: FA4 adds over 10 points of MFU (counted, not measured): {remedy}")
     return usable
 
 
-def is_installed(flash: str) -> bool:
-    """Whether the package of FA3 or FA4 is installed, which need not mean that it works here."""
-    try:
-        return importlib.util.find_spec(FLASH_MODULES[flash]) is not None
-    except ModuleNotFoundError:  # its parent
-        return False
-
-
 def activate_flash(choice: str) -> None:
-    """Makes `varlen_attn` use the kernel of `choose_flash`. Raises UserError if it cannot be activated."""
-    name = choose_flash(choice).upper()
+    """Makes `varlen_attn` use fa2 (PyTorch's own), fa3 or fa4. Raises UserError if it cannot be activated."""
+    name = choice.upper()
     torch_attention.restore_flash_attention_impl(_raise_warn=False)
     if name == "FA2":
         return
@@ -218,3 +201,7 @@ def _sdpa_by_sequence(query, key, value, cu_seqlens, cu_keys, scaling, sliding_w
             v_seen = v[:, :, first:stop]
             outputs.append(F.scaled_dot_product_attention(part, k_seen, v_seen, attn_mask=mask, scale=scaling))
     return torch.cat([output.transpose(1, 2) for output in outputs], dim=1)
+
+
+AttentionInterface.register(PACKED, packed_attention_forward)
+AttentionMaskInterface.register(PACKED, sdpa_mask)

@@ -82,9 +82,9 @@ def build_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     return model
 
 
-def meta_model(config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+def meta_model(config: PretrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
-        return build_model(config, dtype)
+        return build_model(config, torch.bfloat16)
 
 
 def meta_adapter(config: Config, model_config: PretrainedConfig) -> PeftModel | None:

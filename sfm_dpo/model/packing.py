@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config
-from sfm_dpo.model.attention import PACKED, boundary_arguments, register
+from sfm_dpo.model.attention import PACKED, boundary_arguments
 from sfm_dpo.model.layers import ATTENTION, blocks
 from sfm_dpo.model.loading import load_model_config, meta_model
 
@@ -58,7 +58,6 @@ def enable_padding_free(model: PreTrainedModel, prefix_sharing: bool = False) ->
     """
     if obstacle := why_not_packed(model):
         raise UserError(f"padding_free True: {obstacle}; set padding_free: false")
-    register()
     model.set_attn_implementation(PACKED)
     nets = find_delta_nets(model)
     if not has_delta_net_kernels():
@@ -129,13 +128,6 @@ def _add_empty_mask(backbone: torch.nn.Module, args: Any, kwargs: dict[str, Any]
 def has_delta_net_kernels() -> bool:
     """Whether transformers computes gated delta nets by kernels, which take boundaries; its own code does not."""
     return all(map(importlib.util.find_spec, ("fla", "causal_conv1d")))
-
-
-def delta_net_kernel(model: PreTrainedModel) -> str | None:
-    """What computes packed gated delta nets: fla, or transformers sequence by sequence; None if there are none."""
-    if not find_delta_nets(model):
-        return None
-    return "fla" if has_delta_net_kernels() else "transformers"
 
 
 @torch.compiler.disable

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from accelerate.utils import release_memory
+from accelerate.utils import AutocastKwargs, release_memory
 from torch.nn.functional import avg_pool1d
 
 from sfm_dpo.common.distributed import gather
@@ -28,7 +28,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.statistics import LOGP_ROUNDING, TYPICAL_LOGIT
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.memory.planner import Candidate
-from sfm_dpo.model.attention import activate_flash, kernel_name, usable_kernels
+from sfm_dpo.model.attention import activate_flash, usable_kernels
 from sfm_dpo.model.flops import peak_flops
 from sfm_dpo.model.layers import blocks, checkpoint_layers
 from sfm_dpo.train.fit_memory import MemoryPlan, is_out_of_memory
@@ -47,8 +47,6 @@ SMALL = 0.01  # kinds of tensor with a smaller share of the gradient's norm are 
 FASTER = 0.95  # of FA2's time: another kernel is chosen only if it takes less
 ROUNDS = 3  # settings that are tried
 REMEDIES = {"packed": "padding_free: false", "shared": "prefix_sharing: false"}
-
-Differences = dict[str, float]  # of "log-probs" in nats; of the gradient's "norm" and of kinds of tensor, relative
 
 
 @dataclass(frozen=True)
@@ -80,42 +78,35 @@ class Calibration:
 
 @dataclass
 class Computed:
-    """What one path gives for a pair: log-probs (nats) of the trained tokens of both responses, and gradients."""
+    """What one path gives for a pair; without a backward it has no gradients."""
 
-    logps: list[torch.Tensor]
-    norm: float | None = None  # of the gradients of all trained parameters; None without a backward
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # a sample of each parameter's
+    logps: list[torch.Tensor] = field(default_factory=list)  # nats, of the trained tokens of both responses
+    norms: list[torch.Tensor] = field(default_factory=list)  # of the gradient of each trained parameter
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)  # a sample of each
+
+    def norm(self) -> float:
+        return torch.linalg.vector_norm(torch.stack(self.norms)).item()
 
 
-class Gradients:
-    """Takes each gradient of a backward as it arrives, so that `grad` stays None; keeps the norm and a sample."""
+@contextmanager
+def take_gradients(model: torch.nn.Module, computed: Computed | None = None) -> Iterator[None]:
+    """Takes each gradient of a backward as it arrives, so that `grad` stays None; `computed` keeps them."""
 
-    def __init__(self, model: torch.nn.Module, is_compared: bool):
-        self.model = model
-        self.is_compared = is_compared
-        self.squares: list[torch.Tensor] = []
-        self.sample: dict[str, torch.Tensor] = {}
-
-    def __enter__(self) -> "Gradients":
-        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.handles = [p.register_post_accumulate_grad_hook(partial(self._take, name)) for name, p in trained.items()]
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for handle in self.handles:
-            handle.remove()
-        for parameter in self.model.parameters():
-            parameter.grad = None  # of a backward that ran out of memory
-
-    def _take(self, name: str, parameter: torch.nn.Parameter) -> None:
+    def take(name: str, parameter: torch.nn.Parameter) -> None:
         gradient = parameter.grad.flatten()  # type: ignore[union-attr]
         parameter.grad = None
-        if self.is_compared:
-            self.squares.append(torch.linalg.vector_norm(gradient, dtype=torch.float32).square())
-            self.sample[name] = gradient[:: gradient.numel() // SAMPLE | 1].float()  # odd: of all columns
+        if computed:
+            computed.norms.append(torch.linalg.vector_norm(gradient, dtype=torch.float32))
+            computed.gradients[name] = gradient[:: gradient.numel() // SAMPLE | 1].float().cpu()  # odd: of all columns
 
-    def norm(self) -> float | None:
-        return torch.stack(self.squares).sum().sqrt().item() if self.squares else None
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    handles = [p.register_post_accumulate_grad_hook(partial(take, name)) for name, p in trained.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.zero_grad()  # of a backward that ran out of memory
 
 
 def calibrate(trainer: Any, plan: MemoryPlan | None) -> tuple[Calibration, Settings]:
@@ -136,7 +127,7 @@ def calibrate(trainer: Any, plan: MemoryPlan | None) -> tuple[Calibration, Setti
         result = Calibration(noise, ratios)
         if plan and is_whole:
             candidate, measured = find_setting(trainer, model, plan)
-            if not settings.is_of(candidate):
+            if (settings.micro_batch, settings.checkpointed_layers) != candidate.setting:
                 settings = settings.replace_candidate(candidate)
             planned = plan.states + candidate.activations
             flash, speed = measure_speed(trainer, model, settings, kernels)
@@ -174,7 +165,8 @@ def compute_pair(trainer: Any, model: Any, rows: Sequence[int], path: str, backw
     mask = batch.pop("completion_mask")
     labels = batch["input_ids"].masked_fill(mask == 0, -100)
     options: dict[str, Any] = {"path": path} if trainer.packed else {}
-    with Gradients(model, is_compared=True) as gradients, checkpointed(trainer, math.inf), precision(trainer):
+    result = Computed()
+    with take_gradients(model, result), checkpointed(trainer, len(blocks(model))), precision(trainer):
         with torch.set_grad_enabled(backward):
             log_probs = model(**batch, labels=labels, fused_lm_head=True, use_cache=False, **options).log_probs
         pair = [0, len(rows)]
@@ -183,8 +175,8 @@ def compute_pair(trainer: Any, model: Any, rows: Sequence[int], path: str, backw
         if backward:
             signs = torch.tensor([[-1.0], [1.0]], device=mask.device)
             (signs * trained / trained.sum(dim=1, keepdim=True).clamp(min=1) * logps).sum().backward()
-    of_responses = [row[of_row].detach().float().cpu() for row, of_row in zip(logps, trained, strict=True)]
-    return Computed(of_responses, gradients.norm(), {name: part.cpu() for name, part in gradients.sample.items()})
+    result.logps = [row[of_row].detach().float().cpu() for row, of_row in zip(logps, trained, strict=True)]
+    return result
 
 
 @torch.no_grad()
@@ -208,19 +200,17 @@ def compute_plainly(trainer: Any, model: Any, row: int) -> tuple[Computed, float
 
 def precision(trainer: Any) -> Any:
     """Autocast, as in training; FSDP2 and DeepSpeed compute in the precision of their weights."""
-    if trainer.is_fsdp_enabled:
-        return torch.autocast(trainer.accelerator.device.type, enabled=False)
-    return trainer.accelerator.autocast()
+    return trainer.accelerator.autocast(AutocastKwargs(enabled=not trainer.is_fsdp_enabled))
 
 
 @contextmanager
-def checkpointed(trainer: Any, layers: float) -> Iterator[None]:
-    """Checkpoints so many layers, or all, as training does; dropout stays off."""
+def checkpointed(trainer: Any, layers: int) -> Iterator[None]:
+    """Checkpoints so many layers, as training does; dropout stays off."""
     model = trainer.bare_model()
     options = {k: v for k, v in trainer.args.activation_checkpointing_kwargs.items() if k != "every_n_layers"}
     offload = options.pop("offload", False)
     model.activation_checkpointing_enable(options or None, offload=offload)
-    checkpoint_layers(model, int(min(layers, len(blocks(model)))))
+    checkpoint_layers(model, layers)
     for layer in blocks(model):
         layer.training = True  # not the modules in it
     try:
@@ -230,14 +220,14 @@ def checkpointed(trainer: Any, layers: float) -> Iterator[None]:
         model.activation_checkpointing_disable()
 
 
-def compare(a: Computed, b: Computed) -> Differences:
-    """What differs between two computations of a pair, the most of all ranks: the log-probs by their largest mean over
-    WINDOW tokens."""
+def compare(a: Computed, b: Computed) -> dict[str, float]:
+    """What differs between two computations of a pair, the most of all ranks: log-probs in nats, by their largest mean
+    over WINDOW tokens; relative, the gradient's norm and the gradients of each kind of tensor."""
     gaps = [(x - y).abs() for x, y in zip(a.logps, b.logps, strict=True) if len(x)]
     windows = [avg_pool1d(gap[None], min(WINDOW, len(gap)), stride=1).max().item() for gap in gaps]
     found = {"log-probs": max(windows, default=0.0)}
-    if a.norm and b.norm is not None:
-        found["gradient's norm"] = abs(b.norm / a.norm - 1)
+    if b.norms and a.norm():
+        found["gradient's norm"] = abs(b.norm() / a.norm() - 1)
         sizes: dict[str, float] = defaultdict(float)  # squared, by kind: the same tensor of all layers
         differences: dict[str, float] = defaultdict(float)
         for name in a.gradients | b.gradients:
@@ -256,8 +246,7 @@ def compare_paths(trainer: Any, model: Any, backward: bool) -> tuple[float, dict
     used, FA2 first. Raises UserError if a path, or the kernel that is asked for, differs by more than noise."""
     rows = select_pairs(trainer)
     rounding = LOGP_ROUNDING[trainer.accelerator.mixed_precision]
-    if trainer.packed:
-        activate_flash("fa2")
+    activate_flash("fa2")
     plain = None
     logit = TYPICAL_LOGIT
     if trainer.zero_stage != 3:  # DeepSpeed would expect the head's module in each later forward, too
@@ -289,7 +278,7 @@ def compare_paths(trainer: Any, model: Any, backward: bool) -> tuple[float, dict
             raise UserError(f"calibration: {difference}; set {REMEDIES[path]}")
     asked = trainer.config.train.flash_attention
     usable = ["fa2"]
-    for kernel in usable_kernels(asked) if trainer.packed and takes_flash(trainer) else ():
+    for kernel in usable_kernels(asked) if takes_flash(trainer) else ():
         computed, failure = compute_by_kernel(trainer, model, rows, kernel, backward)
         failures = [text for text in gather(failure) if text]
         difference = f"{kernel} fails: {failures[0]}" if failures else find_difference(kernel, computed)
@@ -303,7 +292,7 @@ def compare_paths(trainer: Any, model: Any, backward: bool) -> tuple[float, dict
 
 
 def takes_flash(trainer: Any) -> bool:
-    return kernel_name(*trainer.attention_call()) != "SDPA"
+    return trainer.packed and not trainer.attention_kernel().startswith("SDPA")
 
 
 def compute_by_kernel(
@@ -317,7 +306,7 @@ def compute_by_kernel(
     except Exception as error:  # of an import, a compilation or a launch
         if is_out_of_memory(error):
             raise
-        return Computed([]), str(error).partition("\n")[0] or type(error).__name__
+        return Computed(), str(error).partition("\n")[0] or type(error).__name__
     finally:
         activate_flash("fa2")
 
@@ -327,9 +316,9 @@ def find_setting(trainer: Any, model: Any, plan: MemoryPlan) -> tuple[Candidate,
     chosen by the ratio of measured to planned activations. Raises UserError if none fits."""
     candidate = plan.choose(plan.states)
     tried: dict[tuple[int, int], tuple[Candidate, float]] = {}
-    for _ in range(ROUNDS):
+    while len(tried) < ROUNDS and candidate.setting not in tried:
         size, activations = measure_memory(trainer, model, candidate, plan)
-        tried[candidate.per_device, candidate.checkpointed_layers] = candidate, size
+        tried[candidate.setting] = candidate, size
         found = f"{size / 2**30:.2f} GiB" if math.isfinite(size) else "more than there is"
         log.info(f"calibration: {candidate}; measured: {found} of {plan.limit / 2**30:.2f} GiB")
         states = size - activations
@@ -339,8 +328,6 @@ def find_setting(trainer: Any, model: Any, plan: MemoryPlan) -> tuple[Candidate,
         if len(tried) == ROUNDS - 1 and all(size > plan.limit for _, size in tried.values()):
             states = plan.limit  # the smallest of all
         candidate = plan.choose(int(states), activations / candidate.activations)
-        if (candidate.per_device, candidate.checkpointed_layers) in tried:
-            break
     fitting = [(tested, int(size)) for tested, size in tried.values() if size <= plan.limit]
     if not fitting:
         plan.refuse(candidate)
@@ -390,7 +377,7 @@ def run_micro_batch(trainer: Any, model: Any, rows: Sequence[int], checkpointed_
     batch = load_pairs(trainer, rows)
     reference = batch["input_ids"].new_zeros(len(rows), dtype=torch.float32)
     batch |= {"ref_chosen_logps": reference, "ref_rejected_logps": reference}
-    with Gradients(model, is_compared=False), checkpointed(trainer, checkpointed_layers):
+    with take_gradients(model), checkpointed(trainer, checkpointed_layers):
         model.training = True  # for TRL
         with precision(trainer):
             loss = UpstreamFixes._compute_loss(trainer, model, batch, False)
@@ -406,22 +393,20 @@ def measure_speed(trainer: Any, model: Any, settings: Settings, kernels: list[st
     rows = micro_batches[np.abs(costs - costs.mean()).argmin()]
     milliseconds = {}
     for kernel in kernels:
-        if trainer.packed:
-            activate_flash(kernel)
+        activate_flash(kernel)
         run = partial(run_micro_batch, trainer, model, rows, settings.checkpointed_layers)
         if len(kernels) > 1:
             run()  # may compile the kernel for these shapes
-        milliseconds[kernel] = 1000 * max(gather(measure_seconds(trainer, run)))
+        milliseconds[kernel] = 1000 * measure_seconds(trainer, run)
     chosen = min(milliseconds, key=lambda kernel: milliseconds[kernel])
     if args.flash_attention != "auto":
         chosen = args.flash_attention
     elif milliseconds[chosen] > FASTER * milliseconds["fa2"]:
         chosen = "fa2"
-    if trainer.packed and takes_flash(trainer):
+    if takes_flash(trainer):
         activate_flash(chosen)
     seconds = milliseconds.get(chosen, milliseconds["fa2"]) / 1000
     forward = measure_seconds(trainer, partial(trainer.compute_ref_log_probs, model, load_pairs(trainer, rows)))
-    forward = max(gather(forward))
     counts = trainer.data_collator([trainer.train_dataset[int(row)] for row in rows])["counts"]
     peak = peak_flops(torch.cuda.get_device_name()) if trainer.accelerator.device.type == "cuda" else None
     mfu = counts["flops"] / seconds / peak if peak else None
@@ -436,10 +421,10 @@ def measure_speed(trainer: Any, model: Any, settings: Settings, kernels: list[st
 
 
 def measure_seconds(trainer: Any, action: Callable[[], Any]) -> float:
-    """Seconds until the device has done the work of `action`."""
+    """Seconds until the devices of all ranks have done the work of `action`."""
     synchronize = torch.cuda.synchronize if trainer.accelerator.device.type == "cuda" else int
     synchronize()
     begin = time.monotonic()
     action()
     synchronize()
-    return time.monotonic() - begin
+    return max(gather(time.monotonic() - begin))

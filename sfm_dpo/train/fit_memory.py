@@ -17,7 +17,7 @@ import torch
 from datasets import Dataset
 from transformers import PretrainedConfig
 
-from sfm_dpo.common.distributed import broadcast, is_main_process, launched_with, main_process_first
+from sfm_dpo.common.distributed import broadcast, launched_with, on_main_process
 from sfm_dpo.common.errors import OutOfMemory, UserError
 from sfm_dpo.config import Config
 from sfm_dpo.data.lengths import Lengths
@@ -66,14 +66,14 @@ def plan_memory(
 ) -> MemoryPlan:
     """All ranks must call it."""
     args = config.train
+    planners: list[MemoryPlanner] = []
 
-    def plan() -> MemoryPlan | None:
-        if not is_main_process():
-            return None
+    def plan() -> MemoryPlan:
         lengths = Lengths.of(dataset).truncate(args.max_length)
         dtype = torch.bfloat16 if args.bf16 or args.fp16 else torch.float32
         packing = (packed, prefix_sharing)
         planner = MemoryPlanner(config, model_config, lengths, args.world_size, *packing, dtype, not args.use_cpu)
+        planners.append(planner)
         launch = "fsdp2" if launched_with() == "fsdp" else "none"
         zero = {}
         if args.deepspeed_plugin is not None:
@@ -91,11 +91,10 @@ def plan_memory(
         layers = model_config.get_text_config().num_hidden_layers
         is_asked = asked_pairs(args) is not None and asked_layers(args, layers) is not None
         limit = memory_limit(total, args.memory_gib)
-        return MemoryPlan(planner, states, absent, int(total if is_asked and not args.memory_gib else limit))
+        return MemoryPlan(None, states, absent, int(total if is_asked and not args.memory_gib else limit))
 
-    planned: Any = main_process_first(plan)
-    for_others = broadcast(planned and replace(planned, planner=None))
-    return planned or for_others
+    planned = on_main_process(plan)
+    return replace(planned, planner=planners[0]) if planners else planned
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -112,9 +111,8 @@ def explain_out_of_memory(error: BaseException, progress: Progress, run: Path) -
     if progress.phase == "training":
         what += f", step {progress.step + 1}"
         settings = read_file(run / DATA).get("settings", {})
-        is_fixed = any(
-            read_file(folder / COMPLETE).get("micro_batch") for folder in checkpoints(run)
-        )  # balancing loss
+        # By a balancing loss
+        is_fixed = any(read_file(folder / COMPLETE).get("micro_batch") for folder in checkpoints(run))
         if settings.get("micro_batch") == 1 or is_fixed:
             remedies = []
         if read_file(run / RESOLVED_CONFIG).get("checkpointed_layers") is not None:

@@ -19,9 +19,7 @@ class FrozenModel:
 
     def score(self, dataset: Dataset, rows: Sequence[int]) -> torch.Tensor:
         """[B, 2] sums of log-probs (nats) of the chosen and rejected responses of these rows."""
-        return self.score_batch(self.trainer.load_batch(dataset, rows))
-
-    def score_batch(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        batch = self.trainer.load_batch(dataset, rows)
         return torch.stack(self.trainer.compute_ref_log_probs(self.model, batch), dim=1)
 
 

@@ -8,7 +8,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -155,10 +154,10 @@ class MetricSums:
         before, counted = self.sums.get(name, (0.0, 0))
         self.sums[name] = (before + total.detach().double(), counted + count)
 
-    def reduce(self, work: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+    def reduce(self, work: Mapping[str, float] | None = None) -> dict[str, float]:
         """Over all ranks, the means of the metrics and the sums of `work`; all ranks must call it. The host waits for
         the device once."""
-        sums = self.sums | {name: (number, 0) for name, number in work.items()}
+        sums = self.sums | {name: (number, 0) for name, number in (work or {}).items()}
         zero = torch.zeros_like(next(iter(self.sums.values()))[0])  # [], fp64, on the device
         pairs = [torch.stack([zero + total, zero + count]) for total, count in sums.values()]
         ranks = gather(torch.stack(pairs)[None]).tolist()

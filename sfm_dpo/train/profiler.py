@@ -30,15 +30,13 @@ class Profiler(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.profiler and state.global_step in (self.last, state.max_steps):
             self.profiler.stop()
-            self._write(self.profiler, Path(args.output_dir) / "profile")
+            folder = Path(args.output_dir) / "profile"
+            folder.mkdir(exist_ok=True)
+            self.profiler.export_chrome_trace(str(folder / "trace.json"))
+            order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+            table = self.profiler.key_averages().table(sort_by=order, row_limit=15)
+            text = f"profile of steps {self.first} to {self.last}, rank 0:\n{table}"
+            write_atomically(folder / "profile.txt", text)
+            log.info(text)
             self.profiler = None
         self.on_train_begin(args, state, control)
-
-    def _write(self, profiler: profile, folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
-        profiler.export_chrome_trace(str(folder / "trace.json"))
-        order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        table = profiler.key_averages().table(sort_by=order, row_limit=15)
-        text = f"profile of steps {self.first} to {self.last}, rank 0:\n{table}"
-        write_atomically(folder / "profile.txt", text)
-        log.info(text)

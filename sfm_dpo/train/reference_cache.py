@@ -36,7 +36,7 @@ from sfm_dpo.model.loading import hash_config, identify_model
 from sfm_dpo.run.checkpoint import stop_requested
 from sfm_dpo.run.folder import State, write_status
 from sfm_dpo.run.lock import Lease, describe_owner, read_owner
-from sfm_dpo.train.frozen_model import FrozenModel, frozen_model
+from sfm_dpo.train.frozen_model import frozen_model
 from sfm_dpo.train.metrics import check_step_0
 
 BATCH_TOKENS = {"cuda": 32_768, "cpu": 4_096}  # per batch, including padding; the same for all jobs of a cache
@@ -72,7 +72,7 @@ def add_reference(trainer: Any) -> None:
             shards += len(cache.shards)
             trainer.reference_facts[name] = {"key": cache.folder.name} | {part: str(key[part]) for part in key}
             if name == "train" and trainer.config.train.ref_model_name_or_path:  # absent at step 0
-                check_again(trainer, reference, dataset, cache.batches(cache.shards[0])[0], logps)
+                check_again(trainer, reference.model, dataset, cache.batches(cache.shards[0])[0], logps)
             columns = Dataset.from_dict({"ref_chosen_logps": logps[:, 0], "ref_rejected_logps": logps[:, 1]})
             splits[name] = concatenate_datasets([dataset, columns], axis=1)
     trainer.train_dataset = splits.pop("train", None)
@@ -80,11 +80,11 @@ def add_reference(trainer: Any) -> None:
         trainer.eval_dataset = splits
 
 
-def check_again(trainer: Any, reference: FrozenModel, dataset: Dataset, rows: np.ndarray, logps: np.ndarray) -> None:
+def check_again(trainer: Any, model: Any, dataset: Dataset, rows: np.ndarray, logps: np.ndarray) -> None:
     """Raises UserError if the model does not compute the cached `logps` [N, 2] of these rows again."""
     batch = trainer.load_batch(dataset, rows)
-    again = reference.score_batch(batch).T.flatten()
-    check_step_0(trainer, reference.model, batch, again, torch.from_numpy(logps[rows].T.ravel()).to(again))
+    again = torch.cat(trainer.compute_ref_log_probs(model, batch))
+    check_step_0(trainer, model, batch, again, torch.from_numpy(logps[rows].T.ravel()).to(again))
 
 
 def describe_key(trainer: Any, model: Any) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from transformers import PretrainedConfig
 from sfm_dpo.common.distributed import broadcast
 from sfm_dpo.config import Config
 from sfm_dpo.memory.planner import Candidate, asked_layers, asked_pairs
-from sfm_dpo.model.attention import choose_flash
 from sfm_dpo.model.packing import decide_packing
 from sfm_dpo.train.fit_memory import MemoryPlan, plan_memory
 
@@ -26,9 +25,6 @@ class Settings:
     prefix_sharing: bool = True
     eval_on_start: bool = False
     memory: dict[str, Any] = field(default_factory=dict)  # memory/planner.py's Candidate, if memory has decided
-
-    def is_of(self, candidate: Candidate) -> bool:
-        return (self.micro_batch, self.checkpointed_layers) == (candidate.per_device, candidate.checkpointed_layers)
 
     def replace_candidate(self, candidate: Candidate) -> "Settings":
         pairs = self.micro_batch * self.accumulation_steps
@@ -62,11 +58,14 @@ def decide_settings(
         candidate = plan.choose(plan.states, earlier=earlier)
         micro_batch = candidate.per_device
         checkpointed = candidate.checkpointed_layers
+    flash = args.flash_attention
+    if flash == "auto":  # FA2 until calibration has compared others
+        flash = before.get("flash_attention", "fa2")
     settings = Settings(
         micro_batch=micro_batch,
         accumulation_steps=args.global_batch_size // (micro_batch * args.world_size),
         checkpointed_layers=checkpointed,
-        flash_attention=choose_flash(args.flash_attention, before.get("flash_attention")),
+        flash_attention=flash,
         packed=packed,
         prefix_sharing=prefix_sharing,
         eval_on_start=eval_on_start,

@@ -28,7 +28,7 @@ from sfm_dpo.model.attention import activate_flash, kernel_name
 from sfm_dpo.model.flops import ForwardFlops
 from sfm_dpo.model.layers import compile_layers
 from sfm_dpo.model.loading import load_model, load_model_config, model_init_kwargs
-from sfm_dpo.model.packing import delta_net_kernel, enable_padding_free
+from sfm_dpo.model.packing import enable_padding_free, find_delta_nets, has_delta_net_kernels
 from sfm_dpo.train.callbacks import Progress
 from sfm_dpo.train.checkpoints import CheckpointCallback, CompleteCheckpoints, ResumeCallback
 from sfm_dpo.train.held_out import ExactEvaluation
@@ -106,10 +106,8 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         self.train_sampler = self._get_train_sampler()
         self.meter = Meter()
         flops = ForwardFlops.of(self.bare_model())
-        live_reference = not args.precompute_ref_log_probs
-        self.data_collator = CountingCollator(
-            self.data_collator, flops, live_reference, self.packed, self.prefix_sharing
-        )
+        live = not args.precompute_ref_log_probs
+        self.data_collator = CountingCollator(self.data_collator, flops, live, self.packed, self.prefix_sharing)
         self.add_callback(self.meter)
         self.add_callback(self.progress)
 
@@ -146,17 +144,16 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
             if args.torch_compile:
                 compile_layers(model, args.torch_compile_backend, args.torch_compile_mode)
 
-    def attention_call(self, model: Any = None) -> tuple[torch.device, torch.dtype, int]:
-        """Device, dtype and head size of the attention of the policy, or of `model`."""
-        config = (model or self.bare_model()).config.get_text_config()
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}[self.accelerator.mixed_precision]
-        return self.accelerator.device, dtype, head_dim
-
     def attention_kernel(self, model: Any = None) -> str:
         """Name of the packed attention kernel of the policy, or of `model`; it replaces `attn_implementation`."""
-        nets = delta_net_kernel(model or self.bare_model())
-        return kernel_name(*self.attention_call(model)) + (f", gated delta nets by {nets}" if nets else "")
+        model = model or self.bare_model()
+        config = model.config.get_text_config()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}[self.accelerator.mixed_precision]
+        kernel = kernel_name(self.accelerator.device, dtype, head_dim)
+        if find_delta_nets(model):
+            kernel += f", gated delta nets by {'fla' if has_delta_net_kernels() else 'transformers'}"
+        return kernel
 
     def release_reference(self) -> None:
         """Frees a separate reference model whose log-probs are cached."""
@@ -211,11 +208,14 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
     def _compute_loss(self, model, inputs: dict[str, torch.Tensor], return_outputs: bool):
         """TRL's loss with the reference's log-probs in the batch; its metrics are recorded on its own scale."""
         is_step_0 = self.model.training and not self.step_0_checked and not self.state.global_step
-        inputs = self._add_live_reference(inputs)
+        if not self.config.train.precompute_ref_log_probs:  # else they are columns of the data
+            chosen, rejected = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
+            inputs = inputs | {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
         self._weigh_sft(inputs["completion_mask"])
-        expected = None
-        if is_step_0:
-            expected = self._expect_at_step_0(model, inputs)
+        ref_logps = torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
+        expected = ref_logps
+        if is_step_0 and self.config.train.ref_model_name_or_path:  # the policy must repeat its own sums
+            expected = torch.cat(self.compute_ref_log_probs(model, inputs))
         forwards = []
 
         def forward(**kwargs):
@@ -228,14 +228,9 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         if is_step_0:
             self.step_0_checked = True
             check_step_0(self, model, inputs, logps, expected)
-        self._record(result[0] if return_outputs else result, inputs, logps, forwards[0])
+        loss = result[0] if return_outputs else result
+        self._record(loss, inputs["completion_mask"], logps, ref_logps, forwards[0])
         return result
-
-    def _add_live_reference(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if self.config.train.precompute_ref_log_probs:
-            return inputs  # the columns of the cache
-        chosen, rejected = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
-        return inputs | {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
 
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._compute_loss: the term sft is the mean over the tokens of
     # a micro-batch, so a response's weight depends on the others in it. Canary: test_canary_sft_weight
@@ -247,17 +242,9 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
         weighted = zip(self.loss_types, self.configured_weights, strict=True)
         self.loss_weights = [weight * share if loss == "sft" else weight for loss, weight in weighted]
 
-    def _expect_at_step_0(self, model, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """[2B] sums that the policy's forward must repeat: the reference's or, beside another reference, its own."""
-        if self.config.train.ref_model_name_or_path:
-            return torch.cat(self.compute_ref_log_probs(model, inputs))
-        return torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
-
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer._compute_loss: logs rewards/* as sums over tokens even
     # if the loss uses means, and means of micro-batch means. Canary: test_canary_compute_loss
-    def _record(self, loss: torch.Tensor, inputs: dict[str, torch.Tensor], logps: torch.Tensor, outputs: Any) -> None:
-        mask = inputs["completion_mask"]
-        ref_logps = torch.cat([inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]])
+    def _record(self, loss: torch.Tensor, mask: torch.Tensor, logps: torch.Tensor, ref_logps, outputs: Any) -> None:
         scale = loss_scale(mask, main_loss(self.loss_types))
         rewards = reward_metrics(logps, ref_logps, scale, self.beta)
         means = {"aux_loss": outputs.aux_loss.detach()} if self.aux_loss_enabled else {}

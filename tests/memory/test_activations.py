@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Olmo3Config
@@ -13,20 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, Olmo3Config
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.memory.activations import Activations, _trace_bytes, head_bytes, trace_activations
 from sfm_dpo.model.loading import meta_model
-from tests.tiny_models import tiny_config, tiny_tokenizer
+from tests.tiny_models import tiny_tokenizer
 
-SHAPE = {
-    "vocab_size": 8192,
-    "hidden_size": 384,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 6,
-    "max_position_embeddings": 512,
-    "pad_token_id": 256,
-    "bos_token_id": None,
-    "eos_token_id": 259,
-    "tie_word_embeddings": False,
-}
+SHAPE = {"vocab_size": 8192, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 8}
+SHAPE |= {"num_attention_heads": 6, "max_position_embeddings": 512, "tie_word_embeddings": False}
+SHAPE |= {"pad_token_id": 256, "bos_token_id": None, "eos_token_id": 259}
 
 # A process that has loaded everything, then trains: what it holds more at its peak is the training's. Between runs the
 # heap is given back and the peak that Linux remembers is reset.
@@ -130,22 +120,3 @@ def test_the_plan_of_recurrent_layers_is_a_trace_of_transformers_own_code(share,
     traced = _trace_bytes(config, torch.bfloat16, share, config.layer_types, 4096, None)
     plan = trace_activations(config, torch.bfloat16, bool(share), None)
     assert [plan.saved @ [1, 4096], plan.peak @ [1, 4096]] == pytest.approx(traced.tolist(), rel=0.05)
-
-
-def test_mixed_activations_lie_between_none_and_all():
-    checkpointed = Activations(np.array([10, 1.0]), np.array([40, 5.0]))
-    stored = Activations(np.array([10, 9.0]), np.array([20, 9.5]))
-    assert Activations.mix(checkpointed, stored, 1.0).saved.tolist() == [10, 1]
-    assert Activations.mix(checkpointed, stored, 0.0).saved.tolist() == [10, 9]
-    half = Activations.mix(checkpointed, stored, 0.5)
-    assert half.saved.tolist() == [10, 5] and half.peak.tolist() == [20, 5.5]  # its last layer is stored
-
-
-def test_recurrent_layers_are_traced():
-    shape = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = tiny_config("olmo_hybrid", **shape, linear_num_key_heads=2, linear_num_value_heads=2)
-    kinds = ["linear_attention", "full_attention"]
-    saved = [
-        _trace_bytes(config, torch.bfloat16, False, layers, 128, None)[0] for layers in (kinds, [*kinds, kinds[0]])
-    ]
-    assert saved[1] > 1.5 * saved[0] > 0

@@ -85,12 +85,12 @@ SHARED = [([12, 4, 9, 1], [0, 0, 7, 0]), ([300, 140, 150], [0, 130, 0]), ([300, 
 def shared_inputs(own, before, device, dtype):
     """Queries and 2 heads of keys of a row in which every sequence also sees the first `before` tokens of the row."""
     qkv, _ = inputs(own, kv_heads=2, device=device, dtype=dtype)
-    starts = [sum(own[:i]) for i in range(len(own))]
-    keys = [torch.cat([torch.arange(b), torch.arange(s, s + n)]) for n, b, s in zip(own, before, starts, strict=True)]
-    bounds = [torch.tensor([0, *n]).cumsum(0).int() for n in (own, list(map(len, keys)))]
-    cu_seqlens, cu_keys, shared_keys, order = [x.to(device) for x in (*bounds, *keys_and_order(own, before))]
+    seen = [count + shared for count, shared in zip(own, before, strict=True)]
+    bounds = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (own, seen)]
+    keys, order = keys_and_order(own, before)
+    cu_seqlens, cu_keys, shared_keys, order = [x.to(device) for x in (*bounds, keys, order)]
     shared = {"cu_seq_lens_k": cu_keys, "shared_keys": shared_keys, "shared_order": order}
-    return qkv, keys, boundary_arguments(cu_seqlens, max(map(len, keys)), **shared)
+    return qkv, keys.split(seen), boundary_arguments(cu_seqlens, max(seen), **shared)
 
 
 def keys_and_order(own, before):
@@ -214,13 +214,13 @@ def test_the_flash_kernel_is_the_one_asked_for(monkeypatch, capsys):
         attention.activate_flash(choice)
         return attention.kernel_name(torch.device("cuda"), torch.bfloat16, 64)
 
-    assert kernel("auto") == "FA2"
+    assert kernel("fa2") == "FA2"
     assert attention.usable_kernels("auto") == []
     assert 'counted, not measured): pip install "flash-attn-4[cu13]==4.0.0b17"' in capsys.readouterr().out
     assert kernel("fa9") == "FA9" and not removed
     assert kernel("fa2") == "FA2" and removed
-    assert attention.choose_flash("auto", "fa3") == "fa3" and attention.choose_flash("fa4", "fa2") == "fa4"
-    monkeypatch.setattr(attention, "is_installed", lambda flash: True)
+    for number in (3, 4):
+        monkeypatch.setattr(attention, f"is_flash_attn_{number}_available", lambda: True)
     for capability, usable in (((10, 0), ["fa4"]), ((9, 0), ["fa3", "fa4"]), ((8, 0), [])):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda given=capability: given)
         assert attention.usable_kernels("auto") == usable and attention.usable_kernels("fa2") == []

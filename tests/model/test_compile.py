@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from trl.trainer.utils import add_fused_lm_head
 
 from bench.count import ByteCounter
-from sfm_dpo.model.attention import PACKED, _sdpa_by_sequence, boundary_arguments, register
+from sfm_dpo.model.attention import PACKED, _sdpa_by_sequence, boundary_arguments
 from sfm_dpo.model.layers import blocks, compile_layers
 from sfm_dpo.model.packing import enable_padding_free
 from tests.model.test_packing import make_pairs
@@ -78,33 +78,6 @@ def loss_and_gradients(model, batch) -> tuple[float, torch.Tensor]:
     return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize(
-    ("architecture", "packed", "sharing", "checkpointing"),
-    [
-        ("llama", False, False, True),
-        ("gpt_neox", True, False, False),
-        ("olmo3", True, True, True),
-    ],
-)
-def test_no_batch_needs_a_graph_of_its_own(architecture, packed, sharing, checkpointing, graphs):
-    """6 batches, and a reference forward (no gradients) with each. On the CPU packed attention breaks the graph."""
-    plain = make_model(architecture, packed=packed, checkpointing=checkpointing)
-    options = {"packed": packed, "sharing": sharing, "checkpointing": checkpointing}
-    compiled = make_model(architecture, **options, backend="counting")
-    counts = []
-    for batch in map(make_pairs, BATCHES):
-        expected_loss, expected = loss_and_gradients(plain, batch)
-        loss, gradients = loss_and_gradients(compiled, batch)
-        assert loss == pytest.approx(expected_loss, rel=1e-5)
-        assert (gradients - expected).norm() <= 1e-5 * expected.norm()
-        with torch.no_grad():
-            compiled(**batch, fused_lm_head=True)
-        counts.append(len(graphs))
-    assert counts[-1] == counts[0]
-    assert counts[0] > 0 or (packed and checkpointing)  # a checkpointed layer is one graph, or with a break none
-    assert compiled.state_dict().keys() == plain.state_dict().keys()
-
-
 def attend(q, k, v, cu_q, cu_k, scale, window):
     rows = [x.transpose(0, 1)[None] for x in (q, k, v)]
     return _sdpa_by_sequence(*rows, cu_q, cu_k, scale, None if window[0] < 0 else window[0] + 1)[0].contiguous()
@@ -125,23 +98,28 @@ def backward_on_cpu(gradient, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, is_ca
 
 
 @pytest.mark.parametrize(
-    ("architecture", "sharing", "checkpointing"),
+    ("architecture", "packed", "sharing", "checkpointing"),
     [
-        ("gpt_neox", False, True),
-        ("gpt_neox", True, False),
-        ("llama", True, True),
-        ("olmo2", False, False),
-        ("olmo3", True, True),
-        ("olmoe", True, False),
+        ("gpt_neox", True, False, True),
+        ("gpt_neox", True, True, False),
+        ("llama", True, True, True),
+        ("llama", False, False, True),
+        ("olmo2", True, False, False),
+        ("olmo3", True, True, True),
+        ("olmoe", True, True, False),
     ],
 )
-def test_the_branch_of_a_gpu_has_no_break_and_equals_eager(architecture, sharing, checkpointing, graphs, monkeypatch):
-    """`varlen_attn` in the compiled layer, with a kernel for the CPU; the uncompiled model takes SDPA by sequence."""
+def test_the_branch_of_a_gpu_has_no_break_and_equals_eager(
+    architecture, packed, sharing, checkpointing, graphs, monkeypatch
+):
+    """6 batches, and a forward without gradients of each, need no graph of their own. `varlen_attn` in the compiled
+    layer has a kernel for the CPU; the uncompiled model takes SDPA by sequence."""
     torch.library.register_kernel("torch_attn::_varlen_attn", "cpu", forward_on_cpu)
     torch.library.register_kernel("torch_attn::_varlen_attn_backward", "cpu", backward_on_cpu)
-    options = {"sharing": sharing, "checkpointing": checkpointing}
+    options = {"packed": packed, "sharing": sharing, "checkpointing": checkpointing}
     plain = make_model(architecture, **options)
     compiled = make_model(architecture, **options, backend="aot_eager")
+    assert compiled.state_dict().keys() == plain.state_dict().keys()
     counters = torch._dynamo.utils.counters
     counts = []
     for batch in map(make_pairs, BATCHES):
@@ -222,7 +200,6 @@ def layer_bytes(shape: str, backend: str | None) -> list[float]:
     kinds = getattr(config, "layer_types", None) or []
     config.num_hidden_layers = 1
     config.layer_types = kinds[-1:] or None
-    register()
     COMPILED_BYTES.clear()
     with FakeTensorMode(allow_non_fake_inputs=True):  # no memory, no arithmetic
         model = AutoModelForCausalLM.from_config(config, attn_implementation=PACKED, dtype=torch.bfloat16).train()

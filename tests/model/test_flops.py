@@ -70,13 +70,8 @@ def test_experts_count_as_far_as_they_are_active():
 def test_experts_by_each_name(kind):
     """Twice the active experts: as many more matrices, whatever the model calls its experts."""
     shape = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24}
-    shape |= {
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "n_group": 1,
-        "topk_group": 1,
-    }
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    shape |= {"n_group": 1, "topk_group": 1}
     model = meta_model(AutoConfig.for_model(kind, first_k_dense_replace=0, **shape, num_experts_per_tok=2))
     experts = count_experts(model.config)
     sizes = [p.numel() for p in model.parameters() if p.dim() == 3 and len(p) == experts]

@@ -264,23 +264,3 @@ def test_inputs_it_cannot_pack_are_refused():
     batch = make_batch(BATCHES["one pair"])
     with pytest.raises(ValueError, match="'token_type_ids'"):
         packed(**batch, token_type_ids=torch.zeros_like(batch["input_ids"]), fused_lm_head=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.3)])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_equals_padded_sdpa_on_cuda(architecture, dtype, tolerance, checkpointing):
-    """fp32 runs SDPA by sequence, bf16 varlen_attn: against padded SDPA in fp32 on the same weights, packed bf16 is
-    allowed what padded bf16 needs too (log-probs of these models move by about 0.1 from rounding alone)."""
-    sizes = {"hidden_size": 256, "intermediate_size": 256}
-    padded, packed = (m.cuda().train() for m in padded_and_packed(architecture, initializer_range=0.05, **sizes))
-    batch = make_batch(BATCHES["very unequal"], device="cuda")
-    expected = run(padded, batch)
-    packed.to(dtype)
-    if checkpointing:
-        packed.gradient_checkpointing_enable()
-    output, gradients = run(packed, batch)
-    torch.testing.assert_close(output.log_probs.float(), expected[0].log_probs, atol=tolerance, rtol=0)
-    assert norm(gradients) == pytest.approx(norm(expected[1]), rel=tolerance)

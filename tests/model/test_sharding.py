@@ -1,10 +1,14 @@
-"""Which layers are checkpointed."""
+"""Which layers are checkpointed; DeepSpeed's buckets hold the largest tensor of every shape."""
 
 import pytest
+from transformers import AutoConfig
 
+from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.files import PROJECT
 from sfm_dpo.model.layers import blocks, checkpoint_layers
 from sfm_dpo.model.loading import meta_model
-from tests.tiny_models import tiny_config
+from sfm_dpo.model.sharding import fit_buckets, zero_config
+from tests.tiny_models import tiny_config, tiny_model
 
 
 @pytest.mark.parametrize("count", range(9))
@@ -16,3 +20,13 @@ def test_checkpointed_layers_are_spread_evenly_and_the_last_is_not_among_them(co
     gaps = {after - before for before, after in zip(chosen, [*chosen[1:], 8], strict=False)}
     assert len(chosen) == count and (7 in chosen) is (count == 8)
     assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+@pytest.mark.parametrize("launch", ["zero2", "zero3"])
+def test_every_shape_fits_in_the_buckets(launch):
+    """Otherwise its gradient would be overwritten on a GPU. At any number of ranks: what fits is copied whole."""
+    zero = zero_config(launch)
+    for config in PROJECT.glob("bench/shapes/*/config.json"):
+        assert fit_buckets(zero, meta_model(AutoConfig.from_pretrained(config.parent))) == zero
+    with pytest.raises(UserError, match=r"reduce_bucket_size 1000: .* 16640 elements, .* set it to 16640 or more"):
+        fit_buckets(zero | {"reduce_bucket_size": 1000}, tiny_model("llama"))

@@ -73,19 +73,6 @@ def test_checkpointing_kwargs_that_are_given_are_kept():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_report")
-def test_losses_do_not_depend_on_the_setting(train):
-    runs = []
-    for size, count in ((4, 0), (2, 3), (1, 2), (4, 2)):
-        code, losses, _ = train(f"{size}-{count}", per_device_train_batch_size=size, checkpointed_layers=count)
-        assert code == 0 and len(losses) == 3
-        runs.append(losses)
-    assert runs[1] == pytest.approx(runs[0], abs=1e-5) and runs[2] == pytest.approx(runs[0], abs=1e-5)
-    assert runs[3] == runs[0]
-    assert abs(runs[0][2] - runs[0][0]) > 1e-3  # they moved
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_report")
 def test_the_choice_is_kept_at_resume_where_it_fits_and_is_not_recorded_as_asked(train, tmp_path, capsys):
     fit = {"save_strategy": "steps", "save_steps": 100}
     run = tmp_path / "run"
@@ -305,7 +292,7 @@ def test_large_logits_are_noisy_and_not_wrong(tmp_path, write_rows, no_report):
     model.lm_head.weight.data *= 25
     model.save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
-    cached = {"bf16": "true", "padding_free": "true", "precompute_ref_log_probs": "true", "max_steps": 1}
+    cached = {"bf16": "true", "padding_free": "true", "precompute_ref_log_probs": "true", "max_steps": 2}
     argv = on_cpu(tmp_path / "model", write_rows("pairs.jsonl", pairs(8)), tmp_path / "run", **cached)
     assert train_dpo.main(argv) == 0
     assert read_file(tmp_path / "run/data.json")["calibration"]["noise"] > 0.1
