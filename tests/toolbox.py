@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 # TRL's defaults, for tests whose subject is something else
 PLAIN = {
@@ -84,6 +85,13 @@ def read_pairs(data: Path, *options):
 def write_jsonl(path: Path, rows: list[dict]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def edit(path: Path, **fields) -> None:
+    """Changes fields of a JSON or YAML file."""
+    is_yaml = path.suffix == ".yaml"
+    content = yaml.safe_load(path.read_text()) if is_yaml else json.loads(path.read_text())
+    path.write_text((yaml.safe_dump if is_yaml else json.dumps)(content | fields))
 
 
 def logged(run: Path, metric: str = "loss") -> list[dict]:

@@ -32,7 +32,7 @@ from sfm_dpo.run.reader import describe_run, format_runs
 from sfm_dpo.run.saved_model import SavedModel, describe_change, merge_adapter
 from tests.hub_server import NAME, TOKEN
 from tests.tiny_models import tiny_tokenizer
-from tests.toolbox import on_cpu, pairs
+from tests.toolbox import edit, on_cpu, pairs
 
 WEIGHTS = "model.safetensors"
 
@@ -47,10 +47,6 @@ def files(hub, revision="main") -> dict[str, bytes]:
 
 def answer(model) -> torch.Tensor:
     return model(input_ids=torch.tensor([[72, 105, 33, 256]])).logits
-
-
-def change(path: Path, **fields) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def test_what_was_pushed_loads_from_there_and_a_second_push_changes_nothing(hub, run):
@@ -86,7 +82,7 @@ def test_what_was_pushed_loads_from_there_and_a_second_push_changes_nothing(hub,
     assert hub.count("POST .*/commit/") == 1
 
     files(hub)["model-00001-of-00002.safetensors"] = b"old"  # shards of an earlier push do not stay
-    change(run / "generation_config.json", max_length=77)
+    edit(run / "generation_config.json", max_length=77)
     assert push(run) == 0
     assert "model-00001-of-00002.safetensors" not in files(hub) and WEIGHTS in files(hub)
 
@@ -131,9 +127,8 @@ def test_a_checkpoint_goes_to_a_branch_of_its_own(hub, run):
 
 def test_a_chat_compares_with_the_revision_that_the_run_started_from(hub, run, capsys):
     assert push(run, "--hub_revision", "v1") == 0  # main holds no model
-    config = read_resolved_config(run) | {"model_name_or_path": "lab/model", "model_revision": "v1"}
-    (run / "resolved_config.yaml").write_text(yaml.safe_dump(config))
-    change(run / "data.json", models={})
+    edit(run / "resolved_config.yaml", model_name_or_path="lab/model", model_revision="v1")
+    edit(run / "data.json", models={})
     assert generate.main([str(run), "Hi", "--max_new_tokens", "2"]) == 0
     assert "base: " in capsys.readouterr().out
 
@@ -153,10 +148,10 @@ def test_a_checkpoint_that_is_pushed_is_not_rotated_away(run):
         mark_pushed(run / "checkpoint-4", pusher.pid)
         rotate(run, 1)
         assert (run / "checkpoint-4").is_dir()
-        change(run / "checkpoint-4" / PUSHING, host="another-node")
+        edit(run / "checkpoint-4" / PUSHING, host="another-node")
     rotate(run, 1)
     assert (run / "checkpoint-4").is_dir(), "whether it still runs there is not known"
-    change(run / "checkpoint-4" / PUSHING, host=platform.node())
+    edit(run / "checkpoint-4" / PUSHING, host=platform.node())
     rotate(run, 1)
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-6"]
 
@@ -335,7 +330,7 @@ def test_what_a_run_saves_says_how_its_weights_are(tiny_folder, write_rows, tmp_
     base = tmp_path / "base"
     shutil.copytree(tiny_folder("olmo3"), base)
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
-    change(base / "config.json", use_cache=False, unknown_field=7)
+    edit(base / "config.json", use_cache=False, unknown_field=7)
     fields = {"max_steps": 1, "per_device_train_batch_size": 4, "warmup_steps": 0}
     assert train_dpo.main(on_cpu(base, write_rows("pairs.jsonl", pairs(4)), tmp_path / "run", **fields)) == 0
     config = json.loads((tmp_path / "run" / "config.json").read_text())

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
-import yaml
 
 from sfm_dpo.common.statistics import wilson
 from sfm_dpo.report.model_card import hide_paths, write_model_card
@@ -16,6 +15,7 @@ from sfm_dpo.report.page import changed_fields, format_summary, format_yaml, las
 from sfm_dpo.report.plots import PANELS, draw_curves
 from sfm_dpo.run.files import read_file
 from sfm_dpo.run.reader import describe_run, judge_learning, read_run
+from tests.toolbox import edit
 
 STEPS = 6
 HOSTILE = "</pre></div><script>alert(1)</script><img src=http://x.example/a.png onerror=alert(2)> & \"quoted\" 'text'"
@@ -29,11 +29,6 @@ def without_curves(monkeypatch):
 
 def save(run: Path, name: str, content) -> None:
     (run / name).write_text(json.dumps(content))
-
-
-def edit(run: Path, name: str, **fields) -> None:
-    """Changes fields of a run's JSON or YAML file; JSON is YAML."""
-    save(run, name, read_file(run / name) | fields)
 
 
 class Page(HTMLParser):
@@ -110,7 +105,7 @@ def test_what_a_run_has_learned_is_said_everywhere(run, without_curves, referenc
     log = [e | ({"eval_rewards/accuracies": 0.75} if "eval_loss" in e else {}) for e in read_run(run)["log"]]
     save(run, "trainer_state.json", {"global_step": STEPS, "log_history": log})
     (run / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
-    edit(run, "resolved_config.yaml", ref_model_name_or_path=reference)
+    edit(run / "resolved_config.yaml", ref_model_name_or_path=reference)
     write_model_card(run)
     page = page_of(run)
     for text in (page.text.replace("\xa0", " "), (run / "README.md").read_text(), format_summary(run)):
@@ -154,9 +149,9 @@ def test_hostile_text_is_shown_and_not_obeyed(run, without_curves):
     save(run, "status.json", {"state": "failed", "message": HOSTILE})
     save(run, "preflight.json", {"verdict": HOSTILE, "reasons": [HOSTILE + "!"] * 2, "table": [[HOSTILE]]})
     save(run, "health.json", {"signal": HOSTILE, "nested": {"a": HOSTILE}})
-    edit(run, "data.json", sources=[HOSTILE], dropped={HOSTILE: 3})
+    edit(run / "data.json", sources=[HOSTILE], dropped={HOSTILE: 3})
     save(run, "samples.json", [{"prompt": HOSTILE, "before": HOSTILE, "after": HOSTILE}])
-    edit(run, "resolved_config.yaml", run_name=HOSTILE)
+    edit(run / "resolved_config.yaml", run_name=HOSTILE)
     page = page_of(run)
     assert page.text.count("alert(1)") >= 12  # each place shows it as text
     assert_nothing_is_loaded(run, page)
@@ -236,9 +231,7 @@ def test_secrets_in_the_files_do_not_reach_the_report_that_the_command_writes(
 ):
     monkeypatch.setenv("WANDB_API_KEY", "canary0123456789canary")
     save(run, "status.json", {"state": "failed", "message": "401 for canary0123456789canary, hf_" + "A" * 34})
-    config = yaml.safe_load((run / "resolved_config.yaml").read_text())
-    config["model_name_or_path"] = "canary0123456789canary"
-    (run / "resolved_config.yaml").write_text(yaml.safe_dump(config))  # in which `key: ***` would be an error
+    edit(run / "resolved_config.yaml", model_name_or_path="canary0123456789canary")  # `key: ***` would be an error
     assert main([str(run)]) == 0
     text = (run / "report.html").read_text()
     out = capsys.readouterr().out
@@ -259,9 +252,9 @@ def test_secrets_in_the_files_do_not_reach_the_report_that_the_command_writes(
 )
 def test_the_card_repeats_the_launch_and_the_steps(run, launch, processes, command):
     assert read_file(run / "data.json")["launch"] == "whole weights"
-    edit(run, "data.json", launch=launch)
-    edit(run, "environment.json", world_size=processes)
-    edit(run, "resolved_config.yaml", max_steps=1200, eval_command="sbatch --account=us e.sh")
+    edit(run / "data.json", launch=launch)
+    edit(run / "environment.json", world_size=processes)
+    edit(run / "resolved_config.yaml", max_steps=1200, eval_command="sbatch --account=us e.sh")
     write_model_card(run)
     card = (run / "README.md").read_text()
     assert f"\n{command} --config recipe.yaml\n" in card and "pairs, 1,200 steps |" in card
