@@ -29,21 +29,23 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def main(argv: list[str]) -> None:
-    seen: dict[int, Counter] = {}  # at the first micro-batch of each step: all collectives so far
+def count_step(argv: list[str], counts: Counter, mode: TorchDispatchMode) -> tuple[int, Counter]:
+    """Exit code of train_dpo.main, and what `mode` has added to `counts` in the last step but one."""
+    seen: dict[int, Counter] = {}  # at the first micro-batch of each step: all so far
     begin = Progress.begin_micro_batch
 
     def begin_micro_batch(self, phase, step, inputs):
         if phase == "training":
-            seen.setdefault(step, COUNTS.copy())
+            seen.setdefault(step, counts.copy())
         begin(self, phase, step, inputs)
 
     Progress.begin_micro_batch = begin_micro_batch
-    with Collectives():
-        train_dpo.main(argv)
-    if os.environ["RANK"] == "0":
-        print(json.dumps(seen[max(seen)] - seen[max(seen) - 1]))
+    with mode:
+        code = train_dpo.main(argv)
+    return code, seen[max(seen)] - seen[max(seen) - 1] if seen else Counter()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    _, collectives = count_step(sys.argv[1:], COUNTS, Collectives())
+    if os.environ["RANK"] == "0":
+        print(json.dumps(collectives))
