@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from sfm_dpo.common.distributed import broadcast, gather, is_main_process, main_process_first, rank, world_size
-from sfm_dpo.common.errors import DiskFull, StopRequested
+from sfm_dpo.common.errors import DiskFull, StopRequested, user_input
 from sfm_dpo.common.files import sync
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sources import explain_cache_errors
@@ -128,7 +128,8 @@ def reference_root() -> Path:
 
 
 def make_cache_folder(folder: Path) -> None:
-    with explain_cache_errors(folder):
+    remedy = "set HF_HOME (in .env) to another folder"
+    with user_input(f"HF_HOME: {folder}: cannot be made", remedy), explain_cache_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, "cannot be written", str(folder))

@@ -214,3 +214,8 @@ def test_damaged_shards_are_computed_again_and_stale_ones_caught_at_step_0(tiny_
     trainer = make_trainer(tiny_folder("llama"), tmp_path / "run", "--precompute_ref_log_probs=true")
     with pytest.raises(UserError, match=r"step 0.*are not those of the trained model"):
         trainer.train()
+
+
+def test_a_folder_that_cannot_be_made_is_one_line():
+    with pytest.raises(UserError, match=r"^HF_HOME: /proc/nope: cannot be made: .*; set HF_HOME"):
+        reference_cache.make_cache_folder(Path("/proc/nope"))
