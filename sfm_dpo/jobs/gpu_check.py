@@ -53,19 +53,22 @@ class GpuCheck:
         self.max_steps = 20 if self.on_gpu else 6
         self.batch = 2 * PER_DEVICE * self.processes  # pairs
 
-    def train(self, run: str, launch: str, full_model: bool = False, **other: Any) -> str:
-        """Trains in the folder `run`; returns what the run's log says of its calibration."""
+    def options(self, run: str, full_model: bool = False, **other: Any) -> list[str]:
         fields: dict[str, Any] = {"output_dir": self.folder / run, "max_steps": self.max_steps, "logging_steps": 1}
         fields |= {"global_batch_size": self.batch, "max_samples": self.batch * self.max_steps, "save_strategy": "no"}
         fields |= {"preflight": "skip", "guard": "skip", "use_cpu": not self.on_gpu}
         if not full_model:
             fields |= SMALL_MODEL | {"model_name_or_path": self.folder / "model"}
+        return short_run(self.recipe, **(fields | other))
+
+    def train(self, run: str, launch: str, **other: Any) -> str:
+        """Trains in the folder `run`; returns what the run's log says of its calibration."""
         launcher = []
         if launch != "single":
             name = launch if self.on_gpu else {"zero2": "cpu"}.get(launch, f"cpu_{launch}")
             launcher = ["-m", "accelerate.commands.launch", "--config_file", launch_file(name)]
             launcher += ["--num_processes", str(self.processes), "--main_process_port", "0"]
-        log = self.call(run, sys.executable, *launcher, "train_dpo.py", *short_run(self.recipe, **(fields | other)))
+        log = self.call(run, sys.executable, *launcher, "train_dpo.py", *self.options(run, **other))
         return "; ".join(re.findall("calibration: (.*)", log))
 
     def call(self, name: str, *command: str) -> str:

@@ -30,7 +30,7 @@ from tests.project import SOURCE, link, make_project
 ELSEWHERE = {
     r"make (test|setup|lint|lock|check|test-grid|upgrade)|([A-Z]+=\S+ )?(python -m )?pytest .*": "how tests are run",
     r"python scripts/merge_adapter.py RUN FOLDER": "tests/run: of a run with LoRA",
-    r"python scripts/status.py --stop outputs/dpo": "tests/run/test_status.py: of a run that runs",
+    r"python scripts/status.py --stop outputs/.*": "tests/run/test_status.py: of a run that runs",
     r"make demo": "README.md marks it: 4 minutes",
     r"(?!.*\.\.\.)([A-Z_]+=\S+ )*sbatch .*": "tests/slurm/test_submit.py",
     r"LAUNCH=fsdp2 sbatch scripts/dpo_train.sh \.\.\.": "test_launch.py, with LAUNCH=cpu_fsdp2's file",
