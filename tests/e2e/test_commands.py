@@ -73,6 +73,7 @@ def template(tmp_path_factory) -> Path:
     link(project, "geodesic-research/sfm-sft_dolci_instruct_unfiltered", "tiny model")
     shutil.copy(project / "pairs" / "train.jsonl", project / "pairs.jsonl")
     shutil.copy(project / "recipes" / "think.yaml", project / "R")
+    shutil.copy(project / "recipes" / "think.yaml", project / "recipes" / "mine.yaml")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(project)
         assert train_dpo.main(["--config", "recipes/think.yaml", "--save_steps", "2"]) == 0
