@@ -127,7 +127,8 @@ class GpuCheck:
 
     def check_full_model(self, run: str) -> tuple[bool, str]:
         """Calibration and a step under ZeRO-2, on a GPU of the recipe's own model and lengths."""
-        batch = 2 * max(FIRST_STEPS_FOR) * self.processes
+        largest = max(FIRST_STEPS_FOR) if self.on_gpu else PER_DEVICE  # pairs in a micro-batch
+        batch = 2 * largest * self.processes
         fields = {"per_device_train_batch_size": "", "max_steps": 1, "global_batch_size": batch}
         found = self.train(run, "zero2", full_model=self.on_gpu, max_samples=4 * batch, **fields)
         for weights in (self.folder / run).glob("*.safetensors"):  # plan.py --measured reads the rest
