@@ -47,7 +47,7 @@ def test_any_recipe_passes_the_checks_or_is_refused_with_a_line_for_each_field(r
         json.dumps(config.as_dict())
     except UserError as error:
         first, *problems = str(error).split("\n- ")
-        assert "\n" not in first + "".join(problems) and len(str(error)) < 2000  # up to four fields and their conflicts
+        assert "\n" not in first + "".join(problems) and len(str(error)) < 2000  # four fields, their conflicts
         assert not problems or first.startswith(f"{len(problems)} fields to correct in ")
     finally:
         os.environ.clear()
