@@ -58,6 +58,7 @@ REFUSED = {
     "ignore_data_skip": "a resumed run would train on some pairs twice; remove it",
     "label_smoothing_factor": "is for Trainer's cross-entropy; with loss_type robust or exo_pair set label_smoothing",
     "ld_alpha": "metrics, preflight and the check of step 0 would ignore its weights; remove it",
+    **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "quantised weights are untested here; set use_peft alone"),
     "neftune_noise_alpha": "adds noise to the policy alone, so the loss would not start at ln 2; remove it",
     "restore_callback_states_from_checkpoint": "callbacks are restored without it; remove it",
     "save_only_model": "a run could not be resumed without its optimizer; remove it",
@@ -170,6 +171,8 @@ def list_evaluation_conflicts(c: argparse.Namespace, training: bool) -> Iterator
         yield "guard_generations", f"answers join a log entry; give a multiple of logging_steps, {c.logging_steps:g}"
     if c.guard_generations and (launched_with() == "fsdp" or zero_stage() == 3):
         yield "guard_generations", "needs the full weights on each rank; use ZeRO-2, or set 0"
+    if c.logging_strategy == "no" and c.guard != "skip":
+        yield "logging_strategy", "the guard reads the log; remove it, or set guard: skip"
     if c.eval_strategy != "no" and not c.eval_fraction and not c.eval_datasets:
         yield "eval_strategy", "there are no pairs to evaluate; set eval_fraction, for instance 0.02, or eval_datasets"
     if c.save_strategy == "best":
@@ -270,7 +273,7 @@ def advise_batch(args: Any, pairs: int) -> str:
 
 def default_of(name: str) -> Any:
     """The default of a field of TRL."""
-    return getattr(DPOConfig, name) if hasattr(DPOConfig, name) else getattr(DatasetMixtureConfig, name)
+    return next(getattr(part, name) for part in (DPOConfig, ModelConfig, DatasetMixtureConfig) if hasattr(part, name))
 
 
 def find_template_errors(template: str | None, training: bool) -> Iterator[str]:

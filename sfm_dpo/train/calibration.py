@@ -166,7 +166,10 @@ def compute_pair(trainer: Any, model: Any, rows: Sequence[int], path: str, backw
     labels = batch["input_ids"].masked_fill(mask == 0, -100)
     options: dict[str, Any] = {"path": path} if trainer.packed else {}
     result = Computed()
-    with take_gradients(model, result), checkpointed(trainer, len(blocks(model))), precision(trainer):
+    layers = trainer.settings.checkpointed_layers
+    if trainer.accelerator.device.type == "cuda":  # two median pairs may need more memory than the run's micro-batch
+        layers = len(blocks(model))
+    with take_gradients(model, result), checkpointed(trainer, layers), precision(trainer):
         with torch.set_grad_enabled(backward):
             log_probs = model(**batch, labels=labels, fused_lm_head=True, use_cache=False, **options).log_probs
         pair = [0, len(rows)]

@@ -50,6 +50,5 @@ def _place_policy(trainer: Any) -> Any:
         return prepare_deepspeed(trainer.model, trainer.accelerator)  # the hooks that gather the weights
     if trainer.is_deepspeed_enabled and trainer.args.bf16:  # as DeepSpeed's engine will do with the policy
         for parameter in trainer.model.parameters():  # buffers such as RoPE's inv_freq stay fp32
-            if parameter.is_floating_point():  # not weights in 4 or 8 bits
-                parameter.data = parameter.data.to(torch.bfloat16)
+            parameter.data = parameter.data.to(torch.bfloat16)
     return trainer.model.to(trainer.accelerator.device)  # Trainer leaves this to DeepSpeed, which starts later

@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import is_peft_model, release_memory
 from datasets import Dataset
 from transformers import PreTrainedModel, TrainerCallback
-from trl import get_peft_config, get_quantization_config
+from trl import get_peft_config
 
 from sfm_dpo.common.distributed import launched_with
 from sfm_dpo.common.errors import UserError, user_input
@@ -276,9 +276,7 @@ class SFMDPOTrainer(ExactEvaluation, CompleteCheckpoints, UpstreamFixes):
 def load_configured_model(config: Config) -> PreTrainedModel:
     """The model of a configuration, for the policy or the reference."""
     options = {"trust_remote_code": config.train.trust_remote_code} | model_init_kwargs(config)
-    if (quantization := get_quantization_config(config.model)) is not None:
-        options["quantization_config"] = quantization
-    elif launched_with() == "zero" and config.train.bf16 and options["dtype"] == "float32":
+    if launched_with() == "zero" and config.train.bf16 and options["dtype"] == "float32":
         # DeepSpeed casts the weights to bf16 and makes fp32 masters of that: the same bits in half the host's memory
         options["dtype"] = "bfloat16"
     name = config.model.model_name_or_path
