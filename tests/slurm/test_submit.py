@@ -123,7 +123,7 @@ exec bash scripts/evaluate.sh "$1" --tasks sums.yaml --out "$3"
 
 @pytest.mark.grid
 def test_checkpoints_are_evaluated_by_jobs_of_their_own_once_through_a_requeue(cluster, project):
-    """Jobs wait in the queue while the run is requeued, and for longer than it lives."""
+    """Jobs wait in the queue while the run is requeued, and for longer than it lives; one of them is killed."""
     rows = [{"question": f"What is {i} and {i}?", "choices": [f"{2 * i}.", "No."]} for i in range(8)]
     write_jsonl(project / "sums.jsonl", rows)
     (project / "sums.yaml").write_text(TASK)
@@ -143,17 +143,30 @@ def test_checkpoints_are_evaluated_by_jobs_of_their_own_once_through_a_requeue(c
         assert jobs[step].isdecimal(), text
     assert "step-30; once they have ended, run python scripts/evaluate.py outputs/evaluated" in log
     assert (run / "checkpoint-15").is_dir(), "it is kept for its evaluation"
-    for job in jobs.values():
-        cluster.run("scontrol", "release", job)
-    assert [cluster.wait(job, 400)["ExitCode"] for job in jobs.values()] == ["0:0"] * len(jobs)
+    cluster.run("scancel", jobs[15])
+    release(cluster, *(jobs[step] for step in jobs if step != 15))
     evaluation = json.loads((run / "evaluation.json").read_text())
     assert [row["task"] for row in evaluation["benchmarks"]] == ["sums"]  # the final model's, beside the base
+    assert read_status(run)["open"] == ["evaluated"]
+    assert (run / "checkpoint-15").is_dir(), "its evaluation was killed"
+
+    (run / "evaluations/step-15.log").unlink()
+    end_of(cluster, project, train(cluster, project, env={"NUM_PROCESSES": "1"}, **fields))  # trains nothing
+    again = (run / "evaluations/step-15.log").read_text().split()[-1]
+    release(cluster, again)
     assert evaluate.main([str(run)]) == 0
     results = json.loads((run / "evaluation.json").read_text())["checkpoints"]
     assert {int(step) for step in results} == jobs.keys()
     assert all(0 <= scores["sums/acc"]["value"] <= 1 for scores in results.values())
     environment = (project / "logs/environment-30").read_text()
     assert not re.search("^SLURM_(GPUS_PER_NODE|MEM_PER_NODE|STEP_ID)=", environment, re.MULTILINE)
+
+
+def release(cluster, *jobs: str) -> None:
+    """Lets held jobs run, and waits for their ends."""
+    for job in jobs:
+        cluster.run("scontrol", "release", job)
+    assert [cluster.wait(job, 400)["ExitCode"] for job in jobs] == ["0:0"] * len(jobs)
 
 
 SITE = """
