@@ -22,8 +22,7 @@ from sfm_dpo.common.errors import OutOfMemory, UserError
 from sfm_dpo.config import Config
 from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.memory.planner import Candidate, MemoryPlanner, asked_layers, asked_pairs, memory_limit
-from sfm_dpo.run.checkpoint import COMPLETE, checkpoints
-from sfm_dpo.run.files import RESOLVED_CONFIG, read_file
+from sfm_dpo.run.files import read_file
 from sfm_dpo.run.folder import DATA
 from sfm_dpo.train.callbacks import Progress
 
@@ -33,7 +32,7 @@ log = logging.getLogger(__name__)
 SIGNS = re.compile("out of memory|can't allocate memory|Cannot allocate memory|_ALLOC_FAILED")
 # By phase, fields that may change when the run resumes (config_effects.py)
 REMEDIES = {
-    "training": "use a smaller per_device_train_batch_size",
+    "training": "use a smaller per_device_train_batch_size, or set gradient_checkpointing: true",
     "evaluation": "use a smaller per_device_eval_batch_size",
     "the reference's forward": "use precompute_ref_batch_size: 1",
 }
@@ -110,16 +109,7 @@ def explain_out_of_memory(error: BaseException, progress: Progress, run: Path) -
     remedies = [REMEDIES[progress.phase]] if progress.phase in REMEDIES else []
     if progress.phase == "training":
         what += f", step {progress.step + 1}"
-        settings = read_file(run / DATA).get("settings", {})
-        # By a balancing loss
-        is_fixed = any(read_file(folder / COMPLETE).get("micro_batch") for folder in checkpoints(run))
-        if settings.get("micro_batch") == 1 or is_fixed:
-            remedies = []
-        if read_file(run / RESOLVED_CONFIG).get("checkpointed_layers") is not None:
-            remedies.append("remove checkpointed_layers")
-        elif not settings.get("checkpointed_layers"):
-            remedies.append("set gradient_checkpointing: true")
-        if not is_fixed and (chosen := settings.get("memory")):
+        if chosen := read_file(run / DATA).get("settings", {}).get("memory"):
             smaller = chosen["smaller"]
             remedies = [f"use the next smaller setting: {smaller}"] if smaller else []
     if progress.inputs:
