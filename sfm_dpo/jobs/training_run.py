@@ -47,7 +47,7 @@ from sfm_dpo.run.folder import (
 )
 from sfm_dpo.run.lock import Lease, take_folder
 from sfm_dpo.run.start import Start, begin, list_open
-from sfm_dpo.train.callbacks import Progress, describe_best
+from sfm_dpo.train.callbacks import Progress
 from sfm_dpo.train.fit_memory import explain_out_of_memory
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from sfm_dpo.train.watchdog import Watchdog
@@ -109,8 +109,7 @@ class Run:
         clear_stop(self.folder)  # a request to stop came too late
         steps = list_open(trainer.config.train, {}, ())
         if is_main_process():
-            best = describe_best(trainer.config.train, trainer.state)
-            write_end(self.folder, steps, step=trainer.state.global_step, files=list_weights(self.folder), **best)
+            write_end(self.folder, steps, step=trainer.state.global_step, files=list_weights(self.folder))
         self.folder = None  # later errors no longer change its state
         trainer.end()
         return steps

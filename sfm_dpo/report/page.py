@@ -71,7 +71,6 @@ def write_report(run: Path) -> Path:
         state=state,
         state_class="open" if is_doubtful else STATES[state][0],
         sentences=list_sentences(facts),
-        calibration=list_calibration(facts["data"].get("calibration") or {}),
         curves=draw_curves(facts, run / FIGURES),
         machine_titles=[title for name, (title, *_) in PANELS.items() if name.startswith("perf_")],
         changed=changed_fields(facts["config"]),
@@ -120,18 +119,6 @@ def list_sentences(facts: dict[str, Any]) -> list[str]:
     return lines + [sentence for _, sentence in judge_learning(facts)]
 
 
-def list_calibration(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """What calibration has measured (train/calibration.py), by its name."""
-    sizes = [f"{found[name] / 2**30:.2f}" for name in ("planned_bytes", "measured_bytes") if found.get(name)]
-    rows = [("noise of a log-prob", f"{found['noise']:.2g} nats")] if found.get("noise") else []
-    rows += [(f"{path}, difference over noise", f"{ratio:.2g}") for path, ratio in found.get("ratios", {}).items()]
-    rows += [("memory planned, measured", f"{' and '.join(sizes)} GiB")] if sizes else []
-    rows += [(f"micro-batch by {kernel}", f"{ms:.0f} ms") for kernel, ms in found.get("milliseconds", {}).items()]
-    rows += [("tokens/s a device", f"{found['tokens_per_second']:,.0f}")] if found.get("tokens_per_second") else []
-    rows += [("MFU", f"{found['mfu']:.1%}")] if found.get("mfu") else []
-    return rows + ([("seconds of calibration", f"{found['seconds']:.0f}")] if rows else [])
-
-
 def last_user_turn(prompt: str) -> str:
     """The last turn of a prompt that a chat template has rendered: ChatML, OLMo's or Llama 3's; else all of it."""
     turn = re.split(r"(?m)^\W*user\W*$", prompt)[-1]
@@ -166,12 +153,8 @@ def tabulate_held_out(facts: dict[str, Any]) -> list[tuple[str, list[dict[str, s
 def evaluation_tables(evaluation: dict[str, Any]) -> list[tuple[tuple[str, ...], list[list[str]]]]:
     """(headings, rows) from evaluation.json: base and trained model; then each checkpoint by eval_command."""
     benchmarks = [_format_benchmark(row) for row in evaluation.get("benchmarks", [])]
-    pairs = []
-    for row in evaluation.get("pairs", []):
-        metrics = [format_metric(name, to_float(row.get(name)), row["pairs"]) for name in PAIR_METRICS]
-        pairs.append([row["source"], str(row["pairs"]), *metrics])
     headings = ("task", "metric", "samples", "base", "trained", "difference (95%)")
-    tables = [(headings, benchmarks), (("preference set", "pairs", *PAIR_METRICS.values()), pairs)]
+    tables = [(headings, benchmarks)]
     by_step = evaluation.get("checkpoints", {})
     metrics = list(dict.fromkeys(name for scores in by_step.values() for name in scores))
     rows = [[str(step), *(_format_score(scores.get(name)) for name in metrics)] for step, scores in by_step.items()]

@@ -39,7 +39,7 @@ STARTED = now()  # this process
 SAID_SECONDS = 3  # after these, rank 0 has reported an end that all ranks share
 
 _PACKAGES = "torch transformers trl accelerate deepspeed datasets peft huggingface_hub tokenizers numpy".split()
-_FROM_BEFORE = "best files loss margin pairs_per_second trained".split()  # where the new status has none
+_FROM_BEFORE = "files loss margin pairs_per_second trained".split()  # where the new status has none
 _SLURM = "JOB_ID ARRAY_JOB_ID ARRAY_TASK_ID JOB_NAME JOB_NODELIST JOB_PARTITION CLUSTER_NAME RESTART_COUNT".split()
 
 

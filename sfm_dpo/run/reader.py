@@ -49,9 +49,9 @@ _FORMS |= {"eval_loss": ".4f", "eval_rewards/accuracies": ".3f"}
 
 def read_run(run: Path) -> dict[str, Any]:
     """The content of a run's files, empty if absent or damaged: `config`, and by stem the others of RUN_FILES; `log`
-    (log_history of the newest trainer_state.json, then later entries of LOG and `read_evaluations`), `steps`,
-    `seconds` of training since the last start or None, `gpu_hours`, and the names of complete `checkpoints` and of
-    `incomplete` ones. Raises UserError without files."""
+    (log_history of the newest trainer_state.json, then later entries of LOG), `steps`, `seconds` of training since the
+    last start or None, `gpu_hours`, and the names of complete `checkpoints` and of `incomplete` ones. Raises UserError
+    without files."""
     facts = {Path(name).stem: mask_values(read_file(run / name)) for name in RUN_FILES}  # reports are shared
     facts["config"] = facts.pop(Path(RESOLVED_CONFIG).stem)
     by_step = checkpoints(run)
@@ -64,8 +64,6 @@ def read_run(run: Path) -> dict[str, Any]:
     kept = facts["evaluation"].get("checkpoints", {})  # by evaluate.py; JSON has made text of the steps
     if evaluations := {int(step): scores for step, scores in kept.items()} | read_evaluations(run):
         facts["evaluation"]["checkpoints"] = evaluations
-        for step, scores in evaluations.items():
-            log.append({"step": step} | {f"evaluation/{name}": score["value"] for name, score in scores.items()})
     runtimes = [entry["train_runtime"] for entry in log if "train_runtime" in entry]
     return facts | {
         "log": log,
@@ -85,15 +83,14 @@ def eval_prefix(entry: dict[str, Any]) -> str:
 
 def list_held_out(facts: dict[str, Any]) -> list[tuple[str, int, dict[str, dict[str, Any]]]]:
     """(title, pairs, evaluations) of eval_fraction and each set of eval_datasets: metrics without prefix `before` and
-    `after` training, those that exist; the latter are of the weights that became the model."""
-    best = facts["config"].get("load_best_model_at_end") and facts["status"].get("best")
+    `after` training, those that exist."""
     sets = {"": facts["data"].get("eval", 0)} | facts["data"].get("eval_sets", {})
     found = []
     for name, pairs in sets.items():
         prefix = f"eval_{name}_" if name else "eval_"
         evaluations = {}
         for entry in facts["log"]:
-            if f"{prefix}loss" in entry and not (best and entry["step"] > best["step"]):
+            if f"{prefix}loss" in entry:
                 side = "after" if entry["step"] else "before"
                 evaluations[side] = {metric.removeprefix(prefix): value for metric, value in entry.items()}
         if pairs and evaluations:
@@ -105,25 +102,19 @@ def judge_learning(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """(verdict, sentence) for each held-out set: whether training has changed the reward accuracy, by the 95% interval
     of the change; without such a set, for the margin of the training pairs.
 
-    If the reference is the base model, the accuracy was 0.5. Otherwise it was measured at step 0, and the interval is
-    that of independent samples (Newcombe 1998, method 10), which is too wide for the same pairs.
+    The reward accuracy of the base model is 0.5, because it is the reference. No verdict is given with another one.
     """
-    other_reference = facts["config"].get("ref_model_name_or_path")
+    if facts["config"].get("ref_model_name_or_path"):
+        return []
     verdicts = []
     for title, pairs, evaluations in list_held_out(facts):
-        if "after" not in evaluations or (other_reference and "before" not in evaluations):
-            continue
-        after = to_float(evaluations["after"].get("rewards/accuracies"))
-        low, high = wilson(after, pairs)
-        before = to_float(evaluations["before"].get("rewards/accuracies")) if other_reference else 0.5
-        base_low, base_high = wilson(before, pairs) if other_reference else (0.5, 0.5)
-        change = after - before
-        low = change - math.hypot(after - low, base_high - before)
-        high = change + math.hypot(high - after, before - base_low)
-        verdicts.append(_give_verdict(f"the reward accuracy on {title} has changed by", change, low, high))
+        if "after" in evaluations:
+            after = to_float(evaluations["after"].get("rewards/accuracies"))
+            change, low, high = (share - 0.5 for share in (after, *wilson(after, pairs)))
+            verdicts.append(_give_verdict(f"the reward accuracy on {title} has changed by", change, low, high))
     margins = [to_float(entry["rewards/margins"]) for entry in facts["log"] if "rewards/margins" in entry]
     late = margins[len(margins) // 2 :]
-    if len(late) > 1 and not other_reference and not any(map(eval_prefix, facts["log"])):
+    if len(late) > 1 and not any(map(eval_prefix, facts["log"])):
         what = "no pairs were held out, and the mean training margin in the second half of the log is"
         verdicts.append(_give_verdict(what, *mean_interval(late)))
     return verdicts

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sfm_dpo.common.distributed import is_main_process, on_main_process, world_size
 from sfm_dpo.common.errors import ResumeRefused, UserError
 from sfm_dpo.config_effects import MAY_CHANGE
-from sfm_dpo.run.checkpoint import COMPLETE, STOP, checkpoints, clear_old_stop, read_best, why_damaged, why_incomplete
+from sfm_dpo.run.checkpoint import COMPLETE, STOP, checkpoints, clear_old_stop, why_damaged, why_incomplete
 from sfm_dpo.run.files import CARD, DATA, ENVIRONMENT, EVALUATIONS, REPORT, RESOLVED_CONFIG, STATUS, read_file
 from sfm_dpo.run.folder import ERROR, EVALUATED, LOG, PUSHED, REPORTED, State, list_weights, read_status
 
@@ -42,7 +42,6 @@ class Origin:
     known: dict[str, Any] = field(default_factory=dict)  # its complete.json
     config: dict[str, Any] = field(default_factory=dict)  # resolved_config.yaml of the run that wrote it
     data: dict[str, Any] = field(default_factory=dict)  # data.json of that run
-    best: Path | None = None  # the best checkpoint when it was written
 
     def check(self, facts: dict[str, Any], ignore: bool) -> None:
         """Raises ResumeRefused if the run that wrote the checkpoint differs from this one in one of the `facts`;
@@ -118,7 +117,7 @@ def find_origin(args: "TrainConfig", damaged: Mapping[Path, str]) -> Origin:
         if reason is None:
             known = read_file(checkpoint / COMPLETE)
             config, data = (read_file(checkpoint.parent / name) for name in (RESOLVED_CONFIG, DATA))
-            return Origin(checkpoint, known, config, data, read_best(checkpoint))
+            return Origin(checkpoint, known, config, data)
         if asked:
             raise UserError(f"resume_from_checkpoint {asked}: {reason}; choose another, or remove the field")
         if checkpoint not in damaged:

@@ -254,21 +254,6 @@ def test_each_node_chooses_its_folder_for_kernels(mine, tmp_path):
     assert f"TORCHINDUCTOR_CACHE_DIR={two}/inductor\n" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("script", "instead"),
-    [
-        ("sweep", "loop of sbatch"),
-        ("average", "mergekit"),
-        ("make_pairs", "datasets' map"),
-        ("parity", "each start compares"),
-    ],
-)
-def test_a_removed_command_names_what_to_use_instead(script, instead):
-    command = [sys.executable, ROOT / f"scripts/{script}.py", "--old", "option"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert_one_line(done.returncode, done.stderr, [f"{script}.py: removed; ", instead])
-
-
 def assert_one_line(code: int, stderr: str, parts: list[str]) -> None:
     line = error_line(stderr)
     assert code == 2 and stderr.rstrip().endswith(line.rstrip()) and "usage:" not in stderr, stderr
