@@ -32,8 +32,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--hub_model_id", help="default: the run's hub_model_id, or the name of its folder")
     parser.add_argument("--hub_revision", help="branch; {step} is replaced; default: the run's hub_revision")
     parser.add_argument("--hub_private_repo", choices=("true", "false"), help="for a new repository; default: true")
-    text = "push even if the guard stopped the run or a check fails"
-    parser.add_argument("--publish_anyway", action="store_true", help=text)
+    parser.add_argument("--publish_anyway", action="store_true", help="push even if the guard stopped the run")
     options = parser.parse_args(argv)
     model = find_model(options.path)
     if not options.publish_anyway:
@@ -44,7 +43,7 @@ def main(argv: list[str]) -> int:
     if options.hub_private_repo:
         private = options.hub_private_repo == "true"
     try:
-        push(model, repo, revision, private, options.publish_anyway)
+        push(model, repo, revision, private)
     except HubError as error:
         later = format_push_command(options.path, repo, revision, private)
         log.error(f"push failed: {error}; push later with: {later}")

@@ -226,8 +226,6 @@ def check_fields(namespace: argparse.Namespace, world_size: int, training: bool)
     for name, remedy in [*refused, *conflicts]:
         if name not in reported:
             problems.append(f"{name} {values[name]}: {remedy}")
-    if problems:
-        return problems
     with collect_errors(problems):
         read_eval_sets(namespace.eval_datasets)
     return problems

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.hub import upload
 from sfm_dpo.report.model_card import write_model_card
@@ -24,17 +23,6 @@ def choose_branch(model: SavedModel, revision: str | None) -> str:
     if not revision or ("{step}" in revision and model.step is None):
         return "main"
     return revision.replace("{step}", str(model.step))
-
-
-def _check_loads(model: SavedModel, publish_anyway: bool) -> None:
-    """Raises UserError for a model that does not load, or only warns with `publish_anyway`."""
-    try:
-        check_loads(model.folder)
-    except Exception as error:  # each library raises its own class
-        reason = " ".join(str(error).split())[:300]
-        if not publish_anyway:
-            raise UserError(f"{model.folder}: {reason}; to push it regardless: --publish_anyway") from error
-        log.warning(f"{reason}; published because of --publish_anyway")
 
 
 def check_push(args: TrainConfig, resuming: bool) -> None:
@@ -70,16 +58,14 @@ def push_finished(args: TrainConfig) -> bool:
     return True
 
 
-def push(
-    model: SavedModel, repo: str, revision: str | None, private: bool | None, publish_anyway: bool = False
-) -> None:
-    """Checks, describes and uploads a model; status.json records it for a finished run. Raises UserError if the model
-    should not be published, and upload.HubError."""
+def push(model: SavedModel, repo: str, revision: str | None, private: bool | None) -> None:
+    """Describes and uploads a model that loads; status.json records it for a finished run. Raises UserError if the
+    model does not load, and upload.HubError."""
     repo = upload.check_access(repo, private, revision, "push later")
     branch = choose_branch(model, revision)
     if model.step is not None:  # the run may still be training, and would rotate the checkpoint
         mark_pushed(model.folder, os.getpid())
-    _check_loads(model, publish_anyway)
+    check_loads(model.folder)
     with tempfile.TemporaryDirectory(prefix=".hub-", dir=model.run) as folder:
         staged = Path(folder)
         model.link_files(staged)

@@ -34,6 +34,7 @@ LEARNED = ("learned", "")
 UNCLEAR = ("no evidence of learning", "; look at learning_rate, the number of steps and the preflight's gap per token")
 WORSE = ("worse than the base model", "; check that chosen and rejected are not swapped, and lower learning_rate")
 STALE_SECONDS = 1800  # longer than a step, an evaluation or a save takes
+LOCKED = "locked"  # shown of a folder that a job has taken and written nothing to
 LOADING = "loading"  # shown of a run that resumes: its status.json is still that of the start before
 COLUMNS = "run state job step eta pairs/s loss margin eval_loss eval_acc verdict health last GPU-h".split()
 _KEYS = {
@@ -203,8 +204,9 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
     """The runs among the given folders and up to two levels below them, sorted by name."""
     runs: set[Path] = set()
     for folder in folders:
-        for pattern in (STATUS, f"*/{STATUS}", f"*/*/{STATUS}"):
-            runs.update(status.parent for status in Path(folder).glob(pattern))
+        for level in ("", "*/", "*/*/"):
+            for name in (STATUS, LOCK):
+                runs.update(file.parent for file in Path(folder).glob(level + name))
     return sorted(runs)
 
 
@@ -216,7 +218,8 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
     if queue is not None and (names := list_jobs(run)):
         slurm = next((queue[name] for name in names if name in queue), "not queued")
     environment = read_file(run / ENVIRONMENT)
-    age = max(0.0, now - (run / STATUS).stat().st_mtime)
+    changed = [path.stat().st_mtime for path in (run / STATUS, run / LOCK) if path.exists()]
+    age = max(0.0, now - changed[0]) if changed else 0.0
     state = State.of(status)
     shown = str(state)
     runs = is_running(read_owner(run / LOCK), queue) is not False  # or may run
@@ -226,7 +229,7 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
         elif age > STALE_SECONDS:
             shown = "stale"
     elif runs and not state.has_model:
-        shown = LOADING
+        shown = LOADING if (run / STATUS).exists() else LOCKED
     if slurm == "PENDING" and not runs:
         shown += ", queued"
     checkpoint = newest_checkpoint(run)

@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from peft import PeftModel
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from sfm_dpo.common.errors import UserError, user_input
@@ -56,19 +54,6 @@ class SavedModel:
                 (target / path.name).symlink_to(path.resolve())
 
 
-def merge_adapter(model: SavedModel, target: Path) -> None:
-    """Writes the base model with the run's adapter merged into it, in the base model's dtype, and the run's tokenizer,
-    into the folder `target`. Raises UserError if the model is no adapter, or does not load."""
-    if not model.is_adapter:
-        raise UserError(f"{model.folder}: is a whole model; use it as it is")
-    with user_input(f"{model.folder}: cannot be merged into {model.base}"):
-        base = AutoModelForCausalLM.from_pretrained(model.base, revision=model.base_revision, dtype="float32")
-        merged = PeftModel.from_pretrained(base, model.folder).merge_and_unload()
-        dtype = AutoConfig.from_pretrained(model.base, revision=model.base_revision).dtype
-        merged.to(dtype or torch.float32).save_pretrained(target)
-        AutoTokenizer.from_pretrained(model.folder).save_pretrained(target)
-
-
 def find_model(path: Path) -> SavedModel:
     """The model in a run's folder or in one of its checkpoints. Raises UserError if it is absent or incomplete."""
     run = find_run(path)
@@ -106,12 +91,13 @@ def check_health(model: SavedModel, remedy: str) -> None:
 def check_loads(folder: Path) -> None:
     """Loads the model in `folder` as its users will. Raises UserError if weights or the chat template are missing,
     or a weight is not finite."""
-    if not AutoTokenizer.from_pretrained(folder, local_files_only=True).chat_template:
-        raise UserError("the tokenizer has no chat template; put chat_template.jinja beside it")
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
-    wrong = {kind: keys for kind, keys in info.items() if keys}
-    if wrong:
-        raise UserError(f"AutoModelForCausalLM does not load all weights: {wrong}")
+    with user_input(f"{folder}: cannot be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    if not tokenizer.chat_template:
+        raise UserError(f"{folder}: the tokenizer has no chat template; put chat_template.jinja beside it")
+    if wrong := {kind: keys for kind, keys in info.items() if keys}:
+        raise UserError(f"{folder}: AutoModelForCausalLM does not load all weights: {wrong}")
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
-            raise UserError(f"{name} holds NaN or infinite values; use an earlier checkpoint")
+            raise UserError(f"{folder}: {name} holds NaN or infinite values; use an earlier checkpoint")

@@ -13,23 +13,18 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_dpo
 from scripts import check_config
 from sfm_dpo.common.errors import UserError
-from sfm_dpo.config import parse_config
 from sfm_dpo.hub.upload import check_access
-from sfm_dpo.model.loading import load_model_config
 from sfm_dpo.run.checkpoint import KEEP, PUSHING, mark_pushed, rotate
 from sfm_dpo.run.folder import RESOLVED_CONFIG, read_status, write_end, write_status
 from sfm_dpo.run.lock import LOCK
 from sfm_dpo.run.reader import describe_run, format_runs
-from sfm_dpo.run.saved_model import SavedModel, merge_adapter
 from tests.hub_server import NAME, TOKEN
-from tests.tiny_models import tiny_tokenizer
 from tests.toolbox import edit, on_cpu, pairs
 
 WEIGHTS = "model.safetensors"
@@ -161,36 +156,10 @@ def test_what_its_users_could_not_use_is_not_pushed(hub, run, capsys):
         save_file(weights, run / WEIGHTS, {"format": "pt"})
         assert push(run) == 2
         assert message in capsys.readouterr().err
-    assert read_status(run)["state"] == "done" and not files(hub)
-    assert push(run, "--publish_anyway") == 0
-    assert "warning: " in capsys.readouterr().err and WEIGHTS in files(hub)
-
-
-def test_a_model_without_chat_template_is_not_pushed(hub, run, capsys):
     (run / "chat_template.jinja").unlink()
     assert push(run) == 2
     assert "no chat template" in capsys.readouterr().err
-    assert not files(hub)
-
-
-def test_an_adapter_is_merged_into_its_base_model(tiny_folder, tmp_path):
-    base = tiny_folder("llama")
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
-    adapter = tmp_path / "adapter"
-    adapted = SavedModel(adapter, adapter, None, {"model_name_or_path": str(base)})
-    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(adapter)
-    state = load_file(adapter / "adapter_model.safetensors")
-    for name, tensor in state.items():
-        if "lora_B" in name:
-            tensor.view(-1)[0] = 0.5
-    save_file(state, adapter / "adapter_model.safetensors")
-    tiny_tokenizer().save_pretrained(adapter)
-    merge_adapter(adapted, tmp_path / "merged")
-    trained, merged = (AutoModelForCausalLM.from_pretrained(path) for path in (adapter, tmp_path / "merged"))
-    assert torch.allclose(answer(merged), answer(trained), atol=1e-4)
-    assert not torch.allclose(answer(merged), answer(AutoModelForCausalLM.from_pretrained(base)), atol=1e-2)
-    with pytest.raises(UserError, match="holds a LoRA adapter; merge it first"):
-        load_model_config(parse_config(on_cpu(adapter, tmp_path / "p.jsonl", tmp_path / "run")))
+    assert read_status(run)["state"] == "done" and not files(hub)
 
 
 def test_a_run_that_the_guard_stopped_is_pushed_only_when_asked(hub, run, capsys):

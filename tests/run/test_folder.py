@@ -71,7 +71,7 @@ def test_status_holds_the_contract(tmp_path):
     assert datetime.now(UTC) - datetime.fromisoformat(status.pop("time")) < timedelta(seconds=60)
     assert (status.pop("pid"), status.pop("job")) == (os.getpid(), os.environ.get("SLURM_JOB_ID"))
     expected = {"state": "stopped", "exit_code": 75, "message": "on request", "step": 30}
-    kept = {"files": None, "loss": None, "margin": None, "pairs_per_second": None}
+    kept = {"loss": None, "margin": None, "pairs_per_second": None}
     kept |= {"task": None, "log": None, "trained": None}
     assert status == expected | {"checkpoint": "checkpoint-30"} | kept
     write_status(tmp_path, "running", loss=0.5)
