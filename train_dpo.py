@@ -55,7 +55,7 @@ from sfm_dpo.jobs.eval_command import EvalCommand
 from sfm_dpo.jobs.training_run import Run
 from sfm_dpo.model.loading import identify_models, load_model_config, meta_adapter, meta_model
 from sfm_dpo.model.sharding import checkpoint_bytes, fit_buckets
-from sfm_dpo.run.checkpoint import check_best, check_disk, copy_best, peak_checkpoint_count, step_of
+from sfm_dpo.run.checkpoint import check_disk, peak_checkpoint_count, step_of
 from sfm_dpo.run.files import read_file
 from sfm_dpo.run.folder import DATA, State, describe, write_status
 from sfm_dpo.run.reader import eval_prefix
@@ -98,7 +98,7 @@ def main(
             add_reference(trainer)
             check(config, trainer, origin)
             train(config, trainer, origin.checkpoint)
-            finish(config, trainer)
+            finish(trainer)
             steps = run.finish(trainer)
         run.close_steps(config, steps, evaluations)
         pushes.finish()
@@ -218,8 +218,6 @@ def check(config: Config, trainer: SFMDPOTrainer, origin: Origin) -> None:
         write_json(data, read_file(data) | trainer.describe_data())
     if origin.checkpoint:
         origin.check(trainer.resume_facts(), args.ignore_resume_mismatch)
-        if args.load_best_model_at_end and origin.best:
-            check_best(origin.best, args)
         log.info(f"resuming from {origin.checkpoint}")
     elif args.preflight != "skip":
         with frozen_model(trainer, "policy") as policy:
@@ -244,14 +242,12 @@ def train(config: Config, trainer: SFMDPOTrainer, checkpoint: Path | None) -> No
         raise StopRequested(f"stopped on request at step {trainer.state.global_step} of {trainer.state.max_steps}")
 
 
-def finish(config: Config, trainer: SFMDPOTrainer) -> None:
+def finish(trainer: SFMDPOTrainer) -> None:
     last = [entry for entry in trainer.state.log_history if entry["step"] == trainer.state.global_step]
     if trainer.eval_dataset is not None and not any(map(eval_prefix, last)):
         trainer.evaluate()
     trainer.save_model()
     trainer.save_state()
-    if config.train.load_best_model_at_end:
-        copy_best(trainer.state.best_model_checkpoint, config.train)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 #!/usr/bin/env python
-"""Evaluates a trained model and its base: benchmarks of lm-eval, and held-out metrics on another preference set.
+"""Evaluates a trained model and its base: benchmarks of lm-eval.
 
     python scripts/evaluate.py outputs/dpo --tasks ifeval gsm8k --limit 200
-    python scripts/evaluate.py outputs/dpo --pairs my-org/my-pairs        reward accuracy on other pairs
     python scripts/evaluate.py outputs/dpo                                collects the results of eval_command
     sbatch scripts/evaluate.sh outputs/dpo --tasks ifeval                 in a job with one GPU
 
@@ -24,9 +23,8 @@ def main(argv: list[str]) -> None:
     parser = Arguments(prog="evaluate.py", description=__doc__)
     parser.add_argument("run", metavar="RUN_OR_CHECKPOINT", type=Path)
     parser.add_argument("--tasks", nargs="+", default=[], help="lm-eval task names, or .yaml files")
-    parser.add_argument("--pairs", metavar="FILE_OR_DATASET", help="a preference set: Hub id, file or folder")
     parser.add_argument("--out", metavar="FILE", type=new_file, help="write a checkpoint's metrics for eval_command")
-    parser.add_argument("--limit", type=number(int, 1), help="samples per task, and pairs; default: all")
+    parser.add_argument("--limit", type=number(int, 1), help="samples per task; default: all")
     parser.add_argument("--num_fewshot", type=number(int, 0), help="default: the task's setting")
     parser.add_argument("--batch_size", type=number(int, 1), default=8)
     parser.add_argument("--backend", choices=("hf", "vllm"), default="hf", help="of lm-eval; vllm is faster")

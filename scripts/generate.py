@@ -3,7 +3,7 @@
 
 python scripts/generate.py outputs/dpo                               reads a prompt per line; Ctrl-D ends it
 python scripts/generate.py outputs/dpo "What is DPO?" "And PPO?"     answers these prompts
-python scripts/generate.py my-org/my-model --base "" < prompts.txt   answers each line, without a base model
+python scripts/generate.py my-org/my-model < prompts.txt             answers each line; no base model is known
 """
 
 import sys
@@ -26,13 +26,10 @@ def main(argv: list[str]) -> None:
     parser = Arguments(description=__doc__)
     parser.add_argument("model", metavar="MODEL", help="a run, a checkpoint, or the folder or Hub id of a chat model")
     parser.add_argument("prompts", nargs="*", metavar="PROMPT")
-    parser.add_argument("--base", help='default: the model that the run started from; "": none')
     parser.add_argument("--max_new_tokens", type=number(int, 1), default=256)
     options = parser.parse_args(argv)
     models = {}
-    if options.base:
-        models["base"] = load(options.base)
-    elif options.base is None and find_run(Path(options.model)):
+    if find_run(Path(options.model)):
         trained = find_model(Path(options.model))
         models["base"] = load(trained.base, trained.base_revision)
     models["trained"] = load(options.model)

@@ -17,7 +17,7 @@ import _setup  # noqa: F401  (first: finds the package, reads .env)
 
 from sfm_dpo.common.cli import Arguments, command, reads_runs
 from sfm_dpo.common.errors import NOT_PUSHED
-from sfm_dpo.hub.publish import choose_repo, list_upload, push
+from sfm_dpo.hub.publish import choose_repo, push
 from sfm_dpo.hub.upload import HubError, format_push_command
 from sfm_dpo.run.saved_model import check_health, find_model
 
@@ -32,12 +32,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--hub_model_id", help="default: the run's hub_model_id, or the name of its folder")
     parser.add_argument("--hub_revision", help="branch; {step} is replaced; default: the run's hub_revision")
     parser.add_argument("--hub_private_repo", choices=("true", "false"), help="for a new repository; default: true")
-    text = "push even if the guard stopped the run or a check fails"
-    parser.add_argument("--publish_anyway", action="store_true", help=text)
-    parser.add_argument("--dry_run", action="store_true", help="check the model and list its files; upload nothing")
-    parser.add_argument("--merged", action="store_true", help="of a LoRA run, the base model with the adapter merged")
+    parser.add_argument("--publish_anyway", action="store_true", help="push even if the guard stopped the run")
     options = parser.parse_args(argv)
-    choices = {"publish_anyway": options.publish_anyway, "merged": options.merged}
     model = find_model(options.path)
     if not options.publish_anyway:
         check_health(model, remedy=", or add --publish_anyway")
@@ -46,11 +42,8 @@ def main(argv: list[str]) -> int:
     private = model.config.get("hub_private_repo", True)
     if options.hub_private_repo:
         private = options.hub_private_repo == "true"
-    if options.dry_run:
-        print(list_upload(model, repo, revision, **choices))
-        return 0
     try:
-        push(model, repo, revision, private, **choices)
+        push(model, repo, revision, private)
     except HubError as error:
         later = format_push_command(options.path, repo, revision, private)
         log.error(f"push failed: {error}; push later with: {later}")

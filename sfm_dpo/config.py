@@ -174,8 +174,8 @@ FIELD_GROUPS = {
     "Preflight, guard and resume": """preflight preflight_only preflight_samples guard guard_generations hang_timeout
         ddp_timeout verify_checkpoints ignore_resume_mismatch resume_from_checkpoint full_determinism seed""",
     "Output and evaluation": """output_dir run_name logging_steps logging_first_step report_to eval_strategy eval_steps
-        eval_command save_strategy save_steps save_total_limit load_best_model_at_end metric_for_best_model""",
-    "Hugging Face Hub": "push_to_hub hub_model_id hub_strategy hub_revision hub_private_repo hub_always_push",
+        eval_command save_strategy save_steps save_total_limit""",
+    "Hugging Face Hub": "push_to_hub hub_model_id hub_strategy hub_revision hub_private_repo",
 }
 # What is shown as the default of a field whose own default is None
 _EFFECTIVE = {

@@ -8,8 +8,6 @@ SWITCHED_OFF = {
     "push_to_hub": False,
     "eval_fraction": 0,
     "eval_strategy": "no",
-    "load_best_model_at_end": False,
-    "metric_for_best_model": "",
     "guard_generations": 0,
     "warmup_steps": 0,  # which may be longer than a short run
     "gradient_accumulation_steps": 1,  # follows from the batch, which may be another one

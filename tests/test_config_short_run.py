@@ -21,8 +21,6 @@ RECIPE = {
     "eval_strategy": "steps",
     "eval_steps": 5,
     "save_steps": 5,
-    "load_best_model_at_end": True,
-    "metric_for_best_model": "eval_math_loss",
     "guard_generations": 10,
     "filter_script": "keep.py",
     "drop_duplicates": "prompts",
@@ -57,7 +55,7 @@ def assert_short(config: Config) -> None:
     assert train.warmup_steps == 0
     assert train.report_to == [] and not train.push_to_hub and train.resume_from_checkpoint is None
     assert train.eval_fraction == 0 and train.eval_datasets is None and train.eval_strategy == "no"
-    assert not train.load_best_model_at_end and train.guard_generations == 0
+    assert train.guard_generations == 0
     assert train.eval_command is None and train.profile_steps is None and train.deepspeed is None
 
 

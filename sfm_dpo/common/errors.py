@@ -51,10 +51,6 @@ class OutOfMemory(UserError):
     """A micro-batch does not fit; possibly on one rank only."""
 
 
-class ResumeRefused(UserError):
-    """The checkpoint belongs to another run, or to another number of processes."""
-
-
 class PreflightRefused(RunEnd):
     exit_code = 3
     state = "refused"

@@ -12,13 +12,14 @@ from sfm_dpo.common.files import format_table
 from sfm_dpo.config_effects import NO_EFFECT
 from sfm_dpo.run.reader import read_run, to_float
 
-Log = dict[int, dict[str, float]]  # {optimizer step: {metric: value}}
+# {metric: {(step of the entry before, step): value}}; the former is 0 if the value is not a mean since then
+Log = dict[str, dict[tuple[int, int], float]]
 
 _OMITTED = ("step", "perf/", "runtime", "per_second", "total_flos", "epoch")
 # Shown first, in this order; others follow sorted by name
 _FIRST = "loss logps/chosen logps/rejected rewards/margins grad_norm rewards/chosen rewards/rejected entropy".split()
 # Values of the logged step itself; others are means over the steps since the entry before
-_OF_THE_STEP = ("learning_rate", "grad_norm", "num_tokens", "eval_", "evaluation/")
+_OF_THE_STEP = ("learning_rate", "grad_norm", "num_tokens", "eval_")
 # datasets' own fingerprint also changes with a file's path; the hash of the tokens does not
 _DATA_FACTS = ("sources", "rows", "train", "eval", "train_tokens", "order")
 _ENVIRONMENT_FACTS = ("git_commit", "cuda", "gpus", "world_size")
@@ -27,21 +28,24 @@ _ENVIRONMENT_FACTS = ("git_commit", "cuda", "gpus", "world_size")
 @dataclass
 class RunLog:
     name: str
-    steps: Log  # without metrics of time and memory
+    log: Log  # without metrics of time and memory
     facts: dict[str, dict[str, Any]]  # what may explain a difference, by topic
 
 
 def read_log(path: Path) -> RunLog:
     """Reads the folder or a checkpoint of a run by train_dpo.py or another HF Trainer."""
     run = read_run(path)
-    steps: Log = {}
+    log: Log = defaultdict(dict)
+    newest: dict[str, int] = {}  # by metric, the step of its last entry
     for entry in run["log"]:
         if "train_runtime" in entry:
             continue  # the closing summary: means over the entire run
         for name, value in entry.items():
             if not any(part in name for part in _OMITTED):
-                steps.setdefault(entry["step"], {})[name] = to_float(value)
-    if not steps:
+                since = 0 if name.startswith(_OF_THE_STEP) else newest.get(name, 0)
+                log[name][since, entry["step"]] = to_float(value)
+                newest[name] = entry["step"]
+    if not log:
         raise UserError(f"{path}: no step was logged; compare a run that has trained for at least logging_steps steps")
     environment = {name: run["environment"].get(name) for name in _ENVIRONMENT_FACTS}
     for name, version in run["environment"].get("versions", {}).items():
@@ -53,7 +57,7 @@ def read_log(path: Path) -> RunLog:
         "data": {name: run["data"].get(name) for name in _DATA_FACTS},
         "reference cache": run["data"].get("reference", {}).get("train", {}),
     }
-    return RunLog(str(path), dict(sorted(steps.items())), facts)
+    return RunLog(str(path), log, facts)
 
 
 def compare_runs(a: RunLog, b: RunLog, tolerance: float | None = None) -> dict[str, Any]:
@@ -82,44 +86,20 @@ def compare_runs(a: RunLog, b: RunLog, tolerance: float | None = None) -> dict[s
 
 
 def align_series(a: RunLog, b: RunLog) -> dict[str, dict[str, list]]:
-    """{metric: {"steps", "a", "b"}} of the common metrics at the common steps."""
-    common = sorted(a.steps.keys() & b.steps.keys())
-    if len(common) < 2:
-        raise UserError(f"{a.name} and {b.name}: {len(common)} logged step(s) in common, 2 are needed; log more often")
-    a_log = average_between(a.steps, common)
-    b_log = average_between(b.steps, common)
-    names = {name for values in a_log.values() for name in values}
+    """{metric: {"steps", "a", "b"}} of the metrics that both have logged, and of the same steps."""
+    names = a.log.keys() & b.log.keys()
     series: dict[str, dict[str, list]] = {}
     for name in sorted(names, key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name)):
-        steps = [step for step in common if name in a_log[step] and name in b_log[step]]
-        if steps:
-            a_values = [a_log[step][name] for step in steps]
-            b_values = [b_log[step][name] for step in steps]
-            series[name] = {"steps": steps, "a": a_values, "b": b_values}
-    if not series:
-        raise UserError(f"{a.name} and {b.name}: no metric in common; compare two runs of train_dpo.py")
+        common = sorted(a.log[name].keys() & b.log[name].keys())
+        if common:
+            a_values = [a.log[name][key] for key in common]
+            b_values = [b.log[name][key] for key in common]
+            series[name] = {"steps": [step for _, step in common], "a": a_values, "b": b_values}
+    count = max([len(values["steps"]) for values in series.values()], default=0)
+    if count < 2:
+        remedy = "compare runs of the same logging_steps"
+        raise UserError(f"{a.name} and {b.name}: {count} logged step(s) in common, 2 are needed; {remedy}")
     return series
-
-
-def average_between(log: Log, common: list[int]) -> Log:
-    """The log at the common steps: a metric's mean since the previous common step, in which each value counts as many
-    steps as it is the mean of, or its value at the step."""
-    averaged: Log = {step: {} for step in common}
-    logged: dict[str, int] = {}  # by metric, the step of its last entry
-    since: dict[str, list[tuple[float, int]]] = defaultdict(list)  # values, and their numbers of steps
-    for step, metrics in log.items():
-        for name, value in metrics.items():
-            since[name].append((value, max(1, step - logged.get(name, 0))))
-            logged[name] = step
-        if step in averaged:
-            for name, entries in since.items():
-                if not name.startswith(_OF_THE_STEP):
-                    total = sum(value * steps for value, steps in entries)
-                    averaged[step][name] = total / sum(steps for _, steps in entries)
-                elif logged[name] == step:
-                    averaged[step][name] = metrics[name]
-            since.clear()
-    return averaged
 
 
 def compare_metric(name: str, series: dict[str, list], tolerance: float) -> dict[str, Any]:

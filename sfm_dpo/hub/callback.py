@@ -25,47 +25,42 @@ log = logging.getLogger(__name__)
 class PushCheckpoints(TrainerCallback):
     """Pushes each checkpoint of a run whose hub_strategy is every_save.
 
-    As in Trainer, a checkpoint is skipped while an earlier push is running, unless hub_always_push is set. A push that
-    fails does not affect training. A run that stops early terminates its pushes, a finished one those to the branch of
-    the final model; `finish` waits for the others.
+    As in Trainer, a checkpoint is skipped while an earlier push is running. A push that fails does not affect
+    training. A run that stops early terminates its push, a finished one that to the branch of the final model;
+    otherwise `finish` waits for it.
     """
 
     def __init__(self, args: TrainConfig) -> None:
         self.is_active = args.push_to_hub and args.hub_strategy != "end" and is_main_process()
-        self._pushes: dict[Path, subprocess.Popen] = {}  # by checkpoint
+        self._push: subprocess.Popen | None = None
+        self._command = ""  # which does the same as the push
 
     def on_save(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         is_last = state.global_step >= state.max_steps or control.should_training_stop
         if is_last or not self.is_active:
             return
         checkpoint = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        is_running = any(push.poll() is None for push in self._pushes.values())
-        if is_running and not args.hub_always_push:
+        if self._push and self._push.poll() is None:
             log.info(f"{checkpoint} is not pushed: the push of an earlier checkpoint is still running")
             return
-        _, script, *options = shlex.split(self._format_command(args, checkpoint))
+        repo = choose_repo(vars(args), Path(args.output_dir))
+        self._command = format_push_command(checkpoint, repo, args.hub_revision, args.hub_private_repo)
+        _, script, *options = shlex.split(self._command)
         words = [sys.executable, str(PROJECT / script), *options]
         env = environment_outside_launcher() | CPU_ONLY | {"OMP_NUM_THREADS": "1"}
-        push = subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL)
-        self._pushes[checkpoint] = push
-        mark_pushed(checkpoint, push.pid)
+        self._push = subprocess.Popen(words, env=env, stdin=subprocess.DEVNULL)
+        mark_pushed(checkpoint, self._push.pid)
 
     def on_train_end(self, args: TrainConfig, state: TrainerState, control: TrainerControl, **kwargs) -> None:
         is_finished = state.global_step >= state.max_steps
         if is_finished and "{step}" in (args.hub_revision or ""):
             return
-        for checkpoint, push in self._pushes.items():
-            if push.poll() is None:
-                push.terminate()
-                command = self._format_command(args, checkpoint)
-                log.info(f"the push of a checkpoint was terminated; push it later with: {command}")
+        if self._push and self._push.poll() is None:
+            self._push.terminate()
+            log.info(f"the push of a checkpoint was terminated; push it later with: {self._command}")
         self.finish()
 
     def finish(self) -> None:
-        """Waits for the pushes, which would end with this job."""
-        for push in self._pushes.values():
-            push.wait()
-
-    def _format_command(self, args: TrainConfig, checkpoint: Path) -> str:
-        repo = choose_repo(vars(args), Path(args.output_dir))
-        return format_push_command(checkpoint, repo, args.hub_revision, args.hub_private_repo)
+        """Waits for the push, which would end with this job."""
+        if self._push:
+            self._push.wait()

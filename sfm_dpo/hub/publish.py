@@ -4,42 +4,18 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sfm_dpo.common.errors import UserError
-from sfm_dpo.common.files import format_table
 from sfm_dpo.config import TrainConfig
 from sfm_dpo.hub import upload
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.run.checkpoint import PUSHING, mark_pushed
 from sfm_dpo.run.folder import PUSHED, State, read_status, write_end
-from sfm_dpo.run.saved_model import SavedModel, check_loads, describe_change, find_model, merge_adapter
+from sfm_dpo.run.saved_model import SavedModel, check_loads, find_model
 
 log = logging.getLogger(__name__)
-
-
-@contextmanager
-def stage(
-    model: SavedModel, repo: str, revision: str | None, publish_anyway: bool = False, merged: bool = False
-) -> Iterator[Path]:
-    """A temporary folder with what is uploaded: the model's files, once they have been checked, and the model card.
-    Raises UserError if the model should not be published."""
-    if model.step is not None:  # the run may still be training, and would rotate the checkpoint
-        mark_pushed(model.folder, os.getpid())
-    change = _check_fitness(model, publish_anyway)
-    with tempfile.TemporaryDirectory(prefix=".hub-", dir=model.run) as folder:
-        staged = Path(folder)
-        if merged:
-            merge_adapter(model, staged)
-        else:
-            model.link_files(staged)
-        branch = choose_branch(model, revision)
-        write_model_card(model.run, folder=staged, repo=repo, revision=branch, step=model.step, change=change)
-        yield staged
-    (model.folder / PUSHING).unlink(missing_ok=True)
 
 
 def choose_branch(model: SavedModel, revision: str | None) -> str:
@@ -47,21 +23,6 @@ def choose_branch(model: SavedModel, revision: str | None) -> str:
     if not revision or ("{step}" in revision and model.step is None):
         return "main"
     return revision.replace("{step}", str(model.step))
-
-
-def _check_fitness(model: SavedModel, publish_anyway: bool) -> str:
-    """What training changed, in words. Raises UserError for a problem, or only warns with `publish_anyway`."""
-    change = ""
-    try:
-        change = describe_change(model)
-        log.info(change)
-        check_loads(model.folder)
-    except Exception as error:  # each library raises its own class
-        reason = " ".join(str(error).split())[:300]
-        if not publish_anyway:
-            raise UserError(f"{model.folder}: {reason}; to push it regardless: --publish_anyway") from error
-        log.warning(f"{reason}; published because of --publish_anyway")
-    return change
 
 
 def check_push(args: TrainConfig, resuming: bool) -> None:
@@ -97,23 +58,22 @@ def push_finished(args: TrainConfig) -> bool:
     return True
 
 
-def push(model: SavedModel, repo: str, revision: str | None, private: bool | None, **options: bool) -> None:
-    """Pushes a model, which status.json records for a finished run. `options`: of `stage`. Raises UserError and
-    upload.HubError."""
+def push(model: SavedModel, repo: str, revision: str | None, private: bool | None) -> None:
+    """Describes and uploads a model that loads; status.json records it for a finished run. Raises UserError if the
+    model does not load, and upload.HubError."""
     repo = upload.check_access(repo, private, revision, "push later")
-    with stage(model, repo, revision, **options) as staged:
-        address = upload.upload_folder(staged, repo, choose_branch(model, revision), f"DPO, {model.name}")
+    branch = choose_branch(model, revision)
+    if model.step is not None:  # the run may still be training, and would rotate the checkpoint
+        mark_pushed(model.folder, os.getpid())
+    check_loads(model.folder)
+    with tempfile.TemporaryDirectory(prefix=".hub-", dir=model.run) as folder:
+        staged = Path(folder)
+        model.link_files(staged)
+        write_model_card(model.run, folder=staged, repo=repo, revision=branch, step=model.step)
+        address = upload.upload_folder(staged, repo, branch, f"DPO, {model.name}")
+    (model.folder / PUSHING).unlink(missing_ok=True)
     log.info(f"pushed {model.name} to {address}")
     status = read_status(model.run)
     if model.step is None and State.of(status).has_model:  # keeps the guard's verdict
         still = [step for step in status.get("open") or [] if step != PUSHED]
         write_end(model.run, still, pushed=address)
-
-
-def list_upload(model: SavedModel, repo: str, revision: str | None, **options: bool) -> str:
-    """What `push` would upload, as a table, after the same checks of the model; nothing is sent. Raises UserError."""
-    with stage(model, repo, revision, **options) as staged:
-        files = sorted(path for path in staged.rglob("*") if path.is_file())
-        rows = [(path.relative_to(staged), f"{path.stat().st_size / 1e6:,.3f} MB") for path in files]
-    head = f"would upload to {repo}, branch {choose_branch(model, revision)}:"
-    return f"{head}\n{format_table(rows, align='lr')}"

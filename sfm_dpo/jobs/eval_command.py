@@ -55,8 +55,7 @@ class EvalCommand(TrainerCallback):
         Returns whether each has one."""
         final_step = read_status(self.run)["step"]
         self._start_checkpoints(final_step)
-        if not self.args.load_best_model_at_end:
-            self._start(final_step, self.run)
+        self._start(final_step, self.run)
         self.on_train_end()
         self._log_results()
         missing = list_awaited(self.run, self._logged)
@@ -69,8 +68,7 @@ class EvalCommand(TrainerCallback):
     def _start_checkpoints(self, final_step: int) -> None:
         for checkpoint in checkpoints(self.run):
             step = step_of(checkpoint)
-            is_final_model = step == final_step and not self.args.load_best_model_at_end
-            if not is_final_model and why_incomplete(checkpoint) is None:
+            if step != final_step and why_incomplete(checkpoint) is None:
                 self._start(step, checkpoint)
 
     def _start(self, step: int, model: Path) -> None:

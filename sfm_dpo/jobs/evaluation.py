@@ -1,37 +1,28 @@
-"""Evaluation of a trained model and its base: benchmarks of lm-eval, held-out metrics on other preference sets."""
+"""Evaluation of a trained model and its base by benchmarks of lm-eval."""
 
 import importlib
 import importlib.util
 import logging
 import math
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig
 
 from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.common.files import now, write_json
 from sfm_dpo.common.statistics import mean_interval
-from sfm_dpo.config import parse_config
-from sfm_dpo.config_checks import EVAL_METRICS, HELD_OUT
-from sfm_dpo.config_short_run import ONE_PAIR, UNCOMPILED, short_run
-from sfm_dpo.data.tokenization import load_token_pairs, load_tokenizer
 from sfm_dpo.report.model_card import write_model_card
 from sfm_dpo.report.page import format_evaluation, write_report
 from sfm_dpo.run.files import EVALUATION, EVALUATIONS
-from sfm_dpo.run.folder import RESOLVED_CONFIG
 from sfm_dpo.run.reader import read_run, read_scores
 from sfm_dpo.run.saved_model import SavedModel, find_model
-from sfm_dpo.train.reference_cache import add_reference
-from sfm_dpo.train.trainer import SFMDPOTrainer
 
 log = logging.getLogger(__name__)
 
 
-def evaluate_run(path: Path, tasks: list[str], pairs: str | None, out: Path | None, **options: Any) -> str:
+def evaluate_run(path: Path, tasks: list[str], out: Path | None, **options: Any) -> str:
     """Adds the results to evaluation.json and, with those of eval_command, to the report and model card. The trained
     model's benchmarks are also written to `out`; a checkpoint's go only there, without the base model, whose results
     would be the same each time.
@@ -39,35 +30,31 @@ def evaluate_run(path: Path, tasks: list[str], pairs: str | None, out: Path | No
     `tasks`: names, or paths of YAML files; `options`: of lm_eval.simple_evaluate. Returns the results as text.
     """
     model = find_model(path)
-    results = [] if tasks or pairs else [read_scores(file) for file in (path / EVALUATIONS).glob("step-*.json")]
-    if not tasks and (out or not (pairs or results)):
-        raise UserError(f"{path}: nothing to evaluate; give --tasks or, without --out, --pairs")
+    results = [] if tasks else [read_scores(file) for file in (path / EVALUATIONS).glob("step-*.json")]
+    if not tasks and (out or not results):
+        raise UserError(f"{path}: nothing to evaluate; give --tasks")
     if not (out and model.step) and not os.access(model.folder, os.W_OK):
         raise UserError(f"{model.folder}: cannot be written, so the results would be lost; evaluate a copy of it")
-    found: dict[str, list[dict[str, Any]]] = {}
+    rows: list[dict[str, Any]] = []
     if tasks:
         if options["backend"] == "vllm" and not importlib.util.find_spec("vllm"):
             raise UserError("--backend vllm: not installed; docs/evaluation.md says how, or leave the option out")
         options |= {"tasks": tasks, "task_manager": load_tasks(tasks)}
-        found["benchmarks"] = evaluate_benchmarks(model, options, with_base=not (out and model.step))
-    if pairs:
-        found["pairs"] = [evaluate_pairs(model, pairs, options["limit"])]
+        rows = evaluate_benchmarks(model, options, with_base=not (out and model.step))
     if out:
-        names = [f"{row['task']}/{row['metric']},{row['filter']}".removesuffix(",none") for row in found["benchmarks"]]
-        scores = [row["trained"] for row in found["benchmarks"]]
+        names = [f"{row['task']}/{row['metric']},{row['filter']}".removesuffix(",none") for row in rows]
+        scores = [row["trained"] for row in rows]
         write_json(out, dict(zip(names, scores, strict=True)))
         if model.step:
             return out.read_text()
     evaluation = read_run(model.folder)["evaluation"]
-    for part, rows in found.items():  # new rows replace those of the same task or set
-        key = "task" if part == "benchmarks" else "source"
-        new = {row[key] for row in rows}
-        evaluation[part] = [row for row in evaluation.get(part, []) if row[key] not in new] + rows
+    new = {row["task"] for row in rows}  # their earlier rows are replaced
+    evaluation["benchmarks"] = [row for row in evaluation.get("benchmarks", []) if row["task"] not in new] + rows
     write_json(model.folder / EVALUATION, evaluation)
     if model.step is None:
         write_report(model.run)
         write_model_card(model.run)
-    return format_evaluation(found or evaluation)
+    return format_evaluation({"benchmarks": rows} if rows else evaluation)
 
 
 def load_tasks(names: list[str]) -> Any:
@@ -146,37 +133,3 @@ def _read_score(scores: dict, metric: str, name: str) -> dict[str, Any]:
 def _read_samples(result: dict, task: str, metric: str, name: str) -> dict[Any, float]:
     samples = [sample for sample in result["samples"].get(task, []) if sample["filter"] == name]
     return {s["doc_id"]: float(s[metric]) for s in samples if isinstance(s.get(metric), int | float)}
-
-
-def evaluate_pairs(model: SavedModel, dataset: str, limit: int | None) -> dict[str, Any]:
-    """The metrics of `eval_datasets` for `limit` pairs of `dataset`."""
-    on_gpu = torch.cuda.is_available()
-    fields: dict[str, Any] = {"dataset": dataset, "max_samples": limit or ""}
-    fields |= {"bf16": on_gpu, "fp16": False, "use_cpu": not on_gpu, "dtype": "auto" if on_gpu else "float32"}
-    fields |= UNCOMPILED | {"flash_attention": "auto", "use_peft": False, "precompute_ref_log_probs": True}
-    fields |= ONE_PAIR | {"global_batch_size": 1}
-    fields["max_dropped_fraction"] = 1  # this set is not the recipe's
-    with tempfile.TemporaryDirectory() as folder:  # also the trainer's output_dir
-        model.link_files(Path(folder))  # in a run's folder, Trainer would load the adapters of its checkpoints
-        config = parse_config(short_run(["--config", str(model.run / RESOLVED_CONFIG)], output_dir=folder, **fields))
-        tokenizer = load_tokenizer(config)
-        loaded = load_token_pairs(config, tokenizer)
-        pairs = loaded.train
-        trainer = SFMDPOTrainer(
-            config,
-            train_dataset=pairs,
-            eval_dataset={HELD_OUT: pairs},
-            processing_class=tokenizer,
-            peft_config=PeftConfig.from_pretrained(model.folder) if model.is_adapter else None,
-        )
-        trainer.train_dataset = None  # TRL requires one
-        add_reference(trainer)
-        log.info(
-            f"computing the trained model on {len(pairs):,} pairs; {len(loaded.dropped_rows):,} rows are left out"
-        )
-        trainer._load_from_checkpoint(folder)  # replaces the base model's weights
-        trainer.evaluate()
-    logged = trainer.state.log_history[-1]
-    name = Path(dataset).name if Path(dataset).exists() else dataset
-    metrics = {name: logged[f"eval_{name}"] for name in EVAL_METRICS if f"eval_{name}" in logged}
-    return {"source": name, "pairs": len(pairs)} | metrics

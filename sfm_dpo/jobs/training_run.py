@@ -5,11 +5,10 @@ import logging
 import os
 import signal
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from sfm_dpo.common.distributed import is_main_process, on_main_process
 from sfm_dpo.common.errors import (
@@ -17,11 +16,10 @@ from sfm_dpo.common.errors import (
     DiskFull,
     Interrupted,
     PreflightDone,
-    ResumeRefused,
     RunEnd,
     StopRequested,
 )
-from sfm_dpo.common.files import write_atomically, write_json
+from sfm_dpo.common.files import write_atomically
 from sfm_dpo.common.secrets import mask
 from sfm_dpo.config import Config
 from sfm_dpo.hub.publish import push_finished
@@ -35,10 +33,8 @@ from sfm_dpo.run.folder import (
     PUSHED,
     REPORTED,
     RESOLVED_CONFIG,
-    STATUS,
     State,
     has_failed,
-    list_weights,
     make_folder,
     message_of_rank,
     read_status,
@@ -47,7 +43,7 @@ from sfm_dpo.run.folder import (
 )
 from sfm_dpo.run.lock import Lease, take_folder
 from sfm_dpo.run.start import Start, begin, list_open
-from sfm_dpo.train.callbacks import Progress, describe_best
+from sfm_dpo.train.callbacks import Progress
 from sfm_dpo.train.fit_memory import explain_out_of_memory
 from sfm_dpo.train.trainer import SFMDPOTrainer
 from sfm_dpo.train.watchdog import Watchdog
@@ -68,7 +64,6 @@ class Run:
         self.progress = Progress()
         self.watchdog: Watchdog | None = None
         self.lease: Lease | None = None
-        self.before: dict[str, Any] = {}  # status.json of an earlier start
         self.exit_code = 0  # of the process
         self.is_training = True  # not only a preflight, which has logged its result
 
@@ -95,7 +90,6 @@ class Run:
             return start
         self.folder = folder
         self.is_training = not config.train.preflight_only
-        self.before = read_status(folder)
         (folder / ERROR).unlink(missing_ok=True)
         if not (folder / RESOLVED_CONFIG).is_file():  # without it, the folder is empty until the data are read
             write_status(folder, State.RUNNING, message="loading")
@@ -109,8 +103,7 @@ class Run:
         clear_stop(self.folder)  # a request to stop came too late
         steps = list_open(trainer.config.train, {}, ())
         if is_main_process():
-            best = describe_best(trainer.config.train, trainer.state)
-            write_end(self.folder, steps, step=trainer.state.global_step, files=list_weights(self.folder), **best)
+            write_end(self.folder, steps, step=trainer.state.global_step)
         self.folder = None  # later errors no longer change its state
         trainer.end()
         return steps
@@ -187,11 +180,6 @@ class Run:
 
     def _close(self, end: RunEnd) -> None:
         self.exit_code = end.exit_code
-        if isinstance(end, ResumeRefused) and State.of(self.before) is State.STOPPED:  # it can still resume
-            if self.folder and is_main_process():
-                log.error(str(end))
-                write_json(self.folder / STATUS, self.before)
-            return
         is_stop = isinstance(end, StopRequested)
         message = str(end) if is_stop else message_of_rank(self.folder, str(end))
         status = end.status
@@ -226,22 +214,14 @@ def report(run: Path, with_summary: bool = True) -> bool:
     it is one line, and changes nothing in how the run ends. Returns whether both are written."""
     if not (is_main_process() and (run / RESOLVED_CONFIG).is_file()):
         return False
-    is_written = False
-    with only_logged(f"report not written; write it later with python -m sfm_dpo.report.page {run}"):
+    try:
         write_report(run)
         if State.of(read_status(run)).has_model:
             write_model_card(run)
-        is_written = True
-    if with_summary:
-        with only_logged("no summary"):
+        if with_summary:
             log.info(f"result\n{format_summary(run)}")
-    return is_written
-
-
-@contextmanager
-def only_logged(what: str) -> Iterator[None]:
-    """Logs any exception in one line."""
-    try:
-        yield
     except Exception as error:
-        log.info(" ".join(f"{what}: {type(error).__name__}: {error}".split()))
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        log.info(f"report not written; write it later with python -m sfm_dpo.report.page {run}: {reason}")
+        return False
+    return True

@@ -37,8 +37,7 @@ def load_model_config(config: Config) -> PretrainedConfig:
     if Path(name).is_file():
         raise UserError(f"{config.model_field} {name}: is a file; give the folder that holds the model")
     if (Path(name) / ADAPTER_CONFIG_NAME).is_file():
-        remedy = f"merge it first: python scripts/merge_adapter.py {name} FOLDER"
-        raise UserError(f"{config.model_field} {name}: holds a LoRA adapter; {remedy}")
+        raise UserError(f"{config.model_field} {name}: holds a LoRA adapter; merge it first (docs/hub.md)")
     options = {"revision": config.revision, "trust_remote_code": config.train.trust_remote_code}
     with user_input(f"{config.model_field} {name}: neither a folder with a model nor a model on the Hub"):
         model_config = AutoConfig.from_pretrained(name, **options)

@@ -37,12 +37,11 @@ def write_model_card(
     repo: str | None = None,
     revision: str = "main",
     step: int | None = None,
-    change: str = "",
 ) -> None:
     """Writes README.md and the figures it shows, from the files in a run's folder.
 
     `folder`: where to write, by default the run's folder; `repo`: the name on the Hub, by default hub_model_id or the
-    folder; `step`: a checkpoint's step, without later metrics; `change`: how the weights differ from the base model's.
+    folder; `step`: a checkpoint's step, without later metrics.
     """
     folder = folder or run
     facts = read_run(run)
@@ -81,7 +80,6 @@ def write_model_card(
         datasets=[_format_link(name, "datasets/") for name in datasets],
         verdicts=judge_learning(facts),
         figures=[name for name in _CURVES if (folder / FIGURES / f"{name}.png").is_file()],
-        change=change,
         repo=repo,
         revision="" if revision == "main" else f', revision="{revision}"',
         recipe=hide_paths(format_yaml(recipe)).strip(),

@@ -166,12 +166,8 @@ def tabulate_held_out(facts: dict[str, Any]) -> list[tuple[str, list[dict[str, s
 def evaluation_tables(evaluation: dict[str, Any]) -> list[tuple[tuple[str, ...], list[list[str]]]]:
     """(headings, rows) from evaluation.json: base and trained model; then each checkpoint by eval_command."""
     benchmarks = [_format_benchmark(row) for row in evaluation.get("benchmarks", [])]
-    pairs = []
-    for row in evaluation.get("pairs", []):
-        metrics = [format_metric(name, to_float(row.get(name)), row["pairs"]) for name in PAIR_METRICS]
-        pairs.append([row["source"], str(row["pairs"]), *metrics])
     headings = ("task", "metric", "samples", "base", "trained", "difference (95%)")
-    tables = [(headings, benchmarks), (("preference set", "pairs", *PAIR_METRICS.values()), pairs)]
+    tables = [(headings, benchmarks)]
     by_step = evaluation.get("checkpoints", {})
     metrics = list(dict.fromkeys(name for scores in by_step.values() for name in scores))
     rows = [[str(step), *(_format_score(scores.get(name)) for name in metrics)] for step, scores in by_step.items()]

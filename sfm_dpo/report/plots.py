@@ -48,15 +48,11 @@ def draw_curves(facts: dict[str, Any], folder: Path, panels: Collection[str] | N
     """Writes `folder`/<panel>.png for each of `panels` that has a logged value; returns [(title, SVG element)].
 
     `facts`: of read_run; in its log, held-out metrics start with `eval_`, and NaN and inf leave a gap. The default for
-    `panels` is all of PANELS, and one for each metric of evaluation/.
+    `panels` is all of PANELS.
     """
     log = facts["log"]
     config = facts["config"]
     chosen = {name: PANELS[name] for name in panels or PANELS}
-    if panels is None:
-        keys = {key for entry in log for key in entry if key.startswith("evaluation/")}
-        for key in sorted(keys):
-            chosen[re.sub(r"\W", "_", key)] = (key.replace("/", ": "), {key: "training"}, "")
     restarts = {start["step"] for start in facts["environment"].get("starts", [])[1:] if start["step"]}
     svgs = []
     with matplotlib.rc_context(STYLE):

@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,12 @@ import psutil
 from sfm_dpo.common.distributed import broadcast, gather, is_main_process, rank, world_size
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import hash_file, write_json
-from sfm_dpo.common.process import ask, is_alive, this_process
-from sfm_dpo.run.files import EVALUATIONS, TRAINER_STATE, read_file
+from sfm_dpo.common.process import is_alive, this_process
+from sfm_dpo.run.files import EVALUATIONS, read_file
 
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-# Of `quota -w -p` and `lfs quota`, in KiB: a heading, the names of the columns, then the file system, used, soft, hard
-_QUOTA = re.compile(r"\((uid|gid) (\d+)\): *\n.*\n *\S+\s+(\d+)\*? +(\d+) +(\d+) ")
 COMPLETE = "complete.json"
 STOP = "STOP"
 FOR_GOOD = "for good"  # in STOP: a batch job is not requeued
@@ -112,46 +109,16 @@ def mark_complete(checkpoint: Path, facts: dict[str, Any]) -> None:
         write_json(checkpoint / COMPLETE, mark)
 
 
-def read_best(checkpoint: Path) -> Path | None:
-    """The best checkpoint by metric_for_best_model when `checkpoint` was written, or None."""
-    step = read_file(checkpoint / TRAINER_STATE).get("best_global_step")
-    return checkpoint.with_name(f"checkpoint-{step}") if step else None
-
-
-def check_best(best: Path | None, args: Any) -> None:
-    """Raises UserError if there is no best checkpoint or it is damaged. All ranks must call it."""
-    reason: str | None = "does not exist: the metric was never finite"
-    if best:
-        reason = broadcast(why_incomplete(best))
-        if reason is None and args.verify_checkpoints:
-            reason = why_damaged(best, "*.safetensors")
-    if reason:
-        raise UserError(
-            f"load_best_model_at_end: the best checkpoint {best or ''} {reason}; to save the last weights: "
-            f"--load_best_model_at_end false --metric_for_best_model {args.metric_for_best_model}"
-        )
-
-
-def copy_best(best: str | None, args: Any) -> None:
-    """Replaces the final weights in output_dir by those of the best checkpoint, after checking them."""
-    check_best(Path(best) if best else None, args)
-    if best and is_main_process():
-        for file in Path(best).glob("*.safetensors"):
-            shutil.copyfile(file, Path(args.output_dir) / file.name)
-
-
 def rotate(run: str | Path, limit: int | None) -> None:
     """Deletes incomplete checkpoints before the newest complete one, and the oldest complete ones beyond `limit`,
-    except those that have KEEP, are being pushed, are the best one of a newer checkpoint that a run may resume from,
-    or are among the newest MAX_AWAITED that wait for the result of eval_command."""
+    except those that have KEEP, are being pushed, or are among the newest MAX_AWAITED that wait for eval_command."""
     newest = step_of(newest_checkpoint(run))
     free = [c for c in checkpoints(run) if step_of(c) <= newest and not (c / KEEP).exists() and not is_pushed(c)]
     complete = [c for c in free if why_incomplete(c) is None]
     recent = complete[-limit:] if limit else complete
-    best = [read_best(checkpoint) for checkpoint in recent]
     awaited = [checkpoint for checkpoint in complete if checkpoint not in recent and is_awaited(checkpoint)]
     for checkpoint in free:
-        if checkpoint not in (*recent, *best, *awaited[-MAX_AWAITED:]):
+        if checkpoint not in (*recent, *awaited[-MAX_AWAITED:]):
             if checkpoint in awaited:
                 log.info(f"{checkpoint} is deleted without a result of eval_command: {MAX_AWAITED} newer ones wait")
             # First: an interrupted deletion must not leave it complete
@@ -181,43 +148,30 @@ def is_awaited(checkpoint: Path) -> bool:
 
 
 def peak_checkpoint_count(args: Any, collapse_steps: int) -> int:
-    """The most checkpoints a run holds at one time: the limit, the one being written, the best one, and those the
-    guard keeps (two if saves are closer together than `collapse_steps`), and those that wait for eval_command."""
+    """The most checkpoints a run holds at one time: the limit, the one being written, those the guard keeps (two if
+    saves are closer together than `collapse_steps`), and those that wait for eval_command."""
     if args.save_strategy == "no":
         return 1
     protected = 0 if args.guard == "skip" else 1 + (args.save_strategy == "steps" and args.save_steps < collapse_steps)
     awaited = MAX_AWAITED if args.eval_command else 0
-    return (args.save_total_limit or 1) + 1 + protected + awaited + bool(args.metric_for_best_model)
+    return (args.save_total_limit or 1) + 1 + protected + awaited
 
 
 def check_disk(run: str | Path, size: int, most: int) -> None:
     """Raises UserError if the disk has no room for the checkpoints still to be written; `most` exist at one time."""
     incomplete = [checkpoint.name for checkpoint in checkpoints(run) if why_incomplete(checkpoint)]
     needed = size * max(1, most - len(checkpoints(run)) + len(incomplete))
-    room, limit = find_room(Path(run))
+    room = shutil.disk_usage(run).free
     if room < needed:
         free = f"delete {', '.join(incomplete)}, not fully written" if incomplete else "free space"
         raise UserError(
-            f"output_dir {run}: {room / GIB:.1f} GiB are {limit}, but checkpoints will take {needed / GIB:.1f} GiB "
-            f"({size / GIB:.1f} GiB each); {free}, or choose an output_dir on another disk"
+            f"output_dir {run}: {format_size(room)} are free, but checkpoints will take {format_size(needed)} "
+            f"({format_size(size)} each); {free}, or choose an output_dir on another disk"
         )
 
 
-def find_room(folder: Path) -> tuple[int, str]:
-    """The bytes that can be written into `folder`, and what limits them: the disk, or the quota of this user or of the
-    folder's group, where `quota` or `lfs quota` (Lustre) reports one."""
-    room, limit = shutil.disk_usage(folder).free, "free"
-    mount = next(str(path) for path in (folder.resolve() / "x").parents if path.is_mount())
-    owners = {"uid": str(os.getuid()), "gid": str(folder.stat().st_gid)}
-    commands = [["quota", "-ugwp", "-f", mount]]
-    commands += [["lfs", "quota", option, owners[kind], mount] for option, kind in (("-u", "uid"), ("-g", "gid"))]
-    for command in commands:
-        printed = ask("env", "LC_ALL=C", *command, stderr=subprocess.DEVNULL, check=False)  # over quota, quota fails
-        for kind, owner, used, soft, hard in _QUOTA.findall(printed or ""):
-            left = 1024 * max(0, (int(hard) or int(soft)) - int(used))
-            if owners[kind] == owner and (hard, soft) != ("0", "0") and left < room:
-                room, limit = left, f"left of the quota of {kind} {owner}"
-    return room, limit
+def format_size(size: int) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size // 2**20} MiB"
 
 
 def stop_requested(run: str | Path) -> bool:

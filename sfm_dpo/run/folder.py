@@ -39,7 +39,7 @@ STARTED = now()  # this process
 SAID_SECONDS = 3  # after these, rank 0 has reported an end that all ranks share
 
 _PACKAGES = "torch transformers trl accelerate deepspeed datasets peft huggingface_hub tokenizers numpy".split()
-_FROM_BEFORE = "best files loss margin pairs_per_second trained".split()  # where the new status has none
+_FROM_BEFORE = "loss margin pairs_per_second trained".split()  # where the new status has none
 _SLURM = "JOB_ID ARRAY_JOB_ID ARRAY_TASK_ID JOB_NAME JOB_NODELIST JOB_PARTITION CLUSTER_NAME RESTART_COUNT".split()
 
 
@@ -160,11 +160,6 @@ def make_folder(run: Path) -> Path:
     except OSError as error:
         raise UserError(f"output_dir {run}: cannot be written: {error.strerror}; choose another output_dir") from error
     return run
-
-
-def list_weights(run: Path) -> dict[str, int]:
-    """Name and size in bytes of each weight file of the final model."""
-    return {path.name: path.stat().st_size for path in sorted(run.glob("*.safetensors*"))}
 
 
 def describe(config: "Config", pairs: dict[str, Any], step: int = 0) -> None:

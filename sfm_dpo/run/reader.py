@@ -34,6 +34,7 @@ LEARNED = ("learned", "")
 UNCLEAR = ("no evidence of learning", "; look at learning_rate, the number of steps and the preflight's gap per token")
 WORSE = ("worse than the base model", "; check that chosen and rejected are not swapped, and lower learning_rate")
 STALE_SECONDS = 1800  # longer than a step, an evaluation or a save takes
+LOCKED = "locked"  # shown of a folder that a job has taken and written nothing to
 LOADING = "loading"  # shown of a run that resumes: its status.json is still that of the start before
 COLUMNS = "run state job step eta pairs/s loss margin eval_loss eval_acc verdict health last GPU-h".split()
 _KEYS = {
@@ -49,9 +50,9 @@ _FORMS |= {"eval_loss": ".4f", "eval_rewards/accuracies": ".3f"}
 
 def read_run(run: Path) -> dict[str, Any]:
     """The content of a run's files, empty if absent or damaged: `config`, and by stem the others of RUN_FILES; `log`
-    (log_history of the newest trainer_state.json, then later entries of LOG and `read_evaluations`), `steps`,
-    `seconds` of training since the last start or None, `gpu_hours`, and the names of complete `checkpoints` and of
-    `incomplete` ones. Raises UserError without files."""
+    (log_history of the newest trainer_state.json, then later entries of LOG), `steps`, `seconds` of training since the
+    last start or None, `gpu_hours`, and the names of complete `checkpoints` and of `incomplete` ones. Raises UserError
+    without files."""
     facts = {Path(name).stem: mask_values(read_file(run / name)) for name in RUN_FILES}  # reports are shared
     facts["config"] = facts.pop(Path(RESOLVED_CONFIG).stem)
     by_step = checkpoints(run)
@@ -64,8 +65,6 @@ def read_run(run: Path) -> dict[str, Any]:
     kept = facts["evaluation"].get("checkpoints", {})  # by evaluate.py; JSON has made text of the steps
     if evaluations := {int(step): scores for step, scores in kept.items()} | read_evaluations(run):
         facts["evaluation"]["checkpoints"] = evaluations
-        for step, scores in evaluations.items():
-            log.append({"step": step} | {f"evaluation/{name}": score["value"] for name, score in scores.items()})
     runtimes = [entry["train_runtime"] for entry in log if "train_runtime" in entry]
     return facts | {
         "log": log,
@@ -85,15 +84,14 @@ def eval_prefix(entry: dict[str, Any]) -> str:
 
 def list_held_out(facts: dict[str, Any]) -> list[tuple[str, int, dict[str, dict[str, Any]]]]:
     """(title, pairs, evaluations) of eval_fraction and each set of eval_datasets: metrics without prefix `before` and
-    `after` training, those that exist; the latter are of the weights that became the model."""
-    best = facts["config"].get("load_best_model_at_end") and facts["status"].get("best")
+    `after` training, those that exist."""
     sets = {"": facts["data"].get("eval", 0)} | facts["data"].get("eval_sets", {})
     found = []
     for name, pairs in sets.items():
         prefix = f"eval_{name}_" if name else "eval_"
         evaluations = {}
         for entry in facts["log"]:
-            if f"{prefix}loss" in entry and not (best and entry["step"] > best["step"]):
+            if f"{prefix}loss" in entry:
                 side = "after" if entry["step"] else "before"
                 evaluations[side] = {metric.removeprefix(prefix): value for metric, value in entry.items()}
         if pairs and evaluations:
@@ -105,25 +103,19 @@ def judge_learning(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """(verdict, sentence) for each held-out set: whether training has changed the reward accuracy, by the 95% interval
     of the change; without such a set, for the margin of the training pairs.
 
-    If the reference is the base model, the accuracy was 0.5. Otherwise it was measured at step 0, and the interval is
-    that of independent samples (Newcombe 1998, method 10), which is too wide for the same pairs.
+    The reward accuracy of the base model is 0.5, because it is the reference. No verdict is given with another one.
     """
-    other_reference = facts["config"].get("ref_model_name_or_path")
+    if facts["config"].get("ref_model_name_or_path"):
+        return []
     verdicts = []
     for title, pairs, evaluations in list_held_out(facts):
-        if "after" not in evaluations or (other_reference and "before" not in evaluations):
-            continue
-        after = to_float(evaluations["after"].get("rewards/accuracies"))
-        low, high = wilson(after, pairs)
-        before = to_float(evaluations["before"].get("rewards/accuracies")) if other_reference else 0.5
-        base_low, base_high = wilson(before, pairs) if other_reference else (0.5, 0.5)
-        change = after - before
-        low = change - math.hypot(after - low, base_high - before)
-        high = change + math.hypot(high - after, before - base_low)
-        verdicts.append(_give_verdict(f"the reward accuracy on {title} has changed by", change, low, high))
+        if "after" in evaluations:
+            after = to_float(evaluations["after"].get("rewards/accuracies"))
+            change, low, high = (share - 0.5 for share in (after, *wilson(after, pairs)))
+            verdicts.append(_give_verdict(f"the reward accuracy on {title} has changed by", change, low, high))
     margins = [to_float(entry["rewards/margins"]) for entry in facts["log"] if "rewards/margins" in entry]
     late = margins[len(margins) // 2 :]
-    if len(late) > 1 and not other_reference and not any(map(eval_prefix, facts["log"])):
+    if len(late) > 1 and not any(map(eval_prefix, facts["log"])):
         what = "no pairs were held out, and the mean training margin in the second half of the log is"
         verdicts.append(_give_verdict(what, *mean_interval(late)))
     return verdicts
@@ -212,8 +204,9 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
     """The runs among the given folders and up to two levels below them, sorted by name."""
     runs: set[Path] = set()
     for folder in folders:
-        for pattern in (STATUS, f"*/{STATUS}", f"*/*/{STATUS}"):
-            runs.update(status.parent for status in Path(folder).glob(pattern))
+        for level in ("", "*/", "*/*/"):
+            for name in (STATUS, LOCK):
+                runs.update(file.parent for file in Path(folder).glob(level + name))
     return sorted(runs)
 
 
@@ -225,7 +218,8 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
     if queue is not None and (names := list_jobs(run)):
         slurm = next((queue[name] for name in names if name in queue), "not queued")
     environment = read_file(run / ENVIRONMENT)
-    age = max(0.0, now - (run / STATUS).stat().st_mtime)
+    changed = [path.stat().st_mtime for path in (run / STATUS, run / LOCK) if path.exists()]
+    age = max(0.0, now - changed[0]) if changed else 0.0
     state = State.of(status)
     shown = str(state)
     runs = is_running(read_owner(run / LOCK), queue) is not False  # or may run
@@ -235,7 +229,7 @@ def describe_run(run: Path, queue: dict[str, str] | None, now: float) -> dict[st
         elif age > STALE_SECONDS:
             shown = "stale"
     elif runs and not state.has_model:
-        shown = LOADING
+        shown = LOADING if (run / STATUS).exists() else LOCKED
     if slurm == "PENDING" and not runs:
         shown += ", queued"
     checkpoint = newest_checkpoint(run)

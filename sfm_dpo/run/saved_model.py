@@ -1,15 +1,10 @@
 """A saved model: the final model of a run, or one of its checkpoints. Finds it, checks it, and links its files."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from huggingface_hub import snapshot_download
-from peft import PeftModel
-from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from sfm_dpo.common.errors import UserError, user_input
@@ -59,19 +54,6 @@ class SavedModel:
                 (target / path.name).symlink_to(path.resolve())
 
 
-def merge_adapter(model: SavedModel, target: Path) -> None:
-    """Writes the base model with the run's adapter merged into it, in the base model's dtype, and the run's tokenizer,
-    into the folder `target`. Raises UserError if the model is no adapter, or does not load."""
-    if not model.is_adapter:
-        raise UserError(f"{model.folder}: is a whole model; use it as it is")
-    with user_input(f"{model.folder}: cannot be merged into {model.base}"):
-        base = AutoModelForCausalLM.from_pretrained(model.base, revision=model.base_revision, dtype="float32")
-        merged = PeftModel.from_pretrained(base, model.folder).merge_and_unload()
-        dtype = AutoConfig.from_pretrained(model.base, revision=model.base_revision).dtype
-        merged.to(dtype or torch.float32).save_pretrained(target)
-        AutoTokenizer.from_pretrained(model.folder).save_pretrained(target)
-
-
 def find_model(path: Path) -> SavedModel:
     """The model in a run's folder or in one of its checkpoints. Raises UserError if it is absent or incomplete."""
     run = find_run(path)
@@ -106,56 +88,16 @@ def check_health(model: SavedModel, remedy: str) -> None:
         raise UserError(f"{model.folder}: the guard stopped this run; choose {healthy or 'another run'}{remedy}")
 
 
-def describe_change(model: SavedModel) -> str:
-    """What training changed in the base model, in words; the B matrices of a LoRA adapter start at zero. Raises
-    UserError if nothing changed, or a trained weight is not finite."""
-    new = open_tensors(model.folder)
-    old = {}
-    if not model.is_adapter:
-        base = Path(model.base)
-        if not base.is_dir():
-            patterns = ["*.safetensors", "*.safetensors.*"]
-            base = Path(snapshot_download(model.base, revision=model.base_revision, allow_patterns=patterns))
-        old = open_tensors(base)
-    parameters = 0
-    changed = 0
-    largest = 0.0
-    for name, read in new.items():
-        after = read(name)
-        if not torch.isfinite(after).all():
-            raise UserError(f"{name} holds NaN or infinite values; use an earlier checkpoint")
-        if name in old:
-            # Rounded to the model's dtype: a bf16 model differs from its fp32 base everywhere by rounding
-            difference = after.float() - old[name](name).to(after.dtype).float()
-        elif "lora_B" in name:
-            difference = after.float()
-        else:  # a tied head
-            continue
-        parameters += difference.numel()
-        changed += int(difference.count_nonzero())
-        largest = max(largest, difference.abs().max().item())
-    if not changed:
-        raise UserError("the weights are bitwise those of the base model: nothing was learned")
-    return f"{changed / parameters:.2%} of the parameters changed, by at most {largest:.3g}"
-
-
 def check_loads(folder: Path) -> None:
-    """Loads the model in `folder` as its users will. Raises UserError if weights or the chat template are missing."""
-    if not AutoTokenizer.from_pretrained(folder, local_files_only=True).chat_template:
-        raise UserError("the tokenizer has no chat template; put chat_template.jinja beside it")
-    _, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
-    wrong = {kind: keys for kind, keys in info.items() if keys}
-    if wrong:
-        raise UserError(f"AutoModelForCausalLM does not load all weights: {wrong}")
-
-
-def open_tensors(folder: Path) -> dict[str, Callable[[str], torch.Tensor]]:
-    """Maps the name of each tensor in the folder's safetensors to the function that reads it."""
-    tensors: dict[str, Callable[[str], torch.Tensor]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with user_input(f"{file}: damaged", "train again, or choose a checkpoint"):
-            reader = safe_open(file, framework="pt")
-        tensors |= dict.fromkeys(reader.keys(), reader.get_tensor)
-    if not tensors:
-        raise UserError(f"{folder}: holds no safetensors; give a folder with the weights of a model")
-    return tensors
+    """Loads the model in `folder` as its users will. Raises UserError if weights or the chat template are missing,
+    or a weight is not finite."""
+    with user_input(f"{folder}: cannot be loaded"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    if not tokenizer.chat_template:
+        raise UserError(f"{folder}: the tokenizer has no chat template; put chat_template.jinja beside it")
+    if wrong := {kind: keys for kind, keys in info.items() if keys}:
+        raise UserError(f"{folder}: AutoModelForCausalLM does not load all weights: {wrong}")
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise UserError(f"{folder}: {name} holds NaN or infinite values; use an earlier checkpoint")

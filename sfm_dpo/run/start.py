@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sfm_dpo.common.distributed import is_main_process, on_main_process, world_size
-from sfm_dpo.common.errors import ResumeRefused, UserError
+from sfm_dpo.common.errors import UserError
 from sfm_dpo.config_effects import MAY_CHANGE
-from sfm_dpo.run.checkpoint import COMPLETE, STOP, checkpoints, clear_old_stop, read_best, why_damaged, why_incomplete
+from sfm_dpo.run.checkpoint import COMPLETE, STOP, checkpoints, clear_old_stop, why_damaged, why_incomplete
 from sfm_dpo.run.files import CARD, DATA, ENVIRONMENT, EVALUATIONS, REPORT, RESOLVED_CONFIG, STATUS, read_file
-from sfm_dpo.run.folder import ERROR, EVALUATED, LOG, PUSHED, REPORTED, State, list_weights, read_status
+from sfm_dpo.run.folder import ERROR, EVALUATED, LOG, PUSHED, REPORTED, State, read_status
 
 if TYPE_CHECKING:  # scripts read this module without the seconds that TRL takes to import
     from sfm_dpo.config import Config, TrainConfig
@@ -42,10 +42,9 @@ class Origin:
     known: dict[str, Any] = field(default_factory=dict)  # its complete.json
     config: dict[str, Any] = field(default_factory=dict)  # resolved_config.yaml of the run that wrote it
     data: dict[str, Any] = field(default_factory=dict)  # data.json of that run
-    best: Path | None = None  # the best checkpoint when it was written
 
     def check(self, facts: dict[str, Any], ignore: bool) -> None:
-        """Raises ResumeRefused if the run that wrote the checkpoint differs from this one in one of the `facts`;
+        """Raises UserError if the run that wrote the checkpoint differs from this one in one of the `facts`;
         `ignore` (ignore_resume_mismatch) has no effect where the optimizer cannot be loaded."""
         if self.checkpoint is None:
             return
@@ -59,7 +58,7 @@ class Origin:
             difference = difference.replace("whole weights", "DDP or one process")
             override = ", or set ignore_resume_mismatch: true" if may_ignore else ""
             remedy = f"restore that setting, or use another output_dir{override}"
-            raise ResumeRefused(f"{self.checkpoint}: {difference}; {remedy}")
+            raise UserError(f"{self.checkpoint}: {difference}; {remedy}")
 
 
 @dataclass(frozen=True)
@@ -100,9 +99,8 @@ def read_start(config: "Config", processes: int, damaged: Mapping[Path, str]) ->
     run = Path(args.output_dir)
     names = {path.name for path in run.iterdir() if not path.name.startswith(".")}
     logged = (run / LOG).read_text(errors="replace") if LOG in names else ""
-    weights = list_weights(run)
-    has_trained = bool(weights or checkpoints(run) or re.search('"step": [1-9]', logged))
-    start = decide(config, names, read_status(run), read_file(run / RESOLVED_CONFIG), weights, has_trained)
+    has_trained = bool(list(run.glob("*.safetensors")) or checkpoints(run) or re.search('"step": [1-9]', logged))
+    start = decide(config, names, read_status(run), read_file(run / RESOLVED_CONFIG), has_trained)
     if not start.trains:
         return start
     origin = find_origin(args, damaged)
@@ -118,7 +116,7 @@ def find_origin(args: "TrainConfig", damaged: Mapping[Path, str]) -> Origin:
         if reason is None:
             known = read_file(checkpoint / COMPLETE)
             config, data = (read_file(checkpoint.parent / name) for name in (RESOLVED_CONFIG, DATA))
-            return Origin(checkpoint, known, config, data, read_best(checkpoint))
+            return Origin(checkpoint, known, config, data)
         if asked:
             raise UserError(f"resume_from_checkpoint {asked}: {reason}; choose another, or remove the field")
         if checkpoint not in damaged:
@@ -131,11 +129,10 @@ def decide(
     names: set[str],
     status: dict[str, Any],
     before: dict[str, Any],
-    weights: dict[str, int],
     has_trained: bool,
 ) -> Start:
-    """What follows from a folder with files of these `names`, from status.json, resolved_config.yaml (`before`), the
-    sizes of the final `weights`, and whether a step was trained. Raises UserError for another run's folder."""
+    """What follows from a folder with files of these `names`, from status.json, resolved_config.yaml (`before`), and
+    whether a step was trained. Raises UserError for another run's folder."""
     args = config.train
     run = Path(args.output_dir)
     state = State.of(status)
@@ -155,9 +152,6 @@ def decide(
             "in another output_dir, or resume this one with --guard warn"
         )
     if not state.has_model:
-        return Start(True)
-    if damaged := (status.get("files") or {}).items() - weights.items():
-        log.info(f"{run}: {min(damaged)[0]} is missing or damaged; the run resumes from its newest checkpoint")
         return Start(True)
     return Start(False, list_open(args, status, names))
 

@@ -110,21 +110,11 @@ class StopCallback(TrainerCallback):
             control.should_training_stop = True
 
 
-def describe_best(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
-    """For status.json: the best checkpoint so far by metric_for_best_model, or None."""
-    step = state.best_global_step
-    if not step:
-        return {"best": None}
-    metric = f"eval_{str(args.metric_for_best_model).removeprefix('eval_')}"
-    checkpoint = f"{args.output_dir}/checkpoint-{step}"
-    return {"best": {"checkpoint": checkpoint, "step": step, "metric": metric, "value": state.best_metric}}
-
-
-def describe_progress(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
-    """For status.json: the steps, the newest training metrics of KEPT, and the best checkpoint."""
+def describe_progress(state: TrainerState) -> dict[str, Any]:
+    """For status.json: the steps and the newest training metrics of KEPT."""
     newest: dict[str, Any] = next((entry for entry in reversed(state.log_history) if "loss" in entry), {})
     kept = {key: newest.get(name) for key, name in KEPT.items()}
-    return {"step": state.global_step, "max_steps": state.max_steps} | kept | describe_best(args, state)
+    return {"step": state.global_step, "max_steps": state.max_steps} | kept
 
 
 class ProgressLine(TrainerCallback):
@@ -136,7 +126,7 @@ class ProgressLine(TrainerCallback):
         if state.is_world_process_zero:  # removes what an earlier start logged after this checkpoint
             entries = [json.dumps(entry) + "\n" for entry in state.log_history]
             write_atomically(Path(args.output_dir) / LOG, "".join(entries))
-        write_status(args.output_dir, State.RUNNING, **describe_progress(args, state))
+        write_status(args.output_dir, State.RUNNING, **describe_progress(state))
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs=None, **kwargs):
         logs = logs or {}
@@ -158,4 +148,4 @@ class ProgressLine(TrainerCallback):
             seconds = int((time.monotonic() - self.start) / done * (state.max_steps - state.global_step))
             parts.append(f"ETA {format_clock(seconds)}")
         log.info("  ".join(parts))
-        write_status(args.output_dir, State.RUNNING, eta_seconds=seconds, **describe_progress(args, state))
+        write_status(args.output_dir, State.RUNNING, eta_seconds=seconds, **describe_progress(state))

@@ -40,7 +40,6 @@ def arguments_for_trl(args: TrainConfig, settings: Settings) -> TrainConfig:
     derived.save_total_limit = None  # run/checkpoint.py, `rotate`: after a checkpoint is marked complete
     derived.remove_unused_columns = False  # the collator reads one more
     derived.use_cache = True  # saved in config.json; the forwards of training set it to false themselves
-    derived.load_best_model_at_end = False  # run/checkpoint.py, `copy_best`: whatever the launcher
     # Upstream: trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__: padding_free warns and pads; sets use_reentrant,
     # which LoRA needs under ZeRO-3, under a deprecated name that Trainer does not read. Canary: test_canary_arguments
     derived.padding_free = False

@@ -89,16 +89,19 @@ def test_metrics_near_zero_and_accuracies_do_not_decide(tmp_path):
     assert compare(a, b)["verdict"]["verdict"] == "within noise"
 
 
-def test_a_run_that_logged_more_often_is_averaged(tmp_path):
-    of_the_step = ("learning_rate", "grad_norm", "num_tokens", "eval_loss", "evaluation/acc")
+def test_means_over_other_steps_are_not_compared(tmp_path):
     values = [float(i) for i in STEPS]
-    fine = write_state(tmp_path / "fine", {"loss": values} | {name: values for name in of_the_step})
-    coarse = {"loss": [3.0, 8.0]} | {name: [5.0, 10.0] for name in of_the_step}
+    fine = write_state(tmp_path / "fine", {"loss": values, "grad_norm": values, "eval_loss": values})
+    means = [3.0, 8.0]
+    at_the_step = [5.0, 10.0]
+    coarse = {"loss": means, "grad_norm": at_the_step, "eval_loss": at_the_step}
     coarse_run = write_state(tmp_path / "coarse", coarse, steps=(5, 10))
-    assert compare(fine, coarse_run)["verdict"]["verdict"] == "identical"
-    stopped = {"loss": [3.0, 6.5, 9.0]} | {name: [5.0, 7.0, 10.0] for name in of_the_step}
+    result = compare(fine, coarse_run)
+    assert result["verdict"]["verdict"] == "identical" and result["series"].keys() == {"grad_norm", "eval_loss"}
+    stopped = {"loss": [3.0, 6.5, 9.0], "grad_norm": [5.0, 7.0, 10.0]}
     cut = write_state(tmp_path / "cut", stopped, steps=(5, 7, 10))  # resumed from a stop at step 7
-    assert compare(coarse_run, cut)["verdict"]["verdict"] == "identical"
+    result = compare(coarse_run, cut)
+    assert result["verdict"]["verdict"] == "identical" and result["series"]["loss"]["steps"] == [5]
 
 
 def test_our_run_another_trainers_and_a_checkpoint_are_one_form(tmp_path):
@@ -154,7 +157,7 @@ def test_differing_fields_environment_data_and_cache_are_named(tmp_path, capsys)
 @pytest.mark.parametrize(
     "message, series",
     [
-        ("no metric in common", {"reward": [1.0] * 10}),
+        ("0 logged step(s) in common", {"reward": [1.0] * 10}),
         ("1 logged step(s) in common", {"loss": [0.7]}),
         ("no step was logged", {}),
     ],

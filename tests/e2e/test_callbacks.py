@@ -15,7 +15,7 @@ from sfm_dpo.train import reference_cache
 from tests.toolbox import as_options, logged, without_times
 
 COLLAPSES = {"learning_rate": 0.05, "save_steps": 1, "eval_steps": 1, "eval_strategy": "steps", "eval_fraction": 0.1}
-COLLAPSES |= {"metric_for_best_model": "loss", "guard_generations": 3, "guard": "warn"}
+COLLAPSES |= {"guard_generations": 3, "guard": "warn"}
 BY_EPOCH = {"save_strategy": "epoch", "eval_strategy": "steps", "eval_steps": 3, "eval_fraction": 0.1}
 ROWS = [  # how a run ends after every step, and its fields
     ("stop", COLLAPSES),
@@ -77,7 +77,7 @@ def train(argv: list[str], run: Path, how: str = "") -> tuple[int, dict]:
     assert lines == read_file(run / TRAINER_STATE)["log_history"]
     assert any("train_loss" in entry for entry in lines) == (len(codes) == 2), "it is a mean since the last start"
     log = [without_times(entry) for entry in lines if "train_runtime" not in entry]
-    end = observe(run) | {"best": read_file(run / STATUS)["best"], "samples": read_file(run / SAMPLES)}
+    end = observe(run) | {"samples": read_file(run / SAMPLES)}
     return len(codes), {"end": end, "log": log, "received": observer.received, "written": observer.written}
 
 

@@ -29,19 +29,18 @@ from tests.project import SOURCE, link, make_project
 # Run elsewhere, or not ours to run
 ELSEWHERE = {
     r"make (test|setup|lint|lock|check|test-grid|upgrade)|([A-Z]+=\S+ )?(python -m )?pytest .*": "how tests are run",
-    r"python scripts/merge_adapter.py RUN FOLDER": "tests/run: of a run with LoRA",
     r"python scripts/status.py --stop outputs/.*": "tests/run/test_status.py: of a run that runs",
     r"make demo": "README.md marks it: 4 minutes",
     r"(?!.*\.\.\.)([A-Z_]+=\S+ )*sbatch .*": "tests/slurm/test_submit.py",
     r"LAUNCH=fsdp2 sbatch scripts/dpo_train.sh \.\.\.": "test_launch.py, with LAUNCH=cpu_fsdp2's file",
     r"VENV=PATH sbatch \.\.\.|touch .*STOP|scancel .*": "tests/slurm: VENV; test_requeue.py",
     r"accelerate launch|accelerate launch --config_file accelerate_config.yaml train_dpo.py": "4 GPUs",
-    r"python .* outputs/low( --pairs .*)?": "as with outputs/high",
+    r"python .* outputs/low": "as with outputs/high",
     r"accelerate launch --main_process_port 29600": "every start of two processes here chooses a port",
     r".*python bench/throughput.py.* --rounds 3.*": "half an hour; test_bench.py runs --quick",
     r"python -m tests.upstream_script .*": "tests/train/test_upstream.py",
     r"python train_dpo.py .* --drop_contaminated .*": "tests/data/test_filters.py",
-    r"source .*|git (clone|lfs) .*|trl dpo.*|hf auth login|(python -m venv|\S*pip install) .*": "others",
+    r"source .*|git (clone|lfs) .*|trl dpo.*|hf (auth login|upload .*)|(python -m venv|\S*pip install) .*": "others",
     r"wandb (sync|leet|login).*": "W&B's",
 }
 NO_GO = 3  # random weights find every answer impossible: preflight.py says so

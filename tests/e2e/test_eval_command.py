@@ -8,7 +8,7 @@ import pytest
 import status
 
 from sfm_dpo.run.checkpoint import checkpoints, step_of
-from sfm_dpo.run.reader import read_evaluations, read_run
+from sfm_dpo.run.reader import read_evaluations
 from tests.toolbox import wait_for
 
 # Writes its arguments into ./calls and the two variables of a rank into its log, and ends at once, as sbatch does; a
@@ -83,9 +83,8 @@ def test_where_results_appear(place, harness, capsys):
     out = run.folder / "evaluations/step-3.json"
     wait_for(lambda: 3 in read_evaluations(run.folder), 30)
     assert evaluate.main([str(run.folder)]) == 0
-    assert read_run(run.folder)["log"][-1] == {"step": 3, "evaluation/acc": 0.3, "evaluation/f1": 3}
     page = (run.folder / "report.html").read_text()
-    assert 'aria-label="evaluation: f1 by optimizer step"' in page and "<td>2.000 ± 0.250</td>" in page
+    assert "<td>2.000 ± 0.250</td>" in page
     assert "| 3 | 0.300 | 3.000 ± 0.250 |" in (run.folder / "README.md").read_text()
     status.main([str(run.folder)])
     assert f"{run.folder}: evaluation of step 3: acc 0.3, f1 3\n" in capsys.readouterr().out

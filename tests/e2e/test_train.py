@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train_dpo
 from scripts import plan
 from sfm_dpo.config import parse_config
-from sfm_dpo.config_checks import EVAL_METRICS
 from sfm_dpo.planning.dataset import analyze_dataset
 from tests.e2e.runs import FIELDS
 from tests.toolbox import as_options, error_line, logged, on_cpu, pairs, write_jsonl
@@ -72,10 +71,8 @@ def test_as_a_command_with_a_recipe_spaces_and_secrets(place, tiny_folder, write
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == contents
 
 
-def test_held_out_sets_are_scored_apart_and_the_best_checkpoint_is_the_model(
-    tiny_folder, write_rows, tmp_path, capsys, request
-):
-    """One of the named sets is the other with its sides swapped: by its loss the first checkpoint is the best."""
+def test_held_out_sets_are_scored_apart(tiny_folder, write_rows, tmp_path, no_report):
+    """One of the named sets is the other with its sides swapped."""
     rows = prompt_rows()
     run = tmp_path / "run"
     few = write_rows("few.jsonl", rows[:7])
@@ -84,7 +81,6 @@ def test_held_out_sets_are_scored_apart_and_the_best_checkpoint_is_the_model(
     rows += [rows[0] | {"rejected": rows[0]["chosen"]}, rows[1] | {"prompt": "long " * 100}]
     more = {"eval_fraction": 0.25, "num_train_epochs": 4, "learning_rate": 1e-3, "max_dropped_fraction": 0.2}
     more |= {"precompute_ref_log_probs": "true", "eval_datasets": sets, "eval_strategy": "steps", "eval_steps": 4}
-    more |= {"save_steps": 4, "load_best_model_at_end": "true", "metric_for_best_model": "eval_swapped_eval_loss"}
     argv = on_cpu(tiny_folder("gpt_neox"), write_rows("p.jsonl", rows), run, **SMALL | more)
     assert train_dpo.main(argv) == 0
     scores = [(entry["step"], entry["eval_rewards/accuracies"]) for entry in logged(run, "eval_loss")]
@@ -99,31 +95,9 @@ def test_held_out_sets_are_scored_apart_and_the_best_checkpoint_is_the_model(
     few = logged(run, "eval_few_loss")
     swapped = logged(run, "eval_swapped_eval_loss")
     assert [e["step"] for e in few] == [e["step"] for e in swapped] == [0, 4, 8, 12, 16]
-    assert {name.removeprefix("eval_few_") for name in few[0] if name.startswith("eval_")} >= set(EVAL_METRICS)
     for one, other in zip(few[1:], swapped[1:], strict=True):
         assert one["eval_few_rewards/margins"] == pytest.approx(-other["eval_swapped_eval_rewards/margins"], rel=1e-4)
         assert one["eval_few_rewards/accuracies"] == pytest.approx(1 - other["eval_swapped_eval_rewards/accuracies"])
-    best = min(swapped[1:], key=lambda e: e["eval_swapped_eval_loss"])
-    assert best["step"] == 4, "the best checkpoint must be one that rotation would delete"
-    assert {path.name for path in run.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-12", "checkpoint-16"}
-    weights = {step: (run / f"checkpoint-{step}/model.safetensors").read_bytes() for step in (4, 16)}
-    assert weights[4] != weights[16] and (run / "model.safetensors").read_bytes() == weights[4]
-    named = {"checkpoint": str(run / "checkpoint-4"), "step": 4, "metric": "eval_swapped_eval_loss"}
-    assert json.loads((run / "status.json").read_text())["best"] == named | {"value": best["eval_swapped_eval_loss"]}
-    sentence = f"The best checkpoint by eval_swapped_eval_loss, {best['eval_swapped_eval_loss']:.4f}, is from step 4; "
-    sentence += "the model is that checkpoint."
-    assert all(sentence in (run / page).read_text() for page in ("README.md", "report.html"))
-
-    request.getfixturevalue("no_report")  # has been read above
-    damaged = bytearray(weights[4])
-    damaged[-1] ^= 1
-    (run / "checkpoint-4/model.safetensors").write_bytes(damaged)
-    (run / "status.json").write_text(json.dumps({"state": "stopped", "time": ""}))
-    capsys.readouterr()
-    assert train_dpo.main(argv) == 2
-    assert "checkpoint-4 has a damaged model.safetensors" in error_line(capsys.readouterr().err)
-    assert train_dpo.main([*argv, "--load_best_model_at_end", "false"]) == 0
-    assert (run / "model.safetensors").read_bytes() == weights[16]
 
 
 @pytest.mark.slow

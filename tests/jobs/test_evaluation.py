@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -108,10 +107,9 @@ def test_evaluation_of_a_run(run, tasks):
     hits = score(run / "checkpoint-4")
     error = pytest.approx(np.std(hits, ddof=1) / 3)
     assert json.loads(out.read_text()) == {"local_choice/acc": {"value": np.mean(hits), "stderr": error}}
-    assert "local_choice" not in (run / "report.html").read_text().partition("<h2>Curves")[2]
     assert evaluate.main([str(run)]) == 0  # collects it
     assert json.loads((run / "evaluation.json").read_text())["checkpoints"]["4"] == json.loads(out.read_text())
-    assert "local_choice" in (run / "report.html").read_text().partition("<h2>Curves")[2]
+    assert "<th>local_choice/acc</th>" in (run / "report.html").read_text()
 
 
 def test_lm_eval_or_vllm_is_missing(run, monkeypatch, capsys):
@@ -123,38 +121,6 @@ def test_lm_eval_or_vllm_is_missing(run, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_pairs_of_a_run(run, tmp_path, capsys):
-    rows = [
-        {"prompt": f"{i} + {i}?", "chosen": f"It is {2 * i}.", "rejected": f"I forgot {i}, or so."} for i in range(6)
-    ]
-    unusable = {"prompt": "?", "chosen": "no", "rejected": "no"}
-    assert evaluate.main([str(run), "--pairs", str(write_jsonl(tmp_path / "other.jsonl", [*rows, unusable]))]) == 0
-    (row,) = json.loads((run / "evaluation.json").read_text())["pairs"]
-    config = read_resolved_config(run)
-    means = []
-    for folder in (config["model_name_or_path"], run):
-        model = AutoModelForCausalLM.from_pretrained(folder).eval()
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        for pair in rows:
-            for side in ("chosen", "rejected"):
-                prompt = tokenizer(pair["prompt"]).input_ids
-                response = tokenizer(pair[side] + tokenizer.eos_token).input_ids
-                means.append(response_logps(model, prompt, response).mean().item())
-    base, trained = np.array(means).reshape(2, 6, 2)
-    margins = config["beta"] * (trained - base) @ np.array([1, -1])
-    assert row["pairs"] == 6 and row["rewards/margins"] == pytest.approx(margins.mean(), abs=1e-4)
-    assert row["loss"] == pytest.approx(np.log1p(np.exp(-margins)).mean(), abs=1e-4)
-    assert row["rewards/accuracies"] == np.mean(margins > 0)
-    assert row["logps/accuracies"] == np.mean(trained @ [1, -1] > 0)
-    out = capsys.readouterr().out
-    assert "tokenizing 6 pairs\n" in out and re.findall("log-probs of the (.*) pairs", out) == ["eval"]
-    assert "trained model on 6 pairs; 1 rows are left out\n" in out
-    assert "reward accuracy" in out
-    assert row["source"] == "other.jsonl" and "other.jsonl" in (run / "report.html").read_text()
-    assert str(tmp_path / "other.jsonl") not in (run / "README.md").read_text()  # which is published
-
-
-@pytest.mark.slow
 def test_an_adapter_is_evaluated_as_what_it_makes_of_the_base_model(finished_run, tasks, tmp_path, no_report):
     recipe = ["--config", str(finished_run / "resolved_config.yaml"), "--max_steps", "2", "--learning_rate", "1e-2"]
     adapter = tmp_path / "adapter"
@@ -163,13 +129,9 @@ def test_an_adapter_is_evaluated_as_what_it_makes_of_the_base_model(finished_run
     base = AutoModelForCausalLM.from_pretrained(read_resolved_config(adapter)["model_name_or_path"])
     shutil.copytree(adapter, merged, ignore=shutil.ignore_patterns("adapter_*", "checkpoint-*"))
     PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(merged)
-    data = read_resolved_config(adapter)["dataset_name"]
-    margins = []
     benchmarks = []
     for run in (adapter, merged):
-        assert evaluate.main([str(run), "--pairs", data, "--tasks", tasks[0], "--limit", "4"]) == 0
+        assert evaluate.main([str(run), "--tasks", tasks[0], "--limit", "4"]) == 0
         found = json.loads((run / "evaluation.json").read_text())
-        margins.append(found["pairs"][0]["rewards/margins"])
         benchmarks.append([found["benchmarks"][0][side] for side in ("base", "trained")])
-    assert margins[0] == pytest.approx(margins[1], abs=1e-4) and abs(margins[0]) > 1e-3
     assert benchmarks[0] == benchmarks[1]

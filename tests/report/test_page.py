@@ -97,22 +97,19 @@ def test_a_real_run_is_told_in_full_with_figures_that_are_not_blank(run):
     assert len(ids) == len(set(ids)) > 0
 
 
-@pytest.mark.parametrize(
-    ("reference", "before", "change"),
-    [(None, "0.50, all ties", "+0.250"), ("another", "0.75 (0.30 to 0.95)", "+0.000")],
-)
-def test_what_a_run_has_learned_is_said_everywhere(run, without_curves, reference, before, change):
+def test_what_a_run_has_learned_is_said_everywhere(run, without_curves):
     log = [e | ({"eval_rewards/accuracies": 0.75} if "eval_loss" in e else {}) for e in read_run(run)["log"]]
     save(run, "trainer_state.json", {"global_step": STEPS, "log_history": log})
     (run / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
-    edit(run / "resolved_config.yaml", ref_model_name_or_path=reference)
     write_model_card(run)
     page = page_of(run)
     for text in (page.text.replace("\xa0", " "), (run / "README.md").read_text(), format_summary(run)):
-        assert f"No evidence of learning: the reward accuracy on 4 held-out pairs has changed by {change} (" in text
-        assert before in text
+        assert "No evidence of learning: the reward accuracy on 4 held-out pairs has changed by +0.250 (" in text
+        assert "0.50, all ties" in text
     assert ("class", "state open") in page.attributes
     assert describe_run(run, None, 0.0)["verdict"] == "no evidence of learning"
+    edit(run / "resolved_config.yaml", ref_model_name_or_path="another")
+    assert "0.75 (0.30 to 0.95)" in format_summary(run) and not judge_learning(read_run(run))
 
 
 def held_out(before: float, after: float) -> list[dict]:
@@ -125,22 +122,18 @@ def training(slope: float) -> list[dict]:
 
 
 @pytest.mark.parametrize(
-    ("reference", "log", "pairs", "verdict", "words"),
+    ("log", "pairs", "verdict", "words"),
     [
-        (None, held_out(0.5, 0.55), 500, "learned", "by +0.050 (95% interval +0.006 to +0.093)"),
-        (None, held_out(0.47, 0.53), 500, "no evidence of learning", "look at learning_rate"),
-        (None, held_out(0.5, 0.45), 500, "worse than the base model", "swapped"),
-        ("another", held_out(0.71, 0.73), 500, "no evidence of learning", "by +0.020"),
-        ("another", held_out(0.71, 0.5), 500, "worse than the base model", "by -0.210"),
-        # Newcombe 1998, table II, method 10
-        ("another", held_out(0.3, 0.9), 10, "learned", "by +0.600 (95% interval +0.171 to +0.809)"),
-        (None, training(0.002), 0, "learned", "no pairs were held out"),
-        (None, training(0.0), 0, "no evidence of learning", "no pairs were held out"),
-        (None, training(-0.002), 0, "worse than the base model", "no pairs were held out"),
+        (held_out(0.5, 0.55), 500, "learned", "by +0.050 (95% interval +0.006 to +0.093)"),
+        (held_out(0.47, 0.53), 500, "no evidence of learning", "look at learning_rate"),
+        (held_out(0.5, 0.45), 500, "worse than the base model", "swapped"),
+        (training(0.002), 0, "learned", "no pairs were held out"),
+        (training(0.0), 0, "no evidence of learning", "no pairs were held out"),
+        (training(-0.002), 0, "worse than the base model", "no pairs were held out"),
     ],
 )
-def test_the_verdict_is_that_of_the_interval(reference, log, pairs, verdict, words):
-    facts = {"config": {"ref_model_name_or_path": reference}, "data": {"eval": pairs}, "status": {}, "log": log}
+def test_the_verdict_is_that_of_the_interval(log, pairs, verdict, words):
+    facts = {"config": {}, "data": {"eval": pairs}, "status": {}, "log": log}
     ((found, sentence),) = judge_learning(facts)
     assert found == verdict and words in sentence
 

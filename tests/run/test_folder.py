@@ -71,13 +71,12 @@ def test_status_holds_the_contract(tmp_path):
     assert datetime.now(UTC) - datetime.fromisoformat(status.pop("time")) < timedelta(seconds=60)
     assert (status.pop("pid"), status.pop("job")) == (os.getpid(), os.environ.get("SLURM_JOB_ID"))
     expected = {"state": "stopped", "exit_code": 75, "message": "on request", "step": 30}
-    kept = {"best": None, "files": None, "loss": None, "margin": None, "pairs_per_second": None}
+    kept = {"loss": None, "margin": None, "pairs_per_second": None}
     kept |= {"task": None, "log": None, "trained": None}
     assert status == expected | {"checkpoint": "checkpoint-30"} | kept
-    best = {"step": 20, "metric": "eval_loss", "value": 0.5}
-    write_status(tmp_path, "running", best=best, loss=0.5)
+    write_status(tmp_path, "running", loss=0.5)
     write_status(tmp_path, "done", 0)
-    assert (read_status(tmp_path)["best"], read_status(tmp_path)["loss"]) == (best, 0.5)
+    assert read_status(tmp_path)["loss"] == 0.5
 
 
 def test_the_verdict_is_written_on_a_full_disk_too(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from tests.run.test_checkpoint import names, write_checkpoint
 
 FIELDS = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl", "--use_cpu", "--output_dir"]
 CONFIG = parse_config([*FIELDS, "r"]).as_dict()
-EMPTY = {"names": set(), "status": {}, "before": {}, "weights": {}, "has_trained": False}
+EMPTY = {"names": set(), "status": {}, "before": {}, "has_trained": False}
 TRAINED = {"names": {"resolved_config.yaml", "log.jsonl"}, "before": CONFIG, "has_trained": True}
 REPORTED = TRAINED | {"names": TRAINED["names"] | {"report.html", "README.md"}}
 OTHER = {"before": CONFIG | {"learning_rate": 1.0}}
@@ -45,7 +45,6 @@ DONE = REPORTED | status("done", open=[])
         (TRAINED | {"before": {}} | status("running"), [], "resolved_config.yaml: missing or damaged; restore it"),
         (TRAINED | status("collapsed", checkpoint="c"), [], "start a new run from c (--resume_from_checkpoint c)"),
         (TRAINED | status("collapsed"), ["--guard", "warn"], "trains"),
-        (DONE | {"status": {"state": "done", "files": {"model.safetensors": 9}}}, [], "trains"),
         (DONE, PUSH, ["pushed"]),
         (REPORTED | status("done", pushed="commit"), PUSH, []),
         (REPORTED | status("push_failed", open=["pushed", "reported"]), PUSH, ["pushed", "reported"]),

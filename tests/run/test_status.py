@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -103,6 +104,16 @@ def test_running_by_its_own_word_but_gone(tmp_path):
     assert describe_run(elsewhere, None, time.time() + reader.STALE_SECONDS + 5)["state"] == "stale"
     (elsewhere / LOCK).unlink()
     assert state(elsewhere) == "died"
+
+
+def test_a_folder_that_is_locked_and_empty(tmp_path, capsys):
+    run = tmp_path / "outputs/check-gpu"
+    run.mkdir(parents=True)
+    write_owner(run)
+    assert status.main([]) == 0
+    assert re.search(r"^outputs/check-gpu +locked ", capsys.readouterr().out, re.MULTILINE)
+    assert status.main(["--stop", str(run)]) == 2
+    assert "does not run (state locked)" in capsys.readouterr().err
 
 
 def test_slurm_has_the_last_word(tmp_path, monkeypatch):

@@ -135,14 +135,13 @@ CASES = {
         ("{kit}/runs/config_list", "resolved_config.yaml: missing or damaged", "restore it"),
     ],
     "evaluate": [
-        (RUN, "run: nothing to evaluate; give --tasks or, without --out, --pairs"),
+        (RUN, "run: nothing to evaluate; give --tasks"),
         (f"{RUN} --tasks arc_esy", "--tasks arc_esy: cannot be loaded", "`lm_eval ls tasks` lists all tasks"),
         (f"{RUN} --tasks {{kit}}/task.yaml", "task.yaml: cannot be loaded", "nowhere.jsonl"),
-        (f"{RUN} --pairs {{kit}}/no.jsonl", "no.jsonl"),
     ],
     "generate": [
         ("{kit}/nothing hi", "nothing: no such folder; give a run, a model's folder or its id on the Hub"),
-        (f"{RUN} hi --base {{kit}}/models/weights_lfs", "weights_lfs: cannot be loaded"),
+        ("{kit}/models/weights_lfs hi", "weights_lfs: cannot be loaded"),
         ("{kit}/models/more_layers hi", "model.layers.3.", "is missing (and 8 more)"),
     ],
     "check_config": [
@@ -201,7 +200,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(command, case, kit, tmp_path, c
 
 def test_a_model_without_a_chat_template_continues_the_text(kit, tmp_path, capsys):
     shutil.copytree(kit / "model", tmp_path / "plain", ignore=shutil.ignore_patterns("chat_template*"))
-    assert not main_of("generate")([str(tmp_path / "plain"), "hi", "--base", "", "--max_new_tokens", "2"])
+    assert not main_of("generate")([str(tmp_path / "plain"), "hi", "--max_new_tokens", "2"])
     assert "prompt: hi\ntrained: " in capsys.readouterr().out
 
 

@@ -27,7 +27,7 @@ from tests.toolbox import error_line, logged, on_cpu, pairs
 
 
 @pytest.mark.usefixtures("no_report")
-def test_a_mismatch_leaves_the_run_stopped_the_end_is_evaluated_and_made_again(
+def test_a_mismatch_is_refused_the_end_is_evaluated_and_made_again(
     tiny_folder, write_rows, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setenv("SFM_GRACE_SECONDS", "0")
@@ -43,15 +43,14 @@ def test_a_mismatch_leaves_the_run_stopped_the_end_is_evaluated_and_made_again(
     assert len(found) == 1
     assert re.search(r"reward accuracy +0.50, all ties$", printed.out, re.MULTILINE)  # and no later evaluation
     assert "<th>before</th></tr>" in write_report(run).read_text()
-    stopped = read_status(run)
-    assert stopped["for_good"] is True
+    assert read_status(run)["for_good"] is True
     calibration = read_file(run / DATA)["calibration"]
     mark = run / "checkpoint-1" / COMPLETE
     complete = json.loads(mark.read_text())
     mark.write_text(json.dumps(complete | {"world_size": 4}))
     assert train_dpo.main(fields) == 2
     assert "was written by 4 process(es), but this run has 1" in error_line(capsys.readouterr().err)
-    assert read_status(run) == stopped and stopped["state"] == "stopped"
+    assert read_status(run)["state"] == "stopped"
 
     mark.write_text(json.dumps(complete))
     monkeypatch.setenv("SFM_GRACE_SECONDS", "600")
@@ -61,18 +60,10 @@ def test_a_mismatch_leaves_the_run_stopped_the_end_is_evaluated_and_made_again(
     assert set(evals) == {0, 3} and evals[3] < evals[0] == pytest.approx(0.6931, abs=1e-4)
     assert f"{evals[3]:.3f}" in capsys.readouterr().out.rpartition("held out")[2]
 
-    weights = run / "model.safetensors"
-    card = run / "README.md"
-    trained = weights.read_bytes()
-    for content in (None, trained[:10], trained):
-        card.unlink(missing_ok=True)
-        weights.unlink()
-        if content:
-            weights.write_bytes(content)
-        assert train_dpo.main(fields) == 0
-        said = "already done" if content == trained else "model.safetensors is missing or damaged"
-        assert said in capsys.readouterr().out
-        assert card.is_file() and weights.read_bytes() == trained
+    (run / "README.md").unlink()
+    assert train_dpo.main(fields) == 0
+    assert "already done" in capsys.readouterr().out
+    assert (run / "README.md").is_file()
 
 
 def test_all_held_out_sets_of_a_step_count_for_the_grace_period():
@@ -248,13 +239,11 @@ def test_an_io_error_while_the_trainer_is_built_is_no_mistake(
 def test_an_error_of_the_report_does_not_change_the_end(tiny_folder, write_rows, tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
     monkeypatch.setattr(training_run, "write_report", Mock(side_effect=KeyError("step")))
-    monkeypatch.setattr(training_run, "format_summary", Mock(side_effect=ZeroDivisionError("division by zero")))
     fields = on_cpu(tiny_folder("llama"), write_rows("p.jsonl", pairs(16)), run, max_steps=1, warmup_steps=0)
     assert train_dpo.main(fields) == 0 and read_status(run)["state"] == "done"
     assert read_status(run)["open"] == ["reported"]
     out = capsys.readouterr().out
     assert f"report not written; write it later with python -m sfm_dpo.report.page {run}: KeyError: 'step'\n" in out
-    assert "no summary: ZeroDivisionError: division by zero\n" in out
     monkeypatch.undo()
     assert train_dpo.main(fields) == 0 and read_status(run)["open"] == []
     assert "step 1/1" not in capsys.readouterr().out and (run / "report.html").is_file()

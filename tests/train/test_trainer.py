@@ -270,13 +270,13 @@ def test_tied_weights_are_saved_once_and_no_pickle_of_the_arguments(tmp_path):
 def test_callbacks_read_no_argument_that_was_changed_for_trl():
     """Such fields mean something else in the copy that Trainer passes to them: they read the configuration."""
     options = "--model_name_or_path m --dataset_name d --use_cpu --padding_free true --push_to_hub true"
-    options += " --torch_compile true --load_best_model_at_end true"
+    options += " --torch_compile true"
     options += " --eval_fraction 0.5 --eval_strategy steps --eval_steps 9 --save_strategy steps --save_steps 9"
     config = parse_config(options.split())
     asked = vars(config.train)
     for_trl = vars(arguments_for_trl(config.train, Settings(8, 16, 3, "fa2")))
     changed = {name for name in asked if asked[name] != for_trl[name]}
-    assert {"push_to_hub", "save_total_limit", "padding_free", "load_best_model_at_end", "torch_compile"} <= changed
+    assert {"push_to_hub", "save_total_limit", "padding_free", "torch_compile"} <= changed
     for path in PROJECT.glob("sfm_dpo/**/*.py"):
         for method in re.findall(r"    def on_\w+\(.*?(?=\n    def |\n\n\n|\Z)", path.read_text(), re.DOTALL):
             assert not changed & set(re.findall(r"(?<![\w.])args\.(\w+)", method)), path
