@@ -14,6 +14,7 @@ and what both keep and cost; `recommendation`, the same with its `reason`; `cont
 
 import os
 import sys
+from pathlib import Path
 
 import _setup  # noqa: F401  (first: finds the package, reads .env)
 
@@ -45,7 +46,6 @@ def main(argv: list[str]) -> None:
     os.environ.update(CPU_ONLY)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes instead; datasets would turn it off with a warning
     from sfm_dpo.config import parse_config
-    from sfm_dpo.data.sources import check_output
     from sfm_dpo.planning.dataset import analyze_dataset
     from sfm_dpo.planning.dataset_report import draw_lengths, format_analysis
 
@@ -54,9 +54,8 @@ def main(argv: list[str]) -> None:
         defaults += [f"--dataset_name={DATASET}", f"--model_name_or_path={MODEL}"]
     config = parse_config([*defaults, *fields], training=False)  # the last one counts
     datasets = [entry.path for entry in config.data.datasets] or [str(config.train.dataset_name)]
-    for file in filter(None, (args.json, args.dropped)):
-        for dataset in datasets:
-            check_output(file, dataset)
+    for file in {args.json, args.dropped} & {*map(Path, datasets)}:
+        raise UserError(f"{file}: is the dataset itself; choose another file")
     result = analyze_dataset(config, args.min_coverage, args.min_tokens_kept, args.dropped)
     print(format_analysis(result))
     if args.json:

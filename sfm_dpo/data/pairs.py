@@ -26,7 +26,6 @@ DROP_REASONS = {
     "tool_results": "tool results cannot be told from the model's words (mask_tool_results: false trains on both)",
     "prompt_too_long": "prompt leaves no room for a response within max_length",
     "script": "rejected by filter_script",
-    "contaminated": "prompt has 13 words in a row in common with a set of drop_contaminated",
     "duplicate": "repeats an earlier pair or prompt (drop_duplicates)",
     "control_tokens": "special tokens in its texts (control_tokens: drop)",
     "too_long": "longer than max_length (overlong: drop)",
@@ -38,7 +37,7 @@ IGNORED = {
     "system": "have a column system, which is not read; make it a message of the prompt",
     "prompt": "lose the beginning of their prompt by max_prompt_length",
 }
-FILTERS = ("script", "contaminated", "duplicate", "control_tokens", "too_long")  # they drop usable pairs on request
+FILTERS = ("script", "duplicate", "control_tokens", "too_long")  # they drop usable pairs on request
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from sfm_dpo.common.errors import UserError
 from sfm_dpo.config import Config
 from sfm_dpo.config_checks import HELD_OUT
 from sfm_dpo.data import json_rows
-from sfm_dpo.data.filters import filter_pairs, keeps, load_keep
+from sfm_dpo.data.filters import drop_repeats, keeps, load_keep
 from sfm_dpo.data.pairs import PARTS, Pairs, drop_rows
 from sfm_dpo.data.sources import column_names, explain_cache_errors, load_rows
 
@@ -52,14 +52,14 @@ def load_pairs(config: Config) -> Pairs:
     single = DatasetConfig(str(args.dataset_name), args.dataset_config, split=args.dataset_train_split)
     pairs = read_pairs(config.data.datasets or [single], args.dataset_num_proc, args.filter_script)
     in_order = args.train_sampling_strategy == "sequential"
-    train, filtered = filter_pairs(pairs.train, args.drop_duplicates, args.drop_contaminated, args.dataset_num_proc)
+    train, repeats = drop_repeats(pairs.train, args.drop_duplicates)
     if args.max_samples is not None and args.max_samples < len(train):
         drawn = np.random.default_rng(args.seed).permutation(len(train))[: args.max_samples]  # as Dataset.shuffle
         train = train.select(np.sort(drawn) if in_order else drawn)
     splits = {"train": train}
     if args.eval_fraction and len(train):
         splits = _split_by_prompt(train, args.eval_fraction, args.seed, in_order)
-    return replace(pairs, splits=splits, dropped_rows=pairs.dropped_rows + filtered)
+    return replace(pairs, splits=splits, dropped_rows=pairs.dropped_rows + repeats)
 
 
 def _split_by_prompt(pairs: Dataset, fraction: float, seed: int, in_order: bool) -> dict[str, Dataset]:

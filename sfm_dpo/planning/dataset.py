@@ -12,7 +12,7 @@ import numpy as np
 from datasets import Dataset, concatenate_datasets
 
 from sfm_dpo.config import Config
-from sfm_dpo.data.answers import TRAITS, compare_sides, find_faults, read_answers
+from sfm_dpo.data.answers import compare_sides, find_faults
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.pairs import DROP_REASONS, describe_ignored
 from sfm_dpo.data.preferences import load_pairs
@@ -44,7 +44,6 @@ def analyze_dataset(
     texts = concatenate_datasets(list(loaded.splits.values()))
     tokens = concatenate_datasets(list(pairs.splits.values()))
     usable = pairs.rows - len(loaded.dropped_rows)
-    answers = read_answers(texts, args.dataset_num_proc)
     result = {
         "dataset": pairs.sources,
         "model": config.model.model_name_or_path,
@@ -54,13 +53,12 @@ def analyze_dataset(
         "pairs": len(tokens),
         "sampled": args.max_samples is not None and usable > len(texts),
         "control_tokens": int(np.sum(tokens["control_tokens"][:])),
-        "faults": find_faults(texts, answers),
+        "faults": find_faults(texts, args.dataset_num_proc),
     }
     lengths = Lengths.of(tokens)
-    sources, token_sources = (np.array(part["source"][:], dtype=object) for part in (texts, tokens))
+    sources = np.array(tokens["source"][:], dtype=object)
     count = functools.lru_cache(maxsize=2)(functools.partial(count_trained, tokens))
-    sides = {name: (sources, answers[name]) for name in TRAITS} | {"tokens": (token_sources, count(None, None))}
-    result["sides"] = compare_sides(sides)
+    result["sides"] = compare_sides(sources, {"tokens": count(None, None)})
     model_config = load_model_config(config)
     result |= analyze_lengths(
         lengths,
@@ -73,7 +71,7 @@ def analyze_dataset(
     )
     best = result["recommendation"]
     is_overlong = ~lengths.fit(best["max_length"], best["max_prompt_length"])
-    best["overlong_by_source"] = dict(Counter(token_sources[is_overlong].tolist()))
+    best["overlong_by_source"] = dict(Counter(sources[is_overlong].tolist()))
     if is_overlong.any():
         share = lengths.responses[is_overlong].sum() / lengths.responses.sum()
         by_source = ", ".join(f"{source}: {count:,}" for source, count in best["overlong_by_source"].items())

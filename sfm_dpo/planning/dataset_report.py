@@ -15,7 +15,7 @@ from sfm_dpo.report.plots import COLORS, INK, STYLE
 NOTE = (
     "*: recommended. untruncated: pairs that lose no token. no signal: both responses are identical after truncation. "
     "dropped: no response token is left or, with overlong: drop, the pair is longer. tokens and FLOPs: per epoch, "
-    "without padding. step time: padding-free, relative to the recommendation. docs/data.md defines the traits."
+    "without padding. step time: padding-free, relative to the recommendation."
 )
 HEADINGS = "max_length,max_prompt_length,untruncated,tokens kept,no signal,dropped,tokens,FLOPs,step time".split(",")
 LINES: dict[str, tuple[str, dict[str, Any]]] = {  # curve: (label, style)
