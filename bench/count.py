@@ -89,7 +89,7 @@ def elementwise_bytes(config) -> tuple[float, float]:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = build_backbone(config, torch.bfloat16, [kind])
         with ByteCounter() as forward:
-            output = run_backbone(model, TRACED_TOKENS, None)
+            output = run_backbone(model, TRACED_TOKENS)
         with ByteCounter() as backward:
             output.sum().backward()
     layers = config.num_hidden_layers
@@ -135,8 +135,6 @@ def count_step(planner: Planner, flash: str) -> dict[str, float]:
         "waits of the host": (micro_batches * WAITS + STEP_WAITS) * WAIT,
         "optimizer": UPDATE_BYTES * weights / gpus / memory + sent,
     }
-    batch = next(each for each in planner.memory.micro_batches if each.per_device == choice["per_device"])
-    parts["slowest rank"] = (batch.imbalance - 1) * sum(parts.values())
     cached = planner.args.precompute_ref_log_probs
     passes = planner.pairs / planner.args.global_batch_size if cached else 0.0
     parts["reference pass"] = passes * (forward + head / products)

@@ -73,7 +73,7 @@ class TrainConfig(DPOConfig):
     control_tokens: Literal["accept", "drop"] = HfArg(default="accept", help="Special tokens in messages.")
     # Speed; what is decided where a field is unset is in train/settings.py
     per_device_train_batch_size: int | None = HfArg(default=None, help="Pairs in a micro-batch.")
-    train_sampling_strategy: Literal["batch_rebalance", "random", "group_by_length", "sequential"] = HfArg(
+    train_sampling_strategy: Literal["batch_rebalance", "random", "sequential"] = HfArg(
         default="batch_rebalance", help="Order of the pairs, and which of them share a micro-batch."
     )
     padding_free: bool | None = HfArg(default=None, help="Pack sequences instead of padding them.")

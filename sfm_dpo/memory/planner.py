@@ -36,9 +36,7 @@ class MicroBatch(NamedTuple):
 
     per_device: int
     tokens: int  # computed tokens, including padding if there is any
-    copies: int  # second copies of keys under prefix sharing
     responses: int  # tokens that reach the LM head
-    imbalance: float  # work of the slowest rank over the mean of all ranks
     mean_tokens: float  # computed tokens, without padding, of the average micro-batch
 
 
@@ -50,7 +48,7 @@ class Candidate:
     tokens: int  # computed in the largest micro-batch
     activations: int  # bytes of them at their peak
     bytes: int  # peak of a process
-    work: float  # relative to a run without recomputation whose ranks never wait
+    work: float  # relative to a run without recomputation
     smaller: str | None = None  # options of the next candidate that takes less memory
 
     @property
@@ -106,21 +104,16 @@ class MemoryPlanner:
                 continue
             rows = sampler.largest_micro_batch(size)
             tokens = int(sampler.layout.count(rows))
-            copies = max(0, int(self.lengths.sequences[rows].sum()) - tokens)
             responses = int(self.lengths.responses[rows].sum())
-            imbalance = sampler.imbalance(size, self.gpus)
             mean_tokens = size * float(sampler.layout.tokens.mean())
-            micro_batches.append(MicroBatch(size, tokens, copies, responses, imbalance, mean_tokens))
+            micro_batches.append(MicroBatch(size, tokens, responses, mean_tokens))
         return micro_batches
 
     @cached_property
     def activations(self) -> tuple[Activations, Activations]:
         """With all layers checkpointed, and with none."""
-        copies = None
-        if self.prefix_sharing:
-            copies = max(batch.copies / batch.tokens for batch in self.micro_batches)
-        checkpointed = trace_activations(self.model_config, self.dtype, True, copies)
-        return checkpointed, trace_activations(self.model_config, self.dtype, False, copies)
+        checkpointed = trace_activations(self.model_config, self.dtype, True)
+        return checkpointed, trace_activations(self.model_config, self.dtype, False)
 
     def states(self, launch: str, zero: dict[str, Any]) -> dict[str, int]:
         """Bytes on each GPU for weights, gradients, AdamW's moments, buffers, and a live reference model.
@@ -173,7 +166,7 @@ class MemoryPlanner:
         for batch in self.micro_batches:
             head = head_bytes(self.model_config, batch.responses, self.dtype, self.on_gpu)
             for count in range(layers + 1):
-                work = batch.imbalance * (1 + count / layers / forwards)
+                work = 1 + count / layers / forwards
                 work += FIXED_TOKENS / batch.mean_tokens if self.on_gpu else 0
                 activations = Activations.mix(*self.activations, count / layers).peak_bytes(batch.tokens, head)
                 size = states + max(update, round(ratio * activations))

@@ -16,7 +16,7 @@ from sfm_dpo.data.lengths import Lengths
 from sfm_dpo.data.sampler import PairSampler, assign_pairs
 from tests.toolbox import logged, on_cpu, pairs, write_jsonl
 
-STRATEGIES = ["random", "group_by_length", "batch_rebalance", "sequential"]
+STRATEGIES = ["random", "batch_rebalance", "sequential"]
 LAYOUTS = [(True, True), (True, False), (False, False)]  # packed, shared
 
 
@@ -72,7 +72,7 @@ def test_a_tail_is_another_one_each_epoch():
     assert epochs[0] != epochs[1]
 
 
-@pytest.mark.parametrize("strategy", ["random", "group_by_length", "batch_rebalance"])
+@pytest.mark.parametrize("strategy", ["random", "batch_rebalance"])
 @pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_largest_micro_batch_is_in_the_first_steps(strategy, size, layout):

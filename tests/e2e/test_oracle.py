@@ -50,13 +50,13 @@ PATHS = {
     "shared, live": {"padding_free": "true", "prefix_sharing": "true", "precompute_ref_log_probs": "false"},
 }
 OTHER = [f"{path}, other" for path in PATHS if not path.startswith("packed")]  # another model as the reference
-SAMPLERS = ["batch_rebalance", "random", "group_by_length"]
+SAMPLERS = ["batch_rebalance", "random", "sequential"]
 Combination = tuple[str, str, str]  # loss, path, sampler
 Expected = tuple[list[dict[str, float]], dict[str, torch.Tensor]]  # logged metrics, weights at the end
 FEW: list[Combination] = [
     ("sigmoid_norm", "packed, cached", "batch_rebalance"),
     ("sigmoid", "padded, live", "random"),
-    ("sigmoid_norm", "shared, live", "group_by_length"),
+    ("sigmoid_norm", "shared, live", "sequential"),
     ("sigmoid_norm", "shared, cached, other", "batch_rebalance"),
     ("sigmoid_norm sft", "shared, cached", "random"),
 ]

@@ -69,16 +69,11 @@ def test_the_largest_micro_batch_is_the_largest_of_all(size, length, epochs):
     assert planned[size] == largest
 
 
-def test_second_copies_of_keys_and_the_update_take_memory():
-    def plan(tokens: int, copies: int) -> int:
-        planner.micro_batches = [MicroBatch(1, tokens, copies, 16, 1.0, tokens)]
-        vars(planner).pop("activations", None)
-        return next(candidate.bytes for candidate in planner.list_candidates() if not candidate.checkpointed_layers)
-
+def test_the_update_takes_memory():
     planner = plan_memory(configuration("--padding_free=true"), hidden_size=512, intermediate_size=2048)
-    keys_and_values = 2 * 8 * 512 * 2  # bytes of a token, saved for the backward in bf16
-    assert plan(4096, 4096) - plan(4096, 0) == pytest.approx(4096 * keys_and_values, rel=0.2)  # and gradients
-    assert plan(1, 0) == 4 * planner.trained // 4  # more than activations: a rank's gradients, once more
+    planner.micro_batches = [MicroBatch(1, tokens=1, responses=1, mean_tokens=1)]
+    # More than activations: a rank's gradients, once more
+    assert {candidate.bytes for candidate in planner.list_candidates()} == {4 * planner.trained // 4}
 
 
 def test_a_candidates_options_choose_it():
