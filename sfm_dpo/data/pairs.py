@@ -30,13 +30,8 @@ DROP_REASONS = {
     "control_tokens": "special tokens in its texts (control_tokens: drop)",
     "too_long": "longer than max_length (overlong: drop)",
 }
-# What a row has and training does not see; the keys, with spaces between them, are the column `ignored`
-IGNORED = {
-    "tools": "have tools that the chat template does not print",
-    "tool_calls": "have tool calls that the chat template does not print",
-    "system": "have a column system, which is not read; make it a message of the prompt",
-    "prompt": "lose the beginning of their prompt by max_prompt_length",
-}
+# What a row has and the chat template does not print; the keys, with spaces between them, are the column `ignored`
+IGNORED = {"tools": "tools", "tool_calls": "tool calls"}
 FILTERS = ("script", "duplicate", "control_tokens", "too_long")  # they drop usable pairs on request
 
 
@@ -139,13 +134,14 @@ class TokenPairs(Pairs):
 
 
 def describe_ignored(tokens: Dataset) -> list[str]:
-    """What training does not see of the rows, by kind, each with the number of pairs and the first row."""
+    """What the chat template does not print, by kind, each with the number of pairs and the first row."""
     lines = []
-    for kind, text in IGNORED.items():
+    for kind, what in IGNORED.items():
         found = [i for i, kinds in enumerate(tokens["ignored"][:]) if kind in kinds.split()]
         if found:
             first = min(tokens.select_columns(["row", "source"]).select(found), key=lambda origin: origin["row"])
-            lines.append(f"{len(found):,} pairs {text}, first in row {first['row']} of {first['source']}")
+            where = f"first in row {first['row']} of {first['source']}"
+            lines.append(f"{len(found):,} pairs have {what} that the chat template does not print, {where}")
     return lines
 
 

@@ -2,12 +2,11 @@
 
 A usable row has `prompt`, `chosen` and `rejected`: message lists ({"role", "content", ...}), or strings of plain text;
 `template`, JSON of its `tools` and `chat_template_kwargs`, as in TRL; `source` and `row`, the dataset and the row's
-number in it, from 1; `ignored`, keys of pairs.IGNORED; and `prompt_key` and `pair_key`, hashes that identify repeats.
+number in it, from 1; and `prompt_key` and `pair_key`, hashes that identify repeats.
 """
 
 import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,18 +28,17 @@ from sfm_dpo.data.pairs import PARTS, Pairs, drop_rows
 from sfm_dpo.data.sources import column_names, explain_cache_errors, load_rows
 
 # Part of the cache's key. Raise it when a change to this module changes a normalised row or its drop reason.
-PAIRS_VERSION = 8
+PAIRS_VERSION = 9
 TOOL_ROLES = ("tool", "environment")  # they hold the result of a call
 RESPONSE_ROLES = ("assistant", *TOOL_ROLES)
 CALL_KEYS = ("tool_calls", "function_calls", "function_call")  # of an assistant's message
-_FIELDS = (*PARTS, "tools", "chat_template_kwargs", "system")
+_FIELDS = (*PARTS, "tools", "chat_template_kwargs")
 _PAIR = Features(
     {name: Json() for name in PARTS}
-    | {name: Value("string") for name in ("template", "source", "dropped", "ignored", "prompt_key", "pair_key")}
+    | {name: Value("string") for name in ("template", "source", "dropped", "prompt_key", "pair_key")}
     | {"row": Value("int64")}
 )
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}  # roles
-_TURN = re.compile(r"\n\n(Human|Assistant):")  # of a transcript
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +86,8 @@ def read_pairs(entries: Sequence[DatasetConfig], num_proc: int | None, script: s
     for entry in entries:
         rows = load_rows(entry.path, entry.name, entry.split, entry.data_dir, entry.data_files)
         columns = column_names(rows)
+        if "system" in columns:
+            log.warning(f"dataset_name {entry.path}: column system is not read; make it a message of the prompt")
         missing = [name for name in ("chosen", "rejected") if name not in columns]
         if not missing:
             part, unusable = _normalize_rows(rows, entry.path, num_proc, script)
@@ -140,16 +140,15 @@ def _normalize_row(stored: Mapping[str, Any], index: int, source: str, script: s
     is_json = json_rows.COLUMN in stored
     row = json.loads(stored[json_rows.COLUMN]) if is_json else dict(stored)
     template = None
-    ignored = "system" if row.get("system") else ""
     try:
-        fields = to_plain({name: row.get(name) for name in _FIELDS}, keep_null=is_json)
+        fields = row if is_json else drop_nulls({name: row.get(name) for name in _FIELDS})
         pair = normalize_pair(*(fields.get(name) for name in PARTS))
         tools = fields.get("tools")
         arguments = {"tools": json.loads(tools) if isinstance(tools, str) else tools} if tools else {}
         arguments |= fields.get("chat_template_kwargs") or {}
         if arguments:
             template = json.dumps(arguments)
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError):
         pair = "malformed"
     dropped = pair if isinstance(pair, str) else ""
     sides: tuple[Any, Any, Any] = ([], [], []) if isinstance(pair, str) else pair
@@ -158,7 +157,7 @@ def _normalize_row(stored: Mapping[str, Any], index: int, source: str, script: s
     # Written as JSON here, because datasets 5.2 would parse text that happens to be valid JSON
     columns: dict[str, Any] = {name: _as_json(side) for name, side in zip(PARTS, sides, strict=True)}
     columns |= {"prompt_key": _hash(sides[0], template), "pair_key": _hash(*sides, template)}
-    columns |= {"source": source, "row": index + 1, "ignored": ignored}
+    columns |= {"source": source, "row": index + 1}
     return columns | {"template": template, "dropped": dropped}
 
 
@@ -167,19 +166,16 @@ def _hash(*values: Any) -> str:
 
 
 def _as_json(value: Any) -> str:
-    return json.dumps(value, default=str)  # a Parquet file may hold dates, decimals and bytes
+    return json.dumps(value, default=str)  # a Parquet file may hold dates and decimals
 
 
 def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any] | str:
     """One pair as (prompt, chosen, rejected), or the reason (a key of DROP_REASONS) why it cannot be used.
 
-    Published sets have four formats: `prompt` text and message lists with the response alone (Dolci-Think); no
-    `prompt`, and conversations whose shared beginning is the prompt (Dolci-Instruct); the same as transcripts
-    (hh-rlhf); and plain text. Raises ValueError for calls that are not JSON.
+    Published sets have three formats: `prompt` text and message lists with the response alone (Dolci-Think); no
+    `prompt`, and conversations whose shared beginning is the prompt (Dolci-Instruct); and plain text. Raises
+    ValueError for calls that are not JSON.
     """
-    if prompt is None:
-        chosen = read_transcript(chosen)
-        rejected = read_transcript(rejected)
     if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
         if chosen == rejected:
             return "chosen_equals_rejected"
@@ -207,18 +203,6 @@ def normalize_pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, A
     if not chosen or not rejected or _is_empty(chosen[-1]) or _is_empty(rejected[-1]):
         return "empty_response"
     return (prompt, chosen, rejected) if prompt else "malformed"
-
-
-def read_transcript(text: Any) -> Any:
-    """Messages of text such as "\\n\\nHuman: Hi\\n\\nAssistant: Hello"; anything else is returned unchanged."""
-    if not isinstance(text, str) or not text.startswith("\n\nHuman:"):
-        return text
-    parts = _TURN.split(text)[1:]
-    roles = {"Human": "user", "Assistant": "assistant"}
-    turns = zip(parts[::2], parts[1::2], strict=True)
-    messages = [{"role": roles[who], "content": content.strip()} for who, content in turns]
-    # A prompt ends with an empty assistant turn
-    return messages[:-1] if messages[-1] == {"role": "assistant", "content": ""} else messages
 
 
 def _join_prompts(prompt_messages: list[dict], common: list[dict]) -> list[dict]:
@@ -260,16 +244,13 @@ def _read_messages(value: Any, role: str) -> list[dict] | None:
     return messages
 
 
-def to_plain(value: Any, keep_null: bool) -> Any:
-    """`value` with bytes, dates and decimals as text and, unless `keep_null`, without keys that are None: Arrow gives
-    every struct of a column the keys of all others. Raises ValueError for bytes that are not UTF-8."""
+def drop_nulls(value: Any) -> Any:
+    """`value` without keys that are None: Arrow gives every struct of a column the keys of all others."""
     if isinstance(value, dict):
-        return {name: to_plain(item, keep_null) for name, item in value.items() if keep_null or item is not None}
+        return {name: drop_nulls(item) for name, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [to_plain(item, keep_null) for item in value]
-    if isinstance(value, bytes):
-        return value.decode()
-    return value if isinstance(value, str | int | float | None) else str(value)
+        return [drop_nulls(item) for item in value]
+    return value
 
 
 def read_calls(calls: Any) -> list[Any]:

@@ -207,17 +207,15 @@ def tokenize_pairs(
 def _cut_prompts(tokens: Dataset, max_prompt_length: int, num_proc: int | None) -> Dataset:
     """Keeps the last `max_prompt_length` tokens of each prompt."""
 
-    def cut(ids: list[int], ignored: str) -> dict[str, Any]:
-        if len(ids) <= max_prompt_length:
-            return {}
-        length = {"prompt_ids": ids[-max_prompt_length:], "prompt_length": max_prompt_length}
-        return length | {"ignored": f"{ignored} prompt"}
+    def cut(ids: list[int]) -> dict[str, Any]:
+        ids = ids[-max_prompt_length:]
+        return {"prompt_ids": ids, "prompt_length": len(ids)}
 
     is_long = tokens.with_format("numpy")["prompt_length"][:] > max_prompt_length
     if not is_long.any():
         return tokens
     key = Hasher.hash((tokens._fingerprint, max_prompt_length))
-    return tokens.map(cut, input_columns=["prompt_ids", "ignored"], num_proc=num_proc, new_fingerprint=key)
+    return tokens.map(cut, input_columns="prompt_ids", num_proc=num_proc, new_fingerprint=key)
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -247,7 +245,7 @@ def _tokenize_batch(
         for n, pair in enumerate(group):
             row = _split_ids(*ids[3 * n : 3 * n + 3]) | {"source": pair.get("source"), "row": pair.get("row")}
             row["control_tokens"] = any(map(control_tokens.search, list_texts(pair, tokenizer.eos_token)))
-            row["ignored"] = " ".join([*find_ignored(pair, str(tokenizer.chat_template)), pair.get("ignored", "")])
+            row["ignored"] = " ".join(find_ignored(pair, str(tokenizer.chat_template)))
             rendered = texts[n]
             if rendered is None:
                 row["dropped"] = "malformed"

@@ -85,7 +85,7 @@ def inspect_model(trainer, rows: list[dict]) -> dict[str, Figure]:
     eos = {trainer.processing_class.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])}
     figures = inspect_tokens(rows, Lengths.of(dataset), eos, trainer.args.max_length)
     figures["rope_layers"] = exact(count_wrong_rope_layers(model.config.get_text_config()))
-    figures["ignored"] = exact(float(np.mean([bool(kinds.strip()) for kinds in dataset["ignored"][:]])))
+    figures["ignored"] = exact(float(np.mean([bool(kinds) for kinds in dataset["ignored"][:]])))
     figures["control_tokens"] = exact(float(np.mean(dataset["control_tokens"][:])))
     return figures
 

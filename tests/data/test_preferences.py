@@ -4,7 +4,6 @@ import errno
 import json
 import re
 from datetime import date
-from decimal import Decimal
 
 import datasets
 import numpy as np
@@ -15,7 +14,7 @@ from datasets import Dataset, Features, Image, concatenate_datasets
 from sfm_dpo.common.errors import DiskFull, UserError
 from sfm_dpo.config import parse_config
 from sfm_dpo.data.pairs import DROP_REASONS
-from sfm_dpo.data.preferences import load_pairs, normalize_pair, read_transcript
+from sfm_dpo.data.preferences import load_pairs, normalize_pair
 from sfm_dpo.data.sources import explain_cache_errors, load_rows
 from sfm_dpo.data.tokenization import load_token_pairs
 from sfm_dpo.train import reference_cache
@@ -104,6 +103,11 @@ def test_drop_reasons(row, reason):
     assert normalize_pair(*row) == reason and reason in DROP_REASONS
 
 
+def test_a_column_system_is_a_warning(write_rows, capsys):
+    assert len(load(write_rows("pairs.jsonl", [PAIR | {"system": "Be brief."}])).train) == 1
+    assert "pairs.jsonl: column system is not read; make it a message of the prompt" in capsys.readouterr().err
+
+
 def test_what_a_file_holds_arrives_unchanged(write_rows):
     calls = [{"function": {"name": "f", "arguments": {"x": 1, "y": [1.5, None, "ü"]}}}]
     text = "😀\u2028\x00 ü\r\n<|im_end|>"
@@ -152,23 +156,18 @@ def test_text_stays_text_whatever_its_neighbours_are(write_rows, name):
     assert pairs.train["chosen"][: len(rows)] == [*JSON_LIKE, *([assistant(text)] for text in JSON_LIKE)]
 
 
-def test_dates_decimals_and_bytes_become_text_and_other_columns_are_not_decoded(tmp_path):
-    at = {"content": date(2024, 1, 2), "score": Decimal("1.5")}
-    row = {"prompt": b"q", "chosen": [A | at], "rejected": [B | at | {"content": date(2024, 1, 3)}], "tools": [at]}
-    rows = Dataset.from_list([row, row | {"prompt": b"\xff"}])
+def test_other_columns_are_not_decoded_and_bytes_are_malformed(tmp_path):
+    row = {"prompt": "q", "chosen": [A | {"at": date(2024, 1, 2)}], "rejected": [B], "tools": [{"raw": None}]}
+    rows = Dataset.from_list([row, row | {"tools": [{"raw": b"c"}]}])
     image = Dataset.from_dict({"image": [{"bytes": b"no image"}] * 2}, features=Features({"image": Image()}))
     concatenate_datasets([rows, image], axis=1).to_parquet(tmp_path / "pairs.parquet")
     pairs = load(tmp_path / "pairs.parquet", "--max_dropped_fraction", 1)
     assert pairs.dropped == {"malformed": 1}
-    assert pairs.train[0]["prompt"] == [Q] and json.loads(pairs.train[0]["template"])["tools"][0]["score"] == "1.5"
-    assert pairs.train[0]["chosen"] == [assistant("2024-01-02", score="1.5")]
+    assert pairs.train[0]["prompt"] == [Q] and pairs.train[0]["chosen"] == [assistant("a", at="2024-01-02")]
 
 
-DEEP = json.loads('{"a": ' * 700 + "1" + "}" * 700)
-
-
-@pytest.mark.parametrize("calls", ["add(2)", [{"function": {"name": "add", "arguments": "x=2"}}], [DEEP]])
-def test_calls_that_are_not_json_or_too_deep_are_counted(write_rows, calls):
+@pytest.mark.parametrize("calls", ["add(2)", [{"function": {"name": "add", "arguments": "x=2"}}]])
+def test_calls_that_are_not_json_are_counted(write_rows, calls):
     rows = [PAIR, PAIR | {"chosen": [assistant("", tool_calls=calls)]}]
     assert load(write_rows("calls.jsonl", rows), "--max_dropped_fraction", 1).dropped == {"malformed": 1}
 
@@ -424,11 +423,3 @@ def test_the_script_of_the_docs_pairs_the_best_answer_with_the_worst(write_rows,
     scored = (ROOT / "docs/data.md").read_text().split("### Scored answers")[1]
     exec(re.search(r"```python\n(.*?)```", scored, re.S)[1], {})
     assert last_texts(load(tmp_path / "pairs.jsonl").train) == [("q0", "a1", "a2"), ("q2", "a1", "a0")]
-
-
-def test_transcripts(write_rows):
-    text = "\n\nHuman: Hi\n\nwell\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant:"
-    assert read_transcript(text) == [user("Hi\n\nwell"), assistant("Hello"), user("Bye")]
-    assert read_transcript("Human: Hi") == "Human: Hi" and read_transcript([]) == []
-    pairs = load(write_rows("pairs.jsonl", [{"chosen": text + " good", "rejected": text + " bad"}])).train
-    assert last_texts(pairs) == [("Bye", "good", "bad")]

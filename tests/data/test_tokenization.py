@@ -128,22 +128,18 @@ def test_tools_and_template_arguments_of_a_row_reach_the_template(write_rows):
     assert len(tokens) == 2 and (dropped["row"], dropped["reason"]) == (4, "malformed")
 
 
-def test_what_training_does_not_see_is_counted_with_its_first_row(write_rows):
+def test_what_the_template_does_not_print_is_counted_with_its_first_row(write_rows):
     rows = [conversation(i) for i in range(5)]
     rows[1]["tools"] = json.dumps([{"type": "function", "function": {"name": "add"}}])
-    rows[2]["system"] = "Be brief."
     rows[3]["chosen"] = [{"role": "assistant", "content": "", "tool_calls": [{"name": "add"}]}, *rows[3]["chosen"]]
-    rows[4]["prompt"] = [{"role": "user", "content": "long " * 100}]
     path = write_rows("pairs.jsonl", rows)
-    tokens, _ = tokenize_pairs(read_pairs(path).train, tokenizer_with(CHAT_TEMPLATE), max_prompt_length=300)
+    tokens, _ = tokenize_pairs(read_pairs(path).train, tokenizer_with(CHAT_TEMPLATE))
     assert describe_ignored(tokens) == [
         f"1 pairs have tools that the chat template does not print, first in row 2 of {path}",
         f"1 pairs have tool calls that the chat template does not print, first in row 4 of {path}",
-        f"1 pairs have a column system, which is not read; make it a message of the prompt, first in row 3 of {path}",
-        f"1 pairs lose the beginning of their prompt by max_prompt_length, first in row 5 of {path}",
     ]
     printing = tokenizer_with("{% if tools and tool_calls %}{% endif %}" + CHAT_TEMPLATE)
-    assert len(describe_ignored(tokenize_pairs(read_pairs(path).train, printing)[0])) == 1  # the system column
+    assert not describe_ignored(tokenize_pairs(read_pairs(path).train, printing)[0])
 
 
 def test_longer_pairs_are_truncated_or_dropped(stored, monkeypatch):
