@@ -1,13 +1,15 @@
-"""Preference pairs: rows of any published dataset format are normalised, checked, mixed, sampled and split.
+"""Preference pairs: rows of any published dataset format are normalised, filtered, mixed, sampled and split.
 
 A usable row has `prompt`, `chosen` and `rejected`: message lists ({"role", "content", ...}), or strings of plain text;
 `template`, JSON of its `tools` and `chat_template_kwargs`, as in TRL; `source` and `row`, the dataset and the row's
 number in it, from 1; and `prompt_key` and `pair_key`, hashes that identify repeats.
 """
 
+import functools
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import runpy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,10 @@ from datasets.fingerprint import Hasher
 from trl.data_utils import common_prefix_length
 from trl.scripts.utils import DatasetConfig
 
-from sfm_dpo.common.errors import UserError
+from sfm_dpo.common.errors import UserError, user_input
 from sfm_dpo.config import Config
 from sfm_dpo.config_checks import HELD_OUT
 from sfm_dpo.data import json_rows
-from sfm_dpo.data.filters import drop_repeats, keeps, load_keep
 from sfm_dpo.data.pairs import PARTS, Pairs, drop_rows
 from sfm_dpo.data.sources import column_names, explain_cache_errors, load_rows
 
@@ -60,6 +61,28 @@ def load_pairs(config: Config) -> Pairs:
     return replace(pairs, splits=splits, dropped_rows=pairs.dropped_rows + repeats)
 
 
+@functools.cache
+def load_keep(script: str) -> Callable[[dict], Any]:
+    with user_input(f"filter_script {script}", "write a file with def keep(row): return True"):
+        return runpy.run_path(script)["keep"]
+
+
+def keeps(script: str, row: dict[str, Any]) -> bool:
+    keep = load_keep(script)
+    with user_input(f"filter_script {script}", f"correct keep(row) for the row {json.dumps(row, default=str)[:300]}"):
+        return bool(keep(row))
+
+
+def drop_repeats(pairs: Dataset, drop_duplicates: str) -> tuple[Dataset, list[dict[str, Any]]]:
+    """The pairs (preferences.py) without repeats, except the first of each; and the dropped pairs, as in
+    Pairs.dropped_rows."""
+    if drop_duplicates == "no":
+        return pairs, []
+    key = "prompt_key" if drop_duplicates == "prompts" else "pair_key"
+    repeats = pairs.select_columns(key).to_pandas().duplicated().to_numpy()
+    return drop_rows(pairs, np.where(repeats, "duplicate", ""))
+
+
 def _split_by_prompt(pairs: Dataset, fraction: float, seed: int, in_order: bool) -> dict[str, Dataset]:
     """`pairs` in random order; HELD_OUT has the prompts of the first pairs, until it holds `fraction` of all pairs.
     With `in_order`, `train` keeps the order of `pairs`."""
@@ -88,16 +111,12 @@ def read_pairs(entries: Sequence[DatasetConfig], num_proc: int | None, script: s
         columns = column_names(rows)
         if "system" in columns:
             log.warning(f"dataset_name {entry.path}: column system is not read; make it a message of the prompt")
-        missing = [name for name in ("chosen", "rejected") if name not in columns]
-        if not missing:
-            part, unusable = _normalize_rows(rows, entry.path, num_proc, script)
-            if "prompt" not in columns and not len(part) and {row["reason"] for row in unusable} == {"no_prompt"}:
-                missing = ["prompt"]
-        if missing:
+        if missing := [name for name in ("chosen", "rejected") if name not in columns]:
             raise UserError(
                 f"dataset_name {entry.path}: no column {' or '.join(missing)}; it has {', '.join(columns)}; rename "
                 "a column, or make pairs of scored answers (docs/data.md)"
             )
+        part, unusable = _normalize_rows(rows, entry.path, num_proc, script)
         parts.append(part)
         dropped += unusable
         count += len(rows)

@@ -95,23 +95,21 @@ def _load_local(path: Path, split: str) -> Dataset:
         if not os.access(file, os.R_OK):
             raise UserError(f"dataset_name {file}: cannot be read; check its permissions")
     with user_input(f"dataset_name {path}: cannot be read", "check that it is complete and has rows of this split"):
-        place = str(path.resolve() if path.is_dir() else path.absolute())
-        pattern = glob.escape(place)  # datasets would read a name with [ ] ? * as a pattern
-        if not path.is_dir():
-            return _load_any(formats.pop(), data_files=[pattern], split=split)
-        _check_splits(path, pattern, files)
-        if pattern == place:  # file names may tell several splits, as in a copy of a Hub dataset
-            return _load_any(place, split=split)
-        return _load_any(formats.pop(), data_dir=pattern, split=split)
+        if path.is_dir():
+            _check_splits(path, files)
+            return _load_any(str(path.resolve()), split=split)
+        name = glob.escape(str(path.absolute()))  # datasets would read [ ] ? * as a pattern
+        return _load_any(formats.pop(), data_files=[name], split=split)
 
 
-def _check_splits(folder: Path, pattern: str, files: list[Path]) -> None:
+def _check_splits(folder: Path, files: list[Path]) -> None:
     """Raises UserError for a file that `datasets` would leave out: if the name of one file tells a split, files whose
     names tell none are in no split. The README of a Hub dataset may choose the files itself."""
     readme = folder / "README.md"
     if readme.is_file() and "\nconfigs:" in readme.read_text():
         return
-    splits = DataFilesDict.from_patterns(get_data_patterns(pattern), base_path=pattern)
+    place = str(folder.resolve())
+    splits = DataFilesDict.from_patterns(get_data_patterns(place), base_path=place)
     used = {Path(file).resolve() for names in splits.values() for file in names}
     if unused := [file for file in files if file.resolve() not in used]:
         found = f"is in none of the splits that the names of the files tell ({', '.join(map(str, splits))})"

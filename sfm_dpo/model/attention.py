@@ -7,13 +7,11 @@ sequence. Keys and values are gathered, with their own boundaries, and the causa
 """
 
 import logging
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn import attention as torch_attention
-from torch.nn.attention._fa4 import register_flash_attention_fa4
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
@@ -89,8 +87,6 @@ def activate_flash(choice: str) -> None:
     torch_attention.restore_flash_attention_impl(_raise_warn=False)
     if name == "FA2":
         return
-    fa4 = partial(register_flash_attention_fa4, module_path="sfm_dpo.model.flash4")
-    torch_attention.register_flash_attention_impl("FA4", register_fn=fa4)
     try:
         torch_attention.activate_flash_attention_impl(name)
     except Exception as error:  # its package is not installed, or raises any other error

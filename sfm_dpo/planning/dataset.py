@@ -4,7 +4,6 @@ It reads and tokenises as training does, into the same cache; docs/data.md descr
 """
 
 import functools
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +70,12 @@ def analyze_dataset(
     )
     best = result["recommendation"]
     is_overlong = ~lengths.fit(best["max_length"], best["max_prompt_length"])
-    best["overlong_by_source"] = dict(Counter(sources[is_overlong].tolist()))
     if is_overlong.any():
         share = lengths.responses[is_overlong].sum() / lengths.responses.sum()
-        by_source = ", ".join(f"{source}: {count:,}" for source, count in best["overlong_by_source"].items())
         best["reason"] += (
             f"\nWith overlong: truncate, {best['cut']['chosen']:,} chosen and {best['cut']['rejected']:,} rejected "
             f"answers lose their end. With overlong: drop, {best['overlong']:,} pairs are left out, with {share:.1%} "
-            f"of the response tokens ({by_source})."
+            "of the response tokens."
         )
     result["findings"] = _list_findings(result, texts, tokens)
     return result

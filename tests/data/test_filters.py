@@ -10,7 +10,7 @@ import pytest
 from sfm_dpo.common.errors import UserError
 from sfm_dpo.common.files import PROJECT
 from sfm_dpo.data.answers import CHECKS, find_faults
-from sfm_dpo.data.filters import load_keep
+from sfm_dpo.data.preferences import load_keep
 from tests.toolbox import assistant, read_pairs, user
 
 PROSE = "The parser reads one line after the other and keeps what it has read in a list of tokens. " * 3
