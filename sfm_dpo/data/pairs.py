@@ -30,8 +30,6 @@ DROP_REASONS = {
     "control_tokens": "special tokens in its texts (control_tokens: drop)",
     "too_long": "longer than max_length (overlong: drop)",
 }
-# What a row has and the chat template does not print; the keys, with spaces between them, are the column `ignored`
-IGNORED = {"tools": "tools", "tool_calls": "tool calls"}
 FILTERS = ("script", "duplicate", "control_tokens", "too_long")  # they drop usable pairs on request
 
 
@@ -113,7 +111,8 @@ class TokenPairs(Pairs):
             rows.append(("of these, with special tokens in their texts", f"{control_tokens:,}"))
         if tool_results := sum(map(bool, self.train["masked"][:])):
             rows.append(("of these, with tool results, which are not trained", f"{tool_results:,}"))
-        rows += [("caution", text) for text in describe_ignored(self.train)]
+        if ignored := describe_ignored(self.train):
+            rows.append(("caution", ignored))
         rows += [(f"pairs held out: {name}", f"{len(tokens):,}") for name, tokens in self.held_out().items()]
         if HELD_OUT in self.splits:
             prompts = self.texts.splits[HELD_OUT].unique("prompt_key")
@@ -133,16 +132,14 @@ class TokenPairs(Pairs):
         }
 
 
-def describe_ignored(tokens: Dataset) -> list[str]:
-    """What the chat template does not print, by kind, each with the number of pairs and the first row."""
-    lines = []
-    for kind, what in IGNORED.items():
-        found = [i for i, kinds in enumerate(tokens["ignored"][:]) if kind in kinds.split()]
-        if found:
-            first = min(tokens.select_columns(["row", "source"]).select(found), key=lambda origin: origin["row"])
-            where = f"first in row {first['row']} of {first['source']}"
-            lines.append(f"{len(found):,} pairs have {what} that the chat template does not print, {where}")
-    return lines
+def describe_ignored(tokens: Dataset) -> str:
+    """How many pairs have tools that the chat template does not print, and the first row; empty if none has."""
+    found = np.flatnonzero(tokens["ignored"][:])
+    if not len(found):
+        return ""
+    first = min(tokens.select_columns(["row", "source"]).select(found), key=lambda origin: origin["row"])
+    where = f"first in row {first['row']} of {first['source']}"
+    return f"{len(found):,} pairs have tools or tool calls that the chat template does not print, {where}"
 
 
 def read_text(side: str | list[dict], left_out: Sequence[str] = ("system",)) -> str:

@@ -64,17 +64,13 @@ def _name_calls(message: dict[str, Any], template: str) -> dict[str, Any]:
     return message
 
 
-def find_ignored(pair: dict[str, Any], template: str) -> list[str]:
-    """The keys of IGNORED for tools and calls of a rendered pair that the chat template never mentions."""
+def ignores_tools(template: str, pair: dict[str, Any]) -> bool:
+    """Whether a rendered pair has tools or tool calls that the chat template never mentions."""
     if isinstance(pair["prompt"], str):
-        return []
-    ignored = []
-    if "tools" in json.loads(pair.get("template") or "{}") and "tools" not in template:
-        ignored.append("tools")
+        return False
+    ignores_list = "tools" in json.loads(pair.get("template") or "{}") and "tools" not in template
     messages = [message for part in PARTS for message in pair[part]]
-    if any(message.get(key) and key not in template for message in messages for key in CALL_KEYS):
-        ignored.append("tool_calls")
-    return ignored
+    return ignores_list or any(message.get(key) and key not in template for message in messages for key in CALL_KEYS)
 
 
 def list_texts(pair: dict[str, Any], eos: str) -> list[str]:

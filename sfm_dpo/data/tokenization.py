@@ -28,13 +28,13 @@ from sfm_dpo.config_checks import read_eval_sets
 from sfm_dpo.data.lengths import Lengths, count_trained
 from sfm_dpo.data.pairs import PARTS, Pairs, TokenPairs, drop_rows
 from sfm_dpo.data.preferences import load_pairs, read_pairs
-from sfm_dpo.data.rendering import REFUSALS, find_ignored, find_tool_results, list_texts, render_pair
+from sfm_dpo.data.rendering import REFUSALS, find_tool_results, ignores_tools, list_texts, render_pair
 from sfm_dpo.data.sources import explain_cache_errors
 from sfm_dpo.model.loading import load_model_config
 
 # Part of the cache's key. Raise it when a change to this module or rendering.py changes an id, a length, a masked
 # span or a drop reason.
-TOKENS_VERSION = 9
+TOKENS_VERSION = 10
 # Rows per tokenizer call: it needs about 300 bytes per token besides the ids, and a long pair has 50,000 tokens.
 BATCH_ROWS = 100
 _TOKENS = Features(
@@ -45,7 +45,7 @@ _TOKENS = Features(
     | {"masked": List(List(Value("int32")))}  # spans of tool results: side (0 chosen, 1 rejected), first id, end
     | {"prompt_trimmed": Value("int32")}  # tokens cut from the prompt's end, where prompt+response diverges
     | {"source": Value("string"), "row": Value("int64"), "dropped": Value("string")}
-    | {"ignored": Value("string")}  # keys of IGNORED
+    | {"ignored": Value("bool")}  # whether it has tools that the chat template does not print
 )
 
 log = logging.getLogger(__name__)
@@ -245,7 +245,7 @@ def _tokenize_batch(
         for n, pair in enumerate(group):
             row = _split_ids(*ids[3 * n : 3 * n + 3]) | {"source": pair.get("source"), "row": pair.get("row")}
             row["control_tokens"] = any(map(control_tokens.search, list_texts(pair, tokenizer.eos_token)))
-            row["ignored"] = " ".join(find_ignored(pair, str(tokenizer.chat_template)))
+            row["ignored"] = ignores_tools(str(tokenizer.chat_template), pair)
             rendered = texts[n]
             if rendered is None:
                 row["dropped"] = "malformed"

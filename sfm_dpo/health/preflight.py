@@ -85,7 +85,7 @@ def inspect_model(trainer, rows: list[dict]) -> dict[str, Figure]:
     eos = {trainer.processing_class.eos_token_id, *(of_model if isinstance(of_model, list) else [of_model])}
     figures = inspect_tokens(rows, Lengths.of(dataset), eos, trainer.args.max_length)
     figures["rope_layers"] = exact(count_wrong_rope_layers(model.config.get_text_config()))
-    figures["ignored"] = exact(float(np.mean([bool(kinds) for kinds in dataset["ignored"][:]])))
+    figures["ignored"] = exact(float(np.mean(dataset["ignored"][:])))
     figures["control_tokens"] = exact(float(np.mean(dataset["control_tokens"][:])))
     return figures
 
@@ -109,7 +109,7 @@ def run_preflight(trainer, policy, config: Config) -> dict[str, Any]:
     verdict, findings = judge_base_model(figures, loss_type)
     for finding in findings:
         if finding["rule"] == "ignored":
-            finding["what"] = "; ".join(describe_ignored(dataset))
+            finding["what"] = describe_ignored(dataset)
     reasons = [format_finding(finding) for finding in findings]
 
     sources = np.array(dataset["source"][:], dtype=object)[judged]

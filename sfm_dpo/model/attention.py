@@ -6,7 +6,6 @@ rejected sequence holds only the tokens after the shared ones; its queries see t
 sequence. Keys and values are gathered, with their own boundaries, and the causal mask is aligned at the end.
 """
 
-import logging
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_flash_attn_3_available, is_flash_attn_4_available
 
 from sfm_dpo.common.errors import UserError
-
-log = logging.getLogger(__name__)
 
 PACKED = "packed"
 _BLOCK = 128  # queries in one call if a window cuts keys off
@@ -69,16 +66,12 @@ def usable_kernels(choice: str) -> list[str]:
     """The kernels besides FA2 that `flash_attention: choice` may use: those installed that fit the GPU, or itself."""
     if choice != "auto":
         return [choice] if choice in ("fa3", "fa4") else []
-    major, minor = torch.cuda.get_device_capability()
+    capability = torch.cuda.get_device_capability()
     fitting = {
-        "fa3": (major, minor) == (9, 0) and is_flash_attn_3_available(),
-        "fa4": major in (9, 10) and is_flash_attn_4_available(),
+        "fa3": capability == (9, 0) and is_flash_attn_3_available(),
+        "fa4": capability[0] in (9, 10) and is_flash_attn_4_available(),
     }
-    usable = [kernel for kernel, fits in fitting.items() if fits]
-    if major == 10 and not usable:
-        remedy = 'pip install "flash-attn-4[cu13]==4.0.0b17"; the next run compares and times it'
-        log.info(f"attention by FA2 on sm_100: FA4 adds over 10 points of MFU (counted, not measured): {remedy}")
-    return usable
+    return [kernel for kernel, fits in fitting.items() if fits]
 
 
 def activate_flash(choice: str) -> None:

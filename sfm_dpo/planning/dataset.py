@@ -69,13 +69,10 @@ def analyze_dataset(
         overlong=args.overlong,
     )
     best = result["recommendation"]
-    is_overlong = ~lengths.fit(best["max_length"], best["max_prompt_length"])
-    if is_overlong.any():
-        share = lengths.responses[is_overlong].sum() / lengths.responses.sum()
+    if best["overlong"]:
         best["reason"] += (
             f"\nWith overlong: truncate, {best['cut']['chosen']:,} chosen and {best['cut']['rejected']:,} rejected "
-            f"answers lose their end. With overlong: drop, {best['overlong']:,} pairs are left out, with {share:.1%} "
-            "of the response tokens."
+            f"answers lose their end. With overlong: drop, {best['overlong']:,} pairs are left out."
         )
     result["findings"] = _list_findings(result, texts, tokens)
     return result
@@ -109,7 +106,8 @@ def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset) -> l
     repeated_prompts = len(texts) - len(set(texts["prompt_key"])) - repeated_pairs
     text = "pairs have the prompt of an earlier pair but other responses: drop_duplicates: prompts removes them"
     add("note", repeated_prompts, text)
-    findings += [{"level": "warning", "text": text} for text in describe_ignored(tokens)]
+    if ignored := describe_ignored(tokens):
+        findings.append({"level": "warning", "text": ignored})
     for reason, count in result["dropped"].items():
         text = f"of {result['rows']:,} rows dropped: {DROP_REASONS[reason]}: --dropped FILE lists them"
         add("note", count, text)

@@ -55,13 +55,7 @@ class Planner:
     """The plan of a run on `gpus` GPUs of one kind, from the lengths of its pairs, not truncated."""
 
     def __init__(
-        self,
-        config: Config,
-        model_config: PretrainedConfig,
-        lengths: Lengths,
-        gpu: str = "B200",
-        gpus: int = 4,
-        mfu: float = MFU,
+        self, config: Config, model_config: PretrainedConfig, lengths: Lengths, gpu: str, gpus: int, mfu: float = MFU
     ):
         self.args = config.train
         self.gpu = gpu

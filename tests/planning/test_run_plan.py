@@ -23,13 +23,13 @@ PYTHIA = AutoConfig.from_pretrained(PROJECT / "bench/shapes/gpt_neox_6.9b")
 
 @pytest.fixture
 def plan_of(tmp_path, monkeypatch):
-    """A function: (shape, lengths, command-line fields, ...) -> the planner of 16 times the lengths."""
+    """A function: (shape, lengths, command-line fields, GPUs) -> the planner of 16 times the lengths."""
 
-    def make(shape, lengths, fields=(), **options):
+    def make(shape, lengths, fields=(), gpus=4):
         monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED", raising=False)
         argv = ["--config", str(PROJECT / "recipes/think.yaml"), "--output_dir", str(tmp_path), *AS_NAMED, *fields]
         repeated = lengths.select(np.arange(16 * len(lengths)) % len(lengths))
-        return Planner(parse_config(argv, training=False), shape, repeated, **options)
+        return Planner(parse_config(argv, training=False), shape, repeated, "B200", gpus)
 
     return make
 
