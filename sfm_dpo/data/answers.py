@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 from datasets import Dataset
 
-from sfm_dpo.data.pairs import PARTS, read_text
-from sfm_dpo.data.preferences import TOOL_ROLES
+from sfm_dpo.data.pairs import PARTS
 
-NOT_MODEL = ("system", *TOOL_ROLES)  # roles whose words are not the model's
 LONG_ANSWER = 200  # characters: titles, names, formulas and one-line answers need no full stop
 LONG_LINE = 60  # characters of a last line that is prose: items of lists and signatures are shorter
 _ROLE_TAG = re.compile(
@@ -72,12 +70,18 @@ def find_faults(pairs: Dataset, num_proc: int | None = None) -> list[dict[str, A
 
 
 def _check_answers(pair: dict[str, Any]) -> dict[str, list[bool]]:
-    answers = [read_text(pair[side], NOT_MODEL) for side in SIDES]
+    answers = [_read_text(pair[side]) for side in SIDES]
     found = {name: [bool(has(answer)) for answer in answers] for name, (has, _) in CHECKS.items()}
     if isinstance(pair["prompt"], list):
         turns = [[message["role"] for message in pair["prompt"][-1:] + pair[side]] for side in SIDES]
         found["two_turns"] = [("assistant", "assistant") in pairwise(roles) for roles in turns]
     return found
+
+
+def _read_text(side: str | list[dict]) -> str:
+    if isinstance(side, str):
+        return side
+    return "\n".join(message["content"] for message in side if message["role"] == "assistant")
 
 
 def compare_sides(sources: np.ndarray, measures: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:

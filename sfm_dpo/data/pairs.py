@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,9 @@ DROP_REASONS = {
     "prompt_too_long": "prompt leaves no room for a response within max_length",
     "script": "rejected by filter_script",
     "duplicate": "repeats an earlier pair or prompt (drop_duplicates)",
-    "control_tokens": "special tokens in its texts (control_tokens: drop)",
     "too_long": "longer than max_length (overlong: drop)",
 }
-FILTERS = ("script", "duplicate", "control_tokens", "too_long")  # they drop usable pairs on request
+FILTERS = ("script", "duplicate", "too_long")  # they drop usable pairs on request
 
 
 @dataclass(frozen=True)
@@ -140,13 +138,6 @@ def describe_ignored(tokens: Dataset) -> str:
     first = min(tokens.select_columns(["row", "source"]).select(found), key=lambda origin: origin["row"])
     where = f"first in row {first['row']} of {first['source']}"
     return f"{len(found):,} pairs have tools or tool calls that the chat template does not print, {where}"
-
-
-def read_text(side: str | list[dict], left_out: Sequence[str] = ("system",)) -> str:
-    """The text of a prompt or response; by default without system messages, which many prompts share."""
-    if isinstance(side, str):
-        return side
-    return "\n".join(message["content"] for message in side if message["role"] not in left_out)
 
 
 def drop_rows(rows: Dataset, reasons: np.ndarray) -> tuple[Dataset, list[dict[str, Any]]]:

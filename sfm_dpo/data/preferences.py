@@ -39,7 +39,6 @@ _PAIR = Features(
     | {name: Value("string") for name in ("template", "source", "dropped", "prompt_key", "pair_key")}
     | {"row": Value("int64")}
 )
-_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}  # roles
 
 log = logging.getLogger(__name__)
 
@@ -240,14 +239,10 @@ def _read_messages(value: Any, role: str) -> list[dict] | None:
     is not such a list."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
-    if isinstance(value, dict):  # LLaMA-Factory's ranked answers
-        value = [value]
     if not isinstance(value, list):
         return None
     messages = []
     for message in value:
-        if isinstance(message, dict) and {"from", "value"} <= message.keys():
-            message = {"role": _SHAREGPT.get(message["from"], message["from"]), "content": message["value"]}
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return None
         message = {name: item for name, item in message.items() if item is not None}

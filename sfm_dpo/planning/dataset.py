@@ -35,8 +35,8 @@ def analyze_dataset(
         loaded.write_dropped(dropped_file)
     loaded.check_dropped(limit=1.0)  # unusable rows stop training, but are reported here
     # Split by split, as in training, because the cache is keyed by the fingerprint of each
-    options: dict[str, Any] = {"control_tokens": args.control_tokens, "mask_tool_results": args.mask_tool_results}
-    pairs = tokenize_splits(loaded, tokenizer, num_proc=args.dataset_num_proc, **options)
+    options: dict[str, Any] = {"num_proc": args.dataset_num_proc, "mask_tool_results": args.mask_tool_results}
+    pairs = tokenize_splits(loaded, tokenizer, **options)
     if dropped_file:
         pairs.write_dropped(dropped_file)
     pairs.check_dropped(limit=1.0)
@@ -50,7 +50,6 @@ def analyze_dataset(
         "usable": usable,
         "dropped": dict(pairs.dropped),
         "pairs": len(tokens),
-        "sampled": args.max_samples is not None and usable > len(texts),
         "control_tokens": int(np.sum(tokens["control_tokens"][:])),
         "faults": find_faults(texts, args.dataset_num_proc),
     }
@@ -96,7 +95,7 @@ def _list_findings(result: dict[str, Any], texts: Dataset, tokens: Dataset) -> l
     add("warning", no_signal, "pairs are identical on both sides after truncation and teach nothing: raise max_length")
     repeated_pairs = len(texts) - len(set(texts["pair_key"]))
     add("warning", repeated_pairs, "pairs are exact repeats of earlier ones: set drop_duplicates to pairs")
-    text = "pairs contain special tokens, which act like the template's own: set control_tokens to drop"
+    text = "pairs contain special tokens, which act like the template's own: filter_script removes them"
     add("warning", result["control_tokens"], text)
     text = (
         "prompts are not a token prefix of prompt+response; their tokens after the shared ones are left out: compare "

@@ -63,7 +63,6 @@ def mixture(tmp_path, entries, *cli):
         (([S, Q], [Q, A], [Q, B]), WITH_SYSTEM),
         (([S], [Q, A], [Q, B]), WITH_SYSTEM),  # a prompt column with the system message alone must not get lost
         (([Q], "a", "b"), PLAIN),  # responses as text under a prompt of messages
-        (([{"from": "human", "value": "q"}], {"from": "gpt", "value": "a"}, [B]), PLAIN),  # ShareGPT
         # plain text
         (("q: ", "a", "b"), ("q: ", "a", "b")),
         (("q", [A], [assistant("b", name=None)]), PLAIN),  # keys that are None
