@@ -72,7 +72,7 @@ class TrainConfig(DPOConfig):
     drop_duplicates: Literal["no", "pairs", "prompts"] = HfArg(default="no", help="Drop repeats of a pair or prompt.")
     # Speed; what is decided where a field is unset is in train/settings.py
     per_device_train_batch_size: int | None = HfArg(default=None, help="Pairs in a micro-batch.")
-    train_sampling_strategy: Literal["batch_rebalance", "random", "sequential"] = HfArg(
+    train_sampling_strategy: Literal["batch_rebalance", "random"] = HfArg(
         default="batch_rebalance", help="Order of the pairs, and which of them share a micro-batch."
     )
     padding_free: bool | None = HfArg(default=None, help="Pack sequences instead of padding them.")

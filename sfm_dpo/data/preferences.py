@@ -49,14 +49,13 @@ def load_pairs(config: Config) -> Pairs:
     args = config.train
     single = DatasetConfig(str(args.dataset_name), args.dataset_config, split=args.dataset_train_split)
     pairs = read_pairs(config.data.datasets or [single], args.dataset_num_proc, args.filter_script)
-    in_order = args.train_sampling_strategy == "sequential"
     train, repeats = drop_repeats(pairs.train, args.drop_duplicates)
     if args.max_samples is not None and args.max_samples < len(train):
         drawn = np.random.default_rng(args.seed).permutation(len(train))[: args.max_samples]  # as Dataset.shuffle
-        train = train.select(np.sort(drawn) if in_order else drawn)
+        train = train.select(drawn)
     splits = {"train": train}
     if args.eval_fraction and len(train):
-        splits = _split_by_prompt(train, args.eval_fraction, args.seed, in_order)
+        splits = _split_by_prompt(train, args.eval_fraction, args.seed)
     return replace(pairs, splits=splits, dropped_rows=pairs.dropped_rows + repeats)
 
 
@@ -82,9 +81,8 @@ def drop_repeats(pairs: Dataset, drop_duplicates: str) -> tuple[Dataset, list[di
     return drop_rows(pairs, np.where(repeats, "duplicate", ""))
 
 
-def _split_by_prompt(pairs: Dataset, fraction: float, seed: int, in_order: bool) -> dict[str, Dataset]:
-    """`pairs` in random order; HELD_OUT has the prompts of the first pairs, until it holds `fraction` of all pairs.
-    With `in_order`, `train` keeps the order of `pairs`."""
+def _split_by_prompt(pairs: Dataset, fraction: float, seed: int) -> dict[str, Dataset]:
+    """`pairs` in random order; HELD_OUT has the prompts of the first pairs, until it holds `fraction` of all pairs."""
     drawn = np.random.default_rng(seed).permutation(len(pairs))  # as `train_test_split` of datasets
     keys = pairs.select_columns("prompt_key").to_pandas()["prompt_key"].iloc[drawn]
     sizes = keys.value_counts(sort=False)  # by prompt, in the order drawn
@@ -93,8 +91,7 @@ def _split_by_prompt(pairs: Dataset, fraction: float, seed: int, in_order: bool)
     if not 0 < is_held_out.sum() < len(pairs):
         found = f"{is_held_out.sum()} of {len(pairs)} pairs would be held out, of {len(sizes)} prompts"
         raise UserError(f"eval_fraction {fraction:g}: {found}; change it, or use more pairs")
-    train = drawn[~is_held_out]
-    return {"train": pairs.select(np.sort(train) if in_order else train), HELD_OUT: pairs.select(drawn[is_held_out])}
+    return {"train": pairs.select(drawn[~is_held_out]), HELD_OUT: pairs.select(drawn[is_held_out])}
 
 
 def read_pairs(entries: Sequence[DatasetConfig], num_proc: int | None, script: str | None = None) -> Pairs:

@@ -85,8 +85,7 @@ class PairSampler(Sampler[int]):
     the largest micro-batch, for any usual number of pairs in it and any Layout, come first in the first epoch, so an
     out-of-memory error appears at once.
 
-    `strategy`, TRL's `train_sampling_strategy`: random; batch_rebalance, the same steps with balanced micro-batches;
-    sequential, the order of the data.
+    `strategy`, TRL's `train_sampling_strategy`: random; batch_rebalance, the same steps with balanced micro-batches.
     """
 
     lengths: Lengths  # of the N pairs, truncated
@@ -138,8 +137,6 @@ class PairSampler(Sampler[int]):
         return self._steps[epoch]
 
     def _order_steps(self, epoch: int) -> np.ndarray:
-        if self.strategy == "sequential":
-            return np.arange(len(self)).reshape(-1, self.global_batch)
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.lengths))[: len(self)]
         steps = order.reshape(-1, self.global_batch)
         return self._put_largest_first(steps) if epoch == 0 else steps

@@ -42,12 +42,11 @@ def analyze_dataset(
     pairs.check_dropped(limit=1.0)
     texts = concatenate_datasets(list(loaded.splits.values()))
     tokens = concatenate_datasets(list(pairs.splits.values()))
-    usable = pairs.rows - len(loaded.dropped_rows)
     result = {
         "dataset": pairs.sources,
         "model": config.model.model_name_or_path,
         "rows": pairs.rows,
-        "usable": usable,
+        "usable": pairs.rows - len(loaded.dropped_rows),
         "dropped": dict(pairs.dropped),
         "pairs": len(tokens),
         "control_tokens": int(np.sum(tokens["control_tokens"][:])),
