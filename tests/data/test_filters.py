@@ -93,9 +93,9 @@ def test_the_scripts_of_the_docs(load, tmp_path, monkeypatch):
     (tmp_path / "keep.py").write_text(of_contamination)
     question = " ".join(f"w{i}" for i in range(14))
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **options: {"question": [question.upper() + "?"]})
-    prompts = [f"Now: {question.replace(' ', ', ')}.", question.partition(" ")[2], question[4:-4]]
+    prompts = ["Yes?<|im_end|>", f"Now: {question.replace(' ', ', ')}.", question.partition(" ")[2], question[4:-4]]
     rows = [{"prompt": prompt, "chosen": "Yes.", "rejected": "No."} for prompt in prompts]
-    assert load(rows, "--filter_script", tmp_path / "keep.py").train["row"][:] == [3]
+    assert load(rows, "--filter_script", tmp_path / "keep.py").train["row"][:] == [4]
 
 
 @pytest.mark.parametrize(
